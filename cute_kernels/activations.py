@@ -4,8 +4,6 @@
 tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU arXiv 2109.08668.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -15,38 +13,38 @@ _hex = float.fromhex
 
 
 class Numbers:
-  """The fp32 numbers of the formulas that ``cute_kernels.reference.activations`` states."""
+	"""The fp32 numbers of the formulas that ``cute_kernels.reference.activations`` states."""
 
-  #: The largest of fp32.
-  FMAX = _hex("0x1.fffffep+127")
-  #: Beyond it, derivatives are at their limits, and its cube is finite.
-  FAR = 2.0**32
-  #: Added, it rounds to integers, which are then the low bits.
-  MAGIC = 1.5 * 2.0**23
-  LOG2E = _hex("0x1.715476p+0")
-  LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
-  #: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
-  EXP = tuple(map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10")))
-  #: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
-  TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
-  #: 1.702; 0.79788456, 0.03567741 and 0.1070322243.
-  QUICK = _hex("0x1.b3b646p+0")
-  GELU = _hex("0x1.988454p-1"), _hex("0x1.2444f4p-5"), _hex("0x1.b6676cp-4")
+	#: The largest of fp32.
+	FMAX = _hex("0x1.fffffep+127")
+	#: Beyond it, derivatives are at their limits, and its cube is finite.
+	FAR = 2.0**32
+	#: Added, it rounds to integers, which are then the low bits.
+	MAGIC = 1.5 * 2.0**23
+	LOG2E = _hex("0x1.715476p+0")
+	LN2 = _hex("0x1.62e4p-1"), _hex("0x1.7f7d1cp-20")
+	#: (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2, from the constant term up.
+	EXP = tuple(map(_hex, ("0x1p-1", "0x1.5554b2p-3", "0x1.5554c8p-5", "0x1.12266ap-7", "0x1.6d721ap-10")))
+	#: (tanh(r) / r - 1) / r^2 for 0 <= r <= ln(2) / 2 in powers of r^2.
+	TANH = tuple(map(_hex, ("-0x1.55554ep-2", "0x1.110c54p-3", "-0x1.b83438p-5", "0x1.3f46fp-6")))
+	#: 1.702; 0.79788456, 0.03567741 and 0.1070322243.
+	QUICK = _hex("0x1.b3b646p+0")
+	GELU = _hex("0x1.988454p-1"), _hex("0x1.2444f4p-5"), _hex("0x1.b6676cp-4")
 
 
 #: The curve of each activation, and whether a second half of its input multiplies it.
 _FACTS: dict[str, tuple[str, bool]] = {
-  "gelu": ("gelu", False),
-  "silu": ("silu", False),
-  "relu": ("relu", False),
-  "qgelu": ("qgelu", False),
-  "srelu": ("srelu", False),
-  "geglu": ("gelu", True),
-  "swiglu": ("silu", True),
-  "reglu": ("relu", True),
-  "qgeglu": ("qgelu", True),
-  "sreglu": ("srelu", True),
-  "clamped_swiglu": ("clamped_silu", True),
+	"gelu": ("gelu", False),
+	"silu": ("silu", False),
+	"relu": ("relu", False),
+	"qgelu": ("qgelu", False),
+	"srelu": ("srelu", False),
+	"geglu": ("gelu", True),
+	"swiglu": ("silu", True),
+	"reglu": ("relu", True),
+	"qgeglu": ("qgelu", True),
+	"sreglu": ("srelu", True),
+	"clamped_swiglu": ("clamped_silu", True),
 }
 #: The names of all activations.
 ACTIVATIONS = tuple(_FACTS)
@@ -56,73 +54,73 @@ _LARGEST = 2.0**64
 
 @dataclasses.dataclass(frozen=True)
 class Activation(Record):
-  """What is done to a plain tensor before it is quantized.
+	"""What is done to a plain tensor before it is quantized.
 
-  Without a gate it is ``act(x)``. A gated one takes ``x = [A | B]``, halves of equal width along
-  the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
+	Without a gate it is ``act(x)``. A gated one takes ``x = [A | B]``, halves of equal width along
+	the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
 
-  Args:
-    name: one of ``ACTIVATIONS``.
-    alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
-    limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
+	Args:
+	  name: one of ``ACTIVATIONS``.
+	  alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
+	  limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
 
-  Raises:
-    ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
-      that has no parameters.
-  """
+	Raises:
+	  ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
+	    that has no parameters.
+	"""
 
-  name: str  # type: ignore[misc]
-  alpha: float = 1.702
-  limit: float = 7.0
+	name: str  # type: ignore[misc]
+	alpha: float = 1.702
+	limit: float = 7.0
 
-  def __post_init__(self) -> None:
-    check_choice("activation", self.name, ACTIVATIONS)
-    for field in dataclasses.fields(self)[1:]:
-      value = getattr(self, field.name)
-      if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{field.name} must be a number, got {value!r}")
-      if not 1 / _LARGEST <= value <= _LARGEST:
-        raise ValueError(f"{field.name} must be in [2^-64, 2^64], got {value}")
-      if value != field.default and not self.is_clamped:
-        raise ValueError(f"{field.name} is of clamped_swiglu; {self.name} has none")
-      object.__setattr__(self, field.name, float(value))
-    super().__post_init__()
+	def __post_init__(self) -> None:
+		check_choice("activation", self.name, ACTIVATIONS)
+		for field in dataclasses.fields(self)[1:]:
+			value = getattr(self, field.name)
+			if isinstance(value, bool) or not isinstance(value, (int, float)):
+				raise TypeError(f"{field.name} must be a number, got {value!r}")
+			if not 1 / _LARGEST <= value <= _LARGEST:
+				raise ValueError(f"{field.name} must be in [2^-64, 2^64], got {value}")
+			if value != field.default and not self.is_clamped:
+				raise ValueError(f"{field.name} is of clamped_swiglu; {self.name} has none")
+			object.__setattr__(self, field.name, float(value))
+		super().__post_init__()
 
-  @property
-  def curve(self) -> str:
-    """The function of one variable: gelu, silu, relu, qgelu, srelu or clamped_silu."""
-    return _FACTS[self.name][0]
+	@property
+	def curve(self) -> str:
+		"""The function of one variable: gelu, silu, relu, qgelu, srelu or clamped_silu."""
+		return _FACTS[self.name][0]
 
-  @property
-  def is_gated(self) -> bool:
-    """Whether the input has a second half that multiplies the activated first one."""
-    return _FACTS[self.name][1]
+	@property
+	def is_gated(self) -> bool:
+		"""Whether the input has a second half that multiplies the activated first one."""
+		return _FACTS[self.name][1]
 
-  @property
-  def is_clamped(self) -> bool:
-    """Whether it clamps its input at ``limit``."""
-    return self.curve == "clamped_silu"
+	@property
+	def is_clamped(self) -> bool:
+		"""Whether it clamps its input at ``limit``."""
+		return self.curve == "clamped_silu"
 
-  def width(self, columns: int) -> int:
-    """Columns of the result for an input of ``columns`` ones."""
-    return columns // 2 if self.is_gated else columns
+	def width(self, columns: int) -> int:
+		"""Columns of the result for an input of ``columns`` ones."""
+		return columns // 2 if self.is_gated else columns
 
 
 def is_gated(text: str) -> bool:
-  """``Activation.is_gated`` of the record that a text stands for; False if it is no text of one.
+	"""``Activation.is_gated`` of the record that a text stands for; False if it is no text of one.
 
-  A compiler traces this where shapes are worked out; ``parse_activation`` is for ops.
-  """
-  name = text.partition(":")[0]
-  return name in _FACTS and _FACTS[name][1]
+	A compiler traces this where shapes are worked out; ``parse_activation`` is for ops.
+	"""
+	name = text.partition(":")[0]
+	return name in _FACTS and _FACTS[name][1]
 
 
 @functools.lru_cache(maxsize=256)
 def parse_activation(text: str) -> Activation:
-  """The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
+	"""The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
 
-  Raises:
-    ValueError: there is no such activation, it has no such parameter or value, or its record
-      has another text: parameters at their defaults are left out.
-  """
-  return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)
+	Raises:
+	  ValueError: there is no such activation, it has no such parameter or value, or its record
+	    has another text: parameters at their defaults are left out.
+	"""
+	return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

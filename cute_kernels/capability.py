@@ -4,8 +4,6 @@ Errors, documentation and tests all read this table, so what the package says it
 runs. An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"`` or ``"sm_100a"``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -16,67 +14,67 @@ from .formats import FP8, MXFP8, NVFP4, Format, FP8Block
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
 OPS = (
-  "compute_offsets",
-  "grouped_amax",
-  "grouped_dbias",
-  "grouped_quantize",
-  "grouped_dequantize",
-  "grouped_gemm",
-  "grouped_gemm_w4a16",
-  "grouped_gemm_w4a8",
-  "delayed_scaling_update",
-  "moe_route",
-  "moe_route_gradient",
-  "compute_routing",
-  "moe_gather",
-  "moe_activate",
-  "moe_activate_gradient",
-  "moe_combine",
+	"compute_offsets",
+	"grouped_amax",
+	"grouped_dbias",
+	"grouped_quantize",
+	"grouped_dequantize",
+	"grouped_gemm",
+	"grouped_gemm_w4a16",
+	"grouped_gemm_w4a8",
+	"delayed_scaling_update",
+	"moe_route",
+	"moe_route_gradient",
+	"compute_routing",
+	"moe_gather",
+	"moe_activate",
+	"moe_activate_gradient",
+	"moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 #: Dtypes of the plain operands of each op: of its input, or of the result of dequantizing.
 _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
-  "compute_offsets": _INTEGERS,
-  "grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
-  "delayed_scaling_update": (torch.float32,),
-  "compute_routing": _INTEGERS,
-  **dict.fromkeys(("moe_route", "moe_route_gradient"), (torch.float32,)),
+	"compute_offsets": _INTEGERS,
+	"grouped_gemm_w4a16": (torch.bfloat16, torch.float16),
+	"delayed_scaling_update": (torch.float32,),
+	"compute_routing": _INTEGERS,
+	**dict.fromkeys(("moe_route", "moe_route_gradient"), (torch.float32,)),
 }
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
-  ("compute_offsets", None): ARCHITECTURES,
-  ("grouped_amax", None): ARCHITECTURES,
-  ("grouped_dbias", None): ARCHITECTURES,
-  ("grouped_gemm", None): ARCHITECTURES,
-  ("moe_route", None): ARCHITECTURES,
-  ("moe_route_gradient", None): ARCHITECTURES,
-  ("compute_routing", None): ARCHITECTURES,
-  ("moe_gather", None): ARCHITECTURES,
-  ("moe_activate", None): ARCHITECTURES,
-  ("moe_activate_gradient", None): ARCHITECTURES,
-  ("moe_combine", None): ARCHITECTURES,
-  ("grouped_quantize", "nvfp4"): ARCHITECTURES,
-  ("grouped_dequantize", "nvfp4"): ARCHITECTURES,
-  ("grouped_quantize", "fp8"): ARCHITECTURES,
-  ("grouped_dequantize", "fp8"): ARCHITECTURES,
-  ("delayed_scaling_update", "fp8"): ARCHITECTURES,
-  ("grouped_quantize", "fp8_block"): ARCHITECTURES,
-  ("grouped_dequantize", "fp8_block"): ARCHITECTURES,
-  ("grouped_quantize", "mxfp8"): ARCHITECTURES,
-  ("grouped_dequantize", "mxfp8"): ARCHITECTURES,
-  ("grouped_gemm", "nvfp4"): ARCHITECTURES,
-  ("grouped_gemm", "fp8"): ARCHITECTURES,
-  ("grouped_gemm", "fp8_block"): ARCHITECTURES,
-  ("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
-  ("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
-  ("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
-  ("grouped_gemm_w4a16", "fp8_block"): ARCHITECTURES,
-  ("grouped_gemm_w4a16", "mxfp8"): ARCHITECTURES,
-  # By the format of the activations.
-  ("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
-  ("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
-  ("grouped_gemm_w4a8", "mxfp8"): ("reference", "sm_100a"),
+	("compute_offsets", None): ARCHITECTURES,
+	("grouped_amax", None): ARCHITECTURES,
+	("grouped_dbias", None): ARCHITECTURES,
+	("grouped_gemm", None): ARCHITECTURES,
+	("moe_route", None): ARCHITECTURES,
+	("moe_route_gradient", None): ARCHITECTURES,
+	("compute_routing", None): ARCHITECTURES,
+	("moe_gather", None): ARCHITECTURES,
+	("moe_activate", None): ARCHITECTURES,
+	("moe_activate_gradient", None): ARCHITECTURES,
+	("moe_combine", None): ARCHITECTURES,
+	("grouped_quantize", "nvfp4"): ARCHITECTURES,
+	("grouped_dequantize", "nvfp4"): ARCHITECTURES,
+	("grouped_quantize", "fp8"): ARCHITECTURES,
+	("grouped_dequantize", "fp8"): ARCHITECTURES,
+	("delayed_scaling_update", "fp8"): ARCHITECTURES,
+	("grouped_quantize", "fp8_block"): ARCHITECTURES,
+	("grouped_dequantize", "fp8_block"): ARCHITECTURES,
+	("grouped_quantize", "mxfp8"): ARCHITECTURES,
+	("grouped_dequantize", "mxfp8"): ARCHITECTURES,
+	("grouped_gemm", "nvfp4"): ARCHITECTURES,
+	("grouped_gemm", "fp8"): ARCHITECTURES,
+	("grouped_gemm", "fp8_block"): ARCHITECTURES,
+	("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
+	("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
+	("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
+	("grouped_gemm_w4a16", "fp8_block"): ARCHITECTURES,
+	("grouped_gemm_w4a16", "mxfp8"): ARCHITECTURES,
+	# By the format of the activations.
+	("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
+	("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
+	("grouped_gemm_w4a8", "mxfp8"): ("reference", "sm_100a"),
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", "mxfp8"): ("sm_90a",)}
@@ -92,7 +90,7 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = dict.fromkeys(("grouped_quantize", "grouped_dbias"), ARCHITECTURES) | dict.fromkeys(
-  _GEMMS, ("reference", "sm_90a")
+	_GEMMS, ("reference", "sm_90a")
 )
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
@@ -100,233 +98,233 @@ _PREPACKED = ("reference", "sm_90a")
 
 @dataclasses.dataclass(frozen=True)
 class Support:
-  """Whether a combination runs; ``reason`` says why not. True in a boolean context if it does."""
+	"""Whether a combination runs; ``reason`` says why not. True in a boolean context if it does."""
 
-  ok: bool
-  reason: str = ""
+	ok: bool
+	reason: str = ""
 
-  def __bool__(self) -> bool:
-    return self.ok
+	def __bool__(self) -> bool:
+		return self.ok
 
 
 class UnsupportedError(NotImplementedError):
-  """A combination of op, format and architecture that this version does not run."""
+	"""A combination of op, format and architecture that this version does not run."""
 
 
 _YES = Support(True)
 
 
 def support(
-  op: str,
-  fmt: Format | type[Format] | None,
-  arch: str,
-  *,
-  dtype: torch.dtype | None = None,
-  columnwise: bool = False,
-  prepacked: bool = False,
-  shapes: bool = False,
-  activation: bool = False,
-  gathered: bool = False,
+	op: str,
+	fmt: Format | type[Format] | None,
+	arch: str,
+	*,
+	dtype: torch.dtype | None = None,
+	columnwise: bool = False,
+	prepacked: bool = False,
+	shapes: bool = False,
+	activation: bool = False,
+	gathered: bool = False,
 ) -> Support:
-  """Say whether ``op`` runs for ``fmt`` on ``arch``.
+	"""Say whether ``op`` runs for ``fmt`` on ``arch``.
 
-  Of ops with several operands ``fmt`` is that of any of them: a GEMM of row-scaled activations
-  and prepacked weights needs a yes to both.
+	Of ops with several operands ``fmt`` is that of any of them: a GEMM of row-scaled activations
+	and prepacked weights needs a yes to both.
 
-  Args:
-    op: one of ``OPS``.
-    fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its defaults, or
-      None for plain bf16, fp16 or fp32 operands.
-    arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``, the
-      reference backend that adds like the tensor core of that architecture, which takes what
-      its kernels do, and some that are to come.
-    dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None for
-      one that the op takes everywhere, such as bf16.
-    columnwise: the columnwise copy is asked for, alone or with the rowwise one.
-    prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
-    shapes: the groups have shapes of their own: the last dimension varies.
-    activation: the input goes through an activation first, or the result of a GEMM last.
-    gathered: rows of tokens come by an index.
+	Args:
+	  op: one of ``OPS``.
+	  fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its defaults, or
+	    None for plain bf16, fp16 or fp32 operands.
+	  arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``, the
+	    reference backend that adds like the tensor core of that architecture, which takes what
+	    its kernels do, and some that are to come.
+	  dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None for
+	    one that the op takes everywhere, such as bf16.
+	  columnwise: the columnwise copy is asked for, alone or with the rowwise one.
+	  prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
+	  shapes: the groups have shapes of their own: the last dimension varies.
+	  activation: the input goes through an activation first, or the result of a GEMM last.
+	  gathered: rows of tokens come by an index.
 
-  Returns:
-    A ``Support``, true if it runs, otherwise with the reason.
+	Returns:
+	  A ``Support``, true if it runs, otherwise with the reason.
 
-  Raises:
-    ValueError: ``op`` or ``arch`` is not a known name.
-    TypeError: ``fmt`` is no format.
-  """
-  if op not in OPS:
-    raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-  if arch not in (*ARCHITECTURES, *_ADDS_LIKE):
-    raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
-  if isinstance(fmt, type):
-    fmt = fmt()
-  if not (fmt is None or isinstance(fmt, Format)):
-    raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
-  core = _ADDS_LIKE.get(arch, arch)
-  if arch in _ADDS_LIKE:
-    arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
-  reason = (
-    _why_not_format(op, fmt)
-    or _why_not_arch(op, fmt, arch, columnwise)
-    or _why_not_dtype(op, fmt, arch, dtype)
-    or _why_not_transformed(op, fmt, dtype, columnwise)
-  )
-  if prepacked and not reason:
-    reason = _why_not_prepacked(op, core)
-  if shapes and not reason:
-    reason = _why_not_shapes(op)
-  if activation and not reason:
-    reason = _why_not_activation(op, arch)
-  if gathered and not reason:
-    reason = _why_not_gathered(op, fmt, arch)
-  return Support(False, reason) if reason else _YES
+	Raises:
+	  ValueError: ``op`` or ``arch`` is not a known name.
+	  TypeError: ``fmt`` is no format.
+	"""
+	if op not in OPS:
+		raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+	if arch not in (*ARCHITECTURES, *_ADDS_LIKE):
+		raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
+	if isinstance(fmt, type):
+		fmt = fmt()
+	if not (fmt is None or isinstance(fmt, Format)):
+		raise TypeError(f"fmt must be a format record or None, got {fmt!r}")
+	core = _ADDS_LIKE.get(arch, arch)
+	if arch in _ADDS_LIKE:
+		arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
+	reason = (
+		_why_not_format(op, fmt)
+		or _why_not_arch(op, fmt, arch, columnwise)
+		or _why_not_dtype(op, fmt, arch, dtype)
+		or _why_not_transformed(op, fmt, dtype, columnwise)
+	)
+	if prepacked and not reason:
+		reason = _why_not_prepacked(op, core)
+	if shapes and not reason:
+		reason = _why_not_shapes(op)
+	if activation and not reason:
+		reason = _why_not_activation(op, arch)
+	if gathered and not reason:
+		reason = _why_not_gathered(op, fmt, arch)
+	return Support(False, reason) if reason else _YES
 
 
 def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
-  """The architecture whose rows say what a reference runs that adds like the one of ``core``."""
-  key = op, None if fmt is None else fmt.name
-  if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()):
-    return core
-  return "reference"
+	"""The architecture whose rows say what a reference runs that adds like the one of ``core``."""
+	key = op, None if fmt is None else fmt.name
+	if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()):
+		return core
+	return "reference"
 
 
 def _why_not_format(op: str, fmt: Format | None) -> str:
-  """Why ``op`` runs for ``fmt`` nowhere; empty if nothing is against it."""
-  if fmt is None:
-    return "" if (op, None) in _RUNS else f"{op} needs a format"
-  kind = type(fmt).__name__
-  if all(name != fmt.name for _, name in _RUNS):
-    return f"{kind} is not built yet"
-  if op == "grouped_gemm_w4a8" and fmt.element.bits < 8:
-    return "it is of activations of a byte beside weights of four bits"
-  if (op, fmt.name) not in _RUNS:
-    takes_formats = any(other == op and name is not None for other, name in _RUNS)
-    return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
-  if op in _OF_SCALES and not fmt.takes_scale:
-    return f"{fmt} has no scales that outlive a tensor"
-  level = fmt.second_level
-  if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
-    return "weights have one second-level scale a group"
-  return ""
+	"""Why ``op`` runs for ``fmt`` nowhere; empty if nothing is against it."""
+	if fmt is None:
+		return "" if (op, None) in _RUNS else f"{op} needs a format"
+	kind = type(fmt).__name__
+	if all(name != fmt.name for _, name in _RUNS):
+		return f"{kind} is not built yet"
+	if op == "grouped_gemm_w4a8" and fmt.element.bits < 8:
+		return "it is of activations of a byte beside weights of four bits"
+	if (op, fmt.name) not in _RUNS:
+		takes_formats = any(other == op and name is not None for other, name in _RUNS)
+		return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
+	if op in _OF_SCALES and not fmt.takes_scale:
+		return f"{fmt} has no scales that outlive a tensor"
+	level = fmt.second_level
+	if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
+		return "weights have one second-level scale a group"
+	return ""
 
 
 def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> str:
-  key = op, None if fmt is None else fmt.name
-  if arch not in _RUNS[key]:
-    return f"no {arch} kernel of {op} yet"
-  if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
-    return f"no {arch} kernel of {op} for the columnwise copy yet"
-  return ""
+	key = op, None if fmt is None else fmt.name
+	if arch not in _RUNS[key]:
+		return f"no {arch} kernel of {op} yet"
+	if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
+		return f"no {arch} kernel of {op} for the columnwise copy yet"
+	return ""
 
 
 def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
-  """Why ``op`` does not take plain operands of ``dtype``; empty if nothing is against it."""
-  if dtype is None:
-    return ""
-  if dtype not in _DTYPES[op]:
-    names = " or ".join(str(d).removeprefix("torch.") for d in _DTYPES[op])
-    return f"{op} takes {names}, not {str(dtype).removeprefix('torch.')}"
-  # Quantized on the way, fp32 activations are no operands of a tensor core.
-  if op == "grouped_gemm" and fmt is None and dtype == torch.float32 and arch != "reference":
-    return (
-      "a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, or the backend reference"
-    )
-  return ""
+	"""Why ``op`` does not take plain operands of ``dtype``; empty if nothing is against it."""
+	if dtype is None:
+		return ""
+	if dtype not in _DTYPES[op]:
+		names = " or ".join(str(d).removeprefix("torch.") for d in _DTYPES[op])
+		return f"{op} takes {names}, not {str(dtype).removeprefix('torch.')}"
+	# Quantized on the way, fp32 activations are no operands of a tensor core.
+	if op == "grouped_gemm" and fmt is None and dtype == torch.float32 and arch != "reference":
+		return (
+			"a tensor core cuts float32 to tf32 before it multiplies: use bf16 or fp16 operands, or the backend reference"
+		)
+	return ""
 
 
 def _why_not_transformed(op: str, fmt: Format | None, dtype: torch.dtype | None, columnwise: bool) -> str:
-  if fmt is None or not fmt.is_transformed or not columnwise:
-    return ""
-  if op == "grouped_quantize" and dtype not in (None, torch.bfloat16):
-    return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
-  return ""
+	if fmt is None or not fmt.is_transformed or not columnwise:
+		return ""
+	if op == "grouped_quantize" and dtype not in (None, torch.bfloat16):
+		return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
+	return ""
 
 
 def _why_not_prepacked(op: str, arch: str) -> str:
-  if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
-    return "prepacked weights multiply quantized activations: unpack() them"
-  if op == "grouped_gemm" and arch not in _PREPACKED:
-    return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
-  return ""
+	if op in ("grouped_gemm_w4a16", "grouped_gemm_w4a8"):
+		return "prepacked weights multiply quantized activations: unpack() them"
+	if op == "grouped_gemm" and arch not in _PREPACKED:
+		return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
+	return ""
 
 
 def _why_not_shapes(op: str) -> str:
-  if op not in _SHAPED:
-    return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-  return ""
+	if op not in _SHAPED:
+		return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
+	return ""
 
 
 def _why_not_activation(op: str, arch: str) -> str:
-  if op not in _ACTIVATES:
-    return f"{op} takes no activation"
-  return "" if arch in _ACTIVATES[op] else f"no {arch} kernel of {op} with an activation yet"
+	if op not in _ACTIVATES:
+		return f"{op} takes no activation"
+	return "" if arch in _ACTIVATES[op] else f"no {arch} kernel of {op} with an activation yet"
 
 
 def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
-  if op not in _GEMMS:
-    return f"{op} takes no index of rows"
-  if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
-    return ""
-  return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
+	if op not in _GEMMS:
+		return f"{op} takes no index of rows"
+	if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
+		return ""
+	return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:
-  """Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
+	"""Raise ``UnsupportedError`` with the reason unless ``op`` runs for ``fmt`` on ``arch``.
 
-  ``facts`` are the other arguments of ``support``.
-  """
-  status = support(op, fmt, arch, **facts)
-  if not status:
-    raise UnsupportedError(f"{op} with {fmt or 'plain tensors'} on {arch}: {status.reason}")
+	``facts`` are the other arguments of ``support``.
+	"""
+	status = support(op, fmt, arch, **facts)
+	if not status:
+		raise UnsupportedError(f"{op} with {fmt or 'plain tensors'} on {arch}: {status.reason}")
 
 
 def markdown_table() -> str:
-  """The support table of the README, in Markdown: formats that run alike share a row."""
-  plain: dict[str, dict[str, torch.dtype]] = {
-    "compute_offsets": {"int32, int64": torch.int32},
-    "compute_routing": {"int32, int64": torch.int32},
-    **dict.fromkeys(("moe_route", "moe_route_gradient"), {"fp32": torch.float32}),
-    "grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
-  }
-  floats = {"bf16, fp16, fp32": torch.float32}
-  formats: tuple[tuple[str, Format, bool], ...] = (
-    ("NVFP4", NVFP4(), False),
-    ("row-scaled NVFP4", NVFP4(row_scaled=True), False),
-    ("16x16 NVFP4", NVFP4(block=(16, 16)), False),
-    ("Hadamard NVFP4", NVFP4(hadamard=True), False),
-    ("stochastic NVFP4", NVFP4(stochastic_rounding=True), False),
-    ("4over6 NVFP4", NVFP4(four_over_six=True), False),
-    ("prepacked NVFP4", NVFP4(), True),
-    ("MXFP8", MXFP8(), False),
-    ("FP8Block", FP8Block(), False),
-    ("FP8", FP8(), False),
-    ("delayed FP8", FP8(scaling="delayed"), False),
-  )
+	"""The support table of the README, in Markdown: formats that run alike share a row."""
+	plain: dict[str, dict[str, torch.dtype]] = {
+		"compute_offsets": {"int32, int64": torch.int32},
+		"compute_routing": {"int32, int64": torch.int32},
+		**dict.fromkeys(("moe_route", "moe_route_gradient"), {"fp32": torch.float32}),
+		"grouped_gemm": {"bf16, fp16": torch.bfloat16, "fp32": torch.float32},
+	}
+	floats = {"bf16, fp16, fp32": torch.float32}
+	formats: tuple[tuple[str, Format, bool], ...] = (
+		("NVFP4", NVFP4(), False),
+		("row-scaled NVFP4", NVFP4(row_scaled=True), False),
+		("16x16 NVFP4", NVFP4(block=(16, 16)), False),
+		("Hadamard NVFP4", NVFP4(hadamard=True), False),
+		("stochastic NVFP4", NVFP4(stochastic_rounding=True), False),
+		("4over6 NVFP4", NVFP4(four_over_six=True), False),
+		("prepacked NVFP4", NVFP4(), True),
+		("MXFP8", MXFP8(), False),
+		("FP8Block", FP8Block(), False),
+		("FP8", FP8(), False),
+		("delayed FP8", FP8(scaling="delayed"), False),
+	)
 
-  def cell(op: str, fmt: Format | None, arch: str, **facts: Any) -> str:
-    if not support(op, fmt, arch, **facts):
-      return "-"
-    columnwise = support(op, fmt, arch, columnwise=True, **facts)
-    return "yes" if columnwise else "rowwise"
+	def cell(op: str, fmt: Format | None, arch: str, **facts: Any) -> str:
+		if not support(op, fmt, arch, **facts):
+			return "-"
+		columnwise = support(op, fmt, arch, columnwise=True, **facts)
+		return "yes" if columnwise else "rowwise"
 
-  def cells(op: str, fmt: Format | None, **facts: Any) -> str:
-    return " | ".join(cell(op, fmt, arch, **facts) for arch in ARCHITECTURES)
+	def cells(op: str, fmt: Format | None, **facts: Any) -> str:
+		return " | ".join(cell(op, fmt, arch, **facts) for arch in ARCHITECTURES)
 
-  rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
-  rows.append("|---|---|" + "---|" * len(ARCHITECTURES))
-  for op in OPS:
-    titles: dict[str, list[str]] = {}
-    if (op, None) in _RUNS:
-      for title, dtype in plain.get(op, floats).items():
-        titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
-    if any(other == op and name is not None for other, name in _RUNS):
-      for title, fmt, prepacked in formats:
-        if op in _OF_SCALES and not fmt.takes_scale or (op, fmt.name) not in _RUNS:
-          continue
-        titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
-    if op in _ACTIVATES:
-      one = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
-      titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
-    rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
-  return "\n".join(rows)
+	rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
+	rows.append("|---|---|" + "---|" * len(ARCHITECTURES))
+	for op in OPS:
+		titles: dict[str, list[str]] = {}
+		if (op, None) in _RUNS:
+			for title, dtype in plain.get(op, floats).items():
+				titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
+		if any(other == op and name is not None for other, name in _RUNS):
+			for title, fmt, prepacked in formats:
+				if op in _OF_SCALES and not fmt.takes_scale or (op, fmt.name) not in _RUNS:
+					continue
+				titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
+		if op in _ACTIVATES:
+			one = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
+			titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
+		rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
+	return "\n".join(rows)

@@ -19,161 +19,161 @@ from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-  from .debug import Probe
-  from .nn.delayed import DelayedScaling
+	from .debug import Probe
+	from .nn.delayed import DelayedScaling
 
 
 def linear(
-  x: Tensor,
-  weight: Tensor,
-  bias: Tensor | None,
-  offs: Offsets,
-  recipe: Recipe,
-  *,
-  scaling: DelayedScaling | None = None,
+	x: Tensor,
+	weight: Tensor,
+	bias: Tensor | None,
+	offs: Offsets,
+	recipe: Recipe,
+	*,
+	scaling: DelayedScaling | None = None,
 ) -> Tensor:
-  """Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
+	"""Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 
-  What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
-  they are there in exported and pipelined modules and under ``torch.func``; there are no second
-  derivatives and no forward-mode ones.
+	What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
+	they are there in exported and pipelined modules and under ``torch.func``; there are no second
+	derivatives and no forward-mode ones.
 
-  Args:
-    x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group;
-      under autocast, cast to its dtype.
-    weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one that is
-      stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
-      gradient is that of the values that it stands for.
-    bias: (G, N), or None.
-    offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-    recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
-      fp16 if that is what ``x`` is.
-    scaling: the scales under a recipe with delayed scaling, which needs them and has none of
-      its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In
-      ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the next scales
-      of them, once a step.
+	Args:
+	  x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group;
+	    under autocast, cast to its dtype.
+	  weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one that is
+	    stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor, used as it is, whose
+	    gradient is that of the values that it stands for.
+	  bias: (G, N), or None.
+	  offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
+	  recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
+	    fp16 if that is what ``x`` is.
+	  scaling: the scales under a recipe with delayed scaling, which needs them and has none of
+	    its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In
+	    ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the next scales
+	    of them, once a step.
 
-  Returns:
-    (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
-    are zeros, and so they are in the gradient of ``x``.
+	Returns:
+	  (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
+	  are zeros, and so they are in the gradient of ``x``.
 
-  Raises:
-    TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
-    ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or is
-      not for this recipe.
-    RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a second
-      or forward-mode derivative.
-  """
-  check_recipe(recipe)
-  for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
-    if operand is not None or name != "bias":
-      check_is_tensor(name, operand)
-  if weight.dim() != 3:
-    raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
-  groups, cols, depth = weight.shape
-  rows, ends = rows_and_ends(x, offs, groups, depth)
-  if (scaling is not None) != recipe.takes_scales:
-    raise ValueError(
-      f"{type(recipe).__name__} takes the scales of earlier steps: pass a "
-      "grouped.nn.DelayedScaling(recipe, G) as scaling, the same in each step"
-      if recipe.takes_scales
-      else f"scaling is for recipes with delayed scaling, got {recipe}"
-    )
-  of_call = None if scaling is None else scaling.of_call(recipe, groups)
-  y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
-  return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
+	Raises:
+	  TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
+	  ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or is
+	    not for this recipe.
+	  RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a second
+	    or forward-mode derivative.
+	"""
+	check_recipe(recipe)
+	for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
+		if operand is not None or name != "bias":
+			check_is_tensor(name, operand)
+	if weight.dim() != 3:
+		raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
+	groups, cols, depth = weight.shape
+	rows, ends = rows_and_ends(x, offs, groups, depth)
+	if (scaling is not None) != recipe.takes_scales:
+		raise ValueError(
+			f"{type(recipe).__name__} takes the scales of earlier steps: pass a "
+			"grouped.nn.DelayedScaling(recipe, G) as scaling, the same in each step"
+			if recipe.takes_scales
+			else f"scaling is for recipes with delayed scaling, got {recipe}"
+		)
+	of_call = None if scaling is None else scaling.of_call(recipe, groups)
+	y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
+	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
-  """``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
-  if x.dim() < 2 or x.shape[-1] != depth:
-    raise ValueError(f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}")
-  rows = x.reshape(-1, depth)
-  kind = x.device.type
-  # Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
-  if kind != "meta" and torch.is_autocast_enabled(kind):
-    rows = rows.to(torch.get_autocast_dtype(kind))
-  ends = as_offs(offs, rows.shape[0], x.device)
-  differs = ends.shape[0] != groups
-  if torch.compiler.is_compiling():
-    # Slow to load, and loaded by now.
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
+	"""``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
+	if x.dim() < 2 or x.shape[-1] != depth:
+		raise ValueError(f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}")
+	rows = x.reshape(-1, depth)
+	kind = x.device.type
+	# Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
+	if kind != "meta" and torch.is_autocast_enabled(kind):
+		rows = rows.to(torch.get_autocast_dtype(kind))
+	ends = as_offs(offs, rows.shape[0], x.device)
+	differs = ends.shape[0] != groups
+	if torch.compiler.is_compiling():
+		# Slow to load, and loaded by now.
+		from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-    # Of offsets from ``torch.bincount`` the number is known when the graph runs, and checks.
-    differs = guard_or_false(differs)
-    torch._check(differs or ends.shape[0] == groups)
-  if differs:
-    raise ValueError(f"offs must have one end row for each of the {groups} groups, got {ends.shape[0]} entries")
-  return rows, ends
+		# Of offsets from ``torch.bincount`` the number is known when the graph runs, and checks.
+		differs = guard_or_false(differs)
+		torch._check(differs or ends.shape[0] == groups)
+	if differs:
+		raise ValueError(f"offs must have one end row for each of the {groups} groups, got {ends.shape[0]} entries")
+	return rows, ends
 
 
 class WeightGradients(Protocol):
-  """Where a layer wants the gradients of its parameters, if not returned to autograd."""
+	"""Where a layer wants the gradients of its parameters, if not returned to autograd."""
 
-  @property
-  def anchor(self) -> Tensor | None:
-    """What connects the product to autograd in place of the parameters, if anything does."""
+	@property
+	def anchor(self) -> Tensor | None:
+		"""What connects the product to autograd in place of the parameters, if anything does."""
 
-  @property
-  def wanted(self) -> tuple[bool, bool]:
-    """Whether the gradients of weight and bias are wanted."""
+	@property
+	def wanted(self) -> tuple[bool, bool]:
+		"""Whether the gradients of weight and bias are wanted."""
 
-  def check(self) -> None:
-    """Raise if what the gradients are to be written to does not fit."""
+	def check(self) -> None:
+		"""Raise if what the gradients are to be written to does not fit."""
 
-  def take(
-    self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
-  ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Handle the gradients of one backward pass; returns what autograd gets in their place."""
+	def take(
+		self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
+	) -> tuple[Sequence[Tensor | None], Tensor | None]:
+		"""Handle the gradients of one backward pass; returns what autograd gets in their place."""
 
 
 def multiply(
-  x: Tensor,
-  weights: Sequence[Tensor],
-  bias: Tensor | None,
-  offs: Tensor,
-  recipe: Recipe,
-  copies: Copies | None = None,
-  sink: WeightGradients | None = None,
-  scaling: Scaling | None = None,
-  probe: Probe | None = None,
+	x: Tensor,
+	weights: Sequence[Tensor],
+	bias: Tensor | None,
+	offs: Tensor,
+	recipe: Recipe,
+	copies: Copies | None = None,
+	sink: WeightGradients | None = None,
+	scaling: Scaling | None = None,
+	probe: Probe | None = None,
 ) -> Tensor:
-  """``linear`` of (T, K) rows and of offs as the kernels take them.
+	"""``linear`` of (T, K) rows and of offs as the kernels take them.
 
-  Args:
-    x: (T, K).
-    weights: (G, N, K), or (N, K) of each group.
-    bias: (G, N), or None.
-    offs: (G,) int32.
-    recipe: the format of each operand.
-    copies: the quantized weight, if there is one already. Not while something traces this.
-    sink: what takes the gradients of weight and bias. Not while something traces this.
-    scaling: the scales of this call under delayed scaling.
-    probe: what looks at the operands. Not while something traces this.
-  """
-  if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
-    y: Tensor = torch.ops.grouped.linear(
-      *(x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite), *(scaling or ())
-    )
-    return y
-  return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
+	Args:
+	  x: (T, K).
+	  weights: (G, N, K), or (N, K) of each group.
+	  bias: (G, N), or None.
+	  offs: (G,) int32.
+	  recipe: the format of each operand.
+	  copies: the quantized weight, if there is one already. Not while something traces this.
+	  sink: what takes the gradients of weight and bias. Not while something traces this.
+	  scaling: the scales of this call under delayed scaling.
+	  probe: what looks at the operands. Not while something traces this.
+	"""
+	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+		y: Tensor = torch.ops.grouped.linear(
+			*(x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite), *(scaling or ())
+		)
+		return y
+	return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
 
 
 # ---- autograd
 
 
 def _flat(kept: Kept) -> list[Tensor]:
-  return [t for operand in kept for t in operand or ()]
+	return [t for operand in kept for t in operand or ()]
 
 
 def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> Kept:
-  """What a call kept that needed the gradients of x and of the weight as ``needs`` says."""
-  count = 0
-  if needs[1]:
-    fmt = call.recipe.input
-    count = 1 if fmt is None else len(fmt.operand_names(columnwise=True))
-  of_x, of_weight = list(flat[:count]), list(flat[count:])
-  return of_x or None, of_weight or None
+	"""What a call kept that needed the gradients of x and of the weight as ``needs`` says."""
+	count = 0
+	if needs[1]:
+		fmt = call.recipe.input
+		count = 1 if fmt is None else len(fmt.operand_names(columnwise=True))
+	of_x, of_weight = list(flat[:count]), list(flat[count:])
+	return of_x or None, of_weight or None
 
 
 #: Where the weights begin among the inputs of ``_Linear``.
@@ -181,259 +181,259 @@ _WEIGHTS = 9
 
 
 def _two(amaxes: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-  """The amaxes of input and weight; None where scales are not delayed."""
-  return amaxes or (None, None)
+	"""The amaxes of input and weight; None where scales are not delayed."""
+	return amaxes or (None, None)
 
 
 class _Linear(torch.autograd.Function):
-  """The product in eager mode, and where a compiler traces what it consists of."""
+	"""The product in eager mode, and where a compiler traces what it consists of."""
 
-  @staticmethod
-  def forward(  # type: ignore[override]
-    ctx: Any,
-    x: Tensor,
-    bias: Tensor | None,
-    anchor: Tensor | None,
-    offs: Tensor,
-    recipe: Recipe,
-    copies: Copies | None,
-    sink: WeightGradients | None,
-    scaling: Scaling | None,
-    probe: Probe | None,
-    *weights: Tensor,
-  ) -> Tensor:
-    wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
-    ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
-    options = (copies, ctx.needs, scaling, probe)
-    y, kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
-    # The scale may be updated in place before the backward pass, which is this call's.
-    scale = None if scaling is None else scaling.scales[-1].clone()
-    ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
-    # Not saved: other calls write the amaxes of the step in between.
-    ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe)
-    ctx.sink, ctx.scaling = sink, scaling
-    return y
+	@staticmethod
+	def forward(  # type: ignore[override]
+		ctx: Any,
+		x: Tensor,
+		bias: Tensor | None,
+		anchor: Tensor | None,
+		offs: Tensor,
+		recipe: Recipe,
+		copies: Copies | None,
+		sink: WeightGradients | None,
+		scaling: Scaling | None,
+		probe: Probe | None,
+		*weights: Tensor,
+	) -> Tensor:
+		wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
+		ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
+		options = (copies, ctx.needs, scaling, probe)
+		y, kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
+		# The scale may be updated in place before the backward pass, which is this call's.
+		scale = None if scaling is None else scaling.scales[-1].clone()
+		ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
+		# Not saved: other calls write the amaxes of the step in between.
+		ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe)
+		ctx.sink, ctx.scaling = sink, scaling
+		return y
 
-  @staticmethod
-  def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-    if ctx.sink is not None:
-      ctx.sink.check()
-    offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
-    operands = _unflat(kept, ctx.call, ctx.needs)
-    # Unless the graph is retained: so that the weight is gone before its gradient is made.
-    ctx.maybe_clear_saved_tensors()
-    del kept
-    with torch.no_grad():
-      dx, wgrad, dbias, of_dy = backward(ctx.call, ctx.needs, dy, offs, operands, scale)
-      del operands
-      if ctx.scaling is not None:
-        ctx.scaling.record((of_x, of_weight, of_dy))
-      wanted = ctx.needs_input_grad[_WEIGHTS:]
-      dweights: Sequence[Tensor | None] = [None] * len(wanted)
-      if ctx.sink is not None:
-        dweights, dbias = ctx.sink.take(ctx.call, wgrad, dbias)
-      elif wgrad is not None:
-        dweights = ctx.call.split(ctx.call.weight_gradient(wgrad), wanted)
-    gradients = (dx, dbias, *dweights)
-    # Gradients are on where somebody means to differentiate these again.
-    if torch.is_grad_enabled():
-      gradients = _without_derivative(gradients)
-    dx, dbias, *dweights = gradients
-    return dx, dbias, *(None,) * (_WEIGHTS - 2), *dweights
+	@staticmethod
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+		if ctx.sink is not None:
+			ctx.sink.check()
+		offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
+		operands = _unflat(kept, ctx.call, ctx.needs)
+		# Unless the graph is retained: so that the weight is gone before its gradient is made.
+		ctx.maybe_clear_saved_tensors()
+		del kept
+		with torch.no_grad():
+			dx, wgrad, dbias, of_dy = backward(ctx.call, ctx.needs, dy, offs, operands, scale)
+			del operands
+			if ctx.scaling is not None:
+				ctx.scaling.record((of_x, of_weight, of_dy))
+			wanted = ctx.needs_input_grad[_WEIGHTS:]
+			dweights: Sequence[Tensor | None] = [None] * len(wanted)
+			if ctx.sink is not None:
+				dweights, dbias = ctx.sink.take(ctx.call, wgrad, dbias)
+			elif wgrad is not None:
+				dweights = ctx.call.split(ctx.call.weight_gradient(wgrad), wanted)
+		gradients = (dx, dbias, *dweights)
+		# Gradients are on where somebody means to differentiate these again.
+		if torch.is_grad_enabled():
+			gradients = _without_derivative(gradients)
+		dx, dbias, *dweights = gradients
+		return dx, dbias, *(None,) * (_WEIGHTS - 2), *dweights
 
-  @staticmethod
-  def jvp(ctx: Any, *tangents: Any) -> Any:
-    _refuse_forward_mode()
+	@staticmethod
+	def jvp(ctx: Any, *tangents: Any) -> Any:
+		_refuse_forward_mode()
 
 
 def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-  """The gradients, of which a derivative raises.
+	"""The gradients, of which a derivative raises.
 
-  ``once_differentiable`` does this only where dy requires a gradient, though that of the weight
-  depends on x, too.
-  """
-  refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
-  refused: tuple[Tensor | None, ...] = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
-  return refused
+	``once_differentiable`` does this only where dy requires a gradient, though that of the weight
+	depends on x, too.
+	"""
+	refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+	refused: tuple[Tensor | None, ...] = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
+	return refused
 
 
 _TWICE = "grouped.linear cannot be differentiated twice"
 
 
 class _TransformedLinear(torch.autograd.Function):
-  """The same in the form that ``torch.func`` takes, where what is kept is an output."""
+	"""The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
-  @staticmethod
-  def forward(  # type: ignore[override]
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    offs: Tensor,
-    recipe: Recipe,
-    needs: tuple[bool, bool],
-    *scales: Tensor,
-  ) -> tuple[Tensor, ...]:
-    scaling = Scaling(scales) if scales else None
-    y, kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
-    if not recipe.is_quantized:
-      return (y,)  # x and weight are kept.
-    return y, *_flat(kept)
+	@staticmethod
+	def forward(  # type: ignore[override]
+		x: Tensor,
+		weight: Tensor,
+		bias: Tensor | None,
+		offs: Tensor,
+		recipe: Recipe,
+		needs: tuple[bool, bool],
+		*scales: Tensor,
+	) -> tuple[Tensor, ...]:
+		scaling = Scaling(scales) if scales else None
+		y, kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
+		if not recipe.is_quantized:
+			return (y,)  # x and weight are kept.
+		return y, *_flat(kept)
 
-  @staticmethod
-  def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, offs, recipe, needs, *scales = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    scale = scales[-1] if scales else None
-    ctx.save_for_backward(x, weight, offs, scale, *output[1:])
-    ctx.scales = len(scales)
-    ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
-    ctx.kept_for = needs
+	@staticmethod
+	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+		x, weight, bias, offs, recipe, needs, *scales = inputs
+		ctx.mark_non_differentiable(*output[1:])
+		ctx.set_materialize_grads(False)
+		scale = scales[-1] if scales else None
+		ctx.save_for_backward(x, weight, offs, scale, *output[1:])
+		ctx.scales = len(scales)
+		ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
+		ctx.kept_for = needs
 
-  @staticmethod
-  def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-    needs = ctx.needs_input_grad[:3]
-    options = (ctx.call, ctx.kept_for, needs)
-    gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
-    rest = (None,) * (3 + ctx.scales)
-    return *(next(gradients) if need else None for need in needs), *rest
+	@staticmethod
+	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+		needs = ctx.needs_input_grad[:3]
+		options = (ctx.call, ctx.kept_for, needs)
+		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
+		rest = (None,) * (3 + ctx.scales)
+		return *(next(gradients) if need else None for need in needs), *rest
 
-  @staticmethod
-  def jvp(ctx: Any, *tangents: Any) -> Any:
-    _refuse_forward_mode()
+	@staticmethod
+	def jvp(ctx: Any, *tangents: Any) -> Any:
+		_refuse_forward_mode()
 
-  @staticmethod
-  def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-    _refuse_vmap()
+	@staticmethod
+	def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+		_refuse_vmap()
 
 
 class _TransformedGradients(torch.autograd.Function):
-  """The gradients under ``torch.func``, which differentiates again to no end."""
+	"""The gradients under ``torch.func``, which differentiates again to no end."""
 
-  @staticmethod
-  def forward(  # type: ignore[override]
-    dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
-  ) -> tuple[Tensor, ...]:
-    *flat, call, kept_for, needs = rest
-    kept: Kept = ([low(x)], [_unpacked(weight)])
-    if call.recipe.is_quantized:
-      kept = _unflat(flat, call, kept_for)
-    dx, wgrad, dbias, _ = backward(call, needs, dy, offs, kept, scale)
-    dweight = None if wgrad is None else call.weight_gradient(wgrad)
-    return tuple(t for t in (dx, dweight, dbias) if t is not None)
+	@staticmethod
+	def forward(  # type: ignore[override]
+		dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
+	) -> tuple[Tensor, ...]:
+		*flat, call, kept_for, needs = rest
+		kept: Kept = ([low(x)], [_unpacked(weight)])
+		if call.recipe.is_quantized:
+			kept = _unflat(flat, call, kept_for)
+		dx, wgrad, dbias, _ = backward(call, needs, dy, offs, kept, scale)
+		dweight = None if wgrad is None else call.weight_gradient(wgrad)
+		return tuple(t for t in (dx, dweight, dbias) if t is not None)
 
-  @staticmethod
-  def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
+	@staticmethod
+	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+		ctx.set_materialize_grads(False)
 
-  @staticmethod
-  def backward(ctx: Any, *_: Any) -> Any:
-    raise RuntimeError(_TWICE)
+	@staticmethod
+	def backward(ctx: Any, *_: Any) -> Any:
+		raise RuntimeError(_TWICE)
 
-  @staticmethod
-  def jvp(ctx: Any, *tangents: Any) -> Any:
-    _refuse_forward_mode()
+	@staticmethod
+	def jvp(ctx: Any, *tangents: Any) -> Any:
+		_refuse_forward_mode()
 
-  @staticmethod
-  def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-    _refuse_vmap()
+	@staticmethod
+	def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+		_refuse_vmap()
 
 
 def _unpacked(weight: Tensor) -> Tensor:
-  return weight.unpack() if isinstance(weight, GroupedTensor) else weight
+	return weight.unpack() if isinstance(weight, GroupedTensor) else weight
 
 
 def _refuse_forward_mode() -> None:
-  raise RuntimeError("grouped.linear has no forward-mode derivative; use reverse mode")
+	raise RuntimeError("grouped.linear has no forward-mode derivative; use reverse mode")
 
 
 def _refuse_vmap() -> None:
-  raise RuntimeError("grouped.linear has no vmap: it takes many groups and leading dimensions at once")
+	raise RuntimeError("grouped.linear has no vmap: it takes many groups and leading dimensions at once")
 
 
 def _differentiable(
-  x: Tensor,
-  weights: Sequence[Tensor],
-  bias: Tensor | None,
-  offs: Tensor,
-  recipe: Recipe,
-  copies: Copies | None = None,
-  sink: WeightGradients | None = None,
-  scaling: Scaling | None = None,
-  probe: Probe | None = None,
+	x: Tensor,
+	weights: Sequence[Tensor],
+	bias: Tensor | None,
+	offs: Tensor,
+	recipe: Recipe,
+	copies: Copies | None = None,
+	sink: WeightGradients | None = None,
+	scaling: Scaling | None = None,
+	probe: Probe | None = None,
 ) -> Tensor:
-  anchor = None if sink is None else sink.anchor
-  if anchor is not None:
-    weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
-  operands = (x, bias, anchor, *weights)
-  if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-    rest = (offs, recipe, copies, sink, scaling, probe, *weights)
-    return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
-  if forward_ad._current_level >= 0:
-    for t in operands:
-      if t is not None and forward_ad.unpack_dual(t).tangent is not None:
-        _refuse_forward_mode()
-  options = (copies, (False, False), scaling, probe)
-  y, _, amaxes = forward(x, weights, bias, offs, recipe, *options)
-  if scaling is not None:
-    # No backward pass will.
-    scaling.record(amaxes)
-  return y
+	anchor = None if sink is None else sink.anchor
+	if anchor is not None:
+		weights, bias = [w.detach() for w in weights], bias if bias is None else bias.detach()
+	operands = (x, bias, anchor, *weights)
+	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+		rest = (offs, recipe, copies, sink, scaling, probe, *weights)
+		return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
+	if forward_ad._current_level >= 0:
+		for t in operands:
+			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+				_refuse_forward_mode()
+	options = (copies, (False, False), scaling, probe)
+	y, _, amaxes = forward(x, weights, bias, offs, recipe, *options)
+	if scaling is not None:
+		# No backward pass will.
+		scaling.record(amaxes)
+	return y
 
 
 # ---- as an op
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-  "linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs, str? input_format, "
-  "str? weight_format, str? grad_output_format, bool propagate_nonfinite, "
-  "Tensor[]? scales=None, Tensor[]? amaxes=None) -> Tensor",
-  tags=(torch.Tag.pt2_compliant_tag,),
+	"linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs, str? input_format, "
+	"str? weight_format, str? grad_output_format, bool propagate_nonfinite, "
+	"Tensor[]? scales=None, Tensor[]? amaxes=None) -> Tensor",
+	tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 @functools.cache
 def recipe_of(*formats_and_flags: Any) -> Recipe:
-  """The recipe of the texts of its formats and ``propagate_nonfinite``, as ops have them."""
-  *formats, propagate_nonfinite = formats_and_flags
-  records = (None if text is None else parse(text) for text in formats)
-  of_roles = dict(zip(ROLES, records, strict=True))
-  return OfCall(**of_roles, propagate_nonfinite=propagate_nonfinite)
+	"""The recipe of the texts of its formats and ``propagate_nonfinite``, as ops have them."""
+	*formats, propagate_nonfinite = formats_and_flags
+	records = (None if text is None else parse(text) for text in formats)
+	of_roles = dict(zip(ROLES, records, strict=True))
+	return OfCall(**of_roles, propagate_nonfinite=propagate_nonfinite)
 
 
 def _scaling(scales: Sequence[Tensor] | None = None, amaxes: Sequence[Tensor] | None = None) -> Scaling | None:
-  return None if scales is None else Scaling(scales, amaxes)
+	return None if scales is None else Scaling(scales, amaxes)
 
 
 def _linear_below_autograd(
-  x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
+	x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-  recipe = recipe_of(*recipe_and_scaling[:4])
-  # What records amaxes is above: this computes, and writes nothing.
-  scaling = _scaling(*recipe_and_scaling[4:5])
-  return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
+	recipe = recipe_of(*recipe_and_scaling[:4])
+	# What records amaxes is above: this computes, and writes nothing.
+	scaling = _scaling(*recipe_and_scaling[4:5])
+	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
 
 
 def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:
-  # Not torch.library.register_autograd: torch.func does not go through what it generates, and
-  # what is kept depends on which gradients are wanted when it runs, not when it was traced.
-  recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
-  return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
+	# Not torch.library.register_autograd: torch.func does not go through what it generates, and
+	# what is kept depends on which gradients are wanted when it runs, not when it was traced.
+	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
+	return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
-  x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
+	x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-  recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
-  needs = x.requires_grad, weight.requires_grad
-  scales = () if scaling is None else scaling.scales
-  outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
-  y: Tensor = outputs[0]
-  return y
+	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
+	needs = x.requires_grad, weight.requires_grad
+	scales = () if scaling is None else scaling.scales
+	outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
+	y: Tensor = outputs[0]
+	return y
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:
-  return x.new_empty(x.shape[0], weight.shape[1])
+	return x.new_empty(x.shape[0], weight.shape[1])
 
 
 _LIBRARY.impl("linear", _linear_below_autograd, "CompositeExplicitAutograd")
@@ -444,4 +444,4 @@ torch.library.register_fake("grouped::linear", _linear_fake, lib=_LIBRARY)
 
 @handler(torch.ops.grouped.linear.default)
 def _linear_of_grouped(func: Any, *arguments: Any) -> Tensor:
-  return _linear_below_autograd(*arguments)
+	return _linear_below_autograd(*arguments)

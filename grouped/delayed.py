@@ -14,83 +14,83 @@ from cute_kernels.ops.delayed import DelayedScalingUpdate, check_margin
 from .validation import check_format
 
 if TYPE_CHECKING:
-  from torch.distributed import ProcessGroup
+	from torch.distributed import ProcessGroup
 
 
 def delayed_scaling_update(
-  amax_history: Tensor,
-  scale: Tensor,
-  fmt: Format | torch.dtype,
-  *,
-  amax: Tensor | None = None,
-  margin: int = 0,
-  algorithm: str = "max",
-  group: ProcessGroup | str | None = None,
+	amax_history: Tensor,
+	scale: Tensor,
+	fmt: Format | torch.dtype,
+	*,
+	amax: Tensor | None = None,
+	margin: int = 0,
+	algorithm: str = "max",
+	group: ProcessGroup | str | None = None,
 ) -> None:
-  """Roll a history of amaxes and make the next scales from it, in place, once a step.
+	"""Roll a history of amaxes and make the next scales from it, in place, once a step.
 
-  A slot is a column of the history, one group of a tensor. For each, with fl() one rounding to
-  fp32 (TransformerEngine's fused update):
+	A slot is a column of the history, one group of a tensor. For each, with fl() one rounding to
+	fp32 (TransformerEngine's fused update):
 
-    last = amax where that is given and not 0, else amax_history[0]
-    if last != 0:
-      history = (history[1], ..., history[L-1], last)
-      A = max(history), passing over NaN; or last for "most_recent"
-      if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
-      history[0] = 0
+	  last = amax where that is given and not 0, else amax_history[0]
+	  if last != 0:
+	    history = (history[1], ..., history[L-1], last)
+	    A = max(history), passing over NaN; or last for "most_recent"
+	    if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
+	    history[0] = 0
 
-  The largest of the last L amaxes counts. A slot that saw nothing (``last`` is 0) changes
-  nothing. An infinite or NaN amax enters the history; the scale stays as long as it decides.
+	The largest of the last L amaxes counts. A slot that saw nothing (``last`` is 0) changes
+	nothing. An infinite or NaN amax enters the history; the scale stays as long as it decides.
 
-  With ``group`` each ``last`` is replaced by the largest among the processes before the roll, in
-  one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
-  NaN counts as 0: which of two numbers the maximum of one and NaN is depends on the backend of
-  ``torch.distributed``. A slot that is 0 or NaN in every process saw nothing.
+	With ``group`` each ``last`` is replaced by the largest among the processes before the roll, in
+	one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
+	NaN counts as 0: which of two numbers the maximum of one and NaN is depends on the backend of
+	``torch.distributed``. A slot that is 0 or NaN in every process saw nothing.
 
-  Args:
-    amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present step,
-      row 1 is the oldest, row L - 1 the newest.
-    scale: (n,) fp32, contiguous: what ``quantize(scale=)`` takes.
-    fmt: what is quantized to: ``FP8(dtype, scaling="delayed")``, or its dtype.
-    amax: (n,) fp32 of this step, instead of row 0; its sign is dropped.
-    margin: an integer; FP8_MAX is divided by two to this power.
-    algorithm: ``"max"`` or ``"most_recent"``.
-    group: processes that share the scales, or the name of such a ``torch.distributed`` group.
+	Args:
+	  amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present step,
+	    row 1 is the oldest, row L - 1 the newest.
+	  scale: (n,) fp32, contiguous: what ``quantize(scale=)`` takes.
+	  fmt: what is quantized to: ``FP8(dtype, scaling="delayed")``, or its dtype.
+	  amax: (n,) fp32 of this step, instead of row 0; its sign is dropped.
+	  margin: an integer; FP8_MAX is divided by two to this power.
+	  algorithm: ``"max"`` or ``"most_recent"``.
+	  group: processes that share the scales, or the name of such a ``torch.distributed`` group.
 
-  Raises:
-    TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
-    ValueError: a shape, a device, the margin or the algorithm breaks a rule.
-    RuntimeError: an argument requires a gradient and gradients are enabled.
-    cute_kernels.UnsupportedError: the backend does not run it.
-  """
-  if isinstance(fmt, torch.dtype):
-    fmt = FP8(fmt, "delayed")
-  check_format("fmt", fmt)
-  # Here, too: the dispatcher takes True for 1.
-  check_margin(margin, fmt)
-  if group is not None:
-    # Before anything is reduced or written.
-    DelayedScalingUpdate(amax_history, scale, fmt.text, amax, margin, algorithm).check()
-    last = amax_history[0]
-    if amax is not None:
-      last = torch.where(amax == 0, last, amax.abs())
-    # In row 0, so that every process rolls where one of them saw something.
-    amax_history[0] = reduced(last, group)
-    amax = None
-  ops.delayed_scaling_update(amax_history, scale, fmt.text, amax, margin, algorithm)
+	Raises:
+	  TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
+	  ValueError: a shape, a device, the margin or the algorithm breaks a rule.
+	  RuntimeError: an argument requires a gradient and gradients are enabled.
+	  cute_kernels.UnsupportedError: the backend does not run it.
+	"""
+	if isinstance(fmt, torch.dtype):
+		fmt = FP8(fmt, "delayed")
+	check_format("fmt", fmt)
+	# Here, too: the dispatcher takes True for 1.
+	check_margin(margin, fmt)
+	if group is not None:
+		# Before anything is reduced or written.
+		DelayedScalingUpdate(amax_history, scale, fmt.text, amax, margin, algorithm).check()
+		last = amax_history[0]
+		if amax is not None:
+			last = torch.where(amax == 0, last, amax.abs())
+		# In row 0, so that every process rolls where one of them saw something.
+		amax_history[0] = reduced(last, group)
+		amax = None
+	ops.delayed_scaling_update(amax_history, scale, fmt.text, amax, margin, algorithm)
 
 
 def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
-  """The largest of each amax among the processes of ``group``; NaN counts as 0.
+	"""The largest of each amax among the processes of ``group``; NaN counts as 0.
 
-  Args:
-    amaxes: (n,) fp32.
-    group: a process group, or its name.
-  """
-  finite_or_inf = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)
-  name = group if isinstance(group, str) else group.group_name
-  # The functional form, which compiled graphs hold, too.
-  functional = torch.ops._c10d_functional
-  pending = functional.all_reduce(finite_or_inf, "max", name)
-  result: Tensor = functional.wait_tensor(pending)
-  return result
+	Args:
+	  amaxes: (n,) fp32.
+	  group: a process group, or its name.
+	"""
+	finite_or_inf = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)
+	name = group if isinstance(group, str) else group.group_name
+	# The functional form, which compiled graphs hold, too.
+	functional = torch.ops._c10d_functional
+	pending = functional.all_reduce(finite_or_inf, "max", name)
+	result: Tensor = functional.wait_tensor(pending)
+	return result

@@ -29,133 +29,133 @@ from .tensor import handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-  from .debug import Probe
-  from .recipes import Recipe
+	from .debug import Probe
+	from .recipes import Recipe
 
 _ops = torch.ops.cute_kernels
 
 
 class Routing(NamedTuple):
-  """Where tokens go: what ``torch.ops.cute_kernels.compute_routing`` gives."""
+	"""Where tokens go: what ``torch.ops.cute_kernels.compute_routing`` gives."""
 
-  offs: Tensor
-  token: Tensor
-  pair: Tensor
-  row: Tensor
+	offs: Tensor
+	token: Tensor
+	pair: Tensor
+	row: Tensor
 
 
 def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
-  """Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
-  check_is_tensor("expert_ids", expert_ids)
-  return Routing(*ops.compute_routing(expert_ids, num_experts))
+	"""Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
+	check_is_tensor("expert_ids", expert_ids)
+	return Routing(*ops.compute_routing(expert_ids, num_experts))
 
 
 class Style(NamedTuple):
-  """What the experts do besides products; ``dtype`` is that of y.
+	"""What the experts do besides products; ``dtype`` is that of y.
 
-  ``apart``: y is not multiplied by p. Who asks for that does it, and passes back the gradient of
-  the product instead of that of y: p times it is what the backward pass makes, as ever.
-  """
+	``apart``: y is not multiplied by p. Who asks for that does it, and passes back the gradient of
+	the product instead of that of y: p times it is what the backward pass makes, as ever.
+	"""
 
-  activation: str
-  interleaved: bool
-  recompute: bool
-  dtype: torch.dtype
-  apart: bool = False
+	activation: str
+	interleaved: bool
+	recompute: bool
+	dtype: torch.dtype
+	apart: bool = False
 
 
 class Layer(NamedTuple):
-  """One of the two products of a call: see ``grouped.autograd.multiply``."""
+	"""One of the two products of a call: see ``grouped.autograd.multiply``."""
 
-  weights: Sequence[Tensor]
-  bias: Tensor | None
-  recipe: Recipe
-  copies: Copies | None = None
-  sink: WeightGradients | None = None
-  scaling: Scaling | None = None
-  probe: Probe | None = None
-  flags: Tensor | None = None
+	weights: Sequence[Tensor]
+	bias: Tensor | None
+	recipe: Recipe
+	copies: Copies | None = None
+	sink: WeightGradients | None = None
+	scaling: Scaling | None = None
+	probe: Probe | None = None
+	flags: Tensor | None = None
 
-  def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-    """The product, what the gradient of x reads of the weight, and amaxes."""
-    options = (self.copies, (need_dx, False), self.scaling, self.probe)
-    rows = x if self.flags is None else x.made()
-    y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
-    if self.flags is not None:
-      debug.note(self.flags, made(rows), self.weights, y, offs)
-    return y, weight or [], amaxes
+	def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+		"""The product, what the gradient of x reads of the weight, and amaxes."""
+		options = (self.copies, (need_dx, False), self.scaling, self.probe)
+		rows = x if self.flags is None else x.made()
+		y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
+		if self.flags is not None:
+			debug.note(self.flags, made(rows), self.weights, y, offs)
+		return y, weight or [], amaxes
 
-  def scale(self, role: int) -> Tensor | None:
-    """A copy of the scale of a role, which the next step may overwrite."""
-    return None if self.scaling is None else self.scaling.scales[role].clone()
+	def scale(self, role: int) -> Tensor | None:
+		"""A copy of the scale of a role, which the next step may overwrite."""
+		return None if self.scaling is None else self.scaling.scales[role].clone()
 
-  def needs(self, weights: bool, bias: bool) -> tuple[bool, bool]:
-    """Whether the gradients of weight and bias are wanted, given autograd's opinion."""
-    return (weights, bias) if self.sink is None else self.sink.wanted
+	def needs(self, weights: bool, bias: bool) -> tuple[bool, bool]:
+		"""Whether the gradients of weight and bias are wanted, given autograd's opinion."""
+		return (weights, bias) if self.sink is None else self.sink.wanted
 
-  @property
-  def anchor(self) -> Tensor | None:
-    """What connects the layer to autograd if its parameters do not."""
-    return None if self.sink is None else self.sink.anchor
+	@property
+	def anchor(self) -> Tensor | None:
+		"""What connects the layer to autograd if its parameters do not."""
+		return None if self.sink is None else self.sink.anchor
 
-  def cut_off(self) -> Layer:
-    """Without autograd's hold on the parameters, where an anchor has it."""
-    bias = None if self.bias is None else self.bias.detach()
-    return self._replace(weights=[w.detach() for w in self.weights], bias=bias)
+	def cut_off(self) -> Layer:
+		"""Without autograd's hold on the parameters, where an anchor has it."""
+		bias = None if self.bias is None else self.bias.detach()
+		return self._replace(weights=[w.detach() for w in self.weights], bias=bias)
 
-  def finish(
-    self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None, wanted: Any
-  ) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """The gradients of parameters and bias, as autograd gets them."""
-    if self.sink is not None:
-      return self.sink.take(call, wgrad, dbias)
-    if wgrad is None:
-      return [None] * len(wanted), dbias
-    return call.split(call.weight_gradient(wgrad), wanted), dbias
+	def finish(
+		self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None, wanted: Any
+	) -> tuple[Sequence[Tensor | None], Tensor | None]:
+		"""The gradients of parameters and bias, as autograd gets them."""
+		if self.sink is not None:
+			return self.sink.take(call, wgrad, dbias)
+		if wgrad is None:
+			return [None] * len(wanted), dbias
+		return call.split(call.weight_gradient(wgrad), wanted), dbias
 
 
 def experts(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
-  """Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32."""
-  if torch.compiler.is_compiling():
-    y: Tensor = torch.ops.grouped.experts(
-      *(x, p, *routing),
-      *(t for layer in (first, second) for t in (joined(layer.weights), layer.bias)),
-      *(t for layer in (first, second) for t in (*layer.recipe.texts,)),
-      *(layer.recipe.propagate_nonfinite for layer in (first, second)),
-      *style,
-      *(t for layer in (first, second) for t in (layer.scaling or (None, None))),
-    )
-    return y
-  return _differentiable(x, p, routing, first, second, style)
+	"""Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32."""
+	if torch.compiler.is_compiling():
+		y: Tensor = torch.ops.grouped.experts(
+			*(x, p, *routing),
+			*(t for layer in (first, second) for t in (joined(layer.weights), layer.bias)),
+			*(t for layer in (first, second) for t in (*layer.recipe.texts,)),
+			*(layer.recipe.propagate_nonfinite for layer in (first, second)),
+			*style,
+			*(t for layer in (first, second) for t in (layer.scaling or (None, None))),
+		)
+		return y
+	return _differentiable(x, p, routing, first, second, style)
 
 
 def _forward(
-  x: Tensor, p: Tensor, r: Routing, layers: tuple[Layer, Layer], style: Style, needs: tuple[bool, bool] = (False, False)
+	x: Tensor, p: Tensor, r: Routing, layers: tuple[Layer, Layer], style: Style, needs: tuple[bool, bool] = (False, False)
 ) -> tuple[Tensor, Tensor, list[list[Tensor]], list[list[Tensor | None]]]:
-  """y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
-  first, second = layers
-  z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
-  a = Rows(z, r.offs, None, style.activation, style.interleaved)
-  h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
-  y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
-  return y, z, [weight, weight_2], [amaxes, amaxes_2]
+	"""y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
+	first, second = layers
+	z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
+	a = Rows(z, r.offs, None, style.activation, style.interleaved)
+	h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
+	y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
+	return y, z, [weight, weight_2], [amaxes, amaxes_2]
 
 
 def _differentiable(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
-  anchors = (first.anchor, second.anchor)
-  layers = tuple(
-    layer if anchor is None else layer.cut_off() for layer, anchor in zip((first, second), anchors, strict=True)
-  )
-  first, second = layers
-  operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
-  if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-    return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
-  y, _, _, amaxes = _forward(x, p, routing, (first, second), style)
-  for layer, seen in zip(layers, amaxes, strict=True):
-    if layer.scaling is not None:
-      # No backward pass will.
-      layer.scaling.record(seen)
-  return y
+	anchors = (first.anchor, second.anchor)
+	layers = tuple(
+		layer if anchor is None else layer.cut_off() for layer, anchor in zip((first, second), anchors, strict=True)
+	)
+	first, second = layers
+	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
+	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
+		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
+	y, _, _, amaxes = _forward(x, p, routing, (first, second), style)
+	for layer, seen in zip(layers, amaxes, strict=True):
+		if layer.scaling is not None:
+			# No backward pass will.
+			layer.scaling.record(seen)
+	return y
 
 
 #: Where the weights begin among the inputs of ``_Experts``.
@@ -163,159 +163,159 @@ _WEIGHTS = 9
 
 
 class _Experts(torch.autograd.Function):
-  """The experts in eager mode, and where a compiler traces what they consist of."""
+	"""The experts in eager mode, and where a compiler traces what they consist of."""
 
-  @staticmethod
-  def forward(  # type: ignore[override]
-    ctx: Any,
-    x: Tensor,
-    p: Tensor,
-    bias_1: Tensor | None,
-    bias_2: Tensor | None,
-    anchor_1: Tensor | None,
-    anchor_2: Tensor | None,
-    routing: Routing,
-    layers: tuple[Layer, Layer],
-    style: Style,
-    *weights: Tensor,
-  ) -> Tensor:
-    needed, (first, second) = ctx.needs_input_grad, layers
-    split = _WEIGHTS + len(first.weights)
-    of_weights = (needed[_WEIGHTS:split], needed[split:])
-    of_first = first.needs(any(of_weights[0]), needed[2])
-    of_second = second.needs(any(of_weights[1]), needed[3])
-    need_dz = needed[0] or any(of_first)
-    ctx.needs = (needed[0], needed[1], need_dz, of_first, of_second)
-    ctx.of_weights = of_weights
-    need_g = need_dz or needed[1]
-    y, z, kept, amaxes = _forward(x, p, routing, layers, style, (needed[0], need_g))
-    # What makes z again; of quantized weights the copies that were given, if there were.
-    again: list[Tensor | None] = []
-    if style.recompute:
-      rowwise = first.copies and first.copies.rowwise
-      again = [first.bias, first.scale(1), *(rowwise or first.weights)]
-      ctx.has_copies = rowwise is not None
-    saved: list[Sequence[Tensor | None]] = [
-      # The weight's gradient of the first layer, or z again.
-      [x if of_first[0] or style.recompute else None],
-      [p, None if style.recompute else z, *routing, second.bias],
-      *[[layer.scale(0), layer.scale(2)] for layer in layers],
-      *[[*seen, None, None][:2] for seen in amaxes],
-      *kept,
-      again,
-    ]
-    ctx.counts = [len(part) for part in saved]
-    ctx.save_for_backward(*(t for part in saved for t in part))
-    ctx.layers = [layer._replace(weights=(), bias=None, copies=None) for layer in layers]
-    ctx.calls = [LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe) for layer in layers]
-    ctx.style = style
-    return y
+	@staticmethod
+	def forward(  # type: ignore[override]
+		ctx: Any,
+		x: Tensor,
+		p: Tensor,
+		bias_1: Tensor | None,
+		bias_2: Tensor | None,
+		anchor_1: Tensor | None,
+		anchor_2: Tensor | None,
+		routing: Routing,
+		layers: tuple[Layer, Layer],
+		style: Style,
+		*weights: Tensor,
+	) -> Tensor:
+		needed, (first, second) = ctx.needs_input_grad, layers
+		split = _WEIGHTS + len(first.weights)
+		of_weights = (needed[_WEIGHTS:split], needed[split:])
+		of_first = first.needs(any(of_weights[0]), needed[2])
+		of_second = second.needs(any(of_weights[1]), needed[3])
+		need_dz = needed[0] or any(of_first)
+		ctx.needs = (needed[0], needed[1], need_dz, of_first, of_second)
+		ctx.of_weights = of_weights
+		need_g = need_dz or needed[1]
+		y, z, kept, amaxes = _forward(x, p, routing, layers, style, (needed[0], need_g))
+		# What makes z again; of quantized weights the copies that were given, if there were.
+		again: list[Tensor | None] = []
+		if style.recompute:
+			rowwise = first.copies and first.copies.rowwise
+			again = [first.bias, first.scale(1), *(rowwise or first.weights)]
+			ctx.has_copies = rowwise is not None
+		saved: list[Sequence[Tensor | None]] = [
+			# The weight's gradient of the first layer, or z again.
+			[x if of_first[0] or style.recompute else None],
+			[p, None if style.recompute else z, *routing, second.bias],
+			*[[layer.scale(0), layer.scale(2)] for layer in layers],
+			*[[*seen, None, None][:2] for seen in amaxes],
+			*kept,
+			again,
+		]
+		ctx.counts = [len(part) for part in saved]
+		ctx.save_for_backward(*(t for part in saved for t in part))
+		ctx.layers = [layer._replace(weights=(), bias=None, copies=None) for layer in layers]
+		ctx.calls = [LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe) for layer in layers]
+		ctx.style = style
+		return y
 
-  @staticmethod
-  def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-    for layer in ctx.layers:
-      if layer.sink is not None:
-        layer.sink.check()
-    flat = iter(ctx.saved_tensors)
-    parts = [[next(flat) for _ in range(count)] for count in ctx.counts]
-    ctx.maybe_clear_saved_tensors()
-    with torch.no_grad():
-      gradients = _gradients(ctx, dy, parts)
-    if torch.is_grad_enabled():
-      refuse: Any = torch._C._functions.DelayedError(b"grouped.nn.MoE cannot be differentiated twice", len(gradients))
-      gradients = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
-    dx, dp, db_1, db_2, *dweights = gradients
-    return dx, dp, db_1, db_2, None, None, None, None, None, *dweights
+	@staticmethod
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+		for layer in ctx.layers:
+			if layer.sink is not None:
+				layer.sink.check()
+		flat = iter(ctx.saved_tensors)
+		parts = [[next(flat) for _ in range(count)] for count in ctx.counts]
+		ctx.maybe_clear_saved_tensors()
+		with torch.no_grad():
+			gradients = _gradients(ctx, dy, parts)
+		if torch.is_grad_enabled():
+			refuse: Any = torch._C._functions.DelayedError(b"grouped.nn.MoE cannot be differentiated twice", len(gradients))
+			gradients = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
+		dx, dp, db_1, db_2, *dweights = gradients
+		return dx, dp, db_1, db_2, None, None, None, None, None, *dweights
 
-  @staticmethod
-  def jvp(ctx: Any, *tangents: Any) -> Any:
-    raise RuntimeError("grouped.nn.MoE has no forward-mode derivative; use reverse mode")
+	@staticmethod
+	def jvp(ctx: Any, *tangents: Any) -> Any:
+		raise RuntimeError("grouped.nn.MoE has no forward-mode derivative; use reverse mode")
 
 
 def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | None, ...]:
-  (x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
-  amaxes_1, amaxes_2, weight_1, weight_2, again = rest
-  style: Style = ctx.style
-  (first, second), (call_1, call_2) = ctx.layers, ctx.calls
-  need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
-  dtype = call_1.dtype
-  if z is None:
-    z = _again(ctx, first, x, offs, token, scales_1[0], again)
-  rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
-  if second.flags is not None:
-    rows = made(rows)
-    debug.note_gradient(second.flags, rows, offs)
-  needs = (need_dz or need_dp, of_second[0], False)
-  got = backward(call_2, needs, rows, offs, ([], weight_2), scales_2[1])
-  del rows, weight_2
-  g = got.dx
-  if g is None:
-    g = z.new_zeros(token.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
-  given = (style.activation, offs, style.interleaved)
-  dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
-  del z, g
-  wgrad, db_2 = got.wgrad, None
-  if wgrad is not None:
-    operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
-    wgrad = wgrad._replace(x=operand)
-    if amax is not None:
-      amaxes_2[0] = torch.maximum(amaxes_2[0], amax)
-  del scaled
-  if bias is not None:
-    db_2 = _of_bias(dy, p, dp, offs, row, bias, of_second[1])
-  dw_2, db_2 = second.finish(call_2, wgrad, db_2, ctx.of_weights[1])
-  _record(second, amaxes_2, got.amax)
-  del wgrad, got
-  dx = db_1 = None
-  dw_1: Sequence[Tensor | None] = [None] * len(ctx.of_weights[0])
-  if need_dz:
-    if first.flags is not None:
-      debug.note_gradient(first.flags, dz, offs)
-    needs = (need_dx, *of_first)
-    got = backward(call_1, needs, dz, offs, ([], weight_1), scales_1[1])
-    del dz, weight_1
-    wgrad = got.wgrad
-    if wgrad is not None:
-      operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
-      wgrad = wgrad._replace(x=operand)
-    if got.dx is not None:
-      dx = ops.moe_combine(got.dx, row, None, dtype)
-    dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
-    _record(first, amaxes_1, got.amax)
-  return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
+	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
+	amaxes_1, amaxes_2, weight_1, weight_2, again = rest
+	style: Style = ctx.style
+	(first, second), (call_1, call_2) = ctx.layers, ctx.calls
+	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
+	dtype = call_1.dtype
+	if z is None:
+		z = _again(ctx, first, x, offs, token, scales_1[0], again)
+	rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
+	if second.flags is not None:
+		rows = made(rows)
+		debug.note_gradient(second.flags, rows, offs)
+	needs = (need_dz or need_dp, of_second[0], False)
+	got = backward(call_2, needs, rows, offs, ([], weight_2), scales_2[1])
+	del rows, weight_2
+	g = got.dx
+	if g is None:
+		g = z.new_zeros(token.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
+	given = (style.activation, offs, style.interleaved)
+	dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
+	del z, g
+	wgrad, db_2 = got.wgrad, None
+	if wgrad is not None:
+		operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
+		wgrad = wgrad._replace(x=operand)
+		if amax is not None:
+			amaxes_2[0] = torch.maximum(amaxes_2[0], amax)
+	del scaled
+	if bias is not None:
+		db_2 = _of_bias(dy, p, dp, offs, row, bias, of_second[1])
+	dw_2, db_2 = second.finish(call_2, wgrad, db_2, ctx.of_weights[1])
+	_record(second, amaxes_2, got.amax)
+	del wgrad, got
+	dx = db_1 = None
+	dw_1: Sequence[Tensor | None] = [None] * len(ctx.of_weights[0])
+	if need_dz:
+		if first.flags is not None:
+			debug.note_gradient(first.flags, dz, offs)
+		needs = (need_dx, *of_first)
+		got = backward(call_1, needs, dz, offs, ([], weight_1), scales_1[1])
+		del dz, weight_1
+		wgrad = got.wgrad
+		if wgrad is not None:
+			operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
+			wgrad = wgrad._replace(x=operand)
+		if got.dx is not None:
+			dx = ops.moe_combine(got.dx, row, None, dtype)
+		dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
+		_record(first, amaxes_1, got.amax)
+	return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
 
 
 def _again(
-  ctx: Any, layer: Layer, x: Tensor, offs: Tensor, token: Tensor, scale: Tensor | None, again: list[Any]
+	ctx: Any, layer: Layer, x: Tensor, offs: Tensor, token: Tensor, scale: Tensor | None, again: list[Any]
 ) -> Tensor:
-  """z, by the first product of the forward pass."""
-  bias, weight_scale, *weights = again
-  copies = Copies(weights) if ctx.has_copies else None
-  scaling = None
-  if scale is not None:
-    scaling = Scaling([scale, weight_scale, scale])
-  sources = [weights[0].new_empty(())] if ctx.has_copies else weights
-  layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-  return layer.forward(Rows(x, offs, token), offs, False)[0]
+	"""z, by the first product of the forward pass."""
+	bias, weight_scale, *weights = again
+	copies = Copies(weights) if ctx.has_copies else None
+	scaling = None
+	if scale is not None:
+		scaling = Scaling([scale, weight_scale, scale])
+	sources = [weights[0].new_empty(())] if ctx.has_copies else weights
+	layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
+	return layer.forward(Rows(x, offs, token), offs, False)[0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:
-  """Raise the amaxes of a step to those of a call."""
-  if layer.scaling is not None:
-    layer.scaling.record((*of_operands, of_gradient))
+	"""Raise the amaxes of a step to those of a call."""
+	if layer.scaling is not None:
+		layer.scaling.record((*of_operands, of_gradient))
 
 
 def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias: Tensor, need: bool) -> Tensor | None:
-  """The gradient of the second bias (E, H); adds to that of p what the bias gives."""
-  there = row >= 0
-  # The tail of a capacity buffer may hold anything.
-  dy = dy.float().masked_fill(~there.any(1, keepdim=True), 0)
-  expert = torch.searchsorted(offs, row.clamp_min(0), right=True).clamp_max(len(offs) - 1)
-  dp += (dy @ bias.float().T).gather(1, expert) * there
-  if not need:
-    return None
-  p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
-  return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
+	"""The gradient of the second bias (E, H); adds to that of p what the bias gives."""
+	there = row >= 0
+	# The tail of a capacity buffer may hold anything.
+	dy = dy.float().masked_fill(~there.any(1, keepdim=True), 0)
+	expert = torch.searchsorted(offs, row.clamp_min(0), right=True).clamp_max(len(offs) - 1)
+	dp += (dy @ bias.float().T).gather(1, expert) * there
+	if not need:
+		return None
+	p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
+	return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
 
 
 # ---- as an op
@@ -323,43 +323,43 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _FORMATS = ", ".join(f"str? {role}_{i}" for i in (1, 2) for role in ("input", "weight", "grad_output"))
 _LIBRARY.define(
-  "experts(Tensor x, Tensor p, Tensor offs, Tensor token, Tensor pair, Tensor row, "
-  f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
-  "bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
-  "bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
-  "Tensor[]? scales_2, Tensor[]? amaxes_2) -> Tensor",
-  tags=(torch.Tag.pt2_compliant_tag,),
+	"experts(Tensor x, Tensor p, Tensor offs, Tensor token, Tensor pair, Tensor row, "
+	f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
+	"bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
+	"bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
+	"Tensor[]? scales_2, Tensor[]? amaxes_2) -> Tensor",
+	tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
 def _unpacked(arguments: Sequence[Any], records: bool) -> tuple[Tensor, Tensor, Routing, Layer, Layer, Style]:
-  """The arguments of ``experts`` of those of the op; ``records``: amaxes may be written."""
-  x, p = arguments[:2]
-  formats, flags = arguments[10:16], arguments[16:18]
-  layers = []
-  for i in range(2):
-    recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
-    scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
-    scaling = None if scales is None else Scaling(scales, amaxes if records else None)
-    weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
-    layers.append(Layer([weight], bias, recipe, scaling=scaling))
-  return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:23])
+	"""The arguments of ``experts`` of those of the op; ``records``: amaxes may be written."""
+	x, p = arguments[:2]
+	formats, flags = arguments[10:16], arguments[16:18]
+	layers = []
+	for i in range(2):
+		recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
+		scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
+		scaling = None if scales is None else Scaling(scales, amaxes if records else None)
+		weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
+		layers.append(Layer([weight], bias, recipe, scaling=scaling))
+	return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:23])
 
 
 def _below_autograd(*arguments: Any) -> Tensor:
-  # What records amaxes is above: this computes, and writes nothing.
-  x, p, routing, first, second, style = _unpacked(arguments, False)
-  return _forward(x, p, routing, (first, second), style)[0]
+	# What records amaxes is above: this computes, and writes nothing.
+	x, p, routing, first, second, style = _unpacked(arguments, False)
+	return _forward(x, p, routing, (first, second), style)[0]
 
 
 def _autograd(*arguments: Any) -> Tensor:
-  return _differentiable(*_unpacked(arguments, True))
+	return _differentiable(*_unpacked(arguments, True))
 
 
 def _fake(*arguments: Any) -> Tensor:
-  row, weight, dtype = arguments[5], arguments[8], arguments[21]
-  x: Tensor = arguments[0]
-  return x.new_empty(row.shape[0], weight.shape[1], dtype=dtype)
+	row, weight, dtype = arguments[5], arguments[8], arguments[21]
+	x: Tensor = arguments[0]
+	return x.new_empty(row.shape[0], weight.shape[1], dtype=dtype)
 
 
 _LIBRARY.impl("experts", _below_autograd, "CompositeExplicitAutograd")
@@ -369,4 +369,4 @@ torch.library.register_fake("grouped::experts", _fake, lib=_LIBRARY)
 
 @handler(torch.ops.grouped.experts.default)
 def _experts_of_grouped(func: Any, *arguments: Any) -> Tensor:
-  return _below_autograd(*arguments)
+	return _below_autograd(*arguments)

@@ -1,7 +1,5 @@
 """Accepts group boundaries in every form that users have them, without a synchronization."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -15,48 +13,48 @@ Offsets: TypeAlias = "Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[n
 
 
 def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
-  """``offs`` as an int32 tensor on ``device``.
+	"""``offs`` as an int32 tensor on ``device``.
 
-  Host values are checked here; values on a device are never read, and the kernels clamp them.
-  int64 values that int32 cannot hold saturate.
+	Host values are checked here; values on a device are never read, and the kernels clamp them.
+	int64 values that int32 cannot hold saturate.
 
-  Args:
-    offs: (G,) end rows, non-decreasing, at most ``rows``.
-    rows: rows of the tensor that is cut into groups.
-    device: device of that tensor.
+	Args:
+	  offs: (G,) end rows, non-decreasing, at most ``rows``.
+	  rows: rows of the tensor that is cut into groups.
+	  device: device of that tensor.
 
-  Raises:
-    TypeError: not integers.
-    ValueError: not one-dimensional, empty, on another device, or host values that decrease or
-      leave the tensor.
-  """
-  if isinstance(offs, Tensor):
-    if offs.dtype not in (torch.int32, torch.int64):
-      raise TypeError(f"offs must be int32 or int64, got {offs.dtype}")
-    if offs.dim() != 1 or offs.shape[0] < 1:
-      raise ValueError(f"offs must have shape (G,) with G >= 1, got {tuple(offs.shape)}")
-    if offs.device != device:
-      raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
-    # What int32 cannot hold must not wrap around: it lies past the rows of any tensor.
-    return offs if offs.dtype == torch.int32 else offs.clamp(_INT32.min, _INT32.max).int()
-  if not hasattr(offs, "__len__"):
-    raise TypeError(f"offs must hold the end row of each group, got {offs!r}")
-  values: list[int | np.integer[Any]] = list(offs)
-  if len(values) < 1:
-    raise ValueError("offs must have shape (G,) with G >= 1, got (0,)")
-  start: int | np.integer[Any] = 0
-  for group, end in enumerate(values):
-    if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)):
-      raise TypeError(f"offs must hold integers, got {end!r} at {group}")
-    if end < start:
-      raise ValueError(f"offs must not decrease or be negative, got {end} at {group}")
-    start = end
-  if values[-1] > rows:
-    raise ValueError(f"offs must end within the {rows} rows of x, got {values[-1]}")
-  return host_integers(values, torch.int32, device)
+	Raises:
+	  TypeError: not integers.
+	  ValueError: not one-dimensional, empty, on another device, or host values that decrease or
+	    leave the tensor.
+	"""
+	if isinstance(offs, Tensor):
+		if offs.dtype not in (torch.int32, torch.int64):
+			raise TypeError(f"offs must be int32 or int64, got {offs.dtype}")
+		if offs.dim() != 1 or offs.shape[0] < 1:
+			raise ValueError(f"offs must have shape (G,) with G >= 1, got {tuple(offs.shape)}")
+		if offs.device != device:
+			raise ValueError(f"offs must be on the device of x ({device}), got {offs.device}")
+		# What int32 cannot hold must not wrap around: it lies past the rows of any tensor.
+		return offs if offs.dtype == torch.int32 else offs.clamp(_INT32.min, _INT32.max).int()
+	if not hasattr(offs, "__len__"):
+		raise TypeError(f"offs must hold the end row of each group, got {offs!r}")
+	values: list[int | np.integer[Any]] = list(offs)
+	if len(values) < 1:
+		raise ValueError("offs must have shape (G,) with G >= 1, got (0,)")
+	start: int | np.integer[Any] = 0
+	for group, end in enumerate(values):
+		if isinstance(end, (bool, np.bool_)) or not isinstance(end, (int, np.integer)):
+			raise TypeError(f"offs must hold integers, got {end!r} at {group}")
+		if end < start:
+			raise ValueError(f"offs must not decrease or be negative, got {end} at {group}")
+		start = end
+	if values[-1] > rows:
+		raise ValueError(f"offs must end within the {rows} rows of x, got {values[-1]}")
+	return host_integers(values, torch.int32, device)
 
 
 def host_integers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-  """Integers of the host as a tensor on ``device``, without a synchronization."""
-  host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-  return host.to(device, non_blocking=True)
+	"""Integers of the host as a tensor on ``device``, without a synchronization."""
+	host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+	return host.to(device, non_blocking=True)

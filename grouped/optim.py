@@ -8,8 +8,6 @@ storage: the parameter's bytes are ``grouped.quantize`` of what ``torch.optim.Ad
 makes of the master, to the bit. There is no bf16 copy of the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,177 +25,177 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class AdamW(Optimizer):
-  """AdamW with fp32 masters and moments.
+	"""AdamW with fp32 masters and moments.
 
-  GroupedTensors have a master. Plain parameters in fp32 are updated as they are; those in bf16 and
-  fp16 have a master if ``master_weights`` is set, else they are updated in their dtype, which is
-  then that of their moments, as ``torch.optim.AdamW`` does it. Sharded parameters (DTensor) are
-  updated shard by shard; a shard of a GroupedTensor must hold whole groups.
+	GroupedTensors have a master. Plain parameters in fp32 are updated as they are; those in bf16 and
+	fp16 have a master if ``master_weights`` is set, else they are updated in their dtype, which is
+	then that of their moments, as ``torch.optim.AdamW`` does it. Sharded parameters (DTensor) are
+	updated shard by shard; a shard of a GroupedTensor must hold whole groups.
 
-  A gradient is ``param.main_grad`` where ``fuse_wgrad_accumulation`` put it there, else
-  ``param.grad``. Runs in a CUDA graph if ``lr`` is a tensor or stays, and with ``torch.amp.GradScaler``.
+	A gradient is ``param.main_grad`` where ``fuse_wgrad_accumulation`` put it there, else
+	``param.grad``. Runs in a CUDA graph if ``lr`` is a tensor or stays, and with ``torch.amp.GradScaler``.
 
-  Args:
-    params: parameters, or groups of them.
-    lr: learning rate; a number or a tensor of one element.
-    betas: decay of the two moments.
-    eps: added to the denominator.
-    weight_decay: decoupled, as in ``torch.optim.AdamW``.
-    amsgrad: as there.
-    maximize: as there.
-    masters: what GroupedTensors were quantized from, by parameter; of others the master starts as
-      what they decode to.
-    master_weights: plain parameters in bf16 and fp16 have a master, too.
+	Args:
+	  params: parameters, or groups of them.
+	  lr: learning rate; a number or a tensor of one element.
+	  betas: decay of the two moments.
+	  eps: added to the denominator.
+	  weight_decay: decoupled, as in ``torch.optim.AdamW``.
+	  amsgrad: as there.
+	  maximize: as there.
+	  masters: what GroupedTensors were quantized from, by parameter; of others the master starts as
+	    what they decode to.
+	  master_weights: plain parameters in bf16 and fp16 have a master, too.
 
-  Raises:
-    ValueError: a number out of range, or a master of another shape.
-    TypeError: a master of a parameter that has none.
-  """
+	Raises:
+	  ValueError: a number out of range, or a master of another shape.
+	  TypeError: a master of a parameter that has none.
+	"""
 
-  #: GradScaler then leaves the division to the step.
-  _step_supports_amp_scaling = True
+	#: GradScaler then leaves the division to the step.
+	_step_supports_amp_scaling = True
 
-  def __init__(
-    self,
-    params: Any,
-    lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 1e-2,
-    *,
-    amsgrad: bool = False,
-    maximize: bool = False,
-    masters: Mapping[Tensor, Tensor] | None = None,
-    master_weights: bool = False,
-  ) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-      if not isinstance(value, Tensor) and not value >= 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
-    if len(betas) != 2:  # noqa: PLR2004
-      raise ValueError(f"betas must be two numbers, got {betas}")
-    for i, beta in enumerate(betas):
-      if not 0 <= beta < 1:
-        raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-      raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
-    defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    self._master_weights = master_weights
-    super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
-    known = {p for group in self.param_groups for p in group["params"]}
-    for p, master in (masters or {}).items():
-      if p not in known or not self._has_master(p):
-        raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
-      if master.shape != p.shape:
-        raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
-      held = _local(master).detach().to(_local(p).device, torch.float32, copy=True)
-      self.state[p]["master"] = held.contiguous()
+	def __init__(
+		self,
+		params: Any,
+		lr: float | Tensor = 1e-3,
+		betas: tuple[float, float] = (0.9, 0.999),
+		eps: float = 1e-8,
+		weight_decay: float = 1e-2,
+		*,
+		amsgrad: bool = False,
+		maximize: bool = False,
+		masters: Mapping[Tensor, Tensor] | None = None,
+		master_weights: bool = False,
+	) -> None:
+		for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+			if not isinstance(value, Tensor) and not value >= 0:
+				raise ValueError(f"{name} must be at least 0, got {value}")
+		if len(betas) != 2:  # noqa: PLR2004
+			raise ValueError(f"betas must be two numbers, got {betas}")
+		for i, beta in enumerate(betas):
+			if not 0 <= beta < 1:
+				raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
+		if isinstance(lr, Tensor) and lr.numel() != 1:
+			raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
+		defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+		self._master_weights = master_weights
+		super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
+		known = {p for group in self.param_groups for p in group["params"]}
+		for p, master in (masters or {}).items():
+			if p not in known or not self._has_master(p):
+				raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
+			if master.shape != p.shape:
+				raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
+			held = _local(master).detach().to(_local(p).device, torch.float32, copy=True)
+			self.state[p]["master"] = held.contiguous()
 
-  def _has_master(self, p: Tensor) -> bool:
-    is_low = p.dtype in (torch.bfloat16, torch.float16)
-    return isinstance(_local(p), GroupedTensor) or (self._master_weights and is_low)
+	def _has_master(self, p: Tensor) -> bool:
+		is_low = p.dtype in (torch.bfloat16, torch.float16)
+		return isinstance(_local(p), GroupedTensor) or (self._master_weights and is_low)
 
-  @torch.no_grad()
-  def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-    """Update the parameters that have a gradient.
+	@torch.no_grad()
+	def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+		"""Update the parameters that have a gradient.
 
-    Args:
-      closure: makes the loss again, with gradients.
+		Args:
+		  closure: makes the loss again, with gradients.
 
-    Returns:
-      What ``closure`` returns.
+		Returns:
+		  What ``closure`` returns.
 
-    Raises:
-      RuntimeError: a gradient is sparse.
-    """
-    loss = None
-    if closure is not None:
-      with torch.enable_grad():
-        loss = closure()
-    scaling = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
-    for group in self.param_groups:
-      held = [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None]
-      self._update(group, held, scaling)
-    return loss
+		Raises:
+		  RuntimeError: a gradient is sparse.
+		"""
+		loss = None
+		if closure is not None:
+			with torch.enable_grad():
+				loss = closure()
+		scaling = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
+		for group in self.param_groups:
+			held = [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None]
+			self._update(group, held, scaling)
+		return loss
 
-  def _update(self, group: dict[str, Any], held: list[tuple[Tensor, Tensor]], scaling: dict[str, Any]) -> None:
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("target", "grad", "step", *_MOMENTS)}
-    for p, grad in held:
-      if grad.is_sparse:
-        raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
-      state, target = self.state[p], self._target(p)
-      if "step" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=target.device)
-      columns["step"].append(state["step"])
-      columns["target"].append(target)
-      columns["grad"].append(_local(grad).to(target.dtype).contiguous())
-      for name in _MOMENTS if group["amsgrad"] else _MOMENTS[:2]:
-        if name not in state:
-          state[name] = torch.zeros_like(target)
-        columns[name].append(state[name])
-    if not held:
-      return
-    lists: list[Any] = [columns[name] for name in ("target", "grad", *_MOMENTS, "step")]
-    options: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
-    options["beta1"], options["beta2"] = group["betas"]
-    adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
-    for (p, _), target in zip(held, columns["target"], strict=True):
-      if target is not _local(p):
-        _write(_local(p), target)
+	def _update(self, group: dict[str, Any], held: list[tuple[Tensor, Tensor]], scaling: dict[str, Any]) -> None:
+		columns: dict[str, list[Tensor]] = {name: [] for name in ("target", "grad", "step", *_MOMENTS)}
+		for p, grad in held:
+			if grad.is_sparse:
+				raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
+			state, target = self.state[p], self._target(p)
+			if "step" not in state:
+				state["step"] = torch.zeros((), dtype=torch.float32, device=target.device)
+			columns["step"].append(state["step"])
+			columns["target"].append(target)
+			columns["grad"].append(_local(grad).to(target.dtype).contiguous())
+			for name in _MOMENTS if group["amsgrad"] else _MOMENTS[:2]:
+				if name not in state:
+					state[name] = torch.zeros_like(target)
+				columns[name].append(state[name])
+		if not held:
+			return
+		lists: list[Any] = [columns[name] for name in ("target", "grad", *_MOMENTS, "step")]
+		options: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+		options["beta1"], options["beta2"] = group["betas"]
+		adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
+		for (p, _), target in zip(held, columns["target"], strict=True):
+			if target is not _local(p):
+				_write(_local(p), target)
 
-  def _target(self, p: Tensor) -> Tensor:
-    """What a step updates: the master, made where there is none yet, or the parameter.
+	def _target(self, p: Tensor) -> Tensor:
+		"""What a step updates: the master, made where there is none yet, or the parameter.
 
-    Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
-    """
-    target: Any = _local(p)
-    if not self._has_master(p):
-      return target if target.is_contiguous() else target.contiguous()  # type: ignore[no-any-return]
-    state = self.state[p]
-    if "master" not in state:
-      is_quantized = isinstance(target, GroupedTensor)
-      state["master"] = target.dequantize(torch.float32) if is_quantized else target.detach().float().contiguous()
-    target = state["master"]
-    return target  # type: ignore[no-any-return]
+		Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
+		"""
+		target: Any = _local(p)
+		if not self._has_master(p):
+			return target if target.is_contiguous() else target.contiguous()  # type: ignore[no-any-return]
+		state = self.state[p]
+		if "master" not in state:
+			is_quantized = isinstance(target, GroupedTensor)
+			state["master"] = target.dequantize(torch.float32) if is_quantized else target.detach().float().contiguous()
+		target = state["master"]
+		return target  # type: ignore[no-any-return]
 
-  def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-    """Load what ``state_dict`` gave, also that of ``torch.optim.AdamW``.
+	def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+		"""Load what ``state_dict`` gave, also that of ``torch.optim.AdamW``.
 
-    Masters and moments keep fp32. A parameter of which the state has no master keeps the one that it
-    has. The parameters' bytes are the module's to load.
-    """
-    masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
-    super().load_state_dict(state_dict)
-    # PyTorch casts states to the dtype of the parameter, and shares ``step``.
-    pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-    for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
-      saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
-      dtype = torch.float32 if held else _local(p).dtype
-      for name in {"master", "step", *_MOMENTS} & saved_state.keys():
-        value, kept = torch.as_tensor(saved_state[name]).detach(), torch.float32 if name == "step" else dtype
-        self.state[p][name] = value.to(_local(p).device, kept, copy=True).contiguous()
-      if not held:
-        self.state[p].pop("master", None)
-      elif p in masters:
-        self.state[p].setdefault("master", masters[p])
+		Masters and moments keep fp32. A parameter of which the state has no master keeps the one that it
+		has. The parameters' bytes are the module's to load.
+		"""
+		masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
+		super().load_state_dict(state_dict)
+		# PyTorch casts states to the dtype of the parameter, and shares ``step``.
+		pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
+		for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
+			saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
+			dtype = torch.float32 if held else _local(p).dtype
+			for name in {"master", "step", *_MOMENTS} & saved_state.keys():
+				value, kept = torch.as_tensor(saved_state[name]).detach(), torch.float32 if name == "step" else dtype
+				self.state[p][name] = value.to(_local(p).device, kept, copy=True).contiguous()
+			if not held:
+				self.state[p].pop("master", None)
+			elif p in masters:
+				self.state[p].setdefault("master", masters[p])
 
-  def __getstate__(self) -> dict[str, Any]:
-    # PyTorch's copies have no other attributes.
-    return {**super().__getstate__(), "_master_weights": self._master_weights}  # type: ignore[no-untyped-call]
+	def __getstate__(self) -> dict[str, Any]:
+		# PyTorch's copies have no other attributes.
+		return {**super().__getstate__(), "_master_weights": self._master_weights}  # type: ignore[no-untyped-call]
 
 
 def _local(t: Any) -> Any:
-  """The shard of a DTensor that this process has; a plain tensor as it is."""
-  return t._local_tensor if hasattr(t, "_local_tensor") else t
+	"""The shard of a DTensor that this process has; a plain tensor as it is."""
+	return t._local_tensor if hasattr(t, "_local_tensor") else t
 
 
 def _gradient(p: Tensor) -> Tensor | None:
-  """The gradient of a parameter, where the product that made it left it."""
-  main: Tensor | None = getattr(p, "main_grad", None)
-  return main if main is not None and getattr(p, "grad_added_to_main_grad", False) else p.grad
+	"""The gradient of a parameter, where the product that made it left it."""
+	main: Tensor | None = getattr(p, "main_grad", None)
+	return main if main is not None and getattr(p, "grad_added_to_main_grad", False) else p.grad
 
 
 def _write(p: Tensor, master: Tensor) -> None:
-  if isinstance(p, GroupedTensor):
-    p._quantize_into(master, p.offs)
-  else:
-    p.copy_(master)
+	if isinstance(p, GroupedTensor):
+		p._quantize_into(master, p.offs)
+	else:
+		p.copy_(master)

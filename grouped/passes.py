@@ -20,86 +20,86 @@ from .seeds import draw_seed
 from .tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
-  from .debug import Probe
-  from .members import QuantizedCopy
+	from .debug import Probe
+	from .members import QuantizedCopy
 
 
 class Copies(NamedTuple):
-  """A quantized operand: codes and what else a product reads, of each direction that is there.
+	"""A quantized operand: codes and what else a product reads, of each direction that is there.
 
-  Attributes:
-    rowwise: the copy with blocks along K.
-    columnwise: the copy with blocks along the rows of each group.
-    amax: (G,) of what was quantized, where its scales were given: the next ones follow from it.
-  """
+	Attributes:
+	  rowwise: the copy with blocks along K.
+	  columnwise: the copy with blocks along the rows of each group.
+	  amax: (G,) of what was quantized, where its scales were given: the next ones follow from it.
+	"""
 
-  rowwise: list[Tensor] | None = None
-  columnwise: list[Tensor] | None = None
-  amax: Tensor | None = None
+	rowwise: list[Tensor] | None = None
+	columnwise: list[Tensor] | None = None
+	amax: Tensor | None = None
 
 
 class Scaling(NamedTuple):
-  """The scales of a call under delayed scaling, and where the amaxes that it sees go.
+	"""The scales of a call under delayed scaling, and where the amaxes that it sees go.
 
-  Attributes:
-    scales: (G,) fp32 of input, weight and grad_output.
-    amaxes: (G,) fp32 of each: the largest of a step so far, written when the gradients of the
-      call are computed; None if it does not count.
-  """
+	Attributes:
+	  scales: (G,) fp32 of input, weight and grad_output.
+	  amaxes: (G,) fp32 of each: the largest of a step so far, written when the gradients of the
+	    call are computed; None if it does not count.
+	"""
 
-  scales: Sequence[Tensor]
-  amaxes: Sequence[Tensor] | None = None
+	scales: Sequence[Tensor]
+	amaxes: Sequence[Tensor] | None = None
 
-  def record(self, seen: Sequence[Tensor | None]) -> None:
-    """Raise the largest amaxes to those of a call, in the order of roles; None is no call's."""
-    for largest, amax in zip(self.amaxes or (), seen, strict=False):
-      if amax is not None:
-        largest.copy_(torch.maximum(largest, amax))
+	def record(self, seen: Sequence[Tensor | None]) -> None:
+		"""Raise the largest amaxes to those of a call, in the order of roles; None is no call's."""
+		for largest, amax in zip(self.amaxes or (), seen, strict=False):
+			if amax is not None:
+				largest.copy_(torch.maximum(largest, amax))
 
 
 class Rows(NamedTuple):
-  """Rows that are made where they are read: rows of a tensor by an index, or what becomes of them.
+	"""Rows that are made where they are read: rows of a tensor by an index, or what becomes of them.
 
-  Attributes:
-    x: (T, W).
-    offs: (G,) end rows.
-    at: (R,) int32, the row of ``x`` of each; None for all in order.
-    activation: text of what is done to them; None for nothing.
-    interleaved: as ``moe_activate`` takes it.
-  """
+	Attributes:
+	  x: (T, W).
+	  offs: (G,) end rows.
+	  at: (R,) int32, the row of ``x`` of each; None for all in order.
+	  activation: text of what is done to them; None for nothing.
+	  interleaved: as ``moe_activate`` takes it.
+	"""
 
-  x: Tensor
-  offs: Tensor
-  at: Tensor | None = None
-  activation: str | None = None
-  interleaved: bool = False
+	x: Tensor
+	offs: Tensor
+	at: Tensor | None = None
+	activation: str | None = None
+	interleaved: bool = False
 
-  @property
-  def dtype(self) -> torch.dtype:
-    """That of the rows."""
-    return self.x.dtype
+	@property
+	def dtype(self) -> torch.dtype:
+		"""That of the rows."""
+		return self.x.dtype
 
-  def made(self) -> Tensor:
-    """The rows in memory."""
-    x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
-    return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
+	def made(self) -> Tensor:
+		"""The rows in memory."""
+		x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
+		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
-  def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
-    """What a quantizer reads, what it does to it, and its index; the bits are those of the rows.
+	def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
+		"""What a quantizer reads, what it does to it, and its index; the bits are those of the rows.
 
-    Rows that something else sees are made, and so are activations that a quantizer does not round
-    to their dtype, or not at all.
-    """
-    if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
-      return self.made(), None, None
-    return self.x, self.activation, self.at
+		Rows that something else sees are made, and so are activations that a quantizer does not round
+		to their dtype, or not at all.
+		"""
+		if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
+			return self.made(), None, None
+		return self.x, self.activation, self.at
 
 
 def made(x: Tensor | Rows) -> Tensor:
-  """``x`` in memory."""
-  return x.made() if isinstance(x, Rows) else x
+	"""``x`` in memory."""
+	return x.made() if isinstance(x, Rows) else x
 
 
 #: What the gradients read: of x the tensor and of the weight the parameters if plain, all of the
@@ -108,374 +108,374 @@ Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
 
 
 class WgradOperands(NamedTuple):
-  """What the gradient of a weight is the product of.
+	"""What the gradient of a weight is the product of.
 
-  Attributes:
-    dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
-    x: the input, likewise.
-    offs: (G,) end rows.
-  """
+	Attributes:
+	  dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
+	  x: the input, likewise.
+	  offs: (G,) end rows.
+	"""
 
-  dy: list[Tensor]
-  x: list[Tensor]
-  offs: Tensor
+	dy: list[Tensor]
+	x: list[Tensor]
+	offs: Tensor
 
 
 class Gradients(NamedTuple):
-  """What a backward pass found, as far as it was asked for.
+	"""What a backward pass found, as far as it was asked for.
 
-  Attributes:
-    dx: (T, K).
-    wgrad: what the gradient of the weight is made of.
-    dbias: (G, N).
-    amax: (G,) of the gradient of the output, where its scales were given.
-  """
+	Attributes:
+	  dx: (T, K).
+	  wgrad: what the gradient of the weight is made of.
+	  dbias: (G, N).
+	  amax: (G,) of the gradient of the output, where its scales were given.
+	"""
 
-  dx: Tensor | None
-  wgrad: WgradOperands | None
-  dbias: Tensor | None
-  amax: Tensor | None = None
+	dx: Tensor | None
+	wgrad: WgradOperands | None
+	dbias: Tensor | None
+	amax: Tensor | None = None
 
 
 class LinearCall(NamedTuple):
-  """What the gradients of a call need to know besides tensors."""
+	"""What the gradients of a call need to know besides tensors."""
 
-  recipe: Recipe
-  prepacked: bool
-  #: The text of the weight's format; None if plain.
-  weight_format: str | None
-  dtype: torch.dtype
-  weight_dtype: torch.dtype
-  bias_dtype: torch.dtype | None
-  #: The weight has one parameter a group.
-  discrete: bool
-  #: What looks at its operands.
-  probe: Probe | None = None
+	recipe: Recipe
+	prepacked: bool
+	#: The text of the weight's format; None if plain.
+	weight_format: str | None
+	dtype: torch.dtype
+	weight_dtype: torch.dtype
+	bias_dtype: torch.dtype | None
+	#: The weight has one parameter a group.
+	discrete: bool
+	#: What looks at its operands.
+	probe: Probe | None = None
 
-  @classmethod
-  def of(
-    cls, x: Tensor | Rows, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
-  ) -> LinearCall:
-    """Of the call with these operands, the first parameter of the weight among them."""
-    prepacked, weight_format = False, recipe.texts[1]
-    if isinstance(weight, GroupedTensor):
-      prepacked, weight_format = weight.prepacked, weight.format.text
-    dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-    return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe)
+	@classmethod
+	def of(
+		cls, x: Tensor | Rows, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
+	) -> LinearCall:
+		"""Of the call with these operands, the first parameter of the weight among them."""
+		prepacked, weight_format = False, recipe.texts[1]
+		if isinstance(weight, GroupedTensor):
+			prepacked, weight_format = weight.prepacked, weight.format.text
+		dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+		return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe)
 
-  def weight_gradient(self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
-    """The gradient of the weight (G, N, K), of its dtype or written into ``out``."""
-    (a, *a_scales), (b, *b_scales), offs = operands
-    options: tuple[object, ...] = (None, out.dtype if out is not None else self.weight_dtype)
-    if self.recipe.is_quantized:
-      _, _, dy_format = self.recipe.texts
-      options += (a_scales, b_scales, dy_format, self.recipe.texts[0])
-    if out is None:
-      dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
-      return dweight
-    write = torch.ops.cute_kernels.k_grouped_gemm_out
-    write(a, b, offs, *options, out=out, accumulate=accumulate)
-    return out
+	def weight_gradient(self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
+		"""The gradient of the weight (G, N, K), of its dtype or written into ``out``."""
+		(a, *a_scales), (b, *b_scales), offs = operands
+		options: tuple[object, ...] = (None, out.dtype if out is not None else self.weight_dtype)
+		if self.recipe.is_quantized:
+			_, _, dy_format = self.recipe.texts
+			options += (a_scales, b_scales, dy_format, self.recipe.texts[0])
+		if out is None:
+			dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
+			return dweight
+		write = torch.ops.cute_kernels.k_grouped_gemm_out
+		write(a, b, offs, *options, out=out, accumulate=accumulate)
+		return out
 
-  def split(self, dweight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-    """The gradient of each parameter that needs one, of that of the weight (G, N, K)."""
-    parts = dweight.unbind() if self.discrete else (dweight,)
-    return [t if need else None for t, need in zip(parts, needs, strict=True)]
+	def split(self, dweight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
+		"""The gradient of each parameter that needs one, of that of the weight (G, N, K)."""
+		parts = dweight.unbind() if self.discrete else (dweight,)
+		return [t if need else None for t, need in zip(parts, needs, strict=True)]
 
 
 def joined(sources: Sequence[Tensor]) -> Tensor:
-  """The weight (G, N, K) of its one parameter or of one a group."""
-  return sources[0] if sources[0].dim() == 3 else torch.stack(tuple(sources))
+	"""The weight (G, N, K) of its one parameter or of one a group."""
+	return sources[0] if sources[0].dim() == 3 else torch.stack(tuple(sources))
 
 
 def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool, scaling: Scaling | None = None) -> Copies:
-  """Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
-  fmt, scale = _format(recipe, "weight"), _scale(scaling, "weight")
-  return _quantize(weight.detach(), None, fmt, recipe, True, columnwise, scale)
+	"""Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
+	fmt, scale = _format(recipe, "weight"), _scale(scaling, "weight")
+	return _quantize(weight.detach(), None, fmt, recipe, True, columnwise, scale)
 
 
 def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
-  return None if scaling is None else scaling.scales[ROLES.index(role)]
+	return None if scaling is None else scaling.scales[ROLES.index(role)]
 
 
 def _format(recipe: Recipe, role: str) -> Format:
-  fmt: Format | None = getattr(recipe, role)
-  if fmt is None:
-    raise ValueError(f"recipe has no format for {role}: {recipe}")
-  return fmt
+	fmt: Format | None = getattr(recipe, role)
+	if fmt is None:
+		raise ValueError(f"recipe has no format for {role}: {recipe}")
+	return fmt
 
 
 def _quantize(
-  x: Tensor | Rows,
-  offs: Tensor | None,
-  fmt: Format,
-  recipe: Recipe,
-  rowwise: bool,
-  columnwise: bool,
-  scale: Tensor | None,
+	x: Tensor | Rows,
+	offs: Tensor | None,
+	fmt: Format,
+	recipe: Recipe,
+	rowwise: bool,
+	columnwise: bool,
+	scale: Tensor | None,
 ) -> Copies:
-  """Quantize rowwise, columnwise or both."""
-  activation = index = None
-  if isinstance(x, Rows):
-    x, activation, index = x.read_by(fmt, recipe.propagate_nonfinite)
-  if recipe.propagate_nonfinite and fmt.element.holds_nan:
-    # Codes of FP8 hold no infinity, or are not made of one.
-    x = x.masked_fill(x.isinf(), torch.nan)
-  given = (scale, draw_seed(fmt, x.device))
-  options = (*given, activation, None, None, index)
-  buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
-  directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
-  names = [name for way in directions for name in fmt.buffer_names(way)]
-  named = dict(zip(dict.fromkeys(names), buffers, strict=True))
-  if recipe.propagate_nonfinite and not fmt.element.holds_nan:
-    _spread_nan(named, x, offs, fmt)
+	"""Quantize rowwise, columnwise or both."""
+	activation = index = None
+	if isinstance(x, Rows):
+		x, activation, index = x.read_by(fmt, recipe.propagate_nonfinite)
+	if recipe.propagate_nonfinite and fmt.element.holds_nan:
+		# Codes of FP8 hold no infinity, or are not made of one.
+		x = x.masked_fill(x.isinf(), torch.nan)
+	given = (scale, draw_seed(fmt, x.device))
+	options = (*given, activation, None, None, index)
+	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
+	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
+	names = [name for way in directions for name in fmt.buffer_names(way)]
+	named = dict(zip(dict.fromkeys(names), buffers, strict=True))
+	if recipe.propagate_nonfinite and not fmt.element.holds_nan:
+		_spread_nan(named, x, offs, fmt)
 
-  def copy(way: bool) -> list[Tensor] | None:
-    return [named[name] for name in fmt.operand_names(way)] if way in directions else None
+	def copy(way: bool) -> list[Tensor] | None:
+		return [named[name] for name in fmt.operand_names(way)] if way in directions else None
 
-  return Copies(copy(False), copy(True), None if scale is None else named["amax"])
+	return Copies(copy(False), copy(True), None if scale is None else named["amax"])
 
 
 def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
-  """Make the second level NaN of each row or group that holds one."""
-  rows = x.amax(dim=-1).isnan()
-  groups = _groups_of(rows, offs)
-  for way in (False, True):
-    if way and fmt.is_transformed:
-      # Where infinities meet in a transform they are NaN then, which an amax passes over.
-      groups = _groups_of(~(x.amax(dim=-1).isfinite() & x.amin(dim=-1).isfinite()), offs)
-    level = fmt.level(way)
-    # The first vector of the second level is what a reader multiplies by.
-    name = fmt.operand_names(way)[-1]
-    if level is not None and name in named:
-      holds_nan = rows if level.per == "row" else groups
-      named[name] = named[name].masked_fill(holds_nan, torch.nan)
+	"""Make the second level NaN of each row or group that holds one."""
+	rows = x.amax(dim=-1).isnan()
+	groups = _groups_of(rows, offs)
+	for way in (False, True):
+		if way and fmt.is_transformed:
+			# Where infinities meet in a transform they are NaN then, which an amax passes over.
+			groups = _groups_of(~(x.amax(dim=-1).isfinite() & x.amin(dim=-1).isfinite()), offs)
+		level = fmt.level(way)
+		# The first vector of the second level is what a reader multiplies by.
+		name = fmt.operand_names(way)[-1]
+		if level is not None and name in named:
+			holds_nan = rows if level.per == "row" else groups
+			named[name] = named[name].masked_fill(holds_nan, torch.nan)
 
 
 def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
-  """Whether each group holds one of the ``rows`` that are true."""
-  if offs is None:
-    return rows.any(dim=-1)
-  # How many rows before each one do; those of the tail are in no difference.
-  before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-  at_end = before[offs.clamp(0, rows.shape[0]).long()]
-  return at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
+	"""Whether each group holds one of the ``rows`` that are true."""
+	if offs is None:
+		return rows.any(dim=-1)
+	# How many rows before each one do; those of the tail are in no difference.
+	before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
+	at_end = before[offs.clamp(0, rows.shape[0]).long()]
+	return at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
 
 
 def _quantize_and_multiply(
-  role: str,
-  x: Tensor | Rows,
-  weight: list[Tensor],
-  offs: Tensor,
-  bias: Tensor | None,
-  fmt: Format,
-  call: LinearCall,
-  transpose: bool,
-  columnwise: bool,
-  scale: Tensor | None,
+	role: str,
+	x: Tensor | Rows,
+	weight: list[Tensor],
+	offs: Tensor,
+	bias: Tensor | None,
+	fmt: Format,
+	call: LinearCall,
+	transpose: bool,
+	columnwise: bool,
+	scale: Tensor | None,
 ) -> tuple[Tensor, Copies]:
-  """The product of quantized x and the weight, and x's columnwise copy if asked for.
+	"""The product of quantized x and the weight, and x's columnwise copy if asked for.
 
-  Of activations x (T, K), or gradients of the output where it is dgrad (``transpose``);
-  ``weight`` is the copy whose blocks run along K, ``scale`` what the format of x may take.
-  """
-  codes, *scales = weight
-  options = (bias, None, transpose, call.dtype)
-  is_seen = call.recipe.propagate_nonfinite or call.probe is not None
-  if is_seen:
-    x = made(x)
-  if not columnwise and scale is None and not is_seen:
-    texts = (fmt.text, call.weight_format)
-    source, *how = x.read_by(fmt, False) if isinstance(x, Rows) else (x, None, None)
-    last = (call.prepacked, draw_seed(fmt, source.device), None, *how)
-    y = ops.m_grouped_quantize_gemm(source, codes, offs, scales, *texts, *options, *last)
-    return y, Copies()
-  copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
-  if call.probe is not None:
-    call.probe.see(role, made(x), copies, fmt, offs)
-  a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
-  operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
-  return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
+	Of activations x (T, K), or gradients of the output where it is dgrad (``transpose``);
+	``weight`` is the copy whose blocks run along K, ``scale`` what the format of x may take.
+	"""
+	codes, *scales = weight
+	options = (bias, None, transpose, call.dtype)
+	is_seen = call.recipe.propagate_nonfinite or call.probe is not None
+	if is_seen:
+		x = made(x)
+	if not columnwise and scale is None and not is_seen:
+		texts = (fmt.text, call.weight_format)
+		source, *how = x.read_by(fmt, False) if isinstance(x, Rows) else (x, None, None)
+		last = (call.prepacked, draw_seed(fmt, source.device), None, *how)
+		y = ops.m_grouped_quantize_gemm(source, codes, offs, scales, *texts, *options, *last)
+		return y, Copies()
+	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
+	if call.probe is not None:
+		call.probe.see(role, made(x), copies, fmt, offs)
+	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
+	operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
+	return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
 
 
 def _plain_product(
-  x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, transpose: bool, out_dtype: torch.dtype
+	x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, transpose: bool, out_dtype: torch.dtype
 ) -> Tensor:
-  if isinstance(weight, GroupedTensor):
-    return grouped_gemm(*(x, weight), offs=offs, bias=bias, out_dtype=out_dtype, transpose_b=transpose)
-  y: Tensor = ops.m_grouped_gemm(x, weight, offs, bias, None, transpose, out_dtype)
-  return y
+	if isinstance(weight, GroupedTensor):
+		return grouped_gemm(*(x, weight), offs=offs, bias=bias, out_dtype=out_dtype, transpose_b=transpose)
+	y: Tensor = ops.m_grouped_gemm(x, weight, offs, bias, None, transpose, out_dtype)
+	return y
 
 
 def low(x: Tensor) -> Tensor:
-  """``x`` in the dtype in which plain operands multiply."""
-  return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
+	"""``x`` in the dtype in which plain operands multiply."""
+	return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
 
 
 def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-  """The weight as it multiplies operands of ``dtype``: of that dtype, or quantized as it is."""
-  if isinstance(weights[0], GroupedTensor):
-    return weights[0]
-  return joined([w.to(dtype) for w in weights])
+	"""The weight as it multiplies operands of ``dtype``: of that dtype, or quantized as it is."""
+	if isinstance(weights[0], GroupedTensor):
+		return weights[0]
+	return joined([w.to(dtype) for w in weights])
 
 
 def forward(
-  x: Tensor | Rows,
-  weights: Sequence[Tensor],
-  bias: Tensor | None,
-  offs: Tensor,
-  recipe: Recipe,
-  copies: Copies | None,
-  needs: Sequence[bool],
-  scaling: Scaling | None = None,
-  probe: Probe | None = None,
+	x: Tensor | Rows,
+	weights: Sequence[Tensor],
+	bias: Tensor | None,
+	offs: Tensor,
+	recipe: Recipe,
+	copies: Copies | None,
+	needs: Sequence[bool],
+	scaling: Scaling | None = None,
+	probe: Probe | None = None,
 ) -> tuple[Tensor, Kept, list[Tensor | None]]:
-  """The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
+	"""The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
 
-  Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody
-  else is None.
-  """
-  need_dx, need_dweight = needs[:2]
-  weight = weights[0]
-  if isinstance(weight, GroupedTensor):
-    _check_grouped(weight, need_dx)
-  if not recipe.is_quantized:
-    x = made(x)
-    low_x = x if isinstance(weight, GroupedTensor) else low(x)
-    low_weight = _low_weight(weights, low_x.dtype)
-    y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype)
-    if probe is not None:
-      probe.see("input", x, Copies([low_x]), None, offs)
-      _see_weight(probe, weights, Copies([low_weight]), None)
-    del low_weight
-    # Cast and joined again for dx: parameters cost nothing to keep, copies as much as they do.
-    of_weight = list(weights)
-    if isinstance(weight, GroupedTensor):
-      # So that autograd sees a write to one of its parts through another wrapper.
-      of_weight += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
-    return y, ([low_x] if need_dweight else None, of_weight if need_dx else None), []
-  if isinstance(weight, GroupedTensor):
-    copies = _copies_of(weight)
-  elif copies is None:
-    copies = quantize_weight(joined(weights), recipe, need_dx, scaling)
-  if probe is not None:
-    _see_weight(probe, weights, copies, recipe.weight)
-  rowwise, columnwise, amax = copies
-  call, fmt = LinearCall.of(x, weight, bias, recipe, probe), _format(recipe, "input")
-  y, of_x = _quantize_and_multiply(
-    *("input", x, rowwise or [], offs, bias, fmt, call),
-    transpose=False,
-    columnwise=need_dweight,
-    scale=_scale(scaling, "input"),
-  )
-  kept = (of_x.columnwise, columnwise if need_dx else None)
-  return y, kept, [] if scaling is None else [of_x.amax, amax]
+	Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody
+	else is None.
+	"""
+	need_dx, need_dweight = needs[:2]
+	weight = weights[0]
+	if isinstance(weight, GroupedTensor):
+		_check_grouped(weight, need_dx)
+	if not recipe.is_quantized:
+		x = made(x)
+		low_x = x if isinstance(weight, GroupedTensor) else low(x)
+		low_weight = _low_weight(weights, low_x.dtype)
+		y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype)
+		if probe is not None:
+			probe.see("input", x, Copies([low_x]), None, offs)
+			_see_weight(probe, weights, Copies([low_weight]), None)
+		del low_weight
+		# Cast and joined again for dx: parameters cost nothing to keep, copies as much as they do.
+		of_weight = list(weights)
+		if isinstance(weight, GroupedTensor):
+			# So that autograd sees a write to one of its parts through another wrapper.
+			of_weight += [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+		return y, ([low_x] if need_dweight else None, of_weight if need_dx else None), []
+	if isinstance(weight, GroupedTensor):
+		copies = _copies_of(weight)
+	elif copies is None:
+		copies = quantize_weight(joined(weights), recipe, need_dx, scaling)
+	if probe is not None:
+		_see_weight(probe, weights, copies, recipe.weight)
+	rowwise, columnwise, amax = copies
+	call, fmt = LinearCall.of(x, weight, bias, recipe, probe), _format(recipe, "input")
+	y, of_x = _quantize_and_multiply(
+		*("input", x, rowwise or [], offs, bias, fmt, call),
+		transpose=False,
+		columnwise=need_dweight,
+		scale=_scale(scaling, "input"),
+	)
+	kept = (of_x.columnwise, columnwise if need_dx else None)
+	return y, kept, [] if scaling is None else [of_x.amax, amax]
 
 
 def _see_weight(probe: Probe, weights: Sequence[Tensor], copies: Copies, fmt: Format | None) -> None:
-  weight = weights[0]
-  if isinstance(weight, GroupedTensor):
-    copies, fmt = _copies_of(weight), weight.format
-  probe.see("weight", weight if weight.dim() == 3 else weights, copies, fmt)
+	weight = weights[0]
+	if isinstance(weight, GroupedTensor):
+		copies, fmt = _copies_of(weight), weight.format
+	probe.see("weight", weight if weight.dim() == 3 else weights, copies, fmt)
 
 
 def _copies_of(weight: GroupedTensor) -> Copies:
-  def operand(copy: QuantizedCopy | None) -> list[Tensor] | None:
-    return None if copy is None else [copy.operand[0], *copy.operand[1]]
+	def operand(copy: QuantizedCopy | None) -> list[Tensor] | None:
+		return None if copy is None else [copy.operand[0], *copy.operand[1]]
 
-  return Copies(operand(weight.rowwise), operand(weight.columnwise))
+	return Copies(operand(weight.rowwise), operand(weight.columnwise))
 
 
 def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
-  """Whether a weight that is quantized already has what is read of it."""
-  if weight.grouping != "uniform":
-    raise ValueError(f"weight must be uniform, got {weight!r}")
-  level = weight.format.second_level
-  if level is not None and level.per == "row":
-    raise ValueError(
-      f"weight must have one second-level scale a group, got {weight.format}: row_scaled is for activations"
-    )
-  if need_dx and weight.format.is_transformed:
-    raise ValueError(
-      f"weight is {weight.format}, whose transformed columnwise copy dgrad does not read: "
-      "quantize it without hadamard where x requires a gradient"
-    )
-  if weight.rowwise is None:
-    raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
-  if weight.columnwise is None and need_dx:
-    raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
+	"""Whether a weight that is quantized already has what is read of it."""
+	if weight.grouping != "uniform":
+		raise ValueError(f"weight must be uniform, got {weight!r}")
+	level = weight.format.second_level
+	if level is not None and level.per == "row":
+		raise ValueError(
+			f"weight must have one second-level scale a group, got {weight.format}: row_scaled is for activations"
+		)
+	if need_dx and weight.format.is_transformed:
+		raise ValueError(
+			f"weight is {weight.format}, whose transformed columnwise copy dgrad does not read: "
+			"quantize it without hadamard where x requires a gradient"
+		)
+	if weight.rowwise is None:
+		raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
+	if weight.columnwise is None and need_dx:
+		raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
 
 
 def wgrad_operand(
-  call: LinearCall, x: Tensor | Rows, offs: Tensor, scale: Tensor | None
+	call: LinearCall, x: Tensor | Rows, offs: Tensor, scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
-  """What the gradient of the weight reads of the input, and its amax under delayed scaling.
+	"""What the gradient of the weight reads of the input, and its amax under delayed scaling.
 
-  For calls of which ``forward`` did not keep it.
+	For calls of which ``forward`` did not keep it.
 
-  Args:
-    call: the call that is differentiated.
-    x: (T, K), the input.
-    offs: (G,) end rows.
-    scale: (G,) scales of ``x``, where its format takes them.
-  """
-  if not call.recipe.is_quantized:
-    return [low(made(x))], None
-  if call.probe is not None:
-    x = made(x)
-  fmt = _format(call.recipe, "input")
-  copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
-  if call.probe is not None:
-    call.probe.see("input", made(x), copies, fmt, offs)
-  return copies.columnwise or [], copies.amax
+	Args:
+	  call: the call that is differentiated.
+	  x: (T, K), the input.
+	  offs: (G,) end rows.
+	  scale: (G,) scales of ``x``, where its format takes them.
+	"""
+	if not call.recipe.is_quantized:
+		return [low(made(x))], None
+	if call.probe is not None:
+		x = made(x)
+	fmt = _format(call.recipe, "input")
+	copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
+	if call.probe is not None:
+		call.probe.see("input", made(x), copies, fmt, offs)
+	return copies.columnwise or [], copies.amax
 
 
 def backward(
-  call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None = None
+	call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None = None
 ) -> Gradients:
-  """The gradients of x and bias and what that of the weight is made of, as far as needed."""
-  amax = None
-  if needs[2] or call.probe is not None or not call.recipe.is_quantized:
-    dy = made(dy)
-  if call.recipe.is_quantized:
-    dx, copies = _quantized_gradients(call, needs, dy, offs, kept, scale)
-    of_dy, amax = copies.columnwise, copies.amax
-  else:
-    dx, of_dy = _plain_gradients(call, needs, made(dy), offs, kept)
-  dbias = ops.grouped_dbias(made(dy), offs).to(call.bias_dtype) if needs[2] else None
-  x, _ = kept
-  wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
-  return Gradients(dx, wgrad, dbias, amax)
+	"""The gradients of x and bias and what that of the weight is made of, as far as needed."""
+	amax = None
+	if needs[2] or call.probe is not None or not call.recipe.is_quantized:
+		dy = made(dy)
+	if call.recipe.is_quantized:
+		dx, copies = _quantized_gradients(call, needs, dy, offs, kept, scale)
+		of_dy, amax = copies.columnwise, copies.amax
+	else:
+		dx, of_dy = _plain_gradients(call, needs, made(dy), offs, kept)
+	dbias = ops.grouped_dbias(made(dy), offs).to(call.bias_dtype) if needs[2] else None
+	x, _ = kept
+	wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
+	return Gradients(dx, wgrad, dbias, amax)
 
 
 def _plain_gradients(
-  call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
+	call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
 ) -> tuple[Tensor | None, list[Tensor] | None]:
-  """The gradient of x, and of dy what that of the weight reads."""
-  _, weight = kept
-  low_dy = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
-  dx = None
-  if needs[0] and weight is not None:
-    b = _low_weight(weight, low_dy.dtype)
-    dx = _plain_product(low_dy, b, None, offs, True, call.dtype)
-  if call.probe is not None:
-    call.probe.see("grad_output", dy, Copies([low_dy]), None, offs)
-  return dx, [low_dy] if needs[1] else None
+	"""The gradient of x, and of dy what that of the weight reads."""
+	_, weight = kept
+	low_dy = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
+	dx = None
+	if needs[0] and weight is not None:
+		b = _low_weight(weight, low_dy.dtype)
+		dx = _plain_product(low_dy, b, None, offs, True, call.dtype)
+	if call.probe is not None:
+		call.probe.see("grad_output", dy, Copies([low_dy]), None, offs)
+	return dx, [low_dy] if needs[1] else None
 
 
 def _quantized_gradients(
-  call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None
+	call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None
 ) -> tuple[Tensor | None, Copies]:
-  """The gradient of x, and quantized dy, whose columnwise copy that of the weight reads."""
-  (_, weight), (need_dx, need_dweight) = kept, needs[:2]
-  fmt = _format(call.recipe, "grad_output")
-  if need_dx and weight is not None:
-    return _quantize_and_multiply(
-      *("grad_output", dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight, scale=scale
-    )
-  if need_dweight:
-    copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
-    if call.probe is not None:
-      call.probe.see("grad_output", made(dy), copies, fmt, offs)
-    return None, copies
-  return None, Copies()
+	"""The gradient of x, and quantized dy, whose columnwise copy that of the weight reads."""
+	(_, weight), (need_dx, need_dweight) = kept, needs[:2]
+	fmt = _format(call.recipe, "grad_output")
+	if need_dx and weight is not None:
+		return _quantize_and_multiply(
+			*("grad_output", dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight, scale=scale
+		)
+	if need_dweight:
+		copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+		if call.probe is not None:
+			call.probe.see("grad_output", made(dy), copies, fmt, offs)
+		return None, copies
+	return None, Copies()

@@ -29,7 +29,7 @@ from cute_kernels.records import check_choice
 from .validation import check_format
 
 if TYPE_CHECKING:
-  from torch.distributed import ProcessGroup
+	from torch.distributed import ProcessGroup
 
 __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NVFP4RowScaled", "Recipe"]
 
@@ -38,321 +38,321 @@ ROLES = ("input", "weight", "grad_output")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-  """The format of each role; all of them, or none.
+	"""The format of each role; all of them, or none.
 
-  Args:
-    input: activations that enter the layer.
-    weight: the layer's weights.
-    grad_output: gradients of the layer's output.
-    propagate_nonfinite: what is not finite in an operand reaches the output and the gradients,
-      as NaN. Without this a run that diverges looks healthy: NVFP4's codes hold no NaN, so
-      that it becomes a finite number, and FP8's hold no infinity, which becomes the largest
-      number. With it, a NaN makes the second-level scale of what it was quantized to NVFP4
-      with NaN, and with that every product that reads the scale: the whole group, or the row
-      of a row-scaled operand; an infinity does so by itself. FP8's codes hold a NaN, which
-      reaches the products of its row or column by itself, and so does an infinity then. Costs
-      one more read of each operand; finite numbers keep their bits. Weights that are
-      quantized already are taken as they are.
+	Args:
+	  input: activations that enter the layer.
+	  weight: the layer's weights.
+	  grad_output: gradients of the layer's output.
+	  propagate_nonfinite: what is not finite in an operand reaches the output and the gradients,
+	    as NaN. Without this a run that diverges looks healthy: NVFP4's codes hold no NaN, so
+	    that it becomes a finite number, and FP8's hold no infinity, which becomes the largest
+	    number. With it, a NaN makes the second-level scale of what it was quantized to NVFP4
+	    with NaN, and with that every product that reads the scale: the whole group, or the row
+	    of a row-scaled operand; an infinity does so by itself. FP8's codes hold a NaN, which
+	    reaches the products of its row or column by itself, and so does an infinity then. Costs
+	    one more read of each operand; finite numbers keep their bits. Weights that are
+	    quantized already are taken as they are.
 
-  Raises:
-    TypeError: a role is no format record.
-    ValueError: some roles have a format and some have none, a weight is row-scaled, an input or
-      a weight has E5M2 codes, two of them are not multiplied with each other, or one takes
-      scales, which ``FP8Delayed`` has.
-    cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
-  """
+	Raises:
+	  TypeError: a role is no format record.
+	  ValueError: some roles have a format and some have none, a weight is row-scaled, an input or
+	    a weight has E5M2 codes, two of them are not multiplied with each other, or one takes
+	    scales, which ``FP8Delayed`` has.
+	  cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
+	"""
 
-  input: Format | None = None
-  weight: Format | None = None
-  grad_output: Format | None = None
-  propagate_nonfinite: bool = False
+	input: Format | None = None
+	weight: Format | None = None
+	grad_output: Format | None = None
+	propagate_nonfinite: bool = False
 
-  def __post_init__(self) -> None:
-    roles = {name: getattr(self, name) for name in ROLES}
-    if not isinstance(self.propagate_nonfinite, bool):
-      named = ", ".join(f.name for f in dataclasses.fields(self) if f.kw_only)
-      hint = f"; options have names: {named}" if named else ""
-      raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}")
-    missing = [name for name, fmt in roles.items() if fmt is None]
-    for name, fmt in roles.items():
-      if fmt is not None:
-        check_format(name, fmt)
-    if missing and len(missing) < len(roles):
-      raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
-    level = None if self.weight is None else self.weight.second_level
-    if level is not None and level.per == "row":
-      raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
-    for name in ("input", "weight"):
-      fmt = roles[name]
-      if fmt is not None and fmt.element is E5M2:
-        raise ValueError(
-          f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
-        )
-    for name, fmt in roles.items():
-      if fmt is not None:
-        _require_built(name, fmt)
-    self._check_scales()
-    if self.input is not None and self.weight is not None and self.grad_output is not None:
-      _check_products(self.input, self.weight, self.grad_output)
-    texts = tuple(fmt and fmt.text for fmt in roles.values())
-    # Made once: a compiler that traces a layer would otherwise trace how they are made.
-    object.__setattr__(self, "texts", texts)
+	def __post_init__(self) -> None:
+		roles = {name: getattr(self, name) for name in ROLES}
+		if not isinstance(self.propagate_nonfinite, bool):
+			named = ", ".join(f.name for f in dataclasses.fields(self) if f.kw_only)
+			hint = f"; options have names: {named}" if named else ""
+			raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}")
+		missing = [name for name, fmt in roles.items() if fmt is None]
+		for name, fmt in roles.items():
+			if fmt is not None:
+				check_format(name, fmt)
+		if missing and len(missing) < len(roles):
+			raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
+		level = None if self.weight is None else self.weight.second_level
+		if level is not None and level.per == "row":
+			raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
+		for name in ("input", "weight"):
+			fmt = roles[name]
+			if fmt is not None and fmt.element is E5M2:
+				raise ValueError(
+					f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
+				)
+		for name, fmt in roles.items():
+			if fmt is not None:
+				_require_built(name, fmt)
+		self._check_scales()
+		if self.input is not None and self.weight is not None and self.grad_output is not None:
+			_check_products(self.input, self.weight, self.grad_output)
+		texts = tuple(fmt and fmt.text for fmt in roles.values())
+		# Made once: a compiler that traces a layer would otherwise trace how they are made.
+		object.__setattr__(self, "texts", texts)
 
-  def __str__(self) -> str:
-    # In messages: what differs from the defaults.
-    values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self) if f.init)
-    changed = [f"{f.name}={value}" for f, value in values if value != f.default]
-    return f"{type(self).__name__}({', '.join(changed)})"
+	def __str__(self) -> str:
+		# In messages: what differs from the defaults.
+		values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self) if f.init)
+		changed = [f"{f.name}={value}" for f, value in values if value != f.default]
+		return f"{type(self).__name__}({', '.join(changed)})"
 
-  def _check_scales(self) -> None:
-    """Refuse formats whose scales nobody would update."""
-    for name in ROLES:
-      fmt: Format | None = getattr(self, name)
-      if fmt is not None and fmt.takes_scale:
-        raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
+	def _check_scales(self) -> None:
+		"""Refuse formats whose scales nobody would update."""
+		for name in ROLES:
+			fmt: Format | None = getattr(self, name)
+			if fmt is not None and fmt.takes_scale:
+				raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 
-  #: The format of each role as text, as the op ``grouped::linear`` takes it.
-  texts: ClassVar[tuple[str | None, ...]]
+	#: The format of each role as text, as the op ``grouped::linear`` takes it.
+	texts: ClassVar[tuple[str | None, ...]]
 
-  @property
-  def multiple(self) -> int:
-    """What the sizes of a layer must be a multiple of, since each is K of a product."""
-    records = (self.input, self.weight, self.grad_output)
-    return math.lcm(*(fmt.k_multiple for fmt in records if fmt is not None))
+	@property
+	def multiple(self) -> int:
+		"""What the sizes of a layer must be a multiple of, since each is K of a product."""
+		records = (self.input, self.weight, self.grad_output)
+		return math.lcm(*(fmt.k_multiple for fmt in records if fmt is not None))
 
-  @property
-  def is_quantized(self) -> bool:
-    """Whether the operands are quantized."""
-    return self.weight is not None
+	@property
+	def is_quantized(self) -> bool:
+		"""Whether the operands are quantized."""
+		return self.weight is not None
 
-  @property
-  def takes_scales(self) -> bool:
-    """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
-    return self.weight is not None and self.weight.takes_scale
+	@property
+	def takes_scales(self) -> bool:
+		"""Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
+		return self.weight is not None and self.weight.takes_scale
 
 
 def _require_built(role: str, fmt: Format) -> None:
-  """Refuse a format that nothing runs; what a device lacks is said by its ops."""
-  for op in ("grouped_quantize", "grouped_gemm"):
-    status = support(op, fmt, "reference")
-    if not status:
-      raise UnsupportedError(f"{role} cannot be {fmt}: {status.reason}")
+	"""Refuse a format that nothing runs; what a device lacks is said by its ops."""
+	for op in ("grouped_quantize", "grouped_gemm"):
+		status = support(op, fmt, "reference")
+		if not status:
+			raise UnsupportedError(f"{role} cannot be {fmt}: {status.reason}")
 
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
-  """Refuse formats that are not multiplied with each other."""
-  _check_product("fprop multiplies input by weight", x, weight, weights=True)
-  dgrad = "dgrad multiplies grad_output by weight"
-  _check_product(dgrad, grad_output, weight, None, weight, weights=True)
-  _check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
+	"""Refuse formats that are not multiplied with each other."""
+	_check_product("fprop multiplies input by weight", x, weight, weights=True)
+	dgrad = "dgrad multiplies grad_output by weight"
+	_check_product(dgrad, grad_output, weight, None, weight, weights=True)
+	_check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
 
 
 def _check_product(
-  name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None, weights: bool = False
+	name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None, weights: bool = False
 ) -> None:
-  """Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
-  try:
-    check_pair(a, b, weights=weights)
-    check_transforms(rows_a, rows_b)
-  except ValueError as error:
-    raise ValueError(f"{name}: {error}") from None
+	"""Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
+	try:
+		check_pair(a, b, weights=weights)
+		check_transforms(rows_a, rows_b)
+	except ValueError as error:
+		raise ValueError(f"{name}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Named(Recipe):
-  """A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
+	"""A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
 
-  input: Format | None = dataclasses.field(default=None, init=False, repr=False)
-  weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
-  grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
+	input: Format | None = dataclasses.field(default=None, init=False, repr=False)
+	weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
+	grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
 
-  def __post_init__(self) -> None:
-    for name, fmt in zip(ROLES, self._roles(), strict=True):
-      object.__setattr__(self, name, fmt)
-    super().__post_init__()
+	def __post_init__(self) -> None:
+		for name, fmt in zip(ROLES, self._roles(), strict=True):
+			object.__setattr__(self, name, fmt)
+		super().__post_init__()
 
-  @abc.abstractmethod
-  def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
-    """The formats of input, weight and gradient."""
+	@abc.abstractmethod
+	def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
+		"""The formats of input, weight and gradient."""
 
 
 def _option(default: Any) -> Any:
-  return dataclasses.field(default=default, kw_only=True)
+	return dataclasses.field(default=default, kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class BF16(_Named):
-  """Operands in bf16."""
+	"""Operands in bf16."""
 
-  def _roles(self) -> tuple[None, None, None]:
-    return None, None, None
+	def _roles(self) -> tuple[None, None, None]:
+		return None, None, None
 
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(_Named):
-  """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
+	"""NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-  Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
+	Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    hadamard: the columnwise copies of activations and gradients, which wgrad multiplies, are of
-      values that a random 16x16 Hadamard transform spread over rows. Inputs are bf16 then.
-    stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator
-      of their device.
-  """
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  hadamard: the columnwise copies of activations and gradients, which wgrad multiplies, are of
+	    values that a random 16x16 Hadamard transform spread over rows. Inputs are bf16 then.
+	  stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator
+	    of their device.
+	"""
 
-  hadamard: bool = _option(False)
-  stochastic_rounding: bool = _option(False)
+	hadamard: bool = _option(False)
+	stochastic_rounding: bool = _option(False)
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    gradient = formats.NVFP4(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)
-    x = formats.NVFP4(hadamard=self.hadamard)
-    return x, formats.NVFP4(block=(16, 16)), gradient
+	def _roles(self) -> tuple[Format, Format, Format]:
+		gradient = formats.NVFP4(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)
+		x = formats.NVFP4(hadamard=self.hadamard)
+		return x, formats.NVFP4(block=(16, 16)), gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4RowScaled(_Named):
-  """NVFP4 with one second-level scale per token for the rowwise copy of the input.
+	"""NVFP4 with one second-level scale per token for the rowwise copy of the input.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    stochastic_rounding: as in ``NVFP4``.
-  """
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  stochastic_rounding: as in ``NVFP4``.
+	"""
 
-  stochastic_rounding: bool = _option(False)
+	stochastic_rounding: bool = _option(False)
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    gradient = formats.NVFP4(stochastic_rounding=self.stochastic_rounding)
-    return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
+	def _roles(self) -> tuple[Format, Format, Format]:
+		gradient = formats.NVFP4(stochastic_rounding=self.stochastic_rounding)
+		return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class MXFP8(_Named):
-  """MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
+	"""MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
-    weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same codes.
-  """
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
+	  weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same codes.
+	"""
 
-  grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
-  weight_block: tuple[int, int] = _option((1, 32))
+	grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+	weight_block: tuple[int, int] = _option((1, 32))
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    weight = formats.MXFP8(block=self.weight_block)
-    return formats.MXFP8(), weight, formats.MXFP8(self.grad_dtype)
+	def _roles(self) -> tuple[Format, Format, Format]:
+		weight = formats.MXFP8(block=self.weight_block)
+		return formats.MXFP8(), weight, formats.MXFP8(self.grad_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Block(_Named):
-  """FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
+	"""FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
-    pow2_scales: scales are powers of two.
-    amax_epsilon: lower bound of a block's amax.
-  """
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
+	  pow2_scales: scales are powers of two.
+	  amax_epsilon: lower bound of a block's amax.
+	"""
 
-  grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
-  pow2_scales: bool = _option(True)
-  amax_epsilon: float = _option(0.0)
+	grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+	pow2_scales: bool = _option(True)
+	amax_epsilon: float = _option(0.0)
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
-    weight = dataclasses.replace(x, block=(128, 128))
-    return x, weight, dataclasses.replace(x, dtype=self.grad_dtype)
+	def _roles(self) -> tuple[Format, Format, Format]:
+		x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
+		weight = dataclasses.replace(x, block=(128, 128))
+		return x, weight, dataclasses.replace(x, dtype=self.grad_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Current(_Named):
-  """FP8 with one scale a group, from the amax of the tensor that it scales.
+	"""FP8 with one scale a group, from the amax of the tensor that it scales.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-  """
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+	"""
 
-  grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+	grad_dtype: torch.dtype = _option(torch.float8_e5m2)
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
+	def _roles(self) -> tuple[Format, Format, Format]:
+		return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class FP8Delayed(_Named):
-  """FP8 with one scale a group, from the amaxes of earlier steps.
+	"""FP8 with one scale a group, from the amaxes of earlier steps.
 
-  An operand is quantized in one pass, for its scale is there before it is. The scales, and the
-  history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
-  they are updated, ``grouped.delayed_scaling_update`` how.
+	An operand is quantized in one pass, for its scale is there before it is. The scales, and the
+	history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
+	they are updated, ``grouped.delayed_scaling_update`` how.
 
-  Args:
-    propagate_nonfinite: as in ``Recipe``.
-    grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-    history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
-    margin: the scales are divided by two to this power.
-    algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
-      TransformerEngine's ``amax_compute_algo``.
-    amax_group: processes that share the scales: their amaxes are reduced to the largest at each
-      update, so all of them must take the same steps. A ``torch.distributed`` group or its
-      name, which is what is kept. ``DistributedDataParallel`` needs
-      ``broadcast_buffers=False`` beside it. None: each process has scales of its own, of
-      which a distributed checkpoint keeps one set.
+	Args:
+	  propagate_nonfinite: as in ``Recipe``.
+	  grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+	  history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
+	  margin: the scales are divided by two to this power.
+	  algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
+	    TransformerEngine's ``amax_compute_algo``.
+	  amax_group: processes that share the scales: their amaxes are reduced to the largest at each
+	    update, so all of them must take the same steps. A ``torch.distributed`` group or its
+	    name, which is what is kept. ``DistributedDataParallel`` needs
+	    ``broadcast_buffers=False`` beside it. None: each process has scales of its own, of
+	    which a distributed checkpoint keeps one set.
 
-  Raises:
-    TypeError: an argument has the wrong type.
-    ValueError: an argument is out of range.
-  """
+	Raises:
+	  TypeError: an argument has the wrong type.
+	  ValueError: an argument is out of range.
+	"""
 
-  grad_dtype: torch.dtype = _option(torch.float8_e5m2)
-  history_length: int = _option(1024)
-  margin: int = _option(0)
-  algorithm: str = _option("max")
-  amax_group: ProcessGroup | str | None = _option(None)
+	grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+	history_length: int = _option(1024)
+	margin: int = _option(0)
+	algorithm: str = _option("max")
+	amax_group: ProcessGroup | str | None = _option(None)
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    length = self.history_length
-    if isinstance(length, bool) or not isinstance(length, int):
-      raise TypeError(f"history_length must be an integer, got {length!r}")
-    if length < 1:
-      raise ValueError(f"history_length must be positive, got {length}")
-    for fmt in self._roles():
-      check_margin(self.margin, fmt)
-    check_choice("algorithm", self.algorithm, ALGORITHMS)
-    # Its name alone is the same on all processes, and can be copied and saved.
-    group: Any = self.amax_group
-    group = getattr(group, "group_name", group)
-    if not (group is None or isinstance(group, str)):
-      raise TypeError(f"amax_group must be a torch.distributed group or its name, got {group!r}")
-    object.__setattr__(self, "amax_group", group)
+	def __post_init__(self) -> None:
+		super().__post_init__()
+		length = self.history_length
+		if isinstance(length, bool) or not isinstance(length, int):
+			raise TypeError(f"history_length must be an integer, got {length!r}")
+		if length < 1:
+			raise ValueError(f"history_length must be positive, got {length}")
+		for fmt in self._roles():
+			check_margin(self.margin, fmt)
+		check_choice("algorithm", self.algorithm, ALGORITHMS)
+		# Its name alone is the same on all processes, and can be copied and saved.
+		group: Any = self.amax_group
+		group = getattr(group, "group_name", group)
+		if not (group is None or isinstance(group, str)):
+			raise TypeError(f"amax_group must be a torch.distributed group or its name, got {group!r}")
+		object.__setattr__(self, "amax_group", group)
 
-  def _roles(self) -> tuple[Format, Format, Format]:
-    x = formats.FP8(scaling="delayed")
-    return x, x, formats.FP8(self.grad_dtype, "delayed")
+	def _roles(self) -> tuple[Format, Format, Format]:
+		x = formats.FP8(scaling="delayed")
+		return x, x, formats.FP8(self.grad_dtype, "delayed")
 
-  def _check_scales(self) -> None:
-    """Their updates are what this recipe is about."""
+	def _check_scales(self) -> None:
+		"""Their updates are what this recipe is about."""
 
 
 @dataclasses.dataclass(frozen=True)
 class OfCall(Recipe):
-  """Formats of a call whose scales, if they take any, are given with it: for ops."""
+	"""Formats of a call whose scales, if they take any, are given with it: for ops."""
 
-  def _check_scales(self) -> None:
-    """Whoever gave them updates them."""
+	def _check_scales(self) -> None:
+		"""Whoever gave them updates them."""
 
 
 def check_recipe(recipe: object) -> None:
-  """Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
-  if isinstance(recipe, Recipe):
-    return
-  hint = ""
-  if isinstance(recipe, type) and issubclass(recipe, Recipe):
-    hint = f": {recipe.__name__}(), not {recipe.__name__}"
-  elif isinstance(recipe, Format):
-    hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
-  raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")
+	"""Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
+	if isinstance(recipe, Recipe):
+		return
+	hint = ""
+	if isinstance(recipe, type) and issubclass(recipe, Recipe):
+		hint = f": {recipe.__name__}(), not {recipe.__name__}"
+	elif isinstance(recipe, Format):
+		hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+	raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

@@ -9,33 +9,33 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-  from .tensor import GroupedTensor
+	from .tensor import GroupedTensor
 
 
 def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, ...]:
-  """The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
+	"""The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
 
-  Raises:
-    ValueError: ``ranks`` do not divide the ``groups`` of the whole.
-  """
-  if x.grouping != "uniform":
-    raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")
-  if groups % ranks:
-    raise ValueError(
-      f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a multiple of its {ranks} ranks"
-    )
-  return tuple(_with_padding(t) for t in x._inner().values())
+	Raises:
+	  ValueError: ``ranks`` do not divide the ``groups`` of the whole.
+	"""
+	if x.grouping != "uniform":
+		raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")
+	if groups % ranks:
+		raise ValueError(
+			f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a multiple of its {ranks} ranks"
+		)
+	return tuple(_with_padding(t) for t in x._inner().values())
 
 
 def _with_padding(t: Tensor) -> Tensor:
-  if t.is_contiguous():
-    return t
-  return torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
+	if t.is_contiguous():
+		return t
+	return torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
 
 
 def gathered(x: GroupedTensor, outputs: Sequence[Tensor]) -> GroupedTensor:
-  """The tensor of all groups over what was gathered of shards like ``x``: views."""
-  wholes = zip(x._inner().items(), outputs, strict=True)
-  inner = {name: whole if t.dim() == 1 else whole[..., : t.shape[-1]] for (name, t), whole in wholes}
-  _, context = x.__tensor_flatten__()
-  return x.__tensor_unflatten__(inner, context, (len(outputs[0]), *x.shape[1:]), ())
+	"""The tensor of all groups over what was gathered of shards like ``x``: views."""
+	wholes = zip(x._inner().items(), outputs, strict=True)
+	inner = {name: whole if t.dim() == 1 else whole[..., : t.shape[-1]] for (name, t), whole in wholes}
+	_, context = x.__tensor_flatten__()
+	return x.__tensor_unflatten__(inner, context, (len(outputs[0]), *x.shape[1:]), ())

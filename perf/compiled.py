@@ -11,26 +11,26 @@ from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.runtime.emulated import EmulatedKernel
 
 if TYPE_CHECKING:
-  from cute_kernels.runtime.spec import KernelSpec
+	from cute_kernels.runtime.spec import KernelSpec
 
 
 @dataclasses.dataclass
 class Compiled:
-  """One compiled variant.
+	"""One compiled variant.
 
-  Attributes:
-    run: takes CPU tensors and numbers, as the variant's kernel says.
-    ptx: its PTX.
-    cubin: its machine code.
-  """
+	Attributes:
+	  run: takes CPU tensors and numbers, as the variant's kernel says.
+	  ptx: its PTX.
+	  cubin: its machine code.
+	"""
 
-  run: Callable[..., object]
-  ptx: str
-  cubin: bytes
+	run: Callable[..., object]
+	ptx: str
+	cubin: bytes
 
 
 def compile_for_emulator(config: KernelSpec, arch: str = "sm_100a") -> Compiled:
-  """The kernel of ``config`` on the emulator; compiled, or from the disk cache."""
-  kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
-  assert isinstance(kernel, EmulatedKernel)
-  return Compiled(kernel, kernel.ptx, kernel.cubin)
+	"""The kernel of ``config`` on the emulator; compiled, or from the disk cache."""
+	kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
+	assert isinstance(kernel, EmulatedKernel)
+	return Compiled(kernel, kernel.ptx, kernel.cubin)

@@ -1,7 +1,5 @@
 """What a measurement depends on beside the code: the machine, its GPU and the versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools
@@ -20,81 +18,81 @@ _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-  """Fields of ``Record`` that all measurements of a run share."""
+	"""Fields of ``Record`` that all measurements of a run share."""
 
-  machine: str
-  commit: str
-  time: str
-  versions: dict[str, str]
-  gpu: str = ""
-  driver: str = ""
-  clocks: dict[str, float] = dataclasses.field(default_factory=dict)
-  power: dict[str, float] = dataclasses.field(default_factory=dict)
+	machine: str
+	commit: str
+	time: str
+	versions: dict[str, str]
+	gpu: str = ""
+	driver: str = ""
+	clocks: dict[str, float] = dataclasses.field(default_factory=dict)
+	power: dict[str, float] = dataclasses.field(default_factory=dict)
 
-  def fields(self) -> dict[str, Any]:
-    """As arguments of ``Record``."""
-    return dataclasses.asdict(self)
+	def fields(self) -> dict[str, Any]:
+		"""As arguments of ``Record``."""
+		return dataclasses.asdict(self)
 
 
 def now() -> str:
-  """This moment."""
-  return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+	"""This moment."""
+	return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def package_version(name: str) -> str | None:
-  """Version of an installed package; None if there is none."""
-  try:
-    return importlib.metadata.version(name)
-  except importlib.metadata.PackageNotFoundError:
-    return None
+	"""Version of an installed package; None if there is none."""
+	try:
+		return importlib.metadata.version(name)
+	except importlib.metadata.PackageNotFoundError:
+		return None
 
 
 def commit() -> str:
-  """The commit of this checkout; the environment variable COMMIT names it where git cannot."""
-  if given := os.environ.get("COMMIT"):
-    return given
-  command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-  try:
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-  except FileNotFoundError:
-    return ""
-  return done.stdout.strip()
+	"""The commit of this checkout; the environment variable COMMIT names it where git cannot."""
+	if given := os.environ.get("COMMIT"):
+		return given
+	command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+	try:
+		done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+	except FileNotFoundError:
+		return ""
+	return done.stdout.strip()
 
 
 def environment(kind: str, gpu: str = "") -> Environment:
-  """What holds now, of measurements of one of ``records.KINDS``."""
-  names = {"torch": "torch", "dsl": "nvidia-cutlass-dsl"}
-  found = {name: package_version(package) for name, package in names.items()}
-  versions = {name: version for name, version in found.items() if version}
-  versions["python"] = platform.python_version()
-  common: dict[str, Any] = {"machine": _processor(), "commit": commit(), "time": now()}
-  if kind != "gpu":
-    return Environment(**common, versions=versions, gpu=gpu)
-  versions["cuda"] = str(torch.version.cuda)
-  return Environment(**common, versions=versions, **_gpu())
+	"""What holds now, of measurements of one of ``records.KINDS``."""
+	names = {"torch": "torch", "dsl": "nvidia-cutlass-dsl"}
+	found = {name: package_version(package) for name, package in names.items()}
+	versions = {name: version for name, version in found.items() if version}
+	versions["python"] = platform.python_version()
+	common: dict[str, Any] = {"machine": _processor(), "commit": commit(), "time": now()}
+	if kind != "gpu":
+		return Environment(**common, versions=versions, gpu=gpu)
+	versions["cuda"] = str(torch.version.cuda)
+	return Environment(**common, versions=versions, **_gpu())
 
 
 def gpu_uuid() -> str:
-  """The GPU in use as NVML knows it: torch may count others, or in another order."""
-  return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+	"""The GPU in use as NVML knows it: torch may count others, or in another order."""
+	return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
 
 
 def _gpu() -> dict[str, Any]:
-  """Name, driver, clocks and power limit of the GPU in use."""
-  command = ["nvidia-smi", f"--id={gpu_uuid()}", f"--query-gpu={_QUERY}"]
-  command.append("--format=csv,noheader,nounits")
-  line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-  name, driver, *numbers = (cell.strip() for cell in line.split(","))
-  # The memory's clock does not change under load, the multiprocessors' does.
-  _, memory, most, limit = (float(x) if re.fullmatch(r"[\d.]+", x) else 0.0 for x in numbers)
-  return {"gpu": name, "driver": driver, "clocks": {"memory": memory, "sm max": most}, "power": {"limit": limit}}
+	"""Name, driver, clocks and power limit of the GPU in use."""
+	command = ["nvidia-smi", f"--id={gpu_uuid()}", f"--query-gpu={_QUERY}"]
+	command.append("--format=csv,noheader,nounits")
+	line = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+	name, driver, *numbers = (cell.strip() for cell in line.split(","))
+	# The memory's clock does not change under load, the multiprocessors' does.
+	_, memory, most, limit = (float(x) if re.fullmatch(r"[\d.]+", x) else 0.0 for x in numbers)
+	return {"gpu": name, "driver": driver, "clocks": {"memory": memory, "sm max": most}, "power": {"limit": limit}}
 
 
 @functools.cache
 def _processor() -> str:
-  """The host's processor and how much of it this process may use."""
-  cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-  info = Path("/proc/cpuinfo")
-  found = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
-  name = found.group(1).strip() if found else platform.processor() or platform.machine()
-  return f"{name}, {cpus} CPUs, {torch.get_num_threads()} threads"
+	"""The host's processor and how much of it this process may use."""
+	cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+	info = Path("/proc/cpuinfo")
+	found = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None
+	name = found.group(1).strip() if found else platform.processor() or platform.machine()
+	return f"{name}, {cpus} CPUs, {torch.get_num_threads()} threads"

@@ -1,7 +1,5 @@
 """bf16 operands of a grouped product, and what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -15,95 +13,95 @@ _SEED_STEP = 1000
 
 
 class Operands:
-  """Random bf16 operands of one product of a layer.
+	"""Random bf16 operands of one product of a layer.
 
-  ``fprop`` is ``a`` (T, K) x ``b`` (G, N, K) to (T, N), ``dgrad`` (T, N) x (G, N, K) to (T, K),
-  and ``wgrad`` (T, N) and (T, K) to (G, N, K).
+	``fprop`` is ``a`` (T, K) x ``b`` (G, N, K) to (T, N), ``dgrad`` (T, N) x (G, N, K) to (T, K),
+	and ``wgrad`` (T, N) and (T, K) to (G, N, K).
 
-  Args:
-    shape: the weights.
-    rows: T.
-    product: one of ``cases.PRODUCTS``.
-    routing: one of ``cases.ROUTINGS``.
-    device: where they lie.
-    seed: of numbers and routing.
-    copy: which set of operands of this case.
-  """
+	Args:
+	  shape: the weights.
+	  rows: T.
+	  product: one of ``cases.PRODUCTS``.
+	  routing: one of ``cases.ROUTINGS``.
+	  device: where they lie.
+	  seed: of numbers and routing.
+	  copy: which set of operands of this case.
+	"""
 
-  def __init__(
-    self, shape: GroupedShape, rows: int, product: str, routing: str, device: torch.device, seed: int = 0, copy: int = 0
-  ) -> None:
-    if product not in PRODUCTS:
-      raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}")
-    self.shape, self.rows, self.product = shape, rows, product
-    self.device = device
-    self.sizes = split_rows(routing, shape.experts, rows, seed)
-    self.ends = ends_of(self.sizes)
-    self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-    generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+	def __init__(
+		self, shape: GroupedShape, rows: int, product: str, routing: str, device: torch.device, seed: int = 0, copy: int = 0
+	) -> None:
+		if product not in PRODUCTS:
+			raise ValueError(f"product must be one of {', '.join(PRODUCTS)}, got {product!r}")
+		self.shape, self.rows, self.product = shape, rows, product
+		self.device = device
+		self.sizes = split_rows(routing, shape.experts, rows, seed)
+		self.ends = ends_of(self.sizes)
+		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
+		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
 
-    def draw(*sizes: int) -> Tensor:
-      x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-      return x.normal_(generator=generator)
+		def draw(*sizes: int) -> Tensor:
+			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+			return x.normal_(generator=generator)
 
-    self.a = draw(rows, shape.k if product == "fprop" else shape.n)
-    weights = (shape.experts, shape.n, shape.k)
-    self.b = draw(rows, shape.k) if product == "wgrad" else draw(*weights)
+		self.a = draw(rows, shape.k if product == "fprop" else shape.n)
+		weights = (shape.experts, shape.n, shape.k)
+		self.b = draw(rows, shape.k) if product == "wgrad" else draw(*weights)
 
-  @property
-  def flops(self) -> float:
-    """Useful operations."""
-    return 2.0 * self.rows * self.shape.n * self.shape.k
+	@property
+	def flops(self) -> float:
+		"""Useful operations."""
+		return 2.0 * self.rows * self.shape.n * self.shape.k
 
-  @property
-  def is_wgrad(self) -> bool:
-    """Whether both operands are ragged."""
-    return self.product == "wgrad"
+	@property
+	def is_wgrad(self) -> bool:
+		"""Whether both operands are ragged."""
+		return self.product == "wgrad"
 
-  @property
-  def used_groups(self) -> int:
-    """Groups with rows; the weights of the others are not read."""
-    return sum(map(bool, self.sizes))
+	@property
+	def used_groups(self) -> int:
+		"""Groups with rows; the weights of the others are not read."""
+		return sum(map(bool, self.sizes))
 
-  def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
-    """Bytes of operands and output, each once.
+	def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
+		"""Bytes of operands and output, each once.
 
-    Args:
-      a_bytes: of an element of A, its scales included.
-      b_bytes: of one of B.
-      out_bytes: of one of the output, bf16 if nothing else is said.
-    """
-    weights = self.shape.n * self.shape.k
-    if self.is_wgrad:
-      out = out_bytes * self.shape.experts * weights
-      return self.a.numel() * a_bytes + self.b.numel() * b_bytes + out
-    cols = self.shape.n if self.product == "fprop" else self.shape.k
-    tokens = self.a.numel() * a_bytes + out_bytes * self.rows * cols
-    return tokens + self.used_groups * weights * b_bytes
+		Args:
+		  a_bytes: of an element of A, its scales included.
+		  b_bytes: of one of B.
+		  out_bytes: of one of the output, bf16 if nothing else is said.
+		"""
+		weights = self.shape.n * self.shape.k
+		if self.is_wgrad:
+			out = out_bytes * self.shape.experts * weights
+			return self.a.numel() * a_bytes + self.b.numel() * b_bytes + out
+		cols = self.shape.n if self.product == "fprop" else self.shape.k
+		tokens = self.a.numel() * a_bytes + out_bytes * self.rows * cols
+		return tokens + self.used_groups * weights * b_bytes
 
-  def error(self, out: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> float:
-    """Largest relative error of ``out`` in the groups that are looked at.
+	def error(self, out: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> float:
+		"""Largest relative error of ``out`` in the groups that are looked at.
 
-    Those are the first, the last and the largest that have rows, and of a wgrad one without.
-    """
-    a, b = self.a if a is None else a, self.b if b is None else b
-    errors = [0.0]
-    for group, part in self._checked():
-      left = a[part].float()
-      if self.is_wgrad:
-        got, want = out[group], left.T @ b[part].float()
-      else:
-        right = b[group].float()
-        got, want = out[part], left @ (right if self.product == "dgrad" else right.T)
-      errors.append(relative_error(got, want))
-    if self.is_wgrad and 0 in self.sizes:
-      errors.append(float(out[self.sizes.index(0)].abs().max()))
-    # NaN is the worst of all, and max() would miss it.
-    return next((e for e in errors if e != e), max(errors))
+		Those are the first, the last and the largest that have rows, and of a wgrad one without.
+		"""
+		a, b = self.a if a is None else a, self.b if b is None else b
+		errors = [0.0]
+		for group, part in self._checked():
+			left = a[part].float()
+			if self.is_wgrad:
+				got, want = out[group], left.T @ b[part].float()
+			else:
+				right = b[group].float()
+				got, want = out[part], left @ (right if self.product == "dgrad" else right.T)
+			errors.append(relative_error(got, want))
+		if self.is_wgrad and 0 in self.sizes:
+			errors.append(float(out[self.sizes.index(0)].abs().max()))
+		# NaN is the worst of all, and max() would miss it.
+		return next((e for e in errors if e != e), max(errors))
 
-  def _checked(self) -> Iterator[tuple[int, slice]]:
-    filled = [g for g, size in enumerate(self.sizes) if size]
-    if not filled:
-      return
-    for group in {filled[0], filled[-1], self.sizes.index(max(self.sizes))}:
-      yield group, slice(self.ends[group] - self.sizes[group], self.ends[group])
+	def _checked(self) -> Iterator[tuple[int, slice]]:
+		filled = [g for g, size in enumerate(self.sizes) if size]
+		if not filled:
+			return
+		for group in {filled[0], filled[-1], self.sizes.index(max(self.sizes))}:
+			yield group, slice(self.ends[group] - self.sizes[group], self.ends[group])

@@ -9,8 +9,6 @@ written starts with an empty ``shared``, so that ``cat`` joins files. A file who
 ``.xz`` is compressed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import lzma
@@ -39,250 +37,250 @@ _START = '{"shared":{}}\n'
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-  """One measured number.
+	"""One measured number.
 
-  Attributes:
-    suite: which suite measured it.
-    case: what was done, by name: shapes, routing, pass. Contenders with equal cases compete.
-    contender: who did it: ``"ours"``, ``"torch"``, ``"quack"``, or a variant: ``"ours, tile
-      256x64"``.
-    format: the precision that the contender works in: the text of a format, both operands as
-      ``"nvfp4:row_scaled x nvfp4"``, the name of a recipe, or ``"bfloat16"``.
-    what: what was measured: ``"time"``, ``"warp instructions"``, ``"rate"``.
-    value: the number; of repeated measurements their median.
-    unit: of value and spread; ``"1"`` for a count or a ratio.
-    kind: one of ``KINDS``.
-    protocol: how it was measured, such as ``"sustained, L2-cold"``.
-    spread: largest minus smallest of the repeats; None if it was not kept.
-    repeats: how many measurements the value is the median of; None if it is not known.
-    error: relative error of what the contender computed, as the check before the measurement
-      found it; None if only a wrong result would have been noticed, 0 if the bits are equal.
-    bytes: least bytes that the contender must move: each input read once, each output written
-      once.
-    flops: useful operations; padding is none.
-    ceilings: measured rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in
-      TB/s, ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
-    gpu: name of the GPU, or what is emulated.
-    machine: the host's processor.
-    clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
-    power: watts: ``"draw"`` while it was measured, ``"limit"``.
-    driver: version of the GPU's driver.
-    versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-    commit: of this repository.
-    seed: of random inputs.
-    time: when, UTC, ISO 8601; a date alone where no more is known.
-    origin: one of ``ORIGINS``.
-    note: what else a reader must know.
-    schema: ``SCHEMA``.
-  """
+	Attributes:
+	  suite: which suite measured it.
+	  case: what was done, by name: shapes, routing, pass. Contenders with equal cases compete.
+	  contender: who did it: ``"ours"``, ``"torch"``, ``"quack"``, or a variant: ``"ours, tile
+	    256x64"``.
+	  format: the precision that the contender works in: the text of a format, both operands as
+	    ``"nvfp4:row_scaled x nvfp4"``, the name of a recipe, or ``"bfloat16"``.
+	  what: what was measured: ``"time"``, ``"warp instructions"``, ``"rate"``.
+	  value: the number; of repeated measurements their median.
+	  unit: of value and spread; ``"1"`` for a count or a ratio.
+	  kind: one of ``KINDS``.
+	  protocol: how it was measured, such as ``"sustained, L2-cold"``.
+	  spread: largest minus smallest of the repeats; None if it was not kept.
+	  repeats: how many measurements the value is the median of; None if it is not known.
+	  error: relative error of what the contender computed, as the check before the measurement
+	    found it; None if only a wrong result would have been noticed, 0 if the bits are equal.
+	  bytes: least bytes that the contender must move: each input read once, each output written
+	    once.
+	  flops: useful operations; padding is none.
+	  ceilings: measured rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in
+	    TB/s, ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
+	  gpu: name of the GPU, or what is emulated.
+	  machine: the host's processor.
+	  clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
+	  power: watts: ``"draw"`` while it was measured, ``"limit"``.
+	  driver: version of the GPU's driver.
+	  versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
+	  commit: of this repository.
+	  seed: of random inputs.
+	  time: when, UTC, ISO 8601; a date alone where no more is known.
+	  origin: one of ``ORIGINS``.
+	  note: what else a reader must know.
+	  schema: ``SCHEMA``.
+	"""
 
-  suite: str
-  case: Mapping[str, Any]
-  contender: str
-  what: str
-  value: float
-  unit: str
-  kind: str
-  format: str = ""
-  protocol: str = ""
-  spread: float | None = None
-  repeats: int | None = None
-  error: float | None = None
-  bytes: float | None = None
-  flops: float | None = None
-  ceilings: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  gpu: str = ""
-  machine: str = ""
-  clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  power: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  driver: str = ""
-  versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  commit: str = ""
-  seed: int | None = None
-  time: str = ""
-  origin: str = "run"
-  note: str = ""
-  schema: int = SCHEMA
+	suite: str
+	case: Mapping[str, Any]
+	contender: str
+	what: str
+	value: float
+	unit: str
+	kind: str
+	format: str = ""
+	protocol: str = ""
+	spread: float | None = None
+	repeats: int | None = None
+	error: float | None = None
+	bytes: float | None = None
+	flops: float | None = None
+	ceilings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+	gpu: str = ""
+	machine: str = ""
+	clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+	power: Mapping[str, float] = dataclasses.field(default_factory=dict)
+	driver: str = ""
+	versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+	commit: str = ""
+	seed: int | None = None
+	time: str = ""
+	origin: str = "run"
+	note: str = ""
+	schema: int = SCHEMA
 
-  def __post_init__(self) -> None:
-    for name, allowed in (("kind", KINDS), ("origin", ORIGINS), ("schema", (SCHEMA,))):
-      if getattr(self, name) not in allowed:
-        listed = ", ".join(map(str, allowed))
-        raise ValueError(f"{name} must be one of {listed}, got {getattr(self, name)!r}")
-    if isinstance(self.value, bool) or not math.isfinite(self.value):
-      raise ValueError(f"value must be a finite number, got {self.value!r} for {self.what}")
-    for name in ("suite", "contender", "what", "unit"):
-      if not getattr(self, name):
-        raise ValueError(f"{name} is empty")
-    for name, entry in self.case.items():
-      if not isinstance(entry, (str, int, float, bool)):
-        raise TypeError(f"case[{name!r}] must be text or a number, got {entry!r}")
+	def __post_init__(self) -> None:
+		for name, allowed in (("kind", KINDS), ("origin", ORIGINS), ("schema", (SCHEMA,))):
+			if getattr(self, name) not in allowed:
+				listed = ", ".join(map(str, allowed))
+				raise ValueError(f"{name} must be one of {listed}, got {getattr(self, name)!r}")
+		if isinstance(self.value, bool) or not math.isfinite(self.value):
+			raise ValueError(f"value must be a finite number, got {self.value!r} for {self.what}")
+		for name in ("suite", "contender", "what", "unit"):
+			if not getattr(self, name):
+				raise ValueError(f"{name} is empty")
+		for name, entry in self.case.items():
+			if not isinstance(entry, (str, int, float, bool)):
+				raise TypeError(f"case[{name!r}] must be text or a number, got {entry!r}")
 
-  @property
-  def key(self) -> tuple[Any, ...]:
-    """What two measurements of one thing have in common, on whatever commit and day."""
-    where = self.gpu or self.machine
-    case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
-    names = (self.suite, self.contender, self.format, self.what, self.unit)
-    return (*names, self.kind, where, self.protocol, case)
+	@property
+	def key(self) -> tuple[Any, ...]:
+		"""What two measurements of one thing have in common, on whatever commit and day."""
+		where = self.gpu or self.machine
+		case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
+		names = (self.suite, self.contender, self.format, self.what, self.unit)
+		return (*names, self.kind, where, self.protocol, case)
 
-  @property
-  def is_count(self) -> bool:
-    """Whether it does not vary between runs."""
-    return self.kind == "emulator"
+	@property
+	def is_count(self) -> bool:
+		"""Whether it does not vary between runs."""
+		return self.kind == "emulator"
 
-  @property
-  def microseconds(self) -> float:
-    """The value as time.
+	@property
+	def microseconds(self) -> float:
+		"""The value as time.
 
-    Raises:
-      ValueError: it is no time.
-    """
-    factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
-    if self.unit not in factors:
-      raise ValueError(f"{self.what} in {self.unit} is no time")
-    return self.value * factors[self.unit]
+		Raises:
+		  ValueError: it is no time.
+		"""
+		factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
+		if self.unit not in factors:
+			raise ValueError(f"{self.what} in {self.unit} is no time")
+		return self.value * factors[self.unit]
 
-  @property
-  def tbs(self) -> float | None:
-    """TB/s of the least bytes, of a time."""
-    return self._rate(self.bytes)
+	@property
+	def tbs(self) -> float | None:
+		"""TB/s of the least bytes, of a time."""
+		return self._rate(self.bytes)
 
-  @property
-  def tflops(self) -> float | None:
-    """TFLOP/s of the useful operations, of a time."""
-    return self._rate(self.flops)
+	@property
+	def tflops(self) -> float | None:
+		"""TFLOP/s of the useful operations, of a time."""
+		return self._rate(self.flops)
 
-  def _rate(self, work: float | None) -> float | None:
-    time = self.microseconds
-    return work / time * 1e-6 if work is not None and time else None
+	def _rate(self, work: float | None) -> float | None:
+		time = self.microseconds
+		return work / time * 1e-6 if work is not None and time else None
 
-  def share(self, ceiling: str) -> float | None:
-    """Fraction of a ceiling of the same run; None if it was not measured."""
-    rate = self.tbs if ceiling in ("copy", "read") else self.tflops
-    most = self.ceilings.get(ceiling)
-    return None if rate is None or not most else rate / most
+	def share(self, ceiling: str) -> float | None:
+		"""Fraction of a ceiling of the same run; None if it was not measured."""
+		rate = self.tbs if ceiling in ("copy", "read") else self.tflops
+		most = self.ceilings.get(ceiling)
+		return None if rate is None or not most else rate / most
 
 
 _FIELDS = {f.name: f for f in dataclasses.fields(Record)}
 
 
 def _default(name: str) -> Any:
-  field = _FIELDS[name]
-  if field.default_factory is not dataclasses.MISSING:
-    return field.default_factory()
-  return field.default
+	field = _FIELDS[name]
+	if field.default_factory is not dataclasses.MISSING:
+		return field.default_factory()
+	return field.default
 
 
 def _plain(record: Record) -> dict[str, Any]:
-  """The fields that differ from their defaults, and the schema."""
-  values = {name: getattr(record, name) for name in _FIELDS}
-  return {
-    name: dict(value) if isinstance(_default(name), dict) or name == "case" else value
-    for name, value in values.items()
-    if name == "schema" or value != _default(name)
-  }
+	"""The fields that differ from their defaults, and the schema."""
+	values = {name: getattr(record, name) for name in _FIELDS}
+	return {
+		name: dict(value) if isinstance(_default(name), dict) or name == "case" else value
+		for name, value in values.items()
+		if name == "schema" or value != _default(name)
+	}
 
 
 def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-  """``own`` over ``shared``."""
-  merged = dict(shared)
-  for name, value in own.items():
-    inherited = merged.get(name)
-    both = isinstance(value, dict) and isinstance(inherited, dict)
-    merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
-  return merged
+	"""``own`` over ``shared``."""
+	merged = dict(shared)
+	for name, value in own.items():
+		inherited = merged.get(name)
+		both = isinstance(value, dict) and isinstance(inherited, dict)
+		merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
+	return merged
 
 
 def _line(record: Record) -> str:
-  return json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
+	return json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
 def _open(path: Path, mode: str) -> IO[str]:
-  """A file of records; one whose name ends in ``.xz`` is compressed."""
-  if path.suffix != ".xz":
-    return path.open(mode, encoding="utf-8")
-  opener: Any = lzma.open
-  file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
-  return file
+	"""A file of records; one whose name ends in ``.xz`` is compressed."""
+	if path.suffix != ".xz":
+		return path.open(mode, encoding="utf-8")
+	opener: Any = lzma.open
+	file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
+	return file
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-  """Write a file of records."""
-  with _open(path, "wt") as file:
-    file.writelines([_START, *map(_line, records)])
+	"""Write a file of records."""
+	with _open(path, "wt") as file:
+		file.writelines([_START, *map(_line, records)])
 
 
 def read(path: Path) -> list[Record]:
-  """The records of a file.
+	"""The records of a file.
 
-  Raises:
-    ValueError: a line is no record; it says which.
-  """
-  records: list[Record] = []
-  shared: dict[str, Any] = {}
-  also: dict[str, Any] = {}
-  with _open(path, "rt") as file:
-    for number, line in enumerate(file, 1):
-      if not line.strip():
-        continue
-      try:
-        value = json.loads(line)
-        if _SHARED in value:
-          shared, also = value[_SHARED], value[_SHARED]
-        elif _ALSO in value:
-          also = _merge(shared, value[_ALSO])
-        else:
-          records.append(Record(**_merge(also, value)))
-      except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}, line {number}: {error}") from error
-  return records
+	Raises:
+	  ValueError: a line is no record; it says which.
+	"""
+	records: list[Record] = []
+	shared: dict[str, Any] = {}
+	also: dict[str, Any] = {}
+	with _open(path, "rt") as file:
+		for number, line in enumerate(file, 1):
+			if not line.strip():
+				continue
+			try:
+				value = json.loads(line)
+				if _SHARED in value:
+					shared, also = value[_SHARED], value[_SHARED]
+				elif _ALSO in value:
+					also = _merge(shared, value[_ALSO])
+				else:
+					records.append(Record(**_merge(also, value)))
+			except (TypeError, ValueError) as error:
+				raise ValueError(f"{path}, line {number}: {error}") from error
+	return records
 
 
 def load(*paths: Path) -> list[Record]:
-  """The records of files, and of the ``*.jsonl`` and ``*.jsonl.xz`` files in folders.
+	"""The records of files, and of the ``*.jsonl`` and ``*.jsonl.xz`` files in folders.
 
-  Raises:
-    FileNotFoundError: there is no such path.
-  """
-  records = []
-  for path in paths:
-    if not path.exists():
-      raise FileNotFoundError(f"there are no records at {path}")
-    files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
-    for file in files:
-      records += read(file)
-  return records
+	Raises:
+	  FileNotFoundError: there is no such path.
+	"""
+	records = []
+	for path in paths:
+		if not path.exists():
+			raise FileNotFoundError(f"there are no records at {path}")
+		files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
+		for file in files:
+			records += read(file)
+	return records
 
 
 def pooled(runs: Sequence[Record]) -> Record:
-  """The last run of one thing; of three or more on its commit their median and their range."""
-  newest = max(reversed(runs), key=lambda record: record.time)
-  values = [record.value for record in runs if record.commit == newest.commit]
-  if newest.is_count or not newest.commit or len(values) < ENOUGH_RUNS:
-    return newest
-  spread = round(max(values) - min(values), 6)
-  value = statistics.median(values)
-  return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
+	"""The last run of one thing; of three or more on its commit their median and their range."""
+	newest = max(reversed(runs), key=lambda record: record.time)
+	values = [record.value for record in runs if record.commit == newest.commit]
+	if newest.is_count or not newest.commit or len(values) < ENOUGH_RUNS:
+		return newest
+	spread = round(max(values) - min(values), 6)
+	value = statistics.median(values)
+	return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
 
 
 def latest(records: Iterable[Record]) -> list[Record]:
-  """Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
-  by_key: dict[tuple[Any, ...], list[Record]] = {}
-  for record in records:
-    by_key.setdefault(record.key, []).append(record)
-  return list(map(pooled, by_key.values()))
+	"""Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
+	by_key: dict[tuple[Any, ...], list[Record]] = {}
+	for record in records:
+		by_key.setdefault(record.key, []).append(record)
+	return list(map(pooled, by_key.values()))
 
 
 class Writer:
-  """Appends records to a file as they come: a run that is cut short leaves what it has."""
+	"""Appends records to a file as they come: a run that is cut short leaves what it has."""
 
-  def __init__(self, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    self._path, self._start = path, _START
+	def __init__(self, path: Path) -> None:
+		path.parent.mkdir(parents=True, exist_ok=True)
+		self._path, self._start = path, _START
 
-  def add(self, records: Sequence[Record]) -> None:
-    """Append records."""
-    with self._path.open("a", encoding="utf-8") as file:
-      file.writelines([self._start, *map(_line, records)])
-    self._start = ""
+	def add(self, records: Sequence[Record]) -> None:
+		"""Append records."""
+		with self._path.open("a", encoding="utf-8") as file:
+			file.writelines([self._start, *map(_line, records)])
+		self._start = ""

@@ -26,9 +26,9 @@ from .suites import SUITES, suite
 from .suites.base import Options
 
 if TYPE_CHECKING:
-  from .contender import Contender, Task
-  from .environment import Environment
-  from .measure import Meter
+	from .contender import Contender, Task
+	from .environment import Environment
+	from .measure import Meter
 
 _LOG_SECONDS = 30.0
 #: What else is a time of all of a task's work.
@@ -37,326 +37,326 @@ _EAGER = "eager time"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """Which tasks and contenders of a suite, by regular expressions that must be found.
+	"""Which tasks and contenders of a suite, by regular expressions that must be found.
 
-  Attributes:
-    case: in the text of a task, ``suite name=value ...``.
-    contender: in the name of a contender.
-    format: in its format.
-  """
+	Attributes:
+	  case: in the text of a task, ``suite name=value ...``.
+	  contender: in the name of a contender.
+	  format: in its format.
+	"""
 
-  case: str = ""
-  contender: str = ""
-  format: str = ""
+	case: str = ""
+	contender: str = ""
+	format: str = ""
 
-  def takes(self, contender: Contender) -> bool:
-    """Whether a contender is chosen."""
-    pairs = ((self.contender, contender.name), (self.format, contender.format))
-    return all(re.search(pattern, text) for pattern, text in pairs)
+	def takes(self, contender: Contender) -> bool:
+		"""Whether a contender is chosen."""
+		pairs = ((self.contender, contender.name), (self.format, contender.format))
+		return all(re.search(pattern, text) for pattern, text in pairs)
 
 
 @dataclasses.dataclass
 class Report:
-  """What came of a run beside records, in lines for people.
+	"""What came of a run beside records, in lines for people.
 
-  Attributes:
-    wrong: contenders that gave wrong results; they were not timed.
-    failed: contenders that raised.
-    unsupported: what this version does not run there.
-    is_bad: whether one of this package's own was wrong or raised.
-  """
+	Attributes:
+	  wrong: contenders that gave wrong results; they were not timed.
+	  failed: contenders that raised.
+	  unsupported: what this version does not run there.
+	  is_bad: whether one of this package's own was wrong or raised.
+	"""
 
-  wrong: list[str] = dataclasses.field(default_factory=list)
-  failed: list[str] = dataclasses.field(default_factory=list)
-  unsupported: list[str] = dataclasses.field(default_factory=list)
-  is_bad: bool = False
+	wrong: list[str] = dataclasses.field(default_factory=list)
+	failed: list[str] = dataclasses.field(default_factory=list)
+	unsupported: list[str] = dataclasses.field(default_factory=list)
+	is_bad: bool = False
 
-  def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
-    """Note what a contender raised."""
-    text = str(reason).strip().partition("\n")[0]
-    self.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
-    self.is_bad |= contender.is_ours
+	def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
+		"""Note what a contender raised."""
+		text = str(reason).strip().partition("\n")[0]
+		self.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
+		self.is_bad |= contender.is_ours
 
 
 def measure_task(task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report) -> list[Record]:
-  """The records of one task; contenders that are wrong or fail are in ``report`` instead."""
-  chosen = [c for c in task.contenders(0) if choice.takes(c)]
-  checked = []
-  for contender in chosen:
-    right = _checked(task, contender, meter, report)
-    if right is not None:
-      if math.isfinite(meter.room()):
-        right.run = None
-      checked.append(right)
-  records: list[Record] = []
-  for batch in _batches(checked, meter.room()):
-    records += _measured(task, batch, meter, facts, report)
-  return records
+	"""The records of one task; contenders that are wrong or fail are in ``report`` instead."""
+	chosen = [c for c in task.contenders(0) if choice.takes(c)]
+	checked = []
+	for contender in chosen:
+		right = _checked(task, contender, meter, report)
+		if right is not None:
+			if math.isfinite(meter.room()):
+				right.run = None
+			checked.append(right)
+	records: list[Record] = []
+	for batch in _batches(checked, meter.room()):
+		records += _measured(task, batch, meter, facts, report)
+	return records
 
 
 def _measured(
-  task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any], report: Report
+	task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any], report: Report
 ) -> list[Record]:
-  """The records of contenders that have room together; who raises does not disturb the others."""
-  try:
-    return _measure_batch(task, batch, meter, facts)
-  except Exception as reason:  # what can be called may still not be captured
-    if len(batch) == 1:
-      report.raised(task, batch[0].contender, reason)
-      return []
-  return [record for one in batch for record in _measured(task, [one], meter, facts, report)]
+	"""The records of contenders that have room together; who raises does not disturb the others."""
+	try:
+		return _measure_batch(task, batch, meter, facts)
+	except Exception as reason:  # what can be called may still not be captured
+		if len(batch) == 1:
+			report.raised(task, batch[0].contender, reason)
+			return []
+	return [record for one in batch for record in _measured(task, [one], meter, facts, report)]
 
 
 @dataclasses.dataclass
 class _Checked:
-  """A contender whose result is right.
+	"""A contender whose result is right.
 
-  Attributes:
-    contender: it.
-    run: its call, or None if it was dropped for the sake of its memory.
-    error: its relative error.
-    weight: bytes that it takes.
-  """
+	Attributes:
+	  contender: it.
+	  run: its call, or None if it was dropped for the sake of its memory.
+	  error: its relative error.
+	  weight: bytes that it takes.
+	"""
 
-  contender: Contender
-  run: Callable[[], Any] | None
-  error: float
-  weight: float
+	contender: Contender
+	run: Callable[[], Any] | None
+	error: float
+	weight: float
 
 
 def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked]]:
-  """Contenders that have room together, all of them if they have."""
-  batch: list[_Checked] = []
-  for one in checked:
-    if batch and sum(other.weight for other in batch) + one.weight > room:
-      yield batch
-      batch = []
-    batch.append(one)
-  if batch:
-    yield batch
+	"""Contenders that have room together, all of them if they have."""
+	batch: list[_Checked] = []
+	for one in checked:
+		if batch and sum(other.weight for other in batch) + one.weight > room:
+			yield batch
+			batch = []
+		batch.append(one)
+	if batch:
+		yield batch
 
 
 def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any]) -> list[Record]:
-  contenders = [one.contender for one in batch]
-  least = min((c.bytes for c in contenders if c.bytes), default=0.0)
-  runs = [[one.run or one.contender.prepare()] for one in batch]
-  for copy in range(1, meter.copies(least) if least else 1):
-    others = {c.key: c for c in task.contenders(copy)}
-    for mine, contender in zip(runs, contenders, strict=True):
-      mine.append(others[contender.key].prepare())
-  measured = meter.measure(contenders, runs)
-  return [
-    _record(task, one, dataclasses.asdict(measurement), facts)
-    for one, found in zip(batch, measured, strict=True)
-    for measurement in found
-  ]
+	contenders = [one.contender for one in batch]
+	least = min((c.bytes for c in contenders if c.bytes), default=0.0)
+	runs = [[one.run or one.contender.prepare()] for one in batch]
+	for copy in range(1, meter.copies(least) if least else 1):
+		others = {c.key: c for c in task.contenders(copy)}
+		for mine, contender in zip(runs, contenders, strict=True):
+			mine.append(others[contender.key].prepare())
+	measured = meter.measure(contenders, runs)
+	return [
+		_record(task, one, dataclasses.asdict(measurement), facts)
+		for one, found in zip(batch, measured, strict=True)
+		for measurement in found
+	]
 
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
-  contender, fields = one.contender, _joined(facts, own)
-  # A part of the time is not that of all the work.
-  is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
-  if contender.versions:
-    fields["versions"] = {**facts.get("versions", {}), **contender.versions}
-  return Record(
-    suite=task.suite,
-    case=task.case,
-    contender=contender.name,
-    format=contender.format,
-    error=_short(one.error),
-    bytes=None if is_part else contender.bytes,
-    flops=None if is_part else contender.flops,
-    note=contender.note,
-    **fields,
-  )
+	contender, fields = one.contender, _joined(facts, own)
+	# A part of the time is not that of all the work.
+	is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
+	if contender.versions:
+		fields["versions"] = {**facts.get("versions", {}), **contender.versions}
+	return Record(
+		suite=task.suite,
+		case=task.case,
+		contender=contender.name,
+		format=contender.format,
+		error=_short(one.error),
+		bytes=None if is_part else contender.bytes,
+		flops=None if is_part else contender.flops,
+		note=contender.note,
+		**fields,
+	)
 
 
 def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-  """Fields of a run and of a measurement; what both know in part is merged."""
-  merged = dict(facts)
-  for name, value in own.items():
-    merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
-  return merged
+	"""Fields of a run and of a measurement; what both know in part is merged."""
+	merged = dict(facts)
+	for name, value in own.items():
+		merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
+	return merged
 
 
 def _short(error: float) -> float:
-  """Three digits, which is more than an error means."""
-  return float(f"{error:.3g}")
+	"""Three digits, which is more than an error means."""
+	return float(f"{error:.3g}")
 
 
 def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
-  """A contender whose result is right; None if it is wrong, fails or is not supported."""
-  try:
-    with meter.weighing() as weight:
-      run = contender.prepare()
-      got = meter.call(run)
-    error = contender.error(got)
-  except UnsupportedError as reason:
-    report.unsupported.append(f"{contender}: {str(reason).rpartition(': ')[2]}")
-    return None
-  except Exception as reason:  # a library may raise whatever it likes
-    report.raised(task, contender, reason)
-    return None
-  if not error <= contender.bound:
-    allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
-    report.wrong.append(f"{task}: {contender}: {allowed}")
-    report.is_bad |= contender.is_ours
-    return None
-  return _Checked(contender, run, error, sum(weight))
+	"""A contender whose result is right; None if it is wrong, fails or is not supported."""
+	try:
+		with meter.weighing() as weight:
+			run = contender.prepare()
+			got = meter.call(run)
+		error = contender.error(got)
+	except UnsupportedError as reason:
+		report.unsupported.append(f"{contender}: {str(reason).rpartition(': ')[2]}")
+		return None
+	except Exception as reason:  # a library may raise whatever it likes
+		report.raised(task, contender, reason)
+		return None
+	if not error <= contender.bound:
+		allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
+		report.wrong.append(f"{task}: {contender}: {allowed}")
+		report.is_bad |= contender.is_ours
+		return None
+	return _Checked(contender, run, error, sum(weight))
 
 
 def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[list[Record]], object]) -> Report:
-  """Run a suite."""
-  report = Report()
-  found = suite(name)
-  for meter in found.meters(options):
-    tasks = [task for task in found.tasks(meter, options) if task.matches(choice.case)]
-    if not tasks:
-      continue
-    if options.paths and isinstance(meter, EmulatorMeter):
-      claim(meter.arch)
-    facts = _facts(meter.environment(), options)
-    facts["ceilings"] = meter.ceilings()
-    facts["kind"] = meter.kind
-    for task in _shown(tasks, f"{name} {meter.backend}"):
-      keep(measure_task(task, meter, facts, choice, report))
-      gc.collect()
-      if meter.kind == "gpu":
-        torch.cuda.empty_cache()
-    for peer in options.peers if found.has_peers else ():
-      reason = peer.missing(meter)
-      if reason and meter.kind in peer.kinds:
-        report.unsupported.append(f"{peer.name}: {reason}")
-  return report
+	"""Run a suite."""
+	report = Report()
+	found = suite(name)
+	for meter in found.meters(options):
+		tasks = [task for task in found.tasks(meter, options) if task.matches(choice.case)]
+		if not tasks:
+			continue
+		if options.paths and isinstance(meter, EmulatorMeter):
+			claim(meter.arch)
+		facts = _facts(meter.environment(), options)
+		facts["ceilings"] = meter.ceilings()
+		facts["kind"] = meter.kind
+		for task in _shown(tasks, f"{name} {meter.backend}"):
+			keep(measure_task(task, meter, facts, choice, report))
+			gc.collect()
+			if meter.kind == "gpu":
+				torch.cuda.empty_cache()
+		for peer in options.peers if found.has_peers else ():
+			reason = peer.missing(meter)
+			if reason and meter.kind in peer.kinds:
+				report.unsupported.append(f"{peer.name}: {reason}")
+	return report
 
 
 def _facts(environment: Environment, options: Options) -> dict[str, Any]:
-  return {**environment.fields(), "seed": options.seed}
+	return {**environment.fields(), "seed": options.seed}
 
 
 def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
-  """The tasks, with a progress bar on standard error if tqdm is installed."""
-  try:
-    from tqdm import tqdm
-  except ImportError:
-    for number, task in enumerate(tasks, 1):
-      print(f"{title} {number}/{len(tasks)} {task}", file=sys.stderr, flush=True)
-      yield task
-    return
-  # A log gets a line now and then, a terminal a bar that moves.
-  interval = 0.1 if sys.stderr.isatty() else _LOG_SECONDS
-  with tqdm(tasks, desc=title, unit="task", dynamic_ncols=True, mininterval=interval) as bar:
-    for task in bar:
-      bar.set_postfix_str(str(task), refresh=sys.stderr.isatty())
-      yield task
+	"""The tasks, with a progress bar on standard error if tqdm is installed."""
+	try:
+		from tqdm import tqdm
+	except ImportError:
+		for number, task in enumerate(tasks, 1):
+			print(f"{title} {number}/{len(tasks)} {task}", file=sys.stderr, flush=True)
+			yield task
+		return
+	# A log gets a line now and then, a terminal a bar that moves.
+	interval = 0.1 if sys.stderr.isatty() else _LOG_SECONDS
+	with tqdm(tasks, desc=title, unit="task", dynamic_ncols=True, mininterval=interval) as bar:
+		for task in bar:
+			bar.set_postfix_str(str(task), refresh=sys.stderr.isatty())
+			yield task
 
 
 def _shares(record: Record) -> str:
-  """What a time is of the ceilings of its run."""
-  if record.unit != "us":
-    return ""
-  shares = ((name, record.share(name)) for name in record.ceilings)
-  texts = [f"{share:.0%} of {name}" for name, share in shares if share is not None]
-  return f" ({', '.join(texts)})" if texts else ""
+	"""What a time is of the ceilings of its run."""
+	if record.unit != "us":
+		return ""
+	shares = ((name, record.share(name)) for name in record.ceilings)
+	texts = [f"{share:.0%} of {name}" for name, share in shares if share is not None]
+	return f" ({', '.join(texts)})" if texts else ""
 
 
 def _print(records: Iterable[Record]) -> None:
-  """Records as lines for people: one for each contender of a case."""
-  lines: dict[str, list[str]] = {}
-  for record in records:
-    case = " ".join(f"{name}={value}" for name, value in record.case.items())
-    title = f"{record.suite} {case}: {record.contender} [{record.format}]"
-    spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
-    unit = "" if record.unit == "1" else f" {record.unit}"
-    found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
-    lines.setdefault(title, []).append(found)
-  for title, found_of in lines.items():
-    print(f"{title} {', '.join(found_of)}", flush=True)
+	"""Records as lines for people: one for each contender of a case."""
+	lines: dict[str, list[str]] = {}
+	for record in records:
+		case = " ".join(f"{name}={value}" for name, value in record.case.items())
+		title = f"{record.suite} {case}: {record.contender} [{record.format}]"
+		spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
+		unit = "" if record.unit == "1" else f" {record.unit}"
+		found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
+		lines.setdefault(title, []).append(found)
+	for title, found_of in lines.items():
+		print(f"{title} {', '.join(found_of)}", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """The options of ``perf run``."""
-  add = parser.add_argument
-  add("suites", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
-  add("--backend", default="", help="cuda, reference, emulated:sm_90a, emulated:sm_100a")
-  add("--filter", default="", metavar="REGEX", help="only cases whose text has a match")
-  add("--contender", default="", metavar="REGEX", help="only contenders whose name has one")
-  add("--format", default="", metavar="REGEX", help="only formats and recipes that have one")
-  add("--protocol", choices=PROTOCOLS, default="sustained", help="of a GPU's clock")
-  add("--quick", action="store_true", help="small shapes, few repeats: does everything run?")
-  add("--full", action="store_true", help="all models and routings")
-  add("--seed", type=int, default=0)
-  add("--no-peers", action="store_true", help="this package alone")
-  add("--path", action="append", default=[], metavar="PEER=FOLDER", help="sources of a peer")
-  add("--num-sms", type=int, help="of the emulated GPU")
-  add("--out", type=Path, help="append records to this file")
-  add("--list", action="store_true", help="print the tasks, run nothing")
-  add("--renew", action="store_true", help="counts: replace the committed record")
-  add("--check", action="store_true", help="counts: compare with the committed record")
+	"""The options of ``perf run``."""
+	add = parser.add_argument
+	add("suites", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
+	add("--backend", default="", help="cuda, reference, emulated:sm_90a, emulated:sm_100a")
+	add("--filter", default="", metavar="REGEX", help="only cases whose text has a match")
+	add("--contender", default="", metavar="REGEX", help="only contenders whose name has one")
+	add("--format", default="", metavar="REGEX", help="only formats and recipes that have one")
+	add("--protocol", choices=PROTOCOLS, default="sustained", help="of a GPU's clock")
+	add("--quick", action="store_true", help="small shapes, few repeats: does everything run?")
+	add("--full", action="store_true", help="all models and routings")
+	add("--seed", type=int, default=0)
+	add("--no-peers", action="store_true", help="this package alone")
+	add("--path", action="append", default=[], metavar="PEER=FOLDER", help="sources of a peer")
+	add("--num-sms", type=int, help="of the emulated GPU")
+	add("--out", type=Path, help="append records to this file")
+	add("--list", action="store_true", help="print the tasks, run nothing")
+	add("--renew", action="store_true", help="counts: replace the committed record")
+	add("--check", action="store_true", help="counts: compare with the committed record")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-  """What the command line asks of suites.
+	"""What the command line asks of suites.
 
-  Raises:
-    ValueError: a path that is not PEER=FOLDER.
-  """
-  paths = {}
-  for item in arguments.path:
-    name, separator, folder = item.partition("=")
-    if not separator:
-      raise ValueError(f"--path must be PEER=FOLDER, got {item!r}")
-    paths[name] = Path(folder)
-  emulation = {"num_sms": arguments.num_sms} if arguments.num_sms else {}
-  return Options(
-    backend=arguments.backend,
-    protocol=arguments.protocol,
-    quick=arguments.quick,
-    full=arguments.full,
-    seed=arguments.seed,
-    peers=() if arguments.no_peers else all_peers(paths),
-    paths=paths,
-    emulation=emulation,
-  )
+	Raises:
+	  ValueError: a path that is not PEER=FOLDER.
+	"""
+	paths = {}
+	for item in arguments.path:
+		name, separator, folder = item.partition("=")
+		if not separator:
+			raise ValueError(f"--path must be PEER=FOLDER, got {item!r}")
+		paths[name] = Path(folder)
+	emulation = {"num_sms": arguments.num_sms} if arguments.num_sms else {}
+	return Options(
+		backend=arguments.backend,
+		protocol=arguments.protocol,
+		quick=arguments.quick,
+		full=arguments.full,
+		seed=arguments.seed,
+		peers=() if arguments.no_peers else all_peers(paths),
+		paths=paths,
+		emulation=emulation,
+	)
 
 
 def main(arguments: argparse.Namespace) -> int:
-  """Run what was asked for; 1 if a contender of this package was wrong or failed."""
-  options = options_of(arguments)
-  choice = Choice(arguments.filter, arguments.contender, arguments.format)
-  if arguments.list:
-    for name in arguments.suites:
-      for meter in suite(name).meters(options):
-        tasks = suite(name).tasks(meter, options)
-        print(*(t for t in tasks if t.matches(choice.case)), sep="\n")
-    return 0
-  if arguments.renew or arguments.check:
-    from perf import committed
+	"""Run what was asked for; 1 if a contender of this package was wrong or failed."""
+	options = options_of(arguments)
+	choice = Choice(arguments.filter, arguments.contender, arguments.format)
+	if arguments.list:
+		for name in arguments.suites:
+			for meter in suite(name).meters(options):
+				tasks = suite(name).tasks(meter, options)
+				print(*(t for t in tasks if t.matches(choice.case)), sep="\n")
+		return 0
+	if arguments.renew or arguments.check:
+		from perf import committed
 
-    return committed.main(arguments, options, choice)
-  writer = Writer(arguments.out) if arguments.out else None
+		return committed.main(arguments, options, choice)
+	writer = Writer(arguments.out) if arguments.out else None
 
-  def keep(records: list[Record]) -> None:
-    _print(records)
-    if writer is not None:
-      writer.add(records)
+	def keep(records: list[Record]) -> None:
+		_print(records)
+		if writer is not None:
+			writer.add(records)
 
-  status = 0
-  for name in arguments.suites:
-    report = measure_suite(name, options, choice, keep)
-    status |= print_report(report)
-  return status
+	status = 0
+	for name in arguments.suites:
+		report = measure_suite(name, options, choice, keep)
+		status |= print_report(report)
+	return status
 
 
 def print_report(report: Report) -> int:
-  """Print what was not measured and why; 1 if something of this package is wrong."""
-  with contextlib.suppress(BrokenPipeError):
-    for title, lines in (
-      ("not here", report.unsupported),
-      ("FAILED", report.failed),
-      ("WRONG, so not measured", report.wrong),
-    ):
-      for line, times in collections.Counter(lines).items():
-        times_text = f" ({times} times)" if times > 1 else ""
-        print(f"{title}: {line}{times_text}", file=sys.stderr)
-  return int(report.is_bad)
+	"""Print what was not measured and why; 1 if something of this package is wrong."""
+	with contextlib.suppress(BrokenPipeError):
+		for title, lines in (
+			("not here", report.unsupported),
+			("FAILED", report.failed),
+			("WRONG, so not measured", report.wrong),
+		):
+			for line, times in collections.Counter(lines).items():
+				times_text = f" ({times} times)" if times > 1 else ""
+				print(f"{title}: {line}{times_text}", file=sys.stderr)
+	return int(report.is_bad)

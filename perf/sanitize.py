@@ -10,8 +10,6 @@ or if memcheck misses a deliberate write past the end of a buffer. Several jobs 
 a share of the tiles, or formats.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -48,209 +46,209 @@ _FLAT: Any = torch.ops.cute_kernels
 
 @dataclasses.dataclass
 class _Choice:
-  """What of each part is run: formats that match, and every ``shares``-th tile or format."""
+	"""What of each part is run: formats that match, and every ``shares``-th tile or format."""
 
-  pattern: str = ""
-  share: int = 0
-  shares: int = 1
+	pattern: str = ""
+	share: int = 0
+	shares: int = 1
 
-  def fits(self, *texts: str) -> bool:
-    """Whether one of the formats matches."""
-    return any(re.search(self.pattern, text) for text in texts)
+	def fits(self, *texts: str) -> bool:
+		"""Whether one of the formats matches."""
+		return any(re.search(self.pattern, text) for text in texts)
 
-  @property
-  def options(self) -> list[str]:
-    """The same as options of ``perf sanitize``."""
-    return ["--format", self.pattern, "--share", str(self.share), str(self.shares)]
+	@property
+	def options(self) -> list[str]:
+		"""The same as options of ``perf sanitize``."""
+		return ["--format", self.pattern, "--share", str(self.share), str(self.shares)]
 
 
 _choice = _Choice()
 
 
 def _offs() -> torch.Tensor:
-  return torch.tensor(_ENDS, dtype=torch.int32, device=_DEVICE)
+	return torch.tensor(_ENDS, dtype=torch.int32, device=_DEVICE)
 
 
 def _sample(*shape: int) -> torch.Tensor:
-  return torch.randn(*shape, device=_DEVICE).bfloat16()
+	return torch.randn(*shape, device=_DEVICE).bfloat16()
 
 
 def _quantize(
-  text: str, directions: str, x: torch.Tensor, offs: torch.Tensor | None, amax: torch.Tensor | None
+	text: str, directions: str, x: torch.Tensor, offs: torch.Tensor | None, amax: torch.Tensor | None
 ) -> None:
-  fmt, asked = parse(text), Quantization(directions, amax is not None)
-  if not asked.fits(fmt):
-    return
-  amax, seed = given(fmt, amax, asked, x.device)
-  named = named_buffers(fmt, asked, ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions], None, seed))
-  for way in asked.ways:
-    codes, *rest = (named[name] for name in fmt.operand_names(way))
-    ops.grouped_dequantize(codes, rest, text, x.shape[-2], x.dtype, offs, way)
+	fmt, asked = parse(text), Quantization(directions, amax is not None)
+	if not asked.fits(fmt):
+		return
+	amax, seed = given(fmt, amax, asked, x.device)
+	named = named_buffers(fmt, asked, ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions], None, seed))
+	for way in asked.ways:
+		codes, *rest = (named[name] for name in fmt.operand_names(way))
+		ops.grouped_dequantize(codes, rest, text, x.shape[-2], x.dtype, offs, way)
 
 
 def quantize() -> None:
-  """All quantizers and what goes with them, in every format that has kernels here."""
-  offs = _offs()
-  for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
-    cols = round_up(_COLS, parse(text).k_multiple)
-    x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
-    amax = torch.ones(len(_ENDS), device=_DEVICE)
-    inputs = ((x, offs, None), (weight, None, None), (x, offs, amax))
-    try:
-      for directions, data in itertools.product(DIRECTIONS, inputs):
-        _quantize(text, directions, *data)
-    except cute_kernels.UnsupportedError as reason:
-      print(f"not here: {reason}")
-  x = _sample(_ROWS, _COLS)
-  ops.grouped_amax(x, offs)
-  ops.grouped_dbias(x, offs)
-  ops.compute_offsets(offs, 3)
+	"""All quantizers and what goes with them, in every format that has kernels here."""
+	offs = _offs()
+	for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
+		cols = round_up(_COLS, parse(text).k_multiple)
+		x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
+		amax = torch.ones(len(_ENDS), device=_DEVICE)
+		inputs = ((x, offs, None), (weight, None, None), (x, offs, amax))
+		try:
+			for directions, data in itertools.product(DIRECTIONS, inputs):
+				_quantize(text, directions, *data)
+		except cute_kernels.UnsupportedError as reason:
+			print(f"not here: {reason}")
+	x = _sample(_ROWS, _COLS)
+	ops.grouped_amax(x, offs)
+	ops.grouped_dbias(x, offs)
+	ops.compute_offsets(offs, 3)
 
 
 def _in_all_tiles(*calls: Any) -> None:
-  if _choice.share == 0:
-    for call in calls:
-      call()
-  tiles = SM90_TILES[_choice.share :: _choice.shares]
-  for tile, call in itertools.product(tiles, calls):
-    with force_tile(tile):
-      try:
-        call()
-      except cute_kernels.UnsupportedError:
-        continue
+	if _choice.share == 0:
+		for call in calls:
+			call()
+	tiles = SM90_TILES[_choice.share :: _choice.shares]
+	for tile, call in itertools.product(tiles, calls):
+		with force_tile(tile):
+			try:
+				call()
+			except cute_kernels.UnsupportedError:
+				continue
 
 
 def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None]) -> None:
-  """Run with the formats of the operands, and a width and a K that they take."""
-  pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
-  for a, b in pairs:
-    if a is None or b is None or not _choice.fits(a.text, b.text):
-      continue
-    second = a if product == "wgrad" else b
-    multiple = math.lcm(a.k_multiple, second.k_multiple)
-    try:
-      run(a, second, round_up(_WIDTH, multiple), round_up(_COLS, multiple))
-    except cute_kernels.UnsupportedError as reason:
-      print(f"not here: {reason}")
+	"""Run with the formats of the operands, and a width and a K that they take."""
+	pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
+	for a, b in pairs:
+		if a is None or b is None or not _choice.fits(a.text, b.text):
+			continue
+		second = a if product == "wgrad" else b
+		multiple = math.lcm(a.k_multiple, second.k_multiple)
+		try:
+			run(a, second, round_up(_WIDTH, multiple), round_up(_COLS, multiple))
+		except cute_kernels.UnsupportedError as reason:
+			print(f"not here: {reason}")
 
 
 def _operand(
-  fmt: Format, x: torch.Tensor, offs: torch.Tensor | None, columnwise: bool = False
+	fmt: Format, x: torch.Tensor, offs: torch.Tensor | None, columnwise: bool = False
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-  """One copy of ``x``: its codes, and its scales as products read them."""
-  buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
-  named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
-  codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
-  return codes, scales
+	"""One copy of ``x``: its codes, and its scales as products read them."""
+	buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
+	named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+	codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
+	return codes, scales
 
 
 def m_grouped() -> None:
-  """Rows of groups times weights, in each format and tile."""
-  x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
-  bias, turned = _sample(len(_ENDS), _WIDTH), weight.transpose(1, 2).contiguous()
-  if _choice.fits(_PLAIN):
-    _in_all_tiles(
-      lambda: ops.m_grouped_gemm(x, weight, offs, bias), lambda: ops.m_grouped_gemm(x, turned, offs, None, None, True)
-    )
-  _in_all_formats("fprop", _m_grouped)
+	"""Rows of groups times weights, in each format and tile."""
+	x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
+	bias, turned = _sample(len(_ENDS), _WIDTH), weight.transpose(1, 2).contiguous()
+	if _choice.fits(_PLAIN):
+		_in_all_tiles(
+			lambda: ops.m_grouped_gemm(x, weight, offs, bias), lambda: ops.m_grouped_gemm(x, turned, offs, None, None, True)
+		)
+	_in_all_formats("fprop", _m_grouped)
 
 
 def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
-  groups, offs = len(_ENDS), _offs()
-  a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
-  b, b_scales = _operand(b_fmt, _sample(groups, width, cols), None)
-  b_t, t_scales = _operand(b_fmt, _sample(groups, cols, width), None, True)
-  bias, alpha = _sample(groups, width), torch.ones(groups, device=_DEVICE)
-  out = torch.zeros(_ROWS, width, device=_DEVICE)
-  texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
-  plain = (offs, None, None, False, out.dtype, a_scales, b_scales, *texts)
-  _in_all_tiles(
-    lambda: ops.m_grouped_gemm(a, b, offs, bias, alpha, False, bf16, *plain[5:]),
-    lambda: _FLAT.m_grouped_gemm_out(a, b, *plain, out=out, accumulate=True),
-    lambda: ops.m_grouped_gemm(a, b_t, offs, None, None, True, bf16, a_scales, t_scales, *texts),
-  )
+	groups, offs = len(_ENDS), _offs()
+	a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
+	b, b_scales = _operand(b_fmt, _sample(groups, width, cols), None)
+	b_t, t_scales = _operand(b_fmt, _sample(groups, cols, width), None, True)
+	bias, alpha = _sample(groups, width), torch.ones(groups, device=_DEVICE)
+	out = torch.zeros(_ROWS, width, device=_DEVICE)
+	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
+	plain = (offs, None, None, False, out.dtype, a_scales, b_scales, *texts)
+	_in_all_tiles(
+		lambda: ops.m_grouped_gemm(a, b, offs, bias, alpha, False, bf16, *plain[5:]),
+		lambda: _FLAT.m_grouped_gemm_out(a, b, *plain, out=out, accumulate=True),
+		lambda: ops.m_grouped_gemm(a, b_t, offs, None, None, True, bf16, a_scales, t_scales, *texts),
+	)
 
 
 def k_grouped() -> None:
-  """Two ragged operands over their common rows, in each format and tile."""
-  x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
-  if _choice.fits(_PLAIN):
-    _in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
-  _in_all_formats("wgrad", _k_grouped)
+	"""Two ragged operands over their common rows, in each format and tile."""
+	x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
+	if _choice.fits(_PLAIN):
+		_in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
+	_in_all_formats("wgrad", _k_grouped)
 
 
 def _k_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
-  offs = _offs()
-  a, a_scales = _operand(a_fmt, _sample(_ROWS, width), offs, True)
-  b, b_scales = _operand(b_fmt, _sample(_ROWS, cols), offs, True)
-  out = torch.zeros(len(_ENDS), width, cols, device=_DEVICE)
-  quantized = (a_scales, b_scales, a_fmt.text, b_fmt.text)
-  _in_all_tiles(
-    lambda: ops.k_grouped_gemm(a, b, offs, None, torch.bfloat16, *quantized),
-    lambda: _FLAT.k_grouped_gemm_out(a, b, offs, None, out.dtype, *quantized, out=out, accumulate=True),
-  )
+	offs = _offs()
+	a, a_scales = _operand(a_fmt, _sample(_ROWS, width), offs, True)
+	b, b_scales = _operand(b_fmt, _sample(_ROWS, cols), offs, True)
+	out = torch.zeros(len(_ENDS), width, cols, device=_DEVICE)
+	quantized = (a_scales, b_scales, a_fmt.text, b_fmt.text)
+	_in_all_tiles(
+		lambda: ops.k_grouped_gemm(a, b, offs, None, torch.bfloat16, *quantized),
+		lambda: _FLAT.k_grouped_gemm_out(a, b, offs, None, out.dtype, *quantized, out=out, accumulate=True),
+	)
 
 
 def canary() -> None:
-  """Write past the end of an output whose memory was taken away."""
-  text = NVFP4().text
-  codes, *scales = ops.grouped_quantize(_sample(_ROWS, _COLS), text, _offs())
-  out = torch.empty(_ROWS, _COLS, device=_DEVICE, dtype=torch.bfloat16)
-  out.untyped_storage().resize_(256)
-  _FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
+	"""Write past the end of an output whose memory was taken away."""
+	text = NVFP4().text
+	codes, *scales = ops.grouped_quantize(_sample(_ROWS, _COLS), text, _offs())
+	out = torch.empty(_ROWS, _COLS, device=_DEVICE, dtype=torch.bfloat16)
+	out.untyped_storage().resize_(256)
+	_FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
 
 
 PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}
 
 
 def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
-  """Exit status and output of this program on one part under a tool."""
-  # Kernels of this package have "Config" in their names.
-  command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
-  # That of a symbol which an older driver lacks is no error of ours.
-  command += ["--report-api-errors", "no"]
-  command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
-  command += ["perf", "sanitize", *_choice.options, "--tool", "--part", part]
-  environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-  return done.returncode, (done.stdout + done.stderr).splitlines()
+	"""Exit status and output of this program on one part under a tool."""
+	# Kernels of this package have "Config" in their names.
+	command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
+	# That of a symbol which an older driver lacks is no error of ours.
+	command += ["--report-api-errors", "no"]
+	command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
+	command += ["perf", "sanitize", *_choice.options, "--tool", "--part", part]
+	environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+	done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+	return done.returncode, (done.stdout + done.stderr).splitlines()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-  """The options of ``perf sanitize``."""
-  parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
-  parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
-  parser.add_argument("--format", default="", help="formats that match this regular expression")
-  parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-  parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
+	"""The options of ``perf sanitize``."""
+	parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
+	parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
+	parser.add_argument("--format", default="", help="formats that match this regular expression")
+	parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+	parser.add_argument("--share", nargs=2, type=int, default=(0, 1), help=argparse.SUPPRESS)
 
 
 def _in_jobs(arguments: argparse.Namespace) -> int:
-  """Each share of the tiles and formats in a process of its own."""
-  command = [sys.executable, "-m", "perf", "sanitize", "--format", arguments.format]
-  command += ["--tool", *arguments.tool, "--part", *arguments.part]
-  count = arguments.jobs
-  jobs = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
-  return max([job.wait() for job in jobs])
+	"""Each share of the tiles and formats in a process of its own."""
+	command = [sys.executable, "-m", "perf", "sanitize", "--format", arguments.format]
+	command += ["--tool", *arguments.tool, "--part", *arguments.part]
+	count = arguments.jobs
+	jobs = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
+	return max([job.wait() for job in jobs])
 
 
 def main(arguments: argparse.Namespace) -> int:
-  """Run what was asked for; 1 if a tool reports something."""
-  if arguments.jobs > 1:
-    return _in_jobs(arguments)
-  _choice.pattern, (_choice.share, _choice.shares) = arguments.format, arguments.share
-  torch.manual_seed(0)
-  for part in arguments.part:
-    PARTS.get(part, canary)()
-  torch.cuda.synchronize()
-  failed = False
-  for tool, part in itertools.product(arguments.tool, arguments.part):
-    status, lines = _run_under(tool, part)
-    print(f"{tool} {part}: exit status {status}; {lines[-1] if lines else ''}", flush=True)
-    if status:
-      failed = True
-      print("\n".join(lines[:60]))
-  if "memcheck" in arguments.tool and _choice.share == 0 and _run_under("memcheck", "canary")[0] != _REPORTED:
-    failed = True
-    print("memcheck misses a write past the end of a buffer: it sees no kernel of this package")
-  return int(failed)
+	"""Run what was asked for; 1 if a tool reports something."""
+	if arguments.jobs > 1:
+		return _in_jobs(arguments)
+	_choice.pattern, (_choice.share, _choice.shares) = arguments.format, arguments.share
+	torch.manual_seed(0)
+	for part in arguments.part:
+		PARTS.get(part, canary)()
+	torch.cuda.synchronize()
+	failed = False
+	for tool, part in itertools.product(arguments.tool, arguments.part):
+		status, lines = _run_under(tool, part)
+		print(f"{tool} {part}: exit status {status}; {lines[-1] if lines else ''}", flush=True)
+		if status:
+			failed = True
+			print("\n".join(lines[:60]))
+	if "memcheck" in arguments.tool and _choice.share == 0 and _run_under("memcheck", "canary")[0] != _REPORTED:
+		failed = True
+		print("memcheck misses a write past the end of a buffer: it sees no kernel of this package")
+	return int(failed)

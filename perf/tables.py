@@ -11,84 +11,84 @@ import grouped
 from .suites.counts import ROUTINGS
 
 if TYPE_CHECKING:
-  from .records import Record
+	from .records import Record
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-  """Which record a cell shows, and how.
+	"""Which record a cell shows, and how.
 
-  Attributes:
-    where: fields of the record and entries of its case, by name.
-    show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
-    scale: what the value is multiplied by.
-    digits: after the decimal point.
-    unit: written after the number.
-  """
+	Attributes:
+	  where: fields of the record and entries of its case, by name.
+	  show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
+	  scale: what the value is multiplied by.
+	  digits: after the decimal point.
+	  unit: written after the number.
+	"""
 
-  where: Mapping[str, Any]
-  show: str = "value"
-  scale: float = 1.0
-  digits: int = 0
-  unit: str = ""
+	where: Mapping[str, Any]
+	show: str = "value"
+	scale: float = 1.0
+	digits: int = 0
+	unit: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """A row of a table.
+	"""A row of a table.
 
-  Attributes:
-    titles: its first cells.
-    where: what the records of all its cells have in common.
-  """
+	Attributes:
+	  titles: its first cells.
+	  where: what the records of all its cells have in common.
+	"""
 
-  titles: tuple[str, ...]
-  where: Mapping[str, Any]
+	titles: tuple[str, ...]
+	where: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-  """A column of numbers.
+	"""A column of numbers.
 
-  Attributes:
-    title: its head.
-    cell: what is shown, beside what the row and the table ask for.
-    plus: what is added to it, if there is something.
-    over: what it is divided by.
-  """
+	Attributes:
+	  title: its head.
+	  cell: what is shown, beside what the row and the table ask for.
+	  plus: what is added to it, if there is something.
+	  over: what it is divided by.
+	"""
 
-  title: str
-  cell: Cell
-  plus: Cell | None = None
-  over: Cell | None = None
+	title: str
+	cell: Cell
+	plus: Cell | None = None
+	over: Cell | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """A table of the README between the markers of its name.
+	"""A table of the README between the markers of its name.
 
-  Attributes:
-    name: in the markers.
-    heads: titles of the first columns, that name the rows.
-    rows: from above.
-    columns: of numbers.
-    where: what all its records have in common; a ``kind`` is one of them.
-    summary: the first sentence below it, before what the records say of themselves.
-  """
+	Attributes:
+	  name: in the markers.
+	  heads: titles of the first columns, that name the rows.
+	  rows: from above.
+	  columns: of numbers.
+	  where: what all its records have in common; a ``kind`` is one of them.
+	  summary: the first sentence below it, before what the records say of themselves.
+	"""
 
-  name: str
-  heads: tuple[str, ...]
-  rows: tuple[Row, ...]
-  columns: tuple[Column, ...]
-  where: Mapping[str, Any]
-  summary: str = ""
+	name: str
+	heads: tuple[str, ...]
+	rows: tuple[Row, ...]
+	columns: tuple[Column, ...]
+	where: Mapping[str, Any]
+	summary: str = ""
 
 
 _H200 = {"kind": "gpu", "gpu": "NVIDIA H200"}
 
 
 def _time(**where: Any) -> Cell:
-  return Cell({"what": "time", **where})
+	return Cell({"what": "time", **where})
 
 
 RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
@@ -97,40 +97,40 @@ RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
 
 _FULL_NVFP4 = "NVFP4(hadamard=True, stochastic_rounding=True)"
 _DEMO = Table(
-  "demo",
-  ("recipe",),
-  tuple(Row((name,), {"format": name}) for name in (*RECIPES, _FULL_NVFP4)),
-  (
-    Column("held-out loss at the start", Cell({"what": "start loss"}, digits=3)),
-    Column("at the end, nats a byte", Cell({"what": "end loss"}, digits=3)),
-    Column("above BF16", Cell({"what": "end loss above BF16"}, digits=2, unit=" %")),
-    *(
-      Column(f"SNR of {role}", Cell({"what": f"SNR of {role}"}, digits=1, unit=" dB"))
-      for role in ("weights", "activations", "gradients")
-    ),
-    Column("ms a step", Cell({"what": "time of a step"})),
-  ),
-  {"suite": "demo", "kind": "cpu", "contender": "ours"},
+	"demo",
+	("recipe",),
+	tuple(Row((name,), {"format": name}) for name in (*RECIPES, _FULL_NVFP4)),
+	(
+		Column("held-out loss at the start", Cell({"what": "start loss"}, digits=3)),
+		Column("at the end, nats a byte", Cell({"what": "end loss"}, digits=3)),
+		Column("above BF16", Cell({"what": "end loss above BF16"}, digits=2, unit=" %")),
+		*(
+			Column(f"SNR of {role}", Cell({"what": f"SNR of {role}"}, digits=1, unit=" dB"))
+			for role in ("weights", "activations", "gradients")
+		),
+		Column("ms a step", Cell({"what": "time of a step"})),
+	),
+	{"suite": "demo", "kind": "cpu", "contender": "ours"},
 )
 
 _GIB = 2.0**-30
 
 
 def _memory(title: str, what: str) -> Column:
-  return Column(title, Cell({"what": what}, scale=_GIB, digits=2))
+	return Column(title, Cell({"what": what}, scale=_GIB, digits=2))
 
 
 _MEMORY = Table(
-  "memory",
-  ("recipe",),
-  tuple(Row((name,), {"format": name}) for name in RECIPES),
-  (
-    _memory("kept of activations", "saved of activations"),
-    _memory("of weights", "saved of weights"),
-    _memory("peak", "peak"),
-  ),
-  {"suite": "memory", "kind": "cpu", "contender": "ours", "model": "DeepSeek-V3"},
-  "GiB.",
+	"memory",
+	("recipe",),
+	tuple(Row((name,), {"format": name}) for name in RECIPES),
+	(
+		_memory("kept of activations", "saved of activations"),
+		_memory("of weights", "saved of weights"),
+		_memory("peak", "peak"),
+	),
+	{"suite": "memory", "kind": "cpu", "contender": "ours", "model": "DeepSeek-V3"},
+	"GiB.",
 )
 
 # Counts on the emulator.
@@ -141,189 +141,189 @@ _ELEMENTS = _ROWS * _COLS
 
 
 def _quantizer(title: str, text: str, directions: str, amax: str, **more: Any) -> Row:
-  where = {"op": "quantize", "format": text, "directions": directions, "amax": amax}
-  return Row((title,), {**where, "contender": "ours", **more})
+	where = {"op": "quantize", "format": text, "directions": directions, "amax": amax}
+	return Row((title,), {**where, "contender": "ours", **more})
 
 
 _QUANTIZERS = (
-  _quantizer("rowwise, amax given", "nvfp4", "row", "given"),
-  _quantizer("row-scaled, one read", "nvfp4:row_scaled", "row", "computed"),
-  _quantizer("columnwise, amax given", "nvfp4", "column", "given"),
-  _quantizer("row + column, amax given", "nvfp4", "row+column", "given"),
-  _quantizer("16x16 row + column, amax given", "nvfp4:block=16x16", "row+column", "given"),
-  _quantizer("row-scaled + column, two reads", "nvfp4:row_scaled", "row+column", "computed"),
+	_quantizer("rowwise, amax given", "nvfp4", "row", "given"),
+	_quantizer("row-scaled, one read", "nvfp4:row_scaled", "row", "computed"),
+	_quantizer("columnwise, amax given", "nvfp4", "column", "given"),
+	_quantizer("row + column, amax given", "nvfp4", "row+column", "given"),
+	_quantizer("16x16 row + column, amax given", "nvfp4:block=16x16", "row+column", "given"),
+	_quantizer("row-scaled + column, two reads", "nvfp4:row_scaled", "row+column", "computed"),
 )
 
 
 def _each(what: str, digits: int = 2) -> Cell:
-  """A count an element."""
-  return Cell({"what": what}, scale=1 / _ELEMENTS, digits=digits)
+	"""A count an element."""
+	return Cell({"what": what}, scale=1 / _ELEMENTS, digits=digits)
 
 
 _COUNT_QUANTIZE = Table(
-  "counts-quantize",
-  ("kernel",),
-  _QUANTIZERS,
-  (
-    Column("thread instructions", _each("thread instructions", 1)),
-    Column("bytes read", _each("bytes read"), plus=_each("bytes read by TMA")),
-    Column("bytes written", _each("bytes written"), plus=_each("bytes written by TMA")),
-    Column(
-      "store sectors used",
-      Cell({"what": "bytes written"}, scale=1 / 32, digits=2),
-      over=Cell({"what": "sectors written"}),
-    ),
-    Column(
-      "shared wavefronts a request",
-      Cell({"what": "shared wavefronts"}, digits=2),
-      over=Cell({"what": "shared accesses"}),
-    ),
-  ),
-  {**_BLACKWELL, "rows": _ROWS, "cols": _COLS},
+	"counts-quantize",
+	("kernel",),
+	_QUANTIZERS,
+	(
+		Column("thread instructions", _each("thread instructions", 1)),
+		Column("bytes read", _each("bytes read"), plus=_each("bytes read by TMA")),
+		Column("bytes written", _each("bytes written"), plus=_each("bytes written by TMA")),
+		Column(
+			"store sectors used",
+			Cell({"what": "bytes written"}, scale=1 / 32, digits=2),
+			over=Cell({"what": "sectors written"}),
+		),
+		Column(
+			"shared wavefronts a request",
+			Cell({"what": "shared wavefronts"}, digits=2),
+			over=Cell({"what": "shared accesses"}),
+		),
+	),
+	{**_BLACKWELL, "rows": _ROWS, "cols": _COLS},
 )
 
 
 def _tile_rows() -> tuple[Row, ...]:
-  rows = []
-  for name, sizes in ROUTINGS.items():
-    where = {"routing": sizes, "product": "fprop"}
-    title = "256 each" if name == "balanced" else sizes
-    tiles = {"balanced": ("256x256", "256x128", "128x128"), "ragged": ("256x256", "128x128")}
-    for tile in tiles.get(name, ("256x256",)):
-      chosen = "ours" if tile == "256x256" else f"ours, tile {tile}"
-      ours = {"contender": chosen, "format": "nvfp4:row_scaled x nvfp4"}
-      rows.append(Row((title, "ours", tile), {**where, **ours}))
-      theirs = {"contender": f"CUTLASS example, tile {tile}"}
-      rows.append(Row(("", "example", tile), {**where, **theirs}))
-      title = ""
-  return tuple(rows)
+	rows = []
+	for name, sizes in ROUTINGS.items():
+		where = {"routing": sizes, "product": "fprop"}
+		title = "256 each" if name == "balanced" else sizes
+		tiles = {"balanced": ("256x256", "256x128", "128x128"), "ragged": ("256x256", "128x128")}
+		for tile in tiles.get(name, ("256x256",)):
+			chosen = "ours" if tile == "256x256" else f"ours, tile {tile}"
+			ours = {"contender": chosen, "format": "nvfp4:row_scaled x nvfp4"}
+			rows.append(Row((title, "ours", tile), {**where, **ours}))
+			theirs = {"contender": f"CUTLASS example, tile {tile}"}
+			rows.append(Row(("", "example", tile), {**where, **theirs}))
+			title = ""
+	return tuple(rows)
 
 
 _COUNT_GEMM = Table(
-  "counts-gemm",
-  ("rows of the experts", "kernel", "tile"),
-  _tile_rows(),
-  (
-    Column(
-      "MMA work / useful",
-      Cell({"what": "MMA operations"}, digits=2),
-      over=Cell({"what": "MMA operations"}, show="flops"),
-    ),
-    Column("TMA load MB", Cell({"what": "bytes read by TMA"}, scale=1e-6, digits=1)),
-    Column(
-      "store MB",
-      Cell({"what": "bytes written by TMA"}, scale=1e-6, digits=1),
-      plus=Cell({"what": "bytes written"}, scale=1e-6),
-    ),
-    Column("thousand warp instructions", Cell({"what": "warp instructions"}, scale=1e-3)),
-    Column("thousand shared wavefronts", Cell({"what": "shared wavefronts"}, scale=1e-3)),
-  ),
-  {**_BLACKWELL, "n": 2048, "k": 2048},
+	"counts-gemm",
+	("rows of the experts", "kernel", "tile"),
+	_tile_rows(),
+	(
+		Column(
+			"MMA work / useful",
+			Cell({"what": "MMA operations"}, digits=2),
+			over=Cell({"what": "MMA operations"}, show="flops"),
+		),
+		Column("TMA load MB", Cell({"what": "bytes read by TMA"}, scale=1e-6, digits=1)),
+		Column(
+			"store MB",
+			Cell({"what": "bytes written by TMA"}, scale=1e-6, digits=1),
+			plus=Cell({"what": "bytes written"}, scale=1e-6),
+		),
+		Column("thousand warp instructions", Cell({"what": "warp instructions"}, scale=1e-3)),
+		Column("thousand shared wavefronts", Cell({"what": "shared wavefronts"}, scale=1e-3)),
+	),
+	{**_BLACKWELL, "n": 2048, "k": 2048},
 )
 
 # Times on an H200.
 
 _COMPILED = "torch.compile"
 _QUANTIZE = Table(
-  "quantize-h200",
-  ("kernel",),
-  (
-    *_QUANTIZERS,
-    Row(("amax of groups",), {"op": "amax", "contender": "ours"}),
-    _quantizer(f"{_COMPILED}, amax given", "nvfp4", "row", "given", contender=_COMPILED),
-    _quantizer(f"{_COMPILED}, row-scaled", "nvfp4:row_scaled", "row", "computed", contender=_COMPILED),
-  ),
-  (Column("us", _time()), Column("share of a copy's rate", Cell({"what": "time"}, show="copy"))),
-  {**_H200, "suite": "quantize", "rows": 65536, "cols": 7168, "groups": 8},
-  "Share: each input read and each output written once, over the rate of a copy kernel.",
+	"quantize-h200",
+	("kernel",),
+	(
+		*_QUANTIZERS,
+		Row(("amax of groups",), {"op": "amax", "contender": "ours"}),
+		_quantizer(f"{_COMPILED}, amax given", "nvfp4", "row", "given", contender=_COMPILED),
+		_quantizer(f"{_COMPILED}, row-scaled", "nvfp4:row_scaled", "row", "computed", contender=_COMPILED),
+	),
+	(Column("us", _time()), Column("share of a copy's rate", Cell({"what": "time"}, show="copy"))),
+	{**_H200, "suite": "quantize", "rows": 65536, "cols": 7168, "groups": 8},
+	"Share: each input read and each output written once, over the rate of a copy kernel.",
 )
 
 _ROW_SCALED = "nvfp4:row_scaled x nvfp4"
 _CONTENDERS = (
-  Column("NVFP4", _time(contender="ours", format=_ROW_SCALED)),
-  Column("NVFP4, prepacked", _time(contender="ours, prepacked", format=_ROW_SCALED)),
-  Column("W4A16", _time(contender="ours", format="bfloat16 x nvfp4")),
-  Column("FP8", _time(contender="ours", format="fp8 x fp8")),
-  Column("FP8Block", _time(contender="ours", format="fp8_block x fp8_block:block=128x128")),
-  Column("bf16", _time(contender="ours", format="bfloat16")),
-  Column("torch, bf16", _time(contender="torch", format="bfloat16")),
-  Column("torch, FP8 rowwise", _time(contender="torch", format="fp8 rowwise")),
+	Column("NVFP4", _time(contender="ours", format=_ROW_SCALED)),
+	Column("NVFP4, prepacked", _time(contender="ours, prepacked", format=_ROW_SCALED)),
+	Column("W4A16", _time(contender="ours", format="bfloat16 x nvfp4")),
+	Column("FP8", _time(contender="ours", format="fp8 x fp8")),
+	Column("FP8Block", _time(contender="ours", format="fp8_block x fp8_block:block=128x128")),
+	Column("bf16", _time(contender="ours", format="bfloat16")),
+	Column("torch, bf16", _time(contender="torch", format="bfloat16")),
+	Column("torch, FP8 rowwise", _time(contender="torch", format="fp8 rowwise")),
 )
 _UP = {**_H200, "suite": "gemm", "model": "DeepSeek-V3", "layer": "up", "product": "fprop"}
 _EXPERTS = 32
 
 
 def _tokens(count: int) -> dict[str, int]:
-  return {"experts": _EXPERTS, "rows": count * _EXPERTS}
+	return {"experts": _EXPERTS, "rows": count * _EXPERTS}
 
 
 _GEMM = Table(
-  "gemm-h200",
-  ("tokens an expert",),
-  tuple(Row((str(n),), _tokens(n)) for n in (1, 8, 16, 64, 128, 512, 4096)),
-  _CONTENDERS,
-  {**_UP, "routing": "balanced"},
-  "Microseconds.",
+	"gemm-h200",
+	("tokens an expert",),
+	tuple(Row((str(n),), _tokens(n)) for n in (1, 8, 16, 64, 128, 512, 4096)),
+	_CONTENDERS,
+	{**_UP, "routing": "balanced"},
+	"Microseconds.",
 )
 _GEMM_H100 = dataclasses.replace(
-  _GEMM,
-  name="gemm-h100",
-  rows=tuple(Row((str(n),), _tokens(n)) for n in (1, 16, 128, 512)),
-  where={**_GEMM.where, "gpu": "NVIDIA H100 80GB HBM3"},
+	_GEMM,
+	name="gemm-h100",
+	rows=tuple(Row((str(n),), _tokens(n)) for n in (1, 16, 128, 512)),
+	where={**_GEMM.where, "gpu": "NVIDIA H100 80GB HBM3"},
 )
 
 
 def _step(name: str, **where: Any) -> Column:
-  return Column(name, Cell({"what": "time", **where}, scale=1e-3, digits=2))
+	return Column(name, Cell({"what": "time", **where}, scale=1e-3, digits=2))
 
 
 _LAYER = Table(
-  "layer-h200",
-  ("layer", "tokens an expert"),
-  tuple(Row((layer, str(n)), {"layer": layer, **_tokens(n)}) for layer in ("linear", "mlp") for n in (128, 512)),
-  (
-    _step("torch, bf16", contender="torch", format="BF16"),
-    *(_step(name, contender="ours", format=name) for name in ("BF16", "NVFP4RowScaled", "FP8Block")),
-    *(
-      _step(f"{name}, weight kept", contender="ours, weight kept", format=name)
-      for name in ("NVFP4RowScaled", "FP8Block")
-    ),
-  ),
-  {**_H200, "suite": "layer", "model": "DeepSeek-V3", "pass": "forward+backward"},
-  "Milliseconds.",
+	"layer-h200",
+	("layer", "tokens an expert"),
+	tuple(Row((layer, str(n)), {"layer": layer, **_tokens(n)}) for layer in ("linear", "mlp") for n in (128, 512)),
+	(
+		_step("torch, bf16", contender="torch", format="BF16"),
+		*(_step(name, contender="ours", format=name) for name in ("BF16", "NVFP4RowScaled", "FP8Block")),
+		*(
+			_step(f"{name}, weight kept", contender="ours, weight kept", format=name)
+			for name in ("NVFP4RowScaled", "FP8Block")
+		),
+	),
+	{**_H200, "suite": "layer", "model": "DeepSeek-V3", "pass": "forward+backward"},
+	"Milliseconds.",
 )
 
 
 def _call(title: str, text: str, contender: str = "ours", **case: Any) -> Row:
-  return Row((title,), {"contender": contender, "format": text, **case})
+	return Row((title,), {"contender": contender, "format": text, **case})
 
 
 _PRODUCT = {"call": "m_grouped_gemm"}
 _HOST = Table(
-  "host-h200",
-  ("call",),
-  (
-    _call("row-scaled quantize", "nvfp4:row_scaled", call="quantize", directions="row"),
-    _call("row-scaled quantize, both copies", "nvfp4:row_scaled", call="quantize", directions="row+column"),
-    _call("NVFP4 GEMM", "nvfp4:row_scaled x nvfp4:block=16x16", **_PRODUCT),
-    _call("bf16 GEMM", "bfloat16", **_PRODUCT),
-    _call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
-  ),
-  (Column("us", Cell({"what": "host time"})),),
-  {**_H200, "suite": "host"},
+	"host-h200",
+	("call",),
+	(
+		_call("row-scaled quantize", "nvfp4:row_scaled", call="quantize", directions="row"),
+		_call("row-scaled quantize, both copies", "nvfp4:row_scaled", call="quantize", directions="row+column"),
+		_call("NVFP4 GEMM", "nvfp4:row_scaled x nvfp4:block=16x16", **_PRODUCT),
+		_call("bf16 GEMM", "bfloat16", **_PRODUCT),
+		_call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
+	),
+	(Column("us", Cell({"what": "host time"})),),
+	{**_H200, "suite": "host"},
 )
 
 #: Tables by the name in their markers.
 TABLES = {
-  table.name: table
-  for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100, _LAYER, _HOST)
+	table.name: table
+	for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100, _LAYER, _HOST)
 }
 
 
 def matches(record: Record, where: Mapping[str, Any]) -> bool:
-  """Whether a record has these fields and entries of its case."""
-  for name, wanted in where.items():
-    found = record.case[name] if name in record.case else getattr(record, name, None)
-    if found != wanted:
-      return False
-  return True
+	"""Whether a record has these fields and entries of its case."""
+	for name, wanted in where.items():
+		found = record.case[name] if name in record.case else getattr(record, name, None)
+		if found != wanted:
+			return False
+	return True

@@ -15,10 +15,10 @@ from cute_kernels import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 if TYPE_CHECKING:
-  from collections.abc import Iterable, Mapping, Sequence
+	from collections.abc import Iterable, Mapping, Sequence
 
-  #: A plain operand, or the buffers of one direction of a quantized one, codes first.
-  Operand: TypeAlias = "Tensor | Sequence[Tensor]"
+	#: A plain operand, or the buffers of one direction of a quantized one, codes first.
+	Operand: TypeAlias = "Tensor | Sequence[Tensor]"
 
 ops = torch.ops.cute_kernels
 
@@ -30,27 +30,27 @@ NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvf
 
 
 def each(
-  name: str | tuple[str, ...], cases: Mapping[Any, Any] | Sequence[Any], ids: Any = None
+	name: str | tuple[str, ...], cases: Mapping[Any, Any] | Sequence[Any], ids: Any = None
 ) -> pytest.MarkDecorator:
-  """A test of each of ``cases``; the keys of a dict are its ids."""
-  if isinstance(cases, dict):
-    cases, ids = list(cases.values()), list(cases)
-  return pytest.mark.parametrize(name, cases, ids=ids)
+	"""A test of each of ``cases``; the keys of a dict are its ids."""
+	if isinstance(cases, dict):
+		cases, ids = list(cases.values()), list(cases)
+	return pytest.mark.parametrize(name, cases, ids=ids)
 
 
 def has_compiler() -> bool:
-  """Whether there is a C++ compiler, for the emulator and for Inductor."""
-  return shutil.which(os.environ.get("CXX") or "g++") is not None
+	"""Whether there is a C++ compiler, for the emulator and for Inductor."""
+	return shutil.which(os.environ.get("CXX") or "g++") is not None
 
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
 
 E5M2 = torch.float8_e5m2
 _RECORDS = (
-  *(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
-  *(NVFP4(hadamard=True), NVFP4(four_over_six=True)),
-  *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32))),
-  *(FP8Block(), FP8Block(block=(128, 128)), FP8Block(pow2_scales=False), FP8(), FP8(E5M2)),
+	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+	*(NVFP4(hadamard=True), NVFP4(four_over_six=True)),
+	*(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32))),
+	*(FP8Block(), FP8Block(block=(128, 128)), FP8Block(pow2_scales=False), FP8(), FP8(E5M2)),
 )
 #: Formats that the reference quantizes without anything beside the tensor, by their texts.
 BUILT = {fmt.text: fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "reference")}
@@ -60,185 +60,185 @@ SENTINEL = 0xA5
 
 #: Splits of rows over groups, by the thing that each is there to catch.
 SPLITS = {
-  "one group": (37,),
-  "one row": (1,),
-  "equal": (64, 64, 64),
-  "tile edges": (127, 128, 129, 1),
-  "empty first": (0, 19, 40),
-  "empty middle": (33, 0, 0, 50),
-  "empty last": (130, 7, 0),
-  "all empty": (0, 0, 0),
-  "single rows": (1, 1, 1, 1, 1),
+	"one group": (37,),
+	"one row": (1,),
+	"equal": (64, 64, 64),
+	"tile edges": (127, 128, 129, 1),
+	"empty first": (0, 19, 40),
+	"empty middle": (33, 0, 0, 50),
+	"empty last": (130, 7, 0),
+	"all empty": (0, 0, 0),
+	"single rows": (1, 1, 1, 1, 1),
 }
 
 
 def end_rows(splits: Sequence[int]) -> list[int]:
-  """End row of each group."""
-  return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
+	"""End row of each group."""
+	return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
 def ends(*rows: int) -> Tensor:
-  """End rows as ops take them, of any order and size."""
-  return torch.tensor(rows, dtype=torch.int32)
+	"""End rows as ops take them, of any order and size."""
+	return torch.tensor(rows, dtype=torch.int32)
 
 
 def offsets(splits: Sequence[int]) -> Tensor:
-  """End row of each group of ``splits`` rows, as ops take them."""
-  return ends(*end_rows(splits))
+	"""End row of each group of ``splits`` rows, as ops take them."""
+	return ends(*end_rows(splits))
 
 
 def many_groups() -> Tensor:
-  """End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
-  sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
-  sizes[700:1400] = 0
-  sizes[1450] = 130
-  return sizes.cumsum(0).int()
+	"""End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
+	sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
+	sizes[700:1400] = 0
+	sizes[1450] = 130
+	return sizes.cumsum(0).int()
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-  """Normal values whose magnitude differs from block to block and from row to row."""
-  x = torch.randn(shape)
-  block = torch.randint(-6, 7, (*shape[:-1], -(-shape[-1] // 16))).repeat_interleave(16, dim=-1)
-  return (x * block[..., : shape[-1]].float().exp2()).to(dtype)
+	"""Normal values whose magnitude differs from block to block and from row to row."""
+	x = torch.randn(shape)
+	block = torch.randint(-6, 7, (*shape[:-1], -(-shape[-1] // 16))).repeat_interleave(16, dim=-1)
+	return (x * block[..., : shape[-1]].float().exp2()).to(dtype)
 
 
 def weird_values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-  """Rows of zeros, signed zeros, denormals, extremes, Inf and NaN between ordinary ones."""
-  x = sample(rows, cols, dtype=dtype)
-  info = torch.finfo(dtype)
-  tiny = info.tiny * info.eps  # the smallest denormal
-  specials = (0.0, -0.0, tiny, -3 * tiny, info.tiny, info.max, -info.max, torch.inf, torch.nan)
-  for i, value in enumerate(specials):
-    if i < rows:
-      x[i, i % cols :: 3] = value
-    if len(specials) + i < rows:
-      x[len(specials) + i] = value
-  return x
+	"""Rows of zeros, signed zeros, denormals, extremes, Inf and NaN between ordinary ones."""
+	x = sample(rows, cols, dtype=dtype)
+	info = torch.finfo(dtype)
+	tiny = info.tiny * info.eps  # the smallest denormal
+	specials = (0.0, -0.0, tiny, -3 * tiny, info.tiny, info.max, -info.max, torch.inf, torch.nan)
+	for i, value in enumerate(specials):
+		if i < rows:
+			x[i, i % cols :: 3] = value
+		if len(specials) + i < rows:
+			x[len(specials) + i] = value
+	return x
 
 
 def saved(x: Any, weights_only: bool = True) -> Any:
-  """What comes back from a file."""
-  file = io.BytesIO()
-  torch.save(x, file)
-  file.seek(0)
-  return torch.load(file, weights_only=weights_only)
+	"""What comes back from a file."""
+	file = io.BytesIO()
+	torch.save(x, file)
+	file.seek(0)
+	return torch.load(file, weights_only=weights_only)
 
 
 class Graphs(list[Any]):
-  """The backend aot_eager, which keeps the graphs that it is given."""
+	"""The backend aot_eager, which keeps the graphs that it is given."""
 
-  def __call__(self, graph: Any, inputs: Any) -> Any:
-    self.append(graph)
-    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+	def __call__(self, graph: Any, inputs: Any) -> Any:
+		self.append(graph)
+		return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
 def poisoned(like: Tensor) -> Tensor:
-  """A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
-  storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
-  return storage.view(like.dtype).as_strided(like.shape, like.stride())
+	"""A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
+	storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
+	return storage.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 def quantized(x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: bool = False) -> list[Tensor]:
-  """What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
-  fmt = parse(text)
-  buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
-  named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
-  return [named[name] for name in fmt.operand_names(columnwise)]
+	"""What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
+	fmt = parse(text)
+	buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
+	named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+	return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def dequantize_arguments(
-  copy: Sequence[Tensor], text: str, rows: int, dtype: torch.dtype, offs: Tensor | None = None, columnwise: bool = False
+	copy: Sequence[Tensor], text: str, rows: int, dtype: torch.dtype, offs: Tensor | None = None, columnwise: bool = False
 ) -> tuple[Any, ...]:
-  """Arguments of ``grouped_dequantize`` of one direction's buffers, codes first."""
-  return (copy[0], list(copy[1:]), text, rows, dtype, offs, columnwise)
+	"""Arguments of ``grouped_dequantize`` of one direction's buffers, codes first."""
+	return (copy[0], list(copy[1:]), text, rows, dtype, offs, columnwise)
 
 
 def m_grouped_arguments(
-  a: Operand,
-  b: Operand,
-  offs: Tensor,
-  bias: Tensor | None = None,
-  alpha: Tensor | None = None,
-  transpose_b: bool = False,
-  out_dtype: torch.dtype | None = None,
-  *,
-  a_format: str = "nvfp4",
-  b_format: str = "nvfp4",
-  prepacked: bool = False,
+	a: Operand,
+	b: Operand,
+	offs: Tensor,
+	bias: Tensor | None = None,
+	alpha: Tensor | None = None,
+	transpose_b: bool = False,
+	out_dtype: torch.dtype | None = None,
+	*,
+	a_format: str = "nvfp4",
+	b_format: str = "nvfp4",
+	prepacked: bool = False,
 ) -> tuple[Any, ...]:
-  """Arguments of ``m_grouped_gemm``; the formats are those of operands that are copies."""
-  left, a_scales, a_text = _operand(a, a_format)
-  right, b_scales, b_text = _operand(b, b_format)
-  quantized = (a_scales, b_scales, a_text, b_text, prepacked)
-  return (left, right, offs, bias, alpha, transpose_b, out_dtype, *quantized)
+	"""Arguments of ``m_grouped_gemm``; the formats are those of operands that are copies."""
+	left, a_scales, a_text = _operand(a, a_format)
+	right, b_scales, b_text = _operand(b, b_format)
+	quantized = (a_scales, b_scales, a_text, b_text, prepacked)
+	return (left, right, offs, bias, alpha, transpose_b, out_dtype, *quantized)
 
 
 def k_grouped_arguments(
-  a: Operand,
-  b: Operand,
-  offs: Tensor,
-  alpha: Tensor | None = None,
-  out_dtype: torch.dtype | None = None,
-  *,
-  a_format: str = "nvfp4",
-  b_format: str = "nvfp4",
+	a: Operand,
+	b: Operand,
+	offs: Tensor,
+	alpha: Tensor | None = None,
+	out_dtype: torch.dtype | None = None,
+	*,
+	a_format: str = "nvfp4",
+	b_format: str = "nvfp4",
 ) -> tuple[Any, ...]:
-  """Arguments of ``k_grouped_gemm``, likewise."""
-  left, a_scales, a_text = _operand(a, a_format)
-  right, b_scales, b_text = _operand(b, b_format)
-  return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)
+	"""Arguments of ``k_grouped_gemm``, likewise."""
+	left, a_scales, a_text = _operand(a, a_format)
+	right, b_scales, b_text = _operand(b, b_format)
+	return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)
 
 
 def _operand(x: Operand, text: str) -> tuple[Tensor, list[Tensor] | None, str | None]:
-  if isinstance(x, Tensor):
-    return x, None, None
-  return x[0], list(x[1:]), text
+	if isinstance(x, Tensor):
+		return x, None, None
+	return x[0], list(x[1:]), text
 
 
 def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
-  """Distance from |x| to the next larger number of ``dtype``, fp64."""
-  info = torch.finfo(dtype)
-  magnitude = x.abs().double().clamp_min(info.tiny)
-  return magnitude.log2().floor().exp2() * info.eps
+	"""Distance from |x| to the next larger number of ``dtype``, fp64."""
+	info = torch.finfo(dtype)
+	magnitude = x.abs().double().clamp_min(info.tiny)
+	return magnitude.log2().floor().exp2() * info.eps
 
 
 def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output", *, any_nan: bool = False) -> None:
-  """Bitwise equality; the message gives the first difference.
+	"""Bitwise equality; the message gives the first difference.
 
-  With ``any_nan`` one NaN is as good as another.
-  """
-  assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
-  assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
-  if got.numel() == 0:
-    return
-  a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
-  b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
-  differs = (a != b).any(1)
-  if any_nan:
-    differs &= ~(got.isnan() & want.isnan()).flatten()
-  wrong = differs.nonzero()
-  if len(wrong):
-    at = int(wrong[0])
-    where = torch.unravel_index(torch.tensor(at), got.shape)
-    raise AssertionError(
-      f"{what}: {len(wrong)} of {len(a)} elements differ, first at "
-      f"{tuple(int(i) for i in where)}: got {got.flatten()[at].item()!r} "
-      f"(bytes {a[at].tolist()}), want {want.flatten()[at].item()!r} "
-      f"(bytes {b[at].tolist()})"
-    )
+	With ``any_nan`` one NaN is as good as another.
+	"""
+	assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+	assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
+	if got.numel() == 0:
+		return
+	a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
+	b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
+	differs = (a != b).any(1)
+	if any_nan:
+		differs &= ~(got.isnan() & want.isnan()).flatten()
+	wrong = differs.nonzero()
+	if len(wrong):
+		at = int(wrong[0])
+		where = torch.unravel_index(torch.tensor(at), got.shape)
+		raise AssertionError(
+			f"{what}: {len(wrong)} of {len(a)} elements differ, first at "
+			f"{tuple(int(i) for i in where)}: got {got.flatten()[at].item()!r} "
+			f"(bytes {a[at].tolist()}), want {want.flatten()[at].item()!r} "
+			f"(bytes {b[at].tolist()})"
+		)
 
 
 def assert_all_same(got: Iterable[Tensor], want: Iterable[Tensor], *, any_nan: bool = False) -> None:
-  """Bitwise equality, one by one."""
-  for i, (a, b) in enumerate(zip(got, want, strict=True)):
-    assert_same_bytes(a, b, f"result {i}", any_nan=any_nan)
+	"""Bitwise equality, one by one."""
+	for i, (a, b) in enumerate(zip(got, want, strict=True)):
+		assert_same_bytes(a, b, f"result {i}", any_nan=any_nan)
 
 
 def assert_same_buffers(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> None:
-  """Bitwise equality of buffers by name; of one that is None in ``want`` nothing is asked."""
-  assert got.keys() == want.keys()
-  for name, buffer in want.items():
-    if buffer is not None:
-      found = got[name]
-      assert found is not None, name
-      assert_same_bytes(found, buffer, name)
+	"""Bitwise equality of buffers by name; of one that is None in ``want`` nothing is asked."""
+	assert got.keys() == want.keys()
+	for name, buffer in want.items():
+		if buffer is not None:
+			found = got[name]
+			assert found is not None, name
+			assert_same_bytes(found, buffer, name)

@@ -13,8 +13,6 @@ an instruction.
   what ``rcp.rn`` does behind a branch. Branches keep numbers from being worked on side by side.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,295 +30,295 @@ _STEEP, _FLAT = -89.0, 80.0
 
 
 def _bits(value: float) -> int:
-  return struct.unpack("<I", struct.pack("<f", value))[0]
+	return struct.unpack("<I", struct.pack("<f", value))[0]
 
 
 class _Number:
-  """One number, or a pair: as a register, as those of its parts, or both."""
+	"""One number, or a pair: as a register, as those of its parts, or both."""
 
-  def __init__(self, packed: str | None = None, parts: Sequence[str] | None = None):
-    self.packed = packed
-    self.parts = parts
+	def __init__(self, packed: str | None = None, parts: Sequence[str] | None = None):
+		self.packed = packed
+		self.parts = parts
 
 
 _Operand = _Number | float
 
 
 class _Text:
-  """PTX under construction, of one number or of two at once.
+	"""PTX under construction, of one number or of two at once.
 
-  Args:
-    width: 1 or 2.
-    num_operands: how many registers come in before the constants.
-    num_results: how many come out, before all others.
-  """
+	Args:
+	  width: 1 or 2.
+	  num_operands: how many registers come in before the constants.
+	  num_results: how many come out, before all others.
+	"""
 
-  def __init__(self, width: int, num_operands: int, num_results: int):
-    self.width = width
-    self.lines: list[str] = []
-    self.constants: dict[int, str] = {}
-    self._next_operand = num_operands + num_results
-    self._count = 0
+	def __init__(self, width: int, num_operands: int, num_results: int):
+		self.width = width
+		self.lines: list[str] = []
+		self.constants: dict[int, str] = {}
+		self._next_operand = num_operands + num_results
+		self._count = 0
 
-  def register(self, kind: str) -> str:
-    """A new register."""
-    self._count += 1
-    self.lines.append(f".reg .{kind} r{self._count};")
-    return f"r{self._count}"
+	def register(self, kind: str) -> str:
+		"""A new register."""
+		self._count += 1
+		self.lines.append(f".reg .{kind} r{self._count};")
+		return f"r{self._count}"
 
-  def result(self, value: _Number, names: Sequence[str]) -> None:
-    """Give a number to the registers that come out."""
-    if value.packed is not None and self.width > 1:
-      self.lines.append(f"mov.b64 {{{', '.join(names)}}}, {value.packed};")
-    else:
-      pairs = zip(names, self._parts(value), strict=True)
-      self.lines += [f"mov.b32 {name}, {part};" for name, part in pairs]
+	def result(self, value: _Number, names: Sequence[str]) -> None:
+		"""Give a number to the registers that come out."""
+		if value.packed is not None and self.width > 1:
+			self.lines.append(f"mov.b64 {{{', '.join(names)}}}, {value.packed};")
+		else:
+			pairs = zip(names, self._parts(value), strict=True)
+			self.lines += [f"mov.b32 {name}, {part};" for name, part in pairs]
 
-  def _packed(self, value: _Operand) -> str:
-    """An operand of an instruction for all numbers."""
-    if isinstance(value, _Number):
-      if value.packed is None:
-        value.packed = self.register("b64")
-        self.lines.append(f"mov.b64 {value.packed}, {{{', '.join(value.parts or ())}}};")
-      return value.packed
-    if self.width == 1:
-      return f"0f{_bits(value):08X}"
-    pair = _bits(value) << 32 | _bits(value)
-    if pair not in self.constants:
-      self.constants[pair] = f"${self._next_operand + len(self.constants)}"
-    return self.constants[pair]
+	def _packed(self, value: _Operand) -> str:
+		"""An operand of an instruction for all numbers."""
+		if isinstance(value, _Number):
+			if value.packed is None:
+				value.packed = self.register("b64")
+				self.lines.append(f"mov.b64 {value.packed}, {{{', '.join(value.parts or ())}}};")
+			return value.packed
+		if self.width == 1:
+			return f"0f{_bits(value):08X}"
+		pair = _bits(value) << 32 | _bits(value)
+		if pair not in self.constants:
+			self.constants[pair] = f"${self._next_operand + len(self.constants)}"
+		return self.constants[pair]
 
-  def _parts(self, value: _Operand) -> Sequence[str]:
-    """Operands of instructions for one number each."""
-    if not isinstance(value, _Number):
-      return [f"0f{_bits(value):08X}"] * self.width
-    if value.parts is None:
-      value.parts = [self.register("b32") for _ in range(self.width)]
-      self.lines.append(f"mov.b64 {{{', '.join(value.parts)}}}, {value.packed};")
-    return value.parts
+	def _parts(self, value: _Operand) -> Sequence[str]:
+		"""Operands of instructions for one number each."""
+		if not isinstance(value, _Number):
+			return [f"0f{_bits(value):08X}"] * self.width
+		if value.parts is None:
+			value.parts = [self.register("b32") for _ in range(self.width)]
+			self.lines.append(f"mov.b64 {{{', '.join(value.parts)}}}, {value.packed};")
+		return value.parts
 
-  def all(self, name: str, *operands: _Operand) -> _Number:
-    """An instruction that takes pairs."""
-    if self.width == 1:
-      return self.each(f"{name}.f32 {{0}}, " + _listed(len(operands)), *operands)
-    given = ", ".join(map(self._packed, operands))
-    out = self.register("b64")
-    self.lines.append(f"{name}.f32x2 {out}, {given};")
-    return _Number(out)
+	def all(self, name: str, *operands: _Operand) -> _Number:
+		"""An instruction that takes pairs."""
+		if self.width == 1:
+			return self.each(f"{name}.f32 {{0}}, " + _listed(len(operands)), *operands)
+		given = ", ".join(map(self._packed, operands))
+		out = self.register("b64")
+		self.lines.append(f"{name}.f32x2 {out}, {given};")
+		return _Number(out)
 
-  def each(self, text: str, *operands: _Operand) -> _Number:
-    """Instructions for one number: ``{0}`` is the result, operands follow, ``{p}`` is free."""
-    of_each = list(zip(*map(self._parts, operands), strict=True))
-    out = [self.register("b32") for _ in of_each]
-    for result, given in zip(out, of_each, strict=True):
-      test = self.register("pred") if "{p}" in text else ""
-      self.lines.append(text.format(result, *given, p=test) + ";")
-    return _Number(out[0] if self.width == 1 else None, out)
+	def each(self, text: str, *operands: _Operand) -> _Number:
+		"""Instructions for one number: ``{0}`` is the result, operands follow, ``{p}`` is free."""
+		of_each = list(zip(*map(self._parts, operands), strict=True))
+		out = [self.register("b32") for _ in of_each]
+		for result, given in zip(out, of_each, strict=True):
+			test = self.register("pred") if "{p}" in text else ""
+			self.lines.append(text.format(result, *given, p=test) + ";")
+		return _Number(out[0] if self.width == 1 else None, out)
 
-  # ---- arithmetic
+	# ---- arithmetic
 
-  def mul(self, a: _Operand, b: _Operand) -> _Number:
-    return self.all("mul.rn", a, b)
+	def mul(self, a: _Operand, b: _Operand) -> _Number:
+		return self.all("mul.rn", a, b)
 
-  def add(self, a: _Operand, b: _Operand) -> _Number:
-    return self.all("add.rn", a, b)
+	def add(self, a: _Operand, b: _Operand) -> _Number:
+		return self.all("add.rn", a, b)
 
-  def sub(self, a: _Operand, b: _Operand) -> _Number:
-    return self.all("sub.rn", a, b)
+	def sub(self, a: _Operand, b: _Operand) -> _Number:
+		return self.all("sub.rn", a, b)
 
-  def fma(self, a: _Operand, b: _Operand, c: _Operand) -> _Number:
-    """Of a * b + c, where that is what a product and a sum give."""
-    return self.all("fma.rn", a, b, c)
+	def fma(self, a: _Operand, b: _Operand, c: _Operand) -> _Number:
+		"""Of a * b + c, where that is what a product and a sum give."""
+		return self.all("fma.rn", a, b, c)
 
-  def low(self, a: _Operand, b: float) -> _Number:
-    """The smaller one, or NaN."""
-    return self.each("min.NaN.f32 {0}, {1}, {2}", a, b)
+	def low(self, a: _Operand, b: float) -> _Number:
+		"""The smaller one, or NaN."""
+		return self.each("min.NaN.f32 {0}, {1}, {2}", a, b)
 
-  def high(self, a: _Operand, b: float) -> _Number:
-    """The larger one, or NaN."""
-    return self.each("max.NaN.f32 {0}, {1}, {2}", a, b)
+	def high(self, a: _Operand, b: float) -> _Number:
+		"""The larger one, or NaN."""
+		return self.each("max.NaN.f32 {0}, {1}, {2}", a, b)
 
-  def power(self, z: _Number) -> _Number:
-    """2^(n - 127) of numbers whose low bits are n."""
-    return self.each("shl.b32 {0}, {1}, 23", z)
+	def power(self, z: _Number) -> _Number:
+		"""2^(n - 127) of numbers whose low bits are n."""
+		return self.each("shl.b32 {0}, {1}, 23", z)
 
-  def where_above(self, a: _Operand, limit: float, then: float, b: _Operand) -> _Number:
-    """``then`` where a > limit, else b."""
-    text = "setp.gt.f32 {p}, {1}, {2}; selp.f32 {0}, {3}, {4}, {p}"
-    return self.each(text, a, limit, then, b)
+	def where_above(self, a: _Operand, limit: float, then: float, b: _Operand) -> _Number:
+		"""``then`` where a > limit, else b."""
+		text = "setp.gt.f32 {p}, {1}, {2}; selp.f32 {0}, {3}, {4}, {p}"
+		return self.each(text, a, limit, then, b)
 
 
 def _listed(count: int) -> str:
-  return ", ".join(f"{{{i + 1}}}" for i in range(count))
+	return ", ".join(f"{{{i + 1}}}" for i in range(count))
 
 
 class _Curve(NamedTuple):
-  """f(x) and f'(x); f' as what makes it, since only gradients need it."""
+	"""f(x) and f'(x); f' as what makes it, since only gradients need it."""
 
-  value: _Number
-  slope: Any
+	value: _Number
+	slope: Any
 
 
 def _sigmoid(t: _Text, c: _Number, quick: bool) -> _Number:
-  """Of numbers from ``_STEEP`` to ``_FLAT``."""
-  z = t.add(t.mul(c, -Numbers.LOG2E), _ROUNDS)
-  n = t.sub(z, _ROUNDS)
-  r = t.add(t.fma(n, Numbers.LN2[0], c), t.mul(n, Numbers.LN2[1]))
-  q = t.mul(r, Numbers.EXP[-1])
-  for factor in Numbers.EXP[-2:0:-1]:
-    q = t.mul(t.sub(factor, q), r)
-  p = t.sub(t.mul(t.sub(Numbers.EXP[0], q), t.mul(r, r)), r)
-  sum_ = t.fma(t.fma(p, 2.0, 2.0), t.power(z), 1.0)
-  if not quick:
-    return t.each("rcp.rn.f32 {0}, {1}", sum_)
-  r = t.each("rcp.approx.ftz.f32 {0}, {1}", sum_)
-  return t.fma(t.each("neg.f32 {0}, {1}", t.fma(sum_, r, -1.0)), r, r)
+	"""Of numbers from ``_STEEP`` to ``_FLAT``."""
+	z = t.add(t.mul(c, -Numbers.LOG2E), _ROUNDS)
+	n = t.sub(z, _ROUNDS)
+	r = t.add(t.fma(n, Numbers.LN2[0], c), t.mul(n, Numbers.LN2[1]))
+	q = t.mul(r, Numbers.EXP[-1])
+	for factor in Numbers.EXP[-2:0:-1]:
+		q = t.mul(t.sub(factor, q), r)
+	p = t.sub(t.mul(t.sub(Numbers.EXP[0], q), t.mul(r, r)), r)
+	sum_ = t.fma(t.fma(p, 2.0, 2.0), t.power(z), 1.0)
+	if not quick:
+		return t.each("rcp.rn.f32 {0}, {1}", sum_)
+	r = t.each("rcp.approx.ftz.f32 {0}, {1}", sum_)
+	return t.fma(t.each("neg.f32 {0}, {1}", t.fma(sum_, r, -1.0)), r, r)
 
 
 def _tanh(t: _Text, x: _Number) -> _Number:
-  a = t.each("abs.f32 {0}, {1}; min.NaN.f32 {0}, {0}, {2}", x, 10.0)
-  z = t.all("add.rm", t.mul(a, 2 * Numbers.LOG2E), _ROUNDS)
-  n = t.sub(z, _ROUNDS)
-  r = t.sub(t.fma(n, -Numbers.LN2[0] / 2, a), t.mul(n, Numbers.LN2[1] / 2))
-  w = t.mul(r, r)
-  q = t.mul(w, Numbers.TANH[-1])
-  for factor in Numbers.TANH[-2:0:-1]:
-    q = t.mul(t.add(q, factor), w)
-  p = t.add(t.mul(t.add(q, Numbers.TANH[0]), t.mul(w, r)), r)
-  s = t.power(z)
-  u = t.add(t.mul(p, t.add(s, 0.5)), t.sub(s, 0.5))
-  # 0xD8 selects: the second where the third is set, else the first.
-  text = "div.rn.f32 {0}, {1}, {2}; lop3.b32 {0}, {0}, {3}, 0x80000000, 0xD8"
-  return t.each(text, u, t.add(u, t.sub(1.0, p)), x)
+	a = t.each("abs.f32 {0}, {1}; min.NaN.f32 {0}, {0}, {2}", x, 10.0)
+	z = t.all("add.rm", t.mul(a, 2 * Numbers.LOG2E), _ROUNDS)
+	n = t.sub(z, _ROUNDS)
+	r = t.sub(t.fma(n, -Numbers.LN2[0] / 2, a), t.mul(n, Numbers.LN2[1] / 2))
+	w = t.mul(r, r)
+	q = t.mul(w, Numbers.TANH[-1])
+	for factor in Numbers.TANH[-2:0:-1]:
+		q = t.mul(t.add(q, factor), w)
+	p = t.add(t.mul(t.add(q, Numbers.TANH[0]), t.mul(w, r)), r)
+	s = t.power(z)
+	u = t.add(t.mul(p, t.add(s, 0.5)), t.sub(s, 0.5))
+	# 0xD8 selects: the second where the third is set, else the first.
+	text = "div.rn.f32 {0}, {1}, {2}; lop3.b32 {0}, {0}, {3}, 0x80000000, 0xD8"
+	return t.each(text, u, t.add(u, t.sub(1.0, p)), x)
 
 
 def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) -> _Curve:
-  y = x if limit is None else t.low(x, limit)
-  steep = t.high(y if alpha == 1.0 else t.mul(y, alpha), _STEEP)
-  c = t.low(steep, _FLAT)
-  s = _sigmoid(t, c, quick)
-  value = t.mul(steep if alpha == 1.0 else t.high(y, -Numbers.FMAX), s)
+	y = x if limit is None else t.low(x, limit)
+	steep = t.high(y if alpha == 1.0 else t.mul(y, alpha), _STEEP)
+	c = t.low(steep, _FLAT)
+	s = _sigmoid(t, c, quick)
+	value = t.mul(steep if alpha == 1.0 else t.high(y, -Numbers.FMAX), s)
 
-  def slope() -> _Number:
-    out = t.add(t.mul(t.mul(c, s), t.sub(1.0, s)), s)
-    return out if limit is None else t.where_above(x, limit, 0.0, out)
+	def slope() -> _Number:
+		out = t.add(t.mul(t.mul(c, s), t.sub(1.0, s)), s)
+		return out if limit is None else t.where_above(x, limit, 0.0, out)
 
-  return _Curve(value, slope)
+	return _Curve(value, slope)
 
 
 def _gelu(t: _Text, x: _Number) -> _Curve:
-  core = _tanh(t, t.mul(x, t.add(t.mul(t.mul(x, x), Numbers.GELU[1]), Numbers.GELU[0])))
+	core = _tanh(t, t.mul(x, t.add(t.mul(t.mul(x, x), Numbers.GELU[1]), Numbers.GELU[0])))
 
-  def slope() -> _Number:
-    w = t.low(t.high(x, -Numbers.FAR), Numbers.FAR)
-    rise = t.add(t.mul(t.mul(w, w), Numbers.GELU[2]), Numbers.GELU[0])
-    steep = t.mul(t.mul(w, 0.5), t.mul(rise, t.sub(1.0, t.mul(core, core))))
-    return t.fma(t.add(core, 1.0), 0.5, steep)
+	def slope() -> _Number:
+		w = t.low(t.high(x, -Numbers.FAR), Numbers.FAR)
+		rise = t.add(t.mul(t.mul(w, w), Numbers.GELU[2]), Numbers.GELU[0])
+		steep = t.mul(t.mul(w, 0.5), t.mul(rise, t.sub(1.0, t.mul(core, core))))
+		return t.fma(t.add(core, 1.0), 0.5, steep)
 
-  return _Curve(t.mul(t.high(x, -Numbers.FMAX), t.fma(core, 0.5, 0.5)), slope)
+	return _Curve(t.mul(t.high(x, -Numbers.FMAX), t.fma(core, 0.5, 0.5)), slope)
 
 
 def _relu(t: _Text, x: _Number, is_squared: bool) -> _Curve:
-  core = t.high(x, 0.0)
-  if is_squared:
-    return _Curve(t.mul(core, core), lambda: t.add(core, core))
-  return _Curve(core, lambda: t.where_above(x, 0.0, 1.0, core))
+	core = t.high(x, 0.0)
+	if is_squared:
+		return _Curve(t.mul(core, core), lambda: t.add(core, core))
+	return _Curve(core, lambda: t.where_above(x, 0.0, 1.0, core))
 
 
 def _curve(t: _Text, act: Activation, x: _Number, quick: bool) -> _Curve:
-  if act.curve == "gelu":
-    return _gelu(t, x)
-  if act.curve in ("relu", "srelu"):
-    return _relu(t, x, act.curve == "srelu")
-  return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick)
+	if act.curve == "gelu":
+		return _gelu(t, x)
+	if act.curve in ("relu", "srelu"):
+		return _relu(t, x, act.curve == "srelu")
+	return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick)
 
 
 def _alpha(act: Activation) -> float:
-  return {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
+	return {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
 
 
 def quick_from(act: Activation) -> float | None:
-  """Where ``activated`` may be ``quick``: from this number on; None of curves without a sigmoid."""
-  return None if act.curve in ("gelu", "relu", "srelu") else -86.0 / _alpha(act)
+	"""Where ``activated`` may be ``quick``: from this number on; None of curves without a sigmoid."""
+	return None if act.curve in ("gelu", "relu", "srelu") else -86.0 / _alpha(act)
 
 
 def _made(t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool) -> list[_Number]:
-  """The elements of x or A, then B and then the gradient, where there are those."""
-  x, *others = inputs
-  curve = _curve(t, act, x, quick)
-  if not act.is_gated:
-    return [t.mul(curve.slope(), others[0]) if is_gradient else curve.value]
-  b = gate = others[0]
-  if act.is_clamped:
-    gate = t.add(t.low(t.high(b, -act.limit), act.limit), 1.0)
-  if not is_gradient:
-    return [t.mul(curve.value, gate)]
-  g = others[1]
-  of_b = t.mul(curve.value, g)
-  if act.is_clamped:
-    size = t.each("abs.f32 {0}, {1}", b)
-    of_b = t.where_above(size, act.limit, 0.0, of_b)
-  return [t.mul(t.mul(curve.slope(), gate), g), of_b]
+	"""The elements of x or A, then B and then the gradient, where there are those."""
+	x, *others = inputs
+	curve = _curve(t, act, x, quick)
+	if not act.is_gated:
+		return [t.mul(curve.slope(), others[0]) if is_gradient else curve.value]
+	b = gate = others[0]
+	if act.is_clamped:
+		gate = t.add(t.low(t.high(b, -act.limit), act.limit), 1.0)
+	if not is_gradient:
+		return [t.mul(curve.value, gate)]
+	g = others[1]
+	of_b = t.mul(curve.value, g)
+	if act.is_clamped:
+		size = t.each("abs.f32 {0}, {1}", b)
+		of_b = t.where_above(size, act.limit, 0.0, of_b)
+	return [t.mul(t.mul(curve.slope(), gate), g), of_b]
 
 
 def activated(
-  act: Activation, is_gradient: bool, arch: str, inputs: Sequence[Sequence[Float32]], quick: bool = False
+	act: Activation, is_gradient: bool, arch: str, inputs: Sequence[Sequence[Float32]], quick: bool = False
 ) -> list[list[Float32]]:
-  """Elements that an activation makes, in fp32.
+	"""Elements that an activation makes, in fp32.
 
-  Args:
-    act: the activation.
-    is_gradient: its gradient with respect to its input is made.
-    arch: whose instructions are used.
-    inputs: as many numbers each: x, or A and B of a gated one; then the gradient of
-      the result.
-    quick: no x or A is below ``quick_from``; NaN may be there.
+	Args:
+	  act: the activation.
+	  is_gradient: its gradient with respect to its input is made.
+	  arch: whose instructions are used.
+	  inputs: as many numbers each: x, or A and B of a gated one; then the gradient of
+	    the result.
+	  quick: no x or A is below ``quick_from``; NaN may be there.
 
-  Returns:
-    As many elements; of the gradient of a gated activation those of A, and those of B.
-  """
-  width = 2 if arch == "sm_100a" else 1
-  num_results = 2 if act.is_gated and is_gradient else 1
-  out: list[list[Float32]] = [[] for _ in range(num_results)]
-  for i in range(0, len(inputs[0]), width):
-    # An odd number is beside itself.
-    given = [numbers[min(i + j, len(numbers) - 1)] for numbers in inputs for j in range(width)]
-    text = _Text(width, len(given), num_results * width)
-    names = [f"${num_results * width + j}" for j in range(len(given))]
-    parts = [names[j : j + width] for j in range(0, len(names), width)]
-    numbers = [_Number(p[0] if width == 1 else None, p) for p in parts]
-    for j, number in enumerate(_made(text, act, is_gradient, numbers, quick)):
-      text.result(number, [f"${j * width + k}" for k in range(width)])
-    body = "\n".join(text.lines)
-    given += [Int64(_signed(bits)) for bits in text.constants]
-    made = asm(f"{{\n{body}\n}}", [Float32] * (num_results * width), given)
-    made = made if num_results * width > 1 else (made,)
-    for j, number in enumerate(made):
-      out[j // width].append(number)
-  return [half[: len(inputs[0])] for half in out]
+	Returns:
+	  As many elements; of the gradient of a gated activation those of A, and those of B.
+	"""
+	width = 2 if arch == "sm_100a" else 1
+	num_results = 2 if act.is_gated and is_gradient else 1
+	out: list[list[Float32]] = [[] for _ in range(num_results)]
+	for i in range(0, len(inputs[0]), width):
+		# An odd number is beside itself.
+		given = [numbers[min(i + j, len(numbers) - 1)] for numbers in inputs for j in range(width)]
+		text = _Text(width, len(given), num_results * width)
+		names = [f"${num_results * width + j}" for j in range(len(given))]
+		parts = [names[j : j + width] for j in range(0, len(names), width)]
+		numbers = [_Number(p[0] if width == 1 else None, p) for p in parts]
+		for j, number in enumerate(_made(text, act, is_gradient, numbers, quick)):
+			text.result(number, [f"${j * width + k}" for k in range(width)])
+		body = "\n".join(text.lines)
+		given += [Int64(_signed(bits)) for bits in text.constants]
+		made = asm(f"{{\n{body}\n}}", [Float32] * (num_results * width), given)
+		made = made if num_results * width > 1 else (made,)
+		for j, number in enumerate(made):
+			out[j // width].append(number)
+	return [half[: len(inputs[0])] for half in out]
 
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:
-  """``exp`` of ``reference.activations``, or its ``sigmoid``."""
-  t = _Text(1, 1, 1)
-  given = _Number("$1", ["$1"])
-  c = t.low(t.high(t.each("neg.f32 {0}, {1}", given) if sigmoid else given, -104.0), 89.0)
-  z = t.add(t.mul(c, Numbers.LOG2E), Numbers.MAGIC + 254)
-  n = t.sub(z, Numbers.MAGIC + 254)
-  r = t.sub(t.sub(c, t.mul(n, Numbers.LN2[0])), t.mul(n, Numbers.LN2[1]))
-  q = t.mul(r, Numbers.EXP[-1])
-  for factor in Numbers.EXP[-2:0:-1]:
-    q = t.mul(t.add(q, factor), r)
-  p = t.add(t.add(t.mul(t.add(q, Numbers.EXP[0]), t.mul(r, r)), r), 1.0)
-  half = t.each("shr.s32 {0}, {1}, 1", z)
-  rest = t.each("sub.s32 {0}, {1}, {2}", z, half)
-  out = t.mul(t.mul(p, t.power(half)), t.power(rest))
-  if sigmoid:
-    out = t.each("rcp.rn.f32 {0}, {1}", t.add(out, 1.0))
-  t.result(out, ["$0"])
-  body = "\n".join(t.lines)
-  return asm(f"{{\n{body}\n}}", [Float32], [x])  # type: ignore[no-any-return]
+	"""``exp`` of ``reference.activations``, or its ``sigmoid``."""
+	t = _Text(1, 1, 1)
+	given = _Number("$1", ["$1"])
+	c = t.low(t.high(t.each("neg.f32 {0}, {1}", given) if sigmoid else given, -104.0), 89.0)
+	z = t.add(t.mul(c, Numbers.LOG2E), Numbers.MAGIC + 254)
+	n = t.sub(z, Numbers.MAGIC + 254)
+	r = t.sub(t.sub(c, t.mul(n, Numbers.LN2[0])), t.mul(n, Numbers.LN2[1]))
+	q = t.mul(r, Numbers.EXP[-1])
+	for factor in Numbers.EXP[-2:0:-1]:
+		q = t.mul(t.add(q, factor), r)
+	p = t.add(t.add(t.mul(t.add(q, Numbers.EXP[0]), t.mul(r, r)), r), 1.0)
+	half = t.each("shr.s32 {0}, {1}, 1", z)
+	rest = t.each("sub.s32 {0}, {1}, {2}", z, half)
+	out = t.mul(t.mul(p, t.power(half)), t.power(rest))
+	if sigmoid:
+		out = t.each("rcp.rn.f32 {0}, {1}", t.add(out, 1.0))
+	t.result(out, ["$0"])
+	body = "\n".join(t.lines)
+	return asm(f"{{\n{body}\n}}", [Float32], [x])  # type: ignore[no-any-return]
 
 
 def _signed(bits: int) -> int:
-  return bits - (1 << 64) if bits >> 63 else bits
+	return bits - (1 << 64) if bits >> 63 else bits

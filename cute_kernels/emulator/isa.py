@@ -3,8 +3,6 @@
 Opcode and type names are not repeated here: the parser asks the engine for them.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np
@@ -24,71 +22,71 @@ INSTRUCTION = np.dtype(
     }
 )  # fmt: skip
 OPERAND = np.dtype(
-  {
-    "names": ["kind", "negated", "count", "reg", "imm"],
-    "formats": ["u1", "u1", "u2", "i4", "i8"],
-    "offsets": [0, 1, 2, 4, 8],
-    "itemsize": 16,
-  }
+	{
+		"names": ["kind", "negated", "count", "reg", "imm"],
+		"formats": ["u1", "u1", "u2", "i4", "i8"],
+		"offsets": [0, 1, 2, 4, 8],
+		"itemsize": 16,
+	}
 )
 
 
 class Kind(enum.IntEnum):
-  """What an operand is."""
+	"""What an operand is."""
 
-  NONE = 0
-  REG = 1
-  IMM = 2
-  SPECIAL = 3
-  VEC = 4
-  ADDR_REG = 5
-  ADDR_ABS = 6
-  SHARED_SYM = 7
-  PARAM_SYM = 8
-  GLOBAL_SYM = 9
-  LOCAL_SYM = 10
+	NONE = 0
+	REG = 1
+	IMM = 2
+	SPECIAL = 3
+	VEC = 4
+	ADDR_REG = 5
+	ADDR_ABS = 6
+	SHARED_SYM = 7
+	PARAM_SYM = 8
+	GLOBAL_SYM = 9
+	LOCAL_SYM = 10
 
 
 class Flag(enum.IntFlag):
-  """Modifiers of an instruction."""
+	"""Modifiers of an instruction."""
 
-  SAT = 1
-  FTZ = 1 << 1
-  HI = 1 << 2
-  WIDE = 1 << 3
-  NANPROP = 1 << 6
-  RELU = 1 << 7
-  SATFINITE = 1 << 8
-  WRAP = 1 << 9
-  LEFT = 1 << 10
-  ABS = 1 << 11
-  XORSIGN = 1 << 12
-  TRY = 1 << 14
-  MULTICAST = 1 << 15
-  CTA2 = 1 << 16
-  READ = 1 << 17
-  TRANS = 1 << 19
-  EXPECT_TX = 1 << 20
-  BLOCKSCALE = 1 << 24
-  ATMEM = 1 << 25
-  RELAXED = 1 << 26
-  LOAD = 1 << 27
-  IGNORE = 1 << 28
+	SAT = 1
+	FTZ = 1 << 1
+	HI = 1 << 2
+	WIDE = 1 << 3
+	NANPROP = 1 << 6
+	RELU = 1 << 7
+	SATFINITE = 1 << 8
+	WRAP = 1 << 9
+	LEFT = 1 << 10
+	ABS = 1 << 11
+	XORSIGN = 1 << 12
+	TRY = 1 << 14
+	MULTICAST = 1 << 15
+	CTA2 = 1 << 16
+	READ = 1 << 17
+	TRANS = 1 << 19
+	EXPECT_TX = 1 << 20
+	BLOCKSCALE = 1 << 24
+	ATMEM = 1 << 25
+	RELAXED = 1 << 26
+	LOAD = 1 << 27
+	IGNORE = 1 << 28
 
 
 # Modifiers that are flags of any instruction that carries them.
 MODIFIER_FLAGS = {
-  "sat": Flag.SAT,
-  "ftz": Flag.FTZ,
-  "hi": Flag.HI,
-  "wide": Flag.WIDE,
-  "NaN": Flag.NANPROP,
-  "relu": Flag.RELU,
-  "satfinite": Flag.SATFINITE,
-  "wrap": Flag.WRAP,
-  "abs": Flag.ABS,
-  "xorsign": Flag.XORSIGN,
-  "relaxed": Flag.RELAXED,
+	"sat": Flag.SAT,
+	"ftz": Flag.FTZ,
+	"hi": Flag.HI,
+	"wide": Flag.WIDE,
+	"NaN": Flag.NANPROP,
+	"relu": Flag.RELU,
+	"satfinite": Flag.SATFINITE,
+	"wrap": Flag.WRAP,
+	"abs": Flag.ABS,
+	"xorsign": Flag.XORSIGN,
+	"relaxed": Flag.RELAXED,
 }
 SPACES = {"generic": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
 ROUNDINGS = ["rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "rs"]
@@ -109,11 +107,11 @@ SPECIAL_REGISTERS = [
     "clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",
 ]  # fmt: skip
 _SPECIAL_ALIASES = {
-  "clock64": "clock",
-  "globaltimer": "clock",
-  "globaltimer_lo": "clock",
-  "globaltimer_hi": "clock_hi",
-  "aggr_smem_size": "total_smem_size",
+	"clock64": "clock",
+	"globaltimer": "clock",
+	"globaltimer_lo": "clock",
+	"globaltimer_hi": "clock_hi",
+	"aggr_smem_size": "total_smem_size",
 }
 SPECIAL_IDS = {f"%{name}": i for i, name in enumerate(SPECIAL_REGISTERS)}
 SPECIAL_IDS |= {f"%{alias}": SPECIAL_IDS[f"%{name}"] for alias, name in _SPECIAL_ALIASES.items()}

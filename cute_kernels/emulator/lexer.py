@@ -1,7 +1,5 @@
 """PTX text to statements, operands and literals."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator
@@ -18,102 +16,102 @@ _DECIMAL = re.compile(r"[-+]?\d+\.\d*(e[-+]?\d+)?")
 
 
 class PtxError(ValueError):
-  """PTX that the parser cannot read."""
+	"""PTX that the parser cannot read."""
 
 
 def strip_comments(text: str) -> str:
-  """Blank out comments and line information; line numbers stay as they are."""
-  text = _COMMENT.sub(lambda m: "\n" * m.group().count("\n"), text)
-  return _LINE_INFO.sub("", text)
+	"""Blank out comments and line information; line numbers stay as they are."""
+	text = _COMMENT.sub(lambda m: "\n" * m.group().count("\n"), text)
+	return _LINE_INFO.sub("", text)
 
 
 def split_operands(text: str) -> list[str]:
-  """Split at commas outside of all brackets."""
-  parts: list[str] = []
-  depth = start = 0
-  for i, ch in enumerate(text):
-    if ch in "{[(":
-      depth += 1
-    elif ch in "}])":
-      depth -= 1
-    elif ch == "," and depth == 0:
-      parts.append(text[start:i].strip())
-      start = i + 1
-  if last := text[start:].strip():
-    parts.append(last)
-  return parts
+	"""Split at commas outside of all brackets."""
+	parts: list[str] = []
+	depth = start = 0
+	for i, ch in enumerate(text):
+		if ch in "{[(":
+			depth += 1
+		elif ch in "}])":
+			depth -= 1
+		elif ch == "," and depth == 0:
+			parts.append(text[start:i].strip())
+			start = i + 1
+	if last := text[start:].strip():
+		parts.append(last)
+	return parts
 
 
 def matching_brace(text: str, start: int) -> int:
-  """Index of the brace that closes the one at ``start``."""
-  depth = 0
-  for m in re.compile(r"[{}]").finditer(text, start):
-    depth += 1 if m.group() == "{" else -1
-    if depth == 0:
-      return m.start()
-  raise PtxError("a brace is not closed")
+	"""Index of the brace that closes the one at ``start``."""
+	depth = 0
+	for m in re.compile(r"[{}]").finditer(text, start):
+		depth += 1 if m.group() == "{" else -1
+		if depth == 0:
+			return m.start()
+	raise PtxError("a brace is not closed")
 
 
 @dataclass(frozen=True)
 class Statement:
-  """One step of a function body.
+	"""One step of a function body.
 
-  Attributes:
-    kind: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
-    text: The label's name, or the statement without its semicolon.
-    line: Line of the PTX text.
-  """
+	Attributes:
+	  kind: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
+	  text: The label's name, or the statement without its semicolon.
+	  line: Line of the PTX text.
+	"""
 
-  kind: str
-  text: str
-  line: int
+	kind: str
+	text: str
+	line: int
 
 
 def statements(body: str, line: int) -> Iterator[Statement]:
-  """The statements of a function body that starts on ``line``."""
-  pos = 0
-  while pos < len(body):
-    ch = body[pos]
-    if ch.isspace():
-      line += ch == "\n"
-      pos += 1
-    elif ch in "{}":
-      yield Statement("open" if ch == "{" else "close", "", line)
-      pos += 1
-    elif m := _LABEL.match(body, pos):
-      yield Statement("label", m.group(1), line)
-      line += m.group().count("\n")
-      pos = m.end()
-    else:
-      end = body.find(";", pos)
-      if end < 0:
-        raise PtxError(f"line {line}: a statement has no end")
-      yield Statement("statement", body[pos:end].strip(), line)
-      line += body.count("\n", pos, end)
-      pos = end + 1
+	"""The statements of a function body that starts on ``line``."""
+	pos = 0
+	while pos < len(body):
+		ch = body[pos]
+		if ch.isspace():
+			line += ch == "\n"
+			pos += 1
+		elif ch in "{}":
+			yield Statement("open" if ch == "{" else "close", "", line)
+			pos += 1
+		elif m := _LABEL.match(body, pos):
+			yield Statement("label", m.group(1), line)
+			line += m.group().count("\n")
+			pos = m.end()
+		else:
+			end = body.find(";", pos)
+			if end < 0:
+				raise PtxError(f"line {line}: a statement has no end")
+			yield Statement("statement", body[pos:end].strip(), line)
+			line += body.count("\n", pos, end)
+			pos = end + 1
 
 
 def _bits_of_float(text: str) -> int | None:
-  """``0f3F800000`` and ``0d...``: the bits themselves."""
-  if not (_FLOAT32.fullmatch(text) or _FLOAT64.fullmatch(text)):
-    return None
-  return int("0x" + text[2:], 0)
+	"""``0f3F800000`` and ``0d...``: the bits themselves."""
+	if not (_FLOAT32.fullmatch(text) or _FLOAT64.fullmatch(text)):
+		return None
+	return int("0x" + text[2:], 0)
 
 
 def literal(text: str) -> int | None:
-  """The bits of a literal, or None where the text is none; a decimal float is an f32."""
-  if (bits := _bits_of_float(text)) is not None:
-    return bits
-  if _INTEGER.fullmatch(text):
-    text = text.rstrip("U")
-    return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
-  if _DECIMAL.fullmatch(text):
-    return int(struct.unpack("<I", struct.pack("<f", float(text)))[0])
-  return None
+	"""The bits of a literal, or None where the text is none; a decimal float is an f32."""
+	if (bits := _bits_of_float(text)) is not None:
+		return bits
+	if _INTEGER.fullmatch(text):
+		text = text.rstrip("U")
+		return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
+	if _DECIMAL.fullmatch(text):
+		return int(struct.unpack("<I", struct.pack("<f", float(text)))[0])
+	return None
 
 
 def literals(text: str) -> list[int]:
-  """All literals of an initialiser."""
-  pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"
-  found = re.findall(pattern, text)
-  return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in found]
+	"""All literals of an initialiser."""
+	pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"
+	found = re.findall(pattern, text)
+	return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in found]

@@ -10,7 +10,7 @@ from .lexer import literal
 from .opcode import NotModelledError
 
 if TYPE_CHECKING:
-  from .opcode import Lowering, Opcode
+	from .opcode import Lowering, Opcode
 
 _KINDS = ["f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4"]
 _LOAD_SHAPES = ["32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"]
@@ -20,111 +20,111 @@ _SHAPE_WGMMA = re.compile(r"m64n(\d+)k(\d+)")
 
 
 def _wgmma(op: Opcode, operands: list[str]) -> None:
-  b, kind = op.builder, op.modifiers[0]
-  if kind == "fence":
-    return op.emit("WGMMA_FENCE")
-  if kind == "commit_group":
-    return op.emit("WGMMA_COMMIT")
-  if kind == "wait_group":
-    return op.emit("WGMMA_WAIT", aux=literal(operands[0]))
-  if kind != "mma_async" or op.has("sp"):
-    raise NotModelledError("sparse wgmma")
-  n, k = next(m for x in op.modifiers if (m := _SHAPE_WGMMA.fullmatch(x))).groups()
-  d, type_a, type_b = op.types[:3]
-  if d not in ("f16", "f32"):
-    raise NotModelledError(f"wgmma with {d} accumulators")
-  op.emit(
-    "WGMMA",
-    [b.value(text) for text in operands],
-    type=b.types[d],
-    type2=b.types[type_a],
-    sub=b.types[type_b],
-    aux=int(n),
-    aux2=int(k),
-  )
+	b, kind = op.builder, op.modifiers[0]
+	if kind == "fence":
+		return op.emit("WGMMA_FENCE")
+	if kind == "commit_group":
+		return op.emit("WGMMA_COMMIT")
+	if kind == "wait_group":
+		return op.emit("WGMMA_WAIT", aux=literal(operands[0]))
+	if kind != "mma_async" or op.has("sp"):
+		raise NotModelledError("sparse wgmma")
+	n, k = next(m for x in op.modifiers if (m := _SHAPE_WGMMA.fullmatch(x))).groups()
+	d, type_a, type_b = op.types[:3]
+	if d not in ("f16", "f32"):
+		raise NotModelledError(f"wgmma with {d} accumulators")
+	op.emit(
+		"WGMMA",
+		[b.value(text) for text in operands],
+		type=b.types[d],
+		type2=b.types[type_a],
+		sub=b.types[type_b],
+		aux=int(n),
+		aux2=int(k),
+	)
 
 
 def _pair(op: Opcode) -> Flag:
-  return op.flag("cta_group::2", Flag.CTA2)
+	return op.flag("cta_group::2", Flag.CTA2)
 
 
 def _alloc(op: Opcode, operands: list[str]) -> None:
-  b = op.builder
-  op.emit("TC_ALLOC", [b.address(operands[0]), b.value(operands[1])], flags=_pair(op))
+	b = op.builder
+	op.emit("TC_ALLOC", [b.address(operands[0]), b.value(operands[1])], flags=_pair(op))
 
 
 def _dealloc(op: Opcode, operands: list[str]) -> None:
-  op.emit("TC_DEALLOC", [op.builder.value(text) for text in operands], flags=_pair(op))
+	op.emit("TC_DEALLOC", [op.builder.value(text) for text in operands], flags=_pair(op))
 
 
 def _load_store(op: Opcode, operands: list[str]) -> None:
-  b, load = op.builder, op.modifiers[0] == "ld"
-  op.refuse("red", "spp", "pack::16b", "unpack::16b")
-  repetitions = next(int(m[1:]) for m in op.modifiers if re.fullmatch(r"x\d+", m))
-  values, address = operands if load else reversed(operands)
-  pair = [b.value(values), b.address(address)]
-  op.emit("TC_LD" if load else "TC_ST", pair if load else pair[::-1], sub=op.choose(_LOAD_SHAPES), aux=repetitions)
+	b, load = op.builder, op.modifiers[0] == "ld"
+	op.refuse("red", "spp", "pack::16b", "unpack::16b")
+	repetitions = next(int(m[1:]) for m in op.modifiers if re.fullmatch(r"x\d+", m))
+	values, address = operands if load else reversed(operands)
+	pair = [b.value(values), b.address(address)]
+	op.emit("TC_LD" if load else "TC_ST", pair if load else pair[::-1], sub=op.choose(_LOAD_SHAPES), aux=repetitions)
 
 
 def _copy(op: Opcode, operands: list[str]) -> None:
-  b = op.builder
-  if any(m.startswith("b8x16") for m in op.modifiers):
-    raise NotModelledError("decompressing tcgen05.cp")
-  shape = op.choose(_COPY_SHAPES)
-  if _COPY_SHAPES[shape] == "64x128b" and op.has("warpx2::01_23"):
-    shape = _COPY_64_01_23
-  op.emit("TC_CP", [b.address(operands[0]), b.value(operands[1])], sub=shape, flags=_pair(op))
+	b = op.builder
+	if any(m.startswith("b8x16") for m in op.modifiers):
+		raise NotModelledError("decompressing tcgen05.cp")
+	shape = op.choose(_COPY_SHAPES)
+	if _COPY_SHAPES[shape] == "64x128b" and op.has("warpx2::01_23"):
+		shape = _COPY_64_01_23
+	op.emit("TC_CP", [b.address(operands[0]), b.value(operands[1])], sub=shape, flags=_pair(op))
 
 
 def _commit(op: Opcode, operands: list[str]) -> None:
-  b = op.builder
-  multicast = op.flag("multicast::cluster", Flag.MULTICAST)
-  mask = [b.value(operands[1])] if multicast else []
-  op.emit("TC_COMMIT", [b.address(operands[0]), *mask], flags=_pair(op) | multicast)
+	b = op.builder
+	multicast = op.flag("multicast::cluster", Flag.MULTICAST)
+	mask = [b.value(operands[1])] if multicast else []
+	op.emit("TC_COMMIT", [b.address(operands[0]), *mask], flags=_pair(op) | multicast)
 
 
 def _scale_block(op: Opcode, kind: str) -> int:
-  """Elements of K that share a scale."""
-  k = 32 if kind == "mxf8f6f4" else 64
-  sizes = {"block16": 16, "block32": 32, "scale_vec::1X": k, "scale_vec::2X": k // 2, "scale_vec::4X": k // 4}
-  return next((sizes[m] for m in op.modifiers if m in sizes), 32)
+	"""Elements of K that share a scale."""
+	k = 32 if kind == "mxf8f6f4" else 64
+	sizes = {"block16": 16, "block32": 32, "scale_vec::1X": k, "scale_vec::2X": k // 2, "scale_vec::4X": k // 4}
+	return next((sizes[m] for m in op.modifiers if m in sizes), 32)
 
 
 def _mma(op: Opcode, operands: list[str]) -> None:
-  b = op.builder
-  op.refuse("ws", "sp", "ashift")
-  kind = next(m for m in op.modifiers if m.startswith("kind::"))[len("kind::") :]
-  a_in_tmem = operands[1].startswith("[")
-  flags = _pair(op) | (Flag.ATMEM if a_in_tmem else Flag(0))
-  a = b.address(operands[1]) if a_in_tmem else b.value(operands[1])
-  head = [b.address(operands[0]), a, b.value(operands[2]), b.value(operands[3])]
-  if op.has("block_scale"):
-    scales = [b.address(operands[4]), b.address(operands[5])]
-    return op.emit(
-      "TC_MMA",
-      [*head, *scales, b.value(operands[6])],
-      sub=_KINDS.index(kind),
-      flags=flags | Flag.BLOCKSCALE,
-      aux=_scale_block(op, kind),
-    )
-  if len(operands) > 5:
-    raise NotModelledError("disable-output-lane and scale-input-d")
-  op.emit("TC_MMA", [*head, b.value(operands[4])], sub=_KINDS.index(kind), flags=flags)
+	b = op.builder
+	op.refuse("ws", "sp", "ashift")
+	kind = next(m for m in op.modifiers if m.startswith("kind::"))[len("kind::") :]
+	a_in_tmem = operands[1].startswith("[")
+	flags = _pair(op) | (Flag.ATMEM if a_in_tmem else Flag(0))
+	a = b.address(operands[1]) if a_in_tmem else b.value(operands[1])
+	head = [b.address(operands[0]), a, b.value(operands[2]), b.value(operands[3])]
+	if op.has("block_scale"):
+		scales = [b.address(operands[4]), b.address(operands[5])]
+		return op.emit(
+			"TC_MMA",
+			[*head, *scales, b.value(operands[6])],
+			sub=_KINDS.index(kind),
+			flags=flags | Flag.BLOCKSCALE,
+			aux=_scale_block(op, kind),
+		)
+	if len(operands) > 5:
+		raise NotModelledError("disable-output-lane and scale-input-d")
+	op.emit("TC_MMA", [*head, b.value(operands[4])], sub=_KINDS.index(kind), flags=flags)
 
 
 _TCGEN05: dict[str, Lowering] = {
-  "alloc": _alloc,
-  "dealloc": _dealloc,
-  "relinquish_alloc_permit": lambda op, _: op.emit("TC_RELINQUISH"),
-  "ld": _load_store,
-  "st": _load_store,
-  "wait::ld": lambda op, _: op.emit("TC_WAIT", flags=Flag.LOAD),
-  "wait::st": lambda op, _: op.emit("TC_WAIT"),
-  "fence::before_thread_sync": lambda op, _: op.emit("TC_FENCE"),
-  "fence::after_thread_sync": lambda op, _: op.emit("TC_FENCE"),
-  "cp": _copy,
-  "commit": _commit,
-  "mma": _mma,
+	"alloc": _alloc,
+	"dealloc": _dealloc,
+	"relinquish_alloc_permit": lambda op, _: op.emit("TC_RELINQUISH"),
+	"ld": _load_store,
+	"st": _load_store,
+	"wait::ld": lambda op, _: op.emit("TC_WAIT", flags=Flag.LOAD),
+	"wait::st": lambda op, _: op.emit("TC_WAIT"),
+	"fence::before_thread_sync": lambda op, _: op.emit("TC_FENCE"),
+	"fence::after_thread_sync": lambda op, _: op.emit("TC_FENCE"),
+	"cp": _copy,
+	"commit": _commit,
+	"mma": _mma,
 }
 
 TENSOR: dict[str, Lowering] = {"wgmma": _wgmma, "tcgen05": lambda op, operands: _TCGEN05[op.modifiers[0]](op, operands)}

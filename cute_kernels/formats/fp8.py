@@ -1,7 +1,5 @@
 """FP8 with one fp32 scale per group: TransformerEngine's current and delayed scaling."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -15,37 +13,37 @@ from .base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
 @record
 @dataclasses.dataclass(frozen=True)
 class FP8(Format):
-  """FP8 codes with one fp32 scale per group.
+	"""FP8 codes with one fp32 scale per group.
 
-  Args:
-    dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-    scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
-      the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
-  """
+	Args:
+	  dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+	  scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
+	    the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
+	"""
 
-  dtype: torch.dtype = torch.float8_e4m3fn
-  scaling: Literal["current", "delayed"] = "current"
+	dtype: torch.dtype = torch.float8_e4m3fn
+	scaling: Literal["current", "delayed"] = "current"
 
-  name: ClassVar[str] = "fp8"
-  scale: ClassVar[None] = None
-  #: A value is code * scale_inv.
-  second_level: ClassVar[SecondLevel] = SecondLevel("group", ("scale_inv", "scale", "amax"), is_shared=True)
-  columnwise: ClassVar[Literal["transposed"]] = "transposed"
-  k_multiple: ClassVar[int] = 16
-  truncates: ClassVar[bool] = False
-  how_made: ClassVar[tuple[str, ...]] = ("scaling",)
+	name: ClassVar[str] = "fp8"
+	scale: ClassVar[None] = None
+	#: A value is code * scale_inv.
+	second_level: ClassVar[SecondLevel] = SecondLevel("group", ("scale_inv", "scale", "amax"), is_shared=True)
+	columnwise: ClassVar[Literal["transposed"]] = "transposed"
+	k_multiple: ClassVar[int] = 16
+	truncates: ClassVar[bool] = False
+	how_made: ClassVar[tuple[str, ...]] = ("scaling",)
 
-  def __post_init__(self) -> None:
-    check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-    check_choice("scaling", self.scaling, ("current", "delayed"))
-    super().__post_init__()
+	def __post_init__(self) -> None:
+		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
+		check_choice("scaling", self.scaling, ("current", "delayed"))
+		super().__post_init__()
 
-  @property
-  def takes_scale(self) -> bool:
-    """Whether the scale comes from the caller."""
-    return self.scaling == "delayed"
+	@property
+	def takes_scale(self) -> bool:
+		"""Whether the scale comes from the caller."""
+		return self.scaling == "delayed"
 
-  @property
-  def element(self) -> ElementType:
-    """The FP8 element type."""
-    return FP8_ELEMENTS[self.dtype]
+	@property
+	def element(self) -> ElementType:
+		"""The FP8 element type."""
+		return FP8_ELEMENTS[self.dtype]

@@ -1,7 +1,5 @@
 """MXFP8: FP8 codes with power-of-two block scales. Source: OCP Microscaling Formats v1.0."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -15,29 +13,29 @@ from .base import E8M0, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block,
 @record
 @dataclasses.dataclass(frozen=True)
 class MXFP8(Format):
-  """FP8 codes with one power-of-two E8M0 scale per 32 values.
+	"""FP8 codes with one power-of-two E8M0 scale per 32 values.
 
-  Args:
-    dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-    block: (1, 32), or (32, 32) where both directions hold the same codes.
-  """
+	Args:
+	  dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+	  block: (1, 32), or (32, 32) where both directions hold the same codes.
+	"""
 
-  dtype: torch.dtype = torch.float8_e4m3fn
-  block: tuple[int, int] = (1, 32)
+	dtype: torch.dtype = torch.float8_e4m3fn
+	block: tuple[int, int] = (1, 32)
 
-  name: ClassVar[str] = "mxfp8"
-  scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-  second_level: ClassVar[None] = None
-  columnwise: ClassVar[Literal["untransposed"]] = "untransposed"
-  k_multiple: ClassVar[int] = 32
-  blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
+	name: ClassVar[str] = "mxfp8"
+	scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
+	second_level: ClassVar[None] = None
+	columnwise: ClassVar[Literal["untransposed"]] = "untransposed"
+	k_multiple: ClassVar[int] = 32
+	blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
 
-  def __post_init__(self) -> None:
-    object.__setattr__(self, "block", as_block(self.block, self.blocks))
-    check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-    super().__post_init__()
+	def __post_init__(self) -> None:
+		object.__setattr__(self, "block", as_block(self.block, self.blocks))
+		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
+		super().__post_init__()
 
-  @property
-  def element(self) -> ElementType:
-    """The FP8 element type."""
-    return FP8_ELEMENTS[self.dtype]
+	@property
+	def element(self) -> ElementType:
+		"""The FP8 element type."""
+		return FP8_ELEMENTS[self.dtype]

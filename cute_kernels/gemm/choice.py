@@ -6,41 +6,41 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-  from .problem import GemmConfig, GemmProblem, TileShape
+	from .problem import GemmConfig, GemmProblem, TileShape
 
 ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 
 
 def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileShape | None = None) -> ConfigT:
-  """The configuration with the tile that suits a problem best.
+	"""The configuration with the tile that suits a problem best.
 
-  Deterministic: the same sizes give the same tile, and every tile gives the same bits.
+	Deterministic: the same sizes give the same tile, and every tile gives the same bits.
 
-  Args:
-    base: everything but the tile.
-    problem: the call's sizes.
-    num_sms: SMs of the device.
-    tile: use this one, whatever the sizes.
+	Args:
+	  base: everything but the tile.
+	  problem: the call's sizes.
+	  num_sms: SMs of the device.
+	  tile: use this one, whatever the sizes.
 
-  Returns:
-    ``base`` with its tile replaced.
+	Returns:
+	  ``base`` with its tile replaced.
 
-  Raises:
-    ValueError: no tile takes the problem, or not the one asked for; says why.
-  """
-  candidates = []
-  reason = ""
-  for shape in base.tile_shapes if tile is None else (tile,):
-    if tile is None and not base.may_choose(shape):
-      continue
-    if shape.num_ctas > num_sms:
-      reason = f"{shape.num_ctas} CTAs need as many SMs, there are {num_sms}"
-      continue
-    config = dataclasses.replace(base, tile=shape)
-    support = config.can_implement(problem)
-    if support:
-      candidates.append(config)
-    reason = support.reason or reason
-  if not candidates:
-    raise ValueError(f"no grouped GEMM kernel takes {problem}: {reason}")
-  return min(candidates, key=lambda config: config.estimated_cycles(problem, num_sms))
+	Raises:
+	  ValueError: no tile takes the problem, or not the one asked for; says why.
+	"""
+	candidates = []
+	reason = ""
+	for shape in base.tile_shapes if tile is None else (tile,):
+		if tile is None and not base.may_choose(shape):
+			continue
+		if shape.num_ctas > num_sms:
+			reason = f"{shape.num_ctas} CTAs need as many SMs, there are {num_sms}"
+			continue
+		config = dataclasses.replace(base, tile=shape)
+		support = config.can_implement(problem)
+		if support:
+			candidates.append(config)
+		reason = support.reason or reason
+	if not candidates:
+		raise ValueError(f"no grouped GEMM kernel takes {problem}: {reason}")
+	return min(candidates, key=lambda config: config.estimated_cycles(problem, num_sms))

@@ -1,7 +1,5 @@
 """The load warp: TMA copies of both operands and their block scales into the stages."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass
@@ -15,159 +13,159 @@ from .scheduler import TileReader, WorkTile
 
 
 class TmaSource(NamedTuple):
-  """A tensor in global memory that TMA reads tiles of.
+	"""A tensor in global memory that TMA reads tiles of.
 
-  Attributes:
-    atom: the copy.
-    tensor: coordinates of (rows, K, L), see ``operands``.
-  """
+	Attributes:
+	  atom: the copy.
+	  tensor: coordinates of (rows, K, L), see ``operands``.
+	"""
 
-  atom: cute.CopyAtom
-  tensor: cute.Tensor
+	atom: cute.CopyAtom
+	tensor: cute.Tensor
 
 
 class StageLoad(NamedTuple):
-  """How one tensor gets into shared memory.
+	"""How one tensor gets into shared memory.
 
-  Attributes:
-    source: where it comes from, (rows, K, G); of block scales see ``views``.
-    shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words, STAGE).
-    tiler: its extents in one stage, without the last; of rows that are paired two.
-    k_divisor: elements of K for one of its own along K.
-    first_row: where this CTA's rows begin in the cluster's tile.
-    cta: number of this CTA among those that share the rows.
-    sharers: how many share them; each loads a part for all.
-    is_scale: it holds block scales, whose rows are slots.
-  """
+	Attributes:
+	  source: where it comes from, (rows, K, G); of block scales see ``views``.
+	  shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words, STAGE).
+	  tiler: its extents in one stage, without the last; of rows that are paired two.
+	  k_divisor: elements of K for one of its own along K.
+	  first_row: where this CTA's rows begin in the cluster's tile.
+	  cta: number of this CTA among those that share the rows.
+	  sharers: how many share them; each loads a part for all.
+	  is_scale: it holds block scales, whose rows are slots.
+	"""
 
-  source: TmaSource
-  shared: cute.Tensor
-  tiler: tuple[Any, ...]
-  k_divisor: int
-  first_row: Int32
-  cta: Int32
-  sharers: int
-  is_scale: bool
+	source: TmaSource
+	shared: cute.Tensor
+	tiler: tuple[Any, ...]
+	k_divisor: int
+	first_row: Int32
+	cta: Int32
+	sharers: int
+	is_scale: bool
 
-  @property
-  def mcast_mask(self) -> Int16 | None:
-    """Who receives what this CTA loads; None without a cluster."""
-    return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
+	@property
+	def mcast_mask(self) -> Int16 | None:
+		"""Who receives what this CTA loads; None without a cluster."""
+		return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
 
-  @cute.jit
-  def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-    """Source tiles along K from ``k_start`` on, and stages to put them in."""
-    k_start = k_start // self.k_divisor
-    row += self.first_row
-    modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
-    if cutlass.const_expr(modes == 3):
-      row = row // SF_TILE_ROWS
-    if cutlass.const_expr(pairs):
-      row = (Int32(0), row // 2)
-    if cutlass.const_expr(modes == 3):
-      at = (row, k_start, Int32(0), group)
-      rest = (0, None, 0, 0)
-    else:
-      at, rest = (row, k_start, group), (0, None, 0)
-    origin = cute.domain_offset(at, self.source.tensor)
-    tiles = cute.local_tile(origin, self.tiler, rest)
-    to_shared, from_global = cpasync.tma_partition(
-      self.source.atom,
-      self.cta,
-      cute.make_layout(self.sharers),
-      cute.group_modes(self.shared, 0, modes),
-      cute.group_modes(tiles, 0, modes),
-    )
-    return from_global, to_shared
+	@cute.jit
+	def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
+		"""Source tiles along K from ``k_start`` on, and stages to put them in."""
+		k_start = k_start // self.k_divisor
+		row += self.first_row
+		modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
+		if cutlass.const_expr(modes == 3):
+			row = row // SF_TILE_ROWS
+		if cutlass.const_expr(pairs):
+			row = (Int32(0), row // 2)
+		if cutlass.const_expr(modes == 3):
+			at = (row, k_start, Int32(0), group)
+			rest = (0, None, 0, 0)
+		else:
+			at, rest = (row, k_start, group), (0, None, 0)
+		origin = cute.domain_offset(at, self.source.tensor)
+		tiles = cute.local_tile(origin, self.tiler, rest)
+		to_shared, from_global = cpasync.tma_partition(
+			self.source.atom,
+			self.cta,
+			cute.make_layout(self.sharers),
+			cute.group_modes(self.shared, 0, modes),
+			cute.group_modes(tiles, 0, modes),
+		)
+		return from_global, to_shared
 
 
 class LoadWarp:
-  """The load warp.
+	"""The load warp.
 
-  How one tensor of an operand gets into shared memory is an architecture's own: its ``source``,
-  a ``TmaSource``; ``copies(row, k_start, group)``, source tiles along K and stages to put them
-  in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales.
+	How one tensor of an operand gets into shared memory is an architecture's own: its ``source``,
+	a ``TmaSource``; ``copies(row, k_start, group)``, source tiles along K and stages to put them
+	in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales.
 
-  Args:
-    operand_m: loads of operand M: elements, then block scales if it has any.
-    operand_n: loads of operand N.
-    tiles: the tile records.
-    ab_pipeline: the stages.
-  """
+	Args:
+	  operand_m: loads of operand M: elements, then block scales if it has any.
+	  operand_n: loads of operand N.
+	  tiles: the tile records.
+	  ab_pipeline: the stages.
+	"""
 
-  def __init__(
-    self,
-    config: GemmConfig,
-    operand_m: tuple[Any, ...],
-    operand_n: tuple[Any, ...],
-    tiles: TileReader,
-    ab_pipeline: Any,
-  ):
-    self.config = config
-    self.operand_m = operand_m
-    self.operand_n = operand_n
-    self.tiles = tiles
-    self.ab_pipeline = ab_pipeline
+	def __init__(
+		self,
+		config: GemmConfig,
+		operand_m: tuple[Any, ...],
+		operand_n: tuple[Any, ...],
+		tiles: TileReader,
+		ab_pipeline: Any,
+	):
+		self.config = config
+		self.operand_m = operand_m
+		self.operand_n = operand_n
+		self.tiles = tiles
+		self.ab_pipeline = ab_pipeline
 
-  def sources(self) -> list[TmaSource]:
-    """All that it copies from."""
-    return [load.source for load in (*self.operand_m, *self.operand_n)]
+	def sources(self) -> list[TmaSource]:
+		"""All that it copies from."""
+		return [load.source for load in (*self.operand_m, *self.operand_n)]
 
-  @cute.jit
-  def run(self) -> None:
-    for source in self.sources():
-      cpasync.prefetch_descriptor(source.atom)
-    tile_state = self.tiles.new_state()
-    ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
-    tile, tile_state = self.tiles.next(tile_state)
-    while tile.group >= 0:
-      ab_state = self.fill(tile, ab_state)
-      tile, tile_state = self.tiles.next(tile_state)
-    self.ab_pipeline.producer_tail(ab_state)
+	@cute.jit
+	def run(self) -> None:
+		for source in self.sources():
+			cpasync.prefetch_descriptor(source.atom)
+		tile_state = self.tiles.new_state()
+		ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
+		tile, tile_state = self.tiles.next(tile_state)
+		while tile.group >= 0:
+			ab_state = self.fill(tile, ab_state)
+			tile, tile_state = self.tiles.next(tile_state)
+		self.ab_pipeline.producer_tail(ab_state)
 
-  def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """Fill the stages of a tile, whatever it is."""
-    return self.load(tile, ab_state)
+	def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
+		"""Fill the stages of a tile, whatever it is."""
+		return self.load(tile, ab_state)
 
-  @cute.jit
-  def load(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-    """Fill the stages of a tile."""
-    k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
-    if cutlass.const_expr(self.config.ragged_k):
-      k_start = RAGGED_ROWS - tile.rows
-      m_group = n_group = (tile.k_start + tile.rows, Int32(RAGGED_ROWS))
-    elif cutlass.const_expr(self.config.grouping == "m_grouped"):
-      if cutlass.const_expr(self.config.tile.swap_ab):
-        m_group = tile.group
-      else:
-        n_group = tile.group
-    copies = []
-    for load in self.operand_m:
-      row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
-      copies.append((load, *load.copies(row, k_start, m_group)))
-    for load in self.operand_n:
-      row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
-      copies.append((load, *load.copies(row, k_start, n_group)))
-    for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
-      self.ab_pipeline.producer_acquire(ab_state)
-      self.copy_stage(copies, k_tile, ab_state)
-      ab_state.advance()
-    return ab_state
+	@cute.jit
+	def load(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
+		"""Fill the stages of a tile."""
+		k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
+		if cutlass.const_expr(self.config.ragged_k):
+			k_start = RAGGED_ROWS - tile.rows
+			m_group = n_group = (tile.k_start + tile.rows, Int32(RAGGED_ROWS))
+		elif cutlass.const_expr(self.config.grouping == "m_grouped"):
+			if cutlass.const_expr(self.config.tile.swap_ab):
+				m_group = tile.group
+			else:
+				n_group = tile.group
+		copies = []
+		for load in self.operand_m:
+			row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
+			copies.append((load, *load.copies(row, k_start, m_group)))
+		for load in self.operand_n:
+			row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
+			copies.append((load, *load.copies(row, k_start, n_group)))
+		for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
+			self.ab_pipeline.producer_acquire(ab_state)
+			self.copy_stage(copies, k_tile, ab_state)
+			ab_state.advance()
+		return ab_state
 
-  def num_k_tiles(self, tile: WorkTile) -> Int32:
-    """Stages of a tile."""
-    return (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
+	def num_k_tiles(self, tile: WorkTile) -> Int32:
+		"""Stages of a tile."""
+		return (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
 
-  def copy_stage(
-    self, copies: list[tuple[Any, cute.Tensor, cute.Tensor]], k_tile: Int32, ab_state: pipeline.PipelineState
-  ) -> None:
-    """Fill a stage with ``k_tile``-th tiles along K."""
-    barrier = self.ab_pipeline.producer_get_barrier(ab_state)
-    for load, from_global, to_shared in copies:
-      cute.copy(
-        load.source.atom,
-        from_global[None, k_tile],
-        to_shared[None, ab_state.index],
-        tma_bar_ptr=barrier,
-        mcast_mask=load.mcast_mask,
-      )
+	def copy_stage(
+		self, copies: list[tuple[Any, cute.Tensor, cute.Tensor]], k_tile: Int32, ab_state: pipeline.PipelineState
+	) -> None:
+		"""Fill a stage with ``k_tile``-th tiles along K."""
+		barrier = self.ab_pipeline.producer_get_barrier(ab_state)
+		for load, from_global, to_shared in copies:
+			cute.copy(
+				load.source.atom,
+				from_global[None, k_tile],
+				to_shared[None, ab_state.index],
+				tma_bar_ptr=barrier,
+				mcast_mask=load.mcast_mask,
+			)

@@ -6,8 +6,6 @@ the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then 
 is one of what was cast, so that its bits are those of a kernel that reads it from memory.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import cutlass
@@ -20,54 +18,54 @@ VECTOR_BYTES = 16
 
 
 class EpilogueTensors(NamedTuple):
-  """What the epilogue reads and writes in global memory.
+	"""What the epilogue reads and writes in global memory.
 
-  Attributes:
-    out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
-    amax_a: (G,) or (T,) fp32, None if A is plain.
-    amax_b: (G,) fp32, None if B is plain.
-    alpha: (G,) fp32 or None.
-    bias: (G, N) or None.
-    z: (T, N) as (1, T, N): what goes into an activation; None if it is not kept.
-  """
+	Attributes:
+	  out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
+	  amax_a: (G,) or (T,) fp32, None if A is plain.
+	  amax_b: (G,) fp32, None if B is plain.
+	  alpha: (G,) fp32 or None.
+	  bias: (G, N) or None.
+	  z: (T, N) as (1, T, N): what goes into an activation; None if it is not kept.
+	"""
 
-  out: cute.Tensor
-  amax_a: cute.Tensor | None
-  amax_b: cute.Tensor | None
-  alpha: cute.Tensor | None
-  bias: cute.Tensor | None
-  z: cute.Tensor | None = None
+	out: cute.Tensor
+	amax_a: cute.Tensor | None
+	amax_b: cute.Tensor | None
+	alpha: cute.Tensor | None
+	bias: cute.Tensor | None
+	z: cute.Tensor | None = None
 
-  @cute.jit
-  def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
-    """The f of the module, with the amax of A at ``at``: its row or its group."""
-    factor = Float32(1.0)
-    if cutlass.const_expr(self.amax_b is not None):
-      factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
-    if cutlass.const_expr(self.amax_a is not None):
-      factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
-    if cutlass.const_expr(self.alpha is not None):
-      factor = factor * self.alpha[group]
-    return factor
+	@cute.jit
+	def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
+		"""The f of the module, with the amax of A at ``at``: its row or its group."""
+		factor = Float32(1.0)
+		if cutlass.const_expr(self.amax_b is not None):
+			factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
+		if cutlass.const_expr(self.amax_a is not None):
+			factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
+		if cutlass.const_expr(self.alpha is not None):
+			factor = factor * self.alpha[group]
+		return factor
 
-  @property
-  def has_factor(self) -> bool:
-    """Whether there is anything to multiply by."""
-    return self.amax_b is not None or self.alpha is not None
+	@property
+	def has_factor(self) -> bool:
+		"""Whether there is anything to multiply by."""
+		return self.amax_b is not None or self.alpha is not None
 
 
 def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
-  """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
-  width = tensor.element_type.width // 8
-  address = tensor.iterator.toint() + offset * width
-  align = min(VECTOR_BYTES, size * width)
-  pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
-  return cute.make_tensor(pointer, cute.make_layout(size))
+	"""``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
+	width = tensor.element_type.width // 8
+	address = tensor.iterator.toint() + offset * width
+	align = min(VECTOR_BYTES, size * width)
+	pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
+	return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
-  """Element offset into the output."""
-  offset = Int64(row) * out.stride[1] + col
-  if config.grouping == "k_grouped":
-    offset += Int64(group) * out.stride[0]
-  return offset
+	"""Element offset into the output."""
+	offset = Int64(row) * out.stride[1] + col
+	if config.grouping == "k_grouped":
+		offset += Int64(group) * out.stride[0]
+	return offset

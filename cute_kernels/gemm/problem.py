@@ -43,357 +43,357 @@ GemmGrouping = Literal["m_grouped", "k_grouped"]
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-  """What the tensor core works on at a time; architectures add to it.
+	"""What the tensor core works on at a time; architectures add to it.
 
-  Attributes:
-    m: rows of operand M.
-    n: rows of operand N.
-    num_ctas: CTAs that share a tile, or neighbouring tiles: a cluster.
-    swap_ab: operand M is B and operand N is A, see the module.
-  """
+	Attributes:
+	  m: rows of operand M.
+	  n: rows of operand N.
+	  num_ctas: CTAs that share a tile, or neighbouring tiles: a cluster.
+	  swap_ab: operand M is B and operand N is A, see the module.
+	"""
 
-  m: int
-  n: int
-  num_ctas: int = 1
-  swap_ab: bool = False
+	m: int
+	n: int
+	num_ctas: int = 1
+	swap_ab: bool = False
 
-  @property
-  def cluster_m(self) -> int:
-    """Rows of operand M that a cluster covers."""
-    return self.m
+	@property
+	def cluster_m(self) -> int:
+		"""Rows of operand M that a cluster covers."""
+		return self.m
 
-  @property
-  def rows(self) -> int:
-    """Rows of the output that a cluster covers."""
-    return self.n if self.swap_ab else self.cluster_m
+	@property
+	def rows(self) -> int:
+		"""Rows of the output that a cluster covers."""
+		return self.n if self.swap_ab else self.cluster_m
 
-  @property
-  def cols(self) -> int:
-    """Columns of the output that a cluster covers."""
-    return self.cluster_m if self.swap_ab else self.n
+	@property
+	def cols(self) -> int:
+		"""Columns of the output that a cluster covers."""
+		return self.cluster_m if self.swap_ab else self.n
 
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-  """The row tiles of an m_grouped product that one kernel takes, where several share it.
+	"""The row tiles of an m_grouped product that one kernel takes, where several share it.
 
-  A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
-  kernel whose range holds its rows, so large groups get wide tiles and small ones narrow tiles
-  without the host knowing which are which.
+	A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
+	kernel whose range holds its rows, so large groups get wide tiles and small ones narrow tiles
+	without the host knowing which are which.
 
-  Attributes:
-    chunk: rows of the largest tiles of all parts.
-    least: this part's tiles have more rows than that,
-    most: and at most that many.
-    follows: it comes after another part, and starts on the SMs that are done with that one.
-  """
+	Attributes:
+	  chunk: rows of the largest tiles of all parts.
+	  least: this part's tiles have more rows than that,
+	  most: and at most that many.
+	  follows: it comes after another part, and starts on the SMs that are done with that one.
+	"""
 
-  chunk: int
-  least: int
-  most: int
-  follows: bool = False
+	chunk: int
+	least: int
+	most: int
+	follows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmProblem:
-  """The facts of a call that decide which kernels can run it; all known on the host.
+	"""The facts of a call that decide which kernels can run it; all known on the host.
 
-  Attributes:
-    operand: name of the operand kind.
-    grouping: ``"m_grouped"`` for (T, K) x (G, N, K), ``"k_grouped"`` for two ragged operands.
-    out_dtype: name of the output's dtype.
-    groups: G.
-    rows: T, the rows of the buffer; in a k_grouped product of slots, the most they hold.
-    m: columns of A in a k_grouped product; otherwise unused.
-    n: columns of the output.
-    k: K of an m_grouped product; otherwise unused.
-  """
+	Attributes:
+	  operand: name of the operand kind.
+	  grouping: ``"m_grouped"`` for (T, K) x (G, N, K), ``"k_grouped"`` for two ragged operands.
+	  out_dtype: name of the output's dtype.
+	  groups: G.
+	  rows: T, the rows of the buffer; in a k_grouped product of slots, the most they hold.
+	  m: columns of A in a k_grouped product; otherwise unused.
+	  n: columns of the output.
+	  k: K of an m_grouped product; otherwise unused.
+	"""
 
-  operand: str
-  grouping: GemmGrouping
-  out_dtype: str
-  groups: int
-  rows: int
-  n: int
-  m: int = 0
-  k: int = 0
+	operand: str
+	grouping: GemmGrouping
+	out_dtype: str
+	groups: int
+	rows: int
+	n: int
+	m: int = 0
+	k: int = 0
 
 
 class GemmArguments(NamedTuple):
-  """Arguments of a grouped GEMM kernel, in its order; a stream follows where it is traced.
+	"""Arguments of a grouped GEMM kernel, in its order; a stream follows where it is traced.
 
-  Their shapes are with ``__call__`` of the kernels, which have parameters of these names; there
-  ``offs`` goes on to the scheduler.
-  """
+	Their shapes are with ``__call__`` of the kernels, which have parameters of these names; there
+	``offs`` goes on to the scheduler.
+	"""
 
-  a: Any
-  a_scales: Any
-  a_amax: Any
-  b: Any
-  b_scales: Any
-  b_amax: Any
-  offs: Any
-  rows: Any
-  bias: Any
-  alpha: Any
-  out: Any
-  num_sms: Any
-  z: Any = None
+	a: Any
+	a_scales: Any
+	a_amax: Any
+	b: Any
+	b_scales: Any
+	b_amax: Any
+	offs: Any
+	rows: Any
+	bias: Any
+	alpha: Any
+	out: Any
+	num_sms: Any
+	z: Any = None
 
 
 class Extents(NamedTuple):
-  """Sizes of a product inside a kernel.
+	"""Sizes of a product inside a kernel.
 
-  Attributes:
-    rows: rows of the buffer.
-    m: rows of operand M, of one group.
-    n: rows of operand N, of one group.
-    k: K; unused in a k_grouped product.
-  """
+	Attributes:
+	  rows: rows of the buffer.
+	  m: rows of operand M, of one group.
+	  n: rows of operand N, of one group.
+	  k: K; unused in a k_grouped product.
+	"""
 
-  rows: Any
-  m: Any
-  n: Any
-  k: Any
+	rows: Any
+	m: Any
+	n: Any
+	k: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig(abc.ABC):
-  """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
+	"""One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
-  Attributes:
-    operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one.
-    grouping: see the module.
-    out_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-    row_scaled: the second level of A is one amax per row instead of one per group.
-    bias_dtype: dtype of a (G, N) bias, None without one.
-    has_alpha: one fp32 factor a group.
-    accumulate: add to what the output holds.
-    transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
-    zero_tail: write zeros into the tail of an m_grouped product.
-    tile: one of ``tile_shapes``.
-    b_operand: name of the kind of B where it is not that of A.
-    pow2_scales: fp32 block scales of both operands are powers of two.
-    gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
-    activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
-    interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are halves,
-      whose rows a tile has by turns.
-    keeps_z: what goes into the activation is stored, too, with columns as B has rows.
-  """
+	Attributes:
+	  operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one.
+	  grouping: see the module.
+	  out_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+	  row_scaled: the second level of A is one amax per row instead of one per group.
+	  bias_dtype: dtype of a (G, N) bias, None without one.
+	  has_alpha: one fp32 factor a group.
+	  accumulate: add to what the output holds.
+	  transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
+	  zero_tail: write zeros into the tail of an m_grouped product.
+	  tile: one of ``tile_shapes``.
+	  b_operand: name of the kind of B where it is not that of A.
+	  pow2_scales: fp32 block scales of both operands are powers of two.
+	  gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
+	  activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
+	  interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are halves,
+	    whose rows a tile has by turns.
+	  keeps_z: what goes into the activation is stored, too, with columns as B has rows.
+	"""
 
-  operand: str
-  grouping: GemmGrouping = "m_grouped"
-  out_dtype: str = "bfloat16"
-  row_scaled: bool = False
-  bias_dtype: str | None = None
-  has_alpha: bool = False
-  accumulate: bool = False
-  transpose_b: bool = False
-  zero_tail: bool = False
-  tile: TileShape = TileShape(128, 128)
-  b_operand: str | None = None
-  pow2_scales: bool = False
-  gathered: bool = False
-  activation: str | None = None
-  interleaved: bool = False
-  keeps_z: bool = False
+	operand: str
+	grouping: GemmGrouping = "m_grouped"
+	out_dtype: str = "bfloat16"
+	row_scaled: bool = False
+	bias_dtype: str | None = None
+	has_alpha: bool = False
+	accumulate: bool = False
+	transpose_b: bool = False
+	zero_tail: bool = False
+	tile: TileShape = TileShape(128, 128)
+	b_operand: str | None = None
+	pow2_scales: bool = False
+	gathered: bool = False
+	activation: str | None = None
+	interleaved: bool = False
+	keeps_z: bool = False
 
-  #: The class of the kernel, which the runtime imports.
-  kernel: ClassVar[str]
-  #: The tiles that an architecture's kernel is built for.
-  tile_shapes: ClassVar[tuple[TileShape, ...]]
-  #: Blocks of output that an epilogue stages by turns.
-  num_store_stage: ClassVar[int] = 2
-  #: Tiles that the scheduler is ahead.
-  num_sched_stage: ClassVar[int] = 4
+	#: The class of the kernel, which the runtime imports.
+	kernel: ClassVar[str]
+	#: The tiles that an architecture's kernel is built for.
+	tile_shapes: ClassVar[tuple[TileShape, ...]]
+	#: Blocks of output that an epilogue stages by turns.
+	num_store_stage: ClassVar[int] = 2
+	#: Tiles that the scheduler is ahead.
+	num_sched_stage: ClassVar[int] = 4
 
-  def __post_init__(self) -> None:
-    for name in ("operand", "b_operand"):
-      kind = getattr(self, name)
-      if kind not in OPERANDS and (name == "operand" or kind is not None):
-        raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
-    if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
-      raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
-    if self.grouping not in ("m_grouped", "k_grouped"):
-      raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
-    for name in ("out_dtype", "bias_dtype"):
-      dtype = getattr(self, name)
-      if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
-        raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
-    if self.tile not in self.tile_shapes:
-      raise ValueError(f"tile must be one of tile_shapes, got {self.tile}")
-    if self.row_scaled and (self.kind.level_factor is None or self.grouping == "k_grouped"):
-      raise ValueError("row_scaled needs operands of an m_grouped product with a second level")
-    if self.bias_dtype is not None and self.grouping == "k_grouped":
-      raise ValueError("a k_grouped product takes no bias")
-    if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
-      raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
-    if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
-      raise ValueError("transpose_b needs an m_grouped product of operands without a transposed copy")
-    if self.pow2_scales and not self.kind.has_row_scales:
-      raise ValueError(f"{self.operand} has no fp32 block scales")
-    if self.gathered and (self.kind.fmt is not None or self.b_kind.fmt is not None):
-      raise ValueError("rows by an index are those of plain operands")
-    if self.kind.has_squares and self.b_kind.has_squares:
-      raise ValueError("one operand must have a scale for each row")
-    if self.activation is not None and (self.grouping == "k_grouped" or self.accumulate or self.transpose_b):
-      raise ValueError("activation needs an m_grouped product without accumulate and transpose_b")
-    if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
-      raise ValueError("keeps_z needs an activation, and interleaved a gated one")
-    if reason := self.refuses(self.tile):
-      raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
+	def __post_init__(self) -> None:
+		for name in ("operand", "b_operand"):
+			kind = getattr(self, name)
+			if kind not in OPERANDS and (name == "operand" or kind is not None):
+				raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
+		if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
+			raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
+		if self.grouping not in ("m_grouped", "k_grouped"):
+			raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
+		for name in ("out_dtype", "bias_dtype"):
+			dtype = getattr(self, name)
+			if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
+				raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+		if self.tile not in self.tile_shapes:
+			raise ValueError(f"tile must be one of tile_shapes, got {self.tile}")
+		if self.row_scaled and (self.kind.level_factor is None or self.grouping == "k_grouped"):
+			raise ValueError("row_scaled needs operands of an m_grouped product with a second level")
+		if self.bias_dtype is not None and self.grouping == "k_grouped":
+			raise ValueError("a k_grouped product takes no bias")
+		if self.zero_tail and (self.grouping == "k_grouped" or self.accumulate):
+			raise ValueError("zero_tail needs an m_grouped product that does not accumulate")
+		if self.transpose_b and (self.b_kind.is_transposed or self.grouping == "k_grouped"):
+			raise ValueError("transpose_b needs an m_grouped product of operands without a transposed copy")
+		if self.pow2_scales and not self.kind.has_row_scales:
+			raise ValueError(f"{self.operand} has no fp32 block scales")
+		if self.gathered and (self.kind.fmt is not None or self.b_kind.fmt is not None):
+			raise ValueError("rows by an index are those of plain operands")
+		if self.kind.has_squares and self.b_kind.has_squares:
+			raise ValueError("one operand must have a scale for each row")
+		if self.activation is not None and (self.grouping == "k_grouped" or self.accumulate or self.transpose_b):
+			raise ValueError("activation needs an m_grouped product without accumulate and transpose_b")
+		if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
+			raise ValueError("keeps_z needs an activation, and interleaved a gated one")
+		if reason := self.refuses(self.tile):
+			raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
-  @classmethod
-  @abc.abstractmethod
-  def any_tile(cls, grouping: GemmGrouping) -> TileShape:
-    """A tile that every product of a grouping may have."""
+	@classmethod
+	@abc.abstractmethod
+	def any_tile(cls, grouping: GemmGrouping) -> TileShape:
+		"""A tile that every product of a grouping may have."""
 
-  @abc.abstractmethod
-  def refuses(self, tile: Any) -> str:
-    """Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
+	@abc.abstractmethod
+	def refuses(self, tile: Any) -> str:
+		"""Why this configuration cannot have a tile of ``tile_shapes``; empty if it can."""
 
-  @property
-  def rows_taken(self) -> RowPart:
-    """The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
-    return RowPart(self.tile.rows, 0, self.tile.rows)
+	@property
+	def rows_taken(self) -> RowPart:
+		"""The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
+		return RowPart(self.tile.rows, 0, self.tile.rows)
 
-  def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
-    """The kernels that share a product among them, in the order in which they run."""
-    return (self,)
+	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
+		"""The kernels that share a product among them, in the order in which they run."""
+		return (self,)
 
-  def takes(self, tile: TileShape) -> bool:
-    """Whether this configuration means something with another tile of ``tile_shapes``."""
-    return not self.refuses(tile)
+	def takes(self, tile: TileShape) -> bool:
+		"""Whether this configuration means something with another tile of ``tile_shapes``."""
+		return not self.refuses(tile)
 
-  def may_choose(self, tile: TileShape) -> bool:
-    """Whether the choice of a tile considers this one."""
-    return self.takes(tile)
+	def may_choose(self, tile: TileShape) -> bool:
+		"""Whether the choice of a tile considers this one."""
+		return self.takes(tile)
 
-  @abc.abstractmethod
-  def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-    """What a call costs, by a model of time."""
+	@abc.abstractmethod
+	def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
+		"""What a call costs, by a model of time."""
 
-  @property
-  def kind(self) -> OperandKind:
-    """What A is made of."""
-    return OPERANDS[self.operand]
+	@property
+	def kind(self) -> OperandKind:
+		"""What A is made of."""
+		return OPERANDS[self.operand]
 
-  @property
-  def b_kind(self) -> OperandKind:
-    """What B is made of."""
-    return OPERANDS[self.b_operand or self.operand]
+	@property
+	def b_kind(self) -> OperandKind:
+		"""What B is made of."""
+		return OPERANDS[self.b_operand or self.operand]
 
-  @property
-  def act(self) -> Activation | None:
-    """The record of ``activation``."""
-    return None if self.activation is None else parse_activation(self.activation)
+	@property
+	def act(self) -> Activation | None:
+		"""The record of ``activation``."""
+		return None if self.activation is None else parse_activation(self.activation)
 
-  @property
-  def is_gated(self) -> bool:
-    """Whether two columns of the product become one of the output."""
-    return self.act is not None and self.act.is_gated
+	@property
+	def is_gated(self) -> bool:
+		"""Whether two columns of the product become one of the output."""
+		return self.act is not None and self.act.is_gated
 
-  @property
-  def pairs_rows(self) -> bool:
-    """Whether row 2 i + h of a tile of B is row i of half h."""
-    return self.is_gated and not self.interleaved
+	@property
+	def pairs_rows(self) -> bool:
+		"""Whether row 2 i + h of a tile of B is row i of half h."""
+		return self.is_gated and not self.interleaved
 
-  @property
-  def is_alike(self) -> bool:
-    """Whether both operands have elements of one width and the same block scales."""
-    return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
+	@property
+	def is_alike(self) -> bool:
+		"""Whether both operands have elements of one width and the same block scales."""
+		return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
 
-  @property
-  def decoded_to(self) -> OperandKind | None:
-    """What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
-    if self.b_kind.fmt is None or self.is_alike:
-      return None
-    if self.kind.fmt is None:
-      return self.kind
-    return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
+	@property
+	def decoded_to(self) -> OperandKind | None:
+		"""What codes are decoded to: a plain A's kind, bf16 beside codes of a byte; None if not."""
+		if self.b_kind.fmt is None or self.is_alike:
+			return None
+		if self.kind.fmt is None:
+			return self.kind
+		return OPERANDS["bfloat16"] if self.b_kind.bits < self.kind.bits else None
 
-  @property
-  def m_kind(self) -> OperandKind:
-    """What operand M is made of."""
-    return self.b_kind if self.tile.swap_ab else self.kind
+	@property
+	def m_kind(self) -> OperandKind:
+		"""What operand M is made of."""
+		return self.b_kind if self.tile.swap_ab else self.kind
 
-  @property
-  def n_kind(self) -> OperandKind:
-    """What operand N is made of."""
-    return self.kind if self.tile.swap_ab else self.b_kind
+	@property
+	def n_kind(self) -> OperandKind:
+		"""What operand N is made of."""
+		return self.kind if self.tile.swap_ab else self.b_kind
 
-  @property
-  def instruction_k(self) -> int:
-    """Elements of K that one instruction contracts."""
-    return self.kind.instruction_k
+	@property
+	def instruction_k(self) -> int:
+		"""Elements of K that one instruction contracts."""
+		return self.kind.instruction_k
 
-  @property
-  @abc.abstractmethod
-  def k_blocks(self) -> int:
-    """Instructions along K for one stage of shared memory."""
+	@property
+	@abc.abstractmethod
+	def k_blocks(self) -> int:
+		"""Instructions along K for one stage of shared memory."""
 
-  @property
-  def ragged_k(self) -> bool:
-    """Whether K begins and ends at any row; otherwise it starts at a slot or at 0."""
-    return self.grouping == "k_grouped" and not self.kind.has_slots
+	@property
+	def ragged_k(self) -> bool:
+		"""Whether K begins and ends at any row; otherwise it starts at a slot or at 0."""
+		return self.grouping == "k_grouped" and not self.kind.has_slots
 
-  @property
-  def takes_scale_tiles(self) -> bool:
-    """Whether fp32 block scales come as tiles of E8M0."""
-    return False
+	@property
+	def takes_scale_tiles(self) -> bool:
+		"""Whether fp32 block scales come as tiles of E8M0."""
+		return False
 
-  @property
-  def loads_row_scales(self) -> bool:
-    """Whether the kernel reads fp32 block scales of A."""
-    return self.kind.has_row_scales and not self.takes_scale_tiles
+	@property
+	def loads_row_scales(self) -> bool:
+		"""Whether the kernel reads fp32 block scales of A."""
+		return self.kind.has_row_scales and not self.takes_scale_tiles
 
-  @property
-  def mn_major(self) -> tuple[bool, bool]:
-    """Whether operands M and N are contiguous along M and N instead of along K."""
-    a = self.grouping == "k_grouped" and not self.kind.is_transposed
-    b = a or self.transpose_b
-    return (b, a) if self.tile.swap_ab else (a, b)
+	@property
+	def mn_major(self) -> tuple[bool, bool]:
+		"""Whether operands M and N are contiguous along M and N instead of along K."""
+		a = self.grouping == "k_grouped" and not self.kind.is_transposed
+		b = a or self.transpose_b
+		return (b, a) if self.tile.swap_ab else (a, b)
 
-  @property
-  def writes_zeros(self) -> bool:
-    """Whether there are tiles of which nothing is multiplied."""
-    return self.zero_tail or self.grouping == "k_grouped" and not self.accumulate
+	@property
+	def writes_zeros(self) -> bool:
+		"""Whether there are tiles of which nothing is multiplied."""
+		return self.zero_tail or self.grouping == "k_grouped" and not self.accumulate
 
-  def can_implement(self, problem: GemmProblem) -> Support:
-    """Whether the kernel takes ``problem``: the one statement of its constraints."""
-    mine = (self.operand, self.grouping, self.out_dtype)
-    asked = (problem.operand, problem.grouping, problem.out_dtype)
-    if asked != mine:
-      return Support(False, f"compiled for {' '.join(mine)}, not {' '.join(asked)}")
-    if problem.groups < 1 or problem.rows < 1:
-      return Support(False, "needs at least one group and one row")
-    align = N_ALIGN * (1 + self.is_gated)
-    if problem.n < 1 or problem.n % align:
-      return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
-    if self.pairs_rows and self.b_kind.is_block_scaled:
-      if self.b_kind.has_row_scales and not self.b_kind.has_squares:
-        return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")
-      if problem.n % (2 * SF_TILE_ROWS):
-        return Support(False, f"halves of B must have whole {SF_TILE_ROWS} rows beside block scales: interleave B")
-    if self.grouping == "m_grouped":
-      align = max(self.kind.k_align, self.b_kind.k_align)
-      if problem.k < 1 or problem.k % align:
-        return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
-    else:
-      # Rows of elements, or of their scales, that TMA can address.
-      align = N_ALIGN if self.mn_major[0] or self.loads_row_scales else 1
-      if problem.m < 1 or problem.m % align:
-        return Support(False, f"columns of A must be a positive multiple of {align}, got {problem.m}")
-      if self.ragged_k and problem.rows > RAGGED_ROWS:
-        return Support(False, f"at most 2^30 rows, got {problem.rows}")
-    if self._num_tiles(problem) > _MAX_INT32:
-      return Support(False, "more than 2^31 - 1 tiles")
-    return Support(True)
+	def can_implement(self, problem: GemmProblem) -> Support:
+		"""Whether the kernel takes ``problem``: the one statement of its constraints."""
+		mine = (self.operand, self.grouping, self.out_dtype)
+		asked = (problem.operand, problem.grouping, problem.out_dtype)
+		if asked != mine:
+			return Support(False, f"compiled for {' '.join(mine)}, not {' '.join(asked)}")
+		if problem.groups < 1 or problem.rows < 1:
+			return Support(False, "needs at least one group and one row")
+		align = N_ALIGN * (1 + self.is_gated)
+		if problem.n < 1 or problem.n % align:
+			return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
+		if self.pairs_rows and self.b_kind.is_block_scaled:
+			if self.b_kind.has_row_scales and not self.b_kind.has_squares:
+				return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")
+			if problem.n % (2 * SF_TILE_ROWS):
+				return Support(False, f"halves of B must have whole {SF_TILE_ROWS} rows beside block scales: interleave B")
+		if self.grouping == "m_grouped":
+			align = max(self.kind.k_align, self.b_kind.k_align)
+			if problem.k < 1 or problem.k % align:
+				return Support(False, f"K must be a positive multiple of {align}, got {problem.k}")
+		else:
+			# Rows of elements, or of their scales, that TMA can address.
+			align = N_ALIGN if self.mn_major[0] or self.loads_row_scales else 1
+			if problem.m < 1 or problem.m % align:
+				return Support(False, f"columns of A must be a positive multiple of {align}, got {problem.m}")
+			if self.ragged_k and problem.rows > RAGGED_ROWS:
+				return Support(False, f"at most 2^30 rows, got {problem.rows}")
+		if self._num_tiles(problem) > _MAX_INT32:
+			return Support(False, "more than 2^31 - 1 tiles")
+		return Support(True)
 
-  def _num_tiles(self, problem: GemmProblem) -> int:
-    """At most this many tiles, whatever the groups."""
-    cols = ceil_div(problem.n, self.tile.cols)
-    if self.grouping == "m_grouped":
-      groups = problem.groups + self.zero_tail
-      return (problem.rows // self.tile.rows + groups) * cols
-    return problem.groups * ceil_div(problem.m, self.tile.rows) * cols
+	def _num_tiles(self, problem: GemmProblem) -> int:
+		"""At most this many tiles, whatever the groups."""
+		cols = ceil_div(problem.n, self.tile.cols)
+		if self.grouping == "m_grouped":
+			groups = problem.groups + self.zero_tail
+			return (problem.rows // self.tile.rows + groups) * cols
+		return problem.groups * ceil_div(problem.m, self.tile.rows) * cols

@@ -7,8 +7,6 @@ strides ``((16, 4), (0, 1))``). Tiles that follow each other along K are adjacen
 Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.compile``.
 """
 
-from __future__ import annotations
-
 #: Elements of K in the pieces in which kernels decode codes that they do not multiply as they are;
 #: those for sm_90a change the order of NVFP4 products within one.
 PIECE_K = 128
@@ -25,15 +23,15 @@ PITCH_ALIGNMENT = 16
 
 
 def ceil_div(a: int, b: int) -> int:
-  """``a / b`` rounded up."""
-  return (a + b - 1) // b
+	"""``a / b`` rounded up."""
+	return (a + b - 1) // b
 
 
 def round_up(a: int, b: int) -> int:
-  """The smallest multiple of ``b`` that is at least ``a``."""
-  return ceil_div(a, b) * b
+	"""The smallest multiple of ``b`` that is at least ``a``."""
+	return ceil_div(a, b) * b
 
 
 def scale_tiles(elements: int, sf_vec_size: int) -> int:
-  """Scale tiles side by side along the blocked direction of ``elements`` elements."""
-  return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
+	"""Scale tiles side by side along the blocked direction of ``elements`` elements."""
+	return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)

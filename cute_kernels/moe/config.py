@@ -11,127 +11,127 @@ _ONE_CTA = 4096
 
 @dataclasses.dataclass(frozen=True)
 class RoutingConfig:
-  """The stable counting sort of tokens by expert.
+	"""The stable counting sort of tokens by expert.
 
-  Attributes:
-    ids: ``"int32"`` or ``"int64"``.
-    ctas: CTAs of the one cluster that sorts.
-    warps: of each, at most 32.
-  """
+	Attributes:
+	  ids: ``"int32"`` or ``"int64"``.
+	  ctas: CTAs of the one cluster that sorts.
+	  warps: of each, at most 32.
+	"""
 
-  ids: str = "int64"
-  ctas: int = 8
-  warps: int = 32
+	ids: str = "int64"
+	ctas: int = 8
+	warps: int = 32
 
-  #: The compiled function takes (expert_ids, offs, token, pair, row, top_k): expert_ids, token,
-  #: pair and row of n = T * top_k elements, offs (E,), all but the ids int32.
-  kernel: ClassVar[str] = "cute_kernels.moe.routing:RoutingKernel"
+	#: The compiled function takes (expert_ids, offs, token, pair, row, top_k): expert_ids, token,
+	#: pair and row of n = T * top_k elements, offs (E,), all but the ids int32.
+	kernel: ClassVar[str] = "cute_kernels.moe.routing:RoutingKernel"
 
-  @classmethod
-  def choose(cls, ids: str, pairs: int) -> RoutingConfig:
-    """The configuration for so many pairs."""
-    return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
+	@classmethod
+	def choose(cls, ids: str, pairs: int) -> RoutingConfig:
+		"""The configuration for so many pairs."""
+		return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-  """The choice of experts by logits.
+	"""The choice of experts by logits.
 
-  ``per_lane``: scores of a lane, a power of two; ``biased``: there is a selection bias; ``ends``: tokens end somewhere.
-  """
+	``per_lane``: scores of a lane, a power of two; ``biased``: there is a selection bias; ``ends``: tokens end somewhere.
+	"""
 
-  score: str
-  renormalize: bool = True
-  per_lane: int = 4
-  biased: bool = False
-  grouped: bool = False
-  ends: bool = False
+	score: str
+	renormalize: bool = True
+	per_lane: int = 4
+	biased: bool = False
+	grouped: bool = False
+	ends: bool = False
 
-  #: The compiled function takes (logits, bias, end, weights, ids, scores, groups, top_groups, factor,
-  #: num_sms): logits and scores (T, E), bias (E,) or None, weights (T, k) fp32, end (1,) int32 or None,
-  #: ids (T, k) int64.
-  kernel: ClassVar[str] = "cute_kernels.moe.router:RouterKernel"
+	#: The compiled function takes (logits, bias, end, weights, ids, scores, groups, top_groups, factor,
+	#: num_sms): logits and scores (T, E), bias (E,) or None, weights (T, k) fp32, end (1,) int32 or None,
+	#: ids (T, k) int64.
+	kernel: ClassVar[str] = "cute_kernels.moe.router:RouterKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterGradientConfig:
-  """The gradient of that, attributes as there; ``biased``: scores have a gradient, too."""
+	"""The gradient of that, attributes as there; ``biased``: scores have a gradient, too."""
 
-  score: str
-  renormalize: bool = True
-  per_lane: int = 4
-  biased: bool = False
+	score: str
+	renormalize: bool = True
+	per_lane: int = 4
+	biased: bool = False
 
-  #: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms), shapes as there.
-  kernel: ClassVar[str] = "cute_kernels.moe.router:RouterGradientKernel"
+	#: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms), shapes as there.
+	kernel: ClassVar[str] = "cute_kernels.moe.router:RouterGradientKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class GatherConfig:
-  """Rows by an index.
+	"""Rows by an index.
 
-  Attributes:
-    width: bytes that a lane moves at once, which divide the bytes of a row: 16, 4 or 2.
-  """
+	Attributes:
+	  width: bytes that a lane moves at once, which divide the bytes of a row: 16, 4 or 2.
+	"""
 
-  width: int = 16
+	width: int = 16
 
-  #: The compiled function takes (x, index, out, num_sms): x (T, W) and out (R, W) integers of 4
-  #: bytes, or 2 where that is the width; index (R,) int32.
-  kernel: ClassVar[str] = "cute_kernels.moe.rows:GatherKernel"
+	#: The compiled function takes (x, index, out, num_sms): x (T, W) and out (R, W) integers of 4
+	#: bytes, or 2 where that is the width; index (R,) int32.
+	kernel: ClassVar[str] = "cute_kernels.moe.rows:GatherKernel"
 
-  @classmethod
-  def choose(cls, row_bytes: int) -> GatherConfig:
-    """The configuration for rows of so many bytes."""
-    return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
+	@classmethod
+	def choose(cls, row_bytes: int) -> GatherConfig:
+		"""The configuration for rows of so many bytes."""
+		return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class CombineConfig:
-  """The weighted sum of each token's rows.
+	"""The weighted sum of each token's rows.
 
-  Attributes:
-    dtype: of the rows.
-    out: of the sums.
-    weighted: rows have weights.
-    vectorized: rows and sums are read and written 16 bytes of a row at a time.
-  """
+	Attributes:
+	  dtype: of the rows.
+	  out: of the sums.
+	  weighted: rows have weights.
+	  vectorized: rows and sums are read and written 16 bytes of a row at a time.
+	"""
 
-  dtype: str = "bfloat16"
-  out: str = "bfloat16"
-  weighted: bool = True
-  vectorized: bool = True
+	dtype: str = "bfloat16"
+	out: str = "bfloat16"
+	weighted: bool = True
+	vectorized: bool = True
 
-  #: The compiled function takes (h, row, weight, y, num_sms): h (R, H), row (T, k) int32, weight
-  #: (T, k) fp32 or None, y (T, H).
-  kernel: ClassVar[str] = "cute_kernels.moe.rows:CombineKernel"
+	#: The compiled function takes (h, row, weight, y, num_sms): h (R, H), row (T, k) int32, weight
+	#: (T, k) fp32 or None, y (T, H).
+	kernel: ClassVar[str] = "cute_kernels.moe.rows:CombineKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivateConfig:
-  """An activation of the rows of experts, or its gradient.
+	"""An activation of the rows of experts, or its gradient.
 
-  Attributes:
-    activation: its text.
-    arch: whose instructions are used.
-    dtype: of all rows.
-    gradient: its gradient is made.
-    weighted: rows have weights, which have gradients, too.
-    interleaved: A and B of a gated activation alternate.
-    ragged: rows of a tail are left alone.
-    vectorized: eight columns of the result are 16 bytes of a row or more.
-  """
+	Attributes:
+	  activation: its text.
+	  arch: whose instructions are used.
+	  dtype: of all rows.
+	  gradient: its gradient is made.
+	  weighted: rows have weights, which have gradients, too.
+	  interleaved: A and B of a gated activation alternate.
+	  ragged: rows of a tail are left alone.
+	  vectorized: eight columns of the result are 16 bytes of a row or more.
+	"""
 
-  activation: str
-  arch: str
-  dtype: str = "bfloat16"
-  gradient: bool = False
-  weighted: bool = False
-  interleaved: bool = False
-  ragged: bool = True
-  vectorized: bool = True
+	activation: str
+	arch: str
+	dtype: str = "bfloat16"
+	gradient: bool = False
+	weighted: bool = False
+	interleaved: bool = False
+	ragged: bool = True
+	vectorized: bool = True
 
-  #: The compiled function takes (x, grad, offs, weight, pair, out, scaled, dweight, num_sms):
-  #: x (R, W); grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32 and scaled (R, N),
-  #: each None where there is none; out (R, N), or (R, W) of a gradient.
-  kernel: ClassVar[str] = "cute_kernels.moe.activate:ActivateKernel"
+	#: The compiled function takes (x, grad, offs, weight, pair, out, scaled, dweight, num_sms):
+	#: x (R, W); grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32 and scaled (R, N),
+	#: each None where there is none; out (R, N), or (R, W) of a gradient.
+	kernel: ClassVar[str] = "cute_kernels.moe.activate:ActivateKernel"

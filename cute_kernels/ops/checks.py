@@ -10,141 +10,141 @@ import torch
 from cute_kernels.layout.buffers import buffers
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
 #: Dtypes of plain operands.
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
-  """``dtype`` must be one of ``allowed``."""
-  if dtype not in allowed:
-    listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-    raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
+	"""``dtype`` must be one of ``allowed``."""
+	if dtype not in allowed:
+		listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+		raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
 
 
 def check_tensor(
-  name: str,
-  tensor: Tensor,
-  *,
-  dtypes: Sequence[torch.dtype] = (),
-  ndim: Sequence[int] = (),
-  shape: Sequence[int | None] | None = None,
+	name: str,
+	tensor: Tensor,
+	*,
+	dtypes: Sequence[torch.dtype] = (),
+	ndim: Sequence[int] = (),
+	shape: Sequence[int | None] | None = None,
 ) -> None:
-  """``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
-  if not isinstance(tensor, torch.Tensor):
-    raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-  if dtypes:
-    check_dtype(name, tensor.dtype, dtypes)
-  if shape is not None:
-    ndim = (len(shape),)
-  if ndim and tensor.dim() not in ndim:
-    ranks = " or ".join(str(n) for n in ndim)
-    raise ValueError(f"{name} must have {ranks} dimensions, got shape {tuple(tensor.shape)}")
-  for i, want in enumerate(shape or ()):
-    if want is not None and tensor.shape[i] != want:
-      raise ValueError(f"{name} must have size {want} in dimension {i}, got shape {tuple(tensor.shape)}")
+	"""``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
+	if not isinstance(tensor, torch.Tensor):
+		raise TypeError(f"{name} must be a tensor, got {tensor!r}")
+	if dtypes:
+		check_dtype(name, tensor.dtype, dtypes)
+	if shape is not None:
+		ndim = (len(shape),)
+	if ndim and tensor.dim() not in ndim:
+		ranks = " or ".join(str(n) for n in ndim)
+		raise ValueError(f"{name} must have {ranks} dimensions, got shape {tuple(tensor.shape)}")
+	for i, want in enumerate(shape or ()):
+		if want is not None and tensor.shape[i] != want:
+			raise ValueError(f"{name} must have size {want} in dimension {i}, got shape {tuple(tensor.shape)}")
 
 
 def check_multiple(name: str, value: int, of: int, why: str) -> None:
-  """``value`` must be a multiple of ``of``, and not 0."""
-  if value % of != 0 or value == 0:
-    raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
+	"""``value`` must be a multiple of ``of``, and not 0."""
+	if value % of != 0 or value == 0:
+		raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
 
 
 def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
-  """``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
-  check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
-  if offs.shape[0] < 1:
-    raise ValueError("offs must have at least one entry, got shape (0,)")
-  if num_groups is not None and offs.shape[0] != num_groups:
-    raise ValueError(f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries")
+	"""``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
+	check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
+	if offs.shape[0] < 1:
+		raise ValueError("offs must have at least one entry, got shape (0,)")
+	if num_groups is not None and offs.shape[0] != num_groups:
+		raise ValueError(f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries")
 
 
 def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
-  """``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
-  check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
-  check_tensor(name, x, ndim=(2,))
-  same_device(name, x.device, rows=rows)
-  if rows.shape[0] and not x.shape[0]:
-    raise ValueError(f"rows must be empty, for {name} has no rows")
+	"""``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
+	check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
+	check_tensor(name, x, ndim=(2,))
+	same_device(name, x.device, rows=rows)
+	if rows.shape[0] and not x.shape[0]:
+		raise ValueError(f"rows must be empty, for {name} has no rows")
 
 
 def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
-  """``seed`` must be there for a stochastic format only, on the device of the argument ``first``.
+	"""``seed`` must be there for a stochastic format only, on the device of the argument ``first``.
 
-  Args:
-    seed: (2,) int64, or None.
-    fmt: what is quantized to.
-    first: the name of an argument.
-    device: its device.
-  """
-  if not fmt.is_stochastic:
-    if seed is not None:
-      raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
-    return
-  if seed is None:
-    raise ValueError(f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them")
-  check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
-  same_device(first, device, seed=seed)
+	Args:
+	  seed: (2,) int64, or None.
+	  fmt: what is quantized to.
+	  first: the name of an argument.
+	  device: its device.
+	"""
+	if not fmt.is_stochastic:
+		if seed is not None:
+			raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
+		return
+	if seed is None:
+		raise ValueError(f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them")
+	check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
+	same_device(first, device, seed=seed)
 
 
 def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
-  """All tensors must be on ``device``, that of the argument ``first``."""
-  for name, tensor in others.items():
-    if tensor is not None and tensor.device != device:
-      raise ValueError(f"{name} must be on the device of {first} ({device}), got {tensor.device}")
+	"""All tensors must be on ``device``, that of the argument ``first``."""
+	for name, tensor in others.items():
+		if tensor is not None and tensor.device != device:
+			raise ValueError(f"{name} must be on the device of {first} ({device}), got {tensor.device}")
 
 
 def check_input(name: str, x: Tensor, offs: Tensor | None, shapes: Sequence[int] | None = None) -> None:
-  """``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
+	"""``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
 
-  Its dtype must be bf16, fp16 or fp32.
-  """
-  if shapes is not None:
-    if offs is not None:
-      raise ValueError("offs and shapes are both given: groups are cut by one of them")
-    check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
-    return
-  check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
-  if offs is not None:
-    check_offs(offs)
-    same_device(name, x.device, offs=offs)
-  elif x.shape[0] < 1:
-    raise ValueError(f"{name} must have at least one group, got shape {tuple(x.shape)}")
+	Its dtype must be bf16, fp16 or fp32.
+	"""
+	if shapes is not None:
+		if offs is not None:
+			raise ValueError("offs and shapes are both given: groups are cut by one of them")
+		check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
+		return
+	check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
+	if offs is not None:
+		check_offs(offs)
+		same_device(name, x.device, offs=offs)
+	elif x.shape[0] < 1:
+		raise ValueError(f"{name} must have at least one group, got shape {tuple(x.shape)}")
 
 
 def check_copy(
-  codes_name: str,
-  scales_name: str,
-  copy: tuple[Tensor, Sequence[Tensor]],
-  fmt: Format,
-  shape: Sequence[int],
-  num_groups: int | None,
-  columnwise: bool,
-  shapes: Sequence[tuple[int, int]] | None = None,
+	codes_name: str,
+	scales_name: str,
+	copy: tuple[Tensor, Sequence[Tensor]],
+	fmt: Format,
+	shape: Sequence[int],
+	num_groups: int | None,
+	columnwise: bool,
+	shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-  """Check one direction of a quantized tensor against ``layout.buffers``.
+	"""Check one direction of a quantized tensor against ``layout.buffers``.
 
-  Args:
-    codes_name: the argument that holds its codes.
-    scales_name: the argument that lists the rest of ``Format.operand_names``.
-    copy: both.
-    fmt: its format.
-    shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,).
-    num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
-    columnwise: which direction.
-    shapes: (m, n) of each member of a tensor of one dimension.
-  """
-  codes, scales = copy
-  names = fmt.operand_names(columnwise)
-  asked = {"rowwise": not columnwise, "columnwise": columnwise}
-  wanted = buffers(fmt, shape, num_groups, shapes=shapes, **asked)
-  if len(scales) != len(names) - 1:
-    raise ValueError(f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors")
-  check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)
-  for i, (name, tensor) in enumerate(zip(names[1:], scales, strict=True)):
-    label = f"{scales_name}[{i}], the {name} of {fmt.text},"
-    check_tensor(label, tensor, dtypes=(wanted[name].dtype,), shape=wanted[name].shape)
+	Args:
+	  codes_name: the argument that holds its codes.
+	  scales_name: the argument that lists the rest of ``Format.operand_names``.
+	  copy: both.
+	  fmt: its format.
+	  shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,).
+	  num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
+	  columnwise: which direction.
+	  shapes: (m, n) of each member of a tensor of one dimension.
+	"""
+	codes, scales = copy
+	names = fmt.operand_names(columnwise)
+	asked = {"rowwise": not columnwise, "columnwise": columnwise}
+	wanted = buffers(fmt, shape, num_groups, shapes=shapes, **asked)
+	if len(scales) != len(names) - 1:
+		raise ValueError(f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors")
+	check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)
+	for i, (name, tensor) in enumerate(zip(names[1:], scales, strict=True)):
+		label = f"{scales_name}[{i}], the {name} of {fmt.text},"
+		check_tensor(label, tensor, dtypes=(wanted[name].dtype,), shape=wanted[name].shape)

@@ -3,8 +3,6 @@
 All rows count, those of a capacity's tail among them: how many groups have is on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -17,22 +15,22 @@ from .gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQua
 
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:
-  """Have ops counted by ``count(*args, **kwargs)``, which takes their result as ``out_val``."""
-  flop_registry.update(dict.fromkeys((getattr(namespace, name) for name in names), count))
+	"""Have ops counted by ``count(*args, **kwargs)``, which takes their result as ``out_val``."""
+	flop_registry.update(dict.fromkeys((getattr(namespace, name) for name in names), count))
 
 
 def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
-  def count(*args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any) -> int:
-    op = cls(*args, **kwargs)
-    if isinstance(op, MGrouped):
-      return 2 * op.num_rows * op.depth * op.cols
-    assert isinstance(op, KGroupedGemm)
-    # The slots of a quantized operand are those of any T in a span of 128.
-    rows = op.num_rows if op.a_format is None else op.num_rows // TILE_ROWS * TILE_ROWS
-    return 2 * rows * op.width("a") * op.width("b")
+	def count(*args: Any, out: Any = None, out_val: Any = None, accumulate: bool = False, **kwargs: Any) -> int:
+		op = cls(*args, **kwargs)
+		if isinstance(op, MGrouped):
+			return 2 * op.num_rows * op.depth * op.cols
+		assert isinstance(op, KGroupedGemm)
+		# The slots of a quantized operand are those of any T in a span of 128.
+		rows = op.num_rows if op.a_format is None else op.num_rows // TILE_ROWS * TILE_ROWS
+		return 2 * rows * op.width("a") * op.width("b")
 
-  return count
+	return count
 
 
 for _cls in (MGroupedGemm, MGroupedQuantizeGemm, KGroupedGemm):
-  register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")
+	register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")

@@ -19,141 +19,141 @@ from .prologue import check_prologue, elements_of, result_columns
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.formats import Format
+	from cute_kernels.runtime.launch import Launcher
 
 
 @register
 @dataclasses.dataclass
 class ComputeOffsets(Op):
-  """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
+	"""End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
-  Args:
-    splits: (G,) int32 or int64 sizes.
-    multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
-    dtype: int32 or int64.
+	Args:
+	  splits: (G,) int32 or int64 sizes.
+	  multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
+	  dtype: int32 or int64.
 
-  Returns:
-    (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
-  """
+	Returns:
+	  (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
+	"""
 
-  splits: Tensor
-  multiplier: int = 1
-  dtype: torch.dtype | None = None
+	splits: Tensor
+	multiplier: int = 1
+	dtype: torch.dtype | None = None
 
-  name: ClassVar[str] = "compute_offsets"
-  out_name: ClassVar[str] = "offs"
+	name: ClassVar[str] = "compute_offsets"
+	out_name: ClassVar[str] = "offs"
 
-  def check(self) -> None:
-    integers = (torch.int32, torch.int64)
-    check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
-    check_dtype("dtype", self.dtype or torch.int32, integers)
-    if not isinstance(self.multiplier, (int, torch.SymInt)):
-      raise TypeError(f"multiplier must be an integer, got {self.multiplier!r}")
-    largest = torch.iinfo(self.dtype or torch.int32).max
-    if not 1 <= self.multiplier <= largest:
-      raise ValueError(f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}")
+	def check(self) -> None:
+		integers = (torch.int32, torch.int64)
+		check_tensor("splits", self.splits, dtypes=integers, ndim=(1,))
+		check_dtype("dtype", self.dtype or torch.int32, integers)
+		if not isinstance(self.multiplier, (int, torch.SymInt)):
+			raise TypeError(f"multiplier must be an integer, got {self.multiplier!r}")
+		largest = torch.iinfo(self.dtype or torch.int32).max
+		if not 1 <= self.multiplier <= largest:
+			raise ValueError(f"multiplier must be in [1, {largest}], the offsets' dtype, got {self.multiplier}")
 
-  def outputs(self) -> list[BufferSpec]:
-    return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
+	def outputs(self) -> list[BufferSpec]:
+		return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
 
-  def capability(self) -> tuple[str, Format | None]:
-    return "compute_offsets", None
+	def capability(self) -> tuple[str, Format | None]:
+		return "compute_offsets", None
 
-  def kernels(self, launch: Launcher) -> Runner:
-    return launch_quantize.compute_offsets(self, launch)
+	def kernels(self, launch: Launcher) -> Runner:
+		return launch_quantize.compute_offsets(self, launch)
 
-  def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-    (offs,) = outputs
-    reference.compute_offsets(self.splits, self.multiplier, offs)
+	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+		(offs,) = outputs
+		reference.compute_offsets(self.splits, self.multiplier, offs)
 
 
 @register
 @dataclasses.dataclass
 class GroupedAmax(Op):
-  """Largest magnitude of each group; NaN is passed over.
+	"""Largest magnitude of each group; NaN is passed over.
 
-  Args:
-    x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
-    offs: (G,) int32 end rows.
+	Args:
+	  x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+	  offs: (G,) int32 end rows.
 
-  Returns:
-    (G,) fp32, 0 for an empty group.
-  """
+	Returns:
+	  (G,) fp32, 0 for an empty group.
+	"""
 
-  x: Tensor
-  offs: Tensor | None = None
+	x: Tensor
+	offs: Tensor | None = None
 
-  name: ClassVar[str] = "grouped_amax"
-  out_name: ClassVar[str] = "amax"
+	name: ClassVar[str] = "grouped_amax"
+	out_name: ClassVar[str] = "amax"
 
-  def check(self) -> None:
-    check_input("x", self.x, self.offs)
+	def check(self) -> None:
+		check_input("x", self.x, self.offs)
 
-  def outputs(self) -> list[BufferSpec]:
-    groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
-    return [BufferSpec((groups,), torch.float32)]
+	def outputs(self) -> list[BufferSpec]:
+		groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
+		return [BufferSpec((groups,), torch.float32)]
 
-  def capability(self) -> tuple[str, Format | None]:
-    return "grouped_amax", None
+	def capability(self) -> tuple[str, Format | None]:
+		return "grouped_amax", None
 
-  def kernels(self, launch: Launcher) -> Runner:
-    return launch_quantize.grouped_amax(self, launch)
+	def kernels(self, launch: Launcher) -> Runner:
+		return launch_quantize.grouped_amax(self, launch)
 
-  def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-    (amax,) = outputs
-    groups = Groups.of(self.x.shape, self.offs, self.device)
-    reference.grouped_amax(self.x, groups, amax)
+	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+		(amax,) = outputs
+		groups = Groups.of(self.x.shape, self.offs, self.device)
+		reference.grouped_amax(self.x, groups, amax)
 
 
 @register
 @dataclasses.dataclass
 class GroupedDbias(Op):
-  """Column sums of each group in fp32, in a fixed order: the gradient of a bias.
+	"""Column sums of each group in fp32, in a fixed order: the gradient of a bias.
 
-  Args:
-    dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32. (..., 2N) of a gated
-      activation without ``grad``.
-    offs: (G,) int32 end rows.
-    activation: the text of what is done to ``dy`` first, as ``grouped_quantize`` takes it; its
-      fp32 results are summed, never rounded to the dtype of ``dy``.
-    grad: the gradient of the activation's result; that with respect to ``dy``, which is the
-      activation's input then, is summed instead.
+	Args:
+	  dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32. (..., 2N) of a gated
+	    activation without ``grad``.
+	  offs: (G,) int32 end rows.
+	  activation: the text of what is done to ``dy`` first, as ``grouped_quantize`` takes it; its
+	    fp32 results are summed, never rounded to the dtype of ``dy``.
+	  grad: the gradient of the activation's result; that with respect to ``dy``, which is the
+	    activation's input then, is summed instead.
 
-  Returns:
-    (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the dtype
-    of a bias, once, after adding what else belongs to the gradient.
-  """
+	Returns:
+	  (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the dtype
+	  of a bias, once, after adding what else belongs to the gradient.
+	"""
 
-  dy: Tensor
-  offs: Tensor | None = None
-  activation: str | None = None
-  grad: Tensor | None = None
+	dy: Tensor
+	offs: Tensor | None = None
+	activation: str | None = None
+	grad: Tensor | None = None
 
-  name: ClassVar[str] = "grouped_dbias"
-  out_name: ClassVar[str] = "dbias"
+	name: ClassVar[str] = "grouped_dbias"
+	out_name: ClassVar[str] = "dbias"
 
-  def check(self) -> None:
-    check_input("dy", self.dy, self.offs)
-    check_prologue("dy", self.dy, self.activation, self.grad)
+	def check(self) -> None:
+		check_input("dy", self.dy, self.offs)
+		check_prologue("dy", self.dy, self.activation, self.grad)
 
-  def outputs(self) -> list[BufferSpec]:
-    groups = self.dy.shape[0] if self.offs is None else self.offs.shape[0]
-    columns = result_columns(self.dy.shape[-1], self.activation, self.grad)
-    return [BufferSpec((groups, columns), torch.float32)]
+	def outputs(self) -> list[BufferSpec]:
+		groups = self.dy.shape[0] if self.offs is None else self.offs.shape[0]
+		columns = result_columns(self.dy.shape[-1], self.activation, self.grad)
+		return [BufferSpec((groups, columns), torch.float32)]
 
-  @property
-  def has_activation(self) -> bool:
-    return self.activation is not None
+	@property
+	def has_activation(self) -> bool:
+		return self.activation is not None
 
-  def capability(self) -> tuple[str, Format | None]:
-    return "grouped_dbias", None
+	def capability(self) -> tuple[str, Format | None]:
+		return "grouped_dbias", None
 
-  def kernels(self, launch: Launcher) -> Runner:
-    return launch_quantize.grouped_dbias(self, launch)
+	def kernels(self, launch: Launcher) -> Runner:
+		return launch_quantize.grouped_dbias(self, launch)
 
-  def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-    (dbias,) = outputs
-    groups = Groups.of(self.dy.shape, self.offs, self.device)
-    elements = elements_of(self.dy, self.activation, self.grad)
-    reference.grouped_dbias(elements, groups, dbias)
+	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+		(dbias,) = outputs
+		groups = Groups.of(self.dy.shape, self.offs, self.device)
+		elements = elements_of(self.dy, self.activation, self.grad)
+		reference.grouped_dbias(elements, groups, dbias)

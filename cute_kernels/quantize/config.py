@@ -17,7 +17,7 @@ from cute_kernels.formats import Format, parse
 from .prologue import DTYPE_BYTES, Prologue
 
 if TYPE_CHECKING:
-  from typing_extensions import Self
+	from typing_extensions import Self
 
 Grouping = Literal["ragged", "uniform"]
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
@@ -26,503 +26,503 @@ K_MULTIPLE = 16
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeProblem:
-  """The facts of a call that decide which kernels can run it.
+	"""The facts of a call that decide which kernels can run it.
 
-  Attributes:
-    dtype: name of the plain side's dtype, such as ``"bfloat16"``; of the elements if there is a
-      prologue.
-    cols: K.
-    grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
-    prologue: what makes the elements of the input, None if they are the input's.
-  """
+	Attributes:
+	  dtype: name of the plain side's dtype, such as ``"bfloat16"``; of the elements if there is a
+	    prologue.
+	  cols: K.
+	  grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
+	  prologue: what makes the elements of the input, None if they are the input's.
+	"""
 
-  dtype: str
-  cols: int
-  grouping: Grouping = "ragged"
-  prologue: Prologue | None = None
+	dtype: str
+	cols: int
+	grouping: Grouping = "ragged"
+	prologue: Prologue | None = None
 
 
 def _is_per_row(format: str, columnwise: bool = False) -> bool:
-  """Whether one copy of a format has a second level a row."""
-  level = parse(format).level(columnwise)
-  return level is not None and level.per == "row"
+	"""Whether one copy of a format has a second level a row."""
+	level = parse(format).level(columnwise)
+	return level is not None and level.per == "row"
 
 
 def _one_copy(fmt: Format, columnwise: bool) -> Format:
-  """The record that says the same of one copy, and no more."""
-  if columnwise and fmt.second_level != fmt.columnwise_level:
-    return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
-  if fmt.is_transformed and not columnwise:
-    return dataclasses.replace(fmt, hadamard=False)  # type: ignore[call-arg]
-  return fmt
+	"""The record that says the same of one copy, and no more."""
+	if columnwise and fmt.second_level != fmt.columnwise_level:
+		return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
+	if fmt.is_transformed and not columnwise:
+		return dataclasses.replace(fmt, hadamard=False)  # type: ignore[call-arg]
+	return fmt
 
 
 def _takes_copies(config: DequantizeConfig | TileConfig, problem: QuantizeProblem, columnwise: bool) -> Support:
-  """Whether kernels handle how copies of the format lie, and ``_takes``."""
-  fmt = parse(config.format)
-  if fmt.element.bits < 8:
-    if fmt.scale is None or fmt.scale.layout != "tiles_128x4":
-      return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
-    if columnwise and fmt.columnwise != "transposed":
-      return Support(False, f"the columnwise copy of {config.format} is not transposed")
-  return _takes(config, problem, fmt.k_multiple)
+	"""Whether kernels handle how copies of the format lie, and ``_takes``."""
+	fmt = parse(config.format)
+	if fmt.element.bits < 8:
+		if fmt.scale is None or fmt.scale.layout != "tiles_128x4":
+			return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
+		if columnwise and fmt.columnwise != "transposed":
+			return Support(False, f"the columnwise copy of {config.format} is not transposed")
+	return _takes(config, problem, fmt.k_multiple)
 
 
 def _takes(
-  config: AmaxConfig | DequantizeConfig | RowsConfig | TileConfig, problem: QuantizeProblem, k_multiple: int
+	config: AmaxConfig | DequantizeConfig | RowsConfig | TileConfig, problem: QuantizeProblem, k_multiple: int
 ) -> Support:
-  """Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
-  if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
-    return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
-  if problem.prologue != getattr(config, "prologue", None):
-    return Support(False, "compiled for another activation")
-  if problem.dtype not in DTYPE_BYTES:
-    names = ", ".join(DTYPE_BYTES)
-    return Support(False, f"input dtype must be one of {names}, got {problem.dtype}")
-  if problem.cols <= 0 or problem.cols % k_multiple:
-    return Support(False, f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
-  return Support(True)
+	"""Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
+	if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
+		return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
+	if problem.prologue != getattr(config, "prologue", None):
+		return Support(False, "compiled for another activation")
+	if problem.dtype not in DTYPE_BYTES:
+		names = ", ".join(DTYPE_BYTES)
+		return Support(False, f"input dtype must be one of {names}, got {problem.dtype}")
+	if problem.cols <= 0 or problem.cols % k_multiple:
+		return Support(False, f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
+	return Support(True)
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsConfig:
-  """The rowwise copy, row by row, from one read of the input.
+	"""The rowwise copy, row by row, from one read of the input.
 
-  A second level per row is a result; one per group is given. A team of ``warps_per_row`` warps
-  holds one row in registers at a time, or a team of one warp holds several short rows.
+	A second level per row is a result; one per group is given. A team of ``warps_per_row`` warps
+	holds one row in registers at a time, or a team of one warp holds several short rows.
 
-  Attributes:
-    format: canonical text of the format.
-    dtype: name of the input's dtype.
-    grouping: how the rows fall into groups.
-    warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
-    num_stages: how many times what a team holds is in flight.
-    rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
-    arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-    prologue: what makes the elements of the input; None if they are the input's.
-  """
+	Attributes:
+	  format: canonical text of the format.
+	  dtype: name of the input's dtype.
+	  grouping: how the rows fall into groups.
+	  warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
+	  num_stages: how many times what a team holds is in flight.
+	  rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
+	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+	  prologue: what makes the elements of the input; None if they are the input's.
+	"""
 
-  format: str
-  dtype: str
-  grouping: Grouping = "ragged"
-  warps_per_row: int = 4
-  num_stages: int = 3
-  rows_per_warp: int = 1
-  arch: str = "sm_100a"
-  prologue: Prologue | None = None
+	format: str
+	dtype: str
+	grouping: Grouping = "ragged"
+	warps_per_row: int = 4
+	num_stages: int = 3
+	rows_per_warp: int = 1
+	arch: str = "sm_100a"
+	prologue: Prologue | None = None
 
-  #: The compiled function takes (x, grad, offs, amax, codes, scales, scale_inv, scale, num_sms):
-  #: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; grad the gradient of its
-  #: result, None unless it takes one; offs (G,) int32, None when uniform; amax (T,) fp32 where it
-  #: is computed, (G,) where given, None where there is no second level; codes and scales as
-  #: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
-  #: results where the format keeps them, else None.
-  kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
-  #: Warps that convert; one more loads.
-  num_compute_warps: ClassVar[int] = 16
-  #: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32. Elements
-  #: that take more bytes than they have, or more registers to make, are fewer.
-  bytes_per_warp: ClassVar[int] = 4096
-  #: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
-  teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
+	#: The compiled function takes (x, grad, offs, amax, codes, scales, scale_inv, scale, num_sms):
+	#: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; grad the gradient of its
+	#: result, None unless it takes one; offs (G,) int32, None when uniform; amax (T,) fp32 where it
+	#: is computed, (G,) where given, None where there is no second level; codes and scales as
+	#: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
+	#: results where the format keeps them, else None.
+	kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
+	#: Warps that convert; one more loads.
+	num_compute_warps: ClassVar[int] = 16
+	#: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32. Elements
+	#: that take more bytes than they have, or more registers to make, are fewer.
+	bytes_per_warp: ClassVar[int] = 4096
+	#: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
+	teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
 
-  @property
-  def computes_amax(self) -> bool:
-    """Whether the second level is per row, and a result."""
-    return _is_per_row(self.format)
+	@property
+	def computes_amax(self) -> bool:
+		"""Whether the second level is per row, and a result."""
+		return _is_per_row(self.format)
 
-  @property
-  def takes_amax(self) -> bool:
-    """Whether the second level is per group, and given."""
-    return parse(self.format).second_level is not None and not self.computes_amax
+	@property
+	def takes_amax(self) -> bool:
+		"""Whether the second level is per group, and given."""
+		return parse(self.format).second_level is not None and not self.computes_amax
 
-  @property
-  def is_preferred(self) -> bool:
-    """Whether rowwise copies are made this way where tile by tile would do, too.
+	@property
+	def is_preferred(self) -> bool:
+		"""Whether rowwise copies are made this way where tile by tile would do, too.
 
-    Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
-    those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
-    FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md). sm_100a
-    was not measured; tile by tile it executes fewer instructions where blocks have scales.
-    """
-    return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
+		Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
+		those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
+		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md). sm_100a
+		was not measured; tile by tile it executes fewer instructions where blocks have scales.
+		"""
+		return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
 
-  @property
-  def num_teams(self) -> int:
-    """Rows that a CTA works on at the same time."""
-    return self.num_compute_warps // self.warps_per_row
+	@property
+	def num_teams(self) -> int:
+		"""Rows that a CTA works on at the same time."""
+		return self.num_compute_warps // self.warps_per_row
 
-  @property
-  def max_cols(self) -> int:
-    """The longest row that a team holds."""
-    size = DTYPE_BYTES[self.dtype]
-    if self.prologue is not None:
-      size = max(size * (1 + self.prologue.is_joint), self.prologue.bytes_read)
-    return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
+	@property
+	def max_cols(self) -> int:
+		"""The longest row that a team holds."""
+		size = DTYPE_BYTES[self.dtype]
+		if self.prologue is not None:
+			size = max(size * (1 + self.prologue.is_joint), self.prologue.bytes_read)
+		return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
 
-  @classmethod
-  def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
-    """The configuration with the fewest lanes a row that holds the row."""
-    fmt = _one_copy(fmt, columnwise=False)
-    for warps, rows in cls.teams:
-      what = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
-      config = cls(fmt.text, problem.dtype, problem.grouping, warps, **what)
-      if config.can_implement(problem):
-        break
-    return config
+	@classmethod
+	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
+		"""The configuration with the fewest lanes a row that holds the row."""
+		fmt = _one_copy(fmt, columnwise=False)
+		for warps, rows in cls.teams:
+			what = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
+			config = cls(fmt.text, problem.dtype, problem.grouping, warps, **what)
+			if config.can_implement(problem):
+				break
+		return config
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    if self.rows_per_warp > 1 and self.warps_per_row > 1:
-      return Support(False, "only a team of one warp holds several rows")
-    fmt = parse(self.format)
-    if fmt.is_2d:
-      return Support(False, f"{self.format} has blocks of several rows")
-    if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
-      return Support(False, f"blocks of {self.format} take more lanes than a row has")
-    if fmt.is_stochastic:
-      return Support(False, f"random bytes of {self.format} are drawn tile by tile")
-    if fmt.chooses_scales:
-      return Support(False, f"scales of {self.format} are chosen tile by tile")
-    if fmt.takes_scale:
-      return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
-    supported = _takes(self, problem, fmt.k_multiple)
-    if supported and problem.cols > self.max_cols:
-      return Support(False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
-    return supported
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		if self.rows_per_warp > 1 and self.warps_per_row > 1:
+			return Support(False, "only a team of one warp holds several rows")
+		fmt = parse(self.format)
+		if fmt.is_2d:
+			return Support(False, f"{self.format} has blocks of several rows")
+		if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
+			return Support(False, f"blocks of {self.format} take more lanes than a row has")
+		if fmt.is_stochastic:
+			return Support(False, f"random bytes of {self.format} are drawn tile by tile")
+		if fmt.chooses_scales:
+			return Support(False, f"scales of {self.format} are chosen tile by tile")
+		if fmt.takes_scale:
+			return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
+		supported = _takes(self, problem, fmt.k_multiple)
+		if supported and problem.cols > self.max_cols:
+			return Support(False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
+		return supported
 
 
 @dataclasses.dataclass(frozen=True)
 class ValuesConfig(RowsConfig):
-  """``RowsConfig``, but what comes out is fp16 values instead of codes and scales.
+	"""``RowsConfig``, but what comes out is fp16 values instead of codes and scales.
 
-  Code times block scale, as the GEMM of sm_90a takes it. For ragged operands on sm_90a.
-  """
+	Code times block scale, as the GEMM of sm_90a takes it. For ragged operands on sm_90a.
+	"""
 
-  #: The compiled function takes what that of ``RowsConfig`` does, with None after the codes, and
-  #: for those values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
-  kernel: ClassVar[str] = "cute_kernels.quantize.values:RowValuesQuantizer"
-  #: The values of eight neighbouring blocks are put in order by eight lanes.
-  teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
+	#: The compiled function takes what that of ``RowsConfig`` does, with None after the codes, and
+	#: for those values (T, K up to a multiple of 128) fp16 in the order of the GEMM's expansion.
+	kernel: ClassVar[str] = "cute_kernels.quantize.values:RowValuesQuantizer"
+	#: The values of eight neighbouring blocks are put in order by eight lanes.
+	teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    if (self.arch, self.grouping) != ("sm_90a", "ragged"):
-      return Support(False, "values are for ragged operands on sm_90a")
-    if parse(self.format).element.per_byte == 1:
-      return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
-    if self.rows_per_warp > 4:
-      return Support(False, "values of a row take at least eight lanes")
-    return super().can_implement(problem)
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		if (self.arch, self.grouping) != ("sm_90a", "ragged"):
+			return Support(False, "values are for ragged operands on sm_90a")
+		if parse(self.format).element.per_byte == 1:
+			return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
+		if self.rows_per_warp > 4:
+			return Support(False, "values of a row take at least eight lanes")
+		return super().can_implement(problem)
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivatedConfig(RowsConfig):
-  """``RowsConfig`` of ragged rows that go through an activation to FP8 with MN-major scales of blocks."""
+	"""``RowsConfig`` of ragged rows that go through an activation to FP8 with MN-major scales of blocks."""
 
-  kernel: ClassVar[str] = "cute_kernels.quantize.activated:ActivatedQuantizer"
+	kernel: ClassVar[str] = "cute_kernels.quantize.activated:ActivatedQuantizer"
 
-  @classmethod
-  def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
-    """The one configuration."""
-    return cls(fmt.text, problem.dtype, problem.grouping, arch=arch, prologue=problem.prologue)
+	@classmethod
+	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
+		"""The one configuration."""
+		return cls(fmt.text, problem.dtype, problem.grouping, arch=arch, prologue=problem.prologue)
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``."""
-    fmt, made = parse(self.format), problem.prologue
-    if fmt.is_2d or fmt.scale is None or fmt.scale.layout != "mn_major":
-      return Support(False, f"{self.format} has no MN-major scales of parts of rows")
-    is_plain = made is not None and made.activation is not None and not (made.is_gradient or made.gathered)
-    if not is_plain or problem.grouping != "ragged" or DTYPE_BYTES[problem.dtype] != 2:
-      return Support(False, "activations of ragged 16-bit rows only")
-    return _takes(self, problem, fmt.k_multiple)
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		"""Whether the kernel takes ``problem``."""
+		fmt, made = parse(self.format), problem.prologue
+		if fmt.is_2d or fmt.scale is None or fmt.scale.layout != "mn_major":
+			return Support(False, f"{self.format} has no MN-major scales of parts of rows")
+		is_plain = made is not None and made.activation is not None and not (made.is_gradient or made.gathered)
+		if not is_plain or problem.grouping != "ragged" or DTYPE_BYTES[problem.dtype] != 2:
+			return Support(False, "activations of ragged 16-bit rows only")
+		return _takes(self, problem, fmt.k_multiple)
 
 
 @dataclasses.dataclass(frozen=True)
 class TileConfig:
-  """One or both copies, tile by tile, from one read once the amaxes are known.
+	"""One or both copies, tile by tile, from one read once the amaxes are known.
 
-  Attributes:
-    format: canonical text of the format.
-    dtype: name of the input's dtype.
-    grouping: how the rows fall into groups.
-    rowwise: write the rowwise copy.
-    columnwise: write the columnwise copy.
-    compute_amax: the amaxes are results: a first kernel computes them, so the input is read
-      twice, the second time from L2 where it fits.
-    arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-    prologue: what makes the elements of the input; None if they are the input's.
-    is_member: others are quantized by the same seed, and have blocks before it.
-  """
+	Attributes:
+	  format: canonical text of the format.
+	  dtype: name of the input's dtype.
+	  grouping: how the rows fall into groups.
+	  rowwise: write the rowwise copy.
+	  columnwise: write the columnwise copy.
+	  compute_amax: the amaxes are results: a first kernel computes them, so the input is read
+	    twice, the second time from L2 where it fits.
+	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+	  prologue: what makes the elements of the input; None if they are the input's.
+	  is_member: others are quantized by the same seed, and have blocks before it.
+	"""
 
-  format: str
-  dtype: str
-  grouping: Grouping = "ragged"
-  rowwise: bool = True
-  columnwise: bool = False
-  compute_amax: bool = False
-  arch: str = "sm_100a"
-  prologue: Prologue | None = None
-  is_member: bool = False
+	format: str
+	dtype: str
+	grouping: Grouping = "ragged"
+	rowwise: bool = True
+	columnwise: bool = False
+	compute_amax: bool = False
+	arch: str = "sm_100a"
+	prologue: Prologue | None = None
+	is_member: bool = False
 
-  #: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
-  #: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
-  #: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
-  #: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
-  #: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; column_amax (G,)
-  #: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats, drawn
-  #: and drawn_t, if ``is_member``, blocks before each copy's first one. x needs at least one row.
-  kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
-  #: Warps that convert one 128x128 tile together.
-  warps_per_team: ClassVar[int] = 4
-  #: Slot tiles that a column of tiles goes through before the next begins.
-  band: ClassVar[int] = 8
+	#: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
+	#: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
+	#: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
+	#: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
+	#: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; column_amax (G,)
+	#: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats, drawn
+	#: and drawn_t, if ``is_member``, blocks before each copy's first one. x needs at least one row.
+	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
+	#: Warps that convert one 128x128 tile together.
+	warps_per_team: ClassVar[int] = 4
+	#: Slot tiles that a column of tiles goes through before the next begins.
+	band: ClassVar[int] = 8
 
-  @classmethod
-  def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool) -> TileConfig:
-    """The configuration that writes copies of ``fmt``; ``what`` are the flags."""
-    facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
-    config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
-    if fmt.second_level is None or fmt.takes_scale:
-      config = dataclasses.replace(config, compute_amax=False)
-    if config.rowwise and config.columnwise:
-      return config
-    return dataclasses.replace(config, format=_one_copy(fmt, config.columnwise).text)
+	@classmethod
+	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool) -> TileConfig:
+		"""The configuration that writes copies of ``fmt``; ``what`` are the flags."""
+		facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
+		config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
+		if fmt.second_level is None or fmt.takes_scale:
+			config = dataclasses.replace(config, compute_amax=False)
+		if config.rowwise and config.columnwise:
+			return config
+		return dataclasses.replace(config, format=_one_copy(fmt, config.columnwise).text)
 
-  @property
-  def is_2d(self) -> bool:
-    """Whether square blocks have one scale in both directions."""
-    return parse(self.format).is_2d
+	@property
+	def is_2d(self) -> bool:
+		"""Whether square blocks have one scale in both directions."""
+		return parse(self.format).is_2d
 
-  @property
-  def has_own_columns(self) -> bool:
-    """Whether both copies are written, and the columnwise one has amaxes of its own."""
-    return self.rowwise and self.columnwise and parse(self.format).is_transformed
+	@property
+	def has_own_columns(self) -> bool:
+		"""Whether both copies are written, and the columnwise one has amaxes of its own."""
+		return self.rowwise and self.columnwise and parse(self.format).is_transformed
 
-  @property
-  def is_stochastic(self) -> bool:
-    return parse(self.format).is_stochastic
+	@property
+	def is_stochastic(self) -> bool:
+		return parse(self.format).is_stochastic
 
-  @property
-  def is_bytes(self) -> bool:
-    return parse(self.format).element.bits == 8
+	@property
+	def is_bytes(self) -> bool:
+		return parse(self.format).element.bits == 8
 
-  @property
-  def has_scale_tiles(self) -> bool:
-    """Whether block scales lie in 128x4 tiles."""
-    scale = parse(self.format).scale
-    return scale is not None and scale.layout == "tiles_128x4"
+	@property
+	def has_scale_tiles(self) -> bool:
+		"""Whether block scales lie in 128x4 tiles."""
+		scale = parse(self.format).scale
+		return scale is not None and scale.layout == "tiles_128x4"
 
-  @property
-  def reports_amax(self) -> bool:
-    """Whether the amaxes of groups are results beside codes that do not need them."""
-    return parse(self.format).takes_scale
+	@property
+	def reports_amax(self) -> bool:
+		"""Whether the amaxes of groups are results beside codes that do not need them."""
+		return parse(self.format).takes_scale
 
-  @property
-  def tile_bytes(self) -> int:
-    """Bytes of a 128x128 tile of the input."""
-    return 128 * 128 * DTYPE_BYTES[self.dtype]
+	@property
+	def tile_bytes(self) -> int:
+		"""Bytes of a 128x128 tile of the input."""
+		return 128 * 128 * DTYPE_BYTES[self.dtype]
 
-  @property
-  def makes_tiles(self) -> bool:
-    """Whether a team makes the elements of its tile, instead of the loader loading them."""
-    return self.prologue is not None
+	@property
+	def makes_tiles(self) -> bool:
+		"""Whether a team makes the elements of its tile, instead of the loader loading them."""
+		return self.prologue is not None
 
-  @property
-  def num_tiles(self) -> int:
-    """Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
-    return self.num_teams if self.makes_tiles else 6 * 32768 // self.tile_bytes
+	@property
+	def num_tiles(self) -> int:
+		"""Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
+		return self.num_teams if self.makes_tiles else 6 * 32768 // self.tile_bytes
 
-  @property
-  def num_stages(self) -> int:
-    """Tiles that the loader has described; at most two a team."""
-    return 2 * self.num_teams if self.makes_tiles else self.num_tiles
+	@property
+	def num_stages(self) -> int:
+		"""Tiles that the loader has described; at most two a team."""
+		return 2 * self.num_teams if self.makes_tiles else self.num_tiles
 
-  @property
-  def num_teams(self) -> int:
-    """Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
-    if self.prologue is not None and self.prologue.activation is not None:
-      return 3  # that many warps have the registers
-    if self.makes_tiles:
-      return 4 if DTYPE_BYTES[self.dtype] == 2 else 3
-    return 4 if self.num_tiles > 4 else 2
+	@property
+	def num_teams(self) -> int:
+		"""Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
+		if self.prologue is not None and self.prologue.activation is not None:
+			return 3  # that many warps have the registers
+		if self.makes_tiles:
+			return 4 if DTYPE_BYTES[self.dtype] == 2 else 3
+		return 4 if self.num_tiles > 4 else 2
 
-  @property
-  def uses_row_amax(self) -> bool:
-    """Whether the rowwise copy has one amax a row."""
-    return _is_per_row(self.format)
+	@property
+	def uses_row_amax(self) -> bool:
+		"""Whether the rowwise copy has one amax a row."""
+		return _is_per_row(self.format)
 
-  @property
-  def uses_group_amax(self) -> bool:
-    """Whether there are amaxes, or given scales, of groups; those of columns always are."""
-    if parse(self.format).second_level is None:
-      return False
-    return self.columnwise or not self.uses_row_amax
+	@property
+	def uses_group_amax(self) -> bool:
+		"""Whether there are amaxes, or given scales, of groups; those of columns always are."""
+		if parse(self.format).second_level is None:
+			return False
+		return self.columnwise or not self.uses_row_amax
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``."""
-    if not (self.rowwise or self.columnwise):
-      return Support(False, "neither direction is asked for")
-    if self.prologue is not None and self.prologue.gathered and self.compute_amax:
-      return Support(False, "amaxes of gathered rows are given")
-    if self.uses_row_amax and not self.rowwise:
-      return Support(False, f"{self.format} is about the rowwise copy")
-    return _takes_copies(self, problem, self.columnwise)
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		"""Whether the kernel takes ``problem``."""
+		if not (self.rowwise or self.columnwise):
+			return Support(False, "neither direction is asked for")
+		if self.prologue is not None and self.prologue.gathered and self.compute_amax:
+			return Support(False, "amaxes of gathered rows are given")
+		if self.uses_row_amax and not self.rowwise:
+			return Support(False, f"{self.format} is about the rowwise copy")
+		return _takes_copies(self, problem, self.columnwise)
 
 
 @dataclasses.dataclass(frozen=True)
 class AmaxConfig:
-  """max |x| of each row, of each group, or both, from one read.
+	"""max |x| of each row, of each group, or both, from one read.
 
-  Attributes:
-    dtype: name of the input's dtype.
-    grouping: how the rows fall into groups.
-    per_row: write one amax a row.
-    per_group: write one amax a group.
-    arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-    prologue: what makes the elements of the input; None if they are the input's.
-  """
+	Attributes:
+	  dtype: name of the input's dtype.
+	  grouping: how the rows fall into groups.
+	  per_row: write one amax a row.
+	  per_group: write one amax a group.
+	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
+	  prologue: what makes the elements of the input; None if they are the input's.
+	"""
 
-  dtype: str
-  grouping: Grouping = "ragged"
-  per_row: bool = False
-  per_group: bool = True
-  arch: str = "sm_100a"
-  prologue: Prologue | None = None
+	dtype: str
+	grouping: Grouping = "ragged"
+	per_row: bool = False
+	per_group: bool = True
+	arch: str = "sm_100a"
+	prologue: Prologue | None = None
 
-  #: The compiled function takes (x, grad, offs, row_amax, group_amax, num_sms): row_amax (T,) and
-  #: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
-  #: group gives 0.
-  kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
+	#: The compiled function takes (x, grad, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+	#: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
+	#: group gives 0.
+	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``."""
-    return _takes(self, problem, K_MULTIPLE)
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		"""Whether the kernel takes ``problem``."""
+		return _takes(self, problem, K_MULTIPLE)
 
 
 @dataclasses.dataclass(frozen=True)
 class OffsetsConfig:
-  """End offsets of groups from their sizes.
+	"""End offsets of groups from their sizes.
 
-  Attributes:
-    splits: ``"int32"`` or ``"int64"``.
-    out: likewise.
-  """
+	Attributes:
+	  splits: ``"int32"`` or ``"int64"``.
+	  out: likewise.
+	"""
 
-  splits: str = "int64"
-  out: str = "int32"
+	splits: str = "int64"
+	out: str = "int32"
 
-  #: The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
-  #: factor of every offset.
-  kernel: ClassVar[str] = "cute_kernels.quantize.offsets:OffsetsKernel"
+	#: The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
+	#: factor of every offset.
+	kernel: ClassVar[str] = "cute_kernels.quantize.offsets:OffsetsKernel"
 
-  def can_implement(self, splits: str, out: str) -> Support:
-    """Whether the kernel takes these dtypes."""
-    if (splits, out) != (self.splits, self.out):
-      return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
-    if {splits, out} <= {"int32", "int64"}:
-      return Support(True)
-    return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+	def can_implement(self, splits: str, out: str) -> Support:
+		"""Whether the kernel takes these dtypes."""
+		if (splits, out) != (self.splits, self.out):
+			return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
+		if {splits, out} <= {"int32", "int64"}:
+			return Support(True)
+		return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
 
 
 @dataclasses.dataclass(frozen=True)
 class DelayedConfig:
-  """The update of delayed scaling.
+	"""The update of delayed scaling.
 
-  Attributes:
-    is_max: scales follow from the largest amax of the history, else from the last one.
-    takes_amax: amaxes of the present step are given besides.
-  """
+	Attributes:
+	  is_max: scales follow from the largest amax of the history, else from the last one.
+	  takes_amax: amaxes of the present step are given besides.
+	"""
 
-  is_max: bool = True
-  takes_amax: bool = False
+	is_max: bool = True
+	takes_amax: bool = False
 
-  #: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
-  #: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
-  kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
+	#: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
+	#: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.
+	kernel: ClassVar[str] = "cute_kernels.quantize.delayed:DelayedKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class DbiasConfig:
-  """Column sums of ragged groups.
+	"""Column sums of ragged groups.
 
-  Attributes:
-    dtype: name of the input's dtype.
-    vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-      element by element. So are halves, where there are some.
-    prologue: what makes what is summed of the input; None if it is the input.
-    arch: whose instructions that uses, None without.
-  """
+	Attributes:
+	  dtype: name of the input's dtype.
+	  vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+	    element by element. So are halves, where there are some.
+	  prologue: what makes what is summed of the input; None if it is the input.
+	  arch: whose instructions that uses, None without.
+	"""
 
-  dtype: str
-  vectorized: bool = True
-  prologue: Prologue | None = None
-  arch: str | None = None
+	dtype: str
+	vectorized: bool = True
+	prologue: Prologue | None = None
+	arch: str | None = None
 
-  #: The compiled function takes (dy, grad, offs, dbias, num_sms): dy (T, N) contiguous, as wide
-  #: as the prologue asks; grad the gradient of its result, None unless it takes one; offs (G,)
-  #: int32, dbias (G, N) fp32.
-  kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
+	#: The compiled function takes (dy, grad, offs, dbias, num_sms): dy (T, N) contiguous, as wide
+	#: as the prologue asks; grad the gradient of its result, None unless it takes one; offs (G,)
+	#: int32, dbias (G, N) fp32.
+	kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
 
-  @property
-  def columns_per_lane(self) -> int:
-    """Columns that one load covers."""
-    return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
+	@property
+	def columns_per_lane(self) -> int:
+		"""Columns that one load covers."""
+		return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
 
-  @classmethod
-  def choose(cls, dtype: str, cols: int, prologue: Prologue | None = None, arch: str | None = None) -> DbiasConfig:
-    """The configuration for sums of ``cols`` columns of an input of ``dtype``."""
-    halves = 2 if prologue is not None and prologue.is_joint else 1
-    is_whole = cols * DTYPE_BYTES[dtype] % (16 * halves) == 0
-    return cls(dtype, is_whole, prologue, None if prologue is None else arch)
+	@classmethod
+	def choose(cls, dtype: str, cols: int, prologue: Prologue | None = None, arch: str | None = None) -> DbiasConfig:
+		"""The configuration for sums of ``cols`` columns of an input of ``dtype``."""
+		halves = 2 if prologue is not None and prologue.is_joint else 1
+		is_whole = cols * DTYPE_BYTES[dtype] % (16 * halves) == 0
+		return cls(dtype, is_whole, prologue, None if prologue is None else arch)
 
-  def can_implement(self, dtype: str, cols: int) -> Support:
-    """Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
-    if dtype != self.dtype:
-      return Support(False, f"compiled for {self.dtype}")
-    if dtype not in DTYPE_BYTES:
-      return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
-    if cols <= 0 or cols % self.columns_per_lane:
-      multiple = self.columns_per_lane
-      return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
-    return Support(True)
+	def can_implement(self, dtype: str, cols: int) -> Support:
+		"""Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
+		if dtype != self.dtype:
+			return Support(False, f"compiled for {self.dtype}")
+		if dtype not in DTYPE_BYTES:
+			return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+		if cols <= 0 or cols % self.columns_per_lane:
+			multiple = self.columns_per_lane
+			return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
+		return Support(True)
 
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig:
-  """One copy of a quantized tensor back to a plain one.
+	"""One copy of a quantized tensor back to a plain one.
 
-  Attributes:
-    format: canonical text of the format.
-    dtype: name of the result's dtype.
-    grouping: how the rows fall into groups.
-    columnwise: which copy.
-  """
+	Attributes:
+	  format: canonical text of the format.
+	  dtype: name of the result's dtype.
+	  grouping: how the rows fall into groups.
+	  columnwise: which copy.
+	"""
 
-  format: str
-  dtype: str
-  grouping: Grouping = "ragged"
-  columnwise: bool = False
+	format: str
+	dtype: str
+	grouping: Grouping = "ragged"
+	columnwise: bool = False
 
-  #: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
-  #: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
-  #: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one, None where there
-  #: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous;
-  #: fresh, not 0 to write zeros to the tail.
-  kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
+	#: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and
+	#: scales as the quantizers write them, rowwise or columnwise, no scales where blocks have none;
+	#: level (T,) fp32, or (G,): the amax, or scale_inv where the format keeps one, None where there
+	#: is no second level; offs (G,) int32, None when uniform; out (T, K) or (G, N, K) contiguous;
+	#: fresh, not 0 to write zeros to the tail.
+	kernel: ClassVar[str] = "cute_kernels.quantize.dequantize:Dequantizer"
 
-  @classmethod
-  def choose(cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool) -> DequantizeConfig:
-    """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-    fmt = _one_copy(fmt.as_decoded, columnwise)
-    if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":
-      # The scale of a square block is stored once a row.
-      fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
-    return cls(fmt.text, dtype, grouping, columnwise)
+	@classmethod
+	def choose(cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool) -> DequantizeConfig:
+		"""The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
+		fmt = _one_copy(fmt.as_decoded, columnwise)
+		if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":
+			# The scale of a square block is stored once a row.
+			fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
+		return cls(fmt.text, dtype, grouping, columnwise)
 
-  @property
-  def row_level(self) -> bool:
-    """Whether the second level is per row."""
-    return _is_per_row(self.format, self.columnwise)
+	@property
+	def row_level(self) -> bool:
+		"""Whether the second level is per row."""
+		return _is_per_row(self.format, self.columnwise)
 
-  def can_implement(self, problem: QuantizeProblem) -> Support:
-    """Whether the kernel takes ``problem``, whose dtype is the result's."""
-    return _takes_copies(self, problem, self.columnwise)
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		"""Whether the kernel takes ``problem``, whose dtype is the result's."""
+		return _takes_copies(self, problem, self.columnwise)

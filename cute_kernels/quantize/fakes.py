@@ -19,7 +19,7 @@ from .config import K_MULTIPLE
 from .levels import LEVEL_RESULTS
 
 if TYPE_CHECKING:
-  from .prologue import Prologue
+	from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32
@@ -30,149 +30,149 @@ _CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
 
 def _compact(dtype: Any, *shape: Any) -> Any:
-  return compact(dtype, *shape, align=_ALIGN)
+	return compact(dtype, *shape, align=_ALIGN)
 
 
 class FakeBuffers:
-  """The buffers of one quantization with shared symbols, made on demand.
+	"""The buffers of one quantization with shared symbols, made on demand.
 
-  Args:
-    dtype: name of the plain side's dtype.
-    grouping: ``"ragged"`` or ``"uniform"``.
-    format: canonical text of the format; None where there is only a plain side.
-  """
+	Args:
+	  dtype: name of the plain side's dtype.
+	  grouping: ``"ragged"`` or ``"uniform"``.
+	  format: canonical text of the format; None where there is only a plain side.
+	"""
 
-  def __init__(self, dtype: str, grouping: str, format: str | None = None):
-    self.dtype = dtype
-    self.uniform = grouping == "uniform"
-    self.fmt = None if format is None else parse(format)
-    self.rows = cute.sym_int()
-    self.groups = cute.sym_int()
-    self.rows_each = cute.sym_int()
-    multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
-    self.cols = cute.sym_int(divisibility=multiple)
-    self.slot_tiles = cute.sym_int()
-    self.scale_tiles = cute.sym_int()
+	def __init__(self, dtype: str, grouping: str, format: str | None = None):
+		self.dtype = dtype
+		self.uniform = grouping == "uniform"
+		self.fmt = None if format is None else parse(format)
+		self.rows = cute.sym_int()
+		self.groups = cute.sym_int()
+		self.rows_each = cute.sym_int()
+		multiple = K_MULTIPLE if self.fmt is None else self.fmt.k_multiple
+		self.cols = cute.sym_int(divisibility=multiple)
+		self.slot_tiles = cute.sym_int()
+		self.scale_tiles = cute.sym_int()
 
-  def x(self, prologue: Prologue | None = None) -> Any:
-    """(T, K), or (G, N, K); as wide as a prologue asks."""
-    if prologue is None:
-      return self._plain(self.dtype, self.cols)
-    wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
-    if prologue.gathered:
-      return _compact(DSL_TYPES[prologue.dtype], cute.sym_int(), wide)
-    return self._plain(prologue.dtype, wide)
+	def x(self, prologue: Prologue | None = None) -> Any:
+		"""(T, K), or (G, N, K); as wide as a prologue asks."""
+		if prologue is None:
+			return self._plain(self.dtype, self.cols)
+		wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
+		if prologue.gathered:
+			return _compact(DSL_TYPES[prologue.dtype], cute.sym_int(), wide)
+		return self._plain(prologue.dtype, wide)
 
-  def grad(self, prologue: Prologue | None) -> Any:
-    """The gradient of what a prologue's activation gives, or an index; None if it takes neither."""
-    if prologue is not None and prologue.gathered:
-      return compact(Int32, self.rows, align=4)
-    if prologue is None or not prologue.is_gradient:
-      return None
-    half = cute.sym_int(divisibility=K_MULTIPLE // 2)
-    return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
+	def grad(self, prologue: Prologue | None) -> Any:
+		"""The gradient of what a prologue's activation gives, or an index; None if it takes neither."""
+		if prologue is not None and prologue.gathered:
+			return compact(Int32, self.rows, align=4)
+		if prologue is None or not prologue.is_gradient:
+			return None
+		half = cute.sym_int(divisibility=K_MULTIPLE // 2)
+		return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
 
-  def _plain(self, dtype: str, cols: Any) -> Any:
-    lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
-    return _compact(DSL_TYPES[dtype], *lead, cols)
+	def _plain(self, dtype: str, cols: Any) -> Any:
+		lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)
+		return _compact(DSL_TYPES[dtype], *lead, cols)
 
-  def offs(self) -> Any:
-    """(G,) int32, or None."""
-    if self.uniform:
-      return None
-    return compact(Int32, self.groups, align=4)
+	def offs(self) -> Any:
+		"""(G,) int32, or None."""
+		if self.uniform:
+			return None
+		return compact(Int32, self.groups, align=4)
 
-  def level(self, per_row: bool = False) -> Any:
-    """(G,) fp32, or one a row; None if the format has no second level."""
-    if self.fmt is not None and self.fmt.second_level is None:
-      return None
-    # Uniform groups have G * N rows; no symbol says that.
-    extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
-    return compact(Float32, extent, align=4)
+	def level(self, per_row: bool = False) -> Any:
+		"""(G,) fp32, or one a row; None if the format has no second level."""
+		if self.fmt is not None and self.fmt.second_level is None:
+			return None
+		# Uniform groups have G * N rows; no symbol says that.
+		extent = (cute.sym_int() if self.uniform else self.rows) if per_row else self.groups
+		return compact(Float32, extent, align=4)
 
-  def seed(self) -> Any:
-    """(2,) int64."""
-    return compact(Int64, 2, align=8)
+	def seed(self) -> Any:
+		"""(2,) int64."""
+		return compact(Int64, 2, align=8)
 
-  def results(self) -> tuple[Any, ...]:
-    """(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
+	def results(self) -> tuple[Any, ...]:
+		"""(G,) fp32 scale_inv, scale and amax, None each where the format does not keep it.
 
-    The amax is a result where scales are given.
-    """
-    level = self.fmt.second_level
-    kept = () if level is None else level.buffers
-    made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
-    return tuple(self.level() if is_made else None for is_made in made)
+		The amax is a result where scales are given.
+		"""
+		level = self.fmt.second_level
+		kept = () if level is None else level.buffers
+		made = [name in kept for name in LEVEL_RESULTS] + [self.fmt.takes_scale]
+		return tuple(self.level() if is_made else None for is_made in made)
 
-  def codes(self) -> Any:
-    """The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
-    width = self.cols
-    if self.fmt.element.bits < 8:
-      width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
-    pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-    shape: tuple[Any, ...] = (self.rows, width)
-    stride: tuple[Any, ...] = (pitch, 1)
-    if self.uniform:
-      shape = (self.groups, self.rows_each, width)
-      stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
-    return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
+	def codes(self) -> Any:
+		"""The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
+		width = self.cols
+		if self.fmt.element.bits < 8:
+			width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
+		pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
+		shape: tuple[Any, ...] = (self.rows, width)
+		stride: tuple[Any, ...] = (pitch, 1)
+		if self.uniform:
+			shape = (self.groups, self.rows_each, width)
+			stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
+		return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
-  def values(self) -> Any:
-    """(T, K up to a multiple of 128) fp16."""
-    wide = cute.sym_int(divisibility=PIECE_K)
-    return _compact(Float16, self.rows, wide)
+	def values(self) -> Any:
+		"""(T, K up to a multiple of 128) fp16."""
+		wide = cute.sym_int(divisibility=PIECE_K)
+		return _compact(Float16, self.rows, wide)
 
-  def scales(self) -> Any:
-    """(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
+	def scales(self) -> Any:
+		"""(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
 
-    With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
-    """
-    if self.fmt.scale is None:
-      return None
-    if self.fmt.scale.layout == "mn_major":
-      return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
-    return self._scale_bytes(self.slot_tiles, self.scale_tiles)
+		With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+		"""
+		if self.fmt.scale is None:
+			return None
+		if self.fmt.scale.layout == "mn_major":
+			return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
+		return self._scale_bytes(self.slot_tiles, self.scale_tiles)
 
-  def codes_t(self) -> Any:
-    """The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
-    slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
-    if self.fmt.columnwise == "transposed":
-      lead = (self.groups,) if self.uniform else ()
-      return _compact(self._code_dtype(), *lead, self.cols, slots)
-    pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-    shape: tuple[Any, ...] = (slots, self.cols)
-    stride: tuple[Any, ...] = (pitch, 1)
-    if self.uniform:
-      shape = (self.groups, *shape)
-      stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
-    return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
+	def codes_t(self) -> Any:
+		"""The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
+		slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
+		if self.fmt.columnwise == "transposed":
+			lead = (self.groups,) if self.uniform else ()
+			return _compact(self._code_dtype(), *lead, self.cols, slots)
+		pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
+		shape: tuple[Any, ...] = (slots, self.cols)
+		stride: tuple[Any, ...] = (pitch, 1)
+		if self.uniform:
+			shape = (self.groups, *shape)
+			stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
+		return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
 
-  def scales_t(self) -> Any:
-    """(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
+	def scales_t(self) -> Any:
+		"""(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
 
-    With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
-    """
-    if self.fmt.scale is None:
-      return None
-    if self.fmt.scale.layout == "mn_major":
-      return self._mn_major(cute.sym_int(), self.cols)
-    along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
-    column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
-    return self._scale_bytes(column_tiles, block_tiles)
+		With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
+		"""
+		if self.fmt.scale is None:
+			return None
+		if self.fmt.scale.layout == "mn_major":
+			return self._mn_major(cute.sym_int(), self.cols)
+		along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
+		column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)
+		return self._scale_bytes(column_tiles, block_tiles)
 
-  def _mn_major(self, blocks: Any, along: Any) -> Any:
-    """fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
-    lead = (self.groups,) if self.uniform else ()
-    width = cute.sym_int() if self.fmt.is_2d else along
-    return _compact(Float32, *lead, blocks, width)
+	def _mn_major(self, blocks: Any, along: Any) -> Any:
+		"""fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
+		lead = (self.groups,) if self.uniform else ()
+		width = cute.sym_int() if self.fmt.is_2d else along
+		return _compact(Float32, *lead, blocks, width)
 
-  def _scale_bytes(self, *tiles: Any) -> Any:
-    lead = (self.groups,) if self.uniform else ()
-    return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
+	def _scale_bytes(self, *tiles: Any) -> Any:
+		lead = (self.groups,) if self.uniform else ()
+		return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
 
-  def _bytes(self, elements: int) -> int:
-    """Bytes of the codes of so many elements."""
-    return elements * self.fmt.element.bits // 8
+	def _bytes(self, elements: int) -> int:
+		"""Bytes of the codes of so many elements."""
+		return elements * self.fmt.element.bits // 8
 
-  def _code_dtype(self) -> Any:
-    return _CODE_DTYPES[self.fmt.element.name]
+	def _code_dtype(self) -> Any:
+		return _CODE_DTYPES[self.fmt.element.name]

@@ -1,7 +1,5 @@
 """What becomes of an input before it is quantized or summed, as a fact of a configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from cute_kernels.activations import Activation, parse_activation
@@ -12,53 +10,53 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-  """Elements are what an activation makes of rows of the input, or the gradient with respect to them.
+	"""Elements are what an activation makes of rows of the input, or the gradient with respect to them.
 
-  Attributes:
-    dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
-    activation: text of the activation; None where elements are those of the input.
-    is_gradient: elements are the gradient, and that of the result is read besides.
-    gathered: row r is made of the input's row index[r]; kernels take the index in the place of
-      the gradient of the result, beside which there is none.
-  """
+	Attributes:
+	  dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
+	  activation: text of the activation; None where elements are those of the input.
+	  is_gradient: elements are the gradient, and that of the result is read besides.
+	  gathered: row r is made of the input's row index[r]; kernels take the index in the place of
+	    the gradient of the result, beside which there is none.
+	"""
 
-  dtype: str
-  activation: str | None
-  is_gradient: bool = False
-  gathered: bool = False
+	dtype: str
+	activation: str | None
+	is_gradient: bool = False
+	gathered: bool = False
 
-  @property
-  def record(self) -> Activation:
-    """The activation."""
-    assert self.activation is not None
-    return parse_activation(self.activation)
+	@property
+	def record(self) -> Activation:
+		"""The activation."""
+		assert self.activation is not None
+		return parse_activation(self.activation)
 
-  @property
-  def is_gated(self) -> bool:
-    """Whether the activation is gated."""
-    return self.activation is not None and self.record.is_gated
+	@property
+	def is_gated(self) -> bool:
+		"""Whether the activation is gated."""
+		return self.activation is not None and self.record.is_gated
 
-  @property
-  def halves(self) -> bool:
-    """Whether the input has two columns an element."""
-    return self.is_gated and not self.is_gradient
+	@property
+	def halves(self) -> bool:
+		"""Whether the input has two columns an element."""
+		return self.is_gated and not self.is_gradient
 
-  @property
-  def is_joint(self) -> bool:
-    """Whether elements are two halves, of which each takes columns of both of the input's."""
-    return self.is_gated and self.is_gradient
+	@property
+	def is_joint(self) -> bool:
+		"""Whether elements are two halves, of which each takes columns of both of the input's."""
+		return self.is_gated and self.is_gradient
 
-  @property
-  def num_inputs(self) -> int:
-    """Numbers that an element is made of."""
-    return 1 + self.is_gated + self.is_gradient
+	@property
+	def num_inputs(self) -> int:
+		"""Numbers that an element is made of."""
+		return 1 + self.is_gated + self.is_gradient
 
-  @property
-  def bytes_read(self) -> int:
-    """Bytes of all inputs that an element takes, the next power of two of them."""
-    return DTYPE_BYTES[self.dtype] * (2 if self.is_gated or self.is_gradient else 1)
+	@property
+	def bytes_read(self) -> int:
+		"""Bytes of all inputs that an element takes, the next power of two of them."""
+		return DTYPE_BYTES[self.dtype] * (2 if self.is_gated or self.is_gradient else 1)
 
-  @property
-  def unit(self) -> int:
-    """Elements that are made at once: what 16 bytes of an input are."""
-    return 16 // DTYPE_BYTES[self.dtype]
+	@property
+	def unit(self) -> int:
+		"""Elements that are made at once: what 16 bytes of an input are."""
+		return 16 // DTYPE_BYTES[self.dtype]

@@ -21,8 +21,6 @@ K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 4.3, of which 1.25 name 
 and are nothing in machine code.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass
@@ -50,590 +48,590 @@ _SECTOR = 32
 
 
 class SharedMemory(NamedTuple):
-  """Pointers into shared memory.
+	"""Pointers into shared memory.
 
-  Attributes:
-    rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
-    scales: scale bytes of each team's packet, row by row.
-    packets: with a packet's first stage, what it is, see ``Packet``.
-    partial: amax of each warp's part of a row, two deep.
-    full: arrival barriers of the stages.
-    empty: release barriers of the stages.
-  """
+	Attributes:
+	  rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
+	  scales: scale bytes of each team's packet, row by row.
+	  packets: with a packet's first stage, what it is, see ``Packet``.
+	  partial: amax of each warp's part of a row, two deep.
+	  full: arrival barriers of the stages.
+	  empty: release barriers of the stages.
+	"""
 
-  rows: cute.Pointer
-  scales: cute.Pointer
-  packets: cute.Pointer
-  partial: cute.Pointer
-  full: cute.Pointer
-  empty: cute.Pointer
+	rows: cute.Pointer
+	scales: cute.Pointer
+	packets: cute.Pointer
+	partial: cute.Pointer
+	full: cute.Pointer
+	empty: cute.Pointer
 
 
 class Output(NamedTuple):
-  """The buffers of the copy; ``amax`` is an input where it is per group, and may be missing."""
+	"""The buffers of the copy; ``amax`` is an input where it is per group, and may be missing."""
 
-  amax: cute.Tensor | None
-  codes: cute.Tensor
-  scales: cute.Tensor | None
+	amax: cute.Tensor | None
+	codes: cute.Tensor
+	scales: cute.Tensor | None
 
 
 class Packet(NamedTuple):
-  """What a stage says of the packet that begins in it.
+	"""What a stage says of the packet that begins in it.
 
-  Attributes:
-    item: its number, ``_PACKETS`` times that of its slot tile.
-    first: matrix row of the tile's first row.
-    count: rows of the tile that exist; none end the work.
-    group: the group.
-  """
+	Attributes:
+	  item: its number, ``_PACKETS`` times that of its slot tile.
+	  first: matrix row of the tile's first row.
+	  count: rows of the tile that exist; none end the work.
+	  group: the group.
+	"""
 
-  item: Int32
-  first: Int32
-  count: Int32
-  group: Int32
+	item: Int32
+	first: Int32
+	count: Int32
+	group: Int32
 
 
 class Lane(NamedTuple):
-  """Where a thread is in its team.
+	"""Where a thread is in its team.
 
-  Attributes:
-    team: which team.
-    warp: which warp of the CTA.
-    lane: which thread of the team.
-    part: which of the rows that the team holds at once.
-    of_row: which of the lanes that share that row.
-    num_pieces: pieces of a row.
-    staged: where in shared memory the team's scale bytes are.
-  """
+	Attributes:
+	  team: which team.
+	  warp: which warp of the CTA.
+	  lane: which thread of the team.
+	  part: which of the rows that the team holds at once.
+	  of_row: which of the lanes that share that row.
+	  num_pieces: pieces of a row.
+	  staged: where in shared memory the team's scale bytes are.
+	"""
 
-  team: Int32
-  warp: Int32
-  lane: Int32
-  part: Int32 | int
-  of_row: Int32
-  num_pieces: Int32
-  staged: Int32
+	team: Int32
+	warp: Int32
+	lane: Int32
+	part: Int32 | int
+	of_row: Int32
+	num_pieces: Int32
+	staged: Int32
 
 
 class RowsQuantizer:
-  """Persistent quantizer by rows, see the module."""
+	"""Persistent quantizer by rows, see the module."""
 
-  def __init__(self, config: RowsConfig):
-    self.config = config
-    self.dtype = config.dtype
-    self.arch = config.arch
-    self.codec = codec_of(config.format, config.dtype, config.arch)
-    self.levels = LevelWriter(self.codec)
-    #: What a lane takes at once: a block, or its part of one that ``sharing`` lanes have.
-    self.piece = min(self.codec.block, K_MULTIPLE)
-    #: Pieces that are looked at together, whether the row has all of them.
-    self.at_once = 2
-    if config.arch == "sm_100a" and not self.codec.has_scales and config.rows_per_warp <= 4:
-      # Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in the order of their codes.
-      self.piece, self.at_once = 8, 4
-    self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
-    self.maker = maker_of(config)
-    self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
-    prologue = config.prologue
-    self.gathered = prologue is not None and prologue.gathered
-    #: Bytes that a piece takes of each input.
-    self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
-    self.team_threads = config.warps_per_row * WARP_SIZE
-    self.lanes_per_row = self.team_threads // config.rows_per_warp
-    self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
-    #: Bytes of the longest row of the input; of that and of the gradient of the result.
-    self.row_capacity = row_bytes = config.max_cols * self.piece_bytes // self.piece
-    if self.maker:
-      wide, of_grad = self.maker.row_bytes(config.max_cols)
-      self.row_capacity, row_bytes = wide, wide + of_grad
-    self.row_pitch = row_bytes
-    self.stage_bytes = row_bytes * config.rows_per_warp
-    #: Bytes of a scale, and of those of a row.
-    self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
-    self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
-    self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
-    #: Whether scales lie in 128x4 tiles, or there are none.
-    self.is_tiled = not self.codec.has_scales or self.codec.fmt.scale.layout == "tiles_128x4"
-    #: Whether scales are written, by way of shared memory.
-    self.writes_scales = self.codec.has_scales
-    #: Whether the amax of a block is asked for.
-    self.needs_amax = self.codec.has_scales or config.computes_amax
+	def __init__(self, config: RowsConfig):
+		self.config = config
+		self.dtype = config.dtype
+		self.arch = config.arch
+		self.codec = codec_of(config.format, config.dtype, config.arch)
+		self.levels = LevelWriter(self.codec)
+		#: What a lane takes at once: a block, or its part of one that ``sharing`` lanes have.
+		self.piece = min(self.codec.block, K_MULTIPLE)
+		#: Pieces that are looked at together, whether the row has all of them.
+		self.at_once = 2
+		if config.arch == "sm_100a" and not self.codec.has_scales and config.rows_per_warp <= 4:
+			# Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in the order of their codes.
+			self.piece, self.at_once = 8, 4
+		self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
+		self.maker = maker_of(config)
+		self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
+		prologue = config.prologue
+		self.gathered = prologue is not None and prologue.gathered
+		#: Bytes that a piece takes of each input.
+		self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
+		self.team_threads = config.warps_per_row * WARP_SIZE
+		self.lanes_per_row = self.team_threads // config.rows_per_warp
+		self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
+		#: Bytes of the longest row of the input; of that and of the gradient of the result.
+		self.row_capacity = row_bytes = config.max_cols * self.piece_bytes // self.piece
+		if self.maker:
+			wide, of_grad = self.maker.row_bytes(config.max_cols)
+			self.row_capacity, row_bytes = wide, wide + of_grad
+		self.row_pitch = row_bytes
+		self.stage_bytes = row_bytes * config.rows_per_warp
+		#: Bytes of a scale, and of those of a row.
+		self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
+		self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
+		self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
+		#: Whether scales lie in 128x4 tiles, or there are none.
+		self.is_tiled = not self.codec.has_scales or self.codec.fmt.scale.layout == "tiles_128x4"
+		#: Whether scales are written, by way of shared memory.
+		self.writes_scales = self.codec.has_scales
+		#: Whether the amax of a block is asked for.
+		self.needs_amax = self.codec.has_scales or config.computes_amax
 
-  @staticmethod
-  def fake_args(config: RowsConfig) -> tuple[Any, ...]:
-    fake = FakeBuffers(config.dtype, config.grouping, config.format)
-    inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
-    output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
-    return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
+	@staticmethod
+	def fake_args(config: RowsConfig) -> tuple[Any, ...]:
+		fake = FakeBuffers(config.dtype, config.grouping, config.format)
+		inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
+		output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
+		return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
 
-  @cute.jit
-  def __call__(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    amax: cute.Tensor | None,
-    codes: cute.Tensor,
-    scales: cute.Tensor | None,
-    scale_inv: cute.Tensor | None,
-    scale: cute.Tensor | None,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    self.kernel(x, grad, offs, amax, codes, scales, scale_inv, scale).launch(
-      grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
-    )
+	@cute.jit
+	def __call__(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		offs: cute.Tensor | None,
+		amax: cute.Tensor | None,
+		codes: cute.Tensor,
+		scales: cute.Tensor | None,
+		scale_inv: cute.Tensor | None,
+		scale: cute.Tensor | None,
+		num_sms: Int32,
+		stream: Any,
+	) -> None:
+		self.kernel(x, grad, offs, amax, codes, scales, scale_inv, scale).launch(
+			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+		)
 
-  @cute.kernel
-  def kernel(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    amax: cute.Tensor | None,
-    codes: cute.Tensor,
-    scales: cute.Tensor | None,
-    scale_inv: cute.Tensor | None,
-    scale: cute.Tensor | None,
-  ) -> None:
-    config = self.config
-    num_slots = config.num_teams * config.num_stages
-    smem = cutlass.memory.SmemAllocator()
-    shared = SharedMemory(
-      rows=smem.allocate_array(Uint8, num_slots * self.stage_bytes, byte_alignment=128),
-      scales=smem.allocate_array(Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16),
-      packets=smem.allocate_array(Int32, num_slots * 4, byte_alignment=16),
-      partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
-      full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
-      empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
-    )
-    tid = cute.arch.thread_idx()[0]
-    if tid < num_slots:
-      cute.arch.mbarrier_init(shared.full + tid, 1)
-      cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_row)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+	@cute.kernel
+	def kernel(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		offs: cute.Tensor | None,
+		amax: cute.Tensor | None,
+		codes: cute.Tensor,
+		scales: cute.Tensor | None,
+		scale_inv: cute.Tensor | None,
+		scale: cute.Tensor | None,
+	) -> None:
+		config = self.config
+		num_slots = config.num_teams * config.num_stages
+		smem = cutlass.memory.SmemAllocator()
+		shared = SharedMemory(
+			rows=smem.allocate_array(Uint8, num_slots * self.stage_bytes, byte_alignment=128),
+			scales=smem.allocate_array(Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16),
+			packets=smem.allocate_array(Int32, num_slots * 4, byte_alignment=16),
+			partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
+			full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
+			empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
+		)
+		tid = cute.arch.thread_idx()[0]
+		if tid < num_slots:
+			cute.arch.mbarrier_init(shared.full + tid, 1)
+			cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_row)
+		cute.arch.mbarrier_init_fence()
+		cute.arch.sync_threads()
 
-    warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
-    if warp == config.num_compute_warps:
-      team = tid % WARP_SIZE
-      if team < config.num_teams:
-        self.load(x, grad, offs, team, shared)
-    else:
-      threads = config.num_compute_warps * WARP_SIZE
-      thread = cute.arch.block_idx()[0] * threads + tid
-      step = cute.arch.grid_dim()[0] * threads
-      self.levels.write(amax, scale_inv, scale, thread, step)
-      lane = self.lane_of(warp, self.cols(x), shared)
-      self.compute(Output(amax, codes, scales), lane, shared)
+		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
+		if warp == config.num_compute_warps:
+			team = tid % WARP_SIZE
+			if team < config.num_teams:
+				self.load(x, grad, offs, team, shared)
+		else:
+			threads = config.num_compute_warps * WARP_SIZE
+			thread = cute.arch.block_idx()[0] * threads + tid
+			step = cute.arch.grid_dim()[0] * threads
+			self.levels.write(amax, scale_inv, scale, thread, step)
+			lane = self.lane_of(warp, self.cols(x), shared)
+			self.compute(Output(amax, codes, scales), lane, shared)
 
-  def cols(self, x: cute.Tensor) -> Int32:
-    """K."""
-    return x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
+	def cols(self, x: cute.Tensor) -> Int32:
+		"""K."""
+		return x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 
-  def row_of(self, item: Int32, r: Int32 | int) -> Int32:
-    """The slot tile's row that is row ``r`` of packet ``item``, of all packets or the tile's.
+	def row_of(self, item: Int32, r: Int32 | int) -> Int32:
+		"""The slot tile's row that is row ``r`` of packet ``item``, of all packets or the tile's.
 
-    Of those whose scales lie in tiles, four share 16 bytes of a scale tile.
-    """
-    # Neither is negative, which divisions of signed numbers would ask.
-    packet = item & (_PACKETS - 1)
-    if not self.is_tiled:
-      return packet * _PACKET_ROWS + r
-    return 2 * packet + (r >> 2) + ((r & 3) << 5)
+		Of those whose scales lie in tiles, four share 16 bytes of a scale tile.
+		"""
+		# Neither is negative, which divisions of signed numbers would ask.
+		packet = item & (_PACKETS - 1)
+		if not self.is_tiled:
+			return packet * _PACKET_ROWS + r
+		return 2 * packet + (r >> 2) + ((r & 3) << 5)
 
-  # ---- loader
+	# ---- loader
 
-  @cute.jit
-  def load(
-    self, x: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor | None, team: Int32, shared: SharedMemory
-  ) -> None:
-    """The loader: a lane finds the packets of its team and starts the copies of their rows."""
-    config = self.config
-    groups = Grouping.of(x, offs, grad if self.gathered else None)
-    stage, phase, group = Int32(0), Int32(1), Int32(0)
-    step = cute.arch.grid_dim()[0] * config.num_teams
-    item = cute.arch.block_idx()[0] * config.num_teams + team
-    num_items = groups.num_tiles() * _PACKETS
-    while item < num_items:
-      packet = item % _PACKETS
-      tile, group, first, count = groups.seek(item // _PACKETS, group)
-      if tile != item // _PACKETS:
-        item = next_item(item, step, tile, Int32(_PACKETS))
-      else:
-        for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-          if self.row_of(packet, r) < count or r == 0:
-            slot = team * config.num_stages + stage
-            wait_each(shared.empty + slot, phase)
-            if r == 0:
-              place = shared.packets.toint() + slot * 16
-              store_shared(place, [Uint32(v) for v in (item, first, count, group)])
-            self.load_rows(x, grad, packet, r, first, count, slot, shared)
-            stage, phase = self.next_stage(stage, phase)
-        item += step
-    slot = team * config.num_stages + stage
-    wait_each(shared.empty + slot, phase)
-    store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
-    cute.arch.mbarrier_arrive(shared.full + slot)
+	@cute.jit
+	def load(
+		self, x: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor | None, team: Int32, shared: SharedMemory
+	) -> None:
+		"""The loader: a lane finds the packets of its team and starts the copies of their rows."""
+		config = self.config
+		groups = Grouping.of(x, offs, grad if self.gathered else None)
+		stage, phase, group = Int32(0), Int32(1), Int32(0)
+		step = cute.arch.grid_dim()[0] * config.num_teams
+		item = cute.arch.block_idx()[0] * config.num_teams + team
+		num_items = groups.num_tiles() * _PACKETS
+		while item < num_items:
+			packet = item % _PACKETS
+			tile, group, first, count = groups.seek(item // _PACKETS, group)
+			if tile != item // _PACKETS:
+				item = next_item(item, step, tile, Int32(_PACKETS))
+			else:
+				for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
+					if self.row_of(packet, r) < count or r == 0:
+						slot = team * config.num_stages + stage
+						wait_each(shared.empty + slot, phase)
+						if r == 0:
+							place = shared.packets.toint() + slot * 16
+							store_shared(place, [Uint32(v) for v in (item, first, count, group)])
+						self.load_rows(x, grad, packet, r, first, count, slot, shared)
+						stage, phase = self.next_stage(stage, phase)
+				item += step
+		slot = team * config.num_stages + stage
+		wait_each(shared.empty + slot, phase)
+		store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
+		cute.arch.mbarrier_arrive(shared.full + slot)
 
-  @cute.jit
-  def load_rows(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    packet: Int32,
-    r: Int32,
-    first: Int32,
-    count: Int32,
-    slot: Int32,
-    shared: SharedMemory,
-  ) -> None:
-    """Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
-    row_bytes, grad_bytes = self.row_bytes(x)
-    rows = [self.row_of(packet, r + i) for i in range(self.config.rows_per_warp)]
-    size = Int32(0)
-    for row in rows:
-      if row < count:
-        size += row_bytes + grad_bytes
-    bar = shared.full + slot
-    if size > 0:
-      cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
-    else:
-      cute.arch.mbarrier_arrive(bar)
-    target = shared.rows.toint() + slot * self.stage_bytes
-    for i in cutlass.range_constexpr(len(rows)):
-      if rows[i] < count:
-        of_x = first + rows[i]
-        if cutlass.const_expr(self.gathered):
-          of_x = indexed(grad, of_x, x.shape[0])
-        source = x.iterator.toint() + Int64(of_x) * row_bytes
-        bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
-        if cutlass.const_expr(grad is not None and not self.gathered):
-          source = grad.iterator.toint() + Int64(first + rows[i]) * grad_bytes
-          place = target + (i * self.row_pitch + self.row_capacity)
-          bulk_load(place, source, grad_bytes, bar)
+	@cute.jit
+	def load_rows(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		packet: Int32,
+		r: Int32,
+		first: Int32,
+		count: Int32,
+		slot: Int32,
+		shared: SharedMemory,
+	) -> None:
+		"""Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
+		row_bytes, grad_bytes = self.row_bytes(x)
+		rows = [self.row_of(packet, r + i) for i in range(self.config.rows_per_warp)]
+		size = Int32(0)
+		for row in rows:
+			if row < count:
+				size += row_bytes + grad_bytes
+		bar = shared.full + slot
+		if size > 0:
+			cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
+		else:
+			cute.arch.mbarrier_arrive(bar)
+		target = shared.rows.toint() + slot * self.stage_bytes
+		for i in cutlass.range_constexpr(len(rows)):
+			if rows[i] < count:
+				of_x = first + rows[i]
+				if cutlass.const_expr(self.gathered):
+					of_x = indexed(grad, of_x, x.shape[0])
+				source = x.iterator.toint() + Int64(of_x) * row_bytes
+				bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
+				if cutlass.const_expr(grad is not None and not self.gathered):
+					source = grad.iterator.toint() + Int64(first + rows[i]) * grad_bytes
+					place = target + (i * self.row_pitch + self.row_capacity)
+					bulk_load(place, source, grad_bytes, bar)
 
-  def row_bytes(self, x: cute.Tensor) -> tuple[Int32, Int32 | int]:
-    """Bytes of a row of the input, and of the gradient of the result, or 0."""
-    if self.maker is None:
-      return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype], 0
-    return self.maker.row_bytes(self.cols(x))
+	def row_bytes(self, x: cute.Tensor) -> tuple[Int32, Int32 | int]:
+		"""Bytes of a row of the input, and of the gradient of the result, or 0."""
+		if self.maker is None:
+			return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype], 0
+		return self.maker.row_bytes(self.cols(x))
 
-  @cute.jit
-  def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
-    stage += 1
-    if stage == self.config.num_stages:
-      stage = Int32(0)
-      phase ^= 1
-    return stage, phase
+	@cute.jit
+	def next_stage(self, stage: Int32, phase: Int32) -> tuple[Int32, Int32]:
+		stage += 1
+		if stage == self.config.num_stages:
+			stage = Int32(0)
+			phase ^= 1
+		return stage, phase
 
-  # ---- teams
+	# ---- teams
 
-  def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
-    """Where this thread is."""
-    team = warp // self.config.warps_per_row
-    lane = cute.arch.thread_idx()[0] - team * self.team_threads
-    part, of_row = (
-      (lane // self.lanes_per_row, lane % self.lanes_per_row) if self.config.rows_per_warp > 1 else (0, lane)
-    )
-    num_pieces = cols // self.piece
-    staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
-    return Lane(team, warp, lane, part, of_row, num_pieces, staged)
+	def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
+		"""Where this thread is."""
+		team = warp // self.config.warps_per_row
+		lane = cute.arch.thread_idx()[0] - team * self.team_threads
+		part, of_row = (
+			(lane // self.lanes_per_row, lane % self.lanes_per_row) if self.config.rows_per_warp > 1 else (0, lane)
+		)
+		num_pieces = cols // self.piece
+		staged = shared.scales.toint() + team * (_PACKET_ROWS * self.scale_pitch)
+		return Lane(team, warp, lane, part, of_row, num_pieces, staged)
 
-  @cute.jit
-  def compute(self, out: Output, lane: Lane, shared: SharedMemory) -> None:
-    """A team's packets: rows to codes, scale bytes to shared memory, then out."""
-    if cutlass.const_expr(self.writes_scales and self.is_tiled):
-      self.clear_scale_padding(lane)
-    stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    count = Int32(1)
-    while count > 0:
-      slot = lane.team * self.config.num_stages + stage
-      cute.arch.mbarrier_wait(shared.full + slot, phase)
-      words = load_shared(shared.packets.toint() + slot * 16, 4)
-      packet = Packet(*[Int32(word) for word in words])
-      count = packet.count
-      if self.row_of(packet.item, Int32(0)) < count:
-        stage, phase, parity = self.convert_packet(out, packet, lane, stage, phase, parity, shared)
-      else:
-        self.release(shared.empty + slot)
-        stage, phase = self.next_stage(stage, phase)
-        if cutlass.const_expr(self.writes_scales):
-          if count > 0:
-            self.write_scales(out.scales, packet, None, lane)
+	@cute.jit
+	def compute(self, out: Output, lane: Lane, shared: SharedMemory) -> None:
+		"""A team's packets: rows to codes, scale bytes to shared memory, then out."""
+		if cutlass.const_expr(self.writes_scales and self.is_tiled):
+			self.clear_scale_padding(lane)
+		stage, phase, parity = Int32(0), Int32(0), Int32(0)
+		count = Int32(1)
+		while count > 0:
+			slot = lane.team * self.config.num_stages + stage
+			cute.arch.mbarrier_wait(shared.full + slot, phase)
+			words = load_shared(shared.packets.toint() + slot * 16, 4)
+			packet = Packet(*[Int32(word) for word in words])
+			count = packet.count
+			if self.row_of(packet.item, Int32(0)) < count:
+				stage, phase, parity = self.convert_packet(out, packet, lane, stage, phase, parity, shared)
+			else:
+				self.release(shared.empty + slot)
+				stage, phase = self.next_stage(stage, phase)
+				if cutlass.const_expr(self.writes_scales):
+					if count > 0:
+						self.write_scales(out.scales, packet, None, lane)
 
-  @cute.jit
-  def convert_packet(
-    self, out: Output, packet: Packet, lane: Lane, stage: Int32, phase: Int32, parity: Int32, shared: SharedMemory
-  ) -> tuple[Int32, Int32, Int32]:
-    """A packet that has rows; gives the next stage, its phase and the next ``parity``."""
-    config = self.config
-    level = self.codec.zero_level()
-    if cutlass.const_expr(config.takes_amax):
-      level = self.codec.second_level(out.amax[packet.group])
-    for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-      row = self.row_of(packet.item, r + lane.part)
-      scales_at = lane.staged + (r + lane.part) * self.scale_pitch
-      live = row < packet.count
-      # The first of a stage's rows is the lowest: without it there is no stage.
-      if self.row_of(packet.item, r) < packet.count:
-        slot = lane.team * config.num_stages + stage
-        cute.arch.mbarrier_wait(shared.full + slot, phase)
-        source = shared.rows.toint() + slot * self.stage_bytes
-        words, a = self.load_row(source, lane)
-        self.release(shared.empty + slot)
-        stage, phase = self.next_stage(stage, phase)
-        of_row = level
-        if cutlass.const_expr(config.computes_amax):
-          g = self.row_amax(a, lane, parity, shared)
-          of_row = self.codec.second_level(g)
-          parity ^= 1
-          if live and lane.of_row == 0:
-            out.amax[packet.first + row] = g
-        target = row_address(out.codes, packet.first + row)
-        self.write_row(words, a, of_row, target, live, scales_at, lane)
-      if cutlass.const_expr(self.writes_scales):
-        if not live:
-          self.clear_row_scales(scales_at, lane)
-    if cutlass.const_expr(self.writes_scales):
-      self.sync_team(lane.team)
-      self.write_scales(out.scales, packet, lane.staged, lane)
-      # Otherwise the next row's amax keeps larger teams from overwriting what is read.
-      if cutlass.const_expr(not config.computes_amax):
-        self.sync_team(lane.team)
-    cute.arch.sync_warp()
-    return stage, phase, parity
+	@cute.jit
+	def convert_packet(
+		self, out: Output, packet: Packet, lane: Lane, stage: Int32, phase: Int32, parity: Int32, shared: SharedMemory
+	) -> tuple[Int32, Int32, Int32]:
+		"""A packet that has rows; gives the next stage, its phase and the next ``parity``."""
+		config = self.config
+		level = self.codec.zero_level()
+		if cutlass.const_expr(config.takes_amax):
+			level = self.codec.second_level(out.amax[packet.group])
+		for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
+			row = self.row_of(packet.item, r + lane.part)
+			scales_at = lane.staged + (r + lane.part) * self.scale_pitch
+			live = row < packet.count
+			# The first of a stage's rows is the lowest: without it there is no stage.
+			if self.row_of(packet.item, r) < packet.count:
+				slot = lane.team * config.num_stages + stage
+				cute.arch.mbarrier_wait(shared.full + slot, phase)
+				source = shared.rows.toint() + slot * self.stage_bytes
+				words, a = self.load_row(source, lane)
+				self.release(shared.empty + slot)
+				stage, phase = self.next_stage(stage, phase)
+				of_row = level
+				if cutlass.const_expr(config.computes_amax):
+					g = self.row_amax(a, lane, parity, shared)
+					of_row = self.codec.second_level(g)
+					parity ^= 1
+					if live and lane.of_row == 0:
+						out.amax[packet.first + row] = g
+				target = row_address(out.codes, packet.first + row)
+				self.write_row(words, a, of_row, target, live, scales_at, lane)
+			if cutlass.const_expr(self.writes_scales):
+				if not live:
+					self.clear_row_scales(scales_at, lane)
+		if cutlass.const_expr(self.writes_scales):
+			self.sync_team(lane.team)
+			self.write_scales(out.scales, packet, lane.staged, lane)
+			# Otherwise the next row's amax keeps larger teams from overwriting what is read.
+			if cutlass.const_expr(not config.computes_amax):
+				self.sync_team(lane.team)
+		cute.arch.sync_warp()
+		return stage, phase, parity
 
-  @cute.jit
-  def release(self, empty: cute.Pointer) -> None:
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-      cute.arch.mbarrier_arrive(empty)
+	@cute.jit
+	def release(self, empty: cute.Pointer) -> None:
+		cute.arch.sync_warp()
+		with cute.arch.elect_one():
+			cute.arch.mbarrier_arrive(empty)
 
-  @cute.jit
-  def sync_team(self, team: Int32) -> None:
-    if cutlass.const_expr(self.config.warps_per_row == 1):
-      cute.arch.sync_warp()
-    else:
-      cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
+	@cute.jit
+	def sync_team(self, team: Int32) -> None:
+		if cutlass.const_expr(self.config.warps_per_row == 1):
+			cute.arch.sync_warp()
+		else:
+			cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
 
-  # ---- scales of a packet
+	# ---- scales of a packet
 
-  def scale_words(self, lane: Lane) -> Int32:
-    """Words of scales of a row: four bytes each, or one number."""
-    blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
-    return (blocks + (SF_TILE_COLS - 1)) // SF_TILE_COLS if self.is_tiled else blocks
+	def scale_words(self, lane: Lane) -> Int32:
+		"""Words of scales of a row: four bytes each, or one number."""
+		blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
+		return (blocks + (SF_TILE_COLS - 1)) // SF_TILE_COLS if self.is_tiled else blocks
 
-  @cute.jit
-  def clear_scale_padding(self, lane: Lane) -> None:
-    """Zero the scales past K of a row's last tile; rows write only the ones before."""
-    if lane.lane < _PACKET_ROWS:
-      blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
-      end = self.scale_words(lane) * SF_TILE_COLS
-      for b in cutlass.range(blocks, end, unroll=1):
-        store_shared_byte(lane.staged + lane.lane * self.scale_pitch + b, Uint32(0))
-    cute.arch.sync_warp()
+	@cute.jit
+	def clear_scale_padding(self, lane: Lane) -> None:
+		"""Zero the scales past K of a row's last tile; rows write only the ones before."""
+		if lane.lane < _PACKET_ROWS:
+			blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
+			end = self.scale_words(lane) * SF_TILE_COLS
+			for b in cutlass.range(blocks, end, unroll=1):
+				store_shared_byte(lane.staged + lane.lane * self.scale_pitch + b, Uint32(0))
+		cute.arch.sync_warp()
 
-  @cute.jit
-  def clear_row_scales(self, scales_at: Int32, lane: Lane) -> None:
-    """Zero the scales of a row of a packet that does not exist."""
-    for j in cutlass.range(lane.of_row, self.scale_words(lane), self.lanes_per_row, unroll=1):
-      store_shared(scales_at + j * 4, [Uint32(0)])
+	@cute.jit
+	def clear_row_scales(self, scales_at: Int32, lane: Lane) -> None:
+		"""Zero the scales of a row of a packet that does not exist."""
+		for j in cutlass.range(lane.of_row, self.scale_words(lane), self.lanes_per_row, unroll=1):
+			store_shared(scales_at + j * 4, [Uint32(0)])
 
-  @cute.jit
-  def write_scales(self, scales: cute.Tensor, packet: Packet, staged: Int32 | None, lane: Lane) -> None:
-    """A packet's scales to global memory, or zeros if it has no rows: a word a row."""
-    sectors = self.sectors(scales, packet)
-    words = self.scale_words(lane)
-    for j in cutlass.range(lane.lane, words, self.team_threads, unroll=1):
-      sector = [Uint32(0)] * _PACKET_ROWS
-      if cutlass.const_expr(staged is not None):
-        for r in cutlass.range_constexpr(_PACKET_ROWS):
-          sector[r] = load_shared(staged + (r * self.scale_pitch + j * 4), 1)[0]
-      if cutlass.const_expr(self.is_tiled):
-        store_global(sectors + j * SF_TILE_BYTES, sector)
-      else:
-        slots = scales.shape[len(scales.shape) - 1]
-        store_global(sectors + Int64(j) * slots * 4, sector)
+	@cute.jit
+	def write_scales(self, scales: cute.Tensor, packet: Packet, staged: Int32 | None, lane: Lane) -> None:
+		"""A packet's scales to global memory, or zeros if it has no rows: a word a row."""
+		sectors = self.sectors(scales, packet)
+		words = self.scale_words(lane)
+		for j in cutlass.range(lane.lane, words, self.team_threads, unroll=1):
+			sector = [Uint32(0)] * _PACKET_ROWS
+			if cutlass.const_expr(staged is not None):
+				for r in cutlass.range_constexpr(_PACKET_ROWS):
+					sector[r] = load_shared(staged + (r * self.scale_pitch + j * 4), 1)[0]
+			if cutlass.const_expr(self.is_tiled):
+				store_global(sectors + j * SF_TILE_BYTES, sector)
+			else:
+				slots = scales.shape[len(scales.shape) - 1]
+				store_global(sectors + Int64(j) * slots * 4, sector)
 
-  def sectors(self, scales: cute.Tensor, packet: Packet) -> Int64:
-    """The address of a packet's first sector."""
-    tile = packet.item // _PACKETS
-    at = scales.iterator.toint() + packet.item % _PACKETS * _SECTOR
-    rank = len(scales.shape)
-    if self.is_tiled:
-      return at + Int64(tile) * scales.shape[rank - 2] * SF_TILE_BYTES
-    slot = Int64(tile) * TILE_ROWS
-    if self.config.grouping == "uniform":
-      # Each group has a matrix of its own.
-      slot += Int64(packet.group) * (scales.shape[1] - 1) * scales.shape[2]
-    return at + slot * 4
+	def sectors(self, scales: cute.Tensor, packet: Packet) -> Int64:
+		"""The address of a packet's first sector."""
+		tile = packet.item // _PACKETS
+		at = scales.iterator.toint() + packet.item % _PACKETS * _SECTOR
+		rank = len(scales.shape)
+		if self.is_tiled:
+			return at + Int64(tile) * scales.shape[rank - 2] * SF_TILE_BYTES
+		slot = Int64(tile) * TILE_ROWS
+		if self.config.grouping == "uniform":
+			# Each group has a matrix of its own.
+			slot += Int64(packet.group) * (scales.shape[1] - 1) * scales.shape[2]
+		return at + slot * 4
 
-  # ---- a row
+	# ---- a row
 
-  @cute.jit
-  def load_row(self, source: Int32, lane: Lane) -> tuple[cute.Tensor, cute.Tensor]:
-    """A lane's blocks of its row in a stage, and their amaxes, which are 0 past K.
+	@cute.jit
+	def load_row(self, source: Int32, lane: Lane) -> tuple[cute.Tensor, cute.Tensor]:
+		"""A lane's blocks of its row in a stage, and their amaxes, which are 0 past K.
 
-    The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
-    lanes touch all banks. ``quantize_row`` puts the codes back in order.
-    """
-    words = cute.make_rmem_tensor(self.pieces_per_lane * self.piece_words, Uint32)
-    a = cute.make_rmem_tensor(self.pieces_per_lane, Float32)
-    chunks = self.piece_bytes // 16
-    chunk_words = self.piece_words // chunks
-    twist = self.twist(lane.lane)
-    row_at = source + lane.lane // self.lanes_per_row * self.row_pitch
-    lane_at = row_at + lane.of_row * self.piece_bytes
-    places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
-    # Past K there is garbage, but without a branch all loads are under way at once.
-    for i in cutlass.range_constexpr(self.pieces_per_lane):
-      for c in cutlass.range_constexpr(chunks):
-        if cutlass.const_expr(self.maker is None):
-          at = places[c] + i * (self.lanes_per_row * self.piece_bytes)
-          chunk = load_shared(at, 4)
-        else:
-          first = (lane.of_row + i * self.lanes_per_row) * self.piece
-          first += (twist ^ c) * self.maker.unit
-          chunk = self.make_chunk(row_at, first, lane.num_pieces * self.piece)
-        for w in cutlass.range_constexpr(chunk_words):
-          words[i * self.piece_words + c * chunk_words + w] = chunk[w]
-    for i in cutlass.range_constexpr(self.pieces_per_lane):
-      a[i] = Float32(0.0)
-      if cutlass.const_expr(self.needs_amax):
-        if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
-          a[i] = absmax_words(self.block(words, i), self.dtype, self.arch)
-      for bit in cutlass.range_constexpr(self.sharing.bit_length() - 1):
-        a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
-    return words, a
+		The 16-byte chunks of a block are read in an order that depends on the lane, so that eight
+		lanes touch all banks. ``quantize_row`` puts the codes back in order.
+		"""
+		words = cute.make_rmem_tensor(self.pieces_per_lane * self.piece_words, Uint32)
+		a = cute.make_rmem_tensor(self.pieces_per_lane, Float32)
+		chunks = self.piece_bytes // 16
+		chunk_words = self.piece_words // chunks
+		twist = self.twist(lane.lane)
+		row_at = source + lane.lane // self.lanes_per_row * self.row_pitch
+		lane_at = row_at + lane.of_row * self.piece_bytes
+		places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
+		# Past K there is garbage, but without a branch all loads are under way at once.
+		for i in cutlass.range_constexpr(self.pieces_per_lane):
+			for c in cutlass.range_constexpr(chunks):
+				if cutlass.const_expr(self.maker is None):
+					at = places[c] + i * (self.lanes_per_row * self.piece_bytes)
+					chunk = load_shared(at, 4)
+				else:
+					first = (lane.of_row + i * self.lanes_per_row) * self.piece
+					first += (twist ^ c) * self.maker.unit
+					chunk = self.make_chunk(row_at, first, lane.num_pieces * self.piece)
+				for w in cutlass.range_constexpr(chunk_words):
+					words[i * self.piece_words + c * chunk_words + w] = chunk[w]
+		for i in cutlass.range_constexpr(self.pieces_per_lane):
+			a[i] = Float32(0.0)
+			if cutlass.const_expr(self.needs_amax):
+				if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
+					a[i] = absmax_words(self.block(words, i), self.dtype, self.arch)
+			for bit in cutlass.range_constexpr(self.sharing.bit_length() - 1):
+				a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
+		return words, a
 
-  def make_chunk(self, row_at: Int32, col: Int32, cols: Int32) -> list[Uint32]:
-    """A unit of elements of a row of a stage."""
-    of_half, is_second = self.maker.column(col, cols)
-    places = self.maker.places(row_at, row_at + self.row_capacity, of_half, cols)
-    return self.maker.make([load_shared(at, 4) for at in places], is_second)
+	def make_chunk(self, row_at: Int32, col: Int32, cols: Int32) -> list[Uint32]:
+		"""A unit of elements of a row of a stage."""
+		of_half, is_second = self.maker.column(col, cols)
+		places = self.maker.places(row_at, row_at + self.row_capacity, of_half, cols)
+		return self.maker.make([load_shared(at, 4) for at in places], is_second)
 
-  def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
-    """The words of a lane's i-th block."""
-    return [words[i * self.piece_words + w] for w in range(self.piece_words)]
+	def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
+		"""The words of a lane's i-th block."""
+		return [words[i * self.piece_words + w] for w in range(self.piece_words)]
 
-  def twist(self, lane: Int32) -> Int32:
-    """The chunk of its blocks that a lane reads first; lanes 128 bytes apart differ."""
-    lanes_per_line = 128 // self.piece_bytes
-    return (lane // lanes_per_line) % (self.piece_bytes // 16)
+	def twist(self, lane: Int32) -> Int32:
+		"""The chunk of its blocks that a lane reads first; lanes 128 bytes apart differ."""
+		lanes_per_line = 128 // self.piece_bytes
+		return (lane // lanes_per_line) % (self.piece_bytes // 16)
 
-  @cute.jit
-  def row_amax(self, a: cute.Tensor, lane: Lane, parity: Int32, shared: SharedMemory) -> Float32:
-    """The row's amax from its blocks' amaxes. Also a barrier of the team."""
-    g = a[0]
-    for i in cutlass.range_constexpr(1, self.pieces_per_lane):
-      g = fmax(g, a[i])
-    per_team = self.config.warps_per_row
-    if cutlass.const_expr(self.lanes_per_row < WARP_SIZE):
-      for i in cutlass.range_constexpr(self.lanes_per_row.bit_length() - 1):
-        g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
-    else:
-      g = warp_max(g)
-    if cutlass.const_expr(per_team > 1):
-      # Two buffers: a warp that is a row ahead writes the other one.
-      at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
-      of_warp = cute.arch.lane_idx()
-      if of_warp == 0:
-        store_shared(at + lane.warp * 4, [f32_as_bits(g)])
-      self.sync_team(lane.team)
-      other = lane.team * per_team + of_warp % per_team
-      g = warp_max(bits_as_f32(load_shared(at + other * 4, 1)[0]))
-    return g
+	@cute.jit
+	def row_amax(self, a: cute.Tensor, lane: Lane, parity: Int32, shared: SharedMemory) -> Float32:
+		"""The row's amax from its blocks' amaxes. Also a barrier of the team."""
+		g = a[0]
+		for i in cutlass.range_constexpr(1, self.pieces_per_lane):
+			g = fmax(g, a[i])
+		per_team = self.config.warps_per_row
+		if cutlass.const_expr(self.lanes_per_row < WARP_SIZE):
+			for i in cutlass.range_constexpr(self.lanes_per_row.bit_length() - 1):
+				g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
+		else:
+			g = warp_max(g)
+		if cutlass.const_expr(per_team > 1):
+			# Two buffers: a warp that is a row ahead writes the other one.
+			at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
+			of_warp = cute.arch.lane_idx()
+			if of_warp == 0:
+				store_shared(at + lane.warp * 4, [f32_as_bits(g)])
+			self.sync_team(lane.team)
+			other = lane.team * per_team + of_warp % per_team
+			g = warp_max(bits_as_f32(load_shared(at + other * 4, 1)[0]))
+		return g
 
-  @cute.jit
-  def write_row(
-    self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
-  ) -> None:
-    """Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
-    if live:
-      self.quantize_row(words, a, level, target, scales_at, lane)
+	@cute.jit
+	def write_row(
+		self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, live: Boolean, scales_at: Int32, lane: Lane
+	) -> None:
+		"""Write what becomes of a row, if it is ``live``; ``target`` is its place in the output."""
+		if live:
+			self.quantize_row(words, a, level, target, scales_at, lane)
 
-  @cute.jit
-  def quantize_row(
-    self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, scales_at: Int32, lane: Lane
-  ) -> None:
-    """Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
-    left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
-    for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
-      last = min(i + self.at_once, self.pieces_per_lane) - 1
-      if cutlass.const_expr(self.at_once > 2):
-        _, (factor, _) = self.scales(a[i], a[i], level)
-        if last * step < left:
-          for j in cutlass.range_constexpr(i, last + 1):
-            self.write_piece(words, j, factor, None, target, scales_at, lane)
-        else:
-          for j in cutlass.range_constexpr(i, last):
-            if j * step < left:
-              self.write_piece(words, j, factor, None, target, scales_at, lane)
-      elif i * step < left:
-        stored, factors = self.scales(a[i], a[last], level)
-        for j in cutlass.range_constexpr(i, last + 1):
-          if cutlass.const_expr(j == i) or j * step < left:
-            self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
+	@cute.jit
+	def quantize_row(
+		self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, scales_at: Int32, lane: Lane
+	) -> None:
+		"""Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
+		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
+		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
+			last = min(i + self.at_once, self.pieces_per_lane) - 1
+			if cutlass.const_expr(self.at_once > 2):
+				_, (factor, _) = self.scales(a[i], a[i], level)
+				if last * step < left:
+					for j in cutlass.range_constexpr(i, last + 1):
+						self.write_piece(words, j, factor, None, target, scales_at, lane)
+				else:
+					for j in cutlass.range_constexpr(i, last):
+						if j * step < left:
+							self.write_piece(words, j, factor, None, target, scales_at, lane)
+			elif i * step < left:
+				stored, factors = self.scales(a[i], a[last], level)
+				for j in cutlass.range_constexpr(i, last + 1):
+					if cutlass.const_expr(j == i) or j * step < left:
+						self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
 
-  @cute.jit
-  def write_piece(
-    self,
-    words: cute.Tensor,
-    j: int,
-    factor: Float32,
-    stored: Uint32 | None,
-    target: Int64,
-    scales_at: Int32,
-    lane: Lane,
-  ) -> None:
-    """Codes of a lane's j-th piece, and the scale of its block."""
-    codes = self.codec.encode_row(self.block(words, j), factor)
-    size, after = 4 * len(codes), j * self.lanes_per_row
-    store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
-    if cutlass.const_expr(self.writes_scales):
-      self.stage(stored, scales_at, lane.of_row + after)
+	@cute.jit
+	def write_piece(
+		self,
+		words: cute.Tensor,
+		j: int,
+		factor: Float32,
+		stored: Uint32 | None,
+		target: Int64,
+		scales_at: Int32,
+		lane: Lane,
+	) -> None:
+		"""Codes of a lane's j-th piece, and the scale of its block."""
+		codes = self.codec.encode_row(self.block(words, j), factor)
+		size, after = 4 * len(codes), j * self.lanes_per_row
+		store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
+		if cutlass.const_expr(self.writes_scales):
+			self.stage(stored, scales_at, lane.of_row + after)
 
-  def scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
-    """Scales as they are stored, and encode factors, of blocks with amaxes ``a`` and ``b``."""
-    if isinstance(self.codec, ByteCodec):
-      stored, factors = zip(*(self.codec.block_scale(x, level) for x in (a, b)), strict=True)
-      return list(stored), list(factors)
-    pair, *factors = self.codec.block_scales(a, b, level)
-    return [Uint32(pair), Uint32(pair) >> 8], factors
+	def scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
+		"""Scales as they are stored, and encode factors, of blocks with amaxes ``a`` and ``b``."""
+		if isinstance(self.codec, ByteCodec):
+			stored, factors = zip(*(self.codec.block_scale(x, level) for x in (a, b)), strict=True)
+			return list(stored), list(factors)
+		pair, *factors = self.codec.block_scales(a, b, level)
+		return [Uint32(pair), Uint32(pair) >> 8], factors
 
-  @cute.jit
-  def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:
-    """The scale of the block of a piece to shared memory, by one of those that share it."""
-    if cutlass.const_expr(self.sharing == 1):
-      store_shared_byte(scales_at + piece, stored)
-    elif piece % self.sharing == 0:
-      at = scales_at + piece // self.sharing * self.scale_bytes
-      if cutlass.const_expr(self.is_tiled):
-        store_shared_byte(at, stored)
-      else:
-        store_shared(at, [stored])
+	@cute.jit
+	def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:
+		"""The scale of the block of a piece to shared memory, by one of those that share it."""
+		if cutlass.const_expr(self.sharing == 1):
+			store_shared_byte(scales_at + piece, stored)
+		elif piece % self.sharing == 0:
+			at = scales_at + piece // self.sharing * self.scale_bytes
+			if cutlass.const_expr(self.is_tiled):
+				store_shared_byte(at, stored)
+			else:
+				store_shared(at, [stored])
 
-  def untwist(self, codes: list[Uint32], twist: Int32) -> list[Uint32]:
-    """Code words of a block whose chunks were read in twisted order, put in order."""
-    chunks = self.piece_bytes // 16
-    if chunks > len(codes):  # a chunk's codes are half a word
-      turn = (twist & 1) * 16
-      text = "shf.l.wrap.b32 $0, $1, $1, $2;"
-      codes = [asm(text, [Uint32], [word, turn]) for word in codes]
-      twist = twist >> 1
-      chunks = len(codes)
-    # Bit b of the twist trades chunks 1 << b apart.
-    per_chunk = len(codes) // chunks
-    for bit in range(chunks.bit_length() - 1):
-      swapped = ((twist >> bit if bit else twist) & 1) != 0
-      distance = per_chunk << bit
-      codes = [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
-    return codes
+	def untwist(self, codes: list[Uint32], twist: Int32) -> list[Uint32]:
+		"""Code words of a block whose chunks were read in twisted order, put in order."""
+		chunks = self.piece_bytes // 16
+		if chunks > len(codes):  # a chunk's codes are half a word
+			turn = (twist & 1) * 16
+			text = "shf.l.wrap.b32 $0, $1, $1, $2;"
+			codes = [asm(text, [Uint32], [word, turn]) for word in codes]
+			twist = twist >> 1
+			chunks = len(codes)
+		# Bit b of the twist trades chunks 1 << b apart.
+		per_chunk = len(codes) // chunks
+		for bit in range(chunks.bit_length() - 1):
+			swapped = ((twist >> bit if bit else twist) & 1) != 0
+			distance = per_chunk << bit
+			codes = [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
+		return codes
 
 
 @cute.jit
 def row_address(codes: cute.Tensor, row: Int32) -> Int64:
-  """Address of a row of codes; the rows of uniform groups follow each other at one pitch."""
-  pitch = Int64(codes.stride[len(codes.stride) - 2]) * (codes.element_type.width // 8)
-  return codes.iterator.toint() + Int64(row) * pitch
+	"""Address of a row of codes; the rows of uniform groups follow each other at one pitch."""
+	pitch = Int64(codes.stride[len(codes.stride) - 2]) * (codes.element_type.width // 8)
+	return codes.iterator.toint() + Int64(row) * pitch

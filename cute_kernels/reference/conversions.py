@@ -4,8 +4,6 @@ All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` inst
 the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -23,124 +21,124 @@ _E8M0_MAX, _E8M0_NAN = 254, 255
 
 
 def f32(value: float) -> float:
-  """``value`` rounded to fp32."""
-  return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
+	"""``value`` rounded to fp32."""
+	return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 
 def encode(element: ElementType, y: Tensor) -> Tensor:
-  """Round fp32 to codes (uint8), one a byte whatever their width.
+	"""Round fp32 to codes (uint8), one a byte whatever their width.
 
-  NaN gives 0x7F, and in E2M1, which has none, +6.
-  """
-  return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
+	NaN gives 0x7F, and in E2M1, which has none, +6.
+	"""
+	return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
 
 
 def decode(element: ElementType, codes: Tensor) -> Tensor:
-  """Exact fp32 values of codes as they are stored: packed if they share bytes."""
-  return unpack_codes(codes) if element == E2M1 else codes.view(element.dtype).float()
+	"""Exact fp32 values of codes as they are stored: packed if they share bytes."""
+	return unpack_codes(codes) if element == E2M1 else codes.view(element.dtype).float()
 
 
 def pack(element: ElementType, codes: Tensor) -> Tensor:
-  """Codes of ``encode`` as they are stored, uint8."""
-  return pack_codes(codes) if element == E2M1 else codes
+	"""Codes of ``encode`` as they are stored, uint8."""
+	return pack_codes(codes) if element == E2M1 else codes
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
-  """Round fp32 to E2M1 codes 0..15 (uint8), to nearest even, saturating at 6.
+	"""Round fp32 to E2M1 codes 0..15 (uint8), to nearest even, saturating at 6.
 
-  The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
-  +6 (code 7), both as the hardware's saturating conversion does.
-  """
-  y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
-  magnitude = y.abs().clamp_max_(E2M1.max)
-  # Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of the power of two p below.
-  # Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
-  power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
-  magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
-  multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
-  # The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
-  code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
-  sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
-  return code.bitwise_or_(sign).to(torch.uint8)
+	The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
+	+6 (code 7), both as the hardware's saturating conversion does.
+	"""
+	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+	magnitude = y.abs().clamp_max_(E2M1.max)
+	# Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of the power of two p below.
+	# Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
+	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+	magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
+	multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
+	# The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
+	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
+	sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
+	return code.bitwise_or_(sign).to(torch.uint8)
 
 
 def round_e2m1(magnitude: Tensor) -> Tensor:
-  """What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
-  magnitude = magnitude.clamp_max(E2M1.max)
-  power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
-  magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
-  return magnitude.add_(magic).sub_(magic)
+	"""What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
+	magnitude = magnitude.clamp_max(E2M1.max)
+	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+	magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
+	return magnitude.add_(magic).sub_(magic)
 
 
 def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
-  """Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
+	"""Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
 
-  With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
+	With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
 
-    |result| = min(6, floor(|y| / t + r / 256) t)
+	  |result| = min(6, floor(|y| / t + r / 256) t)
 
-  so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
-  ``encode_e2m1``.
-  """
-  y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
-  magnitude = y.abs().clamp_max_(E2M1.max)
-  power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
-  # The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
-  scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
-  multiple = magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8)
-  # As in ``encode_e2m1``.
-  code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
-  sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
-  return code.bitwise_or_(sign).to(torch.uint8)
+	so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
+	``encode_e2m1``.
+	"""
+	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+	magnitude = y.abs().clamp_max_(E2M1.max)
+	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+	# The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
+	scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
+	multiple = magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8)
+	# As in ``encode_e2m1``.
+	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
+	sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
+	return code.bitwise_or_(sign).to(torch.uint8)
 
 
 def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
-  """Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
-  # Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
-  rounded = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
-  return rounded.masked_fill_(v.isnan(), 0x7F)
+	"""Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
+	# Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
+	rounded = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
+	return rounded.masked_fill_(v.isnan(), 0x7F)
 
 
 def encode_e4m3(v: Tensor) -> Tensor:
-  """Round fp32 to E4M3 bytes (uint8), to nearest even, saturating at 448; NaN gives 0x7F."""
-  return _encode_fp8(E4M3, v)
+	"""Round fp32 to E4M3 bytes (uint8), to nearest even, saturating at 448; NaN gives 0x7F."""
+	return _encode_fp8(E4M3, v)
 
 
 def decode_e4m3(codes: Tensor) -> Tensor:
-  """Exact fp32 values of E4M3 bytes."""
-  return codes.view(torch.float8_e4m3fn).float()
+	"""Exact fp32 values of E4M3 bytes."""
+	return codes.view(torch.float8_e4m3fn).float()
 
 
 def encode_e8m0(v: Tensor) -> Tensor:
-  """Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
+	"""Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
 
-  Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
-  """
-  bits = v.abs().view(torch.int32)
-  exponent = bits >> _MANTISSA_BITS
-  # Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
-  above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
-  byte = exponent.add_(above).clamp_max_(_E8M0_MAX)
-  return byte.masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
+	Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
+	"""
+	bits = v.abs().view(torch.int32)
+	exponent = bits >> _MANTISSA_BITS
+	# Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
+	above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
+	byte = exponent.add_(above).clamp_max_(_E8M0_MAX)
+	return byte.masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-  """Pack E2M1 codes (..., 2n) two a byte (..., n), the even index in the low nibble."""
-  return codes[..., 0::2] | (codes[..., 1::2] << 4)
+	"""Pack E2M1 codes (..., 2n) two a byte (..., n), the even index in the low nibble."""
+	return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _pair_table() -> Tensor:
-  """(256,) int64: the two fp32 values of each byte, side by side."""
-  magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
-  values = torch.cat([magnitudes, -magnitudes])
-  byte = torch.arange(256, device="cpu")
-  return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)
+	"""(256,) int64: the two fp32 values of each byte, side by side."""
+	magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
+	values = torch.cat([magnitudes, -magnitudes])
+	byte = torch.arange(256, device="cpu")
+	return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)
 
 
 _PAIRS = _pair_table()
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-  """Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
-  pairs = _PAIRS.to(packed.device).index_select(0, packed.int().flatten())
-  return pairs.view(packed.shape).view(torch.float32)
+	"""Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
+	pairs = _PAIRS.to(packed.device).index_select(0, packed.int().flatten())
+	return pairs.view(packed.shape).view(torch.float32)

@@ -1,7 +1,5 @@
 """The update of delayed scaling: the next scales from the amaxes of earlier tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -11,28 +9,28 @@ _FMAX = torch.finfo(torch.float32).max
 
 
 def delayed_scaling_update(
-  amax_history: Tensor, scale: Tensor, amax: Tensor | None, largest: float, is_max: bool
+	amax_history: Tensor, scale: Tensor, amax: Tensor | None, largest: float, is_max: bool
 ) -> None:
-  """Roll the history of each slot and make its next scale, in place.
+	"""Roll the history of each slot and make its next scale, in place.
 
-  Args:
-    amax_history: (L, n) fp32; row 0 is that of the present step.
-    scale: (n,) fp32.
-    amax: (n,) fp32, the amax of the step where it is not 0; its sign is dropped. Row 0 where
-      it is 0, and without it.
-    largest: what the amax is to be scaled to, an fp32 number.
-    is_max: the scale follows from the largest of the last L amaxes, else from the last.
-  """
-  last = amax_history[0]
-  if amax is not None:
-    last = torch.where(amax == 0, last, amax.abs())
-  rolled = torch.cat([amax_history[1:], last.unsqueeze(0)])
-  # A NaN is passed over, as ``fmax`` does; alone it leaves the scale.
-  basis = rolled.nan_to_num(nan=0.0, posinf=math.inf).amax(dim=0) if is_max else last
-  # Not ``largest / basis``: torch computes that as a reciprocal and a product, rounding twice.
-  new = torch.full_like(basis, largest).div_(basis).clamp_max_(_FMAX)
-  is_rolled = last != 0
-  is_scaled = is_rolled & basis.isfinite() & (basis > 0)
-  rolled[0] = 0
-  amax_history.copy_(torch.where(is_rolled, rolled, amax_history))
-  scale.copy_(torch.where(is_scaled, new, scale))
+	Args:
+	  amax_history: (L, n) fp32; row 0 is that of the present step.
+	  scale: (n,) fp32.
+	  amax: (n,) fp32, the amax of the step where it is not 0; its sign is dropped. Row 0 where
+	    it is 0, and without it.
+	  largest: what the amax is to be scaled to, an fp32 number.
+	  is_max: the scale follows from the largest of the last L amaxes, else from the last.
+	"""
+	last = amax_history[0]
+	if amax is not None:
+		last = torch.where(amax == 0, last, amax.abs())
+	rolled = torch.cat([amax_history[1:], last.unsqueeze(0)])
+	# A NaN is passed over, as ``fmax`` does; alone it leaves the scale.
+	basis = rolled.nan_to_num(nan=0.0, posinf=math.inf).amax(dim=0) if is_max else last
+	# Not ``largest / basis``: torch computes that as a reciprocal and a product, rounding twice.
+	new = torch.full_like(basis, largest).div_(basis).clamp_max_(_FMAX)
+	is_rolled = last != 0
+	is_scaled = is_rolled & basis.isfinite() & (basis > 0)
+	rolled[0] = 0
+	amax_history.copy_(torch.where(is_rolled, rolled, amax_history))
+	scale.copy_(torch.where(is_scaled, new, scale))

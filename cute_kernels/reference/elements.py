@@ -10,60 +10,60 @@ from .activations import activate, activate_gradient
 from .reductions import absmax
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.activations import Activation
+	from cute_kernels.activations import Activation
 
 #: Elements that are made at a time where the caller does not say which.
 _CHUNK = 1 << 19
 
 
 class Elements:
-  """(rows, cols) elements of a plain tensor, or of what an activation makes of one.
+	"""(rows, cols) elements of a plain tensor, or of what an activation makes of one.
 
-  Args:
-    x: (T, W), or (G, N, W) of uniform groups; bf16, fp16 or fp32.
-    activation: elements are its result; None for ``x`` itself.
-    grad: of the shape of the activation's result and of the dtype of ``x``; elements are the
-      gradient with respect to ``x`` then.
-    truncates: what an activation makes is rounded to the dtype of ``x``
-      (``Format.truncates``).
+	Args:
+	  x: (T, W), or (G, N, W) of uniform groups; bf16, fp16 or fp32.
+	  activation: elements are its result; None for ``x`` itself.
+	  grad: of the shape of the activation's result and of the dtype of ``x``; elements are the
+	    gradient with respect to ``x`` then.
+	  truncates: what an activation makes is rounded to the dtype of ``x``
+	    (``Format.truncates``).
 
-  Attributes:
-    rows: T, or G * N.
-    cols: W, or half of it where a gated activation has no ``grad``.
-    dtype: dtype of ``x``.
-    device: device of ``x``.
-  """
+	Attributes:
+	  rows: T, or G * N.
+	  cols: W, or half of it where a gated activation has no ``grad``.
+	  dtype: dtype of ``x``.
+	  device: device of ``x``.
+	"""
 
-  def __init__(
-    self, x: Tensor, activation: Activation | None = None, grad: Tensor | None = None, *, truncates: bool = False
-  ) -> None:
-    self._x = x.flatten(0, -2)
-    self._activation = activation
-    self._grad = None if grad is None else grad.flatten(0, -2)
-    self._truncates = truncates
-    self.rows, self.cols = self._x.shape
-    if activation is not None and grad is None:
-      self.cols = activation.width(self.cols)
-    self.dtype: torch.dtype = x.dtype
-    self.device: torch.device = x.device
+	def __init__(
+		self, x: Tensor, activation: Activation | None = None, grad: Tensor | None = None, *, truncates: bool = False
+	) -> None:
+		self._x = x.flatten(0, -2)
+		self._activation = activation
+		self._grad = None if grad is None else grad.flatten(0, -2)
+		self._truncates = truncates
+		self.rows, self.cols = self._x.shape
+		if activation is not None and grad is None:
+			self.cols = activation.width(self.cols)
+		self.dtype: torch.dtype = x.dtype
+		self.device: torch.device = x.device
 
-  def take(self, rows: slice | Tensor) -> Tensor:
-    """(..., cols) fp32 elements of the given rows: a slice, or an int64 tensor of indices."""
-    x = self._x[rows].float()
-    if self._activation is None:
-      return x
-    if self._grad is None:
-      made = activate(x, self._activation)
-    else:
-      made = activate_gradient(x, self._grad[rows].float(), self._activation)
-    return made.to(self.dtype).float() if self._truncates else made
+	def take(self, rows: slice | Tensor) -> Tensor:
+		"""(..., cols) fp32 elements of the given rows: a slice, or an int64 tensor of indices."""
+		x = self._x[rows].float()
+		if self._activation is None:
+			return x
+		if self._grad is None:
+			made = activate(x, self._activation)
+		else:
+			made = activate_gradient(x, self._grad[rows].float(), self._activation)
+		return made.to(self.dtype).float() if self._truncates else made
 
-  def absmax(self) -> Tensor:
-    """(rows,) fp32, the largest magnitude of each row; NaN is passed over."""
-    if self._activation is None:
-      return absmax(self._x)
-    step = max(1, _CHUNK // max(1, self._x.shape[1]))
-    parts = [absmax(self.take(slice(i, i + step))) for i in range(0, self.rows, step)]
-    return torch.cat(parts) if parts else self._x.new_zeros(0, dtype=torch.float32)
+	def absmax(self) -> Tensor:
+		"""(rows,) fp32, the largest magnitude of each row; NaN is passed over."""
+		if self._activation is None:
+			return absmax(self._x)
+		step = max(1, _CHUNK // max(1, self._x.shape[1]))
+		parts = [absmax(self.take(slice(i, i + step))) for i in range(0, self.rows, step)]
+		return torch.cat(parts) if parts else self._x.new_zeros(0, dtype=torch.float32)

@@ -17,8 +17,6 @@ The gradient, given that of the weights (d_k) and of the scores (D_j, or 0):
   softmax   s_j * (D_j - sum of D_j * s_j)                          sigmoid   (D_j * s_j) * (1 - s_j)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -30,67 +28,67 @@ TINY = 1e-20
 
 
 def _order(scores: Tensor) -> Tensor:
-  """Columns by falling score, the first of equal ones first."""
-  return scores.sort(stable=True, dim=-1, descending=True).indices
+	"""Columns by falling score, the first of equal ones first."""
+	return scores.sort(stable=True, dim=-1, descending=True).indices
 
 
 def _in_turn(terms: Tensor) -> Tensor:
-  """(T, 1) sums over k, in order."""
-  total = terms.new_zeros(len(terms), 1)
-  for k in range(terms.shape[1]):
-    total += terms[:, k : k + 1]
-  return total
+	"""(T, 1) sums over k, in order."""
+	total = terms.new_zeros(len(terms), 1)
+	for k in range(terms.shape[1]):
+		total += terms[:, k : k + 1]
+	return total
 
 
 def route(
-  logits: Tensor,
-  bias: Tensor | None,
-  end: Tensor | None,
-  options: tuple[int, str, bool, int, int, float],
-  outputs: tuple[Tensor, Tensor, Tensor],
+	logits: Tensor,
+	bias: Tensor | None,
+	end: Tensor | None,
+	options: tuple[int, str, bool, int, int, float],
+	outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-  """Write weights (T, k), ids (T, k) and scores (T, E); ids from token ``end`` on are -1."""
-  top_k, score, renormalize, groups, top_groups, factor = options
-  weights, ids, scores = outputs
-  if score == "softmax":
-    e = exp(logits - logits.amax(-1, keepdim=True))
-    scores.copy_(e / warp_sum(e, 1).unsqueeze(1))
-  else:
-    scores.copy_(sigmoid(logits))
-  biased = scores if bias is None else scores + bias
-  order = _order(biased)
-  if groups > 1:
-    two = biased.unflatten(1, (groups, -1)).sort(-1, descending=True).values[..., :2]
-    best = _order(two[..., 0] + two[..., 1])[:, :top_groups]
-    allowed = torch.zeros(len(best), groups, dtype=torch.uint8, device=best.device).scatter_(1, best, 1)
-    of_each = allowed.repeat_interleave(logits.shape[1] // groups, 1)
-    order = order.gather(1, _order(of_each.gather(1, order)))
-  chosen = order[:, :top_k]
-  w = scores.gather(1, chosen)
-  if renormalize:
-    w = w / (_in_turn(w) + TINY)
-  weights.copy_(w * factor)
-  if end is not None:
-    chosen = chosen.masked_fill(torch.arange(len(w), device=w.device).unsqueeze(1) >= end, -1)
-  ids.copy_(chosen)
+	"""Write weights (T, k), ids (T, k) and scores (T, E); ids from token ``end`` on are -1."""
+	top_k, score, renormalize, groups, top_groups, factor = options
+	weights, ids, scores = outputs
+	if score == "softmax":
+		e = exp(logits - logits.amax(-1, keepdim=True))
+		scores.copy_(e / warp_sum(e, 1).unsqueeze(1))
+	else:
+		scores.copy_(sigmoid(logits))
+	biased = scores if bias is None else scores + bias
+	order = _order(biased)
+	if groups > 1:
+		two = biased.unflatten(1, (groups, -1)).sort(-1, descending=True).values[..., :2]
+		best = _order(two[..., 0] + two[..., 1])[:, :top_groups]
+		allowed = torch.zeros(len(best), groups, dtype=torch.uint8, device=best.device).scatter_(1, best, 1)
+		of_each = allowed.repeat_interleave(logits.shape[1] // groups, 1)
+		order = order.gather(1, _order(of_each.gather(1, order)))
+	chosen = order[:, :top_k]
+	w = scores.gather(1, chosen)
+	if renormalize:
+		w = w / (_in_turn(w) + TINY)
+	weights.copy_(w * factor)
+	if end is not None:
+		chosen = chosen.masked_fill(torch.arange(len(w), device=w.device).unsqueeze(1) >= end, -1)
+	ids.copy_(chosen)
 
 
 def gradient(
-  d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float], out: Tensor
+	d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float], out: Tensor
 ) -> None:
-  """Write the gradient of the logits."""
-  score, renormalize, factor = options
-  there = ids >= 0
-  at = ids.clamp_min(0)
-  d = d * factor
-  if renormalize:
-    w = scores.gather(1, at) * there
-    total = _in_turn(w) + TINY
-    d = (d - _in_turn(d * w) / total) / total
-  # Of no expert: to a column that is dropped.
-  into = torch.nn.functional.pad(torch.zeros_like(scores) if dscores is None else dscores, (0, 1))
-  into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
-  if score == "softmax":
-    out.copy_(scores * (into - warp_sum(into * scores, 1).unsqueeze(1)))
-  else:
-    out.copy_((into * scores) * (1 - scores))
+	"""Write the gradient of the logits."""
+	score, renormalize, factor = options
+	there = ids >= 0
+	at = ids.clamp_min(0)
+	d = d * factor
+	if renormalize:
+		w = scores.gather(1, at) * there
+		total = _in_turn(w) + TINY
+		d = (d - _in_turn(d * w) / total) / total
+	# Of no expert: to a column that is dropped.
+	into = torch.nn.functional.pad(torch.zeros_like(scores) if dscores is None else dscores, (0, 1))
+	into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
+	if score == "softmax":
+		out.copy_(scores * (into - warp_sum(into * scores, 1).unsqueeze(1)))
+	else:
+		out.copy_((into * scores) * (1 - scores))

@@ -11,15 +11,15 @@ from .plan import PlanCache
 from .spec import KernelSpec
 
 __all__ = [
-  "Architecture",
-  "KernelSpec",
-  "Launcher",
-  "PlanCache",
-  "architecture",
-  "compile_kernel",
-  "device_architecture",
-  "dsl_unavailable",
-  "forget_kernels",
-  "launcher",
-  "require_dsl",
+	"Architecture",
+	"KernelSpec",
+	"Launcher",
+	"PlanCache",
+	"architecture",
+	"compile_kernel",
+	"device_architecture",
+	"dsl_unavailable",
+	"forget_kernels",
+	"launcher",
+	"require_dsl",
 ]

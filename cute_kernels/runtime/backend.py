@@ -10,8 +10,6 @@ CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNEL
 raises ``UnsupportedError`` with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -30,10 +28,10 @@ from .arch import device_architecture
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"
 BACKENDS = (
-  "reference",
-  *(_REFERENCE + arch for arch in ARCHITECTURES[1:]),
-  "cuda",
-  *(_EMULATED + arch for arch in ARCHITECTURES[1:]),
+	"reference",
+	*(_REFERENCE + arch for arch in ARCHITECTURES[1:]),
+	"cuda",
+	*(_EMULATED + arch for arch in ARCHITECTURES[1:]),
 )
 _ENVIRONMENT = "CUTE_KERNELS_BACKEND"
 
@@ -44,25 +42,25 @@ EMULATOR_OPTIONS = ("mode", "seed", "num_sms", "races")
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-  """A choice of implementation.
+	"""A choice of implementation.
 
-  Attributes:
-    name: one of ``BACKENDS``.
-    arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-    tensor_core: the architecture whose tensor core the GEMMs of a reference backend add like;
-      None for the order of ``cute_kernels.reference.gemm``.
-    emulation: options of the emulator, by name.
-  """
+	Attributes:
+	  name: one of ``BACKENDS``.
+	  arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+	  tensor_core: the architecture whose tensor core the GEMMs of a reference backend add like;
+	    None for the order of ``cute_kernels.reference.gemm``.
+	  emulation: options of the emulator, by name.
+	"""
 
-  name: str
-  arch: str
-  tensor_core: str | None = None
-  emulation: tuple[tuple[str, Any], ...] = ()
+	name: str
+	arch: str
+	tensor_core: str | None = None
+	emulation: tuple[tuple[str, Any], ...] = ()
 
-  @property
-  def is_emulated(self) -> bool:
-    """Whether its kernels are interpreted on the CPU."""
-    return self.name.startswith(_EMULATED)
+	@property
+	def is_emulated(self) -> bool:
+		"""Whether its kernels are interpreted on the CPU."""
+		return self.name.startswith(_EMULATED)
 
 
 #: A backend as it was chosen: its name and options, the text of the environment, or None.
@@ -75,111 +73,111 @@ _chosen_lock = threading.Lock()
 
 
 def _check_name(name: str, source: str) -> str:
-  if name not in BACKENDS:
-    raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
-  return name
+	if name not in BACKENDS:
+		raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
+	return name
 
 
 @contextlib.contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-  """Run ops on the backend ``name`` inside a ``with`` block, in all threads.
+	"""Run ops on the backend ``name`` inside a ``with`` block, in all threads.
 
-  Ops choose when they run, also inside a compiled function: enter the block around the call of
-  one, whichever backend it was compiled under. A block inside of it is no part of the graph:
-  ``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
+	Ops choose when they run, also inside a compiled function: enter the block around the call of
+	one, whichever backend it was compiled under. A block inside of it is no part of the graph:
+	``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
 
-  Args:
-    name: one of ``BACKENDS``.
-    **options: for an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``, ``num_sms`` and
-      ``races``, as ``cute_kernels.emulator.options`` takes them.
+	Args:
+	  name: one of ``BACKENDS``.
+	  **options: for an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``, ``num_sms`` and
+	    ``races``, as ``cute_kernels.emulator.options`` takes them.
 
-  Raises:
-    ValueError: ``name`` is not one of ``BACKENDS``.
-    TypeError: an option that the backend does not take.
-    RuntimeError: entered while a function is traced.
-  """
-  if torch.compiler.is_compiling():
-    raise RuntimeError(
-      "a compiled graph cannot choose a backend: enter cute_kernels.backend(...) around the "
-      "call of the compiled function"
-    )
-  _check_name(name, "backend")
-  choice = (name, _check_options(name, options))
-  with _chosen_lock:
-    _chosen.append(choice)
-  try:
-    yield
-  finally:
-    # Not the last one: another thread may have entered a block since.
-    with _chosen_lock:
-      _chosen[:] = [other for other in _chosen if other is not choice]
+	Raises:
+	  ValueError: ``name`` is not one of ``BACKENDS``.
+	  TypeError: an option that the backend does not take.
+	  RuntimeError: entered while a function is traced.
+	"""
+	if torch.compiler.is_compiling():
+		raise RuntimeError(
+			"a compiled graph cannot choose a backend: enter cute_kernels.backend(...) around the "
+			"call of the compiled function"
+		)
+	_check_name(name, "backend")
+	choice = (name, _check_options(name, options))
+	with _chosen_lock:
+		_chosen.append(choice)
+	try:
+		yield
+	finally:
+		# Not the last one: another thread may have entered a block since.
+		with _chosen_lock:
+			_chosen[:] = [other for other in _chosen if other is not choice]
 
 
 def chosen_backend() -> Choice:
-  """What decides ``active_backend`` beside the device, to key what was worked out for it.
+	"""What decides ``active_backend`` beside the device, to key what was worked out for it.
 
-  Another thread may choose at any time: read it once, and pass it on.
-  """
-  try:
-    return _chosen[-1]
-  except IndexError:
-    return os.environ.get(_ENVIRONMENT)
+	Another thread may choose at any time: read it once, and pass it on.
+	"""
+	try:
+		return _chosen[-1]
+	except IndexError:
+		return os.environ.get(_ENVIRONMENT)
 
 
 def active_backend(device: torch.device) -> Backend:
-  """Return the backend for tensors on ``device``.
+	"""Return the backend for tensors on ``device``.
 
-  Raises:
-    ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
-    UnsupportedError: no backend serves this device.
-  """
-  return resolve_backend(chosen_backend(), device)
+	Raises:
+	  ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
+	  UnsupportedError: no backend serves this device.
+	"""
+	return resolve_backend(chosen_backend(), device)
 
 
 def resolve_backend(choice: Choice, device: torch.device) -> Backend:
-  """The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
-  if not choice:
-    return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
-  name, options = _parse(choice) if isinstance(choice, str) else choice
-  return _resolve(name, options, device)
+	"""The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
+	if not choice:
+		return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
+	name, options = _parse(choice) if isinstance(choice, str) else choice
+	return _resolve(name, options, device)
 
 
 @functools.cache
 def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-  """Name and options of a backend as the environment gives them: ``name,option=value,...``."""
-  name, *given = text.split(",")
-  _check_name(name, _ENVIRONMENT)
-  options: dict[str, Any] = {}
-  for item in given:
-    option, separator, value = item.partition("=")
-    if not separator:
-      raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
-    if option in ("seed", "num_sms"):
-      if not value.isdecimal():
-        raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
-      options[option] = int(value)
-    elif option == "races":
-      options[option] = boolean(f"{_ENVIRONMENT}: races", value)
-    else:
-      options[option] = value
-  return name, _check_options(name, options)
+	"""Name and options of a backend as the environment gives them: ``name,option=value,...``."""
+	name, *given = text.split(",")
+	_check_name(name, _ENVIRONMENT)
+	options: dict[str, Any] = {}
+	for item in given:
+		option, separator, value = item.partition("=")
+		if not separator:
+			raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
+		if option in ("seed", "num_sms"):
+			if not value.isdecimal():
+				raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
+			options[option] = int(value)
+		elif option == "races":
+			options[option] = boolean(f"{_ENVIRONMENT}: races", value)
+		else:
+			options[option] = value
+	return name, _check_options(name, options)
 
 
 def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-  known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
-  for option in options:
-    if option not in known:
-      raise TypeError(f"backend {name} takes {', '.join(known) or 'no options'}; got {option}")
-  return tuple(sorted(options.items()))
+	known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
+	for option in options:
+		if option not in known:
+			raise TypeError(f"backend {name} takes {', '.join(known) or 'no options'}; got {option}")
+	return tuple(sorted(options.items()))
 
 
 @functools.lru_cache(maxsize=256)
 def _resolve(name: str, options: tuple[tuple[str, Any], ...], device: torch.device) -> Backend:
-  if name == "cuda":
-    return Backend(name, device_architecture(device).name)
-  if name.startswith(_EMULATED):
-    if device.type != "cpu":
-      raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
-    return Backend(name, name.removeprefix(_EMULATED), emulation=options)
-  core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
-  return Backend(name, "reference", core)
+	if name == "cuda":
+		return Backend(name, device_architecture(device).name)
+	if name.startswith(_EMULATED):
+		if device.type != "cpu":
+			raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
+		return Backend(name, name.removeprefix(_EMULATED), emulation=options)
+	core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
+	return Backend(name, "reference", core)

@@ -12,46 +12,46 @@ from .arch import Architecture, architecture, device_architecture
 from .compile import compile_kernel
 
 if TYPE_CHECKING:
-  from .backend import Backend
-  from .spec import KernelSpec
+	from .backend import Backend
+	from .spec import KernelSpec
 
 #: SMs of the emulated GPU unless the user says otherwise: enough for persistent CTAs to share work.
 EMULATED_SMS = 4
 
 
 class Launcher:
-  """Launches kernels of one architecture on one device.
+	"""Launches kernels of one architecture on one device.
 
-  Attributes:
-    num_sms: SMs of the device, the size of a persistent grid.
-    arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-  """
+	Attributes:
+	  num_sms: SMs of the device, the size of a persistent grid.
+	  arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+	"""
 
-  def __init__(self, arch: Architecture, num_sms: int, emulation: dict[str, Any]) -> None:
-    self.num_sms = num_sms
-    self.arch = arch.name
-    self._arch = arch
-    self._emulation = emulation
+	def __init__(self, arch: Architecture, num_sms: int, emulation: dict[str, Any]) -> None:
+		self.num_sms = num_sms
+		self.arch = arch.name
+		self._arch = arch
+		self._emulation = emulation
 
-  def kernel(self, spec: KernelSpec) -> Callable[..., object]:
-    """The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
-    kernel = compile_kernel(spec, self._arch)
-    if not self._arch.emulated:
-      return kernel
-    from cute_kernels import emulator
+	def kernel(self, spec: KernelSpec) -> Callable[..., object]:
+		"""The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
+		kernel = compile_kernel(spec, self._arch)
+		if not self._arch.emulated:
+			return kernel
+		from cute_kernels import emulator
 
-    def run(*arguments: Any) -> object:
-      with emulator.options(**self._emulation):
-        return kernel(*arguments)
+		def run(*arguments: Any) -> object:
+			with emulator.options(**self._emulation):
+				return kernel(*arguments)
 
-    return run
+		return run
 
 
 @functools.lru_cache(maxsize=256)
 def launcher(backend: Backend, device: torch.device) -> Launcher:
-  """The launcher of a backend that runs kernels, for tensors on ``device``."""
-  if backend.is_emulated:
-    options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
-    return Launcher(architecture(backend.name), options["num_sms"], options)
-  properties = torch.cuda.get_device_properties(device)
-  return Launcher(device_architecture(device), properties.multi_processor_count, {})
+	"""The launcher of a backend that runs kernels, for tensors on ``device``."""
+	if backend.is_emulated:
+		options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
+		return Launcher(architecture(backend.name), options["num_sms"], options)
+	properties = torch.cuda.get_device_properties(device)
+	return Launcher(device_architecture(device), properties.multi_processor_count, {})

@@ -5,8 +5,6 @@ combination of tensor metadata; that is its plan. A later call with the same met
 dictionary look-up, and runs no check and no heuristic again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
@@ -20,64 +18,64 @@ P = TypeVar("P")
 
 
 def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Hashable:
-  """What the plan of a call may depend on, equal for calls that can share one.
+	"""What the plan of a call may depend on, equal for calls that can share one.
 
-  Of a tensor that is its dtype, device, shape and strides; never its contents or its address, so
-  a plan assumes no alignment.
+	Of a tensor that is its dtype, device, shape and strides; never its contents or its address, so
+	a plan assumes no alignment.
 
-  Args:
-    op: which op.
-    backend: which backend, for tensors on a device.
-    arguments: the op's arguments in order: tensors, lists of them or of integers, and what is
-      hashable.
-  """
-  # One expression rather than a function a tensor, and looks at types before at classes: this is
-  # a quarter of a call's host time.
-  return (
-    op,
-    backend,
-    *[
-      a
-      if type(a) in INERT
-      else (a.dtype, a.device, a.shape, a.stride())
-      if isinstance(a, Tensor)
-      else tuple([t if type(t) is int else (t.dtype, t.device, t.shape, t.stride()) for t in a])
-      if isinstance(a, (list, tuple))
-      else a
-      for a in arguments
-    ],
-  )
+	Args:
+	  op: which op.
+	  backend: which backend, for tensors on a device.
+	  arguments: the op's arguments in order: tensors, lists of them or of integers, and what is
+	    hashable.
+	"""
+	# One expression rather than a function a tensor, and looks at types before at classes: this is
+	# a quarter of a call's host time.
+	return (
+		op,
+		backend,
+		*[
+			a
+			if type(a) in INERT
+			else (a.dtype, a.device, a.shape, a.stride())
+			if isinstance(a, Tensor)
+			else tuple([t if type(t) is int else (t.dtype, t.device, t.shape, t.stride()) for t in a])
+			if isinstance(a, (list, tuple))
+			else a
+			for a in arguments
+		],
+	)
 
 
 class PlanCache(Generic[P]):
-  """Plans of one op by tensor metadata.
+	"""Plans of one op by tensor metadata.
 
-  Args:
-    capacity: how many plans are kept; past it the oldest goes first. A plan is small, but a
-      program may never see the same number of tokens twice.
-  """
+	Args:
+	  capacity: how many plans are kept; past it the oldest goes first. A plan is small, but a
+	    program may never see the same number of tokens twice.
+	"""
 
-  def __init__(self, capacity: int = 4096) -> None:
-    self._plans: dict[Hashable, P] = {}
-    self._capacity = capacity
+	def __init__(self, capacity: int = 4096) -> None:
+		self._plans: dict[Hashable, P] = {}
+		self._capacity = capacity
 
-  def get(self, key: Hashable) -> P | None:
-    """The plan for a key, if there is one.
+	def get(self, key: Hashable) -> P | None:
+		"""The plan for a key, if there is one.
 
-    ``plan_key`` makes keys.
-    """
-    return self._plans.get(key)
+		``plan_key`` makes keys.
+		"""
+		return self._plans.get(key)
 
-  def add(self, key: Hashable, plan: P) -> P:
-    """Keep a plan, and return it."""
-    while len(self._plans) >= self._capacity:
-      self._plans.pop(next(iter(self._plans)), None)
-    self._plans[key] = plan
-    return plan
+	def add(self, key: Hashable, plan: P) -> P:
+		"""Keep a plan, and return it."""
+		while len(self._plans) >= self._capacity:
+			self._plans.pop(next(iter(self._plans)), None)
+		self._plans[key] = plan
+		return plan
 
-  def clear(self) -> None:
-    """Forget every plan."""
-    self._plans.clear()
+	def clear(self) -> None:
+		"""Forget every plan."""
+		self._plans.clear()
 
-  def __len__(self) -> int:
-    return len(self._plans)
+	def __len__(self) -> int:
+		return len(self._plans)

@@ -4,8 +4,6 @@ A layout says which tensors a weight consists of and what its second level means
 the bytes are. So a layout is added by a record, unless its numbers have to be converted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -22,84 +20,84 @@ _TENSOR_MAX = NVFP4().tensor_max
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """The tensors of a weight, by what follows its name, and what a config says of them.
+	"""The tensors of a weight, by what follows its name, and what a config says of them.
 
-  Attributes:
-    name: what ``save`` calls it.
-    fmt: the format of the bytes.
-    suffixes: of codes, scales and, where the format has one, the second level.
-    level: the stored second level of an amax, and the amax of a stored one, in fp64; each undoes
-      the other for every level that was made of an amax.
-    input_scale: suffix of the static scale of the activations; None where there is none.
-    config: the ``quantization_config`` of ``config.json``, without what is ignored.
-    read: makes parts of the stored tensors where they are not parts already.
-  """
+	Attributes:
+	  name: what ``save`` calls it.
+	  fmt: the format of the bytes.
+	  suffixes: of codes, scales and, where the format has one, the second level.
+	  level: the stored second level of an amax, and the amax of a stored one, in fp64; each undoes
+	    the other for every level that was made of an amax.
+	  input_scale: suffix of the static scale of the activations; None where there is none.
+	  config: the ``quantization_config`` of ``config.json``, without what is ignored.
+	  read: makes parts of the stored tensors where they are not parts already.
+	"""
 
-  name: str
-  fmt: Format
-  suffixes: tuple[str, ...]
-  config: dict[str, Any]
-  level: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
-  input_scale: str | None = None
-  read: Callable[[Tensor, Tensor], Parts] | None = None
+	name: str
+	fmt: Format
+	suffixes: tuple[str, ...]
+	config: dict[str, Any]
+	level: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
+	input_scale: str | None = None
+	read: Callable[[Tensor, Tensor], Parts] | None = None
 
-  def parts(self, *stored: Tensor) -> Parts:
-    """What the tensors of a file are."""
-    if self.read is not None:
-      return self.read(*stored)
-    codes, scales, *level = stored
-    if self.level is None:
-      return Parts(codes, scales)
-    amax = self.level[1](level[0].double()).float()
-    return Parts(codes, scales, amax.reshape(codes.shape[:-2]))
+	def parts(self, *stored: Tensor) -> Parts:
+		"""What the tensors of a file are."""
+		if self.read is not None:
+			return self.read(*stored)
+		codes, scales, *level = stored
+		if self.level is None:
+			return Parts(codes, scales)
+		amax = self.level[1](level[0].double()).float()
+		return Parts(codes, scales, amax.reshape(codes.shape[:-2]))
 
-  def stored(self, parts: Parts) -> dict[str, Tensor]:
-    """The tensors of a file by suffix.
+	def stored(self, parts: Parts) -> dict[str, Tensor]:
+		"""The tensors of a file by suffix.
 
-    Raises:
-      ValueError: an amax whose level is out of the range of fp32.
-    """
-    tensors = [parts.codes, parts.scales]
-    if self.level is not None and parts.amax is not None:
-      amax = parts.amax.double().reshape(-1)
-      tensors.append(self.level[0](parts.amax.double()).float())
-      again = self.level[1](tensors[-1].double()).reshape(-1)
-      if not torch.allclose(again, amax, rtol=1e-6, atol=0, equal_nan=True):
-        raise ValueError(f"{self.name} stores a second level in fp32, which has none for the amax {amax.min():g}")
-    return dict(zip(self.suffixes, tensors, strict=True))
+		Raises:
+		  ValueError: an amax whose level is out of the range of fp32.
+		"""
+		tensors = [parts.codes, parts.scales]
+		if self.level is not None and parts.amax is not None:
+			amax = parts.amax.double().reshape(-1)
+			tensors.append(self.level[0](parts.amax.double()).float())
+			again = self.level[1](tensors[-1].double()).reshape(-1)
+			if not torch.allclose(again, amax, rtol=1e-6, atol=0, equal_nan=True):
+				raise ValueError(f"{self.name} stores a second level in fp32, which has none for the amax {amax.min():g}")
+		return dict(zip(self.suffixes, tensors, strict=True))
 
 
 def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
-  """MXFP4 weights as NVFP4: the same codes, each scale for two blocks of 16.
+	"""MXFP4 weights as NVFP4: the same codes, each scale for two blocks of 16.
 
-  A block scale of NVFP4 is E4M3, which has the powers of two from 2^-9 to 2^8; a second level
-  2^k a group moves that range.
+	A block scale of NVFP4 is E4M3, which has the powers of two from 2^-9 to 2^8; a second level
+	2^k a group moves that range.
 
-  Args:
-    blocks: (G, N, K / 32, 16) uint8 codes.
-    exponents: (G, N, K / 32) uint8 E8M0 scales.
+	Args:
+	  blocks: (G, N, K / 32, 16) uint8 codes.
+	  exponents: (G, N, K / 32) uint8 E8M0 scales.
 
-  Raises:
-    ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not
-      count.
-  """
-  is_zero = (blocks & 0x77 == 0).all(-1)
-  e = exponents.int() - 127
-  flat, zero = e.flatten(1), is_zero.flatten(1)
-  top = flat.masked_fill(zero, -127).amax(1)
-  low = top - _E4M3_BINADES
-  below = (flat < low.unsqueeze(1)) & ~zero
-  if below.any():
-    lost = (low.unsqueeze(1) - flat)[below]
-    raise ValueError(
-      f"these MXFP4 weights have no exact NVFP4: {int(below.sum())} of {below.numel()} blocks, in "
-      f"{int(below.any(1).sum())} of {len(top)} experts, have scales more than 2^{_E4M3_BINADES} below their expert's "
-      f"largest; the smallest of them would be {int(lost.max())} powers of two too large"
-    )
-  level = (top - _E4M3_TOP).double().exp2()
-  scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
-  amax = (level * _TENSOR_MAX).float()
-  return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
+	Raises:
+	  ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not
+	    count.
+	"""
+	is_zero = (blocks & 0x77 == 0).all(-1)
+	e = exponents.int() - 127
+	flat, zero = e.flatten(1), is_zero.flatten(1)
+	top = flat.masked_fill(zero, -127).amax(1)
+	low = top - _E4M3_BINADES
+	below = (flat < low.unsqueeze(1)) & ~zero
+	if below.any():
+		lost = (low.unsqueeze(1) - flat)[below]
+		raise ValueError(
+			f"these MXFP4 weights have no exact NVFP4: {int(below.sum())} of {below.numel()} blocks, in "
+			f"{int(below.any(1).sum())} of {len(top)} experts, have scales more than 2^{_E4M3_BINADES} below their expert's "
+			f"largest; the smallest of them would be {int(lost.max())} powers of two too large"
+		)
+	level = (top - _E4M3_TOP).double().exp2()
+	scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
+	amax = (level * _TENSOR_MAX).float()
+	return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
 
 
 #: Exponent of the largest power of two of E4M3, and how many lie below it.
@@ -111,56 +109,56 @@ _COMPRESSED = {"symmetric": True, "strategy": "tensor_group", "dynamic": False, 
 
 #: By name. ``read`` alone tells one that is loaded only.
 LAYOUTS = {
-  layout.name: layout
-  for layout in (
-    Layout(
-      "modelopt",
-      NVFP4(),
-      (".weight", ".weight_scale", ".weight_scale_2"),
-      {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "config_groups": {"group_0": {"input_activations": _MODELOPT, "weights": _MODELOPT, "targets": ["Linear"]}},
-      },
-      (lambda amax: amax / _TENSOR_MAX, lambda level: level * _TENSOR_MAX),
-      ".input_scale",
-    ),
-    Layout(
-      "compressed-tensors",
-      NVFP4(),
-      (".weight_packed", ".weight_scale", ".weight_global_scale"),
-      {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _COMPRESSED}},
-      },
-      (lambda amax: _TENSOR_MAX / amax.reshape(-1), lambda level: _TENSOR_MAX / level),
-      ".input_global_scale",
-    ),
-    Layout(
-      "deepseek",
-      FP8Block(block=(128, 128), pow2_scales=False),
-      (".weight", ".weight_scale_inv"),
-      {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    ),
-    Layout("gpt-oss", NVFP4(), ("_blocks", "_scales"), {}, read=exact_nvfp4),
-  )
+	layout.name: layout
+	for layout in (
+		Layout(
+			"modelopt",
+			NVFP4(),
+			(".weight", ".weight_scale", ".weight_scale_2"),
+			{
+				"quant_method": "modelopt",
+				"quant_algo": "NVFP4",
+				"config_groups": {"group_0": {"input_activations": _MODELOPT, "weights": _MODELOPT, "targets": ["Linear"]}},
+			},
+			(lambda amax: amax / _TENSOR_MAX, lambda level: level * _TENSOR_MAX),
+			".input_scale",
+		),
+		Layout(
+			"compressed-tensors",
+			NVFP4(),
+			(".weight_packed", ".weight_scale", ".weight_global_scale"),
+			{
+				"quant_method": "compressed-tensors",
+				"format": "nvfp4-pack-quantized",
+				"quantization_status": "compressed",
+				"config_groups": {"group_0": {"targets": ["Linear"], "weights": _COMPRESSED}},
+			},
+			(lambda amax: _TENSOR_MAX / amax.reshape(-1), lambda level: _TENSOR_MAX / level),
+			".input_global_scale",
+		),
+		Layout(
+			"deepseek",
+			FP8Block(block=(128, 128), pow2_scales=False),
+			(".weight", ".weight_scale_inv"),
+			{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+		),
+		Layout("gpt-oss", NVFP4(), ("_blocks", "_scales"), {}, read=exact_nvfp4),
+	)
 }
 
 
 def writable(name: str) -> Layout:
-  """The layout of this name.
+	"""The layout of this name.
 
-  Raises:
-    ValueError: there is none, or it is one that is loaded only.
-  """
-  names = [layout.name for layout in LAYOUTS.values() if layout.read is None]
-  if name not in names:
-    raise ValueError(f"layout must be one of {', '.join(map(repr, names))}, got {name!r}")
-  return LAYOUTS[name]
+	Raises:
+	  ValueError: there is none, or it is one that is loaded only.
+	"""
+	names = [layout.name for layout in LAYOUTS.values() if layout.read is None]
+	if name not in names:
+		raise ValueError(f"layout must be one of {', '.join(map(repr, names))}, got {name!r}")
+	return LAYOUTS[name]
 
 
 def stacked_suffix(suffix: str) -> str:
-  """What follows the name of a tensor of all experts instead of ``suffix``."""
-  return "" if suffix == ".weight" else suffix.replace(".", "_")
+	"""What follows the name of a tensor of all experts instead of ``suffix``."""
+	return "" if suffix == ".weight" else suffix.replace(".", "_")

@@ -17,124 +17,124 @@ from .parts import Parts, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
 
 @torch.no_grad()
 def save(
-  module: nn.Module,
-  folder: str | Path,
-  layout: str,
-  *,
-  rename: Mapping[str, str] | None = None,
-  stacked: bool = False,
-  shard_bytes: int = SHARD_BYTES,
-  input_scales: Mapping[str, Tensor] | None = None,
-  config: Mapping[str, Any] | None = None,
+	module: nn.Module,
+	folder: str | Path,
+	layout: str,
+	*,
+	rename: Mapping[str, str] | None = None,
+	stacked: bool = False,
+	shard_bytes: int = SHARD_BYTES,
+	input_scales: Mapping[str, Tensor] | None = None,
+	config: Mapping[str, Any] | None = None,
 ) -> None:
-  """Write ``module`` as a checkpoint.
+	"""Write ``module`` as a checkpoint.
 
-  Experts' weights that are GroupedTensors are written as they are; plain ones are quantized,
-  gate and up of an expert with one second level. Everything else is written as it is.
+	Experts' weights that are GroupedTensors are written as they are; plain ones are quantized,
+	gate and up of an expert with one second level. Everything else is written as it is.
 
-  Args:
-    module: as in ``load``.
-    folder: where to; it must not have safetensors files.
-    layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
-      of 128x128 with fp32 scales).
-    rename: as in ``load``.
-    stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-      ``experts.0.gate_proj.weight``.
-    shard_bytes: the most bytes of a file; so much is held until it is written.
-    input_scales: static scales of activations by name, such as ``Report.input_scales``.
-    config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
-      transformers model by default.
+	Args:
+	  module: as in ``load``.
+	  folder: where to; it must not have safetensors files.
+	  layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
+	    of 128x128 with fp32 scales).
+	  rename: as in ``load``.
+	  stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
+	    ``experts.0.gate_proj.weight``.
+	  shard_bytes: the most bytes of a file; so much is held until it is written.
+	  input_scales: static scales of activations by name, such as ``Report.input_scales``.
+	  config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
+	    transformers model by default.
 
-  Raises:
-    FileExistsError: the folder has safetensors files.
-    ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-      blocks span gate and up; a second level beyond fp32; or two tensors of one name.
-    TypeError: a parameter is sharded: gather it first.
-  """
-  record = writable(layout)
-  weights = {weight.key: weight for weight in expert_weights(module, rename)}
-  state = state_of(module)
-  for key, weight in weights.items():
-    if not weight.is_bias:
-      _check_holds(key, weight, record, stacked)
-  for key, t in state.items():
-    if hasattr(t, "_local_tensor"):
-      raise TypeError(f"{key} is sharded (DTensor): save a module with whole parameters")
-  if config is None:
-    of_module: Any = getattr(module, "config", None)
-    config = {} if of_module is None else of_module.to_dict()
-  with Writer(folder, shard_bytes) as writer:
-    ignored = []
-    for key, t in progress(state.items(), "saving"):
-      if key in weights:
-        for name, part in _stored(weights[key], record, stacked):
-          writer.add(name, part)
-        continue
-      name = renamed(key, rename)
-      writer.add(name, t)
-      if name.endswith(".weight") and t.dim() == 2:  # noqa: PLR2004
-        ignored.append(name.removesuffix(".weight"))
-    for name, scale in (input_scales or {}).items():
-      writer.add(name, scale)
-    said = {**record.config, "ignore": ignored}
-    writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
+	Raises:
+	  FileExistsError: the folder has safetensors files.
+	  ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
+	    blocks span gate and up; a second level beyond fp32; or two tensors of one name.
+	  TypeError: a parameter is sharded: gather it first.
+	"""
+	record = writable(layout)
+	weights = {weight.key: weight for weight in expert_weights(module, rename)}
+	state = state_of(module)
+	for key, weight in weights.items():
+		if not weight.is_bias:
+			_check_holds(key, weight, record, stacked)
+	for key, t in state.items():
+		if hasattr(t, "_local_tensor"):
+			raise TypeError(f"{key} is sharded (DTensor): save a module with whole parameters")
+	if config is None:
+		of_module: Any = getattr(module, "config", None)
+		config = {} if of_module is None else of_module.to_dict()
+	with Writer(folder, shard_bytes) as writer:
+		ignored = []
+		for key, t in progress(state.items(), "saving"):
+			if key in weights:
+				for name, part in _stored(weights[key], record, stacked):
+					writer.add(name, part)
+				continue
+			name = renamed(key, rename)
+			writer.add(name, t)
+			if name.endswith(".weight") and t.dim() == 2:  # noqa: PLR2004
+				ignored.append(name.removesuffix(".weight"))
+		for name, scale in (input_scales or {}).items():
+			writer.add(name, scale)
+		said = {**record.config, "ignore": ignored}
+		writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
 
 
 def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:
-  """Raise ``ValueError`` unless the layout can hold a weight."""
-  fmt, held = layout.fmt, weight.parameter
-  if not isinstance(held, GroupedTensor):
-    return
-  ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
-  # Such scales are stored for every row, also where a square block has one.
-  per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"
-  if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
-    raise ValueError(f"{key} is {held.format}, {layout.name} holds {fmt}: quantize it again, or choose another layout")
-  if held.rowwise is None:
-    raise ValueError(f"{key} has no rowwise copy, which checkpoints hold")
-  rows = weight.shape[1] // len(weight.projections)
-  is_cut = not per_row and len(weight.projections) > 1 and not stacked
-  if is_cut and (weight.interleaved or rows % fmt.scale.vec_size):  # type: ignore[union-attr]
-    raise ValueError(f"the blocks of {key} span gate and up: save with stacked=True, or from plain weights")
+	"""Raise ``ValueError`` unless the layout can hold a weight."""
+	fmt, held = layout.fmt, weight.parameter
+	if not isinstance(held, GroupedTensor):
+		return
+	ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
+	# Such scales are stored for every row, also where a square block has one.
+	per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"
+	if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
+		raise ValueError(f"{key} is {held.format}, {layout.name} holds {fmt}: quantize it again, or choose another layout")
+	if held.rowwise is None:
+		raise ValueError(f"{key} has no rowwise copy, which checkpoints hold")
+	rows = weight.shape[1] // len(weight.projections)
+	is_cut = not per_row and len(weight.projections) > 1 and not stacked
+	if is_cut and (weight.interleaved or rows % fmt.scale.vec_size):  # type: ignore[union-attr]
+		raise ValueError(f"the blocks of {key} span gate and up: save with stacked=True, or from plain weights")
 
 
 def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tuple[str, Tensor]]:
-  count, held = len(weight.projections), weight.linear
-  name = weight.path + weight.stacked
-  if weight.is_bias:
-    if stacked:
-      yield f"{name}_bias", held
-      return
-    for g, row in enumerate(held):
-      for of, part in zip(weight.names(g, (), ".bias"), split_rows(row, count, weight.interleaved), strict=True):
-        yield f"{of}.bias", part
-    return
-  if stacked:
-    whole = parts_of(held) if isinstance(held, GroupedTensor) else quantized(held, layout.fmt)
-    for suffix, t in layout.stored(whole).items():
-      yield name + stacked_suffix(suffix), t
-    return
-  for g, parts in enumerate(_split(held, weight, layout.fmt)):
-    for of, one in zip(weight.names(g, (), ".weight"), parts, strict=True):
-      for suffix, t in layout.stored(one).items():
-        yield of + suffix, t
+	count, held = len(weight.projections), weight.linear
+	name = weight.path + weight.stacked
+	if weight.is_bias:
+		if stacked:
+			yield f"{name}_bias", held
+			return
+		for g, row in enumerate(held):
+			for of, part in zip(weight.names(g, (), ".bias"), split_rows(row, count, weight.interleaved), strict=True):
+				yield f"{of}.bias", part
+		return
+	if stacked:
+		whole = parts_of(held) if isinstance(held, GroupedTensor) else quantized(held, layout.fmt)
+		for suffix, t in layout.stored(whole).items():
+			yield name + stacked_suffix(suffix), t
+		return
+	for g, parts in enumerate(_split(held, weight, layout.fmt)):
+		for of, one in zip(weight.names(g, (), ".weight"), parts, strict=True):
+			for suffix, t in layout.stored(one).items():
+				yield of + suffix, t
 
 
 def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[Parts]]:
-  """The projections of each expert."""
-  count = len(weight.projections)
-  if isinstance(held, GroupedTensor):
-    whole = parts_of(held)
-    for g in range(weight.shape[0]):
-      one = whole.expert(g)
-      codes, scales = (split_rows(t, count, weight.interleaved) for t in (one.codes, one.scales))
-      yield [Parts(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
-    return
-  for expert in held:
-    amax = expert.abs().amax().float()[None] if fmt.second_level is not None else None
-    yield [quantized(rows[None], fmt, amax).expert(0) for rows in split_rows(expert, count, weight.interleaved)]
+	"""The projections of each expert."""
+	count = len(weight.projections)
+	if isinstance(held, GroupedTensor):
+		whole = parts_of(held)
+		for g in range(weight.shape[0]):
+			one = whole.expert(g)
+			codes, scales = (split_rows(t, count, weight.interleaved) for t in (one.codes, one.scales))
+			yield [Parts(c, s, one.amax) for c, s in zip(codes, scales, strict=True)]
+		return
+	for expert in held:
+		amax = expert.abs().amax().float()[None] if fmt.second_level is not None else None
+		yield [quantized(rows[None], fmt, amax).expert(0) for rows in split_rows(expert, count, weight.interleaved)]

@@ -5,15 +5,15 @@ from .nonfinite import ROLES, Watched, detect_nonfinite, flags_of, note, note_gr
 from .statistics import Probe
 
 __all__ = [
-  "EAGER_ONLY",
-  "ROLES",
-  "Probe",
-  "Watched",
-  "check_eager",
-  "detect_nonfinite",
-  "flags_of",
-  "inspect",
-  "note",
-  "note_gradient",
-  "watch",
+	"EAGER_ONLY",
+	"ROLES",
+	"Probe",
+	"Watched",
+	"check_eager",
+	"detect_nonfinite",
+	"flags_of",
+	"inspect",
+	"note",
+	"note_gradient",
+	"watch",
 ]

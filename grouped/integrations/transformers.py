@@ -31,195 +31,195 @@ from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
 if TYPE_CHECKING:
-  from collections.abc import Callable, Iterator
+	from collections.abc import Callable, Iterator
 
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
-  Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+	Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 #: Names of experts implementations, and the recipe of each.
 RECIPES: dict[str, Recipe] = {
-  "grouped_bf16": recipes.BF16(),
-  "grouped_nvfp4": recipes.NVFP4(),
-  "grouped_nvfp4_row_scaled": recipes.NVFP4RowScaled(),
-  "grouped_mxfp8": recipes.MXFP8(),
-  "grouped_fp8_block": recipes.FP8Block(),
-  "grouped_fp8_current": recipes.FP8Current(),
+	"grouped_bf16": recipes.BF16(),
+	"grouped_nvfp4": recipes.NVFP4(),
+	"grouped_nvfp4_row_scaled": recipes.NVFP4RowScaled(),
+	"grouped_mxfp8": recipes.MXFP8(),
+	"grouped_fp8_block": recipes.FP8Block(),
+	"grouped_fp8_current": recipes.FP8Current(),
 }
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
-  """Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
+	"""Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
 
-  Args:
-    more: recipes by the name of the implementation.
+	Args:
+	  more: recipes by the name of the implementation.
 
-  Returns:
-    All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
+	Returns:
+	  All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
 
-  Raises:
-    TypeError: a value is no recipe.
-    ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
-  """
-  for name, recipe in more.items():
-    check_recipe(recipe)
-    if recipe.takes_scales:
-      raise ValueError(
-        f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "
-        "have no place: use FP8Current, or grouped.nn.GroupedMLP"
-      )
-  RECIPES.update(more)
-  for name, recipe in RECIPES.items():
-    hf.ALL_EXPERTS_FUNCTIONS.register(name, _forward_of(recipe))
-  return tuple(RECIPES)
+	Raises:
+	  TypeError: a value is no recipe.
+	  ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
+	"""
+	for name, recipe in more.items():
+		check_recipe(recipe)
+		if recipe.takes_scales:
+			raise ValueError(
+				f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "
+				"have no place: use FP8Current, or grouped.nn.GroupedMLP"
+			)
+	RECIPES.update(more)
+	for name, recipe in RECIPES.items():
+		hf.ALL_EXPERTS_FUNCTIONS.register(name, _forward_of(recipe))
+	return tuple(RECIPES)
 
 
 def prepare(model: nn.Module, fmt: Format | None = None) -> int:
-  """Quantize the experts' weights once, in place, for inference.
+	"""Quantize the experts' weights once, in place, for inference.
 
-  Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
-  multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
-  this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
-  quantized ones beside activations that they quantize. Call the model without gradients then.
-  The model then works as before, in part prepared or whole: errors come before the first layer is
-  changed, or leave whole layers. ``get_memory_footprint`` counts what is held. ``save_pretrained``
-  writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
+	Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
+	multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
+	this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
+	quantized ones beside activations that they quantize. Call the model without gradients then.
+	The model then works as before, in part prepared or whole: errors come before the first layer is
+	changed, or leave whole layers. ``get_memory_footprint`` counts what is held. ``save_pretrained``
+	writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
 
-  Args:
-    model: a model, or experts alone, on the device where it will run.
-    fmt: the format of the weights; None for that of the recipe of the implementation in use.
+	Args:
+	  model: a model, or experts alone, on the device where it will run.
+	  fmt: the format of the weights; None for that of the recipe of the implementation in use.
 
-  Returns:
-    How many layers of experts were prepared.
+	Returns:
+	  How many layers of experts were prepared.
 
-  Raises:
-    ValueError: ``model`` has no experts, an implementation that is not of this module, or one
-      that does not quantize weights while ``fmt`` is None; weights of another format than
-      ``fmt`` already.
-  """
-  layers = list(_experts(model))
-  if not layers:
-    raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-  chosen = [_checked_format(experts, fmt) for experts in layers]
-  for experts, weight in zip(layers, chosen, strict=True):
-    plain = {name: getattr(experts, name).detach() for name in _weight_names(experts)}
-    if isinstance(plain["down_proj"], GroupedTensor):
-      continue
-    recipe = _recipe_in_use(experts)
-    new = {name: _for_inference(_as_linear(experts, w), weight, recipe) for name, w in plain.items()}
-    del plain
-    for name, quantized in new.items():
-      setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
-    experts.is_transposed = False
-  for module in model.modules():
-    if isinstance(module, PreTrainedModel) and any(_experts(module)):
-      instead: Any = module
-      instead.save_pretrained = MethodType(_save_pretrained, module)
-      instead.get_memory_footprint = MethodType(_memory_footprint, module)
-  return len(layers)
+	Raises:
+	  ValueError: ``model`` has no experts, an implementation that is not of this module, or one
+	    that does not quantize weights while ``fmt`` is None; weights of another format than
+	    ``fmt`` already.
+	"""
+	layers = list(_experts(model))
+	if not layers:
+		raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
+	chosen = [_checked_format(experts, fmt) for experts in layers]
+	for experts, weight in zip(layers, chosen, strict=True):
+		plain = {name: getattr(experts, name).detach() for name in _weight_names(experts)}
+		if isinstance(plain["down_proj"], GroupedTensor):
+			continue
+		recipe = _recipe_in_use(experts)
+		new = {name: _for_inference(_as_linear(experts, w), weight, recipe) for name, w in plain.items()}
+		del plain
+		for name, quantized in new.items():
+			setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
+		experts.is_transposed = False
+	for module in model.modules():
+		if isinstance(module, PreTrainedModel) and any(_experts(module)):
+			instead: Any = module
+			instead.save_pretrained = MethodType(_save_pretrained, module)
+			instead.get_memory_footprint = MethodType(_memory_footprint, module)
+	return len(layers)
 
 
 def _checked_format(experts: Any, fmt: Format | None) -> Format:
-  """The format of the weights of a layer, after all checks that quantizing them makes."""
-  recipe = _recipe_in_use(experts)
-  weight = fmt or recipe.weight
-  if weight is None:
-    raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
-  for name in _weight_names(experts):
-    plain = getattr(experts, name).detach()
-    if isinstance(plain, GroupedTensor):
-      if fmt not in (None, plain.format):
-        raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
-      continue
-    require("grouped_quantize", weight, active_backend(plain.device).arch)
-    try:
-      grouped.quantize(_as_linear(experts, plain).to("meta"), weight)
-    except (TypeError, ValueError) as error:
-      raise type(error)(f"{name} of {type(experts).__name__}: {error}") from None
-  return weight
+	"""The format of the weights of a layer, after all checks that quantizing them makes."""
+	recipe = _recipe_in_use(experts)
+	weight = fmt or recipe.weight
+	if weight is None:
+		raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
+	for name in _weight_names(experts):
+		plain = getattr(experts, name).detach()
+		if isinstance(plain, GroupedTensor):
+			if fmt not in (None, plain.format):
+				raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
+			continue
+		require("grouped_quantize", weight, active_backend(plain.device).arch)
+		try:
+			grouped.quantize(_as_linear(experts, plain).to("meta"), weight)
+		except (TypeError, ValueError) as error:
+			raise type(error)(f"{name} of {type(experts).__name__}: {error}") from None
+	return weight
 
 
 def _save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
-  """``save_pretrained`` of a model whose experts hold no plain weights."""
-  given = self.state_dict() if state_dict is None else state_dict
-  name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
-  if name is not None:
-    raise ValueError(
-      f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, or save the quantized "
-      "weights by grouped.checkpoint.save(model, folder, layout=...)"
-    )
-  return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
+	"""``save_pretrained`` of a model whose experts hold no plain weights."""
+	given = self.state_dict() if state_dict is None else state_dict
+	name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
+	if name is not None:
+		raise ValueError(
+			f"save_pretrained writes plain weights, but prepare() quantized {name}: save before it, or save the quantized "
+			"weights by grouped.checkpoint.save(model, folder, layout=...)"
+		)
+	return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 
 
 def _memory_footprint(self: Any, return_buffers: bool = True) -> int:
-  """``get_memory_footprint``, which takes the size of an element for that of its dtype."""
-  return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
+	"""``get_memory_footprint``, which takes the size of an element for that of its dtype."""
+	return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
 def _experts(model: nn.Module) -> Iterator[Any]:
-  # What use_experts_implementation sets on every class that it wraps.
-  marks = ("has_gate", "is_transposed", "down_proj")
-  return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
+	# What use_experts_implementation sets on every class that it wraps.
+	marks = ("has_gate", "is_transposed", "down_proj")
+	return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
 
 
 def _recipe_in_use(experts: Any) -> Recipe:
-  name = experts.config._experts_implementation
-  if name not in RECIPES:
-    raise ValueError(
-      f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
-      "by set_experts_implementation first"
-    )
-  return RECIPES[name]
+	name = experts.config._experts_implementation
+	if name not in RECIPES:
+		raise ValueError(
+			f"the model uses experts_implementation={name!r}: choose one of {', '.join(RECIPES)} "
+			"by set_experts_implementation first"
+		)
+	return RECIPES[name]
 
 
 def _weight_names(experts: Any) -> tuple[str, str]:
-  return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+	return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
 def _as_linear(experts: Any, weight: Tensor) -> Tensor:
-  """A weight as (G, N, K), a view."""
-  return weight.transpose(1, 2) if experts.is_transposed else weight
+	"""A weight as (G, N, K), a view."""
+	return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
 def _for_inference(weight: Tensor, fmt: Format, recipe: Recipe) -> GroupedTensor:
-  quantized = grouped.quantize(weight.contiguous(), fmt)
-  arch = active_backend(weight.device).arch
-  level = fmt.second_level
-  can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-  if recipe.is_quantized and arch != "reference" and can:
-    return quantized.prepack() if support("grouped_gemm", fmt, arch, prepacked=True) else quantized
-  return quantized
+	quantized = grouped.quantize(weight.contiguous(), fmt)
+	arch = active_backend(weight.device).arch
+	level = fmt.second_level
+	can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
+	if recipe.is_quantized and arch != "reference" and can:
+		return quantized.prepack() if support("grouped_gemm", fmt, arch, prepacked=True) else quantized
+	return quantized
 
 
 def _forward_of(recipe: Recipe) -> Forward:
-  """The forward pass of experts in ``recipe``."""
+	"""The forward pass of experts in ``recipe``."""
 
-  def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    # The sentinels of expert parallelism are no expert's ids: they have no rows.
-    offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
-    first, second = _weight_names(self)
-    hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-    rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
-    if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
-      rows = self.post_expert_norm(rows)
-    y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
-    return y
+	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+		# The sentinels of expert parallelism are no expert's ids: they have no rows.
+		offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
+		first, second = _weight_names(self)
+		hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
+		rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
+		if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
+			rows = self.post_expert_norm(rows)
+		y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
+		return y
 
-  return forward
+	return forward
 
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
-  weight = _as_linear(experts, getattr(experts, name))
-  bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-  return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
+	weight = _as_linear(experts, getattr(experts, name))
+	bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+	return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
 def _activated(experts: Any, hidden: Tensor, offs: Tensor) -> Tensor:
-  if not experts.has_gate:
-    act: Tensor = experts.act_fn(hidden)
-    return act
-  is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
-  if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
-    return activate(hidden, "swiglu", offs)
-  gated: Tensor = experts._apply_gate(hidden)
-  return gated
+	if not experts.has_gate:
+		act: Tensor = experts.act_fn(hidden)
+		return act
+	is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+	if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
+		return activate(hidden, "swiglu", offs)
+	gated: Tensor = experts._apply_gate(hidden)
+	return gated

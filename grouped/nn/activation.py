@@ -1,7 +1,5 @@
 """The activation of experts, which keeps its input for the backward pass and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -13,44 +11,44 @@ from cute_kernels.activations import Activation, parse_activation
 
 
 def as_activation(activation: object, interleaved: bool) -> Activation:
-  """The record of an activation, from its name or itself.
+	"""The record of an activation, from its name or itself.
 
-  Raises:
-    TypeError: it is neither.
-    ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
-  """
-  if not isinstance(activation, (str, Activation)):
-    raise TypeError(f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}")
-  act = parse_activation(activation) if isinstance(activation, str) else activation
-  if interleaved and not act.is_gated:
-    raise ValueError(f"interleaved is of gated activations, which {act.text} is not")
-  return act
+	Raises:
+	  TypeError: it is neither.
+	  ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
+	"""
+	if not isinstance(activation, (str, Activation)):
+		raise TypeError(f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}")
+	act = parse_activation(activation) if isinstance(activation, str) else activation
+	if interleaved and not act.is_gated:
+		raise ValueError(f"interleaved is of gated activations, which {act.text} is not")
+	return act
 
 
 def activate(x: Tensor, activation: str, offs: Tensor | None = None, interleaved: bool = False) -> Tensor:
-  """``torch.ops.cute_kernels.moe_activate``, differentiable in eager mode and ``torch.func``."""
-  if torch.compiler.is_compiling():
-    y: Tensor = torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
-    return y
-  z: Tensor = _Activate.apply(x, activation, offs, interleaved)  # type: ignore[no-untyped-call]
-  return z
+	"""``torch.ops.cute_kernels.moe_activate``, differentiable in eager mode and ``torch.func``."""
+	if torch.compiler.is_compiling():
+		y: Tensor = torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
+		return y
+	z: Tensor = _Activate.apply(x, activation, offs, interleaved)  # type: ignore[no-untyped-call]
+	return z
 
 
 class _Activate(torch.autograd.Function):
-  """The same without PyTorch's dispatcher, in the form that ``torch.func`` takes."""
+	"""The same without PyTorch's dispatcher, in the form that ``torch.func`` takes."""
 
-  @staticmethod
-  def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:  # type: ignore[override]
-    return ops.moe_activate(x, activation, offs, interleaved)  # type: ignore[no-any-return]
+	@staticmethod
+	def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:  # type: ignore[override]
+		return ops.moe_activate(x, activation, offs, interleaved)  # type: ignore[no-any-return]
 
-  @staticmethod
-  def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.activation, offs, ctx.interleaved = inputs
-    ctx.save_for_backward(x, offs)
+	@staticmethod
+	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+		x, ctx.activation, offs, ctx.interleaved = inputs
+		ctx.save_for_backward(x, offs)
 
-  @staticmethod
-  @once_differentiable  # type: ignore[untyped-decorator]
-  def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-    x, offs = ctx.saved_tensors
-    given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
-    return ops.moe_activate_gradient(*given)[0], None, None, None
+	@staticmethod
+	@once_differentiable  # type: ignore[untyped-decorator]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+		x, offs = ctx.saved_tensors
+		given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
+		return ops.moe_activate_gradient(*given)[0], None, None, None

@@ -14,163 +14,163 @@ from grouped.recipes import ROLES, FP8Delayed, Recipe
 
 
 class DelayedScaling(nn.Module):
-  """The scales of a grouped linear layer under ``FP8Delayed``, and the amaxes they follow from.
+	"""The scales of a grouped linear layer under ``FP8Delayed``, and the amaxes they follow from.
 
-  A ``GroupedLinear`` has one as ``scaling``. For ``grouped.linear`` make one a layer, keep it,
-  and call ``update()`` once a step.
+	A ``GroupedLinear`` has one as ``scaling``. For ``grouped.linear`` make one a layer, keep it,
+	and call ``update()`` once a step.
 
-  **When amaxes count.** A call in ``train()`` mode with gradients enabled casts with the scales
-  as they are, forward and backward: a backward pass has those of its forward. When its gradients
-  are computed, the largest magnitudes of its input, its weight and its output's gradient raise
-  row 0 of the histories; a call that needs no gradients raises it at once. Largest is largest:
-  the order of microbatches does not matter. Under ``eval()`` and ``torch.no_grad()`` nothing
-  changes.
+	**When amaxes count.** A call in ``train()`` mode with gradients enabled casts with the scales
+	as they are, forward and backward: a backward pass has those of its forward. When its gradients
+	are computed, the largest magnitudes of its input, its weight and its output's gradient raise
+	row 0 of the histories; a call that needs no gradients raises it at once. Largest is largest:
+	the order of microbatches does not matter. Under ``eval()`` and ``torch.no_grad()`` nothing
+	changes.
 
-  **When scales change.** ``update`` rolls the histories and makes the next scales, for all roles
-  at once. ``GroupedLinear`` calls it before it quantizes anything, at the first call of a step:
-  one in ``train()`` mode with gradients enabled and ``is_first_microbatch`` None or True. So a
-  step's amaxes decide the scales of the next one, and where no amaxes came in between it changes
-  nothing. For several microbatches a step, say which is the first: a call with None is a step of
-  its own.
+	**When scales change.** ``update`` rolls the histories and makes the next scales, for all roles
+	at once. ``GroupedLinear`` calls it before it quantizes anything, at the first call of a step:
+	one in ``train()`` mode with gradients enabled and ``is_first_microbatch`` None or True. So a
+	step's amaxes decide the scales of the next one, and where no amaxes came in between it changes
+	nothing. For several microbatches a step, say which is the first: a call with None is a step of
+	its own.
 
-  **Recomputation.** ``torch.utils.checkpoint(use_reentrant=False)`` runs the forward again inside
-  the backward pass; that is no call: it updates nothing, and casts with the scales that there are
-  then, which are those of the step. The reentrant form raises: its first forward is under
-  ``no_grad``. In compiled code nobody can tell: the update in a recomputation changes nothing
-  where gradients of a step are computed in the order of its microbatches, the first one first.
+	**Recomputation.** ``torch.utils.checkpoint(use_reentrant=False)`` runs the forward again inside
+	the backward pass; that is no call: it updates nothing, and casts with the scales that there are
+	then, which are those of the step. The reentrant form raises: its first forward is under
+	``no_grad``. In compiled code nobody can tell: the update in a recomputation changes nothing
+	where gradients of a step are computed in the order of its microbatches, the first one first.
 
-  Buffers, all fp32, in the state dict, and fp32 whatever dtype the layer is cast to:
-  ``{role}_scale`` (G,), first ones, and ``{role}_amax_history`` (L, G), first zeros, for
-  ``input``, ``weight`` and ``grad_output``. One slot a group, for single and discrete parameters
-  alike. A weight that is a GroupedTensor has its own scales, and the slots of ``weight`` rest.
-  State dicts of other recipes lack the buffers: with ``load_state_dict(..., strict=False)`` they
-  load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
+	Buffers, all fp32, in the state dict, and fp32 whatever dtype the layer is cast to:
+	``{role}_scale`` (G,), first ones, and ``{role}_amax_history`` (L, G), first zeros, for
+	``input``, ``weight`` and ``grad_output``. One slot a group, for single and discrete parameters
+	alike. A weight that is a GroupedTensor has its own scales, and the slots of ``weight`` rest.
+	State dicts of other recipes lack the buffers: with ``load_state_dict(..., strict=False)`` they
+	load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
 
-  Args:
-    recipe: formats, length of the histories (``history_length``, TransformerEngine's
-      ``amax_history_len``) and how scales follow from them (``algorithm``, its
-      ``amax_compute_algo``).
-    num_groups: G.
-    device: device of the buffers.
+	Args:
+	  recipe: formats, length of the histories (``history_length``, TransformerEngine's
+	    ``amax_history_len``) and how scales follow from them (``algorithm``, its
+	    ``amax_compute_algo``).
+	  num_groups: G.
+	  device: device of the buffers.
 
-  Raises:
-    TypeError: ``recipe`` is no FP8Delayed.
-    ValueError: ``num_groups`` is not positive.
-  """
+	Raises:
+	  TypeError: ``recipe`` is no FP8Delayed.
+	  ValueError: ``num_groups`` is not positive.
+	"""
 
-  def __init__(self, recipe: FP8Delayed, num_groups: int, device: torch.device | str | None = None) -> None:
-    super().__init__()
-    if not isinstance(recipe, FP8Delayed):
-      raise TypeError(f"recipe must be a grouped.recipes.FP8Delayed, got {recipe!r}")
-    if num_groups < 1:
-      raise ValueError(f"num_groups must be positive, got {num_groups}")
-    self.recipe = recipe
-    self.num_groups = num_groups
-    factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    for role in ROLES:
-      history = torch.zeros(recipe.history_length, num_groups, **factory)
-      self.register_buffer(f"{role}_scale", torch.ones(num_groups, **factory))
-      self.register_buffer(f"{role}_amax_history", history)
+	def __init__(self, recipe: FP8Delayed, num_groups: int, device: torch.device | str | None = None) -> None:
+		super().__init__()
+		if not isinstance(recipe, FP8Delayed):
+			raise TypeError(f"recipe must be a grouped.recipes.FP8Delayed, got {recipe!r}")
+		if num_groups < 1:
+			raise ValueError(f"num_groups must be positive, got {num_groups}")
+		self.recipe = recipe
+		self.num_groups = num_groups
+		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
+		for role in ROLES:
+			history = torch.zeros(recipe.history_length, num_groups, **factory)
+			self.register_buffer(f"{role}_scale", torch.ones(num_groups, **factory))
+			self.register_buffer(f"{role}_amax_history", history)
 
-  def scale(self, role: str) -> Tensor:
-    """(G,) what a role is multiplied by before it is rounded."""
-    found: Tensor = getattr(self, f"{role}_scale")
-    return found
+	def scale(self, role: str) -> Tensor:
+		"""(G,) what a role is multiplied by before it is rounded."""
+		found: Tensor = getattr(self, f"{role}_scale")
+		return found
 
-  def amax_history(self, role: str) -> Tensor:
-    """(L, G) amaxes of a role: those of the present step in row 0, the newest in row L - 1."""
-    found: Tensor = getattr(self, f"{role}_amax_history")
-    return found
+	def amax_history(self, role: str) -> Tensor:
+		"""(L, G) amaxes of a role: those of the present step in row 0, the newest in row L - 1."""
+		found: Tensor = getattr(self, f"{role}_amax_history")
+		return found
 
-  @torch.no_grad()
-  def reset(self) -> None:
-    """Forget all amaxes; scales are ones again."""
-    for role in ROLES:
-      self.scale(role).fill_(1)
-      self.amax_history(role).zero_()
+	@torch.no_grad()
+	def reset(self) -> None:
+		"""Forget all amaxes; scales are ones again."""
+		for role in ROLES:
+			self.scale(role).fill_(1)
+			self.amax_history(role).zero_()
 
-  @torch.no_grad()
-  def update(self) -> None:
-    """Make the next scales of all roles from the amaxes of the step; once a step.
+	@torch.no_grad()
+	def update(self) -> None:
+		"""Make the next scales of all roles from the amaxes of the step; once a step.
 
-    With ``recipe.amax_group`` the amaxes of all roles are reduced in one all-reduce first.
-    """
-    recipe = self.recipe
-    if recipe.amax_group is not None:
-      latest = torch.stack([self.amax_history(role)[0] for role in ROLES])
-      latest = reduced(latest.flatten(), recipe.amax_group).view_as(latest)
-      for role, amax in zip(ROLES, latest.unbind(), strict=True):
-        self.amax_history(role)[0] = amax
-    for role in ROLES:
-      delayed_scaling_update(
-        *(self.amax_history(role), self.scale(role), getattr(recipe, role)),
-        margin=recipe.margin,
-        algorithm=recipe.algorithm,
-      )
+		With ``recipe.amax_group`` the amaxes of all roles are reduced in one all-reduce first.
+		"""
+		recipe = self.recipe
+		if recipe.amax_group is not None:
+			latest = torch.stack([self.amax_history(role)[0] for role in ROLES])
+			latest = reduced(latest.flatten(), recipe.amax_group).view_as(latest)
+			for role, amax in zip(ROLES, latest.unbind(), strict=True):
+				self.amax_history(role)[0] = amax
+		for role in ROLES:
+			delayed_scaling_update(
+				*(self.amax_history(role), self.scale(role), getattr(recipe, role)),
+				margin=recipe.margin,
+				algorithm=recipe.algorithm,
+			)
 
-  def of_call(self, recipe: Recipe, num_groups: int) -> Scaling:
-    """The scales of a call, and where its amaxes go if they count.
+	def of_call(self, recipe: Recipe, num_groups: int) -> Scaling:
+		"""The scales of a call, and where its amaxes go if they count.
 
-    Args:
-      recipe: the recipe of the call.
-      num_groups: its groups.
-    """
-    is_same = recipe is self.recipe or recipe == self.recipe
-    if not is_same or num_groups != self.num_groups:
-      raise ValueError(
-        f"scaling was made for {self.num_groups} groups and {self.recipe}, not for {num_groups} groups and {recipe}"
-      )
-    scales = [self.scale(role) for role in ROLES]
-    if not self._counts():
-      return Scaling(scales)
-    return Scaling(scales, [self.amax_history(role)[0] for role in ROLES])
+		Args:
+		  recipe: the recipe of the call.
+		  num_groups: its groups.
+		"""
+		is_same = recipe is self.recipe or recipe == self.recipe
+		if not is_same or num_groups != self.num_groups:
+			raise ValueError(
+				f"scaling was made for {self.num_groups} groups and {self.recipe}, not for {num_groups} groups and {recipe}"
+			)
+		scales = [self.scale(role) for role in ROLES]
+		if not self._counts():
+			return Scaling(scales)
+		return Scaling(scales, [self.amax_history(role)[0] for role in ROLES])
 
-  def begin(self, is_first_microbatch: bool | None) -> None:
-    """Update the scales if a call of a layer is the first of a step."""
-    if is_first_microbatch is not False and self._counts() and not _is_recomputed():
-      self.update()
+	def begin(self, is_first_microbatch: bool | None) -> None:
+		"""Update the scales if a call of a layer is the first of a step."""
+		if is_first_microbatch is not False and self._counts() and not _is_recomputed():
+			self.update()
 
-  def _counts(self) -> bool:
-    """Whether calls change the state."""
-    if not (self.training and torch.is_grad_enabled()):
-      return False
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
-      raise RuntimeError(
-        "torch.func would lose the amaxes of delayed scaling: call eval() on the layer, "
-        "whose scales then stay, or train it by backward()"
-      )
-    return True
+	def _counts(self) -> bool:
+		"""Whether calls change the state."""
+		if not (self.training and torch.is_grad_enabled()):
+			return False
+		if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+			raise RuntimeError(
+				"torch.func would lose the amaxes of delayed scaling: call eval() on the layer, "
+				"whose scales then stay, or train it by backward()"
+			)
+		return True
 
-  def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
-    def keep_dtype(t: Tensor) -> Tensor:
-      moved = fn(t)
-      return moved if moved.dtype == t.dtype else t.to(moved.device)
+	def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
+		def keep_dtype(t: Tensor) -> Tensor:
+			moved = fn(t)
+			return moved if moved.dtype == t.dtype else t.to(moved.device)
 
-    super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
-    return self
+		super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+		return self
 
-  def extra_repr(self) -> str:
-    """Groups, and how scales follow."""
-    recipe = self.recipe
-    return (
-      f"num_groups={self.num_groups}, history_length={recipe.history_length}, "
-      f"margin={recipe.margin}, algorithm={recipe.algorithm}"
-    )
+	def extra_repr(self) -> str:
+		"""Groups, and how scales follow."""
+		recipe = self.recipe
+		return (
+			f"num_groups={self.num_groups}, history_length={recipe.history_length}, "
+			f"margin={recipe.margin}, algorithm={recipe.algorithm}"
+		)
 
 
 def _is_recomputed() -> bool:
-  """Whether this forward is that of activation checkpointing, inside a backward pass.
+	"""Whether this forward is that of activation checkpointing, inside a backward pass.
 
-  Raises:
-    RuntimeError: it is, and the one that it repeats ran under ``no_grad``.
-  """
-  if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-    return False
-  # Checkpointing that is not reentrant packs what the second forward saves; the other does not.
-  if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-    raise RuntimeError(
-      "a layer with delayed scaling runs inside a backward pass: under reentrant activation "
-      "checkpointing the first forward is under no_grad, so its scales would never be "
-      "updated; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-    )
-  return True
+	Raises:
+	  RuntimeError: it is, and the one that it repeats ran under ``no_grad``.
+	"""
+	if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+		return False
+	# Checkpointing that is not reentrant packs what the second forward saves; the other does not.
+	if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+		raise RuntimeError(
+			"a layer with delayed scaling runs inside a backward pass: under reentrant activation "
+			"checkpointing the first forward is under no_grad, so its scales would never be "
+			"updated; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+		)
+	return True

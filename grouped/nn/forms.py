@@ -1,7 +1,5 @@
 """The two forms of a layer's parameters in state dicts: one for all groups, or one for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -11,32 +9,32 @@ from grouped.tensor import GroupedTensor
 
 
 def convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:
-  """Turn the other form of a parameter into a layer's, in place.
+	"""Turn the other form of a parameter into a layer's, in place.
 
-  A partial set of per-group keys is left alone, and reported as missing keys.
+	A partial set of per-group keys is left alone, and reported as missing keys.
 
-  Args:
-    state_dict: what is loaded.
-    key: the parameter's name for all groups.
-    num_groups: G.
-    stacked: the layer has one parameter for all groups.
-  """
-  keys = [f"{key}{group}" for group in range(num_groups)]
-  discrete = all(k in state_dict for k in keys)
-  if stacked:
-    if key not in state_dict and discrete:
-      state_dict[key] = torch.stack([_plain(state_dict[k]) for k in keys])
-    if key in state_dict:
-      for k in keys:
-        state_dict.pop(k, None)
-      if key.endswith("bias") and state_dict[key].dim() == 3:
-        state_dict[key] = state_dict[key].squeeze(1)
-  elif key in state_dict:
-    whole = _plain(state_dict.pop(key))
-    if not discrete and len(whole) == num_groups:
-      for k, member in zip(keys, whole, strict=True):
-        state_dict[k] = member.reshape(-1) if key.endswith("bias") else member
+	Args:
+	  state_dict: what is loaded.
+	  key: the parameter's name for all groups.
+	  num_groups: G.
+	  stacked: the layer has one parameter for all groups.
+	"""
+	keys = [f"{key}{group}" for group in range(num_groups)]
+	discrete = all(k in state_dict for k in keys)
+	if stacked:
+		if key not in state_dict and discrete:
+			state_dict[key] = torch.stack([_plain(state_dict[k]) for k in keys])
+		if key in state_dict:
+			for k in keys:
+				state_dict.pop(k, None)
+			if key.endswith("bias") and state_dict[key].dim() == 3:
+				state_dict[key] = state_dict[key].squeeze(1)
+	elif key in state_dict:
+		whole = _plain(state_dict.pop(key))
+		if not discrete and len(whole) == num_groups:
+			for k, member in zip(keys, whole, strict=True):
+				state_dict[k] = member.reshape(-1) if key.endswith("bias") else member
 
 
 def _plain(x: Tensor) -> Tensor:
-  return x.dequantize() if isinstance(x, GroupedTensor) else x
+	return x.dequantize() if isinstance(x, GroupedTensor) else x

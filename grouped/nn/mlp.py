@@ -13,92 +13,92 @@ from .activation import activate, as_activation
 from .linear import GroupedLinear
 
 if TYPE_CHECKING:
-  from cute_kernels.activations import Activation
-  from grouped.recipes import Recipe
+	from cute_kernels.activations import Activation
+	from grouped.recipes import Recipe
 
 
 class GroupedMLP(nn.Module):
-  """Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
+	"""Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
 
-  By default SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
+	By default SwiGLU: ``act(W1_g x) = silu(a) * b`` with ``[a | b] = W1_g x``.
 
-  Args:
-    num_groups: G, the number of experts.
-    hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
-    intermediate_size: width between the two layers; a multiple of 16 likewise.
-    bias: whether both layers have biases.
-    activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1 has
-      2 * intermediate_size rows a group for gated ones. It is computed in fp32, rounded once
-      to the dtype of the input; ``cute_kernels.reference.activations`` states its bits.
-    interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
-    recipe: formats of both layers; BF16 by default.
-    single_parameter: as in ``GroupedLinear``.
-    fuse_wgrad_accumulation: as in ``GroupedLinear``.
-    delay_wgrad: as in ``GroupedLinear``.
-    device: device of the parameters.
-    dtype: dtype of the parameters.
+	Args:
+	  num_groups: G, the number of experts.
+	  hidden_size: width of input and output; a multiple of 16 for a quantized recipe.
+	  intermediate_size: width between the two layers; a multiple of 16 likewise.
+	  bias: whether both layers have biases.
+	  activation: a name such as ``"swiglu"`` or ``"gelu"``, or a ``grouped.Activation``. W1 has
+	    2 * intermediate_size rows a group for gated ones. It is computed in fp32, rounded once
+	    to the dtype of the input; ``cute_kernels.reference.activations`` states its bits.
+	  interleaved: rows a and b of W1 alternate, a first, as gpt-oss has them.
+	  recipe: formats of both layers; BF16 by default.
+	  single_parameter: as in ``GroupedLinear``.
+	  fuse_wgrad_accumulation: as in ``GroupedLinear``.
+	  delay_wgrad: as in ``GroupedLinear``.
+	  device: device of the parameters.
+	  dtype: dtype of the parameters.
 
-  Shape:
-    As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
-  """
+	Shape:
+	  As ``GroupedLinear``: input and output (..., hidden_size), ``offs`` (G,) end rows.
+	"""
 
-  def __init__(
-    self,
-    num_groups: int,
-    hidden_size: int,
-    intermediate_size: int,
-    bias: bool = False,
-    *,
-    activation: str | Activation = "swiglu",
-    interleaved: bool = False,
-    recipe: Recipe | None = None,
-    single_parameter: bool = True,
-    fuse_wgrad_accumulation: bool = False,
-    delay_wgrad: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-  ) -> None:
-    super().__init__()
-    self.activation = as_activation(activation, interleaved)
-    self.interleaved = interleaved
+	def __init__(
+		self,
+		num_groups: int,
+		hidden_size: int,
+		intermediate_size: int,
+		bias: bool = False,
+		*,
+		activation: str | Activation = "swiglu",
+		interleaved: bool = False,
+		recipe: Recipe | None = None,
+		single_parameter: bool = True,
+		fuse_wgrad_accumulation: bool = False,
+		delay_wgrad: bool = False,
+		device: torch.device | str | None = None,
+		dtype: torch.dtype | None = None,
+	) -> None:
+		super().__init__()
+		self.activation = as_activation(activation, interleaved)
+		self.interleaved = interleaved
 
-    def linear(inputs: int, outputs: int) -> GroupedLinear:
-      return GroupedLinear(
-        num_groups,
-        inputs,
-        outputs,
-        bias,
-        recipe=recipe,
-        single_parameter=single_parameter,
-        fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        delay_wgrad=delay_wgrad,
-        device=device,
-        dtype=dtype,
-      )
+		def linear(inputs: int, outputs: int) -> GroupedLinear:
+			return GroupedLinear(
+				num_groups,
+				inputs,
+				outputs,
+				bias,
+				recipe=recipe,
+				single_parameter=single_parameter,
+				fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+				delay_wgrad=delay_wgrad,
+				device=device,
+				dtype=dtype,
+			)
 
-    self.gate_up = linear(hidden_size, intermediate_size * (1 + self.activation.is_gated))
-    self.down = linear(intermediate_size, hidden_size)
+		self.gate_up = linear(hidden_size, intermediate_size * (1 + self.activation.is_gated))
+		self.down = linear(intermediate_size, hidden_size)
 
-  def reset_parameters(self) -> None:
-    """Initialize both layers, as ``GroupedLinear`` does."""
-    self.gate_up.reset_parameters()
-    self.down.reset_parameters()
+	def reset_parameters(self) -> None:
+		"""Initialize both layers, as ``GroupedLinear`` does."""
+		self.gate_up.reset_parameters()
+		self.down.reset_parameters()
 
-  def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
-    """Apply the experts; arguments as in ``GroupedLinear.forward``."""
-    z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
-    rows = z.reshape(-1, z.shape[-1])
-    ends = as_offs(offs, rows.shape[0], rows.device)
-    hidden = activate(rows, self.activation.text, ends, self.interleaved)
-    hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
-    y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
-    return y
+	def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
+		"""Apply the experts; arguments as in ``GroupedLinear.forward``."""
+		z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
+		rows = z.reshape(-1, z.shape[-1])
+		ends = as_offs(offs, rows.shape[0], rows.device)
+		hidden = activate(rows, self.activation.text, ends, self.interleaved)
+		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
+		y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
+		return y
 
-  def extra_repr(self) -> str:
-    """The activation."""
-    return f"activation={self.activation.text!r}, interleaved={self.interleaved}"
+	def extra_repr(self) -> str:
+		"""The activation."""
+		return f"activation={self.activation.text!r}, interleaved={self.interleaved}"
 
-  def backward_dw(self) -> None:
-    """Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
-    self.down.backward_dw()
-    self.gate_up.backward_dw()
+	def backward_dw(self) -> None:
+		"""Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
+		self.down.backward_dw()
+		self.gate_up.backward_dw()

@@ -15,210 +15,210 @@ from .mlp import GroupedMLP
 from .router import MoELosses, Router
 
 if TYPE_CHECKING:
-  from cute_kernels.activations import Activation
-  from grouped.recipes import Recipe
+	from cute_kernels.activations import Activation
+	from grouped.recipes import Recipe
 
 
 class MoE(nn.Module):
-  """Sends each token to its ``top_k`` best experts and adds up their weighted outputs.
+	"""Sends each token to its ``top_k`` best experts and adds up their weighted outputs.
 
-  ``y[t] = sum over k of p[t, k] * expert_(t, k)(x[t])``, plus a shared expert where there is one.
-  Everything runs on the device without a synchronization, forward and backward, in shapes that
-  depend on the number of tokens alone.
+	``y[t] = sum over k of p[t, k] * expert_(t, k)(x[t])``, plus a shared expert where there is one.
+	Everything runs on the device without a synchronization, forward and backward, in shapes that
+	depend on the number of tokens alone.
 
-  ``docs/moe.md`` says what the bits of a token's output depend on (in BF16, NVFP4RowScaled, MXFP8
-  and FP8Block on no other token) and what is kept for the backward pass.
+	``docs/moe.md`` says what the bits of a token's output depend on (in BF16, NVFP4RowScaled, MXFP8
+	and FP8Block on no other token) and what is kept for the backward pass.
 
-  Args:
-    hidden_size: H, width of the tokens; a multiple of ``recipe.multiple``, as the next.
-    intermediate_size: width inside an expert.
-    num_experts: E.
-    top_k: experts of each token.
-    recipe: formats of the experts' products; BF16 by default.
-    activation: as in ``GroupedMLP``; gpt-oss's is ``"clamped_swiglu"``.
-    bias: experts have biases.
-    interleaved: as in ``GroupedMLP``.
-    score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-    renormalize: a token's weights are divided by their sum.
-    router_bias: logits have a bias.
-    selection_bias: experts are chosen by score plus ``router.selection_bias``, a buffer, and
-      weighted by the score: ``router.update_selection_bias`` moves it.
-    expert_groups: groups of experts; a token's come from those ``top_groups`` whose two best
-      corrected scores have the largest sum.
-    top_groups: see there.
-    routed_scaling_factor: what weights are multiplied by last.
-    shared_intermediate_size: width of an expert that every token goes to; 0 for none.
-    recompute: the backward pass makes the first product again instead of keeping its result.
-    single_parameter: as in ``GroupedLinear``.
-    fuse_wgrad_accumulation: as in ``GroupedLinear``, of all experts.
-    delay_wgrad: likewise; then ``backward_dw()``.
-    device: device of the parameters.
-    dtype: dtype of the parameters.
+	Args:
+	  hidden_size: H, width of the tokens; a multiple of ``recipe.multiple``, as the next.
+	  intermediate_size: width inside an expert.
+	  num_experts: E.
+	  top_k: experts of each token.
+	  recipe: formats of the experts' products; BF16 by default.
+	  activation: as in ``GroupedMLP``; gpt-oss's is ``"clamped_swiglu"``.
+	  bias: experts have biases.
+	  interleaved: as in ``GroupedMLP``.
+	  score: ``"softmax"`` or ``"sigmoid"`` of the logits.
+	  renormalize: a token's weights are divided by their sum.
+	  router_bias: logits have a bias.
+	  selection_bias: experts are chosen by score plus ``router.selection_bias``, a buffer, and
+	    weighted by the score: ``router.update_selection_bias`` moves it.
+	  expert_groups: groups of experts; a token's come from those ``top_groups`` whose two best
+	    corrected scores have the largest sum.
+	  top_groups: see there.
+	  routed_scaling_factor: what weights are multiplied by last.
+	  shared_intermediate_size: width of an expert that every token goes to; 0 for none.
+	  recompute: the backward pass makes the first product again instead of keeping its result.
+	  single_parameter: as in ``GroupedLinear``.
+	  fuse_wgrad_accumulation: as in ``GroupedLinear``, of all experts.
+	  delay_wgrad: likewise; then ``backward_dw()``.
+	  device: device of the parameters.
+	  dtype: dtype of the parameters.
 
-  Attributes:
-    router: ``weight`` (E, H), ``bias``, ``selection_bias``.
-    experts: a ``GroupedMLP``: ``gate_up.weight`` (E, 2 I, H), ``down.weight`` (E, H, I).
-    shared: a ``GroupedMLP`` of one group, or None.
+	Attributes:
+	  router: ``weight`` (E, H), ``bias``, ``selection_bias``.
+	  experts: a ``GroupedMLP``: ``gate_up.weight`` (E, 2 I, H), ``down.weight`` (E, H, I).
+	  shared: a ``GroupedMLP`` of one group, or None.
 
-  | model | arguments |
-  |---|---|
-  | Mixtral | |
-  | Qwen3-MoE | ``renormalize=norm_topk_prob`` |
-  | DeepSeek-V3 | ``score="sigmoid", selection_bias=True, expert_groups=8, top_groups=4, routed_scaling_factor=2.5, shared_intermediate_size=2048`` |
-  | gpt-oss | ``activation="clamped_swiglu", bias=True, interleaved=True, router_bias=True`` |
+	| model | arguments |
+	|---|---|
+	| Mixtral | |
+	| Qwen3-MoE | ``renormalize=norm_topk_prob`` |
+	| DeepSeek-V3 | ``score="sigmoid", selection_bias=True, expert_groups=8, top_groups=4, routed_scaling_factor=2.5, shared_intermediate_size=2048`` |
+	| gpt-oss | ``activation="clamped_swiglu", bias=True, interleaved=True, router_bias=True`` |
 
-  Raises:
-    ValueError: sizes or options that break a rule.
-    TypeError: ``recipe`` or ``activation`` is none.
-  """  # noqa: E501
+	Raises:
+	  ValueError: sizes or options that break a rule.
+	  TypeError: ``recipe`` or ``activation`` is none.
+	"""  # noqa: E501
 
-  def __init__(
-    self,
-    hidden_size: int,
-    intermediate_size: int,
-    num_experts: int,
-    top_k: int,
-    *,
-    recipe: Recipe | None = None,
-    activation: str | Activation = "swiglu",
-    bias: bool = False,
-    interleaved: bool = False,
-    score: str = "softmax",
-    renormalize: bool = True,
-    router_bias: bool = False,
-    selection_bias: bool = False,
-    expert_groups: int = 1,
-    top_groups: int = 1,
-    routed_scaling_factor: float = 1.0,
-    shared_intermediate_size: int = 0,
-    recompute: bool = False,
-    single_parameter: bool = True,
-    fuse_wgrad_accumulation: bool = False,
-    delay_wgrad: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-  ) -> None:
-    super().__init__()
-    factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
-    self.recompute = recompute
-    #: What runs the experts where they are spread over processes: ``grouped.distributed``.
-    self.exchange: Any = None
-    self.router = Router(
-      *(hidden_size, num_experts, top_k),
-      score=score,
-      renormalize=renormalize,
-      bias=router_bias,
-      selection_bias=selection_bias,
-      expert_groups=expert_groups,
-      top_groups=top_groups,
-      scaling_factor=routed_scaling_factor,
-      **factory,
-    )
+	def __init__(
+		self,
+		hidden_size: int,
+		intermediate_size: int,
+		num_experts: int,
+		top_k: int,
+		*,
+		recipe: Recipe | None = None,
+		activation: str | Activation = "swiglu",
+		bias: bool = False,
+		interleaved: bool = False,
+		score: str = "softmax",
+		renormalize: bool = True,
+		router_bias: bool = False,
+		selection_bias: bool = False,
+		expert_groups: int = 1,
+		top_groups: int = 1,
+		routed_scaling_factor: float = 1.0,
+		shared_intermediate_size: int = 0,
+		recompute: bool = False,
+		single_parameter: bool = True,
+		fuse_wgrad_accumulation: bool = False,
+		delay_wgrad: bool = False,
+		device: torch.device | str | None = None,
+		dtype: torch.dtype | None = None,
+	) -> None:
+		super().__init__()
+		factory: dict[str, Any] = {"device": device, "dtype": dtype}
+		self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+		self.recompute = recompute
+		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
+		self.exchange: Any = None
+		self.router = Router(
+			*(hidden_size, num_experts, top_k),
+			score=score,
+			renormalize=renormalize,
+			bias=router_bias,
+			selection_bias=selection_bias,
+			expert_groups=expert_groups,
+			top_groups=top_groups,
+			scaling_factor=routed_scaling_factor,
+			**factory,
+		)
 
-    def mlp(groups: int, width: int) -> GroupedMLP:
-      return GroupedMLP(
-        *(groups, hidden_size, width, bias),
-        activation=activation,
-        interleaved=interleaved,
-        recipe=recipe,
-        single_parameter=single_parameter,
-        fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        delay_wgrad=delay_wgrad,
-        **factory,
-      )
+		def mlp(groups: int, width: int) -> GroupedMLP:
+			return GroupedMLP(
+				*(groups, hidden_size, width, bias),
+				activation=activation,
+				interleaved=interleaved,
+				recipe=recipe,
+				single_parameter=single_parameter,
+				fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+				delay_wgrad=delay_wgrad,
+				**factory,
+			)
 
-    self.experts = mlp(num_experts, intermediate_size)
-    if shared_intermediate_size < 0:
-      raise ValueError(f"shared_intermediate_size must not be negative, got {shared_intermediate_size}")
-    self.shared = mlp(1, shared_intermediate_size) if shared_intermediate_size else None
-    fmt = self.experts.gate_up.recipe.input
-    if recompute and fmt is not None and fmt.is_stochastic:
-      raise ValueError(f"recompute would not make again what {fmt} rounds stochastically")
+		self.experts = mlp(num_experts, intermediate_size)
+		if shared_intermediate_size < 0:
+			raise ValueError(f"shared_intermediate_size must not be negative, got {shared_intermediate_size}")
+		self.shared = mlp(1, shared_intermediate_size) if shared_intermediate_size else None
+		fmt = self.experts.gate_up.recipe.input
+		if recompute and fmt is not None and fmt.is_stochastic:
+			raise ValueError(f"recompute would not make again what {fmt} rounds stochastically")
 
-  def reset_parameters(self) -> None:
-    """Initialize router and experts."""
-    for module in (self.router, self.experts, self.shared):
-      if module is not None:
-        module.reset_parameters()
+	def reset_parameters(self) -> None:
+		"""Initialize router and experts."""
+		for module in (self.router, self.experts, self.shared):
+			if module is not None:
+				module.reset_parameters()
 
-  def forward(
-    self, x: Tensor, *, losses: bool = False, num_tokens: Tensor | None = None, is_first_microbatch: bool | None = None
-  ) -> Tensor | tuple[Tensor, MoELosses]:
-    """Apply the mixture.
+	def forward(
+		self, x: Tensor, *, losses: bool = False, num_tokens: Tensor | None = None, is_first_microbatch: bool | None = None
+	) -> Tensor | tuple[Tensor, MoELosses]:
+		"""Apply the mixture.
 
-    Args:
-      x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
-      losses: also return the losses of the routing.
-      num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
-        an integer tensor of one element on the device of ``x``. The others are the tail of
-        a capacity buffer: they go to no expert, count in no loss, and their outputs and
-        gradients are zeros. For CUDA graphs.
-      is_first_microbatch: as in ``GroupedLinear.forward``.
+		Args:
+		  x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
+		  losses: also return the losses of the routing.
+		  num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
+		    an integer tensor of one element on the device of ``x``. The others are the tail of
+		    a capacity buffer: they go to no expert, count in no loss, and their outputs and
+		    gradients are zeros. For CUDA graphs.
+		  is_first_microbatch: as in ``GroupedLinear.forward``.
 
-    Returns:
-      (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
+		Returns:
+		  (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
 
-    Raises:
-      ValueError, TypeError: an argument that breaks a rule.
-      RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
-    """
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
-      raise RuntimeError("grouped.nn.MoE has no torch.func transforms")
-    end = self._end(x, num_tokens)
-    rows, ends = rows_and_ends(x, end, 1, self.hidden_size)
-    flat, live = x.reshape(-1, self.hidden_size), None
-    if num_tokens is not None:
-      live = torch.arange(flat.shape[0], device=x.device) < ends
-      # A NaN in the tail times 0 would be one in the gradient of the router.
-      flat = flat.masked_fill(~live.unsqueeze(1), 0)
-    choice = self.router(flat, ends)
-    routing = compute_routing(choice.expert_ids, self.num_experts)
-    mlp = self.experts
-    if mlp.gate_up.is_eager_only or mlp.down.is_eager_only or _is_watched(mlp):
-      y = self._run_eager(rows, choice.weights, routing, is_first_microbatch, x.dtype)
-    else:
-      y = self._run(rows, choice.weights, routing, is_first_microbatch, x.dtype)
-    if self.shared is not None:
-      shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
-      y = y + shared.to(y.dtype)
-    y = y.view(x.shape)
-    return (y, self.router.losses(choice, routing.offs, live)) if losses else y
+		Raises:
+		  ValueError, TypeError: an argument that breaks a rule.
+		  RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
+		"""
+		if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+			raise RuntimeError("grouped.nn.MoE has no torch.func transforms")
+		end = self._end(x, num_tokens)
+		rows, ends = rows_and_ends(x, end, 1, self.hidden_size)
+		flat, live = x.reshape(-1, self.hidden_size), None
+		if num_tokens is not None:
+			live = torch.arange(flat.shape[0], device=x.device) < ends
+			# A NaN in the tail times 0 would be one in the gradient of the router.
+			flat = flat.masked_fill(~live.unsqueeze(1), 0)
+		choice = self.router(flat, ends)
+		routing = compute_routing(choice.expert_ids, self.num_experts)
+		mlp = self.experts
+		if mlp.gate_up.is_eager_only or mlp.down.is_eager_only or _is_watched(mlp):
+			y = self._run_eager(rows, choice.weights, routing, is_first_microbatch, x.dtype)
+		else:
+			y = self._run(rows, choice.weights, routing, is_first_microbatch, x.dtype)
+		if self.shared is not None:
+			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
+			y = y + shared.to(y.dtype)
+		y = y.view(x.shape)
+		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
-  def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
-    """(1,) where the tokens end."""
-    if num_tokens is None:
-      count = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
-      return torch.full((1,), count, dtype=torch.int32, device=x.device)
-    if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1:
-      raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
-    return num_tokens.view(1)
+	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
+		"""(1,) where the tokens end."""
+		if num_tokens is None:
+			count = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
+			return torch.full((1,), count, dtype=torch.int32, device=x.device)
+		if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1:
+			raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
+		return num_tokens.view(1)
 
-  @eager_only("something looks at the experts, or takes their gradients")
-  def _run_eager(self, *arguments: Any) -> Tensor:
-    return self._run(*arguments)
+	@eager_only("something looks at the experts, or takes their gradients")
+	def _run_eager(self, *arguments: Any) -> Tensor:
+		return self._run(*arguments)
 
-  def _run(
-    self, rows: Tensor, weights: Tensor, routing: Routing, is_first_microbatch: bool | None, dtype: torch.dtype
-  ) -> Tensor:
-    first, second = self.experts.gate_up, self.experts.down
-    needs_dx = rows.requires_grad
-    layers = []
-    for layer in (first, second):
-      sink = layer.sink(is_first_microbatch)
-      layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-      needs_dx = needs_dx or weights.requires_grad or first._has_trainable()
-    act = self.experts.activation.text
-    style = Style(act, self.experts.interleaved, self.recompute, dtype)
-    run = experts if self.exchange is None else self.exchange
-    return run(rows, weights, routing, layers[0], layers[1], style)
+	def _run(
+		self, rows: Tensor, weights: Tensor, routing: Routing, is_first_microbatch: bool | None, dtype: torch.dtype
+	) -> Tensor:
+		first, second = self.experts.gate_up, self.experts.down
+		needs_dx = rows.requires_grad
+		layers = []
+		for layer in (first, second):
+			sink = layer.sink(is_first_microbatch)
+			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
+			needs_dx = needs_dx or weights.requires_grad or first._has_trainable()
+		act = self.experts.activation.text
+		style = Style(act, self.experts.interleaved, self.recompute, dtype)
+		run = experts if self.exchange is None else self.exchange
+		return run(rows, weights, routing, layers[0], layers[1], style)
 
-  def backward_dw(self) -> None:
-    """As ``GroupedLinear.backward_dw``, of all experts."""
-    for mlp in (self.shared, self.experts):
-      if mlp is not None:
-        mlp.backward_dw()
+	def backward_dw(self) -> None:
+		"""As ``GroupedLinear.backward_dw``, of all experts."""
+		for mlp in (self.shared, self.experts):
+			if mlp is not None:
+				mlp.backward_dw()
 
 
 def _is_watched(mlp: GroupedMLP) -> bool:
-  return mlp.gate_up._nonfinite is not None or mlp.down._nonfinite is not None
+	return mlp.gate_up._nonfinite is not None or mlp.down._nonfinite is not None

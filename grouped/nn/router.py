@@ -18,208 +18,208 @@ from cute_kernels.reference.router import TINY
 
 
 class MoELosses(NamedTuple):
-  """What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
+	"""What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
 
-  Attributes:
-    balance: E * sum over experts of (share of the routed pairs) * (mean score), scores summing
-      to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv 2101.03961).
-    z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
-    tokens_per_expert: (E,) int32.
-  """
+	Attributes:
+	  balance: E * sum over experts of (share of the routed pairs) * (mean score), scores summing
+	    to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv 2101.03961).
+	  z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
+	  tokens_per_expert: (E,) int32.
+	"""
 
-  balance: Tensor
-  z: Tensor
-  tokens_per_expert: Tensor
+	balance: Tensor
+	z: Tensor
+	tokens_per_expert: Tensor
 
 
 class Choice(NamedTuple):
-  """What a router found for each token.
+	"""What a router found for each token.
 
-  Attributes:
-    expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
-    weights: (T, k) fp32.
-    scores: (T, E) fp32.
-    logits: (T, E) fp32.
-  """
+	Attributes:
+	  expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
+	  weights: (T, k) fp32.
+	  scores: (T, E) fp32.
+	  logits: (T, E) fp32.
+	"""
 
-  expert_ids: Tensor
-  weights: Tensor
-  scores: Tensor
-  logits: Tensor
+	expert_ids: Tensor
+	weights: Tensor
+	scores: Tensor
+	logits: Tensor
 
 
 class Router(nn.Module):
-  """Scores the experts for each token and chooses the best.
+	"""Scores the experts for each token and chooses the best.
 
-  Logits have the precision of fp32, and scores are fp32. A token's choice depends on the token
-  alone: the first of equal scores wins.
+	Logits have the precision of fp32, and scores are fp32. A token's choice depends on the token
+	alone: the first of equal scores wins.
 
-  Attributes:
-    weight: (E, H).
-    bias: (E,) of the logits, or None.
-    selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere else
-      (DeepSeek-V3's ``e_score_correction_bias``), or None.
+	Attributes:
+	  weight: (E, H).
+	  bias: (E,) of the logits, or None.
+	  selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere else
+	    (DeepSeek-V3's ``e_score_correction_bias``), or None.
 
-  The arguments are those of ``grouped.nn.MoE``.
-  """
+	The arguments are those of ``grouped.nn.MoE``.
+	"""
 
-  bias: Tensor | None
-  selection_bias: Tensor | None
+	bias: Tensor | None
+	selection_bias: Tensor | None
 
-  def __init__(
-    self,
-    hidden_size: int,
-    num_experts: int,
-    top_k: int,
-    *,
-    score: str = "softmax",
-    renormalize: bool = True,
-    bias: bool = False,
-    selection_bias: bool = False,
-    expert_groups: int = 1,
-    top_groups: int = 1,
-    scaling_factor: float = 1.0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-  ) -> None:
-    super().__init__()
-    check_choice("score", score, SCORES)
-    if not 1 <= top_k <= num_experts:
-      raise ValueError(f"top_k must be in [1, num_experts = {num_experts}], got {top_k}")
-    if expert_groups < 1 or num_experts % expert_groups:
-      raise ValueError(f"expert_groups must divide num_experts = {num_experts}, got {expert_groups}")
-    if not 1 <= top_groups <= expert_groups:
-      raise ValueError(f"top_groups must be in [1, expert_groups = {expert_groups}], got {top_groups}")
-    size = num_experts // expert_groups
-    if expert_groups > 1 and (size < 2 or top_k > top_groups * size):
-      raise ValueError(
-        f"expert_groups of {size} experts must have two or more, and top_groups = {top_groups} of them top_k = {top_k}"
-      )
-    if not (math.isfinite(scaling_factor) and scaling_factor > 0):
-      raise ValueError(f"routed_scaling_factor must be positive, got {scaling_factor}")
-    self.num_experts, self.top_k = num_experts, top_k
-    self.score, self.renormalize = score, renormalize
-    self.expert_groups, self.top_groups = expert_groups, top_groups
-    self.scaling_factor = scaling_factor
-    factory: dict[str, Any] = {"device": device, "dtype": dtype}
-    self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
-    self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, **factory)) if bias else None)
-    buffer = torch.zeros(num_experts, dtype=torch.float32, device=device)
-    self.register_buffer("selection_bias", buffer if selection_bias else None)
-    self.reset_parameters()
+	def __init__(
+		self,
+		hidden_size: int,
+		num_experts: int,
+		top_k: int,
+		*,
+		score: str = "softmax",
+		renormalize: bool = True,
+		bias: bool = False,
+		selection_bias: bool = False,
+		expert_groups: int = 1,
+		top_groups: int = 1,
+		scaling_factor: float = 1.0,
+		device: torch.device | str | None = None,
+		dtype: torch.dtype | None = None,
+	) -> None:
+		super().__init__()
+		check_choice("score", score, SCORES)
+		if not 1 <= top_k <= num_experts:
+			raise ValueError(f"top_k must be in [1, num_experts = {num_experts}], got {top_k}")
+		if expert_groups < 1 or num_experts % expert_groups:
+			raise ValueError(f"expert_groups must divide num_experts = {num_experts}, got {expert_groups}")
+		if not 1 <= top_groups <= expert_groups:
+			raise ValueError(f"top_groups must be in [1, expert_groups = {expert_groups}], got {top_groups}")
+		size = num_experts // expert_groups
+		if expert_groups > 1 and (size < 2 or top_k > top_groups * size):
+			raise ValueError(
+				f"expert_groups of {size} experts must have two or more, and top_groups = {top_groups} of them top_k = {top_k}"
+			)
+		if not (math.isfinite(scaling_factor) and scaling_factor > 0):
+			raise ValueError(f"routed_scaling_factor must be positive, got {scaling_factor}")
+		self.num_experts, self.top_k = num_experts, top_k
+		self.score, self.renormalize = score, renormalize
+		self.expert_groups, self.top_groups = expert_groups, top_groups
+		self.scaling_factor = scaling_factor
+		factory: dict[str, Any] = {"device": device, "dtype": dtype}
+		self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
+		self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, **factory)) if bias else None)
+		buffer = torch.zeros(num_experts, dtype=torch.float32, device=device)
+		self.register_buffer("selection_bias", buffer if selection_bias else None)
+		self.reset_parameters()
 
-  def reset_parameters(self) -> None:
-    """Initialize as ``nn.Linear`` does."""
-    bound = 1 / math.sqrt(self.weight.shape[1])
-    with torch.no_grad():
-      for p in (self.weight, self.bias):
-        if p is not None:
-          p.uniform_(-bound, bound)
-      if self.selection_bias is not None:
-        self.selection_bias.zero_()
+	def reset_parameters(self) -> None:
+		"""Initialize as ``nn.Linear`` does."""
+		bound = 1 / math.sqrt(self.weight.shape[1])
+		with torch.no_grad():
+			for p in (self.weight, self.bias):
+				if p is not None:
+					p.uniform_(-bound, bound)
+			if self.selection_bias is not None:
+				self.selection_bias.zero_()
 
-  def _apply(self, fn: Any, recurse: bool = True) -> Router:
-    kept = self.selection_bias
-    super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-    moved = self.selection_bias
-    if kept is not None and moved is not None and moved.dtype != torch.float32:
-      self.selection_bias = kept.to(moved.device)
-    return self
+	def _apply(self, fn: Any, recurse: bool = True) -> Router:
+		kept = self.selection_bias
+		super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+		moved = self.selection_bias
+		if kept is not None and moved is not None and moved.dtype != torch.float32:
+			self.selection_bias = kept.to(moved.device)
+		return self
 
-  def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
-    """Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
-    options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor)
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
-      logits: Tensor = torch.ops.grouped.router_logits(x, self.weight, end)
-      if self.bias is not None:
-        logits = logits + self.bias.float()
-      weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
-      return Choice(ids, weights, scores, logits)
-    weight, bias = self.weight, self.bias
-    given = (x, weight, bias, self.selection_bias, _end(x) if end is None else end, options)
-    is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    if is_differentiable and torch.is_grad_enabled():
-      weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
-    else:
-      weights, ids, scores, logits = _routed(*given)
-    return Choice(ids, weights, scores, logits)
+	def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
+		"""Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
+		options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor)
+		if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+			logits: Tensor = torch.ops.grouped.router_logits(x, self.weight, end)
+			if self.bias is not None:
+				logits = logits + self.bias.float()
+			weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
+			return Choice(ids, weights, scores, logits)
+		weight, bias = self.weight, self.bias
+		given = (x, weight, bias, self.selection_bias, _end(x) if end is None else end, options)
+		is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+		if is_differentiable and torch.is_grad_enabled():
+			weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
+		else:
+			weights, ids, scores, logits = _routed(*given)
+		return Choice(ids, weights, scores, logits)
 
-  def losses(self, choice: Choice, offs: Tensor, live: Tensor | None) -> MoELosses:
-    """The losses of a choice, whose tokens lie in experts up to ``offs`` (E,)."""
-    counts = torch.diff(offs, prepend=offs.new_zeros(1))
-    scores, z = choice.scores, choice.logits.logsumexp(-1).square()
-    if self.score == "sigmoid":
-      scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-    if live is None:
-      mean, z = scores.mean(0), z.mean()
-    else:
-      count = live.sum().clamp_min(1)
-      mean = (scores * live.unsqueeze(1)).sum(0) / count
-      z = (z * live).sum() / count
-    share = counts / counts.sum().clamp_min(1)
-    return MoELosses(self.num_experts * (share * mean).sum(), z, counts)
+	def losses(self, choice: Choice, offs: Tensor, live: Tensor | None) -> MoELosses:
+		"""The losses of a choice, whose tokens lie in experts up to ``offs`` (E,)."""
+		counts = torch.diff(offs, prepend=offs.new_zeros(1))
+		scores, z = choice.scores, choice.logits.logsumexp(-1).square()
+		if self.score == "sigmoid":
+			scores = scores / (scores.sum(-1, keepdim=True) + TINY)
+		if live is None:
+			mean, z = scores.mean(0), z.mean()
+		else:
+			count = live.sum().clamp_min(1)
+			mean = (scores * live.unsqueeze(1)).sum(0) / count
+			z = (z * live).sum() / count
+		share = counts / counts.sum().clamp_min(1)
+		return MoELosses(self.num_experts * (share * mean).sum(), z, counts)
 
-  @torch.no_grad()
-  def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
-    """Balance without a loss, once a step, as DeepSeek-V3 does (arXiv 2408.15664).
+	@torch.no_grad()
+	def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
+		"""Balance without a loss, once a step, as DeepSeek-V3 does (arXiv 2408.15664).
 
-    Raises the bias of experts with fewer tokens than the mean by ``rate`` and lowers the
-    others'. ``tokens_per_expert`` (E,) are those of the step, over all processes.
-    """
-    if self.selection_bias is None:
-      raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
-    counts = tokens_per_expert.float()
-    self.selection_bias += rate * torch.sign(counts.mean() - counts)
+		Raises the bias of experts with fewer tokens than the mean by ``rate`` and lowers the
+		others'. ``tokens_per_expert`` (E,) are those of the step, over all processes.
+		"""
+		if self.selection_bias is None:
+			raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
+		counts = tokens_per_expert.float()
+		self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
 
 class _Routed(torch.autograd.Function):
-  """Logits and the choice by them without PyTorch's dispatcher."""
+	"""Logits and the choice by them without PyTorch's dispatcher."""
 
-  @staticmethod
-  def forward(  # type: ignore[override]
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    selection_bias: Tensor | None,
-    end: Tensor,
-    options: tuple[Any, ...],
-  ) -> tuple[Tensor, ...]:
-    weights, ids, scores, logits = out = _routed(x, weight, bias, selection_bias, end, options)
-    ctx.save_for_backward(x, weight, end, ids, scores)
-    ctx.mark_non_differentiable(ids)
-    ctx.set_materialize_grads(False)
-    _, score, renormalize, _, _, factor = options
-    ctx.options, ctx.bias_dtype = (score, renormalize, factor), None if bias is None else bias.dtype
-    return out
+	@staticmethod
+	def forward(  # type: ignore[override]
+		ctx: Any,
+		x: Tensor,
+		weight: Tensor,
+		bias: Tensor | None,
+		selection_bias: Tensor | None,
+		end: Tensor,
+		options: tuple[Any, ...],
+	) -> tuple[Tensor, ...]:
+		weights, ids, scores, logits = out = _routed(x, weight, bias, selection_bias, end, options)
+		ctx.save_for_backward(x, weight, end, ids, scores)
+		ctx.mark_non_differentiable(ids)
+		ctx.set_materialize_grads(False)
+		_, score, renormalize, _, _, factor = options
+		ctx.options, ctx.bias_dtype = (score, renormalize, factor), None if bias is None else bias.dtype
+		return out
 
-  @staticmethod
-  @once_differentiable  # type: ignore[untyped-decorator]
-  def backward(  # type: ignore[override]
-    ctx: Any, dweights: Tensor | None, _: None, dscores: Tensor | None, dlogits: Tensor | None
-  ) -> tuple[Tensor | None, ...]:
-    x, weight, end, ids, scores = ctx.saved_tensors
-    if dweights is None and dscores is not None:
-      dweights = scores.new_zeros(ids.shape)
-    if dweights is not None:
-      d = ops.moe_route_gradient(dweights, dscores, ids, scores, *ctx.options)
-      dlogits = d if dlogits is None else d + dlogits
-    if dlogits is None:
-      return (None,) * 6
-    dx, dweight = _logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad)
-    dbias = dlogits.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-    return dx, dweight, dbias, None, None, None
+	@staticmethod
+	@once_differentiable  # type: ignore[untyped-decorator]
+	def backward(  # type: ignore[override]
+		ctx: Any, dweights: Tensor | None, _: None, dscores: Tensor | None, dlogits: Tensor | None
+	) -> tuple[Tensor | None, ...]:
+		x, weight, end, ids, scores = ctx.saved_tensors
+		if dweights is None and dscores is not None:
+			dweights = scores.new_zeros(ids.shape)
+		if dweights is not None:
+			d = ops.moe_route_gradient(dweights, dscores, ids, scores, *ctx.options)
+			dlogits = d if dlogits is None else d + dlogits
+		if dlogits is None:
+			return (None,) * 6
+		dx, dweight = _logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad)
+		dbias = dlogits.sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+		return dx, dweight, dbias, None, None, None
 
 
 def _routed(
-  x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, end: Tensor, options: tuple[Any, ...]
+	x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, end: Tensor, options: tuple[Any, ...]
 ) -> tuple[Tensor, ...]:
-  """Weights, ids, scores and logits."""
-  logits = _logits(x, weight, end)
-  if bias is not None:
-    logits = logits + bias.float()
-  weights, ids, scores = ops.moe_route(logits, selection_bias, end, *options)
-  return weights, ids, scores, logits
+	"""Weights, ids, scores and logits."""
+	logits = _logits(x, weight, end)
+	if bias is not None:
+		logits = logits + bias.float()
+	weights, ids, scores = ops.moe_route(logits, selection_bias, end, *options)
+	return weights, ids, scores, logits
 
 
 # ---- as ops
@@ -228,7 +228,7 @@ def _routed(
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
-  "router_logits(Tensor x, Tensor weight, Tensor? end=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+	"router_logits(Tensor x, Tensor weight, Tensor? end=None) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
 _HALVES = (torch.bfloat16, torch.float16)
 #: N of a product of plain operands is a multiple of it on a GPU.
@@ -236,71 +236,71 @@ _MULTIPLE = 8
 
 
 def _parts(x: Tensor) -> list[Tensor]:
-  """Three bf16 numbers that add up to each fp32 number, but for what fp32 does not hold."""
-  parts, rest = [], x.float()
-  for _ in range(3):
-    part = rest.bfloat16()
-    parts.append(part)
-    rest = rest - part.float()
-  return parts
+	"""Three bf16 numbers that add up to each fp32 number, but for what fp32 does not hold."""
+	parts, rest = [], x.float()
+	for _ in range(3):
+		part = rest.bfloat16()
+		parts.append(part)
+		rest = rest - part.float()
+	return parts
 
 
 def _end(x: Tensor) -> Tensor:
-  """(1,) the number of rows."""
-  return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+	"""(1,) the number of rows."""
+	return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
 
 
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
-  experts = weight.shape[0]
-  offs = _end(x) if end is None else end
-  if not (x.dtype == weight.dtype and x.dtype in _HALVES):
-    # Products of parts down to 2^-24 of the largest, side by side along K.
-    a = [x] if x.dtype == torch.bfloat16 else _parts(x)
-    b = [weight] if weight.dtype == torch.bfloat16 else _parts(weight)
-    pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < 3]
-    x = torch.cat([a[i] for i, _ in pairs], 1)
-    weight = torch.cat([b[j] for _, j in pairs], 1)
-  if experts % _MULTIPLE:
-    weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
-  operands = (x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
-  logits: Tensor = ops.m_grouped_gemm(*operands)
-  return logits[:, :experts].contiguous()
+	experts = weight.shape[0]
+	offs = _end(x) if end is None else end
+	if not (x.dtype == weight.dtype and x.dtype in _HALVES):
+		# Products of parts down to 2^-24 of the largest, side by side along K.
+		a = [x] if x.dtype == torch.bfloat16 else _parts(x)
+		b = [weight] if weight.dtype == torch.bfloat16 else _parts(weight)
+		pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < 3]
+		x = torch.cat([a[i] for i, _ in pairs], 1)
+		weight = torch.cat([b[j] for _, j in pairs], 1)
+	if experts % _MULTIPLE:
+		weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
+	operands = (x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
+	logits: Tensor = ops.m_grouped_gemm(*operands)
+	return logits[:, :experts].contiguous()
 
 
 def _logits_fake(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
-  return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+	return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-  ctx.save_for_backward(*inputs)
+	ctx.save_for_backward(*inputs)
 
 
 def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-  x, weight, end = ctx.saved_tensors
-  end = _end(x) if end is None else end
-  return *_logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad), None
+	x, weight, end = ctx.saved_tensors
+	end = _end(x) if end is None else end
+	return *_logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad), None
 
 
 def _logits_gradients(
-  x: Tensor, weight: Tensor, dlogits: Tensor, end: Tensor, needs: Sequence[bool]
+	x: Tensor, weight: Tensor, dlogits: Tensor, end: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-  """The gradients of x and weight."""
-  dx = dweight = None
-  experts, depth = weight.shape
-  if x.dtype == weight.dtype == torch.bfloat16 and not (experts % _MULTIPLE or depth % _MULTIPLE):
-    # Three parts of fp32 numbers side by side, as of logits: a product of fp32 takes five times as long.
-    parts = torch.cat(_parts(dlogits), 1)
-    if needs[0]:
-      dx = ops.m_grouped_gemm(parts, weight.repeat(3, 1).unsqueeze(0), end, None, None, True, x.dtype)
-    if needs[1]:
-      of_parts = ops.k_grouped_gemm(parts, x, end, None, torch.float32)
-      dweight = of_parts.view(3, experts, depth).sum(0).to(weight.dtype)
-    return dx, dweight
-  if needs[0]:
-    dx = (dlogits @ weight.float()).to(x.dtype)
-  if needs[1]:
-    dweight = (dlogits.T @ x.float()).to(weight.dtype)
-  return dx, dweight
+	"""The gradients of x and weight."""
+	dx = dweight = None
+	experts, depth = weight.shape
+	if x.dtype == weight.dtype == torch.bfloat16 and not (experts % _MULTIPLE or depth % _MULTIPLE):
+		# Three parts of fp32 numbers side by side, as of logits: a product of fp32 takes five times as long.
+		parts = torch.cat(_parts(dlogits), 1)
+		if needs[0]:
+			dx = ops.m_grouped_gemm(parts, weight.repeat(3, 1).unsqueeze(0), end, None, None, True, x.dtype)
+		if needs[1]:
+			of_parts = ops.k_grouped_gemm(parts, x, end, None, torch.float32)
+			dweight = of_parts.view(3, experts, depth).sum(0).to(weight.dtype)
+		return dx, dweight
+	if needs[0]:
+		dx = (dlogits @ weight.float()).to(x.dtype)
+	if needs[1]:
+		dweight = (dlogits.T @ x.float()).to(weight.dtype)
+	return dx, dweight
 
 
 _LIBRARY.impl("router_logits", _logits, "CompositeExplicitAutograd")

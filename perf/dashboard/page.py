@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .things import payload
 
 if TYPE_CHECKING:
-  from perf.records import Record
+	from perf.records import Record
 
 ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.
@@ -21,25 +21,25 @@ SCRIPTS = tuple(_NAMES.split())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
-  """The whole page.
+	"""The whole page.
 
-  Args:
-    records: all that it shows.
-    data: address of a file of them, if there is one beside the page.
-    numerics: as ``read_numerics`` gives them, of a view of their own.
+	Args:
+	  records: all that it shows.
+	  data: address of a file of them, if there is one beside the page.
+	  numerics: as ``read_numerics`` gives them, of a view of their own.
 
-  Raises:
-    ValueError: there are no records.
-  """
-  text = json.dumps(payload(records, numerics), separators=(",", ":"))
-  packed = gzip.compress(text.encode(), mtime=0)
-  scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
-  parts = {
-    "style": (ASSETS / "style.css").read_text(encoding="utf-8"),
-    "records": base64.b64encode(packed).decode(),
-    "script": "\n".join(scripts),
-    "data": f'<a href="{data}" download>All records</a>' if data else "",
-  }
-  # One pass: no part is looked at for the marks of another.
-  pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
-  return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+	Raises:
+	  ValueError: there are no records.
+	"""
+	text = json.dumps(payload(records, numerics), separators=(",", ":"))
+	packed = gzip.compress(text.encode(), mtime=0)
+	scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
+	parts = {
+		"style": (ASSETS / "style.css").read_text(encoding="utf-8"),
+		"records": base64.b64encode(packed).decode(),
+		"script": "\n".join(scripts),
+		"data": f'<a href="{data}" download>All records</a>' if data else "",
+	}
+	# One pass: no part is looked at for the marks of another.
+	pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
+	return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

@@ -1,7 +1,5 @@
 """The records as the page reads them: each thing measured, its newest record, its history."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -16,11 +14,11 @@ from perf.records import Record, latest
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.
 PUBLISHED = {
-  "H100": {"copy": 3.35, "bfloat16": 989.0, "fp8": 1979.0},
-  "H200": {"copy": 4.8, "bfloat16": 989.0, "fp8": 1979.0},
-  "B200": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 9000.0},
-  "GB200": {"copy": 8.0, "bfloat16": 2500.0, "fp8": 5000.0, "fp4": 10000.0},
-  "B300": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 14000.0},
+	"H100": {"copy": 3.35, "bfloat16": 989.0, "fp8": 1979.0},
+	"H200": {"copy": 4.8, "bfloat16": 989.0, "fp8": 1979.0},
+	"B200": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 9000.0},
+	"GB200": {"copy": 8.0, "bfloat16": 2500.0, "fp8": 5000.0, "fp4": 10000.0},
+	"B300": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 14000.0},
 }
 _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
 _TIMES = ("us", "ms", "s")
@@ -29,136 +27,136 @@ _SHOWN = "suite contender format what unit protocol kind value spread repeats er
 
 
 def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float, bool]]:
-  """The roofs of a GPU, memory first: kind, name, rate, and whether a run measured it.
+	"""The roofs of a GPU, memory first: kind, name, rate, and whether a run measured it.
 
-  Of those that were measured the highest; the others are of its data sheet.
-  """
-  names = sorted((name for name in PUBLISHED if name in gpu), key=len)
-  measured: dict[str, float] = {}
-  for record in records:
-    if record.gpu == gpu and record.kind == "gpu":
-      for kind, rate in record.ceilings.items():
-        measured[kind] = max(rate, measured.get(kind, 0.0))
-  roofs = (PUBLISHED[names[-1]] if names else {}) | measured
-  known = {kind: name for kind, name in _ROOFS.items() if kind in roofs}
-  return [(kind, name, roofs[kind], kind in measured) for kind, name in known.items()]
+	Of those that were measured the highest; the others are of its data sheet.
+	"""
+	names = sorted((name for name in PUBLISHED if name in gpu), key=len)
+	measured: dict[str, float] = {}
+	for record in records:
+		if record.gpu == gpu and record.kind == "gpu":
+			for kind, rate in record.ceilings.items():
+				measured[kind] = max(rate, measured.get(kind, 0.0))
+	roofs = (PUBLISHED[names[-1]] if names else {}) | measured
+	known = {kind: name for kind, name in _ROOFS.items() if kind in roofs}
+	return [(kind, name, roofs[kind], kind in measured) for kind, name in known.items()]
 
 
 def kernel_of(record: Record) -> str:
-  """Name of the kernel of ours that a record measures; none of peers, of layers and of calls."""
-  case = record.case
-  is_ours = record.contender.startswith("ours")
-  if not is_ours or record.suite not in ("counts", "quantize", "gemm"):
-    return ""
-  if "op" in case:
-    amax = f"amax {case['amax']}" if "amax" in case else ""
-    parts = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
-  elif "product" in case:
-    prepacked = "prepacked" if "prepacked" in record.contender.split(", ") else ""
-    parts = [f"gemm {record.format}", case["product"], prepacked]
-  else:
-    return ""
-  return ", ".join(filter(None, parts))
+	"""Name of the kernel of ours that a record measures; none of peers, of layers and of calls."""
+	case = record.case
+	is_ours = record.contender.startswith("ours")
+	if not is_ours or record.suite not in ("counts", "quantize", "gemm"):
+		return ""
+	if "op" in case:
+		amax = f"amax {case['amax']}" if "amax" in case else ""
+		parts = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
+	elif "product" in case:
+		prepacked = "prepacked" if "prepacked" in record.contender.split(", ") else ""
+		parts = [f"gemm {record.format}", case["product"], prepacked]
+	else:
+		return ""
+	return ", ".join(filter(None, parts))
 
 
 def commit_name(commit: str) -> str:
-  """A commit as the page shows it; records have longer and shorter names of one."""
-  stem, dirty, _ = commit.partition("-dirty")
-  return stem[:7] + dirty if commit else "unknown"
+	"""A commit as the page shows it; records have longer and shorter names of one."""
+	stem, dirty, _ = commit.partition("-dirty")
+	return stem[:7] + dirty if commit else "unknown"
 
 
 def commits_of(records: Iterable[Record]) -> dict[str, str]:
-  """The commits by name, in the order of their first measurement, with its time."""
-  first: dict[str, str] = {}
-  for record in records:
-    name = commit_name(record.commit)
-    first[name] = min(record.time, first.get(name, record.time))
-  return dict(sorted(first.items(), key=lambda item: (item[1], item[0])))
+	"""The commits by name, in the order of their first measurement, with its time."""
+	first: dict[str, str] = {}
+	for record in records:
+		name = commit_name(record.commit)
+		first[name] = min(record.time, first.get(name, record.time))
+	return dict(sorted(first.items(), key=lambda item: (item[1], item[0])))
 
 
 def history_of(records: Iterable[Record], commits: Sequence[str]) -> list[list[Any]]:
-  """What became of the one thing of these records, by ``perf compare``, over named commits.
+	"""What became of the one thing of these records, by ``perf compare``, over named commits.
 
-  Returns:
-    Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
-    before, -1 if better, else 0, relative difference (positive if worse), the noise, and the
-    spread of its newest run.
-  """
-  by_commit: dict[str, list[Record]] = {}
-  for record in records:
-    name = commit_name(record.commit)
-    by_commit.setdefault(name, []).append(dataclasses.replace(record, commit=name))
-  steps: list[list[Any]] = []
-  before: list[Record] = []
-  for place, name in enumerate(commits):
-    if name in by_commit:
-      # Compared with itself, the first commit gives its median.
-      (change,) = compare(before or by_commit[name], by_commit[name])
-      sign = {"worse": 1, "better": -1}.get(change.verdict, 0)
-      worse_by = change.worse_by if math.isfinite(change.worse_by) else 1e9
-      noise = round(change.threshold, 5)
-      steps.append([place, change.new, sign, round(worse_by, 5), noise, change.record.spread])
-      before = by_commit[name]
-  return steps
+	Returns:
+	  Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
+	  before, -1 if better, else 0, relative difference (positive if worse), the noise, and the
+	  spread of its newest run.
+	"""
+	by_commit: dict[str, list[Record]] = {}
+	for record in records:
+		name = commit_name(record.commit)
+		by_commit.setdefault(name, []).append(dataclasses.replace(record, commit=name))
+	steps: list[list[Any]] = []
+	before: list[Record] = []
+	for place, name in enumerate(commits):
+		if name in by_commit:
+			# Compared with itself, the first commit gives its median.
+			(change,) = compare(before or by_commit[name], by_commit[name])
+			sign = {"worse": 1, "better": -1}.get(change.verdict, 0)
+			worse_by = change.worse_by if math.isfinite(change.worse_by) else 1e9
+			noise = round(change.threshold, 5)
+			steps.append([place, change.new, sign, round(worse_by, 5), noise, change.record.spread])
+			before = by_commit[name]
+	return steps
 
 
 def _case_id(case: Mapping[str, Any]) -> str:
-  """Its name in addresses, which new records do not change."""
-  return f"{zlib.crc32(json.dumps(dict(case), sort_keys=True).encode()):08x}"
+	"""Its name in addresses, which new records do not change."""
+	return f"{zlib.crc32(json.dumps(dict(case), sort_keys=True).encode()):08x}"
 
 
 def _made_with(record: Record) -> str:
-  """What a number depends on, in words."""
-  parts = [f"{name} {version}" for name, version in record.versions.items()]
-  parts += [f"driver {record.driver}"] * bool(record.driver)
-  parts += [f"{record.clocks[n]:.0f} MHz {n}" for n in ("sm", "sm max") if n in record.clocks]
-  parts += [f"{record.power[n]:.0f} W {n}" for n in ("draw", "limit") if n in record.power]
-  parts += [f"seed {record.seed}"] * (record.seed is not None)
-  parts += [record.machine] * bool(record.gpu and record.machine)
-  parts += [record.origin] * (record.origin != "run")
-  parts += [record.note] * bool(record.note)
-  return ", ".join(parts)
+	"""What a number depends on, in words."""
+	parts = [f"{name} {version}" for name, version in record.versions.items()]
+	parts += [f"driver {record.driver}"] * bool(record.driver)
+	parts += [f"{record.clocks[n]:.0f} MHz {n}" for n in ("sm", "sm max") if n in record.clocks]
+	parts += [f"{record.power[n]:.0f} W {n}" for n in ("draw", "limit") if n in record.power]
+	parts += [f"seed {record.seed}"] * (record.seed is not None)
+	parts += [record.machine] * bool(record.gpu and record.machine)
+	parts += [record.origin] * (record.origin != "run")
+	parts += [record.note] * bool(record.note)
+	return ", ".join(parts)
 
 
 def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
-  kernel = kernel_of(record)
-  found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
-  found |= {"ceilings": dict(record.ceilings), "time": record.time}
-  found |= {"place": record.gpu or record.machine, "case": dict(record.case), "kernel": kernel}
-  found |= {"caseId": _case_id(record.case), "commit": commit_name(record.commit)}
-  found["slug"] = re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-")
-  found["with"] = _made_with(record)
-  # Ours with a setting that the op would choose itself, such as a tile.
-  found["variant"] = bool(re.match(r"ours,.*\d", record.contender))
-  if record.unit in _TIMES:
-    found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
-  if len(history) > 1:
-    found["history"] = history
-  return {n: v for n, v in found.items() if v not in (None, "", {}) and v is not False}
+	kernel = kernel_of(record)
+	found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
+	found |= {"ceilings": dict(record.ceilings), "time": record.time}
+	found |= {"place": record.gpu or record.machine, "case": dict(record.case), "kernel": kernel}
+	found |= {"caseId": _case_id(record.case), "commit": commit_name(record.commit)}
+	found["slug"] = re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-")
+	found["with"] = _made_with(record)
+	# Ours with a setting that the op would choose itself, such as a tile.
+	found["variant"] = bool(re.match(r"ours,.*\d", record.contender))
+	if record.unit in _TIMES:
+		found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
+	if len(history) > 1:
+		found["history"] = history
+	return {n: v for n, v in found.items() if v not in (None, "", {}) and v is not False}
 
 
 def _order(record: Record) -> tuple[Any, ...]:
-  """By suite and case, numbers as numbers, then by time."""
-  case = [(n, 0 if isinstance(v, str) else v, str(v)) for n, v in sorted(record.case.items())]
-  return (record.kind, record.suite, case, record.key[:8], record.time, repr(record))
+	"""By suite and case, numbers as numbers, then by time."""
+	case = [(n, 0 if isinstance(v, str) else v, str(v)) for n, v in sorted(record.case.items())]
+	return (record.kind, record.suite, case, record.key[:8], record.time, repr(record))
 
 
 def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str, Any]:
-  """What the page needs, as JSON can say it.
+	"""What the page needs, as JSON can say it.
 
-  Raises:
-    ValueError: there are none.
-  """
-  if not records:
-    raise ValueError("there are no records to show")
-  ordered = sorted(records, key=_order)
-  commits = commits_of(ordered)
-  by_key: dict[Any, list[Record]] = {}
-  for record in ordered:
-    by_key.setdefault(record.key, []).append(record)
-  names = list(commits)
-  things = [_thing(record, history_of(by_key[record.key], names)) for record in latest(ordered)]
-  gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
-  roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
-  shown = {"things": things, "roofs": roofs, "numerics": list(numerics)}
-  return {"commits": list(commits.items()), **shown}
+	Raises:
+	  ValueError: there are none.
+	"""
+	if not records:
+		raise ValueError("there are no records to show")
+	ordered = sorted(records, key=_order)
+	commits = commits_of(ordered)
+	by_key: dict[Any, list[Record]] = {}
+	for record in ordered:
+		by_key.setdefault(record.key, []).append(record)
+	names = list(commits)
+	things = [_thing(record, history_of(by_key[record.key], names)) for record in latest(ordered)]
+	gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
+	roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
+	shown = {"things": things, "roofs": roofs, "numerics": list(numerics)}
+	return {"commits": list(commits.items()), **shown}

@@ -1,7 +1,5 @@
 """Meters: how a contender is measured on a GPU, on a CPU, and on the emulator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,30 +11,30 @@ __all__ = ["Measurement", "Meter", "meter_of", "spread_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:
-  """The meter of a backend.
+	"""The meter of a backend.
 
-  Args:
-    backend: one of ``cute_kernels.runtime.backend.BACKENDS``, or ``""`` for the GPU's kernels
-      where there is a GPU and the reference where there is none.
-    protocol: ``"sustained"`` or ``"burst"``, on a GPU.
-    quick: few repeats: to see that everything runs.
-    options: of the emulator.
+	Args:
+	  backend: one of ``cute_kernels.runtime.backend.BACKENDS``, or ``""`` for the GPU's kernels
+	    where there is a GPU and the reference where there is none.
+	  protocol: ``"sustained"`` or ``"burst"``, on a GPU.
+	  quick: few repeats: to see that everything runs.
+	  options: of the emulator.
 
-  Raises:
-    ValueError: the backend needs a GPU, and there is none.
-  """
-  if not backend:
-    backend = "cuda" if torch.cuda.is_available() else "reference"
-  if backend.startswith("emulated:"):
-    from .emulator import EmulatorMeter
+	Raises:
+	  ValueError: the backend needs a GPU, and there is none.
+	"""
+	if not backend:
+		backend = "cuda" if torch.cuda.is_available() else "reference"
+	if backend.startswith("emulated:"):
+		from .emulator import EmulatorMeter
 
-    return EmulatorMeter(backend, **options)
-  if backend.startswith("reference"):
-    from .cpu import CpuMeter
+		return EmulatorMeter(backend, **options)
+	if backend.startswith("reference"):
+		from .cpu import CpuMeter
 
-    return CpuMeter(backend, quick)
-  if not torch.cuda.is_available():
-    raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
-  from .gpu import GpuMeter
+		return CpuMeter(backend, quick)
+	if not torch.cuda.is_available():
+		raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
+	from .gpu import GpuMeter
 
-  return GpuMeter(protocol, quick)
+	return GpuMeter(protocol, quick)

@@ -14,95 +14,95 @@ from typing import TYPE_CHECKING, Any
 import cute_kernels
 
 if TYPE_CHECKING:
-  import torch
+	import torch
 
-  from perf.contender import Contender
-  from perf.environment import Environment
+	from perf.contender import Contender
+	from perf.environment import Environment
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-  """The fields of ``Record`` that a meter finds."""
+	"""The fields of ``Record`` that a meter finds."""
 
-  what: str
-  value: float
-  unit: str
-  protocol: str
-  spread: float | None = None
-  repeats: int | None = None
-  clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
-  power: Mapping[str, float] = dataclasses.field(default_factory=dict)
+	what: str
+	value: float
+	unit: str
+	protocol: str
+	spread: float | None = None
+	repeats: int | None = None
+	clocks: Mapping[str, float] = dataclasses.field(default_factory=dict)
+	power: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def spread_of(values: Sequence[float]) -> float:
-  """Largest minus smallest."""
-  return max(values) - min(values)
+	"""Largest minus smallest."""
+	return max(values) - min(values)
 
 
 def of_times(times: Sequence[float], what: str, protocol: str, **more: Any) -> Measurement:
-  """A time in microseconds from its repeats."""
-  rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
-  return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
+	"""A time in microseconds from its repeats."""
+	rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
+	return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
 
 
 class Meter(abc.ABC):
-  """Measures contenders.
+	"""Measures contenders.
 
-  Attributes:
-    kind: one of ``records.KINDS``.
-    backend: what the contenders of this package run on.
-    device: where operands lie.
-    arch: whose kernels run, as ``cute_kernels.support`` takes it.
-    quick: whether this run is to see that everything runs.
-  """
+	Attributes:
+	  kind: one of ``records.KINDS``.
+	  backend: what the contenders of this package run on.
+	  device: where operands lie.
+	  arch: whose kernels run, as ``cute_kernels.support`` takes it.
+	  quick: whether this run is to see that everything runs.
+	"""
 
-  kind: str
-  backend: str
-  device: torch.device
-  arch: str
-  quick: bool = False
+	kind: str
+	backend: str
+	device: torch.device
+	arch: str
+	quick: bool = False
 
-  def active(self) -> AbstractContextManager[None]:
-    """What calls of contenders happen in; operands are made outside of it."""
-    return cute_kernels.backend(self.backend)
+	def active(self) -> AbstractContextManager[None]:
+		"""What calls of contenders happen in; operands are made outside of it."""
+		return cute_kernels.backend(self.backend)
 
-  def call(self, run: Callable[[], Any]) -> Any:
-    """What one call returns, to be checked before it is measured."""
-    with self.active():
-      return run()
+	def call(self, run: Callable[[], Any]) -> Any:
+		"""What one call returns, to be checked before it is measured."""
+		with self.active():
+			return run()
 
-  def copies(self, smallest: float) -> int:
-    """How many sets of operands of ``smallest`` bytes a cache must not hold."""
-    del smallest
-    return 1
+	def copies(self, smallest: float) -> int:
+		"""How many sets of operands of ``smallest`` bytes a cache must not hold."""
+		del smallest
+		return 1
 
-  def ceilings(self) -> dict[str, float]:
-    """Rates that nothing exceeds, measured now; see ``Record.ceilings``."""
-    return {}
+	def ceilings(self) -> dict[str, float]:
+		"""Rates that nothing exceeds, measured now; see ``Record.ceilings``."""
+		return {}
 
-  def room(self) -> float:
-    """Bytes that contenders of a task may take together; those that do not fit wait."""
-    return math.inf
+	def room(self) -> float:
+		"""Bytes that contenders of a task may take together; those that do not fit wait."""
+		return math.inf
 
-  @contextlib.contextmanager
-  def weighing(self) -> Iterator[list[float]]:
-    """Gives a list, and adds to it the bytes that what happens inside takes at most."""
-    yield [0.0]
+	@contextlib.contextmanager
+	def weighing(self) -> Iterator[list[float]]:
+		"""Gives a list, and adds to it the bytes that what happens inside takes at most."""
+		yield [0.0]
 
-  @abc.abstractmethod
-  def environment(self) -> Environment:
-    """What holds for all measurements of this run."""
+	@abc.abstractmethod
+	def environment(self) -> Environment:
+		"""What holds for all measurements of this run."""
 
-  @abc.abstractmethod
-  def measure(
-    self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-  ) -> list[list[Measurement]]:
-    """Measure contenders together.
+	@abc.abstractmethod
+	def measure(
+		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+	) -> list[list[Measurement]]:
+		"""Measure contenders together.
 
-    Args:
-      contenders: what competes.
-      runs: of each contender one call for each set of operands.
+		Args:
+		  contenders: what competes.
+		  runs: of each contender one call for each set of operands.
 
-    Returns:
-      What was found of each contender, in their order.
-    """
+		Returns:
+		  What was found of each contender, in their order.
+		"""

@@ -13,42 +13,42 @@ from perf.environment import Environment, environment
 from .base import Measurement, Meter, of_times
 
 if TYPE_CHECKING:
-  from perf.contender import Contender
+	from perf.contender import Contender
 
 _REPEATS, _QUICK_REPEATS = 7, 2
 _LEAST_SECONDS = 0.02
 
 
 class CpuMeter(Meter):
-  """Calls by turns; each repeat is as many calls as take 20 ms."""
+	"""Calls by turns; each repeat is as many calls as take 20 ms."""
 
-  kind = "cpu"
-  arch = "reference"
+	kind = "cpu"
+	arch = "reference"
 
-  def __init__(self, backend: str, quick: bool = False) -> None:
-    self.backend = backend
-    self.device = torch.device("cpu")
-    self.quick = quick
+	def __init__(self, backend: str, quick: bool = False) -> None:
+		self.backend = backend
+		self.device = torch.device("cpu")
+		self.quick = quick
 
-  def environment(self) -> Environment:
-    return environment("cpu")
+	def environment(self) -> Environment:
+		return environment("cpu")
 
-  def measure(
-    self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-  ) -> list[list[Measurement]]:
-    repeats = _QUICK_REPEATS if self.quick else _REPEATS
-    times: list[list[float]] = [[] for _ in contenders]
-    with self.active():
-      calls = [max(1, round(_LEAST_SECONDS / _seconds(mine[0], 1))) for mine in runs]
-      for _ in range(repeats):
-        for index, mine in enumerate(runs):
-          times[index].append(_seconds(mine[0], calls[index]) * 1e6)
-    protocol = f"{self.backend}, warm"
-    return [[of_times(mine, contender.what, protocol)] for contender, mine in zip(contenders, times, strict=True)]
+	def measure(
+		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+	) -> list[list[Measurement]]:
+		repeats = _QUICK_REPEATS if self.quick else _REPEATS
+		times: list[list[float]] = [[] for _ in contenders]
+		with self.active():
+			calls = [max(1, round(_LEAST_SECONDS / _seconds(mine[0], 1))) for mine in runs]
+			for _ in range(repeats):
+				for index, mine in enumerate(runs):
+					times[index].append(_seconds(mine[0], calls[index]) * 1e6)
+		protocol = f"{self.backend}, warm"
+		return [[of_times(mine, contender.what, protocol)] for contender, mine in zip(contenders, times, strict=True)]
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
-  start = time.perf_counter()
-  for _ in range(calls):
-    run()
-  return max(1e-9, time.perf_counter() - start) / calls
+	start = time.perf_counter()
+	for _ in range(calls):
+		run()
+	return max(1e-9, time.perf_counter() - start) / calls

@@ -20,7 +20,7 @@ from perf.environment import Environment, environment
 from .base import Measurement, Meter, spread_of
 
 if TYPE_CHECKING:
-  from perf.contender import Contender
+	from perf.contender import Contender
 
 _ROUNDS, _CALLS = 25, 100
 _QUICK_ROUNDS, _QUICK_CALLS = 3, 10
@@ -29,119 +29,119 @@ _ARCH, _SMS = "sm_90a", 132
 
 
 class _Recorder:
-  """A launcher that notes the launches of a call.
+	"""A launcher that notes the launches of a call.
 
-  Args:
-    arch: the architecture.
-    num_sms: its SMs.
-    launch: what runs kernels; None to leave them out.
-  """
+	Args:
+	  arch: the architecture.
+	  num_sms: its SMs.
+	  launch: what runs kernels; None to leave them out.
+	"""
 
-  def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
-    self.arch, self.num_sms, self._launch = arch, num_sms, launch
-    self.launches: list[Callable[[], object]] | None = None
+	def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
+		self.arch, self.num_sms, self._launch = arch, num_sms, launch
+		self.launches: list[Callable[[], object]] | None = None
 
-  def kernel(self, spec: Any) -> Callable[..., object]:
-    """What launches the kernel of ``spec``, noting it if launches are being noted."""
-    kernel = self._launch.kernel(spec) if self._launch else lambda *arguments: None
-    launches = self.launches
-    if launches is None:
-      return kernel
+	def kernel(self, spec: Any) -> Callable[..., object]:
+		"""What launches the kernel of ``spec``, noting it if launches are being noted."""
+		kernel = self._launch.kernel(spec) if self._launch else lambda *arguments: None
+		launches = self.launches
+		if launches is None:
+			return kernel
 
-    def run(*arguments: Any) -> None:
-      launches.append(functools.partial(kernel, *arguments))
-      kernel(*arguments)
+		def run(*arguments: Any) -> None:
+			launches.append(functools.partial(kernel, *arguments))
+			kernel(*arguments)
 
-    return run
+		return run
 
 
 class HostMeter(Meter):
-  """Calls back to back without synchronization, too few for the queue of launches to fill.
+	"""Calls back to back without synchronization, too few for the queue of launches to fill.
 
-  On a GPU the share of the kernels' compiled host code is measured by itself, called again with
-  the same arguments. Without one the kernels are left out: what remains is the Python above a
-  launch.
-  """
+	On a GPU the share of the kernels' compiled host code is measured by itself, called again with
+	the same arguments. Without one the kernels are left out: what remains is the Python above a
+	launch.
+	"""
 
-  def __init__(self, backend: str = "", quick: bool = False) -> None:
-    self.quick = quick
-    self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
-    self._calls = _QUICK_CALLS if quick else _CALLS
-    if torch.cuda.is_available() and backend in ("", "cuda"):
-      self.kind, self.backend = "gpu", "cuda"
-      self.device = torch.device("cuda", torch.cuda.current_device())
-      launch = launcher(cute_kernels.active_backend(self.device), self.device)
-      self._recorder = _Recorder(launch.arch, launch.num_sms, launch)
-    else:
-      self.kind, self.backend = "cpu", f"emulated:{_ARCH}"
-      self.device = torch.device("cpu")
-      self._recorder = _Recorder(_ARCH, _SMS)
-    self.arch = self._recorder.arch
+	def __init__(self, backend: str = "", quick: bool = False) -> None:
+		self.quick = quick
+		self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+		self._calls = _QUICK_CALLS if quick else _CALLS
+		if torch.cuda.is_available() and backend in ("", "cuda"):
+			self.kind, self.backend = "gpu", "cuda"
+			self.device = torch.device("cuda", torch.cuda.current_device())
+			launch = launcher(cute_kernels.active_backend(self.device), self.device)
+			self._recorder = _Recorder(launch.arch, launch.num_sms, launch)
+		else:
+			self.kind, self.backend = "cpu", f"emulated:{_ARCH}"
+			self.device = torch.device("cpu")
+			self._recorder = _Recorder(_ARCH, _SMS)
+		self.arch = self._recorder.arch
 
-  def environment(self) -> Environment:
-    return environment(self.kind)
+	def environment(self) -> Environment:
+		return environment(self.kind)
 
-  @contextlib.contextmanager
-  def active(self) -> Iterator[None]:
-    if self.kind == "gpu":
-      yield
-      return
-    with cute_kernels.backend(self.backend), self._recording():
-      yield
+	@contextlib.contextmanager
+	def active(self) -> Iterator[None]:
+		if self.kind == "gpu":
+			yield
+			return
+		with cute_kernels.backend(self.backend), self._recording():
+			yield
 
-  @contextlib.contextmanager
-  def _recording(self) -> Iterator[None]:
-    """Ops launch their kernels by the recorder inside the block."""
-    stub = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
-    with stub:
-      registry.forget_plans()
-      yield
-    registry.forget_plans()
+	@contextlib.contextmanager
+	def _recording(self) -> Iterator[None]:
+		"""Ops launch their kernels by the recorder inside the block."""
+		stub = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
+		with stub:
+			registry.forget_plans()
+			yield
+		registry.forget_plans()
 
-  def measure(
-    self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-  ) -> list[list[Measurement]]:
-    found = []
-    for contender, (run, *_) in zip(contenders, runs, strict=True):
-      launches = self._launches(run)
-      with self.active():
-        run()
-        mine = [self._time(run, contender.what)]
-        if contender.is_ours:
-          mine.append(Measurement("launches", len(launches), "1", mine[0].protocol))
-        if self.kind == "gpu" and launches:
-          again = functools.partial(_call_all, launches)
-          mine.append(self._time(again, f"{contender.what} of launches"))
-      found.append(mine)
-    return found
+	def measure(
+		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+	) -> list[list[Measurement]]:
+		found = []
+		for contender, (run, *_) in zip(contenders, runs, strict=True):
+			launches = self._launches(run)
+			with self.active():
+				run()
+				mine = [self._time(run, contender.what)]
+				if contender.is_ours:
+					mine.append(Measurement("launches", len(launches), "1", mine[0].protocol))
+				if self.kind == "gpu" and launches:
+					again = functools.partial(_call_all, launches)
+					mine.append(self._time(again, f"{contender.what} of launches"))
+			found.append(mine)
+		return found
 
-  def _launches(self, run: Callable[[], Any]) -> list[Callable[[], object]]:
-    """The launches of one call, ready to be done again."""
-    launches = self._recorder.launches = []
-    with cute_kernels.backend(self.backend), self._recording():
-      run()
-    self._recorder.launches = None
-    return launches
+	def _launches(self, run: Callable[[], Any]) -> list[Callable[[], object]]:
+		"""The launches of one call, ready to be done again."""
+		launches = self._recorder.launches = []
+		with cute_kernels.backend(self.backend), self._recording():
+			run()
+		self._recorder.launches = None
+		return launches
 
-  def _time(self, run: Callable[[], Any], what: str) -> Measurement:
-    """The smallest median over the rounds."""
-    medians = []
-    for _ in range(self._rounds):
-      times = []
-      for _ in range(self._calls):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-      if self.kind == "gpu":
-        torch.cuda.synchronize()
-      medians.append(statistics.median(times) * 1e6)
-    protocol = f"smallest of {self._rounds} medians of {self._calls} calls"
-    if self.kind == "cpu":
-      protocol += ", no launches"
-    spread = round(spread_of(medians), 2)
-    return Measurement(what, round(min(medians), 2), "us", protocol, spread, self._rounds)
+	def _time(self, run: Callable[[], Any], what: str) -> Measurement:
+		"""The smallest median over the rounds."""
+		medians = []
+		for _ in range(self._rounds):
+			times = []
+			for _ in range(self._calls):
+				start = time.perf_counter()
+				run()
+				times.append(time.perf_counter() - start)
+			if self.kind == "gpu":
+				torch.cuda.synchronize()
+			medians.append(statistics.median(times) * 1e6)
+		protocol = f"smallest of {self._rounds} medians of {self._calls} calls"
+		if self.kind == "cpu":
+			protocol += ", no launches"
+		spread = round(spread_of(medians), 2)
+		return Measurement(what, round(min(medians), 2), "us", protocol, spread, self._rounds)
 
 
 def _call_all(functions: list[Callable[[], object]]) -> None:
-  for function in functions:
-    function()
+	for function in functions:
+		function()

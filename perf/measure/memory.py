@@ -25,116 +25,116 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from grouped.nn import GroupedMLP
 
 if TYPE_CHECKING:
-  from grouped import recipes
+	from grouped import recipes
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """Of the step.
+	"""Of the step.
 
-  Args:
-    experts: G.
-    hidden: width of input and output.
-    intermediate: width between the layers.
-    tokens: rows of each expert.
-  """
+	Args:
+	  experts: G.
+	  hidden: width of input and output.
+	  intermediate: width between the layers.
+	  tokens: rows of each expert.
+	"""
 
-  experts: int = 32
-  hidden: int = 7168
-  intermediate: int = 2048
-  tokens: int = 512
+	experts: int = 32
+	hidden: int = 7168
+	intermediate: int = 2048
+	tokens: int = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-  """A tensor that is kept for the backward pass.
+	"""A tensor that is kept for the backward pass.
 
-  Attributes:
-    shape: its shape.
-    dtype: its dtype.
-    nbytes: bytes of its storage.
-  """
+	Attributes:
+	  shape: its shape.
+	  dtype: its dtype.
+	  nbytes: bytes of its storage.
+	"""
 
-  shape: tuple[int, ...]
-  dtype: torch.dtype
-  nbytes: int
+	shape: tuple[int, ...]
+	dtype: torch.dtype
+	nbytes: int
 
-  def __str__(self) -> str:
-    dtype = str(self.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(self.shape)}, {self.nbytes / 2**20:.1f} MiB"
+	def __str__(self) -> str:
+		dtype = str(self.dtype).removeprefix("torch.")
+		return f"{dtype} {tuple(self.shape)}, {self.nbytes / 2**20:.1f} MiB"
 
 
 @contextlib.contextmanager
 def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
-  """The tensors that calls inside keep for their backward passes, each storage once."""
-  # Weakly held, so that no other storage comes to have the same address.
-  seen = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
-  found: list[Saved] = []
+	"""The tensors that calls inside keep for their backward passes, each storage once."""
+	# Weakly held, so that no other storage comes to have the same address.
+	seen = {StorageWeakRef(p.untyped_storage()) for p in module.parameters()}
+	found: list[Saved] = []
 
-  def pack(t: Tensor) -> Tensor:
-    storage = t.untyped_storage()
-    reference = StorageWeakRef(storage)
-    if reference not in seen:
-      seen.add(reference)
-      found.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
-    return t
+	def pack(t: Tensor) -> Tensor:
+		storage = t.untyped_storage()
+		reference = StorageWeakRef(storage)
+		if reference not in seen:
+			seen.add(reference)
+			found.append(Saved(tuple(t.shape), t.dtype, storage.nbytes()))
+		return t
 
-  with saved_tensors_hooks(pack, lambda t: t):
-    yield found
+	with saved_tensors_hooks(pack, lambda t: t):
+		yield found
 
 
 def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[list[Saved], int]:
-  """What a step keeps, and its peak in bytes above what is there before it.
+	"""What a step keeps, and its peak in bytes above what is there before it.
 
-  Args:
-    recipe: formats of the layers.
-    sizes: of the step.
-    device: ``"cpu"`` for fake tensors, or ``"cuda"`` to run it.
-  """
-  fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
-  with fake, torch.device(device):
-    mlp = GroupedMLP(*(sizes.experts, sizes.hidden, sizes.intermediate), recipe=recipe, dtype=torch.bfloat16)
-    counts = torch.full((sizes.experts,), sizes.tokens)
-    offs = counts.cumsum(0).to(torch.int32)
-    rows = sizes.experts * sizes.tokens
-    x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
-    x.requires_grad_()
+	Args:
+	  recipe: formats of the layers.
+	  sizes: of the step.
+	  device: ``"cpu"`` for fake tensors, or ``"cuda"`` to run it.
+	"""
+	fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
+	with fake, torch.device(device):
+		mlp = GroupedMLP(*(sizes.experts, sizes.hidden, sizes.intermediate), recipe=recipe, dtype=torch.bfloat16)
+		counts = torch.full((sizes.experts,), sizes.tokens)
+		offs = counts.cumsum(0).to(torch.int32)
+		rows = sizes.experts * sizes.tokens
+		x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
+		x.requires_grad_()
 
-    with saved_by(mlp) as saved:
-      mlp(x, offs)
+		with saved_by(mlp) as saved:
+			mlp(x, offs)
 
-    def step() -> None:
-      mlp(x, offs).backward(dy)
+		def step() -> None:
+			mlp(x, offs).backward(dy)
 
-    leaves = [*mlp.parameters(), x]
-    if device == "cuda":
-      return saved, _peak_on_gpu(step, leaves)
-    return saved, _peak_of_fakes(step, [*leaves, dy, offs])
+		leaves = [*mlp.parameters(), x]
+		if device == "cuda":
+			return saved, _peak_on_gpu(step, leaves)
+		return saved, _peak_of_fakes(step, [*leaves, dy, offs])
 
 
 def bytes_of_step(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> dict[str, int]:
-  """What ``measure`` finds, in sums: of activations, of weights, and the peak."""
-  saved, peak = measure(recipe, sizes, device)
-  of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
-  of_activations = sum(t.nbytes for t in saved) - of_weights
-  return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
+	"""What ``measure`` finds, in sums: of activations, of weights, and the peak."""
+	saved, peak = measure(recipe, sizes, device)
+	of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
+	of_activations = sum(t.nbytes for t in saved) - of_weights
+	return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
 
 
 def _peak_of_fakes(step: Callable[[], None], before: list[Tensor]) -> int:
-  tracker = MemTracker()
-  tracker.track_external(*before)
-  with tracker:
-    step()
-  totals = tracker.get_tracker_snapshot("peak").values()
-  return sum(int(total["Total"]) for total in totals) - sum(t.nbytes for t in before)
+	tracker = MemTracker()
+	tracker.track_external(*before)
+	with tracker:
+		step()
+	totals = tracker.get_tracker_snapshot("peak").values()
+	return sum(int(total["Total"]) for total in totals) - sum(t.nbytes for t in before)
 
 
 def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
-  step()  # Compiles kernels, and makes what lives on.
-  for leaf in leaves:
-    leaf.grad = None
-  torch.cuda.synchronize()
-  torch.cuda.reset_peak_memory_stats()
-  before = torch.cuda.memory_allocated()
-  step()
-  return torch.cuda.max_memory_allocated() - before
+	step()  # Compiles kernels, and makes what lives on.
+	for leaf in leaves:
+		leaf.grad = None
+	torch.cuda.synchronize()
+	torch.cuda.reset_peak_memory_stats()
+	before = torch.cuda.memory_allocated()
+	step()
+	return torch.cuda.max_memory_allocated() - before

@@ -3,8 +3,6 @@
 Memory is the most above parameters, rows and their gradients, which are there before and after.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,32 +15,32 @@ _REPEATS, _SECONDS = 5, 0.05
 
 
 def details_of(run: Callable[[], Any]) -> list[Measurement]:
-  """Eager time, and memory."""
-  return [of_times(_eager(run), "eager time", "back to back, host included"), _peak(run)]
+	"""Eager time, and memory."""
+	return [of_times(_eager(run), "eager time", "back to back, host included"), _peak(run)]
 
 
 def _eager(run: Callable[[], Any]) -> list[float]:
-  """Microseconds of a call among many without a graph."""
-  calls = 1
-  times: list[float] = []
-  while len(times) < _REPEATS:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-      run()
-    torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
-    if elapsed < _SECONDS:
-      calls *= 2
-    else:
-      times.append(elapsed / calls * 1e6)
-  return times
+	"""Microseconds of a call among many without a graph."""
+	calls = 1
+	times: list[float] = []
+	while len(times) < _REPEATS:
+		torch.cuda.synchronize()
+		start = time.perf_counter()
+		for _ in range(calls):
+			run()
+		torch.cuda.synchronize()
+		elapsed = time.perf_counter() - start
+		if elapsed < _SECONDS:
+			calls *= 2
+		else:
+			times.append(elapsed / calls * 1e6)
+	return times
 
 
 def _peak(run: Callable[[], Any]) -> Measurement:
-  torch.cuda.synchronize()
-  torch.cuda.reset_peak_memory_stats()
-  before = torch.cuda.memory_allocated()
-  run()
-  peak = torch.cuda.max_memory_allocated() - before
-  return Measurement("peak memory", peak, "byte", "allocated, eager", 0.0, 1)
+	torch.cuda.synchronize()
+	torch.cuda.reset_peak_memory_stats()
+	before = torch.cuda.memory_allocated()
+	run()
+	peak = torch.cuda.max_memory_allocated() - before
+	return Measurement("peak memory", peak, "byte", "allocated, eager", 0.0, 1)

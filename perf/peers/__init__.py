@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from .base import Peer
+	from .base import Peer
 
 __all__ = ["PEERS", "all_peers"]
 
@@ -17,6 +17,6 @@ PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", 
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-  """Every peer, whether it works here or not."""
-  modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
-  return [module.PEER(paths) for module in modules]
+	"""Every peer, whether it works here or not."""
+	modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
+	return [module.PEER(paths) for module in modules]

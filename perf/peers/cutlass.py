@@ -28,8 +28,8 @@ from perf.suites.base import element_bytes
 from .base import NOISE, Peer, padded_rows, unpadded_rows
 
 if TYPE_CHECKING:
-  from perf.contender import Contender
-  from perf.operands import Operands
+	from perf.contender import Contender
+	from perf.operands import Operands
 
 _ROW_MULTIPLE = 16
 _FORMATS: tuple[Format, ...] = (NVFP4(), MXFP8())
@@ -39,125 +39,125 @@ _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 1
 
 
 class CutlassExample(Peer):
-  """Its records stay in the repository, so that no checkout is needed to compare with them."""
+	"""Its records stay in the repository, so that no checkout is needed to compare with them."""
 
-  name = "CUTLASS"
-  module = "cutlass"
-  distribution = "nvidia-cutlass-dsl"
-  kinds = ("emulator",)
-  sources = "examples/python/CuTeDSL/cute"
+	name = "CUTLASS"
+	module = "cutlass"
+	distribution = "nvidia-cutlass-dsl"
+	kinds = ("emulator",)
+	sources = "examples/python/CuTeDSL/cute"
 
-  def products(self, work: Operands) -> Iterator[Contender]:
-    """Fprop of NVFP4 and of MXFP8 with each tile."""
-    if work.product != "fprop" or self.path is None:
-      return
-    assert isinstance(self.meter, EmulatorMeter)
-    for fmt, tile in itertools.product(_FORMATS, _TILES):
-      call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
-      bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
-      note = "groups rounded up to 16 rows; no factor a row"
-      made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
-      # Its error is beside what operands decode to.
-      name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
-      yield dataclasses.replace(made, name=name, bound=bound)
+	def products(self, work: Operands) -> Iterator[Contender]:
+		"""Fprop of NVFP4 and of MXFP8 with each tile."""
+		if work.product != "fprop" or self.path is None:
+			return
+		assert isinstance(self.meter, EmulatorMeter)
+		for fmt, tile in itertools.product(_FORMATS, _TILES):
+			call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
+			bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
+			note = "groups rounded up to 16 rows; no factor a row"
+			made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
+			# Its error is beside what operands decode to.
+			name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
+			yield dataclasses.replace(made, name=name, bound=bound)
 
 
 class _Call:
-  """One product with one tile."""
+	"""One product with one tile."""
 
-  def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
-    self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
-    self._num_sms = num_sms
-    self._values: tuple[Tensor, Tensor] | None = None
+	def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
+		self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
+		self._num_sms = num_sms
+		self._values: tuple[Tensor, Tensor] | None = None
 
-  def error(self, out: Tensor) -> float:
-    """Against the fp32 product of what its operands decode to."""
-    assert self._values is not None
-    got = unpadded_rows(out, self._work.sizes, _ROW_MULTIPLE)
-    return self._work.error(got, *self._values)
+	def error(self, out: Tensor) -> float:
+		"""Against the fp32 product of what its operands decode to."""
+		assert self._values is not None
+		got = unpadded_rows(out, self._work.sizes, _ROW_MULTIPLE)
+		return self._work.error(got, *self._values)
 
-  def prepare(self) -> Callable[[], Tensor]:
-    """Quantize, and compile the example; its second levels are ones."""
-    from cutlass import Float32, cute
+	def prepare(self) -> Callable[[], Tensor]:
+		"""Quantize, and compile the example; its second levels are ones."""
+		from cutlass import Float32, cute
 
-    work, fmt = self._work, self._fmt
-    assert fmt.scale is not None
-    a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
-    sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
-    offs = torch.tensor(sizes).cumsum(0).int()
-    operands, values = _quantized(a, sizes, work.b, fmt)
-    self._values = (unpadded_rows(values[0], work.sizes, _ROW_MULTIPLE), values[1])
-    m, n, ctas = _TILES[self._tile]
-    kernel = self._example().ScaledGroupedGemmKernel(
-      scenario="2Dx3D",
-      sf_vec_size=fmt.scale.vec_size,
-      accumulate_on_output=False,
-      separate_tensormap_init=True,
-      consistent_token_padding=False,
-      acc_dtype=Float32,
-      mma_tiler_mnk=(m, n, 1024 // fmt.element.bits),
-      cluster_shape_mnk=(ctas, 1, 1),
-      use_2cta_instrs=ctas == 2,
-      fixed_expert_cnt=None,
-    )
-    groups = len(work.b)
-    out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
-    workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
-    arguments = (*operands, out, offs, workspace)
-    ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
+		work, fmt = self._work, self._fmt
+		assert fmt.scale is not None
+		a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
+		sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
+		offs = torch.tensor(sizes).cumsum(0).int()
+		operands, values = _quantized(a, sizes, work.b, fmt)
+		self._values = (unpadded_rows(values[0], work.sizes, _ROW_MULTIPLE), values[1])
+		m, n, ctas = _TILES[self._tile]
+		kernel = self._example().ScaledGroupedGemmKernel(
+			scenario="2Dx3D",
+			sf_vec_size=fmt.scale.vec_size,
+			accumulate_on_output=False,
+			separate_tensormap_init=True,
+			consistent_token_padding=False,
+			acc_dtype=Float32,
+			mma_tiler_mnk=(m, n, 1024 // fmt.element.bits),
+			cluster_shape_mnk=(ctas, 1, 1),
+			use_2cta_instrs=ctas == 2,
+			fixed_expert_cnt=None,
+		)
+		groups = len(work.b)
+		out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
+		workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
+		arguments = (*operands, out, offs, workspace)
+		ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
 
-    @functools.cache
-    def compiled() -> tuple[Any, tuple[Any, ...]]:
-      # The DSL takes CPU tensors only where it is on the emulator.
-      tensors = [_cute_tensor(x) for x in arguments]
-      rest = (importlib.import_module("cuda.bindings.driver").CUstream(0), *(_cute_tensor(x) for x in ones))
-      clusters = self._num_sms // ctas
-      return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
+		@functools.cache
+		def compiled() -> tuple[Any, tuple[Any, ...]]:
+			# The DSL takes CPU tensors only where it is on the emulator.
+			tensors = [_cute_tensor(x) for x in arguments]
+			rest = (importlib.import_module("cuda.bindings.driver").CUstream(0), *(_cute_tensor(x) for x in ones))
+			clusters = self._num_sms // ctas
+			return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
 
-    def run() -> Tensor:
-      with installed("sm_100a", self._num_sms):
-        function, given = compiled()
-        function(*given)
-      return out
+		def run() -> Tensor:
+			with installed("sm_100a", self._num_sms):
+				function, given = compiled()
+				function(*given)
+			return out
 
-    return run
+		return run
 
-  def _example(self) -> Any:
-    folder = str(self._path / CutlassExample.sources)
-    if folder not in sys.path:
-      sys.path.insert(0, folder)
-    return importlib.import_module(_MODULE)
+	def _example(self) -> Any:
+		folder = str(self._path / CutlassExample.sources)
+		if folder not in sys.path:
+			sys.path.insert(0, folder)
+		return importlib.import_module(_MODULE)
 
 
 def _quantized(a: Tensor, sizes: list[int], b: Tensor, fmt: Format) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-  """Operands as the example takes them, and their values, second levels left out."""
-  offs = torch.tensor(sizes).cumsum(0).int()
-  unit = torch.full((len(sizes),), 2688.0) if fmt.second_level else None
-  left = grouped.quantize(a, fmt, offs=offs, amax=unit)
-  right = grouped.quantize(b, fmt, amax=unit)
-  assert fmt.scale is not None
-  assert left.rowwise is not None and right.rowwise is not None
-  k = a.shape[1]
-  # The scales of each group's rows in whole tiles of 128, one group after the other.
-  starts = [0, *offs.tolist()]
-  tiles = [
-    left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
-    for g, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
-  ]
-  width = k // fmt.scale.vec_size
-  scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
-  codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
-  is_packed = fmt.element.per_byte > 1
-  packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
-  factors = [x.view(fmt.scale.element.dtype) for x in scales]
-  values = (left.dequantize(torch.float32), right.dequantize(torch.float32))
-  return (packed[0], packed[1].transpose(1, 2), *factors), values
+	"""Operands as the example takes them, and their values, second levels left out."""
+	offs = torch.tensor(sizes).cumsum(0).int()
+	unit = torch.full((len(sizes),), 2688.0) if fmt.second_level else None
+	left = grouped.quantize(a, fmt, offs=offs, amax=unit)
+	right = grouped.quantize(b, fmt, amax=unit)
+	assert fmt.scale is not None
+	assert left.rowwise is not None and right.rowwise is not None
+	k = a.shape[1]
+	# The scales of each group's rows in whole tiles of 128, one group after the other.
+	starts = [0, *offs.tolist()]
+	tiles = [
+		left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
+		for g, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+	]
+	width = k // fmt.scale.vec_size
+	scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
+	codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
+	is_packed = fmt.element.per_byte > 1
+	packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
+	factors = [x.view(fmt.scale.element.dtype) for x in scales]
+	values = (left.dequantize(torch.float32), right.dequantize(torch.float32))
+	return (packed[0], packed[1].transpose(1, 2), *factors), values
 
 
 def _cute_tensor(x: Tensor) -> Any:
-  from cutlass.cute.runtime import from_dlpack
+	from cutlass.cute.runtime import from_dlpack
 
-  return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
+	return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
 
 
 PEER = CutlassExample

@@ -13,8 +13,8 @@ from torch import Tensor
 from .base import Peer, padded_rows, unpadded_rows
 
 if TYPE_CHECKING:
-  from perf.contender import Contender
-  from perf.operands import Operands
+	from perf.contender import Contender
+	from perf.operands import Operands
 
 _BLOCK = 128
 #: Mean rows of an expert below which its masked layout is the faster one.
@@ -23,104 +23,104 @@ _HOPPER = 9
 
 
 class DeepGemm(Peer):
-  """Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
+	"""Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
 
-  name = "DeepGEMM"
-  module = "deep_gemm"
-  distribution = "deep_gemm"
-  capabilities = (9, 10)
+	name = "DeepGEMM"
+	module = "deep_gemm"
+	distribution = "deep_gemm"
+	capabilities = (9, 10)
 
-  def products(self, work: Operands) -> Iterator[Contender]:
-    """Fprop; padding and conversion are not timed."""
-    if work.product != "fprop":
-      return
-    masked = work.rows < _MASKED_BELOW * work.shape.experts
-    layout = "masked" if masked else "contiguous"
-    make = _masked if masked else _contiguous
-    for text, is_fp8, sizes in (("bfloat16", False, (2.0, 2.0)), ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0))):
-      call = _Call(work, is_fp8)
-      prepare = functools.partial(make, call)
-      note = f"{layout}, padded before"
-      yield self.product(work, text, prepare, *sizes, error=call.error, note=note)
+	def products(self, work: Operands) -> Iterator[Contender]:
+		"""Fprop; padding and conversion are not timed."""
+		if work.product != "fprop":
+			return
+		masked = work.rows < _MASKED_BELOW * work.shape.experts
+		layout = "masked" if masked else "contiguous"
+		make = _masked if masked else _contiguous
+		for text, is_fp8, sizes in (("bfloat16", False, (2.0, 2.0)), ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0))):
+			call = _Call(work, is_fp8)
+			prepare = functools.partial(make, call)
+			note = f"{layout}, padded before"
+			yield self.product(work, text, prepare, *sizes, error=call.error, note=note)
 
 
 class _Call:
-  """Operands of one product, and where its rows are in a padded result."""
+	"""Operands of one product, and where its rows are in a padded result."""
 
-  def __init__(self, work: Operands, is_fp8: bool) -> None:
-    self.work, self.is_fp8 = work, is_fp8
-    self.library: Any = None
-    self.alignment = 0
+	def __init__(self, work: Operands, is_fp8: bool) -> None:
+		self.work, self.is_fp8 = work, is_fp8
+		self.library: Any = None
+		self.alignment = 0
 
-  def load(self) -> None:
-    """Import the library and convert the weights."""
-    self.library = importlib.import_module("deep_gemm")
-    # Block scales are powers of two, packed, on Blackwell alone.
-    self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
-    self.options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
-    self.prefix = "m_grouped_fp8_gemm_nt" if self.is_fp8 else "m_grouped_bf16_gemm_nt"
+	def load(self) -> None:
+		"""Import the library and convert the weights."""
+		self.library = importlib.import_module("deep_gemm")
+		# Block scales are powers of two, packed, on Blackwell alone.
+		self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
+		self.options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
+		self.prefix = "m_grouped_fp8_gemm_nt" if self.is_fp8 else "m_grouped_bf16_gemm_nt"
 
-  def weights(self) -> Any:
-    if not self.is_fp8:
-      return self.work.b
-    cast = self.library.utils.per_block_cast_to_fp8
-    pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
-    return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+	def weights(self) -> Any:
+		if not self.is_fp8:
+			return self.work.b
+		cast = self.library.utils.per_block_cast_to_fp8
+		pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
+		return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
 
-  def rows(self, x: Tensor) -> Any:
-    """Rows (..., K) as it takes them."""
-    if not self.is_fp8:
-      return x
-    flat = x.flatten(0, -2)
-    values, scales = self.library.utils.per_token_cast_to_fp8(flat, use_ue8m0=self.pow2)
-    return values.view(x.shape), scales.view(*x.shape[:-1], -1)
+	def rows(self, x: Tensor) -> Any:
+		"""Rows (..., K) as it takes them."""
+		if not self.is_fp8:
+			return x
+		flat = x.flatten(0, -2)
+		values, scales = self.library.utils.per_token_cast_to_fp8(flat, use_ue8m0=self.pow2)
+		return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
-  def error(self, out: Tensor) -> float:
-    """As ``Contender.error``, of the rows that were asked for."""
-    sizes = self.work.sizes
-    if out.dim() == 3:
-      rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
-    else:
-      rows = unpadded_rows(out, sizes, self.alignment)
-    return self.work.error(rows)
+	def error(self, out: Tensor) -> float:
+		"""As ``Contender.error``, of the rows that were asked for."""
+		sizes = self.work.sizes
+		if out.dim() == 3:
+			rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
+		else:
+			rows = unpadded_rows(out, sizes, self.alignment)
+		return self.work.error(rows)
 
 
 def _contiguous(call: _Call) -> Callable[[], Tensor]:
-  call.load()
-  work, library = call.work, call.library
-  call.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
-  library.set_mk_alignment_for_contiguous_layout(call.alignment)
-  a, owner = padded_rows(work.a, work.sizes, call.alignment)
-  rows, weights = call.rows(a), call.weights()
-  out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16, device=a.device)
-  multiply = getattr(library, f"{call.prefix}_contiguous")
+	call.load()
+	work, library = call.work, call.library
+	call.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
+	library.set_mk_alignment_for_contiguous_layout(call.alignment)
+	a, owner = padded_rows(work.a, work.sizes, call.alignment)
+	rows, weights = call.rows(a), call.weights()
+	out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16, device=a.device)
+	multiply = getattr(library, f"{call.prefix}_contiguous")
 
-  def run() -> Tensor:
-    multiply(rows, weights, out, owner, **call.options)
-    return out
+	def run() -> Tensor:
+		multiply(rows, weights, out, owner, **call.options)
+		return out
 
-  return run
+	return run
 
 
 def _masked(call: _Call) -> Callable[[], Tensor]:
-  call.load()
-  work = call.work
-  most = -(-max(work.sizes) // _BLOCK) * _BLOCK
-  experts = work.shape.experts
-  a = work.a.new_zeros(experts, most, work.shape.k)
-  for group, part in enumerate(work.a.split(work.sizes)):
-    a[group, : len(part)] = part
-  rows, weights = call.rows(a), call.weights()
-  sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
-  expected = max(1, -(-work.rows // experts))
-  out = torch.empty(experts, most, work.shape.n, dtype=torch.bfloat16, device=a.device)
-  multiply = getattr(call.library, f"{call.prefix}_masked")
+	call.load()
+	work = call.work
+	most = -(-max(work.sizes) // _BLOCK) * _BLOCK
+	experts = work.shape.experts
+	a = work.a.new_zeros(experts, most, work.shape.k)
+	for group, part in enumerate(work.a.split(work.sizes)):
+		a[group, : len(part)] = part
+	rows, weights = call.rows(a), call.weights()
+	sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
+	expected = max(1, -(-work.rows // experts))
+	out = torch.empty(experts, most, work.shape.n, dtype=torch.bfloat16, device=a.device)
+	multiply = getattr(call.library, f"{call.prefix}_masked")
 
-  def run() -> Tensor:
-    multiply(rows, weights, out, sizes, expected, **call.options)
-    return out
+	def run() -> Tensor:
+		multiply(rows, weights, out, sizes, expected, **call.options)
+		return out
 
-  return run
+	return run
 
 
 PEER = DeepGemm

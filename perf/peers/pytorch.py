@@ -16,151 +16,151 @@ from perf.contender import Contender, relative_error
 from .base import NOISE, Peer
 
 if TYPE_CHECKING:
-  from perf.operands import Operands
-  from perf.suites.layer import LayerWork, Step
-  from perf.suites.quantize import Input, Quantization
+	from perf.operands import Operands
+	from perf.suites.layer import LayerWork, Step
+	from perf.suites.quantize import Input, Quantization
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
 
 
 class PyTorch(Peer):
-  """``torch._grouped_mm``, ``torch._scaled_grouped_mm`` and ``torch.compile``."""
+	"""``torch._grouped_mm``, ``torch._scaled_grouped_mm`` and ``torch.compile``."""
 
-  name = "torch"
-  module = "torch"
-  distribution = "torch"
-  kinds = ("gpu", "cpu")
+	name = "torch"
+	module = "torch"
+	distribution = "torch"
+	kinds = ("gpu", "cpu")
 
-  @property
-  def versions(self) -> dict[str, str]:
-    return {"torch": torch.__version__}
+	@property
+	def versions(self) -> dict[str, str]:
+		return {"torch": torch.__version__}
 
-  def products(self, work: Operands) -> Iterator[Contender]:
-    """In bf16, and of m_grouped ones in FP8 with a scale a row."""
-    plain = functools.partial(_grouped_mm, work)
-    yield self.product(work, "bfloat16", lambda: plain)
-    if work.device.type == "cuda" and work.product == "fprop":
-      rowwise = functools.partial(_rowwise, work)
-      yield self.product(work, "fp8 rowwise", rowwise, 1.0, 1.0)
+	def products(self, work: Operands) -> Iterator[Contender]:
+		"""In bf16, and of m_grouped ones in FP8 with a scale a row."""
+		plain = functools.partial(_grouped_mm, work)
+		yield self.product(work, "bfloat16", lambda: plain)
+		if work.device.type == "cuda" and work.product == "fprop":
+			rowwise = functools.partial(_rowwise, work)
+			yield self.product(work, "fp8 rowwise", rowwise, 1.0, 1.0)
 
-  def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-    """NVFP4 and MXFP8 rows; scales are not swizzled."""
-    if asked.directions != "row":
-      return
-    if asked.gives_amax:
-      yield self._compiled(data, "nvfp4", nvfp4_given, nvfp4_values)
-    else:
-      yield self._compiled(data, "nvfp4:row_scaled", nvfp4_rows, nvfp4_values)
-      yield self._compiled(data, "mxfp8", mxfp8_rows, mxfp8_values)
+	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+		"""NVFP4 and MXFP8 rows; scales are not swizzled."""
+		if asked.directions != "row":
+			return
+		if asked.gives_amax:
+			yield self._compiled(data, "nvfp4", nvfp4_given, nvfp4_values)
+		else:
+			yield self._compiled(data, "nvfp4:row_scaled", nvfp4_rows, nvfp4_values)
+			yield self._compiled(data, "mxfp8", mxfp8_rows, mxfp8_values)
 
-  def _compiled(self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]) -> Contender:
-    def prepare() -> Callable[[], Any]:
-      amax = data.amax.amax().view(1)
-      return functools.partial(torch.compile(quantize, dynamic=False), data.x, amax)
+	def _compiled(self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]) -> Contender:
+		def prepare() -> Callable[[], Any]:
+			amax = data.amax.amax().view(1)
+			return functools.partial(torch.compile(quantize, dynamic=False), data.x, amax)
 
-    made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
-    return dataclasses.replace(made, name="torch.compile")
+		made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
+		return dataclasses.replace(made, name="torch.compile")
 
-  def layers(self, work: LayerWork) -> Iterator[Contender]:
-    """The layer in bf16, by ``torch._grouped_mm``."""
-    bound = 3 * NOISE["bfloat16"]
-    make = functools.partial(_layer, work)
-    yield work.contender("torch", "BF16", make, bound, versions=self.versions)
+	def layers(self, work: LayerWork) -> Iterator[Contender]:
+		"""The layer in bf16, by ``torch._grouped_mm``."""
+		bound = 3 * NOISE["bfloat16"]
+		make = functools.partial(_layer, work)
+		yield work.contender("torch", "BF16", make, bound, versions=self.versions)
 
 
 def _grouped_mm(work: Operands) -> Tensor:
-  if work.is_wgrad:
-    left, right = work.a.t(), work.b
-  else:
-    left, right = work.a, work.b if work.product == "dgrad" else work.b.transpose(1, 2)
-  out: Tensor = torch._grouped_mm(left, right, offs=work.offs)
-  return out
+	if work.is_wgrad:
+		left, right = work.a.t(), work.b
+	else:
+		left, right = work.a, work.b if work.product == "dgrad" else work.b.transpose(1, 2)
+	out: Tensor = torch._grouped_mm(left, right, offs=work.offs)
+	return out
 
 
 def _to_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-  scale = x.abs().amax(-1).float().clamp(min=1e-12) / _FP8_MAX
-  return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
+	scale = x.abs().amax(-1).float().clamp(min=1e-12) / _FP8_MAX
+	return (x.float() / scale.unsqueeze(-1)).to(torch.float8_e4m3fn), scale
 
 
 def _rowwise(work: Operands) -> Callable[[], Tensor]:
-  a, a_scale = _to_fp8_rows(work.a)
-  # Expert by expert: fp32 copies of all weights may be too much.
-  pairs = [_to_fp8_rows(weight) for weight in work.b]
-  b, b_scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-  operands = (a, b.transpose(1, 2), a_scale, b_scale)
-  options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-  return functools.partial(torch._scaled_grouped_mm, *operands, offs=work.offs, **options)
+	a, a_scale = _to_fp8_rows(work.a)
+	# Expert by expert: fp32 copies of all weights may be too much.
+	pairs = [_to_fp8_rows(weight) for weight in work.b]
+	b, b_scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+	operands = (a, b.transpose(1, 2), a_scale, b_scale)
+	options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+	return functools.partial(torch._scaled_grouped_mm, *operands, offs=work.offs, **options)
 
 
 def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-  """Codes, block scales and second level of rows of given amaxes, as PyTorch users write it."""
-  blocks = x.float().unflatten(-1, (-1, 16))
-  level = (2688.0 / amax).view(-1, 1)
-  scales = (blocks.abs().amax(-1) / 6.0 * level).clamp(max=448.0).to(torch.float8_e4m3fn)
-  y = blocks * (level / scales.float()).unsqueeze(-1)
-  magnitude = y.abs()
-  code = (magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)
-  code = code + (magnitude >= 1.75) + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0)
-  code = (code | (y < 0).to(torch.uint8) << 3).flatten(-2)
-  return code[..., ::2] | code[..., 1::2] << 4, scales, level
+	"""Codes, block scales and second level of rows of given amaxes, as PyTorch users write it."""
+	blocks = x.float().unflatten(-1, (-1, 16))
+	level = (2688.0 / amax).view(-1, 1)
+	scales = (blocks.abs().amax(-1) / 6.0 * level).clamp(max=448.0).to(torch.float8_e4m3fn)
+	y = blocks * (level / scales.float()).unsqueeze(-1)
+	magnitude = y.abs()
+	code = (magnitude > 0.25).to(torch.uint8) + (magnitude >= 0.75) + (magnitude > 1.25)
+	code = code + (magnitude >= 1.75) + (magnitude > 2.5) + (magnitude >= 3.5) + (magnitude > 5.0)
+	code = (code | (y < 0).to(torch.uint8) << 3).flatten(-2)
+	return code[..., ::2] | code[..., 1::2] << 4, scales, level
 
 
 def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-  """NVFP4 rows, each with its own amax."""
-  del amax
-  return nvfp4_given(x, x.abs().amax(-1).float())
+	"""NVFP4 rows, each with its own amax."""
+	del amax
+	return nvfp4_given(x, x.abs().amax(-1).float())
 
 
 def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
-  """What ``nvfp4_given`` stands for."""
-  table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
-  both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
-  blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
-  values: Tensor = blocks.flatten(-2) / level
-  return values
+	"""What ``nvfp4_given`` stands for."""
+	table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
+	both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
+	blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
+	values: Tensor = blocks.flatten(-2) / level
+	return values
 
 
 def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-  """MXFP8 rows: E4M3 codes and the exponent of each block, rounded up."""
-  del amax
-  blocks = x.float().unflatten(-1, (-1, 32))
-  exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / _FP8_MAX))
-  codes = (blocks * torch.exp2(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
-  return codes.flatten(-2), (exponent + 127).to(torch.uint8)
+	"""MXFP8 rows: E4M3 codes and the exponent of each block, rounded up."""
+	del amax
+	blocks = x.float().unflatten(-1, (-1, 32))
+	exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / _FP8_MAX))
+	codes = (blocks * torch.exp2(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)
+	return codes.flatten(-2), (exponent + 127).to(torch.uint8)
 
 
 def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
-  """What ``mxfp8_rows`` stands for."""
-  scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
-  values: Tensor = (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
-  return values
+	"""What ``mxfp8_rows`` stands for."""
+	scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
+	values: Tensor = (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
+	return values
 
 
 def grouped_mlp(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
-  """A linear layer; with a second weight, of the way down, an MLP with SwiGLU.
+	"""A linear layer; with a second weight, of the way down, an MLP with SwiGLU.
 
-  Its ``product`` is of rows of groups and (G, N, K) weights.
-  """
-  y = product(x, weights[0])
-  if len(weights) == 1:
-    return y
-  gate, up = y.chunk(2, dim=-1)
-  return product((F.silu(gate.float()) * up.float()).to(gate.dtype), weights[1])
+	Its ``product`` is of rows of groups and (G, N, K) weights.
+	"""
+	y = product(x, weights[0])
+	if len(weights) == 1:
+		return y
+	gate, up = y.chunk(2, dim=-1)
+	return product((F.silu(gate.float()) * up.float()).to(gate.dtype), weights[1])
 
 
 def plain_layer(work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor]) -> Step:
-  """The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
-  weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
+	"""The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
+	weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
 
-  def product(rows: Tensor, weight: Tensor) -> Tensor:
-    return multiply(rows, weight.transpose(1, 2))
+	def product(rows: Tensor, weight: Tensor) -> Tensor:
+		return multiply(rows, weight.transpose(1, 2))
 
-  return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
+	return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
 
 
 def _layer(work: LayerWork) -> Step:
-  return plain_layer(work, functools.partial(torch._grouped_mm, offs=work.offs))
+	return plain_layer(work, functools.partial(torch._grouped_mm, offs=work.offs))
 
 
 PEER = PyTorch

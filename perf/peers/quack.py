@@ -14,81 +14,81 @@ from torch.nn import functional as F
 from .base import NOISE, Peer
 
 if TYPE_CHECKING:
-  from perf.contender import Contender
-  from perf.operands import Operands
-  from perf.suites.layer import LayerWork
+	from perf.contender import Contender
+	from perf.operands import Operands
+	from perf.suites.layer import LayerWork
 
 
 class Quack(Peer):
-  """Tuned by its own autotuner on the first call of a shape, which takes half a minute."""
+	"""Tuned by its own autotuner on the first call of a shape, which takes half a minute."""
 
-  name = "quack"
-  module = "quack"
-  distribution = "quack-kernels"
-  capabilities = (9, 10)
+	name = "quack"
+	module = "quack"
+	distribution = "quack-kernels"
+	capabilities = (9, 10)
 
-  def products(self, work: Operands) -> Iterator[Contender]:
-    def prepare() -> Any:
-      multiply = _interface().gemm
-      ends = _starts(work.offs)
-      if work.is_wgrad:
-        return functools.partial(multiply, work.a.T, work.b, cu_seqlens_k=ends)
-      right = work.b if work.product == "dgrad" else work.b.transpose(1, 2)
-      return functools.partial(multiply, work.a, right, cu_seqlens_m=ends)
+	def products(self, work: Operands) -> Iterator[Contender]:
+		def prepare() -> Any:
+			multiply = _interface().gemm
+			ends = _starts(work.offs)
+			if work.is_wgrad:
+				return functools.partial(multiply, work.a.T, work.b, cu_seqlens_k=ends)
+			right = work.b if work.product == "dgrad" else work.b.transpose(1, 2)
+			return functools.partial(multiply, work.a, right, cu_seqlens_m=ends)
 
-    yield self.product(work, "bfloat16", prepare)
+		yield self.product(work, "bfloat16", prepare)
 
-  def layers(self, work: LayerWork) -> Iterator[Contender]:
-    """The MLP; without a backward pass what that would need is not stored."""
-    if work.layer == "mlp":
-      make = functools.partial(_Mlp, work)
-      bound = 4 * NOISE["bfloat16"]
-      yield work.contender("quack", "BF16", make, bound, versions=self.versions)
+	def layers(self, work: LayerWork) -> Iterator[Contender]:
+		"""The MLP; without a backward pass what that would need is not stored."""
+		if work.layer == "mlp":
+			make = functools.partial(_Mlp, work)
+			bound = 4 * NOISE["bfloat16"]
+			yield work.contender("quack", "BF16", make, bound, versions=self.versions)
 
 
 def _interface() -> Any:
-  return importlib.import_module("quack.gemm_interface")
+	return importlib.import_module("quack.gemm_interface")
 
 
 def _starts(offs: Tensor) -> Tensor:
-  """Where groups begin, and the end."""
-  return F.pad(offs, (1, 0))
+	"""Where groups begin, and the end."""
+	return F.pad(offs, (1, 0))
 
 
 class _Mlp:
-  """An MLP as its functions make it; gate and value are interleaved before."""
+	"""An MLP as its functions make it; gate and value are interleaved before."""
 
-  def __init__(self, work: LayerWork) -> None:
-    self._work = work
-    self._ends = _starts(work.offs)
-    up, self._down = work.weights
-    gate, value = up.chunk(2, dim=1)
-    self._up = torch.stack((gate, value), 2).flatten(1, 2).contiguous()
-    self._gemm = _interface()
+	def __init__(self, work: LayerWork) -> None:
+		self._work = work
+		self._ends = _starts(work.offs)
+		up, self._down = work.weights
+		gate, value = up.chunk(2, dim=1)
+		self._up = torch.stack((gate, value), 2).flatten(1, 2).contiguous()
+		self._gemm = _interface()
 
-  def run(self) -> tuple[Tensor, ...]:
-    gemm, work = self._gemm, self._work
-    rows = {"cu_seqlens_m": self._ends}
-    before, hidden = gemm.gemm_gated(
-      work.x, self._up.transpose(1, 2), activation="swiglu", store_preact=work.backward, **rows
-    )
-    y = gemm.gemm(hidden, self._down.transpose(1, 2), **rows)
-    if work.dy is None:
-      return (y,)
-    d_before, again = gemm.gemm_dgated(work.dy, self._down, before, activation="swiglu", **rows)
-    depth = {"cu_seqlens_k": self._ends}
-    dx = gemm.gemm(d_before, self._up, **rows)
-    d_down = gemm.gemm(work.dy.T, again, **depth)
-    return y, dx, gemm.gemm(d_before.T, work.x, **depth), d_down
+	def run(self) -> tuple[Tensor, ...]:
+		gemm, work = self._gemm, self._work
+		rows = {"cu_seqlens_m": self._ends}
+		before, hidden = gemm.gemm_gated(
+			work.x, self._up.transpose(1, 2), activation="swiglu", store_preact=work.backward, **rows
+		)
+		y = gemm.gemm(hidden, self._down.transpose(1, 2), **rows)
+		if work.dy is None:
+			return (y,)
+		d_before, again = gemm.gemm_dgated(work.dy, self._down, before, activation="swiglu", **rows)
+		depth = {"cu_seqlens_k": self._ends}
+		dx = gemm.gemm(d_before, self._up, **rows)
+		d_down = gemm.gemm(work.dy.T, again, **depth)
+		return y, dx, gemm.gemm(d_before.T, work.x, **depth), d_down
 
-  def results(self) -> list[Tensor]:
-    """As ``LayerWork.expected``: gate before value."""
-    y, *gradients = self.run()
-    if not gradients:
-      return [y]
-    dx, d_up, d_down = gradients
-    gate, value = d_up.unflatten(1, (-1, 2)).unbind(2)
-    return [y, dx, torch.cat((gate, value), 1), d_down]
+	def results(self) -> list[Tensor]:
+		"""As ``LayerWork.expected``: gate before value."""
+		y, *gradients = self.run()
+		if not gradients:
+			return [y]
+		dx, d_up, d_down = gradients
+		gate, value = d_up.unflatten(1, (-1, 2)).unbind(2)
+		return [y, dx, torch.cat((gate, value), 1), d_down]
 
 
 PEER = Quack

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-  from .base import Suite
+	from .base import Suite
 
 __all__ = ["SUITES", "suite"]
 
@@ -14,14 +14,14 @@ SUITES = ("quantize", "gemm", "layer", "memory", "host", "compile", "counts")
 
 
 def suite(name: str) -> Suite:
-  """A suite by its name.
+	"""A suite by its name.
 
-  Raises:
-    ValueError: there is no such suite.
-  """
-  import importlib
+	Raises:
+	  ValueError: there is no such suite.
+	"""
+	import importlib
 
-  if name not in SUITES:
-    raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
-  found: Suite = importlib.import_module(f"perf.suites.{name}").SUITE
-  return found
+	if name not in SUITES:
+		raise ValueError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
+	found: Suite = importlib.import_module(f"perf.suites.{name}").SUITE
+	return found

@@ -12,77 +12,77 @@ import torch
 from perf.measure import Meter, meter_of
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
-  from perf.contender import Contender, Task
-  from perf.peers.base import Peer
+	from cute_kernels.formats import Format
+	from perf.contender import Contender, Task
+	from perf.peers.base import Peer
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What is asked of a run.
+	"""What is asked of a run.
 
-  Attributes:
-    backend: as ``meter_of`` takes it.
-    protocol: of a GPU, ``"sustained"`` or ``"burst"``.
-    quick: small shapes and few repeats: to see that everything runs.
-    full: all models and routings, not the few that are looked at most.
-    seed: of random inputs.
-    peers: who competes beside this package.
-    paths: checkouts of peers that run from their sources, by name.
-    emulation: options of the emulator.
-  """
+	Attributes:
+	  backend: as ``meter_of`` takes it.
+	  protocol: of a GPU, ``"sustained"`` or ``"burst"``.
+	  quick: small shapes and few repeats: to see that everything runs.
+	  full: all models and routings, not the few that are looked at most.
+	  seed: of random inputs.
+	  peers: who competes beside this package.
+	  paths: checkouts of peers that run from their sources, by name.
+	  emulation: options of the emulator.
+	"""
 
-  backend: str = ""
-  protocol: str = "sustained"
-  quick: bool = False
-  full: bool = False
-  seed: int = 0
-  peers: Sequence[Peer] = ()
-  paths: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-  emulation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+	backend: str = ""
+	protocol: str = "sustained"
+	quick: bool = False
+	full: bool = False
+	seed: int = 0
+	peers: Sequence[Peer] = ()
+	paths: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+	emulation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-  def competing(self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]) -> Iterator[Contender]:
-    """What the peers that work here offer."""
-    for peer in self.peers:
-      if meter.kind in peer.kinds and not peer.missing(meter):
-        peer.meter = meter
-        yield from offered(peer)
+	def competing(self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]) -> Iterator[Contender]:
+		"""What the peers that work here offer."""
+		for peer in self.peers:
+			if meter.kind in peer.kinds and not peer.missing(meter):
+				peer.meter = meter
+				yield from offered(peer)
 
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-  """A set of tasks.
+	"""A set of tasks.
 
-  Attributes:
-    name: as ``Record.suite``.
-    summary: what it measures, in a line.
-    tasks: makes the tasks for a meter.
-    meters: what measures them, one after the other.
-    has_peers: whether others compete.
-  """
+	Attributes:
+	  name: as ``Record.suite``.
+	  summary: what it measures, in a line.
+	  tasks: makes the tasks for a meter.
+	  meters: what measures them, one after the other.
+	  has_peers: whether others compete.
+	"""
 
-  name: str
-  summary: str
-  tasks: Callable[[Meter, Options], Iterator[Task]]
-  meters: Callable[[Options], list[Meter]]
-  has_peers: bool = False
+	name: str
+	summary: str
+	tasks: Callable[[Meter, Options], Iterator[Task]]
+	meters: Callable[[Options], list[Meter]]
+	has_peers: bool = False
 
 
 def default_meters(options: Options) -> list[Meter]:
-  """The one meter of the backend that was asked for."""
-  return [meter_of(options.backend, options.protocol, options.quick, options.emulation)]
+	"""The one meter of the backend that was asked for."""
+	return [meter_of(options.backend, options.protocol, options.quick, options.emulation)]
 
 
 def element_bytes(fmt: Format | None, dtype: torch.dtype = torch.bfloat16) -> float:
-  """Bytes of an element of one copy of a tensor, its block scales included.
+	"""Bytes of an element of one copy of a tensor, its block scales included.
 
-  The second level is not: it is a number a row, or a group.
-  """
-  if fmt is None:
-    return dtype.itemsize
-  block = getattr(fmt, "block", (1, 1))
-  scale = fmt.scale
-  # A square block's scale is kept once for each of its rows, where the layout asks for that.
-  rows = block[0] if scale is not None and scale.layout == "mn_major" else 1
-  scales = scale.element.bits / 8 / scale.vec_size / rows if scale is not None else 0.0
-  return fmt.element.bits / 8 + scales
+	The second level is not: it is a number a row, or a group.
+	"""
+	if fmt is None:
+		return dtype.itemsize
+	block = getattr(fmt, "block", (1, 1))
+	scale = fmt.scale
+	# A square block's scale is kept once for each of its rows, where the layout asks for that.
+	rows = block[0] if scale is not None and scale.layout == "mn_major" else 1
+	scales = scale.element.bits / 8 / scale.vec_size / rows if scale is not None else 0.0
+	return fmt.element.bits / 8 + scales

@@ -1,7 +1,5 @@
 """What compiling a kernel costs, and what it takes of an SM."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tempfile
@@ -29,95 +27,95 @@ _REPEATS = 3
 
 
 class _CompileMeter(Meter):
-  """Compiles into a cache folder of its own, then loads from it.
+	"""Compiles into a cache folder of its own, then loads from it.
 
-  Args:
-    arch: what to compile for; on the emulator the machine code can be read.
-    quick: each kernel once.
-  """
+	Args:
+	  arch: what to compile for; on the emulator the machine code can be read.
+	  quick: each kernel once.
+	"""
 
-  kind = "cpu"
-  backend = "reference"
+	kind = "cpu"
+	backend = "reference"
 
-  def __init__(self, arch: Architecture, quick: bool) -> None:
-    self.target = arch
-    self.arch = arch.name
-    self.device = torch.device("cpu")
-    self.quick = quick
+	def __init__(self, arch: Architecture, quick: bool) -> None:
+		self.target = arch
+		self.arch = arch.name
+		self.device = torch.device("cpu")
+		self.quick = quick
 
-  def environment(self) -> Environment:
-    return dataclasses.replace(environment("cpu"), gpu="")
+	def environment(self) -> Environment:
+		return dataclasses.replace(environment("cpu"), gpu="")
 
-  def measure(
-    self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-  ) -> list[list[Measurement]]:
-    return [self._measure(run) for _, (run, *_) in zip(contenders, runs, strict=True)]
+	def measure(
+		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
+	) -> list[list[Measurement]]:
+		return [self._measure(run) for _, (run, *_) in zip(contenders, runs, strict=True)]
 
-  def _measure(self, run: Callable[[], Any]) -> list[Measurement]:
-    cold, warm = [], []
-    for _ in range(1 if self.quick else _REPEATS):
-      with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
-        cold.append(_microseconds(run))
-        warm.append(_microseconds(run))
-    kernel = run()
-    found = [of_times(cold, "compile time", "empty cache"), of_times(warm, "load time", "from the disk cache")]
-    if isinstance(kernel, EmulatedKernel):
-      resources = read_resources(kernel.cubin).values()
-      counts = {
-        "registers": max(r.registers for r in resources),
-        "stack bytes": max(r.stack_bytes for r in resources),
-        "cubin bytes": len(kernel.cubin),
-      }
-      found += [Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()]
-    return found
+	def _measure(self, run: Callable[[], Any]) -> list[Measurement]:
+		cold, warm = [], []
+		for _ in range(1 if self.quick else _REPEATS):
+			with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
+				cold.append(_microseconds(run))
+				warm.append(_microseconds(run))
+		kernel = run()
+		found = [of_times(cold, "compile time", "empty cache"), of_times(warm, "load time", "from the disk cache")]
+		if isinstance(kernel, EmulatedKernel):
+			resources = read_resources(kernel.cubin).values()
+			counts = {
+				"registers": max(r.registers for r in resources),
+				"stack bytes": max(r.stack_bytes for r in resources),
+				"cubin bytes": len(kernel.cubin),
+			}
+			found += [Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()]
+		return found
 
 
 def _microseconds(run: Callable[[], Any]) -> float:
-  forget_kernels()
-  start = time.perf_counter()
-  run()
-  return (time.perf_counter() - start) * 1e6
+	forget_kernels()
+	start = time.perf_counter()
+	run()
+	return (time.perf_counter() - start) * 1e6
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  assert isinstance(meter, _CompileMeter)
-  require_dsl()
-  specs: dict[object, KernelSpec] = {}
-  for spec in declared_specs(meter.target):
-    # One of each class and kind of operand, unless all are asked for.
-    kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
-    specs.setdefault(canonical_text(spec) if options.full else kind, spec)
-  chosen = list(specs.values())[: 2 if options.quick else None]
-  for spec in chosen:
-    case = {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}
+	assert isinstance(meter, _CompileMeter)
+	require_dsl()
+	specs: dict[object, KernelSpec] = {}
+	for spec in declared_specs(meter.target):
+		# One of each class and kind of operand, unless all are asked for.
+		kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
+		specs.setdefault(canonical_text(spec) if options.full else kind, spec)
+	chosen = list(specs.values())[: 2 if options.quick else None]
+	for spec in chosen:
+		case = {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}
 
-    def contenders(copy: int, spec: KernelSpec = spec) -> list[Contender]:
-      del copy
-      run = functools.partial(compile_kernel, spec, meter.target)
-      return [unchecked("ours", "", run)]
+		def contenders(copy: int, spec: KernelSpec = spec) -> list[Contender]:
+			del copy
+			run = functools.partial(compile_kernel, spec, meter.target)
+			return [unchecked("ours", "", run)]
 
-    yield Task("compile", case, contenders)
+		yield Task("compile", case, contenders)
 
 
 def _brief(spec: KernelSpec) -> str:
-  """The class of a spec and what tells its fields from their defaults."""
-  changed = []
-  for field in dataclasses.fields(spec):  # type: ignore[arg-type]
-    value = getattr(spec, field.name)
-    if value != field.default:
-      is_plain = isinstance(value, (str, bool, int))
-      changed.append(f"{field.name}={value if is_plain else canonical_text(value)}")
-  return f"{type(spec).__name__}({', '.join(changed)})"
+	"""The class of a spec and what tells its fields from their defaults."""
+	changed = []
+	for field in dataclasses.fields(spec):  # type: ignore[arg-type]
+		value = getattr(spec, field.name)
+		if value != field.default:
+			is_plain = isinstance(value, (str, bool, int))
+			changed.append(f"{field.name}={value if is_plain else canonical_text(value)}")
+	return f"{type(spec).__name__}({', '.join(changed)})"
 
 
 def _meters(options: Options) -> list[Meter]:
-  if options.backend.startswith("emulated:"):
-    targets = [architecture(options.backend)]
-  elif torch.cuda.is_available():
-    targets = [device_architecture(torch.cuda.current_device())]
-  else:
-    targets = [architecture(f"emulated:{name}") for name in ("sm_90a", "sm_100a")]
-  return [_CompileMeter(target, options.quick) for target in targets]
+	if options.backend.startswith("emulated:"):
+		targets = [architecture(options.backend)]
+	elif torch.cuda.is_available():
+		targets = [device_architecture(torch.cuda.current_device())]
+	else:
+		targets = [architecture(f"emulated:{name}") for name in ("sm_90a", "sm_100a")]
+	return [_CompileMeter(target, options.quick) for target in targets]
 
 
 SUITE = Suite("compile", "compile and load times, registers, stack", _tasks, _meters)

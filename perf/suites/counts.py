@@ -24,8 +24,8 @@ from .gemm import Pair
 from .quantize import Quantization
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import TileShape
-  from perf.measure import Meter
+	from cute_kernels.gemm.problem import TileShape
+	from perf.measure import Meter
 
 #: SMs of the emulated GPU.
 NUM_SMS = 8
@@ -35,42 +35,42 @@ _ARCHES = ("sm_90a", "sm_100a")
 _INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
 #: What is quantized: format, copies, whether amaxes are given.
 _QUANTIZERS = (
-  ("nvfp4", Quantization("row", True)),
-  ("nvfp4:row_scaled", Quantization("row", False)),
-  ("nvfp4", Quantization("column", True)),
-  ("nvfp4", Quantization("row+column", True)),
-  ("nvfp4:row_scaled", Quantization("row+column", False)),
-  ("nvfp4:block=16x16", Quantization("row+column", True)),
-  ("nvfp4:stochastic_rounding", Quantization("row+column", True)),
-  ("nvfp4:hadamard", Quantization("row+column", True)),
-  ("fp8", Quantization("row", True)),
-  ("fp8", Quantization("row+column", False)),
-  ("fp8_block", Quantization("row", False)),
-  ("fp8_block", Quantization("row+column", False)),
-  ("fp8_block:block=128x128", Quantization("row+column", False)),
-  ("mxfp8", Quantization("row", False)),
-  ("mxfp8", Quantization("row+column", False)),
-  ("mxfp8", Quantization("row+column", False, "swiglu")),
-  ("mxfp8", Quantization("row+column", False, "dswiglu")),
-  ("nvfp4:row_scaled", Quantization("row", False, "swiglu")),
+	("nvfp4", Quantization("row", True)),
+	("nvfp4:row_scaled", Quantization("row", False)),
+	("nvfp4", Quantization("column", True)),
+	("nvfp4", Quantization("row+column", True)),
+	("nvfp4:row_scaled", Quantization("row+column", False)),
+	("nvfp4:block=16x16", Quantization("row+column", True)),
+	("nvfp4:stochastic_rounding", Quantization("row+column", True)),
+	("nvfp4:hadamard", Quantization("row+column", True)),
+	("fp8", Quantization("row", True)),
+	("fp8", Quantization("row+column", False)),
+	("fp8_block", Quantization("row", False)),
+	("fp8_block", Quantization("row+column", False)),
+	("fp8_block:block=128x128", Quantization("row+column", False)),
+	("mxfp8", Quantization("row", False)),
+	("mxfp8", Quantization("row+column", False)),
+	("mxfp8", Quantization("row+column", False, "swiglu")),
+	("mxfp8", Quantization("row+column", False, "dswiglu")),
+	("nvfp4:row_scaled", Quantization("row", False, "swiglu")),
 )
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {
-  "balanced": "256 256 256 256 256 256 256 256",
-  "ragged": "37 150 299 1 80 212 5 266",
-  "routed": "432 80 160 32 176 128 560 480",
-  "skewed": "16 16 240 192 416 1040 16 112",
+	"balanced": "256 256 256 256 256 256 256 256",
+	"ragged": "37 150 299 1 80 212 5 266",
+	"routed": "432 80 160 32 176 128 560 480",
+	"skewed": "16 16 240 192 416 1040 16 112",
 }
 _FULL_SHAPE = GroupedShape("counted", "up", 8, 2048, 2048)
 _SHAPE = GroupedShape("counted", "up", 4, 512, 512)
 _RAGGED = "37 150 1 68"
 _PAIRS = (
-  Pair("nvfp4:row_scaled", "nvfp4"),
-  Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
-  Pair("nvfp4", "nvfp4:block=16x16"),
-  Pair(None, "nvfp4"),
-  Pair("mxfp8", "mxfp8"),
-  Pair(None, None),
+	Pair("nvfp4:row_scaled", "nvfp4"),
+	Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
+	Pair("nvfp4", "nvfp4:block=16x16"),
+	Pair(None, "nvfp4"),
+	Pair("mxfp8", "mxfp8"),
+	Pair(None, None),
 )
 #: Those that NVIDIA's example has, too.
 _FULL_PAIRS = (_PAIRS[0], Pair("mxfp8", "mxfp8"))
@@ -79,79 +79,79 @@ _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap
 
 
 def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
-  shape = _FULL_INPUT if options.full else _INPUT
-  for asked in dict.fromkeys(asked for _, asked in _QUANTIZERS):
-    texts = [text for text, other in _QUANTIZERS if other == asked]
-    made = quantize.quantize_task(meter, options, shape, asked, "counts")
-    yield _only(made, functools.partial(_is_one_of, texts))
-  for made in quantize.tasks_of(meter, options, shape, "counts"):
-    if made.case["op"] == "dequantize":
-      yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
-    elif not made.case["op"].endswith("quantize"):
-      yield made
+	shape = _FULL_INPUT if options.full else _INPUT
+	for asked in dict.fromkeys(asked for _, asked in _QUANTIZERS):
+		texts = [text for text, other in _QUANTIZERS if other == asked]
+		made = quantize.quantize_task(meter, options, shape, asked, "counts")
+		yield _only(made, functools.partial(_is_one_of, texts))
+	for made in quantize.tasks_of(meter, options, shape, "counts"):
+		if made.case["op"] == "dequantize":
+			yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
+		elif not made.case["op"].endswith("quantize"):
+			yield made
 
 
 def _is_one_of(texts: list[str], contender: Contender) -> bool:
-  """Whether it is a peer, or ours in one of these formats."""
-  return contender.name != "ours" or contender.format in texts
+	"""Whether it is a peer, or ours in one of these formats."""
+	return contender.name != "ours" or contender.format in texts
 
 
 def _only(task: Task, takes: Callable[[Contender], bool]) -> Task:
-  """A task with some of its contenders."""
+	"""A task with some of its contenders."""
 
-  def contenders(copy: int) -> list[Contender]:
-    return [c for c in task.contenders(copy) if takes(c)]
+	def contenders(copy: int) -> list[Contender]:
+		return [c for c in task.contenders(copy) if takes(c)]
 
-  return dataclasses.replace(task, contenders=contenders)
+	return dataclasses.replace(task, contenders=contenders)
 
 
 def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
-  """A contender of ours with a tile that the op would not choose."""
+	"""A contender of ours with a tile that the op would not choose."""
 
-  def prepare() -> Callable[[], Any]:
-    return functools.partial(_in_tile, tile, contender.prepare())
+	def prepare() -> Callable[[], Any]:
+		return functools.partial(_in_tile, tile, contender.prepare())
 
-  return dataclasses.replace(contender, name=f"{contender.name}, tile {name}", prepare=prepare)
+	return dataclasses.replace(contender, name=f"{contender.name}, tile {name}", prepare=prepare)
 
 
 def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
-  with force_tile(tile):
-    return run()
+	with force_tile(tile):
+		return run()
 
 
 def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:
-  rows = sum(map(int, sizes.split()))
+	rows = sum(map(int, sizes.split()))
 
-  def contenders(copy: int) -> list[Contender]:
-    work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
-    pairs = [pair for pair in _PAIRS if pair.fits(product)]
-    if options.full:
-      pairs = [pair for pair in pairs if pair in _FULL_PAIRS]
-    found = [gemm.ours(pair, work, meter) for pair in pairs]
-    if options.full:
-      tiles = itertools.product(list(found), _TILES.items())
-      found += [_forced(made, name, tile) for made, (name, tile) in tiles]
-    return [*found, *options.competing(meter, lambda peer: peer.products(work))]
+	def contenders(copy: int) -> list[Contender]:
+		work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
+		pairs = [pair for pair in _PAIRS if pair.fits(product)]
+		if options.full:
+			pairs = [pair for pair in pairs if pair in _FULL_PAIRS]
+		found = [gemm.ours(pair, work, meter) for pair in pairs]
+		if options.full:
+			tiles = itertools.product(list(found), _TILES.items())
+			found += [_forced(made, name, tile) for made, (name, tile) in tiles]
+		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
-  case = {**shape.case, "rows": rows, "product": product, "routing": sizes}
-  return Task("counts", case, contenders)
+	case = {**shape.case, "rows": rows, "product": product, "routing": sizes}
+	return Task("counts", case, contenders)
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  yield from _quantizers(meter, options)
-  if not options.full:
-    for product in ("fprop", "dgrad", "wgrad"):
-      yield _product(meter, options, _SHAPE, product, _RAGGED)
-  else:
-    for sizes in ROUTINGS.values():
-      yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)
+	yield from _quantizers(meter, options)
+	if not options.full:
+		for product in ("fprop", "dgrad", "wgrad"):
+			yield _product(meter, options, _SHAPE, product, _RAGGED)
+	else:
+		for sizes in ROUTINGS.values():
+			yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)
 
 
 def _meters(options: Options) -> list[Meter]:
-  emulation = {"num_sms": NUM_SMS, **options.emulation}
-  wanted = options.backend.removeprefix("emulated:")
-  arches = _ARCHES[1:] if options.full else _ARCHES
-  return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
+	emulation = {"num_sms": NUM_SMS, **options.emulation}
+	wanted = options.backend.removeprefix("emulated:")
+	arches = _ARCHES[1:] if options.full else _ARCHES
+	return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
 
 
 SUITE = Suite("counts", "instructions and bytes on the emulator", _tasks, _meters, True)

@@ -20,9 +20,9 @@ from perf.operands import Operands
 from .base import Options, Suite, default_meters, element_bytes
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from perf.measure import Meter
+	from perf.measure import Meter
 
 #: Rounding to bf16 is 1.7e-3; the sums are of exact products in fp32.
 _BOUND = 4e-3
@@ -30,66 +30,66 @@ _BOUND = 4e-3
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-  """Formats of the two operands of a product.
+	"""Formats of the two operands of a product.
 
-  Attributes:
-    a: text of the format of A, or None for bf16.
-    b: text of that of B.
-    prepacked: B has the order of bits of ``prepack``.
-    quantizes: A is quantized by the same call.
-    accumulates: the product is added to fp32, as gradients of weights are.
-  """
+	Attributes:
+	  a: text of the format of A, or None for bf16.
+	  b: text of that of B.
+	  prepacked: B has the order of bits of ``prepack``.
+	  quantizes: A is quantized by the same call.
+	  accumulates: the product is added to fp32, as gradients of weights are.
+	"""
 
-  a: str | None
-  b: str | None
-  prepacked: bool = False
-  quantizes: bool = False
-  accumulates: bool = False
+	a: str | None
+	b: str | None
+	prepacked: bool = False
+	quantizes: bool = False
+	accumulates: bool = False
 
-  def text(self, product: str) -> str:
-    """As ``Record.format``, in one of ``cases.PRODUCTS``."""
-    if self.a == self.b is None:
-      return "bfloat16"
-    return f"{self.a or 'bfloat16'} x {self.a if product == 'wgrad' else self.b}"
+	def text(self, product: str) -> str:
+		"""As ``Record.format``, in one of ``cases.PRODUCTS``."""
+		if self.a == self.b is None:
+			return "bfloat16"
+		return f"{self.a or 'bfloat16'} x {self.a if product == 'wgrad' else self.b}"
 
-  @property
-  def variant(self) -> str:
-    """What the contender's name says of it."""
-    said = {"prepacked": self.prepacked, "tokens quantized too": self.quantizes}
-    said["accumulating"] = self.accumulates
-    return "".join(f", {text}" for text, is_so in said.items() if is_so)
+	@property
+	def variant(self) -> str:
+		"""What the contender's name says of it."""
+		said = {"prepacked": self.prepacked, "tokens quantized too": self.quantizes}
+		said["accumulating"] = self.accumulates
+		return "".join(f", {text}" for text, is_so in said.items() if is_so)
 
-  def fits(self, product: str) -> bool:
-    """Whether it makes sense for one of ``cases.PRODUCTS``.
+	def fits(self, product: str) -> bool:
+		"""Whether it makes sense for one of ``cases.PRODUCTS``.
 
-    A wgrad has no weights, and no operand with a level of each row.
-    """
-    if product != "wgrad":
-      return not self.accumulates and (product == "fprop" or not self.quantizes)
-    a, b = self.formats
-    level = None if a is None else a.second_level
-    by_row = level is not None and level.per == "row"
-    return not (by_row or self.prepacked or self.quantizes or (a is None and b is not None))
+		A wgrad has no weights, and no operand with a level of each row.
+		"""
+		if product != "wgrad":
+			return not self.accumulates and (product == "fprop" or not self.quantizes)
+		a, b = self.formats
+		level = None if a is None else a.second_level
+		by_row = level is not None and level.per == "row"
+		return not (by_row or self.prepacked or self.quantizes or (a is None and b is not None))
 
-  @property
-  def formats(self) -> tuple[Format | None, Format | None]:
-    """The records of both."""
-    return (self.a and parse(self.a)) or None, (self.b and parse(self.b)) or None
+	@property
+	def formats(self) -> tuple[Format | None, Format | None]:
+		"""The records of both."""
+		return (self.a and parse(self.a)) or None, (self.b and parse(self.b)) or None
 
 
 #: What is multiplied; of wgrad both operands have the first format.
 PAIRS = (
-  Pair("nvfp4:row_scaled", "nvfp4"),
-  Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
-  Pair("nvfp4:row_scaled", "nvfp4", quantizes=True),
-  Pair("nvfp4", "nvfp4:block=16x16"),
-  Pair(None, "nvfp4"),
-  Pair("fp8", "fp8"),
-  Pair("mxfp8", "mxfp8"),
-  Pair("fp8_block", "fp8_block:block=128x128"),
-  Pair("fp8_block", "fp8_block:block=128x128", quantizes=True),
-  Pair(None, None),
-  *(Pair(text, text, accumulates=True) for text in ("nvfp4", "fp8", "mxfp8", "fp8_block", None)),
+	Pair("nvfp4:row_scaled", "nvfp4"),
+	Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
+	Pair("nvfp4:row_scaled", "nvfp4", quantizes=True),
+	Pair("nvfp4", "nvfp4:block=16x16"),
+	Pair(None, "nvfp4"),
+	Pair("fp8", "fp8"),
+	Pair("mxfp8", "mxfp8"),
+	Pair("fp8_block", "fp8_block:block=128x128"),
+	Pair("fp8_block", "fp8_block:block=128x128", quantizes=True),
+	Pair(None, None),
+	*(Pair(text, text, accumulates=True) for text in ("nvfp4", "fp8", "mxfp8", "fp8_block", None)),
 )
 #: Rows of an expert where decoding, mixed and training meet.
 _TOKENS = (1, 8, 16, 64, 128, 512, 4096)
@@ -99,123 +99,123 @@ _SMALL_ROWS = 200
 
 
 def ours(pair: Pair, work: Operands, meter: Meter) -> Contender:
-  """A product by this package."""
-  return Contender(
-    name=f"ours{pair.variant}",
-    format=pair.text(work.product),
-    prepare=functools.partial(_prepare, pair, work, meter),
-    error=functools.partial(_error, pair, work),
-    bound=_BOUND,
-    # What is added to is read and written.
-    bytes=work.least_bytes(*_bytes(pair, work), 8.0 if pair.accumulates else 2.0),
-    flops=work.flops,
-  )
+	"""A product by this package."""
+	return Contender(
+		name=f"ours{pair.variant}",
+		format=pair.text(work.product),
+		prepare=functools.partial(_prepare, pair, work, meter),
+		error=functools.partial(_error, pair, work),
+		bound=_BOUND,
+		# What is added to is read and written.
+		bytes=work.least_bytes(*_bytes(pair, work), 8.0 if pair.accumulates else 2.0),
+		flops=work.flops,
+	)
 
 
 def _bytes(pair: Pair, work: Operands) -> tuple[float, float]:
-  a, b = pair.formats
-  if pair.quantizes:
-    return element_bytes(None), element_bytes(b)
-  return element_bytes(a), element_bytes(a if work.is_wgrad else b)
+	a, b = pair.formats
+	if pair.quantizes:
+		return element_bytes(None), element_bytes(b)
+	return element_bytes(a), element_bytes(a if work.is_wgrad else b)
 
 
 def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
-  """Both operands as ``grouped_gemm`` takes them."""
-  a_fmt, b_fmt = pair.formats
-  a, b = work.a, work.b
-  if work.is_wgrad:
-    if a_fmt is not None:
-      options: dict[str, Any] = {"rowwise": False, "columnwise": True, "offs": work.offs}
-      a, b = (grouped.quantize(x, a_fmt, **options) for x in (a, b))
-    return a, b
-  if a_fmt is not None and not pair.quantizes:
-    a = grouped.quantize(a, a_fmt, offs=work.offs)
-  if b_fmt is not None:
-    b = grouped.quantize(b, b_fmt, columnwise=work.product == "dgrad")
-    if pair.prepacked:
-      b = b.prepack()
-  return a, b
+	"""Both operands as ``grouped_gemm`` takes them."""
+	a_fmt, b_fmt = pair.formats
+	a, b = work.a, work.b
+	if work.is_wgrad:
+		if a_fmt is not None:
+			options: dict[str, Any] = {"rowwise": False, "columnwise": True, "offs": work.offs}
+			a, b = (grouped.quantize(x, a_fmt, **options) for x in (a, b))
+		return a, b
+	if a_fmt is not None and not pair.quantizes:
+		a = grouped.quantize(a, a_fmt, offs=work.offs)
+	if b_fmt is not None:
+		b = grouped.quantize(b, b_fmt, columnwise=work.product == "dgrad")
+		if pair.prepacked:
+			b = b.prepack()
+	return a, b
 
 
 def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
-  a_fmt, b_fmt = pair.formats
-  is_mixed = a_fmt is None and b_fmt is not None
-  facts = {"columnwise": work.product != "fprop", "prepacked": pair.prepacked}
-  op = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
-  for fmt in dict.fromkeys((b_fmt,) if is_mixed or pair.prepacked else (a_fmt, b_fmt)):
-    require(op, fmt, meter.arch, **facts)
-  a, b = _operands(pair, work)
-  plain_a = a_fmt is None or pair.quantizes
-  options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
-  if pair.quantizes:
-    # Squares are not multiplied by squares.
-    gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
-    recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
-    return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
-  if plain_a:
-    options["offs"] = work.offs
-  if pair.accumulates:
-    options["out"] = torch.zeros(dataclasses.astuple(work.shape)[2:], device=work.device)
-    options["accumulate"] = True
-  return functools.partial(grouped.grouped_gemm, a, b, **options)
+	a_fmt, b_fmt = pair.formats
+	is_mixed = a_fmt is None and b_fmt is not None
+	facts = {"columnwise": work.product != "fprop", "prepacked": pair.prepacked}
+	op = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
+	for fmt in dict.fromkeys((b_fmt,) if is_mixed or pair.prepacked else (a_fmt, b_fmt)):
+		require(op, fmt, meter.arch, **facts)
+	a, b = _operands(pair, work)
+	plain_a = a_fmt is None or pair.quantizes
+	options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
+	if pair.quantizes:
+		# Squares are not multiplied by squares.
+		gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
+		recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
+		return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
+	if plain_a:
+		options["offs"] = work.offs
+	if pair.accumulates:
+		options["out"] = torch.zeros(dataclasses.astuple(work.shape)[2:], device=work.device)
+		options["accumulate"] = True
+	return functools.partial(grouped.grouped_gemm, a, b, **options)
 
 
 def _error(pair: Pair, work: Operands, out: Tensor) -> float:
-  """Against the fp32 product of what the operands decode to."""
-  if pair.quantizes:
-    a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
-  else:
-    a, b = _operands(pair, work)
-  direction = "columnwise" if work.product == "dgrad" else None
-  return work.error(out, _values(a, None), _values(b, direction))
+	"""Against the fp32 product of what the operands decode to."""
+	if pair.quantizes:
+		a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
+	else:
+		a, b = _operands(pair, work)
+	direction = "columnwise" if work.product == "dgrad" else None
+	return work.error(out, _values(a, None), _values(b, direction))
 
 
 def _values(x: Tensor, direction: str | None) -> Tensor:
-  if isinstance(x, grouped.GroupedTensor):
-    return x.dequantize(torch.float32, direction)
-  return x
+	if isinstance(x, grouped.GroupedTensor):
+		return x.dequantize(torch.float32, direction)
+	return x
 
 
 def task(
-  meter: Meter, options: Options, shape: GroupedShape, rows: int, product: str, routing: str, suite: str = "gemm"
+	meter: Meter, options: Options, shape: GroupedShape, rows: int, product: str, routing: str, suite: str = "gemm"
 ) -> Task:
-  """All who can multiply a shape."""
+	"""All who can multiply a shape."""
 
-  def contenders(copy: int) -> list[Contender]:
-    work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
-    found = [ours(pair, work, meter) for pair in PAIRS if pair.fits(product)]
-    return [*found, *options.competing(meter, lambda peer: peer.products(work))]
+	def contenders(copy: int) -> list[Contender]:
+		work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
+		found = [ours(pair, work, meter) for pair in PAIRS if pair.fits(product)]
+		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
-  case = {**shape.case, "rows": rows, "product": product, "routing": routing}
-  return Task(suite, case, contenders)
+	case = {**shape.case, "rows": rows, "product": product, "routing": routing}
+	return Task(suite, case, contenders)
 
 
 def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
-  """Shapes, rows, products and routings of a run on a GPU."""
-  for model, layer in HEADLINE:
-    shape = MODELS[model].shape(layer)
-    for tokens in _TOKENS:
-      yield shape, tokens * shape.experts, "fprop", "balanced"
-  first = MODELS[HEADLINE[0][0]].shape(HEADLINE[0][1])
-  for product, tokens in itertools.product(("dgrad", "wgrad"), (128, 512)):
-    yield first, tokens * first.experts, product, "balanced"
-  for routing, tokens in itertools.product(_UNEVEN, (16, 128)):
-    yield first, tokens * first.experts, "fprop", routing
-  if options.full:
-    for every, layer in itertools.product(MODELS.values(), ("up", "down")):
-      shape = every.shape(layer)
-      for count in (*(n * every.top_k for n in DECODE_TOKENS), *TRAINING_ROWS):
-        yield shape, count, "fprop", "random"
+	"""Shapes, rows, products and routings of a run on a GPU."""
+	for model, layer in HEADLINE:
+		shape = MODELS[model].shape(layer)
+		for tokens in _TOKENS:
+			yield shape, tokens * shape.experts, "fprop", "balanced"
+	first = MODELS[HEADLINE[0][0]].shape(HEADLINE[0][1])
+	for product, tokens in itertools.product(("dgrad", "wgrad"), (128, 512)):
+		yield first, tokens * first.experts, product, "balanced"
+	for routing, tokens in itertools.product(_UNEVEN, (16, 128)):
+		yield first, tokens * first.experts, "fprop", routing
+	if options.full:
+		for every, layer in itertools.product(MODELS.values(), ("up", "down")):
+			shape = every.shape(layer)
+			for count in (*(n * every.top_k for n in DECODE_TOKENS), *TRAINING_ROWS):
+				yield shape, count, "fprop", "random"
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  if meter.kind == "gpu" and not options.quick:
-    cases = dict.fromkeys(_cases(options))
-  else:
-    products = itertools.product(("fprop", "dgrad", "wgrad"), ("balanced", "empty"))
-    cases = dict.fromkeys((_SMALL, _SMALL_ROWS, *which) for which in products)
-  for case in cases:
-    yield task(meter, options, *case)
+	if meter.kind == "gpu" and not options.quick:
+		cases = dict.fromkeys(_cases(options))
+	else:
+		products = itertools.product(("fprop", "dgrad", "wgrad"), ("balanced", "empty"))
+		cases = dict.fromkeys((_SMALL, _SMALL_ROWS, *which) for which in products)
+	for case in cases:
+		yield task(meter, options, *case)
 
 
 SUITE = Suite("gemm", "grouped products: fprop, dgrad, wgrad", _tasks, default_meters, True)

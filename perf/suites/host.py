@@ -16,7 +16,7 @@ from perf.measure.host import HostMeter
 from .base import Options, Suite
 
 if TYPE_CHECKING:
-  from perf.measure import Meter
+	from perf.measure import Meter
 
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024
@@ -25,84 +25,84 @@ _Calls = dict[tuple[tuple[str, str], ...], list[tuple[str, str, "Callable[[], An
 
 
 def _calls(device: torch.device) -> _Calls:
-  """Ops at a size where a kernel takes little time."""
-  x = torch.randn(_ENDS[-1], _COLS, device=device).bfloat16()
-  offs = torch.tensor(_ENDS, dtype=torch.int32, device=device)
-  weight = torch.randn(len(_ENDS), _WIDTH, _COLS, device=device).bfloat16()
-  a = ops.grouped_quantize(x, _BY_ROW, offs, None, True, True)
-  b = ops.grouped_quantize(weight, _SQUARE)
-  fp8, fp8_square = "fp8_block", "fp8_block:block=128x128"
-  a8, *s8 = ops.grouped_quantize(x, fp8, offs)
-  b8, *t8 = ops.grouped_quantize(weight, fp8_square)
-  rowwise = len(parse(_BY_ROW).buffer_names(False))
-  flat: Any = torch.ops.cute_kernels
-  quantize, bf16 = ops.grouped_quantize, torch.bfloat16
-  # As modules do: lists and options are made for each call.
-  options = (None, None, False, bf16)
-  calls: _Calls = {
-    (("call", "quantize"), ("directions", "row")): [
-      ("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs)),
-      ("ours", "nvfp4", lambda: quantize(x, "nvfp4", offs)),
-      ("ours, dispatched", _BY_ROW, lambda: flat.grouped_quantize(x, _BY_ROW, offs)),
-    ],
-    (("call", "quantize"), ("directions", "row+column")): [
-      ("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs, None, True, True))
-    ],
-    (("call", "dequantize"), ("directions", "row")): [
-      ("ours", _BY_ROW, lambda: ops.grouped_dequantize(a[0], a[1:rowwise], _BY_ROW, len(x), bf16, offs))
-    ],
-    (("call", "m_grouped_gemm"),): [
-      (
-        "ours",
-        f"{_BY_ROW} x {_SQUARE}",
-        lambda: ops.m_grouped_gemm(a[0], b[0], offs, *options, a[1:rowwise], b[1:], _BY_ROW, _SQUARE),
-      ),
-      ("ours", "bfloat16", lambda: ops.m_grouped_gemm(x, weight, offs)),
-      ("ours", f"{fp8} x {fp8_square}", lambda: ops.m_grouped_gemm(a8, b8, offs, *options, s8, t8, fp8, fp8_square)),
-    ],
-    (("call", "m_grouped_quantize_gemm"),): [
-      (
-        "ours",
-        f"{fmt} x {square}",
-        functools.partial(ops.m_grouped_quantize_gemm, x, codes, offs, scales, fmt, square, *options),
-      )
-      for fmt, square, codes, scales in ((_BY_ROW, _SQUARE, b[0], b[1:]), (fp8, fp8_square, b8, t8))
-    ],
-    (("call", "k_grouped_gemm"),): [
-      (
-        "ours",
-        f"{_BY_ROW} x {_BY_ROW}",
-        lambda: ops.k_grouped_gemm(
-          a[rowwise], a[rowwise], offs, None, bf16, a[rowwise + 1 :], a[rowwise + 1 :], _BY_ROW, _BY_ROW
-        ),
-      )
-    ],
-    (("call", "dbias"),): [("ours", "bfloat16", lambda: ops.grouped_dbias(x, offs))],
-    (("call", "compute_offsets"),): [("ours", "int32", lambda: ops.compute_offsets(offs))],
-  }
-  if device.type == "cuda":
-    columns = weight.transpose(1, 2)
-    run = functools.partial(torch._grouped_mm, x, columns, offs=offs)
-    calls[(("call", "m_grouped_gemm"),)].append(("torch", "bfloat16", run))
-  return calls
+	"""Ops at a size where a kernel takes little time."""
+	x = torch.randn(_ENDS[-1], _COLS, device=device).bfloat16()
+	offs = torch.tensor(_ENDS, dtype=torch.int32, device=device)
+	weight = torch.randn(len(_ENDS), _WIDTH, _COLS, device=device).bfloat16()
+	a = ops.grouped_quantize(x, _BY_ROW, offs, None, True, True)
+	b = ops.grouped_quantize(weight, _SQUARE)
+	fp8, fp8_square = "fp8_block", "fp8_block:block=128x128"
+	a8, *s8 = ops.grouped_quantize(x, fp8, offs)
+	b8, *t8 = ops.grouped_quantize(weight, fp8_square)
+	rowwise = len(parse(_BY_ROW).buffer_names(False))
+	flat: Any = torch.ops.cute_kernels
+	quantize, bf16 = ops.grouped_quantize, torch.bfloat16
+	# As modules do: lists and options are made for each call.
+	options = (None, None, False, bf16)
+	calls: _Calls = {
+		(("call", "quantize"), ("directions", "row")): [
+			("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs)),
+			("ours", "nvfp4", lambda: quantize(x, "nvfp4", offs)),
+			("ours, dispatched", _BY_ROW, lambda: flat.grouped_quantize(x, _BY_ROW, offs)),
+		],
+		(("call", "quantize"), ("directions", "row+column")): [
+			("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs, None, True, True))
+		],
+		(("call", "dequantize"), ("directions", "row")): [
+			("ours", _BY_ROW, lambda: ops.grouped_dequantize(a[0], a[1:rowwise], _BY_ROW, len(x), bf16, offs))
+		],
+		(("call", "m_grouped_gemm"),): [
+			(
+				"ours",
+				f"{_BY_ROW} x {_SQUARE}",
+				lambda: ops.m_grouped_gemm(a[0], b[0], offs, *options, a[1:rowwise], b[1:], _BY_ROW, _SQUARE),
+			),
+			("ours", "bfloat16", lambda: ops.m_grouped_gemm(x, weight, offs)),
+			("ours", f"{fp8} x {fp8_square}", lambda: ops.m_grouped_gemm(a8, b8, offs, *options, s8, t8, fp8, fp8_square)),
+		],
+		(("call", "m_grouped_quantize_gemm"),): [
+			(
+				"ours",
+				f"{fmt} x {square}",
+				functools.partial(ops.m_grouped_quantize_gemm, x, codes, offs, scales, fmt, square, *options),
+			)
+			for fmt, square, codes, scales in ((_BY_ROW, _SQUARE, b[0], b[1:]), (fp8, fp8_square, b8, t8))
+		],
+		(("call", "k_grouped_gemm"),): [
+			(
+				"ours",
+				f"{_BY_ROW} x {_BY_ROW}",
+				lambda: ops.k_grouped_gemm(
+					a[rowwise], a[rowwise], offs, None, bf16, a[rowwise + 1 :], a[rowwise + 1 :], _BY_ROW, _BY_ROW
+				),
+			)
+		],
+		(("call", "dbias"),): [("ours", "bfloat16", lambda: ops.grouped_dbias(x, offs))],
+		(("call", "compute_offsets"),): [("ours", "int32", lambda: ops.compute_offsets(offs))],
+	}
+	if device.type == "cuda":
+		columns = weight.transpose(1, 2)
+		run = functools.partial(torch._grouped_mm, x, columns, offs=offs)
+		calls[(("call", "m_grouped_gemm"),)].append(("torch", "bfloat16", run))
+	return calls
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  del options
-  with meter.active():
-    calls = _calls(meter.device)
+	del options
+	with meter.active():
+		calls = _calls(meter.device)
 
-  # What is timed is the call; that results are right is checked where kernels are timed.
-  def contenders(copy: int, found: list[tuple[str, str, Callable[[], Any]]]) -> list[Contender]:
-    del copy
-    return [unchecked(*who, what="host time") for who in found]
+	# What is timed is the call; that results are right is checked where kernels are timed.
+	def contenders(copy: int, found: list[tuple[str, str, Callable[[], Any]]]) -> list[Contender]:
+		del copy
+		return [unchecked(*who, what="host time") for who in found]
 
-  for case, found in calls.items():
-    yield Task("host", dict(case), functools.partial(contenders, found=found))
+	for case, found in calls.items():
+		yield Task("host", dict(case), functools.partial(contenders, found=found))
 
 
 def _meters(options: Options) -> list[Meter]:
-  return [HostMeter(options.backend, options.quick)]
+	return [HostMeter(options.backend, options.quick)]
 
 
 SUITE = Suite("host", "host time of op calls", _tasks, _meters)

@@ -20,7 +20,7 @@ from perf.contender import Contender, Task, relative_error
 from .base import Options, Suite, default_meters
 
 if TYPE_CHECKING:
-  from perf.measure import Meter
+	from perf.measure import Meter
 
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
@@ -34,12 +34,12 @@ _SEED_STEP = 1000
 
 @dataclasses.dataclass(frozen=True)
 class LayerShape:
-  """Experts of one rank: a linear layer is the first of an MLP."""
+	"""Experts of one rank: a linear layer is the first of an MLP."""
 
-  model: str
-  experts: int
-  hidden: int
-  intermediate: int
+	model: str
+	experts: int
+	hidden: int
+	intermediate: int
 
 
 _SMALL = LayerShape("small", 8, 1024, 512)
@@ -47,243 +47,243 @@ _TINY = LayerShape("tiny", 4, 128, 64)
 
 
 class Pass(Protocol):
-  """What can be timed, and checked."""
+	"""What can be timed, and checked."""
 
-  def run(self) -> Any:
-    """Do it once."""
+	def run(self) -> Any:
+		"""Do it once."""
 
-  def results(self) -> list[Tensor]:
-    """Do it, and give the output and, of a backward pass, the gradients of rows and weights."""
+	def results(self) -> list[Tensor]:
+		"""Do it, and give the output and, of a backward pass, the gradients of rows and weights."""
 
 
 @dataclasses.dataclass
 class Step:
-  """One pass of a layer.
+	"""One pass of a layer.
 
-  Attributes:
-    forward: the layer.
-    x: (T, hidden); it takes a gradient.
-    dy: gradient of the output, or None to go forward only.
-    parameters: of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
-  """
+	Attributes:
+	  forward: the layer.
+	  x: (T, hidden); it takes a gradient.
+	  dy: gradient of the output, or None to go forward only.
+	  parameters: of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
+	"""
 
-  forward: Callable[[Tensor], Tensor]
-  x: Tensor
-  dy: Tensor | None
-  parameters: Sequence[Sequence[Tensor]]
+	forward: Callable[[Tensor], Tensor]
+	x: Tensor
+	dy: Tensor | None
+	parameters: Sequence[Sequence[Tensor]]
 
-  def run(self) -> Tensor:
-    """Do it, into fresh gradients; returns the output."""
-    if self.dy is None:
-      with torch.no_grad():
-        return self.forward(self.x)
-    self.x.grad = None
-    for parameter in itertools.chain.from_iterable(self.parameters):
-      parameter.grad = None
-    y = self.forward(self.x)
-    y.backward(self.dy)
-    return y
+	def run(self) -> Tensor:
+		"""Do it, into fresh gradients; returns the output."""
+		if self.dy is None:
+			with torch.no_grad():
+				return self.forward(self.x)
+		self.x.grad = None
+		for parameter in itertools.chain.from_iterable(self.parameters):
+			parameter.grad = None
+		y = self.forward(self.x)
+		y.backward(self.dy)
+		return y
 
-  def results(self) -> list[Tensor]:
-    y = self.run().detach()
-    if self.dy is None:
-      return [y]
-    gradients = [[p.grad for p in parts if p.grad is not None] for parts in self.parameters]
-    weights = [g[0] if g[0].dim() == 3 else torch.stack(g) for g in gradients if g]
-    return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
+	def results(self) -> list[Tensor]:
+		y = self.run().detach()
+		if self.dy is None:
+			return [y]
+		gradients = [[p.grad for p in parts if p.grad is not None] for parts in self.parameters]
+		weights = [g[0] if g[0].dim() == 3 else torch.stack(g) for g in gradients if g]
+		return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
 
 
 class LayerWork:
-  """A layer's weights and rows in bf16, and what it gives.
+	"""A layer's weights and rows in bf16, and what it gives.
 
-  Attributes:
-    x: (T, hidden) rows.
-    dy: gradient of the output, None if there is no backward pass.
-    offs: (G,) end rows, and as ``sizes`` rows of each group on the host.
-    weights: (G, 2 I, H), and of an MLP (G, H, I) as well.
-  """
+	Attributes:
+	  x: (T, hidden) rows.
+	  dy: gradient of the output, None if there is no backward pass.
+	  offs: (G,) end rows, and as ``sizes`` rows of each group on the host.
+	  weights: (G, 2 I, H), and of an MLP (G, H, I) as well.
+	"""
 
-  def __init__(
-    self,
-    layer: str,
-    shape: LayerShape,
-    rows: int,
-    routing: str,
-    passes: str,
-    device: torch.device,
-    seed: int = 0,
-    copy: int = 0,
-  ) -> None:
-    self.layer, self.shape, self.rows = layer, shape, rows
-    self.device = device
-    self.backward = passes == PASSES[1]
-    self.sizes = split_rows(routing, shape.experts, rows, seed)
-    self.ends = ends_of(self.sizes)
-    self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-    generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+	def __init__(
+		self,
+		layer: str,
+		shape: LayerShape,
+		rows: int,
+		routing: str,
+		passes: str,
+		device: torch.device,
+		seed: int = 0,
+		copy: int = 0,
+	) -> None:
+		self.layer, self.shape, self.rows = layer, shape, rows
+		self.device = device
+		self.backward = passes == PASSES[1]
+		self.sizes = split_rows(routing, shape.experts, rows, seed)
+		self.ends = ends_of(self.sizes)
+		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
+		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
 
-    def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-      x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-      return x.normal_(generator=generator).mul_(scale)
+		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+			return x.normal_(generator=generator).mul_(scale)
 
-    groups, hidden, wide = shape.experts, shape.hidden, 2 * shape.intermediate
-    self.x = draw(rows, hidden)
-    self.weights = [draw(groups, wide, hidden, scale=hidden**-0.5)]
-    if layer == "mlp":
-      down = (groups, hidden, shape.intermediate)
-      self.weights.append(draw(*down, scale=shape.intermediate**-0.5))
-    out = wide if layer == "linear" else hidden
-    self.dy = draw(rows, out) if self.backward else None
+		groups, hidden, wide = shape.experts, shape.hidden, 2 * shape.intermediate
+		self.x = draw(rows, hidden)
+		self.weights = [draw(groups, wide, hidden, scale=hidden**-0.5)]
+		if layer == "mlp":
+			down = (groups, hidden, shape.intermediate)
+			self.weights.append(draw(*down, scale=shape.intermediate**-0.5))
+		out = wide if layer == "linear" else hidden
+		self.dy = draw(rows, out) if self.backward else None
 
-  @property
-  def flops(self) -> float:
-    elements = sum(w[0].numel() for w in self.weights)
-    return 2.0 * self.rows * elements * (3 if self.backward else 1)
+	@property
+	def flops(self) -> float:
+		elements = sum(w[0].numel() for w in self.weights)
+		return 2.0 * self.rows * elements * (3 if self.backward else 1)
 
-  @property
-  def bytes(self) -> float:
-    """Of rows and weights, and of their gradients if there are any, each once."""
-    cols = self.shape.hidden if len(self.weights) > 1 else 2 * self.shape.intermediate
-    values = self.x.numel() + self.rows * cols + sum(w.numel() for w in self.weights)
-    return 2.0 * values * (2 if self.backward else 1)
+	@property
+	def bytes(self) -> float:
+		"""Of rows and weights, and of their gradients if there are any, each once."""
+		cols = self.shape.hidden if len(self.weights) > 1 else 2 * self.shape.intermediate
+		values = self.x.numel() + self.rows * cols + sum(w.numel() for w in self.weights)
+		return 2.0 * values * (2 if self.backward else 1)
 
-  def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
-    """The pass of a layer on these rows."""
-    x = self.x.detach().clone().requires_grad_(self.backward)
-    return Step(forward, x, self.dy, parameters)
+	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
+		"""The pass of a layer on these rows."""
+		x = self.x.detach().clone().requires_grad_(self.backward)
+		return Step(forward, x, self.dy, parameters)
 
-  @functools.cached_property
-  def expected(self) -> list[Tensor]:
-    """Output and gradients, computed in fp32 expert by expert."""
-    leaves = [t.detach().float() for t in (self.x, *self.weights)]
-    for leaf in leaves:
-      leaf.requires_grad_(self.backward)
-    x, *weights = leaves
-    outputs = []
-    for group, part in enumerate(x.split(self.sizes)):
-      y = part @ weights[0][group].T
-      if len(weights) > 1:
-        gate, up = y.chunk(2, dim=-1)
-        y = (F.silu(gate) * up) @ weights[1][group].T
-      outputs.append(y)
-    y = torch.cat(outputs)
-    if self.dy is None:
-      return [y]
-    y.backward(self.dy.float())
-    return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+	@functools.cached_property
+	def expected(self) -> list[Tensor]:
+		"""Output and gradients, computed in fp32 expert by expert."""
+		leaves = [t.detach().float() for t in (self.x, *self.weights)]
+		for leaf in leaves:
+			leaf.requires_grad_(self.backward)
+		x, *weights = leaves
+		outputs = []
+		for group, part in enumerate(x.split(self.sizes)):
+			y = part @ weights[0][group].T
+			if len(weights) > 1:
+				gate, up = y.chunk(2, dim=-1)
+				y = (F.silu(gate) * up) @ weights[1][group].T
+			outputs.append(y)
+		y = torch.cat(outputs)
+		if self.dy is None:
+			return [y]
+		y.backward(self.dy.float())
+		return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-  def error(self, results: Sequence[Tensor]) -> float:
-    """Largest relative error of results."""
-    errors = [relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]
-    return next((e for e in errors if e != e), max(errors))
+	def error(self, results: Sequence[Tensor]) -> float:
+		"""Largest relative error of results."""
+		errors = [relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]
+		return next((e for e in errors if e != e), max(errors))
 
-  def contender(
-    self,
-    name: str,
-    recipe: str,
-    make: Callable[[], Pass],
-    bound: float = _BOUND,
-    *,
-    capturable: bool = True,
-    versions: Mapping[str, str] | None = None,
-  ) -> Contender:
-    """One who does this pass."""
-    made: list[Pass] = []
+	def contender(
+		self,
+		name: str,
+		recipe: str,
+		make: Callable[[], Pass],
+		bound: float = _BOUND,
+		*,
+		capturable: bool = True,
+		versions: Mapping[str, str] | None = None,
+	) -> Contender:
+		"""One who does this pass."""
+		made: list[Pass] = []
 
-    def prepare() -> Callable[[], Any]:
-      made[:] = [make()]
-      return made[0].run
+		def prepare() -> Callable[[], Any]:
+			made[:] = [make()]
+			return made[0].run
 
-    return Contender(
-      name,
-      recipe,
-      prepare,
-      lambda got: self.error(made[0].results()),
-      bound,
-      self.bytes,
-      self.flops,
-      capturable=capturable,
-      is_step=True,
-      versions=versions or {},
-    )
+		return Contender(
+			name,
+			recipe,
+			prepare,
+			lambda got: self.error(made[0].results()),
+			bound,
+			self.bytes,
+			self.flops,
+			capturable=capturable,
+			is_step=True,
+			versions=versions or {},
+		)
 
 
 def recipes() -> dict[str, grouped.recipes.Recipe]:
-  """All recipes by name."""
-  names = (name for name in grouped.recipes.__all__ if name != "Recipe")
-  return {name: getattr(grouped.recipes, name)() for name in names}
+	"""All recipes by name."""
+	names = (name for name in grouped.recipes.__all__ if name != "Recipe")
+	return {name: getattr(grouped.recipes, name)() for name in names}
 
 
 def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Meter, compiled: bool = False) -> Step:
-  """A layer of this package; ``kept``: its weight was quantized in an earlier pass."""
-  for role in ("input", "weight", "grad_output"):
-    fmt = getattr(recipe, role)
-    if fmt is not None:
-      require("grouped_quantize", fmt, meter.arch, columnwise=work.backward)
-      require("grouped_gemm", fmt, meter.arch, columnwise=work.backward)
-  shape = work.shape
-  options: dict[str, Any] = {"device": work.device, "dtype": torch.bfloat16, "recipe": recipe}
-  sizes = (shape.experts, shape.hidden)
-  module: Any
-  if work.layer == "mlp":
-    module = grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
-    linears = [module.gate_up, module.down]
-  else:
-    module = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
-    linears = [module]
-  with torch.no_grad():
-    for linear, weight in zip(linears, work.weights, strict=True):
-      linear.weight.copy_(weight)
-  call: dict[str, bool] = {}
-  if not work.backward:
-    # As in serving: the weight is quantized once, here.
-    with torch.no_grad():
-      module.eval()(work.x, work.offs)
-  elif kept:
-    module(work.x.detach().clone().requires_grad_(), work.offs, is_first_microbatch=True)
-    call["is_first_microbatch"] = False
-  layer = torch.compile(module, fullgraph=True) if compiled else module
-  return work.step(lambda x: layer(x, work.offs, **call), [[linear.weight] for linear in linears])
+	"""A layer of this package; ``kept``: its weight was quantized in an earlier pass."""
+	for role in ("input", "weight", "grad_output"):
+		fmt = getattr(recipe, role)
+		if fmt is not None:
+			require("grouped_quantize", fmt, meter.arch, columnwise=work.backward)
+			require("grouped_gemm", fmt, meter.arch, columnwise=work.backward)
+	shape = work.shape
+	options: dict[str, Any] = {"device": work.device, "dtype": torch.bfloat16, "recipe": recipe}
+	sizes = (shape.experts, shape.hidden)
+	module: Any
+	if work.layer == "mlp":
+		module = grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
+		linears = [module.gate_up, module.down]
+	else:
+		module = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
+		linears = [module]
+	with torch.no_grad():
+		for linear, weight in zip(linears, work.weights, strict=True):
+			linear.weight.copy_(weight)
+	call: dict[str, bool] = {}
+	if not work.backward:
+		# As in serving: the weight is quantized once, here.
+		with torch.no_grad():
+			module.eval()(work.x, work.offs)
+	elif kept:
+		module(work.x.detach().clone().requires_grad_(), work.offs, is_first_microbatch=True)
+		call["is_first_microbatch"] = False
+	layer = torch.compile(module, fullgraph=True) if compiled else module
+	return work.step(lambda x: layer(x, work.offs, **call), [[linear.weight] for linear in linears])
 
 
 def _contenders(work: LayerWork, meter: Meter, options: Options) -> Iterator[Contender]:
-  for name, recipe in recipes().items():
-    bound = _BOUND if recipe.is_quantized else _BF16_BOUND
-    for kept in (False, True) if recipe.is_quantized and work.backward else (False,):
-      make = functools.partial(_ours, work, recipe, kept, meter)
-      yield work.contender(f"ours{', weight kept' * kept}", name, make, bound)
-    if options.full and meter.kind == "gpu":
-      make = functools.partial(_ours, work, recipe, False, meter, True)
-      yield work.contender("ours, compiled", name, make, bound)
-  yield from options.competing(meter, lambda peer: peer.layers(work))
+	for name, recipe in recipes().items():
+		bound = _BOUND if recipe.is_quantized else _BF16_BOUND
+		for kept in (False, True) if recipe.is_quantized and work.backward else (False,):
+			make = functools.partial(_ours, work, recipe, kept, meter)
+			yield work.contender(f"ours{', weight kept' * kept}", name, make, bound)
+		if options.full and meter.kind == "gpu":
+			make = functools.partial(_ours, work, recipe, False, meter, True)
+			yield work.contender("ours, compiled", name, make, bound)
+	yield from options.competing(meter, lambda peer: peer.layers(work))
 
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
-  if meter.kind != "gpu" or options.quick:
-    for layer, passes in itertools.product(LAYERS, PASSES):
-      yield layer, _TINY, 200, "random", passes
-    return
-  big = MODELS["DeepSeek-V3"]
-  local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
-  shapes = [local, _SMALL]
-  if options.full:
-    others = (m for m in MODELS.values() if m.gated and m.name != big.name)
-    shapes += (LayerShape(m.name, m.shape("up").experts, m.hidden, m.intermediate) for m in others)
-  for shape, layer, passes, tokens in itertools.product(shapes, LAYERS, PASSES, _TOKENS):
-    yield layer, shape, tokens * shape.experts, "balanced", passes
-  for routing in _UNEVEN:
-    yield "mlp", local, 512 * local.experts, routing, PASSES[1]
+	if meter.kind != "gpu" or options.quick:
+		for layer, passes in itertools.product(LAYERS, PASSES):
+			yield layer, _TINY, 200, "random", passes
+		return
+	big = MODELS["DeepSeek-V3"]
+	local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
+	shapes = [local, _SMALL]
+	if options.full:
+		others = (m for m in MODELS.values() if m.gated and m.name != big.name)
+		shapes += (LayerShape(m.name, m.shape("up").experts, m.hidden, m.intermediate) for m in others)
+	for shape, layer, passes, tokens in itertools.product(shapes, LAYERS, PASSES, _TOKENS):
+		yield layer, shape, tokens * shape.experts, "balanced", passes
+	for routing in _UNEVEN:
+		yield "mlp", local, 512 * local.experts, routing, PASSES[1]
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
-    work = LayerWork(*which, meter.device, options.seed, copy)
-    return list(_contenders(work, meter, options))
+	def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
+		work = LayerWork(*which, meter.device, options.seed, copy)
+		return list(_contenders(work, meter, options))
 
-  for which in _cases(options, meter):
-    layer, shape, rows, routing, passes = which
-    case = {"layer": layer, **dataclasses.asdict(shape), "rows": rows, "routing": routing}
-    yield Task("layer", {**case, "pass": passes}, functools.partial(contenders, which=which))
+	for which in _cases(options, meter):
+		layer, shape, rows, routing, passes = which
+		case = {"layer": layer, **dataclasses.asdict(shape), "rows": rows, "routing": routing}
+		yield Task("layer", {**case, "pass": passes}, functools.partial(contenders, which=which))
 
 
 SUITE = Suite("layer", "linear layers and MLPs, forward and backward", _tasks, default_meters, True)

@@ -20,20 +20,20 @@ from perf.contender import Contender, Task, relative_error
 from .base import Options, Suite, default_meters, element_bytes
 
 if TYPE_CHECKING:
-  from perf.measure import Meter
+	from perf.measure import Meter
 
 FORMATS = (
-  "nvfp4",
-  "nvfp4:row_scaled",
-  "nvfp4:block=16x16",
-  "nvfp4:hadamard",
-  "nvfp4:stochastic_rounding",
-  "nvfp4:hadamard,stochastic_rounding",
-  "nvfp4:four_over_six",
-  "fp8",
-  "mxfp8",
-  "fp8_block",
-  "fp8_block:block=128x128",
+	"nvfp4",
+	"nvfp4:row_scaled",
+	"nvfp4:block=16x16",
+	"nvfp4:hadamard",
+	"nvfp4:stochastic_rounding",
+	"nvfp4:hadamard,stochastic_rounding",
+	"nvfp4:four_over_six",
+	"fp8",
+	"mxfp8",
+	"fp8_block",
+	"fp8_block:block=128x128",
 )
 #: Which copies: by its name, whether rowwise and whether columnwise.
 DIRECTIONS = {"row": (True, False), "column": (False, True), "row+column": (True, True)}
@@ -46,227 +46,227 @@ _SUM_BOUND = 1e-5
 
 
 class Input:
-  """A bf16 input of ragged groups whose rows differ in size.
+	"""A bf16 input of ragged groups whose rows differ in size.
 
-  Attributes:
-    x: (rows, cols).
-    grad: (rows, cols / 2) gradient of what a gated activation makes of ``x``.
-    offs: (groups,) end rows.
-    amax: (groups,) of each group.
-  """
+	Attributes:
+	  x: (rows, cols).
+	  grad: (rows, cols / 2) gradient of what a gated activation makes of ``x``.
+	  offs: (groups,) end rows.
+	  amax: (groups,) of each group.
+	"""
 
-  def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:
-    generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
-    self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
-    self.x.normal_(generator=generator)
-    self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
-    cuts = torch.rand(groups, device=device, generator=generator) + 0.5
-    self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
-    self.offs[-1] = rows
-    # After what the cases had before it, so that their groups stay where they were.
-    self.grad = self.x.new_empty(rows, cols // 2).normal_(generator=generator)
-    row_amax = self.x.abs().amax(1).float()
-    bounds = [0, *self.offs.tolist()]
-    self.amax = torch.stack(
-      [
-        row_amax[start:end].amax() if start < end else row_amax.new_zeros(())
-        for start, end in itertools.pairwise(bounds)
-      ]
-    )
+	def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:
+		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+		self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
+		self.x.normal_(generator=generator)
+		self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
+		cuts = torch.rand(groups, device=device, generator=generator) + 0.5
+		self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
+		self.offs[-1] = rows
+		# After what the cases had before it, so that their groups stay where they were.
+		self.grad = self.x.new_empty(rows, cols // 2).normal_(generator=generator)
+		row_amax = self.x.abs().amax(1).float()
+		bounds = [0, *self.offs.tolist()]
+		self.amax = torch.stack(
+			[
+				row_amax[start:end].amax() if start < end else row_amax.new_zeros(())
+				for start, end in itertools.pairwise(bounds)
+			]
+		)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-  """What is asked of a quantizer.
+	"""What is asked of a quantizer.
 
-  Attributes:
-    directions: a key of ``DIRECTIONS``.
-    gives_amax: the amaxes of groups are given.
-    prologue: ``"swiglu"`` if that of the input is quantized, ``"dswiglu"`` if its gradient is.
-  """
+	Attributes:
+	  directions: a key of ``DIRECTIONS``.
+	  gives_amax: the amaxes of groups are given.
+	  prologue: ``"swiglu"`` if that of the input is quantized, ``"dswiglu"`` if its gradient is.
+	"""
 
-  directions: str
-  gives_amax: bool
-  prologue: str = ""
+	directions: str
+	gives_amax: bool
+	prologue: str = ""
 
-  @property
-  def ways(self) -> list[bool]:
-    """Whether columnwise, of each copy that is asked for."""
-    rowwise, columnwise = DIRECTIONS[self.directions]
-    return [False] * rowwise + [True] * columnwise
+	@property
+	def ways(self) -> list[bool]:
+		"""Whether columnwise, of each copy that is asked for."""
+		rowwise, columnwise = DIRECTIONS[self.directions]
+		return [False] * rowwise + [True] * columnwise
 
-  def fits(self, fmt: Format) -> bool:
-    """Whether it makes sense for a format: amaxes are given to what has one a group."""
-    levels = [fmt.level(way) for way in self.ways]
-    has_group_level = any(level is not None and level.per == "group" for level in levels)
-    return has_group_level or not self.gives_amax
+	def fits(self, fmt: Format) -> bool:
+		"""Whether it makes sense for a format: amaxes are given to what has one a group."""
+		levels = [fmt.level(way) for way in self.ways]
+		has_group_level = any(level is not None and level.per == "group" for level in levels)
+		return has_group_level or not self.gives_amax
 
-  def written(self, fmt: Format) -> float:
-    """Bytes that an element takes in all copies."""
-    return len(self.ways) * element_bytes(fmt)
+	def written(self, fmt: Format) -> float:
+		"""Bytes that an element takes in all copies."""
+		return len(self.ways) * element_bytes(fmt)
 
-  def moved(self, data: Input, fmt: Format) -> float:
-    """Bytes that are read and written at least."""
-    elements = data.x.numel() // (2 if self.prologue == "swiglu" else 1)
-    read = data.x.nbytes + (data.grad.nbytes if self.prologue == "dswiglu" else 0)
-    return read + elements * self.written(fmt)
+	def moved(self, data: Input, fmt: Format) -> float:
+		"""Bytes that are read and written at least."""
+		elements = data.x.numel() // (2 if self.prologue == "swiglu" else 1)
+		read = data.x.nbytes + (data.grad.nbytes if self.prologue == "dswiglu" else 0)
+		return read + elements * self.written(fmt)
 
-  @property
-  def case(self) -> dict[str, str]:
-    amax = "given" if self.gives_amax else "computed"
-    op = f"{self.prologue}+quantize" if self.prologue else "quantize"
-    return {"op": op, "directions": self.directions, "amax": amax}
+	@property
+	def case(self) -> dict[str, str]:
+		amax = "given" if self.gives_amax else "computed"
+		op = f"{self.prologue}+quantize" if self.prologue else "quantize"
+		return {"op": op, "directions": self.directions, "amax": amax}
 
 
 #: What users ask for, in the order of the tables.
 QUANTIZATIONS = tuple(
-  Quantization(directions, given) for directions, given in itertools.product(DIRECTIONS, (True, False))
+	Quantization(directions, given) for directions, given in itertools.product(DIRECTIONS, (True, False))
 )
 _FUSED = tuple(
-  Quantization(directions, False, prologue)
-  for prologue, directions in itertools.product(("swiglu", "dswiglu"), ("row", "row+column"))
+	Quantization(directions, False, prologue)
+	for prologue, directions in itertools.product(("swiglu", "dswiglu"), ("row", "row+column"))
 )
 
 
 def given(
-  fmt: Format, amax: Tensor | None, asked: Quantization, device: torch.device
+	fmt: Format, amax: Tensor | None, asked: Quantization, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-  """The amaxes and the seed that a call gives: one amax a group, or one for each copy."""
-  if amax is not None and fmt.is_transformed and len(asked.ways) > 1:
-    amax = amax.expand(2, -1)
-  return amax, torch.tensor([1, 2], device=device) if fmt.is_stochastic else None
+	"""The amaxes and the seed that a call gives: one amax a group, or one for each copy."""
+	if amax is not None and fmt.is_transformed and len(asked.ways) > 1:
+		amax = amax.expand(2, -1)
+	return amax, torch.tensor([1, 2], device=device) if fmt.is_stochastic else None
 
 
 def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
-  amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
-  fused: tuple[Any, ...] = (None, seed)
-  if asked.prologue:
-    fused += ("swiglu", data.grad if asked.prologue == "dswiglu" else None)
-  buffers: list[Tensor] = ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *fused)
-  return buffers
+	amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
+	fused: tuple[Any, ...] = (None, seed)
+	if asked.prologue:
+		fused += ("swiglu", data.grad if asked.prologue == "dswiglu" else None)
+	buffers: list[Tensor] = ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *fused)
+	return buffers
 
 
 def named_buffers(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
-  """What a quantizer returned, by the names of the format's buffers."""
-  names = [name for way in asked.ways for name in fmt.buffer_names(way)]
-  return dict(zip(dict.fromkeys(names), buffers, strict=True))
+	"""What a quantizer returned, by the names of the format's buffers."""
+	names = [name for way in asked.ways for name in fmt.buffer_names(way)]
+	return dict(zip(dict.fromkeys(names), buffers, strict=True))
 
 
 def _decode(data: Input, fmt: Format, named: dict[str, Tensor], way: bool) -> Tensor:
-  codes, *rest = (named[name] for name in fmt.operand_names(way))
-  facts = (fmt.text, len(data.x), torch.float32, data.offs, way)
-  values: Tensor = ops.grouped_dequantize(codes, rest, *facts)
-  return values
+	codes, *rest = (named[name] for name in fmt.operand_names(way))
+	facts = (fmt.text, len(data.x), torch.float32, data.offs, way)
+	values: Tensor = ops.grouped_dequantize(codes, rest, *facts)
+	return values
 
 
 def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
-  """0 if all copies decode to the bits that the reference's do."""
-  with cute_kernels.backend("reference"):
-    got = named_buffers(fmt, asked, buffers)
-    want = named_buffers(fmt, asked, _quantize(data, fmt.text, asked))
-    errors = []
-    for way in asked.ways:
-      left, right = (_decode(data, fmt, named, way) for named in (got, want))
-      errors.append(0.0 if torch.equal(left, right) else relative_error(left, right) or 1.0)
-  return max(errors)
+	"""0 if all copies decode to the bits that the reference's do."""
+	with cute_kernels.backend("reference"):
+		got = named_buffers(fmt, asked, buffers)
+		want = named_buffers(fmt, asked, _quantize(data, fmt.text, asked))
+		errors = []
+		for way in asked.ways:
+			left, right = (_decode(data, fmt, named, way) for named in (got, want))
+			errors.append(0.0 if torch.equal(left, right) else relative_error(left, right) or 1.0)
+	return max(errors)
 
 
 def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
-  """A quantizer of this package."""
-  fmt = parse(text)
+	"""A quantizer of this package."""
+	fmt = parse(text)
 
-  def prepare() -> Callable[[], Any]:
-    facts = {"columnwise": True in asked.ways, "activation": bool(asked.prologue)}
-    require("grouped_quantize", fmt, meter.arch, **facts)
-    return functools.partial(_quantize, data, text, asked)
+	def prepare() -> Callable[[], Any]:
+		facts = {"columnwise": True in asked.ways, "activation": bool(asked.prologue)}
+		require("grouped_quantize", fmt, meter.arch, **facts)
+		return functools.partial(_quantize, data, text, asked)
 
-  return Contender(
-    "ours", text, prepare, functools.partial(_quantize_error, data, fmt, asked), bytes=asked.moved(data, fmt)
-  )
+	return Contender(
+		"ours", text, prepare, functools.partial(_quantize_error, data, fmt, asked), bytes=asked.moved(data, fmt)
+	)
 
 
 def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
-  fmt = parse(text)
-  asked = Quantization("column" if way else "row", False)
+	fmt = parse(text)
+	asked = Quantization("column" if way else "row", False)
 
-  def prepare() -> Callable[[], Any]:
-    require("grouped_dequantize", fmt, meter.arch, columnwise=way)
-    with cute_kernels.backend("reference"):
-      named = named_buffers(fmt, asked, _quantize(data, text, asked))
-    codes, *rest = (named[name] for name in fmt.operand_names(way))
-    facts = (text, len(data.x), torch.bfloat16, data.offs, way)
-    return functools.partial(ops.grouped_dequantize, codes, rest, *facts)
+	def prepare() -> Callable[[], Any]:
+		require("grouped_dequantize", fmt, meter.arch, columnwise=way)
+		with cute_kernels.backend("reference"):
+			named = named_buffers(fmt, asked, _quantize(data, text, asked))
+		codes, *rest = (named[name] for name in fmt.operand_names(way))
+		facts = (text, len(data.x), torch.bfloat16, data.offs, way)
+		return functools.partial(ops.grouped_dequantize, codes, rest, *facts)
 
-  def error(got: Tensor) -> float:
-    with cute_kernels.backend("reference"):
-      want = prepare()()
-    return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
+	def error(got: Tensor) -> float:
+		with cute_kernels.backend("reference"):
+			want = prepare()()
+		return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
 
-  moved = data.x.element_size() + element_bytes(fmt)
-  return Contender("ours", text, prepare, error, bytes=data.x.numel() * moved)
+	moved = data.x.element_size() + element_bytes(fmt)
+	return Contender("ours", text, prepare, error, bytes=data.x.numel() * moved)
 
 
 def _reduction(data: Input, op: str, meter: Meter) -> Contender:
-  """``grouped_amax`` or ``grouped_dbias``."""
-  run = getattr(ops, f"grouped_{op}")
+	"""``grouped_amax`` or ``grouped_dbias``."""
+	run = getattr(ops, f"grouped_{op}")
 
-  def prepare() -> Callable[[], Any]:
-    require(f"grouped_{op}", None, meter.arch, dtype=data.x.dtype)
-    return functools.partial(run, data.x, data.offs)
+	def prepare() -> Callable[[], Any]:
+		require(f"grouped_{op}", None, meter.arch, dtype=data.x.dtype)
+		return functools.partial(run, data.x, data.offs)
 
-  def error(got: Tensor) -> float:
-    with cute_kernels.backend("reference"):
-      return relative_error(got, run(data.x, data.offs))
+	def error(got: Tensor) -> float:
+		with cute_kernels.backend("reference"):
+			return relative_error(got, run(data.x, data.offs))
 
-  bound = _SUM_BOUND if op == "dbias" else 0.0
-  moved = float(data.x.numel() * data.x.element_size())
-  return Contender("ours", "bfloat16", prepare, error, bound, bytes=moved)
+	bound = _SUM_BOUND if op == "dbias" else 0.0
+	moved = float(data.x.numel() * data.x.element_size())
+	return Contender("ours", "bfloat16", prepare, error, bound, bytes=moved)
 
 
 def quantize_task(
-  meter: Meter, options: Options, shape: tuple[int, int, int], asked: Quantization, suite: str = "quantize"
+	meter: Meter, options: Options, shape: tuple[int, int, int], asked: Quantization, suite: str = "quantize"
 ) -> Task:
-  """All who can quantize an input."""
+	"""All who can quantize an input."""
 
-  def contenders(copy: int) -> list[Contender]:
-    data = Input(*shape, meter.device, options.seed, copy)
-    fitting = [text for text in FORMATS if asked.fits(parse(text))]
-    found = [ours(data, text, asked, meter) for text in fitting]
-    if not asked.prologue:
-      found += options.competing(meter, lambda peer: peer.quantizers(data, asked))
-    return found
+	def contenders(copy: int) -> list[Contender]:
+		data = Input(*shape, meter.device, options.seed, copy)
+		fitting = [text for text in FORMATS if asked.fits(parse(text))]
+		found = [ours(data, text, asked, meter) for text in fitting]
+		if not asked.prologue:
+			found += options.competing(meter, lambda peer: peer.quantizers(data, asked))
+		return found
 
-  return Task(suite, asked.case | _shape_case(shape), contenders)
+	return Task(suite, asked.case | _shape_case(shape), contenders)
 
 
 def _shape_case(shape: tuple[int, int, int]) -> dict[str, Any]:
-  return dict(zip(("rows", "cols", "groups"), shape, strict=True)) | {"dtype": "bfloat16"}
+	return dict(zip(("rows", "cols", "groups"), shape, strict=True)) | {"dtype": "bfloat16"}
 
 
 def tasks_of(meter: Meter, options: Options, shape: tuple[int, int, int], suite: str = "quantize") -> Iterator[Task]:
-  """Everything that is done to one input."""
-  for asked in (*QUANTIZATIONS, *_FUSED):
-    yield quantize_task(meter, options, shape, asked, suite)
-  size = _shape_case(shape)
-  for name, way in (("row", False), ("column", True)):
+	"""Everything that is done to one input."""
+	for asked in (*QUANTIZATIONS, *_FUSED):
+		yield quantize_task(meter, options, shape, asked, suite)
+	size = _shape_case(shape)
+	for name, way in (("row", False), ("column", True)):
 
-    def decoders(copy: int, way: bool = way) -> list[Contender]:
-      data = Input(*shape, meter.device, options.seed, copy)
-      return [_decoder(data, text, way, meter) for text in FORMATS]
+		def decoders(copy: int, way: bool = way) -> list[Contender]:
+			data = Input(*shape, meter.device, options.seed, copy)
+			return [_decoder(data, text, way, meter) for text in FORMATS]
 
-    yield Task(suite, {"op": "dequantize", "directions": name} | size, decoders)
-  for op in ("amax", "dbias"):
+		yield Task(suite, {"op": "dequantize", "directions": name} | size, decoders)
+	for op in ("amax", "dbias"):
 
-    def reductions(copy: int, op: str = op) -> list[Contender]:
-      data = Input(*shape, meter.device, options.seed, copy)
-      return [_reduction(data, op, meter)]
+		def reductions(copy: int, op: str = op) -> list[Contender]:
+			data = Input(*shape, meter.device, options.seed, copy)
+			return [_reduction(data, op, meter)]
 
-    yield Task(suite, {"op": op} | size, reductions)
+		yield Task(suite, {"op": op} | size, reductions)
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-  for shape in _QUICK if options.quick else _SHAPES[meter.kind]:
-    yield from tasks_of(meter, options, shape)
+	for shape in _QUICK if options.quick else _SHAPES[meter.kind]:
+		yield from tasks_of(meter, options, shape)
 
 
 SUITE = Suite("quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters, True)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from cute_kernels import emulator
@@ -7,17 +5,17 @@ from cute_kernels import emulator
 
 @pytest.fixture(scope="session")
 def engine():
-  """The compiled engine; without a compiler there is nothing to test."""
-  try:
-    return emulator.build()
-  except emulator.BuildError as e:
-    pytest.skip(str(e))
+	"""The compiled engine; without a compiler there is nothing to test."""
+	try:
+		return emulator.build()
+	except emulator.BuildError as e:
+		pytest.skip(str(e))
 
 
 @pytest.fixture(autouse=True)
 def clean_emulator(engine):
-  """Every test starts with no watched memory and counts of zero."""
-  emulator.unwatch()
-  emulator.reset_stats()
-  yield
-  emulator.unwatch()
+	"""Every test starts with no watched memory and counts of zero."""
+	emulator.unwatch()
+	emulator.reset_stats()
+	yield
+	emulator.unwatch()

@@ -1,7 +1,5 @@
 """PTX kernels for tests, from the few lines that matter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -21,81 +19,81 @@ WAIT{n}: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], {parity};
 
 
 def wait(bar: str, parity: object = 0, n: object = 0) -> str:
-  return WAIT.format(bar=bar, parity=parity, n=n)
+	return WAIT.format(bar=bar, parity=parity, n=n)
 
 
 def fails(match: str) -> Any:
-  """The emulator raises an error that says so."""
-  return pytest.raises(emulator.EmulatorError, match=match)
+	"""The emulator raises an error that says so."""
+	return pytest.raises(emulator.EmulatorError, match=match)
 
 
 def module(body: str, args: tuple[object, ...], name: str, target: str) -> str:
-  """A kernel whose parameters arrive in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
-  params, loads = [], []
-  for i, arg in enumerate(args):
-    if isinstance(arg, bytes):
-      params.append(f".param .align 64 .b8 p{i}[{len(arg)}]")
-      loads.append(f".reg .b64 %p{i}; mov.b64 %p{i}, p{i}; cvta.param.u64 %p{i}, %p{i};")
-    elif isinstance(arg, int):
-      params.append(f".param .u32 p{i}")
-      loads.append(f".reg .b32 %p{i}; ld.param.u32 %p{i}, [p{i}];")
-    else:
-      params.append(f".param .u64 p{i}")
-      loads.append(f".reg .b64 %p{i}; ld.param.u64 %p{i}, [p{i}];")
-  return (
-    f".version 8.8\n.target {target}\n.address_size 64\n"
-    f".visible .entry {name}({', '.join(params)}) {{{_REGISTERS}"
-    + "\n".join(loads)
-    + f"\nmov.u32 %t, %tid.x;\n{body}\nret;\n}}\n"
-  )
+	"""A kernel whose parameters arrive in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
+	params, loads = [], []
+	for i, arg in enumerate(args):
+		if isinstance(arg, bytes):
+			params.append(f".param .align 64 .b8 p{i}[{len(arg)}]")
+			loads.append(f".reg .b64 %p{i}; mov.b64 %p{i}, p{i}; cvta.param.u64 %p{i}, %p{i};")
+		elif isinstance(arg, int):
+			params.append(f".param .u32 p{i}")
+			loads.append(f".reg .b32 %p{i}; ld.param.u32 %p{i}, [p{i}];")
+		else:
+			params.append(f".param .u64 p{i}")
+			loads.append(f".reg .b64 %p{i}; ld.param.u64 %p{i}, [p{i}];")
+	return (
+		f".version 8.8\n.target {target}\n.address_size 64\n"
+		f".visible .entry {name}({', '.join(params)}) {{{_REGISTERS}"
+		+ "\n".join(loads)
+		+ f"\nmov.u32 %t, %tid.x;\n{body}\nret;\n}}\n"
+	)
 
 
 def run(
-  body: str,
-  *args: object,
-  grid: int = 1,
-  block: int = 32,
-  cluster: int | None = None,
-  dynamic_smem: int = 0,
-  name: str = "kernel",
-  target: str = "sm_100a",
+	body: str,
+	*args: object,
+	grid: int = 1,
+	block: int = 32,
+	cluster: int | None = None,
+	dynamic_smem: int = 0,
+	name: str = "kernel",
+	target: str = "sm_100a",
 ) -> None:
-  """Parse and launch ``body``."""
-  emulator.load_ptx(module(body, args, name, target))
-  clusters = None if cluster is None else (cluster,)
-  emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
+	"""Parse and launch ``body``."""
+	emulator.load_ptx(module(body, args, name, target))
+	clusters = None if cluster is None else (cluster,)
+	emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
 
 
 def elementwise(ptx: str, *inputs: np.ndarray, out: type = np.uint32) -> np.ndarray:
-  """Run ``ptx`` once for every element: inputs in %a0, %a1, ..., the result in %out."""
-  count = len(inputs[0])
-  assert count % 32 == 0
-  result = np.zeros(count, out)
-  lines = []
-  for i, array in enumerate([*inputs, result]):
-    size = array.dtype.itemsize
-    register = "%out" if array is result else f"%a{i}"
-    lines.append(f".reg .b{size * 8} {register}; mul.wide.u32 %d0, %r0, {size};")
-    lines.append(f"add.u64 %d{i + 1}, %p{i}, %d0;")
-    if array is not result:
-      lines.append(f"ld.global.b{size * 8} {register}, [%d{i + 1}];")
-  size = result.dtype.itemsize
-  body = (
-    "mov.u32 %r1, %ctaid.x; mad.lo.u32 %r0, %r1, 32, %t;\n"
-    + "\n".join(lines)
-    + f"\n{{ {ptx} }}\nst.global.b{size * 8} [%d{len(inputs) + 1}], %out;"
-  )
-  run(body, *(np.ascontiguousarray(a) for a in inputs), result, grid=count // 32)
-  return result
+	"""Run ``ptx`` once for every element: inputs in %a0, %a1, ..., the result in %out."""
+	count = len(inputs[0])
+	assert count % 32 == 0
+	result = np.zeros(count, out)
+	lines = []
+	for i, array in enumerate([*inputs, result]):
+		size = array.dtype.itemsize
+		register = "%out" if array is result else f"%a{i}"
+		lines.append(f".reg .b{size * 8} {register}; mul.wide.u32 %d0, %r0, {size};")
+		lines.append(f"add.u64 %d{i + 1}, %p{i}, %d0;")
+		if array is not result:
+			lines.append(f"ld.global.b{size * 8} {register}, [%d{i + 1}];")
+	size = result.dtype.itemsize
+	body = (
+		"mov.u32 %r1, %ctaid.x; mad.lo.u32 %r0, %r1, 32, %t;\n"
+		+ "\n".join(lines)
+		+ f"\n{{ {ptx} }}\nst.global.b{size * 8} [%d{len(inputs) + 1}], %out;"
+	)
+	run(body, *(np.ascontiguousarray(a) for a in inputs), result, grid=count // 32)
+	return result
 
 
 def store_words(base: str, words: list[str]) -> str:
-  """Store the words of thread t at base[t * len(words)...], base being a b64 register."""
-  lines = [f"mul.wide.u32 %d60, %t, {4 * len(words)}; add.u64 %d60, %d60, {base};"]
-  lines += [f"st.global.b32 [%d60+{4 * i}], {word};" for i, word in enumerate(words)]
-  return "\n".join(lines)
+	"""Store the words of thread t at base[t * len(words)...], base being a b64 register."""
+	lines = [f"mul.wide.u32 %d60, %t, {4 * len(words)}; add.u64 %d60, %d60, {base};"]
+	lines += [f"st.global.b32 [%d60+{4 * i}], {word};" for i, word in enumerate(words)]
+	return "\n".join(lines)
 
 
 def registers(prefix: str, count: int, first: int = 0) -> str:
-  """``{%r0, %r1, ...}``."""
-  return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"
+	"""``{%r0, %r1, ...}``."""
+	return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"

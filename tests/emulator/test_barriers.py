@@ -1,7 +1,5 @@
 """Named barriers, mbarriers, clusters, and what they find wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,65 +11,65 @@ INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 
 
 def test_differing_thread_counts():
-  body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
+	body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
     @%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
-  with fails("differs from the"):
-    run(body, block=96)
+	with fails("differs from the"):
+		run(body, block=96)
 
 
 def test_deadlock_names_every_warp():
-  body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
-  with pytest.raises(emulator.EmulatorError) as error:
-    run(body, block=64)
-  assert "deadlock" in str(error.value)
-  assert "warp 1 at line" in str(error.value)
-  assert "named barrier 2: 32 of 64 threads" in str(error.value)
-  run("setp.lt.u32 %q0, %t, 32; bar.sync 2, 64;", block=64)
+	body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
+	with pytest.raises(emulator.EmulatorError) as error:
+		run(body, block=64)
+	assert "deadlock" in str(error.value)
+	assert "warp 1 at line" in str(error.value)
+	assert "named barrier 2: 32 of 64 threads" in str(error.value)
+	run("setp.lt.u32 %q0, %t, 32; bar.sync 2, 64;", block=64)
 
 
 def test_deadlock_on_an_mbarrier():
-  body = INIT.format(count=2) + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0];" + wait("%r0")
-  with fails(r"waits for mbarrier at shared offset \d+"):
-    run(body)
-  run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
+	body = INIT.format(count=2) + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0];" + wait("%r0")
+	with fails(r"waits for mbarrier at shared offset \d+"):
+		run(body)
+	run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
 
 
 @pytest.mark.parametrize(
-  ("limit", "message"),
-  [
-    ({"max_idle_insns": 50_000}, r"(?s)livelock.*warp 0 at line"),
-    ({"max_insns": 10_000}, "instruction budget of 10000"),
-  ],
+	("limit", "message"),
+	[
+		({"max_idle_insns": 50_000}, r"(?s)livelock.*warp 0 at line"),
+		({"max_insns": 10_000}, "instruction budget of 10000"),
+	],
 )
 def test_polling_for_nothing(limit, message):
-  body = INIT.format(count=1) + ("SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;")
-  with emulator.options(**limit):
-    with fails(message):
-      run(body)
-    run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
+	body = INIT.format(count=1) + ("SPIN: mbarrier.test_wait.parity.shared::cta.b64 %q1, [%r0], 0; @!%q1 bra SPIN;")
+	with emulator.options(**limit):
+		with fails(message):
+			run(body)
+		run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
 
 
 def test_too_many_arrivals():
-  body = INIT.format(count="{}") + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0], 2;"
-  run(body.replace("{}", "2") + wait("%r0"))
-  with fails("2 arrivals but only 1 were pending"):
-    run(body.replace("{}", "1"))
+	body = INIT.format(count="{}") + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0], 2;"
+	run(body.replace("{}", "2") + wait("%r0"))
+	with fails("2 arrivals but only 1 were pending"):
+		run(body.replace("{}", "1"))
 
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_uninitialised_mbarrier(mode):
-  body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
-  with emulator.options(mode=mode):
-    run(body)
-    with fails("not initialised"):
-      run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
+	body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
+	with emulator.options(mode=mode):
+		run(body)
+		with fails("not initialised"):
+			run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
 
 
 @pytest.mark.parametrize("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
-  """Every CTA writes its rank into its neighbour, and reads what it was sent."""
-  out = np.zeros((4, 32, 1), np.uint32)
-  body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
+	"""Every CTA writes its rank into its neighbour, and reads what it was sent."""
+	out = np.zeros((4, 32, 1), np.uint32)
+	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
     mapa.shared::cluster.u32 %r4, %r0, %r3;
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
@@ -79,18 +77,18 @@ def test_distributed_shared_memory(mode):
     barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
     ld.shared.b32 %r5, [%r0]; mov.u32 %r7, %ctaid.x; mul.wide.u32 %d0, %r7, 128;
     add.u64 %d1, %p0, %d0;"""
-  with emulator.options(mode=mode, races=True):
-    run(body + store_words("%d1", ["%r5"]), out, grid=4, cluster=4)
-  ranks = np.arange(4)
-  assert (out[:, :, 0] == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
+	with emulator.options(mode=mode, races=True):
+		run(body + store_words("%d1", ["%r5"]), out, grid=4, cluster=4)
+	ranks = np.arange(4)
+	assert (out[:, :, 0] == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
 
 
 def test_exited_cta_is_out_of_reach():
-  body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; mov.u32 %r2, %cluster_ctarank;
+	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; mov.u32 %r2, %cluster_ctarank;
     setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
     SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
     mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
-  with fails("CTA rank 1, which has exited"):
-    run(body.format(wait=""), grid=2, cluster=2)
-  stay = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-  run(body.format(wait=stay), grid=2, cluster=2)
+	with fails("CTA rank 1, which has exited"):
+		run(body.format(wait=""), grid=2, cluster=2)
+	stay = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+	run(body.format(wait=stay), grid=2, cluster=2)

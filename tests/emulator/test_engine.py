@@ -1,7 +1,5 @@
 """Launching, options, watched memory, counts, building."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -23,155 +21,155 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_arguments():
-  x = np.zeros(32, np.uint32)
-  run(ADD_ONE, x, 5)
-  assert (x == 5).all()
-  with pytest.raises(ValueError, match="2 parameters, got 1"):
-    emulator.launch("kernel", (1,), (32,), (x,))
-  with pytest.raises(ValueError, match="a parameter of 8 bytes got 4"):
-    emulator.launch("kernel", (1,), (32,), (bytes(4), 1))
-  with pytest.raises(KeyError):
-    emulator.launch("no such kernel", (1,), (32,))
+	x = np.zeros(32, np.uint32)
+	run(ADD_ONE, x, 5)
+	assert (x == 5).all()
+	with pytest.raises(ValueError, match="2 parameters, got 1"):
+		emulator.launch("kernel", (1,), (32,), (x,))
+	with pytest.raises(ValueError, match="a parameter of 8 bytes got 4"):
+		emulator.launch("kernel", (1,), (32,), (bytes(4), 1))
+	with pytest.raises(KeyError):
+		emulator.launch("no such kernel", (1,), (32,))
 
 
 @pytest.mark.parametrize(
-  ("launch", "message"),
-  [
-    ({"block": 2048}, "block of 2048 threads"),
-    ({"grid": 3, "cluster": 2}, "not divisible by the cluster"),
-    ({"dynamic_smem": 300_000}, "the limit is 232448"),
-  ],
+	("launch", "message"),
+	[
+		({"block": 2048}, "block of 2048 threads"),
+		({"grid": 3, "cluster": 2}, "not divisible by the cluster"),
+		({"dynamic_smem": 300_000}, "the limit is 232448"),
+	],
 )
 def test_invalid_launches(launch, message):
-  with fails(message):
-    run("", **launch)
-  run("")  # the engine works on
+	with fails(message):
+		run("", **launch)
+	run("")  # the engine works on
 
 
 def test_an_error_says_where():
-  with pytest.raises(emulator.EmulatorError) as error:
-    run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
-  message = str(error.value)
-  assert message.startswith("trap")
-  assert "in kernel broken" in message
-  assert "CTA (0,0,0) warp 0" in message
-  assert message.endswith("trap")
+	with pytest.raises(emulator.EmulatorError) as error:
+		run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
+	message = str(error.value)
+	assert message.startswith("trap")
+	assert "in kernel broken" in message
+	assert "CTA (0,0,0) warp 0" in message
+	assert message.endswith("trap")
 
 
 def test_watched_memory():
-  x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
-  emulator.watch(x)
-  run(ADD_ONE, x, 1)
-  with fails("global load out of bounds"):
-    run(ADD_ONE, y, 1)
-  with fails("124 of 128|bytes past the end"):
-    run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
-  emulator.watch(y)
-  run(ADD_ONE, y, 1)
-  emulator.unwatch()
-  run(ADD_ONE, np.zeros(32, np.uint32), 1)
+	x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+	emulator.watch(x)
+	run(ADD_ONE, x, 1)
+	with fails("global load out of bounds"):
+		run(ADD_ONE, y, 1)
+	with fails("124 of 128|bytes past the end"):
+		run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
+	emulator.watch(y)
+	run(ADD_ONE, y, 1)
+	emulator.unwatch()
+	run(ADD_ONE, np.zeros(32, np.uint32), 1)
 
 
 def test_misaligned_and_null():
-  x = np.zeros(64, np.uint32)
-  with fails("misaligned 4-byte load"):
-    run(ADD_ONE.replace("[%d1]", "[%d1+2]"), x, 1)
-  with fails("null or tiny pointer"):
-    run("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];")
+	x = np.zeros(64, np.uint32)
+	with fails("misaligned 4-byte load"):
+		run(ADD_ONE.replace("[%d1]", "[%d1+2]"), x, 1)
+	with fails("null or tiny pointer"):
+		run("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];")
 
 
 def test_shared_out_of_bounds():
-  body = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
-  run(body.format(124))
-  with fails("shared access out of bounds"):
-    run(body.format(128))
-  with fails("shared access out of bounds"):
-    run(body.format(-4))
+	body = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
+	run(body.format(124))
+	with fails("shared access out of bounds"):
+		run(body.format(128))
+	with fails("shared access out of bounds"):
+		run(body.format(-4))
 
 
 def test_options():
-  body = "mov.u32 %r0, %nsmid;" + store_words("%p0", ["%r0"])
-  out = np.zeros((32, 1), np.uint32)
-  with emulator.options(num_sms=7):
-    with emulator.options(mode="chaos", seed=1):
-      run(body, out)
-    assert (out == 7).all()
-  run(body, out)
-  assert (out == emulator.engine.device_sms()).all()
-  with pytest.raises(ValueError, match="mode must be one of"), emulator.options(mode="fast"):
-    pass
-  with pytest.raises(ValueError, match="num_sms must be positive"), emulator.options(num_sms=0):
-    pass
+	body = "mov.u32 %r0, %nsmid;" + store_words("%p0", ["%r0"])
+	out = np.zeros((32, 1), np.uint32)
+	with emulator.options(num_sms=7):
+		with emulator.options(mode="chaos", seed=1):
+			run(body, out)
+		assert (out == 7).all()
+	run(body, out)
+	assert (out == emulator.engine.device_sms()).all()
+	with pytest.raises(ValueError, match="mode must be one of"), emulator.options(mode="fast"):
+		pass
+	with pytest.raises(ValueError, match="num_sms must be positive"), emulator.options(num_sms=0):
+		pass
 
 
 def test_chaos_depends_on_the_seed_alone():
-  """The order in which warps take tickets: random, and the same for the same seed."""
-  body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
+	"""The order in which warps take tickets: random, and the same for the same seed."""
+	body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
     """ + store_words("%p1", ["%r0"])
 
-  def order(seed: int) -> list[int]:
-    counter, out = np.zeros(1, np.uint32), np.zeros((1024, 1), np.uint32)
-    with emulator.options(mode="chaos", seed=seed):
-      run(body, counter, out, block=1024)
-    return out[:, 0].tolist()
+	def order(seed: int) -> list[int]:
+		counter, out = np.zeros(1, np.uint32), np.zeros((1024, 1), np.uint32)
+		with emulator.options(mode="chaos", seed=seed):
+			run(body, counter, out, block=1024)
+		return out[:, 0].tolist()
 
-  assert order(1) == order(1)
-  assert order(1) != order(2)
+	assert order(1) == order(1)
+	assert order(1) != order(2)
 
 
 def test_stats():
-  x = np.zeros(64, np.uint32)
-  run(ADD_ONE, x, 1, grid=2)
-  stats = emulator.stats()
-  assert stats["ctas"] == 2
-  assert stats["op.LD"] == 2 * 3  # two parameters and a load
-  assert stats["thread_insns"] == 32 * stats["warp_insns"]
-  assert stats["st_global_bytes"] == 256
-  with pytest.raises(emulator.EmulatorError):
-    run("trap;")
-  assert emulator.stats() == stats  # a failed launch does not count
-  emulator.reset_stats()
-  assert emulator.stats()["warp_insns"] == 0
+	x = np.zeros(64, np.uint32)
+	run(ADD_ONE, x, 1, grid=2)
+	stats = emulator.stats()
+	assert stats["ctas"] == 2
+	assert stats["op.LD"] == 2 * 3  # two parameters and a load
+	assert stats["thread_insns"] == 32 * stats["warp_insns"]
+	assert stats["st_global_bytes"] == 256
+	with pytest.raises(emulator.EmulatorError):
+		run("trap;")
+	assert emulator.stats() == stats  # a failed launch does not count
+	emulator.reset_stats()
+	assert emulator.stats()["warp_insns"] == 0
 
 
 def test_data_races_between_warps():
-  body = """.shared .align 4 .b8 s[256]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
+	body = """.shared .align 4 .b8 s[256]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
     st.shared.b32 [%r2], %t; {barrier} ld.shared.b32 %r5, [%r4];"""
-  with emulator.options(races=True):
-    run(body.format(barrier="bar.sync 0;"), block=64)
-    with pytest.raises(emulator.EmulatorError) as error:
-      run(body.format(barrier=""), block=64)
-    assert "data race on shared offset" in str(error.value)
-    assert "by warp 1 of CTA rank 0 (PTX line" in str(error.value)
-    # A barrier that the reader does not wait at orders nothing.
-    with fails("data race"):
-      run(body.format(barrier="bar.arrive 1, 128;"), block=64)
-  run(body.format(barrier=""), block=64)
+	with emulator.options(races=True):
+		run(body.format(barrier="bar.sync 0;"), block=64)
+		with pytest.raises(emulator.EmulatorError) as error:
+			run(body.format(barrier=""), block=64)
+		assert "data race on shared offset" in str(error.value)
+		assert "by warp 1 of CTA rank 0 (PTX line" in str(error.value)
+		# A barrier that the reader does not wait at orders nothing.
+		with fails("data race"):
+			run(body.format(barrier="bar.arrive 1, 128;"), block=64)
+	run(body.format(barrier=""), block=64)
 
 
 def test_write_after_read_race():
-  body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; setp.lt.u32 %q0, %t, 32;
+	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; setp.lt.u32 %q0, %t, 32;
     and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
     @%q0 st.shared.b32 [%r0], %t; bar.sync 0; @!%q0 ld.shared.b32 %r2, [%r0]; {barrier}
     @%q0 st.shared.b32 [%r0], %t;"""
-  with emulator.options(races=True):
-    run(body.format(barrier="bar.sync 0;"), block=64)
-    with fails("not ordered"):
-      run(body.format(barrier=""), block=64)
+	with emulator.options(races=True):
+		run(body.format(barrier="bar.sync 0;"), block=64)
+		with fails("not ordered"):
+			run(body.format(barrier=""), block=64)
 
 
 def test_relaxed_arrival_orders_nothing():
-  body = """.shared .align 8 .b64 bar; .shared .b32 value; mov.u32 %r0, bar; mov.u32 %r1, value;
+	body = """.shared .align 8 .b64 bar; .shared .b32 value; mov.u32 %r0, bar; mov.u32 %r1, value;
     setp.eq.u32 %q0, %t, 0; setp.lt.u32 %q1, %t, 32;
     @%q0 mbarrier.init.shared::cta.b64 [%r0], 1; bar.sync 0; @!%q1 bra READER;
     @%q0 st.shared.b32 [%r1], %t; @%q0 mbarrier.arrive{how}.shared::cta.b64 _, [%r0]; bra DONE;
     READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r0], 0; @!%q2 bra W;
     ld.shared.b32 %r2, [%r1]; DONE:"""
-  with emulator.options(races=True):
-    run(body.format(how=""), block=64)
-    with fails("data race"):
-      run(body.format(how=".relaxed.cta"), block=64)
+	with emulator.options(races=True):
+		run(body.format(how=""), block=64)
+		with fails("data race"):
+			run(body.format(how=".relaxed.cta"), block=64)
 
 
 # ---- threads and processes
@@ -203,12 +201,12 @@ def num_sms():
 
 
 def _python(program: str) -> subprocess.CompletedProcess[str]:
-  command = [sys.executable, "-c", _NUM_SMS + program]
-  return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+	command = [sys.executable, "-c", _NUM_SMS + program]
+	return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_threads_launch_with_options_of_their_own():
-  done = _python("""
+	done = _python("""
 wrong = []
 def work(own):
     for i in range(30):
@@ -222,12 +220,12 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print(wrong, emulator.stats()["ctas"])
 """)
-  assert done.returncode == 0, done.stderr
-  assert done.stdout.split() == ["[]", str(6 * 30 * 2 * 4)]
+	assert done.returncode == 0, done.stderr
+	assert done.stdout.split() == ["[]", str(6 * 30 * 2 * 4)]
 
 
 def test_a_child_forked_while_a_thread_launches_can_launch():
-  done = _python("""
+	done = _python("""
 inside, leave = threading.Event(), threading.Event()
 def hold():
     with engine.exclusive():
@@ -245,117 +243,117 @@ leave.set()
 thread.join()
 print(status >> 8, num_sms())
 """)
-  assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
+	assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
 
 
 # ---- building
 
 
 def test_no_compiler(monkeypatch):
-  monkeypatch.setenv("CXX", "no-such-compiler")
-  with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
-    compilation.compiler()
+	monkeypatch.setenv("CXX", "no-such-compiler")
+	with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
+		compilation.compiler()
 
 
 @pytest.mark.parametrize(
-  ("given", "message"),
-  [
-    ("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
-    ("~nosuchuser/kernels", "~nosuchuser/kernels.*home directory"),
-  ],
+	("given", "message"),
+	[
+		("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
+		("~nosuchuser/kernels", "~nosuchuser/kernels.*home directory"),
+	],
 )
 def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path, given, message):
-  (tmp_path / "emulator").mkdir()
-  (tmp_path / "emulator").chmod(0o775)
-  (tmp_path / "private").mkdir()
-  monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", given.format(tmp_path))
-  monkeypatch.setattr(settings, "_warned", set())
-  monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
-  with pytest.warns(RuntimeWarning, match=message.format(tmp_path)):
-    directory = compilation.cache_directory()
-  assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
+	(tmp_path / "emulator").mkdir()
+	(tmp_path / "emulator").chmod(0o775)
+	(tmp_path / "private").mkdir()
+	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", given.format(tmp_path))
+	monkeypatch.setattr(settings, "_warned", set())
+	monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
+	with pytest.warns(RuntimeWarning, match=message.format(tmp_path)):
+		directory = compilation.cache_directory()
+	assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
 
 
 def test_another_source_is_another_library(monkeypatch, tmp_path):
-  copy = tmp_path / "src"
-  shutil.copytree(compilation._SOURCES, copy)
-  cxx = compilation.compiler()
-  before = compilation._digest(cxx)
-  monkeypatch.setattr(compilation, "_SOURCES", copy)
-  assert compilation._digest(cxx) == before
-  with (copy / "bits.cpp").open("a") as file:
-    file.write("// changed\n")
-  assert compilation._digest(cxx) != before
+	copy = tmp_path / "src"
+	shutil.copytree(compilation._SOURCES, copy)
+	cxx = compilation.compiler()
+	before = compilation._digest(cxx)
+	monkeypatch.setattr(compilation, "_SOURCES", copy)
+	assert compilation._digest(cxx) == before
+	with (copy / "bits.cpp").open("a") as file:
+		file.write("// changed\n")
+	assert compilation._digest(cxx) != before
 
 
 @pytest.fixture
 def built(monkeypatch, tmp_path):
-  """Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
-  compiled = []
+	"""Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
+	compiled = []
 
-  def pretend(cxx, work):
-    compiled.append(cxx)
-    (work / "engine.so").write_bytes(b"machine code" * 100)
-    return work / "engine.so"
+	def pretend(cxx, work):
+		compiled.append(cxx)
+		(work / "engine.so").write_bytes(b"machine code" * 100)
+		return work / "engine.so"
 
-  monkeypatch.setattr(compilation, "_compile", pretend)
-  monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
-  return compiled
+	monkeypatch.setattr(compilation, "_compile", pretend)
+	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+	return compiled
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
 def test_a_damaged_library_is_built_anew(built, damage):
-  build = compilation.build.__wrapped__
-  library = build()
-  good = library.read_bytes()
-  assert build() == library and len(built) == 1
-  if damage == "truncated":
-    library.write_bytes(good[: len(good) // 2])
-  elif damage == "one bit":
-    library.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-  elif damage == "no hash":
-    library.with_suffix(".sha256").unlink()
-  elif damage == "writable":
-    library.chmod(0o666)
-  else:
-    library.unlink()
-  for _ in range(2):
-    assert build() == library and len(built) == 2
-    assert library.read_bytes() == good
+	build = compilation.build.__wrapped__
+	library = build()
+	good = library.read_bytes()
+	assert build() == library and len(built) == 1
+	if damage == "truncated":
+		library.write_bytes(good[: len(good) // 2])
+	elif damage == "one bit":
+		library.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+	elif damage == "no hash":
+		library.with_suffix(".sha256").unlink()
+	elif damage == "writable":
+		library.chmod(0o666)
+	else:
+		library.unlink()
+	for _ in range(2):
+		assert build() == library and len(built) == 2
+		assert library.read_bytes() == good
 
 
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
-  (tmp_path / "machine.h").write_text("this is no C++")
-  monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
-  with pytest.raises(emulator.BuildError, match="did not compile"):
-    compilation._compile(compilation.compiler(), tmp_path)
+	(tmp_path / "machine.h").write_text("this is no C++")
+	monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
+	with pytest.raises(emulator.BuildError, match="did not compile"):
+		compilation._compile(compilation.compiler(), tmp_path)
 
 
 def test_two_processes_build_one_library(tmp_path):
-  source, cache = tmp_path / "src", tmp_path / "cache"
-  source.mkdir()
-  (source / "machine.h").write_text("#pragma once\n")
-  (source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
-  code = f"""{_STUB}
+	source, cache = tmp_path / "src", tmp_path / "cache"
+	source.mkdir()
+	(source / "machine.h").write_text("#pragma once\n")
+	(source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
+	code = f"""{_STUB}
 from pathlib import Path
 from cute_kernels.emulator import compilation
 compilation._SOURCES = Path({str(source)!r})
 print(compilation.build())"""
-  environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
-  processes = [
-    subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    for _ in range(2)
-  ]
-  printed = {p.communicate()[0].strip() for p in processes}
-  libraries = list((cache / "emulator").glob("*.so"))
-  assert printed == {str(libraries[0])}
-  assert len(libraries) == 1
-  assert ctypes.CDLL(str(libraries[0])).answer() == 42
-  assert not list((cache / "emulator").glob("build-*"))
+	environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
+	processes = [
+		subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+		for _ in range(2)
+	]
+	printed = {p.communicate()[0].strip() for p in processes}
+	libraries = list((cache / "emulator").glob("*.so"))
+	assert printed == {str(libraries[0])}
+	assert len(libraries) == 1
+	assert ctypes.CDLL(str(libraries[0])).answer() == 42
+	assert not list((cache / "emulator").glob("build-*"))
 
 
 def test_import_needs_neither_torch_nor_the_dsl():
-  code = f"""{_STUB}
+	code = f"""{_STUB}
 sys.modules["torch"] = sys.modules["cutlass"] = None
 from cute_kernels import emulator
 import numpy as np
@@ -367,4 +365,4 @@ x = np.zeros(1, np.uint32)
 emulator.launch("k", (1,), (1,), (x,))
 assert x[0] == 7 and emulator.installed() is None
 """
-  subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+	subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -1,7 +1,5 @@
 """Floating-point instructions against NumPy, beside those that test_silicon.py has."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -14,67 +12,67 @@ _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x
 
 
 def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndarray]:
-  rng = np.random.default_rng(seed)
-  arrays = []
-  for _ in range(count):
-    v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
-    v = v.astype(dtype)
-    if dtype is np.float32:
-      v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
-    arrays.append(v)
-  return arrays
+	rng = np.random.default_rng(seed)
+	arrays = []
+	for _ in range(count):
+		v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
+		v = v.astype(dtype)
+		if dtype is np.float32:
+			v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
+		arrays.append(v)
+	return arrays
 
 
 def _equal(got: np.ndarray, want: np.ndarray) -> None:
-  """Bit for bit, except for which NaN it is."""
-  nan = np.isnan(got) & np.isnan(want)
-  bits = f"u{got.dtype.itemsize}"
-  assert ((got.view(bits) == want.view(bits)) | nan).all()
+	"""Bit for bit, except for which NaN it is."""
+	nan = np.isnan(got) & np.isnan(want)
+	bits = f"u{got.dtype.itemsize}"
+	assert ((got.view(bits) == want.view(bits)) | nan).all()
 
 
 def test_fma_rounds_once():
-  rng = np.random.default_rng(1)
-  a, b, c = (rng.standard_normal(512).astype(np.float32) for _ in range(3))
-  c = (-(a.astype(np.float64) * b) * (1 + c * 2**-20)).astype(np.float32)  # cancels
-  got = elementwise("fma.rn.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32)
-  exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
-  # An exact double, as these sums of 48-bit products are, rounds to float32 once.
-  doubles = np.array([float(v) for v in exact])
-  assert all(Fraction(d) == v for d, v in zip(doubles.tolist(), exact, strict=True))
-  _equal(got, doubles.astype(np.float32))
+	rng = np.random.default_rng(1)
+	a, b, c = (rng.standard_normal(512).astype(np.float32) for _ in range(3))
+	c = (-(a.astype(np.float64) * b) * (1 + c * 2**-20)).astype(np.float32)  # cancels
+	got = elementwise("fma.rn.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32)
+	exact = [Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)) for x, y, z in zip(a, b, c, strict=True)]
+	# An exact double, as these sums of 48-bit products are, rounds to float32 once.
+	doubles = np.array([float(v) for v in exact])
+	assert all(Fraction(d) == v for d, v in zip(doubles.tolist(), exact, strict=True))
+	_equal(got, doubles.astype(np.float32))
 
 
 def test_min_max():
-  a, b, c = _floats(3)
-  with np.errstate(all="ignore"):
-    got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
-    _equal(got, np.fmax(np.fmax(a, b), c) + 0)
-  negative = np.float32([-0.0, 0.0] * 16), np.float32([0.0, -0.0] * 16)
-  assert np.signbit(elementwise("min.f32 %out, %a0, %a1;", *negative, out=np.float32)).all()
-  assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
+	a, b, c = _floats(3)
+	with np.errstate(all="ignore"):
+		got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
+		_equal(got, np.fmax(np.fmax(a, b), c) + 0)
+	negative = np.float32([-0.0, 0.0] * 16), np.float32([0.0, -0.0] * 16)
+	assert np.signbit(elementwise("min.f32 %out, %a0, %a1;", *negative, out=np.float32)).all()
+	assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
 
 
 @pytest.mark.parametrize(
-  ("op", "reference"),
-  [
-    ("ex2.approx.ftz", np.exp2),
-    ("lg2.approx", np.log2),
-    ("rcp.approx.ftz", np.reciprocal),
-    ("rsqrt.approx", lambda x: 1 / np.sqrt(x)),
-    ("sqrt.approx", np.sqrt),
-    ("tanh.approx", np.tanh),
-  ],
+	("op", "reference"),
+	[
+		("ex2.approx.ftz", np.exp2),
+		("lg2.approx", np.log2),
+		("rcp.approx.ftz", np.reciprocal),
+		("rsqrt.approx", lambda x: 1 / np.sqrt(x)),
+		("sqrt.approx", np.sqrt),
+		("tanh.approx", np.tanh),
+	],
 )
 def test_approximate(op, reference):
-  a = np.geomspace(1e-3, 20, 256).astype(np.float32)
-  got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
-  np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
+	a = np.geomspace(1e-3, 20, 256).astype(np.float32)
+	got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
+	np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
 
 
 def test_two_floats_at_once():
-  a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
+	a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
                for i in range(3))  # fmt: skip
-  packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
-  got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
-  product = a.astype(np.float64) * b
-  _equal(got.view(np.float32).reshape(-1, 2), (product + c).astype(np.float32))
+	packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
+	got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
+	product = a.astype(np.float64) * b
+	_equal(got.view(np.float32).reshape(-1, 2), (product + c).astype(np.float32))

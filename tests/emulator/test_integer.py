@@ -1,7 +1,5 @@
 """Integer and bit instructions against Python's integers, beside those that test_silicon.py has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -13,122 +11,122 @@ _EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7F
 
 
 def _inputs(bits: int, count: int, seed: int = 0) -> list[np.ndarray]:
-  rng = np.random.default_rng(seed)
-  dtype = np.dtype(f"u{bits // 8}")
-  arrays = []
-  for _ in range(count):
-    values = rng.integers(0, 1 << 64, COUNT, dtype=np.uint64, endpoint=False)
-    values[::3] = rng.choice(np.array(_EDGES, np.uint64), len(values[::3]))
-    arrays.append(values.astype(dtype))
-  return arrays
+	rng = np.random.default_rng(seed)
+	dtype = np.dtype(f"u{bits // 8}")
+	arrays = []
+	for _ in range(count):
+		values = rng.integers(0, 1 << 64, COUNT, dtype=np.uint64, endpoint=False)
+		values[::3] = rng.choice(np.array(_EDGES, np.uint64), len(values[::3]))
+		arrays.append(values.astype(dtype))
+	return arrays
 
 
 def _signed(v: int, bits: int) -> int:
-  return v - (1 << bits) if v >> (bits - 1) else v
+	return v - (1 << bits) if v >> (bits - 1) else v
 
 
 def _check(ptx: str, bits: int, reference, operands: int = 2, out: int | None = None) -> None:
-  """``reference`` maps unsigned integers to an integer, of which the low bits count."""
-  arrays = _inputs(bits, operands)
-  out = out or bits
-  got = elementwise(ptx, *arrays, out=np.dtype(f"u{out // 8}"))
-  columns = zip(*(a.tolist() for a in arrays), strict=True)
-  want = [reference(*row) & ((1 << out) - 1) for row in columns]
-  assert got.tolist() == want
+	"""``reference`` maps unsigned integers to an integer, of which the low bits count."""
+	arrays = _inputs(bits, operands)
+	out = out or bits
+	got = elementwise(ptx, *arrays, out=np.dtype(f"u{out // 8}"))
+	columns = zip(*(a.tolist() for a in arrays), strict=True)
+	want = [reference(*row) & ((1 << out) - 1) for row in columns]
+	assert got.tolist() == want
 
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
 @pytest.mark.parametrize("kind", ["s", "u"])
 @pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
 def test_arithmetic(op, kind, bits):
-  def number(v: int) -> int:
-    return _signed(v, bits) if kind == "s" else v
+	def number(v: int) -> int:
+		return _signed(v, bits) if kind == "s" else v
 
-  def reference(a: int, b: int) -> int:
-    a, b = number(a), number(b | 1)
-    quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
-    return {
-      "add": a + b,
-      "sub": a - b,
-      "mul.lo": a * b,
-      "mul.hi": a * b >> bits,
-      "min": min(a, b),
-      "max": max(a, b),
-      "div": quotient,
-      "rem": a - quotient * b,
-    }[op]
+	def reference(a: int, b: int) -> int:
+		a, b = number(a), number(b | 1)
+		quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+		return {
+			"add": a + b,
+			"sub": a - b,
+			"mul.lo": a * b,
+			"mul.hi": a * b >> bits,
+			"min": min(a, b),
+			"max": max(a, b),
+			"div": quotient,
+			"rem": a - quotient * b,
+		}[op]
 
-  _check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
+	_check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
 
 
 @pytest.mark.parametrize("kind", ["s", "u"])
 @pytest.mark.parametrize("bits", [16, 32])
 def test_wide_products(kind, bits):
-  def reference(a: int, b: int) -> int:
-    return _signed(a, bits) * _signed(b, bits) if kind == "s" else a * b
+	def reference(a: int, b: int) -> int:
+		return _signed(a, bits) * _signed(b, bits) if kind == "s" else a * b
 
-  _check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
+	_check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
 
 
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
-  """The upper half of the 64-bit result shows whether a 32-bit register holds more."""
-  reference = {
-    "and": lambda a: a & (1 << 32) - 8,
-    "or": lambda a: a | (1 << 32) - 8,
-    "xor": lambda a: a ^ (1 << 32) - 8,
-  }[op]
-  ptx = f".reg .b32 %v; {op}.b32 %v, %a0, -8; cvt.u64.u32 %out, %v; add.u64 %out, %out, 0;"
-  _check(ptx, 32, reference, 1, 64)
+	"""The upper half of the 64-bit result shows whether a 32-bit register holds more."""
+	reference = {
+		"and": lambda a: a & (1 << 32) - 8,
+		"or": lambda a: a | (1 << 32) - 8,
+		"xor": lambda a: a ^ (1 << 32) - 8,
+	}[op]
+	ptx = f".reg .b32 %v; {op}.b32 %v, %a0, -8; cvt.u64.u32 %out, %v; add.u64 %out, %out, 0;"
+	_check(ptx, 32, reference, 1, 64)
 
 
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_shifts_clamp(bits):
-  def amount(b: int) -> int:
-    return min(b & 0xFFFFFFFF, bits)
+	def amount(b: int) -> int:
+		return min(b & 0xFFFFFFFF, bits)
 
-  shift = ".reg .b32 %n; cvt.u32.u64 %n, %w;" if bits == 64 else ".reg .b32 %n; mov.b32 %n, %w;"
-  if bits == 16:
-    shift = ".reg .b32 %n; cvt.u32.u16 %n, %w;"
-  shift = shift.replace("%w", "%a1")
-  _check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
-  _check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
-  _check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
+	shift = ".reg .b32 %n; cvt.u32.u64 %n, %w;" if bits == 64 else ".reg .b32 %n; mov.b32 %n, %w;"
+	if bits == 16:
+		shift = ".reg .b32 %n; cvt.u32.u16 %n, %w;"
+	shift = shift.replace("%w", "%a1")
+	_check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
+	_check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
+	_check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
 
 
 @pytest.mark.parametrize("bits", [32, 64])
 @pytest.mark.parametrize("kind", ["s", "u"])
 @pytest.mark.parametrize("cmp", ["lt", "le", "gt", "ge", "eq", "ne"])
 def test_compare_and_select(cmp, kind, bits):
-  compare = {
+	compare = {
         "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__,
         "ge": int.__ge__, "eq": int.__eq__, "ne": int.__ne__,
     }[cmp]  # fmt: skip
 
-  def reference(a: int, b: int) -> int:
-    x, y = (_signed(a, bits), _signed(b, bits)) if kind == "s" else (a, b)
-    return (1 if compare(x, y) else 2) if a & 1 else 2
+	def reference(a: int, b: int) -> int:
+		x, y = (_signed(a, bits), _signed(b, bits)) if kind == "s" else (a, b)
+		return (1 if compare(x, y) else 2) if a & 1 else 2
 
-  # p and q are opposites, both combined with the lowest bit of a.
-  ptx = f"""
+	# p and q are opposites, both combined with the lowest bit of a.
+	ptx = f"""
     .reg .pred %p, %q, %odd; .reg .b{bits} %low; .reg .b32 %v;
     and.b{bits} %low, %a0, 1; setp.ne.u{bits} %odd, %low, 0;
     setp.{cmp}.and.{kind}{bits} %p|%q, %a0, %a1, %odd;
     selp.b32 %out, 1, 2, %p;
     """
-  _check(ptx, bits, reference, out=32)
-  opposite = ptx.replace("selp.b32 %out, 1, 2, %p;", "selp.b32 %out, 1, 2, %q;")
+	_check(ptx, bits, reference, out=32)
+	opposite = ptx.replace("selp.b32 %out, 1, 2, %p;", "selp.b32 %out, 1, 2, %q;")
 
-  def reference_q(a: int, b: int) -> int:
-    return 1 if a & 1 and reference(a, b) == 2 else 2
+	def reference_q(a: int, b: int) -> int:
+		return 1 if a & 1 and reference(a, b) == 2 else 2
 
-  _check(opposite, bits, reference_q, out=32)
+	_check(opposite, bits, reference_q, out=32)
 
 
 def test_integer_conversions():
-  _check("cvt.s32.s8 %out, %a0;", 32, lambda a: _signed(a & 0xFF, 8), 1)
-  _check("cvt.s64.s32 %out, %a0;", 32, lambda a: _signed(a, 32), 1, 64)
-  _check("cvt.sat.s16.s32 %out, %a0;", 32, lambda a: min(max(_signed(a, 32), -32768), 32767), 1, 16)
-  # A narrow result is truncated, then extended to its register.
-  ptx = ".reg .b32 %v; cvt.s8.s32 %v, %a0; mov.b32 %out, %v;"
-  _check(ptx, 32, lambda a: _signed(a & 0xFF, 8), 1)
+	_check("cvt.s32.s8 %out, %a0;", 32, lambda a: _signed(a & 0xFF, 8), 1)
+	_check("cvt.s64.s32 %out, %a0;", 32, lambda a: _signed(a, 32), 1, 64)
+	_check("cvt.sat.s16.s32 %out, %a0;", 32, lambda a: min(max(_signed(a, 32), -32768), 32767), 1, 16)
+	# A narrow result is truncated, then extended to its register.
+	ptx = ".reg .b32 %v; cvt.s8.s32 %v, %a0; mov.b32 %out, %v;"
+	_check(ptx, 32, lambda a: _signed(a & 0xFF, 8), 1)

@@ -1,7 +1,5 @@
 """The emulator against what an H200 answered, instruction by instruction."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,13 +9,13 @@ from tests.emulator.silicon import snippets as silicon
 
 @pytest.fixture(scope="module")
 def recorded(engine):
-  emulator.load_ptx(silicon.ptx())
-  return silicon.inputs(), silicon.answers()
+	emulator.load_ptx(silicon.ptx())
+	return silicon.inputs(), silicon.answers()
 
 
 @pytest.mark.parametrize(("index", "name"), list(enumerate(silicon.snippets())))
 def test_equals_h200(recorded, index, name):
-  x, answers = recorded
-  out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
-  emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))
-  assert silicon.digest(name, out) == answers[name]
+	x, answers = recorded
+	out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
+	emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))
+	assert silicon.digest(name, out) == answers[name]

@@ -1,7 +1,5 @@
 """wgmma and tcgen05 against NumPy (numerics: reference/test_tensor_core.py), and their checkers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -18,14 +16,14 @@ RNG = np.random.default_rng(0)
 
 
 def _integers(rows: int, columns: int) -> torch.Tensor:
-  """FP16 numbers whose products any tensor core adds exactly."""
-  return torch.randint(-4, 5, (rows, columns)).half()
+	"""FP16 numbers whose products any tensor core adds exactly."""
+	return torch.randint(-4, 5, (rows, columns)).half()
 
 
 def test_wgmma_needs_a_proxy_fence():
-  a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
-  with fails(r"wgmma A reads .* no fence.proxy.async"):
-    wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
+	a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
+	with fails(r"wgmma A reads .* no fence.proxy.async"):
+		wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
 
 
 # ---- tcgen05
@@ -50,61 +48,61 @@ WAIT_FOR_MMA = "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;\n@!%p0 b
 
 
 def test_missing_wait_for_tensor_memory_stores():
-  """In chaos scales and accumulators are not there without tcgen05.wait::st."""
-  codes = torch.randint(0, 256, (128, 32), dtype=torch.uint8)
-  scales = torch.ones(128, 4).to(torch.float8_e4m3fn)
-  operands = codes, codes[:16], torch.ones(128, 16), scales, scales[:16]
-  want = tcgen05(*operands)
-  with emulator.options(mode="chaos", seed=0):
-    assert (tcgen05(*operands) == want).all()
-    assert not (tcgen05(*operands, edits=((WAIT_FOR_STORES, ""),)) == want).all()
+	"""In chaos scales and accumulators are not there without tcgen05.wait::st."""
+	codes = torch.randint(0, 256, (128, 32), dtype=torch.uint8)
+	scales = torch.ones(128, 4).to(torch.float8_e4m3fn)
+	operands = codes, codes[:16], torch.ones(128, 16), scales, scales[:16]
+	want = tcgen05(*operands)
+	with emulator.options(mode="chaos", seed=0):
+		assert (tcgen05(*operands) == want).all()
+		assert not (tcgen05(*operands, edits=((WAIT_FOR_STORES, ""),)) == want).all()
 
 
 def test_missing_wait_for_the_tensor_core():
-  operands = _integers(128, 16), _integers(16, 16), torch.zeros(128, 16)
-  edits = ((WAIT_FOR_MMA, ""),)
-  with emulator.options(mode="chaos", seed=0), pytest.raises(emulator.EmulatorError):
-    tcgen05(*operands, edits=edits)
-  with emulator.options(races=True), fails("data race on tensor memory column"):
-    tcgen05(*operands, edits=edits)
+	operands = _integers(128, 16), _integers(16, 16), torch.zeros(128, 16)
+	edits = ((WAIT_FOR_MMA, ""),)
+	with emulator.options(mode="chaos", seed=0), pytest.raises(emulator.EmulatorError):
+		tcgen05(*operands, edits=edits)
+	with emulator.options(races=True), fails("data race on tensor memory column"):
+		tcgen05(*operands, edits=edits)
 
 
 @pytest.mark.parametrize(
-  ("shape", "count", "place"),
-  [
-    ("32x32b.x4", 4, lambda t, i: (t, i)),
-    ("16x128b.x2", 4, lambda t, i: (t // 4 + i % 2 * 8, i // 2 * 4 + t % 4)),
-    ("16x256b.x1", 4, lambda t, i: (t // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2)),
-  ],
+	("shape", "count", "place"),
+	[
+		("32x32b.x4", 4, lambda t, i: (t, i)),
+		("16x128b.x2", 4, lambda t, i: (t // 4 + i % 2 * 8, i // 2 * 4 + t % 4)),
+		("16x256b.x1", 4, lambda t, i: (t // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2)),
+	],
 )
 def test_tensor_memory_shapes(shape, count, place):
-  """Stored by one shape and loaded lane by lane."""
-  out = np.zeros((128, 8), np.uint32)
-  values = [f"%r{40 + i}" for i in range(count)]
-  fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
-  clear = ", ".join(["%r60"] * 8)
-  body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
+	"""Stored by one shape and loaded lane by lane."""
+	out = np.zeros((128, 8), np.uint32)
+	values = [f"%r{40 + i}" for i in range(count)]
+	fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
+	clear = ", ".join(["%r60"] * 8)
+	body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
     tcgen05.st.sync.aligned.32x32b.x8.b32 [%r114], {{{clear}}};
     tcgen05.wait::st.sync.aligned;
     tcgen05.st.sync.aligned.{shape}.b32 [%r114], {{{", ".join(values)}}};
     tcgen05.wait::st.sync.aligned;
     tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{", ".join(f"%r{70 + i}" for i in range(8))}}}, [%r114];
     tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-  run(body + store_words("%p0", [f"%r{70 + i}" for i in range(8)]), out, block=128)
-  want = np.zeros((128, 8), np.uint32)
-  for warp in range(4):
-    for t in range(32):
-      for i in range(count):
-        lane, column = place(t, i)
-        want[warp * 32 + lane, column] = (warp * 32 + t) * count + i
-  assert (out == want).all()
+	run(body + store_words("%p0", [f"%r{70 + i}" for i in range(8)]), out, block=128)
+	want = np.zeros((128, 8), np.uint32)
+	for warp in range(4):
+		for t in range(32):
+			for i in range(count):
+				lane, column = place(t, i)
+				want[warp * 32 + lane, column] = (warp * 32 + t) * count + i
+	assert (out == want).all()
 
 
 def test_copy_to_tensor_memory():
-  """32x128b.warpx4: 32 rows of 16 bytes into all four quarters."""
-  source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
-  out = np.zeros((128, 4), np.uint32)
-  body = f"""
+	"""32x128b.warpx4: 32 rows of 16 bytes into all four quarters."""
+	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
+	out = np.zeros((128, 4), np.uint32)
+	body = f"""
     .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
     add.u32 %r203, %r100, %r202;
     cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
@@ -116,15 +114,15 @@ def test_copy_to_tensor_memory():
     tcgen05.fence::after_thread_sync;
     tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
     tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-  body += store_words("%p1", [f"%r{40 + i}" for i in range(4)])
-  run(body, _aligned(source), out, block=128)
-  assert (out == np.tile(source, (4, 1))).all()
+	body += store_words("%p1", [f"%r{40 + i}" for i in range(4)])
+	run(body, _aligned(source), out, block=128)
+	assert (out == np.tile(source, (4, 1))).all()
 
 
 def test_leaked_tensor_memory():
-  run(ALLOCATE + RELEASE, block=128)
-  with fails("exits holding 64 columns"):
-    run(ALLOCATE, block=128)
+	run(ALLOCATE + RELEASE, block=128)
+	with fails("exits holding 64 columns"):
+		run(ALLOCATE, block=128)
 
 
 @pytest.mark.parametrize(
@@ -141,21 +139,21 @@ def test_leaked_tensor_memory():
     ],
 )  # fmt: skip
 def test_tensor_memory_faults(ptx, message):
-  with fails(message):
-    run(ALLOCATE + ptx + RELEASE, block=128)
+	with fails(message):
+		run(ALLOCATE + ptx + RELEASE, block=128)
 
 
 @pytest.mark.parametrize(
-  ("dtype", "acc", "flags", "message"),
-  [
-    (torch.float16, torch.float32, 1 << 2, "sparse"),
-    (torch.float16, torch.float32, 1 << 13, "negated"),
-    (torch.float16, torch.float32, 3 << 7, "operand format 3"),
-    (torch.float8_e4m3fn, torch.float32, 5 << 7, "unpacked 4- and 6-bit"),
-    (torch.float16, torch.float16, 2 << 4, "integer accumulators"),
-  ],
+	("dtype", "acc", "flags", "message"),
+	[
+		(torch.float16, torch.float32, 1 << 2, "sparse"),
+		(torch.float16, torch.float32, 1 << 13, "negated"),
+		(torch.float16, torch.float32, 3 << 7, "operand format 3"),
+		(torch.float8_e4m3fn, torch.float32, 5 << 7, "unpacked 4- and 6-bit"),
+		(torch.float16, torch.float16, 2 << 4, "integer accumulators"),
+	],
 )
 def test_mma_faults(dtype, acc, flags, message):
-  a = torch.zeros(128, 32).to(dtype)
-  with fails(message):
-    tcgen05(a, a[:16], torch.zeros(128, 16).to(acc), flags=flags)
+	a = torch.zeros(128, 32).to(dtype)
+	with fails(message):
+		tcgen05(a, a[:16], torch.zeros(128, 16).to(acc), flags=flags)

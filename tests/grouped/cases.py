@@ -13,91 +13,91 @@ import grouped
 from grouped import recipes
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
 FP8_RECIPES = {
-  "mxfp8": recipes.MXFP8(),
-  "mxfp8-hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
-  "fp8-block": recipes.FP8Block(),
-  "fp8-block-fp32": recipes.FP8Block(grad_dtype=torch.float8_e5m2, pow2_scales=False, amax_epsilon=1e-3),
-  "fp8": recipes.FP8Current(),
+	"mxfp8": recipes.MXFP8(),
+	"mxfp8-hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
+	"fp8-block": recipes.FP8Block(),
+	"fp8-block-fp32": recipes.FP8Block(grad_dtype=torch.float8_e5m2, pow2_scales=False, amax_epsilon=1e-3),
+	"fp8": recipes.FP8Current(),
 }
 #: One of each kind whose results no random numbers decide; inputs are bf16.
 ALL_RECIPES = RECIPES | {name: FP8_RECIPES[name] for name in ("mxfp8", "fp8-block", "fp8")}
 ALL_RECIPES["hadamard"] = recipes.NVFP4(hadamard=True)
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
 FORMATS = {
-  "1x16": grouped.NVFP4(),
-  "16x16": grouped.NVFP4(block=(16, 16)),
-  "row-scaled": grouped.NVFP4(row_scaled=True),
+	"1x16": grouped.NVFP4(),
+	"16x16": grouped.NVFP4(block=(16, 16)),
+	"row-scaled": grouped.NVFP4(row_scaled=True),
 }
 WEIGHT_FORMAT = FORMATS["16x16"]
 #: One of each kind of record: of element, scale and its layout, second level, and columnwise copy.
 EVERY_FORMAT = {
-  **FORMATS,
-  "fp8": grouped.FP8(),
-  "mxfp8": grouped.MXFP8(torch.float8_e5m2),
-  "32x32": grouped.MXFP8(block=(32, 32)),
-  "fp8_block": grouped.FP8Block(),
-  "128x128": grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False),
+	**FORMATS,
+	"fp8": grouped.FP8(),
+	"mxfp8": grouped.MXFP8(torch.float8_e5m2),
+	"32x32": grouped.MXFP8(block=(32, 32)),
+	"fp8_block": grouped.FP8Block(),
+	"128x128": grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False),
 }
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def weight(groups: int = 3, rows: int = 48, cols: int = 64) -> Tensor:
-  """(G, N, K) bf16."""
-  return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
+	"""(G, N, K) bf16."""
+	return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
 
 
 def parameter(requires_grad: bool = True, fmt: Format = WEIGHT_FORMAT, **kwargs: Any) -> nn.Parameter:
-  """A uniform GroupedTensor of both directions as a parameter."""
-  kwargs.setdefault("columnwise", True)
-  return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
+	"""A uniform GroupedTensor of both directions as a parameter."""
+	kwargs.setdefault("columnwise", True)
+	return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
 
 
 def weights_quantized(counter: OpCounter) -> int:
-  """How many of the quantizations are of weights, which have no offs."""
-  return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
+	"""How many of the quantizations are of weights, which have no offs."""
+	return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
 
 
 def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:
-  """Copies of all plain tensors of ``x``, by name."""
-  inner = {"offs": x.offs}
-  for direction in ("rowwise", "columnwise"):
-    held = getattr(x, direction)
-    if held is not None:
-      inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
-  return {name: t.clone() for name, t in inner.items() if t is not None}
+	"""Copies of all plain tensors of ``x``, by name."""
+	inner = {"offs": x.offs}
+	for direction in ("rowwise", "columnwise"):
+		held = getattr(x, direction)
+		if held is not None:
+			inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
+	return {name: t.clone() for name, t in inner.items() if t is not None}
 
 
 def decode_member(codes: Tensor, scales: Tensor, amax: Tensor, cols: int) -> Tensor:
-  """(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
-  nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
-  values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
-  second = amax.reshape(-1, 1) if amax.dim() else amax
-  factor = scales.float() * second * torch.tensor(1 / 2688, dtype=torch.float32)
-  return values[:, :cols] * factor.repeat_interleave(16, dim=1)[:, :cols]
+	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
+	nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
+	values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+	second = amax.reshape(-1, 1) if amax.dim() else amax
+	factor = scales.float() * second * torch.tensor(1 / 2688, dtype=torch.float32)
+	return values[:, :cols] * factor.repeat_interleave(16, dim=1)[:, :cols]
 
 
 class OpCounter(TorchDispatchMode):
-  """Counts the ops that run inside, and keeps the arguments of each."""
+	"""Counts the ops that run inside, and keeps the arguments of each."""
 
-  def __init__(self) -> None:
-    super().__init__()
-    self.calls: list[tuple[str, tuple[Any, ...]]] = []
+	def __init__(self) -> None:
+		super().__init__()
+		self.calls: list[tuple[str, tuple[Any, ...]]] = []
 
-  def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-    # Trailing arguments that have their default values are left out of args.
-    rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
-    self.calls.append((func._schema.name.split("::")[1], args + rest))
-    return func(*args, **(kwargs or {}))
+	def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+		# Trailing arguments that have their default values are left out of args.
+		rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
+		self.calls.append((func._schema.name.split("::")[1], args + rest))
+		return func(*args, **(kwargs or {}))
 
-  @property
-  def counts(self) -> Counter[str]:
-    return Counter(name for name, _ in self.calls)
+	@property
+	def counts(self) -> Counter[str]:
+		return Counter(name for name, _ in self.calls)
 
-  def arguments(self, name: str) -> list[tuple[Any, ...]]:
-    """Positional arguments of each call of ``name``."""
-    return [args for called, args in self.calls if called == name]
+	def arguments(self, name: str) -> list[tuple[Any, ...]]:
+		"""Positional arguments of each call of ``name``."""
+		return [args for called, args in self.calls if called == name]

@@ -16,83 +16,83 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(params=FORMATS.values(), ids=FORMATS)
 def fmt(request):
-  return request.param
+	return request.param
 
 
 def stored(fmt, elements):
-  """What quantizes to the same codes without an activation."""
-  return elements.to(BF16) if fmt.truncates else elements
+	"""What quantizes to the same codes without an activation."""
+	return elements.to(BF16) if fmt.truncates else elements
 
 
 @each("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])
 @each("backward", [False, True])
 def test_codes_and_dbias_of_the_elements(fmt, backward, rows):
-  x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
-  offs = torch.tensor(OFFS, dtype=torch.int32) if len(rows) == 1 else None
-  got, dbias = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True)
-  if backward:
-    elements = activate_gradient(x.float(), grad.float(), SWIGLU)
-  else:
-    elements = activate(x.float(), SWIGLU)
-  want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
-  assert got.shape == elements.shape and got.dtype == BF16
-  assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))
-  # Summed in fp32 from what is not rounded, and rounded once.
-  assert_same_bytes(dbias, ops.grouped_dbias(elements, offs).to(BF16))
-  assert dbias[1].any() == (offs is None)
+	x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
+	offs = torch.tensor(OFFS, dtype=torch.int32) if len(rows) == 1 else None
+	got, dbias = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True)
+	if backward:
+		elements = activate_gradient(x.float(), grad.float(), SWIGLU)
+	else:
+		elements = activate(x.float(), SWIGLU)
+	want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
+	assert got.shape == elements.shape and got.dtype == BF16
+	assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))
+	# Summed in fp32 from what is not rounded, and rounded once.
+	assert_same_bytes(dbias, ops.grouped_dbias(elements, offs).to(BF16))
+	assert dbias[1].any() == (offs is None)
 
 
 def test_into_a_tensor_that_there_is(fmt):
-  x, grad = sample(40, 128), sample(40, 64)
-  for options in ({"activation": "swiglu"}, {"activation": "swiglu", "grad": grad}):
-    want = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, **options)
-    out = grouped.quantize(torch.zeros_like(want), fmt, offs=[1, 2, 40], columnwise=True)
-    assert grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options) is out
-    for way in ("rowwise", "columnwise"):
-      got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
-      assert_same_bytes(got, exact)
+	x, grad = sample(40, 128), sample(40, 64)
+	for options in ({"activation": "swiglu"}, {"activation": "swiglu", "grad": grad}):
+		want = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, **options)
+		out = grouped.quantize(torch.zeros_like(want), fmt, offs=[1, 2, 40], columnwise=True)
+		assert grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options) is out
+		for way in ("rowwise", "columnwise"):
+			got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
+			assert_same_bytes(got, exact)
 
 
 def test_compiled_once_for_all_token_counts():
-  torch._dynamo.reset()
+	torch._dynamo.reset()
 
-  def function(x, grad, offs):
-    q = grouped.quantize(x, grouped.NVFP4(), offs=offs, activation="swiglu", columnwise=True)
-    d, dbias = grouped.quantize(x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True)
-    return q.dequantize(), q.dequantize(direction="columnwise"), d.dequantize(), dbias
+	def function(x, grad, offs):
+		q = grouped.quantize(x, grouped.NVFP4(), offs=offs, activation="swiglu", columnwise=True)
+		d, dbias = grouped.quantize(x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True)
+		return q.dequantize(), q.dequantize(direction="columnwise"), d.dequantize(), dbias
 
-  compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-  with torch._dynamo.config.patch(error_on_recompile=True):
-    for tokens in (40, 41, 130, 7):
-      x, grad = sample(tokens, 96), sample(tokens, 48)
-      offs = torch.tensor([tokens // 3, tokens // 3, tokens], dtype=torch.int32)
-      torch._dynamo.mark_dynamic(x, 0)
-      torch._dynamo.mark_dynamic(grad, 0)
-      assert_all_same(compiled(x, grad, offs), function(x, grad, offs))
-  torch._dynamo.reset()
+	compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+	with torch._dynamo.config.patch(error_on_recompile=True):
+		for tokens in (40, 41, 130, 7):
+			x, grad = sample(tokens, 96), sample(tokens, 48)
+			offs = torch.tensor([tokens // 3, tokens // 3, tokens], dtype=torch.int32)
+			torch._dynamo.mark_dynamic(x, 0)
+			torch._dynamo.mark_dynamic(grad, 0)
+			assert_all_same(compiled(x, grad, offs), function(x, grad, offs))
+	torch._dynamo.reset()
 
 
 X = sample(40, 128)
 
 
 @each(
-  ("options", "error", "match"),
-  [
-    ({"activation": 3}, TypeError, "activation must be a name such as 'swiglu' or a grouped"),
-    ({"activation": "swish"}, ValueError, "activation must be one of gelu, silu"),
-    (
-      {"activation": "swiglu", "out": grouped.quantize(X, grouped.NVFP4(), offs=OFFS)},
-      ValueError,
-      "out was made with another shape",
-    ),
-  ],
+	("options", "error", "match"),
+	[
+		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu' or a grouped"),
+		({"activation": "swish"}, ValueError, "activation must be one of gelu, silu"),
+		(
+			{"activation": "swiglu", "out": grouped.quantize(X, grouped.NVFP4(), offs=OFFS)},
+			ValueError,
+			"out was made with another shape",
+		),
+	],
 )
 def test_refused(options, error, match):
-  with pytest.raises(error, match=match):
-    grouped.quantize(X, grouped.NVFP4(), offs=OFFS, **options)
+	with pytest.raises(error, match=match):
+		grouped.quantize(X, grouped.NVFP4(), offs=OFFS, **options)
 
 
 def test_gradients_do_not_pass():
-  x, grad = sample(40, 128).requires_grad_(), sample(40, 64).requires_grad_()
-  q, dbias = grouped.quantize(x, grouped.FP8(), offs=OFFS, activation="swiglu", grad=grad, dbias=True)
-  assert not q.requires_grad and not dbias.requires_grad
+	x, grad = sample(40, 128).requires_grad_(), sample(40, 64).requires_grad_()
+	q, dbias = grouped.quantize(x, grouped.FP8(), offs=OFFS, activation="swiglu", grad=grad, dbias=True)
+	assert not q.requires_grad and not dbias.requires_grad

@@ -16,32 +16,32 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(function):
-  frames = Graphs()
-  return torch.compile(function, fullgraph=True, backend=frames), frames
+	frames = Graphs()
+	return torch.compile(function, fullgraph=True, backend=frames), frames
 
 
 def boundaries(tokens):
-  """An empty group, and a tail."""
-  return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
+	"""An empty group, and a tail."""
+	return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
 
 
 def step(function, module, x, offs):
-  leaf = x.clone().requires_grad_()
-  torch._dynamo.mark_dynamic(leaf, 0)
-  module.zero_grad()
-  torch.manual_seed(1)  # of stochastic rounding
-  y = function(leaf, offs)
-  y.float().square().sum().backward()
-  return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
+	leaf = x.clone().requires_grad_()
+	torch._dynamo.mark_dynamic(leaf, 0)
+	module.zero_grad()
+	torch.manual_seed(1)  # of stochastic rounding
+	y = function(leaf, offs)
+	y.float().square().sum().backward()
+	return y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())
 
 
 def linear(recipe, **options):
-  cols = max(N, 3 * recipe.multiple)
-  return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
+	cols = max(N, 3 * recipe.multiple)
+	return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
 def mlp(recipe, **options):
-  return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
 MODULES = {"linear": linear, "mlp": mlp}
@@ -53,90 +53,90 @@ CASES += [("linear", "nvfp4", True), ("linear", "bf16", False)]
 
 @each(("kind", "name", "single"), CASES)
 def test_training_with_changing_token_counts(kind, name, single):
-  module = MODULES[kind](TRAINED[name], single_parameter=single)
-  function, frames = compiled(module)
-  with torch._dynamo.config.patch(error_on_recompile=True):
-    for tokens in TOKENS:
-      x, offs = sample(tokens, K), boundaries(tokens)
-      got = step(function, module, x, offs)
-      assert_all_same(got, step(module, module, x, offs))
-  assert len(frames) == 1
+	module = MODULES[kind](TRAINED[name], single_parameter=single)
+	function, frames = compiled(module)
+	with torch._dynamo.config.patch(error_on_recompile=True):
+		for tokens in TOKENS:
+			x, offs = sample(tokens, K), boundaries(tokens)
+			got = step(function, module, x, offs)
+			assert_all_same(got, step(module, module, x, offs))
+	assert len(frames) == 1
 
 
 @needs_compiler
 def test_inductor():
-  module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
-  function = torch.compile(module, fullgraph=True)
-  with torch._dynamo.config.patch(error_on_recompile=True):
-    for tokens in TOKENS:
-      x, offs = sample(tokens, K), boundaries(tokens)
-      got = step(function, module, x, offs)
-      for a, b in zip(got, step(module, module, x, offs), strict=True):
-        # Inductor's silu may differ from eager's in the last bit of fp32.
-        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
+	module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
+	function = torch.compile(module, fullgraph=True)
+	with torch._dynamo.config.patch(error_on_recompile=True):
+		for tokens in TOKENS:
+			x, offs = sample(tokens, K), boundaries(tokens)
+			got = step(function, module, x, offs)
+			for a, b in zip(got, step(module, module, x, offs), strict=True):
+				# Inductor's silu may differ from eager's in the last bit of fp32.
+				torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
 
 
 def test_without_a_hint_the_second_count_makes_the_graph_dynamic():
-  module = MODULES["linear"](recipe=RECIPES["nvfp4"])
-  function, frames = compiled(module)
-  for tokens in TOKENS:
-    x, offs = sample(tokens, K), boundaries(tokens)
-    assert_same_bytes(function(x, offs).detach(), module(x, offs).detach())
-  assert len(frames) == 2
+	module = MODULES["linear"](recipe=RECIPES["nvfp4"])
+	function, frames = compiled(module)
+	for tokens in TOKENS:
+		x, offs = sample(tokens, K), boundaries(tokens)
+		assert_same_bytes(function(x, offs).detach(), module(x, offs).detach())
+	assert len(frames) == 2
 
 
 def test_host_boundaries():
-  module = MODULES["linear"](recipe=RECIPES["nvfp4"])
-  function, frames = compiled(module)
-  for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
-    x = sample(40, K)
-    assert_same_bytes(function(x, ends).detach(), module(x, tuple(ends)).detach())
-  assert len(frames) <= 2
-  assert_same_bytes(function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach())
+	module = MODULES["linear"](recipe=RECIPES["nvfp4"])
+	function, frames = compiled(module)
+	for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
+		x = sample(40, K)
+		assert_same_bytes(function(x, ends).detach(), module(x, tuple(ends)).detach())
+	assert len(frames) <= 2
+	assert_same_bytes(function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach())
 
 
 def test_host_boundaries_are_checked():
-  function, _ = compiled(MODULES["linear"](recipe=RECIPES["nvfp4"]))
-  with pytest.raises(Exception, match="must not decrease"):
-    function(sample(40, K), [13, 12, 35])
+	function, _ = compiled(MODULES["linear"](recipe=RECIPES["nvfp4"]))
+	with pytest.raises(Exception, match="must not decrease"):
+		function(sample(40, K), [13, 12, 35])
 
 
 def test_microbatches():
-  module = MODULES["linear"](recipe=RECIPES["row-scaled"])
-  function, _ = compiled(module)
-  offs = boundaries(40)
-  for flags in ((True, False, False), (True, False, None)):
-    for flag in flags:
-      x = sample(40, K)
-      got = step(lambda v, o, f=flag: function(v, o, is_first_microbatch=f), module, x, offs)
-      want = step(module, module, x, offs)
-      assert_all_same(got, want)
-    with torch.no_grad():
-      module.weight.mul_(2)
+	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+	function, _ = compiled(module)
+	offs = boundaries(40)
+	for flags in ((True, False, False), (True, False, None)):
+		for flag in flags:
+			x = sample(40, K)
+			got = step(lambda v, o, f=flag: function(v, o, is_first_microbatch=f), module, x, offs)
+			want = step(module, module, x, offs)
+			assert_all_same(got, want)
+		with torch.no_grad():
+			module.weight.mul_(2)
 
 
 def test_a_quantized_weight():
-  """Trained through its gradient, by an optimizer outside of the graph."""
-  module = MODULES["linear"](recipe=RECIPES["row-scaled"])
-  module.weight = parameter()
-  function, frames = compiled(module)
-  optimizer = torch.optim.SGD([module.weight], lr=1.0)
-  with torch._dynamo.config.patch(error_on_recompile=True):
-    for tokens in TOKENS:
-      x, offs = sample(tokens, K), boundaries(tokens)
-      want = step(module, module, x, offs)
-      got = step(function, module, x, offs)
-      assert_all_same(got, want)
-      optimizer.step()
-  assert len(frames) == 1
+	"""Trained through its gradient, by an optimizer outside of the graph."""
+	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+	module.weight = parameter()
+	function, frames = compiled(module)
+	optimizer = torch.optim.SGD([module.weight], lr=1.0)
+	with torch._dynamo.config.patch(error_on_recompile=True):
+		for tokens in TOKENS:
+			x, offs = sample(tokens, K), boundaries(tokens)
+			want = step(module, module, x, offs)
+			got = step(function, module, x, offs)
+			assert_all_same(got, want)
+			optimizer.step()
+	assert len(frames) == 1
 
 
 def assert_same_tensor(got, want):
-  assert type(got) is grouped.GroupedTensor and got.format == want.format
-  assert got.shape == want.shape and got.dtype == want.dtype
-  a, b = bytes_of(got), bytes_of(want)
-  assert a.keys() == b.keys()
-  assert_same_buffers(a, b)
+	assert type(got) is grouped.GroupedTensor and got.format == want.format
+	assert got.shape == want.shape and got.dtype == want.dtype
+	a, b = bytes_of(got), bytes_of(want)
+	assert a.keys() == b.keys()
+	assert_same_buffers(a, b)
 
 
 #: One of each kind of buffers: the ops under them have tests of every format.
@@ -145,102 +145,102 @@ every_format = each("fmt", {name: EVERY_FORMAT[name] for name in ("row-scaled", 
 
 @every_format
 def test_functions_that_make_and_return_grouped_tensors(fmt):
-  def quantize(x, offs):
-    xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
-    return xq, xq.dequantize(), dbias
+	def quantize(x, offs):
+		xq, dbias = grouped.quantize(x, fmt, offs=offs, columnwise=True, dbias=True)
+		return xq, xq.dequantize(), dbias
 
-  function, frames = compiled(quantize)
-  for tokens in TOKENS:
-    x, offs = sample(tokens, K), boundaries(tokens)
-    torch._dynamo.mark_dynamic(x, 0)
-    got, want = function(x, offs), quantize(x, offs)
-    assert_same_tensor(got[0], want[0])
-    assert_same_bytes(got[1], want[1])
-    assert_same_bytes(got[2], want[2])
-    assert got[0].offs is not offs
-  assert len(frames) == 1
+	function, frames = compiled(quantize)
+	for tokens in TOKENS:
+		x, offs = sample(tokens, K), boundaries(tokens)
+		torch._dynamo.mark_dynamic(x, 0)
+		got, want = function(x, offs), quantize(x, offs)
+		assert_same_tensor(got[0], want[0])
+		assert_same_bytes(got[1], want[1])
+		assert_same_bytes(got[2], want[2])
+		assert got[0].offs is not offs
+	assert len(frames) == 1
 
 
 def test_products_into_given_buffers():
-  def accumulate(dyq, xq, wq, main_grad, y):
-    grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)
-    return grouped.grouped_gemm(xq, wq, out=y), main_grad * 2
+	def accumulate(dyq, xq, wq, main_grad, y):
+		grouped.grouped_gemm(dyq, xq, out=main_grad, accumulate=True)
+		return grouped.grouped_gemm(xq, wq, out=y), main_grad * 2
 
-  function, _ = compiled(accumulate)
-  offs = boundaries(40)
-  xq = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=offs, columnwise=True)
-  dyq = grouped.quantize(sample(40, N), FORMATS["1x16"], offs=offs, columnwise=True)
-  wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
-  results = []
-  for run in (function, accumulate):
-    main_grad, y = torch.ones(3, N, K), torch.full((40, N), 5.0)
-    out, doubled = run(dyq, xq, wq, main_grad, y)
-    assert_same_bytes(out, y)
-    results.append((main_grad, y, doubled))
-  assert_all_same(*results)
-  assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
+	function, _ = compiled(accumulate)
+	offs = boundaries(40)
+	xq = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=offs, columnwise=True)
+	dyq = grouped.quantize(sample(40, N), FORMATS["1x16"], offs=offs, columnwise=True)
+	wq = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
+	results = []
+	for run in (function, accumulate):
+		main_grad, y = torch.ones(3, N, K), torch.full((40, N), 5.0)
+		out, doubled = run(dyq, xq, wq, main_grad, y)
+		assert_same_bytes(out, y)
+		results.append((main_grad, y, doubled))
+	assert_all_same(*results)
+	assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
 
 
 def test_plain_products_are_differentiated():
-  def loss(x, w, offs):
-    return grouped.grouped_gemm(x, w, offs=offs, out_dtype=torch.float32).square().sum()
+	def loss(x, w, offs):
+		return grouped.grouped_gemm(x, w, offs=offs, out_dtype=torch.float32).square().sum()
 
-  function, _ = compiled(loss)
-  grads = []
-  x, w, offs = sample(40, K), sample(3, N, K), boundaries(40)
-  for run in (function, loss):
-    leaves = [t.clone().requires_grad_() for t in (x, w)]
-    run(*leaves, offs).backward()
-    grads.append([leaf.grad for leaf in leaves])
-  assert_all_same(*grads)
+	function, _ = compiled(loss)
+	grads = []
+	x, w, offs = sample(40, K), sample(3, N, K), boundaries(40)
+	for run in (function, loss):
+		leaves = [t.clone().requires_grad_() for t in (x, w)]
+		run(*leaves, offs).backward()
+		grads.append([leaf.grad for leaf in leaves])
+	assert_all_same(*grads)
 
 
 @every_format
 def test_quantize_into_a_given_tensor(fmt):
-  def requantize(x, offs, out):
-    return grouped.quantize(x, fmt, offs=offs, columnwise=True, out=out).dequantize()
+	def requantize(x, offs, out):
+		return grouped.quantize(x, fmt, offs=offs, columnwise=True, out=out).dequantize()
 
-  function, _ = compiled(requantize)
-  out = grouped.quantize(sample(40, K), fmt, offs=boundaries(40), columnwise=True)
-  x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=torch.int32)
-  want = grouped.quantize(x, fmt, offs=offs, columnwise=True)
-  assert_same_bytes(function(x, offs, out), want.dequantize())
-  assert_same_tensor(out, want)
+	function, _ = compiled(requantize)
+	out = grouped.quantize(sample(40, K), fmt, offs=boundaries(40), columnwise=True)
+	x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=torch.int32)
+	want = grouped.quantize(x, fmt, offs=offs, columnwise=True)
+	assert_same_bytes(function(x, offs, out), want.dequantize())
+	assert_same_tensor(out, want)
 
 
 @every_format
 def test_in_place_updates_inside_the_graph(fmt):
-  def update(p, grad):
-    with torch.no_grad():
-      p.add_(grad, alpha=-0.5)
-    return p.dequantize()
+	def update(p, grad):
+		with torch.no_grad():
+			p.add_(grad, alpha=-0.5)
+		return p.dequantize()
 
-  function, _ = compiled(update)
-  p, grad = parameter(False, fmt), sample(3, N, K)
-  q = nn.Parameter(p.clone(), requires_grad=False)
-  assert_same_bytes(function(p, grad), update(q, grad))
-  assert_same_tensor(p.data, q.data)
+	function, _ = compiled(update)
+	p, grad = parameter(False, fmt), sample(3, N, K)
+	q = nn.Parameter(p.clone(), requires_grad=False)
+	assert_same_bytes(function(p, grad), update(q, grad))
+	assert_same_tensor(p.data, q.data)
 
 
 @each("name", ["bf16", "mxfp8"])
 @each("dynamic", [None, True])
 def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
-  """As of ``torch.bincount``, which says no more than a minimum of them."""
-  layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]
+	"""As of ``torch.bincount``, which says no more than a minimum of them."""
+	layer, recipe = linear(ALL_RECIPES[name]), ALL_RECIPES[name]
 
-  def route(x, experts):
-    return grouped.compute_offsets(torch.bincount(experts, minlength=3))
+	def route(x, experts):
+		return grouped.compute_offsets(torch.bincount(experts, minlength=3))
 
-  def module(x, experts):
-    return layer(x, route(x, experts))
+	def module(x, experts):
+		return layer(x, route(x, experts))
 
-  def function(x, experts):
-    return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
+	def function(x, experts):
+		return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
 
-  for called in (module, function):
-    once = torch.compile(called, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
-      x = sample(len(experts), K)
-      assert_same_bytes(once(x, experts), called(x, experts))
-    with pytest.raises(Exception, match="one end row for each of the 3 groups|u0.* 3"):
-      once(sample(4, K), torch.tensor([0, 1, 2, 3]))
+	for called in (module, function):
+		once = torch.compile(called, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+		for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
+			x = sample(len(experts), K)
+			assert_same_bytes(once(x, experts), called(x, experts))
+		with pytest.raises(Exception, match="one end row for each of the 3 groups|u0.* 3"):
+			once(sample(4, K), torch.tensor([0, 1, 2, 3]))

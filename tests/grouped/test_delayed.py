@@ -21,493 +21,493 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def layer_of(recipe=RECIPE, **options):
-  torch.manual_seed(1)
-  return GroupedLinear(G, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
+	torch.manual_seed(1)
+	return GroupedLinear(G, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
 def step_data(steps, rows=40, seed=2):
-  """Inputs and gradients whose size changes from step to step."""
-  torch.manual_seed(seed)
-  factors = (2.0 ** torch.randint(-5, 6, (steps, 2)).float()).tolist()
-  return [(sample(rows, K) * a, sample(rows, N) * b) for a, b in factors]
+	"""Inputs and gradients whose size changes from step to step."""
+	torch.manual_seed(seed)
+	factors = (2.0 ** torch.randint(-5, 6, (steps, 2)).float()).tolist()
+	return [(sample(rows, K) * a, sample(rows, N) * b) for a, b in factors]
 
 
 def run(function, module, x, dy, offs=OFFS, **options):
-  """One forward and backward; y, dx and the gradients of parameters."""
-  leaf = x.clone().requires_grad_()
-  y = function(leaf, offs, **options)
-  y.backward(dy)
-  gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-  module.zero_grad()
-  return [y.detach(), leaf.grad, *gradients]
+	"""One forward and backward; y, dx and the gradients of parameters."""
+	leaf = x.clone().requires_grad_()
+	y = function(leaf, offs, **options)
+	y.backward(dy)
+	gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+	module.zero_grad()
+	return [y.detach(), leaf.grad, *gradients]
 
 
 def state_of(module):
-  return {k: v.clone() for k, v in module.state_dict().items() if "scaling" in k}
+	return {k: v.clone() for k, v in module.state_dict().items() if "scaling" in k}
 
 
 def assert_same_state(got, want):
-  a, b = state_of(got), state_of(want)
-  assert a.keys() == b.keys() and a
-  assert_same_buffers(a, b)
+	a, b = state_of(got), state_of(want)
+	assert a.keys() == b.keys() and a
+	assert_same_buffers(a, b)
 
 
 # Against by hand
 
 
 class ByHand:
-  """The layer from its parts: quantize, grouped_gemm, and the scalar rule of the update."""
+	"""The layer from its parts: quantize, grouped_gemm, and the scalar rule of the update."""
 
-  def __init__(self, recipe):
-    self.recipe = recipe
-    self.history = {r: torch.zeros(recipe.history_length, G) for r in ROLES}
-    self.scale = {r: torch.ones(G) for r in ROLES}
+	def __init__(self, recipe):
+		self.recipe = recipe
+		self.history = {r: torch.zeros(recipe.history_length, G) for r in ROLES}
+		self.scale = {r: torch.ones(G) for r in ROLES}
 
-  def update(self):
-    r = self.recipe
-    for role in ROLES:
-      options = {"margin": r.margin, "algorithm": r.algorithm}
-      self.history[role], self.scale[role] = by_column(
-        self.history[role], self.scale[role], getattr(r, role).dtype, **options
-      )
+	def update(self):
+		r = self.recipe
+		for role in ROLES:
+			options = {"margin": r.margin, "algorithm": r.algorithm}
+			self.history[role], self.scale[role] = by_column(
+				self.history[role], self.scale[role], getattr(r, role).dtype, **options
+			)
 
-  def quantize(self, role, x, offs=None):
-    fmt, scale = getattr(self.recipe, role), self.scale[role]
-    q = grouped.quantize(x, fmt, offs=offs, columnwise=True, scale=scale)
-    for g, member in enumerate(x.unbind() if offs is None else self.split(x, offs)):
-      seen = member.float().abs().max() if member.numel() else torch.zeros(())
-      self.history[role][0, g] = max(self.history[role][0, g], seen)
-    return q
+	def quantize(self, role, x, offs=None):
+		fmt, scale = getattr(self.recipe, role), self.scale[role]
+		q = grouped.quantize(x, fmt, offs=offs, columnwise=True, scale=scale)
+		for g, member in enumerate(x.unbind() if offs is None else self.split(x, offs)):
+			seen = member.float().abs().max() if member.numel() else torch.zeros(())
+			self.history[role][0, g] = max(self.history[role][0, g], seen)
+		return q
 
-  @staticmethod
-  def split(x, offs):
-    ends = offs.tolist()
-    return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+	@staticmethod
+	def split(x, offs):
+		ends = offs.tolist()
+		return [x[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
-  def step(self, w, bias, x, dy, offs, first=True):
-    if first:
-      self.update()
-    xq, wq = self.quantize("input", x, offs), self.quantize("weight", w)
-    y = grouped.grouped_gemm(xq, wq, bias=bias, out_dtype=x.dtype)
-    dyq = self.quantize("grad_output", dy, offs)
-    dx = grouped.grouped_gemm(dyq, wq, transpose_b=True, out_dtype=x.dtype)
-    dw = grouped.grouped_gemm(dyq, xq, out_dtype=w.dtype)
-    db = torch.ops.cute_kernels.grouped_dbias(dy, offs).to(bias.dtype)
-    return y, dx, dw, db
+	def step(self, w, bias, x, dy, offs, first=True):
+		if first:
+			self.update()
+		xq, wq = self.quantize("input", x, offs), self.quantize("weight", w)
+		y = grouped.grouped_gemm(xq, wq, bias=bias, out_dtype=x.dtype)
+		dyq = self.quantize("grad_output", dy, offs)
+		dx = grouped.grouped_gemm(dyq, wq, transpose_b=True, out_dtype=x.dtype)
+		dw = grouped.grouped_gemm(dyq, xq, out_dtype=w.dtype)
+		db = torch.ops.cute_kernels.grouped_dbias(dy, offs).to(bias.dtype)
+		return y, dx, dw, db
 
-  def assert_state_of(self, layer):
-    for role in ROLES:
-      assert_same_bytes(layer.scaling.scale(role), self.scale[role], role)
-      assert_same_bytes(layer.scaling.amax_history(role), self.history[role], role)
+	def assert_state_of(self, layer):
+		for role in ROLES:
+			assert_same_bytes(layer.scaling.scale(role), self.scale[role], role)
+			assert_same_bytes(layer.scaling.amax_history(role), self.history[role], role)
 
 
 def stacked(tensors, single):
-  """Weights and biases, of all groups at once."""
-  held = [t.detach().clone() for t in tensors]
-  return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
+	"""Weights and biases, of all groups at once."""
+	held = [t.detach().clone() for t in tensors]
+	return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
 
 
 @each("algorithm", ["max", "most_recent"])
 @each("single", [True, False])
 def test_training_is_the_composition_by_hand(single, algorithm):
-  recipe = recipes.FP8Delayed(history_length=3, margin=1, algorithm=algorithm)
-  layer = layer_of(recipe, single_parameter=single)
-  hand = ByHand(recipe)
-  optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
-  for i, (x, dy) in enumerate(step_data(6)):
-    offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=torch.int32)
-    w, b = stacked(layer.parameters(), single)
-    leaf = x.clone().requires_grad_()
-    y = layer(leaf, offs)
-    y.backward(dy)
-    dw, db = stacked((p.grad for p in layer.parameters()), single)
-    assert_all_same((y.detach(), leaf.grad, dw, db), hand.step(w, b, x, dy, offs))
-    hand.assert_state_of(layer)
-    optimizer.step()
-    optimizer.zero_grad()
-  # By now the scales follow what was seen.
-  for role in ROLES:
-    assert (layer.scaling.scale(role) != 1).sum() >= 2
+	recipe = recipes.FP8Delayed(history_length=3, margin=1, algorithm=algorithm)
+	layer = layer_of(recipe, single_parameter=single)
+	hand = ByHand(recipe)
+	optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+	for i, (x, dy) in enumerate(step_data(6)):
+		offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=torch.int32)
+		w, b = stacked(layer.parameters(), single)
+		leaf = x.clone().requires_grad_()
+		y = layer(leaf, offs)
+		y.backward(dy)
+		dw, db = stacked((p.grad for p in layer.parameters()), single)
+		assert_all_same((y.detach(), leaf.grad, dw, db), hand.step(w, b, x, dy, offs))
+		hand.assert_state_of(layer)
+		optimizer.step()
+		optimizer.zero_grad()
+	# By now the scales follow what was seen.
+	for role in ROLES:
+		assert (layer.scaling.scale(role) != 1).sum() >= 2
 
 
 # When amaxes count
 
 
 def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
-  layer = layer_of()
-  for x, dy in step_data(3):
-    run(layer, layer, x, dy)
-  before = state_of(layer)
-  with torch.no_grad():
-    y = layer(x, OFFS)
-  layer.eval()
-  assert_same_bytes(layer(x, OFFS).detach(), y)
-  run(layer, layer, x, dy)
-  with torch.inference_mode():
-    assert_same_bytes(layer(x, OFFS).clone(), y)
-  assert_same_buffers(state_of(layer), before)
-  scale = layer.scaling
-  xq = grouped.quantize(x, RECIPE.input, offs=OFFS, scale=scale.scale("input"))
-  wq = grouped.quantize(layer.weight, RECIPE.weight, scale=scale.scale("weight"))
-  assert_same_bytes(y, grouped.grouped_gemm(xq, wq, bias=layer.bias.detach(), out_dtype=x.dtype))
+	layer = layer_of()
+	for x, dy in step_data(3):
+		run(layer, layer, x, dy)
+	before = state_of(layer)
+	with torch.no_grad():
+		y = layer(x, OFFS)
+	layer.eval()
+	assert_same_bytes(layer(x, OFFS).detach(), y)
+	run(layer, layer, x, dy)
+	with torch.inference_mode():
+		assert_same_bytes(layer(x, OFFS).clone(), y)
+	assert_same_buffers(state_of(layer), before)
+	scale = layer.scaling
+	xq = grouped.quantize(x, RECIPE.input, offs=OFFS, scale=scale.scale("input"))
+	wq = grouped.quantize(layer.weight, RECIPE.weight, scale=scale.scale("weight"))
+	assert_same_bytes(y, grouped.grouped_gemm(xq, wq, bias=layer.bias.detach(), out_dtype=x.dtype))
 
 
 @each("single", [True, False])
 def test_microbatches_share_scales_and_add_up(single):
-  """One step of three microbatches, then one of two."""
-  layer, hand = layer_of(single_parameter=single), ByHand(RECIPE)
-  for first, (x, dy) in zip((True, False, False, True, False), step_data(5), strict=True):
-    w, b = stacked(layer.parameters(), single)
-    got = run(layer, layer, x, dy, is_first_microbatch=first)
-    y, dx, dw, db = hand.step(w, b, x, dy, OFFS, first)
-    want = [y, dx, dw, db] if single else [y, dx, *dw, *db]
-    assert_all_same(got, want)
-    hand.assert_state_of(layer)
+	"""One step of three microbatches, then one of two."""
+	layer, hand = layer_of(single_parameter=single), ByHand(RECIPE)
+	for first, (x, dy) in zip((True, False, False, True, False), step_data(5), strict=True):
+		w, b = stacked(layer.parameters(), single)
+		got = run(layer, layer, x, dy, is_first_microbatch=first)
+		y, dx, dw, db = hand.step(w, b, x, dy, OFFS, first)
+		want = [y, dx, dw, db] if single else [y, dx, *dw, *db]
+		assert_all_same(got, want)
+		hand.assert_state_of(layer)
 
 
 def test_a_backward_pass_has_the_scale_of_its_forward():
-  layer, data = layer_of(), step_data(3)
-  for x, dy in data:
-    run(layer, layer, x, dy)
-  hand = copy.deepcopy(layer)
-  want = run(hand, hand, *data[0])
-  leaf = data[0][0].clone().requires_grad_()
-  y = layer(leaf, OFFS)
-  layer(data[1][0], OFFS)  # a step of its own: nothing new was seen
-  layer.scaling.grad_output_scale.mul_(64)
-  y.backward(data[0][1])
-  assert_same_bytes(leaf.grad, want[1])
+	layer, data = layer_of(), step_data(3)
+	for x, dy in data:
+		run(layer, layer, x, dy)
+	hand = copy.deepcopy(layer)
+	want = run(hand, hand, *data[0])
+	leaf = data[0][0].clone().requires_grad_()
+	y = layer(leaf, OFFS)
+	layer(data[1][0], OFFS)  # a step of its own: nothing new was seen
+	layer.scaling.grad_output_scale.mul_(64)
+	y.backward(data[0][1])
+	assert_same_bytes(leaf.grad, want[1])
 
 
 def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is():
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  layer(x, OFFS)
-  assert not any(layer.scaling.amax_history(role).any() for role in ROLES)
-  layer.requires_grad_(False)
-  layer(x, OFFS)
-  for role in ROLES[:2]:
-    assert layer.scaling.amax_history(role)[0, 0] > 0
-  assert not layer.scaling.amax_history("grad_output").any()
-  layer.scaling.reset()
-  # Frozen weights below something that trains: the gradient of x alone.
-  leaf = x.clone().requires_grad_()
-  layer(leaf, OFFS).backward(dy)
-  assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES)
-  # A bias alone: the gradient of the output is not quantized, and has no amax.
-  layer.scaling.reset()
-  layer.bias.requires_grad_(True)
-  layer(x, OFFS).backward(dy)
-  assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES[:2])
-  assert not layer.scaling.amax_history("grad_output").any()
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer(x, OFFS)
+	assert not any(layer.scaling.amax_history(role).any() for role in ROLES)
+	layer.requires_grad_(False)
+	layer(x, OFFS)
+	for role in ROLES[:2]:
+		assert layer.scaling.amax_history(role)[0, 0] > 0
+	assert not layer.scaling.amax_history("grad_output").any()
+	layer.scaling.reset()
+	# Frozen weights below something that trains: the gradient of x alone.
+	leaf = x.clone().requires_grad_()
+	layer(leaf, OFFS).backward(dy)
+	assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES)
+	# A bias alone: the gradient of the output is not quantized, and has no amax.
+	layer.scaling.reset()
+	layer.bias.requires_grad_(True)
+	layer(x, OFFS).backward(dy)
+	assert all(layer.scaling.amax_history(role)[0, 0] > 0 for role in ROLES[:2])
+	assert not layer.scaling.amax_history("grad_output").any()
 
 
 # Kept weights
 
 
 def test_weights_kept_in_eval_follow_their_scale():
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  run(layer, layer, x, dy)
-  layer.eval()
-  with torch.no_grad():
-    y = layer(x, OFFS)
-    kept = layer._kept
-    layer(x, OFFS)
-    assert layer._kept is kept
-    layer.scaling.weight_scale.mul_(0.25)
-    other = layer(x, OFFS)
-    assert layer._kept is not kept
-    fresh = copy.deepcopy(layer)
-    assert_same_bytes(fresh(x, OFFS), other)
-  assert not torch.equal(y, other)
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	run(layer, layer, x, dy)
+	layer.eval()
+	with torch.no_grad():
+		y = layer(x, OFFS)
+		kept = layer._kept
+		layer(x, OFFS)
+		assert layer._kept is kept
+		layer.scaling.weight_scale.mul_(0.25)
+		other = layer(x, OFFS)
+		assert layer._kept is not kept
+		fresh = copy.deepcopy(layer)
+		assert_same_bytes(fresh(x, OFFS), other)
+	assert not torch.equal(y, other)
 
 
 def test_a_weight_that_is_quantized_already_has_its_own_scales():
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  scale = torch.tensor([100.0, 200.0, 300.0])
-  held = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
-  layer.weight = nn.Parameter(held)
-  for _ in range(2):
-    y = layer(x.clone().requires_grad_(), OFFS)
-    y.backward(dy)
-  assert layer.weight.rowwise.scale.tolist() == scale.tolist()
-  assert not layer.scaling.amax_history("weight").any()
-  assert layer.scaling.scale("input")[0] != 1
-  with torch.no_grad():
-    layer.weight.add_(layer.weight.grad, alpha=-1e-4)
-  assert layer.weight.rowwise.scale.tolist() == scale.tolist()
-  # Its next scales, by the same function.
-  history = torch.zeros(4, G)
-  with torch.no_grad():
-    grouped.delayed_scaling_update(history, layer.weight.rowwise.scale, RECIPE.weight, amax=layer.weight.amax)
-  want = torch.full((G,), 448.0).div_(layer.weight.amax)
-  assert_same_bytes(layer.weight.rowwise.scale, want)
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	scale = torch.tensor([100.0, 200.0, 300.0])
+	held = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
+	layer.weight = nn.Parameter(held)
+	for _ in range(2):
+		y = layer(x.clone().requires_grad_(), OFFS)
+		y.backward(dy)
+	assert layer.weight.rowwise.scale.tolist() == scale.tolist()
+	assert not layer.scaling.amax_history("weight").any()
+	assert layer.scaling.scale("input")[0] != 1
+	with torch.no_grad():
+		layer.weight.add_(layer.weight.grad, alpha=-1e-4)
+	assert layer.weight.rowwise.scale.tolist() == scale.tolist()
+	# Its next scales, by the same function.
+	history = torch.zeros(4, G)
+	with torch.no_grad():
+		grouped.delayed_scaling_update(history, layer.weight.rowwise.scale, RECIPE.weight, amax=layer.weight.amax)
+	want = torch.full((G,), 448.0).div_(layer.weight.amax)
+	assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
 # Compiled code
 
 
 MODULES = {
-  "linear": lambda **options: layer_of(**options),
-  "mlp": lambda **options: GroupedMLP(G, K, 32, dtype=torch.bfloat16, recipe=RECIPE, **options),
+	"linear": lambda **options: layer_of(**options),
+	"mlp": lambda **options: GroupedMLP(G, K, 32, dtype=torch.bfloat16, recipe=RECIPE, **options),
 }
 
 
 @each(("name", "single"), [("linear", True), ("linear", False), ("mlp", True)])
 def test_compiled_training_with_changing_token_counts(name, single):
-  module = MODULES[name](single_parameter=single)
-  twin, frames = copy.deepcopy(module), Graphs()
-  compiled = torch.compile(module, fullgraph=True, backend=frames)
-  cols = N if name == "linear" else K
-  with torch._dynamo.config.patch(error_on_recompile=True):
-    for tokens in (40, 7, 300):
-      x, dy = sample(tokens, K), sample(tokens, cols)
-      offs = torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
-      leaves = [x.clone().requires_grad_() for _ in range(2)]
-      torch._dynamo.mark_dynamic(leaves[0], 0)
-      for function, leaf in zip((compiled, twin), leaves, strict=True):
-        function(leaf, offs).backward(dy)
-      assert_same_bytes(leaves[0].grad, leaves[1].grad)
-      for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-        assert_same_bytes(p.grad, q.grad)
-      assert_same_state(module, twin)
-  assert len(frames) == 1
+	module = MODULES[name](single_parameter=single)
+	twin, frames = copy.deepcopy(module), Graphs()
+	compiled = torch.compile(module, fullgraph=True, backend=frames)
+	cols = N if name == "linear" else K
+	with torch._dynamo.config.patch(error_on_recompile=True):
+		for tokens in (40, 7, 300):
+			x, dy = sample(tokens, K), sample(tokens, cols)
+			offs = torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
+			leaves = [x.clone().requires_grad_() for _ in range(2)]
+			torch._dynamo.mark_dynamic(leaves[0], 0)
+			for function, leaf in zip((compiled, twin), leaves, strict=True):
+				function(leaf, offs).backward(dy)
+			assert_same_bytes(leaves[0].grad, leaves[1].grad)
+			for p, q in zip(module.parameters(), twin.parameters(), strict=True):
+				assert_same_bytes(p.grad, q.grad)
+			assert_same_state(module, twin)
+	assert len(frames) == 1
 
 
 # Checkpoints
 
 
 class Block(nn.Module):
-  """Two layers, whose forward is run again in the backward pass where ``again`` says so."""
+	"""Two layers, whose forward is run again in the backward pass where ``again`` says so."""
 
-  def __init__(self, again, compiled=False):
-    super().__init__()
-    torch.manual_seed(1)
-    options = {"recipe": RECIPE, "dtype": torch.bfloat16}
-    self.up = GroupedLinear(G, K, N, **options)
-    self.down = GroupedLinear(G, N, N, **options)
-    self.again = again
-    self.inner = self.both
-    if compiled:
-      self.inner = torch.compile(self.both, fullgraph=True, backend="aot_eager")
+	def __init__(self, again, compiled=False):
+		super().__init__()
+		torch.manual_seed(1)
+		options = {"recipe": RECIPE, "dtype": torch.bfloat16}
+		self.up = GroupedLinear(G, K, N, **options)
+		self.down = GroupedLinear(G, N, N, **options)
+		self.again = again
+		self.inner = self.both
+		if compiled:
+			self.inner = torch.compile(self.both, fullgraph=True, backend="aot_eager")
 
-  def both(self, x, offs, first=None):
-    hidden = self.up(x, offs, is_first_microbatch=first)
-    return self.down(hidden.relu(), offs, is_first_microbatch=first)
+	def both(self, x, offs, first=None):
+		hidden = self.up(x, offs, is_first_microbatch=first)
+		return self.down(hidden.relu(), offs, is_first_microbatch=first)
 
-  def forward(self, x, offs, first=None):
-    if self.again:
-      return checkpoint(self.inner, x, offs, first, use_reentrant=False)
-    return self.inner(x, offs, first)
+	def forward(self, x, offs, first=None):
+		if self.again:
+			return checkpoint(self.inner, x, offs, first, use_reentrant=False)
+		return self.inner(x, offs, first)
 
 
 @each("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
-  plain, again = Block(False), Block(True, compiled == "inside")
-  function = again
-  if compiled == "outside":
-    function = torch.compile(again, fullgraph=True, backend="aot_eager")
-  for x, dy in step_data(4):
-    assert_all_same(run(function, again, x, dy), run(plain, plain, x, dy))
-    assert_same_state(again, plain)
+	plain, again = Block(False), Block(True, compiled == "inside")
+	function = again
+	if compiled == "outside":
+		function = torch.compile(again, fullgraph=True, backend="aot_eager")
+	for x, dy in step_data(4):
+		assert_all_same(run(function, again, x, dy), run(plain, plain, x, dy))
+		assert_same_state(again, plain)
 
 
 def test_reentrant_recomputation_raises():
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
-  with pytest.raises(RuntimeError, match="use_reentrant=False"):
-    y.backward(dy)
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
+	with pytest.raises(RuntimeError, match="use_reentrant=False"):
+		y.backward(dy)
 
 
 # State
 
 
 def test_state_is_copied_saved_and_loaded():
-  layer, data = layer_of(), step_data(3)
-  for x, dy in data:
-    run(layer, layer, x, dy)
-  discrete = layer_of(single_parameter=False)
-  discrete.load_state_dict(layer.state_dict())
-  other = layer_of()
-  other.load_state_dict(discrete.state_dict())
-  twins = [copy.deepcopy(layer), saved(layer, weights_only=False), other]
-  for twin in (*twins, discrete):
-    assert_same_state(twin, layer)
-  want = run(layer, layer, *data[0])
-  for twin in twins:
-    assert_all_same(run(twin, twin, *data[0]), want)
-    assert_same_state(twin, layer)
-  assert state_of(discrete)["scaling.input_amax_history"][0].any()
+	layer, data = layer_of(), step_data(3)
+	for x, dy in data:
+		run(layer, layer, x, dy)
+	discrete = layer_of(single_parameter=False)
+	discrete.load_state_dict(layer.state_dict())
+	other = layer_of()
+	other.load_state_dict(discrete.state_dict())
+	twins = [copy.deepcopy(layer), saved(layer, weights_only=False), other]
+	for twin in (*twins, discrete):
+		assert_same_state(twin, layer)
+	want = run(layer, layer, *data[0])
+	for twin in twins:
+		assert_all_same(run(twin, twin, *data[0]), want)
+		assert_same_state(twin, layer)
+	assert state_of(discrete)["scaling.input_amax_history"][0].any()
 
 
 def test_state_dict_keys_and_shapes():
-  layer = layer_of()
-  keys = {k: tuple(v.shape) for k, v in state_of(layer).items()}
-  assert keys == {
-    **{f"scaling.{role}_scale": (G,) for role in ROLES},
-    **{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
-  }
-  assert not any("scaling" in k for k in layer_of(recipes.BF16()).state_dict())
-  with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
-    layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
+	layer = layer_of()
+	keys = {k: tuple(v.shape) for k, v in state_of(layer).items()}
+	assert keys == {
+		**{f"scaling.{role}_scale": (G,) for role in ROLES},
+		**{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
+	}
+	assert not any("scaling" in k for k in layer_of(recipes.BF16()).state_dict())
+	with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
+		layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
 
 
 @each("cast", [lambda m: m.to(torch.float16), lambda m: m.half()])
 def test_casts_leave_the_state_in_fp32(cast):
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  fresh = state_of(layer)
-  for _ in range(2):
-    run(layer, layer, x, dy)
-  before = state_of(layer)
-  cast(layer)
-  assert layer.weight.dtype == torch.float16
-  assert_same_buffers(state_of(layer), before)
-  layer.to("meta")
-  assert all(t.is_meta and t.dtype == torch.float32 for t in layer.scaling.buffers())
-  layer.to_empty(device="cpu")
-  layer.reset_parameters()
-  assert_same_buffers(state_of(layer), fresh)
-  layer.load_state_dict(before, strict=False)
-  layer.scaling.reset()
-  assert_same_buffers(state_of(layer), fresh)
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	fresh = state_of(layer)
+	for _ in range(2):
+		run(layer, layer, x, dy)
+	before = state_of(layer)
+	cast(layer)
+	assert layer.weight.dtype == torch.float16
+	assert_same_buffers(state_of(layer), before)
+	layer.to("meta")
+	assert all(t.is_meta and t.dtype == torch.float32 for t in layer.scaling.buffers())
+	layer.to_empty(device="cpu")
+	layer.reset_parameters()
+	assert_same_buffers(state_of(layer), fresh)
+	layer.load_state_dict(before, strict=False)
+	layer.scaling.reset()
+	assert_same_buffers(state_of(layer), fresh)
 
 
 # Functional
 
 
 def test_the_functional_form_takes_the_state():
-  layer, data = layer_of(), step_data(3)
-  scaling = DelayedScaling(RECIPE, G)
-  weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
-  for x, dy in data:
-    want = run(layer, layer, x, dy)
-    leaf = x.clone().requires_grad_()
-    scaling.update()
-    y = grouped.linear(leaf, weight, bias, OFFS, RECIPE, scaling=scaling)
-    y.backward(dy)
-    assert_all_same((y.detach(), leaf.grad, weight.grad, bias.grad), want)
-    weight.grad = bias.grad = None
-    assert_same_buffers(scaling.state_dict(), layer.scaling.state_dict())
+	layer, data = layer_of(), step_data(3)
+	scaling = DelayedScaling(RECIPE, G)
+	weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
+	for x, dy in data:
+		want = run(layer, layer, x, dy)
+		leaf = x.clone().requires_grad_()
+		scaling.update()
+		y = grouped.linear(leaf, weight, bias, OFFS, RECIPE, scaling=scaling)
+		y.backward(dy)
+		assert_all_same((y.detach(), leaf.grad, weight.grad, bias.grad), want)
+		weight.grad = bias.grad = None
+		assert_same_buffers(scaling.state_dict(), layer.scaling.state_dict())
 
 
 def test_the_functional_form_refuses_what_it_cannot_honour():
-  x, w = sample(40, K), sample(G, N, K)
-  with pytest.raises(ValueError, match="pass a grouped.nn.DelayedScaling"):
-    grouped.linear(x, w, None, OFFS, RECIPE)
-  with pytest.raises(ValueError, match="scaling is for recipes with delayed scaling"):
-    grouped.linear(x, w, None, OFFS, recipes.BF16(), scaling=DelayedScaling(RECIPE, G))
-  with pytest.raises(ValueError, match="scaling was made for 2 groups"):
-    grouped.linear(x, w, None, OFFS, RECIPE, scaling=DelayedScaling(RECIPE, 2))
-  with pytest.raises(ValueError, match="scaling was made for 3 groups"):
-    other = DelayedScaling(recipes.FP8Delayed(), G)
-    grouped.linear(x, w, None, OFFS, RECIPE, scaling=other)
-  with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
-    DelayedScaling(recipes.BF16(), G)
-  with pytest.raises(ValueError, match="num_groups must be positive"):
-    DelayedScaling(RECIPE, 0)
-  layer = layer_of(recipes.BF16())
-  layer.recipe = RECIPE
-  with pytest.raises(RuntimeError, match="make it with this recipe"):
-    layer(x, OFFS)
+	x, w = sample(40, K), sample(G, N, K)
+	with pytest.raises(ValueError, match="pass a grouped.nn.DelayedScaling"):
+		grouped.linear(x, w, None, OFFS, RECIPE)
+	with pytest.raises(ValueError, match="scaling is for recipes with delayed scaling"):
+		grouped.linear(x, w, None, OFFS, recipes.BF16(), scaling=DelayedScaling(RECIPE, G))
+	with pytest.raises(ValueError, match="scaling was made for 2 groups"):
+		grouped.linear(x, w, None, OFFS, RECIPE, scaling=DelayedScaling(RECIPE, 2))
+	with pytest.raises(ValueError, match="scaling was made for 3 groups"):
+		other = DelayedScaling(recipes.FP8Delayed(), G)
+		grouped.linear(x, w, None, OFFS, RECIPE, scaling=other)
+	with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
+		DelayedScaling(recipes.BF16(), G)
+	with pytest.raises(ValueError, match="num_groups must be positive"):
+		DelayedScaling(RECIPE, 0)
+	layer = layer_of(recipes.BF16())
+	layer.recipe = RECIPE
+	with pytest.raises(RuntimeError, match="make it with this recipe"):
+		layer(x, OFFS)
 
 
 @pytest.mark.usefixtures("comparable")
 def test_opcheck():
-  x, weight = sample(40, K).requires_grad_(), sample(G, N, K).requires_grad_()
-  bias = torch.randn(G, N, requires_grad=True)
-  scales, amaxes = [torch.rand(G) + 0.5 for _ in ROLES], [torch.zeros(G) for _ in ROLES]
-  # A training call writes amaxes: its schema says so, and its test does not look at lists.
-  torch.library.opcheck(
-    torch.ops.grouped.linear.default,
-    (x, weight, bias, OFFS, *RECIPE.texts, False, scales, amaxes),
-    test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
-  )
+	x, weight = sample(40, K).requires_grad_(), sample(G, N, K).requires_grad_()
+	bias = torch.randn(G, N, requires_grad=True)
+	scales, amaxes = [torch.rand(G) + 0.5 for _ in ROLES], [torch.zeros(G) for _ in ROLES]
+	# A training call writes amaxes: its schema says so, and its test does not look at lists.
+	torch.library.opcheck(
+		torch.ops.grouped.linear.default,
+		(x, weight, bias, OFFS, *RECIPE.texts, False, scales, amaxes),
+		test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+	)
 
 
 def test_transforms_take_an_evaluated_layer():
-  layer, (x, dy) = layer_of(), step_data(1)[0]
-  for _ in range(2):
-    run(layer, layer, x, dy)
-  layer.eval()
-  want = run(layer, layer, x, dy)[1]
+	layer, (x, dy) = layer_of(), step_data(1)[0]
+	for _ in range(2):
+		run(layer, layer, x, dy)
+	layer.eval()
+	want = run(layer, layer, x, dy)[1]
 
-  def loss(x):
-    return (layer(x, OFFS).float() * dy.float()).sum()
+	def loss(x):
+		return (layer(x, OFFS).float() * dy.float()).sum()
 
-  before = state_of(layer)
-  assert_same_bytes(torch.func.grad(loss)(x), want)
-  assert_same_buffers(state_of(layer), before)
-  layer.train()
-  with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
-    torch.func.grad(loss)(x)
-  assert_same_buffers(state_of(layer), before)
+	before = state_of(layer)
+	assert_same_bytes(torch.func.grad(loss)(x), want)
+	assert_same_buffers(state_of(layer), before)
+	layer.train()
+	with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
+		torch.func.grad(loss)(x)
+	assert_same_buffers(state_of(layer), before)
 
 
 @each("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
-  recipe = recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)
-  layer, (x, dy) = layer_of(recipe), step_data(1)[0]
-  finite = x.clone()
-  finite[20, 3] = 0
-  x[20, 3] = value
-  for _ in range(2):
-    y, dx, dw, _ = run(layer, layer, x, dy)
-    assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
-    assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
-  newest = layer.scaling.amax_history("input")[-1]
-  assert newest[2] == finite[13:35].float().abs().max()
+	recipe = recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)
+	layer, (x, dy) = layer_of(recipe), step_data(1)[0]
+	finite = x.clone()
+	finite[20, 3] = 0
+	x[20, 3] = value
+	for _ in range(2):
+		y, dx, dw, _ = run(layer, layer, x, dy)
+		assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
+		assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
+	newest = layer.scaling.amax_history("input")[-1]
+	assert newest[2] == finite[13:35].float().abs().max()
 
 
 # Recipe
 
 
 @each(
-  ("options", "error", "match"),
-  [
-    ({"history_length": 0}, ValueError, "history_length must be positive, got 0"),
-    ({"history_length": 2.0}, TypeError, "history_length must be an integer, got 2.0"),
-    ({"history_length": True}, TypeError, "history_length must be an integer, got True"),
-    ({"margin": 0.5}, TypeError, "margin must be an integer, got 0.5"),
-    ({"margin": 400}, ValueError, r"margin must leave 448.0 \* 2\^-margin"),
-    # Of the two formats the one with the larger numbers.
-    ({"margin": -115}, ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
-    ({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent, got 'mean'"),
-    ({"grad_dtype": torch.float16}, ValueError, "dtype must be"),
-    ({"amax_group": 3}, TypeError, "amax_group must be a torch.distributed group"),
-    ({"propagate_nonfinite": 1}, TypeError, "propagate_nonfinite must be a bool"),
-  ],
+	("options", "error", "match"),
+	[
+		({"history_length": 0}, ValueError, "history_length must be positive, got 0"),
+		({"history_length": 2.0}, TypeError, "history_length must be an integer, got 2.0"),
+		({"history_length": True}, TypeError, "history_length must be an integer, got True"),
+		({"margin": 0.5}, TypeError, "margin must be an integer, got 0.5"),
+		({"margin": 400}, ValueError, r"margin must leave 448.0 \* 2\^-margin"),
+		# Of the two formats the one with the larger numbers.
+		({"margin": -115}, ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
+		({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent, got 'mean'"),
+		({"grad_dtype": torch.float16}, ValueError, "dtype must be"),
+		({"amax_group": 3}, TypeError, "amax_group must be a torch.distributed group"),
+		({"propagate_nonfinite": 1}, TypeError, "propagate_nonfinite must be a bool"),
+	],
 )
 def test_the_recipe_is_checked_when_it_is_made(options, error, match):
-  with pytest.raises(error, match=match):
-    recipes.FP8Delayed(**options)
+	with pytest.raises(error, match=match):
+		recipes.FP8Delayed(**options)
 
 
 def test_other_recipes_refuse_formats_that_take_scales():
-  fmt = grouped.FP8(scaling="delayed")
-  with pytest.raises(ValueError, match="whose scales have a history: use FP8Delayed"):
-    recipes.Recipe(fmt, fmt, fmt)
-  with pytest.raises(ValueError, match="grad_output is .* use FP8Delayed"):
-    recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)
+	fmt = grouped.FP8(scaling="delayed")
+	with pytest.raises(ValueError, match="whose scales have a history: use FP8Delayed"):
+		recipes.Recipe(fmt, fmt, fmt)
+	with pytest.raises(ValueError, match="grad_output is .* use FP8Delayed"):
+		recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)
 
 
 @each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
-  """As for the last steps in BF16, or a model that serves in another recipe."""
-  torch.manual_seed(0)
-  layer = GroupedLinear(G, K, N, recipe=RECIPE)
-  plain = GroupedLinear(G, K, N, recipe=other)
-  missing = plain.load_state_dict(layer.state_dict(), strict=False)
-  assert missing.missing_keys == []
-  x = sample(40, K)
-  layer(x, OFFS).sum().backward()
-  state = {name: t.clone() for name, t in layer.scaling.state_dict().items()}
-  layer.recipe = other
-  layer.zero_grad()
-  y, expected = layer(x, OFFS), plain(x, OFFS)
-  assert_same_bytes(y, expected)
-  y.sum().backward()
-  expected.sum().backward()
-  assert_same_bytes(layer.weight.grad, plain.weight.grad)
-  assert_same_buffers(layer.scaling.state_dict(), state)
-  layer.recipe = RECIPE
-  layer(x, OFFS).sum().backward()
-  assert not torch.equal(layer.scaling.scale("input"), state["input_scale"])
+	"""As for the last steps in BF16, or a model that serves in another recipe."""
+	torch.manual_seed(0)
+	layer = GroupedLinear(G, K, N, recipe=RECIPE)
+	plain = GroupedLinear(G, K, N, recipe=other)
+	missing = plain.load_state_dict(layer.state_dict(), strict=False)
+	assert missing.missing_keys == []
+	x = sample(40, K)
+	layer(x, OFFS).sum().backward()
+	state = {name: t.clone() for name, t in layer.scaling.state_dict().items()}
+	layer.recipe = other
+	layer.zero_grad()
+	y, expected = layer(x, OFFS), plain(x, OFFS)
+	assert_same_bytes(y, expected)
+	y.sum().backward()
+	expected.sum().backward()
+	assert_same_bytes(layer.weight.grad, plain.weight.grad)
+	assert_same_buffers(layer.scaling.state_dict(), state)
+	layer.recipe = RECIPE
+	layer(x, OFFS).sum().backward()
+	assert not torch.equal(layer.scaling.scale("input"), state["input_scale"])

@@ -13,162 +13,162 @@ E5M2, F32 = torch.float8_e5m2, torch.float32
 SQUARE = (128, 128)
 #: Formats of activations, weights and gradients.
 TRIOS = {
-  **{name: (fmt, WEIGHT_FORMAT, FORMATS["1x16"]) for name, fmt in FORMATS.items()},
-  "fp8": (grouped.FP8(), grouped.FP8(), grouped.FP8(E5M2)),
-  "fp8_block": (FP8Block(), FP8Block(SQUARE), FP8Block()),
-  "fp8_block, fp32 scales": (
-    FP8Block(pow2_scales=False),
-    FP8Block(SQUARE, pow2_scales=False),
-    FP8Block(dtype=E5M2, pow2_scales=False),
-  ),
-  "mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
-  "mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
+	**{name: (fmt, WEIGHT_FORMAT, FORMATS["1x16"]) for name, fmt in FORMATS.items()},
+	"fp8": (grouped.FP8(), grouped.FP8(), grouped.FP8(E5M2)),
+	"fp8_block": (FP8Block(), FP8Block(SQUARE), FP8Block()),
+	"fp8_block, fp32 scales": (
+		FP8Block(pow2_scales=False),
+		FP8Block(SQUARE, pow2_scales=False),
+		FP8Block(dtype=E5M2, pow2_scales=False),
+	),
+	"mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
+	"mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
 }
 each_trio = each("trio", TRIOS)
 each_split = each("splits", SPLITS)
 
 
 def operands(splits=(7, 0, 26), tail=3, fmt=FORMATS["row-scaled"]):
-  ends = end_rows(splits)
-  x = grouped.quantize(sample(ends[-1] + tail, K), fmt, offs=ends, columnwise=True)
-  w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
-  dy = grouped.quantize(sample(ends[-1] + tail, N), FORMATS["1x16"], offs=ends, columnwise=True)
-  return x, w, dy
+	ends = end_rows(splits)
+	x = grouped.quantize(sample(ends[-1] + tail, K), fmt, offs=ends, columnwise=True)
+	w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
+	dy = grouped.quantize(sample(ends[-1] + tail, N), FORMATS["1x16"], offs=ends, columnwise=True)
+	return x, w, dy
 
 
 def spans(splits):
-  return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
+	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
 
 
 def close(got, want):
-  """fp32 accumulation over at most a few hundred products, and one factor."""
-  scale = want.abs().max().clamp_min(1e-30)
-  assert (got.double() - want).abs().max() <= 2e-6 * scale
+	"""fp32 accumulation over at most a few hundred products, and one factor."""
+	scale = want.abs().max().clamp_min(1e-30)
+	assert (got.double() - want).abs().max() <= 2e-6 * scale
 
 
 def peak(x):
-  return float(x.abs().max()) if x.numel() else 0.0
+	return float(x.abs().max()) if x.numel() else 0.0
 
 
 def tensors(splits, tail=3):
-  rows = end_rows(splits)[-1] + tail
-  return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
+	rows = end_rows(splits)[-1] + tail
+	return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
 
 
 def quantized(trio, splits, held):
-  ends = end_rows(splits)
-  return [
-    grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
-    for t, fmt in zip(held, trio, strict=True)
-  ]
+	ends = end_rows(splits)
+	return [
+		grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
+		for t, fmt in zip(held, trio, strict=True)
+	]
 
 
 def products(x, w, dy, **options):
-  """fprop, dgrad and wgrad."""
-  return (
-    grouped.grouped_gemm(x, w, **options),
-    grouped.grouped_gemm(dy, w, transpose_b=True, **options),
-    grouped.grouped_gemm(dy, x, **options),
-  )
+	"""fprop, dgrad and wgrad."""
+	return (
+		grouped.grouped_gemm(x, w, **options),
+		grouped.grouped_gemm(dy, w, transpose_b=True, **options),
+		grouped.grouped_gemm(dy, x, **options),
+	)
 
 
 @each_trio
 @each_split
 def test_products_of_the_decoded_members(trio, splits):
-  x, w, dy = quantized(trio, splits, tensors(splits))
-  y, dx, dw = products(x, w, dy, out_dtype=F32)
-  assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
-  ways = "rowwise", "columnwise"
-  (row, column), (weight, weight_t), (dy_row, dy_column) = (
-    [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
-  )
-  for g, (start, end) in enumerate(spans(splits)):
-    if start == end:
-      assert not dw[g].any()
-      continue
-    close(y[start:end], row[start:end] @ weight[g].T)
-    close(dx[start:end], dy_row[start:end] @ weight_t[g])
-    close(dw[g], dy_column[start:end].T @ column[start:end])
-  assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
+	x, w, dy = quantized(trio, splits, tensors(splits))
+	y, dx, dw = products(x, w, dy, out_dtype=F32)
+	assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
+	ways = "rowwise", "columnwise"
+	(row, column), (weight, weight_t), (dy_row, dy_column) = (
+		[t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
+	)
+	for g, (start, end) in enumerate(spans(splits)):
+		if start == end:
+			assert not dw[g].any()
+			continue
+		close(y[start:end], row[start:end] @ weight[g].T)
+		close(dx[start:end], dy_row[start:end] @ weight_t[g])
+		close(dw[g], dy_column[start:end].T @ column[start:end])
+	assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
 
 
 @each_trio
 def test_out_alpha_bias_and_accumulate(trio):
-  splits = (20, 0, 12)
-  x, w, dy = quantized(trio, splits, tensors(splits))
-  bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
-  y, dx, dw = products(x, w, dy, out_dtype=F32)
-  scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
-  for dtype in (torch.bfloat16, torch.float16, F32):
-    got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
-    assert_same_bytes(got[:32], scaled.to(dtype))
-    assert not got[32:].any()
-  assert grouped.grouped_gemm(x, w).dtype == torch.bfloat16
-  calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
-  for result, operands, options in calls:
-    rows = len(result)
-    held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
-    for accumulate in (False, True):
-      before = held.clone()
-      call = grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options)
-      assert call is held
-      assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
-      assert_same_bytes(held[rows:], before[rows:])
+	splits = (20, 0, 12)
+	x, w, dy = quantized(trio, splits, tensors(splits))
+	bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
+	y, dx, dw = products(x, w, dy, out_dtype=F32)
+	scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
+	for dtype in (torch.bfloat16, torch.float16, F32):
+		got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
+		assert_same_bytes(got[:32], scaled.to(dtype))
+		assert not got[32:].any()
+	assert grouped.grouped_gemm(x, w).dtype == torch.bfloat16
+	calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
+	for result, operands, options in calls:
+		rows = len(result)
+		held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
+		for accumulate in (False, True):
+			before = held.clone()
+			call = grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options)
+			assert call is held
+			assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
+			assert_same_bytes(held[rows:], before[rows:])
 
 
 @each("trio", [TRIOS["row-scaled"], TRIOS["mxfp8"]], ids=["row-scaled", "mxfp8"])
 def test_a_compiled_product_is_the_eager_one(trio):
-  splits = (20, 0, 12)
-  held = quantized(trio, splits, tensors(splits))
-  compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
-  assert_all_same(compiled(*held), products(*held))
+	splits = (20, 0, 12)
+	held = quantized(trio, splits, tensors(splits))
+	compiled = torch.compile(products, fullgraph=True, backend="aot_eager")
+	assert_all_same(compiled(*held), products(*held))
 
 
 @each_trio
 @each("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_plain_activations_and_their_gradients(trio, dtype):
-  splits = (0, 130, 0, 7)
-  ends = torch.tensor(end_rows(splits), dtype=torch.int32)
-  x, weight, dy = (t.to(dtype) for t in tensors(splits))
-  w = grouped.quantize(weight, trio[1], columnwise=True)
-  x.requires_grad_()
-  bias, alpha = torch.randn(4, N, requires_grad=True), torch.rand(4)
-  y = grouped.grouped_gemm(x, w, offs=ends, bias=bias, out_dtype=F32)
-  y.backward(dy.float())
-  out = torch.full_like(y, 7.0, requires_grad=False)
-  rows = x.detach()
-  grouped.grouped_gemm(rows, w, offs=ends, alpha=alpha, out=out, accumulate=True)
-  values, values_t = (w.dequantize(F32, way).double() for way in ("rowwise", "columnwise"))
-  with torch.no_grad():
-    for g, (start, end) in enumerate(spans(splits)):
-      product = rows[start:end].double() @ values[g].T
-      want = product + bias[g].double()
-      limit = 2e-6 * peak(want)
-      torch.testing.assert_close(y[start:end].double(), want, rtol=0, atol=limit)
-      want = product * alpha[g].double() + 7
-      torch.testing.assert_close(out[start:end].double(), want, rtol=1e-6, atol=limit)
-      want = dy[start:end].double() @ values_t[g]
-      got = x.grad[start:end].double()
-      eps = torch.finfo(dtype).eps
-      torch.testing.assert_close(got, want, rtol=eps, atol=2e-6 * peak(want))
-  assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
-  assert not y[137:].any() and not x.grad[137:].any() and (out[137:] == 7).all()
+	splits = (0, 130, 0, 7)
+	ends = torch.tensor(end_rows(splits), dtype=torch.int32)
+	x, weight, dy = (t.to(dtype) for t in tensors(splits))
+	w = grouped.quantize(weight, trio[1], columnwise=True)
+	x.requires_grad_()
+	bias, alpha = torch.randn(4, N, requires_grad=True), torch.rand(4)
+	y = grouped.grouped_gemm(x, w, offs=ends, bias=bias, out_dtype=F32)
+	y.backward(dy.float())
+	out = torch.full_like(y, 7.0, requires_grad=False)
+	rows = x.detach()
+	grouped.grouped_gemm(rows, w, offs=ends, alpha=alpha, out=out, accumulate=True)
+	values, values_t = (w.dequantize(F32, way).double() for way in ("rowwise", "columnwise"))
+	with torch.no_grad():
+		for g, (start, end) in enumerate(spans(splits)):
+			product = rows[start:end].double() @ values[g].T
+			want = product + bias[g].double()
+			limit = 2e-6 * peak(want)
+			torch.testing.assert_close(y[start:end].double(), want, rtol=0, atol=limit)
+			want = product * alpha[g].double() + 7
+			torch.testing.assert_close(out[start:end].double(), want, rtol=1e-6, atol=limit)
+			want = dy[start:end].double() @ values_t[g]
+			got = x.grad[start:end].double()
+			eps = torch.finfo(dtype).eps
+			torch.testing.assert_close(got, want, rtol=eps, atol=2e-6 * peak(want))
+	assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
+	assert not y[137:].any() and not x.grad[137:].any() and (out[137:] == 7).all()
 
 
 def test_a_product_of_quantized_parameters_has_no_derivative():
-  x, w, _ = operands()
-  y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
-  with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
-    y.sum().backward()
+	x, w, _ = operands()
+	y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
+	with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
+		y.sum().backward()
 
 
 def test_a_dispatch_mode_sees_a_product_of_quantized_operands():
-  x, w, _ = operands()
-  want = grouped.grouped_gemm(x, w)
-  with OpCounter() as counter:
-    got = grouped.grouped_gemm(x, w)
-  assert [args[0] for args in counter.arguments("gemm")] == [x]
-  assert_same_bytes(got, want)
+	x, w, _ = operands()
+	want = grouped.grouped_gemm(x, w)
+	with OpCounter() as counter:
+		got = grouped.grouped_gemm(x, w)
+	assert [args[0] for args in counter.arguments("gemm")] == [x]
+	assert_same_bytes(got, want)
 
 
 X, W, DY = operands()
@@ -176,63 +176,63 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
 
 @each(
-  ("call", "error", "match"),
-  [
-    ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
-    ({"a": PLAIN["a"], "b": W}, ValueError, "offs is missing"),
-    ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
-    ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
-    ({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
-    ({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
-    ({"a": W, "b": W}, ValueError, "a must be ragged"),
-    ({"a": X, "b": W, "accumulate": True}, ValueError, "out, which is missing"),
-    (
-      {"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": torch.float16},
-      ValueError,
-      "out_dtype is torch.float16, but out is torch.float32",
-    ),
-    ({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
-    ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
-    ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-    (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-    ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
-    ({"a": X, "b": operands((5, 28))[1]}, ValueError, "3 groups|2 groups"),
-    ({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 160"),
-    ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
-  ],
+	("call", "error", "match"),
+	[
+		({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
+		({"a": PLAIN["a"], "b": W}, ValueError, "offs is missing"),
+		({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
+		({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
+		({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
+		({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
+		({"a": W, "b": W}, ValueError, "a must be ragged"),
+		({"a": X, "b": W, "accumulate": True}, ValueError, "out, which is missing"),
+		(
+			{"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": torch.float16},
+			ValueError,
+			"out_dtype is torch.float16, but out is torch.float32",
+		),
+		({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
+		({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
+		({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
+		(PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
+		({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
+		({"a": X, "b": operands((5, 28))[1]}, ValueError, "3 groups|2 groups"),
+		({"a": DY, "b": W}, ValueError, "as many columns as b contracts, 160"),
+		({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
+	],
 )
 def test_grouped_gemm_refuses(call, error, match):
-  call = dict(call)
-  with pytest.raises(error, match=match):
-    grouped.grouped_gemm(call.pop("a"), call.pop("b"), **call)
+	call = dict(call)
+	with pytest.raises(error, match=match):
+		grouped.grouped_gemm(call.pop("a"), call.pop("b"), **call)
 
 
 def test_compiled_gradients_beside_quantized_weights():
-  w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
-  a, dy, bias = sample(36, K).requires_grad_(), sample(36, N), torch.randn(3, N)
-  offs = torch.tensor([7, 7, 33], dtype=torch.int32)
+	w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
+	a, dy, bias = sample(36, K).requires_grad_(), sample(36, N), torch.randn(3, N)
+	offs = torch.tensor([7, 7, 33], dtype=torch.int32)
 
-  def run(a, w, bias):
-    return grouped.grouped_gemm(a, w, offs=offs, bias=bias)
+	def run(a, w, bias):
+		return grouped.grouped_gemm(a, w, offs=offs, bias=bias)
 
-  y = torch.compile(run, fullgraph=True, backend="aot_eager")(a, w, bias.requires_grad_())
-  y.backward(dy)
-  assert_same_bytes(a.grad, grouped.grouped_gemm(dy, w, offs=offs, transpose_b=True))
-  assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy, offs))
-  rowwise = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
-  with pytest.raises(RuntimeError, match="b has no columnwise copy"):
-    run(a, rowwise, None).sum().backward()
+	y = torch.compile(run, fullgraph=True, backend="aot_eager")(a, w, bias.requires_grad_())
+	y.backward(dy)
+	assert_same_bytes(a.grad, grouped.grouped_gemm(dy, w, offs=offs, transpose_b=True))
+	assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy, offs))
+	rowwise = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
+	with pytest.raises(RuntimeError, match="b has no columnwise copy"):
+		run(a, rowwise, None).sum().backward()
 
 
 def test_a_direction_that_is_missing_is_named():
-  x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
-  column = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True)
-  w = grouped.quantize(sample(1, N, K), WEIGHT_FORMAT)
-  with pytest.raises(RuntimeError, match="a has no rowwise copy"):
-    grouped.grouped_gemm(column, w)
-  with pytest.raises(RuntimeError, match="b has no columnwise copy"):
-    grouped.grouped_gemm(x, w, transpose_b=True)
-  with pytest.raises(RuntimeError, match="a has no columnwise copy"):
-    grouped.grouped_gemm(x, column)
-  with pytest.raises(RuntimeError, match="b has no columnwise copy"):
-    grouped.grouped_gemm(column, x)
+	x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
+	column = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True)
+	w = grouped.quantize(sample(1, N, K), WEIGHT_FORMAT)
+	with pytest.raises(RuntimeError, match="a has no rowwise copy"):
+		grouped.grouped_gemm(column, w)
+	with pytest.raises(RuntimeError, match="b has no columnwise copy"):
+		grouped.grouped_gemm(x, w, transpose_b=True)
+	with pytest.raises(RuntimeError, match="a has no columnwise copy"):
+		grouped.grouped_gemm(x, column)
+	with pytest.raises(RuntimeError, match="b has no columnwise copy"):
+		grouped.grouped_gemm(column, x)

@@ -16,207 +16,207 @@ K, N, ENDS = 64, 48, [13, 13, 35]
 
 
 def layer_of(single=True, recipe=RECIPES["row-scaled"], **options):
-  return GroupedLinear(3, K, N, recipe=recipe, single_parameter=single, **options)
+	return GroupedLinear(3, K, N, recipe=recipe, single_parameter=single, **options)
 
 
 def first_weight(layer):
-  return layer.weight if layer.single_parameter else layer.weight2
+	return layer.weight if layer.single_parameter else layer.weight2
 
 
 def rename(layer):
-  return "weight" if layer.single_parameter else "weight2"
+	return "weight" if layer.single_parameter else "weight2"
 
 
 def step(layer):
-  layer(sample(40, K), ENDS).sum().backward()
-  torch.optim.SGD(layer.parameters(), lr=1.0).step()
+	layer(sample(40, K), ENDS).sum().backward()
+	torch.optim.SGD(layer.parameters(), lr=1.0).step()
 
 
 def in_place(layer):
-  with torch.no_grad():
-    first_weight(layer).mul_(2)
+	with torch.no_grad():
+		first_weight(layer).mul_(2)
 
 
 def in_inference_mode(layer):
-  with torch.inference_mode():
-    first_weight(layer).mul_(2)
+	with torch.inference_mode():
+		first_weight(layer).mul_(2)
 
 
 def data(layer):
-  first_weight(layer).data = first_weight(layer).data * 2
+	first_weight(layer).data = first_weight(layer).data * 2
 
 
 def new_parameter(layer):
-  setattr(layer, rename(layer), nn.Parameter(first_weight(layer).detach() * 2))
+	setattr(layer, rename(layer), nn.Parameter(first_weight(layer).detach() * 2))
 
 
 def new_parameter_on_the_same_storage(layer):
-  """Whose version is that of the old one, written through it."""
-  old = first_weight(layer).detach()
-  parameter = nn.Parameter(old.data)
-  with torch.no_grad():
-    while parameter._version < old._version:
-      parameter.mul_(2)
-    parameter.mul_(2)
-  setattr(layer, rename(layer), parameter)
+	"""Whose version is that of the old one, written through it."""
+	old = first_weight(layer).detach()
+	parameter = nn.Parameter(old.data)
+	with torch.no_grad():
+		while parameter._version < old._version:
+			parameter.mul_(2)
+		parameter.mul_(2)
+	setattr(layer, rename(layer), parameter)
 
 
 def recipe(layer):
-  layer.recipe = recipes.Recipe(*[RECIPES["nvfp4"].input] * 3)
+	layer.recipe = recipes.Recipe(*[RECIPES["nvfp4"].input] * 3)
 
 
 def new_again_and_again(layer):
-  """An address may come back, a storage does not."""
-  for _ in range(2):
-    data(layer)
+	"""An address may come back, a storage does not."""
+	for _ in range(2):
+		data(layer)
 
 
 CHANGES = {
-  step: "written in place",
-  in_place: "written in place",
-  in_inference_mode: "written in place",
-  data: r"its data is another tensor \(\.data",
-  new_again_and_again: r"its data is another tensor \(\.data",
-  new_parameter: "it is another tensor",
-  new_parameter_on_the_same_storage: "it is another tensor",
-  recipe: "the recipe is Recipe.*and was NVFP4RowScaled",
+	step: "written in place",
+	in_place: "written in place",
+	in_inference_mode: "written in place",
+	data: r"its data is another tensor \(\.data",
+	new_again_and_again: r"its data is another tensor \(\.data",
+	new_parameter: "it is another tensor",
+	new_parameter_on_the_same_storage: "it is another tensor",
+	recipe: "the recipe is Recipe.*and was NVFP4RowScaled",
 }
 
 
 @each("single", [True, False])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_changed_weight_is_not_used(change, single):
-  layer = layer_of(single)
-  x = sample(40, K)
-  step(layer)
-  layer(x, ENDS, is_first_microbatch=True)
-  layer(x, ENDS, is_first_microbatch=False)
-  change(layer)
-  with pytest.raises(RuntimeError, match=f"the weight changed since: .*{CHANGES[change]}"):
-    layer(x, ENDS, is_first_microbatch=False)
-  fresh = layer(x, ENDS, is_first_microbatch=True).detach()
-  assert_same_bytes(fresh, layer(x, ENDS).detach())
-  assert_same_bytes(fresh, layer(x, ENDS, is_first_microbatch=False).detach())
+	layer = layer_of(single)
+	x = sample(40, K)
+	step(layer)
+	layer(x, ENDS, is_first_microbatch=True)
+	layer(x, ENDS, is_first_microbatch=False)
+	change(layer)
+	with pytest.raises(RuntimeError, match=f"the weight changed since: .*{CHANGES[change]}"):
+		layer(x, ENDS, is_first_microbatch=False)
+	fresh = layer(x, ENDS, is_first_microbatch=True).detach()
+	assert_same_bytes(fresh, layer(x, ENDS).detach())
+	assert_same_bytes(fresh, layer(x, ENDS, is_first_microbatch=False).detach())
 
 
 @each("single", [True, False])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @each("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, single):
-  layer = layer_of(single).eval()
-  x = sample(40, K)
+	layer = layer_of(single).eval()
+	x = sample(40, K)
 
-  def run():
-    with grad_mode(), OpCounter() as counter:
-      ys = [layer(x, torch.tensor(ENDS)) for _ in range(3)]
-    assert weights_quantized(counter) == 1
-    for y in ys[1:]:
-      assert_same_bytes(ys[0], y)
-    return ys[0].clone()
+	def run():
+		with grad_mode(), OpCounter() as counter:
+			ys = [layer(x, torch.tensor(ENDS)) for _ in range(3)]
+		assert weights_quantized(counter) == 1
+		for y in ys[1:]:
+			assert_same_bytes(ys[0], y)
+		return ys[0].clone()
 
-  before = run()
-  change(layer)
-  after = run()
-  assert not torch.equal(before, after)
-  layer.train()
-  with torch.no_grad():
-    assert_same_bytes(layer(x, ENDS), after)
+	before = run()
+	change(layer)
+	after = run()
+	assert not torch.equal(before, after)
+	layer.train()
+	with torch.no_grad():
+		assert_same_bytes(layer(x, ENDS), after)
 
 
 def test_what_is_kept_in_inference_holds_only_what_it_reads():
-  mlp = GroupedMLP(3, K, N, recipe=RECIPES["nvfp4"]).eval()
-  x = sample(40, K)
-  with torch.no_grad(), OpCounter() as counter:
-    for _ in range(3):
-      mlp(x, ENDS)
-  assert weights_quantized(counter) == 2
-  assert not mlp.down._kept.has_columnwise
-  kept = mlp.down._kept
-  leaf = x.clone().requires_grad_()
-  mlp(leaf, ENDS).sum().backward()  # gradients quantize for themselves
-  assert leaf.grad.any() and mlp.down._kept is kept
+	mlp = GroupedMLP(3, K, N, recipe=RECIPES["nvfp4"]).eval()
+	x = sample(40, K)
+	with torch.no_grad(), OpCounter() as counter:
+		for _ in range(3):
+			mlp(x, ENDS)
+	assert weights_quantized(counter) == 2
+	assert not mlp.down._kept.has_columnwise
+	kept = mlp.down._kept
+	leaf = x.clone().requires_grad_()
+	mlp(leaf, ENDS).sum().backward()  # gradients quantize for themselves
+	assert leaf.grad.any() and mlp.down._kept is kept
 
 
 def test_separate_parameters_are_not_stacked_for_a_kept_weight():
-  layer = layer_of(single=False).eval()
-  x = sample(40, K)
-  with torch.no_grad():
-    want = layer(x, ENDS)
-    with OpCounter() as counter:
-      assert_same_bytes(layer(x, ENDS), want)
-  assert [a[0][0].shape for a in counter.arguments("stack")] == [(N,)]  # biases
+	layer = layer_of(single=False).eval()
+	x = sample(40, K)
+	with torch.no_grad():
+		want = layer(x, ENDS)
+		with OpCounter() as counter:
+			assert_same_bytes(layer(x, ENDS), want)
+	assert [a[0][0].shape for a in counter.arguments("stack")] == [(N,)]  # biases
 
 
 @each(("mode", "grad_mode"), [("train", torch.no_grad), ("eval", torch.enable_grad)])
 def test_training_keeps_nothing_by_itself(mode, grad_mode):
-  layer = getattr(layer_of(), mode)()
-  with grad_mode(), OpCounter() as counter:
-    for _ in range(2):
-      layer(sample(40, K), torch.tensor(ENDS))
-  assert weights_quantized(counter) == 2 and layer._kept is None
+	layer = getattr(layer_of(), mode)()
+	with grad_mode(), OpCounter() as counter:
+		for _ in range(2):
+			layer(sample(40, K), torch.tensor(ENDS))
+	assert weights_quantized(counter) == 2 and layer._kept is None
 
 
 def test_a_change_of_mode_drops_a_kept_weight():
-  """Writes through ``.data`` count no version; people who make them change the mode after."""
-  layer, x = layer_of().eval(), sample(40, K)
-  with torch.no_grad():
-    layer(x, ENDS)
-    layer.weight.data.mul_(2)
-    layer.eval()
-    got = layer(x, ENDS)
-  assert_same_bytes(got, layer.train()(x, ENDS).detach())
+	"""Writes through ``.data`` count no version; people who make them change the mode after."""
+	layer, x = layer_of().eval(), sample(40, K)
+	with torch.no_grad():
+		layer(x, ENDS)
+		layer.weight.data.mul_(2)
+		layer.eval()
+		got = layer(x, ENDS)
+	assert_same_bytes(got, layer.train()(x, ENDS).detach())
 
 
 @each("first", [None, True, False])
 def test_weights_without_versions_are_not_kept(first):
-  with torch.inference_mode():
-    layer, x = layer_of().eval(), sample(40, K)
-    before = layer(x, ENDS, is_first_microbatch=first)
-    layer.weight.mul_(2)
-    after = layer(x, ENDS, is_first_microbatch=first)
-    assert layer._kept is None and not torch.equal(before, after)
+	with torch.inference_mode():
+		layer, x = layer_of().eval(), sample(40, K)
+		before = layer(x, ENDS, is_first_microbatch=first)
+		layer.weight.mul_(2)
+		after = layer(x, ENDS, is_first_microbatch=first)
+		assert layer._kept is None and not torch.equal(before, after)
 
 
 @each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @each("first", [None, True])
 def test_copies_have_their_own(copied, first):
-  layer, x = layer_of().eval(), sample(40, K)
-  with torch.no_grad():
-    layer(x, ENDS, is_first_microbatch=first)
-    other = copied(layer)
-    assert layer._kept is not None and other._kept is None
-    other.weight = nn.Parameter(other.weight * 2)
-    assert not torch.equal(other(x, ENDS), layer(x, ENDS))
+	layer, x = layer_of().eval(), sample(40, K)
+	with torch.no_grad():
+		layer(x, ENDS, is_first_microbatch=first)
+		other = copied(layer)
+		assert layer._kept is not None and other._kept is None
+		other.weight = nn.Parameter(other.weight * 2)
+		assert not torch.equal(other(x, ENDS), layer(x, ENDS))
 
 
 @each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first):
-  """They keep nothing, whoever keeps something beside them."""
-  torch._dynamo.reset()
-  layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
-  run = torch.compile(layer, fullgraph=True, backend="aot_eager")
-  with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-    layer(x, offs, is_first_microbatch=True)
-    for change in (in_place, data, in_inference_mode, lambda layer: None):
-      change(layer)
-      got = run(x, offs, is_first_microbatch=first)
-      assert_same_bytes(got, layer(x, offs, is_first_microbatch=True))
-  torch._dynamo.reset()
+	"""They keep nothing, whoever keeps something beside them."""
+	torch._dynamo.reset()
+	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
+	run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+		layer(x, offs, is_first_microbatch=True)
+		for change in (in_place, data, in_inference_mode, lambda layer: None):
+			change(layer)
+			got = run(x, offs, is_first_microbatch=first)
+			assert_same_bytes(got, layer(x, offs, is_first_microbatch=True))
+	torch._dynamo.reset()
 
 
 def test_traces_and_transforms_keep_nothing():
-  layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
-  with torch.no_grad():
-    graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
-    assert layer._kept is None
-    in_place(layer)
-    want = layer(x, offs)
-  layer._kept = None
-  for first in (None, True):
-    torch.func.grad(lambda x, f=first: layer(x, offs, is_first_microbatch=f).sum())(x)
-    assert layer._kept is None
-  with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-    layer(x, offs)
-  assert layer._kept is None
-  with torch.no_grad():
-    assert_same_bytes(graph(x), want)
+	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
+	with torch.no_grad():
+		graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
+		assert layer._kept is None
+		in_place(layer)
+		want = layer(x, offs)
+	layer._kept = None
+	for first in (None, True):
+		torch.func.grad(lambda x, f=first: layer(x, offs, is_first_microbatch=f).sum())(x)
+		assert layer._kept is None
+	with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+		layer(x, offs)
+	assert layer._kept is None
+	with torch.no_grad():
+		assert_same_bytes(graph(x), want)

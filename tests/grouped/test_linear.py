@@ -19,73 +19,73 @@ MULTIPLY = "m_grouped_quantize_gemm"
 
 
 def layer_of(recipe, groups=3, **options):
-  options.setdefault("dtype", torch.float32)
-  return GroupedLinear(groups, K, N, recipe=recipe, **options)
+	options.setdefault("dtype", torch.float32)
+	return GroupedLinear(groups, K, N, recipe=recipe, **options)
 
 
 def spans(ends):
-  return list(zip([0, *ends[:-1]], ends, strict=True))
+	return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def quantized(x, fmt, offs, direction):
-  """fp64 values that a product reads."""
-  if fmt is None:
-    return x.bfloat16().double()
-  only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
-  return grouped.quantize(x, fmt, offs=offs, **only).dequantize(torch.float32).double()
+	"""fp64 values that a product reads."""
+	if fmt is None:
+		return x.bfloat16().double()
+	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
+	return grouped.quantize(x, fmt, offs=offs, **only).dequantize(torch.float32).double()
 
 
 def expected(layer, x, ends, dy):
-  """Output and gradients of a linear layer a group, on the decoded operands, in fp64."""
-  recipe = layer.recipe
-  live = ends[-1]
-  w = layer._stacked("weight").detach()
-  bias = layer._stacked("bias").detach() if layer.has_bias else None
-  fprop_x = quantized(x, recipe.input, ends, "rowwise")
-  wgrad_x = quantized(x, recipe.input, ends, "columnwise")
-  dgrad_dy = quantized(dy, recipe.grad_output, ends, "rowwise")
-  wgrad_dy = quantized(dy, recipe.grad_output, ends, "columnwise")
-  fprop_w = quantized(w, recipe.weight, None, "rowwise")
-  dgrad_w = quantized(w, recipe.weight, None, "columnwise")
-  cols, depth = w.shape[1:]
-  y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
-  dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
-  for g, (start, end) in enumerate(spans(ends)):
-    rows = slice(start, end)
-    y[rows] = fprop_x[rows] @ fprop_w[g].T + (0 if bias is None else bias[g].double())
-    dx[rows] = dgrad_dy[rows] @ dgrad_w[g]
-    dw[g] = wgrad_dy[rows].T @ wgrad_x[rows]
-    db[g] = dy[rows].double().sum(0)
-  assert not y[live:].any()
-  return y, dx, dw, db
+	"""Output and gradients of a linear layer a group, on the decoded operands, in fp64."""
+	recipe = layer.recipe
+	live = ends[-1]
+	w = layer._stacked("weight").detach()
+	bias = layer._stacked("bias").detach() if layer.has_bias else None
+	fprop_x = quantized(x, recipe.input, ends, "rowwise")
+	wgrad_x = quantized(x, recipe.input, ends, "columnwise")
+	dgrad_dy = quantized(dy, recipe.grad_output, ends, "rowwise")
+	wgrad_dy = quantized(dy, recipe.grad_output, ends, "columnwise")
+	fprop_w = quantized(w, recipe.weight, None, "rowwise")
+	dgrad_w = quantized(w, recipe.weight, None, "columnwise")
+	cols, depth = w.shape[1:]
+	y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
+	dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
+	for g, (start, end) in enumerate(spans(ends)):
+		rows = slice(start, end)
+		y[rows] = fprop_x[rows] @ fprop_w[g].T + (0 if bias is None else bias[g].double())
+		dx[rows] = dgrad_dy[rows] @ dgrad_w[g]
+		dw[g] = wgrad_dy[rows].T @ wgrad_x[rows]
+		db[g] = dy[rows].double().sum(0)
+	assert not y[live:].any()
+	return y, dx, dw, db
 
 
 def close(got, want, tolerance):
-  scale = float(want.abs().max()) or 1.0
-  assert (got.double() - want).abs().max() <= tolerance * scale
+	scale = float(want.abs().max()) or 1.0
+	assert (got.double() - want).abs().max() <= tolerance * scale
 
 
 @each("recipe", EVERY_RECIPE)
 @each("splits", SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
-  """fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy."""
-  ends = end_rows(splits)
-  layer = layer_of(recipe, len(splits))
-  x, dy = (sample(ends[-1] + 6, width, dtype=torch.float32) for width in (K, N))
-  want = expected(layer, x, ends, dy)
-  x[ends[-1] :] = torch.nan
-  dy[ends[-1] :] = torch.nan
-  x.requires_grad_()
-  y = layer(x, torch.tensor(ends))
-  y.backward(dy)
-  assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.float32
-  got = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
-  for a, b in zip(got, want, strict=True):
-    close(a, b, 1e-5)
-  assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
-  for g, rows in enumerate(splits):
-    if not rows:
-      assert not layer.weight.grad[g].any() and not layer.bias.grad[g].any()
+	"""fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy."""
+	ends = end_rows(splits)
+	layer = layer_of(recipe, len(splits))
+	x, dy = (sample(ends[-1] + 6, width, dtype=torch.float32) for width in (K, N))
+	want = expected(layer, x, ends, dy)
+	x[ends[-1] :] = torch.nan
+	dy[ends[-1] :] = torch.nan
+	x.requires_grad_()
+	y = layer(x, torch.tensor(ends))
+	y.backward(dy)
+	assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == torch.float32
+	got = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
+	for a, b in zip(got, want, strict=True):
+		close(a, b, 1e-5)
+	assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
+	for g, rows in enumerate(splits):
+		if not rows:
+			assert not layer.weight.grad[g].any() and not layer.bias.grad[g].any()
 
 
 OTHERS = {"hadamard": ALL_RECIPES["hadamard"]}
@@ -96,259 +96,259 @@ OTHERS["row-scaled gradients"] = Recipe(grouped.NVFP4(), WEIGHT_FORMAT, grouped.
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @each("parameters", [torch.bfloat16, torch.float32])
 def test_dtypes(recipe, dtype, parameters):
-  if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {torch.bfloat16}:
-    return  # Nothing else is transformed; decoded, a transform is undone in fp32.
-  ends = [9, 20, 31]
-  layer = layer_of(recipe, dtype=parameters)
-  x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
-  tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
-  x.requires_grad_()
-  y = layer(x, ends)
-  y.backward(dy)
-  assert y.dtype == x.grad.dtype == dtype
-  assert layer.weight.grad.dtype == layer.bias.grad.dtype == parameters
-  if recipe.is_quantized or dtype != torch.float16:
-    want = expected(layer, x.detach(), ends, dy)
-    close(y.detach(), want[0], tolerance[dtype])
-    close(x.grad, want[1], tolerance[dtype])
-    close(layer.weight.grad, want[2], tolerance[parameters])
-    close(layer.bias.grad, want[3], tolerance[parameters])
+	if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {torch.bfloat16}:
+		return  # Nothing else is transformed; decoded, a transform is undone in fp32.
+	ends = [9, 20, 31]
+	layer = layer_of(recipe, dtype=parameters)
+	x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
+	tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}
+	x.requires_grad_()
+	y = layer(x, ends)
+	y.backward(dy)
+	assert y.dtype == x.grad.dtype == dtype
+	assert layer.weight.grad.dtype == layer.bias.grad.dtype == parameters
+	if recipe.is_quantized or dtype != torch.float16:
+		want = expected(layer, x.detach(), ends, dy)
+		close(y.detach(), want[0], tolerance[dtype])
+		close(x.grad, want[1], tolerance[dtype])
+		close(layer.weight.grad, want[2], tolerance[parameters])
+		close(layer.bias.grad, want[3], tolerance[parameters])
 
 
 @each("recipe", EVERY_RECIPE)
 @each("bias", [True, False])
 def test_both_parameter_forms_agree(bias, recipe):
-  layers = []
-  for single in (True, False):
-    torch.manual_seed(5)
-    layers.append(layer_of(recipe, single_parameter=single, bias=bias))
-  single, discrete = layers
-  names = {name for name, _ in discrete.named_parameters()}
-  assert names == {f"weight{g}" for g in range(3)} | {f"bias{g}" for g in range(3) if bias}
-  assert {n for n, _ in single.named_parameters()} == {"weight"} | ({"bias"} if bias else set())
-  x = sample(40, K)
-  outputs = []
-  for layer in layers:
-    leaf = x.clone().requires_grad_()
-    y = layer(leaf, ENDS)
-    y.float().square().sum().backward()
-    outputs.append((y.detach(), leaf.grad))
-  assert_all_same(*outputs)
-  for g in range(3):
-    assert_same_bytes(single.weight[g].detach(), getattr(discrete, f"weight{g}").detach())
-    assert_same_bytes(single.weight.grad[g], getattr(discrete, f"weight{g}").grad)
-    if bias:
-      assert_same_bytes(single.bias.grad[g], getattr(discrete, f"bias{g}").grad)
+	layers = []
+	for single in (True, False):
+		torch.manual_seed(5)
+		layers.append(layer_of(recipe, single_parameter=single, bias=bias))
+	single, discrete = layers
+	names = {name for name, _ in discrete.named_parameters()}
+	assert names == {f"weight{g}" for g in range(3)} | {f"bias{g}" for g in range(3) if bias}
+	assert {n for n, _ in single.named_parameters()} == {"weight"} | ({"bias"} if bias else set())
+	x = sample(40, K)
+	outputs = []
+	for layer in layers:
+		leaf = x.clone().requires_grad_()
+		y = layer(leaf, ENDS)
+		y.float().square().sum().backward()
+		outputs.append((y.detach(), leaf.grad))
+	assert_all_same(*outputs)
+	for g in range(3):
+		assert_same_bytes(single.weight[g].detach(), getattr(discrete, f"weight{g}").detach())
+		assert_same_bytes(single.weight.grad[g], getattr(discrete, f"weight{g}").grad)
+		if bias:
+			assert_same_bytes(single.bias.grad[g], getattr(discrete, f"bias{g}").grad)
 
 
 def test_initialization_is_that_of_linear():
-  torch.manual_seed(5)
-  layer = layer_of(RECIPES["bf16"])
-  torch.manual_seed(5)
-  for g in range(3):
-    expert = nn.Linear(K, N)
-    assert_same_bytes(layer.weight[g].detach(), expert.weight.detach())
-    assert_same_bytes(layer.bias[g].detach(), expert.bias.detach())
+	torch.manual_seed(5)
+	layer = layer_of(RECIPES["bf16"])
+	torch.manual_seed(5)
+	for g in range(3):
+		expert = nn.Linear(K, N)
+		assert_same_bytes(layer.weight[g].detach(), expert.weight.detach())
+		assert_same_bytes(layer.bias[g].detach(), expert.bias.detach())
 
 
 @each("recipe", RECIPES)
 def test_leading_dimensions_are_flattened(recipe):
-  layer = layer_of(recipe)
-  x = sample(40, K)
-  flat = x.clone().requires_grad_()
-  deep = x.view(2, 4, 5, K).clone().requires_grad_()
-  y, z = layer(flat, ENDS), layer(deep, ENDS)
-  assert z.shape == (2, 4, 5, N)
-  y.sum().backward()
-  z.sum().backward()
-  assert_same_bytes(z.detach().view(40, N), y.detach())
-  assert_same_bytes(deep.grad.view(40, K), flat.grad)
-  strided = x.T.contiguous().T
-  assert_same_bytes(layer(strided, ENDS).detach(), y.detach())
+	layer = layer_of(recipe)
+	x = sample(40, K)
+	flat = x.clone().requires_grad_()
+	deep = x.view(2, 4, 5, K).clone().requires_grad_()
+	y, z = layer(flat, ENDS), layer(deep, ENDS)
+	assert z.shape == (2, 4, 5, N)
+	y.sum().backward()
+	z.sum().backward()
+	assert_same_bytes(z.detach().view(40, N), y.detach())
+	assert_same_bytes(deep.grad.view(40, K), flat.grad)
+	strided = x.T.contiguous().T
+	assert_same_bytes(layer(strided, ENDS).detach(), y.detach())
 
 
 @each("recipe", RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
-  layer = layer_of(recipe)
-  x = sample(40, K).requires_grad_()
-  y = layer(x, ENDS)
-  dy = torch.randn_like(y)
-  y.backward(dy, retain_graph=True)
-  first = [t.grad.clone() for t in (x, *layer.parameters())]
-  y.backward(dy)
-  for t, once in zip((x, *layer.parameters()), first, strict=True):
-    assert_same_bytes(t.grad, 2 * once)
-  with pytest.raises(RuntimeError, match="second time"):
-    y.backward(dy)
+	layer = layer_of(recipe)
+	x = sample(40, K).requires_grad_()
+	y = layer(x, ENDS)
+	dy = torch.randn_like(y)
+	y.backward(dy, retain_graph=True)
+	first = [t.grad.clone() for t in (x, *layer.parameters())]
+	y.backward(dy)
+	for t, once in zip((x, *layer.parameters()), first, strict=True):
+		assert_same_bytes(t.grad, 2 * once)
+	with pytest.raises(RuntimeError, match="second time"):
+		y.backward(dy)
 
 
 @each("recipe", RECIPES)
 def test_autocast(recipe):
-  layer = layer_of(recipe)
-  x = torch.randn(40, K, requires_grad=True)
-  with torch.autocast("cpu", torch.bfloat16):
-    y = layer(x, ENDS)
-  assert y.dtype == torch.bfloat16
-  assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
-  y.sum().backward()
-  assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
+	layer = layer_of(recipe)
+	x = torch.randn(40, K, requires_grad=True)
+	with torch.autocast("cpu", torch.bfloat16):
+		y = layer(x, ENDS)
+	assert y.dtype == torch.bfloat16
+	assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
+	y.sum().backward()
+	assert x.grad.dtype == layer.weight.grad.dtype == torch.float32
 
 
 # What is quantized
 
 
 def directions(counter):
-  """(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
-  return [
-    (False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
-    for name, a in counter.calls
-    if name in (QUANTIZE, MULTIPLY)
-  ]
+	"""(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
+	return [
+		(False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
+		for name, a in counter.calls
+		if name in (QUANTIZE, MULTIPLY)
+	]
 
 
 @each("grad_mode", [torch.no_grad, torch.inference_mode])
 @each("first", [None, True])
 def test_inference_quantizes_rowwise_only(first, grad_mode):
-  layer = layer_of(RECIPES["row-scaled"])
-  x = sample(40, K).requires_grad_()
-  with grad_mode(), OpCounter() as counter:
-    y = layer(x, OFFS, is_first_microbatch=first)
-  assert sorted(directions(counter)) == [(False, True, False), (True, True, False)]
-  assert not y.requires_grad
+	layer = layer_of(RECIPES["row-scaled"])
+	x = sample(40, K).requires_grad_()
+	with grad_mode(), OpCounter() as counter:
+		y = layer(x, OFFS, is_first_microbatch=first)
+	assert sorted(directions(counter)) == [(False, True, False), (True, True, False)]
+	assert not y.requires_grad
 
 
 def test_training_quantizes_each_operand_once():
-  layer = layer_of(RECIPES["row-scaled"])
-  x, offs = sample(40, K).requires_grad_(), OFFS
-  with OpCounter() as counter:
-    layer(x, offs).sum().backward()
-  assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
+	layer = layer_of(RECIPES["row-scaled"])
+	x, offs = sample(40, K).requires_grad_(), OFFS
+	with OpCounter() as counter:
+		layer(x, offs).sum().backward()
+	assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
 
 
 def test_only_what_the_gradients_need_is_quantized():
-  layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
-  with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
-    layer(sample(40, K), offs).sum().backward()
-  assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
-  layer.weight.requires_grad_(False)
-  with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
-    layer(sample(40, K).requires_grad_(), offs).sum().backward()
-  assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
-  assert layer.weight.grad is not None and layer.bias.grad is not None
-  with OpCounter() as counter:  # only the bias
-    layer(sample(40, K), offs).sum().backward()
-  assert directions(counter) == [(True, True, False), (False, True, False)]
+	layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
+	with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
+		layer(sample(40, K), offs).sum().backward()
+	assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
+	layer.weight.requires_grad_(False)
+	with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
+		layer(sample(40, K).requires_grad_(), offs).sum().backward()
+	assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
+	assert layer.weight.grad is not None and layer.bias.grad is not None
+	with OpCounter() as counter:  # only the bias
+		layer(sample(40, K), offs).sum().backward()
+	assert directions(counter) == [(True, True, False), (False, True, False)]
 
 
 @each("single", [True, False])
 @each("recipe", QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
-  layer = layer_of(recipe, single_parameter=single)
-  offs = OFFS
-  batches = [sample(40, K) for _ in range(3)]
+	layer = layer_of(recipe, single_parameter=single)
+	offs = OFFS
+	batches = [sample(40, K) for _ in range(3)]
 
-  def run(flags):
-    layer.zero_grad()
-    inputs = [batch.clone().requires_grad_() for batch in batches]
-    with OpCounter() as counter:
-      for leaf, flag in zip(inputs, flags, strict=True):
-        layer(leaf, offs, is_first_microbatch=flag).sum().backward()
-    grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
-    return grads, sum(weight for weight, _, _ in directions(counter))
+	def run(flags):
+		layer.zero_grad()
+		inputs = [batch.clone().requires_grad_() for batch in batches]
+		with OpCounter() as counter:
+			for leaf, flag in zip(inputs, flags, strict=True):
+				layer(leaf, offs, is_first_microbatch=flag).sum().backward()
+		grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
+		return grads, sum(weight for weight, _, _ in directions(counter))
 
-  (plain, each), (cached, once) = run([None] * 3), run([True, False, False])
-  assert (each, once) == (3, 1)
-  assert_all_same(plain, cached)
+	(plain, each), (cached, once) = run([None] * 3), run([True, False, False])
+	assert (each, once) == (3, 1)
+	assert_all_same(plain, cached)
 
 
 def test_a_later_microbatch_needs_a_kept_weight():
-  layer = layer_of(RECIPES["row-scaled"])
-  x = sample(40, K)
-  with pytest.raises(RuntimeError, match="a call with True kept; none was"):
-    layer(x, ENDS, is_first_microbatch=False)
-  with torch.no_grad():
-    layer(x, ENDS, is_first_microbatch=True)
-  layer(x, ENDS, is_first_microbatch=False)
-  with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
-    layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
+	layer = layer_of(RECIPES["row-scaled"])
+	x = sample(40, K)
+	with pytest.raises(RuntimeError, match="a call with True kept; none was"):
+		layer(x, ENDS, is_first_microbatch=False)
+	with torch.no_grad():
+		layer(x, ENDS, is_first_microbatch=True)
+	layer(x, ENDS, is_first_microbatch=False)
+	with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
+		layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
 # Quantized weight
 
 
 def quantized_layer(recipe, requires_grad=True, **options):
-  layer = layer_of(recipe, dtype=torch.bfloat16)
-  options.setdefault("columnwise", True)
-  layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad)
-  return layer
+	layer = layer_of(recipe, dtype=torch.bfloat16)
+	options.setdefault("columnwise", True)
+	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad)
+	return layer
 
 
 def test_a_frozen_quantized_weight():
-  layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
-  x = sample(40, K)
-  with OpCounter() as counter:
-    layer(x, OFFS)
-  assert directions(counter) == [(False, True, False)]
-  with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
-    layer(x.requires_grad_(), ENDS)
-  with torch.no_grad():
-    layer(x, ENDS)
+	layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
+	x = sample(40, K)
+	with OpCounter() as counter:
+		layer(x, OFFS)
+	assert directions(counter) == [(False, True, False)]
+	with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
+		layer(x.requires_grad_(), ENDS)
+	with torch.no_grad():
+		layer(x, ENDS)
 
 
 def ragged_weight():
-  return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
+	return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
 
 
 @each(
-  ("make", "error", "match"),
-  [
-    (lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)), ValueError, "row_"),
-    (lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
-    (lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
-    (ragged_weight, ValueError, "uniform of shape"),
-    (
-      lambda: grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True),
-      RuntimeError,
-      "no rowwise copy",
-    ),
-  ],
+	("make", "error", "match"),
+	[
+		(lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)), ValueError, "row_"),
+		(lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+		(lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+		(ragged_weight, ValueError, "uniform of shape"),
+		(
+			lambda: grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True),
+			RuntimeError,
+			"no rowwise copy",
+		),
+	],
 )
 def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
-  layer = layer_of(RECIPES["row-scaled"])
-  layer.weight = nn.Parameter(make())
-  with pytest.raises(error, match=match):
-    layer(sample(40, K), ENDS)
+	layer = layer_of(RECIPES["row-scaled"])
+	layer.weight = nn.Parameter(make())
+	with pytest.raises(error, match=match):
+		layer(sample(40, K), ENDS)
 
 
 def test_bf16_activations_beside_a_quantized_weight():
-  layer = quantized_layer(RECIPES["bf16"])
-  ends = ENDS
-  x, dy = sample(40, K).requires_grad_(), sample(40, N)
-  y = layer(x, ends)
-  y.backward(dy)
-  options = {"offs": ends, "out_dtype": torch.bfloat16}
-  held, bias = layer.weight.detach(), layer.bias.detach()
-  assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))
-  assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
-  want = grouped.grouped_gemm(dy, x.detach(), offs=ends, out_dtype=layer.weight.dtype)
-  assert_same_bytes(layer.weight.grad, want)
+	layer = quantized_layer(RECIPES["bf16"])
+	ends = ENDS
+	x, dy = sample(40, K).requires_grad_(), sample(40, N)
+	y = layer(x, ends)
+	y.backward(dy)
+	options = {"offs": ends, "out_dtype": torch.bfloat16}
+	held, bias = layer.weight.detach(), layer.bias.detach()
+	assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))
+	assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
+	want = grouped.grouped_gemm(dy, x.detach(), offs=ends, out_dtype=layer.weight.dtype)
+	assert_same_bytes(layer.weight.grad, want)
 
 
 # Errors
 
 
 @each(
-  ("arguments", "options", "error", "match"),
-  [
-    ((0, K, N), {}, ValueError, "num_groups must be positive"),
-    ((3, 0, N), {}, ValueError, "in_features must be positive"),
-    ((3, K, -1), {}, ValueError, "out_features must be positive"),
-    ((3, 24, N), {"recipe": RECIPES["nvfp4"]}, ValueError, "in_features must be a multiple"),
-    ((3, K, 24), {"recipe": RECIPES["nvfp4"]}, ValueError, "out_features must be a multiple"),
-    ((3, K, N), {"recipe": grouped.NVFP4()}, TypeError, "recipe must be"),
-    ((3, K, N), {"recipe": "nvfp4"}, TypeError, "recipe must be"),
-  ],
+	("arguments", "options", "error", "match"),
+	[
+		((0, K, N), {}, ValueError, "num_groups must be positive"),
+		((3, 0, N), {}, ValueError, "in_features must be positive"),
+		((3, K, -1), {}, ValueError, "out_features must be positive"),
+		((3, 24, N), {"recipe": RECIPES["nvfp4"]}, ValueError, "in_features must be a multiple"),
+		((3, K, 24), {"recipe": RECIPES["nvfp4"]}, ValueError, "out_features must be a multiple"),
+		((3, K, N), {"recipe": grouped.NVFP4()}, TypeError, "recipe must be"),
+		((3, K, N), {"recipe": "nvfp4"}, TypeError, "recipe must be"),
+	],
 )
 def test_construction_refuses(arguments, options, error, match):
-  with pytest.raises(error, match=match):
-    GroupedLinear(*arguments, **options)
+	with pytest.raises(error, match=match):
+		GroupedLinear(*arguments, **options)

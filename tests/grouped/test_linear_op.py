@@ -18,86 +18,86 @@ OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
 
 
 def layer_of(recipe, **options):
-  return GroupedLinear(3, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(3, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
 
 
 def gradients(function, module, x, dy):
-  """y, dx, dw and db of ``function``, by backward."""
-  leaf = x.clone().requires_grad_()
-  module.zero_grad()
-  y = function(leaf)
-  y.backward(dy)
-  return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
+	"""y, dx, dw and db of ``function``, by backward."""
+	leaf = x.clone().requires_grad_()
+	module.zero_grad()
+	y = function(leaf)
+	y.backward(dy)
+	return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
 
 
 @pytest.fixture
 def data():
-  return sample(40, K), sample(40, N)
+	return sample(40, K), sample(40, N)
 
 
 @each("recipe", RECIPES)
 def test_it_is_what_the_module_computes(recipe, data):
-  layer = layer_of(recipe)
-  x, dy = data
-  want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	layer = layer_of(recipe)
+	x, dy = data
+	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
 
-  def linear(x):
-    return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
+	def linear(x):
+		return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
 
-  assert_all_same(gradients(linear, layer, x, dy), want)
-  deep = grouped.linear(x.view(2, 20, K), layer.weight, layer.bias, OFFS, recipe)
-  assert_same_bytes(deep.detach(), want[0].view(2, 20, N))
-  with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-    assert_same_bytes(grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0])
-  zeros = torch.zeros(3, N)
-  assert_same_bytes(
-    grouped.linear(x, layer.weight, None, OFFS, recipe).detach(),
-    grouped.linear(x, layer.weight, zeros, OFFS, recipe).detach(),
-  )
+	assert_all_same(gradients(linear, layer, x, dy), want)
+	deep = grouped.linear(x.view(2, 20, K), layer.weight, layer.bias, OFFS, recipe)
+	assert_same_bytes(deep.detach(), want[0].view(2, 20, N))
+	with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+		assert_same_bytes(grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0])
+	zeros = torch.zeros(3, N)
+	assert_same_bytes(
+		grouped.linear(x, layer.weight, None, OFFS, recipe).detach(),
+		grouped.linear(x, layer.weight, zeros, OFFS, recipe).detach(),
+	)
 
 
 @each("prepacked", [False, True])
 @each("recipe", QUANTIZED)
 def test_a_quantized_weight(recipe, prepacked, data):
-  x, dy = data
-  layer = layer_of(recipe)
-  want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
-  held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-  layer.weight = nn.Parameter(held.prepack() if prepacked else held)
+	x, dy = data
+	layer = layer_of(recipe)
+	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+	layer.weight = nn.Parameter(held.prepack() if prepacked else held)
 
-  def linear(x):
-    return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
+	def linear(x):
+		return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
 
-  assert_all_same(gradients(linear, layer, x, dy), want)
-  got = torch.func.grad(lambda x: (linear(x).float() * dy.float()).sum())(x)
-  assert_same_bytes(got, want[1])
+	assert_all_same(gradients(linear, layer, x, dy), want)
+	got = torch.func.grad(lambda x: (linear(x).float() * dy.float()).sum())(x)
+	assert_same_bytes(got, want[1])
 
 
 @each(
-  ("change", "error", "match"),
-  [
-    ({"recipe": grouped.NVFP4()}, TypeError, "recipe must be a grouped.recipes.Recipe"),
-    ({"weight": torch.zeros(N, K)}, ValueError, r"weight must have shape \(G, N, K\)"),
-    ({"weight": torch.zeros(3, N, 32)}, ValueError, r"x must have shape \(\.\.\., 32\)"),
-    ({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
-    ({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
-    (
-      {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
-      ValueError,
-      "one second-level scale a group",
-    ),
-  ],
+	("change", "error", "match"),
+	[
+		({"recipe": grouped.NVFP4()}, TypeError, "recipe must be a grouped.recipes.Recipe"),
+		({"weight": torch.zeros(N, K)}, ValueError, r"weight must have shape \(G, N, K\)"),
+		({"weight": torch.zeros(3, N, 32)}, ValueError, r"x must have shape \(\.\.\., 32\)"),
+		({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
+		({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
+		(
+			{"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
+			ValueError,
+			"one second-level scale a group",
+		),
+	],
 )
 def test_errors(change, error, match):
-  arguments = {
-    "x": torch.zeros(40, K),
-    "weight": torch.zeros(3, N, K),
-    "bias": None,
-    "offs": OFFS,
-    "recipe": RECIPES["nvfp4"],
-  }
-  with pytest.raises(error, match=match):
-    grouped.linear(**arguments | change)
+	arguments = {
+		"x": torch.zeros(40, K),
+		"weight": torch.zeros(3, N, K),
+		"bias": None,
+		"offs": OFFS,
+		"recipe": RECIPES["nvfp4"],
+	}
+	with pytest.raises(error, match=match):
+		grouped.linear(**arguments | change)
 
 
 # Torch.func
@@ -105,90 +105,90 @@ def test_errors(change, error, match):
 
 @each("recipe", ALL_RECIPES)
 def test_functional_gradients(recipe, data):
-  """func.grad, func.vjp and functional_call of a module, and of it exported."""
-  layer = layer_of(recipe)
-  x, dy = data
-  want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
-  exported = torch.export.export(layer, (x, OFFS)).module()
-  for module in (layer, exported):
-    parameters = {k: p.detach() for k, p in module.named_parameters()}
+	"""func.grad, func.vjp and functional_call of a module, and of it exported."""
+	layer = layer_of(recipe)
+	x, dy = data
+	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	exported = torch.export.export(layer, (x, OFFS)).module()
+	for module in (layer, exported):
+		parameters = {k: p.detach() for k, p in module.named_parameters()}
 
-    def call(parameters, x, module=module):
-      return torch.func.functional_call(module, parameters, (x, OFFS))
+		def call(parameters, x, module=module):
+			return torch.func.functional_call(module, parameters, (x, OFFS))
 
-    y, vjp = torch.func.vjp(call, parameters, x)
-    by_name, dx = vjp(dy)
-    assert_all_same((y, dx, by_name["weight"], by_name["bias"]), want)
+		y, vjp = torch.func.vjp(call, parameters, x)
+		by_name, dx = vjp(dy)
+		assert_all_same((y, dx, by_name["weight"], by_name["bias"]), want)
 
-    def loss(parameters, x, call=call):
-      return (call(parameters, x).float() * dy.float()).sum()
+		def loss(parameters, x, call=call):
+			return (call(parameters, x).float() * dy.float()).sum()
 
-    by_name, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
-    assert_all_same((dx, by_name["weight"]), want[1:3])
-    with OpCounter() as counter:
-      dx = torch.func.grad(lambda x, loss=loss, p=parameters: loss(p, x))(x)
-    assert_same_bytes(dx, want[1])
-    assert weights_quantized(counter) == recipe.is_quantized
+		by_name, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+		assert_all_same((dx, by_name["weight"]), want[1:3])
+		with OpCounter() as counter:
+			dx = torch.func.grad(lambda x, loss=loss, p=parameters: loss(p, x))(x)
+		assert_same_bytes(dx, want[1])
+		assert weights_quantized(counter) == recipe.is_quantized
 
 
 def test_functional_gradients_beside_a_quantized_weight(data):
-  """W4A16, whose product is an op of its own."""
-  layer = layer_of(RECIPES["bf16"])
-  layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
-  x, dy = data
-  want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
-  y, vjp = torch.func.vjp(lambda x: layer(x, OFFS), x)
-  assert_same_bytes(y, want[0])
-  assert_same_bytes(vjp(dy)[0], want[1])
+	"""W4A16, whose product is an op of its own."""
+	layer = layer_of(RECIPES["bf16"])
+	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
+	x, dy = data
+	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	y, vjp = torch.func.vjp(lambda x: layer(x, OFFS), x)
+	assert_same_bytes(y, want[0])
+	assert_same_bytes(vjp(dy)[0], want[1])
 
 
 @each("recipe", RECIPES)
 def test_what_has_no_derivative_says_so(recipe, data):
-  layer = layer_of(recipe)
-  x = data[0]
-  with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-    torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
-  for grad_mode in (torch.enable_grad, torch.no_grad):
-    with forward_ad.dual_level(), grad_mode():
-      for requires_grad in (True, False):
-        layer.requires_grad_(requires_grad)
-        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
-          layer(forward_ad.make_dual(x, x), OFFS)
-      layer(x, OFFS)
-  with pytest.raises(RuntimeError, match="grouped.linear has no vmap"):
-    torch.vmap(lambda x: layer(x, OFFS))(x.expand(2, 40, K))
+	layer = layer_of(recipe)
+	x = data[0]
+	with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+		torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
+	for grad_mode in (torch.enable_grad, torch.no_grad):
+		with forward_ad.dual_level(), grad_mode():
+			for requires_grad in (True, False):
+				layer.requires_grad_(requires_grad)
+				with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+					layer(forward_ad.make_dual(x, x), OFFS)
+			layer(x, OFFS)
+	with pytest.raises(RuntimeError, match="grouped.linear has no vmap"):
+		torch.vmap(lambda x: layer(x, OFFS))(x.expand(2, 40, K))
 
 
 @each("recipe", RECIPES)
 def test_no_second_derivative(recipe, data):
-  """Neither of dx by dy nor of dw by x, which a constant dy leaves."""
-  layer = layer_of(recipe, bias=False)
-  x, dy = data
-  leaf = x.clone().requires_grad_()
-  (dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
-  with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-    (dw.sum() + leaf.sum()).backward()
-  weight = layer.weight.detach()
+	"""Neither of dx by dy nor of dw by x, which a constant dy leaves."""
+	layer = layer_of(recipe, bias=False)
+	x, dy = data
+	leaf = x.clone().requires_grad_()
+	(dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
+	with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+		(dw.sum() + leaf.sum()).backward()
+	weight = layer.weight.detach()
 
-  def y(x, weight):
-    return grouped.linear(x, weight, None, OFFS, recipe)
+	def y(x, weight):
+		return grouped.linear(x, weight, None, OFFS, recipe)
 
-  def dx_by_dy(dy):
-    return torch.func.vjp(y, x, weight)[1](dy)[0].float().sum()
+	def dx_by_dy(dy):
+		return torch.func.vjp(y, x, weight)[1](dy)[0].float().sum()
 
-  def dw_by_x(x):
-    return torch.func.grad(lambda w: y(x, w).float().sum())(weight).sum()
+	def dw_by_x(x):
+		return torch.func.grad(lambda w: y(x, w).float().sum())(weight).sum()
 
-  def dx_twice(x):
-    return torch.func.grad(lambda x: y(x, weight).float().square().sum())(x).sum()
+	def dx_twice(x):
+		return torch.func.grad(lambda x: y(x, weight).float().square().sum())(x).sum()
 
-  for function, argument in ((dx_by_dy, dy), (dw_by_x, x), (dx_twice, x)):
-    function(argument)
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-      torch.func.grad(function)(argument)
-  _, vjp = torch.func.vjp(y, x, weight)
-  with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
-    torch.func.grad(lambda dy: vjp(dy)[0].float().sum())(dy)
+	for function, argument in ((dx_by_dy, dy), (dw_by_x, x), (dx_twice, x)):
+		function(argument)
+		with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+			torch.func.grad(function)(argument)
+	_, vjp = torch.func.vjp(y, x, weight)
+	with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+		torch.func.grad(lambda dy: vjp(dy)[0].float().sum())(dy)
 
 
 # Exported
@@ -198,78 +198,78 @@ def test_no_second_derivative(recipe, data):
 @each("single", [True, False])
 @each("recipe", RECIPES)
 def test_backward_through_an_exported_module(recipe, single, strict):
-  """Traced without gradients of x, and saved in between; also where only x wants one."""
-  mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
-  tokens = torch.export.Dim("tokens", min=2, max=4096)
-  program = torch.export.export(mlp, (sample(40, K), OFFS), dynamic_shapes=({0: tokens}, None), strict=strict)
-  saved = io.BytesIO()
-  torch.export.save(program, saved)
-  saved.seek(0)
-  exported = torch.export.load(saved).module()
-  targets = [str(node.target) for node in program.graph.nodes]
-  assert targets.count("grouped.linear.default") == 2
-  x, dy = sample(77, K), sample(77, K)
-  offs = torch.tensor([30, 30, 70], dtype=torch.int32)
-  for parameters_want_one in (True, False):
-    results = []
-    for module in (mlp, exported):
-      module.zero_grad()
-      module.requires_grad_(parameters_want_one)
-      leaf = x.clone().requires_grad_()
-      y = module(leaf, offs)
-      y.backward(dy)
-      grads = [p.grad for p in module.parameters()] if parameters_want_one else []
-      results.append([y.detach(), leaf.grad, *grads])
-    assert_all_same(*results)
+	"""Traced without gradients of x, and saved in between; also where only x wants one."""
+	mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
+	tokens = torch.export.Dim("tokens", min=2, max=4096)
+	program = torch.export.export(mlp, (sample(40, K), OFFS), dynamic_shapes=({0: tokens}, None), strict=strict)
+	saved = io.BytesIO()
+	torch.export.save(program, saved)
+	saved.seek(0)
+	exported = torch.export.load(saved).module()
+	targets = [str(node.target) for node in program.graph.nodes]
+	assert targets.count("grouped.linear.default") == 2
+	x, dy = sample(77, K), sample(77, K)
+	offs = torch.tensor([30, 30, 70], dtype=torch.int32)
+	for parameters_want_one in (True, False):
+		results = []
+		for module in (mlp, exported):
+			module.zero_grad()
+			module.requires_grad_(parameters_want_one)
+			leaf = x.clone().requires_grad_()
+			y = module(leaf, offs)
+			y.backward(dy)
+			grads = [p.grad for p in module.parameters()] if parameters_want_one else []
+			results.append([y.detach(), leaf.grad, *grads])
+		assert_all_same(*results)
 
 
 class Stages(nn.Module):
-  """Two layers, cut into two stages of a pipeline."""
+	"""Two layers, cut into two stages of a pipeline."""
 
-  def __init__(self, recipe):
-    super().__init__()
-    self.first = GroupedMLP(3, K, 32, recipe=recipe)
-    self.second = GroupedMLP(3, K, 32, recipe=recipe)
+	def __init__(self, recipe):
+		super().__init__()
+		self.first = GroupedMLP(3, K, 32, recipe=recipe)
+		self.second = GroupedMLP(3, K, 32, recipe=recipe)
 
-  def forward(self, x, offs):
-    return self.second(self.first(x, offs), offs)
+	def forward(self, x, offs):
+		return self.second(self.first(x, offs), offs)
 
 
 @each("recipe", RECIPES)
 def test_backward_through_a_pipeline(recipe):
-  pipelining = pytest.importorskip("torch.distributed.pipelining")
-  model = Stages(recipe)
-  x, dy = sample(40, K), sample(40, K)
-  pipe = pipelining.pipeline(model, mb_args=(x, OFFS), split_spec={"second": pipelining.SplitPoint.BEGINNING})
-  assert pipe.num_stages == 2
-  want = gradients_of(model, x, dy)
-  first, second = (pipe.get_stage_module(i) for i in range(2))
-  with torch.no_grad():
-    hidden = first_of(first(x, OFFS))
-  # Each stage alone, as a schedule runs it.
-  got = [gradients_of(second, hidden, dy)]
-  got.insert(0, gradients_of(first, x, got[0].pop("x")))
-  assert_same_buffers((got[0] | got[1]), want)
-  assert len(got[0] | got[1]) == len(want) == 5
+	pipelining = pytest.importorskip("torch.distributed.pipelining")
+	model = Stages(recipe)
+	x, dy = sample(40, K), sample(40, K)
+	pipe = pipelining.pipeline(model, mb_args=(x, OFFS), split_spec={"second": pipelining.SplitPoint.BEGINNING})
+	assert pipe.num_stages == 2
+	want = gradients_of(model, x, dy)
+	first, second = (pipe.get_stage_module(i) for i in range(2))
+	with torch.no_grad():
+		hidden = first_of(first(x, OFFS))
+	# Each stage alone, as a schedule runs it.
+	got = [gradients_of(second, hidden, dy)]
+	got.insert(0, gradients_of(first, x, got[0].pop("x")))
+	assert_same_buffers((got[0] | got[1]), want)
+	assert len(got[0] | got[1]) == len(want) == 5
 
 
 def first_of(y):
-  """A first stage passes the offs on, too."""
-  return y[0] if isinstance(y, tuple) else y
+	"""A first stage passes the offs on, too."""
+	return y[0] if isinstance(y, tuple) else y
 
 
 def gradients_of(module, x, dy):
-  leaf = x.clone().requires_grad_()
-  module.zero_grad()
-  first_of(module(leaf, OFFS)).backward(dy)
-  return {k: p.grad.clone() for k, p in module.named_parameters()} | {"x": leaf.grad}
+	leaf = x.clone().requires_grad_()
+	module.zero_grad()
+	first_of(module(leaf, OFFS)).backward(dy)
+	return {k: p.grad.clone() for k, p in module.named_parameters()} | {"x": leaf.grad}
 
 
 def test_recipes_of_an_exported_program_may_be_any():
-  recipe = recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True)
-  layer = layer_of(recipe)
-  x = sample(40, K)
-  x[3, 3] = torch.nan
-  y = torch.export.export(layer, (x, OFFS)).module()(x, OFFS).detach()
-  assert y.isnan().all(1).tolist() == [i < 13 for i in range(40)]
-  assert_same_bytes(y[13:], layer(x, OFFS).detach()[13:])
+	recipe = recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True)
+	layer = layer_of(recipe)
+	x = sample(40, K)
+	x[3, 3] = torch.nan
+	y = torch.export.export(layer, (x, OFFS)).module()(x, OFFS).detach()
+	assert y.isnan().all(1).tolist() == [i < 13 for i in range(40)]
+	assert_same_bytes(y[13:], layer(x, OFFS).detach()[13:])

@@ -14,101 +14,101 @@ HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
 
 
 def mlp_of(recipe, **options):
-  return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
+	return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
 
 
 CURVES = {
-  "gelu": lambda a: F.gelu(a, approximate="tanh"),
-  "silu": F.silu,
-  "relu": F.relu,
-  "qgelu": lambda a: a * (1.702 * a).sigmoid(),
-  "srelu": lambda a: F.relu(a).square(),
-  "clamped_silu": lambda a: a.clamp(max=7) * (1.702 * a.clamp(max=7)).sigmoid(),
+	"gelu": lambda a: F.gelu(a, approximate="tanh"),
+	"silu": F.silu,
+	"relu": F.relu,
+	"qgelu": lambda a: a * (1.702 * a).sigmoid(),
+	"srelu": lambda a: F.relu(a).square(),
+	"clamped_silu": lambda a: a.clamp(max=7) * (1.702 * a.clamp(max=7)).sigmoid(),
 }
 
 
 def activated(act, interleaved, z):
-  if not act.is_gated:
-    return CURVES[act.curve](z)
-  a, b = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=-1)
-  return CURVES[act.curve](a) * (b.clamp(-7, 7) + 1 if act.is_clamped else b)
+	if not act.is_gated:
+		return CURVES[act.curve](z)
+	a, b = (z[:, ::2], z[:, 1::2]) if interleaved else z.chunk(2, dim=-1)
+	return CURVES[act.curve](a) * (b.clamp(-7, 7) + 1 if act.is_clamped else b)
 
 
 @each("bias", [True, False])
 @each("name", ACTIVATIONS)
 def test_bf16_against_one_expert_at_a_time(name, bias):
-  """Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
-  interleaved = bias and Activation(name).is_gated
-  mlp = mlp_of(RECIPES["bf16"], bias=bias, activation=name, interleaved=interleaved)
-  with torch.no_grad():
-    for p in mlp.parameters():
-      p.copy_(p.bfloat16())
-  x = torch.randn(40, HIDDEN).bfloat16().float().requires_grad_()
-  y = mlp(x, ENDS)
-  dy = torch.randn_like(y).bfloat16().float()
-  leaves = [x, *mlp.parameters()]
-  got = torch.autograd.grad(y, leaves, dy)
-  parts = []
-  for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
-    up_bias = mlp.gate_up.bias[g] if bias else None
-    hidden = activated(mlp.activation, interleaved, F.linear(x[start:end], mlp.gate_up.weight[g], up_bias))
-    down_bias = mlp.down.bias[g] if bias else None
-    parts.append(F.linear(hidden, mlp.down.weight[g], down_bias))
-  want = torch.cat(parts)
-  torch.testing.assert_close(y[:35], want, rtol=0, atol=2e-2 * float(want.detach().abs().max()))
-  assert not y[35:].any()
-  for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
-    torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
+	"""Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
+	interleaved = bias and Activation(name).is_gated
+	mlp = mlp_of(RECIPES["bf16"], bias=bias, activation=name, interleaved=interleaved)
+	with torch.no_grad():
+		for p in mlp.parameters():
+			p.copy_(p.bfloat16())
+	x = torch.randn(40, HIDDEN).bfloat16().float().requires_grad_()
+	y = mlp(x, ENDS)
+	dy = torch.randn_like(y).bfloat16().float()
+	leaves = [x, *mlp.parameters()]
+	got = torch.autograd.grad(y, leaves, dy)
+	parts = []
+	for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
+		up_bias = mlp.gate_up.bias[g] if bias else None
+		hidden = activated(mlp.activation, interleaved, F.linear(x[start:end], mlp.gate_up.weight[g], up_bias))
+		down_bias = mlp.down.bias[g] if bias else None
+		parts.append(F.linear(hidden, mlp.down.weight[g], down_bias))
+	want = torch.cat(parts)
+	torch.testing.assert_close(y[:35], want, rtol=0, atol=2e-2 * float(want.detach().abs().max()))
+	assert not y[35:].any()
+	for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
+		torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 
 
 @each("recipe", ALL_RECIPES)
 def test_it_is_two_layers_and_a_gate(recipe):
-  mlp = mlp_of(recipe, dtype=torch.bfloat16)
-  x = sample(40, HIDDEN)
-  gate, up = mlp.gate_up(x, ENDS).chunk(2, dim=-1)
-  want = mlp.down((F.silu(gate.float()) * up.float()).bfloat16(), ENDS)
-  assert_same_bytes(mlp(x, ENDS).detach(), want.detach())
-  assert mlp.gate_up.out_features == 2 * WIDTH and mlp.down.in_features == WIDTH
-  assert not mlp.gate_up.has_bias and not mlp.down.has_bias
+	mlp = mlp_of(recipe, dtype=torch.bfloat16)
+	x = sample(40, HIDDEN)
+	gate, up = mlp.gate_up(x, ENDS).chunk(2, dim=-1)
+	want = mlp.down((F.silu(gate.float()) * up.float()).bfloat16(), ENDS)
+	assert_same_bytes(mlp(x, ENDS).detach(), want.detach())
+	assert mlp.gate_up.out_features == 2 * WIDTH and mlp.down.in_features == WIDTH
+	assert not mlp.gate_up.has_bias and not mlp.down.has_bias
 
 
 def test_no_tokens():
-  mlp = mlp_of(RECIPES["row-scaled"])
-  x = torch.zeros(0, HIDDEN, requires_grad=True)
-  mlp(x, [0, 0, 0]).sum().backward()
-  assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
+	mlp = mlp_of(RECIPES["row-scaled"])
+	x = torch.zeros(0, HIDDEN, requires_grad=True)
+	mlp(x, [0, 0, 0]).sum().backward()
+	assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
 
 
 def test_microbatches():
-  mlp = mlp_of(RECIPES["nvfp4"])
-  x = sample(40, HIDDEN)
-  want = mlp(x, ENDS)
-  for first in (True, False):
-    assert_same_bytes(mlp(x, ENDS, is_first_microbatch=first).detach(), want.detach())
-  with torch.no_grad():
-    mlp.down.weight.zero_()
-  with pytest.raises(RuntimeError, match="the weight changed since: it was written in place"):
-    mlp(x, ENDS, is_first_microbatch=False)
-  assert not mlp(x, ENDS).any()
+	mlp = mlp_of(RECIPES["nvfp4"])
+	x = sample(40, HIDDEN)
+	want = mlp(x, ENDS)
+	for first in (True, False):
+		assert_same_bytes(mlp(x, ENDS, is_first_microbatch=first).detach(), want.detach())
+	with torch.no_grad():
+		mlp.down.weight.zero_()
+	with pytest.raises(RuntimeError, match="the weight changed since: it was written in place"):
+		mlp(x, ENDS, is_first_microbatch=False)
+	assert not mlp(x, ENDS).any()
 
 
 @each("single", [True, False])
 def test_initialization(single):
-  """A second one draws the numbers of the first."""
-  torch.manual_seed(5)
-  mlp = mlp_of(RECIPES["bf16"], single_parameter=single, bias=True)
-  want = [p.clone() for p in mlp.parameters()]
-  with torch.no_grad():
-    for p in mlp.parameters():
-      p.zero_()
-  torch.manual_seed(5)
-  mlp.reset_parameters()
-  for p, first in zip(mlp.parameters(), want, strict=True):
-    assert_same_bytes(p.detach(), first)
+	"""A second one draws the numbers of the first."""
+	torch.manual_seed(5)
+	mlp = mlp_of(RECIPES["bf16"], single_parameter=single, bias=True)
+	want = [p.clone() for p in mlp.parameters()]
+	with torch.no_grad():
+		for p in mlp.parameters():
+			p.zero_()
+	torch.manual_seed(5)
+	mlp.reset_parameters()
+	for p, first in zip(mlp.parameters(), want, strict=True):
+		assert_same_bytes(p.detach(), first)
 
 
 def test_errors_come_from_the_layers():
-  with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
-    GroupedMLP(3, HIDDEN, 24, recipe=RECIPES["nvfp4"])
-  with pytest.raises(ValueError, match="x must have shape"):
-    mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)
+	with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
+		GroupedMLP(3, HIDDEN, 24, recipe=RECIPES["nvfp4"])
+	with pytest.raises(ValueError, match="x must have shape"):
+		mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)

@@ -17,18 +17,18 @@ from tests.helpers import Graphs, assert_all_same, assert_same_bytes, each, need
 
 H, WIDTH, E, K, T = 64, 32, 6, 2, 21
 MODELS = {
-  "mixtral": {},
-  "qwen3": {"renormalize": False},
-  "deepseek-v3": {
-    "score": "sigmoid",
-    "selection_bias": True,
-    "expert_groups": 3,
-    "top_groups": 2,
-    "routed_scaling_factor": 2.5,
-    "shared_intermediate_size": 64,
-  },
-  "gpt-oss": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
-  "squared relu": {"activation": "srelu", "bias": True},
+	"mixtral": {},
+	"qwen3": {"renormalize": False},
+	"deepseek-v3": {
+		"score": "sigmoid",
+		"selection_bias": True,
+		"expert_groups": 3,
+		"top_groups": 2,
+		"routed_scaling_factor": 2.5,
+		"shared_intermediate_size": 64,
+	},
+	"gpt-oss": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
+	"squared relu": {"activation": "srelu", "bias": True},
 }
 DELAYED = {"fp8-delayed": recipes.FP8Delayed(history_length=4)}
 every_recipe = each("recipe", ALL_RECIPES | DELAYED)
@@ -37,140 +37,140 @@ BY_TOKEN = {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", 
 
 
 def moe_of(recipe=None, dtype=torch.bfloat16, seed=3, **options):
-  torch.manual_seed(seed)
-  moe = MoE(H, WIDTH, E, K, recipe=recipe, dtype=dtype, **options)
-  if moe.router.selection_bias is not None:
-    moe.router.selection_bias.uniform_(-0.2, 0.2)
-  return moe
+	torch.manual_seed(seed)
+	moe = MoE(H, WIDTH, E, K, recipe=recipe, dtype=dtype, **options)
+	if moe.router.selection_bias is not None:
+		moe.router.selection_bias.uniform_(-0.2, 0.2)
+	return moe
 
 
 def tokens(count=T, seed=1, dtype=torch.bfloat16):
-  return torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
+	return torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def step(moe, x, **options):
-  """y, and the gradients of the input and the parameters."""
-  leaf = x.clone().requires_grad_()
-  moe.zero_grad()
-  y = moe(leaf, **options)
-  dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-  y.backward(dy)
-  return [y.detach(), leaf.grad, *(p.grad for p in moe.parameters())]
+	"""y, and the gradients of the input and the parameters."""
+	leaf = x.clone().requires_grad_()
+	moe.zero_grad()
+	y = moe(leaf, **options)
+	dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+	y.backward(dy)
+	return [y.detach(), leaf.grad, *(p.grad for p in moe.parameters())]
 
 
 # Numbers
 
 
 def expert_of(mlp, e, x):
-  """One expert of one token, in fp64."""
+	"""One expert of one token, in fp64."""
 
-  def linear(layer, x):
-    y = layer.weight[e].double() @ x
-    return y if layer.bias is None else y + layer.bias[e].double()
+	def linear(layer, x):
+		y = layer.weight[e].double() @ x
+		return y if layer.bias is None else y + layer.bias[e].double()
 
-  z = linear(mlp.gate_up, x)
-  if mlp.activation.name == "srelu":
-    return linear(mlp.down, z.relu().square())
-  a, b = (z[::2], z[1::2]) if mlp.interleaved else z.chunk(2)
-  if mlp.activation.is_clamped:
-    a = a.clamp(max=7.0)
-    hidden = a * (1.702 * a).sigmoid() * (b.clamp(-7.0, 7.0) + 1)
-  else:
-    hidden = F.silu(a) * b
-  return linear(mlp.down, hidden)
+	z = linear(mlp.gate_up, x)
+	if mlp.activation.name == "srelu":
+		return linear(mlp.down, z.relu().square())
+	a, b = (z[::2], z[1::2]) if mlp.interleaved else z.chunk(2)
+	if mlp.activation.is_clamped:
+		a = a.clamp(max=7.0)
+		hidden = a * (1.702 * a).sigmoid() * (b.clamp(-7.0, 7.0) + 1)
+	else:
+		hidden = F.silu(a) * b
+	return linear(mlp.down, hidden)
 
 
 def mixture(moe, x, name):
-  """What the models' papers say, token by token in fp64."""
-  router, out = moe.router, []
-  for token in x.double():
-    logits = router.weight.double() @ token
-    if name == "gpt-oss":
-      best = (logits + router.bias.double()).topk(K)
-      chosen, p = best.indices.tolist(), best.values.softmax(0)
-    elif name == "deepseek-v3":
-      scores = logits.sigmoid()
-      biased = scores + router.selection_bias.double()
-      groups = biased.view(3, -1).topk(2).values.sum(1).topk(2).indices
-      allowed = [e for e in range(E) if e // 2 in groups.tolist()]
-      chosen = sorted(allowed, key=lambda e: -float(biased[e].detach()))[:K]
-      p = scores[chosen] / scores[chosen].sum() * 2.5
-    else:
-      p, chosen = logits.softmax(0).topk(K)
-      p = p if name == "qwen3" else p / p.sum()
-      chosen = chosen.tolist()
-    y = sum(w * expert_of(moe.experts, e, token) for w, e in zip(p, chosen, strict=True))
-    out.append(y if moe.shared is None else y + expert_of(moe.shared, 0, token))
-  return torch.stack(out)
+	"""What the models' papers say, token by token in fp64."""
+	router, out = moe.router, []
+	for token in x.double():
+		logits = router.weight.double() @ token
+		if name == "gpt-oss":
+			best = (logits + router.bias.double()).topk(K)
+			chosen, p = best.indices.tolist(), best.values.softmax(0)
+		elif name == "deepseek-v3":
+			scores = logits.sigmoid()
+			biased = scores + router.selection_bias.double()
+			groups = biased.view(3, -1).topk(2).values.sum(1).topk(2).indices
+			allowed = [e for e in range(E) if e // 2 in groups.tolist()]
+			chosen = sorted(allowed, key=lambda e: -float(biased[e].detach()))[:K]
+			p = scores[chosen] / scores[chosen].sum() * 2.5
+		else:
+			p, chosen = logits.softmax(0).topk(K)
+			p = p if name == "qwen3" else p / p.sum()
+			chosen = chosen.tolist()
+		y = sum(w * expert_of(moe.experts, e, token) for w, e in zip(p, chosen, strict=True))
+		out.append(y if moe.shared is None else y + expert_of(moe.shared, 0, token))
+	return torch.stack(out)
 
 
 @each("name", list(MODELS))
 def test_models(name):
-  """Parameters and tokens are bf16 numbers in fp32: of the experts' results alone some round."""
-  moe = moe_of(dtype=torch.float32, **MODELS[name])
-  with torch.no_grad():
-    for p in moe.parameters():
-      p.copy_(p.bfloat16())
-    if name == "gpt-oss":  # So that some of them are clamped.
-      moe.experts.gate_up.weight.mul_(16)
-  x = tokens(dtype=torch.bfloat16).float().requires_grad_()
-  want, y = mixture(moe, x, name), moe(x)
-  leaves, dy = [x, *moe.parameters()], torch.randn(T, H).bfloat16()
-  close(y, want)
-  wanted = torch.autograd.grad(want, leaves, dy.double())
-  for got, exact in zip(torch.autograd.grad(y, leaves, dy.float()), wanted, strict=True):
-    close(got, exact)
-  assert y.dtype == torch.float32 and moe(x.view(3, 7, H)).equal(y.view(3, 7, H))
+	"""Parameters and tokens are bf16 numbers in fp32: of the experts' results alone some round."""
+	moe = moe_of(dtype=torch.float32, **MODELS[name])
+	with torch.no_grad():
+		for p in moe.parameters():
+			p.copy_(p.bfloat16())
+		if name == "gpt-oss":  # So that some of them are clamped.
+			moe.experts.gate_up.weight.mul_(16)
+	x = tokens(dtype=torch.bfloat16).float().requires_grad_()
+	want, y = mixture(moe, x, name), moe(x)
+	leaves, dy = [x, *moe.parameters()], torch.randn(T, H).bfloat16()
+	close(y, want)
+	wanted = torch.autograd.grad(want, leaves, dy.double())
+	for got, exact in zip(torch.autograd.grad(y, leaves, dy.float()), wanted, strict=True):
+		close(got, exact)
+	assert y.dtype == torch.float32 and moe(x.view(3, 7, H)).equal(y.view(3, 7, H))
 
 
 def close(got, want, relative=2e-2):
-  torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=relative * float(want.abs().max()))
+	torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=relative * float(want.abs().max()))
 
 
 @every_recipe
 def test_it_is_a_router_experts_and_a_sum(recipe):
-  """To the bit, trained or not; gradients are those of the composition, but for rounding."""
-  moe = moe_of(recipe, bias=True, router_bias=True)
-  x = tokens()
-  choice = moe.router(x)
-  r = grouped.compute_routing(choice.expert_ids, E)
-  leaf = x.clone().requires_grad_()
-  weights = choice.weights.detach().requires_grad_()
-  h = moe.experts(ops.moe_gather(leaf, r.token, r.row), r.offs)
-  want = ops.moe_combine(h, r.row, weights)
-  got = step(moe, x)
-  assert_same_bytes(got[0], want.detach())
-  with torch.no_grad():
-    assert_same_bytes(moe(x), want.detach())
-  if recipe.takes_scales:
-    return  # A step changes the scales.
-  moe.zero_grad()
-  dy = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
-  want.backward(dy)
-  lost = {torch.float32: 0.2, None: 2e-2}[None if recipe.weight is None else torch.float32]
-  for p, gradient in zip(moe.parameters(), got[2:], strict=True):
-    if p.grad is not None:
-      assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
+	"""To the bit, trained or not; gradients are those of the composition, but for rounding."""
+	moe = moe_of(recipe, bias=True, router_bias=True)
+	x = tokens()
+	choice = moe.router(x)
+	r = grouped.compute_routing(choice.expert_ids, E)
+	leaf = x.clone().requires_grad_()
+	weights = choice.weights.detach().requires_grad_()
+	h = moe.experts(ops.moe_gather(leaf, r.token, r.row), r.offs)
+	want = ops.moe_combine(h, r.row, weights)
+	got = step(moe, x)
+	assert_same_bytes(got[0], want.detach())
+	with torch.no_grad():
+		assert_same_bytes(moe(x), want.detach())
+	if recipe.takes_scales:
+		return  # A step changes the scales.
+	moe.zero_grad()
+	dy = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+	want.backward(dy)
+	lost = {torch.float32: 0.2, None: 2e-2}[None if recipe.weight is None else torch.float32]
+	for p, gradient in zip(moe.parameters(), got[2:], strict=True):
+		if p.grad is not None:
+			assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
 
 
 def test_router_gradients_of_every_kind_of_input():
-  """Also of dtypes that are split into parts; logits have the precision of fp32."""
-  for dtype, weight in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
-    check_router(tokens(dtype=dtype), weight)
-  check_router(tokens(dtype=torch.float32), torch.float32)
-  check_router(tokens(dtype=torch.float16), torch.float16)
+	"""Also of dtypes that are split into parts; logits have the precision of fp32."""
+	for dtype, weight in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+		check_router(tokens(dtype=dtype), weight)
+	check_router(tokens(dtype=torch.float32), torch.float32)
+	check_router(tokens(dtype=torch.float16), torch.float16)
 
 
 def check_router(x, dtype):
-  weight = (torch.randn(E, H) / 8).to(dtype).requires_grad_()
-  x = x.requires_grad_()
-  logits = torch.ops.grouped.router_logits(x, weight)
-  want = x.double() @ weight.double().T
-  torch.testing.assert_close(logits.double(), want, rtol=1e-6, atol=2e-6)
-  dy = torch.randn(T, E)
-  exact = torch.autograd.grad(want, (x, weight), dy.double())
-  for got, wanted in zip(torch.autograd.grad(logits, (x, weight), dy), exact, strict=True):
-    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
+	weight = (torch.randn(E, H) / 8).to(dtype).requires_grad_()
+	x = x.requires_grad_()
+	logits = torch.ops.grouped.router_logits(x, weight)
+	want = x.double() @ weight.double().T
+	torch.testing.assert_close(logits.double(), want, rtol=1e-6, atol=2e-6)
+	dy = torch.randn(T, E)
+	exact = torch.autograd.grad(want, (x, weight), dy.double())
+	for got, wanted in zip(torch.autograd.grad(logits, (x, weight), dy), exact, strict=True):
+		torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
 
 
 # The contract
@@ -179,62 +179,62 @@ def check_router(x, dtype):
 @each("name", ["mixtral", "deepseek-v3", "gpt-oss"])
 @each("recipe", BY_TOKEN)
 def test_a_token_is_on_its_own(recipe, name):
-  """Its bits depend on no other token, on no order, on no capacity."""
-  moe, x = moe_of(recipe, **MODELS[name]), tokens(40)
-  y = moe(x).detach()
-  order = torch.randperm(40)
-  assert_same_bytes(moe(x[order]).detach(), y[order])
-  for rows in (slice(0, 1), slice(3, 20), slice(7, 40, 5)):
-    assert_same_bytes(moe(x[rows]).detach(), y[rows])
-  others = torch.cat([tokens(9, 5) * 50, x[:8]])
-  assert_same_bytes(moe(others).detach()[9:], y[:8])
-  buffer = torch.cat([x[:11], torch.full((6, H), torch.nan, dtype=x.dtype)])
-  got = moe(buffer, num_tokens=torch.tensor(11)).detach()
-  assert_same_bytes(got[:11], y[:11])
-  assert not got[11:].any()
+	"""Its bits depend on no other token, on no order, on no capacity."""
+	moe, x = moe_of(recipe, **MODELS[name]), tokens(40)
+	y = moe(x).detach()
+	order = torch.randperm(40)
+	assert_same_bytes(moe(x[order]).detach(), y[order])
+	for rows in (slice(0, 1), slice(3, 20), slice(7, 40, 5)):
+		assert_same_bytes(moe(x[rows]).detach(), y[rows])
+	others = torch.cat([tokens(9, 5) * 50, x[:8]])
+	assert_same_bytes(moe(others).detach()[9:], y[:8])
+	buffer = torch.cat([x[:11], torch.full((6, H), torch.nan, dtype=x.dtype)])
+	got = moe(buffer, num_tokens=torch.tensor(11)).detach()
+	assert_same_bytes(got[:11], y[:11])
+	assert not got[11:].any()
 
 
 @each("recipe", {name: ALL_RECIPES[name] for name in ("nvfp4", "row-scaled")})
 def test_serving_has_the_bits_of_training(recipe):
-  """Eval, kept weights, weights that were quantized before, prepacked or not, microbatches."""
-  moe, x = moe_of(recipe), tokens()
-  y = step(moe, x)[0]
-  for first in (True, False):
-    assert_same_bytes(moe(x, is_first_microbatch=first).detach(), y)
-  for prepacked in (False, True):
-    served = copy.deepcopy(moe).eval()
-    with torch.no_grad():
-      assert_same_bytes(served(x), y)
-      for layer in (served.experts.gate_up, served.experts.down):
-        weight = grouped.quantize(layer.weight, WEIGHT_FORMAT)
-        layer.weight = nn.Parameter(weight.prepack() if prepacked else weight)
-      for _ in range(2):
-        assert_same_bytes(served(x), y)
+	"""Eval, kept weights, weights that were quantized before, prepacked or not, microbatches."""
+	moe, x = moe_of(recipe), tokens()
+	y = step(moe, x)[0]
+	for first in (True, False):
+		assert_same_bytes(moe(x, is_first_microbatch=first).detach(), y)
+	for prepacked in (False, True):
+		served = copy.deepcopy(moe).eval()
+		with torch.no_grad():
+			assert_same_bytes(served(x), y)
+			for layer in (served.experts.gate_up, served.experts.down):
+				weight = grouped.quantize(layer.weight, WEIGHT_FORMAT)
+				layer.weight = nn.Parameter(weight.prepack() if prepacked else weight)
+			for _ in range(2):
+				assert_same_bytes(served(x), y)
 
 
 @every_recipe
 def test_steps_repeat_and_recompute(recipe):
-  runs = [step(moe_of(recipe, bias=True, recompute=r), tokens()) for r in (False, False, True)]
-  assert_all_same(*runs[:2])
-  assert_all_same(*runs[::2])
+	runs = [step(moe_of(recipe, bias=True, recompute=r), tokens()) for r in (False, False, True)]
+	assert_all_same(*runs[:2])
+	assert_all_same(*runs[::2])
 
 
 def test_recompute_of_weights_that_were_kept():
-  for recipe in (recipes.NVFP4RowScaled(), recipes.BF16()):
-    runs = []
-    for recompute in (False, True):
-      moe = moe_of(recipe, recompute=recompute)
-      step(moe, tokens(), is_first_microbatch=True)
-      runs.append(step(moe, tokens(), is_first_microbatch=False))
-      for layer in (moe.experts.gate_up, moe.experts.down):
-        held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-        layer.weight = nn.Parameter(held, requires_grad=False)
-      y, dx, drouter = step(moe, tokens())[:3]
-      runs[-1] += [y, dx, drouter]
-    assert_all_same(*runs)
-  with pytest.raises(ValueError, match="recompute would not make again"):
-    stochastic = grouped.NVFP4(stochastic_rounding=True)
-    moe_of(recipes.Recipe(stochastic, WEIGHT_FORMAT, stochastic), recompute=True)
+	for recipe in (recipes.NVFP4RowScaled(), recipes.BF16()):
+		runs = []
+		for recompute in (False, True):
+			moe = moe_of(recipe, recompute=recompute)
+			step(moe, tokens(), is_first_microbatch=True)
+			runs.append(step(moe, tokens(), is_first_microbatch=False))
+			for layer in (moe.experts.gate_up, moe.experts.down):
+				held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+				layer.weight = nn.Parameter(held, requires_grad=False)
+			y, dx, drouter = step(moe, tokens())[:3]
+			runs[-1] += [y, dx, drouter]
+		assert_all_same(*runs)
+	with pytest.raises(ValueError, match="recompute would not make again"):
+		stochastic = grouped.NVFP4(stochastic_rounding=True)
+		moe_of(recipes.Recipe(stochastic, WEIGHT_FORMAT, stochastic), recompute=True)
 
 
 # Memory
@@ -243,14 +243,14 @@ def test_recompute_of_weights_that_were_kept():
 @every_recipe
 @each("recompute", [False, True])
 def test_saved(recipe, recompute):
-  """The input, z, the routing and the router's few numbers; and quantized weights."""
-  moe = moe_of(recipe, recompute=recompute)
-  with saved_by(moe) as saved:
-    moe(tokens(60).requires_grad_())
-  rows = [t.shape for t in saved if t.shape[:1] == (60 * K,)]
-  assert sorted(rows) == sorted([(60 * K,)] * 2 + [(60 * K, 2 * WIDTH)] * (not recompute))
-  assert sum(t.shape == (60, H) for t in saved) == 1
-  assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, E, K, 1}
+	"""The input, z, the routing and the router's few numbers; and quantized weights."""
+	moe = moe_of(recipe, recompute=recompute)
+	with saved_by(moe) as saved:
+		moe(tokens(60).requires_grad_())
+	rows = [t.shape for t in saved if t.shape[:1] == (60 * K,)]
+	assert sorted(rows) == sorted([(60 * K,)] * 2 + [(60 * K, 2 * WIDTH)] * (not recompute))
+	assert sum(t.shape == (60, H) for t in saved) == 1
+	assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, E, K, 1}
 
 
 # What goes with grouped layers
@@ -260,174 +260,174 @@ def test_saved(recipe, recompute):
 @each("single", [True, False])
 @each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled")})
 def test_gradients_that_go_another_way(recipe, single, options):
-  plain = moe_of(recipe, single_parameter=single, shared_intermediate_size=32)
-  other = moe_of(recipe, single_parameter=single, shared_intermediate_size=32, **options)
-  fused = "delay_wgrad" not in options
-  named = dict(other.named_parameters())
-  for name, p in named.items():
-    if "weight" in name and "router" not in name:
-      p.main_grad = torch.zeros_like(p, dtype=torch.float32)
-  want = step(plain, tokens())
-  leaf = tokens().requires_grad_()
-  y = other(leaf)
-  y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).bfloat16())
-  if not fused:
-    assert all(p.grad is None for name, p in named.items() if "router" not in name)
-    other.backward_dw()
-  assert_all_same([y.detach(), leaf.grad], want[:2])
-  for (name, p), grad in zip(named.items(), want[2:], strict=True):
-    got = p.main_grad.bfloat16() if fused and hasattr(p, "main_grad") else p.grad
-    assert_same_bytes(got, grad, name)
+	plain = moe_of(recipe, single_parameter=single, shared_intermediate_size=32)
+	other = moe_of(recipe, single_parameter=single, shared_intermediate_size=32, **options)
+	fused = "delay_wgrad" not in options
+	named = dict(other.named_parameters())
+	for name, p in named.items():
+		if "weight" in name and "router" not in name:
+			p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+	want = step(plain, tokens())
+	leaf = tokens().requires_grad_()
+	y = other(leaf)
+	y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).bfloat16())
+	if not fused:
+		assert all(p.grad is None for name, p in named.items() if "router" not in name)
+		other.backward_dw()
+	assert_all_same([y.detach(), leaf.grad], want[:2])
+	for (name, p), grad in zip(named.items(), want[2:], strict=True):
+		got = p.main_grad.bfloat16() if fused and hasattr(p, "main_grad") else p.grad
+		assert_same_bytes(got, grad, name)
 
 
 def test_nan_is_found_and_numbers_are_inspected():
-  moe = moe_of(recipes.NVFP4RowScaled())
-  want = step(moe, tokens())
-  lens = grouped.debug.inspect(moe)
-  with lens:
-    assert_all_same(step(moe, tokens()), want)
-  seen = {(e["layer"], e["role"], e["direction"]) for e in lens.summary()}
-  for layer in ("experts.gate_up", "experts.down"):
-    for role in ("input", "weight", "grad_output"):
-      assert {(layer, role, d) for d in ("rowwise", "columnwise")} <= seen
-  with grouped.debug.detect_nonfinite(moe) as found:
-    assert_all_same(step(moe, tokens()), want)
-  assert found.report() == {}
-  with torch.no_grad():
-    moe.experts.down.weight[1, 2, 3] = torch.nan
-  with grouped.debug.detect_nonfinite(moe) as found:
-    step(moe, tokens())
-  assert "weight" in found.report()["experts.down"]
+	moe = moe_of(recipes.NVFP4RowScaled())
+	want = step(moe, tokens())
+	lens = grouped.debug.inspect(moe)
+	with lens:
+		assert_all_same(step(moe, tokens()), want)
+	seen = {(e["layer"], e["role"], e["direction"]) for e in lens.summary()}
+	for layer in ("experts.gate_up", "experts.down"):
+		for role in ("input", "weight", "grad_output"):
+			assert {(layer, role, d) for d in ("rowwise", "columnwise")} <= seen
+	with grouped.debug.detect_nonfinite(moe) as found:
+		assert_all_same(step(moe, tokens()), want)
+	assert found.report() == {}
+	with torch.no_grad():
+		moe.experts.down.weight[1, 2, 3] = torch.nan
+	with grouped.debug.detect_nonfinite(moe) as found:
+		step(moe, tokens())
+	assert "weight" in found.report()["experts.down"]
 
 
 @needs_compiler
 @each("recipe", {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED)
 def test_compiled_once_for_all_numbers_of_tokens(recipe):
-  torch._dynamo.reset()
-  graphs = Graphs() if recipe.is_quantized else "inductor"
-  torch._dynamo.utils.counters.clear()
-  eager, moe = (moe_of(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
-  compiled = torch.compile(moe, fullgraph=True, backend=graphs)
+	torch._dynamo.reset()
+	graphs = Graphs() if recipe.is_quantized else "inductor"
+	torch._dynamo.utils.counters.clear()
+	eager, moe = (moe_of(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
+	compiled = torch.compile(moe, fullgraph=True, backend=graphs)
 
-  def run(moe, x):
-    leaf = x.clone().requires_grad_()
-    torch._dynamo.mark_dynamic(leaf, 0)
-    y, losses = moe(leaf, losses=True)
-    (y.float().square().sum() + losses.balance + losses.z).backward()
-    return [y.detach(), leaf.grad, losses.tokens_per_expert]
+	def run(moe, x):
+		leaf = x.clone().requires_grad_()
+		torch._dynamo.mark_dynamic(leaf, 0)
+		y, losses = moe(leaf, losses=True)
+		(y.float().square().sum() + losses.balance + losses.z).backward()
+		return [y.detach(), leaf.grad, losses.tokens_per_expert]
 
-  for count in (21, 40, 5):
-    y, dx, counts = run(compiled, tokens(count))
-    want = run(eager, tokens(count))
-    assert_all_same([y, counts], want[::2])
-    # Inductor adds the gradients of experts and router without rounding them first.
-    torch.testing.assert_close(dx, want[1], rtol=0.05, atol=2e-3)
-  assert_all_same(*([p.grad for p in m.experts.parameters()] for m in (moe, eager)))
-  assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-  torch._dynamo.reset()
+	for count in (21, 40, 5):
+		y, dx, counts = run(compiled, tokens(count))
+		want = run(eager, tokens(count))
+		assert_all_same([y, counts], want[::2])
+		# Inductor adds the gradients of experts and router without rounding them first.
+		torch.testing.assert_close(dx, want[1], rtol=0.05, atol=2e-3)
+	assert_all_same(*([p.grad for p in m.experts.parameters()] for m in (moe, eager)))
+	assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+	torch._dynamo.reset()
 
 
 # Options and errors
 
 
 def test_losses():
-  moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
-  y, losses = moe(x, losses=True)
-  choice = moe.router(x)
-  counts = torch.bincount(choice.expert_ids.flatten(), minlength=E)
-  assert torch.equal(losses.tokens_per_expert, counts.int())
-  balance = E * (counts / counts.sum() * choice.logits.softmax(-1).mean(0)).sum()
-  torch.testing.assert_close(losses.balance, balance)
-  torch.testing.assert_close(losses.z, choice.logits.logsumexp(-1).pow(2).mean())
-  assert losses.balance.requires_grad and losses.z.requires_grad
-  buffer = torch.cat([x, torch.full((4, H), torch.nan)]).requires_grad_()
-  z, in_buffer = moe(buffer, losses=True, num_tokens=torch.tensor([T], dtype=torch.int32))
-  for a, b in zip(in_buffer, losses, strict=True):
-    torch.testing.assert_close(a, b)
-  (z.sum() + in_buffer.balance + in_buffer.z).backward()
-  assert not buffer.grad[T:].any() and buffer.grad.isfinite().all()
-  assert all(p.grad.isfinite().all() for p in moe.parameters())
-  # Nor do gradients of the tail count, of which the loss may have made anything.
-  biased, dy = moe_of(bias=True), torch.full((T + 4, H), torch.nan, dtype=torch.bfloat16)
-  dy[:T] = 1
-  biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
-  assert all(p.grad.isfinite().all() for p in biased.parameters())
-  none = moe(torch.zeros(0, H), losses=True)
-  assert none[0].shape == (0, H) and not none[1].tokens_per_expert.any()
+	moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
+	y, losses = moe(x, losses=True)
+	choice = moe.router(x)
+	counts = torch.bincount(choice.expert_ids.flatten(), minlength=E)
+	assert torch.equal(losses.tokens_per_expert, counts.int())
+	balance = E * (counts / counts.sum() * choice.logits.softmax(-1).mean(0)).sum()
+	torch.testing.assert_close(losses.balance, balance)
+	torch.testing.assert_close(losses.z, choice.logits.logsumexp(-1).pow(2).mean())
+	assert losses.balance.requires_grad and losses.z.requires_grad
+	buffer = torch.cat([x, torch.full((4, H), torch.nan)]).requires_grad_()
+	z, in_buffer = moe(buffer, losses=True, num_tokens=torch.tensor([T], dtype=torch.int32))
+	for a, b in zip(in_buffer, losses, strict=True):
+		torch.testing.assert_close(a, b)
+	(z.sum() + in_buffer.balance + in_buffer.z).backward()
+	assert not buffer.grad[T:].any() and buffer.grad.isfinite().all()
+	assert all(p.grad.isfinite().all() for p in moe.parameters())
+	# Nor do gradients of the tail count, of which the loss may have made anything.
+	biased, dy = moe_of(bias=True), torch.full((T + 4, H), torch.nan, dtype=torch.bfloat16)
+	dy[:T] = 1
+	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
+	assert all(p.grad.isfinite().all() for p in biased.parameters())
+	none = moe(torch.zeros(0, H), losses=True)
+	assert none[0].shape == (0, H) and not none[1].tokens_per_expert.any()
 
 
 def test_selection_bias_moves_towards_balance():
-  moe = moe_of(selection_bias=True, score="sigmoid")
-  before = moe.router.selection_bias.clone()
-  counts = torch.tensor([9, 1, 5, 5, 5, 5])
-  moe.router.update_selection_bias(counts, rate=0.5)
-  assert (moe.router.selection_bias - before).tolist() == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
-  assert moe.half().router.selection_bias.dtype == torch.float32
-  assert "router.selection_bias" in moe.state_dict()
-  with pytest.raises(RuntimeError, match="has no selection_bias"):
-    moe_of().router.update_selection_bias(counts)
+	moe = moe_of(selection_bias=True, score="sigmoid")
+	before = moe.router.selection_bias.clone()
+	counts = torch.tensor([9, 1, 5, 5, 5, 5])
+	moe.router.update_selection_bias(counts, rate=0.5)
+	assert (moe.router.selection_bias - before).tolist() == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
+	assert moe.half().router.selection_bias.dtype == torch.float32
+	assert "router.selection_bias" in moe.state_dict()
+	with pytest.raises(RuntimeError, match="has no selection_bias"):
+		moe_of().router.update_selection_bias(counts)
 
 
 def test_the_first_of_equal_scores_wins():
-  moe = moe_of(selection_bias=True)
-  with torch.no_grad():
-    moe.router.weight.zero_()
-    moe.router.selection_bias.zero_()
-    assert moe.router(tokens()).expert_ids.tolist() == [[0, 1]] * T
+	moe = moe_of(selection_bias=True)
+	with torch.no_grad():
+		moe.router.weight.zero_()
+		moe.router.selection_bias.zero_()
+		assert moe.router(tokens()).expert_ids.tolist() == [[0, 1]] * T
 
 
 def test_autocast():
-  moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
-  with torch.autocast("cpu", torch.bfloat16):
-    y = moe(x)
-  choice = moe.router(x)
-  r = grouped.compute_routing(choice.expert_ids, E)
-  h = moe.experts(x.bfloat16()[r.token.long()], r.offs)
-  assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, torch.float32))
+	moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
+	with torch.autocast("cpu", torch.bfloat16):
+		y = moe(x)
+	choice = moe.router(x)
+	r = grouped.compute_routing(choice.expert_ids, E)
+	h = moe.experts(x.bfloat16()[r.token.long()], r.offs)
+	assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, torch.float32))
 
 
 @each(
-  ("change", "error", "match"),
-  [
-    ({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
-    ({"score": "tanh"}, ValueError, "score must be softmax or sigmoid"),
-    ({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
-    ({"expert_groups": 3, "top_groups": 4}, ValueError, "top_groups must be in"),
-    ({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
-    ({"routed_scaling_factor": 0.0}, ValueError, "routed_scaling_factor must be positive"),
-    ({"shared_intermediate_size": -1}, ValueError, "shared_intermediate_size must not be"),
-    ({"activation": "swish"}, ValueError, "activation"),
-    ({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
-    ({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
-    ({"recipe": recipes.NVFP4}, TypeError, "recipe must be"),
-    ({"hidden_size": 24, "recipe": recipes.NVFP4()}, ValueError, "multiple of 16"),
-  ],
+	("change", "error", "match"),
+	[
+		({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
+		({"score": "tanh"}, ValueError, "score must be softmax or sigmoid"),
+		({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
+		({"expert_groups": 3, "top_groups": 4}, ValueError, "top_groups must be in"),
+		({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
+		({"routed_scaling_factor": 0.0}, ValueError, "routed_scaling_factor must be positive"),
+		({"shared_intermediate_size": -1}, ValueError, "shared_intermediate_size must not be"),
+		({"activation": "swish"}, ValueError, "activation"),
+		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
+		({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
+		({"recipe": recipes.NVFP4}, TypeError, "recipe must be"),
+		({"hidden_size": 24, "recipe": recipes.NVFP4()}, ValueError, "multiple of 16"),
+	],
 )
 def test_what_cannot_be_made(change, error, match):
-  sizes = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k": K}
-  with pytest.raises(error, match=match):
-    MoE(**(sizes | change))
+	sizes = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k": K}
+	with pytest.raises(error, match=match):
+		MoE(**(sizes | change))
 
 
 def test_what_cannot_be_called():
-  moe = moe_of()
-  with pytest.raises(ValueError, match="x must have shape"):
-    moe(torch.zeros(3, 8))
-  with pytest.raises(ValueError, match="num_tokens must be a tensor of one element"):
-    moe(tokens(), num_tokens=3)
-  with pytest.raises(RuntimeError, match="torch.func"):
-    torch.func.grad(lambda x: moe(x).sum().float())(tokens())
-  x = tokens().requires_grad_()
-  (dx,) = torch.autograd.grad(moe(x).float().sum(), x, create_graph=True)
-  with pytest.raises(RuntimeError, match="twice"):
-    dx.sum().backward()
+	moe = moe_of()
+	with pytest.raises(ValueError, match="x must have shape"):
+		moe(torch.zeros(3, 8))
+	with pytest.raises(ValueError, match="num_tokens must be a tensor of one element"):
+		moe(tokens(), num_tokens=3)
+	with pytest.raises(RuntimeError, match="torch.func"):
+		torch.func.grad(lambda x: moe(x).sum().float())(tokens())
+	x = tokens().requires_grad_()
+	(dx,) = torch.autograd.grad(moe(x).float().sum(), x, create_graph=True)
+	with pytest.raises(RuntimeError, match="twice"):
+		dx.sum().backward()
 
 
 @each("arch", ["sm_90a", "sm_100a"])
 def test_a_step_on_the_emulator_has_the_bits_of_the_reference(arch):
-  pytest.importorskip("cutlass")
-  x = tokens(12)
-  with cute_kernels.backend(f"reference:{arch}"):
-    want = step(moe_of(), x)
-  with cute_kernels.backend(f"emulated:{arch}"):
-    assert_all_same(step(moe_of(), x), want)
+	pytest.importorskip("cutlass")
+	x = tokens(12)
+	with cute_kernels.backend(f"reference:{arch}"):
+		want = step(moe_of(), x)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		assert_all_same(step(moe_of(), x), want)

@@ -17,55 +17,55 @@ OFFS = torch.tensor([100, 100, 256], dtype=torch.int32)
 
 
 def flops(call):
-  with FlopCounterMode(display=False) as counter:
-    call()
-  return counter.get_total_flops()
+	with FlopCounterMode(display=False) as counter:
+		call()
+	return counter.get_total_flops()
 
 
 @each("recipe", RECIPES)
 def test_flops_of_a_step_are_three_products(recipe):
-  layer, x = GroupedLinear(3, K, N, recipe=recipe), sample(T, K).requires_grad_()
-  product = 2 * T * N * K
-  assert flops(lambda: layer(x, OFFS).sum().backward()) == 3 * product
-  exported = torch.export.export(layer, (x, OFFS)).module()
-  assert flops(lambda: exported(x, OFFS)) == product
-  with torch.inference_mode():
-    assert flops(lambda: exported(x.detach(), OFFS)) == product
+	layer, x = GroupedLinear(3, K, N, recipe=recipe), sample(T, K).requires_grad_()
+	product = 2 * T * N * K
+	assert flops(lambda: layer(x, OFFS).sum().backward()) == 3 * product
+	exported = torch.export.export(layer, (x, OFFS)).module()
+	assert flops(lambda: exported(x, OFFS)) == product
+	with torch.inference_mode():
+		assert flops(lambda: exported(x.detach(), OFFS)) == product
 
 
 def test_flops_of_products_of_grouped_tensors():
-  x, y = (grouped.quantize(sample(T, n), grouped.NVFP4(), offs=OFFS, columnwise=True) for n in (K, N))
-  w, plain = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True), sample(T, K)
-  want, gemm = 2 * T * N * K, grouped.grouped_gemm
-  assert flops(lambda: gemm(x, w)) == flops(lambda: gemm(y, w, transpose_b=True)) == flops(lambda: gemm(y, x)) == want
-  assert flops(lambda: gemm(plain, w, offs=OFFS)) == want
-  out = torch.zeros(3, N, K)
-  assert flops(lambda: gemm(y, x, out=out, accumulate=True)) == want
-  assert flops(lambda: gemm(plain, w, offs=OFFS, out=torch.zeros(T, N))) == want
+	x, y = (grouped.quantize(sample(T, n), grouped.NVFP4(), offs=OFFS, columnwise=True) for n in (K, N))
+	w, plain = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True), sample(T, K)
+	want, gemm = 2 * T * N * K, grouped.grouped_gemm
+	assert flops(lambda: gemm(x, w)) == flops(lambda: gemm(y, w, transpose_b=True)) == flops(lambda: gemm(y, x)) == want
+	assert flops(lambda: gemm(plain, w, offs=OFFS)) == want
+	out = torch.zeros(3, N, K)
+	assert flops(lambda: gemm(y, x, out=out, accumulate=True)) == want
+	assert flops(lambda: gemm(plain, w, offs=OFFS, out=torch.zeros(T, N))) == want
 
 
 def test_flops_of_a_mixture():
-  moe, x = MoE(K, N, num_experts=4, top_k=2, dtype=torch.bfloat16), sample(T, K)
-  want = 2 * T * 4 * K + 2 * T * 2 * 3 * N * K
-  exported = torch.export.export(moe, (x,)).module()
-  for module in (moe, exported):
-    with torch.inference_mode():
-      assert flops(lambda module=module: module(x)) == want
+	moe, x = MoE(K, N, num_experts=4, top_k=2, dtype=torch.bfloat16), sample(T, K)
+	want = 2 * T * 4 * K + 2 * T * 2 * 3 * N * K
+	exported = torch.export.export(moe, (x,)).module()
+	for module in (moe, exported):
+		with torch.inference_mode():
+			assert flops(lambda module=module: module(x)) == want
 
 
 def test_profiles_name_the_ops():
-  layer, x = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"]), sample(T, K)
-  w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
-  with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-    layer(x, OFFS).sum().backward()
-    grouped.grouped_gemm(grouped.quantize(x, grouped.NVFP4(), offs=OFFS), w)
-  names = {event.key for event in profile.key_averages()}
-  flat = {f"cute_kernels::{name}" for name in ("grouped_quantize", "m_grouped_gemm", "k_grouped_gemm")}
-  assert names >= flat | {"grouped::gemm", "_Linear", "_LinearBackward"}
+	layer, x = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"]), sample(T, K)
+	w = grouped.quantize(sample(3, N, K), WEIGHT_FORMAT)
+	with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+		layer(x, OFFS).sum().backward()
+		grouped.grouped_gemm(grouped.quantize(x, grouped.NVFP4(), offs=OFFS), w)
+	names = {event.key for event in profile.key_averages()}
+	flat = {f"cute_kernels::{name}" for name in ("grouped_quantize", "m_grouped_gemm", "k_grouped_gemm")}
+	assert names >= flat | {"grouped::gemm", "_Linear", "_LinearBackward"}
 
 
 def weight(shape=(2, 16, 32), fmt=WEIGHT_FORMAT, **options):
-  return grouped.quantize(torch.ones(shape), fmt, **options)
+	return grouped.quantize(torch.ones(shape), fmt, **options)
 
 
 PROCESS = """
@@ -76,11 +76,11 @@ print(grouped.quantize(torch.ones(2, 16, 32), grouped.NVFP4(block=(16, 16)))._st
 
 
 def test_another_process():
-  """Importing this leaves the compiler alone; what its caches know a tensor by is the same."""
-  found = [weight(), weight((2, 32, 32)), weight(fmt=grouped.NVFP4()), weight(columnwise=True), weight().prepack()]
-  found += [weight().bfloat16(), weight().requires_grad_(), weight().to("meta")]
-  hashes = [q._stable_hash_for_caching() for q in found]
-  assert len(set(hashes)) == len(hashes)
-  env = os.environ | {"PYTHONHASHSEED": "7"}
-  done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True, env=env)
-  assert done.stdout.split() == ["[]", hashes[0]]
+	"""Importing this leaves the compiler alone; what its caches know a tensor by is the same."""
+	found = [weight(), weight((2, 32, 32)), weight(fmt=grouped.NVFP4()), weight(columnwise=True), weight().prepack()]
+	found += [weight().bfloat16(), weight().requires_grad_(), weight().to("meta")]
+	hashes = [q._stable_hash_for_caching() for q in found]
+	assert len(set(hashes)) == len(hashes)
+	env = os.environ | {"PYTHONHASHSEED": "7"}
+	done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True, env=env)
+	assert done.stdout.split() == ["[]", hashes[0]]

@@ -10,114 +10,114 @@ from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
 
 ROWS = 40
 FORMS = {
-  "list": [7, 7, 33],
-  "tuple": (7, 7, 33),
-  "numpy int32": np.array([7, 7, 33], dtype=np.int32),
-  "numpy int64": np.array([7, 7, 33]),
-  "numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
-  "list of numpy": list(np.array([7, 7, 33])),
-  "int64": torch.tensor([7, 7, 33]),
-  "strided": torch.tensor([7, 0, 7, 0, 33, 0], dtype=torch.int32)[::2],
+	"list": [7, 7, 33],
+	"tuple": (7, 7, 33),
+	"numpy int32": np.array([7, 7, 33], dtype=np.int32),
+	"numpy int64": np.array([7, 7, 33]),
+	"numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
+	"list of numpy": list(np.array([7, 7, 33])),
+	"int64": torch.tensor([7, 7, 33]),
+	"strided": torch.tensor([7, 0, 7, 0, 33, 0], dtype=torch.int32)[::2],
 }
 
 
 @each("offs", FORMS)
 def test_every_form_of_offs_means_the_same(offs):
-  x = sample(ROWS, 32)
-  want = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, 7, 33], dtype=torch.int32), columnwise=True)
-  got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
-  assert got.offs.dtype == torch.int32
-  assert_same_buffers(bytes_of(got), bytes_of(want))
+	x = sample(ROWS, 32)
+	want = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, 7, 33], dtype=torch.int32), columnwise=True)
+	got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
+	assert got.offs.dtype == torch.int32
+	assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
 @each(
-  ("offs", "error", "match"),
-  [
-    ([7, 6, 40], ValueError, "must not decrease or be negative, got 6 at 1"),
-    ([-1, 6, 40], ValueError, "must not decrease or be negative, got -1 at 0"),
-    (np.array([7, 6], dtype=np.uint32), ValueError, "must not decrease.*got 6 at 1"),
-    ([7, 41], ValueError, "within the 40 rows of x, got 41"),
-    ([], ValueError, "G >= 1"),
-    (np.array([], dtype=np.int64), ValueError, "G >= 1"),
-    ([7.0, 40.0], TypeError, "integers, got 7.0 at 0"),
-    (np.array([7.0]), TypeError, "integers"),
-    ([True, 40], TypeError, "integers, got True at 0"),
-    (np.array([False, True]), TypeError, "integers"),
-    ([[7, 40]], TypeError, "integers"),
-    (torch.tensor([7.0, 40.0]), TypeError, "int32 or int64, got torch.float32"),
-    (torch.tensor([True]), TypeError, "int32 or int64, got torch.bool"),
-    (torch.tensor(40), ValueError, r"shape \(G,\)"),
-    (torch.tensor([[7, 40]]), ValueError, r"shape \(G,\).*\(1, 2\)"),
-    (torch.tensor([], dtype=torch.int32), ValueError, "G >= 1"),
-    (torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "device of x"),
-  ],
+	("offs", "error", "match"),
+	[
+		([7, 6, 40], ValueError, "must not decrease or be negative, got 6 at 1"),
+		([-1, 6, 40], ValueError, "must not decrease or be negative, got -1 at 0"),
+		(np.array([7, 6], dtype=np.uint32), ValueError, "must not decrease.*got 6 at 1"),
+		([7, 41], ValueError, "within the 40 rows of x, got 41"),
+		([], ValueError, "G >= 1"),
+		(np.array([], dtype=np.int64), ValueError, "G >= 1"),
+		([7.0, 40.0], TypeError, "integers, got 7.0 at 0"),
+		(np.array([7.0]), TypeError, "integers"),
+		([True, 40], TypeError, "integers, got True at 0"),
+		(np.array([False, True]), TypeError, "integers"),
+		([[7, 40]], TypeError, "integers"),
+		(torch.tensor([7.0, 40.0]), TypeError, "int32 or int64, got torch.float32"),
+		(torch.tensor([True]), TypeError, "int32 or int64, got torch.bool"),
+		(torch.tensor(40), ValueError, r"shape \(G,\)"),
+		(torch.tensor([[7, 40]]), ValueError, r"shape \(G,\).*\(1, 2\)"),
+		(torch.tensor([], dtype=torch.int32), ValueError, "G >= 1"),
+		(torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "device of x"),
+	],
 )
 def test_offs_that_cannot_be_are_refused(offs, error, match):
-  with pytest.raises(error, match=match):
-    grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs)
+	with pytest.raises(error, match=match):
+		grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs)
 
 
 def test_device_offs_are_clamped_not_read():
-  """Wrong values in a tensor cannot raise without a sync: groups are clamped to the buffer."""
-  x = sample(ROWS, 32)
-  wild = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([-5, 20, 10, 99]))
-  tame = grouped.quantize(x, FORMATS["1x16"], offs=[0, 20, 20, 40])
-  assert_same_bytes(wild.dequantize(), tame.dequantize())
+	"""Wrong values in a tensor cannot raise without a sync: groups are clamped to the buffer."""
+	x = sample(ROWS, 32)
+	wild = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([-5, 20, 10, 99]))
+	tame = grouped.quantize(x, FORMATS["1x16"], offs=[0, 20, 20, 40])
+	assert_same_bytes(wild.dequantize(), tame.dequantize())
 
 
 @each("wild", [1 << 31, (1 << 32) + 5, (1 << 62) + 1])
 def test_int64_offs_saturate(wild):
-  """What int32 cannot hold lies past all rows; cut to 32 bits it would be a row of the tensor."""
-  x = sample(ROWS, 32)
-  got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, wild, wild]))
-  want = grouped.quantize(x, FORMATS["1x16"], offs=[7, 40, 40])
-  assert_same_bytes(got.dequantize(), want.dequantize())
-  got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([-wild, 7, 40]))
-  want = grouped.quantize(x, FORMATS["1x16"], offs=[0, 7, 40])
-  assert_same_bytes(got.dequantize(), want.dequantize())
+	"""What int32 cannot hold lies past all rows; cut to 32 bits it would be a row of the tensor."""
+	x = sample(ROWS, 32)
+	got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, wild, wild]))
+	want = grouped.quantize(x, FORMATS["1x16"], offs=[7, 40, 40])
+	assert_same_bytes(got.dequantize(), want.dequantize())
+	got = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([-wild, 7, 40]))
+	want = grouped.quantize(x, FORMATS["1x16"], offs=[0, 7, 40])
+	assert_same_bytes(got.dequantize(), want.dequantize())
 
 
 @each("multiplier", [1.5, 2.0, "2", None])
 def test_a_multiplier_that_is_no_integer_is_refused(multiplier):
-  grouped.compute_offsets(torch.tensor([1, 2]), multiplier=2)  # 2.0 finds its plan
-  with pytest.raises(TypeError, match="multiplier must be an integer, got"):
-    grouped.compute_offsets(torch.tensor([1, 2]), multiplier=multiplier)
+	grouped.compute_offsets(torch.tensor([1, 2]), multiplier=2)  # 2.0 finds its plan
+	with pytest.raises(TypeError, match="multiplier must be an integer, got"):
+		grouped.compute_offsets(torch.tensor([1, 2]), multiplier=multiplier)
 
 
 def test_offsets_never_wrap_around():
-  splits = torch.tensor([3, 1 << 20, 1])
-  largest = torch.iinfo(torch.int32).max
-  assert grouped.compute_offsets(splits, multiplier=1 << 12).tolist() == [12288, largest, largest]
-  with pytest.raises(ValueError, match=r"multiplier must be in \[1, 2147483647\]"):
-    grouped.compute_offsets(splits, multiplier=1 << 40)
-  wide = grouped.compute_offsets(splits, multiplier=1 << 40, dtype=torch.int64)
-  assert wide.tolist() == [3 << 40, ((1 << 20) + 3) << 40, ((1 << 20) + 4) << 40]
+	splits = torch.tensor([3, 1 << 20, 1])
+	largest = torch.iinfo(torch.int32).max
+	assert grouped.compute_offsets(splits, multiplier=1 << 12).tolist() == [12288, largest, largest]
+	with pytest.raises(ValueError, match=r"multiplier must be in \[1, 2147483647\]"):
+		grouped.compute_offsets(splits, multiplier=1 << 40)
+	wide = grouped.compute_offsets(splits, multiplier=1 << 40, dtype=torch.int64)
+	assert wide.tolist() == [3 << 40, ((1 << 20) + 3) << 40, ((1 << 20) + 4) << 40]
 
 
 def test_operands_of_wgrad_are_cut_alike():
-  def tensor(offs):
-    return grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs, columnwise=True)
+	def tensor(offs):
+		return grouped.quantize(sample(ROWS, 32), FORMATS["1x16"], offs=offs, columnwise=True)
 
-  x = tensor([7, 7, 33])
-  with pytest.raises(ValueError, match=r"cut at the same rows.*\[7, 8, 33\].*\[7, 7, 33\]"):
-    grouped.grouped_gemm(tensor([7, 8, 33]), x)
-  out = torch.zeros(3, 32, 32)
-  with pytest.raises(ValueError, match="cut at the same rows"):
-    grouped.grouped_gemm(tensor([7, 8, 33]), x, out=out, accumulate=True)
-  assert not out.any()
-  grouped.grouped_gemm(tensor([7, 7, 33]), x, out=out)
-  assert out.any()
+	x = tensor([7, 7, 33])
+	with pytest.raises(ValueError, match=r"cut at the same rows.*\[7, 8, 33\].*\[7, 7, 33\]"):
+		grouped.grouped_gemm(tensor([7, 8, 33]), x)
+	out = torch.zeros(3, 32, 32)
+	with pytest.raises(ValueError, match="cut at the same rows"):
+		grouped.grouped_gemm(tensor([7, 8, 33]), x, out=out, accumulate=True)
+	assert not out.any()
+	grouped.grouped_gemm(tensor([7, 7, 33]), x, out=out)
+	assert out.any()
 
 
 def test_a_quantized_tensor_owns_its_boundaries():
-  """Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
-  offs = torch.tensor([7, 7, 33], dtype=torch.int32)
-  x = sample(ROWS, 32)
-  xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
-  before = xq.dequantize()
-  offs.fill_(3)
-  assert_same_bytes(xq.dequantize(), before)
-  second = torch.tensor([1, 2, 3], dtype=torch.int32)
-  grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
-  xq.offs.zero_()
-  assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]
+	"""Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
+	offs = torch.tensor([7, 7, 33], dtype=torch.int32)
+	x = sample(ROWS, 32)
+	xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
+	before = xq.dequantize()
+	offs.fill_(3)
+	assert_same_bytes(xq.dequantize(), before)
+	second = torch.tensor([1, 2, 3], dtype=torch.int32)
+	grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
+	xq.offs.zero_()
+	assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]

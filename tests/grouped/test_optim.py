@@ -10,196 +10,196 @@ import grouped
 from grouped import optim
 
 FORMATS = [
-  grouped.NVFP4(),
-  grouped.NVFP4(block=(16, 16)),
-  grouped.MXFP8(),
-  grouped.FP8Block(block=(128, 128)),
-  grouped.FP8(),
+	grouped.NVFP4(),
+	grouped.NVFP4(block=(16, 16)),
+	grouped.MXFP8(),
+	grouped.FP8Block(block=(128, 128)),
+	grouped.FP8(),
 ]
 SHAPE = (3, 80, 64)
 
 
 def draw(seed, *shape):
-  return torch.randn(*(shape or SHAPE), generator=torch.Generator().manual_seed(seed))
+	return torch.randn(*(shape or SHAPE), generator=torch.Generator().manual_seed(seed))
 
 
 def same_bytes(p, q):
-  pairs = zip(p._inner().values(), q._inner().values(), strict=True)
-  return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+	pairs = zip(p._inner().values(), q._inner().values(), strict=True)
+	return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
 def both(fmt=FORMATS[0], dtype=torch.bfloat16, **options):
-  """A quantized parameter and its optimizer; an fp32 one and torch's."""
-  w = draw(0)
-  p = nn.Parameter(grouped.quantize(w.to(dtype), fmt, columnwise=True))
-  master = w.clone().requires_grad_()
-  return p, optim.AdamW([p], masters={p: w}, **options), master, torch.optim.AdamW([master], fused=True, **options)
+	"""A quantized parameter and its optimizer; an fp32 one and torch's."""
+	w = draw(0)
+	p = nn.Parameter(grouped.quantize(w.to(dtype), fmt, columnwise=True))
+	master = w.clone().requires_grad_()
+	return p, optim.AdamW([p], masters={p: w}, **options), master, torch.optim.AdamW([master], fused=True, **options)
 
 
 def step(p, ours, master, theirs, seed, factor=1.0):
-  grad = (draw(seed) * factor).to(p.dtype)
-  p.grad, master.grad = grad, grad.float()
-  ours.step()
-  theirs.step()
+	grad = (draw(seed) * factor).to(p.dtype)
+	p.grad, master.grad = grad, grad.float()
+	ours.step()
+	theirs.step()
 
 
 def quantized_like(p, master):
-  q = grouped.quantize(master.detach(), p.format, columnwise=True)
-  assert q.shape == p.shape
-  return q
+	q = grouped.quantize(master.detach(), p.format, columnwise=True)
+	assert q.shape == p.shape
+	return q
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"])
 def test_bytes_are_those_of_torch_then_quantize(fmt, options):
-  pair = both(fmt, lr=3e-2, **options)
-  p, _, master, _ = pair
-  for seed in range(1, 4):
-    step(*pair, seed)
-    assert same_bytes(p, quantized_like(p, master))
-  state = pair[1].state[p]
-  assert torch.equal(state["master"], master) and p.dtype == torch.bfloat16
+	pair = both(fmt, lr=3e-2, **options)
+	p, _, master, _ = pair
+	for seed in range(1, 4):
+		step(*pair, seed)
+		assert same_bytes(p, quantized_like(p, master))
+	state = pair[1].state[p]
+	assert torch.equal(state["master"], master) and p.dtype == torch.bfloat16
 
 
 def test_a_master_by_default_and_the_version():
-  w = draw(0).bfloat16()
-  p = nn.Parameter(grouped.quantize(w, grouped.NVFP4()))
-  plain = nn.Parameter(w.clone())
-  unused = nn.Parameter(w.clone())
-  ours = optim.AdamW([{"params": [p]}, {"params": [plain, unused], "lr": 0.0}], lr=1e-3, master_weights=True)
-  start, version = p.dequantize(torch.float32), p._version
-  p.grad, plain.grad = torch.zeros_like(plain), torch.ones_like(plain)
-  assert ours.step(lambda: 7) == 7
-  assert torch.equal(ours.state[p]["master"], start * (1 - 1e-3 * 1e-2)) and p._version > version
-  assert torch.equal(plain, w) and ours.state[plain]["master"].dtype == torch.float32 and not ours.state[unused]
+	w = draw(0).bfloat16()
+	p = nn.Parameter(grouped.quantize(w, grouped.NVFP4()))
+	plain = nn.Parameter(w.clone())
+	unused = nn.Parameter(w.clone())
+	ours = optim.AdamW([{"params": [p]}, {"params": [plain, unused], "lr": 0.0}], lr=1e-3, master_weights=True)
+	start, version = p.dequantize(torch.float32), p._version
+	p.grad, plain.grad = torch.zeros_like(plain), torch.ones_like(plain)
+	assert ours.step(lambda: 7) == 7
+	assert torch.equal(ours.state[p]["master"], start * (1 - 1e-3 * 1e-2)) and p._version > version
+	assert torch.equal(plain, w) and ours.state[plain]["master"].dtype == torch.float32 and not ours.state[unused]
 
 
 def test_plain_parameters_without_masters_are_torchs():
-  a, b = (nn.Parameter(draw(1).bfloat16()) for _ in range(2))
-  ours, theirs = optim.AdamW([a], lr=1e-2), torch.optim.AdamW([b], lr=1e-2, fused=True)
-  for seed in range(2):
-    a.grad = b.grad = draw(seed).bfloat16()
-    ours.step(), theirs.step()
-  assert torch.equal(a, b) and ours.state[a]["exp_avg"].dtype == torch.bfloat16
+	a, b = (nn.Parameter(draw(1).bfloat16()) for _ in range(2))
+	ours, theirs = optim.AdamW([a], lr=1e-2), torch.optim.AdamW([b], lr=1e-2, fused=True)
+	for seed in range(2):
+		a.grad = b.grad = draw(seed).bfloat16()
+		ours.step(), theirs.step()
+	assert torch.equal(a, b) and ours.state[a]["exp_avg"].dtype == torch.bfloat16
 
 
 def test_state_dict_keeps_fp32():
-  pair = both()
-  step(*pair, 1)
-  p, ours, *_ = pair
-  q = nn.Parameter(grouped.quantize(draw(5).bfloat16(), p.format, columnwise=True))
-  other = optim.AdamW([q])
-  other.load_state_dict(ours.state_dict())
-  with torch.no_grad():
-    q.copy_(p)
-  assert {n: t.dtype for n, t in other.state[q].items()} == dict.fromkeys(ours.state[p], torch.float32)
-  step(*pair, 2)
-  q.grad = p.grad
-  other.step()
-  assert same_bytes(p, q) and torch.equal(other.state[q]["master"], ours.state[p]["master"])
-  assert other.state[q]["master"] is not ours.state[p]["master"]
+	pair = both()
+	step(*pair, 1)
+	p, ours, *_ = pair
+	q = nn.Parameter(grouped.quantize(draw(5).bfloat16(), p.format, columnwise=True))
+	other = optim.AdamW([q])
+	other.load_state_dict(ours.state_dict())
+	with torch.no_grad():
+		q.copy_(p)
+	assert {n: t.dtype for n, t in other.state[q].items()} == dict.fromkeys(ours.state[p], torch.float32)
+	step(*pair, 2)
+	q.grad = p.grad
+	other.step()
+	assert same_bytes(p, q) and torch.equal(other.state[q]["master"], ours.state[p]["master"])
+	assert other.state[q]["master"] is not ours.state[p]["master"]
 
 
 def test_copies_and_states_of_torch():
-  """A copy has all options; torch's moments become fp32, and a master that was given stays."""
-  w = draw(0).bfloat16()
-  theirs, p, plain = nn.Parameter(w.clone()), nn.Parameter(grouped.quantize(w, FORMATS[0])), nn.Parameter(w.clone())
-  torchs = torch.optim.AdamW([theirs])
-  theirs.grad = draw(1).bfloat16()
-  torchs.step()
-  for q in (p, plain):
-    ours = optim.AdamW([q], masters={q: w}, master_weights=True)
-    ours.load_state_dict(torchs.state_dict())
-    assert torch.equal(ours.state[q]["master"], w.float()) and ours.state[q]["exp_avg"].dtype == torch.float32
-    copied = copy.deepcopy(ours)
-    (other,) = copied.param_groups[0]["params"]
-    q.grad = other.grad = draw(2).bfloat16()
-    ours.step(), copied.step()
-    assert torch.equal(ours.state[q]["master"], copied.state[other]["master"])
-  without = optim.AdamW([plain])
-  without.load_state_dict(ours.state_dict())
-  without.param_groups[0]["amsgrad"] = True
-  without.step()
-  found = without.state[plain]
-  assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == torch.bfloat16
+	"""A copy has all options; torch's moments become fp32, and a master that was given stays."""
+	w = draw(0).bfloat16()
+	theirs, p, plain = nn.Parameter(w.clone()), nn.Parameter(grouped.quantize(w, FORMATS[0])), nn.Parameter(w.clone())
+	torchs = torch.optim.AdamW([theirs])
+	theirs.grad = draw(1).bfloat16()
+	torchs.step()
+	for q in (p, plain):
+		ours = optim.AdamW([q], masters={q: w}, master_weights=True)
+		ours.load_state_dict(torchs.state_dict())
+		assert torch.equal(ours.state[q]["master"], w.float()) and ours.state[q]["exp_avg"].dtype == torch.float32
+		copied = copy.deepcopy(ours)
+		(other,) = copied.param_groups[0]["params"]
+		q.grad = other.grad = draw(2).bfloat16()
+		ours.step(), copied.step()
+		assert torch.equal(ours.state[q]["master"], copied.state[other]["master"])
+	without = optim.AdamW([plain])
+	without.load_state_dict(ours.state_dict())
+	without.param_groups[0]["amsgrad"] = True
+	without.step()
+	found = without.state[plain]
+	assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_strides_do_not_count(plain):
-  """The fused kernel takes elements as they lie in memory."""
-  w, grad = draw(0, 3, 64, 80).mT, draw(1)
-  p, want = nn.Parameter(w if plain else grouped.quantize(w, FORMATS[0])), nn.Parameter(w.contiguous())
-  ours = optim.AdamW([p], masters=None if plain else {p: w})
-  p.grad = want.grad = grad
-  ours.step(), torch.optim.AdamW([want], fused=True).step()
-  assert torch.equal(p if plain else ours.state[p]["master"], want)
+	"""The fused kernel takes elements as they lie in memory."""
+	w, grad = draw(0, 3, 64, 80).mT, draw(1)
+	p, want = nn.Parameter(w if plain else grouped.quantize(w, FORMATS[0])), nn.Parameter(w.contiguous())
+	ours = optim.AdamW([p], masters=None if plain else {p: w})
+	p.grad = want.grad = grad
+	ours.step(), torch.optim.AdamW([want], fused=True).step()
+	assert torch.equal(p if plain else ours.state[p]["master"], want)
 
 
 def test_main_grad():
-  layer = grouped.nn.GroupedLinear(2, 32, 32, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
-  layer.weight.main_grad = torch.zeros(2, 32, 32)
-  start = layer.weight.detach().float()
-  ours = optim.AdamW(layer.parameters(), lr=1e-2, master_weights=True)
-  layer(draw(2, 7, 32).bfloat16(), [3, 7]).sum().backward()
-  want = start.clone().requires_grad_()
-  want.grad = layer.weight.main_grad.clone()
-  ours.step()
-  torch.optim.AdamW([want], lr=1e-2, fused=True).step()
-  assert torch.equal(ours.state[layer.weight]["master"], want) and torch.equal(layer.weight, want.bfloat16())
+	layer = grouped.nn.GroupedLinear(2, 32, 32, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+	layer.weight.main_grad = torch.zeros(2, 32, 32)
+	start = layer.weight.detach().float()
+	ours = optim.AdamW(layer.parameters(), lr=1e-2, master_weights=True)
+	layer(draw(2, 7, 32).bfloat16(), [3, 7]).sum().backward()
+	want = start.clone().requires_grad_()
+	want.grad = layer.weight.main_grad.clone()
+	ours.step()
+	torch.optim.AdamW([want], lr=1e-2, fused=True).step()
+	assert torch.equal(ours.state[layer.weight]["master"], want) and torch.equal(layer.weight, want.bfloat16())
 
 
 def test_grad_scaler_skips_steps_with_infinities():
-  p, ours, master, _ = both()
-  scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-  p.grad = torch.full(SHAPE, torch.inf, dtype=p.dtype)
-  scaler.scale(torch.zeros(()))
-  scaler.step(ours)
-  assert torch.equal(ours.state[p]["master"], master) and same_bytes(p, quantized_like(p, master))
-  scaler.update()
-  scale = scaler.get_scale()
-  p.grad = (draw(1) * scale).bfloat16()
-  scaler.step(ours)
-  # The skipped step is not counted.
-  assert ours.state[p]["step"] == 1
-  want = torch.optim.AdamW([master], fused=True)
-  master.grad = p.grad.float() / scale
-  want.step()
-  assert torch.equal(ours.state[p]["master"], master)
+	p, ours, master, _ = both()
+	scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+	p.grad = torch.full(SHAPE, torch.inf, dtype=p.dtype)
+	scaler.scale(torch.zeros(()))
+	scaler.step(ours)
+	assert torch.equal(ours.state[p]["master"], master) and same_bytes(p, quantized_like(p, master))
+	scaler.update()
+	scale = scaler.get_scale()
+	p.grad = (draw(1) * scale).bfloat16()
+	scaler.step(ours)
+	# The skipped step is not counted.
+	assert ours.state[p]["step"] == 1
+	want = torch.optim.AdamW([master], fused=True)
+	master.grad = p.grad.float() / scale
+	want.step()
+	assert torch.equal(ours.state[p]["master"], master)
 
 
 def test_a_quantized_layer_learns():
-  torch.manual_seed(0)
-  mlp = grouped.nn.GroupedMLP(2, 32, 32, recipe=grouped.recipes.NVFP4(), dtype=torch.bfloat16)
-  masters = {}
-  for layer in (mlp.gate_up, mlp.down):
-    w = layer.weight.detach().float()
-    layer.weight = nn.Parameter(grouped.quantize(w.bfloat16(), grouped.NVFP4(block=(16, 16)), columnwise=True))
-    masters[layer.weight] = w
-  ours = optim.AdamW(mlp.parameters(), lr=1e-2, masters=masters)
-  x, y, losses = draw(3, 64, 32).bfloat16(), draw(4, 64, 32), []
-  for _ in range(25):
-    ours.zero_grad()
-    loss = (mlp(x, [20, 64]).float() - y).square().mean()
-    loss.backward()
-    ours.step()
-    losses.append(loss.item())
-  assert losses[-1] < 0.85 * losses[0]
+	torch.manual_seed(0)
+	mlp = grouped.nn.GroupedMLP(2, 32, 32, recipe=grouped.recipes.NVFP4(), dtype=torch.bfloat16)
+	masters = {}
+	for layer in (mlp.gate_up, mlp.down):
+		w = layer.weight.detach().float()
+		layer.weight = nn.Parameter(grouped.quantize(w.bfloat16(), grouped.NVFP4(block=(16, 16)), columnwise=True))
+		masters[layer.weight] = w
+	ours = optim.AdamW(mlp.parameters(), lr=1e-2, masters=masters)
+	x, y, losses = draw(3, 64, 32).bfloat16(), draw(4, 64, 32), []
+	for _ in range(25):
+		ours.zero_grad()
+		loss = (mlp(x, [20, 64]).float() - y).square().mean()
+		loss.backward()
+		ours.step()
+		losses.append(loss.item())
+	assert losses[-1] < 0.85 * losses[0]
 
 
 def test_faults():
-  p = nn.Parameter(grouped.quantize(draw(0), grouped.NVFP4()))
-  for options, message in (
-    ({"lr": float("nan")}, r"lr must be at least 0, got nan"),
-    ({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
-    ({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1, got 1"),
-    ({"lr": torch.ones(2)}, r"lr must have one element, got the shape \(2,\)"),
-    ({"masters": {p: draw(0)[:1]}}, r"must have its shape \(3, 80, 64\), got \(1, 80, 64\)"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      optim.AdamW([p], **options)
-  with pytest.raises(TypeError, match="no parameter with a master"):
-    optim.AdamW([p], masters={draw(0): draw(0)})
-  q = nn.Parameter(draw(0))
-  q.grad = torch.zeros(SHAPE).to_sparse()
-  with pytest.raises(RuntimeError, match="sparse"):
-    optim.AdamW([q]).step()
+	p = nn.Parameter(grouped.quantize(draw(0), grouped.NVFP4()))
+	for options, message in (
+		({"lr": float("nan")}, r"lr must be at least 0, got nan"),
+		({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
+		({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1, got 1"),
+		({"lr": torch.ones(2)}, r"lr must have one element, got the shape \(2,\)"),
+		({"masters": {p: draw(0)[:1]}}, r"must have its shape \(3, 80, 64\), got \(1, 80, 64\)"),
+	):
+		with pytest.raises(ValueError, match=message):
+			optim.AdamW([p], **options)
+	with pytest.raises(TypeError, match="no parameter with a master"):
+		optim.AdamW([p], masters={draw(0): draw(0)})
+	q = nn.Parameter(draw(0))
+	q.grad = torch.zeros(SHAPE).to_sparse()
+	with pytest.raises(RuntimeError, match="sparse"):
+		optim.AdamW([q]).step()

@@ -14,122 +14,122 @@ K, N, ENDS = 96, 48, [7, 7, 33]
 
 
 def weights():
-  return grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
+	return grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
 
 
 def same_tensor(a, b):
-  assert a.format == b.format
-  for (name, got), want in zip(bytes_of(a).items(), bytes_of(b).values(), strict=True):
-    assert_same_bytes(got, want, name)
+	assert a.format == b.format
+	for (name, got), want in zip(bytes_of(a).items(), bytes_of(b).values(), strict=True):
+		assert_same_bytes(got, want, name)
 
 
 def test_every_bit_is_where_it_is_said_to_be():
-  bits = [(15, 9), (14, 3), (13, 0), (12, 6)]  # of s and of eem, by t
-  for nibble in range(8):
-    for code in range(16):
-      word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
-      codes = word.int().view(torch.uint8)
-      packed = cute_kernels.prepack(codes).view(torch.int32)
-      sign, magnitude = bits[nibble % 4]
-      want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
-      assert int(packed[0]) & 0xFFFFFFFF == want
-      assert_same_bytes(cute_kernels.unpack(packed.view(torch.uint8)), codes)
+	bits = [(15, 9), (14, 3), (13, 0), (12, 6)]  # of s and of eem, by t
+	for nibble in range(8):
+		for code in range(16):
+			word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
+			codes = word.int().view(torch.uint8)
+			packed = cute_kernels.prepack(codes).view(torch.int32)
+			sign, magnitude = bits[nibble % 4]
+			want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
+			assert int(packed[0]) & 0xFFFFFFFF == want
+			assert_same_bytes(cute_kernels.unpack(packed.view(torch.uint8)), codes)
 
 
 def test_strides_are_kept():
-  codes = torch.randint(0, 256, (5, 48), dtype=torch.uint8)[:, :40]
-  packed = cute_kernels.prepack(codes)
-  assert packed.stride() == (48, 1)
-  assert not torch.equal(packed, codes)
-  assert_same_bytes(cute_kernels.unpack(packed).contiguous(), codes.contiguous())
+	codes = torch.randint(0, 256, (5, 48), dtype=torch.uint8)[:, :40]
+	packed = cute_kernels.prepack(codes)
+	assert packed.stride() == (48, 1)
+	assert not torch.equal(packed, codes)
+	assert_same_bytes(cute_kernels.unpack(packed).contiguous(), codes.contiguous())
 
 
 @each(
-  ("codes", "error", "match"),
-  [
-    (torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
-    (torch.zeros(2, 12, dtype=torch.uint8), ValueError, "whole blocks of 16.*(2, 12)"),
-    (torch.zeros(8, 2, dtype=torch.uint8).T, ValueError, "strides (1, 2)"),
-  ],
+	("codes", "error", "match"),
+	[
+		(torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
+		(torch.zeros(2, 12, dtype=torch.uint8), ValueError, "whole blocks of 16.*(2, 12)"),
+		(torch.zeros(8, 2, dtype=torch.uint8).T, ValueError, "strides (1, 2)"),
+	],
 )
 def test_bad_codes(codes, error, match):
-  with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
-    cute_kernels.prepack(codes)
+	with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
+		cute_kernels.prepack(codes)
 
 
 def test_there_and_back():
-  w = weights()
-  packed = w.prepack()
-  assert packed.prepacked and packed.format == w.format and packed.shape == w.shape and packed.dtype == w.dtype
-  assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
-  assert packed.prepack() is packed and w.unpack() is w
-  same_tensor(packed.unpack(), w)
-  written = packed.clone()
-  written.copy_(w.dequantize())
-  same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
+	w = weights()
+	packed = w.prepack()
+	assert packed.prepacked and packed.format == w.format and packed.shape == w.shape and packed.dtype == w.dtype
+	assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
+	assert packed.prepack() is packed and w.unpack() is w
+	same_tensor(packed.unpack(), w)
+	written = packed.clone()
+	written.copy_(w.dequantize())
+	same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
 
 
 def test_readers_see_the_same_values():
-  w = weights()
-  packed = w.prepack()
-  for direction in ("rowwise", "columnwise"):
-    got, want = (x.dequantize(torch.float32, direction) for x in (packed, w))
-    assert_same_bytes(got, want)
-  for got, want in zip(packed.unbind(), w.unbind(), strict=True):
-    assert_same_bytes(got.codes, want.codes)
-    assert_same_bytes(got.codes_t, want.codes_t)
+	w = weights()
+	packed = w.prepack()
+	for direction in ("rowwise", "columnwise"):
+		got, want = (x.dequantize(torch.float32, direction) for x in (packed, w))
+		assert_same_bytes(got, want)
+	for got, want in zip(packed.unbind(), w.unbind(), strict=True):
+		assert_same_bytes(got.codes, want.codes)
+		assert_same_bytes(got.codes_t, want.codes_t)
 
 
 def test_save_and_load():
-  packed = weights().prepack()
-  same_tensor(saved(packed), packed)
+	packed = weights().prepack()
+	same_tensor(saved(packed), packed)
 
 
 @each("compiled", [False, True], ids=["eager", "compiled"])
 def test_products_have_the_same_bits(compiled):
-  w = weights()
-  x, dy = sample(36, K), sample(36, N)
-  a = grouped.quantize(x, FORMATS["row-scaled"], offs=ENDS)
-  grad = grouped.quantize(dy, FORMATS["1x16"], offs=ENDS)
+	w = weights()
+	x, dy = sample(36, K), sample(36, N)
+	a = grouped.quantize(x, FORMATS["row-scaled"], offs=ENDS)
+	grad = grouped.quantize(dy, FORMATS["1x16"], offs=ENDS)
 
-  def products(w):
-    return (grouped.grouped_gemm(a, w), grouped.grouped_gemm(grad, w, transpose_b=True))
+	def products(w):
+		return (grouped.grouped_gemm(a, w), grouped.grouped_gemm(grad, w, transpose_b=True))
 
-  run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
-  assert_all_same(run(w.prepack()), products(w))
+	run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
+	assert_all_same(run(w.prepack()), products(w))
 
 
 def test_plain_activations_are_refused():
-  packed = weights().prepack()
-  with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
-    grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
+	packed = weights().prepack()
+	with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
+		grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
 
 
 @each("recipe", QUANTIZED)
 def test_a_layer_takes_them(recipe):
-  w, x, dy = weights(), sample(36, K), sample(36, N)
-  results = []
-  for held in (w, w.prepack()):
-    layer = GroupedLinear(3, K, N, bias=False, recipe=recipe)
-    layer.weight = nn.Parameter(held)
-    rows = x.clone().requires_grad_()
-    layer(rows, ENDS).backward(dy)
-    results.append((layer(x, ENDS), rows.grad, layer.weight.grad))
-  assert_all_same(results[1], results[0])
+	w, x, dy = weights(), sample(36, K), sample(36, N)
+	results = []
+	for held in (w, w.prepack()):
+		layer = GroupedLinear(3, K, N, bias=False, recipe=recipe)
+		layer.weight = nn.Parameter(held)
+		rows = x.clone().requires_grad_()
+		layer(rows, ENDS).backward(dy)
+		results.append((layer(x, ENDS), rows.grad, layer.weight.grad))
+	assert_all_same(results[1], results[0])
 
 
 def test_only_weights_can_be_prepacked():
-  ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
-  with pytest.raises(ValueError, match="only uniform weights"):
-    ragged.prepack()
-  with pytest.raises(ValueError, match="nvfp4:row_scaled cannot be combined with prepacked"):
-    grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
+	ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
+	with pytest.raises(ValueError, match="only uniform weights"):
+		ragged.prepack()
+	with pytest.raises(ValueError, match="nvfp4:row_scaled cannot be combined with prepacked"):
+		grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
 def test_other_architectures_say_so():
-  a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
-  with (
-    cute_kernels.backend("emulated:sm_100a"),
-    pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
-  ):
-    grouped.grouped_gemm(a, weights().prepack())
+	a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
+	with (
+		cute_kernels.backend("emulated:sm_100a"),
+		pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
+	):
+		grouped.grouped_gemm(a, weights().prepack())

@@ -14,261 +14,261 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def assert_same_member(got, want):
-  assert_same_buffers(vars(got), vars(want))
+	assert_same_buffers(vars(got), vars(want))
 
 
 def ceil_div(a, b):
-  return -(-a // b)
+	return -(-a // b)
 
 
 #: Shapes and dtypes of members of m rows and k columns.
 MEMBERS = {
-  "1x16": lambda m, k: {
-    "codes": ((m, k // 2), torch.uint8),
-    "scales": ((m, k // 16), E4M3),
-    "amax": ((), torch.float32),
-    "codes_t": ((k, ceil_div(m, 2)), torch.uint8),
-    "scales_t": ((k, ceil_div(m, 16)), E4M3),
-    "amax_t": ((), torch.float32),
-  },
-  "16x16": lambda m, k: MEMBERS["1x16"](m, k),
-  # Whole blocks of rows.
-  "hadamard": lambda m, k: MEMBERS["1x16"](m, k) | {"codes_t": ((k, 8 * ceil_div(m, 16)), torch.uint8)},
-  "row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), torch.float32)},
-  "fp8": lambda m, k: {
-    "codes": ((m, k), E4M3),
-    **dict.fromkeys(("scale_inv", "scale", "amax"), ((), torch.float32)),
-    "codes_t": ((k, m), E4M3),
-  },
-  "mxfp8": lambda m, k: {
-    "codes": ((m, k), E5M2),
-    "scales": ((m, k // 32), torch.uint8),
-    "codes_t": ((m, k), E5M2),
-    "scales_t": ((ceil_div(m, 32), k), torch.uint8),
-  },
-  "32x32": lambda m, k: MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3)),
-  "fp8_block": lambda m, k: {
-    "codes": ((m, k), E4M3),
-    "scales": ((m, ceil_div(k, 128)), torch.float32),
-    "codes_t": ((k, m), E4M3),
-    "scales_t": ((k, ceil_div(m, 128)), torch.float32),
-  },
-  "128x128": lambda m, k: {
-    "codes": ((m, k), E5M2),
-    "scales": ((ceil_div(m, 128), ceil_div(k, 128)), torch.float32),
-    "codes_t": ((k, m), E5M2),
-    "scales_t": ((ceil_div(k, 128), ceil_div(m, 128)), torch.float32),
-  },
+	"1x16": lambda m, k: {
+		"codes": ((m, k // 2), torch.uint8),
+		"scales": ((m, k // 16), E4M3),
+		"amax": ((), torch.float32),
+		"codes_t": ((k, ceil_div(m, 2)), torch.uint8),
+		"scales_t": ((k, ceil_div(m, 16)), E4M3),
+		"amax_t": ((), torch.float32),
+	},
+	"16x16": lambda m, k: MEMBERS["1x16"](m, k),
+	# Whole blocks of rows.
+	"hadamard": lambda m, k: MEMBERS["1x16"](m, k) | {"codes_t": ((k, 8 * ceil_div(m, 16)), torch.uint8)},
+	"row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), torch.float32)},
+	"fp8": lambda m, k: {
+		"codes": ((m, k), E4M3),
+		**dict.fromkeys(("scale_inv", "scale", "amax"), ((), torch.float32)),
+		"codes_t": ((k, m), E4M3),
+	},
+	"mxfp8": lambda m, k: {
+		"codes": ((m, k), E5M2),
+		"scales": ((m, k // 32), torch.uint8),
+		"codes_t": ((m, k), E5M2),
+		"scales_t": ((ceil_div(m, 32), k), torch.uint8),
+	},
+	"32x32": lambda m, k: MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3)),
+	"fp8_block": lambda m, k: {
+		"codes": ((m, k), E4M3),
+		"scales": ((m, ceil_div(k, 128)), torch.float32),
+		"codes_t": ((k, m), E4M3),
+		"scales_t": ((k, ceil_div(m, 128)), torch.float32),
+	},
+	"128x128": lambda m, k: {
+		"codes": ((m, k), E5M2),
+		"scales": ((ceil_div(m, 128), ceil_div(k, 128)), torch.float32),
+		"codes_t": ((k, m), E5M2),
+		"scales_t": ((ceil_div(k, 128), ceil_div(m, 128)), torch.float32),
+	},
 }
 
 
 @pytest.mark.parametrize("name", MEMBERS)
 @each("splits", SPLITS)
 def test_members_equal_tensors_quantized_alone(splits, name):
-  ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT.get(name, grouped.NVFP4(hadamard=True))
-  x = sample(ends[-1] + 5, k)
-  xq = grouped.quantize(x, fmt, offs=ends, columnwise=True)
-  assert xq.num_groups == len(splits)
-  for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
-    part = x[end - rows : end].contiguous()
-    got = xq.member(g)
-    shapes = {n: (tuple(t.shape), t.dtype) for n, t in vars(got).items()}
-    assert shapes == MEMBERS[name](rows, k)
-    assert_same_member(got, grouped.quantize(part, fmt, offs=[rows], columnwise=True).member(0))
-    if rows:
-      assert_same_member(got, grouped.quantize(part[None], fmt, columnwise=True).member(0))
+	ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT.get(name, grouped.NVFP4(hadamard=True))
+	x = sample(ends[-1] + 5, k)
+	xq = grouped.quantize(x, fmt, offs=ends, columnwise=True)
+	assert xq.num_groups == len(splits)
+	for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
+		part = x[end - rows : end].contiguous()
+		got = xq.member(g)
+		shapes = {n: (tuple(t.shape), t.dtype) for n, t in vars(got).items()}
+		assert shapes == MEMBERS[name](rows, k)
+		assert_same_member(got, grouped.quantize(part, fmt, offs=[rows], columnwise=True).member(0))
+		if rows:
+			assert_same_member(got, grouped.quantize(part[None], fmt, columnwise=True).member(0))
 
 
 @each("fmt", FORMATS)
 @each("uniform", [True, False])
 def test_members_decode_to_what_dequantize_gives(uniform, fmt):
-  """With a decoder written from the format's text: codes, linear scales, amax; both ways."""
-  x = sample(3, 37, 48)
-  options = {} if uniform else {"offs": [37, 74, 111]}
-  xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
-  row = xq.dequantize(torch.float32, "rowwise").view(3, 37, 48)
-  column = xq.dequantize(torch.float32, "columnwise").view(3, 37, 48)
-  for g, m in enumerate(xq.unbind()):
-    assert_same_bytes(decode_member(m.codes, m.scales, m.amax, 48), row[g])
-    assert_same_bytes(decode_member(m.codes_t, m.scales_t, m.amax_t, 37), column[g].T)
-    assert (row[g] - x[g]).abs().max() <= x[g].abs().max() / 6
-    assert (column[g] - x[g]).abs().max() <= x[g].abs().max() / 6
+	"""With a decoder written from the format's text: codes, linear scales, amax; both ways."""
+	x = sample(3, 37, 48)
+	options = {} if uniform else {"offs": [37, 74, 111]}
+	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
+	row = xq.dequantize(torch.float32, "rowwise").view(3, 37, 48)
+	column = xq.dequantize(torch.float32, "columnwise").view(3, 37, 48)
+	for g, m in enumerate(xq.unbind()):
+		assert_same_bytes(decode_member(m.codes, m.scales, m.amax, 48), row[g])
+		assert_same_bytes(decode_member(m.codes_t, m.scales_t, m.amax_t, 37), column[g].T)
+		assert (row[g] - x[g]).abs().max() <= x[g].abs().max() / 6
+		assert (column[g] - x[g]).abs().max() <= x[g].abs().max() / 6
 
 
 @each("name", ["fp8", "mxfp8", "32x32", "fp8_block", "128x128"])
 @each("uniform", [True, False])
 def test_members_of_fp8_codes_decode_to_what_dequantize_gives(uniform, name):
-  """Codes times scales, those of a block repeated over its rows and columns."""
-  rows, cols, fmt = 150, 160, EVERY_FORMAT[name]
-  x = sample(3, rows, cols)
-  options = {} if uniform else {"offs": [rows, 2 * rows, 3 * rows]}
-  xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
-  heights = {"32x32": 1, "128x128": 128}  # the scales of 32x32 blocks are repeated
-  for direction, suffix in (("rowwise", ""), ("columnwise", "_t")):
-    decoded = xq.dequantize(torch.float32, direction).view(3, rows, cols)
-    for got, m in zip(decoded, xq.unbind(), strict=True):
-      codes = getattr(m, f"codes{suffix}").float()
-      if fmt.scale is None:
-        factor = m.scale_inv
-      else:
-        scales, vec = getattr(m, f"scales{suffix}"), fmt.scale.vec_size
-        values = scales.float() if scales.is_floating_point() else 2.0 ** (scales - 127.0)
-        steps = [heights.get(name, 1), vec]
-        if suffix and fmt.columnwise == "untransposed":
-          steps.reverse()
-        factor = values.repeat_interleave(steps[0], 0).repeat_interleave(steps[1], 1)
-        factor = factor[: codes.shape[0], : codes.shape[1]]
-      turned = suffix and fmt.columnwise == "transposed"
-      assert_same_bytes((codes * factor).T if turned else codes * factor, got)
-    assert ((decoded - x).abs().amax((1, 2)) <= x.abs().amax((1, 2)) / 8).all()
+	"""Codes times scales, those of a block repeated over its rows and columns."""
+	rows, cols, fmt = 150, 160, EVERY_FORMAT[name]
+	x = sample(3, rows, cols)
+	options = {} if uniform else {"offs": [rows, 2 * rows, 3 * rows]}
+	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
+	heights = {"32x32": 1, "128x128": 128}  # the scales of 32x32 blocks are repeated
+	for direction, suffix in (("rowwise", ""), ("columnwise", "_t")):
+		decoded = xq.dequantize(torch.float32, direction).view(3, rows, cols)
+		for got, m in zip(decoded, xq.unbind(), strict=True):
+			codes = getattr(m, f"codes{suffix}").float()
+			if fmt.scale is None:
+				factor = m.scale_inv
+			else:
+				scales, vec = getattr(m, f"scales{suffix}"), fmt.scale.vec_size
+				values = scales.float() if scales.is_floating_point() else 2.0 ** (scales - 127.0)
+				steps = [heights.get(name, 1), vec]
+				if suffix and fmt.columnwise == "untransposed":
+					steps.reverse()
+				factor = values.repeat_interleave(steps[0], 0).repeat_interleave(steps[1], 1)
+				factor = factor[: codes.shape[0], : codes.shape[1]]
+			turned = suffix and fmt.columnwise == "transposed"
+			assert_same_bytes((codes * factor).T if turned else codes * factor, got)
+		assert ((decoded - x).abs().amax((1, 2)) <= x.abs().amax((1, 2)) / 8).all()
 
 
 @every_format
 @each("direction", ["rowwise", "columnwise"])
 def test_one_direction(direction, fmt):
-  x = sample(40, 32)
-  only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
-  xq = grouped.quantize(x, fmt, offs=[10, 40], **only)
-  both = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
-  other = "columnwise" if direction == "rowwise" else "rowwise"
-  assert getattr(xq, other) is None
-  assert_all_same(getattr(xq, direction), getattr(both, direction))
-  assert_same_bytes(xq.dequantize(), both.dequantize(direction=direction))
-  assert xq.amax is getattr(getattr(xq, direction), "amax", None)
-  member = xq.member(0)
-  assert (member.codes is None) == (direction == "columnwise")
-  assert (member.codes_t is None) == (direction == "rowwise")
-  with pytest.raises(RuntimeError, match=f"no {other} copy"):
-    xq.dequantize(direction=other)
+	x = sample(40, 32)
+	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
+	xq = grouped.quantize(x, fmt, offs=[10, 40], **only)
+	both = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
+	other = "columnwise" if direction == "rowwise" else "rowwise"
+	assert getattr(xq, other) is None
+	assert_all_same(getattr(xq, direction), getattr(both, direction))
+	assert_same_bytes(xq.dequantize(), both.dequantize(direction=direction))
+	assert xq.amax is getattr(getattr(xq, direction), "amax", None)
+	member = xq.member(0)
+	assert (member.codes is None) == (direction == "columnwise")
+	assert (member.codes_t is None) == (direction == "rowwise")
+	with pytest.raises(RuntimeError, match=f"no {other} copy"):
+		xq.dequantize(direction=other)
 
 
 def test_member_indices():
-  xq = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 10, 40])
-  assert_same_member(xq.member(-1), xq.member(2))
-  assert len(xq.unbind()) == 3 and len(list(xq)) == 3
-  for wrong in (3, -4):
-    with pytest.raises(IndexError, match="3"):
-      xq.member(wrong)
-  with pytest.raises(ValueError, match="dim must be 0"):
-    xq.unbind(1)
+	xq = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 10, 40])
+	assert_same_member(xq.member(-1), xq.member(2))
+	assert len(xq.unbind()) == 3 and len(list(xq)) == 3
+	for wrong in (3, -4):
+		with pytest.raises(IndexError, match="3"):
+			xq.member(wrong)
+	with pytest.raises(ValueError, match="dim must be 0"):
+		xq.unbind(1)
 
 
 @each("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @every_format
 def test_dequantize_rounds_once(fmt, dtype):
-  x = sample(24, 32, dtype=dtype)
-  xq = grouped.quantize(x, fmt, offs=[20])
-  assert xq.dequantize().dtype == dtype
-  exact = xq.dequantize(torch.float32)
-  for out in (torch.bfloat16, torch.float16):
-    assert_same_bytes(xq.dequantize(out), exact.to(out))
-  assert not exact[20:].any()
-  with pytest.raises(TypeError, match="dtype must be"):
-    xq.dequantize(torch.float64)
-  with pytest.raises(ValueError, match="direction must be"):
-    xq.dequantize(direction="both")
+	x = sample(24, 32, dtype=dtype)
+	xq = grouped.quantize(x, fmt, offs=[20])
+	assert xq.dequantize().dtype == dtype
+	exact = xq.dequantize(torch.float32)
+	for out in (torch.bfloat16, torch.float16):
+		assert_same_bytes(xq.dequantize(out), exact.to(out))
+	assert not exact[20:].any()
+	with pytest.raises(TypeError, match="dtype must be"):
+		xq.dequantize(torch.float64)
+	with pytest.raises(ValueError, match="direction must be"):
+		xq.dequantize(direction="both")
 
 
 @every_format
 def test_out_reuses_the_storage_with_other_boundaries(fmt):
-  first, second = sample(70, 32), sample(70, 32)
-  out = grouped.quantize(first, fmt, offs=[10, 20, 70], columnwise=True)
-  view = out.detach()
-  held = [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
-  got = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True, out=out)
-  assert got is out
-  assert held == [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
-  want = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True)
-  for tensor in (out, view):
-    for a, b in zip(tensor.unbind(), want.unbind(), strict=True):
-      assert_same_member(a, b)
+	first, second = sample(70, 32), sample(70, 32)
+	out = grouped.quantize(first, fmt, offs=[10, 20, 70], columnwise=True)
+	view = out.detach()
+	held = [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
+	got = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True, out=out)
+	assert got is out
+	assert held == [t.data_ptr() for t in (*out.rowwise, *out.columnwise, out.offs)]
+	want = grouped.quantize(second, fmt, offs=[0, 60, 69], columnwise=True)
+	for tensor in (out, view):
+		for a, b in zip(tensor.unbind(), want.unbind(), strict=True):
+			assert_same_member(a, b)
 
 
 def _out():
-  return grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
+	return grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
 
 
 @each(
-  ("change", "error", "match"),
-  [
-    ({"fmt": FORMATS["row-scaled"]}, ValueError, "another format"),
-    ({"x": sample(41, 32)}, ValueError, "another shape"),
-    ({"x": sample(40, 32).double()}, TypeError, "x must be bfloat16"),
-    ({"columnwise": True}, ValueError, "another columnwise"),
-    ({"columnwise": True, "rowwise": False}, ValueError, "another rowwise"),
-    ({"offs": [40]}, ValueError, "out has 2 groups, offs has 1"),
-    ({"out": torch.zeros(40, 32)}, TypeError, "out must be a GroupedTensor, got Tensor"),
-  ],
+	("change", "error", "match"),
+	[
+		({"fmt": FORMATS["row-scaled"]}, ValueError, "another format"),
+		({"x": sample(41, 32)}, ValueError, "another shape"),
+		({"x": sample(40, 32).double()}, TypeError, "x must be bfloat16"),
+		({"columnwise": True}, ValueError, "another columnwise"),
+		({"columnwise": True, "rowwise": False}, ValueError, "another rowwise"),
+		({"offs": [40]}, ValueError, "out has 2 groups, offs has 1"),
+		({"out": torch.zeros(40, 32)}, TypeError, "out must be a GroupedTensor, got Tensor"),
+	],
 )
 def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
-  out = _out()
-  before = bytes_of(out)
-  call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change
-  with pytest.raises(error, match=match):
-    grouped.quantize(call.pop("x"), call.pop("fmt"), **call)
-  assert_same_buffers(bytes_of(out), before)
+	out = _out()
+	before = bytes_of(out)
+	call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change
+	with pytest.raises(error, match=match):
+		grouped.quantize(call.pop("x"), call.pop("fmt"), **call)
+	assert_same_buffers(bytes_of(out), before)
 
 
 @each(
-  ("x", "options", "error", "match"),
-  [
-    (sample(40, 32), {}, ValueError, "offs is missing"),
-    (sample(40, 24), {"offs": [40]}, ValueError, "K must be a positive multiple of 16"),
-    (sample(40, 32).double(), {"offs": [40]}, TypeError, "x must be bfloat16"),
-    (sample(40, 32), {"offs": [40], "rowwise": False}, ValueError, "both False"),
-    *(
-      (sample(40, k), {"offs": [40], "fmt": EVERY_FORMAT[name]}, ValueError, f" {of} .*{k}")
-      for name, k, of in (("mxfp8", 16, 32), ("32x32", 48, 32), ("fp8_block", 24, 16))
-    ),
-  ],
+	("x", "options", "error", "match"),
+	[
+		(sample(40, 32), {}, ValueError, "offs is missing"),
+		(sample(40, 24), {"offs": [40]}, ValueError, "K must be a positive multiple of 16"),
+		(sample(40, 32).double(), {"offs": [40]}, TypeError, "x must be bfloat16"),
+		(sample(40, 32), {"offs": [40], "rowwise": False}, ValueError, "both False"),
+		*(
+			(sample(40, k), {"offs": [40], "fmt": EVERY_FORMAT[name]}, ValueError, f" {of} .*{k}")
+			for name, k, of in (("mxfp8", 16, 32), ("32x32", 48, 32), ("fp8_block", 24, 16))
+		),
+	],
 )
 def test_quantize_refuses(x, options, error, match):
-  with pytest.raises(error, match=match):
-    grouped.quantize(x, **({"fmt": FORMATS["1x16"]} | options))
+	with pytest.raises(error, match=match):
+		grouped.quantize(x, **({"fmt": FORMATS["1x16"]} | options))
 
 
 @every_format
 def test_what_the_table_denies_raises_with_its_reason(fmt, monkeypatch):
-  """No tensor of the format can be made, neither from plain values nor from parts."""
-  x = sample(40, 32)
-  made = grouped.quantize(x, fmt, offs=[40])
-  rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != fmt.name}
-  monkeypatch.setattr(capability, "_RUNS", rows)
-  reason = cute_kernels.support("grouped_quantize", fmt, "reference").reason
-  assert reason == f"{type(fmt).__name__} is not built yet"
-  with pytest.raises(cute_kernels.UnsupportedError, match=reason):
-    grouped.quantize(x, fmt, offs=[40])
-  with pytest.raises(cute_kernels.UnsupportedError, match=reason):
-    grouped.GroupedTensor(x.shape, x.dtype, fmt, made.offs, made.rowwise, None)
+	"""No tensor of the format can be made, neither from plain values nor from parts."""
+	x = sample(40, 32)
+	made = grouped.quantize(x, fmt, offs=[40])
+	rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != fmt.name}
+	monkeypatch.setattr(capability, "_RUNS", rows)
+	reason = cute_kernels.support("grouped_quantize", fmt, "reference").reason
+	assert reason == f"{type(fmt).__name__} is not built yet"
+	with pytest.raises(cute_kernels.UnsupportedError, match=reason):
+		grouped.quantize(x, fmt, offs=[40])
+	with pytest.raises(cute_kernels.UnsupportedError, match=reason):
+		grouped.GroupedTensor(x.shape, x.dtype, fmt, made.offs, made.rowwise, None)
 
 
 def test_quantizing_twice_is_refused():
-  with pytest.raises(TypeError, match=r"\.dequantize\(\)"):
-    grouped.quantize(_out(), FORMATS["1x16"], offs=[10, 40])
+	with pytest.raises(TypeError, match=r"\.dequantize\(\)"):
+		grouped.quantize(_out(), FORMATS["1x16"], offs=[10, 40])
 
 
 def test_quantize_does_not_track_gradients():
-  x = sample(40, 32).requires_grad_()
-  assert not grouped.quantize(x, FORMATS["1x16"], offs=[40]).requires_grad
+	x = sample(40, 32).requires_grad_()
+	assert not grouped.quantize(x, FORMATS["1x16"], offs=[40]).requires_grad
 
 
 class OnGpu(torch.Tensor):
-  """A tensor that says that it is on a GPU."""
+	"""A tensor that says that it is on a GPU."""
 
-  is_cuda = True
+	is_cuda = True
 
 
 @each("capturing", [True, False])
 def test_members_are_not_read_while_a_graph_is_captured(monkeypatch, capturing):
-  """Reading offs would synchronize; a uniform tensor has none."""
-  monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-  ragged = grouped.quantize(sample(40, 64), FORMATS["1x16"], offs=[13, 40])
-  uniform = grouped.quantize(sample(2, 16, 64), FORMATS["1x16"])
-  ragged._offs = ragged.offs.as_subclass(OnGpu)
-  if capturing:
-    for read in (lambda: ragged.member(0), lambda: ragged.member(-1), ragged.unbind):
-      with pytest.raises(RuntimeError, match="capturing"):
-        read()
-  else:
-    assert len(ragged.unbind()) == 2 and ragged.member(1).codes.shape == (27, 32)
-  assert len(uniform.unbind()) == 2 and uniform.member(0).codes.shape == (16, 32)
+	"""Reading offs would synchronize; a uniform tensor has none."""
+	monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+	ragged = grouped.quantize(sample(40, 64), FORMATS["1x16"], offs=[13, 40])
+	uniform = grouped.quantize(sample(2, 16, 64), FORMATS["1x16"])
+	ragged._offs = ragged.offs.as_subclass(OnGpu)
+	if capturing:
+		for read in (lambda: ragged.member(0), lambda: ragged.member(-1), ragged.unbind):
+			with pytest.raises(RuntimeError, match="capturing"):
+				read()
+	else:
+		assert len(ragged.unbind()) == 2 and ragged.member(1).codes.shape == (27, 32)
+	assert len(uniform.unbind()) == 2 and uniform.member(0).codes.shape == (16, 32)

@@ -21,191 +21,191 @@ W = NVFP4(block=(16, 16))
 
 
 def output(recipe):
-  """Of a layer, forward and backward."""
-  torch.manual_seed(1)
-  layer = GroupedLinear(2, 64, 96, recipe=recipe)
-  layer.weight = torch.nn.Parameter(sample(2, 96, 64))
-  x = sample(40, 64).requires_grad_()
-  y = layer(x, [13, 35])
-  y.backward(sample(40, 96))
-  return y.detach(), x.grad, layer.weight.grad
+	"""Of a layer, forward and backward."""
+	torch.manual_seed(1)
+	layer = GroupedLinear(2, 64, 96, recipe=recipe)
+	layer.weight = torch.nn.Parameter(sample(2, 96, 64))
+	x = sample(40, 64).requires_grad_()
+	y = layer(x, [13, 35])
+	y.backward(sample(40, 96))
+	return y.detach(), x.grad, layer.weight.grad
 
 
 def assert_honoured(recipe, plain):
-  pairs = zip(output(recipe), output(plain), strict=True)
-  assert not all(torch.equal(a, b) for a, b in pairs)
+	pairs = zip(output(recipe), output(plain), strict=True)
+	assert not all(torch.equal(a, b) for a, b in pairs)
 
 
 @each("roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str)
 @each("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, roles):
-  """It is never dropped: a recipe with the flag does not give the bits of one without."""
-  fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
-  changed = formats | dict.fromkeys(roles, fmt)
-  status = support("grouped_quantize", fmt, "reference")
-  if not status:
-    with pytest.raises(cute_kernels.UnsupportedError, match=rf"{roles[0]} cannot be.*{flag}"):
-      Recipe(**changed)
-    assert status.reason
-  elif flag == "row_scaled" and "weight" in roles:
-    with pytest.raises(ValueError, match="one second-level scale a group"):
-      Recipe(**changed)
-  elif flag == "hadamard" and len(roles) == 1:
-    with pytest.raises(ValueError, match="must be transformed alike"):
-      Recipe(**changed)
-  else:
-    assert_honoured(Recipe(**changed), Recipe(**formats))
+	"""It is never dropped: a recipe with the flag does not give the bits of one without."""
+	fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
+	changed = formats | dict.fromkeys(roles, fmt)
+	status = support("grouped_quantize", fmt, "reference")
+	if not status:
+		with pytest.raises(cute_kernels.UnsupportedError, match=rf"{roles[0]} cannot be.*{flag}"):
+			Recipe(**changed)
+		assert status.reason
+	elif flag == "row_scaled" and "weight" in roles:
+		with pytest.raises(ValueError, match="one second-level scale a group"):
+			Recipe(**changed)
+	elif flag == "hadamard" and len(roles) == 1:
+		with pytest.raises(ValueError, match="must be transformed alike"):
+			Recipe(**changed)
+	else:
+		assert_honoured(Recipe(**changed), Recipe(**formats))
 
 
 def variants(recipe, **options):
-  """Of each option, beside the recipe with its default."""
-  return [(recipe, name, value) for name, value in options.items()]
+	"""Of each option, beside the recipe with its default."""
+	return [(recipe, name, value) for name, value in options.items()]
 
 
 @each(
-  ("recipe", "name", "value"),
-  [
-    *variants(recipes.NVFP4, hadamard=True, stochastic_rounding=True),
-    *variants(recipes.NVFP4RowScaled, stochastic_rounding=True),
-    *variants(recipes.MXFP8, grad_dtype=E5M2, weight_block=(32, 32)),
-    *variants(recipes.FP8Block, grad_dtype=E5M2, pow2_scales=False, amax_epsilon=100.0),
-    *variants(recipes.FP8Current, grad_dtype=E4M3),
-    *variants(recipes.FP8Delayed, grad_dtype=E4M3),
-  ],
+	("recipe", "name", "value"),
+	[
+		*variants(recipes.NVFP4, hadamard=True, stochastic_rounding=True),
+		*variants(recipes.NVFP4RowScaled, stochastic_rounding=True),
+		*variants(recipes.MXFP8, grad_dtype=E5M2, weight_block=(32, 32)),
+		*variants(recipes.FP8Block, grad_dtype=E5M2, pow2_scales=False, amax_epsilon=100.0),
+		*variants(recipes.FP8Current, grad_dtype=E4M3),
+		*variants(recipes.FP8Delayed, grad_dtype=E4M3),
+	],
 )
 def test_an_option_reaches_the_formats(recipe, name, value):
-  try:
-    changed = recipe(**{name: value})
-  except cute_kernels.UnsupportedError as error:
-    assert name in str(error)
-    return
-  again = dataclasses.replace(recipe(), **{name: value})
-  assert again == changed and again.texts == changed.texts and value in vars(changed).values()
-  assert_honoured(changed, recipe())
+	try:
+		changed = recipe(**{name: value})
+	except cute_kernels.UnsupportedError as error:
+		assert name in str(error)
+		return
+	again = dataclasses.replace(recipe(), **{name: value})
+	assert again == changed and again.texts == changed.texts and value in vars(changed).values()
+	assert_honoured(changed, recipe())
 
 
 def test_roles_of_the_named_recipes():
-  def texts(recipe):
-    return recipe.texts
+	def texts(recipe):
+		return recipe.texts
 
-  assert texts(recipes.BF16()) == (None, None, None)
-  assert texts(recipes.NVFP4()) == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
-  assert texts(recipes.NVFP4RowScaled()) == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
-  nvidia = recipes.NVFP4(hadamard=True, stochastic_rounding=True)
-  assert texts(nvidia) == (*("nvfp4:hadamard", "nvfp4:block=16x16", "nvfp4:hadamard,stochastic_rounding"),)
-  stochastic = recipes.NVFP4RowScaled(stochastic_rounding=True)
-  assert texts(stochastic)[::2] == ("nvfp4:row_scaled", "nvfp4:stochastic_rounding")
-  assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
-  assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
-  assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
-  delayed = "fp8:scaling=delayed"
-  assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
-  defaults = recipes.FP8Delayed()
-  assert (defaults.history_length, defaults.margin, defaults.algorithm) == (1024, 0, "max")
-  hybrid = recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=0.5)
-  rest = "pow2_scales=false,amax_epsilon=0.5"
-  assert texts(hybrid) == (*(f"fp8_block:{rest}", f"fp8_block:block=128x128,{rest}", f"fp8_block:dtype=e5m2,{rest}"),)
-  mixed = recipes.MXFP8(weight_block=(32, 32), grad_dtype=E5M2)
-  assert texts(mixed) == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
+	assert texts(recipes.BF16()) == (None, None, None)
+	assert texts(recipes.NVFP4()) == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
+	assert texts(recipes.NVFP4RowScaled()) == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
+	nvidia = recipes.NVFP4(hadamard=True, stochastic_rounding=True)
+	assert texts(nvidia) == (*("nvfp4:hadamard", "nvfp4:block=16x16", "nvfp4:hadamard,stochastic_rounding"),)
+	stochastic = recipes.NVFP4RowScaled(stochastic_rounding=True)
+	assert texts(stochastic)[::2] == ("nvfp4:row_scaled", "nvfp4:stochastic_rounding")
+	assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
+	assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
+	assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
+	delayed = "fp8:scaling=delayed"
+	assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
+	defaults = recipes.FP8Delayed()
+	assert (defaults.history_length, defaults.margin, defaults.algorithm) == (1024, 0, "max")
+	hybrid = recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=0.5)
+	rest = "pow2_scales=false,amax_epsilon=0.5"
+	assert texts(hybrid) == (*(f"fp8_block:{rest}", f"fp8_block:block=128x128,{rest}", f"fp8_block:dtype=e5m2,{rest}"),)
+	mixed = recipes.MXFP8(weight_block=(32, 32), grad_dtype=E5M2)
+	assert texts(mixed) == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
 
 
 @each(
-  ("roles", "error", "match"),
-  [
-    ((FP8Block(), FP8Block(), FP8Block()), None, None),
-    ((FP8Block((128, 128)), FP8Block((128, 128)), FP8Block()), ValueError, "fprop multiplies"),
-    ((FP8Block(), FP8Block((128, 128)), FP8Block((128, 128))), ValueError, "dgrad multiplies"),
-    ((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), ValueError, "wgrad multiplies"),
-    ((FP8(), MXFP8(), FP8()), ValueError, "fprop multiplies input by weight: .*one kind"),
-    ((NVFP4(), W, FP8()), ValueError, "wgrad multiplies grad_output by input: .*one kind"),
-    ((MXFP8(), W, MXFP8()), None, None),
-    ((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got fp8:dtype=e5m2"),
-    ((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got fp8:dtype=e5m2"),
-  ],
+	("roles", "error", "match"),
+	[
+		((FP8Block(), FP8Block(), FP8Block()), None, None),
+		((FP8Block((128, 128)), FP8Block((128, 128)), FP8Block()), ValueError, "fprop multiplies"),
+		((FP8Block(), FP8Block((128, 128)), FP8Block((128, 128))), ValueError, "dgrad multiplies"),
+		((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), ValueError, "wgrad multiplies"),
+		((FP8(), MXFP8(), FP8()), ValueError, "fprop multiplies input by weight: .*one kind"),
+		((NVFP4(), W, FP8()), ValueError, "wgrad multiplies grad_output by input: .*one kind"),
+		((MXFP8(), W, MXFP8()), None, None),
+		((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got fp8:dtype=e5m2"),
+		((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got fp8:dtype=e5m2"),
+	],
 )
 def test_products_that_are_not_multiplied(roles, error, match):
-  if error is None:
-    output(Recipe(*roles))
-    return
-  with pytest.raises(error, match=match):
-    Recipe(*roles)
+	if error is None:
+		output(Recipe(*roles))
+		return
+	with pytest.raises(error, match=match):
+		Recipe(*roles)
 
 
 @each("fmt", [grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8])
 def test_a_class_is_no_record(fmt):
-  name = fmt.__name__
-  with pytest.raises(TypeError, match=rf"weight must be a format record: {name}\(\), not {name}"):
-    Recipe(NVFP4(), fmt, NVFP4())
-  with pytest.raises(TypeError, match=rf"fmt must be a format record: {name}\(\), not {name}"):
-    grouped.quantize(sample(2, 48, 64), fmt)
+	name = fmt.__name__
+	with pytest.raises(TypeError, match=rf"weight must be a format record: {name}\(\), not {name}"):
+		Recipe(NVFP4(), fmt, NVFP4())
+	with pytest.raises(TypeError, match=rf"fmt must be a format record: {name}\(\), not {name}"):
+		grouped.quantize(sample(2, 48, 64), fmt)
 
 
 @each("fmt", ["nvfp4", 4, torch.float8_e4m3fn, recipes.NVFP4()])
 def test_what_is_no_format_is_refused(fmt):
-  with pytest.raises(TypeError, match="input must be a format record such as"):
-    Recipe(fmt, NVFP4(), NVFP4())
-  with pytest.raises(TypeError, match="fmt must be a format record such as"):
-    grouped.quantize(sample(2, 48, 64), fmt)
+	with pytest.raises(TypeError, match="input must be a format record such as"):
+		Recipe(fmt, NVFP4(), NVFP4())
+	with pytest.raises(TypeError, match="fmt must be a format record such as"):
+		grouped.quantize(sample(2, 48, 64), fmt)
 
 
 def test_other_errors():
-  with pytest.raises(ValueError, match=r"all roles or none; no format for \['weight'\]"):
-    Recipe(NVFP4(), None, NVFP4())
-  with pytest.raises(TypeError, match="propagate_nonfinite must be a bool, got 1"):
-    recipes.NVFP4(propagate_nonfinite=1)
-  with pytest.raises(TypeError, match="float8_e5m2; options have names: grad_dtype, pow2"):
-    recipes.FP8Block(torch.float8_e5m2)
-  with pytest.raises(TypeError, match="hadamard must be a bool, got 1"):
-    recipes.NVFP4(hadamard=1)
-  with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
-    recipes.NVFP4(input=NVFP4())
-  with pytest.raises(ValueError, match="dtype must be"):
-    recipes.MXFP8(grad_dtype=torch.bfloat16)
+	with pytest.raises(ValueError, match=r"all roles or none; no format for \['weight'\]"):
+		Recipe(NVFP4(), None, NVFP4())
+	with pytest.raises(TypeError, match="propagate_nonfinite must be a bool, got 1"):
+		recipes.NVFP4(propagate_nonfinite=1)
+	with pytest.raises(TypeError, match="float8_e5m2; options have names: grad_dtype, pow2"):
+		recipes.FP8Block(torch.float8_e5m2)
+	with pytest.raises(TypeError, match="hadamard must be a bool, got 1"):
+		recipes.NVFP4(hadamard=1)
+	with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
+		recipes.NVFP4(input=NVFP4())
+	with pytest.raises(ValueError, match="dtype must be"):
+		recipes.MXFP8(grad_dtype=torch.bfloat16)
 
 
 def test_messages_say_what_differs_from_the_defaults():
-  assert f"{recipes.BF16()} {recipes.NVFP4(hadamard=True)}" == "BF16() NVFP4(hadamard=True)"
-  custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=True)
-  roles = "input=nvfp4, weight=nvfp4:block=16x16, grad_output=nvfp4"
-  assert str(custom) == f"Recipe({roles}, propagate_nonfinite=True)"
+	assert f"{recipes.BF16()} {recipes.NVFP4(hadamard=True)}" == "BF16() NVFP4(hadamard=True)"
+	custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=True)
+	roles = "input=nvfp4, weight=nvfp4:block=16x16, grad_output=nvfp4"
+	assert str(custom) == f"Recipe({roles}, propagate_nonfinite=True)"
 
 
 @each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
-  """Where dgrad would read it; a product forward may."""
-  layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
-  q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
-  layer.weight = torch.nn.Parameter(q, requires_grad=False)
-  x = torch.randn(4, 32, dtype=torch.bfloat16)
-  assert layer(x, [2, 4]).shape == (4, 32)
-  with pytest.raises(ValueError, match="nvfp4:hadamard, whose .* without hadamard where x requ"):
-    layer(x.requires_grad_(), [2, 4])
+	"""Where dgrad would read it; a product forward may."""
+	layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
+	q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
+	layer.weight = torch.nn.Parameter(q, requires_grad=False)
+	x = torch.randn(4, 32, dtype=torch.bfloat16)
+	assert layer(x, [2, 4]).shape == (4, 32)
+	with pytest.raises(ValueError, match="nvfp4:hadamard, whose .* without hadamard where x requ"):
+		layer(x.requires_grad_(), [2, 4])
 
 
 @each(
-  "recipe",
-  [
-    *(recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)),
-    recipes.FP8Delayed(margin=1),
-    Recipe(NVFP4(), W, NVFP4(stochastic_rounding=True)),
-  ],
+	"recipe",
+	[
+		*(recipes.BF16(), recipes.NVFP4RowScaled(), recipes.FP8Block(pow2_scales=False)),
+		recipes.FP8Delayed(margin=1),
+		Recipe(NVFP4(), W, NVFP4(stochastic_rounding=True)),
+	],
 )
 def test_recipes_are_values(recipe):
-  same = pickle.loads(pickle.dumps(recipe))
-  assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
-  with pytest.raises(AttributeError):
-    recipe.input = None
-  assert recipe.takes_scales == isinstance(recipe, recipes.FP8Delayed)
-  other = dataclasses.replace(recipe, propagate_nonfinite=True)
-  assert other != recipe and other.texts == recipe.texts
+	same = pickle.loads(pickle.dumps(recipe))
+	assert same == recipe and hash(same) == hash(recipe) and same.texts == recipe.texts
+	with pytest.raises(AttributeError):
+		recipe.input = None
+	assert recipe.takes_scales == isinstance(recipe, recipes.FP8Delayed)
+	other = dataclasses.replace(recipe, propagate_nonfinite=True)
+	assert other != recipe and other.texts == recipe.texts
 
 
 @each("recipe", ALL_RECIPES)
 def test_sizes_that_the_blocks_do_not_divide(recipe):
-  multiple = recipe.multiple
-  assert multiple == {"mxfp8": 32, None: 1}.get(recipe.weight and recipe.weight.name, 16)
-  GroupedLinear(2, multiple, 3 * multiple, recipe=recipe)
-  if multiple > 1:
-    for sizes in ((multiple // 2, multiple), (multiple, multiple + multiple // 2)):
-      with pytest.raises(ValueError, match=f"must be a multiple of {multiple}"):
-        GroupedLinear(2, *sizes, recipe=recipe)
+	multiple = recipe.multiple
+	assert multiple == {"mxfp8": 32, None: 1}.get(recipe.weight and recipe.weight.name, 16)
+	GroupedLinear(2, multiple, 3 * multiple, recipe=recipe)
+	if multiple > 1:
+		for sizes in ((multiple // 2, multiple), (multiple, multiple + multiple // 2)):
+			with pytest.raises(ValueError, match=f"must be a multiple of {multiple}"):
+				GroupedLinear(2, *sizes, recipe=recipe)

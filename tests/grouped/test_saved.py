@@ -17,106 +17,106 @@ _OFFS = Saved((GROUPS,), torch.int32, 4 * GROUPS)
 
 
 def plain(*shape, dtype=torch.bfloat16):
-  return Saved(shape, dtype, torch.Size(shape).numel() * dtype.itemsize)
+	return Saved(shape, dtype, torch.Size(shape).numel() * dtype.itemsize)
 
 
 def copy_of(fmt, shape, groups=GROUPS):
-  """The columnwise copy: of ragged rows (T, K) or of weights (G, N, K)."""
-  specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
-  names = fmt.operand_names(columnwise=True)
-  return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in names]
+	"""The columnwise copy: of ragged rows (T, K) or of weights (G, N, K)."""
+	specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
+	names = fmt.operand_names(columnwise=True)
+	return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in names]
 
 
 def sort(saved):
-  return sorted(saved, key=str)
+	return sorted(saved, key=str)
 
 
 def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
-  if not recipe.is_quantized:
-    return [plain(rows, k)] if x else []
-  kept = copy_of(recipe.input, (rows, k)) if x else []
-  if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
-    kept += [plain(GROUPS, dtype=torch.float32)] * 3
-  return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
+	if not recipe.is_quantized:
+		return [plain(rows, k)] if x else []
+	kept = copy_of(recipe.input, (rows, k)) if x else []
+	if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
+		kept += [plain(GROUPS, dtype=torch.float32)] * 3
+	return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
 @each("single", [True, False])
 @each("parameters", [torch.bfloat16, torch.float32])
 @each("recipe", DELAYED_TOO)
 def test_mlp(recipe, parameters, single):
-  mlp = GroupedMLP(*(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single)
-  x = sample(ROWS, HIDDEN).requires_grad_()
-  with saved_by(mlp) as saved:
-    mlp(x, OFFS)
-  gate_up = expected_of_linear(recipe, ROWS, 2 * WIDTH, HIDDEN)
-  down = expected_of_linear(recipe, ROWS, HIDDEN, WIDTH)
-  assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
+	mlp = GroupedMLP(*(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single)
+	x = sample(ROWS, HIDDEN).requires_grad_()
+	with saved_by(mlp) as saved:
+		mlp(x, OFFS)
+	gate_up = expected_of_linear(recipe, ROWS, 2 * WIDTH, HIDDEN)
+	down = expected_of_linear(recipe, ROWS, HIDDEN, WIDTH)
+	assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
 
 
 @each(
-  ("name", "activations", "weights"),
-  [
-    ("BF16", 2 * 256 * (256 + 256 + 128), 0),
-    ("NVFP4", 0.5625 * 512 * (256 + 128) + 2 * 256 * 256 + 16, 0.5625 * 2 * 256 * 384 + 16),
-  ],
+	("name", "activations", "weights"),
+	[
+		("BF16", 2 * 256 * (256 + 256 + 128), 0),
+		("NVFP4", 0.5625 * 512 * (256 + 128) + 2 * 256 * 256 + 16, 0.5625 * 2 * 256 * 384 + 16),
+	],
 )
 def test_bytes_by_hand(name, activations, weights):
-  """256 rows of two experts in slots for 512, widths 256 and 128; 4 bytes an amax or an end."""
-  saved, _ = measure(getattr(recipes, name)(), Sizes(2, 256, 128, 128))
-  assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
+	"""256 rows of two experts in slots for 512, widths 256 and 128; 4 bytes an amax or an end."""
+	saved, _ = measure(getattr(recipes, name)(), Sizes(2, 256, 128, 128))
+	assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
 
 
 @each("recipe", ALL_RECIPES)
 @each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
-  """For a product that nobody wants; offs are for the bias, too."""
-  layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
-  layer.weight.requires_grad_("weight" not in frozen)
-  layer.bias.requires_grad_("bias" not in frozen)
-  x = sample(ROWS, HIDDEN).requires_grad_("x" not in frozen)
-  with saved_by(layer) as saved:
-    y = layer(x, OFFS)
-  want = expected_of_linear(*(recipe, ROWS, WIDTH, HIDDEN), x="weight" not in frozen, weight="x" not in frozen)
-  assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
+	"""For a product that nobody wants; offs are for the bias, too."""
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
+	layer.weight.requires_grad_("weight" not in frozen)
+	layer.bias.requires_grad_("bias" not in frozen)
+	x = sample(ROWS, HIDDEN).requires_grad_("x" not in frozen)
+	with saved_by(layer) as saved:
+		y = layer(x, OFFS)
+	want = expected_of_linear(*(recipe, ROWS, WIDTH, HIDDEN), x="weight" not in frozen, weight="x" not in frozen)
+	assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
 
 
 @each("delay", [True, False])
 @each("recipe", QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, delay):
-  """The weight that several share is kept by the layer, once."""
-  layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16, delay_wgrad=delay)
-  x = sample(ROWS, HIDDEN).requires_grad_()
-  with saved_by(layer) as saved:
-    for first in (True, False, False):
-      layer(x, OFFS, is_first_microbatch=first)
-  rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
-  weight = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)
-  assert sort(saved) == sort([_OFFS, *(3 * rows), *weight])
+	"""The weight that several share is kept by the layer, once."""
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16, delay_wgrad=delay)
+	x = sample(ROWS, HIDDEN).requires_grad_()
+	with saved_by(layer) as saved:
+		for first in (True, False, False):
+			layer(x, OFFS, is_first_microbatch=first)
+	rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
+	weight = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)
+	assert sort(saved) == sort([_OFFS, *(3 * rows), *weight])
 
 
 @each("recipe", QUANTIZED)
 def test_a_quantized_weight_is_kept_as_it_is(recipe):
-  layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
-  held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-  layer.weight = torch.nn.Parameter(held)
-  with saved_by(layer) as saved:
-    layer(sample(ROWS, HIDDEN).requires_grad_(), OFFS)
-  assert sort(saved) == sort([_OFFS, *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN)])
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
+	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+	layer.weight = torch.nn.Parameter(held)
+	with saved_by(layer) as saved:
+		layer(sample(ROWS, HIDDEN).requires_grad_(), OFFS)
+	assert sort(saved) == sort([_OFFS, *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN)])
 
 
 @each("recipe", ALL_RECIPES)
 def test_peak(recipe):
-  """A quantized weight is gone before its gradient is made: it is not part of the peak.
+	"""A quantized weight is gone before its gradient is made: it is not part of the peak.
 
-  What lives then are all gradients, the output, and of the first layer the gradient of its output
-  and what its weight's gradient is made of.
-  """
-  sizes = Sizes(experts=8, hidden=256, intermediate=128, tokens=64)
-  _, peak = measure(recipe, sizes)
-  rows, weight = 8 * 64, 8 * 256 * 128
-  gradients = 2 * (3 * weight + rows * 256)
-  wgrad = 2 * rows * 2 * 128
-  if recipe.is_quantized:
-    for fmt in (recipe.input, recipe.grad_output):
-      wgrad += sum(t.nbytes for t in copy_of(fmt, (rows, 256), groups=8))
-  assert peak <= gradients + 2 * rows * 256 + wgrad + 4096
+	What lives then are all gradients, the output, and of the first layer the gradient of its output
+	and what its weight's gradient is made of.
+	"""
+	sizes = Sizes(experts=8, hidden=256, intermediate=128, tokens=64)
+	_, peak = measure(recipe, sizes)
+	rows, weight = 8 * 64, 8 * 256 * 128
+	gradients = 2 * (3 * weight + rows * 256)
+	wgrad = 2 * rows * 2 * 128
+	if recipe.is_quantized:
+		for fmt in (recipe.input, recipe.grad_output):
+			wgrad += sum(t.nbytes for t in copy_of(fmt, (rows, 256), groups=8))
+	assert peak <= gradients + 2 * rows * 256 + wgrad + 4096

@@ -16,9 +16,9 @@ from tests.grouped.cases import OpCounter, bytes_of
 from tests.helpers import BUILT, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 DIRECTIONS = {
-  "rowwise": {"rowwise": True, "columnwise": False},
-  "columnwise": {"rowwise": False, "columnwise": True},
-  "both": {"rowwise": True, "columnwise": True},
+	"rowwise": {"rowwise": True, "columnwise": False},
+	"columnwise": {"rowwise": False, "columnwise": True},
+	"both": {"rowwise": True, "columnwise": True},
 }
 NVFP4, BY_ROW = grouped.NVFP4(), grouped.NVFP4(row_scaled=True)
 SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
@@ -28,104 +28,104 @@ each_format = each("fmt", BUILT)
 
 
 def members(x, shapes=SHAPES):
-  """(m, n) of each member: an oracle of where they lie."""
-  found, start = [], 0
-  for m, n in shapes:
-    found.append(x[start : start + m * n].reshape(m, n))
-    start += m * n
-  return found
+	"""(m, n) of each member: an oracle of where they lie."""
+	found, start = [], 0
+	for m, n in shapes:
+		found.append(x[start : start + m * n].reshape(m, n))
+		start += m * n
+	return found
 
 
 def quantize(x, fmt=NVFP4, shapes=SHAPES, **options):
-  return grouped.quantize(x, fmt, shapes=shapes, columnwise=True, **options)
+	return grouped.quantize(x, fmt, shapes=shapes, columnwise=True, **options)
 
 
 def make(fmt=NVFP4, shapes=SHAPES):
-  return quantize(sample(CAPACITY), fmt, shapes)
+	return quantize(sample(CAPACITY), fmt, shapes)
 
 
 def pointers(q):
-  return [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
+	return [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
 
 
 def parameter(fmt=NVFP4, requires_grad=True):
-  return nn.Parameter(make(fmt), requires_grad)
+	return nn.Parameter(make(fmt), requires_grad)
 
 
 def assert_members_are(q, x, amax=None):
-  """Each member has the codes and scales, and decodes to the values, that it has alone."""
-  options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
-  ways = [way for way, is_held in options.items() if is_held]
-  decoded = {way: members(q.dequantize(torch.float32, way)) for way in ways}
-  for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
-    given = None if amax is None else amax[g : g + 1]
-    alone = grouped.quantize(values[None], q.format, amax=given, **options)
-    (want,) = alone.unbind()
-    assert vars(got).keys() == vars(want).keys()
-    for name, tensor in vars(want).items():
-      if tensor is None:
-        assert getattr(got, name) is None
-      else:
-        assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
-    for way in ways:
-      exact = alone.dequantize(torch.float32, way)[0]
-      assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
-  for way in ways:
-    assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
+	"""Each member has the codes and scales, and decodes to the values, that it has alone."""
+	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
+	ways = [way for way, is_held in options.items() if is_held]
+	decoded = {way: members(q.dequantize(torch.float32, way)) for way in ways}
+	for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
+		given = None if amax is None else amax[g : g + 1]
+		alone = grouped.quantize(values[None], q.format, amax=given, **options)
+		(want,) = alone.unbind()
+		assert vars(got).keys() == vars(want).keys()
+		for name, tensor in vars(want).items():
+			if tensor is None:
+				assert getattr(got, name) is None
+			else:
+				assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
+		for way in ways:
+			exact = alone.dequantize(torch.float32, way)[0]
+			assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
+	for way in ways:
+		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
 
 
 # What it is
 
 
 def test_metadata():
-  q = make()
-  assert q.shape == (CAPACITY,) and q.num_groups == 4 and q.offs is None
-  assert q.grouping == "shapes" and q.member_shapes == tuple(SHAPES)
-  assert q.shapes.dtype == q.element_offsets.dtype == torch.int64
-  assert q.shapes.tolist() == [list(shape) for shape in SHAPES]
-  assert q.element_offsets.tolist() == STARTS
-  assert q.shapes is q.shapes and q.element_offsets is q.element_offsets
-  for other, kind in ((make_ragged(), "ragged"), (make_uniform(), "uniform")):
-    assert other.grouping == kind
-    assert other.shapes is other.element_offsets is other.member_shapes is None
-  for held in (q.rowwise, q.columnwise):
-    assert all(t.dim() == 1 for t in held)
-  assert q.nbytes == sum(t.nbytes for t in (*q.rowwise, *q.columnwise))
+	q = make()
+	assert q.shape == (CAPACITY,) and q.num_groups == 4 and q.offs is None
+	assert q.grouping == "shapes" and q.member_shapes == tuple(SHAPES)
+	assert q.shapes.dtype == q.element_offsets.dtype == torch.int64
+	assert q.shapes.tolist() == [list(shape) for shape in SHAPES]
+	assert q.element_offsets.tolist() == STARTS
+	assert q.shapes is q.shapes and q.element_offsets is q.element_offsets
+	for other, kind in ((make_ragged(), "ragged"), (make_uniform(), "uniform")):
+		assert other.grouping == kind
+		assert other.shapes is other.element_offsets is other.member_shapes is None
+	for held in (q.rowwise, q.columnwise):
+		assert all(t.dim() == 1 for t in held)
+	assert q.nbytes == sum(t.nbytes for t in (*q.rowwise, *q.columnwise))
 
 
 def make_ragged():
-  return grouped.quantize(sample(36, 64), NVFP4, offs=[7, 7, 33])
+	return grouped.quantize(sample(36, 64), NVFP4, offs=[7, 7, 33])
 
 
 def make_uniform():
-  return grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True)
+	return grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True)
 
 
 def test_repr_reads_no_values():
-  q, many = make(), grouped.quantize(sample(160), NVFP4, shapes=[(1, 16)] * 10)
-  with OpCounter() as counter:
-    texts = repr(q), repr(many)
-  assert not counter.calls
-  assert "(4700,), shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], num_groups=4" in texts[0]
-  assert "shapes=[(1, 16), (1, 16), (1, 16), (1, 16), ...], num_groups=10" in texts[1]
-  repr(q.to("meta"))
+	q, many = make(), grouped.quantize(sample(160), NVFP4, shapes=[(1, 16)] * 10)
+	with OpCounter() as counter:
+		texts = repr(q), repr(many)
+	assert not counter.calls
+	assert "(4700,), shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], num_groups=4" in texts[0]
+	assert "shapes=[(1, 16), (1, 16), (1, 16), (1, 16), ...], num_groups=10" in texts[1]
+	repr(q.to("meta"))
 
 
 @each(
-  "given",
-  {
-    "list": SHAPES,
-    "tuple": tuple(SHAPES),
-    "int64": torch.tensor(SHAPES),
-    "int32": torch.tensor(SHAPES, dtype=torch.int32),
-    "numpy": np.array(SHAPES),
-    "sizes": [torch.Size(shape) for shape in SHAPES],
-  },
+	"given",
+	{
+		"list": SHAPES,
+		"tuple": tuple(SHAPES),
+		"int64": torch.tensor(SHAPES),
+		"int32": torch.tensor(SHAPES, dtype=torch.int32),
+		"numpy": np.array(SHAPES),
+		"sizes": [torch.Size(shape) for shape in SHAPES],
+	},
 )
 def test_forms_of_shapes(given):
-  q = make(shapes=given)
-  assert q.member_shapes == tuple(SHAPES)
-  assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
+	q = make(shapes=given)
+	assert q.member_shapes == tuple(SHAPES)
+	assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
 
 
 # Its numbers
@@ -134,268 +134,268 @@ def test_forms_of_shapes(given):
 @each("options", DIRECTIONS)
 @each_format
 def test_members_are_those_of_each_alone(fmt, options):
-  x = sample(CAPACITY)
-  x[LIVE:] = torch.nan
-  assert_members_are(grouped.quantize(x, fmt, shapes=SHAPES, **options), x)
+	x = sample(CAPACITY)
+	x[LIVE:] = torch.nan
+	assert_members_are(grouped.quantize(x, fmt, shapes=SHAPES, **options), x)
 
 
 def test_members_are_views():
-  q = make(grouped.FP8())
-  held = q.rowwise.codes
-  first = q.member(2).codes
-  assert first.shape == (130, 32) and first._base is not None
-  assert held.data_ptr() <= first.data_ptr() < held.data_ptr() + held.nbytes
-  assert_same_bytes(q.member(-2).codes, first)
-  with pytest.raises(IndexError, match=r"\[0, 4\)"):
-    q.member(4)
+	q = make(grouped.FP8())
+	held = q.rowwise.codes
+	first = q.member(2).codes
+	assert first.shape == (130, 32) and first._base is not None
+	assert held.data_ptr() <= first.data_ptr() < held.data_ptr() + held.nbytes
+	assert_same_bytes(q.member(-2).codes, first)
+	with pytest.raises(IndexError, match=r"\[0, 4\)"):
+		q.member(4)
 
 
 # Copies and files
 
 
 def assert_same(got, want):
-  assert type(got) is GroupedTensor or isinstance(got, nn.Parameter)
-  for fact in ("shape", "format", "member_shapes"):
-    assert getattr(got, fact) == getattr(want, fact)
-  assert got.shapes.equal(want.shapes) and got.element_offsets.equal(want.element_offsets)
-  assert_same_buffers(bytes_of(got), bytes_of(want))
+	assert type(got) is GroupedTensor or isinstance(got, nn.Parameter)
+	for fact in ("shape", "format", "member_shapes"):
+		assert getattr(got, fact) == getattr(want, fact)
+	assert got.shapes.equal(want.shapes) and got.element_offsets.equal(want.element_offsets)
+	assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
 COPIES = {
-  "detach": lambda x: x.detach(),
-  "clone": lambda x: x.clone(),
-  "data": lambda x: x.data,
-  "view": lambda x: x.view(-1),
-  "deepcopy": copy.deepcopy,
-  "saved": saved,
-  "parameter": nn.Parameter,
-  "to": lambda x: x.to(torch.float32),
-  "parts": lambda x: GroupedTensor(*(x.shape, x.dtype, x.format, None, x.rowwise, x.columnwise), shapes=x.shapes),
-  "unflatten": lambda x: GroupedTensor.__tensor_unflatten__(
-    {name: getattr(x, name) for name in x.__tensor_flatten__()[0]}, x.__tensor_flatten__()[1], x.shape, x.stride()
-  ),
+	"detach": lambda x: x.detach(),
+	"clone": lambda x: x.clone(),
+	"data": lambda x: x.data,
+	"view": lambda x: x.view(-1),
+	"deepcopy": copy.deepcopy,
+	"saved": saved,
+	"parameter": nn.Parameter,
+	"to": lambda x: x.to(torch.float32),
+	"parts": lambda x: GroupedTensor(*(x.shape, x.dtype, x.format, None, x.rowwise, x.columnwise), shapes=x.shapes),
+	"unflatten": lambda x: GroupedTensor.__tensor_unflatten__(
+		{name: getattr(x, name) for name in x.__tensor_flatten__()[0]}, x.__tensor_flatten__()[1], x.shape, x.stride()
+	),
 }
 
 
 @each("change", COPIES)
 @each("fmt", [BY_ROW, grouped.FP8()], ids=lambda fmt: fmt.text)
 def test_copies_keep_the_shapes(fmt, change):
-  x = make(fmt)
-  assert_same(change(x), x)
-  assert hash(x.__tensor_flatten__()[1]) == hash(change(x).detach().to(x.dtype).__tensor_flatten__()[1])
+	x = make(fmt)
+	assert_same(change(x), x)
+	assert hash(x.__tensor_flatten__()[1]) == hash(change(x).detach().to(x.dtype).__tensor_flatten__()[1])
 
 
 def test_state_dicts_and_moves():
-  a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
-  b.load_state_dict(saved(a.state_dict()))
-  assert_same(b["w"], a["w"])
-  a.to(torch.float16)
-  assert a["w"].dtype == torch.float16
-  assert_same(a["w"], b["w"])
-  meta = copy.deepcopy(b).to("meta")
-  assert meta["w"].is_meta and meta["w"].shapes.is_meta and meta["w"].num_groups == 4
-  meta.to_empty(device="cpu").load_state_dict(b.state_dict())  # plain, as empty_like is
-  assert_same_bytes(meta["w"].detach(), b["w"].dequantize().detach())
+	a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
+	b.load_state_dict(saved(a.state_dict()))
+	assert_same(b["w"], a["w"])
+	a.to(torch.float16)
+	assert a["w"].dtype == torch.float16
+	assert_same(a["w"], b["w"])
+	meta = copy.deepcopy(b).to("meta")
+	assert meta["w"].is_meta and meta["w"].shapes.is_meta and meta["w"].num_groups == 4
+	meta.to_empty(device="cpu").load_state_dict(b.state_dict())  # plain, as empty_like is
+	assert_same_bytes(meta["w"].detach(), b["w"].dequantize().detach())
 
 
 def test_files_say_what_they_hold():
-  x = make()
-  rebuild, (shape, dtype, name, fields, *rest) = x.__reduce_ex__(2)
-  assert fields["shapes"] == tuple(SHAPES)
-  assert "shapes" not in make_uniform().__reduce_ex__(2)[1][3]
-  wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
-  with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
-    rebuild(shape, dtype, name, wrong, *rest)
-  with pytest.raises(ValueError, match="rowwise codes must have size"):
-    rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
+	x = make()
+	rebuild, (shape, dtype, name, fields, *rest) = x.__reduce_ex__(2)
+	assert fields["shapes"] == tuple(SHAPES)
+	assert "shapes" not in make_uniform().__reduce_ex__(2)[1][3]
+	wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
+	with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
+		rebuild(shape, dtype, name, wrong, *rest)
+	with pytest.raises(ValueError, match="rowwise codes must have size"):
+		rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
 
 # In place
 
 IN_PLACE = {
-  "add_": lambda t, other: t.add_(other),
-  "mul_": lambda t, _: t.mul_(3),
-  "copy_": lambda t, other: t.copy_(other),
-  "copy_ broadcast": lambda t, other: t.copy_(other[:1]),
-  "zero_": lambda t, _: t.zero_(),
-  "lerp_": lambda t, other: t.lerp_(other, 0.25),
-  "normal_": lambda t, _: t.normal_(),
-  "foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
+	"add_": lambda t, other: t.add_(other),
+	"mul_": lambda t, _: t.mul_(3),
+	"copy_": lambda t, other: t.copy_(other),
+	"copy_ broadcast": lambda t, other: t.copy_(other[:1]),
+	"zero_": lambda t, _: t.zero_(),
+	"lerp_": lambda t, other: t.lerp_(other, 0.25),
+	"normal_": lambda t, _: t.normal_(),
+	"foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
 }
 
 
 @each("op", IN_PLACE)
 @each_format
 def test_in_place_ops(fmt, op):
-  q, other = make(fmt), sample(CAPACITY)
-  dense = q.dequantize()
-  before = pointers(q)
-  torch.manual_seed(1)
-  assert op(q, other) is q
-  torch.manual_seed(1)
-  assert_same(q, quantize(op(dense, other), fmt))
-  assert pointers(q) == before
+	q, other = make(fmt), sample(CAPACITY)
+	dense = q.dequantize()
+	before = pointers(q)
+	torch.manual_seed(1)
+	assert op(q, other) is q
+	torch.manual_seed(1)
+	assert_same(q, quantize(op(dense, other), fmt))
+	assert pointers(q) == before
 
 
 def test_copies_between_tensors():
-  source, target = make(BY_ROW), make(BY_ROW)
-  assert target.copy_(source) is target
-  assert_same(target, source)
-  other = make(grouped.FP8()).copy_(source)
-  assert_same(other, quantize(source.dequantize(), other.format))
-  plain = torch.empty(CAPACITY).copy_(source)
-  assert_same_bytes(plain, source.dequantize().float())
-  shapes = [(4640 // 32, 32)]
-  for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
-    with pytest.raises(ValueError, match="copy_ needs a source of equal shapes"):
-      target.copy_(wrong)
-  with pytest.raises(RuntimeError, match="expand"):
-    target.copy_(sample(CAPACITY + 1))
-  target.data = make(NVFP4, shapes)
-  assert target.member_shapes == tuple(shapes) and target.num_groups == 1
-  assert target.shapes.tolist() == [[145, 32]]
+	source, target = make(BY_ROW), make(BY_ROW)
+	assert target.copy_(source) is target
+	assert_same(target, source)
+	other = make(grouped.FP8()).copy_(source)
+	assert_same(other, quantize(source.dequantize(), other.format))
+	plain = torch.empty(CAPACITY).copy_(source)
+	assert_same_bytes(plain, source.dequantize().float())
+	shapes = [(4640 // 32, 32)]
+	for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
+		with pytest.raises(ValueError, match="copy_ needs a source of equal shapes"):
+			target.copy_(wrong)
+	with pytest.raises(RuntimeError, match="expand"):
+		target.copy_(sample(CAPACITY + 1))
+	target.data = make(NVFP4, shapes)
+	assert target.member_shapes == tuple(shapes) and target.num_groups == 1
+	assert target.shapes.tolist() == [[145, 32]]
 
 
 def test_out_is_written():
-  x, q = sample(CAPACITY), make()
-  before = pointers(q)
-  assert quantize(x, out=q) is q
-  assert_same(q, quantize(x))
-  assert pointers(q) == before
-  with pytest.raises(ValueError, match="out was made with another shapes"):
-    quantize(x, shapes=[(5, 64)], out=q)
-  with pytest.raises(ValueError, match="out was made with another shape: "):
-    quantize(x[:-1], out=q)
-  with pytest.raises(ValueError, match="out was made with another shape"):
-    grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
+	x, q = sample(CAPACITY), make()
+	before = pointers(q)
+	assert quantize(x, out=q) is q
+	assert_same(q, quantize(x))
+	assert pointers(q) == before
+	with pytest.raises(ValueError, match="out was made with another shapes"):
+		quantize(x, shapes=[(5, 64)], out=q)
+	with pytest.raises(ValueError, match="out was made with another shape: "):
+		quantize(x[:-1], out=q)
+	with pytest.raises(ValueError, match="out was made with another shape"):
+		grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
 
 
 # Compiled
 
 
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
-  graphs = Graphs()
+	graphs = Graphs()
 
-  @torch.compile(fullgraph=True, backend=graphs, dynamic=True)
-  def step(x):
-    q = quantize(x)
-    return q, q.dequantize()
+	@torch.compile(fullgraph=True, backend=graphs, dynamic=True)
+	def step(x):
+		q = quantize(x)
+		return q, q.dequantize()
 
-  for capacity in (LIVE, CAPACITY, LIVE + 1, 9999):
-    x = sample(capacity)
-    got, values = step(x)
-    want = quantize(x)
-    assert_same(got, want)
-    assert_same_bytes(values, want.dequantize())
-  assert len(graphs) == 1
+	for capacity in (LIVE, CAPACITY, LIVE + 1, 9999):
+		x = sample(capacity)
+		got, values = step(x)
+		want = quantize(x)
+		assert_same(got, want)
+		assert_same_bytes(values, want.dequantize())
+	assert len(graphs) == 1
 
 
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-  """Else a tensor would come back with the shapes of an earlier call."""
-  graphs = Graphs()
+	"""Else a tensor would come back with the shapes of an earlier call."""
+	graphs = Graphs()
 
-  @torch.compile(fullgraph=True, backend=graphs)
-  def step(x, shapes):
-    q = grouped.quantize(x, grouped.FP8(), shapes=shapes)
-    return q, q.dequantize()
+	@torch.compile(fullgraph=True, backend=graphs)
+	def step(x, shapes):
+		q = grouped.quantize(x, grouped.FP8(), shapes=shapes)
+		return q, q.dequantize()
 
-  x = sample(CAPACITY)
-  calls = [[(rows, 64), (rows + 1, 32)] for rows in (5, 6, 7, 5)]
-  for shapes in calls:
-    got, values = step(x, shapes)
-    want = grouped.quantize(x, grouped.FP8(), shapes=shapes)
-    assert_same(got, want)
-    assert_same_bytes(values, want.dequantize())
-  assert len(graphs) == 3
+	x = sample(CAPACITY)
+	calls = [[(rows, 64), (rows + 1, 32)] for rows in (5, 6, 7, 5)]
+	for shapes in calls:
+		got, values = step(x, shapes)
+		want = grouped.quantize(x, grouped.FP8(), shapes=shapes)
+		assert_same(got, want)
+		assert_same_bytes(values, want.dequantize())
+	assert len(graphs) == 3
 
 
 def test_fake_tensors_read_nothing():
-  with FakeTensorMode():
-    q = quantize(torch.empty(CAPACITY), BY_ROW)
-    assert q.dequantize(direction="columnwise").shape == (CAPACITY,)
-    assert q.shapes.shape == (4, 2) and q.element_offsets.shape == (5,)
-    q.mul_(2)
-  real = make(BY_ROW)
-  for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
-    assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
+	with FakeTensorMode():
+		q = quantize(torch.empty(CAPACITY), BY_ROW)
+		assert q.dequantize(direction="columnwise").shape == (CAPACITY,)
+		assert q.shapes.shape == (4, 2) and q.element_offsets.shape == (5,)
+		q.mul_(2)
+	real = make(BY_ROW)
+	for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
+		assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
 
 
 # Errors
 
 #: What is passed beside x (400,) and shapes, by the message.
 TYPE_ERRORS = {
-  "int32 or int64": {"shapes": torch.ones(2, 2)},
-  "must hold integers, got 64.0 at 0": {"shapes": [(5, 64.0)]},
-  "must hold integers, got True at 1": {"shapes": [(5, 16), (True, 16)]},
+	"int32 or int64": {"shapes": torch.ones(2, 2)},
+	"must hold integers, got 64.0 at 0": {"shapes": [(5, 64.0)]},
+	"must hold integers, got True at 1": {"shapes": [(5, 16), (True, 16)]},
 }
 VALUE_ERRORS = {
-  "on the CPU, got one on meta: their values decide how large the buffers are": {
-    "shapes": torch.empty(2, 2, dtype=torch.int64, device="meta")
-  },
-  "(G, 2), got (2,)": {"shapes": torch.ones(2, dtype=torch.int64)},
-  "(m, n) for each member, got 5 at 0": {"shapes": [5, 64]},
-  "(m, n) for each member, got (1, 5, 64": {"shapes": [(1, 5, 64)]},
-  "at least one member": {"shapes": []},
-  "offs and shapes are both given": {"offs": [5]},
-  "dbias has no meaning with shapes": {"dbias": True},
-  "shapes is missing": {"shapes": None},
-  "x with shapes must have 1 dim": {"x": torch.ones(2, 5, 32)},
+	"on the CPU, got one on meta: their values decide how large the buffers are": {
+		"shapes": torch.empty(2, 2, dtype=torch.int64, device="meta")
+	},
+	"(G, 2), got (2,)": {"shapes": torch.ones(2, dtype=torch.int64)},
+	"(m, n) for each member, got 5 at 0": {"shapes": [5, 64]},
+	"(m, n) for each member, got (1, 5, 64": {"shapes": [(1, 5, 64)]},
+	"at least one member": {"shapes": []},
+	"offs and shapes are both given": {"offs": [5]},
+	"dbias has no meaning with shapes": {"dbias": True},
+	"shapes is missing": {"shapes": None},
+	"x with shapes must have 1 dim": {"x": torch.ones(2, 5, 32)},
 }
 
 
 @each("message", [*TYPE_ERRORS, *VALUE_ERRORS])
 def test_rules_that_are_broken(message):
-  error, errors = (TypeError, TYPE_ERRORS) if message in TYPE_ERRORS else (ValueError, VALUE_ERRORS)
-  arguments = {"x": torch.ones(400), "shapes": [(5, 64)]} | errors[message]
-  with pytest.raises(error, match=re.escape(message)):
-    grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
+	error, errors = (TypeError, TYPE_ERRORS) if message in TYPE_ERRORS else (ValueError, VALUE_ERRORS)
+	arguments = {"x": torch.ones(400), "shapes": [(5, 64)]} | errors[message]
+	with pytest.raises(error, match=re.escape(message)):
+		grouped.quantize(arguments.pop("x"), NVFP4, **arguments)
 
 
 def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
-  graphs = Graphs()
-  step = torch.compile(lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=graphs)
-  with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
-    step(sample(CAPACITY), torch.tensor(SHAPES))
+	graphs = Graphs()
+	step = torch.compile(lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=graphs)
+	with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
+		step(sample(CAPACITY), torch.tensor(SHAPES))
 
 
 def test_parts_that_do_not_fit():
-  x = make()
-  facts = ("shape", "dtype", "offs", "rowwise", "columnwise")
-  parts = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}
-  for changes, message in (
-    ({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
-    ({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
-    ({"offs": torch.tensor([1], dtype=torch.int32)}, "offs and shapes are both given"),
-    ({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
-    ({"prepacked": True}, "prepacked weights are uniform, but shapes"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      GroupedTensor(**parts | changes)
+	x = make()
+	facts = ("shape", "dtype", "offs", "rowwise", "columnwise")
+	parts = {name: getattr(x, name) for name in facts} | {"fmt": x.format, "shapes": SHAPES}
+	for changes, message in (
+		({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
+		({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
+		({"offs": torch.tensor([1], dtype=torch.int32)}, "offs and shapes are both given"),
+		({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
+		({"prepacked": True}, "prepacked weights are uniform, but shapes"),
+	):
+		with pytest.raises(ValueError, match=message):
+			GroupedTensor(**parts | changes)
 
 
 def test_no_product_takes_them():
-  shaped, ragged, offs = make(), make_ragged(), [7, 7, 33]
-  plain = sample(36, 64)
-  for call, message in (
-    (lambda: grouped.grouped_gemm(shaped, make_uniform()), "a must be ragged"),
-    (lambda: grouped.grouped_gemm(shaped, shaped), "a must be ragged"),
-    (lambda: grouped.grouped_gemm(ragged, shaped), "b must be ragged or uniform, got groups"),
-    (lambda: grouped.grouped_gemm(plain, shaped, offs=offs), "b must be uniform, got groups"),
-    (
-      lambda: grouped.linear(plain, shaped, None, offs, grouped.recipes.NVFP4()),
-      r"weight must have shape \(G, N, K\), got \(4700,\)",
-    ),
-    (shaped.prepack, "only uniform weights can be prepacked"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      call()
+	shaped, ragged, offs = make(), make_ragged(), [7, 7, 33]
+	plain = sample(36, 64)
+	for call, message in (
+		(lambda: grouped.grouped_gemm(shaped, make_uniform()), "a must be ragged"),
+		(lambda: grouped.grouped_gemm(shaped, shaped), "a must be ragged"),
+		(lambda: grouped.grouped_gemm(ragged, shaped), "b must be ragged or uniform, got groups"),
+		(lambda: grouped.grouped_gemm(plain, shaped, offs=offs), "b must be uniform, got groups"),
+		(
+			lambda: grouped.linear(plain, shaped, None, offs, grouped.recipes.NVFP4()),
+			r"weight must have shape \(G, N, K\), got \(4700,\)",
+		),
+		(shaped.prepack, "only uniform weights can be prepacked"),
+	):
+		with pytest.raises(ValueError, match=message):
+			call()
 
 
 def test_equal_groups_never_lose_rows():
-  """Nothing divides rows by groups: equal groups are a 3D tensor, or say where each ends."""
-  with pytest.raises(ValueError, match="uniform x is 3D"):
-    grouped.quantize(sample(10, 64), NVFP4)
-  q = make()
-  for split in (lambda: q.view(4, -1), lambda: q.unflatten(0, (4, -1))):
-    with pytest.raises(TypeError, match="does not work on a GroupedTensor"):
-      split()
+	"""Nothing divides rows by groups: equal groups are a 3D tensor, or say where each ends."""
+	with pytest.raises(ValueError, match="uniform x is 3D"):
+		grouped.quantize(sample(10, 64), NVFP4)
+	q = make()
+	for split in (lambda: q.view(4, -1), lambda: q.unflatten(0, (4, -1))):
+		with pytest.raises(TypeError, match="does not work on a GroupedTensor"):
+			split()

@@ -14,156 +14,156 @@ every_format = each("fmt", EVERY_FORMAT)
 
 
 def ragged(fmt=FORMATS["row-scaled"]):
-  return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], columnwise=True)
+	return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], columnwise=True)
 
 
 def uniform(fmt=FORMATS["16x16"]):
-  return grouped.quantize(sample(3, 48, 64), fmt, columnwise=True)
+	return grouped.quantize(sample(3, 48, 64), fmt, columnwise=True)
 
 
 def parts(x):
-  return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
+	return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
 
 
 @each("make", [ragged, uniform])
 @each("directions", [(True, True), (True, False), (False, True)])
 @every_format
 def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
-  x = make(fmt)
-  arguments = parts(x)
-  for i, is_held in zip((4, 5), directions, strict=True):
-    arguments[i] = arguments[i] if is_held else None
-  again = GroupedTensor(*arguments)
-  got, held = bytes_of(again), bytes_of(x)
-  assert_same_buffers(got, {name: held[name] for name in got})
-  assert GroupedTensor(*arguments, requires_grad=True).requires_grad
-  prepacked = uniform().prepack()
-  assert GroupedTensor(*parts(prepacked)).format == prepacked.format
+	x = make(fmt)
+	arguments = parts(x)
+	for i, is_held in zip((4, 5), directions, strict=True):
+		arguments[i] = arguments[i] if is_held else None
+	again = GroupedTensor(*arguments)
+	got, held = bytes_of(again), bytes_of(x)
+	assert_same_buffers(got, {name: held[name] for name in got})
+	assert GroupedTensor(*arguments, requires_grad=True).requires_grad
+	prepacked = uniform().prepack()
+	assert GroupedTensor(*parts(prepacked)).format == prepacked.format
 
 
 SHAPE, DTYPE, FORMAT, OFFS, ROWWISE, COLUMNWISE = range(6)
 #: (make, which argument, what it becomes, error, message).
 WRONG = {
-  "another shape": (ragged, SHAPE, lambda x: (37, 64), ValueError, "rowwise codes must have"),
-  "K of no blocks": (ragged, SHAPE, lambda x: (36, 8), ValueError, "multiple of 16"),
-  "shape of a uniform one": (
-    ragged,
-    SHAPE,
-    lambda x: (3, 12, 64),
-    ValueError,
-    r"\(T, K\) with offs, got \(3, 12, 64\)",
-  ),
-  "shape of a ragged one": (
-    uniform,
-    SHAPE,
-    lambda x: (144, 64),
-    ValueError,
-    r"\(G, N, K\) without offs, got \(144, 64\)",
-  ),
-  "no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
-  "dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
-  "a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
-  "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
-  "offs of another G": (
-    ragged,
-    OFFS,
-    lambda o: o[1:],
-    ValueError,
-    r"rowwise scales must have size 2 in dimension 0, got shape \(3, 1, 512\)",
-  ),
-  "offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
-  "device": (
-    uniform,
-    COLUMNWISE,
-    lambda h: h._replace(amax=h.amax.to("meta")),
-    ValueError,
-    r"columnwise amax must be on the device of rowwise codes \(cpu\), got meta",
-  ),
+	"another shape": (ragged, SHAPE, lambda x: (37, 64), ValueError, "rowwise codes must have"),
+	"K of no blocks": (ragged, SHAPE, lambda x: (36, 8), ValueError, "multiple of 16"),
+	"shape of a uniform one": (
+		ragged,
+		SHAPE,
+		lambda x: (3, 12, 64),
+		ValueError,
+		r"\(T, K\) with offs, got \(3, 12, 64\)",
+	),
+	"shape of a ragged one": (
+		uniform,
+		SHAPE,
+		lambda x: (144, 64),
+		ValueError,
+		r"\(G, N, K\) without offs, got \(144, 64\)",
+	),
+	"no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
+	"dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
+	"a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
+	"offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
+	"offs of another G": (
+		ragged,
+		OFFS,
+		lambda o: o[1:],
+		ValueError,
+		r"rowwise scales must have size 2 in dimension 0, got shape \(3, 1, 512\)",
+	),
+	"offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
+	"device": (
+		uniform,
+		COLUMNWISE,
+		lambda h: h._replace(amax=h.amax.to("meta")),
+		ValueError,
+		r"columnwise amax must be on the device of rowwise codes \(cpu\), got meta",
+	),
 }
 
 
 @each(("make", "index", "change", "error", "match"), WRONG)
 def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
-  arguments = parts(make())
-  arguments[index] = change(arguments[index])
-  with pytest.raises(error, match=match):
-    GroupedTensor(*arguments)
+	arguments = parts(make())
+	arguments[index] = change(arguments[index])
+	with pytest.raises(error, match=match):
+		GroupedTensor(*arguments)
 
 
 @each("make", [ragged, uniform])
 @each("index", [ROWWISE, COLUMNWISE])
 @every_format
 def test_each_buffer_of_any_format_is_checked(fmt, index, make):
-  arguments = parts(make(fmt))
-  held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
-  for name, buffer in held._asdict().items():
-    for wrong, error in (
-      (buffer[..., :-1], ValueError),
-      (buffer[:-1], ValueError),
-      (buffer.unsqueeze(0), ValueError),
-      (buffer.view(torch.int32 if buffer.itemsize == 4 else torch.int8), TypeError),
-    ):
-      arguments[index] = held._replace(**{name: wrong})
-      with pytest.raises(error, match=f"{direction} {name} must"):
-        GroupedTensor(*arguments)
+	arguments = parts(make(fmt))
+	held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
+	for name, buffer in held._asdict().items():
+		for wrong, error in (
+			(buffer[..., :-1], ValueError),
+			(buffer[:-1], ValueError),
+			(buffer.unsqueeze(0), ValueError),
+			(buffer.view(torch.int32 if buffer.itemsize == 4 else torch.int8), TypeError),
+		):
+			arguments[index] = held._replace(**{name: wrong})
+			with pytest.raises(error, match=f"{direction} {name} must"):
+				GroupedTensor(*arguments)
 
 
 def test_prepacked_activations_are_refused():
-  with pytest.raises(ValueError, match="prepacked weights are uniform"):
-    GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
+	with pytest.raises(ValueError, match="prepacked weights are uniform"):
+		GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
 # Files
 
 
 def reduced(**changes):
-  """What a file holds of a tensor, with changes by position."""
-  rebuild, arguments = ragged().__reduce_ex__(2)
-  arguments = list(arguments)
-  for name, value in changes.items():
-    names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
-    arguments[names.index(name)] = value
-  return rebuild, arguments
+	"""What a file holds of a tensor, with changes by position."""
+	rebuild, arguments = ragged().__reduce_ex__(2)
+	arguments = list(arguments)
+	for name, value in changes.items():
+		names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
+		arguments[names.index(name)] = value
+	return rebuild, arguments
 
 
 def test_a_file_of_a_newer_version_says_which_field_it_has():
-  rebuild, arguments = reduced(version="9.9")
-  arguments[3] = {**arguments[3], "swizzle": 7}
-  with pytest.raises(ValueError, match=r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"):
-    rebuild(*arguments)
-  rebuild, arguments = reduced(name="nvfp5", version="9.9")
-  with pytest.raises(ValueError, match=r"got 'nvfp5'.*written by grouped-kernels 9\.9"):
-    rebuild(*arguments)
-  rebuild, arguments = reduced(version="9.9")
-  arguments[4] = {**arguments[4], "_zeros": torch.zeros(3)}
-  with pytest.raises(ValueError, match=r"no field _zeros.*9\.9, this is"):
-    rebuild(*arguments)
-  rebuild, arguments = reduced(version="9.9")
-  with pytest.raises(ValueError, match=r"no field 'more'.*9\.9, this is"):
-    rebuild(*arguments, "more")
+	rebuild, arguments = reduced(version="9.9")
+	arguments[3] = {**arguments[3], "swizzle": 7}
+	with pytest.raises(ValueError, match=r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"):
+		rebuild(*arguments)
+	rebuild, arguments = reduced(name="nvfp5", version="9.9")
+	with pytest.raises(ValueError, match=r"got 'nvfp5'.*written by grouped-kernels 9\.9"):
+		rebuild(*arguments)
+	rebuild, arguments = reduced(version="9.9")
+	arguments[4] = {**arguments[4], "_zeros": torch.zeros(3)}
+	with pytest.raises(ValueError, match=r"no field _zeros.*9\.9, this is"):
+		rebuild(*arguments)
+	rebuild, arguments = reduced(version="9.9")
+	with pytest.raises(ValueError, match=r"no field 'more'.*9\.9, this is"):
+		rebuild(*arguments, "more")
 
 
 def test_a_file_without_a_version_is_read():
-  x = ragged()
-  rebuild, arguments = x.__reduce_ex__(2)
-  assert_same_buffers(bytes_of(rebuild(*arguments[:7])), bytes_of(x))
+	x = ragged()
+	rebuild, arguments = x.__reduce_ex__(2)
+	assert_same_buffers(bytes_of(rebuild(*arguments[:7])), bytes_of(x))
 
 
 def test_a_file_whose_parts_do_not_fit_is_refused():
-  x = ragged()
-  x._codes = x._codes[:5]
-  with pytest.raises(ValueError, match="rowwise codes must have size 36"):
-    saved(x, weights_only=False)
-  with pytest.raises(ValueError, match="rowwise codes must have size 36"):
-    pickle.loads(pickle.dumps(x))
+	x = ragged()
+	x._codes = x._codes[:5]
+	with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+		saved(x, weights_only=False)
+	with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+		pickle.loads(pickle.dumps(x))
 
 
 # The alternative is named
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-  x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=torch.int32)
-  with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
-    torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
-  with pytest.raises(TypeError, match="vmap over grouped.quantize"):
-    torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))
+	x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=torch.int32)
+	with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
+		torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
+	with pytest.raises(TypeError, match="vmap over grouped.quantize"):
+		torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))

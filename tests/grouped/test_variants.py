@@ -20,11 +20,11 @@ ROLES = Recipe(HADAMARD, NVFP4(block=(16, 16)), NVFP4(hadamard=True, stochastic_
 
 
 def bytes_of(x):
-  return [t.clone() for copy in (x.rowwise, x.columnwise) if copy for t in copy]
+	return [t.clone() for copy in (x.rowwise, x.columnwise) if copy for t in copy]
 
 
 def same(a, b):
-  return all(map(torch.equal, bytes_of(a), bytes_of(b)))
+	return all(map(torch.equal, bytes_of(a), bytes_of(b)))
 
 
 # Seeds
@@ -32,75 +32,75 @@ def same(a, b):
 
 @each("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_an_int_is_itself_and_zero(seed):
-  x = sample(40, 32)
-  one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
-  pair = torch.tensor([seed, 0])
-  assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=pair))
+	x = sample(40, 32)
+	one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
+	pair = torch.tensor([seed, 0])
+	assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=pair))
 
 
 @each(
-  ("seed", "error", "words"),
-  [
-    (2**63, ValueError, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
-    (True, TypeError, "seed must be an int, a .* got True"),
-    (1.0, TypeError, "seed must be an int, a .* got 1.0"),
-    (torch.tensor([1]), ValueError, "seed must have size 2"),
-    (torch.tensor([1.0, 2.0]), TypeError, "seed must be int64, got float32"),
-  ],
+	("seed", "error", "words"),
+	[
+		(2**63, ValueError, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
+		(True, TypeError, "seed must be an int, a .* got True"),
+		(1.0, TypeError, "seed must be an int, a .* got 1.0"),
+		(torch.tensor([1]), ValueError, "seed must have size 2"),
+		(torch.tensor([1.0, 2.0]), TypeError, "seed must be int64, got float32"),
+	],
 )
 def test_what_is_no_seed(seed, error, words):
-  with pytest.raises(error, match=words):
-    grouped.quantize(sample(40, 32), STOCHASTIC, offs=[40], seed=seed)
+	with pytest.raises(error, match=words):
+		grouped.quantize(sample(40, 32), STOCHASTIC, offs=[40], seed=seed)
 
 
 @each("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
-  with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):
-    grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
-  out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
-  with pytest.raises(ValueError, match="seed is of stochastic rounding"):
-    grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
+	with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):
+		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
+	out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
+	with pytest.raises(ValueError, match="seed is of stochastic rounding"):
+		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
 
 
 def test_manual_seed_governs_what_is_not_given():
-  x, found = sample(40, 32), []
-  for state in (1, 1, 2):
-    torch.manual_seed(state)
-    found += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
-  first, second, again, other = found[0], found[1], found[2], found[4]
-  assert same(first, again) and same(second, found[3])
-  assert not same(first, second) and not same(first, other)
+	x, found = sample(40, 32), []
+	for state in (1, 1, 2):
+		torch.manual_seed(state)
+		found += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
+	first, second, again, other = found[0], found[1], found[2], found[4]
+	assert same(first, again) and same(second, found[3])
+	assert not same(first, second) and not same(first, other)
 
 
 def test_nothing_is_drawn_for_other_formats():
-  torch.manual_seed(5)
-  want = torch.rand(3)
-  torch.manual_seed(5)
-  grouped.quantize(sample_of(40, 32), HADAMARD, offs=[40], columnwise=True)
-  assert torch.equal(torch.rand(3), want)
+	torch.manual_seed(5)
+	want = torch.rand(3)
+	torch.manual_seed(5)
+	grouped.quantize(sample_of(40, 32), HADAMARD, offs=[40], columnwise=True)
+	assert torch.equal(torch.rand(3), want)
 
 
 def sample_of(*shape):
-  """Numbers that draw nothing from the generator."""
-  return torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).bfloat16()
+	"""Numbers that draw nothing from the generator."""
+	return torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).bfloat16()
 
 
 @each("fmt", [STOCHASTIC, SQUARES, NVFP4(four_over_six=True), HADAMARD], ids=str)
 def test_into_a_tensor_and_in_place(fmt):
-  x, y = sample(40, 32), sample(40, 32)
-  seed = 9 if fmt.is_stochastic else None
-  out = grouped.quantize(x, fmt, offs=[13, 40], columnwise=True)
-  grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed, out=out)
-  assert same(out, grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed))
-  torch.manual_seed(3)
-  out.copy_(x)
-  torch.manual_seed(3)
-  assert same(out, grouped.quantize(x, fmt, offs=[20, 40], columnwise=True))
-  decoded = out.dequantize()
-  torch.manual_seed(4)
-  out.mul_(3.0)
-  torch.manual_seed(4)
-  assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
+	x, y = sample(40, 32), sample(40, 32)
+	seed = 9 if fmt.is_stochastic else None
+	out = grouped.quantize(x, fmt, offs=[13, 40], columnwise=True)
+	grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed, out=out)
+	assert same(out, grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed))
+	torch.manual_seed(3)
+	out.copy_(x)
+	torch.manual_seed(3)
+	assert same(out, grouped.quantize(x, fmt, offs=[20, 40], columnwise=True))
+	decoded = out.dequantize()
+	torch.manual_seed(4)
+	out.mul_(3.0)
+	torch.manual_seed(4)
+	assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
 # Members
@@ -110,94 +110,94 @@ def test_into_a_tensor_and_in_place(fmt):
 
 
 def test_records_of_old_files():
-  """Written before the bound and the error of four over six were fields."""
-  fields = {
-    "row_scaled": False,
-    "block": (1, 16),
-    "hadamard": True,
-    "stochastic_rounding": False,
-    "four_over_six": False,
-  }
-  assert saved_format("nvfp4", fields, "0.1.0") == HADAMARD
-  assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
+	"""Written before the bound and the error of four over six were fields."""
+	fields = {
+		"row_scaled": False,
+		"block": (1, 16),
+		"hadamard": True,
+		"stochastic_rounding": False,
+		"four_over_six": False,
+	}
+	assert saved_format("nvfp4", fields, "0.1.0") == HADAMARD
+	assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
 
 
 @each("fmt", [HADAMARD, SQUARES, NVFP4(four_over_six=True, e4m3_max=448, four_over_six_error="mse")], ids=str)
 def test_saved_and_loaded(fmt):
-  q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
-  loaded = saved(q)
-  assert loaded.format == fmt and same(loaded, q)
+	q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
+	loaded = saved(q)
+	assert loaded.format == fmt and same(loaded, q)
 
 
 # Recipes
 
 
 def gradients(layer, x, dy, offs, state=0):
-  torch.manual_seed(state)
-  x = x.clone().requires_grad_()
-  layer.zero_grad()
-  y = layer(x, offs)
-  y.backward(dy)
-  return y.detach(), x.grad, layer.weight.grad.clone()
+	torch.manual_seed(state)
+	x = x.clone().requires_grad_()
+	layer.zero_grad()
+	y = layer(x, offs)
+	y.backward(dy)
+	return y.detach(), x.grad, layer.weight.grad.clone()
 
 
 def test_gradients_follow_the_generator():
-  layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
-  first, again, other = (gradients(layer, x, dy, offsets((13, 27)), s) for s in (1, 1, 2))
-  assert all(map(torch.equal, first, again))
-  assert torch.equal(first[0], other[0])
-  assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
+	layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
+	first, again, other = (gradients(layer, x, dy, offsets((13, 27)), s) for s in (1, 1, 2))
+	assert all(map(torch.equal, first, again))
+	assert torch.equal(first[0], other[0])
+	assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
 
 
 @each("frozen", ["weight", "input", None])
 def test_whatever_gradients_are_wanted(frozen):
-  """One op quantizes and multiplies where wgrad is not wanted."""
-  torch.manual_seed(0)
-  layer, x = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64)
-  layer.weight.requires_grad_(frozen != "weight")
-  x.requires_grad_(frozen != "input")
-  layer(x, offsets((13, 27))).backward(sample(40, 48))
-  assert (x.grad is None) == (frozen == "input")
-  assert (layer.weight.grad is None) == (frozen == "weight")
+	"""One op quantizes and multiplies where wgrad is not wanted."""
+	torch.manual_seed(0)
+	layer, x = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64)
+	layer.weight.requires_grad_(frozen != "weight")
+	x.requires_grad_(frozen != "input")
+	layer(x, offsets((13, 27))).backward(sample(40, 48))
+	assert (x.grad is None) == (frozen == "input")
+	assert (layer.weight.grad is None) == (frozen == "weight")
 
 
 def test_a_compiled_layer_draws_anew():
-  layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-  compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
-  for rows in (40, 56):
-    x, dy, offs = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
+	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
+	compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+	for rows in (40, 56):
+		x, dy, offs = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
 
-    def step(state, x=x, dy=dy, offs=offs):
-      torch.manual_seed(state)
-      leaf = x.clone().requires_grad_()
-      layer.zero_grad()
-      compiled(leaf, offs).backward(dy)
-      return leaf.grad, layer.weight.grad.clone()
+		def step(state, x=x, dy=dy, offs=offs):
+			torch.manual_seed(state)
+			leaf = x.clone().requires_grad_()
+			layer.zero_grad()
+			compiled(leaf, offs).backward(dy)
+			return leaf.grad, layer.weight.grad.clone()
 
-    first, again, other = step(1), step(1), step(2)
-    assert all(map(torch.equal, first, again))
-    assert not any(map(torch.equal, first, other))
+		first, again, other = step(1), step(1), step(2)
+		assert all(map(torch.equal, first, again))
+		assert not any(map(torch.equal, first, other))
 
 
 @each("dtype", [torch.float32, torch.float16])
 def test_only_bf16_is_transformed(dtype):
-  layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-  with torch.no_grad():
-    layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
-  with pytest.raises(TypeError, match="nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
-    layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
-  status = cute_kernels.support("grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True)
-  assert not status and "bfloat16 only" in status.reason
+	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
+	with torch.no_grad():
+		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+	with pytest.raises(TypeError, match="nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
+		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+	status = cute_kernels.support("grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True)
+	assert not status and "bfloat16 only" in status.reason
 
 
 @each("propagate", [False, True])
 def test_infinities_that_meet_in_a_transform(propagate):
-  """Four in a chunk of 16 may leave no infinity; the flag then says that the group is lost."""
-  recipe = dataclasses.replace(ROLES, propagate_nonfinite=propagate)
-  layer, x = GroupedLinear(2, 64, 48, recipe=recipe), sample(40, 64)
-  for i, row in enumerate((0, 1, 2, 3)):
-    x[row, 5] = torch.inf * (1 if i % 2 else -1)
-  y, _, dweight = gradients(layer, x, sample(40, 48), offsets((20, 20)))
-  assert not y[:4].isfinite().any() and dweight[1].isfinite().all()
-  if propagate:
-    assert not dweight[0].isfinite().any()
+	"""Four in a chunk of 16 may leave no infinity; the flag then says that the group is lost."""
+	recipe = dataclasses.replace(ROLES, propagate_nonfinite=propagate)
+	layer, x = GroupedLinear(2, 64, 48, recipe=recipe), sample(40, 64)
+	for i, row in enumerate((0, 1, 2, 3)):
+		x[row, 5] = torch.inf * (1 if i % 2 else -1)
+	y, _, dweight = gradients(layer, x, sample(40, 48), offsets((20, 20)))
+	assert not y[:4].isfinite().any() and dweight[1].isfinite().all()
+	if propagate:
+		assert not dweight[0].isfinite().any()

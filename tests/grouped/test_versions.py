@@ -12,150 +12,150 @@ G, N, K = 3, 48, 64
 OFFS = [13, 13, 35]
 
 WRITES = {
-  "zero_": lambda w: w.zero_(),
-  "add_": lambda w: w.add_(1),
-  "copy_ plain": lambda w: w.copy_(weight()),
-  "copy_ grouped": lambda w: w.copy_(parameter()),
-  "quantize out": lambda w: grouped.quantize(weight(), w.format, columnwise=True, out=w),
-  "foreach": lambda w: torch._foreach_mul_([w], 2),
-  "through detach": lambda w: w.detach().zero_(),
-  "through data": lambda w: w.data.zero_(),
-  "through its parts": lambda w: w.__tensor_unflatten__(
-    {n: getattr(w, n) for n in w.__tensor_flatten__()[0]}, w.__tensor_flatten__()[1], w.shape, w.stride()
-  ).zero_(),
+	"zero_": lambda w: w.zero_(),
+	"add_": lambda w: w.add_(1),
+	"copy_ plain": lambda w: w.copy_(weight()),
+	"copy_ grouped": lambda w: w.copy_(parameter()),
+	"quantize out": lambda w: grouped.quantize(weight(), w.format, columnwise=True, out=w),
+	"foreach": lambda w: torch._foreach_mul_([w], 2),
+	"through detach": lambda w: w.detach().zero_(),
+	"through data": lambda w: w.data.zero_(),
+	"through its parts": lambda w: w.__tensor_unflatten__(
+		{n: getattr(w, n) for n in w.__tensor_flatten__()[0]}, w.__tensor_flatten__()[1], w.shape, w.stride()
+	).zero_(),
 }
 writes = each("write", WRITES)
 
 
 def frozen(fmt=WEIGHT_FORMAT):
-  return nn.Parameter(grouped.quantize(weight(), fmt, columnwise=True), False)
+	return nn.Parameter(grouped.quantize(weight(), fmt, columnwise=True), False)
 
 
 def versions(w):
-  return [w._version, *(t._version for copy in (w.rowwise, w.columnwise) for t in copy)]
+	return [w._version, *(t._version for copy in (w.rowwise, w.columnwise) for t in copy)]
 
 
 @writes
 @each("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
-  layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
-  layer.weight = frozen()
-  x = sample(40, K).requires_grad_()
-  y = layer(x, OFFS)
-  with torch.no_grad():
-    write(layer.weight)
-  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-    y.sum().backward()
-  layer(x, OFFS).sum().backward()
+	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+	layer.weight = frozen()
+	x = sample(40, K).requires_grad_()
+	y = layer(x, OFFS)
+	with torch.no_grad():
+		write(layer.weight)
+	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+		y.sum().backward()
+	layer(x, OFFS).sum().backward()
 
 
 @writes
 def test_every_write_bumps_the_wrapper_and_all_that_it_holds(write):
-  for prepacked in (False, True):
-    w = frozen()
-    w = nn.Parameter(w.prepack(), False) if prepacked else w
-    before = versions(w)
-    write(w)
-    after = versions(w)
-    shared = write not in (WRITES["through data"], WRITES["through its parts"])
-    assert all(a > b for a, b in zip(after[1:], before[1:], strict=True))
-    assert (after[0] > before[0]) is shared
+	for prepacked in (False, True):
+		w = frozen()
+		w = nn.Parameter(w.prepack(), False) if prepacked else w
+		before = versions(w)
+		write(w)
+		after = versions(w)
+		shared = write not in (WRITES["through data"], WRITES["through its parts"])
+		assert all(a > b for a, b in zip(after[1:], before[1:], strict=True))
+		assert (after[0] > before[0]) is shared
 
 
 def test_offsets_that_were_written_count_and_others_do_not():
-  x = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS)
-  before = x.offs._version
-  x.mul_(2)
-  assert x.offs._version == before
-  grouped.quantize(sample(40, K), FORMATS["1x16"], offs=[1, 2, 3], out=x)
-  assert x.offs._version > before
+	x = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS)
+	before = x.offs._version
+	x.mul_(2)
+	assert x.offs._version == before
+	grouped.quantize(sample(40, K), FORMATS["1x16"], offs=[1, 2, 3], out=x)
+	assert x.offs._version > before
 
 
 def test_assigning_data_between_forward_and_backward():
-  """What the products saved is the old tensor's parts, or it raises."""
-  x = sample(40, K).requires_grad_()
-  for recipe in ("bf16", "nvfp4"):
-    layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
-    layer.weight = frozen()
-    x.grad = None
-    layer(x, OFFS).sum().backward()
-    want, y = x.grad.clone(), layer(x, OFFS)
-    layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
-    x.grad = None
-    if recipe == "bf16":
-      with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    else:
-      y.sum().backward()
-      assert torch.equal(x.grad, want)
+	"""What the products saved is the old tensor's parts, or it raises."""
+	x = sample(40, K).requires_grad_()
+	for recipe in ("bf16", "nvfp4"):
+		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+		layer.weight = frozen()
+		x.grad = None
+		layer(x, OFFS).sum().backward()
+		want, y = x.grad.clone(), layer(x, OFFS)
+		layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
+		x.grad = None
+		if recipe == "bf16":
+			with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+				y.sum().backward()
+		else:
+			y.sum().backward()
+			assert torch.equal(x.grad, want)
 
 
 def test_inference_tensors_have_no_version():
-  with torch.inference_mode():
-    w = frozen()
-    for name, write in WRITES.items():
-      if name != "through data":
-        write(w)
+	with torch.inference_mode():
+		w = frozen()
+		for name, write in WRITES.items():
+			if name != "through data":
+				write(w)
 
 
 @each("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
-  layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
-  layer.weight = frozen()
-  x = sample(40, K).requires_grad_()
-  y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, torch.tensor(OFFS, dtype=torch.int32))
-  before = versions(layer.weight)
+	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+	layer.weight = frozen()
+	x = sample(40, K).requires_grad_()
+	y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, torch.tensor(OFFS, dtype=torch.int32))
+	before = versions(layer.weight)
 
-  @torch.compile(fullgraph=True, backend="aot_eager")
-  def requantize(w, dense):
-    grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
+	@torch.compile(fullgraph=True, backend="aot_eager")
+	def requantize(w, dense):
+		grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
 
-  requantize(layer.weight, weight())
-  assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
-  with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-    y.sum().backward()
+	requantize(layer.weight, weight())
+	assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
+	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+		y.sum().backward()
 
 
 # Derivatives that would go
 
 OPERANDS = {
-  "W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),
-  "plain": lambda: (sample(40, K), weight(), {"offs": OFFS}),
-  "NVFP4": lambda: (grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS), frozen(), {}),
+	"W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),
+	"plain": lambda: (sample(40, K), weight(), {"offs": OFFS}),
+	"NVFP4": lambda: (grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS), frozen(), {}),
 }
 
 
 @pytest.mark.parametrize("kind", OPERANDS)
 @each("which", ["a", "b", "bias", "out"])
 def test_out_refuses_what_requires_a_gradient(kind, which):
-  a, b, options = OPERANDS[kind]()
-  tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
-  tensors[which] = tensors[which].detach().requires_grad_()
-  options |= {"bias": tensors["bias"], "out": tensors["out"]}
-  with pytest.raises(RuntimeError, match=f"{which} requires a gradient.*leave out= away"):
-    grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
-  assert not tensors["out"].detach().any()
-  with torch.no_grad():
-    assert grouped.grouped_gemm(tensors["a"], tensors["b"], **options) is tensors["out"]
-  assert tensors["out"].detach().any()
+	a, b, options = OPERANDS[kind]()
+	tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
+	tensors[which] = tensors[which].detach().requires_grad_()
+	options |= {"bias": tensors["bias"], "out": tensors["out"]}
+	with pytest.raises(RuntimeError, match=f"{which} requires a gradient.*leave out= away"):
+		grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
+	assert not tensors["out"].detach().any()
+	with torch.no_grad():
+		assert grouped.grouped_gemm(tensors["a"], tensors["b"], **options) is tensors["out"]
+	assert tensors["out"].detach().any()
 
 
 def test_quantizing_into_a_leaf_that_requires_a_gradient():
-  p = parameter()
-  before = p.rowwise.codes.clone()
-  with pytest.raises(RuntimeError, match=r"out requires a gradient.*torch.no_grad\(\)"):
-    grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
-  assert torch.equal(p.rowwise.codes, before)
-  with torch.no_grad():
-    assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
-  assert not torch.equal(p.rowwise.codes, before)
+	p = parameter()
+	before = p.rowwise.codes.clone()
+	with pytest.raises(RuntimeError, match=r"out requires a gradient.*torch.no_grad\(\)"):
+		grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
+	assert torch.equal(p.rowwise.codes, before)
+	with torch.no_grad():
+		assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
+	assert not torch.equal(p.rowwise.codes, before)
 
 
 @each("kind", ["W4A16", "plain"])
 @each("with_out", [False, True])
 def test_forward_mode_of_products_raises(kind, with_out):
-  a, b, options = OPERANDS[kind]()
-  if with_out:
-    options["out"] = torch.zeros(40, N)
-  with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
-    torch.func.jvp(lambda x: grouped.grouped_gemm(x, b, **options), (a,), (a,))
+	a, b, options = OPERANDS[kind]()
+	if with_out:
+		options["out"] = torch.zeros(40, N)
+	with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
+		torch.func.jvp(lambda x: grouped.grouped_gemm(x, b, **options), (a,), (a,))

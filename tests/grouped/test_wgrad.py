@@ -17,50 +17,50 @@ K, N, GROUPS, ENDS = 64, 96, 3, [13, 13, 35]
 FORMS = ("single", "discrete", "one buffer")
 #: Every recipe, and every form of the parameters.
 RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
-  (name, form) for name in ("bf16", "nvfp4", "fp8-block") for form in FORMS[1:]
+	(name, form) for name in ("bf16", "nvfp4", "fp8-block") for form in FORMS[1:]
 ]
 
 
 def layer_of(recipe, form="single", **options):
-  torch.manual_seed(3)
-  options.setdefault("dtype", torch.bfloat16)
-  single = form == "single"
-  return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=single, **options)
+	torch.manual_seed(3)
+	options.setdefault("dtype", torch.bfloat16)
+	single = form == "single"
+	return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=single, **options)
 
 
 def weights(layer):
-  return [p for name, p in layer.named_parameters() if name.startswith("weight")]
+	return [p for name, p in layer.named_parameters() if name.startswith("weight")]
 
 
 def give_main_grads(layer, form="single", dtype=torch.float32, value=1.5):
-  """As Megatron does: views of one buffer, or else tensors of their own."""
-  parameters = weights(layer)
-  if form == "one buffer":
-    flat = torch.full((sum(p.numel() for p in parameters) + 8,), value, dtype=dtype)
-    views = flat[8:].view(len(parameters), *parameters[0].shape)
-    for p, view in zip(parameters, views, strict=True):
-      p.main_grad = view
-    return
-  for p in parameters:
-    p.main_grad = torch.full(p.shape, value, dtype=dtype)
+	"""As Megatron does: views of one buffer, or else tensors of their own."""
+	parameters = weights(layer)
+	if form == "one buffer":
+		flat = torch.full((sum(p.numel() for p in parameters) + 8,), value, dtype=dtype)
+		views = flat[8:].view(len(parameters), *parameters[0].shape)
+		for p, view in zip(parameters, views, strict=True):
+			p.main_grad = view
+		return
+	for p in parameters:
+		p.main_grad = torch.full(p.shape, value, dtype=dtype)
 
 
 def main_grads(layer):
-  """(G, N, K)"""
-  held = [p.main_grad for p in weights(layer)]
-  return held[0] if held[0].dim() == 3 else torch.stack(held)
+	"""(G, N, K)"""
+	held = [p.main_grad for p in weights(layer)]
+	return held[0] if held[0].dim() == 3 else torch.stack(held)
 
 
 def fp32_wgrad(recipe, x, dy, ends=ENDS):
-  """The fp32 gradient, from a layer with the same weights in fp32."""
-  layer = layer_of(recipe).float()
-  layer(x, ends).backward(dy)
-  return layer.weight.grad
+	"""The fp32 gradient, from a layer with the same weights in fp32."""
+	layer = layer_of(recipe).float()
+	layer(x, ends).backward(dy)
+	return layer.weight.grad
 
 
 @pytest.fixture
 def data():
-  return sample(40, K), sample(40, N)
+	return sample(40, K), sample(40, N)
 
 
 # Main_grad
@@ -69,272 +69,272 @@ def data():
 @each("dtype", [torch.float32, torch.bfloat16])
 @each(("name", "form"), RECIPES_AND_FORMS)
 def test_gradients_add_up_in_main_grad(name, form, dtype, data):
-  """In fp32 before the one cast; the input's and the bias's are what they always are."""
-  recipe = ALL_RECIPES[name]
-  x, dy = data
-  layer, plain = layer_of(recipe, form, fuse_wgrad_accumulation=True), layer_of(recipe, form)
-  give_main_grads(layer, form, dtype)
-  held = [p.main_grad for p in weights(layer)]
-  versions = [t._version for t in held]
-  want, dw = torch.full((GROUPS, N, K), 1.5, dtype=dtype), fp32_wgrad(recipe, x, dy)
-  for step in range(2):
-    leaves = [x.clone().requires_grad_() for _ in range(2)]
-    for module, leaf in zip((layer, plain), leaves, strict=True):
-      module.zero_grad()
-      module(leaf, ENDS).backward(dy)
-    want = (want.float() + dw).to(dtype)
-    assert_same_bytes(main_grads(layer), want, f"step {step}")
-    assert_same_bytes(*(leaf.grad for leaf in leaves))
-    for (name, p), q in zip(layer.named_parameters(), plain.parameters(), strict=True):
-      if name.startswith("bias"):
-        assert_same_bytes(p.grad, q.grad)
-  assert all(p.main_grad is t for p, t in zip(weights(layer), held, strict=True))
-  assert all(t._version > v for t, v in zip(held, versions, strict=True))
+	"""In fp32 before the one cast; the input's and the bias's are what they always are."""
+	recipe = ALL_RECIPES[name]
+	x, dy = data
+	layer, plain = layer_of(recipe, form, fuse_wgrad_accumulation=True), layer_of(recipe, form)
+	give_main_grads(layer, form, dtype)
+	held = [p.main_grad for p in weights(layer)]
+	versions = [t._version for t in held]
+	want, dw = torch.full((GROUPS, N, K), 1.5, dtype=dtype), fp32_wgrad(recipe, x, dy)
+	for step in range(2):
+		leaves = [x.clone().requires_grad_() for _ in range(2)]
+		for module, leaf in zip((layer, plain), leaves, strict=True):
+			module.zero_grad()
+			module(leaf, ENDS).backward(dy)
+		want = (want.float() + dw).to(dtype)
+		assert_same_bytes(main_grads(layer), want, f"step {step}")
+		assert_same_bytes(*(leaf.grad for leaf in leaves))
+		for (name, p), q in zip(layer.named_parameters(), plain.parameters(), strict=True):
+			if name.startswith("bias"):
+				assert_same_bytes(p.grad, q.grad)
+	assert all(p.main_grad is t for p, t in zip(weights(layer), held, strict=True))
+	assert all(t._version > v for t, v in zip(held, versions, strict=True))
 
 
 @each("form", FORMS)
 @each("way", ["is_first_microbatch", "overwrite_main_grad"])
 def test_overwriting(way, form, data):
-  """What was there is not read, and experts without tokens get zeros."""
-  x, dy = data
-  recipe = RECIPES["row-scaled"]
-  layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
-  give_main_grads(layer, form, value=torch.nan)
-  dw = fp32_wgrad(recipe, x, dy)
-  for p in weights(layer):
-    p.overwrite_main_grad = way == "overwrite_main_grad"
-  first = way == "is_first_microbatch" or None
-  layer(x, ENDS, is_first_microbatch=first).backward(dy)
-  assert_same_bytes(main_grads(layer), dw)
-  assert not main_grads(layer)[1].any()
-  for p in weights(layer):
-    p.overwrite_main_grad = False
-  layer(x, ENDS, is_first_microbatch=None if first is None else False).backward(dy)
-  assert_same_bytes(main_grads(layer), dw + dw)
+	"""What was there is not read, and experts without tokens get zeros."""
+	x, dy = data
+	recipe = RECIPES["row-scaled"]
+	layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
+	give_main_grads(layer, form, value=torch.nan)
+	dw = fp32_wgrad(recipe, x, dy)
+	for p in weights(layer):
+		p.overwrite_main_grad = way == "overwrite_main_grad"
+	first = way == "is_first_microbatch" or None
+	layer(x, ENDS, is_first_microbatch=first).backward(dy)
+	assert_same_bytes(main_grads(layer), dw)
+	assert not main_grads(layer)[1].any()
+	for p in weights(layer):
+		p.overwrite_main_grad = False
+	layer(x, ENDS, is_first_microbatch=None if first is None else False).backward(dy)
+	assert_same_bytes(main_grads(layer), dw + dw)
 
 
 def test_one_expert_overwrites_and_one_is_frozen(data):
-  x, dy = data
-  recipe = RECIPES["nvfp4"]
-  layer = layer_of(recipe, "discrete", fuse_wgrad_accumulation=True)
-  give_main_grads(layer)
-  layer.weight0.overwrite_main_grad = True
-  layer.weight2.requires_grad_(False)
-  layer.weight2.main_grad = None
-  layer(x, ENDS).backward(dy)
-  dw = fp32_wgrad(recipe, x, dy)
-  assert_same_bytes(layer.weight0.main_grad, dw[0])
-  assert_same_bytes(layer.weight1.main_grad, torch.full((N, K), 1.5))
-  assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
+	x, dy = data
+	recipe = RECIPES["nvfp4"]
+	layer = layer_of(recipe, "discrete", fuse_wgrad_accumulation=True)
+	give_main_grads(layer)
+	layer.weight0.overwrite_main_grad = True
+	layer.weight2.requires_grad_(False)
+	layer.weight2.main_grad = None
+	layer(x, ENDS).backward(dy)
+	dw = fp32_wgrad(recipe, x, dy)
+	assert_same_bytes(layer.weight0.main_grad, dw[0])
+	assert_same_bytes(layer.weight1.main_grad, torch.full((N, K), 1.5))
+	assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
 
 
 @each("form", FORMS)
 def test_what_hooks_find(form, data):
-  """Megatron-LM's: a tensor in ``.grad``, which it drops as the flag is set."""
-  x, dy = data
-  layer = layer_of(RECIPES["nvfp4"], form, fuse_wgrad_accumulation=True)
-  give_main_grads(layer, form)
-  seen, kept = [], []
+	"""Megatron-LM's: a tensor in ``.grad``, which it drops as the flag is set."""
+	x, dy = data
+	layer = layer_of(RECIPES["nvfp4"], form, fuse_wgrad_accumulation=True)
+	give_main_grads(layer, form)
+	seen, kept = [], []
 
-  def hook_of(name, p):
-    def hook(*_):
-      assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype
-      added = getattr(p, "grad_added_to_main_grad", False)
-      assert added == name.startswith("weight") and bool(p.grad.any()) != added
-      seen.append(name)
-      p.grad = None
+	def hook_of(name, p):
+		def hook(*_):
+			assert p.grad is not None and p.grad.shape == p.shape and p.grad.dtype == p.dtype
+			added = getattr(p, "grad_added_to_main_grad", False)
+			assert added == name.startswith("weight") and bool(p.grad.any()) != added
+			seen.append(name)
+			p.grad = None
 
-    return hook
+		return hook
 
-  for name, p in layer.named_parameters():
-    p.grad_added_to_main_grad = False
-    if p.dim() > 1 or name in ("bias0", "bias2"):  # the second expert has no tokens
-      kept.append(p.expand_as(p).grad_fn.next_functions[0][0])
-      kept[-1].register_hook(hook_of(name, p))
-  before = main_grads(layer).clone()
-  for _ in range(2):
-    layer(x, ENDS).backward(dy)
-  assert len(seen) == 2 * len(kept) and not torch.equal(main_grads(layer), before)
+	for name, p in layer.named_parameters():
+		p.grad_added_to_main_grad = False
+		if p.dim() > 1 or name in ("bias0", "bias2"):  # the second expert has no tokens
+			kept.append(p.expand_as(p).grad_fn.next_functions[0][0])
+			kept[-1].register_hook(hook_of(name, p))
+	before = main_grads(layer).clone()
+	for _ in range(2):
+		layer(x, ENDS).backward(dy)
+	assert len(seen) == 2 * len(kept) and not torch.equal(main_grads(layer), before)
 
 
 @each(
-  ("main_grad", "error", "match"),
-  [
-    (None, RuntimeError, r"NAME.main_grad is missing: fuse_wgrad_accumulation.*shape \(S"),
-    (torch.zeros(2), ValueError, r"NAME.main_grad does not fit.*shape \(S.*got shape \(2,\)"),
-    (torch.float16, TypeError, r"NAME.main_grad has.*dtype torch.bfloat16 or torch.f.*16"),
-    (torch.int32, TypeError, r"NAME.main_grad has the wrong type"),
-    ("strided", ValueError, r"NAME.main_grad does not fit: .*contiguous.*with strides"),
-    ("meta", ValueError, r"NAME.main_grad does not fit: .* on cpu; got.* on meta"),
-    ("quantized", TypeError, r"NAME.main_grad has the wrong type.*got GroupedTensor"),
-  ],
+	("main_grad", "error", "match"),
+	[
+		(None, RuntimeError, r"NAME.main_grad is missing: fuse_wgrad_accumulation.*shape \(S"),
+		(torch.zeros(2), ValueError, r"NAME.main_grad does not fit.*shape \(S.*got shape \(2,\)"),
+		(torch.float16, TypeError, r"NAME.main_grad has.*dtype torch.bfloat16 or torch.f.*16"),
+		(torch.int32, TypeError, r"NAME.main_grad has the wrong type"),
+		("strided", ValueError, r"NAME.main_grad does not fit: .*contiguous.*with strides"),
+		("meta", ValueError, r"NAME.main_grad does not fit: .* on cpu; got.* on meta"),
+		("quantized", TypeError, r"NAME.main_grad has the wrong type.*got GroupedTensor"),
+	],
 )
 @each("delay", [False, True])
 @each("single", [True, False])
 def test_a_main_grad_that_does_not_fit(single, delay, main_grad, error, match, data):
-  x, dy = data
-  options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
-  layer = layer_of(RECIPES["nvfp4"], "single" if single else "discrete", **options)
-  give_main_grads(layer)
-  name = "weight" if single else "weight1"
-  parameter = getattr(layer, name)
-  if isinstance(main_grad, torch.dtype):
-    main_grad = torch.zeros(parameter.shape, dtype=main_grad)
-  elif main_grad == "strided":
-    main_grad = torch.zeros(parameter.shape[::-1]).permute(*reversed(range(parameter.dim())))
-  elif main_grad == "meta":
-    main_grad = torch.zeros(parameter.shape, device="meta")
-  elif main_grad == "quantized":
-    main_grad = grouped.quantize(torch.zeros(GROUPS, N, K), WEIGHT_FORMAT)
-  parameter.main_grad = main_grad
-  y = layer(x, ENDS)
-  match = match.replace("NAME", name).replace("(S", "(3, 96, 64" if single else "(96, 64")
-  counter = OpCounter()
-  if delay:
-    y.backward(dy)
-  with counter, pytest.raises(error, match=match):
-    layer.backward_dw() if delay else y.backward(dy)
-  assert not {name for name in counter.counts if "group" in name}
-  if delay:  # What waited is there still.
-    give_main_grads(layer)
-    layer.backward_dw()
-    assert (main_grads(layer) != 1.5).any()
+	x, dy = data
+	options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
+	layer = layer_of(RECIPES["nvfp4"], "single" if single else "discrete", **options)
+	give_main_grads(layer)
+	name = "weight" if single else "weight1"
+	parameter = getattr(layer, name)
+	if isinstance(main_grad, torch.dtype):
+		main_grad = torch.zeros(parameter.shape, dtype=main_grad)
+	elif main_grad == "strided":
+		main_grad = torch.zeros(parameter.shape[::-1]).permute(*reversed(range(parameter.dim())))
+	elif main_grad == "meta":
+		main_grad = torch.zeros(parameter.shape, device="meta")
+	elif main_grad == "quantized":
+		main_grad = grouped.quantize(torch.zeros(GROUPS, N, K), WEIGHT_FORMAT)
+	parameter.main_grad = main_grad
+	y = layer(x, ENDS)
+	match = match.replace("NAME", name).replace("(S", "(3, 96, 64" if single else "(96, 64")
+	counter = OpCounter()
+	if delay:
+		y.backward(dy)
+	with counter, pytest.raises(error, match=match):
+		layer.backward_dw() if delay else y.backward(dy)
+	assert not {name for name in counter.counts if "group" in name}
+	if delay:  # What waited is there still.
+		give_main_grads(layer)
+		layer.backward_dw()
+		assert (main_grads(layer) != 1.5).any()
 
 
 def test_a_quantized_parameter(data):
-  x, dy = data
-  recipe = RECIPES["nvfp4"]
-  layer = layer_of(recipe, fuse_wgrad_accumulation=True)
-  layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
-  give_main_grads(layer)
-  layer(x, ENDS).backward(dy)
-  assert_same_bytes(main_grads(layer), fp32_wgrad(recipe, x, dy) + 1.5)
-  assert not layer.weight.grad.any() and type(layer.weight.grad) is torch.Tensor
+	x, dy = data
+	recipe = RECIPES["nvfp4"]
+	layer = layer_of(recipe, fuse_wgrad_accumulation=True)
+	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
+	give_main_grads(layer)
+	layer(x, ENDS).backward(dy)
+	assert_same_bytes(main_grads(layer), fp32_wgrad(recipe, x, dy) + 1.5)
+	assert not layer.weight.grad.any() and type(layer.weight.grad) is torch.Tensor
 
 
 def test_frozen_weights_need_no_main_grad(data):
-  x, dy = data
-  layer = layer_of(RECIPES["nvfp4"], fuse_wgrad_accumulation=True)
-  layer.weight.requires_grad_(False)
-  layer(x, ENDS).backward(dy)
-  assert layer.bias.grad.any() and layer.weight.grad is None
+	x, dy = data
+	layer = layer_of(RECIPES["nvfp4"], fuse_wgrad_accumulation=True)
+	layer.weight.requires_grad_(False)
+	layer(x, ENDS).backward(dy)
+	assert layer.bias.grad.any() and layer.weight.grad is None
 
 
 # Delayed wgrad
 
 
 def gradients(layer):
-  return {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+	return {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
 
 @each("fuse", [False, True])
 @each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
-  """Several microbatches wait; each call computes the oldest."""
-  recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
-  delayed, plain = (layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay) for delay in (True, False))
-  for layer in (delayed, plain) if fuse else ():
-    give_main_grads(layer, form)
-  batches = [(sample(40, K), sample(40, N), ends) for ends in (ENDS, [0, 20, 40], [5, 6, 7])]
-  for x, dy, ends in batches:
-    leaf = x.clone().requires_grad_()
-    delayed(leaf, ends).backward(dy)
-    assert leaf.grad.any()
-    assert all(grad is None for grad in gradients(delayed).values())
-  for x, dy, ends in batches:
-    plain(x, ends).backward(dy)
-    delayed.backward_dw()
-    want = gradients(plain)
-    assert_same_buffers(gradients(delayed), want)
-    if fuse:
-      assert_same_bytes(main_grads(delayed), main_grads(plain))
-  assert_same_buffers(delayed.state_dict(), plain.state_dict())
-  with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
-    delayed.backward_dw()
+	"""Several microbatches wait; each call computes the oldest."""
+	recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
+	delayed, plain = (layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay) for delay in (True, False))
+	for layer in (delayed, plain) if fuse else ():
+		give_main_grads(layer, form)
+	batches = [(sample(40, K), sample(40, N), ends) for ends in (ENDS, [0, 20, 40], [5, 6, 7])]
+	for x, dy, ends in batches:
+		leaf = x.clone().requires_grad_()
+		delayed(leaf, ends).backward(dy)
+		assert leaf.grad.any()
+		assert all(grad is None for grad in gradients(delayed).values())
+	for x, dy, ends in batches:
+		plain(x, ends).backward(dy)
+		delayed.backward_dw()
+		want = gradients(plain)
+		assert_same_buffers(gradients(delayed), want)
+		if fuse:
+			assert_same_bytes(main_grads(delayed), main_grads(plain))
+	assert_same_buffers(delayed.state_dict(), plain.state_dict())
+	with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
+		delayed.backward_dw()
 
 
 @each("recipe", ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, data):
-  x, dy = data
-  layer = layer_of(recipe, delay_wgrad=True)
-  y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=torch.int32))
-  with OpCounter() as counter:
-    y.backward(dy)
-  assert counter.counts["m_grouped_gemm"] == 1 and not counter.counts["k_grouped_gemm"]
-  with OpCounter() as counter:
-    layer.backward_dw()
-  assert counter.counts["k_grouped_gemm"] == 1
-  assert not {"m_grouped_gemm", "grouped_quantize"} & set(counter.counts)
+	x, dy = data
+	layer = layer_of(recipe, delay_wgrad=True)
+	y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=torch.int32))
+	with OpCounter() as counter:
+		y.backward(dy)
+	assert counter.counts["m_grouped_gemm"] == 1 and not counter.counts["k_grouped_gemm"]
+	with OpCounter() as counter:
+		layer.backward_dw()
+	assert counter.counts["k_grouped_gemm"] == 1
+	assert not {"m_grouped_gemm", "grouped_quantize"} & set(counter.counts)
 
 
 @each("frozen", ["weight", "bias", "x", "weight bias"])
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_delayed_beside_frozen_parameters(form, frozen, data):
-  x, dy = data
-  results = []
-  for delay in (True, False):
-    layer = layer_of(RECIPES["row-scaled"], form, delay_wgrad=delay)
-    for name, p in layer.named_parameters():
-      p.requires_grad_(name.rstrip("012") not in frozen)
-    leaf = x.clone().requires_grad_("x" not in frozen)
-    layer(leaf, ENDS).backward(dy)
-    if delay:
-      layer.backward_dw()
-    results.append(gradients(layer) | {"x": leaf.grad})
-  for name, grad in results[0].items():
-    want = results[1][name]
-    assert (grad is None) == (want is None) == (name.rstrip("012") in frozen), name
-    if grad is not None:
-      assert_same_bytes(grad, want, name)
+	x, dy = data
+	results = []
+	for delay in (True, False):
+		layer = layer_of(RECIPES["row-scaled"], form, delay_wgrad=delay)
+		for name, p in layer.named_parameters():
+			p.requires_grad_(name.rstrip("012") not in frozen)
+		leaf = x.clone().requires_grad_("x" not in frozen)
+		layer(leaf, ENDS).backward(dy)
+		if delay:
+			layer.backward_dw()
+		results.append(gradients(layer) | {"x": leaf.grad})
+	for name, grad in results[0].items():
+		want = results[1][name]
+		assert (grad is None) == (want is None) == (name.rstrip("012") in frozen), name
+		if grad is not None:
+			assert_same_bytes(grad, want, name)
 
 
 def test_hooks_run_when_the_gradients_are_there(data):
-  x, dy = data
-  layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
-  assert all(p.skip_backward_post_hook for p in layer.parameters())
-  seen = []
-  layer.weight.register_hook(lambda grad: seen.append("weight") or grad * 2)
-  layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
-  layer.register_full_backward_hook(lambda *_: seen.append("layer"))
-  layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append("reduce"))
-  layer(x.requires_grad_(), ENDS).backward(dy)
-  assert seen == ["layer"]
-  layer.backward_dw()
-  assert seen == ["layer", "weight", "accumulated", "reduce"]
-  want = layer_of(RECIPES["nvfp4"])
-  want(x, ENDS).backward(dy)
-  assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
+	x, dy = data
+	layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+	assert all(p.skip_backward_post_hook for p in layer.parameters())
+	seen = []
+	layer.weight.register_hook(lambda grad: seen.append("weight") or grad * 2)
+	layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+	layer.register_full_backward_hook(lambda *_: seen.append("layer"))
+	layer.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append("reduce"))
+	layer(x.requires_grad_(), ENDS).backward(dy)
+	assert seen == ["layer"]
+	layer.backward_dw()
+	assert seen == ["layer", "weight", "accumulated", "reduce"]
+	want = layer_of(RECIPES["nvfp4"])
+	want(x, ENDS).backward(dy)
+	assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
 
 
 def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(data):
-  x, dy = data
-  plain = layer_of(RECIPES["nvfp4"])
-  plain(x, ENDS).backward(dy)
-  for reentrant in (True, False):
-    layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
-    leaf = x.clone().requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(layer, leaf, ENDS, use_reentrant=reentrant)
-    y.backward(dy)
-    with torch.no_grad():
-      layer.backward_dw()
-    assert_same_bytes(layer.weight.grad, plain.weight.grad)
+	x, dy = data
+	plain = layer_of(RECIPES["nvfp4"])
+	plain(x, ENDS).backward(dy)
+	for reentrant in (True, False):
+		layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+		leaf = x.clone().requires_grad_()
+		y = torch.utils.checkpoint.checkpoint(layer, leaf, ENDS, use_reentrant=reentrant)
+		y.backward(dy)
+		with torch.no_grad():
+			layer.backward_dw()
+		assert_same_bytes(layer.weight.grad, plain.weight.grad)
 
 
 def test_without_the_option_and_without_parameters_to_train(data):
-  with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
-    layer_of(RECIPES["bf16"]).backward_dw()
-  layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
-  layer(data[0].requires_grad_(), ENDS).backward(data[1])
-  layer.backward_dw()
+	with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
+		layer_of(RECIPES["bf16"]).backward_dw()
+	layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
+	layer(data[0].requires_grad_(), ENDS).backward(data[1])
+	layer.backward_dw()
 
 
 @each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_wait_for_nothing(copied, data):
-  layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
-  layer(data[0], ENDS).backward(data[1])
-  with pytest.raises(RuntimeError, match="nothing to compute"):
-    copied(layer).backward_dw()
-  layer.backward_dw()
+	layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+	layer(data[0], ENDS).backward(data[1])
+	with pytest.raises(RuntimeError, match="nothing to compute"):
+		copied(layer).backward_dw()
+	layer.backward_dw()
 
 
 # MLP, transforms
@@ -343,57 +343,57 @@ def test_copies_wait_for_nothing(copied, data):
 @each("single", [True, False])
 @each("recipe", ALL_RECIPES)
 def test_mlp(recipe, single):
-  mlps = []
-  for fused in (True, False):
-    torch.manual_seed(4)
-    options = {"fuse_wgrad_accumulation": fused, "delay_wgrad": fused}
-    mlps.append(GroupedMLP(3, K, 32, True, recipe=recipe, single_parameter=single, **options))
-  fused, plain = mlps
-  for p in fused.parameters():
-    if p.dim() > 1:
-      p.main_grad = torch.zeros_like(p)
-  for first in (True, False):
-    x, dy = sample(40, K), sample(40, K)
-    for mlp in mlps:
-      mlp(x, ENDS, is_first_microbatch=first).backward(dy)
-    fused.backward_dw()
-  for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
-    got = p.main_grad if "weight" in name else p.grad
-    torch.testing.assert_close(got, q.grad, rtol=0, atol=0, msg=name)
+	mlps = []
+	for fused in (True, False):
+		torch.manual_seed(4)
+		options = {"fuse_wgrad_accumulation": fused, "delay_wgrad": fused}
+		mlps.append(GroupedMLP(3, K, 32, True, recipe=recipe, single_parameter=single, **options))
+	fused, plain = mlps
+	for p in fused.parameters():
+		if p.dim() > 1:
+			p.main_grad = torch.zeros_like(p)
+	for first in (True, False):
+		x, dy = sample(40, K), sample(40, K)
+		for mlp in mlps:
+			mlp(x, ENDS, is_first_microbatch=first).backward(dy)
+		fused.backward_dw()
+	for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
+		got = p.main_grad if "weight" in name else p.grad
+		torch.testing.assert_close(got, q.grad, rtol=0, atol=0, msg=name)
 
 
 @each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
 def test_compiled_and_transformed(options, data):
-  """A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
-  torch._dynamo.reset()
-  x, dy = data
-  recipe, offs = RECIPES["nvfp4"], torch.tensor(ENDS)
-  layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
-  for module in (layer, eager):
-    give_main_grads(module)
-    run = torch.compile(module, backend="aot_eager") if module is layer else module
-    leaf = x.clone().requires_grad_()
-    run(leaf, offs).backward(dy)
-    if "delay_wgrad" in options:
-      module.backward_dw()
-  assert_same_bytes(layer.weight.grad, eager.weight.grad)
-  assert_same_bytes(main_grads(layer), main_grads(eager))
+	"""A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
+	torch._dynamo.reset()
+	x, dy = data
+	recipe, offs = RECIPES["nvfp4"], torch.tensor(ENDS)
+	layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
+	for module in (layer, eager):
+		give_main_grads(module)
+		run = torch.compile(module, backend="aot_eager") if module is layer else module
+		leaf = x.clone().requires_grad_()
+		run(leaf, offs).backward(dy)
+		if "delay_wgrad" in options:
+			module.backward_dw()
+	assert_same_bytes(layer.weight.grad, eager.weight.grad)
+	assert_same_bytes(main_grads(layer), main_grads(eager))
 
-  message = "trains in eager mode only"
-  torch._dynamo.reset()
-  whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
-  with pytest.raises(Exception, match=message):
-    whole(x, offs)
-  for strict in (True, False):
-    with pytest.raises(Exception, match=message):
-      torch.export.export(layer, (x, offs), strict=strict)
-  with pytest.raises(RuntimeError, match=message):
-    torch.func.grad(lambda x: layer(x, offs).sum())(x)
-  # Nothing is lost where nobody asks for gradients of parameters.
-  with torch.no_grad():
-    assert_same_bytes(whole(x, offs), eager(x, offs))
-  layer.requires_grad_(False)
-  leaf = x.clone().requires_grad_()
-  whole(leaf, offs).backward(dy)
-  assert leaf.grad.any()
-  torch._dynamo.reset()
+	message = "trains in eager mode only"
+	torch._dynamo.reset()
+	whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+	with pytest.raises(Exception, match=message):
+		whole(x, offs)
+	for strict in (True, False):
+		with pytest.raises(Exception, match=message):
+			torch.export.export(layer, (x, offs), strict=strict)
+	with pytest.raises(RuntimeError, match=message):
+		torch.func.grad(lambda x: layer(x, offs).sum())(x)
+	# Nothing is lost where nobody asks for gradients of parameters.
+	with torch.no_grad():
+		assert_same_bytes(whole(x, offs), eager(x, offs))
+	layer.requires_grad_(False)
+	leaf = x.clone().requires_grad_()
+	whole(leaf, offs).backward(dy)
+	assert leaf.grad.any()
+	torch._dynamo.reset()

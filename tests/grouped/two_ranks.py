@@ -41,442 +41,442 @@ MESH = None
 
 
 def check(function):
-  CHECKS[function.__name__] = function
-  return function
+	CHECKS[function.__name__] = function
+	return function
 
 
 def plain_weight(shift=0.0, groups=GROUPS):
-  generator = torch.Generator().manual_seed(7)
-  return torch.randn(groups, N, K, generator=generator).bfloat16() + shift
+	generator = torch.Generator().manual_seed(7)
+	return torch.randn(groups, N, K, generator=generator).bfloat16() + shift
 
 
 def quantized(fmt=None, shift=0.0, groups=GROUPS):
-  """The same on both ranks; rows of its NVFP4 codes are padded."""
-  return grouped.quantize(plain_weight(shift, groups), fmt or grouped.NVFP4(), columnwise=True)
+	"""The same on both ranks; rows of its NVFP4 codes are padded."""
+	return grouped.quantize(plain_weight(shift, groups), fmt or grouped.NVFP4(), columnwise=True)
 
 
 def rows():
-  return torch.randn(10, K, generator=torch.Generator().manual_seed(9)).bfloat16().requires_grad_()
+	return torch.randn(10, K, generator=torch.Generator().manual_seed(9)).bfloat16().requires_grad_()
 
 
 def assert_same(got, want):
-  assert type(got) is type(want) is grouped.GroupedTensor and got.shape == want.shape
-  names, context = want.__tensor_flatten__()
-  assert got.__tensor_flatten__() == (names, context)
-  for name in names:
-    assert_same_bytes(getattr(got, name), getattr(want, name), name)
+	assert type(got) is type(want) is grouped.GroupedTensor and got.shape == want.shape
+	names, context = want.__tensor_flatten__()
+	assert got.__tensor_flatten__() == (names, context)
+	for name in names:
+		assert_same_bytes(getattr(got, name), getattr(want, name), name)
 
 
 def layer(fmt, recipe, train):
-  torch.manual_seed(3)
-  module = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=torch.bfloat16)
-  module.weight = nn.Parameter(quantized(fmt), requires_grad=train)
-  return module
+	torch.manual_seed(3)
+	module = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=torch.bfloat16)
+	module.weight = nn.Parameter(quantized(fmt), requires_grad=train)
+	return module
 
 
 @check
 def data_parallel():
-  """DDP broadcasts the bytes of the first rank, and sums gradients."""
-  for train in (False, True):
-    module = layer(grouped.NVFP4(), recipes.NVFP4(), train)
-    module.weight = nn.Parameter(quantized(shift=RANK), requires_grad=train)
-    parallel = nn.parallel.DistributedDataParallel(module)
-    assert_same(module.weight.data, quantized())
-    x = rows()
-    parallel(x, ENDS).sum().backward()
-    if train:
-      mine = torch.autograd.grad(layer(None, recipes.NVFP4(), True)(x, ENDS).sum(), x)[0]
-      assert_same_bytes(x.grad, mine) and type(module.weight.grad) is torch.Tensor
+	"""DDP broadcasts the bytes of the first rank, and sums gradients."""
+	for train in (False, True):
+		module = layer(grouped.NVFP4(), recipes.NVFP4(), train)
+		module.weight = nn.Parameter(quantized(shift=RANK), requires_grad=train)
+		parallel = nn.parallel.DistributedDataParallel(module)
+		assert_same(module.weight.data, quantized())
+		x = rows()
+		parallel(x, ENDS).sum().backward()
+		if train:
+			mine = torch.autograd.grad(layer(None, recipes.NVFP4(), True)(x, ENDS).sum(), x)[0]
+			assert_same_bytes(x.grad, mine) and type(module.weight.grad) is torch.Tensor
 
 
 @check
 def moved_by_collectives():
-  mine, second = quantized(shift=RANK), quantized(shift=1)
-  both = [torch.empty_like(mine) for _ in range(2)]
-  dist.all_gather(both, mine)
-  assert_same(both[0], quantized())
-  assert_same(both[1], second)
-  dist.broadcast(mine, 1)
-  assert_same(mine, second)
-  if RANK:
-    dist.send(mine, 0)
-  else:
-    dist.recv(both[0], 1)
-    assert_same(both[0], second)
-  for reduce in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
-    with pytest.raises(TypeError, match="does not work on a GroupedTensor; decode it first"):
-      reduce(mine)
-  with pytest.raises(TypeError, match="needs GroupedTensors of one format"):
-    dist.all_gather([plain_weight(), plain_weight()], mine)
+	mine, second = quantized(shift=RANK), quantized(shift=1)
+	both = [torch.empty_like(mine) for _ in range(2)]
+	dist.all_gather(both, mine)
+	assert_same(both[0], quantized())
+	assert_same(both[1], second)
+	dist.broadcast(mine, 1)
+	assert_same(mine, second)
+	if RANK:
+		dist.send(mine, 0)
+	else:
+		dist.recv(both[0], 1)
+		assert_same(both[0], second)
+	for reduce in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
+		with pytest.raises(TypeError, match="does not work on a GroupedTensor; decode it first"):
+			reduce(mine)
+	with pytest.raises(TypeError, match="needs GroupedTensors of one format"):
+		dist.all_gather([plain_weight(), plain_weight()], mine)
 
 
 @check
 def dtensors():
-  for fmt in EVERY_FORMAT.values():
-    if fmt.second_level is not None and fmt.second_level.per == "row":
-      continue
-    cols = 64 if fmt.k_multiple > 16 else K
-    whole = grouped.quantize(torch.randn(3, N, cols, generator=torch.Generator().manual_seed(1)), fmt, columnwise=True)
-    for groups in (2, 3):
-      part = whole[:groups]
-      sharded = distribute_tensor(nn.Parameter(part, False), MESH, [Shard(0)])
-      assert isinstance(sharded, DTensor)
-      first = RANK * ((groups + 1) // 2)
-      assert_same(sharded.to_local(), whole[first : min(groups, first + (groups + 1) // 2)].clone())
-      assert_same(sharded.full_tensor(), part.clone())
-    one = distribute_tensor(nn.Parameter(whole[:1], False), MESH, [Shard(0)])
-    with warnings.catch_warnings():
-      warnings.simplefilter("ignore")
-      one.mul_(0.5)  # The second rank has no groups.
-    assert len(one.to_local().dequantize()) == 1 - RANK
-    replica = distribute_tensor(whole, MESH, [Replicate()])
-    assert_same(replica.to_local(), whole)
-    assert_same(replica.redistribute(MESH, [Shard(0)]).full_tensor(), whole)
+	for fmt in EVERY_FORMAT.values():
+		if fmt.second_level is not None and fmt.second_level.per == "row":
+			continue
+		cols = 64 if fmt.k_multiple > 16 else K
+		whole = grouped.quantize(torch.randn(3, N, cols, generator=torch.Generator().manual_seed(1)), fmt, columnwise=True)
+		for groups in (2, 3):
+			part = whole[:groups]
+			sharded = distribute_tensor(nn.Parameter(part, False), MESH, [Shard(0)])
+			assert isinstance(sharded, DTensor)
+			first = RANK * ((groups + 1) // 2)
+			assert_same(sharded.to_local(), whole[first : min(groups, first + (groups + 1) // 2)].clone())
+			assert_same(sharded.full_tensor(), part.clone())
+		one = distribute_tensor(nn.Parameter(whole[:1], False), MESH, [Shard(0)])
+		with warnings.catch_warnings():
+			warnings.simplefilter("ignore")
+			one.mul_(0.5)  # The second rank has no groups.
+		assert len(one.to_local().dequantize()) == 1 - RANK
+		replica = distribute_tensor(whole, MESH, [Replicate()])
+		assert_same(replica.to_local(), whole)
+		assert_same(replica.redistribute(MESH, [Shard(0)]).full_tensor(), whole)
 
 
 @check
 def layers_of_dtensors():
-  """A layer whose parameters are DTensors multiplies this rank's groups, and keeps their copies."""
-  want = layer(None, recipes.NVFP4(), False)
-  for is_quantized in (False, True):
-    module, alone = layer(None, recipes.NVFP4(), False), want
-    if not is_quantized:
-      alone = GroupedLinear(GROUPS, K, N, recipe=recipes.NVFP4(), dtype=torch.bfloat16)
-      module = copy.deepcopy(alone)
-    y = alone(x := rows(), ENDS)
-    dy = torch.ones_like(y)
-    y.backward(dy)
-    for name, p in list(module.named_parameters()):
-      setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), MESH, [Shard(0)]), p.requires_grad))
-    part, ends = (slice(3, 10), [4, 7]) if RANK else (slice(0, 3), [3, 3])
-    mine = rows().detach()[part].requires_grad_()
-    for first in (True, False):
-      mine.grad = None
-      got = module(mine, ends, is_first_microbatch=first)
-      got.backward(dy[part])
-      assert_same_bytes(got.detach(), y.detach()[part])
-      assert_same_bytes(mine.grad, x.grad[part], name)
-    if not is_quantized:
-      assert module.weight.grad.placements == (Shard(0),)
-      assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
+	"""A layer whose parameters are DTensors multiplies this rank's groups, and keeps their copies."""
+	want = layer(None, recipes.NVFP4(), False)
+	for is_quantized in (False, True):
+		module, alone = layer(None, recipes.NVFP4(), False), want
+		if not is_quantized:
+			alone = GroupedLinear(GROUPS, K, N, recipe=recipes.NVFP4(), dtype=torch.bfloat16)
+			module = copy.deepcopy(alone)
+		y = alone(x := rows(), ENDS)
+		dy = torch.ones_like(y)
+		y.backward(dy)
+		for name, p in list(module.named_parameters()):
+			setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), MESH, [Shard(0)]), p.requires_grad))
+		part, ends = (slice(3, 10), [4, 7]) if RANK else (slice(0, 3), [3, 3])
+		mine = rows().detach()[part].requires_grad_()
+		for first in (True, False):
+			mine.grad = None
+			got = module(mine, ends, is_first_microbatch=first)
+			got.backward(dy[part])
+			assert_same_bytes(got.detach(), y.detach()[part])
+			assert_same_bytes(mine.grad, x.grad[part], name)
+		if not is_quantized:
+			assert module.weight.grad.placements == (Shard(0),)
+			assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
 
 
 @check
 def fully_sharded():
-  """FSDP2: the bits of one process, quantized weights gathered as bytes, trained in place."""
-  for fmt, recipe, train, reshard in (
-    (None, recipes.BF16(), False, True),
-    (None, recipes.NVFP4(), True, True),
-    (None, recipes.NVFP4(), True, False),
-    (grouped.FP8(), recipes.FP8Current(), True, True),
-    (SQUARE, recipes.FP8Block(), True, True),
-  ):
-    alone = layer(fmt, recipe, train)
-    module = fully_shard(copy.deepcopy(alone), mesh=MESH, reshard_after_forward=reshard)
-    assert module.weight.to_local().num_groups == GROUPS // 2
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, alone)]
-    for _ in range(2):
-      inputs = rows(), rows()
-      outputs = [m(x, ENDS) for m, x in zip((module, alone), inputs, strict=True)]
-      assert_same_bytes(*(y.detach() for y in outputs))
-      for y in outputs:
-        y.sum().backward()
-      assert_same_bytes(inputs[0].grad, inputs[1].grad)
-      with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for optimizer in optimizers:
-          optimizer.step()
-          optimizer.zero_grad()
-      assert_same(module.weight.full_tensor(), alone.weight.data)
-  module = GroupedLinear(3, K, N, bias=False)
-  module.weight = nn.Parameter(quantized(groups=3), False)
-  fully_shard(module, mesh=MESH)
-  with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
-    module(rows(), [3, 7, 10])
+	"""FSDP2: the bits of one process, quantized weights gathered as bytes, trained in place."""
+	for fmt, recipe, train, reshard in (
+		(None, recipes.BF16(), False, True),
+		(None, recipes.NVFP4(), True, True),
+		(None, recipes.NVFP4(), True, False),
+		(grouped.FP8(), recipes.FP8Current(), True, True),
+		(SQUARE, recipes.FP8Block(), True, True),
+	):
+		alone = layer(fmt, recipe, train)
+		module = fully_shard(copy.deepcopy(alone), mesh=MESH, reshard_after_forward=reshard)
+		assert module.weight.to_local().num_groups == GROUPS // 2
+		optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, alone)]
+		for _ in range(2):
+			inputs = rows(), rows()
+			outputs = [m(x, ENDS) for m, x in zip((module, alone), inputs, strict=True)]
+			assert_same_bytes(*(y.detach() for y in outputs))
+			for y in outputs:
+				y.sum().backward()
+			assert_same_bytes(inputs[0].grad, inputs[1].grad)
+			with warnings.catch_warnings():
+				warnings.simplefilter("ignore")
+				for optimizer in optimizers:
+					optimizer.step()
+					optimizer.zero_grad()
+			assert_same(module.weight.full_tensor(), alone.weight.data)
+	module = GroupedLinear(3, K, N, bias=False)
+	module.weight = nn.Parameter(quantized(groups=3), False)
+	fully_shard(module, mesh=MESH)
+	with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
+		module(rows(), [3, 7, 10])
 
 
 @check
 def what_fsdp_gathers():
-  whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
-  payload, _ = whole.fsdp_pre_all_gather(MESH, whole.shape, None, None, None)
-  assert sum(t.nbytes for t in payload) == 2 * (128 * 256 * (1 / 2 + 1 / 16) + 4)
+	whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
+	payload, _ = whole.fsdp_pre_all_gather(MESH, whole.shape, None, None, None)
+	assert sum(t.nbytes for t in payload) == 2 * (128 * 256 * (1 / 2 + 1 / 16) + 4)
 
 
 @check
 def optimizers():
-  """An fp32 master beside it, stochastic rounding, and a warning where a step is lost."""
-  master = nn.Parameter(distribute_tensor(plain_weight().float(), MESH, [Shard(0)]))
-  weight = nn.Parameter(distribute_tensor(quantized(), MESH, [Shard(0)]), False)
-  optimizer = torch.optim.SGD([master], lr=1e-3)
-  for _ in range(3):
-    master.grad = torch.ones_like(master)
-    optimizer.step()
-    weight.copy_(master)
-  want = plain_weight().float()
-  for _ in range(3):
-    want -= 1e-3
-  assert_same(weight.full_tensor(), grouped.quantize(want.bfloat16(), grouped.NVFP4(), columnwise=True))
-  for stochastic in (False, True):
-    fmt = grouped.NVFP4(stochastic_rounding=stochastic)
-    local = grouped.quantize(torch.full((GROUPS, N, K), 3.0).index_fill(2, torch.tensor([0]), 6.0), fmt)
-    p = nn.Parameter(distribute_tensor(local, MESH, [Shard(0)]))
-    p.grad = distribute_tensor(torch.ones(GROUPS, N, K).index_fill(2, torch.tensor([0]), 0), MESH, [Shard(0)])
-    with warnings.catch_warnings(record=True) as caught:
-      warnings.simplefilter("always")
-      for _ in range(20):
-        torch.optim.SGD([p], lr=0.01).step()
-    moved = (p.full_tensor().dequantize()[:, :, 1:] - 3).mean()
-    assert any("changed nothing" in str(w.message) for w in caught) is not stochastic
-    assert (-0.3 < moved < -0.1) if stochastic else moved == 0
+	"""An fp32 master beside it, stochastic rounding, and a warning where a step is lost."""
+	master = nn.Parameter(distribute_tensor(plain_weight().float(), MESH, [Shard(0)]))
+	weight = nn.Parameter(distribute_tensor(quantized(), MESH, [Shard(0)]), False)
+	optimizer = torch.optim.SGD([master], lr=1e-3)
+	for _ in range(3):
+		master.grad = torch.ones_like(master)
+		optimizer.step()
+		weight.copy_(master)
+	want = plain_weight().float()
+	for _ in range(3):
+		want -= 1e-3
+	assert_same(weight.full_tensor(), grouped.quantize(want.bfloat16(), grouped.NVFP4(), columnwise=True))
+	for stochastic in (False, True):
+		fmt = grouped.NVFP4(stochastic_rounding=stochastic)
+		local = grouped.quantize(torch.full((GROUPS, N, K), 3.0).index_fill(2, torch.tensor([0]), 6.0), fmt)
+		p = nn.Parameter(distribute_tensor(local, MESH, [Shard(0)]))
+		p.grad = distribute_tensor(torch.ones(GROUPS, N, K).index_fill(2, torch.tensor([0]), 0), MESH, [Shard(0)])
+		with warnings.catch_warnings(record=True) as caught:
+			warnings.simplefilter("always")
+			for _ in range(20):
+				torch.optim.SGD([p], lr=0.01).step()
+		moved = (p.full_tensor().dequantize()[:, :, 1:] - 3).mean()
+		assert any("changed nothing" in str(w.message) for w in caught) is not stochastic
+		assert (-0.3 < moved < -0.1) if stochastic else moved == 0
 
 
 @check
 def checkpoints():
-  """DCP of shards; ``test_distributed`` loads them as one."""
-  for name, save in (
-    ("save", dcp.save),
-    ("async", lambda state, checkpoint_id: dcp.async_save(state, checkpoint_id=checkpoint_id).result()),
-  ):
-    module = fully_shard(layer(None, recipes.NVFP4(), False), mesh=MESH)
-    odd = distribute_tensor(quantized(groups=3), MESH, [Shard(0)])
-    save({"layer": module.state_dict(), "odd": odd}, checkpoint_id=FOLDER / name)
-    state = {"layer": module.state_dict(), "odd": distribute_tensor(quantized(groups=3), MESH, [Shard(0)])}
-    for tensor in (state["layer"]["weight"], state["odd"]):
-      tensor.to_local().zero_()
-    whole = {"odd": torch.zeros_like(quantized(groups=3))}
-    dcp.load(state, checkpoint_id=FOLDER / name)
-    assert_same(state["layer"]["weight"].full_tensor(), quantized())
-    assert_same(state["odd"].full_tensor(), quantized(groups=3))
-    dcp.load(whole, checkpoint_id=FOLDER / name)
-    assert_same_bytes(whole["odd"], quantized(groups=3).dequantize())
-    dist.barrier()
+	"""DCP of shards; ``test_distributed`` loads them as one."""
+	for name, save in (
+		("save", dcp.save),
+		("async", lambda state, checkpoint_id: dcp.async_save(state, checkpoint_id=checkpoint_id).result()),
+	):
+		module = fully_shard(layer(None, recipes.NVFP4(), False), mesh=MESH)
+		odd = distribute_tensor(quantized(groups=3), MESH, [Shard(0)])
+		save({"layer": module.state_dict(), "odd": odd}, checkpoint_id=FOLDER / name)
+		state = {"layer": module.state_dict(), "odd": distribute_tensor(quantized(groups=3), MESH, [Shard(0)])}
+		for tensor in (state["layer"]["weight"], state["odd"]):
+			tensor.to_local().zero_()
+		whole = {"odd": torch.zeros_like(quantized(groups=3))}
+		dcp.load(state, checkpoint_id=FOLDER / name)
+		assert_same(state["layer"]["weight"].full_tensor(), quantized())
+		assert_same(state["odd"].full_tensor(), quantized(groups=3))
+		dcp.load(whole, checkpoint_id=FOLDER / name)
+		assert_same_bytes(whole["odd"], quantized(groups=3).dequantize())
+		dist.barrier()
 
 
 H, I, TOKENS = 128, 128, (9, 7)  # noqa: E741
 SPREAD = {
-  "bf16": (recipes.BF16(), {}),
-  "capacity": (recipes.BF16(), {"capacity": 18}),
-  "row-scaled": (recipes.NVFP4RowScaled(), {"capacity": (18, 9)}),
-  "fp8-block": (recipes.FP8Block(), {}),
-  "wire": (recipes.FP8Block(), {"wire": grouped.FP8Block(), "gradient_wire": grouped.FP8Block()}),
-  "nvfp4 wire": (recipes.BF16(), {"wire": grouped.NVFP4(row_scaled=True), "capacity": 18}),
+	"bf16": (recipes.BF16(), {}),
+	"capacity": (recipes.BF16(), {"capacity": 18}),
+	"row-scaled": (recipes.NVFP4RowScaled(), {"capacity": (18, 9)}),
+	"fp8-block": (recipes.FP8Block(), {}),
+	"wire": (recipes.FP8Block(), {"wire": grouped.FP8Block(), "gradient_wire": grouped.FP8Block()}),
+	"nvfp4 wire": (recipes.BF16(), {"wire": grouped.NVFP4(row_scaled=True), "capacity": 18}),
 }
 
 
 def mixture(recipe, **options):
-  torch.manual_seed(4)
-  # Gradients share a scale in NVFP4RowScaled, in a shared expert those of a rank's tokens alone.
-  shared = 0 if isinstance(recipe, recipes.NVFP4RowScaled) else I
-  return MoE(H, I, 4, 2, recipe=recipe, dtype=torch.bfloat16, shared_intermediate_size=shared, **options)
+	torch.manual_seed(4)
+	# Gradients share a scale in NVFP4RowScaled, in a shared expert those of a rank's tokens alone.
+	shared = 0 if isinstance(recipe, recipes.NVFP4RowScaled) else I
+	return MoE(H, I, 4, 2, recipe=recipe, dtype=torch.bfloat16, shared_intermediate_size=shared, **options)
 
 
 def tokens():
-  x = torch.randn(sum(TOKENS), H, generator=torch.Generator().manual_seed(11)).bfloat16()
-  return x.requires_grad_()
+	x = torch.randn(sum(TOKENS), H, generator=torch.Generator().manual_seed(11)).bfloat16()
+	return x.requires_grad_()
 
 
 def step(moe, x, dy):
-  y = moe(x)
-  y.backward(dy)
-  return y.detach()
+	y = moe(x)
+	y.backward(dy)
+	return y.detach()
 
 
 class Rounded:
-  """The experts of one process with tokens and gradients as they would arrive."""
+	"""The experts of one process with tokens and gradients as they would arrive."""
 
-  def __init__(self, *formats):
-    self.formats = formats
+	def __init__(self, *formats):
+		self.formats = formats
 
-  def __call__(self, x, p, routing, *rest):
-    return Gradients.apply(experts(Inputs.apply(x, self.formats[0]), p, routing, *rest), self.formats[1])
+	def __call__(self, x, p, routing, *rest):
+		return Gradients.apply(experts(Inputs.apply(x, self.formats[0]), p, routing, *rest), self.formats[1])
 
 
 def rounded(x, fmt):
-  return x.clone() if fmt is None else grouped.quantize(x, fmt, offs=[len(x)]).dequantize()
+	return x.clone() if fmt is None else grouped.quantize(x, fmt, offs=[len(x)]).dequantize()
 
 
 class Inputs(torch.autograd.Function):
-  forward = staticmethod(lambda ctx, x, fmt: rounded(x, fmt))
-  backward = staticmethod(lambda ctx, dx: (dx, None))
+	forward = staticmethod(lambda ctx, x, fmt: rounded(x, fmt))
+	backward = staticmethod(lambda ctx, dx: (dx, None))
 
 
 class Gradients(torch.autograd.Function):
-  forward = staticmethod(lambda ctx, y, fmt: setattr(ctx, "fmt", fmt) or y.clone())
-  backward = staticmethod(lambda ctx, dy: (rounded(dy, ctx.fmt), None))
+	forward = staticmethod(lambda ctx, y, fmt: setattr(ctx, "fmt", fmt) or y.clone())
+	backward = staticmethod(lambda ctx, dy: (rounded(dy, ctx.fmt), None))
 
 
 def spread(name, part):
-  recipe, options = SPREAD[name]
-  wire, gradient_wire = options.get("wire"), options.get("gradient_wire")
-  alone, moe = mixture(recipe), parallelize_module(mixture(recipe), MESH, ExpertParallel(**options))
-  if wire is not None:
-    alone.exchange = Rounded(wire, gradient_wire)
-  x, mine = tokens(), tokens().detach()[part].requires_grad_()
-  dy = torch.randn(sum(TOKENS), H).bfloat16()
-  y, got = step(alone, x, dy), step(moe, mine, dy[part])
-  assert_same_bytes(got, y[part])
-  assert_same_bytes(mine.grad, x.grad[part], name)
-  for layer in ("gate_up", "down"):
-    weight = getattr(moe.experts, layer).weight
-    assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == 2
-    assert_same_bytes(weight.grad.full_tensor(), getattr(alone.experts, layer).weight.grad, layer)
-  gradient = moe.router.weight.grad.clone()
-  dist.all_reduce(gradient)
-  torch.testing.assert_close(gradient, alone.router.weight.grad, rtol=0.02, atol=0.02)
-  return moe
+	recipe, options = SPREAD[name]
+	wire, gradient_wire = options.get("wire"), options.get("gradient_wire")
+	alone, moe = mixture(recipe), parallelize_module(mixture(recipe), MESH, ExpertParallel(**options))
+	if wire is not None:
+		alone.exchange = Rounded(wire, gradient_wire)
+	x, mine = tokens(), tokens().detach()[part].requires_grad_()
+	dy = torch.randn(sum(TOKENS), H).bfloat16()
+	y, got = step(alone, x, dy), step(moe, mine, dy[part])
+	assert_same_bytes(got, y[part])
+	assert_same_bytes(mine.grad, x.grad[part], name)
+	for layer in ("gate_up", "down"):
+		weight = getattr(moe.experts, layer).weight
+		assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == 2
+		assert_same_bytes(weight.grad.full_tensor(), getattr(alone.experts, layer).weight.grad, layer)
+	gradient = moe.router.weight.grad.clone()
+	dist.all_reduce(gradient)
+	torch.testing.assert_close(gradient, alone.router.weight.grad, rtol=0.02, atol=0.02)
+	return moe
 
 
 @check
 def experts_are_spread():
-  part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
-  for name in SPREAD:
-    moe = spread(name, part)
-    sent, options = moe.exchange.sent, SPREAD[name][1]
-    assert sent["combine"] == sent["dispatch_gradient"] and sent["combine"] % (2 * H) == 0
-    rows = sent["combine"] // (2 * H)
-    assert rows == 18 if "capacity" in options else 0 < rows <= 18
-    if "wire" not in options:
-      assert sent["dispatch"] == sent["combine_gradient"]
-    if "capacity" in options:
-      width = 2 * H if name != "nvfp4 wire" else -(-(H // 2 + H // 16 + 4) // 16) * 16
-      assert sent["dispatch"] == width * (9 if name == "row-scaled" else 18) and moe.exchange.dropped == 0
+	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+	for name in SPREAD:
+		moe = spread(name, part)
+		sent, options = moe.exchange.sent, SPREAD[name][1]
+		assert sent["combine"] == sent["dispatch_gradient"] and sent["combine"] % (2 * H) == 0
+		rows = sent["combine"] // (2 * H)
+		assert rows == 18 if "capacity" in options else 0 < rows <= 18
+		if "wire" not in options:
+			assert sent["dispatch"] == sent["combine_gradient"]
+		if "capacity" in options:
+			width = 2 * H if name != "nvfp4 wire" else -(-(H // 2 + H // 16 + 4) // 16) * 16
+			assert sent["dispatch"] == width * (9 if name == "row-scaled" else 18) and moe.exchange.dropped == 0
 
 
 @check
 def spread_experts_in_odd_cases():
-  """A rank without tokens, all tokens to one rank, pairs beyond the capacity."""
-  dy = torch.randn(sum(TOKENS), H).bfloat16()
-  for capacity in (None, 2 * sum(TOKENS)):
-    for chosen in ((1, 2), (2, 3)):
-      alone = mixture(recipes.BF16(), selection_bias=True)
-      alone.router.selection_bias[list(chosen)] = 100.0
-      moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel(capacity=capacity))
-      x, part = tokens(), slice(0) if RANK else slice(None)
-      mine = x.detach()[part].requires_grad_()
-      y, got = step(alone, x, dy), step(moe, mine, dy[part])
-      assert_same_bytes(got, y[part])
-      assert_same_bytes(mine.grad, x.grad[part])
-      assert_same_bytes(moe.experts.down.weight.grad.full_tensor(), alone.experts.down.weight.grad)
-  for capacity in (1, (99, 1)):
-    moe = parallelize_module(mixture(recipes.BF16(), selection_bias=True), MESH, ExpertParallel(capacity=capacity))
-    moe.router.selection_bias[:2] = 100.0
-    step(moe, mine := tokens(), dy)
-    kept = 1 if capacity == 1 else 2
-    assert moe.exchange.dropped == 2 * sum(TOKENS) - kept and mine.grad.isfinite().all()
+	"""A rank without tokens, all tokens to one rank, pairs beyond the capacity."""
+	dy = torch.randn(sum(TOKENS), H).bfloat16()
+	for capacity in (None, 2 * sum(TOKENS)):
+		for chosen in ((1, 2), (2, 3)):
+			alone = mixture(recipes.BF16(), selection_bias=True)
+			alone.router.selection_bias[list(chosen)] = 100.0
+			moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel(capacity=capacity))
+			x, part = tokens(), slice(0) if RANK else slice(None)
+			mine = x.detach()[part].requires_grad_()
+			y, got = step(alone, x, dy), step(moe, mine, dy[part])
+			assert_same_bytes(got, y[part])
+			assert_same_bytes(mine.grad, x.grad[part])
+			assert_same_bytes(moe.experts.down.weight.grad.full_tensor(), alone.experts.down.weight.grad)
+	for capacity in (1, (99, 1)):
+		moe = parallelize_module(mixture(recipes.BF16(), selection_bias=True), MESH, ExpertParallel(capacity=capacity))
+		moe.router.selection_bias[:2] = 100.0
+		step(moe, mine := tokens(), dy)
+		kept = 1 if capacity == 1 else 2
+		assert moe.exchange.dropped == 2 * sum(TOKENS) - kept and mine.grad.isfinite().all()
 
 
 @check
 def spread_experts_compile():
-  part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
-  dy = torch.randn(sum(TOKENS), H).bfloat16()[part]
-  found = []
-  for compiled in (False, True):
-    options = ExpertParallel(capacity=18, wire=grouped.FP8Block())
-    moe = mixture(recipes.BF16())
-    moe.shared = None
-    parallelize_module(moe, MESH, options)
-    mine = tokens().detach()[part].requires_grad_()
-    run = torch.compile(moe, fullgraph=True, backend="eager") if compiled else moe
-    found.append((step(run, mine, dy), mine.grad, moe.experts.gate_up.weight.grad.to_local()))
-  for a, b in zip(*found, strict=True):
-    assert_same_bytes(a, b)
+	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+	dy = torch.randn(sum(TOKENS), H).bfloat16()[part]
+	found = []
+	for compiled in (False, True):
+		options = ExpertParallel(capacity=18, wire=grouped.FP8Block())
+		moe = mixture(recipes.BF16())
+		moe.shared = None
+		parallelize_module(moe, MESH, options)
+		mine = tokens().detach()[part].requires_grad_()
+		run = torch.compile(moe, fullgraph=True, backend="eager") if compiled else moe
+		found.append((step(run, mine, dy), mine.grad, moe.experts.gate_up.weight.grad.to_local()))
+	for a, b in zip(*found, strict=True):
+		assert_same_bytes(a, b)
 
 
 @check
 def tensor_parallel():
-  for recipe, options in (
-    (recipes.BF16(), {}),
-    (recipes.BF16(), {"interleaved": True}),
-    (recipes.FP8Block(), {"activation": "gelu"}),
-  ):
-    alone, moe = mixture(recipe, **options), mixture(recipe, **options)
-    moe = parallelize_module(moe, MESH, ExpertTensorParallel())
-    x, mine, dy = tokens(), tokens(), torch.randn(sum(TOKENS), H).bfloat16()
-    y, got = step(alone, x, dy), step(moe, mine, dy)
-    both = [torch.empty_like(got) for _ in range(2)]
-    dist.all_gather(both, got)
-    assert_same_bytes(*both)
-    for a, b in ((got, y), (mine.grad, x.grad), (moe.router.weight.grad, alone.router.weight.grad)):
-      assert (a - b).float().norm() < 0.02 * b.float().norm()
-    for layer in ("gate_up", "down"):
-      a, b = (getattr(m.experts, layer).weight for m in (moe, alone))
-      if type(a.placements[0]) is not Shard and torch.__version__ < "2.13":
-        continue  # No full_tensor() there.
-      assert_same_bytes(a.full_tensor().detach(), b.detach())
-      assert (a.grad.full_tensor() - b.grad).float().norm() < 0.02 * b.grad.float().norm()
+	for recipe, options in (
+		(recipes.BF16(), {}),
+		(recipes.BF16(), {"interleaved": True}),
+		(recipes.FP8Block(), {"activation": "gelu"}),
+	):
+		alone, moe = mixture(recipe, **options), mixture(recipe, **options)
+		moe = parallelize_module(moe, MESH, ExpertTensorParallel())
+		x, mine, dy = tokens(), tokens(), torch.randn(sum(TOKENS), H).bfloat16()
+		y, got = step(alone, x, dy), step(moe, mine, dy)
+		both = [torch.empty_like(got) for _ in range(2)]
+		dist.all_gather(both, got)
+		assert_same_bytes(*both)
+		for a, b in ((got, y), (mine.grad, x.grad), (moe.router.weight.grad, alone.router.weight.grad)):
+			assert (a - b).float().norm() < 0.02 * b.float().norm()
+		for layer in ("gate_up", "down"):
+			a, b = (getattr(m.experts, layer).weight for m in (moe, alone))
+			if type(a.placements[0]) is not Shard and torch.__version__ < "2.13":
+				continue  # No full_tensor() there.
+			assert_same_bytes(a.full_tensor().detach(), b.detach())
+			assert (a.grad.full_tensor() - b.grad).float().norm() < 0.02 * b.grad.float().norm()
 
 
 @check
 def what_cannot_be_spread():
-  plain, nvfp4, delayed = recipes.BF16(), grouped.NVFP4(), recipes.FP8Delayed()
-  for message, make in (
-    ("wire must quantize each row by itself", lambda: ExpertParallel(wire=nvfp4)),
-    ("capacity must be positive", lambda: ExpertParallel(capacity=0)),
-    ("mesh is missing", lambda: ExpertParallel()(mixture(plain))),
-    ("must be a multiple of the mesh's 2", lambda: ExpertParallel(MESH)(MoE(H, I, 3, 2))),
-    ("spread over processes already", lambda: ExpertParallel(MESH)(ExpertParallel(MESH)(mixture(plain)))),
-    ("single_parameter=True", lambda: ExpertParallel(MESH)(MoE(H, I, 4, 2, single_parameter=False))),
-    ("keeps scales of all experts", lambda: ExpertParallel(MESH)(mixture(delayed))),
-    ("have no tensor parallelism", lambda: ExpertTensorParallel(MESH)(MoE(H, I, 4, 2, bias=True))),
-    ("must be a multiple of 16 on each", lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4()))),
-  ):
-    with pytest.raises(ValueError, match=message):
-      make()
-  with pytest.raises(TypeError, match=r"is for grouped\.nn\.MoE"):
-    ExpertParallel(MESH)(nn.Linear(2, 2))
+	plain, nvfp4, delayed = recipes.BF16(), grouped.NVFP4(), recipes.FP8Delayed()
+	for message, make in (
+		("wire must quantize each row by itself", lambda: ExpertParallel(wire=nvfp4)),
+		("capacity must be positive", lambda: ExpertParallel(capacity=0)),
+		("mesh is missing", lambda: ExpertParallel()(mixture(plain))),
+		("must be a multiple of the mesh's 2", lambda: ExpertParallel(MESH)(MoE(H, I, 3, 2))),
+		("spread over processes already", lambda: ExpertParallel(MESH)(ExpertParallel(MESH)(mixture(plain)))),
+		("single_parameter=True", lambda: ExpertParallel(MESH)(MoE(H, I, 4, 2, single_parameter=False))),
+		("keeps scales of all experts", lambda: ExpertParallel(MESH)(mixture(delayed))),
+		("have no tensor parallelism", lambda: ExpertTensorParallel(MESH)(MoE(H, I, 4, 2, bias=True))),
+		("must be a multiple of 16 on each", lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4()))),
+	):
+		with pytest.raises(ValueError, match=message):
+			make()
+	with pytest.raises(TypeError, match=r"is for grouped\.nn\.MoE"):
+		ExpertParallel(MESH)(nn.Linear(2, 2))
 
 
 @check
 def a_rank_that_does_not_come_or_dies():
-  """An error that says so, no later than the group's timeout. The last check: one rank is gone then."""
-  late = dist.new_group(timeout=datetime.timedelta(seconds=1))
-  for group in (late, MESH.get_group()):
-    dist.barrier()
-    if RANK:
-      if group is not late:
-        leave()
-      dist.barrier()
-      continue
-    exchange = Exchange(group, 4)
-    start = time.perf_counter()
-    routing = compute_routing(torch.tensor([[0, 2]]), 4)
-    with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
-      exchange.places(routing, torch.ones(1, 2))
-    assert time.perf_counter() - start < 20
-    if group is late:
-      dist.barrier()
+	"""An error that says so, no later than the group's timeout. The last check: one rank is gone then."""
+	late = dist.new_group(timeout=datetime.timedelta(seconds=1))
+	for group in (late, MESH.get_group()):
+		dist.barrier()
+		if RANK:
+			if group is not late:
+				leave()
+			dist.barrier()
+			continue
+		exchange = Exchange(group, 4)
+		start = time.perf_counter()
+		routing = compute_routing(torch.tensor([[0, 2]]), 4)
+		with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
+			exchange.places(routing, torch.ones(1, 2))
+		assert time.perf_counter() - start < 20
+		if group is late:
+			dist.barrier()
 
 
 def leave():
-  """End without a word to the other ranks."""
-  write(dict.fromkeys(CHECKS, "") | RESULTS)
-  os._exit(0)
+	"""End without a word to the other ranks."""
+	write(dict.fromkeys(CHECKS, "") | RESULTS)
+	os._exit(0)
 
 
 def write(results):
-  (FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+	(FOLDER / f"{RANK}.json").write_text(json.dumps(results))
 
 
 def main():
-  global RANK, FOLDER, MESH
-  RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
-  torch.set_num_threads(1)
-  store = dist.FileStore(str(FOLDER / "store"), 2)
-  timeout = datetime.timedelta(seconds=30)
-  dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
-  MESH = init_device_mesh("cpu", (2,))
-  for name in sys.argv[3:] or CHECKS:
-    torch.manual_seed(0)
-    start = time.perf_counter()
-    try:
-      CHECKS[name]()
-      RESULTS[name] = ""
-    except Exception:
-      RESULTS[name] = traceback.format_exc()
-    print(RANK, name, f"{time.perf_counter() - start:.2f} s", RESULTS[name], flush=True)
-    write(RESULTS)
-  dist.destroy_process_group()
+	global RANK, FOLDER, MESH
+	RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
+	torch.set_num_threads(1)
+	store = dist.FileStore(str(FOLDER / "store"), 2)
+	timeout = datetime.timedelta(seconds=30)
+	dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
+	MESH = init_device_mesh("cpu", (2,))
+	for name in sys.argv[3:] or CHECKS:
+		torch.manual_seed(0)
+		start = time.perf_counter()
+		try:
+			CHECKS[name]()
+			RESULTS[name] = ""
+		except Exception:
+			RESULTS[name] = traceback.format_exc()
+		print(RANK, name, f"{time.perf_counter() - start:.2f} s", RESULTS[name], flush=True)
+		write(RESULTS)
+	dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-  main()
+	main()

@@ -7,7 +7,7 @@ import cute_kernels
 import grouped
 
 if not torch.cuda.is_available():
-  pytest.skip("needs a GPU", allow_module_level=True)
+	pytest.skip("needs a GPU", allow_module_level=True)
 
 CUDA = torch.device("cuda")
 ARCH = cute_kernels.active_backend(CUDA).arch
@@ -17,146 +17,146 @@ RECIPES = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4Row
 
 
 def ends(split, device=CUDA):
-  return torch.tensor(split, dtype=torch.int32, device=device)
+	return torch.tensor(split, dtype=torch.int32, device=device)
 
 
 @pytest.fixture
 def no_synchronization():
-  torch.cuda.synchronize()
-  torch.cuda.set_sync_debug_mode("error")
-  yield
-  torch.cuda.set_sync_debug_mode("default")
+	torch.cuda.synchronize()
+	torch.cuda.set_sync_debug_mode("error")
+	yield
+	torch.cuda.set_sync_debug_mode("default")
 
 
 def make_layer(recipe, device=CUDA, bias=True):
-  torch.manual_seed(0)
-  layer = grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe())
-  return layer.to(device)
+	torch.manual_seed(0)
+	layer = grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe())
+	return layer.to(device)
 
 
 def make_input(device=CUDA):
-  generator = torch.Generator().manual_seed(1)
-  return torch.randn(ROWS, FEATURES, generator=generator).bfloat16().to(device)
+	generator = torch.Generator().manual_seed(1)
+	return torch.randn(ROWS, FEATURES, generator=generator).bfloat16().to(device)
 
 
 def step(layer, x, offs):
-  x = x.clone().requires_grad_()
-  y = layer(x, offs)
-  y.float().square().sum().backward()
-  gradients = [p.grad.clone() for p in layer.parameters()]
-  layer.zero_grad()
-  return [y.detach(), x.grad, *gradients]
+	x = x.clone().requires_grad_()
+	y = layer(x, offs)
+	y.float().square().sum().backward()
+	gradients = [p.grad.clone() for p in layer.parameters()]
+	layer.zero_grad()
+	return [y.detach(), x.grad, *gradients]
 
 
 def assert_same(got, want):
-  for a, b in zip(got, want, strict=True):
-    assert torch.equal(a.cpu(), b.cpu())
+	for a, b in zip(got, want, strict=True):
+		assert torch.equal(a.cpu(), b.cpu())
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, split):
-  got = step(make_layer(recipe), make_input(), ends(split))
-  cpu = torch.device("cpu")
-  with cute_kernels.backend(f"reference:{ARCH}"):
-    want = step(make_layer(recipe, cpu), make_input(cpu), ends(split, cpu))
-  # SwiGLU between the layers is torch's, whose exp differs between CPU and GPU in the last bit.
-  for a, b in zip(got, want, strict=True):
-    assert (a.cpu().float() - b.float()).norm() <= 0.02 * b.float().norm()
+	got = step(make_layer(recipe), make_input(), ends(split))
+	cpu = torch.device("cpu")
+	with cute_kernels.backend(f"reference:{ARCH}"):
+		want = step(make_layer(recipe, cpu), make_input(cpu), ends(split, cpu))
+	# SwiGLU between the layers is torch's, whose exp differs between CPU and GPU in the last bit.
+	for a, b in zip(got, want, strict=True):
+		assert (a.cpu().float() - b.float()).norm() <= 0.02 * b.float().norm()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_has_the_bits_of_the_tensor_core_reference(recipe):
-  torch.manual_seed(0)
-  layer = grouped.nn.GroupedLinear(4, FEATURES, 96, recipe=recipe())
-  with cute_kernels.backend(f"reference:{ARCH}"):
-    want = step(layer, make_input("cpu"), ends(SPLITS[0], "cpu"))
-  assert_same(step(layer.to(CUDA), make_input(), ends(SPLITS[0])), want)
+	torch.manual_seed(0)
+	layer = grouped.nn.GroupedLinear(4, FEATURES, 96, recipe=recipe())
+	with cute_kernels.backend(f"reference:{ARCH}"):
+		want = step(layer, make_input("cpu"), ends(SPLITS[0], "cpu"))
+	assert_same(step(layer.to(CUDA), make_input(), ends(SPLITS[0])), want)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_reads_nothing_on_the_host(recipe, request):
-  layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
-  want = step(layer, x, offs)  # compiles
-  request.getfixturevalue("no_synchronization")
-  got = step(layer, x, offs)
-  torch.cuda.set_sync_debug_mode("default")
-  assert_same(got, want)
+	layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
+	want = step(layer, x, offs)  # compiles
+	request.getfixturevalue("no_synchronization")
+	got = step(layer, x, offs)
+	torch.cuda.set_sync_debug_mode("default")
+	assert_same(got, want)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_graph_replay_with_other_offsets(recipe):
-  layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
-  expected = [step(layer, x, ends(split)) for split in SPLITS]
-  side = torch.cuda.Stream()
-  side.wait_stream(torch.cuda.current_stream())
-  with torch.cuda.stream(side):
-    step(layer, x, offs)
-  torch.cuda.current_stream().wait_stream(side)
-  graph = torch.cuda.CUDAGraph()
-  with torch.cuda.graph(graph):
-    out = step(layer, x, offs)
-  for split, want in zip(SPLITS, expected, strict=True):
-    offs.copy_(ends(split))
-    graph.replay()
-    assert_same(out, want)
+	layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
+	expected = [step(layer, x, ends(split)) for split in SPLITS]
+	side = torch.cuda.Stream()
+	side.wait_stream(torch.cuda.current_stream())
+	with torch.cuda.stream(side):
+		step(layer, x, offs)
+	torch.cuda.current_stream().wait_stream(side)
+	graph = torch.cuda.CUDAGraph()
+	with torch.cuda.graph(graph):
+		out = step(layer, x, offs)
+	for split, want in zip(SPLITS, expected, strict=True):
+		offs.copy_(ends(split))
+		graph.replay()
+		assert_same(out, want)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_streams(recipe):
-  layer = make_layer(recipe, bias=False)
-  inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
-  with torch.no_grad():
-    want = [layer(x, offs) for x, offs in inputs]
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream() for _ in inputs]
-    for _ in range(20):
-      got = []
-      for stream, (x, offs) in zip(streams, inputs, strict=True):
-        with torch.cuda.stream(stream):
-          got.append(layer(x, offs))
-      torch.cuda.synchronize()
-      assert_same(got, want)
+	layer = make_layer(recipe, bias=False)
+	inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
+	with torch.no_grad():
+		want = [layer(x, offs) for x, offs in inputs]
+		torch.cuda.synchronize()
+		streams = [torch.cuda.Stream() for _ in inputs]
+		for _ in range(20):
+			got = []
+			for stream, (x, offs) in zip(streams, inputs, strict=True):
+				with torch.cuda.stream(stream):
+					got.append(layer(x, offs))
+			torch.cuda.synchronize()
+			assert_same(got, want)
 
 
 def test_compiled_step():
-  layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
-  want = step(layer, make_input(), offs)
-  got = step(torch.compile(layer, fullgraph=True), make_input(), offs)
-  for a, b in zip(got, want, strict=True):
-    assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
+	layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
+	want = step(layer, make_input(), offs)
+	got = step(torch.compile(layer, fullgraph=True), make_input(), offs)
+	for a, b in zip(got, want, strict=True):
+		assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
 
 
 def test_dequantize_and_members_on_the_gpu():
-  x, offs = make_input(), ends(SPLITS[0])
-  q = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs, columnwise=True)
-  want = grouped.quantize(x.cpu(), q.format, offs=offs.cpu(), columnwise=True)
-  for direction in ("rowwise", "columnwise"):
-    assert_same([q.dequantize(direction=direction)], [want.dequantize(direction=direction)])
-  for g in range(4):
-    for name, value in vars(want.member(g)).items():
-      got = getattr(q.member(g), name).cpu()
-      assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
+	x, offs = make_input(), ends(SPLITS[0])
+	q = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs, columnwise=True)
+	want = grouped.quantize(x.cpu(), q.format, offs=offs.cpu(), columnwise=True)
+	for direction in ("rowwise", "columnwise"):
+		assert_same([q.dequantize(direction=direction)], [want.dequantize(direction=direction)])
+	for g in range(4):
+		for name, value in vars(want.member(g)).items():
+			got = getattr(q.member(g), name).cpu()
+			assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
-  def looked(device):
-    layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
-    plain = step(layer, x, offs)
-    with grouped.debug.inspect(layer):
-      step(layer, x, offs)  # Loads kernels.
-    lens = grouped.debug.inspect(layer)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
-    try:
-      with lens:
-        seen = step(layer, x, offs)
-    finally:
-      torch.cuda.set_sync_debug_mode("default")
-    assert_same(seen, plain)
-    return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
+	def looked(device):
+		layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
+		plain = step(layer, x, offs)
+		with grouped.debug.inspect(layer):
+			step(layer, x, offs)  # Loads kernels.
+		lens = grouped.debug.inspect(layer)
+		torch.cuda.synchronize()
+		torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
+		try:
+			with lens:
+				seen = step(layer, x, offs)
+		finally:
+			torch.cuda.set_sync_debug_mode("default")
+		assert_same(seen, plain)
+		return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
 
-  for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
-    assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
-    assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]
+	for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
+		assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
+		assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]

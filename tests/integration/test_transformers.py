@@ -17,28 +17,28 @@ from grouped.integrations import transformers as integration  # noqa: E402
 
 HIDDEN, INNER, EXPERTS, VOCABULARY = 64, 32, 4, 64
 COMMON = {
-  "vocab_size": VOCABULARY,
-  "hidden_size": HIDDEN,
-  "num_hidden_layers": 2,
-  "num_attention_heads": 4,
-  "num_key_value_heads": 4,
-  "num_experts_per_tok": 2,
-  "max_position_embeddings": 64,
-  "pad_token_id": 0,
+	"vocab_size": VOCABULARY,
+	"hidden_size": HIDDEN,
+	"num_hidden_layers": 2,
+	"num_attention_heads": 4,
+	"num_key_value_heads": 4,
+	"num_experts_per_tok": 2,
+	"max_position_embeddings": 64,
+	"pad_token_id": 0,
 }
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8}
 DEEPSEEK = {**LATENT, "v_head_dim": 16, "qk_nope_head_dim": 16, "first_k_dense_replace": 1}
 MODELS = {
-  "Mixtral": {"intermediate_size": INNER, "num_local_experts": EXPERTS},
-  "Qwen3Moe": {"moe_intermediate_size": INNER, "num_experts": EXPERTS},
-  "DeepseekV3": {
-    "moe_intermediate_size": INNER,
-    "n_routed_experts": EXPERTS,
-    "n_group": 2,
-    "topk_group": 1,
-    **DEEPSEEK,
-  },
-  "GptOss": {"intermediate_size": INNER, "num_local_experts": EXPERTS, "sliding_window": 32},
+	"Mixtral": {"intermediate_size": INNER, "num_local_experts": EXPERTS},
+	"Qwen3Moe": {"moe_intermediate_size": INNER, "num_experts": EXPERTS},
+	"DeepseekV3": {
+		"moe_intermediate_size": INNER,
+		"n_routed_experts": EXPERTS,
+		"n_group": 2,
+		"topk_group": 1,
+		**DEEPSEEK,
+	},
+	"GptOss": {"intermediate_size": INNER, "num_local_experts": EXPERTS, "sliding_window": 32},
 }
 #: Distance of logits from fp64, relative to that of transformers' own bf16.
 BOUNDS = {"grouped_bf16": 1.05, "grouped_fp8_block": 10, "grouped_mxfp8": 10, "grouped_nvfp4": 30}
@@ -46,253 +46,253 @@ BOUNDS = {"grouped_bf16": 1.05, "grouped_fp8_block": 10, "grouped_mxfp8": 10, "g
 
 @pytest.fixture(autouse=True)
 def registered():
-  integration.register()
+	integration.register()
 
 
 def model_of(name, dtype=torch.bfloat16):
-  torch.manual_seed(0)
-  config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
-  model = transformers.AutoModelForCausalLM.from_config(config)
-  for p in model.parameters():
-    nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.1)
-  return model.to(dtype).eval()
+	torch.manual_seed(0)
+	config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
+	model = transformers.AutoModelForCausalLM.from_config(config)
+	for p in model.parameters():
+		nn.init.normal_(p, 1.0 if p.dim() == 1 else 0.0, 0.1)
+	return model.to(dtype).eval()
 
 
 def ids_of():
-  return torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+	return torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
 def logits(model, implementation):
-  model.set_experts_implementation(implementation)
-  with torch.no_grad():
-    return model(ids_of()).logits
+	model.set_experts_implementation(implementation)
+	with torch.no_grad():
+		return model(ids_of()).logits
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_as_near_to_fp64_as_stock(name):
-  exact = logits(model_of(name, torch.float64), "eager")
-  model = model_of(name)
+	exact = logits(model_of(name, torch.float64), "eager")
+	model = model_of(name)
 
-  def distance(implementation):
-    return (logits(model, implementation).double() - exact).norm()
+	def distance(implementation):
+		return (logits(model, implementation).double() - exact).norm()
 
-  stock = distance("grouped_mm")
-  for implementation, bound in BOUNDS.items():
-    assert distance(implementation) <= bound * stock, implementation
+	stock = distance("grouped_mm")
+	for implementation, bound in BOUNDS.items():
+		assert distance(implementation) <= bound * stock, implementation
 
 
 @pytest.mark.parametrize("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
 @pytest.mark.parametrize("name", MODELS)
 def test_prepared_weights_give_the_same_bits(name, implementation):
-  model = model_of(name)
-  want = logits(model, implementation)
-  assert integration.prepare(model) == (1 if name == "DeepseekV3" else 2)
-  assert integration.prepare(model) > 0  # again, with nothing left to do
-  assert_same_bytes(logits(model, implementation), want)
-  with torch.no_grad():
-    more = model.generate(ids_of(), max_new_tokens=3, do_sample=False)
-  assert more.shape == (2, 12)
+	model = model_of(name)
+	want = logits(model, implementation)
+	assert integration.prepare(model) == (1 if name == "DeepseekV3" else 2)
+	assert integration.prepare(model) > 0  # again, with nothing left to do
+	assert_same_bytes(logits(model, implementation), want)
+	with torch.no_grad():
+		more = model.generate(ids_of(), max_new_tokens=3, do_sample=False)
+	assert more.shape == (2, 12)
 
 
 def test_w4a16_is_a_product_with_decoded_weights():
-  model = model_of("GptOss")
-  decoded = copy.deepcopy(model)
-  for layer in decoded.model.layers:
-    for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
-      lies = weight.data.transpose(1, 2).contiguous()
-      weight.data.copy_(grouped.quantize(lies, grouped.NVFP4()).dequantize().transpose(1, 2))
-  model.set_experts_implementation("grouped_bf16")
-  integration.prepare(model, grouped.NVFP4())
-  got, want = logits(model, "grouped_bf16").float(), logits(decoded, "grouped_bf16").float()
-  torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
+	model = model_of("GptOss")
+	decoded = copy.deepcopy(model)
+	for layer in decoded.model.layers:
+		for weight in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+			lies = weight.data.transpose(1, 2).contiguous()
+			weight.data.copy_(grouped.quantize(lies, grouped.NVFP4()).dequantize().transpose(1, 2))
+	model.set_experts_implementation("grouped_bf16")
+	integration.prepare(model, grouped.NVFP4())
+	got, want = logits(model, "grouped_bf16").float(), logits(decoded, "grouped_bf16").float()
+	torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(
-  ("name", "implementation"), [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")]
+	("name", "implementation"), [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")]
 )
 def test_training_with_checkpointing_and_adamw(name, implementation):
-  model = model_of(name).train()
-  model.set_experts_implementation(implementation)
+	model = model_of(name).train()
+	model.set_experts_implementation(implementation)
 
-  def gradients():
-    model.zero_grad()
-    loss = model(ids_of(), labels=ids_of()).loss
-    loss.backward()
-    return [p.grad.clone() for p in model.parameters()]
+	def gradients():
+		model.zero_grad()
+		loss = model(ids_of(), labels=ids_of()).loss
+		loss.backward()
+		return [p.grad.clone() for p in model.parameters()]
 
-  want = gradients()
-  model.gradient_checkpointing_enable()
-  for got, expected in zip(gradients(), want, strict=True):
-    assert_same_bytes(got, expected)
-  optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-  losses = []
-  for _ in range(4):
-    losses.append(model(ids_of(), labels=ids_of()).loss)
-    losses[-1].backward()
-    optimizer.step()
-    optimizer.zero_grad()
-  assert losses[-1] < losses[0] - 0.2
+	want = gradients()
+	model.gradient_checkpointing_enable()
+	for got, expected in zip(gradients(), want, strict=True):
+		assert_same_bytes(got, expected)
+	optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+	losses = []
+	for _ in range(4):
+		losses.append(model(ids_of(), labels=ids_of()).loss)
+		losses[-1].backward()
+		optimizer.step()
+		optimizer.zero_grad()
+	assert losses[-1] < losses[0] - 0.2
 
 
 def experts_of(**options):
-  """A layer of experts of its own, as a model's author writes it."""
-  gated = options.get("has_gate", True)
+	"""A layer of experts of its own, as a model's author writes it."""
+	gated = options.get("has_gate", True)
 
-  @moe.use_experts_implementation(**options)
-  class Experts(nn.Module):
-    def __init__(self, config):
-      super().__init__()
-      self.num_experts, self.act_fn = EXPERTS, nn.GELU()
-      up = "gate_up_proj" if gated else "up_proj"
-      width = INNER * (2 if gated else 1)
-      for key, shape in ((up, (width, HIDDEN)), ("down_proj", (HIDDEN, INNER))):
-        setattr(self, key, nn.Parameter(torch.randn(EXPERTS, *shape).bfloat16() / 8))
-      self.post_expert_norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
+	@moe.use_experts_implementation(**options)
+	class Experts(nn.Module):
+		def __init__(self, config):
+			super().__init__()
+			self.num_experts, self.act_fn = EXPERTS, nn.GELU()
+			up = "gate_up_proj" if gated else "up_proj"
+			width = INNER * (2 if gated else 1)
+			for key, shape in ((up, (width, HIDDEN)), ("down_proj", (HIDDEN, INNER))):
+				setattr(self, key, nn.Parameter(torch.randn(EXPERTS, *shape).bfloat16() / 8))
+			self.post_expert_norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
 
-    def forward(self, *args):
-      raise AssertionError("eager")
+		def forward(self, *args):
+			raise AssertionError("eager")
 
-  torch.manual_seed(2)
-  return Experts(transformers.MixtralConfig())
+	torch.manual_seed(2)
+	return Experts(transformers.MixtralConfig())
 
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
 def test_other_experts_beside_stock(options, parallel):
-  if not options.keys() <= inspect.signature(moe.use_experts_implementation).parameters.keys():
-    pytest.skip(f"this release of transformers has no {options}")
-  experts = experts_of(**options)
-  experts._is_expert_parallel = parallel
-  x = torch.randn(7, HIDDEN).bfloat16().requires_grad_()
-  # The id behind the last expert is that of an expert of another rank.
-  ids = torch.randint(0, EXPERTS + parallel, (7, 2))
-  weights = torch.rand(7, 2).requires_grad_()
-  results = []
-  for implementation in ("grouped_mm", "grouped_bf16"):
-    experts.config._experts_implementation = implementation
-    y = experts(x, ids, weights.masked_fill(ids == EXPERTS, 0))
-    results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, weights))))
-  for got, want in zip(*results, strict=True):
-    torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
+	if not options.keys() <= inspect.signature(moe.use_experts_implementation).parameters.keys():
+		pytest.skip(f"this release of transformers has no {options}")
+	experts = experts_of(**options)
+	experts._is_expert_parallel = parallel
+	x = torch.randn(7, HIDDEN).bfloat16().requires_grad_()
+	# The id behind the last expert is that of an expert of another rank.
+	ids = torch.randint(0, EXPERTS + parallel, (7, 2))
+	weights = torch.rand(7, 2).requires_grad_()
+	results = []
+	for implementation in ("grouped_mm", "grouped_bf16"):
+		experts.config._experts_implementation = implementation
+		y = experts(x, ids, weights.masked_fill(ids == EXPERTS, 0))
+		results.append((y, *torch.autograd.grad(y.float().square().sum(), (x, weights))))
+	for got, want in zip(*results, strict=True):
+		torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_in_one_graph(name, fresh_dynamo):
-  """Router, experts and what a model has beside them; in the last prepared experts."""
-  model = model_of(name)
-  model.set_experts_implementation("grouped_bf16" if name != "GptOss" else "grouped_nvfp4")
-  if name == "GptOss":
-    integration.prepare(model)
-  block = model.model.layers[-1].mlp
-  compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+	"""Router, experts and what a model has beside them; in the last prepared experts."""
+	model = model_of(name)
+	model.set_experts_implementation("grouped_bf16" if name != "GptOss" else "grouped_nvfp4")
+	if name == "GptOss":
+		integration.prepare(model)
+	block = model.model.layers[-1].mlp
+	compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
 
-  def result(block, x):
-    with torch.no_grad():
-      y = block(x)
-    return y[0] if isinstance(y, tuple) else y
+	def result(block, x):
+		with torch.no_grad():
+			y = block(x)
+		return y[0] if isinstance(y, tuple) else y
 
-  for tokens in (5, 9):
-    x = torch.randn(1, tokens, HIDDEN).bfloat16()
-    assert_same_bytes(result(compiled, x), result(block, x))
+	for tokens in (5, 9):
+		x = torch.randn(1, tokens, HIDDEN).bfloat16()
+		assert_same_bytes(result(compiled, x), result(block, x))
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
 def test_prepare_changes_all_or_nothing(name):
-  model = model_of(name)
-  before = logits(model, "grouped_nvfp4")
-  last = model.model.layers[-1].mlp.experts
-  whole = last.down_proj
-  last.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
-  with pytest.raises(ValueError, match="down_proj of .*Experts: K must be a positive multiple of 16"):
-    integration.prepare(model)
-  assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
-  last.down_proj = whole
-  assert_same_bytes(logits(model, "grouped_nvfp4"), before)
+	model = model_of(name)
+	before = logits(model, "grouped_nvfp4")
+	last = model.model.layers[-1].mlp.experts
+	whole = last.down_proj
+	last.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
+	with pytest.raises(ValueError, match="down_proj of .*Experts: K must be a positive multiple of 16"):
+		integration.prepare(model)
+	assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
+	last.down_proj = whole
+	assert_same_bytes(logits(model, "grouped_nvfp4"), before)
 
 
 def test_what_a_prepared_model_says(tmp_path):
-  model = model_of("Mixtral")
-  model.set_experts_implementation("grouped_nvfp4")
-  plain, values = model.get_memory_footprint(), model.state_dict()
-  integration.prepare(model)
-  saved = sum((p.numel() * 2 - p.nbytes) for p in model.parameters() if isinstance(p, grouped.GroupedTensor))
-  assert 0 < saved == plain - model.get_memory_footprint()
-  for each in (model, copy.deepcopy(model), model.model):
-    with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
-      each.save_pretrained(tmp_path)
-  assert not list(tmp_path.iterdir())
-  model.save_pretrained(tmp_path, state_dict=values)
-  again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-  assert_same_buffers(again.state_dict(), values)
+	model = model_of("Mixtral")
+	model.set_experts_implementation("grouped_nvfp4")
+	plain, values = model.get_memory_footprint(), model.state_dict()
+	integration.prepare(model)
+	saved = sum((p.numel() * 2 - p.nbytes) for p in model.parameters() if isinstance(p, grouped.GroupedTensor))
+	assert 0 < saved == plain - model.get_memory_footprint()
+	for each in (model, copy.deepcopy(model), model.model):
+		with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
+			each.save_pretrained(tmp_path)
+	assert not list(tmp_path.iterdir())
+	model.save_pretrained(tmp_path, state_dict=values)
+	again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+	assert_same_buffers(again.state_dict(), values)
 
 
 def test_what_is_refused():
-  with pytest.raises(ValueError, match="keeps scales from step to step"):
-    integration.register(mine=recipes.FP8Delayed())
-  with pytest.raises(TypeError, match="recipe"):
-    integration.register(mine="bf16")
-  with pytest.raises(ValueError, match="has no experts"):
-    integration.prepare(nn.Linear(2, 2))
-  model = model_of("Mixtral")
-  model.set_experts_implementation("eager")
-  with pytest.raises(ValueError, match="experts_implementation='eager'"):
-    integration.prepare(model)
-  model.set_experts_implementation("grouped_bf16")
-  with pytest.raises(ValueError, match="pass fmt"):
-    integration.prepare(model)
-  assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(model, grouped.NVFP4())
-  with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
-    integration.prepare(model, grouped.MXFP8())
+	with pytest.raises(ValueError, match="keeps scales from step to step"):
+		integration.register(mine=recipes.FP8Delayed())
+	with pytest.raises(TypeError, match="recipe"):
+		integration.register(mine="bf16")
+	with pytest.raises(ValueError, match="has no experts"):
+		integration.prepare(nn.Linear(2, 2))
+	model = model_of("Mixtral")
+	model.set_experts_implementation("eager")
+	with pytest.raises(ValueError, match="experts_implementation='eager'"):
+		integration.prepare(model)
+	model.set_experts_implementation("grouped_bf16")
+	with pytest.raises(ValueError, match="pass fmt"):
+		integration.prepare(model)
+	assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(model, grouped.NVFP4())
+	with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
+		integration.prepare(model, grouped.MXFP8())
 
 
 def test_a_recipe_of_ones_own():
-  mine = recipes.NVFP4(hadamard=True)
-  assert "mine" in integration.register(mine=mine)
-  assert logits(model_of("Mixtral"), "mine").isfinite().all()
-  del integration.RECIPES["mine"]
+	mine = recipes.NVFP4(hadamard=True)
+	assert "mine" in integration.register(mine=mine)
+	assert logits(model_of("Mixtral"), "mine").isfinite().all()
+	del integration.RECIPES["mine"]
 
 
 OPTIONS = {
-  "Mixtral": {},
-  "Qwen3Moe": {"renormalize": False},
-  "DeepseekV3": {
-    "score": "sigmoid",
-    "selection_bias": True,
-    "expert_groups": 2,
-    "top_groups": 1,
-    "routed_scaling_factor": 2.5,
-    "shared_intermediate_size": INNER,
-  },
-  "GptOss": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
+	"Mixtral": {},
+	"Qwen3Moe": {"renormalize": False},
+	"DeepseekV3": {
+		"score": "sigmoid",
+		"selection_bias": True,
+		"expert_groups": 2,
+		"top_groups": 1,
+		"routed_scaling_factor": 2.5,
+		"shared_intermediate_size": INNER,
+	},
+	"GptOss": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixture_is_the_model_s(name):
-  """``grouped.nn.MoE`` with the weights of the last layer of a model, in fp32 but for bf16."""
-  block = model_of(name, torch.float32).model.layers[-1].mlp
-  router = getattr(block, "router", None) or block.gate
-  mixture = grouped.nn.MoE(HIDDEN, INNER, EXPERTS, 2, **OPTIONS[name])
-  experts = mixture.experts
-  weights = {
-    mixture.router.weight: router.weight,
-    mixture.router.bias: getattr(router, "bias", None),
-    mixture.router.selection_bias: getattr(router, "e_score_correction_bias", None),
-  }
-  for layer, kind in ((experts.gate_up, "gate_up_proj"), (experts.down, "down_proj")):
-    weight = getattr(block.experts, kind)
-    weights[layer.weight] = weight.mT if name == "GptOss" else weight
-    weights[layer.bias] = getattr(block.experts, f"{kind}_bias", None)
-  if mixture.shared is not None:
-    shared = block.shared_experts
-    halves = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
-    weights[mixture.shared.gate_up.weight] = halves[None]
-    weights[mixture.shared.down.weight] = shared.down_proj.weight[None]
-  with torch.no_grad():
-    for ours, theirs in weights.items():
-      if ours is not None:
-        ours.copy_(theirs)
-    x = torch.randn(1, 40, HIDDEN)
-    want = block(x)
-    want = want[0] if isinstance(want, tuple) else want
-    torch.testing.assert_close(mixture(x), want, rtol=0, atol=2e-2 * float(want.abs().max()))
+	"""``grouped.nn.MoE`` with the weights of the last layer of a model, in fp32 but for bf16."""
+	block = model_of(name, torch.float32).model.layers[-1].mlp
+	router = getattr(block, "router", None) or block.gate
+	mixture = grouped.nn.MoE(HIDDEN, INNER, EXPERTS, 2, **OPTIONS[name])
+	experts = mixture.experts
+	weights = {
+		mixture.router.weight: router.weight,
+		mixture.router.bias: getattr(router, "bias", None),
+		mixture.router.selection_bias: getattr(router, "e_score_correction_bias", None),
+	}
+	for layer, kind in ((experts.gate_up, "gate_up_proj"), (experts.down, "down_proj")):
+		weight = getattr(block.experts, kind)
+		weights[layer.weight] = weight.mT if name == "GptOss" else weight
+		weights[layer.bias] = getattr(block.experts, f"{kind}_bias", None)
+	if mixture.shared is not None:
+		shared = block.shared_experts
+		halves = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
+		weights[mixture.shared.gate_up.weight] = halves[None]
+		weights[mixture.shared.down.weight] = shared.down_proj.weight[None]
+	with torch.no_grad():
+		for ours, theirs in weights.items():
+			if ours is not None:
+				ours.copy_(theirs)
+		x = torch.randn(1, 40, HIDDEN)
+		want = block(x)
+		want = want[0] if isinstance(want, tuple) else want
+		torch.testing.assert_close(mixture(x), want, rtol=0, atol=2e-2 * float(want.abs().max()))

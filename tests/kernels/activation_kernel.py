@@ -1,7 +1,5 @@
 """A kernel that does nothing but apply an activation, or its gradient, for the tests."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar
 
@@ -17,55 +15,55 @@ _THREADS, _EACH = 64, 2
 
 @dataclasses.dataclass(frozen=True)
 class ActivationConfig:
-  """What the kernel is compiled for: both the value and the gradient."""
+	"""What the kernel is compiled for: both the value and the gradient."""
 
-  activation: str
-  arch: str
+	activation: str
+	arch: str
 
-  kernel: ClassVar[str] = "tests.kernels.activation_kernel:ActivationKernel"
+	kernel: ClassVar[str] = "tests.kernels.activation_kernel:ActivationKernel"
 
 
 class ActivationKernel:
-  """Two numbers a thread."""
+	"""Two numbers a thread."""
 
-  def __init__(self, config: ActivationConfig) -> None:
-    self.config = config
-    self.activation = parse_activation(config.activation)
+	def __init__(self, config: ActivationConfig) -> None:
+		self.config = config
+		self.activation = parse_activation(config.activation)
 
-  @staticmethod
-  def fake_args(config: ActivationConfig) -> tuple[Any, ...]:
-    """Stand-ins for A, B, the gradient, three results (N,) and the stream."""
-    count = cute.sym_int(divisibility=_EACH)
-    return *(make_fake_compact_tensor(Float32, (count,)) for _ in range(6)), env_stream()
+	@staticmethod
+	def fake_args(config: ActivationConfig) -> tuple[Any, ...]:
+		"""Stand-ins for A, B, the gradient, three results (N,) and the stream."""
+		count = cute.sym_int(divisibility=_EACH)
+		return *(make_fake_compact_tensor(Float32, (count,)) for _ in range(6)), env_stream()
 
-  @cute.jit
-  def __call__(
-    self,
-    a: cute.Tensor,
-    b: cute.Tensor,
-    grad: cute.Tensor,
-    value: cute.Tensor,
-    of_a: cute.Tensor,
-    of_b: cute.Tensor,
-    stream: Any,
-  ) -> None:
-    grid = [(a.shape[0] + _THREADS * _EACH - 1) // (_THREADS * _EACH), 1, 1]
-    self.kernel(a, b, grad, value, of_a, of_b).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+	@cute.jit
+	def __call__(
+		self,
+		a: cute.Tensor,
+		b: cute.Tensor,
+		grad: cute.Tensor,
+		value: cute.Tensor,
+		of_a: cute.Tensor,
+		of_b: cute.Tensor,
+		stream: Any,
+	) -> None:
+		grid = [(a.shape[0] + _THREADS * _EACH - 1) // (_THREADS * _EACH), 1, 1]
+		self.kernel(a, b, grad, value, of_a, of_b).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
 
-  @cute.kernel
-  def kernel(
-    self, a: cute.Tensor, b: cute.Tensor, grad: cute.Tensor, value: cute.Tensor, of_a: cute.Tensor, of_b: cute.Tensor
-  ) -> None:
-    first = (cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]) * _EACH
-    if first < a.shape[0]:
-      self.apply((a, b, grad), (value, of_a, of_b), first)
+	@cute.kernel
+	def kernel(
+		self, a: cute.Tensor, b: cute.Tensor, grad: cute.Tensor, value: cute.Tensor, of_a: cute.Tensor, of_b: cute.Tensor
+	) -> None:
+		first = (cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]) * _EACH
+		if first < a.shape[0]:
+			self.apply((a, b, grad), (value, of_a, of_b), first)
 
-  def apply(self, inputs: tuple, outputs: tuple, first: Int32) -> None:
-    act, arch = self.activation, self.config.arch
-    tensors = inputs if act.is_gated else (inputs[0], inputs[2])
-    given = [[t[first + i] for i in range(_EACH)] for t in tensors]
-    made = activated(act, False, arch, given[: 1 + act.is_gated])
-    made += activated(act, True, arch, given)
-    for out, numbers in zip(outputs, made, strict=False):
-      for i, number in enumerate(numbers):
-        out[first + i] = number
+	def apply(self, inputs: tuple, outputs: tuple, first: Int32) -> None:
+		act, arch = self.activation, self.config.arch
+		tensors = inputs if act.is_gated else (inputs[0], inputs[2])
+		given = [[t[first + i] for i in range(_EACH)] for t in tensors]
+		made = activated(act, False, arch, given[: 1 + act.is_gated])
+		made += activated(act, True, arch, given)
+		for out, numbers in zip(outputs, made, strict=False):
+			for i, number in enumerate(numbers):
+				out[first + i] = number

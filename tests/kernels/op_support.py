@@ -16,10 +16,10 @@ from cute_kernels import emulator
 from tests.helpers import assert_same_bytes
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
 if importlib.util.find_spec("cutlass") is None:
-  pytest.skip("needs the CuTe DSL", allow_module_level=True)
+	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
@@ -27,33 +27,33 @@ MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
 def check(arch: str, call: Callable[[], Tensor], **options: Any) -> None:
-  """What ``call`` returns on an emulated architecture has the bits of the reference."""
-  with cute_kernels.backend("reference"):
-    want = call()
-  with cute_kernels.backend(f"emulated:{arch}", **options):
-    assert_same_bytes(call(), want, any_nan=True)
+	"""What ``call`` returns on an emulated architecture has the bits of the reference."""
+	with cute_kernels.backend("reference"):
+		want = call()
+	with cute_kernels.backend(f"emulated:{arch}", **options):
+		assert_same_bytes(call(), want, any_nan=True)
 
 
 def array_of(x: Tensor) -> np.ndarray:
-  """Its memory, since of a watched tensor the whole storage may be touched."""
-  return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+	"""Its memory, since of a watched tensor the whole storage may be touched."""
+	return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 @contextlib.contextmanager
 def watching(*memory: Any) -> Iterator[None]:
-  """Nothing but the tensors and arrays among ``memory`` may be touched."""
-  try:
-    emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
-    yield
-  finally:
-    emulator.unwatch()
+	"""Nothing but the tensors and arrays among ``memory`` may be touched."""
+	try:
+		emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
+		yield
+	finally:
+		emulator.unwatch()
 
 
 def check_touched(run: Callable[[], Any], needed: Sequence[np.ndarray], others: Sequence[Any] = ()) -> None:
-  """``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
-  with watching(*needed, *others):
-    run()
-  for i, array in enumerate(needed):
-    less = [*needed[:i], array[:-1], *needed[i + 1 :], *others]
-    with watching(*less), pytest.raises(emulator.EmulatorError):
-      run()
+	"""``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
+	with watching(*needed, *others):
+		run()
+	for i, array in enumerate(needed):
+		less = [*needed[:i], array[:-1], *needed[i + 1 :], *others]
+		with watching(*less), pytest.raises(emulator.EmulatorError):
+			run()

@@ -22,7 +22,7 @@ from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_buffers, poisoned
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize import RowsConfig, TileConfig
+	from cute_kernels.quantize import RowsConfig, TileConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -34,7 +34,7 @@ NO_TILE_RESULTS = (None,) * 7
 SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
 
 if importlib.util.find_spec("cutlass") is None:
-  pytest.skip("needs the CuTe DSL", allow_module_level=True)
+	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 
 #: Run what this GPU can run on it; for configurations of its architecture.
@@ -42,173 +42,173 @@ ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
 
 
 def compiled(config: Any) -> Any:
-  """The compiled kernel of a configuration, for the architecture that it names.
+	"""The compiled kernel of a configuration, for the architecture that it names.
 
-  It takes CPU tensors. On a GPU they are copied there and back, all of them, whatever it wrote.
-  """
-  if ON_GPU:
-    name = device_architecture(0).name
-    if getattr(config, "arch", name) != name:
-      pytest.skip(f"a kernel for {config.arch}, and this GPU has {name}")
-    return functools.partial(_run_on_gpu, config)
-  arch = getattr(config, "arch", ARCH)
-  return compile_for_emulator(config, arch).run
+	It takes CPU tensors. On a GPU they are copied there and back, all of them, whatever it wrote.
+	"""
+	if ON_GPU:
+		name = device_architecture(0).name
+		if getattr(config, "arch", name) != name:
+			pytest.skip(f"a kernel for {config.arch}, and this GPU has {name}")
+		return functools.partial(_run_on_gpu, config)
+	arch = getattr(config, "arch", ARCH)
+	return compile_for_emulator(config, arch).run
 
 
 def _run_on_gpu(config: Any, *arguments: Any) -> None:
-  kernel = compile_kernel(config, device_architecture(0))
-  there = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
-  kernel(*there)
-  for value, copy in zip(arguments, there, strict=True):
-    if isinstance(value, Tensor):
-      value.copy_(copy)
+	kernel = compile_kernel(config, device_architecture(0))
+	there = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
+	kernel(*there)
+	for value, copy in zip(arguments, there, strict=True):
+		if isinstance(value, Tensor):
+			value.copy_(copy)
 
 
 def _to_gpu(value: Tensor) -> Tensor:
-  """A copy with the same strides."""
-  extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-  there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
-  return there.as_strided(value.shape, value.stride()).copy_(value)
+	"""A copy with the same strides."""
+	extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+	there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
+	return there.as_strided(value.shape, value.stride()).copy_(value)
 
 
 @dataclasses.dataclass
 class Problem:
-  """An input with its groups.
+	"""An input with its groups.
 
-  Attributes:
-    x: (T, K), or (G, N, K) when uniform.
-    offs: (G,) int32 end rows, None when uniform.
-  """
+	Attributes:
+	  x: (T, K), or (G, N, K) when uniform.
+	  offs: (G,) int32 end rows, None when uniform.
+	"""
 
-  x: Tensor
-  offs: Tensor | None
+	x: Tensor
+	offs: Tensor | None
 
-  @property
-  def inputs(self) -> tuple[Tensor | None, ...]:
-    """What kernels take first: no gradient."""
-    return self.x, None, self.offs
+	@property
+	def inputs(self) -> tuple[Tensor | None, ...]:
+		"""What kernels take first: no gradient."""
+		return self.x, None, self.offs
 
-  @property
-  def matrix(self) -> Tensor:
-    return self.x.flatten(0, -2)
+	@property
+	def matrix(self) -> Tensor:
+		return self.x.flatten(0, -2)
 
-  @property
-  def groups(self) -> Groups:
-    if self.offs is None:
-      return Groups.uniform(self.x.shape[0], self.x.shape[1], self.x.device)
-    return Groups.ragged(self.offs, len(self.x))
+	@property
+	def groups(self) -> Groups:
+		if self.offs is None:
+			return Groups.uniform(self.x.shape[0], self.x.shape[1], self.x.device)
+		return Groups.ragged(self.offs, len(self.x))
 
-  def buffers(self, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
-    """Outputs filled with garbage, so that a byte too many or too few shows."""
-    groups = None if self.offs is None else len(self.offs)
-    out: dict[str, Tensor | None] = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
-    out |= dict.fromkeys(("amax", "amax_t"))
-    specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
-    for name, spec in specs.items():
-      value = spec.allocate(torch.device("cpu"), zeroed=False)
-      if spec.dtype == torch.float32:
-        out[name] = value.flatten().fill_(-7.0)
-      else:
-        value.untyped_storage().copy_(poisoned(value).untyped_storage())
-        out[name] = value
-    return out
+	def buffers(self, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+		"""Outputs filled with garbage, so that a byte too many or too few shows."""
+		groups = None if self.offs is None else len(self.offs)
+		out: dict[str, Tensor | None] = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
+		out |= dict.fromkeys(("amax", "amax_t"))
+		specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
+		for name, spec in specs.items():
+			value = spec.allocate(torch.device("cpu"), zeroed=False)
+			if spec.dtype == torch.float32:
+				out[name] = value.flatten().fill_(-7.0)
+			else:
+				value.untyped_storage().copy_(poisoned(value).untyped_storage())
+				out[name] = value
+		return out
 
 
 def expected(
-  problem: Problem,
-  fmt: Format,
-  rowwise: bool,
-  columnwise: bool,
-  given: Tensor | None = None,
-  drawn: tuple[int, int] = (0, 0),
+	problem: Problem,
+	fmt: Format,
+	rowwise: bool,
+	columnwise: bool,
+	given: Tensor | None = None,
+	drawn: tuple[int, int] = (0, 0),
 ) -> dict[str, Tensor | None]:
-  """What the reference writes, ``drawn`` blocks before its own."""
-  out = problem.buffers(fmt, rowwise, columnwise)
-  asked = {name: value for name, value in out.items() if value is not None}
-  draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
-  elements = reference.Elements(problem.x)
-  reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
-  return out
+	"""What the reference writes, ``drawn`` blocks before its own."""
+	out = problem.buffers(fmt, rowwise, columnwise)
+	asked = {name: value for name, value in out.items() if value is not None}
+	draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
+	elements = reference.Elements(problem.x)
+	reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
+	return out
 
 
 def run_tiles(config: TileConfig, problem: Problem, given: Tensor | None = None) -> dict[str, Tensor | None]:
-  """Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
-  fmt = parse(config.format)
-  out = problem.buffers(fmt, config.rowwise, config.columnwise)
-  groups = len(problem.groups)
-  group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
-  row_amax = torch.full((len(problem.matrix),), -7.0) if config.uses_row_amax else None
-  column_amax = torch.full((groups,), -7.0) if config.has_own_columns else None
-  if not config.compute_amax:
-    known = expected(problem, fmt, config.rowwise, True, given)
-    group_amax = known["amax_t"] if config.uses_group_amax else None
-    if column_amax is not None:
-      column_amax, group_amax = group_amax, known["amax"]
-    row_amax = known["amax"] if config.uses_row_amax else None
-  copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-  rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, None, None, NUM_SMS)
-  compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
-  if config.rowwise:
-    out["amax"] = row_amax if config.uses_row_amax else group_amax
-  if config.columnwise:
-    out["amax_t"] = group_amax if column_amax is None else column_amax
-  return out
+	"""Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
+	fmt = parse(config.format)
+	out = problem.buffers(fmt, config.rowwise, config.columnwise)
+	groups = len(problem.groups)
+	group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
+	row_amax = torch.full((len(problem.matrix),), -7.0) if config.uses_row_amax else None
+	column_amax = torch.full((groups,), -7.0) if config.has_own_columns else None
+	if not config.compute_amax:
+		known = expected(problem, fmt, config.rowwise, True, given)
+		group_amax = known["amax_t"] if config.uses_group_amax else None
+		if column_amax is not None:
+			column_amax, group_amax = group_amax, known["amax"]
+		row_amax = known["amax"] if config.uses_row_amax else None
+	copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
+	rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, None, None, NUM_SMS)
+	compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
+	if config.rowwise:
+		out["amax"] = row_amax if config.uses_row_amax else group_amax
+	if config.columnwise:
+		out["amax_t"] = group_amax if column_amax is None else column_amax
+	return out
 
 
 def run_rows(config: RowsConfig, problem: Problem) -> dict[str, Tensor | None]:
-  """Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
-  fmt = parse(config.format)
-  out = problem.buffers(fmt, True, False)
-  if not config.computes_amax:
-    out["amax"] = expected(problem, fmt, True, False)["amax"]
-  copy = (out["amax"], out["codes"], out["scales"])
-  compiled(config)(*problem.inputs, *copy, *NO_RESULTS, NUM_SMS)
-  return out
+	"""Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
+	fmt = parse(config.format)
+	out = problem.buffers(fmt, True, False)
+	if not config.computes_amax:
+		out["amax"] = expected(problem, fmt, True, False)["amax"]
+	copy = (out["amax"], out["codes"], out["scales"])
+	compiled(config)(*problem.inputs, *copy, *NO_RESULTS, NUM_SMS)
+	return out
 
 
 def check_tiles(config: TileConfig, problem: Problem) -> None:
-  """The tile quantizer writes what the reference does."""
-  want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
-  assert_same_buffers(run_tiles(config, problem), want)
+	"""The tile quantizer writes what the reference does."""
+	want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
+	assert_same_buffers(run_tiles(config, problem), want)
 
 
 def check_rows(config: RowsConfig, problem: Problem) -> None:
-  """The quantizer by rows writes what the reference does."""
-  want = expected(problem, parse(config.format), True, False)
-  assert_same_buffers(run_rows(config, problem), want)
+	"""The quantizer by rows writes what the reference does."""
+	want = expected(problem, parse(config.format), True, False)
+	assert_same_buffers(run_rows(config, problem), want)
 
 
 def random_input(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-  """Rows of very different sizes, with zero rows and zero blocks."""
-  generator = torch.Generator().manual_seed(seed)
-  x = torch.randn(shape, generator=generator)
-  x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
-  x[..., torch.rand(shape[:-1], generator=generator) < 0.05, :] = 0.0
-  blocks = x.unflatten(-1, (-1, 16))
-  blocks[torch.rand(blocks.shape[:-1], generator=generator) < 0.05] = 0.0
-  return blocks.flatten(-2).to(dtype)
+	"""Rows of very different sizes, with zero rows and zero blocks."""
+	generator = torch.Generator().manual_seed(seed)
+	x = torch.randn(shape, generator=generator)
+	x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
+	x[..., torch.rand(shape[:-1], generator=generator) < 0.05, :] = 0.0
+	blocks = x.unflatten(-1, (-1, 16))
+	blocks[torch.rand(blocks.shape[:-1], generator=generator) < 0.05] = 0.0
+	return blocks.flatten(-2).to(dtype)
 
 
 def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-  """Signed zeros, denormals, the smallest and largest numbers, infinities and NaN, row by row.
+	"""Signed zeros, denormals, the smallest and largest numbers, infinities and NaN, row by row.
 
-  Each row has its own mixture, so rows of one group clash as well.
-  """
-  info = torch.finfo(dtype)
-  generator = torch.Generator().manual_seed(1)
-  x = torch.randn(rows, cols, generator=generator)
-  magnitude = torch.randint(-40, 36, (rows, cols // 16, 1), generator=generator).float()
-  x = (x.unflatten(1, (-1, 16)) * torch.pow(10.0, magnitude)).flatten(1)
-  x = x.clamp(-info.max, info.max)
-  smallest = info.smallest_normal * info.eps
-  for i, value in enumerate((0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, smallest, -smallest)):
-    x[i % rows :: 9, i::11] = value
-  x = x.to(dtype)
-  x[1::7, ::5] = float("nan")
-  x[2::7, 1::13] = float("inf")
-  x[3::7, 2::13] = -float("inf")
-  x[4::7, 16:32] = float("nan")
-  x[5::17] = float("nan")
-  x[6::17] = -0.0
-  x[7::17] = smallest
-  return x
+	Each row has its own mixture, so rows of one group clash as well.
+	"""
+	info = torch.finfo(dtype)
+	generator = torch.Generator().manual_seed(1)
+	x = torch.randn(rows, cols, generator=generator)
+	magnitude = torch.randint(-40, 36, (rows, cols // 16, 1), generator=generator).float()
+	x = (x.unflatten(1, (-1, 16)) * torch.pow(10.0, magnitude)).flatten(1)
+	x = x.clamp(-info.max, info.max)
+	smallest = info.smallest_normal * info.eps
+	for i, value in enumerate((0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, smallest, -smallest)):
+		x[i % rows :: 9, i::11] = value
+	x = x.to(dtype)
+	x[1::7, ::5] = float("nan")
+	x[2::7, 1::13] = float("inf")
+	x[3::7, 2::13] = -float("inf")
+	x[4::7, 16:32] = float("nan")
+	x[5::17] = float("nan")
+	x[6::17] = -0.0
+	x[7::17] = smallest
+	return x

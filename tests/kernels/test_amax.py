@@ -1,7 +1,5 @@
 """Group amax and group offsets on the emulator, against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,101 +12,101 @@ from tests.kernels.quantize_support import Problem, compiled, random_input, spec
 
 
 def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
-  groups = problem.groups
-  row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
-  group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
-  compiled(config)(*problem.inputs, row_amax, group_amax, num_sms)
-  if group_amax is not None:
-    want = torch.empty(len(groups))
-    grouped_amax(problem.matrix, groups, want)
-    assert torch.equal(group_amax, want)
-  if row_amax is not None:
-    want = absmax(problem.matrix)
-    want[groups.group_of_row() == len(groups)] = -7.0
-    assert torch.equal(row_amax, want)
+	groups = problem.groups
+	row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
+	group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
+	compiled(config)(*problem.inputs, row_amax, group_amax, num_sms)
+	if group_amax is not None:
+		want = torch.empty(len(groups))
+		grouped_amax(problem.matrix, groups, want)
+		assert torch.equal(group_amax, want)
+	if row_amax is not None:
+		want = absmax(problem.matrix)
+		want[groups.group_of_row() == len(groups)] = -7.0
+		assert torch.equal(row_amax, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rows_and_groups(arch: str, dtype: str) -> None:
-  config = AmaxConfig(dtype, per_row=True, arch=arch)
-  for rows, cols, offs in (
-    (300, 80, ends(0, 3, 3, 130, 130, 290)),
-    (100, 16, ends(0, 0, 0)),
-    (40, 2064, ends(1, 2, 40)),
-    (1, 16, ends(1)),
-  ):
-    x = special_input(rows, cols, DTYPES[dtype])
-    check(config, Problem(x, offs))
+	config = AmaxConfig(dtype, per_row=True, arch=arch)
+	for rows, cols, offs in (
+		(300, 80, ends(0, 3, 3, 130, 130, 290)),
+		(100, 16, ends(0, 0, 0)),
+		(40, 2064, ends(1, 2, 40)),
+		(1, 16, ends(1)),
+	):
+		x = special_input(rows, cols, DTYPES[dtype])
+		check(config, Problem(x, offs))
 
 
 @pytest.mark.parametrize("per_row", [False, True])
 def test_one_of_the_two(per_row: bool) -> None:
-  config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
-  x = random_input((90, 48), torch.bfloat16)
-  check(config, Problem(x, ends(30, 30, 71)))
+	config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
+	x = random_input((90, 48), torch.bfloat16)
+	check(config, Problem(x, ends(30, 30, 71)))
 
 
 def test_uniform_groups() -> None:
-  check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), torch.bfloat16), None))
+	check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), torch.bfloat16), None))
 
 
 def test_many_groups_in_chaos_and_races() -> None:
-  offs = many_groups()
-  problem = Problem(random_input((int(offs[-1]) + 9, 16), torch.bfloat16), offs)
-  config = AmaxConfig("bfloat16", per_row=True)
-  check(config, problem, num_sms=1)
-  for mode in MODES:
-    with emulator.options(**mode):
-      check(config, problem)
+	offs = many_groups()
+	problem = Problem(random_input((int(offs[-1]) + 9, 16), torch.bfloat16), offs)
+	config = AmaxConfig("bfloat16", per_row=True)
+	check(config, problem, num_sms=1)
+	for mode in MODES:
+		with emulator.options(**mode):
+			check(config, problem)
 
 
 @pytest.mark.parametrize("out", ["int32", "int64"])
 @pytest.mark.parametrize("splits", ["int32", "int64"])
 def test_offsets(splits: str, out: str) -> None:
-  kernel = compiled(OffsetsConfig(splits, out))
-  generator = torch.Generator().manual_seed(3)
-  for count in (1, 31, 33, 1024, 2100):
-    sizes = torch.randint(0, 50, (count,), generator=generator, dtype=getattr(torch, splits))
-    for multiplier in (1, 4096):
-      want = torch.empty(count, dtype=getattr(torch, out))
-      compute_offsets(sizes, multiplier, want)
-      got = torch.full_like(want, -1)
-      kernel(sizes, got, multiplier)
-      assert torch.equal(got, want)
+	kernel = compiled(OffsetsConfig(splits, out))
+	generator = torch.Generator().manual_seed(3)
+	for count in (1, 31, 33, 1024, 2100):
+		sizes = torch.randint(0, 50, (count,), generator=generator, dtype=getattr(torch, splits))
+		for multiplier in (1, 4096):
+			want = torch.empty(count, dtype=getattr(torch, out))
+			compute_offsets(sizes, multiplier, want)
+			got = torch.full_like(want, -1)
+			kernel(sizes, got, multiplier)
+			assert torch.equal(got, want)
 
 
 def test_offsets_past_32_bits() -> None:
-  sizes = torch.full((40,), 1 << 28, dtype=torch.int64)
-  got = torch.empty(40, dtype=torch.int64)
-  compiled(OffsetsConfig("int64", "int64"))(sizes, got, 3)
-  assert torch.equal(got, sizes.cumsum(0) * 3)
+	sizes = torch.full((40,), 1 << 28, dtype=torch.int64)
+	got = torch.empty(40, dtype=torch.int64)
+	compiled(OffsetsConfig("int64", "int64"))(sizes, got, 3)
+	assert torch.equal(got, sizes.cumsum(0) * 3)
 
 
 @pytest.mark.parametrize("out", [torch.int32, torch.int64])
 @pytest.mark.parametrize("splits", [torch.int32, torch.int64])
 def test_offsets_saturate(splits: torch.dtype, out: torch.dtype) -> None:
-  kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
-  top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
-  small = [1 << 20, 1 << 30, 1 << 30, -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30)]
-  for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
-    limit = largest // multiplier
-    for sizes in (small, [limit - 2, 1, 1, 1, -limit, -limit, -limit]):
-      if max(map(abs, sizes)) > top:
-        continue
-      given = torch.tensor(sizes, dtype=splits)
-      got = torch.zeros(len(sizes), dtype=out)
-      want = torch.zeros(len(sizes), dtype=out)
-      kernel(given, got, multiplier)
-      compute_offsets(given, multiplier, want)
-      assert torch.equal(got, want)
+	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
+	top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
+	small = [1 << 20, 1 << 30, 1 << 30, -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30)]
+	for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
+		limit = largest // multiplier
+		for sizes in (small, [limit - 2, 1, 1, 1, -limit, -limit, -limit]):
+			if max(map(abs, sizes)) > top:
+				continue
+			given = torch.tensor(sizes, dtype=splits)
+			got = torch.zeros(len(sizes), dtype=out)
+			want = torch.zeros(len(sizes), dtype=out)
+			kernel(given, got, multiplier)
+			compute_offsets(given, multiplier, want)
+			assert torch.equal(got, want)
 
 
 def test_offsets_in_any_order() -> None:
-  kernel = compiled(OffsetsConfig("int32", "int32"))
-  sizes = torch.arange(2100, dtype=torch.int32) % 7
-  for mode in MODES:
-    got = torch.empty_like(sizes)
-    with emulator.options(**mode):
-      kernel(sizes, got, 1)
-    assert torch.equal(got, sizes.cumsum(0).int())
+	kernel = compiled(OffsetsConfig("int32", "int32"))
+	sizes = torch.arange(2100, dtype=torch.int32) % 7
+	for mode in MODES:
+		got = torch.empty_like(sizes)
+		with emulator.options(**mode):
+			kernel(sizes, got, 1)
+		assert torch.equal(got, sizes.cumsum(0).int())

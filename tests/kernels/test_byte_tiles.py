@@ -3,8 +3,6 @@
 Buffers are poisoned first and compared whole, so that what is to stay does.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator
@@ -28,223 +26,223 @@ E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
 FORMATS: dict[str, Format] = {
-  fmt.text: fmt
-  for fmt in (
-    *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(pow2_scales=False, amax_epsilon=1e-3)),
-    *(FP8Block(block=(128, 128)), FP8Block((128, 128), E5M2, False), MXFP8()),
-    *(MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
-  )
+	fmt.text: fmt
+	for fmt in (
+		*(FP8Block(), FP8Block(dtype=E5M2), FP8Block(pow2_scales=False, amax_epsilon=1e-3)),
+		*(FP8Block(block=(128, 128)), FP8Block((128, 128), E5M2, False), MXFP8()),
+		*(MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
+	)
 }
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: One of each layout of scales.
 SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
 #: (rows of the buffer, K, end rows).
 RAGGED = {
-  "one group": (256, 128, ends(256)),
-  "one row": (1, 32, ends(1)),
-  "odd rows, odd K": (300, 288, ends(7, 136, 137, 300)),
-  "empty first, middle, last": (200, 96, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-  "all empty": (64, 32, ends(0, 0, 0)),
-  "tail": (260, 160, ends(3, 131, 219)),
-  "tile boundaries": (513, 64, ends(127, 255, 384, 513)),
+	"one group": (256, 128, ends(256)),
+	"one row": (1, 32, ends(1)),
+	"odd rows, odd K": (300, 288, ends(7, 136, 137, 300)),
+	"empty first, middle, last": (200, 96, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+	"all empty": (64, 32, ends(0, 0, 0)),
+	"tail": (260, 160, ends(3, 131, 219)),
+	"tile boundaries": (513, 64, ends(127, 255, 384, 513)),
 }
 
 
 def scales_of(problem: Problem, fmt: Format) -> Tensor | None:
-  """Scales of groups, of all sizes, where the format takes them."""
-  if not fmt.takes_scale:
-    return None
-  return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3
+	"""Scales of groups, of all sizes, where the format takes them."""
+	if not fmt.takes_scale:
+		return None
+	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3
 
 
 def buffers_of(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
-  groups = None if problem.offs is None else len(problem.offs)
-  specs = buffers(fmt, problem.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
-  cpu = torch.device("cpu")
-  return {name: poisoned(spec.allocate(cpu, False)) for name, spec in specs.items()}
+	groups = None if problem.offs is None else len(problem.offs)
+	specs = buffers(fmt, problem.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
+	cpu = torch.device("cpu")
+	return {name: poisoned(spec.allocate(cpu, False)) for name, spec in specs.items()}
 
 
 def expected(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
-  """What the reference writes over poison."""
-  out = buffers_of(problem, fmt, rowwise, columnwise)
-  given = reference.Given(None, scales_of(problem, fmt))
-  reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, given)
-  return out
+	"""What the reference writes over poison."""
+	out = buffers_of(problem, fmt, rowwise, columnwise)
+	given = reference.Given(None, scales_of(problem, fmt))
+	reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, given)
+	return out
 
 
 def quantize(config: RowsConfig | TileConfig, problem: Problem, num_sms: int = NUM_SMS) -> dict[str, Tensor]:
-  """What the kernel writes over poison; amaxes of groups are given as the reference has them."""
-  fmt = parse(config.format)
-  out = buffers_of(problem, fmt, *directions_of(config))
-  given, amax = scales_of(problem, fmt), None
-  if fmt.takes_scale:
-    amax = out["amax"]
-  elif fmt.second_level is not None:
-    given = expected(problem, fmt, True, False)["amax"]
-    out["amax"] = given
-  if isinstance(config, RowsConfig):
-    copies = map(out.get, ("codes", "scales", "scale_inv", "scale"))
-    compiled(config)(*problem.inputs, given, *copies, num_sms)
-    return out
-  copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-  compiled(config)(*problem.inputs, None, given, *copies, amax, *[None] * 4, num_sms)
-  return out
+	"""What the kernel writes over poison; amaxes of groups are given as the reference has them."""
+	fmt = parse(config.format)
+	out = buffers_of(problem, fmt, *directions_of(config))
+	given, amax = scales_of(problem, fmt), None
+	if fmt.takes_scale:
+		amax = out["amax"]
+	elif fmt.second_level is not None:
+		given = expected(problem, fmt, True, False)["amax"]
+		out["amax"] = given
+	if isinstance(config, RowsConfig):
+		copies = map(out.get, ("codes", "scales", "scale_inv", "scale"))
+		compiled(config)(*problem.inputs, given, *copies, num_sms)
+		return out
+	copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
+	compiled(config)(*problem.inputs, None, given, *copies, amax, *[None] * 4, num_sms)
+	return out
 
 
 def directions_of(config: RowsConfig | TileConfig) -> tuple[bool, bool]:
-  if isinstance(config, TileConfig):
-    return config.rowwise, config.columnwise
-  return True, False
+	if isinstance(config, TileConfig):
+		return config.rowwise, config.columnwise
+	return True, False
 
 
 def check(config: RowsConfig | TileConfig, problem: Problem, **options: Any) -> None:
-  want = expected(problem, parse(config.format), *directions_of(config))
-  with emulator.options(**options):
-    assert_same_buffers(quantize(config, problem), want)
+	want = expected(problem, parse(config.format), *directions_of(config))
+	with emulator.options(**options):
+		assert_same_buffers(quantize(config, problem), want)
 
 
 def ragged(case: str, dtype: str = "bfloat16") -> Problem:
-  rows, cols, offs = RAGGED[case]
-  x = random_input((rows, cols), DTYPES[dtype])
-  x[int(offs[-1]) :] = float("nan")
-  return Problem(x, offs)
+	rows, cols, offs = RAGGED[case]
+	x = random_input((rows, cols), DTYPES[dtype])
+	x[int(offs[-1]) :] = float("nan")
+	return Problem(x, offs)
 
 
 def special(dtype: str, cols: int) -> Problem:
-  """NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
-  x = special_input(150, cols, DTYPES[dtype])
-  x[8::7, 48:64] = -float("nan")
-  tiny = torch.full((140, cols), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
-  tiny[:, ::3] *= -0.5
-  # Magnitudes on both sides of those where a power of two changes.
-  edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
-  powers = torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
-  finite = torch.zeros(40, cols)
-  finite[:, ::32] = edges.flatten().repeat(2)[:, None] * powers
-  finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
-  return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
+	"""NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
+	x = special_input(150, cols, DTYPES[dtype])
+	x[8::7, 48:64] = -float("nan")
+	tiny = torch.full((140, cols), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+	tiny[:, ::3] *= -0.5
+	# Magnitudes on both sides of those where a power of two changes.
+	edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
+	powers = torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
+	finite = torch.zeros(40, cols)
+	finite[:, ::32] = edges.flatten().repeat(2)[:, None] * powers
+	finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
+	return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
 
 
 def kernels() -> Iterator[Any]:
-  """Every format on both architectures, every direction on one of them at least."""
-  for i, text in enumerate(FORMATS):
-    yield "sm_90a", text, "both"
-    yield "sm_100a", text, list(DIRECTIONS)[i % 3]
-  for text, directions in itertools.product(SOME, ("rowwise", "columnwise")):
-    yield "sm_90a", text, directions
+	"""Every format on both architectures, every direction on one of them at least."""
+	for i, text in enumerate(FORMATS):
+		yield "sm_90a", text, "both"
+		yield "sm_100a", text, list(DIRECTIONS)[i % 3]
+	for text, directions in itertools.product(SOME, ("rowwise", "columnwise")):
+		yield "sm_90a", text, directions
 
 
 @pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch: str, text: str, directions: str) -> None:
-  config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
-  for case in RAGGED:
-    check(config, ragged(case))
+	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
+	for case in RAGGED:
+		check(config, ragged(case))
 
 
 @pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_uniform_groups(text: str) -> None:
-  config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
-  for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
-    check(config, Problem(random_input(shape, torch.bfloat16), None))
+	config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
+	for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
+		check(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("text", SOME)
 def test_other_dtypes(text: str, dtype: str) -> None:
-  arch = ARCHITECTURES[dtype == "float32"]
-  config = TileConfig(text, dtype, "ragged", True, True, arch=arch)
-  for case in ("odd rows, odd K", "tail"):
-    check(config, ragged(case, dtype))
+	arch = ARCHITECTURES[dtype == "float32"]
+	config = TileConfig(text, dtype, "ragged", True, True, arch=arch)
+	for case in ("odd rows, odd K", "tail"):
+		check(config, ragged(case, dtype))
 
 
 @pytest.mark.parametrize(
-  ("text", "dtype"),
-  [
-    *((text, "bfloat16") for text in FORMATS),
-    *itertools.product(("fp8_block", ANY_SCALE, "mxfp8:dtype=e5m2"), ("float16", "float32")),
-  ],
+	("text", "dtype"),
+	[
+		*((text, "bfloat16") for text in FORMATS),
+		*itertools.product(("fp8_block", ANY_SCALE, "mxfp8:dtype=e5m2"), ("float16", "float32")),
+	],
 )
 def test_special_values(text: str, dtype: str) -> None:
-  check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
+	check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
 
 
 def test_amaxes_where_a_scale_changes() -> None:
-  """Every exponent of fp32, beside 1.75, 1 and the largest mantissa, in blocks of their own."""
-  mantissas = torch.tensor([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF])
-  bits = (torch.arange(255)[:, None] << 23 | mantissas).flatten().int()
-  amaxes = torch.cat([bits, torch.arange(0x3FFFF8, 0x400008).int()]).view(torch.float32)
-  for text, block in (("fp8_block", 128), ("fp8_block:dtype=e5m2", 128), ("mxfp8", 32)):
-    x = torch.zeros(1 << 8, -(-len(amaxes) // 256) * block)
-    x[:, 1::block] = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % 256)).view(256, -1)
-    check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
+	"""Every exponent of fp32, beside 1.75, 1 and the largest mantissa, in blocks of their own."""
+	mantissas = torch.tensor([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF])
+	bits = (torch.arange(255)[:, None] << 23 | mantissas).flatten().int()
+	amaxes = torch.cat([bits, torch.arange(0x3FFFF8, 0x400008).int()]).view(torch.float32)
+	for text, block in (("fp8_block", 128), ("fp8_block:dtype=e5m2", 128), ("mxfp8", 32)):
+		x = torch.zeros(1 << 8, -(-len(amaxes) // 256) * block)
+		x[:, 1::block] = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % 256)).view(256, -1)
+		check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
 
 
 @pytest.mark.parametrize("text", SOME)
 def test_many_groups(text: str) -> None:
-  offs = many_groups()
-  problem = Problem(random_input((int(offs[-1]) + 5, 32), torch.bfloat16), offs)
-  check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
+	offs = many_groups()
+	problem = Problem(random_input((int(offs[-1]) + 5, 32), torch.bfloat16), offs)
+	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("text", [*SOME, DELAYED])
 def test_any_order(text: str, mode: dict) -> None:
-  arch = ARCHITECTURES[mode.get("seed", 0) % 2]
-  problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
-  check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
-  check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
+	arch = ARCHITECTURES[mode.get("seed", 0) % 2]
+	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
+	check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
+	check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
 @pytest.mark.parametrize("directions", ["rowwise", "both"])
 @pytest.mark.parametrize("text", SOME)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_code(arch: str, text: str, directions: str) -> None:
-  config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
-  check_code(config, FORMATS[text])
+	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
+	check_code(config, FORMATS[text])
 
 
 def check_code(config: RowsConfig | TileConfig, fmt: Format) -> None:
-  """Exact arithmetic, the hardware's conversions, no spills."""
-  kernel = compile_for_emulator(config, config.arch)
-  assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
-  assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in kernel.ptx
-  assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+	"""Exact arithmetic, the hardware's conversions, no spills."""
+	kernel = compile_for_emulator(config, config.arch)
+	assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
+	assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in kernel.ptx
+	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
 
 
 @pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_code_of_rows(arch: str, text: str) -> None:
-  fmt = parse(text)
-  config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
-  check_code(config, fmt)
+	fmt = parse(text)
+	config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
+	check_code(config, fmt)
 
 
 #: Format, dtype, warps a row and rows a warp: blocks of two lanes and of eight, several rows too.
 ROWS = [
-  *(("fp8_block", "bfloat16", 1, 4), ("fp8_block", "bfloat16", 2, 1)),
-  *((ANY_SCALE, "float32", 1, 2), ("mxfp8", "bfloat16", 1, 8), ("mxfp8:dtype=e5m2", "float16", 1, 1)),
-  *(("fp8", "bfloat16", 1, 4), ("fp8", "float32", 2, 1)),
-  *(("fp8:dtype=e5m2", "bfloat16", 1, 1), ("fp8:dtype=e5m2", "float16", 1, 2)),
+	*(("fp8_block", "bfloat16", 1, 4), ("fp8_block", "bfloat16", 2, 1)),
+	*((ANY_SCALE, "float32", 1, 2), ("mxfp8", "bfloat16", 1, 8), ("mxfp8:dtype=e5m2", "float16", 1, 1)),
+	*(("fp8", "bfloat16", 1, 4), ("fp8", "float32", 2, 1)),
+	*(("fp8:dtype=e5m2", "bfloat16", 1, 1), ("fp8:dtype=e5m2", "float16", 1, 2)),
 ]
 
 
 @pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
-  for i, case in enumerate(RAGGED):
-    arch = ARCHITECTURES[i % 3 == 2]
-    problem = ragged(case, dtype)
-    config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=arch)
-    if config.can_implement(QuantizeProblem(dtype, problem.x.shape[1])):
-      check(config, problem)
-    else:
-      assert rows > 1 and problem.x.shape[1] > 128
-  check(config, special(dtype, 128))
-  uniform = Problem(random_input((3, 140, 128), DTYPES[dtype]), None)
-  check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
+	for i, case in enumerate(RAGGED):
+		arch = ARCHITECTURES[i % 3 == 2]
+		problem = ragged(case, dtype)
+		config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=arch)
+		if config.can_implement(QuantizeProblem(dtype, problem.x.shape[1])):
+			check(config, problem)
+		else:
+			assert rows > 1 and problem.x.shape[1] > 128
+	check(config, special(dtype, 128))
+	uniform = Problem(random_input((3, 140, 128), DTYPES[dtype]), None)
+	check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_rows_in_any_order(mode: dict) -> None:
-  problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
-  for text in ("fp8_block", "mxfp8", "fp8"):
-    check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)
+	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
+	for text in ("fp8_block", "mxfp8", "fp8"):
+		check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)

@@ -1,7 +1,5 @@
 """Column sums of groups on the emulator, to the bit of the reference's order."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -18,100 +16,100 @@ from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, c
 dbias = ops.grouped_dbias
 #: (rows of the buffer, N, end rows).
 CASES = {
-  "one group": (256, 64, ends(256)),
-  "one row": (1, 8, ends(1)),
-  "odd rows, two strips and a part": (300, 136, ends(7, 136, 137, 300)),
-  "odd columns": (300, 37, ends(7, 136, 137, 300)),
-  "one column": (150, 1, ends(150)),
-  "empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-  "all empty": (64, 16, ends(0, 0, 0)),
-  "tail": (260, 16, ends(3, 131, 219)),
-  "tiles for two rounds and a part": (1500, 16, ends(128, 1429)),
+	"one group": (256, 64, ends(256)),
+	"one row": (1, 8, ends(1)),
+	"odd rows, two strips and a part": (300, 136, ends(7, 136, 137, 300)),
+	"odd columns": (300, 37, ends(7, 136, 137, 300)),
+	"one column": (150, 1, ends(150)),
+	"empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+	"all empty": (64, 16, ends(0, 0, 0)),
+	"tail": (260, 16, ends(3, 131, 219)),
+	"tiles for two rounds and a part": (1500, 16, ends(128, 1429)),
 }
 
 
 def gradient(rows: int, cols: int, offs: Tensor, dtype: str = "bfloat16") -> Tensor:
-  """Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
-  generator = torch.Generator().manual_seed(0)
-  dy = torch.randn(rows, cols, generator=generator)
-  dy *= torch.exp2(torch.randint(-8, 9, (rows, cols), generator=generator).float())
-  dy[int(offs[-1]) :] = float("nan")
-  return dy.to(DTYPES[dtype])
+	"""Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
+	generator = torch.Generator().manual_seed(0)
+	dy = torch.randn(rows, cols, generator=generator)
+	dy *= torch.exp2(torch.randint(-8, 9, (rows, cols), generator=generator).float())
+	dy[int(offs[-1]) :] = float("nan")
+	return dy.to(DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_sums(arch: str, dtype: str) -> None:
-  for rows, cols, offs in CASES.values():
-    dy = gradient(rows, cols, offs, dtype)
-    check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
+	for rows, cols, offs in CASES.values():
+		dy = gradient(rows, cols, offs, dtype)
+		check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_uniform_groups(arch: str) -> None:
-  dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
-  check(arch, lambda: dbias(dy))
-  check(arch, lambda: dbias(dy[:, ::2, 1:]))
-  check(arch, lambda: dbias(dy[:, :0]))
+	dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
+	check(arch, lambda: dbias(dy))
+	check(arch, lambda: dbias(dy[:, ::2, 1:]))
+	check(arch, lambda: dbias(dy[:, :0]))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize("cols", [72, 9])
 def test_any_order_of_warps(cols: int, mode: dict) -> None:
-  offs = ends(0, 700, 700, 701, 1990)
-  dy = gradient(2000, cols, offs)
-  check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
+	offs = ends(0, 700, 700, 701, 1990)
+	dy = gradient(2000, cols, offs)
+	check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_more_than_a_thousand_groups(arch: str) -> None:
-  offs = many_groups()
-  dy = gradient(int(offs[-1]) + 5, 16, offs)
-  check(arch, lambda: dbias(dy, offs))
+	offs = many_groups()
+	dy = gradient(int(offs[-1]) + 5, 16, offs)
+	check(arch, lambda: dbias(dy, offs))
 
 
 def test_special_values() -> None:
-  """Signed zeros, infinities of both signs, NaN, denormals, and sums that overflow."""
-  for dtype in DTYPES.values():
-    info = torch.finfo(dtype)
-    numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
-    numbers += [float("inf"), -float("inf"), float("nan")]
-    generator = torch.Generator().manual_seed(1)
-    dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
-    dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
-    dy[:, :8] = -0.0
-    dy = dy.to(dtype)
-    offs = ends(128, 129, 300)
-    assert not dbias(dy, offs)[:, :8].view(torch.int32).any()  # zeros of positive sign
-    check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
+	"""Signed zeros, infinities of both signs, NaN, denormals, and sums that overflow."""
+	for dtype in DTYPES.values():
+		info = torch.finfo(dtype)
+		numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
+		numbers += [float("inf"), -float("inf"), float("nan")]
+		generator = torch.Generator().manual_seed(1)
+		dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
+		dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
+		dy[:, :8] = -0.0
+		dy = dy.to(dtype)
+		offs = ends(128, 129, 300)
+		assert not dbias(dy, offs)[:, :8].view(torch.int32).any()  # zeros of positive sign
+		check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
 def test_only_the_rows_of_groups_are_read() -> None:
-  rows, cols, offs = CASES["tail"]
-  dy = gradient(rows, cols, offs)
-  live = int(offs[-1])
-  out = torch.full((len(offs), cols), -7.0)
-  with cute_kernels.backend("emulated:sm_90a"):
-    check_touched(lambda: ops.grouped_dbias_out(dy, offs, dbias=out), [array_of(dy)[:live]], [offs, out])
-  assert_same_bytes(out, dbias(dy, offs), any_nan=True)
+	rows, cols, offs = CASES["tail"]
+	dy = gradient(rows, cols, offs)
+	live = int(offs[-1])
+	out = torch.full((len(offs), cols), -7.0)
+	with cute_kernels.backend("emulated:sm_90a"):
+		check_touched(lambda: ops.grouped_dbias_out(dy, offs, dbias=out), [array_of(dy)[:live]], [offs, out])
+	assert_same_bytes(out, dbias(dy, offs), any_nan=True)
 
 
 def test_any_offsets_and_layout_and_grid() -> None:
-  dy = gradient(140, 64, ends(140))
-  wild = ends(-5, 20, 1000, 2**31 - 1)
-  for num_sms in (1, 7):
-    check("sm_90a", lambda: dbias(dy, wild), num_sms=num_sms)
-  for view in (dy[:, 3:43], dy[1:, :].t(), dy.flatten()[3:8835].view(138, 64)):
-    check("sm_90a", lambda view=view: dbias(view, ends(20, view.shape[0])))
-  out = torch.zeros(2, 64)
-  falling = ends(100, 20)
-  with watching(dy, falling, out), cute_kernels.backend("emulated:sm_90a"):
-    ops.grouped_dbias_out(dy, falling, dbias=out)
-  assert not out[1].any()
+	dy = gradient(140, 64, ends(140))
+	wild = ends(-5, 20, 1000, 2**31 - 1)
+	for num_sms in (1, 7):
+		check("sm_90a", lambda: dbias(dy, wild), num_sms=num_sms)
+	for view in (dy[:, 3:43], dy[1:, :].t(), dy.flatten()[3:8835].view(138, 64)):
+		check("sm_90a", lambda view=view: dbias(view, ends(20, view.shape[0])))
+	out = torch.zeros(2, 64)
+	falling = ends(100, 20)
+	with watching(dy, falling, out), cute_kernels.backend("emulated:sm_90a"):
+		ops.grouped_dbias_out(dy, falling, dbias=out)
+	assert not out[1].any()
 
 
 @pytest.mark.parametrize("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], ids=str)
 def test_code(config: DbiasConfig) -> None:
-  kernel = compile_for_emulator(config, "sm_90a")
-  assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
-  assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
+	kernel = compile_for_emulator(config, "sm_90a")
+	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+	assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)

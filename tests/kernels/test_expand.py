@@ -1,7 +1,5 @@
 """What the passes before sm_90a's GEMMs read and write: the rows of groups, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,48 +14,48 @@ from tests.kernels.op_support import array_of, check_touched, watching
 ROWS, COLS, OFFS, TILES = 400, 320, ends(100, 100, 230), 4
 LIVE = 230
 WILD = {
-  "falling": ends(100, 20, 7),
-  "negative": ends(-5, -(2**31), 30),
-  "past the buffer": ends(10, 401, 2**31 - 1),
-  "all of it": ends(-(2**31), 2**31 - 1, 50, 401, -1, 400),
+	"falling": ends(100, 20, 7),
+	"negative": ends(-5, -(2**31), 30),
+	"past the buffer": ends(10, 401, 2**31 - 1),
+	"all of it": ends(-(2**31), 2**31 - 1, 50, 401, -1, 400),
 }
 
 
 def outputs(dtype: torch.dtype) -> Tensor:
-  return torch.full((ROWS, 384), -7.0, dtype=dtype)
+	return torch.full((ROWS, 384), -7.0, dtype=dtype)
 
 
 def codes_and_scales() -> tuple[Tensor, Tensor]:
-  operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
-  assert operand.scales is not None
-  return operand.codes.contiguous(), operand.scales
+	operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
+	assert operand.scales is not None
+	return operand.codes.contiguous(), operand.scales
 
 
 def test_expand_leaves_the_tail_alone() -> None:
-  codes, scales = codes_and_scales()
-  assert codes.shape == (ROWS, 160) and len(scales) > TILES
-  out = outputs(torch.float16)
-  kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
-  needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
-  check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
-  assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
+	codes, scales = codes_and_scales()
+	assert codes.shape == (ROWS, 160) and len(scales) > TILES
+	out = outputs(torch.float16)
+	kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
+	needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
+	check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
+	assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
 
 
 def test_arrange_leaves_the_tail_alone() -> None:
-  x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
-  kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
-  needed = [x[:LIVE], OFFS, out[:LIVE]]
-  check_touched(lambda: kernel(x, OFFS, out, 2), [*map(array_of, needed)])
-  assert (out[LIVE:] == -7).all()
+	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
+	kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
+	needed = [x[:LIVE], OFFS, out[:LIVE]]
+	check_touched(lambda: kernel(x, OFFS, out, 2), [*map(array_of, needed)])
+	assert (out[LIVE:] == -7).all()
 
 
 @pytest.mark.parametrize("wild", WILD)
 def test_end_rows_that_break_the_rules_do_no_harm(wild: str) -> None:
-  offs = WILD[wild]
-  codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
-  scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)
-  x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
-  values = outputs(torch.float16)
-  with watching(codes, scales, offs, values, x, out):
-    compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
-    compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, offs, out, 2)
+	offs = WILD[wild]
+	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
+	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)
+	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
+	values = outputs(torch.float16)
+	with watching(codes, scales, offs, values, x, out):
+		compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
+		compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, offs, out, 2)

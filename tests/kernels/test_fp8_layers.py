@@ -13,45 +13,45 @@ import grouped
 from tests.helpers import assert_same_bytes, offsets, sample
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
 pytest.importorskip("cutlass")
 ARCHITECTURES = ("sm_90a", "sm_100a")
 #: Formats of activations and gradients, and of weights.
 FORMATS = {
-  "block": (grouped.FP8Block(), grouped.FP8Block(block=(128, 128))),
-  "block, not pow2": (grouped.FP8Block(pow2_scales=False), grouped.FP8Block(block=(128, 128), pow2_scales=False)),
-  "group": (grouped.FP8(), grouped.FP8()),
-  "mxfp8": (grouped.MXFP8(), grouped.MXFP8(block=(32, 32))),
+	"block": (grouped.FP8Block(), grouped.FP8Block(block=(128, 128))),
+	"block, not pow2": (grouped.FP8Block(pow2_scales=False), grouped.FP8Block(block=(128, 128), pow2_scales=False)),
+	"group": (grouped.FP8(), grouped.FP8()),
+	"mxfp8": (grouped.MXFP8(), grouped.MXFP8(block=(32, 32))),
 }
 
 
 def where_supported(cases: dict[str, Format]) -> list[tuple[str, str]]:
-  """Names of cases and architectures that multiply their formats."""
-  pairs = itertools.product(cases, ARCHITECTURES)
-  return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
+	"""Names of cases and architectures that multiply their formats."""
+	pairs = itertools.product(cases, ARCHITECTURES)
+	return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
 
 
 @pytest.mark.parametrize(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
 def test_quantizing_and_multiplying_in_one_op(name: str, arch: str) -> None:
-  fmt, weight = FORMATS[name]
-  torch.manual_seed(0)
-  x, offs = sample(150, 160), offsets((20, 0, 130))
-  recipe = grouped.recipes.Recipe(input=fmt, weight=weight, grad_output=fmt)
-  with cute_kernels.backend("reference"):
-    w = grouped.quantize(sample(3, 48, 160), weight)
-  found = []
-  for backend in (f"reference:{arch}", f"emulated:{arch}"):
-    with cute_kernels.backend(backend):
-      found.append(grouped.linear(x, w, None, offs, recipe))
-      apart = grouped.grouped_gemm(grouped.quantize(x, fmt, offs=offs), w)
-    assert_same_bytes(found[-1], apart)
-  assert_same_bytes(*found)
+	fmt, weight = FORMATS[name]
+	torch.manual_seed(0)
+	x, offs = sample(150, 160), offsets((20, 0, 130))
+	recipe = grouped.recipes.Recipe(input=fmt, weight=weight, grad_output=fmt)
+	with cute_kernels.backend("reference"):
+		w = grouped.quantize(sample(3, 48, 160), weight)
+	found = []
+	for backend in (f"reference:{arch}", f"emulated:{arch}"):
+		with cute_kernels.backend(backend):
+			found.append(grouped.linear(x, w, None, offs, recipe))
+			apart = grouped.grouped_gemm(grouped.quantize(x, fmt, offs=offs), w)
+		assert_same_bytes(found[-1], apart)
+	assert_same_bytes(*found)
 
 
 RECIPES = {
-  "FP8Block": grouped.FP8Block(),
-  "FP8Current": grouped.FP8(),
-  "FP8Delayed": grouped.FP8(scaling="delayed"),
-  "MXFP8": grouped.MXFP8(),
+	"FP8Block": grouped.FP8Block(),
+	"FP8Current": grouped.FP8(),
+	"FP8Delayed": grouped.FP8(scaling="delayed"),
+	"MXFP8": grouped.MXFP8(),
 }

@@ -1,7 +1,5 @@
 """What the compiler made of the grouped GEMMs, over the variants that recipes use."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterable
@@ -16,20 +14,20 @@ pytest.importorskip("cutlass")
 
 
 def facts(spec: Any) -> set[tuple[Any, ...]]:
-  """What a variant has that another may not: its class with each field and value."""
-  fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-  return {(type(spec), *field) for field in fields.items()}
+	"""What a variant has that another may not: its class with each field and value."""
+	fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+	return {(type(spec), *field) for field in fields.items()}
 
 
 def sample(specs: Iterable[Any]) -> list[Any]:
-  """Few variants, which have every tile and every value of every option among them."""
-  left, chosen = list(specs), []
-  missing = set[tuple[Any, ...]]().union(*map(facts, left))
-  while missing:
-    best = max(left, key=lambda spec: len(facts(spec) & missing))
-    chosen.append(best)
-    missing -= facts(best)
-  return chosen
+	"""Few variants, which have every tile and every value of every option among them."""
+	left, chosen = list(specs), []
+	missing = set[tuple[Any, ...]]().union(*map(facts, left))
+	while missing:
+		best = max(left, key=lambda spec: len(facts(spec) & missing))
+		chosen.append(best)
+		missing -= facts(best)
+	return chosen
 
 
 CASES = [(arch, spec) for arch in ("sm_90a", "sm_100a") for spec in sample(kernel_specs(arch))]
@@ -37,7 +35,7 @@ CASES = [(arch, spec) for arch in ("sm_90a", "sm_100a") for spec in sample(kerne
 
 @pytest.mark.parametrize(("arch", "spec"), CASES, ids=str)
 def test_arithmetic_is_exact(arch: str, spec: Any) -> None:
-  """No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
-  ptx = compile_for_emulator(spec, arch).ptx
-  assert ".entry" in ptx
-  assert not re.findall(r"^.*(?:\.ftz|\.approx).*$", ptx.replace("rcp.approx.ftz", ""), re.MULTILINE)
+	"""No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
+	ptx = compile_for_emulator(spec, arch).ptx
+	assert ".entry" in ptx
+	assert not re.findall(r"^.*(?:\.ftz|\.approx).*$", ptx.replace("rcp.approx.ftz", ""), re.MULTILINE)

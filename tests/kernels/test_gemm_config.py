@@ -1,7 +1,5 @@
 """Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
@@ -17,24 +15,24 @@ from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmC
 from cute_kernels.runtime.spec import resolve
 
 CONFIGS = [
-  Sm100GemmConfig(operand, out_dtype=out, tile=tile)
-  for operand, kind in OPERANDS.items()
-  if support("grouped_gemm", kind.fmt, "sm_100a") and not kind.has_squares
-  for out in ("bfloat16", "float32")
-  for tile in SM100_TILES
-  if Sm100GemmConfig(operand).takes(tile)
+	Sm100GemmConfig(operand, out_dtype=out, tile=tile)
+	for operand, kind in OPERANDS.items()
+	if support("grouped_gemm", kind.fmt, "sm_100a") and not kind.has_squares
+	for out in ("bfloat16", "float32")
+	for tile in SM100_TILES
+	if Sm100GemmConfig(operand).takes(tile)
 ]
 CONFIGS += [
-  Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
-  for operand, kind in OPERANDS.items()
-  for tile in SM100_TILES
-  if kind.fmt is not None
+	Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
+	for operand, kind in OPERANDS.items()
+	for tile in SM100_TILES
+	if kind.fmt is not None
 ]
 CONFIGS += [
-  Sm100GemmConfig(operand, b_operand="nvfp4", tile=tile)
-  for operand in ("fp8", "fp8_block", "mxfp8")
-  for tile in SM100_TILES
-  if Sm100GemmConfig(operand, b_operand="nvfp4").takes(tile)
+	Sm100GemmConfig(operand, b_operand="nvfp4", tile=tile)
+	for operand in ("fp8", "fp8_block", "mxfp8")
+	for tile in SM100_TILES
+	if Sm100GemmConfig(operand, b_operand="nvfp4").takes(tile)
 ]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
@@ -42,145 +40,145 @@ NUM_SMS = 148
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
-  # Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
-  staged = 4 * config.num_store_stage * 32 * 128
-  if config.tile.swap_ab:
-    staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
-  assert config.num_ab_stage >= 3
-  stages = config.num_ab_stage * config.stage_bytes
-  if config.codes:
-    assert config.num_codes_stage >= 3
-    stages += config.num_codes_stage * config.codes_stage_bytes
-  assert stages + staged <= 227 * 1024 - 2048
-  used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
-  assert used <= TMEM_COLUMNS
-  # The epilogue gives shared columns back before it has read half of an accumulator.
-  assert config.acc_overlap <= config.tile.n // 2
+	# Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
+	staged = 4 * config.num_store_stage * 32 * 128
+	if config.tile.swap_ab:
+		staged = 4 * 32 * 32 * (4 if config.out_dtype == "float32" else 2)
+	assert config.num_ab_stage >= 3
+	stages = config.num_ab_stage * config.stage_bytes
+	if config.codes:
+		assert config.num_codes_stage >= 3
+		stages += config.num_codes_stage * config.codes_stage_bytes
+	assert stages + staged <= 227 * 1024 - 2048
+	used = 2 * config.tile.n - config.acc_overlap + sum(config.sf_columns)
+	assert used <= TMEM_COLUMNS
+	# The epilogue gives shared columns back before it has read half of an accumulator.
+	assert config.acc_overlap <= config.tile.n // 2
 
 
 def test_a_format_finds_its_kind_by_element_and_scale() -> None:
-  for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
-    assert operand_of(fmt) is OPERANDS["nvfp4"]
-  bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
-  kinds = [operand_of(fmt) for fmt in bounds]
-  assert [kind.level_factor for kind in kinds] == [1 / 2688, 1 / 1536]
-  assert kinds[0] is OPERANDS["nvfp4"]
-  for fmt in (FP8(), FP8(scaling="delayed")):
-    assert operand_of(fmt) is OPERANDS["fp8"]
-  for block, squares in (((1, 128), False), ((128, 128), True)):
-    for fmt in (FP8Block(block), FP8Block(block, pow2_scales=False)):
-      kind = operand_of(fmt)
-      assert (kind.fmt, kind.has_row_scales, kind.has_squares) == (FP8Block(block), True, squares)
-  assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
-  other = dataclasses.make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
-  other.scale = NVFP4.scale
-  with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
-    operand_of(other())
+	for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
+		assert operand_of(fmt) is OPERANDS["nvfp4"]
+	bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
+	kinds = [operand_of(fmt) for fmt in bounds]
+	assert [kind.level_factor for kind in kinds] == [1 / 2688, 1 / 1536]
+	assert kinds[0] is OPERANDS["nvfp4"]
+	for fmt in (FP8(), FP8(scaling="delayed")):
+		assert operand_of(fmt) is OPERANDS["fp8"]
+	for block, squares in (((1, 128), False), ((128, 128), True)):
+		for fmt in (FP8Block(block), FP8Block(block, pow2_scales=False)):
+			kind = operand_of(fmt)
+			assert (kind.fmt, kind.has_row_scales, kind.has_squares) == (FP8Block(block), True, squares)
+	assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
+	other = dataclasses.make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
+	other.scale = NVFP4.scale
+	with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
+		operand_of(other())
 
 
 @pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
 def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> None:
-  pytest.importorskip("cutlass")
-  parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
-  assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
+	pytest.importorskip("cutlass")
+	parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
+	assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
 @pytest.mark.parametrize(
-  "fields, message",
-  [
-    ({"operand": "int8"}, "operand"),
-    ({"operand": "mxfp8", "pow2_scales": True}, "no fp32 block scales"),
-    ({"operand": "fp8_block:block=128x128"}, "each row"),
-    ({"operand": "fp8_block", "tile": Sm100Tile(128, 128, swap_partial=True)}, "cannot have"),
-    ({"operand": "fp8_block", "tile": Sm100Tile(256, 256, 2)}, "cannot have the tile"),
-    ({"b_operand": "bfloat16"}, "not multiplied by bfloat16"),
-    ({"operand": "bfloat16", "b_operand": "nvfp4", "grouping": "k_grouped"}, "multiplied"),
-    ({"operand": "bfloat16", "b_operand": "mxfp8", "transpose_b": True}, "along K"),
-    ({"out_dtype": "float64"}, "out_dtype"),
-    ({"grouping": "n_grouped"}, "grouping"),
-    ({"tile": Sm100Tile(64, 64)}, "tile"),
-    ({"grouping": "k_grouped", "row_scaled": True}, "row_scaled"),
-    ({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
-    ({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
-    ({"transpose_b": True}, "transpose_b"),
-    ({"zero_tail": True, "accumulate": True}, "zero_tail"),
-    ({"grouping": "k_grouped", "tile": Sm100Tile(128, 32, swap_ab=True)}, "swap_ab"),
-    ({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
-  ],
+	"fields, message",
+	[
+		({"operand": "int8"}, "operand"),
+		({"operand": "mxfp8", "pow2_scales": True}, "no fp32 block scales"),
+		({"operand": "fp8_block:block=128x128"}, "each row"),
+		({"operand": "fp8_block", "tile": Sm100Tile(128, 128, swap_partial=True)}, "cannot have"),
+		({"operand": "fp8_block", "tile": Sm100Tile(256, 256, 2)}, "cannot have the tile"),
+		({"b_operand": "bfloat16"}, "not multiplied by bfloat16"),
+		({"operand": "bfloat16", "b_operand": "nvfp4", "grouping": "k_grouped"}, "multiplied"),
+		({"operand": "bfloat16", "b_operand": "mxfp8", "transpose_b": True}, "along K"),
+		({"out_dtype": "float64"}, "out_dtype"),
+		({"grouping": "n_grouped"}, "grouping"),
+		({"tile": Sm100Tile(64, 64)}, "tile"),
+		({"grouping": "k_grouped", "row_scaled": True}, "row_scaled"),
+		({"operand": "bfloat16", "row_scaled": True}, "row_scaled"),
+		({"grouping": "k_grouped", "bias_dtype": "float32"}, "bias"),
+		({"transpose_b": True}, "transpose_b"),
+		({"zero_tail": True, "accumulate": True}, "zero_tail"),
+		({"grouping": "k_grouped", "tile": Sm100Tile(128, 32, swap_ab=True)}, "swap_ab"),
+		({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
+	],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
-  with pytest.raises(ValueError, match=message):
-    Sm100GemmConfig(**{"operand": "nvfp4", **fields})
+	with pytest.raises(ValueError, match=message):
+		Sm100GemmConfig(**{"operand": "nvfp4", **fields})
 
 
 @pytest.mark.parametrize(
-  "fields, reason",
-  [
-    ({"n": 4100}, "N must be"),
-    ({"k": 7176}, "K must be"),
-    ({"k": 0}, "K must be"),
-    ({"rows": 0}, "one row"),
-    ({"groups": 0}, "one group"),
-    ({"out_dtype": "float32"}, "compiled for"),
-    ({"groups": 2**29, "n": 2**16}, "tiles"),
-  ],
+	"fields, reason",
+	[
+		({"n": 4100}, "N must be"),
+		({"k": 7176}, "K must be"),
+		({"k": 0}, "K must be"),
+		({"rows": 0}, "one row"),
+		({"groups": 0}, "one group"),
+		({"out_dtype": "float32"}, "compiled for"),
+		({"groups": 2**29, "n": 2**16}, "tiles"),
+	],
 )
 def test_can_implement_says_why_not(fields: dict, reason: str) -> None:
-  config = Sm100GemmConfig("nvfp4")
-  assert config.can_implement(PROBLEM)
-  support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
-  assert not support and reason in support.reason
+	config = Sm100GemmConfig("nvfp4")
+	assert config.can_implement(PROBLEM)
+	support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
+	assert not support and reason in support.reason
 
 
 def test_can_implement_bounds_ragged_k() -> None:
-  config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
-  problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
-  assert config.can_implement(problem)
-  for fields in ({"rows": 2**30 + 1}, {"m": 60}):
-    assert not config.can_implement(dataclasses.replace(problem, **fields))
+	config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
+	problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
+	assert config.can_implement(problem)
+	for fields in ({"rows": 2**30 + 1}, {"m": 60}):
+		assert not config.can_implement(dataclasses.replace(problem, **fields))
 
 
 @pytest.mark.parametrize(
-  "rows_each, tile",
-  [
-    (1, Sm100Tile(128, 32, swap_ab=True)),
-    (32, Sm100Tile(128, 32, swap_ab=True)),
-    (64, Sm100Tile(128, 64, swap_ab=True)),
-    (128, Sm100Tile(128, 128, swap_partial=True)),
-    (200, Sm100Tile(256, 256, 2, swap_partial=True)),
-    (4096, Sm100Tile(256, 256, 2, swap_partial=True)),
-  ],
+	"rows_each, tile",
+	[
+		(1, Sm100Tile(128, 32, swap_ab=True)),
+		(32, Sm100Tile(128, 32, swap_ab=True)),
+		(64, Sm100Tile(128, 64, swap_ab=True)),
+		(128, Sm100Tile(128, 128, swap_partial=True)),
+		(200, Sm100Tile(256, 256, 2, swap_partial=True)),
+		(4096, Sm100Tile(256, 256, 2, swap_partial=True)),
+	],
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -> None:
-  problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
-  chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
-  assert chosen.tile == tile
-  others = (dataclasses.replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile))
-  costs = [config.estimated_cycles(problem, NUM_SMS) for config in others]
-  assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
+	problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
+	chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
+	assert chosen.tile == tile
+	others = (dataclasses.replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile))
+	costs = [config.estimated_cycles(problem, NUM_SMS) for config in others]
+	assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
 
 @pytest.mark.parametrize("rows, groups", [(1, 1), (40, 8), (1050, 8), (2048, 8), (9600, 64)])
 @pytest.mark.parametrize("n", [8, 512, 2048, 7168])
 @pytest.mark.parametrize("num_sms", [1, 8, NUM_SMS])
 def test_the_choice_for_quantized_tokens_fits_itself_to_the_rows_of_groups(
-  rows: int, groups: int, n: int, num_sms: int
+	rows: int, groups: int, n: int, num_sms: int
 ) -> None:
-  problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
-  assert choose_config(Sm100GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
+	problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
+	assert choose_config(Sm100GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
 
 
 @pytest.mark.parametrize("rows, n", [(1, 16), (16, 16), (17, 32), (240, 240), (241, 256)])
 def test_instructions_have_whole_steps_of_rows(rows: int, n: int) -> None:
-  assert Sm100GemmConfig.instruction_n(rows) == n
+	assert Sm100GemmConfig.instruction_n(rows) == n
 
 
 def test_a_tile_can_be_forced_and_is_checked() -> None:
-  base = Sm100GemmConfig("nvfp4")
-  for tile in SM100_TILES:
-    assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
-  with pytest.raises(ValueError, match="K must be"):
-    choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
-  with pytest.raises(ValueError, match="2 CTAs need"):
-    choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
-  assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1
+	base = Sm100GemmConfig("nvfp4")
+	for tile in SM100_TILES:
+		assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
+	with pytest.raises(ValueError, match="K must be"):
+		choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
+	with pytest.raises(ValueError, match="2 CTAs need"):
+		choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
+	assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

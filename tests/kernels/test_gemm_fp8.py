@@ -3,8 +3,6 @@
 Runs on the emulator, and again on a Hopper GPU where there is one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -14,15 +12,15 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from tests.kernels.gemm_support import (
-  SHAPES,
-  WGRAD_SHAPES,
-  check_live_rows,
-  check_many_groups,
-  check_modes,
-  check_zeroed_tails,
-  k_grouped,
-  m_grouped,
-  wild,
+	SHAPES,
+	WGRAD_SHAPES,
+	check_live_rows,
+	check_many_groups,
+	check_modes,
+	check_zeroed_tails,
+	k_grouped,
+	m_grouped,
+	wild,
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
@@ -30,189 +28,189 @@ from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
 FAST_ALL = Sm90GemmConfig(
-  "fp8",
-  b_operand="fp8:dtype=e5m2",
-  out_dtype="float16",
-  bias_dtype="float32",
-  has_alpha=True,
-  accumulate=True,
-  tile=M_TILES["256x128x2"],
+	"fp8",
+	b_operand="fp8:dtype=e5m2",
+	out_dtype="float16",
+	bias_dtype="float32",
+	has_alpha=True,
+	accumulate=True,
+	tile=M_TILES["256x128x2"],
 )
 SPLIT = Sm90GemmConfig("fp8:dtype=e5m2", b_operand="fp8", split=True, tile=M_TILES["128x128"])
 BLOCK = Sm90GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=M_TILES["256x16"])
 BLOCK_ALL = Sm90GemmConfig(
-  "fp8_block",
-  b_operand=SQUARES,
-  out_dtype="float32",
-  bias_dtype="bfloat16",
-  has_alpha=True,
-  accumulate=True,
-  tile=M_TILES["128x256x2"],
+	"fp8_block",
+	b_operand=SQUARES,
+	out_dtype="float32",
+	bias_dtype="bfloat16",
+	has_alpha=True,
+	accumulate=True,
+	tile=M_TILES["128x256x2"],
 )
 #: A has the scales of squares.
 TURNED = Sm90GemmConfig(SQUARES, b_operand="fp8_block:dtype=e5m2", tile=M_TILES["128x128"])
 UNSWAPPED = Sm90GemmConfig(
-  "fp8_block",
-  b_operand=SQUARES,
-  out_dtype="float16",
-  pow2_scales=True,
-  bias_dtype="bfloat16",
-  tile=K_TILES["128x256x2"],
+	"fp8_block",
+	b_operand=SQUARES,
+	out_dtype="float16",
+	pow2_scales=True,
+	bias_dtype="bfloat16",
+	tile=K_TILES["128x256x2"],
 )
 UNSWAPPED_ALL = dataclasses.replace(FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"])
 ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
 FPROPS = {
-  "fast": FAST,
-  "fast, all": FAST_ALL,
-  "split": SPLIT,
-  "block": BLOCK,
-  "block, all": BLOCK_ALL,
-  "squares x rows": TURNED,
-  "rows x rows": ROWS,
-  "unswapped": UNSWAPPED,
-  "unswapped fast, all": UNSWAPPED_ALL,
+	"fast": FAST,
+	"fast, all": FAST_ALL,
+	"split": SPLIT,
+	"block": BLOCK,
+	"block, all": BLOCK_ALL,
+	"squares x rows": TURNED,
+	"rows x rows": ROWS,
+	"unswapped": UNSWAPPED,
+	"unswapped fast, all": UNSWAPPED_ALL,
 }
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
-  "fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
-  "split": Sm90GemmConfig(
-    "fp8:dtype=e5m2",
-    "k_grouped",
-    b_operand="fp8",
-    out_dtype="float32",
-    accumulate=True,
-    has_alpha=True,
-    split=True,
-    tile=K_TILES["128x128"],
-  ),
-  "block": WGRAD,
-  "block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
-  "rows x squares": dataclasses.replace(WGRAD, b_operand=SQUARES, accumulate=True),
-  "squares x rows": dataclasses.replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
+	"fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
+	"split": Sm90GemmConfig(
+		"fp8:dtype=e5m2",
+		"k_grouped",
+		b_operand="fp8",
+		out_dtype="float32",
+		accumulate=True,
+		has_alpha=True,
+		split=True,
+		tile=K_TILES["128x128"],
+	),
+	"block": WGRAD,
+	"block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
+	"rows x squares": dataclasses.replace(WGRAD, b_operand=SQUARES, accumulate=True),
+	"squares x rows": dataclasses.replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
 }
 
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request: pytest.FixtureRequest) -> str:
-  return request.param
+	return request.param
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
-  m_grouped(config, *SHAPES[shape]).check(device=device)
+	m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("k", [16, 144, 272])
 @pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
-  product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-  product.check(device=device)
+	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+	product.check(device=device)
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
-  k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
+	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("config", [FAST, BLOCK_ALL], ids=["fast", "block"])
 @pytest.mark.parametrize("tile", SM90_TILES, ids=lambda t: name_of(t) + " swapped" * t.swap_ab)
 def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None:
-  if not config.takes(tile):
-    with pytest.raises(ValueError, match="cannot have the tile"):
-      dataclasses.replace(config, tile=tile)
-    return
-  config = dataclasses.replace(config, tile=tile, out_dtype="float32")
-  product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
-  product.check(tile.num_ctas, device, any_nan=True)
+	if not config.takes(tile):
+		with pytest.raises(ValueError, match="cannot have the tile"):
+			dataclasses.replace(config, tile=tile)
+		return
+	config = dataclasses.replace(config, tile=tile, out_dtype="float32")
+	product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
+	product.check(tile.num_ctas, device, any_nan=True)
 
 
 @pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
 def test_every_code_and_scale(config: Sm90GemmConfig, device: str) -> None:
-  product = wild(k_grouped(config, [130, 0, 40], 136, 72))
-  product.check(2, device, any_nan=True)
+	product = wild(k_grouped(config, [130, 0, 40], 136, 72))
+	product.check(2, device, any_nan=True)
 
 
 @pytest.mark.parametrize("mode", MODES[2:], ids=MODE_IDS[2:])
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-  # One or two CTAs and more stages than fit, so that every ring is gone through again.
-  products = (
-    (m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
-    (m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
-    (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
-    (m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
-    (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
-    (m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
-    (k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
-  )
-  check_modes(mode, products)
+	# One or two CTAs and more stages than fit, so that every ring is gone through again.
+	products = (
+		(m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
+		(m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
+		(m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
+		(m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
+		(m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
+		(m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
+		(k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
+	)
+	check_modes(mode, products)
 
 
 @pytest.mark.parametrize("config", [FAST, BLOCK, UNSWAPPED], ids=["fast", "block", "unswapped"])
 def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
-  check_zeroed_tails(dataclasses.replace(config, bias_dtype="float32"), device)
+	check_zeroed_tails(dataclasses.replace(config, bias_dtype="float32"), device)
 
 
 @pytest.mark.parametrize("config", [SPLIT, BLOCK_ALL, UNSWAPPED], ids=["split", "block", "unswapped"])
 def test_only_rows_of_groups_are_touched(config: Sm90GemmConfig) -> None:
-  check_live_rows(dataclasses.replace(config, out_dtype="float32"))
+	check_live_rows(dataclasses.replace(config, out_dtype="float32"))
 
 
 def test_partial_sums_are_promoted_in_order() -> None:
-  """Sums that one accumulator would cut, and that another order of scales would round anew."""
-  product = m_grouped(BLOCK_ALL, [40], 16, 1024)
-  assert product.b.scales is not None and product.a.scales is not None
-  product.a.scales.mul_(1 + 2**-20)
-  product.b.scales.mul_(3)
-  product.check(2)
-  fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
-  assert not torch.equal(fast.run(2), split.run(2))
+	"""Sums that one accumulator would cut, and that another order of scales would round anew."""
+	product = m_grouped(BLOCK_ALL, [40], 16, 1024)
+	assert product.b.scales is not None and product.a.scales is not None
+	product.a.scales.mul_(1 + 2**-20)
+	product.b.scales.mul_(3)
+	product.check(2)
+	fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
+	assert not torch.equal(fast.run(2), split.run(2))
 
 
 def test_more_groups_than_a_window_of_the_scheduler() -> None:
-  for config in (FAST, UNSWAPPED):
-    check_many_groups(config)
+	for config in (FAST, UNSWAPPED):
+		check_many_groups(config)
 
 
 @pytest.mark.parametrize(
-  "fields, message",
-  [
-    ({"operand": "fp8_block", "split": True}, "split"),
-    ({"operand": "bfloat16", "split": True}, "split"),
-    ({"operand": "fp8", "pow2_scales": True}, "scales"),
-    ({"operand": SQUARES}, "each row"),
-    ({"operand": "fp8", "b_operand": "fp8_block"}, "not multiplied by"),
-    ({"operand": "fp8", "b_operand": "int8"}, "b_operand"),
-    ({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
-  ],
+	"fields, message",
+	[
+		({"operand": "fp8_block", "split": True}, "split"),
+		({"operand": "bfloat16", "split": True}, "split"),
+		({"operand": "fp8", "pow2_scales": True}, "scales"),
+		({"operand": SQUARES}, "each row"),
+		({"operand": "fp8", "b_operand": "fp8_block"}, "not multiplied by"),
+		({"operand": "fp8", "b_operand": "int8"}, "b_operand"),
+		({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
+	],
 )
 def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
-  with pytest.raises(ValueError, match=message):
-    Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
+	with pytest.raises(ValueError, match=message):
+		Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
 
 
 @pytest.mark.parametrize("config", [FAST, SPLIT, BLOCK, WGRAD], ids=lambda c: c.operand)
 @pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
 def test_memory_of_every_tile_fits(config: Sm90GemmConfig, tile: Sm90Tile) -> None:
-  if config.takes(tile):
-    config = dataclasses.replace(config, tile=tile)
-    assert config.num_ab_stage >= 3
-    used = config.num_ab_stage * config.stage_bytes + config.epilogue_bytes
-    assert used <= 227 * 1024 - 2048
+	if config.takes(tile):
+		config = dataclasses.replace(config, tile=tile)
+		assert config.num_ab_stage >= 3
+		used = config.num_ab_stage * config.stage_bytes + config.epilogue_bytes
+		assert used <= 227 * 1024 - 2048
 
 
 @pytest.mark.parametrize(
-  "rows_each, tile, swapped", [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)]
+	"rows_each, tile, swapped", [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)]
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str, swapped: bool) -> None:
-  problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-  chosen = choose_config(BLOCK, problem, 132).tile
-  assert (name_of(chosen), chosen.swap_ab) == (tile, swapped)
+	problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+	chosen = choose_config(BLOCK, problem, 132).tile
+	assert (name_of(chosen), chosen.swap_ab) == (tile, swapped)
 
 
 def test_rows_of_scales_must_be_addressable() -> None:
-  for m in (16, 24, 20):
-    problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
-    assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
-  assert choose_config(WGRAD, problem.__class__(*dataclasses.astuple(problem)[:-2], 16), 132)
+	for m in (16, 24, 20):
+		problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
+		assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
+	assert choose_config(WGRAD, problem.__class__(*dataclasses.astuple(problem)[:-2], 16), 132)

@@ -1,7 +1,5 @@
 """An m_grouped product that several kernels share, each with a tile of its own (sm_90a)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -20,135 +18,135 @@ from tests.kernels.test_gemm_sm90 import DEVICES
 
 NUM_SMS = 132
 KINDS: dict[str, dict[str, Any]] = {
-  "nvfp4": {"operand": "nvfp4", "row_scaled": True},
-  "prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},
-  "w4a16": {
-    "operand": "nvfp4",
-    "activations": "bfloat16",
-    "out_dtype": "float32",
-    "bias_dtype": "float32",
-    "accumulate": True,
-  },
+	"nvfp4": {"operand": "nvfp4", "row_scaled": True},
+	"prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},
+	"w4a16": {
+		"operand": "nvfp4",
+		"activations": "bfloat16",
+		"out_dtype": "float32",
+		"bias_dtype": "float32",
+		"accumulate": True,
+	},
 }
 #: Rows of groups that have every kind of tile: whole ones, and rests on both sides of each bound.
 SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 
 
 def parts_of(kind: str, mean: int = 64, **options: Any) -> tuple[Sm90GemmConfig, ...]:
-  """The parts of a product of 128 groups that is large enough to have some."""
-  base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
-  problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
-  return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
+	"""The parts of a product of 128 groups that is large enough to have some."""
+	base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
+	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
+	return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
 
 
 def run(product: Product, parts: Sequence[Sm90GemmConfig], num_sms: int, device: str) -> Any:
-  """What all parts write into one output."""
-  out = product.before.to(device, copy=True)
-  for part in parts:
-    dataclasses.replace(product, config=part).run_into(out, num_sms)
-  return out.cpu()
+	"""What all parts write into one output."""
+	out = product.before.to(device, copy=True)
+	for part in parts:
+		dataclasses.replace(product, config=part).run_into(out, num_sms)
+	return out.cpu()
 
 
 @pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_take_every_row_once(kind: str, mean: int) -> None:
-  parts = parts_of(kind, mean)
-  takes = [part.rows_taken for part in parts]
-  assert len({part.chunk for part in takes}) == 1
-  ranges = sorted((part.least, part.most) for part in takes)
-  assert ranges[0][0] == 0
-  assert ranges[-1][1] == takes[0].chunk
-  assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
-  for config, part in zip(parts, takes, strict=True):
-    assert config.tile.rows >= part.most
-    # Whole chunks are tiles of their kernel.
-    assert part.most < part.chunk or config.tile.rows == part.chunk
-  assert [part.follows for part in takes] == [i > 0 for i in range(len(takes))]
-  # That with the rows of the mean comes first.
-  assert takes[0].least < min(mean, takes[0].chunk) <= takes[0].most
-  assert set(parts) <= set(all_parts(parts[0]))
+	parts = parts_of(kind, mean)
+	takes = [part.rows_taken for part in parts]
+	assert len({part.chunk for part in takes}) == 1
+	ranges = sorted((part.least, part.most) for part in takes)
+	assert ranges[0][0] == 0
+	assert ranges[-1][1] == takes[0].chunk
+	assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+	for config, part in zip(parts, takes, strict=True):
+		assert config.tile.rows >= part.most
+		# Whole chunks are tiles of their kernel.
+		assert part.most < part.chunk or config.tile.rows == part.chunk
+	assert [part.follows for part in takes] == [i > 0 for i in range(len(takes))]
+	# That with the rows of the mean comes first.
+	assert takes[0].least < min(mean, takes[0].chunk) <= takes[0].most
+	assert set(parts) <= set(all_parts(parts[0]))
 
 
 def test_small_products_and_single_groups_have_one_part() -> None:
-  base = Sm90GemmConfig("nvfp4", tile=Sm90Tile(128, 128, swap_ab=True))
-  for groups, rows, n in ((128, 1024, 256), (1, 8192, 8192)):
-    problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups, rows, n, k=2048)
-    config = choose_config(base, problem, NUM_SMS)
-    assert config.parts(problem, NUM_SMS) == (config,)
-  problem = GemmProblem("bfloat16", "m_grouped", "bfloat16", 128, 8192, 5760, k=2880)
-  config = choose_config(Sm90GemmConfig("bfloat16", tile=Sm90Tile(128, 128, swap_ab=True)), problem, NUM_SMS)
-  assert config.parts(problem, NUM_SMS) == (config,)
-  problem = GemmProblem("nvfp4", "k_grouped", "bfloat16", 8, 8192, 4096, m=7168)
-  config = choose_config(Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128)), problem, NUM_SMS)
-  assert config.parts(problem, NUM_SMS) == (config,)
+	base = Sm90GemmConfig("nvfp4", tile=Sm90Tile(128, 128, swap_ab=True))
+	for groups, rows, n in ((128, 1024, 256), (1, 8192, 8192)):
+		problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups, rows, n, k=2048)
+		config = choose_config(base, problem, NUM_SMS)
+		assert config.parts(problem, NUM_SMS) == (config,)
+	problem = GemmProblem("bfloat16", "m_grouped", "bfloat16", 128, 8192, 5760, k=2880)
+	config = choose_config(Sm90GemmConfig("bfloat16", tile=Sm90Tile(128, 128, swap_ab=True)), problem, NUM_SMS)
+	assert config.parts(problem, NUM_SMS) == (config,)
+	problem = GemmProblem("nvfp4", "k_grouped", "bfloat16", 8, 8192, 4096, m=7168)
+	config = choose_config(Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128)), problem, NUM_SMS)
+	assert config.parts(problem, NUM_SMS) == (config,)
 
 
 def test_a_tile_must_hold_what_its_part_has() -> None:
-  narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
-  for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
-    with pytest.raises(ValueError, match="cannot be those of"):
-      Sm90GemmConfig("nvfp4", tile=narrow, part=part)
-  with pytest.raises(ValueError, match="only an m_grouped product has parts"):
-    Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
+	narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
+	for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
+		with pytest.raises(ValueError, match="cannot be those of"):
+			Sm90GemmConfig("nvfp4", tile=narrow, part=part)
+	with pytest.raises(ValueError, match="only an m_grouped product has parts"):
+		Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_are_those_of_one_kernel(kind: str, device: str) -> None:
-  parts = parts_of(kind)
-  assert len(parts) > 1
-  # Poison in the tail: NaN activations, and rows of the output that nothing may touch.
-  product = m_grouped(parts[0], SKEWED, 136, 288, tail=150)
-  want = product.expected()
-  if parts[0].zero_tail:
-    want[sum(SKEWED) :] = 0.0
-  assert_same_bytes(run(product, parts, 4, device), want)
+	parts = parts_of(kind)
+	assert len(parts) > 1
+	# Poison in the tail: NaN activations, and rows of the output that nothing may touch.
+	product = m_grouped(parts[0], SKEWED, 136, 288, tail=150)
+	want = product.expected()
+	if parts[0].zero_tail:
+		want[sum(SKEWED) :] = 0.0
+	assert_same_bytes(run(product, parts, 4, device), want)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-  "sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ids=["all in one", "all empty", "many groups"]
+	"sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ids=["all in one", "all empty", "many groups"]
 )
 def test_routings(sizes: list[int], device: str) -> None:
-  parts = parts_of("nvfp4")
-  product = m_grouped(parts[0], sizes, 24, 64, tail=3)
-  assert_same_bytes(run(product, parts, 4, device), product.expected())
+	parts = parts_of("nvfp4")
+	product = m_grouped(parts[0], sizes, 24, 64, tail=3)
+	assert_same_bytes(run(product, parts, 4, device), product.expected())
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-  parts = parts_of("nvfp4")
-  product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
-  want = product.expected()
-  with emulator.options(**mode):
-    assert_same_bytes(run(product, parts, 2, "cpu"), want)
+	parts = parts_of("nvfp4")
+	product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
+	want = product.expected()
+	with emulator.options(**mode):
+		assert_same_bytes(run(product, parts, 2, "cpu"), want)
 
 
 def work(product: Product, parts: Sequence[Sm90GemmConfig]) -> float:
-  """What the tensor cores multiply on the emulator, for what is asked."""
-  emulator.reset_stats()
-  run(product, parts, 4, "cpu")
-  useful = 2 * int(product.offs[-1]) * product.before.shape[1] * product.a.codes.shape[1] * 2
-  return int(emulator.stats()["mma_flops"]) / useful
+	"""What the tensor cores multiply on the emulator, for what is asked."""
+	emulator.reset_stats()
+	run(product, parts, 4, "cpu")
+	useful = 2 * int(product.offs[-1]) * product.before.shape[1] * product.a.codes.shape[1] * 2
+	return int(emulator.stats()["mma_flops"]) / useful
 
 
 def test_tensor_cores_multiply_little_that_is_not_asked_for() -> None:
-  parts = parts_of("nvfp4")
-  product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
-  assert work(product, parts) < 1.25
-  # As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
-  for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
-    one = dataclasses.replace(parts[0], part=None, tile=tile)
-    assert work(product, (one,)) > 1.6
+	parts = parts_of("nvfp4")
+	product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
+	assert work(product, parts) < 1.25
+	# As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
+	for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
+		one = dataclasses.replace(parts[0], part=None, tile=tile)
+		assert work(product, (one,)) > 1.6
 
 
 def test_zipf_takes_few_tiles() -> None:
-  """Each tile decodes its weights: 128 tiles if all groups had 64 rows."""
-  sizes = [max(1, round(2215 * (rank + 1) ** -1.2)) for rank in range(128)]
-  parts = [part.rows_taken for part in parts_of("nvfp4")]
-  tiles = [parts[0].chunk] * sum(size // parts[0].chunk for size in sizes)
-  for left in (size % parts[0].chunk for size in sizes):
-    tiles += [part.most for part in parts if part.least < left <= part.most]
-  one_width = sum(-(-size // 64) for size in sizes)
-  assert len(tiles) < 1.35 * 128 < 0.8 * one_width
-  assert sum(tiles) < 1.35 * sum(sizes) < 0.8 * 64 * one_width
+	"""Each tile decodes its weights: 128 tiles if all groups had 64 rows."""
+	sizes = [max(1, round(2215 * (rank + 1) ** -1.2)) for rank in range(128)]
+	parts = [part.rows_taken for part in parts_of("nvfp4")]
+	tiles = [parts[0].chunk] * sum(size // parts[0].chunk for size in sizes)
+	for left in (size % parts[0].chunk for size in sizes):
+		tiles += [part.most for part in parts if part.least < left <= part.most]
+	one_width = sum(-(-size // 64) for size in sizes)
+	assert len(tiles) < 1.35 * 128 < 0.8 * one_width
+	assert sum(tiles) < 1.35 * sum(sizes) < 0.8 * 64 * one_width

@@ -10,57 +10,57 @@ import pytest
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.kernels.gemm_support import (
-  SHAPES,
-  WGRAD_SHAPES,
-  Product,
-  check_far_rows,
-  check_live_rows,
-  check_many_groups,
-  check_zeroed_tails,
-  k_grouped,
-  m_grouped,
-  wild,
+	SHAPES,
+	WGRAD_SHAPES,
+	Product,
+	check_far_rows,
+	check_live_rows,
+	check_many_groups,
+	check_zeroed_tails,
+	k_grouped,
+	m_grouped,
+	wild,
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm100 import TAILS
 
 if TYPE_CHECKING:
-  import torch
+	import torch
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
 FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
 E5M2, SQUARES = ":dtype=e5m2", "fp8_block:block=128x128"
 ALL = {"bias_dtype": "float32", "has_alpha": True, "accumulate": True}
 M_GROUPED = {
-  "mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
-  "mxfp8 all": Sm100GemmConfig("mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL),
-  "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
-  "fp8": Sm100GemmConfig("fp8", tile=WIDE),
-  "fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
-  "fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
-  "block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
-  "promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
-  "promoted all": Sm100GemmConfig("fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL),
-  "promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
-  "promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
-  "promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
+	"mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
+	"mxfp8 all": Sm100GemmConfig("mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL),
+	"mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
+	"fp8": Sm100GemmConfig("fp8", tile=WIDE),
+	"fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
+	"fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
+	"block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
+	"promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
+	"promoted all": Sm100GemmConfig("fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL),
+	"promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
+	"promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
+	"promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
 }
 DGRAD = {
-  "mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
-  "mxfp8 direct": Sm100GemmConfig("mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)),
-  "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
-  **{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
+	"mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
+	"mxfp8 direct": Sm100GemmConfig("mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)),
+	"mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
+	**{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
 }
 K_GROUPED = {
-  "mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
-  "mxfp8 add": Sm100GemmConfig(
-    "mxfp8" + E5M2, "k_grouped", "float32", b_operand="mxfp8", has_alpha=True, accumulate=True, tile=Sm100Tile(128, 64)
-  ),
-  "fp8": Sm100GemmConfig("fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)),
-  "fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
-  "block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
-  "promoted": Sm100GemmConfig("fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)),
-  "promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
+	"mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
+	"mxfp8 add": Sm100GemmConfig(
+		"mxfp8" + E5M2, "k_grouped", "float32", b_operand="mxfp8", has_alpha=True, accumulate=True, tile=Sm100Tile(128, 64)
+	),
+	"fp8": Sm100GemmConfig("fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)),
+	"fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
+	"block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
+	"promoted": Sm100GemmConfig("fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)),
+	"promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
 }
 
 each_m_grouped = pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
@@ -69,85 +69,85 @@ each_k_grouped = pytest.mark.parametrize("config", K_GROUPED.values(), ids=K_GRO
 
 
 def dgrad(config: Sm100GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
-  return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
+	return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @each_m_grouped
 def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
-  sizes, n, k, tail = SHAPES[shape]
-  # K of MXFP8 is in blocks.
-  k = -(-k // config.kind.k_align) * config.kind.k_align
-  m_grouped(config, sizes, n, k, tail).check()
+	sizes, n, k, tail = SHAPES[shape]
+	# K of MXFP8 is in blocks.
+	k = -(-k // config.kind.k_align) * config.kind.k_align
+	m_grouped(config, sizes, n, k, tail).check()
 
 
 @pytest.mark.parametrize("k", [48, 144, 272])
 @each_dgrad
 def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
-  """Half of an instruction is past K, where codes may be anything: NaN, here."""
-  k = -(-k // config.kind.k_align) * config.kind.k_align
-  dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
+	"""Half of an instruction is past K, where codes may be anything: NaN, here."""
+	k = -(-k // config.kind.k_align) * config.kind.k_align
+	dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @each_k_grouped
 def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
-  k_grouped(config, *WGRAD_SHAPES[shape]).check()
+	k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
 @each_m_grouped
 def test_every_code_and_scale(config: Sm100GemmConfig) -> None:
-  wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
+	wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
 @each_k_grouped
 def test_every_code_and_scale_of_wgrad(config: Sm100GemmConfig) -> None:
-  wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
+	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
 
 
 @pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config: Sm100GemmConfig) -> None:
-  # One cluster works on partial and whole tiles by turns.
-  columnwise = config.transpose_b
-  product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
-  product.check(config.tile.num_ctas)
+	# One cluster works on partial and whole tiles by turns.
+	columnwise = config.transpose_b
+	product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
+	product.check(config.tile.num_ctas)
 
 
 @functools.cache
 def several(config: Sm100GemmConfig) -> tuple[Product, torch.Tensor]:
-  """A product of more stages and tiles than fit into its rings, and its result."""
-  if config.grouping == "k_grouped":
-    product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
-  else:
-    columnwise = config.transpose_b or config.kind.is_transposed
-    product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
-  return product, product.expected()
+	"""A product of more stages and tiles than fit into its rings, and its result."""
+	if config.grouping == "k_grouped":
+		product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
+	else:
+		columnwise = config.transpose_b or config.kind.is_transposed
+		product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
+	return product, product.expected()
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-  configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
-  for config in dict.fromkeys(configs):
-    product, want = several(config)
-    with emulator.options(**mode):
-      product.check(config.tile.num_ctas, want=want)
+	configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
+	for config in dict.fromkeys(configs):
+		product, want = several(config)
+		with emulator.options(**mode):
+			product.check(config.tile.num_ctas, want=want)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
 def test_the_tail_can_be_zeroed(name: str) -> None:
-  check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
+	check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
 
 
 @pytest.mark.parametrize("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
 def test_only_rows_of_groups_are_touched(name: str) -> None:
-  check_live_rows(M_GROUPED[name])
+	check_live_rows(M_GROUPED[name])
 
 
 @pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
 def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> None:
-  check_many_groups(config)
+	check_many_groups(config)
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
 def test_offsets_past_2_to_the_31(name: str) -> None:
-  check_far_rows(M_GROUPED[name])
+	check_far_rows(M_GROUPED[name])

@@ -3,8 +3,6 @@
 Runs on the emulator, and again on a Hopper GPU where there is one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -16,21 +14,21 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.kernels.gemm_support import (
-  SHAPES,
-  WGRAD_SHAPES,
-  check_live_rows,
-  check_modes,
-  check_zeroed_tails,
-  k_grouped,
-  m_grouped,
-  product_of,
+	SHAPES,
+	WGRAD_SHAPES,
+	check_live_rows,
+	check_modes,
+	check_zeroed_tails,
+	k_grouped,
+	m_grouped,
+	product_of,
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 
 
 def name_of(tile: Sm90Tile) -> str:
-  ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
-  return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
+	ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
+	return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
 
 
 M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}
@@ -38,7 +36,7 @@ K_TILES = {name_of(tile): tile for tile in SM90_TILES if not tile.swap_ab}
 
 FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = Sm90GemmConfig(
-  "nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True, tile=M_TILES["256x16"]
+	"nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True, tile=M_TILES["256x16"]
 )
 CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
 WGRAD = Sm90GemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
@@ -52,26 +50,26 @@ FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
 PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = Sm90GemmConfig(
-  "nvfp4",
-  activations="float16",
-  out_dtype="float32",
-  bias_dtype="bfloat16",
-  has_alpha=True,
-  accumulate=True,
-  tile=M_TILES["128x128"],
+	"nvfp4",
+	activations="float16",
+	out_dtype="float32",
+	bias_dtype="bfloat16",
+	has_alpha=True,
+	accumulate=True,
+	tile=M_TILES["128x128"],
 )
 
 #: What the kernel multiplies.
 KINDS = {
-  "nvfp4": {"operand": "nvfp4"},
-  "nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
-  "w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
-  "bf16": {"operand": "bfloat16"},
+	"nvfp4": {"operand": "nvfp4"},
+	"nvfp4 prepacked": {"operand": "nvfp4", "prepacked": True},
+	"w4a16": {"operand": "nvfp4", "activations": "bfloat16"},
+	"bf16": {"operand": "bfloat16"},
 }
 
 
 def has_hopper() -> bool:
-  return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+	return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
@@ -79,142 +77,142 @@ DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request: pytest.FixtureRequest) -> str:
-  return request.param
+	return request.param
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-  "config",
-  [FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
-  ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+	"config",
+	[FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
+	ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
-  m_grouped(config, *SHAPES[shape]).check(device=device)
+	m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("k", [32, 144, 320])
 @pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
-  product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-  product.check(device=device)
+	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
+	product.check(device=device)
 
 
 @pytest.mark.parametrize("shape", WGRAD_SHAPES)
 @pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"])
 def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
-  k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
+	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
 @pytest.mark.parametrize("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"])
 def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None:
-  product_of(config, *SHAPES[shape]).check(device=device)
+	product_of(config, *SHAPES[shape]).check(device=device)
 
 
 @pytest.mark.parametrize(
-  ("kind", "tile"),
-  [(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())],
+	("kind", "tile"),
+	[(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())],
 )
 def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
-  base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
-  if not base.takes(tile):
-    with pytest.raises(ValueError, match="cannot have the tile"):
-      dataclasses.replace(base, tile=tile)
-    return
-  config = dataclasses.replace(base, tile=tile)
-  for product in (
-    m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
-    m_grouped(config, [1, 8, 9, 33], 72, 48),
-  ):
-    product.check(tile.num_ctas, device)
+	base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
+	if not base.takes(tile):
+		with pytest.raises(ValueError, match="cannot have the tile"):
+			dataclasses.replace(base, tile=tile)
+		return
+	config = dataclasses.replace(base, tile=tile)
+	for product in (
+		m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
+		m_grouped(config, [1, 8, 9, 33], 72, 48),
+	):
+		product.check(tile.num_ctas, device)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-  # One or two CTAs and more stages than fit, so that every ring is gone through again.
-  products = (
-    (m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
-    (m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
-    (m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
-    (m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
-    (m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
-    (m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
-    (k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
-    (m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
-    (k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
-  )
-  check_modes(mode, products)
+	# One or two CTAs and more stages than fit, so that every ring is gone through again.
+	products = (
+		(m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
+		(m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
+		(m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
+		(m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
+		(m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
+		(m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
+		(k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
+		(m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
+		(k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
+	)
+	check_modes(mode, products)
 
 
 @pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
 def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
-  config = Sm90GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile)
-  check_zeroed_tails(config, device)
+	config = Sm90GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile)
+	check_zeroed_tails(config, device)
 
 
 def contracted(values: torch.Tensor) -> torch.Tensor:
-  """Values (rows, 8, 16) of blocks in the order that ``expand`` documents."""
-  order = [
-    values[:, 2 * j + p, 8 * w + 2 * h + first + i]
-    for p, w, h, first in itertools.product(range(2), repeat=4)
-    for j in range(4)
-    for i in (0, 4)
-  ]
-  return torch.stack(order, 1)
+	"""Values (rows, 8, 16) of blocks in the order that ``expand`` documents."""
+	order = [
+		values[:, 2 * j + p, 8 * w + 2 * h + first + i]
+		for p, w, h, first in itertools.product(range(2), repeat=4)
+		for j in range(4)
+		for i in (0, 4)
+	]
+	return torch.stack(order, 1)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
 def test_extreme_weights_and_activations(dtype: str | None, device: str) -> None:
-  """All codes and block scales, and plain activations over the whole range of their type."""
-  config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
-  product = m_grouped(config, [16, 3], 264, 256, seed=7)
-  generator = torch.Generator().manual_seed(1)
-  for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
-    if scales is None:
-      bits = torch.randint(-(2**15), 2**15, codes.shape, generator=generator)
-      wild = bits.to(torch.int16).view(codes.dtype)
-      codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
-    else:
-      scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))
-      codes.copy_(torch.randint(0, 256, codes.shape, generator=generator))
-  product.check(device=device)
+	"""All codes and block scales, and plain activations over the whole range of their type."""
+	config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
+	product = m_grouped(config, [16, 3], 264, 256, seed=7)
+	generator = torch.Generator().manual_seed(1)
+	for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
+		if scales is None:
+			bits = torch.randint(-(2**15), 2**15, codes.shape, generator=generator)
+			wild = bits.to(torch.int16).view(codes.dtype)
+			codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
+		else:
+			scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))
+			codes.copy_(torch.randint(0, 256, codes.shape, generator=generator))
+	product.check(device=device)
 
 
 @pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
 def test_only_rows_of_groups_are_touched(tile: str) -> None:
-  check_live_rows(dataclasses.replace(PLAIN, tile=M_TILES[tile]))
+	check_live_rows(dataclasses.replace(PLAIN, tile=M_TILES[tile]))
 
 
 @pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
 @pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
 def test_memory_of_every_tile_fits(tile: Sm90Tile, operand: str) -> None:
-  grouping = "m_grouped" if tile.swap_ab else "k_grouped"
-  base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
-  if not base.takes(tile):
-    return
-  config = dataclasses.replace(base, tile=tile)
-  # Two of 128 elements of K are as long as four of other operands.
-  assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
-  assert config.num_ab_stage >= 2
-  assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
-  warps = WarpSchedule(tile.consumers)
-  consumer, other = warps.registers
-  # What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
-  launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
-  assert (consumer * tile.consumers + other) * 128 <= launched
+	grouping = "m_grouped" if tile.swap_ab else "k_grouped"
+	base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
+	if not base.takes(tile):
+		return
+	config = dataclasses.replace(base, tile=tile)
+	# Two of 128 elements of K are as long as four of other operands.
+	assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
+	assert config.num_ab_stage >= 2
+	assert config.num_ab_stage * config.stage_bytes + config.epilogue_bytes <= 227 * 1024 - 2048
+	warps = WarpSchedule(tile.consumers)
+	consumer, other = warps.registers
+	# What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
+	launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
+	assert (consumer * tile.consumers + other) * 128 <= launched
 
 
 @pytest.mark.parametrize(
-  "rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
+	"rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None:
-  problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-  chosen = choose_config(FPROP, problem, 132)
-  assert name_of(chosen.tile) == tile
+	problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+	chosen = choose_config(FPROP, problem, 132)
+	assert name_of(chosen.tile) == tile
 
 
 def test_products_keep_to_their_tiles() -> None:
-  with pytest.raises(ValueError, match="tile"):
-    dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
-  with pytest.raises(ValueError, match="tile"):
-    dataclasses.replace(FPROP, tile=K_TILES["128x128"])
+	with pytest.raises(ValueError, match="tile"):
+		dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
+	with pytest.raises(ValueError, match="tile"):
+		dataclasses.replace(FPROP, tile=K_TILES["128x128"])

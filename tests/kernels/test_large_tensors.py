@@ -6,8 +6,6 @@ a CTA's number and the size of the grid are replaced. Only the operands are watc
 that is cut to 32 bits is an error, or its bytes are missing where they belong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import re
@@ -37,156 +35,156 @@ each_shape = pytest.mark.parametrize("name", SHAPES)
 
 
 def sparse(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-  """Zeros that take no memory before they are written."""
-  count = torch.Size(shape).numel()
-  flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-  return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
+	"""Zeros that take no memory before they are written."""
+	count = torch.Size(shape).numel()
+	flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+	return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
 
 
 def run_ctas(config: Any, first: int, grid: int, *arguments: Any, arch: str = ARCH) -> None:
-  """Run the kernel's CTAs from ``first`` on, of a grid of ``grid``.
+	"""Run the kernel's CTAs from ``first`` on, of a grid of ``grid``.
 
-  Args:
-    config: the kernel.
-    first: the first CTA.
-    grid: CTAs that its work is shared by.
-    *arguments: of the kernel; the SMs at the end are how many CTAs really run, or a part.
-    arch: the architecture.
-  """
-  kernel = compile_for_emulator(config, arch)
-  register = r"mov\.u32\s+(%r\d+), %{};"
-  patched, count = re.subn(register.format(r"ctaid\.x"), rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first};", kernel.ptx)
-  patched, sizes = re.subn(register.format(r"nctaid\.x"), rf"mov.u32 \1, {grid};", patched)
-  assert count and sizes and "%nctaid" not in patched
-  with loaded(kernel.run, patched), watching(*arguments):
-    kernel.run(*arguments)
+	Args:
+	  config: the kernel.
+	  first: the first CTA.
+	  grid: CTAs that its work is shared by.
+	  *arguments: of the kernel; the SMs at the end are how many CTAs really run, or a part.
+	  arch: the architecture.
+	"""
+	kernel = compile_for_emulator(config, arch)
+	register = r"mov\.u32\s+(%r\d+), %{};"
+	patched, count = re.subn(register.format(r"ctaid\.x"), rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first};", kernel.ptx)
+	patched, sizes = re.subn(register.format(r"nctaid\.x"), rf"mov.u32 \1, {grid};", patched)
+	assert count and sizes and "%nctaid" not in patched
+	with loaded(kernel.run, patched), watching(*arguments):
+		kernel.run(*arguments)
 
 
 @contextlib.contextmanager
 def loaded(kernel: Any, ptx: str) -> Iterator[None]:
-  """Other PTX in the place of a kernel's own."""
-  kernel._is_loaded = True
-  emulator.load_ptx(ptx, kernel.cubin)
-  try:
-    yield
-  finally:
-    emulator.load_ptx(kernel.ptx, kernel.cubin)
+	"""Other PTX in the place of a kernel's own."""
+	kernel._is_loaded = True
+	emulator.load_ptx(ptx, kernel.cubin)
+	try:
+		yield
+	finally:
+		emulator.load_ptx(kernel.ptx, kernel.cubin)
 
 
 def at_the_end(x: Tensor, before: int) -> Tensor:
-  """``x`` after ``before`` rows of zeros."""
-  out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
-  out[before:] = x
-  return out
+	"""``x`` after ``before`` rows of zeros."""
+	out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
+	out[before:] = x
+	return out
 
 
 def last_tile(before: int) -> int:
-  """The slot tile of the last rows, which are all that it holds."""
-  return before // 128
+	"""The slot tile of the last rows, which are all that it holds."""
+	return before // 128
 
 
 @each_shape
 def test_amax(name: str) -> None:
-  before, cols = SHAPES[name]
-  x = random_input((ROWS, cols), torch.bfloat16)
-  big = at_the_end(x, before)
-  rows, groups = sparse(len(big), dtype=torch.float32), torch.zeros(1)
-  config = AmaxConfig("bfloat16", per_row=True)
-  # Runs of rows go from the last to the first.
-  run_ctas(config, 0, 2**20, big, None, ends(len(big)), rows, groups, 2)
-  assert torch.equal(rows[before:], x.float().abs().amax(1))
-  assert torch.equal(groups, x.float().abs().amax().view(1))
+	before, cols = SHAPES[name]
+	x = random_input((ROWS, cols), torch.bfloat16)
+	big = at_the_end(x, before)
+	rows, groups = sparse(len(big), dtype=torch.float32), torch.zeros(1)
+	config = AmaxConfig("bfloat16", per_row=True)
+	# Runs of rows go from the last to the first.
+	run_ctas(config, 0, 2**20, big, None, ends(len(big)), rows, groups, 2)
+	assert torch.equal(rows[before:], x.float().abs().amax(1))
+	assert torch.equal(groups, x.float().abs().amax().view(1))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @each_shape
 def test_rows(name: str, arch: str) -> None:
-  before, cols = SHAPES[name]
-  x = random_input((ROWS, cols), torch.bfloat16)
-  big, tile = at_the_end(x, before), last_tile(before)
-  want = expected(Problem(x, ends(ROWS)), NVFP4(row_scaled=True), True, False)
-  fmt = NVFP4(row_scaled=True)
-  config = RowsConfig(fmt.text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
-  amax = sparse(len(big), dtype=torch.float32)
-  codes = sparse(len(big), code_pitch(cols // 2), dtype=torch.uint8)
-  scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
-  first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
-  arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
-  run_ctas(config, first, first + ctas, *arguments, arch=arch)
-  assert torch.equal(amax[before:], want["amax"])
-  assert torch.equal(codes[before:, : cols // 2], want["codes"])
-  assert torch.equal(scales[tile], want["scales"][0])
+	before, cols = SHAPES[name]
+	x = random_input((ROWS, cols), torch.bfloat16)
+	big, tile = at_the_end(x, before), last_tile(before)
+	want = expected(Problem(x, ends(ROWS)), NVFP4(row_scaled=True), True, False)
+	fmt = NVFP4(row_scaled=True)
+	config = RowsConfig(fmt.text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
+	amax = sparse(len(big), dtype=torch.float32)
+	codes = sparse(len(big), code_pitch(cols // 2), dtype=torch.uint8)
+	scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+	first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
+	arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
+	run_ctas(config, first, first + ctas, *arguments, arch=arch)
+	assert torch.equal(amax[before:], want["amax"])
+	assert torch.equal(codes[before:, : cols // 2], want["codes"])
+	assert torch.equal(scales[tile], want["scales"][0])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(
-  ("text", "uniform"),
-  [("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],
-  ids=["ragged", "uniform", "stochastic"],
+	("text", "uniform"),
+	[("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],
+	ids=["ragged", "uniform", "stochastic"],
 )
 @each_shape
 def test_tiles(name: str, text: str, uniform: bool, arch: str) -> None:
-  """Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
-  before, cols = SHAPES[name]
-  fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
-  tiles = last_tile(before) + 1
-  each = 128 if uniform else ROWS
-  x = random_input((each, cols), torch.bfloat16)
-  big, offs, lead, groups = at_the_end(x, before), ends(before + ROWS), (), 1
-  if uniform:
-    big, offs, lead, groups, tiles = big.view(-1, each, cols), None, (tiles,), tiles, 1
-  want = expected(Problem(x, ends(each)), fmt, True, True, drawn=drawn)
-  grouping = "uniform" if uniform else "ragged"
-  config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
-  amax = sparse(groups, dtype=torch.float32)
-  amax[-1] = want["amax"][0]
-  codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=torch.uint8)[..., : cols // 2]
-  scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
-  codes_t = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
-  scales_t = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
-  items = (last_tile(before) + 1) * ceil_div(cols, 128)
-  buffers = (codes, scales, codes_t, scales_t)
-  # One tile, the last in both directions.
-  rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
-  arguments = (big, None, offs, None, amax, *buffers, *rest)
-  run_ctas(config, items - 1, items, *arguments, arch=arch)
-  col = (cols - 1) // 128 * 128
-  codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
-  if uniform:
-    codes_t, scales_t = codes_t[-1], scales_t[-1]
-  assert torch.equal(codes[before:, col // 2 :], want["codes"][:, col // 2 :])
-  assert torch.equal(scales[-1, col // 64 :], want["scales"][0, col // 64 :])
-  assert torch.equal(codes_t[col:, -64:], want["codes_t"][col:, :64])
-  assert torch.equal(scales_t[col // 128, -2:], want["scales_t"][col // 128, :2])
+	"""Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
+	before, cols = SHAPES[name]
+	fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
+	tiles = last_tile(before) + 1
+	each = 128 if uniform else ROWS
+	x = random_input((each, cols), torch.bfloat16)
+	big, offs, lead, groups = at_the_end(x, before), ends(before + ROWS), (), 1
+	if uniform:
+		big, offs, lead, groups, tiles = big.view(-1, each, cols), None, (tiles,), tiles, 1
+	want = expected(Problem(x, ends(each)), fmt, True, True, drawn=drawn)
+	grouping = "uniform" if uniform else "ragged"
+	config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
+	amax = sparse(groups, dtype=torch.float32)
+	amax[-1] = want["amax"][0]
+	codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=torch.uint8)[..., : cols // 2]
+	scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+	codes_t = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
+	scales_t = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
+	items = (last_tile(before) + 1) * ceil_div(cols, 128)
+	buffers = (codes, scales, codes_t, scales_t)
+	# One tile, the last in both directions.
+	rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
+	arguments = (big, None, offs, None, amax, *buffers, *rest)
+	run_ctas(config, items - 1, items, *arguments, arch=arch)
+	col = (cols - 1) // 128 * 128
+	codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
+	if uniform:
+		codes_t, scales_t = codes_t[-1], scales_t[-1]
+	assert torch.equal(codes[before:, col // 2 :], want["codes"][:, col // 2 :])
+	assert torch.equal(scales[-1, col // 64 :], want["scales"][0, col // 64 :])
+	assert torch.equal(codes_t[col:, -64:], want["codes_t"][col:, :64])
+	assert torch.equal(scales_t[col // 128, -2:], want["scales_t"][col // 128, :2])
 
 
 @pytest.mark.parametrize("vectorized", [True, False])
 def test_dbias(vectorized: bool) -> None:
-  before, cols = SHAPES["long rows"]
-  x = random_input((ROWS, cols), torch.bfloat16)
-  big, offs = at_the_end(x, before), ends(before, before + ROWS)
-  want = ops.grouped_dbias(x, ends(ROWS))
-  config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
-  items = 2 * cols // (64 if vectorized else 32)
-  run_ctas(config, items - 4, items, big, None, offs, out, 1)
-  assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
-  # Sums of many groups, of which the last has all rows.
-  offs = torch.zeros(2**19 + 1, dtype=torch.int32)
-  offs[-1] = ROWS
-  sums = sparse(len(offs), cols, dtype=torch.float32)
-  items = len(offs) * cols // (64 if vectorized else 32)
-  run_ctas(config, items - 4, items, x, None, offs, sums, 1)
-  assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
+	before, cols = SHAPES["long rows"]
+	x = random_input((ROWS, cols), torch.bfloat16)
+	big, offs = at_the_end(x, before), ends(before, before + ROWS)
+	want = ops.grouped_dbias(x, ends(ROWS))
+	config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
+	items = 2 * cols // (64 if vectorized else 32)
+	run_ctas(config, items - 4, items, big, None, offs, out, 1)
+	assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
+	# Sums of many groups, of which the last has all rows.
+	offs = torch.zeros(2**19 + 1, dtype=torch.int32)
+	offs[-1] = ROWS
+	sums = sparse(len(offs), cols, dtype=torch.float32)
+	items = len(offs) * cols // (64 if vectorized else 32)
+	run_ctas(config, items - 4, items, x, None, offs, sums, 1)
+	assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 
 def quantized(x: Tensor, row_scaled: bool, columnwise: bool) -> list[Tensor]:
-  text = NVFP4(row_scaled=row_scaled).text
-  return ops.grouped_quantize(x, text, ends(ROWS), None, not columnwise, columnwise)
+	text = NVFP4(row_scaled=row_scaled).text
+	return ops.grouped_quantize(x, text, ends(ROWS), None, not columnwise, columnwise)
 
 
 def dequantized(copy: list[Tensor], row_scaled: bool, columnwise: bool) -> Tensor:
-  text = NVFP4(row_scaled=row_scaled).text
-  return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, torch.bfloat16, ends(ROWS), columnwise))
+	text = NVFP4(row_scaled=row_scaled).text
+	return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, torch.bfloat16, ends(ROWS), columnwise))
 
 
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
@@ -196,49 +194,49 @@ DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwis
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @each_shape
 def test_dequantize(name: str, direction: str, uniform: bool) -> None:
-  row_scaled, columnwise = DIRECTIONS[direction]
-  before, cols = SHAPES[name]
-  tile = last_tile(before)
-  copy = quantized(random_input((ROWS, cols), torch.bfloat16), row_scaled, columnwise)
-  want = dequantized(copy, row_scaled, columnwise)
-  codes, scales, amax = copy
-  total, groups, lead, tiles = before + ROWS, 1, (), tile + 1
-  if uniform:
-    total, groups, lead, tiles = before + 128, tile + 1, (tile + 1,), 1
-  if columnwise:
-    big_codes = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
-    big_codes[..., -64:][-1 if uniform else slice(None)] = codes[:, :64]
-    big_scales = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
-    big_scales[..., -2:, :][-1 if uniform else slice(None)] = scales[:, :2]
-  else:
-    big_codes = sparse(total, code_pitch(cols // 2), dtype=torch.uint8)[:, : cols // 2]
-    big_codes[before : before + ROWS] = codes
-    big_scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
-    big_scales.flatten(0, -3)[-1] = scales[0]
-  big_amax = sparse(total if row_scaled else groups, dtype=torch.float32)
-  big_amax[before : before + ROWS] = amax
-  if not row_scaled:
-    big_amax[-1] = amax[0]
-  out, offs = sparse(total, cols), ends(total)
-  if uniform:
-    out, offs = out.view(groups, 128, cols), None
-    big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
-  fmt, grouping = NVFP4(row_scaled=row_scaled), "uniform" if uniform else "ragged"
-  config = DequantizeConfig.choose(fmt, "bfloat16", grouping, columnwise)
-  parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
-  first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
-  arguments = (big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
-  run_ctas(config, first, first + ctas, *arguments)
-  assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
+	row_scaled, columnwise = DIRECTIONS[direction]
+	before, cols = SHAPES[name]
+	tile = last_tile(before)
+	copy = quantized(random_input((ROWS, cols), torch.bfloat16), row_scaled, columnwise)
+	want = dequantized(copy, row_scaled, columnwise)
+	codes, scales, amax = copy
+	total, groups, lead, tiles = before + ROWS, 1, (), tile + 1
+	if uniform:
+		total, groups, lead, tiles = before + 128, tile + 1, (tile + 1,), 1
+	if columnwise:
+		big_codes = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
+		big_codes[..., -64:][-1 if uniform else slice(None)] = codes[:, :64]
+		big_scales = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
+		big_scales[..., -2:, :][-1 if uniform else slice(None)] = scales[:, :2]
+	else:
+		big_codes = sparse(total, code_pitch(cols // 2), dtype=torch.uint8)[:, : cols // 2]
+		big_codes[before : before + ROWS] = codes
+		big_scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+		big_scales.flatten(0, -3)[-1] = scales[0]
+	big_amax = sparse(total if row_scaled else groups, dtype=torch.float32)
+	big_amax[before : before + ROWS] = amax
+	if not row_scaled:
+		big_amax[-1] = amax[0]
+	out, offs = sparse(total, cols), ends(total)
+	if uniform:
+		out, offs = out.view(groups, 128, cols), None
+		big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
+	fmt, grouping = NVFP4(row_scaled=row_scaled), "uniform" if uniform else "ragged"
+	config = DequantizeConfig.choose(fmt, "bfloat16", grouping, columnwise)
+	parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
+	first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
+	arguments = (big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
+	run_ctas(config, first, first + ctas, *arguments)
+	assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
 
 
 def test_a_tail_of_zeros() -> None:
-  before, cols = SHAPES["long rows"]
-  before -= 128
-  codes = sparse(before + 2, cols // 2, dtype=torch.uint8)
-  scales = sparse(before // 128 + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
-  out = sparse(before + 2, cols)
-  out[before - 1 :] = 3.0
-  config = DequantizeConfig("nvfp4", "bfloat16")
-  run_ctas(config, 0, 2**18, codes, scales, torch.ones(1), ends(before), out, 1, 8)
-  assert (out[before - 1] == 3).all() and not out[before:].any()
+	before, cols = SHAPES["long rows"]
+	before -= 128
+	codes = sparse(before + 2, cols // 2, dtype=torch.uint8)
+	scales = sparse(before // 128 + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+	out = sparse(before + 2, cols)
+	out[before - 1 :] = 3.0
+	config = DequantizeConfig("nvfp4", "bfloat16")
+	run_ctas(config, 0, 2**18, codes, scales, torch.ones(1), ends(before), out, 1, 8)
+	assert (out[before - 1] == 3).all() and not out[before:].any()

@@ -22,7 +22,7 @@ from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import dequantize_arguments, k_grouped_arguments, m_grouped_arguments, ops, sample
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
 pytest.importorskip("cutlass")
 
@@ -34,88 +34,88 @@ BF16 = torch.bfloat16
 
 
 def among(groups: int) -> Tensor:
-  """End rows of ``SIZES`` among so many groups."""
-  sizes = torch.zeros(groups, dtype=torch.int64)
-  sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
-  return sizes.cumsum(0).int()
+	"""End rows of ``SIZES`` among so many groups."""
+	sizes = torch.zeros(groups, dtype=torch.int64)
+	sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
+	return sizes.cumsum(0).int()
 
 
 def quantized(x: Tensor, offs: Tensor | None, columnwise: bool = False) -> list[Tensor]:
-  """The buffers of one direction."""
-  with cute_kernels.backend("reference"):
-    return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
+	"""The buffers of one direction."""
+	with cute_kernels.backend("reference"):
+		return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
 def weights(groups: int) -> Tensor:
-  return sample(1, N, K).repeat(groups, 1, 1)
+	return sample(1, N, K).repeat(groups, 1, 1)
 
 
 def quantized_weights(groups: int) -> list[Tensor]:
-  parts = quantized(sample(1, N, K), None)
-  return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
+	parts = quantized(sample(1, N, K), None)
+	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
 
 
 #: Op, its arguments for (x, offs), and how much more than with 64
 #: groups it may cost with 2048.
 READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float]] = {
-  "amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
-  "rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
-  "tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.5),
-  "dequantize": (
-    "grouped_dequantize",
-    lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
-    1.2,
-  ),
-  "dequantize columns": (
-    "grouped_dequantize",
-    lambda x, offs: dequantize_arguments(quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True),
-    1.2,
-  ),
-  "nvfp4 gemm": (
-    "m_grouped_gemm",
-    lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
-    1.2,
-  ),
-  "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
-  "w4a16 gemm": ("m_grouped_gemm", lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs), 1.05),
+	"amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
+	"rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
+	"tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.5),
+	"dequantize": (
+		"grouped_dequantize",
+		lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
+		1.2,
+	),
+	"dequantize columns": (
+		"grouped_dequantize",
+		lambda x, offs: dequantize_arguments(quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True),
+		1.2,
+	),
+	"nvfp4 gemm": (
+		"m_grouped_gemm",
+		lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
+		1.2,
+	),
+	"bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
+	"w4a16 gemm": ("m_grouped_gemm", lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs), 1.05),
 }
 #: Ops that write something for each group.
 WRITERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]]]] = {
-  "dbias": ("grouped_dbias", lambda x, offs: (x, offs)),
-  "nvfp4 wgrad": (
-    "k_grouped_gemm",
-    lambda x, offs: k_grouped_arguments(quantized(x[:, :16], offs, True), quantized(x[:, :32], offs, True), offs),
-  ),
-  "bf16 wgrad": ("k_grouped_gemm", lambda x, offs: (x[:, :16].contiguous(), x[:, :32].contiguous(), offs)),
+	"dbias": ("grouped_dbias", lambda x, offs: (x, offs)),
+	"nvfp4 wgrad": (
+		"k_grouped_gemm",
+		lambda x, offs: k_grouped_arguments(quantized(x[:, :16], offs, True), quantized(x[:, :32], offs, True), offs),
+	),
+	"bf16 wgrad": ("k_grouped_gemm", lambda x, offs: (x[:, :16].contiguous(), x[:, :32].contiguous(), offs)),
 }
 
 
 def cost(arch: str, op: str, arguments: tuple[Any, ...]) -> int:
-  """Warp instructions of a call."""
-  forced = op.startswith("m_grouped")
-  with (
-    cute_kernels.backend(f"emulated:{arch}", num_sms=1),
-    force_tile(TILES[arch]) if forced else contextlib.nullcontext(),
-  ):
-    emulator.reset_stats()
-    getattr(ops, op)(*arguments)
-    return emulator.stats()["warp_insns"]
+	"""Warp instructions of a call."""
+	forced = op.startswith("m_grouped")
+	with (
+		cute_kernels.backend(f"emulated:{arch}", num_sms=1),
+		force_tile(TILES[arch]) if forced else contextlib.nullcontext(),
+	):
+		emulator.reset_stats()
+		getattr(ops, op)(*arguments)
+		return emulator.stats()["warp_insns"]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", READERS)
 def test_empty_groups_cost_nothing(name: str, arch: str) -> None:
-  op, make, most = READERS[name]
-  x = sample(ROWS, K)
-  few, many = (cost(arch, op, make(x, among(groups))) for groups in (64, 2048))
-  assert few < many <= most * few
+	op, make, most = READERS[name]
+	x = sample(ROWS, K)
+	few, many = (cost(arch, op, make(x, among(groups))) for groups in (64, 2048))
+	assert few < many <= most * few
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("name", WRITERS)
 def test_empty_groups_that_get_zeros_cost_the_same_each(name: str, arch: str) -> None:
-  op, make = WRITERS[name]
-  x = sample(ROWS, 64)
-  first, second, third = (cost(arch, op, make(x, among(groups))) for groups in (8, 64, 512))
-  each = (second - first) / (64 - 8)
-  assert (third - second) / (512 - 64) <= 1.1 * each
+	op, make = WRITERS[name]
+	x = sample(ROWS, 64)
+	first, second, third = (cost(arch, op, make(x, among(groups))) for groups in (8, 64, 512))
+	each = (second - first) / (64 - 8)
+	assert (third - second) / (512 - 64) <= 1.1 * each

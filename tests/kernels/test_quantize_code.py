@@ -1,7 +1,5 @@
 """What the compiler made of the quantizers, and what the configurations accept."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from typing import Any
@@ -18,66 +16,66 @@ from tests.kernels.quantize_support import ARCH
 BY_ROW = NVFP4(row_scaled=True)
 ROW_SCALED, SQUARE = BY_ROW.text, NVFP4(block=(16, 16)).text
 CONFIGS = [
-  RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1),
-  RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=4),
-  RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1, rows_per_warp=4),
-  RowsConfig(ROW_SCALED, "float32", warps_per_row=16),
-  TileConfig("nvfp4", "bfloat16"),
-  TileConfig("nvfp4", "bfloat16", columnwise=True, compute_amax=True),
-  TileConfig(ROW_SCALED, "bfloat16", columnwise=True, compute_amax=True),
-  TileConfig(SQUARE, "bfloat16", columnwise=True),
-  TileConfig("nvfp4", "float32", columnwise=True),
-  AmaxConfig("bfloat16", per_row=True),
-  *(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a") for text in ("nvfp4", ROW_SCALED)),
-  TileConfig("nvfp4", "bfloat16", columnwise=True, arch="sm_90a"),
+	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1),
+	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=4),
+	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1, rows_per_warp=4),
+	RowsConfig(ROW_SCALED, "float32", warps_per_row=16),
+	TileConfig("nvfp4", "bfloat16"),
+	TileConfig("nvfp4", "bfloat16", columnwise=True, compute_amax=True),
+	TileConfig(ROW_SCALED, "bfloat16", columnwise=True, compute_amax=True),
+	TileConfig(SQUARE, "bfloat16", columnwise=True),
+	TileConfig("nvfp4", "float32", columnwise=True),
+	AmaxConfig("bfloat16", per_row=True),
+	*(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a") for text in ("nvfp4", ROW_SCALED)),
+	TileConfig("nvfp4", "bfloat16", columnwise=True, arch="sm_90a"),
 ]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_no_spills(config: Any) -> None:
-  for name, resources in read_resources(compile_for_emulator(config, config.arch).cubin).items():
-    assert resources.stack_bytes == 0, name
+	for name, resources in read_resources(compile_for_emulator(config, config.arch).cubin).items():
+		assert resources.stack_bytes == 0, name
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_arithmetic_is_exact(config: Any) -> None:
-  """No flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
-  ptx = compile_for_emulator(config, config.arch).ptx
-  assert not re.findall(r"\.ftz|\.approx|\bfma\.", ptx)
-  if not isinstance(config, AmaxConfig):
-    for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
-      assert instruction in ptx
-    # sm_90a has none: its codes are rounded by fp16 instructions.
-    assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
+	"""No flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
+	ptx = compile_for_emulator(config, config.arch).ptx
+	assert not re.findall(r"\.ftz|\.approx|\bfma\.", ptx)
+	if not isinstance(config, AmaxConfig):
+		for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
+			assert instruction in ptx
+		# sm_90a has none: its codes are rounded by fp16 instructions.
+		assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tile_barriers_are_enough(dtype: str) -> None:
-  """A team has two arrival barriers, so no more tiles than that may be in flight."""
-  config = TileConfig("nvfp4", dtype)
-  assert config.num_teams <= config.num_stages <= 2 * config.num_teams
+	"""A team has two arrival barriers, so no more tiles than that may be in flight."""
+	config = TileConfig("nvfp4", dtype)
+	assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
 def test_configurations_are_keys() -> None:
-  for config in [*CONFIGS, OffsetsConfig()]:
-    assert pickle.loads(pickle.dumps(config)) == config
-    assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
+	for config in [*CONFIGS, OffsetsConfig()]:
+		assert pickle.loads(pickle.dumps(config)) == config
+		assert hash(config) == hash(pickle.loads(pickle.dumps(config)))
 
 
 def test_configurations_say_what_they_take() -> None:
-  problem = QuantizeProblem("bfloat16", 4096)
-  rows = RowsConfig.choose(BY_ROW, problem)
-  assert rows.can_implement(problem) and rows.warps_per_row == 2
-  too_long = QuantizeProblem("bfloat16", 32784)
-  refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
-  assert not refused and "32784" in refused.reason
-  # What a team cannot hold goes tile by tile.
-  assert TileConfig(ROW_SCALED, "bfloat16", compute_amax=True).can_implement(too_long)
-  square = RowsConfig(SQUARE, "bfloat16")
-  assert "16" in square.can_implement(problem).reason
-  columns = TileConfig(ROW_SCALED, "bfloat16", rowwise=False, columnwise=True)
-  assert "rowwise" in columns.can_implement(problem).reason
-  odd = QuantizeProblem("bfloat16", 48)
-  assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
-  assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
-  assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")
+	problem = QuantizeProblem("bfloat16", 4096)
+	rows = RowsConfig.choose(BY_ROW, problem)
+	assert rows.can_implement(problem) and rows.warps_per_row == 2
+	too_long = QuantizeProblem("bfloat16", 32784)
+	refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
+	assert not refused and "32784" in refused.reason
+	# What a team cannot hold goes tile by tile.
+	assert TileConfig(ROW_SCALED, "bfloat16", compute_amax=True).can_implement(too_long)
+	square = RowsConfig(SQUARE, "bfloat16")
+	assert "16" in square.can_implement(problem).reason
+	columns = TileConfig(ROW_SCALED, "bfloat16", rowwise=False, columnwise=True)
+	assert "rowwise" in columns.can_implement(problem).reason
+	odd = QuantizeProblem("bfloat16", 48)
+	assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
+	assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
+	assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")

@@ -1,7 +1,5 @@
 """The NVFP4 quantizers on the emulator, byte for byte against the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -16,19 +14,19 @@ from cute_kernels.quantize import RowsConfig, TileConfig
 from tests.helpers import DTYPES, ends, many_groups
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
 from tests.kernels.quantize_support import (
-  ARCH,
-  NO_RESULTS,
-  NO_TILE_RESULTS,
-  Problem,
-  assert_same_buffers,
-  check_rows,
-  check_tiles,
-  compiled,
-  expected,
-  random_input,
-  run_rows,
-  run_tiles,
-  special_input,
+	ARCH,
+	NO_RESULTS,
+	NO_TILE_RESULTS,
+	Problem,
+	assert_same_buffers,
+	check_rows,
+	check_tiles,
+	compiled,
+	expected,
+	random_input,
+	run_rows,
+	run_tiles,
+	special_input,
 )
 
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
@@ -39,49 +37,49 @@ Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
 GivenRows = functools.partial(RowsConfig, "nvfp4", "bfloat16", arch="sm_90a")
 #: (rows of the buffer, K, end rows).
 RAGGED = {
-  "one group": (256, 128, ends(256)),
-  "one row": (1, 16, ends(1)),
-  "odd rows, K past a scale tile": (300, 80, ends(7, 136, 137, 300)),
-  "empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-  "all empty": (64, 32, ends(0, 0, 0)),
-  "tail": (260, 144, ends(3, 131, 259 - 40)),
-  "tile boundaries": (513, 64, ends(127, 255, 384, 513)),
+	"one group": (256, 128, ends(256)),
+	"one row": (1, 16, ends(1)),
+	"odd rows, K past a scale tile": (300, 80, ends(7, 136, 137, 300)),
+	"empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+	"all empty": (64, 32, ends(0, 0, 0)),
+	"tail": (260, 144, ends(3, 131, 259 - 40)),
+	"tile boundaries": (513, 64, ends(127, 255, 384, 513)),
 }
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
 #: Arguments of ``tiles``.
 VARIANTS: dict[str, dict] = {
-  "rowwise": {},
-  "columnwise": {"rowwise": False, "columnwise": True},
-  "both": {"columnwise": True},
-  "row-scaled": {"format": ROW_SCALED},
-  "row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
-  "square": {"format": SQUARE},
-  "square, both": {"format": SQUARE, "columnwise": True},
-  "stochastic": {"format": STOCHASTIC, "columnwise": True},
-  "Hadamard": {"format": "nvfp4:hadamard,stochastic_rounding", "columnwise": True},
-  "stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
-  "4over6": {"format": f"{ROW_SCALED},four_over_six,four_over_six_error=mse", "columnwise": True},
-  "4over6, square": {"format": f"{SQUARE},four_over_six,e4m3_max=448", "columnwise": True},
+	"rowwise": {},
+	"columnwise": {"rowwise": False, "columnwise": True},
+	"both": {"columnwise": True},
+	"row-scaled": {"format": ROW_SCALED},
+	"row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
+	"square": {"format": SQUARE},
+	"square, both": {"format": SQUARE, "columnwise": True},
+	"stochastic": {"format": STOCHASTIC, "columnwise": True},
+	"Hadamard": {"format": "nvfp4:hadamard,stochastic_rounding", "columnwise": True},
+	"stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
+	"4over6": {"format": f"{ROW_SCALED},four_over_six,four_over_six_error=mse", "columnwise": True},
+	"4over6, square": {"format": f"{SQUARE},four_over_six,e4m3_max=448", "columnwise": True},
 }
 #: Uniform groups differ in where tiles are and how they are numbered, which all but one share.
 UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4over6"))]
 
 
 def tiles(dtype: str = "bfloat16", grouping: str = "ragged", **changes: Any) -> TileConfig:
-  """A configuration for one level a group, unless ``changes`` has another format."""
-  return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
+	"""A configuration for one level a group, unless ``changes`` has another format."""
+	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
 def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
-  rows, cols, offs = RAGGED[case]
-  x = random_input((rows, cols), DTYPES[dtype], seed)
-  x[int(offs[-1]) :] = float("nan")
-  return Problem(x, offs)
+	rows, cols, offs = RAGGED[case]
+	x = random_input((rows, cols), DTYPES[dtype], seed)
+	x[int(offs[-1]) :] = float("nan")
+	return Problem(x, offs)
 
 
 def in_any_order(cols: int) -> Problem:
-  """Partial tiles and empty groups."""
-  return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
+	"""Partial tiles and empty groups."""
+	return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
 
 
 #: What columnwise copies do is in those of both directions.
@@ -89,220 +87,220 @@ PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
 @pytest.mark.parametrize(
-  ("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)]
+	("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)]
 )
 def test_tiles_of_ragged_groups(arch: str, variant: str) -> None:
-  for case in RAGGED:
-    check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
+	for case in RAGGED:
+		check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
 
 
 @pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
-  """What a team keeps of its group serves all tiles of the group, and no other's."""
-  config = tiles(arch="sm_90a", **VARIANTS[variant])
-  x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
-  x[400:530] *= 2.0**115
-  with emulator.options(num_sms=1):
-    check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
+	"""What a team keeps of its group serves all tiles of the group, and no other's."""
+	config = tiles(arch="sm_90a", **VARIANTS[variant])
+	x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+	x[400:530] *= 2.0**115
+	with emulator.options(num_sms=1):
+		check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
 
 
 @pytest.mark.parametrize("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant: str) -> None:
-  config = tiles("bfloat16", "uniform", **VARIANTS[variant])
-  for shape in UNIFORM.values():
-    check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
+	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
+	for shape in UNIFORM.values():
+		check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("variant", ["both", "square, both"])
 def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
-  for case in ("odd rows, K past a scale tile", "tail"):
-    check_tiles(tiles(dtype, **VARIANTS[variant]), ragged(case, dtype))
+	for case in ("odd rows, K past a scale tile", "tail"):
+		check_tiles(tiles(dtype, **VARIANTS[variant]), ragged(case, dtype))
 
 
 @pytest.mark.parametrize(
-  ("variant", "grouping", "arch"),
-  [
-    *itertools.product(("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)),
-    ("both", "uniform", "sm_90a"),
-    *(("Hadamard", "ragged", arch) for arch in ARCHITECTURES),
-  ],
+	("variant", "grouping", "arch"),
+	[
+		*itertools.product(("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)),
+		("both", "uniform", "sm_90a"),
+		*(("Hadamard", "ragged", arch) for arch in ARCHITECTURES),
+	],
 )
 def test_two_phases_compute_the_amaxes(variant: str, grouping: str, arch: str) -> None:
-  config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
-  if grouping == "uniform":
-    check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
-  else:
-    for case in ("tail", "empty first, middle, last", "all empty"):
-      check_tiles(config, ragged(case))
+	config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
+	if grouping == "uniform":
+		check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
+	else:
+		for case in ("tail", "empty first, middle, last", "all empty"):
+			check_tiles(config, ragged(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch: str, warps: int, dtype: str) -> None:
-  config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
-  for case in RAGGED:
-    check_rows(config, ragged(case, dtype))
+	config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
+	for case in RAGGED:
+		check_rows(config, ragged(case, dtype))
 
 
 @pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
-  config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
-  for case in RAGGED:
-    check_rows(config, ragged(case))
+	config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
+	for case in RAGGED:
+		check_rows(config, ragged(case))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype: str, rows: int) -> None:
-  config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
-  generator = torch.Generator().manual_seed(7)
-  for cols in (16, config.max_cols - 48, config.max_cols):
-    # Ends that leave the last packets of a tile with each number of rows.
-    offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
-    x = random_input((int(offs[-1]) + 3, cols), DTYPES[dtype])
-    check_rows(config, Problem(x, offs))
+	config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
+	generator = torch.Generator().manual_seed(7)
+	for cols in (16, config.max_cols - 48, config.max_cols):
+		# Ends that leave the last packets of a tile with each number of rows.
+		offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
+		x = random_input((int(offs[-1]) + 3, cols), DTYPES[dtype])
+		check_rows(config, Problem(x, offs))
 
 
 def test_rows_up_to_16384() -> None:
-  for dtype in ("bfloat16", "float32"):
-    config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
-    assert config.max_cols == 16384
-    x = random_input((10, 16384), DTYPES[dtype])
-    check_rows(config, Problem(x, ends(9, 10)))
+	for dtype in ("bfloat16", "float32"):
+		config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
+		assert config.max_cols == 16384
+		x = random_input((10, 16384), DTYPES[dtype])
+		check_rows(config, Problem(x, ends(9, 10)))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_rows_of_uniform_groups(arch: str) -> None:
-  config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
-  for shape in UNIFORM.values():
-    check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
+	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
+	for shape in UNIFORM.values():
+		check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_special_values(arch: str, dtype: str) -> None:
-  """NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
-  x = special_input(150, 128, DTYPES[dtype])
-  x[8::7, 48:64] = -float("nan")
-  # The last group is all tiny: its S_enc is clamped to FMAX.
-  tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
-  tiny[:, ::3] *= -0.5
-  offs = ends(1, 2, 3, 40, 60, 150, 170)
-  problem = Problem(torch.cat([x, tiny]), offs)
-  check_tiles(tiles(dtype, columnwise=True, arch=arch), problem)
-  check_tiles(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
-  if dtype == "bfloat16":
-    for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
-      check_tiles(tiles(arch=arch, **VARIANTS[variant]), problem)
-  check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
+	"""NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
+	x = special_input(150, 128, DTYPES[dtype])
+	x[8::7, 48:64] = -float("nan")
+	# The last group is all tiny: its S_enc is clamped to FMAX.
+	tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+	tiny[:, ::3] *= -0.5
+	offs = ends(1, 2, 3, 40, 60, 150, 170)
+	problem = Problem(torch.cat([x, tiny]), offs)
+	check_tiles(tiles(dtype, columnwise=True, arch=arch), problem)
+	check_tiles(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
+	if dtype == "bfloat16":
+		for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
+			check_tiles(tiles(arch=arch, **VARIANTS[variant]), problem)
+	check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
 def test_a_given_amax_need_not_be_the_true_one() -> None:
-  problem = ragged("tail")
-  given = torch.tensor([1e-3, 3.0, 1e30])
-  config = tiles(columnwise=True)
-  want = expected(problem, NVFP4(), True, True, given)
-  assert_same_buffers(run_tiles(config, problem, given), want)
+	problem = ragged("tail")
+	given = torch.tensor([1e-3, 3.0, 1e30])
+	config = tiles(columnwise=True)
+	want = expected(problem, NVFP4(), True, True, given)
+	assert_same_buffers(run_tiles(config, problem, given), want)
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind: str) -> None:
-  offs = many_groups()
-  problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
-  if kind == "rows":
-    check_rows(Rows(warps_per_row=1), problem)
-  else:
-    check_tiles(tiles(columnwise=True, compute_amax=True), problem)
+	offs = many_groups()
+	problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
+	if kind == "rows":
+		check_rows(Rows(warps_per_row=1), problem)
+	else:
+		check_tiles(tiles(columnwise=True, compute_amax=True), problem)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize(
-  ("arch", "variant", "cols"),
-  [
-    # Two more column tiles than stages for one CTA.
-    *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
-    *((arch, v, 528) for arch in ARCHITECTURES for v in ("Hadamard", "4over6", "4over6, square")),
-    ("sm_90a", "both", 528),
-  ],
+	("arch", "variant", "cols"),
+	[
+		# Two more column tiles than stages for one CTA.
+		*((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
+		*((arch, v, 528) for arch in ARCHITECTURES for v in ("Hadamard", "4over6", "4over6, square")),
+		("sm_90a", "both", 528),
+	],
 )
 def test_tiles_in_any_order(arch: str, variant: str, cols: int, mode: dict) -> None:
-  config = tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant])
-  with emulator.options(**mode):
-    check_tiles(config, in_any_order(cols))
+	config = tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant])
+	with emulator.options(**mode):
+		check_tiles(config, in_any_order(cols))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_bands_without_rows(arch: str) -> None:
-  """Bands of slot tiles of which all are empty, some, or only the first ones."""
-  band = TileConfig.band
-  offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-  problem = Problem(random_input((1600, 272), torch.bfloat16), ends(*offs))
-  config = tiles(columnwise=True, arch=arch)
-  want = expected(problem, NVFP4(), True, True)
-  for num_sms in (1, 3):
-    with emulator.options(num_sms=num_sms):
-      assert_same_buffers(run_tiles(config, problem), want)
+	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
+	band = TileConfig.band
+	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
+	problem = Problem(random_input((1600, 272), torch.bfloat16), ends(*offs))
+	config = tiles(columnwise=True, arch=arch)
+	want = expected(problem, NVFP4(), True, True)
+	for num_sms in (1, 3):
+		with emulator.options(num_sms=num_sms):
+			assert_same_buffers(run_tiles(config, problem), want)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype: str) -> None:
-  """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
-  config = tiles(dtype, compute_amax=True)
-  problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
-  want = expected(problem, NVFP4(), True, False)
-  for seed in range(12):
-    with emulator.options(mode="chaos", seed=seed, num_sms=1):
-      assert_same_buffers(run_tiles(config, problem), want)
+	"""Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
+	config = tiles(dtype, compute_amax=True)
+	problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
+	want = expected(problem, NVFP4(), True, False)
+	for seed in range(12):
+		with emulator.options(mode="chaos", seed=seed, num_sms=1):
+			assert_same_buffers(run_tiles(config, problem), want)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 @pytest.mark.parametrize(
-  "config",
-  [
-    *(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
-    *(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
-  ],
-  ids=str,
+	"config",
+	[
+		*(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
+		*(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
+	],
+	ids=str,
 )
 def test_rows_in_any_order(config: RowsConfig, mode: dict) -> None:
-  with emulator.options(**mode):
-    check_rows(config, in_any_order(496))
+	with emulator.options(**mode):
+		check_rows(config, in_any_order(496))
 
 
 @pytest.mark.parametrize("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind: str) -> None:
-  """The tail of x is never read; nothing outside the buffers is touched."""
-  problem = ragged("tail")
-  live = int(problem.offs[-1])
-  if kind == "rows":
-    config = Rows(warps_per_row=2)
-    out = problem.buffers(NVFP4(row_scaled=True), True, False)
-    copy = (out["amax"], out["codes"], out["scales"])
-    args = (*problem.inputs, *copy, *NO_RESULTS, 2)
-  else:
-    config = tiles(columnwise=True, compute_amax=True)
-    out = problem.buffers(NVFP4(), True, True)
-    names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-    args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
-  kernel, others = compiled(config), (problem.offs, *out.values())
-  check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
+	"""The tail of x is never read; nothing outside the buffers is touched."""
+	problem = ragged("tail")
+	live = int(problem.offs[-1])
+	if kind == "rows":
+		config = Rows(warps_per_row=2)
+		out = problem.buffers(NVFP4(row_scaled=True), True, False)
+		copy = (out["amax"], out["codes"], out["scales"])
+		args = (*problem.inputs, *copy, *NO_RESULTS, 2)
+	else:
+		config = tiles(columnwise=True, compute_amax=True)
+		out = problem.buffers(NVFP4(), True, True)
+		names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+		args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
+	kernel, others = compiled(config), (problem.offs, *out.values())
+	check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
 
 
 def test_bad_offsets_stay_in_the_buffer() -> None:
-  """Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
-  x = random_input((140, 64), torch.bfloat16)
-  clamped = Problem(x, ends(0, 20, 140, 140))
-  config, rows = tiles(columnwise=True), Rows()
-  wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
-  assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
-  fmt = NVFP4(row_scaled=True)
-  assert_same_buffers(run_rows(rows, wild), expected(clamped, fmt, True, False))
-  falling = Problem(x, ends(100, 20, -7, 130))
-  out = falling.buffers(fmt, True, True)
-  names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-  two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
-  copies = [out[name] for name in names]
-  with watching(x, falling.offs, *out.values()):
-    compiled(two_phase)(x, None, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
-    compiled(rows)(x, None, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)
+	"""Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
+	x = random_input((140, 64), torch.bfloat16)
+	clamped = Problem(x, ends(0, 20, 140, 140))
+	config, rows = tiles(columnwise=True), Rows()
+	wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
+	assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
+	fmt = NVFP4(row_scaled=True)
+	assert_same_buffers(run_rows(rows, wild), expected(clamped, fmt, True, False))
+	falling = Problem(x, ends(100, 20, -7, 130))
+	out = falling.buffers(fmt, True, True)
+	names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+	two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
+	copies = [out[name] for name in names]
+	with watching(x, falling.offs, *out.values()):
+		compiled(two_phase)(x, None, falling.offs, out["amax"], *copies, *NO_TILE_RESULTS, 2)
+		compiled(rows)(x, None, falling.offs, out["amax"], *copies[1:3], *NO_RESULTS, 2)

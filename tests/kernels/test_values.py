@@ -1,7 +1,5 @@
 """Quantizing to the fp16 operand of sm_90a's GEMM: the bits of quantizing, then expanding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -18,114 +16,114 @@ from tests.kernels.test_gemm_sm90 import DEVICES
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).
 SHAPES = {
-  "one row": ([1], 0, 16),
-  "part of a piece": ([3, 0, 6], 2, 144),
-  "several rows a warp": ([9, 0, 130], 5, 512),
-  "a row a warp": ([0, 20, 0], 0, 1056),
-  "two warps a row": ([5, 1], 1, 4096),
-  "all empty": ([0, 0], 4, 64),
+	"one row": ([1], 0, 16),
+	"part of a piece": ([3, 0, 6], 2, 144),
+	"several rows a warp": ([9, 0, 130], 5, 512),
+	"a row a warp": ([0, 20, 0], 0, 1056),
+	"two warps a row": ([5, 1], 1, 4096),
+	"all empty": ([0, 0], 4, 64),
 }
 
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request: pytest.FixtureRequest) -> str:
-  return request.param
+	return request.param
 
 
 def values(x: torch.Tensor, offs: torch.Tensor, amax: torch.Tensor, row_scaled: bool) -> torch.Tensor:
-  name = str(x.dtype).removeprefix("torch.")
-  problem = QuantizeProblem(name, x.shape[1])
-  config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
-  assert config.can_implement(problem)
-  depth = -(-x.shape[1] // 128) * 128
-  out = torch.full((len(x), depth), float("nan"), dtype=torch.float16, device=x.device)
-  compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
-  return out
+	name = str(x.dtype).removeprefix("torch.")
+	problem = QuantizeProblem(name, x.shape[1])
+	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
+	assert config.can_implement(problem)
+	depth = -(-x.shape[1] // 128) * 128
+	out = torch.full((len(x), depth), float("nan"), dtype=torch.float16, device=x.device)
+	compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
+	return out
 
 
 def expanded(parts: tuple[torch.Tensor, ...], offs: torch.Tensor, k: int) -> torch.Tensor:
-  codes, scales = parts[:2]
-  depth = -(-k // 128) * 128
-  out = torch.full((len(codes), depth), float("nan"), dtype=torch.float16, device=codes.device)
-  expand = compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)
-  expand(codes, scales, offs, out, NUM_SMS)
-  return out
+	codes, scales = parts[:2]
+	depth = -(-k // 128) * 128
+	out = torch.full((len(codes), depth), float("nan"), dtype=torch.float16, device=codes.device)
+	expand = compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)
+	expand(codes, scales, offs, out, NUM_SMS)
+	return out
 
 
 def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: str) -> None:
-  with cute_kernels.backend("reference"):
-    parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
-  x, offs = x.to(device), offs.to(device)
-  # With the pitch that codes have.
-  parts = [on_device_of(x, part) for part in parts]
-  amax = parts[2].clone()
-  if row_scaled:
-    amax.fill_(float("nan"))
-  got = values(x, offs, amax, row_scaled)
-  want = expanded(parts, offs, x.shape[1])
-  assert torch.equal(got.view(torch.int16), want.view(torch.int16))
-  live = int(offs[-1])
-  if row_scaled:
-    assert torch.equal(amax[:live].view(torch.int32), parts[2][:live].view(torch.int32))
-    assert amax[live:].isnan().all()
+	with cute_kernels.backend("reference"):
+		parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
+	x, offs = x.to(device), offs.to(device)
+	# With the pitch that codes have.
+	parts = [on_device_of(x, part) for part in parts]
+	amax = parts[2].clone()
+	if row_scaled:
+		amax.fill_(float("nan"))
+	got = values(x, offs, amax, row_scaled)
+	want = expanded(parts, offs, x.shape[1])
+	assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+	live = int(offs[-1])
+	if row_scaled:
+		assert torch.equal(amax[:live].view(torch.int32), parts[2][:live].view(torch.int32))
+		assert amax[live:].isnan().all()
 
 
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values(shape: str, dtype: torch.dtype, row_scaled: bool, device: str) -> None:
-  sizes, tail, k = SHAPES[shape]
-  x = sample(sum(sizes) + tail, k, dtype=dtype)
-  x[sum(sizes) :] = float("nan")
-  check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
+	sizes, tail, k = SHAPES[shape]
+	x = sample(sum(sizes) + tail, k, dtype=dtype)
+	x[sum(sizes) :] = float("nan")
+	check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
 
 
 def test_many_groups(device: str) -> None:
-  offs = many_groups()
-  check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
+	offs = many_groups()
+	check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_special_numbers(row_scaled: bool, device: str) -> None:
-  x = sample(12, 256)
-  x[0] = 0
-  x[1] *= 1e-39
-  x[2] = 3e38
-  x[3, 5] = float("nan")
-  x[4, 7] = float("inf")
-  x[5, 200:] = float("-inf")
-  x[6, 1:] = 0
-  x[7] = -0.0
-  check_values(x, ends(4, 4, 12), row_scaled, device)
+	x = sample(12, 256)
+	x[0] = 0
+	x[1] *= 1e-39
+	x[2] = 3e38
+	x[3, 5] = float("nan")
+	x[4, 7] = float("inf")
+	x[5, 200:] = float("-inf")
+	x[6, 1:] = 0
+	x[7] = -0.0
+	check_values(x, ends(4, 4, 12), row_scaled, device)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
-  for k in (272, 2064):
-    with emulator.options(**mode):
-      check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
+	for k in (272, 2064):
+		with emulator.options(**mode):
+			check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch: str, row_scaled: bool) -> None:
-  x, offs = sample(45, 144), ends(7, 7, 40)
-  w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
-  options = (sample(3, 40), torch.rand(3), False, torch.float32)
-  arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
+	x, offs = sample(45, 144), ends(7, 7, 40)
+	w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
+	options = (sample(3, 40), torch.rand(3), False, torch.float32)
+	arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
 
-  def fused() -> torch.Tensor:
-    return ops.m_grouped_quantize_gemm(*arguments)
+	def fused() -> torch.Tensor:
+		return ops.m_grouped_quantize_gemm(*arguments)
 
-  def steps() -> torch.Tensor:
-    a = ops.grouped_quantize(x, text, offs)
-    return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
+	def steps() -> torch.Tensor:
+		a = ops.grouped_quantize(x, text, offs)
+		return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
 
-  with cute_kernels.backend(f"reference:{arch}"):
-    want = steps()
-    assert torch.equal(fused(), want)
-  with cute_kernels.backend(f"emulated:{arch}"):
-    assert torch.equal(fused(), want)
-    out = torch.full((45, 40), 2.0)
-    ops.m_grouped_quantize_gemm_out(*arguments, out=out)
-    assert torch.equal(out[:40], want[:40]) and (out[40:] == 2).all()
+	with cute_kernels.backend(f"reference:{arch}"):
+		want = steps()
+		assert torch.equal(fused(), want)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		assert torch.equal(fused(), want)
+		out = torch.full((45, 40), 2.0)
+		ops.m_grouped_quantize_gemm_out(*arguments, out=out)
+		assert torch.equal(out[:40], want[:40]) and (out[40:] == 2).all()

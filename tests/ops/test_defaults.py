@@ -17,82 +17,82 @@ from tests.helpers import assert_same_bytes, each, offsets, sample
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
 PAIRS = (
-  (NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
-  (NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
-  (MXFP8(), MXFP8(block=(32, 32))),
-  (FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
-  (FP8(), FP8(torch.float8_e5m2)),
+	(NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+	(NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
+	(MXFP8(), MXFP8(block=(32, 32))),
+	(FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
+	(FP8(), FP8(torch.float8_e5m2)),
 )
 
 
 @contextmanager
 def defaults(dtype, device):
-  before = torch.get_default_dtype()
-  torch.set_default_dtype(dtype)
-  try:
-    with torch.device(device):
-      yield
-  finally:
-    torch.set_default_dtype(before)
+	before = torch.get_default_dtype()
+	torch.set_default_dtype(dtype)
+	try:
+		with torch.device(device):
+			yield
+	finally:
+		torch.set_default_dtype(before)
 
 
 def results(x, w, alpha, a, b):
-  """Buffers, decoded values and products of ``x`` and ``w``."""
-  seed = {"seed": 5} if a.is_stochastic else {}
-  xq = grouped.quantize(x, a, offs=OFFS, columnwise=True, **seed)
-  wq = grouped.quantize(w, b, columnwise=True)
-  activated = grouped.quantize(x, a, offs=OFFS, activation="gelu", dbias=True, **seed)
-  found = [
-    *xq.rowwise,
-    *xq.columnwise,
-    *wq.rowwise,
-    *activated[0].rowwise,
-    activated[1],
-    xq.dequantize(torch.float32),
-    xq.dequantize(torch.float32, "columnwise"),
-    grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=torch.float32),
-    grouped.grouped_gemm(x, w, offs=OFFS, out_dtype=torch.float32),
-  ]
-  if not (a.is_transformed or a.name == "fp8_block"):
-    found.append(grouped.grouped_gemm(xq, xq, out_dtype=torch.float32))
-  return found
+	"""Buffers, decoded values and products of ``x`` and ``w``."""
+	seed = {"seed": 5} if a.is_stochastic else {}
+	xq = grouped.quantize(x, a, offs=OFFS, columnwise=True, **seed)
+	wq = grouped.quantize(w, b, columnwise=True)
+	activated = grouped.quantize(x, a, offs=OFFS, activation="gelu", dbias=True, **seed)
+	found = [
+		*xq.rowwise,
+		*xq.columnwise,
+		*wq.rowwise,
+		*activated[0].rowwise,
+		activated[1],
+		xq.dequantize(torch.float32),
+		xq.dequantize(torch.float32, "columnwise"),
+		grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=torch.float32),
+		grouped.grouped_gemm(x, w, offs=OFFS, out_dtype=torch.float32),
+	]
+	if not (a.is_transformed or a.name == "fp8_block"):
+		found.append(grouped.grouped_gemm(xq, xq, out_dtype=torch.float32))
+	return found
 
 
 @each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 @each(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
 def test_defaults_change_no_bit(a, b, backend):
-  if not (support("grouped_gemm", a, backend) and support("grouped_gemm", b, backend)):
-    pytest.skip("not built")
-  torch.manual_seed(3)
-  operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
-  with cute_kernels.backend(backend):
-    want = results(*operands, a, b)
-    for dtype, device in ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")):
-      with defaults(dtype, device):
-        got = results(*operands, a, b)
-      for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert_same_bytes(g, w, f"result {i} under {dtype}, {device}")
+	if not (support("grouped_gemm", a, backend) and support("grouped_gemm", b, backend)):
+		pytest.skip("not built")
+	torch.manual_seed(3)
+	operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
+	with cute_kernels.backend(backend):
+		want = results(*operands, a, b)
+		for dtype, device in ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")):
+			with defaults(dtype, device):
+				got = results(*operands, a, b)
+			for i, (g, w) in enumerate(zip(got, want, strict=True)):
+				assert_same_bytes(g, w, f"result {i} under {dtype}, {device}")
 
 
 def test_defaults_when_imported():
-  """What is made once, when the package is imported, is of its own dtype, too."""
-  code = (
-    "import torch; torch.set_default_dtype(torch.float64); import grouped; "
-    "x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
-    "q = grouped.quantize(x, grouped.NVFP4()); print(q.dequantize().sum().item())"
-  )
-  found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
-  assert float(found.stdout) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
+	"""What is made once, when the package is imported, is of its own dtype, too."""
+	code = (
+		"import torch; torch.set_default_dtype(torch.float64); import grouped; "
+		"x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
+		"q = grouped.quantize(x, grouped.NVFP4()); print(q.dequantize().sum().item())"
+	)
+	found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+	x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
+	assert float(found.stdout) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
 
 
 def test_flushed_subnormals_are_not_silent(monkeypatch):
-  monkeypatch.setattr(settings, "_warned", set())
-  x = torch.ones(1, 2, 32)
-  if not torch.set_flush_denormal(True):
-    pytest.skip("this processor does not flush")
-  try:
-    with pytest.warns(RuntimeWarning, match="flushes subnormal numbers to zero"):
-      grouped.quantize(x, MXFP8())
-  finally:
-    torch.set_flush_denormal(False)
+	monkeypatch.setattr(settings, "_warned", set())
+	x = torch.ones(1, 2, 32)
+	if not torch.set_flush_denormal(True):
+		pytest.skip("this processor does not flush")
+	try:
+		with pytest.warns(RuntimeWarning, match="flushes subnormal numbers to zero"):
+			grouped.quantize(x, MXFP8())
+	finally:
+		torch.set_flush_denormal(False)

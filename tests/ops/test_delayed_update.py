@@ -23,159 +23,159 @@ np.seterr(all="ignore")
 
 
 def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max"):
-  """One column: a list of L numbers and a number in, the same out."""
-  history = [f32(h) for h in history]
-  last = history[0] if amax is None or amax == 0 else abs(f32(amax))
-  if last == 0:
-    return history, f32(scale)
-  history = [*history[1:], last]
-  largest = f32(0)
-  for h in history:
-    if h > largest:  # false for NaN
-      largest = h
-  basis = largest if algorithm == "max" else last
-  if not (math.isnan(basis) or math.isinf(basis)) and basis > 0:
-    scale = f32(f32(FP8_MAX[dtype] * 2.0**-margin) / basis)
-    if math.isinf(scale):
-      scale = FMAX
-  history[0] = f32(0)
-  return history, f32(scale)
+	"""One column: a list of L numbers and a number in, the same out."""
+	history = [f32(h) for h in history]
+	last = history[0] if amax is None or amax == 0 else abs(f32(amax))
+	if last == 0:
+		return history, f32(scale)
+	history = [*history[1:], last]
+	largest = f32(0)
+	for h in history:
+		if h > largest:  # false for NaN
+			largest = h
+	basis = largest if algorithm == "max" else last
+	if not (math.isnan(basis) or math.isinf(basis)) and basis > 0:
+		scale = f32(f32(FP8_MAX[dtype] * 2.0**-margin) / basis)
+		if math.isinf(scale):
+			scale = FMAX
+	history[0] = f32(0)
+	return history, f32(scale)
 
 
 def by_column(history, scale, dtype, amax=None, **options):
-  amaxes = [None] * len(scale) if amax is None else amax.tolist()
-  columns = zip(history.T.tolist(), scale.tolist(), amaxes, strict=True)
-  done = [oracle(*column[:2], dtype, column[2], **options) for column in columns]
-  want = torch.tensor(np.array([h for h, _ in done]).T.copy())
-  return want, torch.tensor(np.array([s for _, s in done]))
+	amaxes = [None] * len(scale) if amax is None else amax.tolist()
+	columns = zip(history.T.tolist(), scale.tolist(), amaxes, strict=True)
+	done = [oracle(*column[:2], dtype, column[2], **options) for column in columns]
+	want = torch.tensor(np.array([h for h, _ in done]).T.copy())
+	return want, torch.tensor(np.array([s for _, s in done]))
 
 
 def check(history, scale, dtype, amax=None, **options):
-  want_history, want_scale = by_column(history, scale, dtype, amax, **options)
-  grouped.delayed_scaling_update(history, scale, dtype, amax=amax, **options)
-  assert_same_bytes(history, want_history, "history", any_nan=True)
-  assert_same_bytes(scale, want_scale, "scale")
+	want_history, want_scale = by_column(history, scale, dtype, amax, **options)
+	grouped.delayed_scaling_update(history, scale, dtype, amax=amax, **options)
+	assert_same_bytes(history, want_history, "history", any_nan=True)
+	assert_same_bytes(scale, want_scale, "scale")
 
 
 @each("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", TEXTS)
 def test_random_histories_step_by_step(dtype, algorithm):
-  rng = torch.Generator().manual_seed(7)
-  for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
-    history, scale = torch.zeros(length, 40), torch.ones(40)
-    for step in range(12):
-      pick = torch.randint(0, len(SPECIALS) + 12, (40,), generator=rng)
-      seen = torch.rand(40, generator=rng).exp()
-      for i, value in enumerate(SPECIALS):
-        seen[pick == i] = value
-      amax = None
-      if step % 3 == 2:
-        # Given and in row 0; zeros of the one leave it to the other.
-        amax, seen = seen * torch.where(pick % 2 == 0, -1, 1), seen.roll(1)
-      history[0] = seen
-      check(history, scale, dtype, amax, margin=margin, algorithm=algorithm)
+	rng = torch.Generator().manual_seed(7)
+	for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
+		history, scale = torch.zeros(length, 40), torch.ones(40)
+		for step in range(12):
+			pick = torch.randint(0, len(SPECIALS) + 12, (40,), generator=rng)
+			seen = torch.rand(40, generator=rng).exp()
+			for i, value in enumerate(SPECIALS):
+				seen[pick == i] = value
+			amax = None
+			if step % 3 == 2:
+				# Given and in row 0; zeros of the one leave it to the other.
+				amax, seen = seen * torch.where(pick % 2 == 0, -1, 1), seen.roll(1)
+			history[0] = seen
+			check(history, scale, dtype, amax, margin=margin, algorithm=algorithm)
 
 
 @each("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("dtype", TEXTS)
 def test_every_pair_of_specials(dtype, algorithm):
-  """Column by column: an old amax, and the new one."""
-  pairs = torch.tensor(list(itertools.product(SPECIALS, SPECIALS)))
-  for length in (1, 2, 4):
-    history = torch.zeros(length, len(pairs))
-    history[-1] = pairs[:, 0]
-    history[0] = pairs[:, 1]
-    check(history, torch.full((len(pairs),), 3.0), dtype, algorithm=algorithm)
+	"""Column by column: an old amax, and the new one."""
+	pairs = torch.tensor(list(itertools.product(SPECIALS, SPECIALS)))
+	for length in (1, 2, 4):
+		history = torch.zeros(length, len(pairs))
+		history[-1] = pairs[:, 0]
+		history[0] = pairs[:, 1]
+		check(history, torch.full((len(pairs),), 3.0), dtype, algorithm=algorithm)
 
 
 def arguments(**changes):
-  base = {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3}
-  return base | changes
+	base = {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3}
+	return base | changes
 
 
 @each(
-  ("change", "error", "match"),
-  [
-    ({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
-    ({"amax_history": torch.rand(0, 3)}, ValueError, "at least one row"),
-    ({"amax_history": torch.rand(4, 3).double()}, TypeError, "amax_history must be float32"),
-    ({"amax_history": torch.rand(3, 4).T}, ValueError, "amax_history is written in place"),
-    ({"scale": torch.ones(4)}, ValueError, "scale must have size 3"),
-    ({"scale": torch.ones(3, dtype=torch.bfloat16)}, TypeError, "scale must be float32"),
-    ({"scale": torch.ones(6)[::2]}, ValueError, "scale is written in place"),
-    ({"amax": torch.ones(2)}, ValueError, "amax must have size 3"),
-    ({"amax": torch.ones(3, device="meta")}, ValueError, "amax must be on the device"),
-    ({"margin": 200}, ValueError, "margin must leave 448.0"),
-    ({"margin": -120}, ValueError, "margin must leave 448.0"),
-    ({"margin": 10**6}, ValueError, "margin must leave 448.0"),
-    ({"margin": True}, TypeError, "margin must be an integer"),
-    ({"margin": 0.5}, TypeError, "margin"),
-    ({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent"),
-    ({"fmt": grouped.FP8()}, ValueError, "must take scales from the caller"),
-    ({"fmt": grouped.NVFP4()}, ValueError, "must take scales from the caller"),
-    ({"fmt": torch.float16}, ValueError, "dtype must be"),
-    ({"fmt": "fp8"}, TypeError, "fmt must be a format record"),
-    ({"scale": torch.ones(3, requires_grad=True)}, RuntimeError, "scale requires a gradient"),
-  ],
+	("change", "error", "match"),
+	[
+		({"amax_history": torch.rand(3)}, ValueError, "amax_history must have 2 dimensions"),
+		({"amax_history": torch.rand(0, 3)}, ValueError, "at least one row"),
+		({"amax_history": torch.rand(4, 3).double()}, TypeError, "amax_history must be float32"),
+		({"amax_history": torch.rand(3, 4).T}, ValueError, "amax_history is written in place"),
+		({"scale": torch.ones(4)}, ValueError, "scale must have size 3"),
+		({"scale": torch.ones(3, dtype=torch.bfloat16)}, TypeError, "scale must be float32"),
+		({"scale": torch.ones(6)[::2]}, ValueError, "scale is written in place"),
+		({"amax": torch.ones(2)}, ValueError, "amax must have size 3"),
+		({"amax": torch.ones(3, device="meta")}, ValueError, "amax must be on the device"),
+		({"margin": 200}, ValueError, "margin must leave 448.0"),
+		({"margin": -120}, ValueError, "margin must leave 448.0"),
+		({"margin": 10**6}, ValueError, "margin must leave 448.0"),
+		({"margin": True}, TypeError, "margin must be an integer"),
+		({"margin": 0.5}, TypeError, "margin"),
+		({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent"),
+		({"fmt": grouped.FP8()}, ValueError, "must take scales from the caller"),
+		({"fmt": grouped.NVFP4()}, ValueError, "must take scales from the caller"),
+		({"fmt": torch.float16}, ValueError, "dtype must be"),
+		({"fmt": "fp8"}, TypeError, "fmt must be a format record"),
+		({"scale": torch.ones(3, requires_grad=True)}, RuntimeError, "scale requires a gradient"),
+	],
 )
 def test_errors(change, error, match):
-  call = arguments(**change)
-  history = call.pop("amax_history")
-  before = history.clone()
-  with pytest.raises(error, match=match):
-    grouped.delayed_scaling_update(history, **call)
-  assert torch.equal(history, before)
+	call = arguments(**change)
+	history = call.pop("amax_history")
+	before = history.clone()
+	with pytest.raises(error, match=match):
+		grouped.delayed_scaling_update(history, **call)
+	assert torch.equal(history, before)
 
 
 @each("algorithm", ["max", "most_recent"])
 @each("arch", ["sm_90a", "sm_100a"])
 def test_kernels(arch, algorithm):
-  """Histories shorter and longer than a CTA has threads, step by step."""
-  pytest.importorskip("cutlass")
-  rng = torch.Generator().manual_seed(3)
-  specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
-  for length in (1, 2, 3, 600):
-    pick = torch.randint(0, len(specials), (length, 30), generator=rng)
-    # Kernels read and write at any address.
-    history, scale = specials[pick], torch.ones(31)[1:]
-    for i, options in enumerate(({}, {"mode": "chaos", "seed": length}, {"races": True})):
-      amax = specials[torch.randint(0, len(specials), (30,), generator=rng)]
-      amax[::2] *= -1
-      with cute_kernels.backend(f"emulated:{arch}", **options):
-        given = None if i == 1 else amax
-        check(history, scale, E4M3, given, margin=i, algorithm=algorithm)
-  with cute_kernels.backend(f"emulated:{arch}"):
-    grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
+	"""Histories shorter and longer than a CTA has threads, step by step."""
+	pytest.importorskip("cutlass")
+	rng = torch.Generator().manual_seed(3)
+	specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
+	for length in (1, 2, 3, 600):
+		pick = torch.randint(0, len(specials), (length, 30), generator=rng)
+		# Kernels read and write at any address.
+		history, scale = specials[pick], torch.ones(31)[1:]
+		for i, options in enumerate(({}, {"mode": "chaos", "seed": length}, {"races": True})):
+			amax = specials[torch.randint(0, len(specials), (30,), generator=rng)]
+			amax[::2] *= -1
+			with cute_kernels.backend(f"emulated:{arch}", **options):
+				given = None if i == 1 else amax
+				check(history, scale, E4M3, given, margin=i, algorithm=algorithm)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 
 
 def test_versions_count_the_writes():
-  history, scale, amax = torch.rand(4, 3), torch.ones(3), torch.rand(3)
-  versions = [t._version for t in (history, scale, amax)]
-  grouped.delayed_scaling_update(history, scale, E4M3, amax=amax)
-  assert history._version > versions[0] and scale._version > versions[1]
-  assert amax._version == versions[2]
+	history, scale, amax = torch.rand(4, 3), torch.ones(3), torch.rand(3)
+	versions = [t._version for t in (history, scale, amax)]
+	grouped.delayed_scaling_update(history, scale, E4M3, amax=amax)
+	assert history._version > versions[0] and scale._version > versions[1]
+	assert amax._version == versions[2]
 
 
 def test_compiled():
-  def update(history, scale, amax):
-    history[0] = torch.maximum(history[0], amax)
-    grouped.delayed_scaling_update(history, scale, E5M2, margin=1)
-    return 1 / scale
+	def update(history, scale, amax):
+		history[0] = torch.maximum(history[0], amax)
+		grouped.delayed_scaling_update(history, scale, E5M2, margin=1)
+		return 1 / scale
 
-  for dynamic in (None, True):
-    torch._dynamo.reset()
-    compiled = torch.compile(update, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    runs = []
-    for function in (update, compiled):
-      torch.manual_seed(3)
-      history, scale = torch.rand(5, 3), torch.ones(3)
-      inverse = [function(history, scale, torch.rand(3) * 2) for _ in range(3)]
-      runs.append((history, scale, *inverse))
-    assert_all_same(*runs)
-  torch._dynamo.reset()
+	for dynamic in (None, True):
+		torch._dynamo.reset()
+		compiled = torch.compile(update, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+		runs = []
+		for function in (update, compiled):
+			torch.manual_seed(3)
+			history, scale = torch.rand(5, 3), torch.ones(3)
+			inverse = [function(history, scale, torch.rand(3) * 2) for _ in range(3)]
+			runs.append((history, scale, *inverse))
+		assert_all_same(*runs)
+	torch._dynamo.reset()
 
 
 @each("amax", [None, torch.tensor([1.0, 0.0, INF])])
 def test_opcheck(amax):
-  call = (torch.rand(4, 3), torch.ones(3), TEXTS[E4M3], amax, 1, "most_recent")
-  opcheck(ops.delayed_scaling_update.default, call)
+	call = (torch.rand(4, 3), torch.ones(3), TEXTS[E4M3], amax, 1, "most_recent")
+	opcheck(ops.delayed_scaling_update.default, call)

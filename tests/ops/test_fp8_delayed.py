@@ -8,16 +8,16 @@ import grouped
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
-  DTYPES,
-  SPLITS,
-  assert_same_bytes,
-  each,
-  many_groups,
-  offsets,
-  ops,
-  sample,
-  saved,
-  weird_values,
+	DTYPES,
+	SPLITS,
+	assert_same_bytes,
+	each,
+	many_groups,
+	offsets,
+	ops,
+	sample,
+	saved,
+	weird_values,
 )
 
 FP8 = grouped.FP8
@@ -28,201 +28,201 @@ E4M3 = FORMATS[torch.float8_e4m3fn]
 
 
 def scales(groups):
-  """Ordinary ones, one that saturates nearly everything, and the extremes."""
-  found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
-  found[0] = 1000.0
-  for i, value in enumerate((torch.finfo(torch.float32).max, 1e-38)):
-    if groups > i + 2:
-      found[-1 - i] = value
-  return found
+	"""Ordinary ones, one that saturates nearly everything, and the extremes."""
+	found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
+	found[0] = 1000.0
+	for i, value in enumerate((torch.finfo(torch.float32).max, 1e-38)):
+		if groups > i + 2:
+			found[-1 - i] = value
+	return found
 
 
 def codes_of(x, scale, dtype):
-  """Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
-  y = x.float() * scale
-  largest = torch.finfo(dtype).max
-  encoded = y.clamp(-largest, largest).to(dtype).view(torch.uint8)
-  # The sign of a NaN is dropped.
-  return torch.where(y.isnan(), torch.tensor(0x7F, dtype=torch.uint8), encoded)
+	"""Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
+	y = x.float() * scale
+	largest = torch.finfo(dtype).max
+	encoded = y.clamp(-largest, largest).to(dtype).view(torch.uint8)
+	# The sign of a NaN is dropped.
+	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=torch.uint8), encoded)
 
 
 def amax_of(x):
-  """Largest magnitude of the unscaled values; NaN is passed over, Inf kept."""
-  numbers = x.float().abs().flatten()
-  numbers = numbers[~numbers.isnan()]
-  return float(numbers.max()) if len(numbers) else 0.0
+	"""Largest magnitude of the unscaled values; NaN is passed over, Inf kept."""
+	numbers = x.float().abs().flatten()
+	numbers = numbers[~numbers.isnan()]
+	return float(numbers.max()) if len(numbers) else 0.0
 
 
 def check(q, x, scale, dtype, spans):
-  for g, (start, end) in enumerate(spans):
-    rows = x[start:end] if q.offs is not None else x[g]
-    want, member = codes_of(rows, scale[g], dtype), q.member(g)
-    if q.rowwise is not None:
-      assert_same_bytes(member.codes.view(torch.uint8), want, f"codes of {g}")
-    if q.columnwise is not None:
-      got = member.codes_t.view(torch.uint8).contiguous()
-      assert_same_bytes(got, want.T.contiguous(), f"codes_t of {g}")
-    held = q.rowwise or q.columnwise
-    assert held.amax[g].item() == amax_of(rows)
-    assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
-    assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
+	for g, (start, end) in enumerate(spans):
+		rows = x[start:end] if q.offs is not None else x[g]
+		want, member = codes_of(rows, scale[g], dtype), q.member(g)
+		if q.rowwise is not None:
+			assert_same_bytes(member.codes.view(torch.uint8), want, f"codes of {g}")
+		if q.columnwise is not None:
+			got = member.codes_t.view(torch.uint8).contiguous()
+			assert_same_bytes(got, want.T.contiguous(), f"codes_t of {g}")
+		held = q.rowwise or q.columnwise
+		assert held.amax[g].item() == amax_of(rows)
+		assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
+		assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
 @each("directions", DIRECTIONS)
 @each("splits", SPLITS)
 def test_ragged(splits, directions, dtype):
-  offs, total = offsets(splits), sum(splits)
-  options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-  spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
-  scale = scales(len(splits))
-  for source in DTYPES.values():
-    x = weird_values(total + 3, 48, source)  # three rows of tail
-    q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
-    check(q, x, scale, dtype, spans)
+	offs, total = offsets(splits), sum(splits)
+	options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+	spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
+	scale = scales(len(splits))
+	for source in DTYPES.values():
+		x = weird_values(total + 3, 48, source)  # three rows of tail
+		q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
+		check(q, x, scale, dtype, spans)
 
 
 def test_many_groups_and_views():
-  offs = many_groups()
-  total = int(offs[-1])
-  x = sample(2 * total, 64)[::2, 16:48]
-  scale = scales(2 * len(offs))[::2]
-  q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
-  group = torch.bucketize(torch.arange(total), offs.long(), right=True)
-  want = codes_of(x, scale[group, None], E4M3.dtype)
-  assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), want)
-  assert_same_bytes(q.rowwise.scale, scale.contiguous())
-  assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
-  x[:] = torch.nan
-  nothing = grouped.quantize(x, E4M3, offs=offs, scale=scale)
-  assert not nothing.amax.any() and nothing.dequantize().isnan().all()
+	offs = many_groups()
+	total = int(offs[-1])
+	x = sample(2 * total, 64)[::2, 16:48]
+	scale = scales(2 * len(offs))[::2]
+	q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
+	group = torch.bucketize(torch.arange(total), offs.long(), right=True)
+	want = codes_of(x, scale[group, None], E4M3.dtype)
+	assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), want)
+	assert_same_bytes(q.rowwise.scale, scale.contiguous())
+	assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
+	x[:] = torch.nan
+	nothing = grouped.quantize(x, E4M3, offs=offs, scale=scale)
+	assert not nothing.amax.any() and nothing.dequantize().isnan().all()
 
 
 @each("directions", DIRECTIONS)
 def test_groups_that_have_shapes_of_their_own(directions):
-  shapes = [(5, 64), (0, 32), (130, 48), (1, 160)]
-  members = [sample(*shape) for shape in shapes]
-  scale = torch.tensor([2.0, 9.0, 300.0, 0.25])
-  flat = [size for shape in shapes for size in shape]
-  x = torch.cat([*(m.flatten() for m in members), torch.full((7,), torch.nan).bfloat16()])
-  asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-  out = ops.grouped_quantize(x, E4M3.text, None, None, *directions, scale=scale, shapes=flat)
-  names = tuple(buffers(E4M3, x.shape, None, shapes=shapes, **asked))
-  got, parts = dict(zip(names, out, strict=True)), member_parts(E4M3, shapes, **asked)
-  for i, member in enumerate(members):
-    given = scale[i : i + 1]
-    alone = ops.grouped_quantize(member[None], E4M3.text, None, None, *directions, scale=given)
-    for name, want in zip(names, alone, strict=True):
-      part = parts[name][i].of(got[name])
-      assert torch.equal(part.view(torch.uint8), want.view(torch.uint8)), name
+	shapes = [(5, 64), (0, 32), (130, 48), (1, 160)]
+	members = [sample(*shape) for shape in shapes]
+	scale = torch.tensor([2.0, 9.0, 300.0, 0.25])
+	flat = [size for shape in shapes for size in shape]
+	x = torch.cat([*(m.flatten() for m in members), torch.full((7,), torch.nan).bfloat16()])
+	asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+	out = ops.grouped_quantize(x, E4M3.text, None, None, *directions, scale=scale, shapes=flat)
+	names = tuple(buffers(E4M3, x.shape, None, shapes=shapes, **asked))
+	got, parts = dict(zip(names, out, strict=True)), member_parts(E4M3, shapes, **asked)
+	for i, member in enumerate(members):
+		given = scale[i : i + 1]
+		alone = ops.grouped_quantize(member[None], E4M3.text, None, None, *directions, scale=given)
+		for name, want in zip(names, alone, strict=True):
+			part = parts[name][i].of(got[name])
+			assert torch.equal(part.view(torch.uint8), want.view(torch.uint8)), name
 
 
 def test_every_bf16_value():
-  x = torch.arange(1 << 16).int().to(torch.int16).view(torch.bfloat16).view(-1, 64)
-  for dtype, fmt in FORMATS.items():
-    for number in (1.0, 0.7, 2.0**-120, 3e38):
-      scale = torch.tensor([number])
-      q = grouped.quantize(x, fmt, offs=[len(x)], scale=scale)
-      assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), codes_of(x, scale, dtype))
-      assert q.amax.item() == torch.inf
+	x = torch.arange(1 << 16).int().to(torch.int16).view(torch.bfloat16).view(-1, 64)
+	for dtype, fmt in FORMATS.items():
+		for number in (1.0, 0.7, 2.0**-120, 3e38):
+			scale = torch.tensor([number])
+			q = grouped.quantize(x, fmt, offs=[len(x)], scale=scale)
+			assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), codes_of(x, scale, dtype))
+			assert q.amax.item() == torch.inf
 
 
 @each("direction", ["rowwise", "columnwise"])
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
-  x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
-  q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
-  s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
-  values = codes_of(x[:68], s, dtype).view(dtype).float() * (1 / s)
-  for out in DTYPES.values():
-    got = q.dequantize(out, direction)
-    assert_same_bytes(got[:68], values.to(out))
-    assert not got[68:].any()
+	x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
+	q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
+	s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
+	values = codes_of(x[:68], s, dtype).view(dtype).float() * (1 / s)
+	for out in DTYPES.values():
+		got = q.dequantize(out, direction)
+		assert_same_bytes(got[:68], values.to(out))
+		assert not got[68:].any()
 
 
 # GroupedTensor
 
 
 def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
-  w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
-  q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
-  for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
-    values = change(q.dequantize())
-    change(q)
-    want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
-    for direction in ("rowwise", "columnwise"):
-      pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
-      assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
-  # The largest value of group 2 is now 448 / 300, though it was to be more.
-  assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
+	w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
+	q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
+	for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
+		values = change(q.dequantize())
+		change(q)
+		want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
+		for direction in ("rowwise", "columnwise"):
+			pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
+			assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+	# The largest value of group 2 is now 448 / 300, though it was to be more.
+	assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
 
 
 def test_a_copy_takes_over_scales():
-  w = sample(2, 48, 64)
-  one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
-  one.copy_(two)
-  assert one.rowwise.scale.tolist() == [3.0, 3.0]
-  assert torch.equal(one.dequantize(), two.dequantize())
-  other = grouped.quantize(w, FP8())
-  one.copy_(other)
-  assert one.rowwise.scale.tolist() == [3.0, 3.0]
+	w = sample(2, 48, 64)
+	one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
+	one.copy_(two)
+	assert one.rowwise.scale.tolist() == [3.0, 3.0]
+	assert torch.equal(one.dequantize(), two.dequantize())
+	other = grouped.quantize(w, FP8())
+	one.copy_(other)
+	assert one.rowwise.scale.tolist() == [3.0, 3.0]
 
 
 def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
-  x, offs = sample(40, 64), [10, 40]
-  q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
-  scale = torch.tensor([4.0, 0.5])
-  into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
-  want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
-  assert into is q
-  assert torch.equal(q.dequantize(), want.dequantize()) and torch.equal(q.amax, want.amax)
-  # Its own, too.
-  held = q.rowwise.scale
-  grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
-  assert held.tolist() == [4.0, 0.5]
-  with pytest.raises(ValueError, match="scale is missing"):
-    grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
+	x, offs = sample(40, 64), [10, 40]
+	q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
+	scale = torch.tensor([4.0, 0.5])
+	into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
+	want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
+	assert into is q
+	assert torch.equal(q.dequantize(), want.dequantize()) and torch.equal(q.amax, want.amax)
+	# Its own, too.
+	held = q.rowwise.scale
+	grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
+	assert held.tolist() == [4.0, 0.5]
+	with pytest.raises(ValueError, match="scale is missing"):
+		grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
 def test_it_is_saved_compiled_and_read_by_members():
-  x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
-  q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
-  loaded = saved(q)
-  assert loaded.format == E4M3 and torch.equal(loaded.rowwise.scale, scale)
-  assert_same_bytes(loaded.dequantize(), q.dequantize())
-  assert q.member(1).scale.item() == 3.0
-  compiled = torch.compile(
-    lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
-  )
-  assert_same_bytes(compiled(x, scale), q.dequantize())
+	x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
+	q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
+	loaded = saved(q)
+	assert loaded.format == E4M3 and torch.equal(loaded.rowwise.scale, scale)
+	assert_same_bytes(loaded.dequantize(), q.dequantize())
+	assert q.member(1).scale.item() == 3.0
+	compiled = torch.compile(
+		lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
+	)
+	assert_same_bytes(compiled(x, scale), q.dequantize())
 
 
 # Refusals
 
 
 @each(
-  ("fmt", "change", "error", "match"),
-  [
-    (E4M3, {}, ValueError, "scale is missing: fp8:scaling=delayed"),
-    (E4M3, {"scale": torch.ones(3)}, ValueError, "scale must have size 2"),
-    (E4M3, {"scale": torch.ones(2).double()}, TypeError, "scale must be float32"),
-    (E4M3, {"scale": torch.ones(2, 1)}, ValueError, "scale must have 1 dimensions"),
-    (E4M3, {"scale": torch.ones(2, device="meta")}, ValueError, "on the device of x"),
-    (E4M3, {"scale": torch.ones(2), "amax": torch.ones(2)}, ValueError, "takes its scale, not its amax"),
-    (FP8(), {"scale": torch.ones(2)}, ValueError, "scale is for formats that take one"),
-    (grouped.NVFP4(), {"scale": torch.ones(2)}, ValueError, "scale is for formats"),
-  ],
+	("fmt", "change", "error", "match"),
+	[
+		(E4M3, {}, ValueError, "scale is missing: fp8:scaling=delayed"),
+		(E4M3, {"scale": torch.ones(3)}, ValueError, "scale must have size 2"),
+		(E4M3, {"scale": torch.ones(2).double()}, TypeError, "scale must be float32"),
+		(E4M3, {"scale": torch.ones(2, 1)}, ValueError, "scale must have 1 dimensions"),
+		(E4M3, {"scale": torch.ones(2, device="meta")}, ValueError, "on the device of x"),
+		(E4M3, {"scale": torch.ones(2), "amax": torch.ones(2)}, ValueError, "takes its scale, not its amax"),
+		(FP8(), {"scale": torch.ones(2)}, ValueError, "scale is for formats that take one"),
+		(grouped.NVFP4(), {"scale": torch.ones(2)}, ValueError, "scale is for formats"),
+	],
 )
 def test_errors(fmt, change, error, match):
-  with pytest.raises(error, match=match):
-    grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
+	with pytest.raises(error, match=match):
+		grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
 
 
 def test_the_fused_product_has_no_scale_to_give():
-  w = grouped.quantize(sample(1, 16, 32), FP8())
-  codes, scales_ = w.rowwise.operand
-  with pytest.raises(ValueError, match="quantize a first"):
-    ops.m_grouped_quantize_gemm(sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text)
+	w = grouped.quantize(sample(1, 16, 32), FP8())
+	codes, scales_ = w.rowwise.operand
+	with pytest.raises(ValueError, match="quantize a first"):
+		ops.m_grouped_quantize_gemm(sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text)
 
 
 #: Not the one of schemas: it multiplies outputs, which torch does not do in float8.
@@ -232,11 +232,11 @@ UTILS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dyn
 @each("columnwise", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
 def test_opcheck(dtype, columnwise):
-  text = FORMATS[dtype].text
-  assert parse(text).takes_scale
-  ragged = (sample(15, 48), text, offsets((5, 0, 8)), None, True, columnwise, torch.rand(3))
-  uniform = (sample(2, 5, 48), text, None, None, True, columnwise, torch.rand(2))
-  for call in (ragged, uniform):
-    opcheck(ops.grouped_quantize.default, call, test_utils=UTILS)
-  out = [torch.empty_like(t) for t in ops.grouped_quantize(*ragged)]
-  opcheck(ops.grouped_quantize_out.default, ragged, {"out": out}, test_utils=UTILS)
+	text = FORMATS[dtype].text
+	assert parse(text).takes_scale
+	ragged = (sample(15, 48), text, offsets((5, 0, 8)), None, True, columnwise, torch.rand(3))
+	uniform = (sample(2, 5, 48), text, None, None, True, columnwise, torch.rand(2))
+	for call in (ragged, uniform):
+		opcheck(ops.grouped_quantize.default, call, test_utils=UTILS)
+	out = [torch.empty_like(t) for t in ops.grouped_quantize(*ragged)]
+	opcheck(ops.grouped_quantize_out.default, ragged, {"out": out}, test_utils=UTILS)

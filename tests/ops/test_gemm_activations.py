@@ -9,15 +9,15 @@ from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
-  DTYPES,
-  NVFP4_TEXTS,
-  assert_all_same,
-  each,
-  m_grouped_arguments,
-  offsets,
-  ops,
-  quantized,
-  sample,
+	DTYPES,
+	NVFP4_TEXTS,
+	assert_all_same,
+	each,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	quantized,
+	sample,
 )
 
 TILES = {f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{' fitted' * t.fitted}": t for t in SM90_TILES}
@@ -28,126 +28,126 @@ MODES = [{}, {"mode": "chaos", "seed": 1}, {"races": True}, {"mode": "chaos", "s
 
 
 def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES):
-  """Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
-  offs, groups = offsets(sizes), len(sizes)
-  a_format, b_format, *prepacked = kind.split(" ")
-  x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
-  x[sum(sizes) :] = torch.nan
-  texts = {}
-  if a_format != "plain":
-    x, texts["a_format"] = quantized(x, a_format, offs), a_format
-  if b_format != "plain":
-    w, texts["b_format"] = quantized(w, b_format), b_format
-  if prepacked:
-    w[0] = cute_kernels.prepack(w[0])
-  vectors = (None, None)
-  if bias is not None:
-    special = torch.tensor([-88.0, torch.nan, -torch.inf, -300.0, torch.inf, 90.0, -0.0])
-    vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
-    vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
-  given = m_grouped_arguments(x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts)
-  return (*given[:11], bool(prepacked), None, None, activation, interleaved, keeps_z)
+	"""Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
+	offs, groups = offsets(sizes), len(sizes)
+	a_format, b_format, *prepacked = kind.split(" ")
+	x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
+	x[sum(sizes) :] = torch.nan
+	texts = {}
+	if a_format != "plain":
+		x, texts["a_format"] = quantized(x, a_format, offs), a_format
+	if b_format != "plain":
+		w, texts["b_format"] = quantized(w, b_format), b_format
+	if prepacked:
+		w[0] = cute_kernels.prepack(w[0])
+	vectors = (None, None)
+	if bias is not None:
+		special = torch.tensor([-88.0, torch.nan, -torch.inf, -300.0, torch.inf, 90.0, -0.0])
+		vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
+		vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
+	given = m_grouped_arguments(x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts)
+	return (*given[:11], bool(prepacked), None, None, activation, interleaved, keeps_z)
 
 
 def expected(arch, given):
-  """By the ops that it stands for."""
-  *product, activation, interleaved, keeps_z = given
-  with cute_kernels.backend(f"reference:{arch}".strip(":")):
-    z = ops.m_grouped_gemm(*product)
-    return [ops.moe_activate(z, activation, None, interleaved), *[z] * keeps_z]
+	"""By the ops that it stands for."""
+	*product, activation, interleaved, keeps_z = given
+	with cute_kernels.backend(f"reference:{arch}".strip(":")):
+		z = ops.m_grouped_gemm(*product)
+		return [ops.moe_activate(z, activation, None, interleaved), *[z] * keeps_z]
 
 
 CASES = {
-  "bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
-  "bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "256x128x2 swapped", {"interleaved": True}),
-  "bf16, serving": (("plain plain", 48, 40, "qgeglu"), "256x8 swapped", {"keeps_z": False, "dtype": "float32"}),
-  "fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
-  "fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
-  "fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
-  "fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
-  "fp8_block, rows": (("fp8_block fp8_block", 48, 144, "swiglu"), "128x128", {"interleaved": True}),
-  "nvfp4": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
-  "nvfp4, cluster": (("nvfp4 nvfp4 prepacked", 512, 144, "sreglu"), "256x128x2 swapped", {}),
-  "w4a16": (("plain nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {"bias": "bfloat16"}),
-  "w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
+	"bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
+	"bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "256x128x2 swapped", {"interleaved": True}),
+	"bf16, serving": (("plain plain", 48, 40, "qgeglu"), "256x8 swapped", {"keeps_z": False, "dtype": "float32"}),
+	"fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
+	"fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
+	"fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
+	"fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
+	"fp8_block, rows": (("fp8_block fp8_block", 48, 144, "swiglu"), "128x128", {"interleaved": True}),
+	"nvfp4": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
+	"nvfp4, cluster": (("nvfp4 nvfp4 prepacked", 512, 144, "sreglu"), "256x128x2 swapped", {}),
+	"w4a16": (("plain nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {"bias": "bfloat16"}),
+	"w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
 }
 
 
 @each(("i", "args", "tile", "options"), [(i, *case) for i, case in enumerate(CASES.values())], ids=CASES)
 def test_kernels(i, args, tile, options):
-  pytest.importorskip("cutlass")
-  mode = MODES[i % len(MODES)]
-  given = arguments(*args, **options, sizes=SIZES if i < 2 else (0, 5, 0, 36))
-  want = expected("sm_90a", given)
-  with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES[tile]):
-    if i % 3:
-      assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
-      return
-    # Rows of the tail stay.
-    outputs = [torch.full_like(t, 3.0) for t in want]
-    ops.m_grouped_gemm_activate_out(*given, out=outputs)
-  live = given[2][-1]
-  assert all((t[live:] == 3).all() for t in outputs) and all((t[live:] == 0).all() for t in want)
-  assert_all_same([t[:live] for t in outputs], [t[:live] for t in want], any_nan=True)
+	pytest.importorskip("cutlass")
+	mode = MODES[i % len(MODES)]
+	given = arguments(*args, **options, sizes=SIZES if i < 2 else (0, 5, 0, 36))
+	want = expected("sm_90a", given)
+	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES[tile]):
+		if i % 3:
+			assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
+			return
+		# Rows of the tail stay.
+		outputs = [torch.full_like(t, 3.0) for t in want]
+		ops.m_grouped_gemm_activate_out(*given, out=outputs)
+	live = given[2][-1]
+	assert all((t[live:] == 3).all() for t in outputs) and all((t[live:] == 0).all() for t in want)
+	assert_all_same([t[:live] for t in outputs], [t[:live] for t in want], any_nan=True)
 
 
 @each("activation", ACTIVATIONS)
 def test_every_activation(activation):
-  """Of the reference backend, beside all kinds of operands."""
-  for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
-    given = arguments(kind, 48, 64, activation, is_gated(activation) and kind != "mxfp8 mxfp8", dtype="float16")
-    assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
+	"""Of the reference backend, beside all kinds of operands."""
+	for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
+		given = arguments(kind, 48, 64, activation, is_gated(activation) and kind != "mxfp8 mxfp8", dtype="float16")
+		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
 def test_rows_are_quantized_on_the_way():
-  pytest.importorskip("cutlass")
-  for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
-    a, offs = sample(20, 144), offsets((5, 0, 12))
-    codes, *scales = quantized(sample(3, n, 144), b_format)
-    given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, None)
-    with cute_kernels.backend("reference:sm_90a"):
-      z = ops.m_grouped_quantize_gemm(*given)
-      want = [ops.moe_activate(z, "swiglu"), z]
-      assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
-    with cute_kernels.backend("emulated:sm_90a"):
-      assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
+	pytest.importorskip("cutlass")
+	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
+		a, offs = sample(20, 144), offsets((5, 0, 12))
+		codes, *scales = quantized(sample(3, n, 144), b_format)
+		given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, None)
+		with cute_kernels.backend("reference:sm_90a"):
+			z = ops.m_grouped_quantize_gemm(*given)
+			want = [ops.moe_activate(z, "swiglu"), z]
+			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
+		with cute_kernels.backend("emulated:sm_90a"):
+			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
 
 
 def test_nothing_to_do():
-  pytest.importorskip("cutlass")
-  for sizes, n in (((0, 0), 16), ((3, 0), 0)):
-    given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
-    with cute_kernels.backend("emulated:sm_90a"):
-      assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
+	pytest.importorskip("cutlass")
+	for sizes, n in (((0, 0), 16), ((3, 0), 0)):
+		given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
+		with cute_kernels.backend("emulated:sm_90a"):
+			assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
 
 
 @each(
-  ("change", "message"),
-  [
-    ({"activation": "silu", "interleaved": True}, "interleaved is of gated activations, which silu is not"),
-    ({"activation": "swish"}, "activation"),
-    ({"n": 7}, "must have an even N, got 7 rows"),
-  ],
+	("change", "message"),
+	[
+		({"activation": "silu", "interleaved": True}, "interleaved is of gated activations, which silu is not"),
+		({"activation": "swish"}, "activation"),
+		({"n": 7}, "must have an even N, got 7 rows"),
+	],
 )
 def test_refuses(change, message):
-  given = {"kind": "plain plain", "n": 16, "k": 16, "activation": "swiglu"} | change
-  with pytest.raises(ValueError, match=message):
-    ops.m_grouped_gemm_activate(*arguments(**given))
+	given = {"kind": "plain plain", "n": 16, "k": 16, "activation": "swiglu"} | change
+	with pytest.raises(ValueError, match=message):
+		ops.m_grouped_gemm_activate(*arguments(**given))
 
 
 def test_what_no_kernel_takes_says_so():
-  pytest.importorskip("cutlass")
-  cases = [
-    (f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-    ("fp8_block fp8_block", 256, "single rows are not taken by turns"),
-    ("plain plain", 24, "multiple of 16"),
-  ]
-  for kind, n, message in cases:
-    with cute_kernels.backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=message):
-      ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
-  given = arguments("plain plain", 16, 16, "swiglu")
-  with cute_kernels.backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="with an activation yet"):
-    ops.m_grouped_gemm_activate(*given)
-  given[0].requires_grad_()
-  with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):
-    ops.m_grouped_gemm_activate(*given)[0].sum().backward()
+	pytest.importorskip("cutlass")
+	cases = [
+		(f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
+		("fp8_block fp8_block", 256, "single rows are not taken by turns"),
+		("plain plain", 24, "multiple of 16"),
+	]
+	for kind, n, message in cases:
+		with cute_kernels.backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=message):
+			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
+	given = arguments("plain plain", 16, 16, "swiglu")
+	with cute_kernels.backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="with an activation yet"):
+		ops.m_grouped_gemm_activate(*given)
+	given[0].requires_grad_()
+	with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):
+		ops.m_grouped_gemm_activate(*given)[0].sum().backward()

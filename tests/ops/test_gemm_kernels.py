@@ -12,14 +12,14 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.launch import launcher
 from tests.helpers import (
-  NVFP4_TEXTS,
-  assert_all_same,
-  assert_same_bytes,
-  ends,
-  m_grouped_arguments,
-  offsets,
-  ops,
-  sample,
+	NVFP4_TEXTS,
+	assert_all_same,
+	assert_same_bytes,
+	ends,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	sample,
 )
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
@@ -28,138 +28,138 @@ SPLITS, TAIL = (5, 0, 70), 60
 
 @pytest.fixture
 def garbage():
-  """Fresh memory holds NaN."""
-  torch.use_deterministic_algorithms(True)
-  yield
-  torch.use_deterministic_algorithms(False)
+	"""Fresh memory holds NaN."""
+	torch.use_deterministic_algorithms(True)
+	yield
+	torch.use_deterministic_algorithms(False)
 
 
 def quantized(text, weights="nvfp4"):
-  offs = offsets(SPLITS)
-  x, w = (
-    ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
-    for x, fmt, o in ((sample(sum(SPLITS) + TAIL, 64), text, offs), (sample(len(SPLITS), 40, 64), weights, None))
-  )
-  return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
+	offs = offsets(SPLITS)
+	x, w = (
+		ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
+		for x, fmt, o in ((sample(sum(SPLITS) + TAIL, 64), text, offs), (sample(len(SPLITS), 40, 64), weights, None))
+	)
+	return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
 
 
 def plain():
-  x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
-  return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
+	x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
+	return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
 
 
 PRODUCTS = {
-  "nvfp4": lambda: quantized("nvfp4"),
-  "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
-  "two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
-  "bf16": plain,
-  "mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
-  "fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
+	"nvfp4": lambda: quantized("nvfp4"),
+	"row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
+	"two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
+	"bf16": plain,
+	"mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
+	"fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
 }
 
 
 @pytest.mark.parametrize("case", PRODUCTS)
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
-  arguments = PRODUCTS[case]()
-  with cute_kernels.backend("reference:sm_100a"):
-    want = ops.m_grouped_gemm(*arguments)
-  assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
-  with cute_kernels.backend("emulated:sm_100a"):
-    got = ops.m_grouped_gemm(*arguments)
-  assert_same_bytes(got, want)
+	arguments = PRODUCTS[case]()
+	with cute_kernels.backend("reference:sm_100a"):
+		want = ops.m_grouped_gemm(*arguments)
+	assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
+	with cute_kernels.backend("emulated:sm_100a"):
+		got = ops.m_grouped_gemm(*arguments)
+	assert_same_bytes(got, want)
 
 
 def test_a_given_output_keeps_its_tail():
-  arguments = PRODUCTS["row-scaled"]()
-  outputs = []
-  for backend in ("reference:sm_100a", "emulated:sm_100a"):
-    out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=torch.bfloat16)
-    for accumulate in (False, True):
-      with cute_kernels.backend(backend):
-        ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
-      outputs.append(out.clone())
-  assert (outputs[0][sum(SPLITS) :] == 3).all()
-  assert_all_same(outputs[2:], outputs[:2])
+	arguments = PRODUCTS["row-scaled"]()
+	outputs = []
+	for backend in ("reference:sm_100a", "emulated:sm_100a"):
+		out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=torch.bfloat16)
+		for accumulate in (False, True):
+			with cute_kernels.backend(backend):
+				ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
+			outputs.append(out.clone())
+	assert (outputs[0][sum(SPLITS) :] == 3).all()
+	assert_all_same(outputs[2:], outputs[:2])
 
 
 @pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
 @pytest.mark.parametrize(
-  ("arch", "text"),
-  [
-    *(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
-    *(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
-  ],
+	("arch", "text"),
+	[
+		*(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
+		*(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
+	],
 )
 def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
-  """Decoded on the way or into memory; with the second level alpha has its place after it."""
-  shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
-  directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
-  made = ops.grouped_quantize(sample(*shape), text, **directions)
-  b = made[: len(parse(text).operand_names(transpose_b))]
-  x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
-  alpha = torch.tensor([0.3, 7.0, -1.1])
-  options = (offsets(SPLITS), bias, alpha, transpose_b)
-  arguments = m_grouped_arguments(x, b, *options, b_format=text)
-  found = []
-  for backend in (f"reference:{arch}", f"emulated:{arch}"):
-    with cute_kernels.backend(backend):
-      found.append([ops.m_grouped_gemm(*arguments)])
-      out = found[-1][0].clone()
-      ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
-      found[-1].append(out)
-  assert_all_same(*found)
+	"""Decoded on the way or into memory; with the second level alpha has its place after it."""
+	shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
+	directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
+	made = ops.grouped_quantize(sample(*shape), text, **directions)
+	b = made[: len(parse(text).operand_names(transpose_b))]
+	x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
+	alpha = torch.tensor([0.3, 7.0, -1.1])
+	options = (offsets(SPLITS), bias, alpha, transpose_b)
+	arguments = m_grouped_arguments(x, b, *options, b_format=text)
+	found = []
+	for backend in (f"reference:{arch}", f"emulated:{arch}"):
+		with cute_kernels.backend(backend):
+			found.append([ops.m_grouped_gemm(*arguments)])
+			out = found[-1][0].clone()
+			ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
+			found[-1].append(out)
+	assert_all_same(*found)
 
 
 def test_no_rows():
-  x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
-  offs = ends(0, 0, 0)
-  with cute_kernels.backend("emulated:sm_100a"):
-    assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
-    dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=torch.bfloat16), x, offs)
-  assert dw.shape == (3, 40, 64) and (dw == 0).all()
+	x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
+	offs = ends(0, 0, 0)
+	with cute_kernels.backend("emulated:sm_100a"):
+		assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
+		dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=torch.bfloat16), x, offs)
+	assert dw.shape == (3, 40, 64) and (dw == 0).all()
 
 
 def test_what_the_kernels_refuse_says_why():
-  x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
-  with cute_kernels.backend("emulated:sm_100a"):
-    with pytest.raises(cute_kernels.UnsupportedError, match="float32"):
-      ops.m_grouped_gemm(x, w, offsets((4,)))
-    with pytest.raises(cute_kernels.UnsupportedError, match="K must be a positive multiple"):
-      ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
+	x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
+	with cute_kernels.backend("emulated:sm_100a"):
+		with pytest.raises(cute_kernels.UnsupportedError, match="float32"):
+			ops.m_grouped_gemm(x, w, offsets((4,)))
+		with pytest.raises(cute_kernels.UnsupportedError, match="K must be a positive multiple"):
+			ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
 
 
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
-  used = []
+	used = []
 
-  def noting(backend, device):
-    launch = launcher(backend, device)
-    kernel = launch.kernel
-    monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
-    return launch
+	def noting(backend, device):
+		launch = launcher(backend, device)
+		kernel = launch.kernel
+		monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
+		return launch
 
-  launcher.cache_clear()
-  monkeypatch.setattr(registry, "launcher", noting)
-  arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
-  with cute_kernels.backend("emulated:sm_100a"):
-    registry.forget_plans()
-    free = run(*arguments)
-    chosen = set(used)
-    tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
-    with force_tile(tile):
-      forced = run(*arguments)
-    assert used[-1] == tile
-    run(*arguments)
-    assert used[-1] in chosen
-  launcher.cache_clear()
-  assert_same_bytes(free, forced)
+	launcher.cache_clear()
+	monkeypatch.setattr(registry, "launcher", noting)
+	arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
+	with cute_kernels.backend("emulated:sm_100a"):
+		registry.forget_plans()
+		free = run(*arguments)
+		chosen = set(used)
+		tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
+		with force_tile(tile):
+			forced = run(*arguments)
+		assert used[-1] == tile
+		run(*arguments)
+		assert used[-1] in chosen
+	launcher.cache_clear()
+	assert_same_bytes(free, forced)
 
 
 def test_a_tile_that_a_product_cannot_have_is_refused():
-  swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
-  x = sample(sum(SPLITS), 32).bfloat16()
-  with (
-    cute_kernels.backend("emulated:sm_100a"),
-    force_tile(swapped),
-    pytest.raises(cute_kernels.UnsupportedError, match="swap_ab"),
-  ):
-    ops.k_grouped_gemm(x, x, offsets(SPLITS))
+	swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
+	x = sample(sum(SPLITS), 32).bfloat16()
+	with (
+		cute_kernels.backend("emulated:sm_100a"),
+		force_tile(swapped),
+		pytest.raises(cute_kernels.UnsupportedError, match="swap_ab"),
+	):
+		ops.k_grouped_gemm(x, x, offsets(SPLITS))

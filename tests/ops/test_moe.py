@@ -18,26 +18,26 @@ MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races
 
 
 def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
-  """Experts of each token, no two the same where there are enough; some are none."""
-  rng = torch.Generator().manual_seed(seed)
-  ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
-  wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
-  pick = torch.randint(0, 12, ids.shape, generator=rng)
-  return torch.where(pick < len(wild), wild[pick.clamp(max=4)], ids).to(dtype)
+	"""Experts of each token, no two the same where there are enough; some are none."""
+	rng = torch.Generator().manual_seed(seed)
+	ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
+	wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
+	pick = torch.randint(0, 12, ids.shape, generator=rng)
+	return torch.where(pick < len(wild), wild[pick.clamp(max=4)], ids).to(dtype)
 
 
 def loop(ids, experts):
-  """The same, in Python."""
-  top_k = ids.shape[1]
-  pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
-  offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
-  order = [i for _, i in sorted(pairs)]
-  tail = [-1] * (ids.numel() - len(order))
-  row = [-1] * ids.numel()
-  for r, i in enumerate(order):
-    row[i] = r
-  found = (offs, [i // top_k for i in order] + tail, order + tail)
-  return [torch.tensor(v, dtype=I32) for v in found] + [torch.tensor(row, dtype=I32).view(ids.shape)]
+	"""The same, in Python."""
+	top_k = ids.shape[1]
+	pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
+	offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
+	order = [i for _, i in sorted(pairs)]
+	tail = [-1] * (ids.numel() - len(order))
+	row = [-1] * ids.numel()
+	for r, i in enumerate(order):
+		row[i] = r
+	found = (offs, [i // top_k for i in order] + tail, order + tail)
+	return [torch.tensor(v, dtype=I32) for v in found] + [torch.tensor(row, dtype=I32).view(ids.shape)]
 
 
 SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4), (3, 0, 2)]
@@ -46,291 +46,291 @@ SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4),
 @each(("tokens", "top_k", "experts"), SHAPES)
 @each("dtype", [torch.int32, torch.int64])
 def test_routing(tokens, top_k, experts, dtype):
-  ids = ids_of(tokens, top_k, experts, dtype=dtype)
-  assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
+	ids = ids_of(tokens, top_k, experts, dtype=dtype)
+	assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
 @each("dtype", [torch.int32, torch.int64])
 @each("arch", ARCHITECTURES)
 def test_routing_kernels(arch, dtype, monkeypatch):
-  """One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
-  pytest.importorskip("cutlass")
-  registry.forget_plans()
-  # As many warps as the race detector follows.
-  choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
-  if dtype == torch.int64:
-    monkeypatch.setattr(RoutingConfig, "choose", choice)
-  shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
-  for i, (tokens, top_k, experts) in enumerate(shapes):
-    ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
-    want = ops.compute_routing(ids, experts)
-    mode = MODES[i % (4 if dtype == torch.int64 else 3)]
-    with cute_kernels.backend(f"emulated:{arch}", **mode):
-      assert_all_same(ops.compute_routing(ids, experts), want)
-  registry.forget_plans()
+	"""One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
+	pytest.importorskip("cutlass")
+	registry.forget_plans()
+	# As many warps as the race detector follows.
+	choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
+	if dtype == torch.int64:
+		monkeypatch.setattr(RoutingConfig, "choose", choice)
+	shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
+	for i, (tokens, top_k, experts) in enumerate(shapes):
+		ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
+		want = ops.compute_routing(ids, experts)
+		mode = MODES[i % (4 if dtype == torch.int64 else 3)]
+		with cute_kernels.backend(f"emulated:{arch}", **mode):
+			assert_all_same(ops.compute_routing(ids, experts), want)
+	registry.forget_plans()
 
 
 def test_extremes_of_int64_are_no_experts():
-  info = torch.iinfo(torch.int64)
-  ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
-  want = loop(ids, 2)
-  assert_all_same(ops.compute_routing(ids, 2), want)
-  if pytest.importorskip("cutlass"):
-    with cute_kernels.backend("emulated:sm_90a"):
-      assert_all_same(ops.compute_routing(ids, 2), want)
+	info = torch.iinfo(torch.int64)
+	ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
+	want = loop(ids, 2)
+	assert_all_same(ops.compute_routing(ids, 2), want)
+	if pytest.importorskip("cutlass"):
+		with cute_kernels.backend("emulated:sm_90a"):
+			assert_all_same(ops.compute_routing(ids, 2), want)
 
 
 ROUTERS = [
-  # experts, k, score, renormalize, groups, top_groups, factor
-  (128, 8, "softmax", True, 1, 1, 1.0),
-  (256, 8, "sigmoid", True, 8, 4, 2.5),
-  (20, 3, "softmax", False, 1, 1, 1.0),
-  (60, 5, "sigmoid", False, 10, 3, 1.5),
-  (40, 40, "softmax", True, 1, 1, 1.0),
+	# experts, k, score, renormalize, groups, top_groups, factor
+	(128, 8, "softmax", True, 1, 1, 1.0),
+	(256, 8, "sigmoid", True, 8, 4, 2.5),
+	(20, 3, "softmax", False, 1, 1, 1.0),
+	(60, 5, "sigmoid", False, 10, 3, 1.5),
+	(40, 40, "softmax", True, 1, 1, 1.0),
 ]
 
 
 def routed(case, tokens=7):
-  """The op and its gradient with every kind of number; with a bias and an end or without."""
-  experts, k, *options = case
-  logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 4
-  logits[0], logits[1, 3], logits[2, 5], logits[3, :4] = 0, torch.nan, torch.inf, -torch.inf
-  bias = end = dscores = None
-  if not (experts == 128 or k == 40):
-    bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([5], dtype=I32)
-    bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
-  out = ops.moe_route(logits, bias, end, k, *options)
-  dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
-  gradient = ops.moe_route_gradient(dweights, dscores, out[1], out[2], *options[:2], options[-1])
-  return [*out, gradient]
+	"""The op and its gradient with every kind of number; with a bias and an end or without."""
+	experts, k, *options = case
+	logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 4
+	logits[0], logits[1, 3], logits[2, 5], logits[3, :4] = 0, torch.nan, torch.inf, -torch.inf
+	bias = end = dscores = None
+	if not (experts == 128 or k == 40):
+		bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([5], dtype=I32)
+		bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
+	out = ops.moe_route(logits, bias, end, k, *options)
+	dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
+	gradient = ops.moe_route_gradient(dweights, dscores, out[1], out[2], *options[:2], options[-1])
+	return [*out, gradient]
 
 
 @each("case", ROUTERS)
 def test_router_kernels(case):
-  pytest.importorskip("cutlass")
-  want, at = routed(case), ROUTERS.index(case)
-  for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
-    for mode in MODES[at % 2 :: 2]:
-      with cute_kernels.backend(f"emulated:{arch}", **mode):
-        for got, wanted in zip(routed(case), want, strict=True):
-          assert_same_bytes(got, wanted, any_nan=True)
+	pytest.importorskip("cutlass")
+	want, at = routed(case), ROUTERS.index(case)
+	for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
+		for mode in MODES[at % 2 :: 2]:
+			with cute_kernels.backend(f"emulated:{arch}", **mode):
+				for got, wanted in zip(routed(case), want, strict=True):
+					assert_same_bytes(got, wanted, any_nan=True)
 
 
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=torch.float32, seed=0):
-  ids = ids_of(tokens, top_k, experts, seed=seed)
-  _, token, _, row = ops.compute_routing(ids, experts)
-  rng = torch.Generator().manual_seed(seed)
-  weight = torch.randn(tokens, top_k, generator=rng)
-  return (sample(tokens, cols, dtype=dtype), sample(tokens * top_k, cols, dtype=dtype), weight, token, row)
+	ids = ids_of(tokens, top_k, experts, seed=seed)
+	_, token, _, row = ops.compute_routing(ids, experts)
+	rng = torch.Generator().manual_seed(seed)
+	weight = torch.randn(tokens, top_k, generator=rng)
+	return (sample(tokens, cols, dtype=dtype), sample(tokens * top_k, cols, dtype=dtype), weight, token, row)
 
 
 def test_gather_and_combine():
-  for dtype in DTYPES.values():
-    x, h, weight, token, row = operands(dtype=dtype)
-    rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
-    assert_same_bytes(ops.moe_gather(x, token), rows)
-    for w in (weight, None):
-      y = torch.zeros(x.shape)
-      for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
-        if row[t, k] >= 0:
-          y[t] += h[row[t, k]].float() * (1 if w is None else w[t, k])
-      for out in DTYPES.values():
-        assert_same_bytes(ops.moe_combine(h, row, w, out), y.to(out))
-      assert ops.moe_combine(h, row, w).dtype == dtype
+	for dtype in DTYPES.values():
+		x, h, weight, token, row = operands(dtype=dtype)
+		rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
+		assert_same_bytes(ops.moe_gather(x, token), rows)
+		for w in (weight, None):
+			y = torch.zeros(x.shape)
+			for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
+				if row[t, k] >= 0:
+					y[t] += h[row[t, k]].float() * (1 if w is None else w[t, k])
+			for out in DTYPES.values():
+				assert_same_bytes(ops.moe_combine(h, row, w, out), y.to(out))
+			assert ops.moe_combine(h, row, w).dtype == dtype
 
 
 def test_what_is_no_row_is_left_out():
-  """Whatever its weight; beyond both ends."""
-  h, nan = torch.ones(2, 8), float("nan")
-  row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
-  weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
-  assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
-  assert ops.moe_gather(h, torch.tensor([1, 2, -1], dtype=I32)).sum(1).tolist() == [8, 0, 0]
-  ops.moe_combine(h, row, weight.requires_grad_()).backward(h.log() / 0)
-  assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
+	"""Whatever its weight; beyond both ends."""
+	h, nan = torch.ones(2, 8), float("nan")
+	row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
+	weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
+	assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
+	assert ops.moe_gather(h, torch.tensor([1, 2, -1], dtype=I32)).sum(1).tolist() == [8, 0, 0]
+	ops.moe_combine(h, row, weight.requires_grad_()).backward(h.log() / 0)
+	assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
 @each("arch", ARCHITECTURES)
 def test_gather_and_combine_kernels(arch):
-  """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
-  pytest.importorskip("cutlass")
-  cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
-  for i, (dtype, cols) in enumerate(cases):
-    x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
-    x[3], h[5], weight[2, 1] = float("nan"), float("inf"), -0.0
-    wild = token.clone()
-    wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
-    out = torch.float32 if i % 2 else dtype
-    calls = (
-      lambda a=(x, wild): ops.moe_gather(*a),
-      lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
-      lambda a=(h, row, None): ops.moe_combine(*a),
-      # Elsewhere than kernels read, and not dense.
-      lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
-    )
-    for call in calls[: 4 if arch == "sm_90a" else 2]:
-      want = call()
-      with cute_kernels.backend(f"emulated:{arch}", **MODES[i]):
-        assert_same_bytes(call(), want, any_nan=True)
-  none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
-  with cute_kernels.backend(f"emulated:{arch}"):
-    assert not ops.moe_combine(*none).any()
-    assert not ops.moe_gather(none[0], none[1].flatten()).any()
-    assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
-    # One row is contiguous with any stride.
-    row = torch.ones(1, 11, dtype=torch.bfloat16)[:, :8]
-    assert ops.moe_gather(row, none[1].flatten()).sum() == 48
-    assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
+	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
+	pytest.importorskip("cutlass")
+	cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
+	for i, (dtype, cols) in enumerate(cases):
+		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
+		x[3], h[5], weight[2, 1] = float("nan"), float("inf"), -0.0
+		wild = token.clone()
+		wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
+		out = torch.float32 if i % 2 else dtype
+		calls = (
+			lambda a=(x, wild): ops.moe_gather(*a),
+			lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
+			lambda a=(h, row, None): ops.moe_combine(*a),
+			# Elsewhere than kernels read, and not dense.
+			lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
+		)
+		for call in calls[: 4 if arch == "sm_90a" else 2]:
+			want = call()
+			with cute_kernels.backend(f"emulated:{arch}", **MODES[i]):
+				assert_same_bytes(call(), want, any_nan=True)
+	none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		assert not ops.moe_combine(*none).any()
+		assert not ops.moe_gather(none[0], none[1].flatten()).any()
+		assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
+		# One row is contiguous with any stride.
+		row = torch.ones(1, 11, dtype=torch.bfloat16)[:, :8]
+		assert ops.moe_gather(row, none[1].flatten()).sum() == 48
+		assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
 
 ACTIVATIONS = [
-  ("swiglu", torch.bfloat16, 264, False),
-  ("clamped_swiglu:limit=2.0", torch.float32, 24, True),
-  ("silu", torch.float16, 13, False),
-  ("geglu", torch.bfloat16, 9, True),
+	("swiglu", torch.bfloat16, 264, False),
+	("clamped_swiglu:limit=2.0", torch.float32, 24, True),
+	("silu", torch.float16, 13, False),
+	("geglu", torch.bfloat16, 9, True),
 ]
 
 
 def activation_calls(name, dtype, cols, interleaved, ragged=True):
-  """The op, its gradient, and that with weights, of rows with special values."""
-  gated = "glu" in name
-  x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
-  x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
-  special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
-  x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
-  ids = ids_of(20, 2, 4, seed=cols)
-  offs, _, pair, _ = ops.compute_routing(ids, 4)
-  rest = (offs if ragged else None, interleaved)
-  x[int(offs[-1]) :] = torch.nan
-  return int(offs[-1]) if ragged else None, [
-    lambda: [ops.moe_activate(x, name, *rest)],
-    lambda: ops.moe_activate_gradient(x, grad, name, *rest),
-    lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
-  ]
+	"""The op, its gradient, and that with weights, of rows with special values."""
+	gated = "glu" in name
+	x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
+	x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
+	special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
+	x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
+	ids = ids_of(20, 2, 4, seed=cols)
+	offs, _, pair, _ = ops.compute_routing(ids, 4)
+	rest = (offs if ragged else None, interleaved)
+	x[int(offs[-1]) :] = torch.nan
+	return int(offs[-1]) if ragged else None, [
+		lambda: [ops.moe_activate(x, name, *rest)],
+		lambda: ops.moe_activate_gradient(x, grad, name, *rest),
+		lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
+	]
 
 
 @each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
 def test_activations(name, dtype, cols, interleaved):
-  """Against autograd in fp64 of what a layer computes with them."""
-  act = grouped.Activation(name.partition(":")[0])
-  if "limit" in name:
-    act = grouped.Activation("clamped_swiglu", limit=2.0)
-  gated, rows = act.is_gated, 12
-  x, grad = (torch.randn(rows, cols * n).to(dtype) for n in (1 + gated, 1))
-  weight = torch.rand(rows, 1)
-  pair = torch.randperm(rows).int()
-  exact = x.double().requires_grad_()
-  p = weight.double().requires_grad_()
-  halves = exact.unflatten(1, (-1, 2)).unbind(-1) if interleaved else exact.chunk(2, dim=1)
-  a, b = halves if gated else (exact, torch.ones(()))
-  if act.is_clamped:
-    a, b = a.clamp(max=2.0), b.clamp(-2.0, 2.0) + 1
-  gelu = functools.partial(F.gelu, approximate="tanh")
-  curve = {"geglu": gelu}.get(name, F.silu)
-  y = (a * (1.702 * a).sigmoid() if act.is_clamped else curve(a)) * b
-  tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
-  got = ops.moe_activate(x, act.text, None, interleaved)
-  torch.testing.assert_close(got.double(), y, **tolerance)
-  (y * p[pair.long()] * grad.double()).sum().backward()
-  dx, scaled, dp = ops.moe_activate_gradient(x, grad, act.text, None, interleaved, weight, pair)
-  torch.testing.assert_close(dx.double(), exact.grad, **tolerance)
-  torch.testing.assert_close(scaled.double(), (y * p[pair.long()]).detach(), **tolerance)
-  torch.testing.assert_close(dp.double(), p.grad, rtol=2e-2, atol=2e-2)
-  (plain,) = ops.moe_activate_gradient(x, grad, act.text, None, interleaved)
-  leaf = x.clone().requires_grad_()
-  ops.moe_activate(leaf, act.text, None, interleaved).backward(grad)
-  assert_same_bytes(leaf.grad, plain)
+	"""Against autograd in fp64 of what a layer computes with them."""
+	act = grouped.Activation(name.partition(":")[0])
+	if "limit" in name:
+		act = grouped.Activation("clamped_swiglu", limit=2.0)
+	gated, rows = act.is_gated, 12
+	x, grad = (torch.randn(rows, cols * n).to(dtype) for n in (1 + gated, 1))
+	weight = torch.rand(rows, 1)
+	pair = torch.randperm(rows).int()
+	exact = x.double().requires_grad_()
+	p = weight.double().requires_grad_()
+	halves = exact.unflatten(1, (-1, 2)).unbind(-1) if interleaved else exact.chunk(2, dim=1)
+	a, b = halves if gated else (exact, torch.ones(()))
+	if act.is_clamped:
+		a, b = a.clamp(max=2.0), b.clamp(-2.0, 2.0) + 1
+	gelu = functools.partial(F.gelu, approximate="tanh")
+	curve = {"geglu": gelu}.get(name, F.silu)
+	y = (a * (1.702 * a).sigmoid() if act.is_clamped else curve(a)) * b
+	tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
+	got = ops.moe_activate(x, act.text, None, interleaved)
+	torch.testing.assert_close(got.double(), y, **tolerance)
+	(y * p[pair.long()] * grad.double()).sum().backward()
+	dx, scaled, dp = ops.moe_activate_gradient(x, grad, act.text, None, interleaved, weight, pair)
+	torch.testing.assert_close(dx.double(), exact.grad, **tolerance)
+	torch.testing.assert_close(scaled.double(), (y * p[pair.long()]).detach(), **tolerance)
+	torch.testing.assert_close(dp.double(), p.grad, rtol=2e-2, atol=2e-2)
+	(plain,) = ops.moe_activate_gradient(x, grad, act.text, None, interleaved)
+	leaf = x.clone().requires_grad_()
+	ops.moe_activate(leaf, act.text, None, interleaved).backward(grad)
+	assert_same_bytes(leaf.grad, plain)
 
 
 @each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
 @each("arch", ARCHITECTURES)
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
-  pytest.importorskip("cutlass")
-  live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
-  for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
-    want = call()
-    with cute_kernels.backend(f"emulated:{arch}", **MODES[i + 1]):
-      for got, wanted in zip(call(), want, strict=True):
-        # Of the tail nothing is said.
-        rows = live if len(got) == 40 else None
-        assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
+	pytest.importorskip("cutlass")
+	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
+	for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
+		want = call()
+		with cute_kernels.backend(f"emulated:{arch}", **MODES[i + 1]):
+			for got, wanted in zip(call(), want, strict=True):
+				# Of the tail nothing is said.
+				rows = live if len(got) == 40 else None
+				assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
 
 
 GATHERED = [
-  *(("fp8_block", "both", None), ("nvfp4:row_scaled", "rowwise", None), ("mxfp8", "columnwise", None)),
-  *(("fp8_block", "rowwise", "swiglu"), ("fp8:scaling=delayed", "both", None), ("nvfp4", "both", None)),
+	*(("fp8_block", "both", None), ("nvfp4:row_scaled", "rowwise", None), ("mxfp8", "columnwise", None)),
+	*(("fp8_block", "rowwise", "swiglu"), ("fp8:scaling=delayed", "both", None), ("nvfp4", "both", None)),
 ]
 
 
 @each(("text", "way", "act"), GATHERED)
 @each("arch", ("reference", *ARCHITECTURES))
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
-  """The bits of gathering first, by kernels over poison; in a GEMM, too."""
-  x, _, _, _, _ = operands(50, 320 if act else 160, dtype=torch.bfloat16)
-  offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
-  scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
-  facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None, None)
-  into = torch.ops.cute_kernels.grouped_quantize_out
-  given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
-  like = ops.grouped_quantize(*given[0])
-  if arch == "reference":
-    assert_all_same(ops.grouped_quantize(*given[1]), like)
-    return
-  pytest.importorskip("cutlass")
-  if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
-    return
-  want, got = ([poisoned(t) for t in like] for _ in given)
-  into = torch.ops.cute_kernels.grouped_quantize_out
-  into(*given[0], out=want)
-  with cute_kernels.backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
-    into(*given[1], out=got)
-    assert_all_same(got, want)
-    if way == "rowwise" and (act or arch == "sm_90a"):
-      of_weight = "fp8_block:block=128x128" if act else "nvfp4"
-      codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
-      product = (codes, offs, scales, text, of_weight, None, None, False, None, False, None, None, act)
-      want = ops.m_grouped_quantize_gemm(given[0][0], *product)
-      assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
+	"""The bits of gathering first, by kernels over poison; in a GEMM, too."""
+	x, _, _, _, _ = operands(50, 320 if act else 160, dtype=torch.bfloat16)
+	offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
+	scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
+	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None, None)
+	into = torch.ops.cute_kernels.grouped_quantize_out
+	given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
+	like = ops.grouped_quantize(*given[0])
+	if arch == "reference":
+		assert_all_same(ops.grouped_quantize(*given[1]), like)
+		return
+	pytest.importorskip("cutlass")
+	if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
+		return
+	want, got = ([poisoned(t) for t in like] for _ in given)
+	into = torch.ops.cute_kernels.grouped_quantize_out
+	into(*given[0], out=want)
+	with cute_kernels.backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
+		into(*given[1], out=got)
+		assert_all_same(got, want)
+		if way == "rowwise" and (act or arch == "sm_90a"):
+			of_weight = "fp8_block:block=128x128" if act else "nvfp4"
+			codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
+			product = (codes, offs, scales, text, of_weight, None, None, False, None, False, None, None, act)
+			want = ops.m_grouped_quantize_gemm(given[0][0], *product)
+			assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
 
 
 def test_gradients():
-  """Those of the same in plain torch, also of rows that nobody has."""
-  x, h, weight, token, row = operands()
-  there = (row >= 0).double()
-  place = row.clamp_min(0).long()
+	"""Those of the same in plain torch, also of rows that nobody has."""
+	x, h, weight, token, row = operands()
+	there = (row >= 0).double()
+	place = row.clamp_min(0).long()
 
-  def plain(x, h, weight):
-    live = (token >= 0).double()[:, None]
-    rows = x[token.clamp_min(0).long()] * live
-    return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
+	def plain(x, h, weight):
+		live = (token >= 0).double()[:, None]
+		rows = x[token.clamp_min(0).long()] * live
+		return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
 
-  def ours(x, h, weight):
-    rows = ops.moe_gather(x, token, row) + h
-    return ops.moe_combine(rows, row, weight) + 0 * ops.moe_combine(rows, row)
+	def ours(x, h, weight):
+		rows = ops.moe_gather(x, token, row) + h
+		return ops.moe_combine(rows, row, weight) + 0 * ops.moe_combine(rows, row)
 
-  leaves = [t.requires_grad_() for t in (x, h, weight)]
-  exact = [t.detach().double().requires_grad_() for t in leaves]
-  dy = torch.randn(9, 24)
-  got = torch.autograd.grad(ours(*leaves), leaves, dy)
-  want = torch.autograd.grad(plain(*exact), exact, dy.double())
-  for a, b in zip(got, want, strict=True):
-    torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-  with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
-    ops.moe_gather(x, token)
+	leaves = [t.requires_grad_() for t in (x, h, weight)]
+	exact = [t.detach().double().requires_grad_() for t in leaves]
+	dy = torch.randn(9, 24)
+	got = torch.autograd.grad(ours(*leaves), leaves, dy)
+	want = torch.autograd.grad(plain(*exact), exact, dy.double())
+	for a, b in zip(got, want, strict=True):
+		torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+	with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
+		ops.moe_gather(x, token)
 
 
 def test_compiled_once_for_all_numbers_of_tokens():
-  graphs = Graphs()
+	graphs = Graphs()
 
-  def layer(x, ids, weight):
-    _, token, _, row = ops.compute_routing(ids, 5)
-    return ops.moe_combine(ops.moe_gather(x, token, row) * 2, row, weight)
+	def layer(x, ids, weight):
+		_, token, _, row = ops.compute_routing(ids, 5)
+		return ops.moe_combine(ops.moe_gather(x, token, row) * 2, row, weight)
 
-  compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
-  for tokens in (7, 20, 3):
-    ids = ids_of(tokens, 2, 5)
-    x, weight = torch.randn(tokens, 8, requires_grad=True), torch.rand(tokens, 2)
-    for got in (compiled(x, ids, weight), layer(x, ids, weight)):
-      (grad,) = torch.autograd.grad(got.sum(), x)
-      torch.testing.assert_close(grad, 2 * (weight * (ids.clamp(-1, 5) % 5 == ids)).sum(1, keepdim=True).expand_as(x))
-  assert len(graphs) == 1
+	compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
+	for tokens in (7, 20, 3):
+		ids = ids_of(tokens, 2, 5)
+		x, weight = torch.randn(tokens, 8, requires_grad=True), torch.rand(tokens, 2)
+		for got in (compiled(x, ids, weight), layer(x, ids, weight)):
+			(grad,) = torch.autograd.grad(got.sum(), x)
+			torch.testing.assert_close(grad, 2 * (weight * (ids.clamp(-1, 5) % 5 == ids)).sum(1, keepdim=True).expand_as(x))
+	assert len(graphs) == 1

@@ -10,19 +10,19 @@ from torch.utils._pytree import tree_leaves
 import cute_kernels
 from cute_kernels.ops import registry
 from tests.helpers import (
-  NVFP4_TEXTS,
-  Graphs,
-  assert_all_same,
-  assert_same_bytes,
-  dequantize_arguments,
-  each,
-  k_grouped_arguments,
-  m_grouped_arguments,
-  offsets,
-  ops,
-  poisoned,
-  quantized,
-  sample,
+	NVFP4_TEXTS,
+	Graphs,
+	assert_all_same,
+	assert_same_bytes,
+	dequantize_arguments,
+	each,
+	k_grouped_arguments,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	poisoned,
+	quantized,
+	sample,
 )
 
 OFFS = offsets((5, 0, 8))
@@ -34,93 +34,93 @@ BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
 def nvfp4(cols, text="nvfp4", columnwise=False):
-  """The buffers of one direction of a ragged tensor."""
-  return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
+	"""The buffers of one direction of a ragged tensor."""
+	return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
 
 
 def weight(*shape, columnwise=False):
-  """The buffers of one direction of a uniform tensor."""
-  return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
+	"""The buffers of one direction of a uniform tensor."""
+	return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
 def x(cols=32, grad=False, dtype=torch.float32):
-  return sample(ROWS, cols, dtype=dtype).requires_grad_(grad)
+	return sample(ROWS, cols, dtype=dtype).requires_grad_(grad)
 
 
 def w(*shape, grad=False):
-  return sample(*shape, dtype=torch.float32).requires_grad_(grad)
+	return sample(*shape, dtype=torch.float32).requires_grad_(grad)
 
 
 def quantizing(a, b, *options, a_format="nvfp4"):
-  return (a, b[0], OFFS, b[1:], a_format, "nvfp4", *options)
+	return (a, b[0], OFFS, b[1:], a_format, "nvfp4", *options)
 
 
 def prepacked():
-  codes, *scales = weight(3, 8, 48)
-  b = (cute_kernels.prepack(codes), *scales)
-  return m_grouped_arguments(nvfp4(48), b, OFFS, prepacked=True)
+	codes, *scales = weight(3, 8, 48)
+	b = (cute_kernels.prepack(codes), *scales)
+	return m_grouped_arguments(nvfp4(48), b, OFFS, prepacked=True)
 
 
 def decoding_shapes():
-  shapes = [2, 16, 0, 32, 1, 32]
-  copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes=shapes)
-  return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
+	shapes = [2, 16, 0, 32, 1, 32]
+	copy = ops.grouped_quantize(w(70), BY_ROW, None, None, False, True, shapes=shapes)
+	return (*dequantize_arguments(copy, BY_ROW, 70, F32, columnwise=True), shapes)
 
 
 def copy_of(text, columnwise=False, uniform=None):
-  """One direction of ragged rows of 32 columns, or of weights of a shape."""
-  x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
-  return quantized(x, text, offs, columnwise=columnwise)
+	"""One direction of ragged rows of 32 columns, or of weights of a shape."""
+	x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
+	return quantized(x, text, offs, columnwise=columnwise)
 
 
 def fp8_cases(a, b):
-  """Products of operands of two formats, of the second as weights."""
-  texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
-  accumulation = ("split",) if a == "fp8" else ()
-  everything = (torch.rand(3, 64), alpha, True, torch.float32)
+	"""Products of operands of two formats, of the second as weights."""
+	texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
+	accumulation = ("split",) if a == "fp8" else ()
+	everything = (torch.rand(3, 64), alpha, True, torch.float32)
 
-  def weights(columnwise):
-    return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
+	def weights(columnwise):
+		return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
 
-  def quantizing(transpose_b, *options):
-    codes, *scales = weights(transpose_b)
-    return (x(), codes, OFFS, scales, a, b, *options)
+	def quantizing(transpose_b, *options):
+		codes, *scales = weights(transpose_b)
+		return (x(), codes, OFFS, scales, a, b, *options)
 
-  def dgrad(left, **formats):
-    return m_grouped_arguments(left, weights(True), OFFS, *everything, **formats)
+	def dgrad(left, **formats):
+		return m_grouped_arguments(left, weights(True), OFFS, *everything, **formats)
 
-  def fprop(left, **formats):
-    return m_grouped_arguments(left, weights(False), OFFS, **formats)
+	def fprop(left, **formats):
+		return m_grouped_arguments(left, weights(False), OFFS, **formats)
 
-  def wgrad():
-    left, right = (copy_of(text, True) for text in (a, a))
-    return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
+	def wgrad():
+		left, right = (copy_of(text, True) for text in (a, a))
+		return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
 
-  half = functools.partial(x, dtype=torch.float16)
-  m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
-  return [
-    (m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
-    (m, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
-    (m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
-    (m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
-    (quantize, f"{a} fprop", lambda: quantizing(False)),
-    (quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, None, *accumulation)),
-    (k, a, lambda: (*wgrad(), *accumulation)),
-  ]
+	half = functools.partial(x, dtype=torch.float16)
+	m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
+	return [
+		(m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
+		(m, f"{a} dgrad, everything", lambda: (*dgrad(copy_of(a), **texts), *accumulation)),
+		(m, f"plain x {b} fprop", lambda: fprop(half(), b_format=b)),
+		(m, f"plain x {b} dgrad", lambda: dgrad(half(), b_format=b)),
+		(quantize, f"{a} fprop", lambda: quantizing(False)),
+		(quantize, f"{a} dgrad", lambda: quantizing(True, *everything, False, None, *accumulation)),
+		(k, a, lambda: (*wgrad(), *accumulation)),
+	]
 
 
 def inverse(top_k):
-  """What ``moe_gather`` takes for rows that were turned around, but for one without a token."""
-  order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=torch.int32)
-  row = order.clone().view(ROWS, top_k)
-  row[4, 0] = -1
-  token = order // top_k
-  token[(ROWS - 5) * top_k + top_k - 1] = -1
-  return token, row
+	"""What ``moe_gather`` takes for rows that were turned around, but for one without a token."""
+	order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=torch.int32)
+	row = order.clone().view(ROWS, top_k)
+	row[4, 0] = -1
+	token = order // top_k
+	token[(ROWS - 5) * top_k + top_k - 1] = -1
+	return token, row
 
 
 def weights_and_pairs():
-  return torch.rand(ROWS, 1), torch.randperm(ROWS).int()
+	return torch.rand(ROWS, 1), torch.randperm(ROWS).int()
 
 
 F32 = torch.float32
@@ -130,171 +130,171 @@ BOTH = (None, True, True)
 
 
 def everything():
-  """Bias, alpha and the rest of a dgrad."""
-  return torch.rand(3, 16), torch.rand(3), True, F32
+	"""Bias, alpha and the rest of a dgrad."""
+	return torch.rand(3, 16), torch.rand(3), True, F32
 
 
 #: Arguments of each case, by op.
 BY_OP = {
-  "compute_offsets": {
-    "default": lambda: (torch.tensor([3, 0, 4]),),
-    "int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
-  },
-  "compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
-  "moe_route": {
-    "softmax": lambda: (x(grad=True), None, None, 2),
-    "groups": lambda: (x(grad=True), w(32).flatten(), OFFS[:1], 2, "sigmoid", True, 4, 2, 2.5),
-  },
-  "moe_route_gradient": {
-    "scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
-    "weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x()),
-  },
-  "moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
-  "moe_activate": {
-    "halves": lambda: (x(grad=True), "swiglu", OFFS),
-    "interleaved": lambda: (x(dtype=torch.bfloat16), "clamped_swiglu:limit=3.0", None, True),
-    "plain": lambda: (x(grad=True), "gelu"),
-  },
-  "moe_activate_gradient": {
-    "weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
-    "alone": lambda: (x(), x(), "silu"),
-  },
-  "moe_combine": {
-    "weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
-    "sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),
-  },
-  "grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
-  "grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
-  "grouped_quantize": {
-    "rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 5, OFFS),
-    "rowwise": lambda: (x(48), "nvfp4", OFFS),
-    "row-scaled": lambda: (x(48), BY_ROW, OFFS),
-    "columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
-    "both, 2D": lambda: (x(48), SQUARE, OFFS, *BOTH),
-    "amax given": lambda: (x(48), "nvfp4", OFFS, torch.ones(3)),
-    "uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
-    "stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
-    "hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
-    "4over6": lambda: (w(2, 5, 48), "nvfp4:four_over_six"),
-    "shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 4, [2, 16, 0, 32, 1, 32]),
-  },
-  "grouped_dequantize": {
-    "shapes": decoding_shapes,
-    "rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
-    "row-scaled": lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
-    "columnwise": lambda: dequantize_arguments(nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True),
-    "uniform": lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
-  },
-  "m_grouped_gemm": {
-    "plain": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS),
-    "everything": lambda: (
-      x(16, True),
-      w(3, 16, 8, grad=True),
-      OFFS,
-      w(3, 8, grad=True),
-      torch.rand(3),
-      True,
-      torch.bfloat16,
-    ),
-    "nvfp4 fprop": lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
-    "nvfp4 dgrad with everything": lambda: m_grouped_arguments(
-      nvfp4(48, BY_ROW), weight(3, 48, 16, columnwise=True), OFFS, *everything(), a_format=BY_ROW
-    ),
-    "w4a16 fprop": lambda: m_grouped_arguments(x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS),
-    "w4a16 dgrad with everything": lambda: m_grouped_arguments(
-      x(48, dtype=torch.float16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
-    ),
-    "prepacked": prepacked,
-    "rows": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS, *[None] * 2, False, *[None] * 5, False, None, INDEX),
-    "fp8_block rows": lambda: (
-      *m_grouped_arguments(
-        quantized(sample(7, 128), "fp8_block", offsets((7,))),
-        quantized(sample(3, 8, 128), "fp8_block:block=128x128"),
-        OFFS,
-        a_format="fp8_block",
-        b_format="fp8_block:block=128x128",
-      ),
-      *(None, INDEX),
-    ),
-  },
-  "m_grouped_gemm_activate": {
-    "plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, torch.bfloat16),
-    "keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
-  },
-  "m_grouped_quantize_gemm_activate": {
-    "row-scaled": lambda: (*quantizing(x(48), weight(3, 8, 48), None, None, False, F32, a_format=BY_ROW),)
-  },
-  "k_grouped_gemm": {
-    "plain": lambda: (x(8, True), x(16, True), OFFS),
-    "alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
-    "rows": lambda: (x(8, True), w(7, 16, grad=True), OFFS, None, F32, *[None] * 5, INDEX),
-    "nvfp4": lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
-    "nvfp4 with alpha": lambda: k_grouped_arguments(
-      nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
-    ),
-  },
-  "m_grouped_quantize_gemm": {
-    "fprop": lambda: quantizing(x(48), weight(3, 8, 48)),
-    "row-scaled dgrad with everything": lambda: quantizing(
-      x(48, dtype=torch.bfloat16), weight(3, 48, 16, columnwise=True), *everything(), a_format=BY_ROW
-    ),
-  },
+	"compute_offsets": {
+		"default": lambda: (torch.tensor([3, 0, 4]),),
+		"int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
+	},
+	"compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
+	"moe_route": {
+		"softmax": lambda: (x(grad=True), None, None, 2),
+		"groups": lambda: (x(grad=True), w(32).flatten(), OFFS[:1], 2, "sigmoid", True, 4, 2, 2.5),
+	},
+	"moe_route_gradient": {
+		"scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
+		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x()),
+	},
+	"moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
+	"moe_activate": {
+		"halves": lambda: (x(grad=True), "swiglu", OFFS),
+		"interleaved": lambda: (x(dtype=torch.bfloat16), "clamped_swiglu:limit=3.0", None, True),
+		"plain": lambda: (x(grad=True), "gelu"),
+	},
+	"moe_activate_gradient": {
+		"weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
+		"alone": lambda: (x(), x(), "silu"),
+	},
+	"moe_combine": {
+		"weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
+		"sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),
+	},
+	"grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
+	"grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
+	"grouped_quantize": {
+		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 5, OFFS),
+		"rowwise": lambda: (x(48), "nvfp4", OFFS),
+		"row-scaled": lambda: (x(48), BY_ROW, OFFS),
+		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
+		"both, 2D": lambda: (x(48), SQUARE, OFFS, *BOTH),
+		"amax given": lambda: (x(48), "nvfp4", OFFS, torch.ones(3)),
+		"uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
+		"stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
+		"hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
+		"4over6": lambda: (w(2, 5, 48), "nvfp4:four_over_six"),
+		"shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 4, [2, 16, 0, 32, 1, 32]),
+	},
+	"grouped_dequantize": {
+		"shapes": decoding_shapes,
+		"rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
+		"row-scaled": lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
+		"columnwise": lambda: dequantize_arguments(nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True),
+		"uniform": lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
+	},
+	"m_grouped_gemm": {
+		"plain": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS),
+		"everything": lambda: (
+			x(16, True),
+			w(3, 16, 8, grad=True),
+			OFFS,
+			w(3, 8, grad=True),
+			torch.rand(3),
+			True,
+			torch.bfloat16,
+		),
+		"nvfp4 fprop": lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
+		"nvfp4 dgrad with everything": lambda: m_grouped_arguments(
+			nvfp4(48, BY_ROW), weight(3, 48, 16, columnwise=True), OFFS, *everything(), a_format=BY_ROW
+		),
+		"w4a16 fprop": lambda: m_grouped_arguments(x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS),
+		"w4a16 dgrad with everything": lambda: m_grouped_arguments(
+			x(48, dtype=torch.float16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
+		),
+		"prepacked": prepacked,
+		"rows": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS, *[None] * 2, False, *[None] * 5, False, None, INDEX),
+		"fp8_block rows": lambda: (
+			*m_grouped_arguments(
+				quantized(sample(7, 128), "fp8_block", offsets((7,))),
+				quantized(sample(3, 8, 128), "fp8_block:block=128x128"),
+				OFFS,
+				a_format="fp8_block",
+				b_format="fp8_block:block=128x128",
+			),
+			*(None, INDEX),
+		),
+	},
+	"m_grouped_gemm_activate": {
+		"plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, torch.bfloat16),
+		"keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
+	},
+	"m_grouped_quantize_gemm_activate": {
+		"row-scaled": lambda: (*quantizing(x(48), weight(3, 8, 48), None, None, False, F32, a_format=BY_ROW),)
+	},
+	"k_grouped_gemm": {
+		"plain": lambda: (x(8, True), x(16, True), OFFS),
+		"alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
+		"rows": lambda: (x(8, True), w(7, 16, grad=True), OFFS, None, F32, *[None] * 5, INDEX),
+		"nvfp4": lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
+		"nvfp4 with alpha": lambda: k_grouped_arguments(
+			nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
+		),
+	},
+	"m_grouped_quantize_gemm": {
+		"fprop": lambda: quantizing(x(48), weight(3, 8, 48)),
+		"row-scaled dgrad with everything": lambda: quantizing(
+			x(48, dtype=torch.bfloat16), weight(3, 48, 16, columnwise=True), *everything(), a_format=BY_ROW
+		),
+	},
 }
 CASES = [
-  *[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()],
-  *fp8_cases("fp8", "fp8:dtype=e5m2"),
-  *fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
-  *fp8_cases("mxfp8", "mxfp8:block=32x32"),
+	*[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()],
+	*fp8_cases("fp8", "fp8:dtype=e5m2"),
+	*fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
+	*fp8_cases("mxfp8", "mxfp8:block=32x32"),
 ]
 #: Formats of other scales and columnwise copies: blocks and slots, squares, and a shared level.
 TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x128")
 
 
 def decoding(text, columnwise):
-  copy = quantized(x(160), text, OFFS, columnwise=columnwise)
-  return dequantize_arguments(copy, text, ROWS, F32, OFFS, columnwise)
+	copy = quantized(x(160), text, OFFS, columnwise=columnwise)
+	return dequantize_arguments(copy, text, ROWS, F32, OFFS, columnwise)
 
 
 for text in TEXTS:
-  CASES += [
-    ("grouped_quantize", text, lambda t=text: (x(160), t, OFFS, *BOTH)),
-    ("grouped_dequantize", text, lambda t=text: decoding(t, False)),
-    ("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
-  ]
+	CASES += [
+		("grouped_quantize", text, lambda t=text: (x(160), t, OFFS, *BOTH)),
+		("grouped_dequantize", text, lambda t=text: decoding(t, False)),
+		("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
+	]
 CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
 IDS = [f"{name}: {case}" for name, case, _ in CASES]
 each_case = each(("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS)
 
 
 def outputs_like(name, results, make=poisoned):
-  """Buffers for the out form, poisoned ones, by the name of its argument."""
-  schema = getattr(ops, f"{name}_out").default._schema
-  (out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
-  if isinstance(results, torch.Tensor):
-    return {out: make(results.detach())}
-  return {out: [make(t.detach()) for t in results]}
+	"""Buffers for the out form, poisoned ones, by the name of its argument."""
+	schema = getattr(ops, f"{name}_out").default._schema
+	(out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+	if isinstance(results, torch.Tensor):
+		return {out: make(results.detach())}
+	return {out: [make(t.detach()) for t in results]}
 
 
 def mapped(function, arguments):
-  """Arguments with ``function`` of each tensor, also of those in lists."""
-  if isinstance(arguments, torch.Tensor):
-    return function(arguments)
-  if isinstance(arguments, (list, tuple)):
-    return [mapped(function, a) for a in arguments]
-  return arguments
+	"""Arguments with ``function`` of each tensor, also of those in lists."""
+	if isinstance(arguments, torch.Tensor):
+		return function(arguments)
+	if isinstance(arguments, (list, tuple)):
+		return [mapped(function, a) for a in arguments]
+	return arguments
 
 
 def tensors(arguments):
-  """The tensors of arguments or results, also those in lists."""
-  return [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+	"""The tensors of arguments or results, also those in lists."""
+	return [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
 
 
 def detached(arguments):
-  return mapped(torch.Tensor.detach, arguments)
+	return mapped(torch.Tensor.detach, arguments)
 
 
 def registered():
-  return {name.split("::")[1] for name in registry._LIBRARY._op_defs}
+	return {name.split("::")[1] for name in registry._LIBRARY._op_defs}
 
 
 #: Ops that write their arguments, which have tests of their own.
@@ -302,80 +302,80 @@ IN_PLACE = {"delayed_scaling_update"}
 
 
 def test_every_op_has_a_case():
-  named = {name for name, _, _ in CASES}
-  assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
+	named = {name for name, _, _ in CASES}
+	assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
 
 
 @pytest.mark.usefixtures("comparable")
 @each_case
 def test_functional_form(name, make):
-  opcheck(getattr(ops, name).default, make())
+	opcheck(getattr(ops, name).default, make())
 
 
 @pytest.mark.usefixtures("comparable")
 @each_case
 def test_out_form(name, make):
-  arguments = detached(make())
-  outputs = outputs_like(name, getattr(ops, name)(*arguments))
-  opcheck(getattr(ops, f"{name}_out").default, arguments, outputs)
+	arguments = detached(make())
+	outputs = outputs_like(name, getattr(ops, name)(*arguments))
+	opcheck(getattr(ops, f"{name}_out").default, arguments, outputs)
 
 
 @each_case
 def test_both_forms_agree_and_inputs_stay(name, make):
-  arguments = detached(make())
-  before = mapped(torch.Tensor.clone, arguments)
-  results = getattr(ops, name)(*arguments)
-  outputs = outputs_like(name, results)
-  for tensor in tensors(outputs):
-    tensor.zero_()  # where an op does not write, the functional form has zeros
-  assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
-  assert_all_same(tensors(outputs), tensors(results))
-  assert_all_same(tensors(arguments), tensors(before))
+	arguments = detached(make())
+	before = mapped(torch.Tensor.clone, arguments)
+	results = getattr(ops, name)(*arguments)
+	outputs = outputs_like(name, results)
+	for tensor in tensors(outputs):
+		tensor.zero_()  # where an op does not write, the functional form has zeros
+	assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
+	assert_all_same(tensors(outputs), tensors(results))
+	assert_all_same(tensors(arguments), tensors(before))
 
 
 @each_case
 def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(name, make):
-  arguments = detached(make())
-  results = getattr(ops, name)(*arguments)
-  fakes = getattr(ops, name)(*mapped(lambda t: t.to("meta"), arguments))
-  assert type(fakes) is type(results)
-  for fake, real in zip(tensors(fakes), tensors(results), strict=True):
-    assert fake.device.type == "meta"
-    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+	arguments = detached(make())
+	results = getattr(ops, name)(*arguments)
+	fakes = getattr(ops, name)(*mapped(lambda t: t.to("meta"), arguments))
+	assert type(fakes) is type(results)
+	for fake, real in zip(tensors(fakes), tensors(results), strict=True):
+		assert fake.device.type == "meta"
+		assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 @each_case
 def test_the_function_without_the_dispatcher_is_the_op(name, make):
-  arguments = detached(make())
-  got = getattr(cute_kernels.ops, name)(*arguments)
-  want = getattr(ops, name)(*arguments)
-  assert type(got) is type(want)
-  assert_all_same(tensors(got), tensors(want))
+	arguments = detached(make())
+	got = getattr(cute_kernels.ops, name)(*arguments)
+	want = getattr(ops, name)(*arguments)
+	assert type(got) is type(want)
+	assert_all_same(tensors(got), tensors(want))
 
 
 def test_out_form_takes_any_pitch():
-  data = x(48)
-  want = ops.grouped_quantize(data, "nvfp4", OFFS)
-  for pitch in (24, 32, 40):
-    codes = torch.zeros(ROWS, pitch, dtype=torch.uint8)[:, :24]
-    outputs = [codes, *map(poisoned, want[1:])]
-    ops.grouped_quantize_out(data, "nvfp4", OFFS, out=outputs)
-    assert_same_bytes(codes[:13], want[0][:13])
+	data = x(48)
+	want = ops.grouped_quantize(data, "nvfp4", OFFS)
+	for pitch in (24, 32, 40):
+		codes = torch.zeros(ROWS, pitch, dtype=torch.uint8)[:, :24]
+		outputs = [codes, *map(poisoned, want[1:])]
+		ops.grouped_quantize_out(data, "nvfp4", OFFS, out=outputs)
+		assert_same_bytes(codes[:13], want[0][:13])
 
 
 def test_compile_once_for_all_sizes_and_offsets():
-  """One graph serves every number of rows."""
-  graphs = Graphs()
+	"""One graph serves every number of rows."""
+	graphs = Graphs()
 
-  def step(a, b, offs):
-    q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
-    v = ops.grouped_quantize(b, "nvfp4")
-    y = ops.m_grouped_gemm(*m_grouped_arguments(q[:3], v, offs, a_format=BY_ROW))
-    return y, ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs))
+	def step(a, b, offs):
+		q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
+		v = ops.grouped_quantize(b, "nvfp4")
+		y = ops.m_grouped_gemm(*m_grouped_arguments(q[:3], v, offs, a_format=BY_ROW))
+		return y, ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs))
 
-  compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
-  b = sample(3, 24, 32)
-  for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
-    a, offs = sample(sum(splits) + 3, 32), offsets(splits)
-    assert_all_same(compiled(a, b, offs), step(a, b, offs))
-  assert len(graphs) == 1
+	compiled = torch.compile(step, fullgraph=True, backend=graphs, dynamic=True)
+	b = sample(3, 24, 32)
+	for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
+		a, offs = sample(sum(splits) + 3, 32), offsets(splits)
+		assert_all_same(compiled(a, b, offs), step(a, b, offs))
+	assert len(graphs) == 1

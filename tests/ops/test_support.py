@@ -21,12 +21,12 @@ from tests.unit.test_capability import FORMATS
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
-  *itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
-  *itertools.product(
-    ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"), FORMATS[:1]
-  ),
-  *(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
-  *itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
+	*itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
+	*itertools.product(
+		("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"), FORMATS[:1]
+	),
+	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
+	*itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
 #: Variants that share kernels' skeletons and are run on one architecture here.
 RUN_ON = {NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a", NVFP4(four_over_six=True): "sm_90a"}
@@ -38,165 +38,165 @@ PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
 
 def combinations():
-  for op, fmt, arch, prepacked in itertools.product(OPS, FORMATS, ARCHITECTURES, (False, True)):
-    if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
-      continue
-    if arch not in ("reference", RUN_ON.get(fmt, arch)):
-      continue
-    taken = [d for d in DTYPES if d in capability._DTYPES[op]]
-    allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
-    # No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
-    has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
-    for dtype in DTYPES if allowed and has_dtype else taken[:1]:
-      # On the emulator one dtype runs; tests of the kernels have the others.
-      if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
-        title = fmt.text if fmt else "plain"
-        name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-        yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+	for op, fmt, arch, prepacked in itertools.product(OPS, FORMATS, ARCHITECTURES, (False, True)):
+		if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
+			continue
+		if arch not in ("reference", RUN_ON.get(fmt, arch)):
+			continue
+		taken = [d for d in DTYPES if d in capability._DTYPES[op]]
+		allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
+		# No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
+		has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
+		for dtype in DTYPES if allowed and has_dtype else taken[:1]:
+			# On the emulator one dtype runs; tests of the kernels have the others.
+			if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
+				title = fmt.text if fmt else "plain"
+				name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
+				yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
 def given_of(fmt):
-  """What calls give beside a tensor: a scale a group, or what seeds the rounding."""
-  return {
-    "scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
-    "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
-  }
+	"""What calls give beside a tensor: a scale a group, or what seeds the rounding."""
+	return {
+		"scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
+		"seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
+	}
 
 
 def held(fmt, uniform=False, columnwise=False):
-  """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
-  shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
-  directions = {"rowwise": not columnwise, "columnwise": columnwise}
-  if support("grouped_quantize", fmt, "reference"):
-    with cute_kernels.backend("reference"):
-      made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions, **given_of(fmt))
-  else:
-    specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
-    made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
-  named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
-  return [named[name] for name in fmt.operand_names(columnwise)]
+	"""What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
+	shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
+	directions = {"rowwise": not columnwise, "columnwise": columnwise}
+	if support("grouped_quantize", fmt, "reference"):
+		with cute_kernels.backend("reference"):
+			made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions, **given_of(fmt))
+	else:
+		specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
+		made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
+	named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
+	return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def per_group(fmt):
-  """The format of weights that go with it: one that has no level per row."""
-  return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
+	"""The format of weights that go with it: one that has no level per row."""
+	return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
 
 
 def grouped_quantize(fmt, dtype):
-  x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
-  for columnwise in (False, True):
-    if columnwise and not support("grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True):
-      with pytest.raises(TypeError, match="must be bfloat16"):
-        grouped.quantize(x, fmt, columnwise=True)
-      return
-    ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
-    ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
-  grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
+	x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
+	for columnwise in (False, True):
+		if columnwise and not support("grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True):
+			with pytest.raises(TypeError, match="must be bfloat16"):
+				grouped.quantize(x, fmt, columnwise=True)
+			return
+		ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
+		ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
+	grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
 
 
 def grouped_dequantize(fmt, dtype):
-  for uniform, columnwise in itertools.product((False, True), (False, True)):
-    rows, offs = (N, None) if uniform else (6, OFFS)
-    copy = held(fmt, uniform, columnwise)
-    arguments = dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise)
-    ops.grouped_dequantize(*arguments)
+	for uniform, columnwise in itertools.product((False, True), (False, True)):
+		rows, offs = (N, None) if uniform else (6, OFFS)
+		copy = held(fmt, uniform, columnwise)
+		arguments = dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise)
+		ops.grouped_dequantize(*arguments)
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):
-  plain = sample(6, K, dtype=torch.float32).to(dtype)
-  if fmt is None:
-    b = sample(3, N, K, dtype=torch.float32).to(dtype)
-    ops.m_grouped_gemm(plain, b, OFFS)
-    ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
-    ops.k_grouped_gemm(plain, plain, OFFS)
-    return
-  weight = per_group(fmt)
-  texts = {"a_format": fmt.text, "b_format": weight.text}
-  b = held(weight, uniform=True)
-  if prepacked:
-    b[0] = cute_kernels.prepack(b[0])
-  ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
-  options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
-  if not fmt.takes_scale:
-    ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
-  if not prepacked:
-    columns = held(fmt, columnwise=True)
-    texts["b_format"] = fmt.text
-    ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
+	plain = sample(6, K, dtype=torch.float32).to(dtype)
+	if fmt is None:
+		b = sample(3, N, K, dtype=torch.float32).to(dtype)
+		ops.m_grouped_gemm(plain, b, OFFS)
+		ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
+		ops.k_grouped_gemm(plain, plain, OFFS)
+		return
+	weight = per_group(fmt)
+	texts = {"a_format": fmt.text, "b_format": weight.text}
+	b = held(weight, uniform=True)
+	if prepacked:
+		b[0] = cute_kernels.prepack(b[0])
+	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
+	options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
+	if not fmt.takes_scale:
+		ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
+	if not prepacked:
+		columns = held(fmt, columnwise=True)
+		texts["b_format"] = fmt.text
+		ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
 
 
 def grouped_gemm_w4a16(fmt, dtype):
-  x = sample(6, K, dtype=torch.float32).to(dtype)
-  with cute_kernels.backend("reference"):  # it quantizes what others only multiply
-    weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
-  grouped.grouped_gemm(x, weights, offs=OFFS)
-  codes, scales = weights.rowwise.operand
-  ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
+	x = sample(6, K, dtype=torch.float32).to(dtype)
+	with cute_kernels.backend("reference"):  # it quantizes what others only multiply
+		weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
+	grouped.grouped_gemm(x, weights, offs=OFFS)
+	codes, scales = weights.rowwise.operand
+	ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
 def grouped_gemm_w4a8(fmt, dtype):
-  texts = {"a_format": fmt.text, "b_format": "nvfp4"}
-  b = held(NVFP4(), uniform=True)
-  ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, **texts))
+	texts = {"a_format": fmt.text, "b_format": "nvfp4"}
+	b = held(NVFP4(), uniform=True)
+	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, **texts))
 
 
 def delayed_scaling_update(fmt, dtype):
-  ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
+	ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
 
 
 CALLS = {
-  "delayed_scaling_update": delayed_scaling_update,
-  "compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
-  "compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
-  "moe_route": lambda fmt, dtype: ops.moe_route(torch.ones(6, K).to(dtype), None, None, 2),
-  "moe_route_gradient": lambda fmt, dtype: ops.moe_route_gradient(
-    torch.ones(6, 2).to(dtype), None, torch.ones(6, 2).long(), torch.ones(6, K).to(dtype)
-  ),
-  "moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
-  "moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
-  "moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
-    torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
-  ),
-  "moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
-  "grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
-  "grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
-  "grouped_quantize": grouped_quantize,
-  "grouped_dequantize": grouped_dequantize,
-  "grouped_gemm": grouped_gemm,
-  "grouped_gemm_w4a16": grouped_gemm_w4a16,
-  "grouped_gemm_w4a8": grouped_gemm_w4a8,
+	"delayed_scaling_update": delayed_scaling_update,
+	"compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
+	"compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
+	"moe_route": lambda fmt, dtype: ops.moe_route(torch.ones(6, K).to(dtype), None, None, 2),
+	"moe_route_gradient": lambda fmt, dtype: ops.moe_route_gradient(
+		torch.ones(6, 2).to(dtype), None, torch.ones(6, 2).long(), torch.ones(6, K).to(dtype)
+	),
+	"moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
+	"moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
+	"moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
+		torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
+	),
+	"moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
+	"grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
+	"grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
+	"grouped_quantize": grouped_quantize,
+	"grouped_dequantize": grouped_dequantize,
+	"grouped_gemm": grouped_gemm,
+	"grouped_gemm_w4a16": grouped_gemm_w4a16,
+	"grouped_gemm_w4a8": grouped_gemm_w4a8,
 }
 
 
 @each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
-  facts = {"prepacked": prepacked}
-  status = support(op, fmt, arch, dtype=dtype, **facts)
-  name = arch if arch == "reference" else f"emulated:{arch}"
-  if status and arch != "reference" and importlib.util.find_spec("cutlass") is None:
-    pytest.skip("needs the CuTe DSL")
-  options = facts if prepacked else {}
-  with cute_kernels.backend(name):
-    if status:
-      CALLS[op](fmt, dtype, **options)
-    elif support(op, fmt, arch, **facts):
-      # Nothing takes this dtype, or no tensor core does.
-      error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
-      with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
-        CALLS[op](fmt, dtype, **options)
-    else:
-      with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-        CALLS[op](fmt, dtype, **options)
+	facts = {"prepacked": prepacked}
+	status = support(op, fmt, arch, dtype=dtype, **facts)
+	name = arch if arch == "reference" else f"emulated:{arch}"
+	if status and arch != "reference" and importlib.util.find_spec("cutlass") is None:
+		pytest.skip("needs the CuTe DSL")
+	options = facts if prepacked else {}
+	with cute_kernels.backend(name):
+		if status:
+			CALLS[op](fmt, dtype, **options)
+		elif support(op, fmt, arch, **facts):
+			# Nothing takes this dtype, or no tensor core does.
+			error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
+			with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
+				CALLS[op](fmt, dtype, **options)
+		else:
+			with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
+				CALLS[op](fmt, dtype, **options)
 
 
 @each("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
-  with cute_kernels.backend(f"reference:{core}"):
-    for fmt, dtype in ((NVFP4(), torch.bfloat16), (None, torch.float32)):
-      facts = {} if fmt is None else {"prepacked": True}
-      status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
-      if status:
-        grouped_gemm(fmt, dtype, **facts)
-      else:
-        with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-          grouped_gemm(fmt, dtype, **facts)
+	with cute_kernels.backend(f"reference:{core}"):
+		for fmt, dtype in ((NVFP4(), torch.bfloat16), (None, torch.float32)):
+			facts = {} if fmt is None else {"prepacked": True}
+			status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
+			if status:
+				grouped_gemm(fmt, dtype, **facts)
+			else:
+				with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
+					grouped_gemm(fmt, dtype, **facts)

@@ -17,50 +17,50 @@ from tests.perf.dashboard_records import RECORDS, all_committed, save_numerics
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 OPTIONS = (
-  "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
-  " --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
+	"--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
+	" --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
 KERNEL = "kernel/gemm-nvfp4-row-scaled-x-nvfp4-fprop"
 MADE = ("", "tokens", "roofline", "history", "kernels", "numerics", KERNEL, "?suite=gemm&contender=torch")
 
 pytestmark = [
-  pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
-  # One worker has the browser.
-  pytest.mark.xdist_group("chromium"),
+	pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
+	# One worker has the browser.
+	pytest.mark.xdist_group("chromium"),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  folder = tmp_path_factory.mktemp("pages")
-  save_numerics(folder / "numerics.jsonl")
-  numerics = read_numerics([folder / "numerics.jsonl"])
-  (folder / "made.html").write_text(page(RECORDS, numerics=numerics), encoding="utf-8")
-  (folder / "committed.html").write_text(page(all_committed()), encoding="utf-8")
-  return folder
+	folder = tmp_path_factory.mktemp("pages")
+	save_numerics(folder / "numerics.jsonl")
+	numerics = read_numerics([folder / "numerics.jsonl"])
+	(folder / "made.html").write_text(page(RECORDS, numerics=numerics), encoding="utf-8")
+	(folder / "committed.html").write_text(page(all_committed()), encoding="utf-8")
+	return folder
 
 
 def shown(folder, which, view):
-  """Titles, text and number of rows of a view; what it writes to its console fails."""
-  url = f"{(folder / f'{which}.html').as_uri()}#/{view}"
-  command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
-  done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-  assert "CONSOLE" not in done.stderr, done.stderr
-  main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
-  return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main.count("<td")
+	"""Titles, text and number of rows of a view; what it writes to its console fails."""
+	url = f"{(folder / f'{which}.html').as_uri()}#/{view}"
+	command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
+	done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+	assert "CONSOLE" not in done.stderr, done.stderr
+	main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
+	return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main.count("<td")
 
 
 @each(
-  ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "tokens", "roofline", "kernels"))]
+	("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "tokens", "roofline", "kernels"))]
 )
 def test_views_are_drawn(folder, which, view):
-  titles, text, cells = shown(folder, which, view)
-  assert len(titles) == 1 and cells
-  assert not re.search("Nothing|undefined" if view == "numerics" else "Nothing|NaN|undefined", text)
-  if view == "history":
-    assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
+	titles, text, cells = shown(folder, which, view)
+	assert len(titles) == 1 and cells
+	assert not re.search("Nothing|undefined" if view == "numerics" else "Nothing|NaN|undefined", text)
+	if view == "history":
+		assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
 
 
 @each(("view", "title"), [("numerics", "page"), ("kernel/none", "kernel")])
 def test_there_is_no_such_view(folder, view, title):
-  assert shown(folder, "committed", view)[0] == [f"No such {title}"]
+	assert shown(folder, "committed", view)[0] == [f"No such {title}"]

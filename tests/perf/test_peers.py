@@ -20,85 +20,85 @@ ROWS = 148
 
 
 def error_of(contender):
-  return contender.error(contender.prepare()())
+	return contender.error(contender.prepare()())
 
 
 def product(kind="fprop"):
-  return Operands(SHAPE, ROWS, kind, SIZES, CPU, seed=2)
+	return Operands(SHAPE, ROWS, kind, SIZES, CPU, seed=2)
 
 
 def test_every_peer_says_whether_it_is_here():
-  peers = all_peers({})
-  assert len(peers) == len(PEERS) and len({p.name for p in peers}) == len(peers)
-  meter = meter_of("reference", "", True, {})
-  missing = {peer.name: peer.missing(meter) for peer in peers}
-  assert missing["torch"] == "" and "does not run on" in missing["quack"]
-  assert set(all_peers({})[0].versions) == {"torch"}
+	peers = all_peers({})
+	assert len(peers) == len(PEERS) and len({p.name for p in peers}) == len(peers)
+	meter = meter_of("reference", "", True, {})
+	missing = {peer.name: peer.missing(meter) for peer in peers}
+	assert missing["torch"] == "" and "does not run on" in missing["quack"]
+	assert set(all_peers({})[0].versions) == {"torch"}
 
 
 def test_torch_products():
-  for kind in ("fprop", "dgrad", "wgrad"):
-    (contender,) = pytorch.PEER({}).products(product(kind))
-    assert error_of(contender) <= contender.bound == NOISE["bfloat16"]
+	for kind in ("fprop", "dgrad", "wgrad"):
+		(contender,) = pytorch.PEER({}).products(product(kind))
+		assert error_of(contender) <= contender.bound == NOISE["bfloat16"]
 
 
 @each(
-  ("quantize", "decode", "bound"),
-  [
-    (pytorch.nvfp4_given, pytorch.nvfp4_values, 0.12),
-    (pytorch.nvfp4_rows, pytorch.nvfp4_values, 0.1),
-    (pytorch.mxfp8_rows, pytorch.mxfp8_values, 0.03),
-  ],
+	("quantize", "decode", "bound"),
+	[
+		(pytorch.nvfp4_given, pytorch.nvfp4_values, 0.12),
+		(pytorch.nvfp4_rows, pytorch.nvfp4_values, 0.1),
+		(pytorch.mxfp8_rows, pytorch.mxfp8_values, 0.03),
+	],
 )
 def test_torch_quantizers(quantize, decode, bound):
-  x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-  got = quantize(x, x.abs().amax().float().view(1))
-  values = decode(*got)
-  assert (values - x.float()).norm() / x.float().norm() < bound
-  # Codes in the wrong nibble are no noise.
-  if got[0].dtype == torch.uint8:
-    swapped = got[0] << 4 | got[0] >> 4
-    assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
+	x = torch.randn(40, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+	got = quantize(x, x.abs().amax().float().view(1))
+	values = decode(*got)
+	assert (values - x.float()).norm() / x.float().norm() < bound
+	# Codes in the wrong nibble are no noise.
+	if got[0].dtype == torch.uint8:
+		swapped = got[0] << 4 | got[0] >> 4
+		assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
 
 
 def test_padding_keeps_rows_apart():
-  x = torch.arange(1, 9).float().view(8, 1)
-  padded, owner = padded_rows(x, [3, 0, 5], 4)
-  assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
-  assert owner.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
-  assert torch.equal(unpadded_rows(padded, [3, 0, 5], 4), x)
+	x = torch.arange(1, 9).float().view(8, 1)
+	padded, owner = padded_rows(x, [3, 0, 5], 4)
+	assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
+	assert owner.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
+	assert torch.equal(unpadded_rows(padded, [3, 0, 5], 4), x)
 
 
 def test_scales_come_out_of_tiles():
-  scales = torch.randint(0, 256, (256, 6), dtype=torch.uint8)
-  assert torch.equal(row_scales(tile_scales(scales[None])[0], 200, 6), scales[:200])
+	scales = torch.randint(0, 256, (256, 6), dtype=torch.uint8)
+	assert torch.equal(row_scales(tile_scales(scales[None])[0], 200, 6), scales[:200])
 
 
 def test_weights_for_other_libraries_are_ours():
-  weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-  codes, scales, level = linear_nvfp4(weight)
-  values = torch.stack([pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)])
-  want = grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32)
-  assert torch.allclose(values, want, rtol=1e-6)
+	weight = torch.randn(3, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+	codes, scales, level = linear_nvfp4(weight)
+	values = torch.stack([pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)])
+	want = grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32)
+	assert torch.allclose(values, want, rtol=1e-6)
 
 
 def test_torchao_quantizers():
-  """With the library itself, where it is installed."""
-  pytest.importorskip("torchao")
-  from perf.peers import torchao
+	"""With the library itself, where it is installed."""
+	pytest.importorskip("torchao")
+	from perf.peers import torchao
 
-  data = Input(64, 256, 2, CPU)
-  for gives in (True, False):
-    (contender,) = torchao.PEER({}).quantizers(data, Quantization("row", gives))
-    assert error_of(contender) <= contender.bound
+	data = Input(64, 256, 2, CPU)
+	for gives in (True, False):
+		(contender,) = torchao.PEER({}).quantizers(data, Quantization("row", gives))
+		assert error_of(contender) <= contender.bound
 
 
 def test_checkouts_are_named(tmp_path):
-  names = ("CUTLASS", "FlashInfer")
-  peers = {peer.name: peer for peer in all_peers({})}
-  wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}
-  blackwell, hopper = (meter_of(f"emulated:sm_{n}", "", True, {}) for n in ("100a", "90a"))
-  for name in names:
-    assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
-    assert "sm_100a" in peers[name].missing(hopper)
-    assert f"is no checkout of {name}" in wrong[name].missing(blackwell)
+	names = ("CUTLASS", "FlashInfer")
+	peers = {peer.name: peer for peer in all_peers({})}
+	wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}
+	blackwell, hopper = (meter_of(f"emulated:sm_{n}", "", True, {}) for n in ("100a", "90a"))
+	for name in names:
+		assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
+		assert "sm_100a" in peers[name].missing(hopper)
+		assert f"is no checkout of {name}" in wrong[name].missing(blackwell)

@@ -12,146 +12,146 @@ from perf.records import RESULTS, Record, Writer, latest, load, read, write
 from tests.helpers import each
 
 BASE = Record(
-  suite="gemm",
-  case={"model": "DeepSeek-V3", "rows": 512},
-  contender="ours",
-  what="time",
-  value=100.0,
-  unit="us",
-  kind="gpu",
-  format="nvfp4",
-  protocol="sustained, L2-cold",
-  spread=2.0,
-  repeats=7,
-  bytes=4e8,
-  flops=6e10,
-  ceilings={"copy": 4.0, "bfloat16": 700.0},
-  gpu="NVIDIA H200",
-  clocks={"sm": 1500.0, "sm max": 1980.0},
-  commit="abc",
-  time="2026-11-20T10:00:00+00:00",
+	suite="gemm",
+	case={"model": "DeepSeek-V3", "rows": 512},
+	contender="ours",
+	what="time",
+	value=100.0,
+	unit="us",
+	kind="gpu",
+	format="nvfp4",
+	protocol="sustained, L2-cold",
+	spread=2.0,
+	repeats=7,
+	bytes=4e8,
+	flops=6e10,
+	ceilings={"copy": 4.0, "bfloat16": 700.0},
+	gpu="NVIDIA H200",
+	clocks={"sm": 1500.0, "sm max": 1980.0},
+	commit="abc",
+	time="2026-11-20T10:00:00+00:00",
 )
 _TEXT = st.sampled_from(["a", "b", "ours", "nvfp4 x nvfp4"])
 _CASES = st.dictionaries(st.sampled_from(["rows", "routing", "k"]), st.integers(0, 3) | _TEXT, max_size=3)
 _NUMBERS = st.dictionaries(st.sampled_from(["sm", "draw"]), st.sampled_from([1.0, 2.5]))
 _RECORDS = st.builds(
-  Record,
-  suite=_TEXT,
-  case=_CASES,
-  contender=_TEXT,
-  what=_TEXT,
-  value=st.floats(allow_nan=False, allow_infinity=False),
-  unit=_TEXT,
-  kind=st.sampled_from(records.KINDS),
-  format=st.sampled_from(["", "fp8"]),
-  spread=st.none() | st.floats(0, 10),
-  clocks=_NUMBERS,
-  versions=st.dictionaries(_TEXT, _TEXT, max_size=2),
-  commit=st.sampled_from(["", "abc", "def"]),
-  note=st.sampled_from(["", "x"]),
-  time=st.sampled_from(["", "2026-11-20", "2026-11-21"]),
+	Record,
+	suite=_TEXT,
+	case=_CASES,
+	contender=_TEXT,
+	what=_TEXT,
+	value=st.floats(allow_nan=False, allow_infinity=False),
+	unit=_TEXT,
+	kind=st.sampled_from(records.KINDS),
+	format=st.sampled_from(["", "fp8"]),
+	spread=st.none() | st.floats(0, 10),
+	clocks=_NUMBERS,
+	versions=st.dictionaries(_TEXT, _TEXT, max_size=2),
+	commit=st.sampled_from(["", "abc", "def"]),
+	note=st.sampled_from(["", "x"]),
+	time=st.sampled_from(["", "2026-11-20", "2026-11-21"]),
 )
 
 
 def sorted_texts(found):
-  return sorted(json.dumps(dataclasses.asdict(record), sort_keys=True) for record in found)
+	return sorted(json.dumps(dataclasses.asdict(record), sort_keys=True) for record in found)
 
 
 @settings(max_examples=60)
 @given(st.lists(_RECORDS, max_size=8), st.lists(st.lists(_RECORDS, max_size=5), max_size=4))
 def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batches):
-  path = tmp_path_factory.mktemp("records") / "r.jsonl"
-  write(path, many)
-  assert sorted_texts(read(path)) == sorted_texts(many)
-  for half in (batches[:2], batches[2:]):
-    writer = Writer(path)
-    for batch in half:
-      writer.add(batch)
-  assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
+	path = tmp_path_factory.mktemp("records") / "r.jsonl"
+	write(path, many)
+	assert sorted_texts(read(path)) == sorted_texts(many)
+	for half in (batches[:2], batches[2:]):
+		writer = Writer(path)
+		for batch in half:
+			writer.add(batch)
+	assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
 
 
 def test_lines_inherit_as_the_docs_say(tmp_path):
-  path = tmp_path / "r.jsonl"
-  facts = {"suite": "s", "kind": "gpu", "unit": "us", "schema": 1}
-  lines = [
-    {"shared": {**facts, "case": {"model": "m"}, "clocks": {"sm max": 2.0}}},
-    {"also": {"case": {"rows": 1}, "what": "time"}},
-    {"contender": "a", "value": 1.0, "clocks": {"sm": 1.0}},
-    {"contender": "b", "value": 2.0, "case": {"rows": 3}},
-    {"also": {"what": "rate"}},
-    {"contender": "c", "value": 3.0},
-  ]
-  path.write_text("\n\n".join(map(json.dumps, lines)))
-  first, second, third = read(path)
-  assert first.case == {"model": "m", "rows": 1} and first.clocks == {"sm max": 2.0, "sm": 1.0}
-  assert second.case == {"model": "m", "rows": 3} and second.clocks == {"sm max": 2.0}
-  assert third.case == {"model": "m"} and third.what == "rate"
+	path = tmp_path / "r.jsonl"
+	facts = {"suite": "s", "kind": "gpu", "unit": "us", "schema": 1}
+	lines = [
+		{"shared": {**facts, "case": {"model": "m"}, "clocks": {"sm max": 2.0}}},
+		{"also": {"case": {"rows": 1}, "what": "time"}},
+		{"contender": "a", "value": 1.0, "clocks": {"sm": 1.0}},
+		{"contender": "b", "value": 2.0, "case": {"rows": 3}},
+		{"also": {"what": "rate"}},
+		{"contender": "c", "value": 3.0},
+	]
+	path.write_text("\n\n".join(map(json.dumps, lines)))
+	first, second, third = read(path)
+	assert first.case == {"model": "m", "rows": 1} and first.clocks == {"sm max": 2.0, "sm": 1.0}
+	assert second.case == {"model": "m", "rows": 3} and second.clocks == {"sm max": 2.0}
+	assert third.case == {"model": "m"} and third.what == "rate"
 
 
 def test_files_are_joined_by_appending(tmp_path):
-  """What an older file shares is not that of what comes after it."""
-  path, more = tmp_path / "r.jsonl", tmp_path / "more.jsonl"
-  path.write_text('{"shared":{"suite":"s","note":"old","spread":1.0,"kind":"gpu","unit":"us"}}\n')
-  plain = dataclasses.replace(BASE, spread=None)
-  write(more, [plain])
-  path.write_text(path.read_text() + more.read_text())
-  Writer(path).add([plain])
-  assert read(path) == [plain, plain]
+	"""What an older file shares is not that of what comes after it."""
+	path, more = tmp_path / "r.jsonl", tmp_path / "more.jsonl"
+	path.write_text('{"shared":{"suite":"s","note":"old","spread":1.0,"kind":"gpu","unit":"us"}}\n')
+	plain = dataclasses.replace(BASE, spread=None)
+	write(more, [plain])
+	path.write_text(path.read_text() + more.read_text())
+	Writer(path).add([plain])
+	assert read(path) == [plain, plain]
 
 
 @each(
-  ("change", "text"),
-  [
-    ({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),
-    ({"origin": "guess"}, "origin must be"),
-    ({"schema": 2}, "schema must be"),
-    ({"value": float("nan")}, "finite"),
-    ({"value": True}, "finite"),
-    ({"unit": ""}, "unit is empty"),
-    ({"case": {"rows": [1]}}, "case"),
-  ],
+	("change", "text"),
+	[
+		({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),
+		({"origin": "guess"}, "origin must be"),
+		({"schema": 2}, "schema must be"),
+		({"value": float("nan")}, "finite"),
+		({"value": True}, "finite"),
+		({"unit": ""}, "unit is empty"),
+		({"case": {"rows": [1]}}, "case"),
+	],
 )
 def test_what_is_no_record_is_refused(change, text):
-  with pytest.raises((ValueError, TypeError), match=text):
-    dataclasses.replace(BASE, **change)
+	with pytest.raises((ValueError, TypeError), match=text):
+		dataclasses.replace(BASE, **change)
 
 
 def test_a_wrong_line_is_named(tmp_path):
-  path = tmp_path / "r.jsonl"
-  write(path, [BASE])
-  path.write_text(path.read_text() + '{"value": "fast"}\n')
-  with pytest.raises(ValueError, match="line 3"):
-    read(path)
-  path.write_text('{"shared": {"nonsense": 1}}\n{"value": 1.0}\n')
-  with pytest.raises(ValueError, match="line 2"):
-    read(path)
-  with pytest.raises(FileNotFoundError):
-    load(tmp_path / "none")
+	path = tmp_path / "r.jsonl"
+	write(path, [BASE])
+	path.write_text(path.read_text() + '{"value": "fast"}\n')
+	with pytest.raises(ValueError, match="line 3"):
+		read(path)
+	path.write_text('{"shared": {"nonsense": 1}}\n{"value": 1.0}\n')
+	with pytest.raises(ValueError, match="line 2"):
+		read(path)
+	with pytest.raises(FileNotFoundError):
+		load(tmp_path / "none")
 
 
 def test_rates_and_shares_are_of_the_least_work():
-  assert BASE.tbs == pytest.approx(4e8 / 100e-6 * 1e-12)
-  assert BASE.tflops == pytest.approx(6e10 / 100e-6 * 1e-12)
-  assert BASE.share("copy") == pytest.approx(1.0)
-  assert BASE.share("bfloat16") == pytest.approx(600 / 700)
-  assert BASE.share("fp8") is None
-  in_ms = dataclasses.replace(BASE, value=0.1, unit="ms")
-  assert in_ms.microseconds == pytest.approx(100) and in_ms.tbs == pytest.approx(BASE.tbs)
-  with pytest.raises(ValueError, match="no time"):
-    _ = dataclasses.replace(BASE, unit="GB").microseconds
+	assert BASE.tbs == pytest.approx(4e8 / 100e-6 * 1e-12)
+	assert BASE.tflops == pytest.approx(6e10 / 100e-6 * 1e-12)
+	assert BASE.share("copy") == pytest.approx(1.0)
+	assert BASE.share("bfloat16") == pytest.approx(600 / 700)
+	assert BASE.share("fp8") is None
+	in_ms = dataclasses.replace(BASE, value=0.1, unit="ms")
+	assert in_ms.microseconds == pytest.approx(100) and in_ms.tbs == pytest.approx(BASE.tbs)
+	with pytest.raises(ValueError, match="no time"):
+		_ = dataclasses.replace(BASE, unit="GB").microseconds
 
 
 def test_the_latest_of_one_thing():
-  older = dataclasses.replace(BASE, time="2026-11-19", value=1.0)
-  other = dataclasses.replace(BASE, case={"rows": 3}, time="2026-11-01")
-  assert latest([BASE, older, other]) == [BASE, other]
-  assert latest([older, BASE]) == [BASE]
+	older = dataclasses.replace(BASE, time="2026-11-19", value=1.0)
+	other = dataclasses.replace(BASE, case={"rows": 3}, time="2026-11-01")
+	assert latest([BASE, older, other]) == [BASE, other]
+	assert latest([older, BASE]) == [BASE]
 
 
 def test_committed_records_are_records():
-  found = load(RESULTS)
-  assert {r.suite for r in found} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
-  for record in found:
-    assert record.time >= "2026-11-20" and (record.commit or record.note), record
-    assert record.gpu or record.machine, record
-    assert record.origin != "noted" or record.note, record
+	found = load(RESULTS)
+	assert {r.suite for r in found} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
+	for record in found:
+		assert record.time >= "2026-11-20" and (record.commit or record.note), record
+		assert record.gpu or record.machine, record
+		assert record.origin != "noted" or record.note, record

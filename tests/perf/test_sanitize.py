@@ -12,37 +12,37 @@ OPS = {"quantize": ("grouped_quantize", 1), "m_grouped": ("m_grouped_gemm", 10),
 
 @pytest.mark.parametrize("part", sanitize.PARTS)
 def test_parts_run(monkeypatch, capsys, part):
-  name, position = OPS[part]
-  op, called = getattr(sanitize.ops, name), set()
+	name, position = OPS[part]
+	op, called = getattr(sanitize.ops, name), set()
 
-  def run(*arguments):
-    called.add(arguments[position] if len(arguments) > position else "bfloat16")
-    return op(*arguments)
+	def run(*arguments):
+		called.add(arguments[position] if len(arguments) > position else "bfloat16")
+		return op(*arguments)
 
-  monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-  monkeypatch.setattr(sanitize.ops, name, run)
-  with cute_kernels.backend("reference"):
-    sanitize.PARTS[part]()
-  assert "not here" not in capsys.readouterr().out
-  pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
-  wanted = {
-    "quantize": sanitize.FORMATS,
-    "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
-    "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
-  }
-  assert called == set(wanted[part])
+	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+	monkeypatch.setattr(sanitize.ops, name, run)
+	with cute_kernels.backend("reference"):
+		sanitize.PARTS[part]()
+	assert "not here" not in capsys.readouterr().out
+	pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
+	wanted = {
+		"quantize": sanitize.FORMATS,
+		"m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
+		"k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
+	}
+	assert called == set(wanted[part])
 
 
 def test_shares_make_the_whole(monkeypatch):
-  tiles, formats = [], []
-  monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-  monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))
-  force_tile = sanitize.force_tile
-  monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
-  with cute_kernels.backend("reference"):
-    for share in range(2):
-      monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
-      sanitize.quantize()
-      sanitize.k_grouped()
-  assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)
-  assert set(formats) == {"fp8"}
+	tiles, formats = [], []
+	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+	monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))
+	force_tile = sanitize.force_tile
+	monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
+	with cute_kernels.backend("reference"):
+		for share in range(2):
+			monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
+			sanitize.quantize()
+			sanitize.k_grouped()
+	assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)
+	assert set(formats) == {"fp8"}

@@ -4,8 +4,6 @@ Shares nothing with the package. FP8 and E8M0 numbers are searched among all val
 and every buffer is written at the addresses that the layout gives.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -25,194 +23,194 @@ POWERS = 2.0 ** (np.arange(255, dtype=np.float64) - 127)
 
 
 def fp8_value(code: int, element: str) -> float:
-  """Value of a finite FP8 code."""
-  _, mantissa_bits, bias, _ = ELEMENTS[element]
-  exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
-  sign = -1.0 if code & 0x80 else 1.0
-  if exponent == 0:
-    return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
-  return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+	"""Value of a finite FP8 code."""
+	_, mantissa_bits, bias, _ = ELEMENTS[element]
+	exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
+	sign = -1.0 if code & 0x80 else 1.0
+	if exponent == 0:
+		return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+	return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
 def fp8_magnitudes(element: str) -> np.ndarray:
-  return np.array([fp8_value(code, element) for code in range(ELEMENTS[element][3] + 1)])
+	return np.array([fp8_value(code, element) for code in range(ELEMENTS[element][3] + 1)])
 
 
 def fp8_max(element: str) -> np.float32:
-  return f32(fp8_magnitudes(element)[-1])
+	return f32(fp8_magnitudes(element)[-1])
 
 
 def round_fp8(values: np.ndarray, element: str) -> np.ndarray:
-  """The nearest FP8 codes, ties to even ones, saturating; NaN gives 0x7F."""
-  table = fp8_magnitudes(element)
-  middles = (table[1:] + table[:-1]) / 2
-  magnitude = np.abs(values.astype(np.float64))
-  below = np.searchsorted(middles, magnitude)  # middles below the magnitude
-  is_tie = magnitude == middles[np.minimum(below, len(middles) - 1)]
-  code = below + (is_tie & (below % 2 == 1))
-  code = code | np.where(np.signbit(values), 0x80, 0)
-  return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
+	"""The nearest FP8 codes, ties to even ones, saturating; NaN gives 0x7F."""
+	table = fp8_magnitudes(element)
+	middles = (table[1:] + table[:-1]) / 2
+	magnitude = np.abs(values.astype(np.float64))
+	below = np.searchsorted(middles, magnitude)  # middles below the magnitude
+	is_tie = magnitude == middles[np.minimum(below, len(middles) - 1)]
+	code = below + (is_tie & (below % 2 == 1))
+	code = code | np.where(np.signbit(values), 0x80, 0)
+	return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
 
 
 def round_e8m0(v: np.ndarray) -> np.ndarray:
-  """The code of the smallest power of two that is at least ``v``; 255 of NaN."""
-  code = np.minimum(np.searchsorted(POWERS, v.astype(np.float64)), 254)
-  return np.where(np.isnan(v), 255, code).astype(np.uint8)
+	"""The code of the smallest power of two that is at least ``v``; 255 of NaN."""
+	code = np.minimum(np.searchsorted(POWERS, v.astype(np.float64)), 254)
+	return np.where(np.isnan(v), 255, code).astype(np.uint8)
 
 
 def repeated(per_block: np.ndarray, height: int, width: int, shape: Sequence[int]) -> np.ndarray:
-  """A number a block as a number an element."""
-  return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
+	"""A number a block as a number an element."""
+	return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
 
 
 def block_amaxes(x: np.ndarray, height: int, width: int) -> np.ndarray:
-  """Largest magnitude of each block of valid elements; NaN is passed over."""
-  padded = np.pad(np.abs(x), [(0, -n % b) for n, b in zip(x.shape, (height, width), strict=True)])
-  by_block = padded.reshape(-1, height, padded.shape[1] // width, width)
-  return np.fmax.reduce(by_block, axis=(1, 3), initial=f32(0)).astype(f32)
+	"""Largest magnitude of each block of valid elements; NaN is passed over."""
+	padded = np.pad(np.abs(x), [(0, -n % b) for n, b in zip(x.shape, (height, width), strict=True)])
+	by_block = padded.reshape(-1, height, padded.shape[1] // width, width)
+	return np.fmax.reduce(by_block, axis=(1, 3), initial=f32(0)).astype(f32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-  """What a format is, in the words of the specification.
+	"""What a format is, in the words of the specification.
 
-  ``rows`` is the height of a rowwise block: 1, or ``vec`` of a square one.
-  """
+	``rows`` is the height of a rowwise block: 1, or ``vec`` of a square one.
+	"""
 
-  kind: str
-  element: str
-  rows: int
-  vec: int
-  pow2: bool = True
-  epsilon: float = 0.0
+	kind: str
+	element: str
+	rows: int
+	vec: int
+	pow2: bool = True
+	epsilon: float = 0.0
 
-  @property
-  def is_mx(self) -> bool:
-    return self.kind == "mxfp8"
+	@property
+	def is_mx(self) -> bool:
+		return self.kind == "mxfp8"
 
-  @property
-  def stored(self) -> type:
-    return np.uint8 if self.is_mx else f32
+	@property
+	def stored(self) -> type:
+		return np.uint8 if self.is_mx else f32
 
-  def scales(self, a: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Stored scales of blocks of amaxes ``a``, and what their elements are multiplied by."""
-    largest = fp8_max(self.element)
-    if self.is_mx:
-      code = round_e8m0(a * f32(1 / float(largest)))
-      return code, (2.0 ** (127 - code.astype(np.float64))).astype(f32)
-    a = np.maximum(a, f32(self.epsilon))
-    scale = largest / a
-    scale = np.where(np.isinf(scale), LARGEST[dtype], scale)
-    scale = np.where((a == 0) | np.isinf(a), f32(1), scale).astype(f32)
-    if self.pow2:
-      scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(f32)
-    return f32(1) / scale, scale
+	def scales(self, a: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+		"""Stored scales of blocks of amaxes ``a``, and what their elements are multiplied by."""
+		largest = fp8_max(self.element)
+		if self.is_mx:
+			code = round_e8m0(a * f32(1 / float(largest)))
+			return code, (2.0 ** (127 - code.astype(np.float64))).astype(f32)
+		a = np.maximum(a, f32(self.epsilon))
+		scale = largest / a
+		scale = np.where(np.isinf(scale), LARGEST[dtype], scale)
+		scale = np.where((a == 0) | np.isinf(a), f32(1), scale).astype(f32)
+		if self.pow2:
+			scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(f32)
+		return f32(1) / scale, scale
 
-  def decode(self, stored: np.ndarray) -> np.ndarray:
-    return POWERS[stored].astype(f32) if self.is_mx else stored
+	def decode(self, stored: np.ndarray) -> np.ndarray:
+		return POWERS[stored].astype(f32) if self.is_mx else stored
 
-  def blocks(self, x: np.ndarray, height: int, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of a group, stored scales of its blocks of height x width, and decoded values."""
-    scales, enc = self.scales(block_amaxes(x, height, width), dtype)
-    codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
-    magnitudes = fp8_magnitudes(self.element)
-    table = np.append(magnitudes, np.full(128 - len(magnitudes), np.nan)).astype(f32)
-    values = np.concatenate([table, -table])[codes]
-    factors = repeated(self.decode(scales), height, width, x.shape)
-    return codes, scales, values * factors
+	def blocks(self, x: np.ndarray, height: int, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+		"""Codes of a group, stored scales of its blocks of height x width, and decoded values."""
+		scales, enc = self.scales(block_amaxes(x, height, width), dtype)
+		codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
+		magnitudes = fp8_magnitudes(self.element)
+		table = np.append(magnitudes, np.full(128 - len(magnitudes), np.nan)).astype(f32)
+		values = np.concatenate([table, -table])[codes]
+		factors = repeated(self.decode(scales), height, width, x.shape)
+		return codes, scales, values * factors
 
 
 def scale_address(row: np.ndarray, block: np.ndarray, blocks: int) -> np.ndarray:
-  """Bytes of scales in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
-  tile = (row // 128) * (blocks // 4) + block // 4
-  return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
+	"""Bytes of scales in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
+	tile = (row // 128) * (blocks // 4) + block // 4
+	return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
 
 
 def filled(shape: Sequence[int], dtype: type, fill: int) -> np.ndarray:
-  """An array every byte of which is ``fill``."""
-  size = np.dtype(dtype).itemsize * int(np.prod(shape))
-  return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
+	"""An array every byte of which is ``fill``."""
+	size = np.dtype(dtype).itemsize * int(np.prod(shape))
+	return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass
 class Quantized:
-  """Buffers as the contract lays them out, and the values (T, K) that each direction decodes to.
+	"""Buffers as the contract lays them out, and the values (T, K) that each direction decodes to.
 
-  Bytes that nobody writes keep the fill value; values of the tail are zeros.
-  """
+	Bytes that nobody writes keep the fill value; values of the tail are zeros.
+	"""
 
-  codes: np.ndarray
-  scales: np.ndarray
-  codes_t: np.ndarray
-  scales_t: np.ndarray
-  values: np.ndarray
-  values_t: np.ndarray
+	codes: np.ndarray
+	scales: np.ndarray
+	codes_t: np.ndarray
+	scales_t: np.ndarray
+	values: np.ndarray
+	values_t: np.ndarray
 
 
 def quantize(x: np.ndarray, groups: list[Group], num_tiles: int, rules: Rules, dtype: str, fill: int = 0) -> Quantized:
-  """Both copies of fp32 values (T, K) that were of ``dtype``, of ragged groups."""
-  rows, cols = x.shape
-  slots, vec = 128 * num_tiles, rules.vec
-  wide, padded = ceil_div(cols, vec), 128 * ceil_div(cols, 128)
-  if rules.is_mx:
-    shape = (num_tiles, ceil_div(wide, 4), 512)
-    shape_t, codes_t = (padded // 128, num_tiles, 512), (slots, cols)
-  elif rules.rows > 1:
-    shape, shape_t, codes_t = (num_tiles, wide), (num_tiles, wide), (cols, slots)
-  else:
-    shape, shape_t, codes_t = (wide, slots), (num_tiles, cols), (cols, slots)
-  out = Quantized(
-    filled((rows, cols), np.uint8, fill),
-    filled(shape, rules.stored, fill),
-    filled(codes_t, np.uint8, fill),
-    filled(shape_t, rules.stored, fill),
-    np.zeros((rows, cols), f32),
-    np.zeros((rows, cols), f32),
-  )
-  for group in groups:
-    if group.end == group.start:
-      continue
-    own, tiles = slice(group.start, group.end), slice(group.tile, group.tile + group.tiles)
-    values = x[own]
-    codes, scales, out.values[own] = rules.blocks(values, rules.rows, vec, dtype)
-    out.codes[own] = codes
-    _place_rowwise(out.scales, scales, group, tiles, rules)
-    if rules.rows == 1:
-      codes, scales, out.values_t[own] = rules.blocks(values, vec, 1, dtype)
-    else:
-      out.values_t[own] = out.values[own]
-    _place_columnwise(out, codes, scales, group, tiles, rules)
-  return out
+	"""Both copies of fp32 values (T, K) that were of ``dtype``, of ragged groups."""
+	rows, cols = x.shape
+	slots, vec = 128 * num_tiles, rules.vec
+	wide, padded = ceil_div(cols, vec), 128 * ceil_div(cols, 128)
+	if rules.is_mx:
+		shape = (num_tiles, ceil_div(wide, 4), 512)
+		shape_t, codes_t = (padded // 128, num_tiles, 512), (slots, cols)
+	elif rules.rows > 1:
+		shape, shape_t, codes_t = (num_tiles, wide), (num_tiles, wide), (cols, slots)
+	else:
+		shape, shape_t, codes_t = (wide, slots), (num_tiles, cols), (cols, slots)
+	out = Quantized(
+		filled((rows, cols), np.uint8, fill),
+		filled(shape, rules.stored, fill),
+		filled(codes_t, np.uint8, fill),
+		filled(shape_t, rules.stored, fill),
+		np.zeros((rows, cols), f32),
+		np.zeros((rows, cols), f32),
+	)
+	for group in groups:
+		if group.end == group.start:
+			continue
+		own, tiles = slice(group.start, group.end), slice(group.tile, group.tile + group.tiles)
+		values = x[own]
+		codes, scales, out.values[own] = rules.blocks(values, rules.rows, vec, dtype)
+		out.codes[own] = codes
+		_place_rowwise(out.scales, scales, group, tiles, rules)
+		if rules.rows == 1:
+			codes, scales, out.values_t[own] = rules.blocks(values, vec, 1, dtype)
+		else:
+			out.values_t[own] = out.values[own]
+		_place_columnwise(out, codes, scales, group, tiles, rules)
+	return out
 
 
 def _place_rowwise(buffer: np.ndarray, scales: np.ndarray, group: Group, tiles: slice, rules: Rules) -> None:
-  first, count = 128 * group.tile, group.end - group.start
-  if rules.is_mx:
-    buffer[tiles] = 0
-    row, block = np.indices((count, scales.shape[1]))
-    address = scale_address(first + row, block, 4 * buffer.shape[1])
-    buffer.reshape(-1)[address] = scales[row // rules.rows, block]
-  elif rules.rows > 1:
-    buffer[tiles] = scales
-  else:
-    buffer[:, 128 * tiles.start : 128 * tiles.stop] = 0
-    buffer[:, first : first + count] = scales.T
+	first, count = 128 * group.tile, group.end - group.start
+	if rules.is_mx:
+		buffer[tiles] = 0
+		row, block = np.indices((count, scales.shape[1]))
+		address = scale_address(first + row, block, 4 * buffer.shape[1])
+		buffer.reshape(-1)[address] = scales[row // rules.rows, block]
+	elif rules.rows > 1:
+		buffer[tiles] = scales
+	else:
+		buffer[:, 128 * tiles.start : 128 * tiles.stop] = 0
+		buffer[:, first : first + count] = scales.T
 
 
 def _place_columnwise(
-  out: Quantized, codes: np.ndarray, scales: np.ndarray, group: Group, tiles: slice, rules: Rules
+	out: Quantized, codes: np.ndarray, scales: np.ndarray, group: Group, tiles: slice, rules: Rules
 ) -> None:
-  first, count = 128 * group.tile, group.end - group.start
-  mine = slice(128 * tiles.start, 128 * tiles.stop)
-  if not rules.is_mx:
-    out.codes_t[:, mine] = 0
-    out.codes_t[:, first : first + count] = codes.T
-    out.scales_t[tiles] = scales
-    return
-  out.codes_t[mine] = 0
-  out.codes_t[first : first + count] = codes
-  out.scales_t[:, tiles] = 0
-  column, block = np.indices((codes.shape[1], scales.shape[0]))
-  address = scale_address(column, 4 * group.tile + block, 4 * out.scales_t.shape[1])
-  wide = 1 if rules.rows == 1 else rules.vec
-  out.scales_t.reshape(-1)[address] = scales[block, column // wide]
+	first, count = 128 * group.tile, group.end - group.start
+	mine = slice(128 * tiles.start, 128 * tiles.stop)
+	if not rules.is_mx:
+		out.codes_t[:, mine] = 0
+		out.codes_t[:, first : first + count] = codes.T
+		out.scales_t[tiles] = scales
+		return
+	out.codes_t[mine] = 0
+	out.codes_t[first : first + count] = codes
+	out.scales_t[:, tiles] = 0
+	column, block = np.indices((codes.shape[1], scales.shape[0]))
+	address = scale_address(column, 4 * group.tile + block, 4 * out.scales_t.shape[1])
+	wide = 1 if rules.rows == 1 else rules.vec
+	out.scales_t.reshape(-1)[address] = scales[block, column // wide]

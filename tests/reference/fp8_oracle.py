@@ -18,7 +18,7 @@ from cute_kernels.formats import parse
 from tests.reference.rational import fp32
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)
@@ -26,135 +26,135 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float
 
 
 class Member(NamedTuple):
-  """One group of one direction: rows of what a product contracts.
+	"""One group of one direction: rows of what a product contracts.
 
-  Attributes:
-    codes: (R, K) fp64 values of codes.
-    scales: (R, blocks) fp64 values of block scales; None without blocks.
-    level: the second level, fp32: an entry of the vector, or (R, 1); None without one.
-    per_row: each row has a scale of its own.
-    vec: elements of a block.
-  """
+	Attributes:
+	  codes: (R, K) fp64 values of codes.
+	  scales: (R, blocks) fp64 values of block scales; None without blocks.
+	  level: the second level, fp32: an entry of the vector, or (R, 1); None without one.
+	  per_row: each row has a scale of its own.
+	  vec: elements of a block.
+	"""
 
-  codes: np.ndarray
-  scales: np.ndarray | None
-  level: np.float32 | np.ndarray | None
-  per_row: bool
-  vec: int
+	codes: np.ndarray
+	scales: np.ndarray | None
+	level: np.float32 | np.ndarray | None
+	per_row: bool
+	vec: int
 
-  def values(self) -> np.ndarray:
-    """(R, K) codes times block scales."""
-    if self.scales is None:
-      return self.codes
-    return self.codes * np.repeat(self.scales, self.vec, 1)[:, : self.codes.shape[1]]
+	def values(self) -> np.ndarray:
+		"""(R, K) codes times block scales."""
+		if self.scales is None:
+			return self.codes
+		return self.codes * np.repeat(self.scales, self.vec, 1)[:, : self.codes.shape[1]]
 
 
 def member(
-  text: str, copy: Sequence[Tensor], group: int, rows: int, start: int | None = None, columnwise: bool = False
+	text: str, copy: Sequence[Tensor], group: int, rows: int, start: int | None = None, columnwise: bool = False
 ) -> Member:
-  """One group of what a GEMM takes.
+	"""One group of what a GEMM takes.
 
-  Args:
-    text: the format.
-    copy: codes, block scales if there are any, the decoding vector if there is one.
-    group: which one.
-    rows: how many rows it has.
-    start: its first row; None if the tensor is uniform.
-    columnwise: the copy is the columnwise one, so the rows are what is contracted.
-  """
-  fmt, (codes, *rest) = parse(text), copy
-  slot = 0
-  if start is None:
-    codes, start = codes[group], 0
-  else:
-    slot = 128 * (start // 128 + group)
-  if not columnwise:
-    codes = _code_values(codes[start : start + rows])
-  elif fmt.columnwise == "transposed":
-    a_byte = 2 if codes.dtype == torch.uint8 else 1
-    codes = _code_values(codes[:, slot // a_byte : -(-(slot + rows) // a_byte)])[:, :rows]
-  else:
-    codes = _code_values(codes[slot : slot + rows]).T
-  values = codes.numpy()
-  level = None if fmt.second_level is None else rest[-1].numpy()
-  if level is not None:
-    by_row = fmt.level(columnwise).per == "row"
-    level = level[start : start + rows, None] if by_row else level[group]
-  if fmt.scale is None:
-    return Member(values, None, level, True, values.shape[1])
-  vec, scales = fmt.scale.vec_size, rest[0]
-  if copy[0].dim() == 3:
-    scales = scales[group]
-  found = np.zeros((len(values), math.ceil(values.shape[1] / vec)))
-  numbers = _scale_values(fmt, scales)
-  for i, j in np.ndindex(*found.shape):
-    # Row and block of a matrix that has the group's slots along one of its dimensions.
-    row, block = (i, slot // vec + j) if columnwise else (slot + i, j)
-    found[i, j] = numbers[_place(fmt, row, block, columnwise)]
-  return Member(values, found, level, not fmt.is_2d or vec < 128, vec)
+	Args:
+	  text: the format.
+	  copy: codes, block scales if there are any, the decoding vector if there is one.
+	  group: which one.
+	  rows: how many rows it has.
+	  start: its first row; None if the tensor is uniform.
+	  columnwise: the copy is the columnwise one, so the rows are what is contracted.
+	"""
+	fmt, (codes, *rest) = parse(text), copy
+	slot = 0
+	if start is None:
+		codes, start = codes[group], 0
+	else:
+		slot = 128 * (start // 128 + group)
+	if not columnwise:
+		codes = _code_values(codes[start : start + rows])
+	elif fmt.columnwise == "transposed":
+		a_byte = 2 if codes.dtype == torch.uint8 else 1
+		codes = _code_values(codes[:, slot // a_byte : -(-(slot + rows) // a_byte)])[:, :rows]
+	else:
+		codes = _code_values(codes[slot : slot + rows]).T
+	values = codes.numpy()
+	level = None if fmt.second_level is None else rest[-1].numpy()
+	if level is not None:
+		by_row = fmt.level(columnwise).per == "row"
+		level = level[start : start + rows, None] if by_row else level[group]
+	if fmt.scale is None:
+		return Member(values, None, level, True, values.shape[1])
+	vec, scales = fmt.scale.vec_size, rest[0]
+	if copy[0].dim() == 3:
+		scales = scales[group]
+	found = np.zeros((len(values), math.ceil(values.shape[1] / vec)))
+	numbers = _scale_values(fmt, scales)
+	for i, j in np.ndindex(*found.shape):
+		# Row and block of a matrix that has the group's slots along one of its dimensions.
+		row, block = (i, slot // vec + j) if columnwise else (slot + i, j)
+		found[i, j] = numbers[_place(fmt, row, block, columnwise)]
+	return Member(values, found, level, not fmt.is_2d or vec < 128, vec)
 
 
 def _code_values(codes: Tensor) -> Tensor:
-  """fp64 values; bytes are two E2M1 codes, the lower half first."""
-  if codes.dtype != torch.uint8:
-    return codes.double()
-  nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
-  return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+	"""fp64 values; bytes are two E2M1 codes, the lower half first."""
+	if codes.dtype != torch.uint8:
+		return codes.double()
+	nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+	return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
 
 
 def _scale_values(fmt, scales: Tensor) -> np.ndarray:
-  """fp64 values; bytes are E8M0, of NVFP4 E4M3."""
-  if fmt.scale.vec_size == 16:
-    scales = scales.view(torch.float8_e4m3fn)
-  if scales.dtype == torch.uint8:
-    return np.exp2(scales.numpy().astype(np.float64) - 127)
-  return scales.double().numpy()
+	"""fp64 values; bytes are E8M0, of NVFP4 E4M3."""
+	if fmt.scale.vec_size == 16:
+		scales = scales.view(torch.float8_e4m3fn)
+	if scales.dtype == torch.uint8:
+		return np.exp2(scales.numpy().astype(np.float64) - 127)
+	return scales.double().numpy()
 
 
 def _place(fmt, row: int, block: int, columnwise: bool) -> tuple[int, ...]:
-  """Where the scale of a block is."""
-  if fmt.scale.layout == "tiles_128x4":
-    byte = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-    return row // 128, block // 4, byte
-  if fmt.is_2d:
-    return (block, row // 128) if columnwise else (row // 128, block)
-  return block, row
+	"""Where the scale of a block is."""
+	if fmt.scale.layout == "tiles_128x4":
+		byte = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+		return row // 128, block // 4, byte
+	if fmt.is_2d:
+		return (block, row // 128) if columnwise else (row // 128, block)
+	return block, row
 
 
 def dot_fp64(a: Member, b: Member) -> np.ndarray:
-  """A B^T in fp64, rounded to fp32 once."""
-  return (a.values() @ b.values().T).astype(np.float32)
+	"""A B^T in fp64, rounded to fp32 once."""
+	return (a.values() @ b.values().T).astype(np.float32)
 
 
 def dot_sixteen(a: Member, b: Member) -> np.ndarray:
-  """Blocks of 16, whose sums are exact in fp64, each added to an fp32 accumulator."""
-  left, right = a.values(), b.values()
-  total = np.zeros((len(left), len(right)), np.float32)
-  for start in range(0, left.shape[1], 16):
-    part = slice(start, start + 16)
-    total = (total.astype(np.float64) + left[:, part] @ right[:, part].T).astype(np.float32)
-  return total
+	"""Blocks of 16, whose sums are exact in fp64, each added to an fp32 accumulator."""
+	left, right = a.values(), b.values()
+	total = np.zeros((len(left), len(right)), np.float32)
+	for start in range(0, left.shape[1], 16):
+		part = slice(start, start + 16)
+		total = (total.astype(np.float64) + left[:, part] @ right[:, part].T).astype(np.float32)
+	return total
 
 
 def dot_blocks(a: Member, b: Member) -> np.ndarray:
-  """Partial sums of 128, promoted by fma: the scale of single rows first, A's if both have."""
-  left, right = _integers(a), _integers(b)
-  out = np.zeros((len(left), len(right)), np.float32)
-  for i, j in np.ndindex(*out.shape):
-    total = 0.0
-    for block, start in enumerate(range(0, left.shape[1], 128)):
-      part = slice(start, start + 128)
-      units = sum(x * y for x, y in zip(left[i, part], right[j, part], strict=True))
-      partial = fp32(units * _UNIT**2)
-      first, second = a.scales[i, block], b.scales[j, block]
-      if not a.per_row:
-        first, second = second, first
-      scaled = fp32(Fraction(partial) * Fraction(first))
-      total = fp32(Fraction(scaled) * Fraction(second) + Fraction(total))
-    out[i, j] = total
-  return out
+	"""Partial sums of 128, promoted by fma: the scale of single rows first, A's if both have."""
+	left, right = _integers(a), _integers(b)
+	out = np.zeros((len(left), len(right)), np.float32)
+	for i, j in np.ndindex(*out.shape):
+		total = 0.0
+		for block, start in enumerate(range(0, left.shape[1], 128)):
+			part = slice(start, start + 128)
+			units = sum(x * y for x, y in zip(left[i, part], right[j, part], strict=True))
+			partial = fp32(units * _UNIT**2)
+			first, second = a.scales[i, block], b.scales[j, block]
+			if not a.per_row:
+				first, second = second, first
+			scaled = fp32(Fraction(partial) * Fraction(first))
+			total = fp32(Fraction(scaled) * Fraction(second) + Fraction(total))
+		out[i, j] = total
+	return out
 
 
 def _integers(x: Member) -> np.ndarray:
-  """Codes in units, as Python's integers."""
-  return np.vectorize(int, otypes=[object])(x.codes / float(_UNIT))
+	"""Codes in units, as Python's integers."""
+	return np.vectorize(int, otypes=[object])(x.codes / float(_UNIT))

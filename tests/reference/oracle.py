@@ -5,8 +5,6 @@ values, and every buffer is written byte by byte at the address that the layout 
 meant to be read.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math
@@ -24,99 +22,99 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def ceil_div(a: int, b: int) -> int:
-  return -(-a // b)
+	return -(-a // b)
 
 
 # ---- number formats
 
 
 def e4m3_value(byte: int) -> float:
-  """Value of one E4M3 byte: bias 7, no infinities, NaN at 0x7F and 0xFF."""
-  sign = -1.0 if byte & 0x80 else 1.0
-  exponent, mantissa = byte >> 3 & 15, byte & 7
-  if byte & 0x7F == 0x7F:
-    return math.nan
-  if exponent == 0:
-    return sign * mantissa * 2.0**-9
-  return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+	"""Value of one E4M3 byte: bias 7, no infinities, NaN at 0x7F and 0xFF."""
+	sign = -1.0 if byte & 0x80 else 1.0
+	exponent, mantissa = byte >> 3 & 15, byte & 7
+	if byte & 0x7F == 0x7F:
+		return math.nan
+	if exponent == 0:
+		return sign * mantissa * 2.0**-9
+	return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
 
 
 _E4M3_MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
 
 
 def round_e4m3(v: float) -> int:
-  """The E4M3 byte nearest to ``v``, ties to the even byte, saturating; NaN gives 0x7F."""
-  v = float(v)
-  if math.isnan(v):
-    return 0x7F
-  magnitude = min(abs(v), 448.0)
-  low = bisect.bisect_right(_E4M3_MAGNITUDES, magnitude) - 1
-  byte = low
-  if _E4M3_MAGNITUDES[low] != magnitude:
-    middle = (_E4M3_MAGNITUDES[low] + _E4M3_MAGNITUDES[low + 1]) / 2
-    if magnitude > middle or (magnitude == middle and low % 2 == 1):
-      byte = low + 1
-  return byte | (0x80 if math.copysign(1.0, v) < 0 else 0)
+	"""The E4M3 byte nearest to ``v``, ties to the even byte, saturating; NaN gives 0x7F."""
+	v = float(v)
+	if math.isnan(v):
+		return 0x7F
+	magnitude = min(abs(v), 448.0)
+	low = bisect.bisect_right(_E4M3_MAGNITUDES, magnitude) - 1
+	byte = low
+	if _E4M3_MAGNITUDES[low] != magnitude:
+		middle = (_E4M3_MAGNITUDES[low] + _E4M3_MAGNITUDES[low + 1]) / 2
+		if magnitude > middle or (magnitude == middle and low % 2 == 1):
+			byte = low + 1
+	return byte | (0x80 if math.copysign(1.0, v) < 0 else 0)
 
 
 def round_e2m1(y: float) -> int:
-  """The E2M1 code of ``y``: the table of intervals; NaN gives +6."""
-  y = float(y)
-  if math.isnan(y):
-    return 7
-  m = abs(y)
-  if m <= 0.25:
-    code = 0
-  elif m < 0.75:
-    code = 1
-  elif m <= 1.25:
-    code = 2
-  elif m < 1.75:
-    code = 3
-  elif m <= 2.5:
-    code = 4
-  elif m < 3.5:
-    code = 5
-  elif m <= 5.0:
-    code = 6
-  else:
-    code = 7
-  return code | (8 if math.copysign(1.0, y) < 0 else 0)
+	"""The E2M1 code of ``y``: the table of intervals; NaN gives +6."""
+	y = float(y)
+	if math.isnan(y):
+		return 7
+	m = abs(y)
+	if m <= 0.25:
+		code = 0
+	elif m < 0.75:
+		code = 1
+	elif m <= 1.25:
+		code = 2
+	elif m < 1.75:
+		code = 3
+	elif m <= 2.5:
+		code = 4
+	elif m < 3.5:
+		code = 5
+	elif m <= 5.0:
+		code = 6
+	else:
+		code = 7
+	return code | (8 if math.copysign(1.0, y) < 0 else 0)
 
 
 def e2m1_value(code: int) -> float:
-  return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
+	return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
 
 
 # ---- scaling
 
 
 def absmax(values: np.ndarray) -> np.float32:
-  """Largest magnitude; NaN is passed over; 0 of nothing."""
-  largest = f32(0)
-  for v in np.abs(values).ravel():
-    if v > largest:
-      largest = v
-  return largest
+	"""Largest magnitude; NaN is passed over; 0 of nothing."""
+	largest = f32(0)
+	for v in np.abs(values).ravel():
+		if v > largest:
+			largest = v
+	return largest
 
 
 def second_level(g: np.float32) -> tuple[np.float32, np.float32]:
-  """S_dec and Mult of an amax."""
-  s_enc = f32(2688) / g
-  if not s_enc <= FMAX:
-    s_enc = FMAX
-  if g == 0 or s_enc == 0:
-    s_enc = f32(1)
-  return f32(1) / s_enc, s_enc * ONE_SIXTH
+	"""S_dec and Mult of an amax."""
+	s_enc = f32(2688) / g
+	if not s_enc <= FMAX:
+		s_enc = FMAX
+	if g == 0 or s_enc == 0:
+		s_enc = f32(1)
+	return f32(1) / s_enc, s_enc * ONE_SIXTH
 
 
 def block_scale(a: np.float32, g: np.float32) -> tuple[int, np.float32]:
-  """Stored byte and encode factor of a block of amax ``a``."""
-  s_dec, mult = second_level(g)
-  d = min(a * mult, FMAX)
-  byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
-  enc = min(f32(1) / (f32(e4m3_value(byte)) * s_dec), FMAX)
-  return byte, enc
+	"""Stored byte and encode factor of a block of amax ``a``."""
+	s_dec, mult = second_level(g)
+	d = min(a * mult, FMAX)
+	byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
+	enc = min(f32(1) / (f32(e4m3_value(byte)) * s_dec), FMAX)
+	return byte, enc
 
 
 #: Direction (1 is columnwise), number of the block in it, and place in the block, of an element.
@@ -124,120 +122,120 @@ Place: TypeAlias = "tuple[int, int, int]"
 
 
 class Rule:
-  """What a variant of NVFP4 does otherwise; this one nothing."""
+	"""What a variant of NVFP4 does otherwise; this one nothing."""
 
-  def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
-    """Stored byte and encode factor of a block (rows, 16) of amax ``a``."""
-    return block_scale(a, g)
+	def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+		"""Stored byte and encode factor of a block (rows, 16) of amax ``a``."""
+		return block_scale(a, g)
 
-  def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
-    return [round_e2m1(v * enc) for v in values]
+	def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
+		return [round_e2m1(v * enc) for v in values]
 
-  def columns(self, values: np.ndarray) -> np.ndarray:
-    """What the columnwise copy of a group's rows is of."""
-    return values
+	def columns(self, values: np.ndarray) -> np.ndarray:
+		"""What the columnwise copy of a group's rows is of."""
+		return values
 
 
 # ---- layout
 
 
 def scale_byte(row: int, block: int, blocks: int) -> int:
-  """Address of a scale in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
-  tile = (row // 128) * (blocks // 4) + block // 4
-  return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
+	"""Address of a scale in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
+	tile = (row // 128) * (blocks // 4) + block // 4
+	return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
 
 
 @dataclasses.dataclass
 class Group:
-  """Rows ``[start, end)`` of the input, and where the group's tiles begin."""
+	"""Rows ``[start, end)`` of the input, and where the group's tiles begin."""
 
-  start: int
-  end: int
-  tile: int
-  tiles: int
+	start: int
+	end: int
+	tile: int
+	tiles: int
 
 
 def ragged_groups(offs: list[int], rows: int) -> tuple[list[Group], int]:
-  """Groups that end at ``offs``, made monotonic and cut to the input; and the tiles in all."""
-  groups, start = [], 0
-  for g, end in enumerate(offs):
-    end = max(start, min(max(end, 0), rows))
-    groups.append(Group(start, end, start // 128 + g, ceil_div(end - start, 128)))
-    start = end
-  return groups, rows // 128 + len(offs)
+	"""Groups that end at ``offs``, made monotonic and cut to the input; and the tiles in all."""
+	groups, start = [], 0
+	for g, end in enumerate(offs):
+		end = max(start, min(max(end, 0), rows))
+		groups.append(Group(start, end, start // 128 + g, ceil_div(end - start, 128)))
+		start = end
+	return groups, rows // 128 + len(offs)
 
 
 def uniform_groups(count: int, rows: int) -> tuple[list[Group], int]:
-  each = ceil_div(rows, 128)
-  return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
+	each = ceil_div(rows, 128)
+	return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
 
 
 @dataclasses.dataclass
 class Quantized:
-  """Buffers as the contract lays them out; bytes that nobody writes keep the fill value.
+	"""Buffers as the contract lays them out; bytes that nobody writes keep the fill value.
 
-  The columnwise buffers list one (K, 64 * tiles) and (ceil(K / 128), 2 * tiles, 512) matrix per
-  member for uniform input, and a single one over all slots for ragged input.
-  """
+	The columnwise buffers list one (K, 64 * tiles) and (ceil(K / 128), 2 * tiles, 512) matrix per
+	member for uniform input, and a single one over all slots for ragged input.
+	"""
 
-  codes: np.ndarray
-  scales: np.ndarray
-  amax: np.ndarray
-  codes_t: list[np.ndarray]
-  scales_t: list[np.ndarray]
-  amax_t: np.ndarray
+	codes: np.ndarray
+	scales: np.ndarray
+	amax: np.ndarray
+	codes_t: list[np.ndarray]
+	scales_t: list[np.ndarray]
+	amax_t: np.ndarray
 
 
 def group_amaxes(x: np.ndarray, groups: list[Group]) -> list[np.float32]:
-  return [absmax(x[g.start : g.end]) for g in groups]
+	return [absmax(x[g.start : g.end]) for g in groups]
 
 
 def quantize(
-  x: np.ndarray,
-  groups: list[Group],
-  num_tiles: int,
-  *,
-  uniform: bool = False,
-  row_scaled: bool = False,
-  block_2d: bool = False,
-  given_amax: np.ndarray | None = None,
-  given_amax_t: np.ndarray | None = None,
-  rule: Rule = Rule(),  # noqa: B008  (it has no state)
-  fill: int = 0,
+	x: np.ndarray,
+	groups: list[Group],
+	num_tiles: int,
+	*,
+	uniform: bool = False,
+	row_scaled: bool = False,
+	block_2d: bool = False,
+	given_amax: np.ndarray | None = None,
+	given_amax_t: np.ndarray | None = None,
+	rule: Rule = Rule(),  # noqa: B008  (it has no state)
+	fill: int = 0,
 ) -> Quantized:
-  """Both copies of the fp32 values ``x`` (T, K).
+	"""Both copies of the fp32 values ``x`` (T, K).
 
-  ``given_amax_t`` is that of the columnwise copy, where a rule transforms it.
-  """
-  rows, cols = x.shape
-  columns = [rule.columns(x[g.start : g.end]) for g in groups]
-  blocks = 4 * ceil_div(cols, 64)
-  per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
-  given_t = given_amax if given_amax_t is None else given_amax_t
-  per_group_t = [absmax(c) for c in columns] if given_t is None else [f32(a) for a in given_t]
-  members = groups if uniform else [Group(0, rows, 0, num_tiles)]
-  fill_f32 = np.full(1, fill, np.uint8).repeat(4).view(f32)[0]
-  result = Quantized(
-    codes=np.full((rows, cols // 2), fill, np.uint8),
-    scales=np.full(num_tiles * blocks * 128, fill, np.uint8),
-    amax=np.full(rows, fill_f32) if row_scaled else np.array(per_group, f32),
-    codes_t=[np.full((cols, 64 * m.tiles), fill, np.uint8) for m in members],
-    scales_t=[np.full(ceil_div(cols, 128) * m.tiles * 1024, fill, np.uint8) for m in members],
-    amax_t=np.array(per_group_t, f32),
-  )
-  for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
-    values = x[group.start : group.end]
-    if row_scaled:
-      for row in range(group.start, group.end):
-        result.amax[row] = absmax(x[row])
-    second = [absmax(v) if row_scaled else amax for v in values]
-    squares = _square_scales(values, amax, rule) if block_2d else None
-    _write_rowwise(result, group, values, second, squares, blocks, rule)
-    member = g if uniform else 0
-    base = 0 if uniform else group.tile
-    buffers = result.codes_t[member], result.scales_t[member]
-    _write_columnwise(*(*buffers, group, base, columns[g], per_group_t[g]), squares=squares, rule=rule)
-  return result
+	``given_amax_t`` is that of the columnwise copy, where a rule transforms it.
+	"""
+	rows, cols = x.shape
+	columns = [rule.columns(x[g.start : g.end]) for g in groups]
+	blocks = 4 * ceil_div(cols, 64)
+	per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
+	given_t = given_amax if given_amax_t is None else given_amax_t
+	per_group_t = [absmax(c) for c in columns] if given_t is None else [f32(a) for a in given_t]
+	members = groups if uniform else [Group(0, rows, 0, num_tiles)]
+	fill_f32 = np.full(1, fill, np.uint8).repeat(4).view(f32)[0]
+	result = Quantized(
+		codes=np.full((rows, cols // 2), fill, np.uint8),
+		scales=np.full(num_tiles * blocks * 128, fill, np.uint8),
+		amax=np.full(rows, fill_f32) if row_scaled else np.array(per_group, f32),
+		codes_t=[np.full((cols, 64 * m.tiles), fill, np.uint8) for m in members],
+		scales_t=[np.full(ceil_div(cols, 128) * m.tiles * 1024, fill, np.uint8) for m in members],
+		amax_t=np.array(per_group_t, f32),
+	)
+	for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
+		values = x[group.start : group.end]
+		if row_scaled:
+			for row in range(group.start, group.end):
+				result.amax[row] = absmax(x[row])
+		second = [absmax(v) if row_scaled else amax for v in values]
+		squares = _square_scales(values, amax, rule) if block_2d else None
+		_write_rowwise(result, group, values, second, squares, blocks, rule)
+		member = g if uniform else 0
+		base = 0 if uniform else group.tile
+		buffers = result.codes_t[member], result.scales_t[member]
+		_write_columnwise(*(*buffers, group, base, columns[g], per_group_t[g]), squares=squares, rule=rule)
+	return result
 
 
 #: Stored byte and encode factor by row of blocks and column of blocks.
@@ -245,124 +243,124 @@ Squares: TypeAlias = "list[list[tuple[int, np.float32]]]"
 
 
 def buffers(
-  x: np.ndarray, offs: list[int] | None, **options: Any
+	x: np.ndarray, offs: list[int] | None, **options: Any
 ) -> tuple[dict[str, np.ndarray], Quantized, list[Group]]:
-  """``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
-  uniform, (*batch, rows, cols) = offs is None, x.shape
-  groups, tiles = ragged_groups(offs, rows) if offs is not None else uniform_groups(*batch, rows)
-  q = quantize(x.reshape(-1, cols), groups, tiles, uniform=uniform, **options)
-  each = tiles // len(groups) if uniform else tiles
-  shapes = {
-    "codes": (*batch, rows, cols // 2),
-    "scales": (*batch, each, ceil_div(cols, 64), 512),
-    "amax": (*batch, rows) if options.get("row_scaled") else (len(groups),),
-    "codes_t": (*batch, cols, 64 * each),
-    "scales_t": (*batch, ceil_div(cols, 128), 2 * each, 512),
-    "amax_t": (len(groups),),
-  }
-  return {n: np.array(getattr(q, n)).reshape(shape) for n, shape in shapes.items()}, q, groups
+	"""``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
+	uniform, (*batch, rows, cols) = offs is None, x.shape
+	groups, tiles = ragged_groups(offs, rows) if offs is not None else uniform_groups(*batch, rows)
+	q = quantize(x.reshape(-1, cols), groups, tiles, uniform=uniform, **options)
+	each = tiles // len(groups) if uniform else tiles
+	shapes = {
+		"codes": (*batch, rows, cols // 2),
+		"scales": (*batch, each, ceil_div(cols, 64), 512),
+		"amax": (*batch, rows) if options.get("row_scaled") else (len(groups),),
+		"codes_t": (*batch, cols, 64 * each),
+		"scales_t": (*batch, ceil_div(cols, 128), 2 * each, 512),
+		"amax_t": (len(groups),),
+	}
+	return {n: np.array(getattr(q, n)).reshape(shape) for n, shape in shapes.items()}, q, groups
 
 
 def _square_scales(values: np.ndarray, amax: np.float32, rule: Rule) -> Squares:
-  rows, cols = values.shape
+	rows, cols = values.shape
 
-  def scale(r: int, c: int) -> tuple[int, np.float32]:
-    square = values[r : r + 16, c : c + 16]
-    return rule.scale(square, absmax(square), amax)
+	def scale(r: int, c: int) -> tuple[int, np.float32]:
+		square = values[r : r + 16, c : c + 16]
+		return rule.scale(square, absmax(square), amax)
 
-  return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
+	return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
 
 
 def _write_rowwise(
-  result: Quantized,
-  group: Group,
-  values: np.ndarray,
-  second: list[np.float32],
-  squares: Squares | None,
-  blocks: int,
-  rule: Rule,
+	result: Quantized,
+	group: Group,
+	values: np.ndarray,
+	second: list[np.float32],
+	squares: Squares | None,
+	blocks: int,
+	rule: Rule,
 ) -> None:
-  first = group.tile * 128
-  for slot in range(first, first + group.tiles * 128):
-    for block in range(blocks):
-      result.scales[scale_byte(slot, block, blocks)] = 0
-  for r, row in enumerate(values):
-    for block in range(len(row) // 16):
-      chunk = row[16 * block : 16 * block + 16]
-      if squares is None:
-        byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
-      else:
-        byte, enc = squares[r // 16][block]
-      result.scales[scale_byte(first + r, block, blocks)] = byte
-      number = (group.start + r) * (len(row) // 16) + block
-      code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
-      for j in range(8):
-        packed = code[2 * j] | code[2 * j + 1] << 4
-        result.codes[group.start + r, 8 * block + j] = packed
+	first = group.tile * 128
+	for slot in range(first, first + group.tiles * 128):
+		for block in range(blocks):
+			result.scales[scale_byte(slot, block, blocks)] = 0
+	for r, row in enumerate(values):
+		for block in range(len(row) // 16):
+			chunk = row[16 * block : 16 * block + 16]
+			if squares is None:
+				byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
+			else:
+				byte, enc = squares[r // 16][block]
+			result.scales[scale_byte(first + r, block, blocks)] = byte
+			number = (group.start + r) * (len(row) // 16) + block
+			code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
+			for j in range(8):
+				packed = code[2 * j] | code[2 * j + 1] << 4
+				result.codes[group.start + r, 8 * block + j] = packed
 
 
 def _write_columnwise(
-  codes_t: np.ndarray,
-  scales_t: np.ndarray,
-  group: Group,
-  first_tile: int,
-  values: np.ndarray,
-  amax: np.float32,
-  squares: Squares | None,
-  rule: Rule,
+	codes_t: np.ndarray,
+	scales_t: np.ndarray,
+	group: Group,
+	first_tile: int,
+	values: np.ndarray,
+	amax: np.float32,
+	squares: Squares | None,
+	rule: Rule,
 ) -> None:
-  rows, cols = values.shape
-  blocks = codes_t.shape[1] // 8
-  codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
-  for column in range(128 * ceil_div(cols, 128)):
-    for block in range(8 * first_tile, 8 * (first_tile + group.tiles)):
-      scales_t[scale_byte(column, block, blocks)] = 0
-  for column in range(cols):
-    for block in range(ceil_div(rows, 16)):
-      chunk = values[16 * block : 16 * block + 16, column]
-      places: list[Place]
-      if squares is None:
-        byte, enc = rule.scale(chunk[None], absmax(chunk), amax)
-        number = (8 * group.tile + block) * cols + column
-        places = [(1, number, i) for i in range(16)]
-      else:
-        byte, enc = squares[block][column // 16]
-        first = group.start + 16 * block
-        numbers = ((first + i) * (cols // 16) + column // 16 for i in range(16))
-        places = [(0, number, column % 16) for number in numbers]
-      scales_t[scale_byte(column, 8 * first_tile + block, blocks)] = byte
-      for i, code in enumerate(rule.encode(chunk, enc, places)):
-        at = 64 * first_tile + (16 * block + i) // 2
-        codes_t[column, at] |= code << 4 * (i % 2)
+	rows, cols = values.shape
+	blocks = codes_t.shape[1] // 8
+	codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
+	for column in range(128 * ceil_div(cols, 128)):
+		for block in range(8 * first_tile, 8 * (first_tile + group.tiles)):
+			scales_t[scale_byte(column, block, blocks)] = 0
+	for column in range(cols):
+		for block in range(ceil_div(rows, 16)):
+			chunk = values[16 * block : 16 * block + 16, column]
+			places: list[Place]
+			if squares is None:
+				byte, enc = rule.scale(chunk[None], absmax(chunk), amax)
+				number = (8 * group.tile + block) * cols + column
+				places = [(1, number, i) for i in range(16)]
+			else:
+				byte, enc = squares[block][column // 16]
+				first = group.start + 16 * block
+				numbers = ((first + i) * (cols // 16) + column // 16 for i in range(16))
+				places = [(0, number, column % 16) for number in numbers]
+			scales_t[scale_byte(column, 8 * first_tile + block, blocks)] = byte
+			for i, code in enumerate(rule.encode(chunk, enc, places)):
+				at = 64 * first_tile + (16 * block + i) // 2
+				codes_t[column, at] |= code << 4 * (i % 2)
 
 
 # ---- decoding
 
 
 def dequantize(
-  result: Quantized,
-  groups: list[Group],
-  cols: int,
-  *,
-  row_scaled: bool = False,
-  columnwise: bool = False,
-  bound: float = 448.0,
+	result: Quantized,
+	groups: list[Group],
+	cols: int,
+	*,
+	row_scaled: bool = False,
+	columnwise: bool = False,
+	bound: float = 448.0,
 ) -> np.ndarray:
-  """fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
-  out = np.zeros((result.codes.shape[0], cols), f32)
-  codes, scales = (result.codes_t[0], result.scales_t[0]) if columnwise else (result.codes, result.scales)
-  blocks = codes.shape[1] // 8 if columnwise else 4 * ceil_div(cols, 64)
-  for i, group in enumerate(groups):
-    for r in range(group.end - group.start):
-      row = group.start + r
-      level = result.amax_t[i] if columnwise else result.amax[row if row_scaled else i]
-      for k in range(cols):
-        if columnwise:
-          byte = scales[scale_byte(k, 8 * group.tile + r // 16, blocks)]
-          code = codes[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
-        else:
-          byte = scales[scale_byte(group.tile * 128 + r, k // 16, blocks)]
-          code = codes[row, k // 2] >> 4 * (k % 2) & 15
-        factor = (f32(e4m3_value(int(byte))) * level) * f32(1 / (6 * bound))
-        out[row, k] = f32(e2m1_value(int(code))) * factor
-  return out
+	"""fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
+	out = np.zeros((result.codes.shape[0], cols), f32)
+	codes, scales = (result.codes_t[0], result.scales_t[0]) if columnwise else (result.codes, result.scales)
+	blocks = codes.shape[1] // 8 if columnwise else 4 * ceil_div(cols, 64)
+	for i, group in enumerate(groups):
+		for r in range(group.end - group.start):
+			row = group.start + r
+			level = result.amax_t[i] if columnwise else result.amax[row if row_scaled else i]
+			for k in range(cols):
+				if columnwise:
+					byte = scales[scale_byte(k, 8 * group.tile + r // 16, blocks)]
+					code = codes[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
+				else:
+					byte = scales[scale_byte(group.tile * 128 + r, k // 16, blocks)]
+					code = codes[row, k // 2] >> 4 * (k % 2) & 15
+				factor = (f32(e4m3_value(int(byte))) * level) * f32(1 / (6 * bound))
+				out[row, k] = f32(e2m1_value(int(code))) * factor
+	return out

@@ -2,8 +2,6 @@
 time, sharing nothing with the package.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -20,154 +18,154 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tuple[int, ...]:
-  """Salmon et al. 2011, as the paper draws it."""
-  c0, c1, c2, c3 = counter
-  k0, k1 = key
-  for _ in range(rounds):
-    p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-    c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & WORD, p0 >> 32 ^ c3 ^ k1, p0 & WORD
-    k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
-  return c0, c1, c2, c3
+	"""Salmon et al. 2011, as the paper draws it."""
+	c0, c1, c2, c3 = counter
+	k0, k1 = key
+	for _ in range(rounds):
+		p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+		c0, c1, c2, c3 = p1 >> 32 ^ c1 ^ k0, p1 & WORD, p0 >> 32 ^ c3 ^ k1, p0 & WORD
+		k0, k1 = (k0 + 0x9E3779B9) & WORD, (k1 + 0xBB67AE85) & WORD
+	return c0, c1, c2, c3
 
 
 @functools.cache
 def block_bytes(seed: tuple[int, int], columnwise: int, number: int) -> bytes:
-  """16 random bytes of a block; the numbers of a seed are read as 64 bits without sign."""
-  first, second = (s % 2**64 for s in seed)
-  high = second >> 32 & 0x7FFFFFFF | columnwise << 31
-  counter = (number & WORD, number >> 32, second & WORD, high)
-  words = philox4x32(counter, (first & WORD, first >> 32), 7)
-  return b"".join(word.to_bytes(4, "little") for word in words)
+	"""16 random bytes of a block; the numbers of a seed are read as 64 bits without sign."""
+	first, second = (s % 2**64 for s in seed)
+	high = second >> 32 & 0x7FFFFFFF | columnwise << 31
+	counter = (number & WORD, number >> 32, second & WORD, high)
+	words = philox4x32(counter, (first & WORD, first >> 32), 7)
+	return b"".join(word.to_bytes(4, "little") for word in words)
 
 
 def round_e2m1_stochastic(y: float, r: int) -> int:
-  """The E2M1 code of ``y`` by the random byte ``r``: exact in fp64."""
-  y = float(y)
-  if math.isnan(y):
-    return 7
-  m = min(abs(y), 6.0)
-  t = 0.5 if m < 2 else 1.0 if m < 4 else 2.0
-  value = min(6.0, math.floor(m / t + r / 256) * t)
-  return E2M1_VALUES.index(value) | (8 if math.copysign(1.0, y) < 0 else 0)
+	"""The E2M1 code of ``y`` by the random byte ``r``: exact in fp64."""
+	y = float(y)
+	if math.isnan(y):
+		return 7
+	m = min(abs(y), 6.0)
+	t = 0.5 if m < 2 else 1.0 if m < 4 else 2.0
+	value = min(6.0, math.floor(m / t + r / 256) * t)
+	return E2M1_VALUES.index(value) | (8 if math.copysign(1.0, y) < 0 else 0)
 
 
 class Stochastic(Rule):
-  """Codes rounded by bytes of a seed."""
+	"""Codes rounded by bytes of a seed."""
 
-  def __init__(self, seed: tuple[int, int]) -> None:
-    self.seed = seed
+	def __init__(self, seed: tuple[int, int]) -> None:
+		self.seed = seed
 
-  def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
-    pairs = zip(values, places, strict=False)
-    return [round_e2m1_stochastic(v * enc, self.byte(*place)) for v, place in pairs]
+	def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
+		pairs = zip(values, places, strict=False)
+		return [round_e2m1_stochastic(v * enc, self.byte(*place)) for v, place in pairs]
 
-  def byte(self, columnwise: int, number: int, element: int) -> int:
-    return block_bytes(self.seed, columnwise, number)[element]
+	def byte(self, columnwise: int, number: int, element: int) -> int:
+		return block_bytes(self.seed, columnwise, number)[element]
 
 
 # ---- Hadamard
 
 
 def round_bf16(v: np.float32) -> np.float32:
-  """To nearest even, with infinities beyond the largest; NaN stays."""
-  if math.isnan(v):
-    return v
-  bits = int(np.array(v, f32).view(np.uint32))
-  bits += 0x7FFF + (bits >> 16 & 1)
-  return np.array(bits & 0xFFFF0000, np.uint32).view(f32)[()]
+	"""To nearest even, with infinities beyond the largest; NaN stays."""
+	if math.isnan(v):
+		return v
+	bits = int(np.array(v, f32).view(np.uint32))
+	bits += 0x7FFF + (bits >> 16 & 1)
+	return np.array(bits & 0xFFFF0000, np.uint32).view(f32)[()]
 
 
 def hadamard16() -> np.ndarray:
-  """H16 by Sylvester's construction."""
-  h = np.ones((1, 1))
-  while len(h) < 16:
-    h = np.block([[h, h], [h, -h]])
-  return h
+	"""H16 by Sylvester's construction."""
+	h = np.ones((1, 1))
+	while len(h) < 16:
+		h = np.block([[h, h], [h, -h]])
+	return h
 
 
 def butterflies(v: list[np.float32]) -> list[np.float32]:
-  """H16 times a chunk in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
-  v = list(v)
-  for distance in (8, 4, 2, 1):
-    for i in range(16):
-      if not i & distance:
-        v[i], v[i + distance] = v[i] + v[i + distance], v[i] - v[i + distance]
-  return v
+	"""H16 times a chunk in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
+	v = list(v)
+	for distance in (8, 4, 2, 1):
+		for i in range(16):
+			if not i & distance:
+				v[i], v[i + distance] = v[i] + v[i + distance], v[i] - v[i + distance]
+	return v
 
 
 class Hadamard(Rule):
-  """The columnwise copy is of transformed values, whole blocks of them."""
+	"""The columnwise copy is of transformed values, whole blocks of them."""
 
-  def columns(self, values: np.ndarray) -> np.ndarray:
-    rows, cols = values.shape
-    padded = np.zeros((-(-rows // 16) * 16, cols), f32)
-    padded[:rows] = values
-    for first in range(0, rows, 16):
-      for k in range(cols):
-        chunk = padded[first : first + 16, k]
-        signed = [x * f32(0.25 * s) for x, s in zip(chunk, SIGNS, strict=True)]
-        mixed = [round_bf16(y) for y in butterflies(signed)]
-        padded[first : first + 16, k] = mixed
-    return padded
+	def columns(self, values: np.ndarray) -> np.ndarray:
+		rows, cols = values.shape
+		padded = np.zeros((-(-rows // 16) * 16, cols), f32)
+		padded[:rows] = values
+		for first in range(0, rows, 16):
+			for k in range(cols):
+				chunk = padded[first : first + 16, k]
+				signed = [x * f32(0.25 * s) for x, s in zip(chunk, SIGNS, strict=True)]
+				mixed = [round_bf16(y) for y in butterflies(signed)]
+				padded[first : first + 16, k] = mixed
+		return padded
 
 
 def undo_hadamard(chunk: list[np.float32]) -> list[np.float32]:
-  """A transformed chunk, transformed back in fp32."""
-  mixed = butterflies([y * f32(0.25) for y in chunk])
-  return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
+	"""A transformed chunk, transformed back in fp32."""
+	mixed = butterflies([y * f32(0.25) for y in chunk])
+	return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
 
 
 class StochasticHadamard(Stochastic, Hadamard):
-  """Both."""
+	"""Both."""
 
 
 # ---- 4over6
 
 
 class FourOverSix(Rule):
-  """Each block by the better of two scales."""
+	"""Each block by the better of two scales."""
 
-  def __init__(self, bound: int, error: str) -> None:
-    self.bound, self.error = f32(bound), error
+	def __init__(self, bound: int, error: str) -> None:
+		self.bound, self.error = f32(bound), error
 
-  def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
-    s_enc = f32(6) * self.bound / g
-    if not s_enc <= FMAX:
-      s_enc = FMAX
-    if g == 0 or s_enc == 0:
-      s_enc = f32(1)
-    base = a / f32(6) * s_enc
-    six, four = (self._candidate(base * f32(factor), s_enc) for factor in (1, 1.5))
-    return four if self._error(block, *four, g) < self._error(block, *six, g) else six
+	def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+		s_enc = f32(6) * self.bound / g
+		if not s_enc <= FMAX:
+			s_enc = FMAX
+		if g == 0 or s_enc == 0:
+			s_enc = f32(1)
+		base = a / f32(6) * s_enc
+		six, four = (self._candidate(base * f32(factor), s_enc) for factor in (1, 1.5))
+		return four if self._error(block, *four, g) < self._error(block, *six, g) else six
 
-  def _candidate(self, scale: np.float32, s_enc: np.float32) -> tuple[int, np.float32]:
-    byte = round_e4m3(min(max(scale, f32(-448)), f32(448)))
-    return byte, min(f32(1) / (f32(e4m3_value(byte)) * (f32(1) / s_enc)), FMAX)
+	def _candidate(self, scale: np.float32, s_enc: np.float32) -> tuple[int, np.float32]:
+		byte = round_e4m3(min(max(scale, f32(-448)), f32(448)))
+		return byte, min(f32(1) / (f32(e4m3_value(byte)) * (f32(1) / s_enc)), FMAX)
 
-  def _error(self, block: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
-    rows = [self._row_error(row, byte, enc, g) for row in block]
-    if not self.is_square:
-      return rows[0]
-    rows += [self._row_error(np.zeros(16, f32), byte, enc, g)] * (16 - len(rows))
-    for half in (8, 4, 2, 1):
-      rows = [rows[i] + rows[i + half] for i in range(half)]
-    return rows[0]
+	def _error(self, block: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
+		rows = [self._row_error(row, byte, enc, g) for row in block]
+		if not self.is_square:
+			return rows[0]
+		rows += [self._row_error(np.zeros(16, f32), byte, enc, g)] * (16 - len(rows))
+		for half in (8, 4, 2, 1):
+			rows = [rows[i] + rows[i + half] for i in range(half)]
+		return rows[0]
 
-  #: Blocks are square, so that missing rows count as zeros.
-  is_square = False
+	#: Blocks are square, so that missing rows count as zeros.
+	is_square = False
 
-  def _row_error(self, row: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
-    total = f32(0)
-    padded = [*row, *[f32(0)] * (16 - len(row))]
-    for i, x in enumerate(padded):
-      value = f32(e2m1_value(round_e2m1(x * enc))) * f32(e4m3_value(byte))
-      d = value * g / (f32(6) * self.bound) - x
-      term = abs(d) if self.error == "mae" else d * d
-      total = term if i == 0 else total + term
-    return total
+	def _row_error(self, row: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
+		total = f32(0)
+		padded = [*row, *[f32(0)] * (16 - len(row))]
+		for i, x in enumerate(padded):
+			value = f32(e2m1_value(round_e2m1(x * enc))) * f32(e4m3_value(byte))
+			d = value * g / (f32(6) * self.bound) - x
+			term = abs(d) if self.error == "mae" else d * d
+			total = term if i == 0 else total + term
+		return total
 
 
 class SquareFourOverSix(FourOverSix):
-  """The same of square blocks."""
+	"""The same of square blocks."""
 
-  is_square = True
+	is_square = True

@@ -21,45 +21,45 @@ FUNCTIONS = {"exp": (exp, oracle.exp), "tanh": (tanh, oracle.tanh), "sigmoid": (
 
 
 def every_16_bits(dtype):
-  """Every number of a dtype of 16 bits, NaN and infinities too, as fp32."""
-  bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-  return bits.view(dtype).float()
+	"""Every number of a dtype of 16 bits, NaN and infinities too, as fp32."""
+	bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
+	return bits.view(dtype).float()
 
 
 def random_bits(count):
-  """Numbers with uniform bits: as many of each exponent, NaN and infinities too."""
-  return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
+	"""Numbers with uniform bits: as many of each exponent, NaN and infinities too."""
+	return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
 
 
 def numbers():
-  """Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
-  parts = (
-    every_16_bits(torch.bfloat16),
-    every_16_bits(torch.float16),
-    random_bits(1 << 18),
-    torch.empty(1 << 18).uniform_(-100, 100),
-    torch.randn(1 << 18),
-  )
-  return torch.cat(parts)
+	"""Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
+	parts = (
+		every_16_bits(torch.bfloat16),
+		every_16_bits(torch.float16),
+		random_bits(1 << 18),
+		torch.empty(1 << 18).uniform_(-100, 100),
+		torch.randn(1 << 18),
+	)
+	return torch.cat(parts)
 
 
 def moderate(*shape):
-  """Numbers of many magnitudes, but none whose sigmoid is subnormal."""
-  return torch.randn(shape) * torch.randint(-8, 4, shape).float().exp2()
+	"""Numbers of many magnitudes, but none whose sigmoid is subnormal."""
+	return torch.randn(shape) * torch.randint(-8, 4, shape).float().exp2()
 
 
 def as_numpy(function, *arguments):
-  with oracle.no_errors():
-    return torch.from_numpy(function(*(x.numpy() for x in arguments)))
+	with oracle.no_errors():
+		return torch.from_numpy(function(*(x.numpy() for x in arguments)))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bits_of_functions(name):
-  function, written_again = FUNCTIONS[name]
-  x = numbers()
-  before = x.clone()
-  assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
-  assert_same_bytes(x, before, "the argument")
+	function, written_again = FUNCTIONS[name]
+	x = numbers()
+	before = x.clone()
+	assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
+	assert_same_bytes(x, before, "the argument")
 
 
 TRUE = {"exp": np.exp, "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
@@ -68,106 +68,106 @@ BOUNDS = {"exp": 1.02, "tanh": 1.66, "sigmoid": 2.4}
 
 
 def errors_in_ulp(got, want):
-  """|got - want| by the distance of fp32 numbers around ``want``; 0 where both overflow."""
-  _, exponent = np.frexp(np.abs(want))
-  ulp = np.ldexp(np.ones_like(want), np.maximum(exponent - 24, -149))
-  overflows = (np.abs(want) >= FMAX + 2.0**103) & np.isinf(got)
-  return np.where(overflows, 0.0, np.abs(got - want) / ulp)
+	"""|got - want| by the distance of fp32 numbers around ``want``; 0 where both overflow."""
+	_, exponent = np.frexp(np.abs(want))
+	ulp = np.ldexp(np.ones_like(want), np.maximum(exponent - 24, -149))
+	overflows = (np.abs(want) >= FMAX + 2.0**103) & np.isinf(got)
+	return np.where(overflows, 0.0, np.abs(got - want) / ulp)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_errors_of_functions(name):
-  x = numbers()
-  x = x[x.isfinite()]
-  if name == "sigmoid":
-    x = x[x > -87]  # below, e^-x is near overflow
-  with oracle.no_errors():
-    want = TRUE[name](x.numpy().astype(np.longdouble))
-    errors = errors_in_ulp(FUNCTIONS[name][0](x).numpy().astype(np.longdouble), want)
-  assert errors.max() <= BOUNDS[name], x[int(errors.argmax())].item()
+	x = numbers()
+	x = x[x.isfinite()]
+	if name == "sigmoid":
+		x = x[x > -87]  # below, e^-x is near overflow
+	with oracle.no_errors():
+		want = TRUE[name](x.numpy().astype(np.longdouble))
+		errors = errors_in_ulp(FUNCTIONS[name][0](x).numpy().astype(np.longdouble), want)
+	assert errors.max() <= BOUNDS[name], x[int(errors.argmax())].item()
 
 
 @every_activation
 def test_bits(act):
-  x = numbers()
-  if act.is_gated:
-    x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
-    x[0, ::2] = torch.randn(x[0, ::2].shape)
-  g = random_bits(x.numel() // (1 + act.is_gated)).view(*x.shape[:-1], -1)
-  if act.is_gated:
-    g[:32] = torch.randn(g[:32].shape)
-  before = x.clone(), g.clone()
-  want = as_numpy(lambda x: oracle.elements(act, x), x)
-  assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
-  want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
-  assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
-  assert_same_bytes(x, before[0], "x")
-  assert_same_bytes(g, before[1], "grad")
+	x = numbers()
+	if act.is_gated:
+		x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
+		x[0, ::2] = torch.randn(x[0, ::2].shape)
+	g = random_bits(x.numel() // (1 + act.is_gated)).view(*x.shape[:-1], -1)
+	if act.is_gated:
+		g[:32] = torch.randn(g[:32].shape)
+	before = x.clone(), g.clone()
+	want = as_numpy(lambda x: oracle.elements(act, x), x)
+	assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
+	want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
+	assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
+	assert_same_bytes(x, before[0], "x")
+	assert_same_bytes(g, before[1], "grad")
 
 
 # What users expect, in fp64
 
 
 def clamped(x, act):
-  a, b = x.chunk(2, -1)
-  a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)
-  return a * torch.sigmoid(act.alpha * a) * (b + 1)
+	a, b = x.chunk(2, -1)
+	a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)
+	return a * torch.sigmoid(act.alpha * a) * (b + 1)
 
 
 PLAIN = {
-  "gelu": lambda x: F.gelu(x, approximate="tanh"),
-  "silu": F.silu,
-  "relu": F.relu,
-  "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-  "srelu": lambda x: F.relu(x).square(),
+	"gelu": lambda x: F.gelu(x, approximate="tanh"),
+	"silu": F.silu,
+	"relu": F.relu,
+	"qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+	"srelu": lambda x: F.relu(x).square(),
 }
 
 
 def in_fp64(act, x):
-  if act.is_clamped:
-    return clamped(x, act)
-  if not act.is_gated:
-    return PLAIN[act.name](x)
-  a, b = x.chunk(2, -1)
-  return PLAIN[act.curve](a) * b
+	if act.is_clamped:
+		return clamped(x, act)
+	if not act.is_gated:
+		return PLAIN[act.name](x)
+	a, b = x.chunk(2, -1)
+	return PLAIN[act.curve](a) * b
 
 
 @every_activation
 def test_values_against_fp64(act):
-  x = moderate(256, 512).clamp(-40, 40)
-  got, want = activate(x, act).double(), in_fp64(act, x.double())
-  a = x.chunk(2, -1)[0] if act.is_gated else x
-  if act.curve == "gelu":
-    # Its tail cancels, 0.5 + 0.5 tanh, so that the error is a part of |x|.
-    bound = 4 * (a if not act.is_gated else a * x.chunk(2, -1)[1]).abs()
-  else:
-    # The argument of a sigmoid has a relative error, its exponential an absolute one.
-    bound = (5 + 2 * act.alpha * a.abs()) * want.abs()
-  assert ((got - want).abs() <= 2.0**-24 * bound).all()
+	x = moderate(256, 512).clamp(-40, 40)
+	got, want = activate(x, act).double(), in_fp64(act, x.double())
+	a = x.chunk(2, -1)[0] if act.is_gated else x
+	if act.curve == "gelu":
+		# Its tail cancels, 0.5 + 0.5 tanh, so that the error is a part of |x|.
+		bound = 4 * (a if not act.is_gated else a * x.chunk(2, -1)[1]).abs()
+	else:
+		# The argument of a sigmoid has a relative error, its exponential an absolute one.
+		bound = (5 + 2 * act.alpha * a.abs()) * want.abs()
+	assert ((got - want).abs() <= 2.0**-24 * bound).all()
 
 
 @every_activation
 def test_gradients_against_fp64(act):
-  x = moderate(256, 512).clamp(-40, 40)
-  exact = x.double().requires_grad_()
-  made = in_fp64(act, exact)
-  grad = torch.randn(made.shape)
-  (want,) = torch.autograd.grad(made, exact, grad.double())
-  got = activate_gradient(x, grad, act).double()
-  # A slope is at most a few units, and its factors are rounded a few times.
-  size = grad.abs() * (1 + (x.abs() if not act.is_gated else 0))
-  if act.is_gated:
-    a, b = x.chunk(2, -1)
-    size = torch.cat([size * (1 + a.abs()) * (1 + b.abs()), size * (1 + a.abs()) ** 2], -1)
-  assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
+	x = moderate(256, 512).clamp(-40, 40)
+	exact = x.double().requires_grad_()
+	made = in_fp64(act, exact)
+	grad = torch.randn(made.shape)
+	(want,) = torch.autograd.grad(made, exact, grad.double())
+	got = activate_gradient(x, grad, act).double()
+	# A slope is at most a few units, and its factors are rounded a few times.
+	size = grad.abs() * (1 + (x.abs() if not act.is_gated else 0))
+	if act.is_gated:
+		a, b = x.chunk(2, -1)
+		size = torch.cat([size * (1 + a.abs()) * (1 + b.abs()), size * (1 + a.abs()) ** 2], -1)
+	assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
 
 
 def test_views_and_odd_widths():
-  for act in EVERY:
-    whole = moderate(7, 2 * 26)
-    x = whole[:, ::2]  # not contiguous; vector code meets a remainder
-    assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
-    grad = moderate(7, act.width(26))
-    want = activate_gradient(x.contiguous(), grad, act)
-    assert_same_bytes(activate_gradient(x, grad, act), want)
-    assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))
+	for act in EVERY:
+		whole = moderate(7, 2 * 26)
+		x = whole[:, ::2]  # not contiguous; vector code meets a remainder
+		assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
+		grad = moderate(7, act.width(26))
+		want = activate_gradient(x.contiguous(), grad, act)
+		assert_same_bytes(activate_gradient(x, grad, act), want)
+		assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))

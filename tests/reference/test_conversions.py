@@ -15,96 +15,96 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def every(dtype):
-  """All 65536 bit patterns of a 16-bit dtype, as fp32."""
-  return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()
+	"""All 65536 bit patterns of a 16-bit dtype, as fp32."""
+	return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()
 
 
 def around(values):
-  """fp32 numbers at, just below and just above each value, of both signs."""
-  exact = torch.tensor(values, dtype=torch.float32)
-  inf = torch.tensor(torch.inf)
-  near = torch.cat([exact, exact.nextafter(inf), exact.nextafter(-inf)])
-  return torch.cat([near, -near])
+	"""fp32 numbers at, just below and just above each value, of both signs."""
+	exact = torch.tensor(values, dtype=torch.float32)
+	inf = torch.tensor(torch.inf)
+	near = torch.cat([exact, exact.nextafter(inf), exact.nextafter(-inf)])
+	return torch.cat([near, -near])
 
 
 def scalars(convert, values):
-  return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
+	return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
 
 
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e2m1(dtype):
-  values = every(dtype)
-  assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
+	values = every(dtype)
+	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
 
 
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e4m3(dtype):
-  values = every(dtype)
-  assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
+	values = every(dtype)
+	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
 
 
 def test_e2m1_at_and_beside_every_boundary():
-  middles = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
-  values = around([*E2M1, *middles, 1e-45, 1e38])
-  assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
+	middles = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
+	values = around([*E2M1, *middles, 1e-45, 1e38])
+	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
 
 
 def test_e4m3_at_and_beside_every_boundary():
-  table = [oracle.e4m3_value(byte) for byte in range(0x7F)]
-  middles = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
-  values = around([*table, *middles, 464.0, 480.0, 1e-45, 1e38])
-  assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
+	table = [oracle.e4m3_value(byte) for byte in range(0x7F)]
+	middles = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
+	values = around([*table, *middles, 464.0, 480.0, 1e-45, 1e38])
+	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
 
 
 @given(st.floats(width=32))
 def test_any_fp32_number(value):
-  x = torch.tensor([value])
-  assert conversions.encode_e2m1(x).item() == oracle.round_e2m1(value)
-  assert conversions.encode_e4m3(x).item() == oracle.round_e4m3(value)
+	x = torch.tensor([value])
+	assert conversions.encode_e2m1(x).item() == oracle.round_e2m1(value)
+	assert conversions.encode_e4m3(x).item() == oracle.round_e4m3(value)
 
 
 def test_decode_e4m3():
-  values = conversions.decode_e4m3(torch.arange(256, dtype=torch.uint8)).tolist()
-  for byte, value in enumerate(values):
-    want = oracle.e4m3_value(byte)
-    assert value == want or (math.isnan(value) and math.isnan(want))
+	values = conversions.decode_e4m3(torch.arange(256, dtype=torch.uint8)).tolist()
+	for byte, value in enumerate(values):
+		want = oracle.e4m3_value(byte)
+		assert value == want or (math.isnan(value) and math.isnan(want))
 
 
 def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
-  assert conversions.pack_codes(torch.tensor([1, 2, 15, 0], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
-  packed = torch.arange(256, dtype=torch.uint8)
-  want = [oracle.e2m1_value(code) for byte in range(256) for code in (byte & 15, byte >> 4)]
-  got = conversions.unpack_codes(packed)
-  assert_same_bytes(got, torch.tensor(want))
-  assert_same_bytes(conversions.pack_codes(conversions.encode_e2m1(got)), packed)
+	assert conversions.pack_codes(torch.tensor([1, 2, 15, 0], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
+	packed = torch.arange(256, dtype=torch.uint8)
+	want = [oracle.e2m1_value(code) for byte in range(256) for code in (byte & 15, byte >> 4)]
+	got = conversions.unpack_codes(packed)
+	assert_same_bytes(got, torch.tensor(want))
+	assert_same_bytes(conversions.pack_codes(conversions.encode_e2m1(got)), packed)
 
 
 @each("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
-  """One number a block: its scale is the rounding of the number itself."""
-  values = every(torch.bfloat16)
-  x = torch.zeros(64, 1024, 16, dtype=torch.bfloat16)
-  x[..., 5] = values.view(64, 1024).bfloat16()
-  given = torch.tensor([amax])
-  codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), given)
-  want_scales, want_codes = [], []
-  for v in values.numpy():
-    byte, enc = oracle.block_scale(oracle.absmax(v), np.float32(amax))
-    want_scales.append(byte)
-    want_codes.append(oracle.round_e2m1(v * enc))
-  got_codes = codes.view(64, 1024, 8)[..., 2] >> 4
-  assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=torch.uint8), "codes")
-  at = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
-  got_scales = scales.flatten()[torch.tensor(at)]
-  assert_same_bytes(got_scales, torch.tensor(want_scales, dtype=torch.uint8), "scales")
+	"""One number a block: its scale is the rounding of the number itself."""
+	values = every(torch.bfloat16)
+	x = torch.zeros(64, 1024, 16, dtype=torch.bfloat16)
+	x[..., 5] = values.view(64, 1024).bfloat16()
+	given = torch.tensor([amax])
+	codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), given)
+	want_scales, want_codes = [], []
+	for v in values.numpy():
+		byte, enc = oracle.block_scale(oracle.absmax(v), np.float32(amax))
+		want_scales.append(byte)
+		want_codes.append(oracle.round_e2m1(v * enc))
+	got_codes = codes.view(64, 1024, 8)[..., 2] >> 4
+	assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=torch.uint8), "codes")
+	at = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
+	got_scales = scales.flatten()[torch.tensor(at)]
+	assert_same_bytes(got_scales, torch.tensor(want_scales, dtype=torch.uint8), "scales")
 
 
 def test_encoding_a_transposed_matrix_gives_no_warning(recwarn):
-  turned = torch.randn(48, 30).T
-  torch.set_warn_always(True)  # torch gives its warning about strides once a process
-  try:
-    got = conversions.encode_e2m1(turned)
-  finally:
-    torch.set_warn_always(False)
-  assert not recwarn.list
-  assert_same_bytes(got, conversions.encode_e2m1(turned.contiguous()))
+	turned = torch.randn(48, 30).T
+	torch.set_warn_always(True)  # torch gives its warning about strides once a process
+	try:
+		got = conversions.encode_e2m1(turned)
+	finally:
+		torch.set_warn_always(False)
+	assert not recwarn.list
+	assert_same_bytes(got, conversions.encode_e2m1(turned.contiguous()))

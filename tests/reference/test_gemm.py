@@ -6,59 +6,59 @@ import pytest
 import torch
 
 from tests.helpers import (
-  DTYPES,
-  SPLITS,
-  assert_same_bytes,
-  dequantize_arguments,
-  dtype_ulp,
-  each,
-  end_rows,
-  ends,
-  offsets,
-  ops,
-  poisoned,
-  sample,
+	DTYPES,
+	SPLITS,
+	assert_same_bytes,
+	dequantize_arguments,
+	dtype_ulp,
+	each,
+	end_rows,
+	ends,
+	offsets,
+	ops,
+	poisoned,
+	sample,
 )
 
 SPLITS_OF_GEMM = {**SPLITS, "tile edges": (127, 129, 1)}
 
 
 def assert_within_bound(got, want, size, depth):
-  """4 * 2^-24 * sqrt(K) * |a||b| for the accumulation, and one ulp of the output."""
-  allowed = 4 * 2.0**-24 * math.sqrt(depth) * size + dtype_ulp(want, got.dtype)
-  assert ((got.double() - want).abs() <= allowed).all()
+	"""4 * 2^-24 * sqrt(K) * |a||b| for the accumulation, and one ulp of the output."""
+	allowed = 4 * 2.0**-24 * math.sqrt(depth) * size + dtype_ulp(want, got.dtype)
+	assert ((got.double() - want).abs() <= allowed).all()
 
 
 @each("accumulate", [False, True])
 def test_out_form_leaves_tail_and_empty_groups_alone(accumulate):
-  x, w, offs = sample(41, 32), sample(3, 24, 32), offsets((20, 0, 12))
-  plain = ops.m_grouped_gemm(x, w, offs, out_dtype=torch.float32)
-  out = poisoned(plain)
-  if accumulate:
-    out[:32] = 0.0
-  untouched = out.clone()
-  ops.m_grouped_gemm_out(x, w, offs, out_dtype=torch.float32, out=out, accumulate=accumulate)
-  assert_same_bytes(out, torch.cat([plain[:32], untouched[32:]]))
+	x, w, offs = sample(41, 32), sample(3, 24, 32), offsets((20, 0, 12))
+	plain = ops.m_grouped_gemm(x, w, offs, out_dtype=torch.float32)
+	out = poisoned(plain)
+	if accumulate:
+		out[:32] = 0.0
+	untouched = out.clone()
+	ops.m_grouped_gemm_out(x, w, offs, out_dtype=torch.float32, out=out, accumulate=accumulate)
+	assert_same_bytes(out, torch.cat([plain[:32], untouched[32:]]))
 
 
 def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
-  offs, x = offsets((20, 0, 12)), sample(32, 16)
-  functional = ops.k_grouped_gemm(x, x, offs)
-  assert not functional[1].any()
-  written = poisoned(functional)
-  ops.k_grouped_gemm_out(x, x, offs, out=written)
-  assert_same_bytes(written, functional)
-  kept = poisoned(functional)
-  ops.k_grouped_gemm_out(x, x, offs, out=kept, accumulate=True)
-  assert_same_bytes(kept[1], poisoned(functional)[1])
+	offs, x = offsets((20, 0, 12)), sample(32, 16)
+	functional = ops.k_grouped_gemm(x, x, offs)
+	assert not functional[1].any()
+	written = poisoned(functional)
+	ops.k_grouped_gemm_out(x, x, offs, out=written)
+	assert_same_bytes(written, functional)
+	kept = poisoned(functional)
+	ops.k_grouped_gemm_out(x, x, offs, out=kept, accumulate=True)
+	assert_same_bytes(kept[1], poisoned(functional)[1])
 
 
 def test_tail_of_the_operands_is_not_read():
-  x, w, offs = sample(232, 32), sample(3, 24, 32), offsets((20, 0, 12))
-  want = ops.m_grouped_gemm(x, w, offs), ops.k_grouped_gemm(x, x, offs)
-  x[32:] = torch.nan
-  assert_same_bytes(ops.m_grouped_gemm(x, w, offs), want[0])
-  assert_same_bytes(ops.k_grouped_gemm(x, x, offs), want[1])
+	x, w, offs = sample(232, 32), sample(3, 24, 32), offsets((20, 0, 12))
+	want = ops.m_grouped_gemm(x, w, offs), ops.k_grouped_gemm(x, x, offs)
+	x[32:] = torch.nan
+	assert_same_bytes(ops.m_grouped_gemm(x, w, offs), want[0])
+	assert_same_bytes(ops.k_grouped_gemm(x, x, offs), want[1])
 
 
 GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1]]
@@ -66,85 +66,85 @@ GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1]]
 
 @pytest.mark.parametrize("rows", GARBAGE, ids=str)
 def test_garbage_offsets_act_as_their_clamped_values(rows):
-  x, w = sample(40, 32), sample(2, 24, 32)
-  given = ends(*rows)
-  legal = given.clamp(0, 40).cummax(0).values.int()
-  a = ops.grouped_quantize(x, "nvfp4", legal, columnwise=True)
-  pairs = [
-    [ops.m_grouped_gemm(x, w, offs) for offs in (given, legal)],
-    [ops.k_grouped_gemm(x, x, offs) for offs in (given, legal)],
-    [ops.grouped_dbias(x, offs) for offs in (given, legal)],
-    [ops.grouped_amax(x, offs) for offs in (given, legal)],
-    *[
-      [
-        ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, torch.bfloat16, offs, columnwise))
-        for offs in (given, legal)
-      ]
-      for copy, columnwise in ((a[:3], False), (a[3:], True))
-    ],
-  ]
-  for got, want in pairs:
-    assert_same_bytes(got, want)
-  out = torch.full((50, 24), 7.0)  # the operand ends at row 40 of a larger buffer
-  ops.m_grouped_gemm_out(x, w, given, out_dtype=torch.float32, out=out[:40])
-  assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
+	x, w = sample(40, 32), sample(2, 24, 32)
+	given = ends(*rows)
+	legal = given.clamp(0, 40).cummax(0).values.int()
+	a = ops.grouped_quantize(x, "nvfp4", legal, columnwise=True)
+	pairs = [
+		[ops.m_grouped_gemm(x, w, offs) for offs in (given, legal)],
+		[ops.k_grouped_gemm(x, x, offs) for offs in (given, legal)],
+		[ops.grouped_dbias(x, offs) for offs in (given, legal)],
+		[ops.grouped_amax(x, offs) for offs in (given, legal)],
+		*[
+			[
+				ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, torch.bfloat16, offs, columnwise))
+				for offs in (given, legal)
+			]
+			for copy, columnwise in ((a[:3], False), (a[3:], True))
+		],
+	]
+	for got, want in pairs:
+		assert_same_bytes(got, want)
+	out = torch.full((50, 24), 7.0)  # the operand ends at row 40 of a larger buffer
+	ops.m_grouped_gemm_out(x, w, given, out_dtype=torch.float32, out=out[:40])
+	assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
 
 
 @each("dtype", DTYPES)
 @each("out_dtype", DTYPES)
 @each("transpose_b", [False, True])
 def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
-  splits = (20, 0, 33, 1)
-  x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offsets(splits)
-  x = x * torch.randn(58, 70).to(dtype)
-  w = torch.randn(4, 24, 70).to(dtype)
-  b = w.mT if transpose_b else w
-  bias, alpha = torch.randn(4, 24), torch.tensor([1.5, 2.0, -0.7, 0.1])
-  got = ops.m_grouped_gemm(x, b, offs, bias, alpha, transpose_b, out_dtype)
-  want = torch.zeros(58, 24)
-  start = 0
-  for g, end in enumerate(end_rows(splits)):
-    acc = (x[start:end].double() @ w[g].double().T).float()
-    want[start:end] = acc * alpha[g] + bias[g]
-    start = end
-  assert_same_bytes(got, want.to(out_dtype))
-  total = torch.full((58, 24), 3.0, dtype=out_dtype)
-  operands = (x, b, offs, bias, alpha, transpose_b, out_dtype)
-  ops.m_grouped_gemm_out(*operands, out=total, accumulate=True)
-  assert_same_bytes(total[:54], (want[:54] + 3.0).to(out_dtype))
-  assert (total[54:] == 3.0).all()
+	splits = (20, 0, 33, 1)
+	x, offs = torch.randn(58).repeat(70, 1).T.to(dtype), offsets(splits)
+	x = x * torch.randn(58, 70).to(dtype)
+	w = torch.randn(4, 24, 70).to(dtype)
+	b = w.mT if transpose_b else w
+	bias, alpha = torch.randn(4, 24), torch.tensor([1.5, 2.0, -0.7, 0.1])
+	got = ops.m_grouped_gemm(x, b, offs, bias, alpha, transpose_b, out_dtype)
+	want = torch.zeros(58, 24)
+	start = 0
+	for g, end in enumerate(end_rows(splits)):
+		acc = (x[start:end].double() @ w[g].double().T).float()
+		want[start:end] = acc * alpha[g] + bias[g]
+		start = end
+	assert_same_bytes(got, want.to(out_dtype))
+	total = torch.full((58, 24), 3.0, dtype=out_dtype)
+	operands = (x, b, offs, bias, alpha, transpose_b, out_dtype)
+	ops.m_grouped_gemm_out(*operands, out=total, accumulate=True)
+	assert_same_bytes(total[:54], (want[:54] + 3.0).to(out_dtype))
+	assert (total[54:] == 3.0).all()
 
 
 @each("dtype", DTYPES)
 @each("out_dtype", DTYPES)
 def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
-  splits = (20, 0, 33)
-  a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
-  alpha = torch.tensor([1.5, 2.0, -0.7])
-  got = ops.k_grouped_gemm(a, b, offsets(splits), alpha, out_dtype)
-  start = 0
-  for g, end in enumerate(end_rows(splits)):
-    want = (a[start:end].double().T @ b[start:end].double()).float() * alpha[g]
-    assert_same_bytes(got[g], want.to(out_dtype))
-    start = end
+	splits = (20, 0, 33)
+	a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
+	alpha = torch.tensor([1.5, 2.0, -0.7])
+	got = ops.k_grouped_gemm(a, b, offsets(splits), alpha, out_dtype)
+	start = 0
+	for g, end in enumerate(end_rows(splits)):
+		want = (a[start:end].double().T @ b[start:end].double()).float() * alpha[g]
+		assert_same_bytes(got[g], want.to(out_dtype))
+		start = end
 
 
 @each("splits", SPLITS)
 def test_plain_groups_equal_calls_of_their_own(splits):
-  x, dy, w = sample(sum(splits), 48), sample(sum(splits), 16), sample(len(splits), 16, 48)
-  fprop = ops.m_grouped_gemm(x, w, offsets(splits))
-  wgrad = ops.k_grouped_gemm(dy, x, offsets(splits))
-  start = 0
-  for g, rows in enumerate(splits):
-    whole, part = ends(rows), slice(start, start + rows)
-    assert_same_bytes(fprop[part], ops.m_grouped_gemm(x[part], w[g : g + 1], whole))
-    assert_same_bytes(wgrad[g : g + 1], ops.k_grouped_gemm(dy[part], x[part], whole))
-    start += rows
+	x, dy, w = sample(sum(splits), 48), sample(sum(splits), 16), sample(len(splits), 16, 48)
+	fprop = ops.m_grouped_gemm(x, w, offsets(splits))
+	wgrad = ops.k_grouped_gemm(dy, x, offsets(splits))
+	start = 0
+	for g, rows in enumerate(splits):
+		whole, part = ends(rows), slice(start, start + rows)
+		assert_same_bytes(fprop[part], ops.m_grouped_gemm(x[part], w[g : g + 1], whole))
+		assert_same_bytes(wgrad[g : g + 1], ops.k_grouped_gemm(dy[part], x[part], whole))
+		start += rows
 
 
 def test_nan_and_inf_of_plain_operands_stay_in_their_group():
-  x = torch.ones(6, 4)
-  x[1, 2], x[4, 0] = torch.nan, torch.inf
-  out = ops.m_grouped_gemm(x, torch.ones(2, 3, 4), offsets((2, 4)))
-  assert out[:, 0].isnan().tolist() == [False, True, False, False, False, False]
-  assert out[:, 0].isinf().tolist() == [False, False, False, False, True, False]
+	x = torch.ones(6, 4)
+	x[1, 2], x[4, 0] = torch.nan, torch.inf
+	out = ops.m_grouped_gemm(x, torch.ones(2, 3, 4), offsets((2, 4)))
+	assert out[:, 0].isnan().tolist() == [False, True, False, False, False, False]
+	assert out[:, 0].isinf().tolist() == [False, False, False, False, True, False]

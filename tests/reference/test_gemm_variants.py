@@ -23,66 +23,66 @@ TRANSFORMED = "nvfp4:hadamard"
 
 
 def copy_of(text, *shape, columnwise=False):
-  """One direction of a ragged tensor (T, K), or of a uniform one."""
-  fmt, offs = parse(text), OFFS if len(shape) == 2 else None
-  seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
-  return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)
+	"""One direction of a ragged tensor (T, K), or of a uniform one."""
+	fmt, offs = parse(text), OFFS if len(shape) == 2 else None
+	seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
+	return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)
 
 
 def factor(amax, bound):
-  return amax * np.float32(1 / (6 * bound))
+	return amax * np.float32(1 / (6 * bound))
 
 
 @pytest.mark.parametrize(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
 @pytest.mark.parametrize("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
-  a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
-  b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
-  case = Product((a_text, b_text), SPLITS, N, K)
-  want = torch.zeros(len(case.x), N)
-  for _, rows, a, b in case.members():
-    level = factor(a.level, a_bound) * factor(b.level, b_bound)
-    want[rows] = torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level)
-  assert_same_bytes(case.run(), want)
+	a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
+	b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
+	case = Product((a_text, b_text), SPLITS, N, K)
+	want = torch.zeros(len(case.x), N)
+	for _, rows, a, b in case.members():
+		level = factor(a.level, a_bound) * factor(b.level, b_bound)
+		want[rows] = torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level)
+	assert_same_bytes(case.run(), want)
 
 
 def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
-  """Also the slots behind a group's last row, over which its rows are spread."""
-  case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
-  got, (dy, x) = case.run(), case.tensors
-  for g, (start, rows) in enumerate(zip((0, 5, 5), SPLITS, strict=True)):
-    whole = 16 * -(-rows // 16)
-    a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
-    level = factor(a.level, 448) * factor(b.level, 448)
-    assert_same_bytes(got[g], torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level))
-    exact = dy[start : start + rows].double().T @ x[start : start + rows].double()
-    assert (got[g] - exact).norm() <= 0.3 * exact.norm()
+	"""Also the slots behind a group's last row, over which its rows are spread."""
+	case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
+	got, (dy, x) = case.run(), case.tensors
+	for g, (start, rows) in enumerate(zip((0, 5, 5), SPLITS, strict=True)):
+		whole = 16 * -(-rows // 16)
+		a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
+		level = factor(a.level, 448) * factor(b.level, 448)
+		assert_same_bytes(got[g], torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level))
+		exact = dy[start : start + rows].double().T @ x[start : start + rows].double()
+		assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
 @pytest.mark.parametrize("text", [TRANSFORMED, STOCHASTIC])
 @pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
-  """A variant is in how codes come about: any accumulator gives the bits of the same codes."""
-  a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)
-  a_t, b_t = (copy_of(text, sum(SPLITS), cols, columnwise=True) for cols in (N, K))
-  found = {}
-  with cute_kernels.backend(backend):
-    for name in (text, "nvfp4"):
-      texts = {"a_format": name, "b_format": name}
-      found[name] = (
-        ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, **texts)),
-        ops.k_grouped_gemm(*k_grouped_arguments(a_t, b_t, OFFS, **texts)),
-      )
-  for got, want in zip(*found.values(), strict=True):
-    assert_same_bytes(got, want)
+	"""A variant is in how codes come about: any accumulator gives the bits of the same codes."""
+	a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)
+	a_t, b_t = (copy_of(text, sum(SPLITS), cols, columnwise=True) for cols in (N, K))
+	found = {}
+	with cute_kernels.backend(backend):
+		for name in (text, "nvfp4"):
+			texts = {"a_format": name, "b_format": name}
+			found[name] = (
+				ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, **texts)),
+				ops.k_grouped_gemm(*k_grouped_arguments(a_t, b_t, OFFS, **texts)),
+			)
+	for got, want in zip(*found.values(), strict=True):
+		assert_same_bytes(got, want)
 
 
 def test_w4a16_reads_variants():
-  x = sample(sum(SPLITS), K)
-  for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):
-    w = copy_of(text, 3, N, K)
-    values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
-    got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
-    spans = zip(values, ((0, 5), (5, 5), (5, 23)), strict=True)
-    want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in spans])
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text
+	x = sample(sum(SPLITS), K)
+	for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):
+		w = copy_of(text, 3, N, K)
+		values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
+		got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
+		spans = zip(values, ((0, 5), (5, 5), (5, 23)), strict=True)
+		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in spans])
+		assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

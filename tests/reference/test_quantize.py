@@ -6,20 +6,20 @@ import torch
 
 from cute_kernels.formats import parse
 from tests.helpers import (
-  DTYPES,
-  SENTINEL,
-  SPLITS,
-  assert_same_buffers,
-  assert_same_bytes,
-  dequantize_arguments,
-  each,
-  ends,
-  many_groups,
-  offsets,
-  ops,
-  poisoned,
-  sample,
-  weird_values,
+	DTYPES,
+	SENTINEL,
+	SPLITS,
+	assert_same_buffers,
+	assert_same_bytes,
+	dequantize_arguments,
+	each,
+	ends,
+	many_groups,
+	offsets,
+	ops,
+	poisoned,
+	sample,
+	weird_values,
 )
 from tests.reference import oracle
 from tests.reference.block_oracle import Rules
@@ -29,19 +29,19 @@ from tests.reference.block_oracle import quantize as expect
 #: what they are in the words of the specification.
 NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": {"block_2d": True}, "nvfp4:row_scaled": {"row_scaled": True}}
 RULES = {
-  "mxfp8": Rules("mxfp8", "e4m3", 1, 32),
-  "mxfp8:dtype=e5m2": Rules("mxfp8", "e5m2", 1, 32),
-  "mxfp8:block=32x32": Rules("mxfp8", "e4m3", 32, 32),
-  "mxfp8:dtype=e5m2,block=32x32": Rules("mxfp8", "e5m2", 32, 32),
-  "fp8_block": Rules("fp8_block", "e4m3", 1, 128),
-  "fp8_block:dtype=e5m2,pow2_scales=false": Rules("fp8_block", "e5m2", 1, 128, pow2=False),
-  "fp8_block:amax_epsilon=0.25": Rules("fp8_block", "e4m3", 1, 128, epsilon=0.25),
-  "fp8_block:block=128x128": Rules("fp8_block", "e4m3", 128, 128),
-  "fp8_block:block=128x128,dtype=e5m2": Rules("fp8_block", "e5m2", 128, 128),
-  "fp8_block:block=128x128,pow2_scales=false": Rules("fp8_block", "e4m3", 128, 128, pow2=False),
-  "fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25": Rules(
-    "fp8_block", "e4m3", 128, 128, pow2=False, epsilon=0.25
-  ),
+	"mxfp8": Rules("mxfp8", "e4m3", 1, 32),
+	"mxfp8:dtype=e5m2": Rules("mxfp8", "e5m2", 1, 32),
+	"mxfp8:block=32x32": Rules("mxfp8", "e4m3", 32, 32),
+	"mxfp8:dtype=e5m2,block=32x32": Rules("mxfp8", "e5m2", 32, 32),
+	"fp8_block": Rules("fp8_block", "e4m3", 1, 128),
+	"fp8_block:dtype=e5m2,pow2_scales=false": Rules("fp8_block", "e5m2", 1, 128, pow2=False),
+	"fp8_block:amax_epsilon=0.25": Rules("fp8_block", "e4m3", 1, 128, epsilon=0.25),
+	"fp8_block:block=128x128": Rules("fp8_block", "e4m3", 128, 128),
+	"fp8_block:block=128x128,dtype=e5m2": Rules("fp8_block", "e5m2", 128, 128),
+	"fp8_block:block=128x128,pow2_scales=false": Rules("fp8_block", "e4m3", 128, 128, pow2=False),
+	"fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25": Rules(
+		"fp8_block", "e4m3", 128, 128, pow2=False, epsilon=0.25
+	),
 }
 TEXTS = [*NVFP4, *RULES]
 every_format = pytest.mark.parametrize("text", TEXTS)
@@ -50,185 +50,185 @@ every_dtype = each("dtype", DTYPES)
 
 
 def buffer_names(text, rowwise=True, columnwise=True):
-  fmt = parse(text)
-  asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
-  return [name for way in asked for name in fmt.buffer_names(way)]
+	fmt = parse(text)
+	asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
+	return [name for way in asked for name in fmt.buffer_names(way)]
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-  """Buffers of the op by name."""
-  found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
-  return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
+	"""Buffers of the op by name."""
+	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
+	return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
 
 
 def expected(x, text, offs, fill=0, amax=None):
-  """The oracle's buffers by name, as the op returns them, and the values that they decode to."""
-  if text in NVFP4:
-    return expected_nvfp4(x, text, offs, fill, amax)
-  return expected_blocks(x, text, offs, fill)
+	"""The oracle's buffers by name, as the op returns them, and the values that they decode to."""
+	if text in NVFP4:
+		return expected_nvfp4(x, text, offs, fill, amax)
+	return expected_blocks(x, text, offs, fill)
 
 
 def expected_nvfp4(x, text, offs, fill, amax):
-  options = {"given_amax": None if amax is None else amax.numpy(), "fill": fill} | NVFP4[text]
-  rows = None if offs is None else offs.tolist()
-  found, q, groups = oracle.buffers(x.float().numpy(), rows, **options)
-  if rows is not None and len(x):
-    by_row = "row_scaled" in NVFP4[text]
-    for name, columnwise in (("values", False), ("values_t", True)):
-      found[name] = oracle.dequantize(q, groups, x.shape[-1], row_scaled=by_row, columnwise=columnwise)
-  return {name: torch.from_numpy(array) for name, array in found.items()}
+	options = {"given_amax": None if amax is None else amax.numpy(), "fill": fill} | NVFP4[text]
+	rows = None if offs is None else offs.tolist()
+	found, q, groups = oracle.buffers(x.float().numpy(), rows, **options)
+	if rows is not None and len(x):
+		by_row = "row_scaled" in NVFP4[text]
+		for name, columnwise in (("values", False), ("values_t", True)):
+			found[name] = oracle.dequantize(q, groups, x.shape[-1], row_scaled=by_row, columnwise=columnwise)
+	return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
 def expected_blocks(x, text, offs, fill):
-  def ragged(x, rows):
-    groups, tiles = oracle.ragged_groups(rows, len(x))
-    dtype = str(x.dtype).removeprefix("torch.")
-    made = expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
-    return vars(made)
+	def ragged(x, rows):
+		groups, tiles = oracle.ragged_groups(rows, len(x))
+		dtype = str(x.dtype).removeprefix("torch.")
+		made = expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
+		return vars(made)
 
-  if offs is not None:
-    found = {name: torch.from_numpy(t) for name, t in ragged(x, offs.tolist()).items()}
-  else:
-    # Each group of a uniform tensor has the buffers of a tensor of its own, save for a tile
-    # that ragged groups need when their rows fill their tiles.
-    each = [ragged(group, [len(group)]) for group in x]
-    tiles = oracle.ceil_div(x.shape[1], 128)
-    found = {name: torch.from_numpy(np.stack([e[name] for e in each])) for name in each[0]}
-    slots, is_mx = 128 * tiles, RULES[text].is_mx
-    found["codes_t"] = found["codes_t"][:, :slots] if is_mx else found["codes_t"][..., :slots]
-    found["scales_t"] = found["scales_t"][:, :, :tiles] if is_mx else found["scales_t"][:, :tiles]
-    if is_mx or RULES[text].rows > 1:
-      found["scales"] = found["scales"][:, :tiles]
-    else:
-      found["scales"] = found["scales"][..., :slots]
-  element = parse(text).element.dtype
-  codes = {name: found[name].view(element) for name in ("codes", "codes_t")}
-  return found | codes
+	if offs is not None:
+		found = {name: torch.from_numpy(t) for name, t in ragged(x, offs.tolist()).items()}
+	else:
+		# Each group of a uniform tensor has the buffers of a tensor of its own, save for a tile
+		# that ragged groups need when their rows fill their tiles.
+		each = [ragged(group, [len(group)]) for group in x]
+		tiles = oracle.ceil_div(x.shape[1], 128)
+		found = {name: torch.from_numpy(np.stack([e[name] for e in each])) for name in each[0]}
+		slots, is_mx = 128 * tiles, RULES[text].is_mx
+		found["codes_t"] = found["codes_t"][:, :slots] if is_mx else found["codes_t"][..., :slots]
+		found["scales_t"] = found["scales_t"][:, :, :tiles] if is_mx else found["scales_t"][:, :tiles]
+		if is_mx or RULES[text].rows > 1:
+			found["scales"] = found["scales"][:, :tiles]
+		else:
+			found["scales"] = found["scales"][..., :slots]
+	element = parse(text).element.dtype
+	codes = {name: found[name].view(element) for name in ("codes", "codes_t")}
+	return found | codes
 
 
 def check(x, text, offs=None, amax=None):
-  """Functional and out form, each direction alone and both together, against the oracle."""
-  whole, before = expected(x, text, offs, amax=amax), x.clone()
-  want = {name: whole[name] for name in buffer_names(text)}
-  got = quantize(x, text, offs, amax=amax)
-  assert_same_buffers(got, want)
-  for rowwise in (False, True):
-    if rowwise and amax is not None and text == "nvfp4:row_scaled":
-      continue  # refused: the amax of a group would not be used
-    alone = quantize(x, text, offs, rowwise, not rowwise, amax)
-    assert_same_buffers(alone, {name: want[name] for name in alone})
-  check_out_form(x, text, offs, got, amax)
-  assert_same_bytes(x, before, "input")
+	"""Functional and out form, each direction alone and both together, against the oracle."""
+	whole, before = expected(x, text, offs, amax=amax), x.clone()
+	want = {name: whole[name] for name in buffer_names(text)}
+	got = quantize(x, text, offs, amax=amax)
+	assert_same_buffers(got, want)
+	for rowwise in (False, True):
+		if rowwise and amax is not None and text == "nvfp4:row_scaled":
+			continue  # refused: the amax of a group would not be used
+		alone = quantize(x, text, offs, rowwise, not rowwise, amax)
+		assert_same_buffers(alone, {name: want[name] for name in alone})
+	check_out_form(x, text, offs, got, amax)
+	assert_same_bytes(x, before, "input")
 
 
 def check_out_form(x, text, offs, like, amax=None):
-  """Buffers of sentinels: only what the layout says is written, pitch padding is not."""
-  outputs = {name: poisoned(t) for name, t in like.items()}
-  ops.grouped_quantize_out(x, text, offs, amax, True, True, out=list(outputs.values()))
-  want = expected(x, text, offs, SENTINEL, amax)
-  assert_same_buffers(outputs, {name: want[name] for name in outputs})
-  for name in ("codes", "codes_t"):
-    codes = outputs[name]
-    assert codes.stride(-2) % 16 == 0
-    storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
-    written = torch.zeros(len(storage), dtype=torch.bool)
-    written.as_strided(codes.shape, codes.stride())[:] = True
-    assert (storage[~written] == SENTINEL).all(), "pitch padding"
+	"""Buffers of sentinels: only what the layout says is written, pitch padding is not."""
+	outputs = {name: poisoned(t) for name, t in like.items()}
+	ops.grouped_quantize_out(x, text, offs, amax, True, True, out=list(outputs.values()))
+	want = expected(x, text, offs, SENTINEL, amax)
+	assert_same_buffers(outputs, {name: want[name] for name in outputs})
+	for name in ("codes", "codes_t"):
+		codes = outputs[name]
+		assert codes.stride(-2) % 16 == 0
+		storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
+		written = torch.zeros(len(storage), dtype=torch.bool)
+		written.as_strided(codes.shape, codes.stride())[:] = True
+		assert (storage[~written] == SENTINEL).all(), "pitch padding"
 
 
 @every_format
 @each("splits", SPLITS)
 def test_ragged_splits(splits, text):
-  check(sample(sum(splits), 48 if text in NVFP4 else 96), text, offsets(splits))
+	check(sample(sum(splits), 48 if text in NVFP4 else 96), text, offsets(splits))
 
 
 @every_format
 @each("cols", [1, 2, 3, 4, 5, 9, 17])
 def test_widths(cols, text):
-  check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
+	check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
 
 
 @every_format
 @every_dtype
 def test_extreme_values(dtype, text):
-  # Groups with and without Inf, NaN and maxima, and a tail.
-  check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
+	# Groups with and without Inf, NaN and maxima, and a tail.
+	check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
 
 
 @every_format
 @every_dtype
 def test_amaxes_from_denormal_to_the_largest(dtype, text):
-  info = torch.finfo(dtype)
-  sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
-  x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
-  x = x.to(dtype)
-  check(x.flatten(0, 1), text, offsets((6,) * 7))
-  check(x.flatten(0, 1), text, offsets((42,)))
+	info = torch.finfo(dtype)
+	sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
+	x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
+	x = x.to(dtype)
+	check(x.flatten(0, 1), text, offsets((6,) * 7))
+	check(x.flatten(0, 1), text, offsets((42,)))
 
 
 @every_format
 @each("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
 def test_constant_input(value, text):
-  check(torch.full((18, 64), value), text, offsets((1, 17)))
+	check(torch.full((18, 64), value), text, offsets((1, 17)))
 
 
 @every_format
 @each("shape", [(1, 1, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
 def test_uniform_groups(shape, text):
-  check(sample(*shape), text)
+	check(sample(*shape), text)
 
 
 @each("text", ["nvfp4", *RULES])
 def test_more_than_a_thousand_groups(text):
-  offs = many_groups()
-  check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
+	offs = many_groups()
+	check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
 
 
 @every_format
 def test_the_tail_is_neither_read_nor_written(text):
-  x, offs = sample(335, 64), offsets((20, 0, 115))
-  x[135:] = torch.nan
-  got = quantize(x, text, offs)
-  check_out_form(x, text, offs, got)
-  x[135:] = 1e30
-  assert_same_buffers(quantize(x, text, offs), got)
+	x, offs = sample(335, 64), offsets((20, 0, 115))
+	x[135:] = torch.nan
+	got = quantize(x, text, offs)
+	check_out_form(x, text, offs, got)
+	x[135:] = 1e30
+	assert_same_buffers(quantize(x, text, offs), got)
 
 
 @every_format
 @each("rows", [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]], ids=str)
 def test_garbage_offsets_act_as_their_clamped_values(rows, text):
-  x = sample(40, 32)
-  check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
+	x = sample(40, 32)
+	check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
 
 
 def decoded(buffers, text, columnwise, rows, dtype, offs):
-  copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
-  return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
+	copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
+	return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
 
 
 @every_dtype
 @every_format
 @each("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
-  x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
-  buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
-  want = expected(x, text, offs)[values].to(dtype)
-  arguments = decoded(buffers, text, columnwise, 205, dtype, offs)
-  assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
-  out = poisoned(want)
-  ops.grouped_dequantize_out(*arguments, out=out)
-  assert_same_bytes(out[:190], want[:190], any_nan=True)
-  assert_same_bytes(out[190:], poisoned(want)[190:])
+	x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
+	buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
+	want = expected(x, text, offs)[values].to(dtype)
+	arguments = decoded(buffers, text, columnwise, 205, dtype, offs)
+	assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
+	out = poisoned(want)
+	ops.grouped_dequantize_out(*arguments, out=out)
+	assert_same_bytes(out[:190], want[:190], any_nan=True)
+	assert_same_bytes(out[190:], poisoned(want)[190:])
 
 
 @pytest.mark.parametrize("text", RULES)
 @each("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
-  x = sample(3, rows, 160)
-  buffers, want = quantize(x, text), expected(x, text, None)
-  for columnwise, values in ((False, "values"), (True, "values_t")):
-    arguments = decoded(buffers, text, columnwise, rows, torch.float32, None)
-    assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
+	x = sample(3, rows, 160)
+	buffers, want = quantize(x, text), expected(x, text, None)
+	for columnwise, values in ((False, "values"), (True, "values_t")):
+		arguments = decoded(buffers, text, columnwise, rows, torch.float32, None)
+		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
 
 
 # ---- NVFP4
@@ -237,22 +237,22 @@ def test_dequantize_uniform(rows, text):
 @every_nvfp4
 @each("uniform", [False, True])
 def test_given_amax(uniform, text):
-  amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
-  x = sample(3, 20, 32)
-  check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
+	amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
+	x = sample(3, 20, 32)
+	check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
 
 
 @each("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
-  x = weird_values(20, 32, torch.float32)
-  check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
+	x = weird_values(20, 32, torch.float32)
+	check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
 
 
 @every_nvfp4
 def test_ties_of_codes_and_of_scales(text):
-  # The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
-  quarter = torch.randint(-24, 25, (32, 48)) / 4
-  quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
-  quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
-  quarter[:, 0] = 2688.0
-  check(quarter, text, ends(32))
+	# The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
+	quarter = torch.randint(-24, 25, (32, 48)) / 4
+	quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
+	quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
+	quarter[:, 0] = 2688.0
+	check(quarter, text, ends(32))

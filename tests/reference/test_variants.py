@@ -13,301 +13,301 @@ from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
-  SPLITS,
-  assert_same_bytes,
-  dequantize_arguments,
-  ends,
-  offsets,
-  ops,
-  poisoned,
-  sample,
-  weird_values,
+	SPLITS,
+	assert_same_bytes,
+	dequantize_arguments,
+	ends,
+	offsets,
+	ops,
+	poisoned,
+	sample,
+	weird_values,
 )
 from tests.reference import oracle
 from tests.reference.oracle_variants import (
-  SIGNS,
-  FourOverSix,
-  Hadamard,
-  SquareFourOverSix,
-  Stochastic,
-  StochasticHadamard,
-  block_bytes,
-  undo_hadamard,
+	SIGNS,
+	FourOverSix,
+	Hadamard,
+	SquareFourOverSix,
+	Stochastic,
+	StochasticHadamard,
+	block_bytes,
+	undo_hadamard,
 )
 
 SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 
 
 class Variant(NamedTuple):
-  """A format and what the oracle is told of it."""
+	"""A format and what the oracle is told of it."""
 
-  text: str
-  rule: oracle.Rule
-  flags: dict[str, bool] = {}
+	text: str
+	rule: oracle.Rule
+	flags: dict[str, bool] = {}
 
-  @property
-  def seed(self):
-    return torch.tensor(SEED) if "stochastic" in self.text else None
+	@property
+	def seed(self):
+		return torch.tensor(SEED) if "stochastic" in self.text else None
 
-  @property
-  def is_transformed(self):
-    return "hadamard" in self.text
+	@property
+	def is_transformed(self):
+		return "hadamard" in self.text
 
 
 SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
 VARIANTS = {
-  "hadamard": Variant("nvfp4:hadamard", Hadamard()),
-  "stochastic": Variant("nvfp4:stochastic_rounding", Stochastic(SEED)),
-  "both": Variant("nvfp4:hadamard,stochastic_rounding", StochasticHadamard(SEED)),
-  "stochastic squares": Variant("nvfp4:block=16x16,stochastic_rounding", Stochastic(SEED), SQUARE),
-  "4over6": Variant("nvfp4:four_over_six", FourOverSix(256, "mae")),
-  "4over6 448": Variant("nvfp4:four_over_six,e4m3_max=448", FourOverSix(448, "mae")),
-  "4over6 mse": Variant("nvfp4:four_over_six,four_over_six_error=mse", FourOverSix(256, "mse")),
-  "4over6 448 mse": Variant("nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse")),
-  "4over6 squares": Variant("nvfp4:block=16x16,four_over_six", SquareFourOverSix(256, "mae"), SQUARE),
-  "4over6 448 mse squares": Variant(
-    "nvfp4:block=16x16,four_over_six,e4m3_max=448,four_over_six_error=mse", SquareFourOverSix(448, "mse"), SQUARE
-  ),
-  "4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
-  "4over6 448 mse rows": Variant(
-    "nvfp4:row_scaled,four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse"), ROWS
-  ),
+	"hadamard": Variant("nvfp4:hadamard", Hadamard()),
+	"stochastic": Variant("nvfp4:stochastic_rounding", Stochastic(SEED)),
+	"both": Variant("nvfp4:hadamard,stochastic_rounding", StochasticHadamard(SEED)),
+	"stochastic squares": Variant("nvfp4:block=16x16,stochastic_rounding", Stochastic(SEED), SQUARE),
+	"4over6": Variant("nvfp4:four_over_six", FourOverSix(256, "mae")),
+	"4over6 448": Variant("nvfp4:four_over_six,e4m3_max=448", FourOverSix(448, "mae")),
+	"4over6 mse": Variant("nvfp4:four_over_six,four_over_six_error=mse", FourOverSix(256, "mse")),
+	"4over6 448 mse": Variant("nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse")),
+	"4over6 squares": Variant("nvfp4:block=16x16,four_over_six", SquareFourOverSix(256, "mae"), SQUARE),
+	"4over6 448 mse squares": Variant(
+		"nvfp4:block=16x16,four_over_six,e4m3_max=448,four_over_six_error=mse", SquareFourOverSix(448, "mse"), SQUARE
+	),
+	"4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
+	"4over6 448 mse rows": Variant(
+		"nvfp4:row_scaled,four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse"), ROWS
+	),
 }
 EACH = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 def expected(x, offs, variant, amax=None):
-  """The oracle's buffers by name."""
-  given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
-  options = {"rule": variant.rule} | variant.flags | dict(given)
-  rows = None if offs is None else offs.tolist()
-  found = oracle.buffers(x.float().numpy(), rows, **options)[0]
-  return {name: torch.from_numpy(array) for name, array in found.items()}
+	"""The oracle's buffers by name."""
+	given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
+	options = {"rule": variant.rule} | variant.flags | dict(given)
+	rows = None if offs is None else offs.tolist()
+	found = oracle.buffers(x.float().numpy(), rows, **options)[0]
+	return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
 def check(x, offs, variant, amax=None):
-  """Both directions together and each alone, and into given buffers."""
-  fmt = parse(variant.text)
-  want = expected(x, offs, variant, amax)
-  for rowwise, columnwise in ((True, True), (True, False), (False, True)):
-    given = None
-    if amax is not None:
-      if variant.flags == ROWS and not columnwise:
-        continue  # refused: the amax of a group would not be used
-      of_direction = amax[1 if columnwise and variant.is_transformed else 0]
-      has_two = variant.is_transformed and rowwise and columnwise
-      given = torch.stack(amax) if has_two else of_direction
-    names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
-    call = (x, variant.text, offs, given, rowwise, columnwise, None, variant.seed)
-    got = ops.grouped_quantize(*call)
-    for name, g in zip(names, got, strict=True):
-      assert_same_bytes(g, want[name], f"{name} of {rowwise=} {columnwise=}")
-    out = [poisoned(t) for t in got]
-    ops.grouped_quantize_out(*call, out=out)
-    live = x.shape[0] if offs is None else offs[-1]
-    for name, g in zip(names, out, strict=True):
-      if name == "codes" or name == "amax" and variant.flags == ROWS:
-        assert_same_bytes(g[:live], want[name][:live], f"{name} of the out form")
+	"""Both directions together and each alone, and into given buffers."""
+	fmt = parse(variant.text)
+	want = expected(x, offs, variant, amax)
+	for rowwise, columnwise in ((True, True), (True, False), (False, True)):
+		given = None
+		if amax is not None:
+			if variant.flags == ROWS and not columnwise:
+				continue  # refused: the amax of a group would not be used
+			of_direction = amax[1 if columnwise and variant.is_transformed else 0]
+			has_two = variant.is_transformed and rowwise and columnwise
+			given = torch.stack(amax) if has_two else of_direction
+		names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
+		call = (x, variant.text, offs, given, rowwise, columnwise, None, variant.seed)
+		got = ops.grouped_quantize(*call)
+		for name, g in zip(names, got, strict=True):
+			assert_same_bytes(g, want[name], f"{name} of {rowwise=} {columnwise=}")
+		out = [poisoned(t) for t in got]
+		ops.grouped_quantize_out(*call, out=out)
+		live = x.shape[0] if offs is None else offs[-1]
+		for name, g in zip(names, out, strict=True):
+			if name == "codes" or name == "amax" and variant.flags == ROWS:
+				assert_same_bytes(g[:live], want[name][:live], f"{name} of the out form")
 
 
 @EACH
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_ragged_splits(splits, variant):
-  check(sample(sum(splits), 16), offsets(splits), variant)
+	check(sample(sum(splits), 16), offsets(splits), variant)
 
 
 @EACH
 @pytest.mark.parametrize("cols", [16, 80, 144])
 def test_widths_and_a_tail(cols, variant):
-  x = sample(26, cols)
-  x[21:] = torch.nan
-  check(x, ends(5, 5, 21), variant)
+	x = sample(26, cols)
+	x[21:] = torch.nan
+	check(x, ends(5, 5, 21), variant)
 
 
 @EACH
 @pytest.mark.parametrize("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
 def test_uniform(shape, variant):
-  check(sample(*shape), None, variant)
+	check(sample(*shape), None, variant)
 
 
 @EACH
 def test_extreme_values(variant):
-  check(weird_values(45, 48, torch.bfloat16), offsets((22, 3, 20)), variant)
+	check(weird_values(45, 48, torch.bfloat16), offsets((22, 3, 20)), variant)
 
 
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype, variant):
-  if not variant.is_transformed:
-    check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
-    return
-  x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
-  for rowwise in (True, False):
-    with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
-      ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, None, variant.seed)
-  plain = variant.text.replace("hadamard,", "").replace(":hadamard", "")
-  want = ops.grouped_quantize(x, plain, offs, None, True, False, None, variant.seed)
-  got = ops.grouped_quantize(x, variant.text, offs, None, True, False, None, variant.seed)
-  for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
-    assert_same_bytes(g, w, name)
+	if not variant.is_transformed:
+		check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
+		return
+	x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
+	for rowwise in (True, False):
+		with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
+			ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, None, variant.seed)
+	plain = variant.text.replace("hadamard,", "").replace(":hadamard", "")
+	want = ops.grouped_quantize(x, plain, offs, None, True, False, None, variant.seed)
+	got = ops.grouped_quantize(x, variant.text, offs, None, True, False, None, variant.seed)
+	for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
+		assert_same_bytes(g, w, name)
 
 
 @EACH
 def test_given_amaxes(variant):
-  x, offs = sample(40, 32), offsets((17, 0, 3, 20))
-  rowwise = torch.tensor([3.0, 1.0, 1e-3, torch.inf])
-  check(x, offs, variant, (rowwise, torch.tensor([0.0, 2.0, 1e30, 17.0])) if variant.is_transformed else (rowwise,))
+	x, offs = sample(40, 32), offsets((17, 0, 3, 20))
+	rowwise = torch.tensor([3.0, 1.0, 1e-3, torch.inf])
+	check(x, offs, variant, (rowwise, torch.tensor([0.0, 2.0, 1e30, 17.0])) if variant.is_transformed else (rowwise,))
 
 
 def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
-  x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
-  ones, twos = torch.ones(2), torch.ones(2, 2)
-  for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
-    with pytest.raises(ValueError, match="amax must have"):
-      ops.grouped_quantize(x, text, offs, wrong, bool(rowwise), bool(columnwise))
-  with pytest.raises(ValueError, match="amax must have 1 dim"):
-    ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
+	x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
+	ones, twos = torch.ones(2), torch.ones(2, 2)
+	for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
+		with pytest.raises(ValueError, match="amax must have"):
+			ops.grouped_quantize(x, text, offs, wrong, bool(rowwise), bool(columnwise))
+	with pytest.raises(ValueError, match="amax must have 1 dim"):
+		ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
 
 
 def columns(text, x, offs):
-  return ops.grouped_quantize(x, text, offs, None, False, True)
+	return ops.grouped_quantize(x, text, offs, None, False, True)
 
 
 def test_the_order_of_a_transform_is_the_stated_one():
-  # What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
-  for cancelling, small in ((8, 4), (4, 2), (2, 1)):
-    x = torch.zeros(16, 16)
-    x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
-    assert (transform(x)[0] == 0.25).all()
-    check(x.bfloat16(), offsets((16,)), VARIANTS["hadamard"])
+	# What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
+	for cancelling, small in ((8, 4), (4, 2), (2, 1)):
+		x = torch.zeros(16, 16)
+		x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
+		assert (transform(x)[0] == 0.25).all()
+		check(x.bfloat16(), offsets((16,)), VARIANTS["hadamard"])
 
 
 @EACH
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("uniform", [False, True])
 def test_dequantize(variant, columnwise, uniform):
-  """Codes, scales and amax decoded by hand, and the transform undone."""
-  x = sample(2, 35, 32) if uniform else sample(75, 32)
-  offs = None if uniform else offsets((35, 0, 40))
-  fmt = parse(variant.text)
-  copy = ops.grouped_quantize(x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed)
-  groups, _ = oracle.uniform_groups(2, 35) if uniform else oracle.ragged_groups(offs.tolist(), 75)
-  codes, scales, amax = (t.contiguous().numpy() for t in copy)
-  if uniform and columnwise:
-    codes, scales = np.concatenate(codes, 1), np.concatenate(scales, 1)
-  codes, scales, amax = codes.reshape(-1, codes.shape[-1]), scales.ravel(), amax.ravel()
-  rows = np.zeros((x.shape[:-1].numel(), 16)) if columnwise else codes
-  held = oracle.Quantized(rows, scales, amax, [codes], [scales], amax)
-  options = {"row_scaled": variant.flags == ROWS, "columnwise": columnwise}
-  want = oracle.dequantize(held, groups, 32, bound=fmt.e4m3_max, **options)
-  arguments = dequantize_arguments(copy, variant.text, x.shape[-2], torch.float32, offs, columnwise)
-  got = ops.grouped_dequantize(*arguments)
-  if variant.is_transformed and columnwise:
-    # Values of missing rows of the last chunks are not in ``want``: whole chunks only.
-    for group in groups:
-      for first in range(group.start, group.end - 15, 16):
-        for k in range(32):
-          chunk = list(want[first : first + 16, k])
-          want[first : first + 16, k] = undo_hadamard(chunk)
-      tail = slice(group.start + (group.end - group.start) // 16 * 16, group.end)
-      want[tail] = got.flatten(0, -2)[tail].numpy()
-  assert_same_bytes(got.flatten(0, -2), torch.from_numpy(want))
-  error = (got - x.float()).norm() / x.float().norm()
-  assert error < 0.25
-  for dtype in (torch.bfloat16, torch.float16):
-    low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
-    assert_same_bytes(low, got.to(dtype))
+	"""Codes, scales and amax decoded by hand, and the transform undone."""
+	x = sample(2, 35, 32) if uniform else sample(75, 32)
+	offs = None if uniform else offsets((35, 0, 40))
+	fmt = parse(variant.text)
+	copy = ops.grouped_quantize(x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed)
+	groups, _ = oracle.uniform_groups(2, 35) if uniform else oracle.ragged_groups(offs.tolist(), 75)
+	codes, scales, amax = (t.contiguous().numpy() for t in copy)
+	if uniform and columnwise:
+		codes, scales = np.concatenate(codes, 1), np.concatenate(scales, 1)
+	codes, scales, amax = codes.reshape(-1, codes.shape[-1]), scales.ravel(), amax.ravel()
+	rows = np.zeros((x.shape[:-1].numel(), 16)) if columnwise else codes
+	held = oracle.Quantized(rows, scales, amax, [codes], [scales], amax)
+	options = {"row_scaled": variant.flags == ROWS, "columnwise": columnwise}
+	want = oracle.dequantize(held, groups, 32, bound=fmt.e4m3_max, **options)
+	arguments = dequantize_arguments(copy, variant.text, x.shape[-2], torch.float32, offs, columnwise)
+	got = ops.grouped_dequantize(*arguments)
+	if variant.is_transformed and columnwise:
+		# Values of missing rows of the last chunks are not in ``want``: whole chunks only.
+		for group in groups:
+			for first in range(group.start, group.end - 15, 16):
+				for k in range(32):
+					chunk = list(want[first : first + 16, k])
+					want[first : first + 16, k] = undo_hadamard(chunk)
+			tail = slice(group.start + (group.end - group.start) // 16 * 16, group.end)
+			want[tail] = got.flatten(0, -2)[tail].numpy()
+	assert_same_bytes(got.flatten(0, -2), torch.from_numpy(want))
+	error = (got - x.float()).norm() / x.float().norm()
+	assert error < 0.25
+	for dtype in (torch.bfloat16, torch.float16):
+		low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
+		assert_same_bytes(low, got.to(dtype))
 
 
 def test_missing_rows_of_the_last_chunk_come_back_too():
-  """A group of 5 rows is a group of 16 of which 11 are zeros, cut off."""
-  x = sample(5, 32)
-  padded = torch.cat([x, torch.zeros(11, 32)]).bfloat16()
-  found = []
-  for rows in (x, padded):
-    copy = columns("nvfp4:hadamard", rows, offsets((len(rows),)))
-    found.append(
-      ops.grouped_dequantize(
-        *dequantize_arguments(copy, "nvfp4:hadamard", len(rows), torch.float32, offsets((len(rows),)), True)
-      )
-    )
-  assert_same_bytes(found[0], found[1][:5])
-  assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
+	"""A group of 5 rows is a group of 16 of which 11 are zeros, cut off."""
+	x = sample(5, 32)
+	padded = torch.cat([x, torch.zeros(11, 32)]).bfloat16()
+	found = []
+	for rows in (x, padded):
+		copy = columns("nvfp4:hadamard", rows, offsets((len(rows),)))
+		found.append(
+			ops.grouped_dequantize(
+				*dequantize_arguments(copy, "nvfp4:hadamard", len(rows), torch.float32, offsets((len(rows),)), True)
+			)
+		)
+	assert_same_bytes(found[0], found[1][:5])
+	assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
 
 
 def drawn(rows, cols, row_blocks, column_blocks):
-  """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
-  slots = 128 * uniform_tiles(rows)
-  rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
-  columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
-  by_column = torch.tensor(columnwise, dtype=torch.uint8).view(slots // 16, cols, 16)
-  by_row = torch.tensor(rowwise, dtype=torch.uint8).view(rows, cols)
-  return by_row, by_column.mT.reshape(slots, cols)
+	"""Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
+	slots = 128 * uniform_tiles(rows)
+	rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
+	columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
+	by_column = torch.tensor(columnwise, dtype=torch.uint8).view(slots // 16, cols, 16)
+	by_row = torch.tensor(rowwise, dtype=torch.uint8).view(rows, cols)
+	return by_row, by_column.mT.reshape(slots, cols)
 
 
 @pytest.mark.parametrize("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
 def test_groups_with_shapes_of_their_own(name):
-  """Each member is a uniform tensor of one group whose blocks come after those before it."""
-  variant, shapes = VARIANTS[name], [(5, 32), (0, 16), (130, 16), (16, 48)]
-  fmt, flat = parse(variant.text), [size for shape in shapes for size in shape]
-  members = [sample(1, *shape) for shape in shapes]
-  x = torch.cat([m.flatten() for m in members])
-  call = (variant.text, None, None, True, True, None, variant.seed)
-  got = ops.grouped_quantize(x, *call, shapes=flat)
-  names = fmt.buffer_names(False) + fmt.buffer_names(True)
-  found = dict(zip(names, got, strict=True))
+	"""Each member is a uniform tensor of one group whose blocks come after those before it."""
+	variant, shapes = VARIANTS[name], [(5, 32), (0, 16), (130, 16), (16, 48)]
+	fmt, flat = parse(variant.text), [size for shape in shapes for size in shape]
+	members = [sample(1, *shape) for shape in shapes]
+	x = torch.cat([m.flatten() for m in members])
+	call = (variant.text, None, None, True, True, None, variant.seed)
+	got = ops.grouped_quantize(x, *call, shapes=flat)
+	names = fmt.buffer_names(False) + fmt.buffer_names(True)
+	found = dict(zip(names, got, strict=True))
 
-  def decode(buffers, columnwise, rows, shapes=None):
-    copy = [buffers[n] for n in fmt.operand_names(columnwise)]
-    arguments = dequantize_arguments(copy, variant.text, rows, torch.float32, None, columnwise)
-    return ops.grouped_dequantize(*arguments, shapes).flatten()
+	def decode(buffers, columnwise, rows, shapes=None):
+		copy = [buffers[n] for n in fmt.operand_names(columnwise)]
+		arguments = dequantize_arguments(copy, variant.text, rows, torch.float32, None, columnwise)
+		return ops.grouped_dequantize(*arguments, shapes).flatten()
 
-  decoded = [decode(found, way, len(x), flat) for way in (False, True)]
-  before, start = [0, 0], 0
-  for member in members:
-    specs = [t.clone() for t in ops.grouped_quantize(member, *call)]
-    out = dict(zip(names, specs, strict=True))
-    _, rows, cols = member.shape
-    draws = None
-    if variant.seed is not None:
-      draws = reference.GivenDraws(*drawn(rows, cols, *before))
-    groups = Groups.uniform(1, rows, member.device)
-    reference.quantize(reference.Elements(member), groups, fmt, out, reference.Given(draws=draws))
-    for way in (False, True):
-      of_member = decoded[way][start : start + rows * cols]
-      assert_same_bytes(of_member, decode(out, way, rows), f"{member.shape}, {way}")
-    start += rows * cols
-    before[0] += rows * cols // 16
-    before[1] += uniform_tiles(rows) * 8 * cols
+	decoded = [decode(found, way, len(x), flat) for way in (False, True)]
+	before, start = [0, 0], 0
+	for member in members:
+		specs = [t.clone() for t in ops.grouped_quantize(member, *call)]
+		out = dict(zip(names, specs, strict=True))
+		_, rows, cols = member.shape
+		draws = None
+		if variant.seed is not None:
+			draws = reference.GivenDraws(*drawn(rows, cols, *before))
+		groups = Groups.uniform(1, rows, member.device)
+		reference.quantize(reference.Elements(member), groups, fmt, out, reference.Given(draws=draws))
+		for way in (False, True):
+			of_member = decoded[way][start : start + rows * cols]
+			assert_same_bytes(of_member, decode(out, way, rows), f"{member.shape}, {way}")
+		start += rows * cols
+		before[0] += rows * cols // 16
+		before[1] += uniform_tiles(rows) * 8 * cols
 
 
 @pytest.mark.parametrize("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
 def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
-  """6 is 6 * 1 and 4 * 1.5, both exactly."""
-  x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
-  codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
-  assert (codes == 0x77).all()
-  assert scales.view(torch.float8_e4m3fn).float().max() == 1.0
-  # 5 is 4 * 1.25, but 6 * 0.8125 is not.
-  x.fill_(5.0)
-  codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
-  assert (codes == 0x66).all()
-  assert scales.view(torch.float8_e4m3fn).float().max() == 1.25
+	"""6 is 6 * 1 and 4 * 1.5, both exactly."""
+	x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
+	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+	assert (codes == 0x77).all()
+	assert scales.view(torch.float8_e4m3fn).float().max() == 1.0
+	# 5 is 4 * 1.25, but 6 * 0.8125 is not.
+	x.fill_(5.0)
+	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+	assert (codes == 0x66).all()
+	assert scales.view(torch.float8_e4m3fn).float().max() == 1.25
 
 
 def test_the_order_in_which_errors_are_summed():
-  """A choice seldom hangs on it, so the sums themselves."""
-  errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
-  one_by_one = np.zeros((16, 3, 64), np.float32)
-  for term in errors.numpy():
-    one_by_one = one_by_one + term
-  assert torch.equal(_sum(errors), torch.from_numpy(one_by_one))
-  # (rows, ..., K): columns of a row one by one, then the rows as a tree.
-  squares = errors[:, 0].numpy().reshape(16, 3, 4, 16)
-  rows = np.zeros((16, 3, 4), np.float32)
-  for column in range(16):
-    rows = rows + squares[..., column]
-  for half in (8, 4, 2, 1):
-    rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
-  want = torch.from_numpy(rows[0]).repeat_interleave(16, -1)
-  assert torch.equal(_square_sum(errors[:, 0]), want)
+	"""A choice seldom hangs on it, so the sums themselves."""
+	errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
+	one_by_one = np.zeros((16, 3, 64), np.float32)
+	for term in errors.numpy():
+		one_by_one = one_by_one + term
+	assert torch.equal(_sum(errors), torch.from_numpy(one_by_one))
+	# (rows, ..., K): columns of a row one by one, then the rows as a tree.
+	squares = errors[:, 0].numpy().reshape(16, 3, 4, 16)
+	rows = np.zeros((16, 3, 4), np.float32)
+	for column in range(16):
+		rows = rows + squares[..., column]
+	for half in (8, 4, 2, 1):
+		rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
+	want = torch.from_numpy(rows[0]).repeat_interleave(16, -1)
+	assert torch.equal(_square_sum(errors[:, 0]), want)

@@ -27,326 +27,326 @@ FILES = {"o": b"object code" * 100, "ptx": b".version 9.0"}
 
 @pytest.fixture
 def disk(tmp_path):
-  return DiskCache(tmp_path / "kernels")
+	return DiskCache(tmp_path / "kernels")
 
 
 @pytest.fixture
 def stored(disk):
-  assert disk.store(KEY, FILES)
-  return disk
+	assert disk.store(KEY, FILES)
+	return disk
 
 
 @pytest.fixture
 def unprivileged():
-  """Permission bits bind root too while its effective user is another."""
-  if os.geteuid() != 0:
-    yield
-    return
-  os.seteuid(65534)
-  try:
-    yield
-  finally:
-    os.seteuid(0)
+	"""Permission bits bind root too while its effective user is another."""
+	if os.geteuid() != 0:
+		yield
+		return
+	os.seteuid(65534)
+	try:
+		yield
+	finally:
+		os.seteuid(0)
 
 
 @pytest.fixture
 def read_only_folder():
-  """A folder outside pytest's own, which is closed to other users."""
-  folder = Path(tempfile.mkdtemp())
-  DiskCache(folder).store(KEY, FILES)
-  folder.chmod(0o555)
-  yield folder
-  folder.chmod(0o755)
-  shutil.rmtree(folder)
+	"""A folder outside pytest's own, which is closed to other users."""
+	folder = Path(tempfile.mkdtemp())
+	DiskCache(folder).store(KEY, FILES)
+	folder.chmod(0o555)
+	yield folder
+	folder.chmod(0o755)
+	shutil.rmtree(folder)
 
 
 def test_an_entry_comes_back(stored):
-  assert stored.load(KEY) == FILES
-  assert not list(stored.root.glob("*.part"))
+	assert stored.load(KEY) == FILES
+	assert not list(stored.root.glob("*.part"))
 
 
 def damage(path, how):
-  data = path.read_bytes()
-  if how == "missing":
-    path.unlink()
-  elif how == "truncated":
-    path.write_bytes(data[:-1])
-  elif how == "empty":
-    path.write_bytes(b"")
-  elif how == "one bit":
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-  elif how == "a folder":
-    path.unlink()
-    path.mkdir()
+	data = path.read_bytes()
+	if how == "missing":
+		path.unlink()
+	elif how == "truncated":
+		path.write_bytes(data[:-1])
+	elif how == "empty":
+		path.write_bytes(b"")
+	elif how == "one bit":
+		path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+	elif how == "a folder":
+		path.unlink()
+		path.mkdir()
 
 
 @each("how", ["missing", "truncated", "empty", "one bit", "a folder"])
 @each("suffix", ["o", "ptx", "json"])
 def test_a_damaged_entry_is_a_miss(stored, suffix, how):
-  damage(stored.root / f"{KEY.name}.{suffix}", how)
-  assert stored.load(KEY) is None
+	damage(stored.root / f"{KEY.name}.{suffix}", how)
+	assert stored.load(KEY) is None
 
 
 @each("text", ["[]", "null", "{}", '{"key": {}}', '{"key": {}, "files": 1}', "[" * 100_000], ids=range(6))
 def test_a_json_file_of_another_form_is_a_miss(stored, text):
-  (stored.root / f"{KEY.name}.json").write_text(text)
-  assert stored.load(KEY) is None
+	(stored.root / f"{KEY.name}.json").write_text(text)
+	assert stored.load(KEY) is None
 
 
 def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
-  """The file beside the folder has the right hash; it is not part of the entry all the same."""
-  meta = stored.root / f"{KEY.name}.json"
-  entry = json.loads(meta.read_text())
-  (stored.root / f"{KEY.name}.").mkdir()
-  (tmp_path / "elsewhere").write_bytes(FILES["o"])
-  entry["files"] = {"/../../elsewhere": entry["files"]["o"]}
-  meta.write_text(json.dumps(entry))
-  assert stored.load(KEY) is None
+	"""The file beside the folder has the right hash; it is not part of the entry all the same."""
+	meta = stored.root / f"{KEY.name}.json"
+	entry = json.loads(meta.read_text())
+	(stored.root / f"{KEY.name}.").mkdir()
+	(tmp_path / "elsewhere").write_bytes(FILES["o"])
+	entry["files"] = {"/../../elsewhere": entry["files"]["o"]}
+	meta.write_text(json.dumps(entry))
+	assert stored.load(KEY) is None
 
 
 @each("suffix", ["o", "ptx", "json"])
 def test_a_file_that_others_can_write_is_a_miss(stored, suffix):
-  (stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
-  with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
-    assert stored.load(KEY) is None
-  assert stored.store(KEY, FILES)
-  assert stored.load(KEY) == FILES
+	(stored.root / f"{KEY.name}.{suffix}").chmod(0o664)
+	with pytest.warns(RuntimeWarning, match=f"compiled anew: .*{suffix} is not used.*chmod go-w"):
+		assert stored.load(KEY) is None
+	assert stored.store(KEY, FILES)
+	assert stored.load(KEY) == FILES
 
 
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(stored):
-  stored.root.chmod(0o777)
-  before = sorted(stored.root.iterdir())
-  with pytest.warns(RuntimeWarning, match=f"{stored.root} is not used.*chmod go-w") as caught:
-    assert stored.load(KEY) is None
-    new = CacheKey("new", {})
-    with stored.lock(new):
-      assert not stored.store(new, FILES)
-  assert [str(warning.message).partition(":")[0] for warning in caught] == [
-    "cached kernels are not used",
-    "compiled kernels are not kept on disk",
-  ]
-  assert sorted(stored.root.iterdir()) == before
-  stored.root.chmod(0o755)
-  assert stored.load(KEY) == FILES
+	stored.root.chmod(0o777)
+	before = sorted(stored.root.iterdir())
+	with pytest.warns(RuntimeWarning, match=f"{stored.root} is not used.*chmod go-w") as caught:
+		assert stored.load(KEY) is None
+		new = CacheKey("new", {})
+		with stored.lock(new):
+			assert not stored.store(new, FILES)
+	assert [str(warning.message).partition(":")[0] for warning in caught] == [
+		"cached kernels are not used",
+		"compiled kernels are not kept on disk",
+	]
+	assert sorted(stored.root.iterdir()) == before
+	stored.root.chmod(0o755)
+	assert stored.load(KEY) == FILES
 
 
 def test_an_entry_of_another_key_is_a_miss(stored):
-  other = CacheKey("kernel", {**KEY.facts, "arch": "sm_90a"})
-  assert other.name != KEY.name
-  for suffix in ("json", *FILES):
-    shutil.copy(stored.root / f"{KEY.name}.{suffix}", stored.root / f"{other.name}.{suffix}")
-  assert stored.load(other) is None
+	other = CacheKey("kernel", {**KEY.facts, "arch": "sm_90a"})
+	assert other.name != KEY.name
+	for suffix in ("json", *FILES):
+		shutil.copy(stored.root / f"{KEY.name}.{suffix}", stored.root / f"{other.name}.{suffix}")
+	assert stored.load(other) is None
 
 
 def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
-  replace, names = Path.replace, []
+	replace, names = Path.replace, []
 
-  def die_at_the_last(self, target):
-    names.append(Path(target).name)
-    if len(names) > len(FILES):
-      raise KeyboardInterrupt
-    return replace(self, target)
+	def die_at_the_last(self, target):
+		names.append(Path(target).name)
+		if len(names) > len(FILES):
+			raise KeyboardInterrupt
+		return replace(self, target)
 
-  monkeypatch.setattr(Path, "replace", die_at_the_last)
-  with pytest.raises(KeyboardInterrupt):
-    disk.store(KEY, FILES)
-  monkeypatch.undo()
-  assert names[-1] == f"{KEY.name}.json"
-  assert disk.load(KEY) is None
-  assert disk.store(KEY, FILES)
-  assert disk.load(KEY) == FILES
+	monkeypatch.setattr(Path, "replace", die_at_the_last)
+	with pytest.raises(KeyboardInterrupt):
+		disk.store(KEY, FILES)
+	monkeypatch.undo()
+	assert names[-1] == f"{KEY.name}.json"
+	assert disk.load(KEY) is None
+	assert disk.store(KEY, FILES)
+	assert disk.load(KEY) == FILES
 
 
 def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder, unprivileged):
-  disk, new = DiskCache(read_only_folder), CacheKey("new", {})
-  assert disk.load(KEY) == FILES
-  with pytest.warns(RuntimeWarning, match="not kept on disk.*denied") as caught:
-    for _ in range(2):
-      with disk.lock(new):
-        assert not disk.store(new, FILES)
-  assert len(caught) == 1
-  assert disk.load(new) is None
+	disk, new = DiskCache(read_only_folder), CacheKey("new", {})
+	assert disk.load(KEY) == FILES
+	with pytest.warns(RuntimeWarning, match="not kept on disk.*denied") as caught:
+		for _ in range(2):
+			with disk.lock(new):
+				assert not disk.store(new, FILES)
+	assert len(caught) == 1
+	assert disk.load(new) is None
 
 
 def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
-  assert default_cache().root == tmp_path / "kernels"
-  monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
-  assert default_cache() is None
-  monkeypatch.setenv("CUTE_KERNELS_CACHE", "1")
-  monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  assert default_cache().root == tmp_path / "cute_kernels"
-  monkeypatch.delenv("XDG_CACHE_HOME")
-  monkeypatch.setenv("HOME", str(tmp_path / "home"))
-  assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
+	assert default_cache().root == tmp_path / "kernels"
+	monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+	assert default_cache() is None
+	monkeypatch.setenv("CUTE_KERNELS_CACHE", "1")
+	monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR")
+	monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+	assert default_cache().root == tmp_path / "cute_kernels"
+	monkeypatch.delenv("XDG_CACHE_HOME")
+	monkeypatch.setenv("HOME", str(tmp_path / "home"))
+	assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
 def test_no_home_folder_means_no_cache(monkeypatch):
-  def homeless(path):
-    raise RuntimeError("Could not determine home directory.")
+	def homeless(path):
+		raise RuntimeError("Could not determine home directory.")
 
-  for name in ("CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"):
-    monkeypatch.delenv(name, raising=False)
-  monkeypatch.setattr(Path, "expanduser", homeless)
-  with pytest.warns(RuntimeWarning, match="home directory"):
-    assert default_cache() is None
+	for name in ("CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"):
+		monkeypatch.delenv(name, raising=False)
+	monkeypatch.setattr(Path, "expanduser", homeless)
+	with pytest.warns(RuntimeWarning, match="home directory"):
+		assert default_cache() is None
 
 
 # Locks
 
 
 def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
-  monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
-  entered = False
-  with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
-    entered = True
-  assert entered
+	monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
+	entered = False
+	with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
+		entered = True
+	assert entered
 
 
 # Keys
 
 
 @each(
-  ("spec", "arch"),
-  [
-    (Scale(3.0), "sm_100a"),
-    (Scale(2.0, "Float16"), "sm_100a"),
-    (Scale(2.0), "sm_103a"),
-    (Scale(2.0), "sm_90a"),
-    (Scale(2.0), "emulated:sm_100a"),
-  ],
+	("spec", "arch"),
+	[
+		(Scale(3.0), "sm_100a"),
+		(Scale(2.0, "Float16"), "sm_100a"),
+		(Scale(2.0), "sm_103a"),
+		(Scale(2.0), "sm_90a"),
+		(Scale(2.0), "emulated:sm_100a"),
+	],
 )
 def test_arguments_and_architecture_are_in_the_key(spec, arch):
-  assert cache_key(spec, architecture(arch)).name != cache_key(Scale(2.0), SM100).name
+	assert cache_key(spec, architecture(arch)).name != cache_key(Scale(2.0), SM100).name
 
 
 @each(
-  "change",
-  [
-    lambda patch: patch.setattr(cache, "installed_versions", lambda: ("dsl-4.8.2",)),
-    lambda patch: patch.setattr(cache.platform, "python_version", lambda: "3.99.0"),
-    lambda patch: patch.setattr(cache, "_host", lambda: "another CPU"),
-    lambda patch: patch.setattr(cache, "_source_digest", lambda module: "edited"),
-    lambda patch: patch.setattr(cache, "_LAYOUT", 99),
-    lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
-    lambda patch: patch.setenv("CUTE_DSL_ADDED_IN_A_LATER_VERSION", "1"),
-  ],
+	"change",
+	[
+		lambda patch: patch.setattr(cache, "installed_versions", lambda: ("dsl-4.8.2",)),
+		lambda patch: patch.setattr(cache.platform, "python_version", lambda: "3.99.0"),
+		lambda patch: patch.setattr(cache, "_host", lambda: "another CPU"),
+		lambda patch: patch.setattr(cache, "_source_digest", lambda module: "edited"),
+		lambda patch: patch.setattr(cache, "_LAYOUT", 99),
+		lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
+		lambda patch: patch.setenv("CUTE_DSL_ADDED_IN_A_LATER_VERSION", "1"),
+	],
 )
 def test_versions_sources_host_and_options_are_in_the_key(monkeypatch, change):
-  before = cache_key(Scale(2.0), SM100).name
-  change(monkeypatch)
-  assert cache_key(Scale(2.0), SM100).name != before
+	before = cache_key(Scale(2.0), SM100).name
+	change(monkeypatch)
+	assert cache_key(Scale(2.0), SM100).name != before
 
 
 def test_where_the_dsl_puts_its_files_is_not_in_the_key(monkeypatch):
-  before = cache_key(Scale(2.0), SM100).name
-  for name in ("CUTE_DSL_DUMP_DIR", "CUTE_DSL_ARCH", "CUTE_DSL_KEEP", "CUTE_DSL_LIBS"):
-    monkeypatch.setenv(name, "changed")
-  assert cache_key(Scale(2.0), SM100).name == before
+	before = cache_key(Scale(2.0), SM100).name
+	for name in ("CUTE_DSL_DUMP_DIR", "CUTE_DSL_ARCH", "CUTE_DSL_KEEP", "CUTE_DSL_LIBS"):
+		monkeypatch.setenv(name, "changed")
+	assert cache_key(Scale(2.0), SM100).name == before
 
 
 @pytest.fixture
 def other_package(tmp_path, monkeypatch):
-  """Sources of a kernel that lives in another package."""
-  package = tmp_path / "others_kernels"
-  (package / "inner").mkdir(parents=True)
-  (package / "__init__.py").touch()
-  (package / "inner" / "kernel.py").write_text("SIZE = 1\n")
-  monkeypatch.syspath_prepend(str(tmp_path))
-  __import__("others_kernels")
-  yield package
-  del sys.modules["others_kernels"]
+	"""Sources of a kernel that lives in another package."""
+	package = tmp_path / "others_kernels"
+	(package / "inner").mkdir(parents=True)
+	(package / "__init__.py").touch()
+	(package / "inner" / "kernel.py").write_text("SIZE = 1\n")
+	monkeypatch.syspath_prepend(str(tmp_path))
+	__import__("others_kernels")
+	yield package
+	del sys.modules["others_kernels"]
 
 
 def source_digest(module="others_kernels.inner"):
-  cache._source_digest.cache_clear()
-  return cache._source_digest(module)
+	cache._source_digest.cache_clear()
+	return cache._source_digest(module)
 
 
 def test_every_source_of_the_spec_s_package_counts(other_package):
-  before = source_digest()
-  assert before is not None and before != source_digest("cute_kernels.gemm")
-  (other_package / "inner" / "kernel.py").write_text("SIZE = 2\n")
-  edited = source_digest()
-  (other_package / "inner" / "added.py").touch()
-  assert len({before, edited, source_digest()}) == 3
+	before = source_digest()
+	assert before is not None and before != source_digest("cute_kernels.gemm")
+	(other_package / "inner" / "kernel.py").write_text("SIZE = 2\n")
+	edited = source_digest()
+	(other_package / "inner" / "added.py").touch()
+	assert len({before, edited, source_digest()}) == 3
 
 
 def test_sources_edited_since_the_start_are_not_trusted(other_package, monkeypatch):
-  source = other_package / "inner" / "kernel.py"
-  monkeypatch.setattr(cache, "_STARTED", source.stat().st_mtime + 1e9)
-  assert source_digest() is not None
-  os.utime(source, (2e9 + cache._STARTED, 2e9 + cache._STARTED))
-  assert source_digest() is None
+	source = other_package / "inner" / "kernel.py"
+	monkeypatch.setattr(cache, "_STARTED", source.stat().st_mtime + 1e9)
+	assert source_digest() is not None
+	os.utime(source, (2e9 + cache._STARTED, 2e9 + cache._STARTED))
+	assert source_digest() is None
 
 
 def test_an_unreadable_source_is_not_trusted(other_package):
-  (other_package / "gone.py").symlink_to(other_package / "nowhere.py")
-  assert source_digest() is None
+	(other_package / "gone.py").symlink_to(other_package / "nowhere.py")
+	assert source_digest() is None
 
 
 def test_our_kernel_sources_count_and_our_ops_do_not():
-  package = Path(cache.__file__).parent.parent
-  read = []
-  original = Path.read_bytes
+	package = Path(cache.__file__).parent.parent
+	read = []
+	original = Path.read_bytes
 
-  def spy(self):
-    read.append(self)
-    return original(self)
+	def spy(self):
+		read.append(self)
+		return original(self)
 
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(Path, "read_bytes", spy)
-    assert source_digest("cute_kernels.gemm") is not None
-  assert package / "runtime" / "compile.py" in read
-  assert package / "formats" / "__init__.py" in read
-  for name in ("reference", "ops", "emulator"):
-    assert not [path for path in read if path.is_relative_to(package / name)]
-  assert package / "runtime" / "backend.py" not in read
+	with pytest.MonkeyPatch.context() as patch:
+		patch.setattr(Path, "read_bytes", spy)
+		assert source_digest("cute_kernels.gemm") is not None
+	assert package / "runtime" / "compile.py" in read
+	assert package / "formats" / "__init__.py" in read
+	for name in ("reference", "ops", "emulator"):
+		assert not [path for path in read if path.is_relative_to(package / name)]
+	assert package / "runtime" / "backend.py" not in read
 
 
 # The text of a spec
 
 
 class Color(enum.IntEnum):
-  RED = 1
+	RED = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Quiet:
-  size: int = dataclasses.field(repr=False)
+	size: int = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-  value: object
+	value: object
 
 
 def test_values_have_distinct_texts():
-  values = [None, 1, 1.0, True, "1", (), (1,), ((1,),), (1, 2), frozenset({1}), Color.RED, Color]
-  values += [Quiet(1), Quiet(2), NVFP4(), NVFP4(row_scaled=True)]
-  texts = {canonical_text(Holder(value)) for value in values}
-  assert len(texts) == len(values)
+	values = [None, 1, 1.0, True, "1", (), (1,), ((1,),), (1, 2), frozenset({1}), Color.RED, Color]
+	values += [Quiet(1), Quiet(2), NVFP4(), NVFP4(row_scaled=True)]
+	texts = {canonical_text(Holder(value)) for value in values}
+	assert len(texts) == len(values)
 
 
 @each("value", [[1], {"a": 1}, object(), torch.zeros(1), print])
 def test_values_without_a_stable_text_are_refused(value):
-  with pytest.raises(TypeError, match="no stable text"):
-    canonical_text(Holder((value,)))
+	with pytest.raises(TypeError, match="no stable text"):
+		canonical_text(Holder((value,)))
 
 
 def test_a_short_name_is_fit_for_files_and_symbols():
-  assert short_name(Scale(2.0)).isidentifier()
-  assert short_name(Scale(2.0)) != short_name(Scale(3.0))
+	assert short_name(Scale(2.0)).isidentifier()
+	assert short_name(Scale(2.0)) != short_name(Scale(3.0))
 
 
 def test_names_of_kernels_are_resolved():
-  assert resolve("tests.runtime.toy_kernels:Scale") is Scale
-  for name, error in (
-    ("tests.runtime.toy_kernels:Nothing", "module tests.runtime.toy_kernels has no 'Nothing'"),
-    ("tests.runtime.nothing:Scale", "No module named 'tests.runtime.nothing'"),
-  ):
-    with pytest.raises(ImportError, match=error):
-      resolve(name)
-  for name in ("tests.runtime.toy_kernels", "tests.runtime.toy_kernels:", ":Scale"):
-    with pytest.raises(ValueError, match="must be 'package.module:Class', got"):
-      resolve(name)
+	assert resolve("tests.runtime.toy_kernels:Scale") is Scale
+	for name, error in (
+		("tests.runtime.toy_kernels:Nothing", "module tests.runtime.toy_kernels has no 'Nothing'"),
+		("tests.runtime.nothing:Scale", "No module named 'tests.runtime.nothing'"),
+	):
+		with pytest.raises(ImportError, match=error):
+			resolve(name)
+	for name in ("tests.runtime.toy_kernels", "tests.runtime.toy_kernels:", ":Scale"):
+		with pytest.raises(ValueError, match="must be 'package.module:Class', got"):
+			resolve(name)

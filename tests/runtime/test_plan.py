@@ -10,119 +10,119 @@ from tests.helpers import each, ends, m_grouped_arguments
 
 @pytest.fixture
 def plans(monkeypatch):
-  cache = PlanCache()
-  monkeypatch.setattr(registry, "_plans", cache)
-  return cache
+	cache = PlanCache()
+	monkeypatch.setattr(registry, "_plans", cache)
+	return cache
 
 
 @pytest.fixture
 def checks(monkeypatch):
-  """Calls of the op's check."""
-  calls = []
-  check = GroupedAmax.check
-  monkeypatch.setattr(GroupedAmax, "check", lambda op: (calls.append(op), check(op)))
-  return calls
+	"""Calls of the op's check."""
+	calls = []
+	check = GroupedAmax.check
+	monkeypatch.setattr(GroupedAmax, "check", lambda op: (calls.append(op), check(op)))
+	return calls
 
 
 def test_a_hit_runs_no_check_again(plans, checks):
-  offs = ends(2, 3)
-  first = GroupedAmax.invoke(torch.ones(3, 8), offs)
-  again = GroupedAmax.invoke(torch.full((3, 8), 2.0), offs - 1)
-  assert len(checks) == len(plans) == 1
-  assert first.tolist() == [1.0, 1.0]
-  assert again.tolist() == [2.0, 2.0]
+	offs = ends(2, 3)
+	first = GroupedAmax.invoke(torch.ones(3, 8), offs)
+	again = GroupedAmax.invoke(torch.full((3, 8), 2.0), offs - 1)
+	assert len(checks) == len(plans) == 1
+	assert first.tolist() == [1.0, 1.0]
+	assert again.tolist() == [2.0, 2.0]
 
 
 @each(
-  "other",
-  [
-    torch.zeros(4, 8),
-    torch.zeros(8, 3).t(),
-    torch.zeros(3, 8, dtype=torch.float16),
-    torch.zeros(3, 8, device="meta"),
-    None,
-  ],
+	"other",
+	[
+		torch.zeros(4, 8),
+		torch.zeros(8, 3).t(),
+		torch.zeros(3, 8, dtype=torch.float16),
+		torch.zeros(3, 8, device="meta"),
+		None,
+	],
 )
 def test_what_a_plan_may_depend_on_is_in_the_key(other):
-  def key(x):
-    return plan_key(GroupedAmax, None, (x, True))
+	def key(x):
+		return plan_key(GroupedAmax, None, (x, True))
 
-  assert key(other) != key(torch.zeros(3, 8))
-  assert key(torch.ones(3, 8)) == key(torch.zeros(3, 8))
+	assert key(other) != key(torch.zeros(3, 8))
+	assert key(torch.ones(3, 8)) == key(torch.zeros(3, 8))
 
 
 def test_backends_and_flags_have_plans_of_their_own(plans):
-  x, offs = torch.ones(3, 16), ends(2, 3)
-  quantize = cute_kernels.ops.grouped_quantize
-  quantize(x, "nvfp4", offs)
-  quantize(x, "nvfp4:row_scaled", offs)
-  quantize(x, "nvfp4", offs, None, True, True)
-  with cute_kernels.backend("reference:sm_100a"):
-    quantize(x, "nvfp4", offs)
-  assert len(plans) == 4
+	x, offs = torch.ones(3, 16), ends(2, 3)
+	quantize = cute_kernels.ops.grouped_quantize
+	quantize(x, "nvfp4", offs)
+	quantize(x, "nvfp4:row_scaled", offs)
+	quantize(x, "nvfp4", offs, None, True, True)
+	with cute_kernels.backend("reference:sm_100a"):
+		quantize(x, "nvfp4", offs)
+	assert len(plans) == 4
 
 
 def key_of(*arguments):
-  return plan_key(GroupedAmax, None, arguments)
+	return plan_key(GroupedAmax, None, arguments)
 
 
 @each(
-  "other",
-  [
-    [torch.zeros(4, 8), torch.zeros(3)],
-    [torch.zeros(8, 3).t(), torch.zeros(3)],
-    [torch.zeros(3, 8, dtype=torch.float16), torch.zeros(3)],
-    [torch.zeros(3, 8, device="meta"), torch.zeros(3)],
-    [torch.zeros(3), torch.zeros(3, 8)],
-    [torch.zeros(3, 8), torch.zeros(6)[::2]],
-    [torch.zeros(3, 8)],
-    [torch.zeros(3, 8), torch.zeros(3), torch.zeros(3)],
-    [],
-    None,
-  ],
+	"other",
+	[
+		[torch.zeros(4, 8), torch.zeros(3)],
+		[torch.zeros(8, 3).t(), torch.zeros(3)],
+		[torch.zeros(3, 8, dtype=torch.float16), torch.zeros(3)],
+		[torch.zeros(3, 8, device="meta"), torch.zeros(3)],
+		[torch.zeros(3), torch.zeros(3, 8)],
+		[torch.zeros(3, 8), torch.zeros(6)[::2]],
+		[torch.zeros(3, 8)],
+		[torch.zeros(3, 8), torch.zeros(3), torch.zeros(3)],
+		[],
+		None,
+	],
 )
 def test_so_is_what_it_may_depend_on_of_a_list(other):
-  lists = [torch.zeros(3, 8), torch.zeros(3)]
-  assert key_of(other, True) != key_of(lists, True)
-  assert key_of([torch.ones(3, 8), torch.ones(3)], True) == key_of(tuple(lists), True)
-  hash(key_of(other, True))
+	lists = [torch.zeros(3, 8), torch.zeros(3)]
+	assert key_of(other, True) != key_of(lists, True)
+	assert key_of([torch.ones(3, 8), torch.ones(3)], True) == key_of(tuple(lists), True)
+	hash(key_of(other, True))
 
 
 def test_lists_are_told_from_their_tensors():
-  a, b = torch.zeros(3, 8), torch.zeros(3)
-  keys = [key_of(*call) for call in ((a, b), ([a], b), (a, [b]), ([a, b],), ([a], [b]), ([], a))]
-  assert len(set(keys)) == len(keys)
+	a, b = torch.zeros(3, 8), torch.zeros(3)
+	keys = [key_of(*call) for call in ((a, b), ([a], b), (a, [b]), ([a, b],), ([a], [b]), ([], a))]
+	assert len(set(keys)) == len(keys)
 
 
 def test_scales_have_a_part_in_the_plan(plans):
-  """The same codes with block scales that are further apart: another plan, the same result."""
-  x, offs = torch.randn(40, 32), ends(10, 40)
-  a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
-  b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
-  apart = a[1].repeat_interleave(2, dim=0)[::2]
-  assert apart.equal(a[1]) and apart.stride() != a[1].stride()
-  plans.clear()
-  multiply = cute_kernels.ops.m_grouped_gemm
-  first = multiply(*m_grouped_arguments(a, b, offs))
-  again = multiply(*m_grouped_arguments([t.clone() for t in a], b, offs))
-  assert len(plans) == 1
-  other = multiply(*m_grouped_arguments([a[0], apart, a[2]], b, offs))
-  assert len(plans) == 2
-  assert first.equal(again) and first.equal(other)
+	"""The same codes with block scales that are further apart: another plan, the same result."""
+	x, offs = torch.randn(40, 32), ends(10, 40)
+	a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
+	b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
+	apart = a[1].repeat_interleave(2, dim=0)[::2]
+	assert apart.equal(a[1]) and apart.stride() != a[1].stride()
+	plans.clear()
+	multiply = cute_kernels.ops.m_grouped_gemm
+	first = multiply(*m_grouped_arguments(a, b, offs))
+	again = multiply(*m_grouped_arguments([t.clone() for t in a], b, offs))
+	assert len(plans) == 1
+	other = multiply(*m_grouped_arguments([a[0], apart, a[2]], b, offs))
+	assert len(plans) == 2
+	assert first.equal(again) and first.equal(other)
 
 
 def test_a_failed_check_is_not_remembered(plans, checks):
-  for _ in range(2):
-    with pytest.raises(ValueError, match="offs"):
-      GroupedAmax.invoke(torch.ones(3, 8), torch.zeros(0, dtype=torch.int32))
-  assert len(checks) == 2
-  assert len(plans) == 0
+	for _ in range(2):
+		with pytest.raises(ValueError, match="offs"):
+			GroupedAmax.invoke(torch.ones(3, 8), torch.zeros(0, dtype=torch.int32))
+	assert len(checks) == 2
+	assert len(plans) == 0
 
 
 def test_past_its_capacity_the_oldest_plan_goes():
-  plans = PlanCache(capacity=2)
-  for key in "abc":
-    plans.add(key, key.upper())
-  assert len(plans) == 2
-  assert plans.get("a") is None
-  assert plans.get("c") == "C"
+	plans = PlanCache(capacity=2)
+	for key in "abc":
+		plans.add(key, key.upper())
+	assert len(plans) == 2
+	assert plans.get("a") is None
+	assert plans.get("c") == "C"

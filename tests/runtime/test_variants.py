@@ -31,137 +31,137 @@ TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
-  """A launcher that notes which kernels it is asked for."""
+	"""A launcher that notes which kernels it is asked for."""
 
-  num_sms = 148
+	num_sms = 148
 
-  def __init__(self, arch="sm_100a"):
-    self.arch = arch
-    self.specs = set()
+	def __init__(self, arch="sm_100a"):
+		self.arch = arch
+		self.specs = set()
 
-  def kernel(self, spec):
-    self.specs.add(spec)
-    return lambda *arguments: None
+	def kernel(self, spec):
+		self.specs.add(spec)
+		return lambda *arguments: None
 
 
 def inputs():
-  """Ragged and uniform inputs of every dtype, with rows from short to very long."""
-  lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
-  for dtype, cols in itertools.product(DTYPES.values(), lengths):
-    yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
-    yield torch.empty(1, 2, cols, dtype=dtype), None
+	"""Ragged and uniform inputs of every dtype, with rows from short to very long."""
+	lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
+	for dtype, cols in itertools.product(DTYPES.values(), lengths):
+		yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
+		yield torch.empty(1, 2, cols, dtype=dtype), None
 
 
 def quantizations():
-  directions = ((True, False), (False, True), (True, True))
-  for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
-    groups = x.shape[0] if offs is None else offs.shape[0]
-    for amax in (None, torch.ones(groups)):
-      for text in TEXTS:
-        yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-    if x.dtype == torch.bfloat16:
-      text = "fp8_block:block=128x128" if offs is None else "fp8_block"
-      yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
-      for text in TRANSFORMED if columnwise and offs is not None else ():
-        for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
-          yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-  both, offs = torch.empty(2, 64, dtype=torch.bfloat16), ends(1, 2)
-  for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
-    given = {"columnwise": True, "activation": "swiglu", "grad": grad}
-    yield GroupedQuantize(both, text, offs, **given)
+	directions = ((True, False), (False, True), (True, True))
+	for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
+		groups = x.shape[0] if offs is None else offs.shape[0]
+		for amax in (None, torch.ones(groups)):
+			for text in TEXTS:
+				yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+		if x.dtype == torch.bfloat16:
+			text = "fp8_block:block=128x128" if offs is None else "fp8_block"
+			yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
+			for text in TRANSFORMED if columnwise and offs is not None else ():
+				for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
+					yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+	both, offs = torch.empty(2, 64, dtype=torch.bfloat16), ends(1, 2)
+	for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
+		given = {"columnwise": True, "activation": "swiglu", "grad": grad}
+		yield GroupedQuantize(both, text, offs, **given)
 
 
 def dequantizations():
-  scales = [torch.empty(0), torch.empty(0)]
-  for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
-    codes = torch.empty(2, 16).to(parse(text).element.dtype)
-    given = codes if offs is not None else codes[None]
-    for columnwise in (False, True):
-      yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
+	scales = [torch.empty(0), torch.empty(0)]
+	for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
+		codes = torch.empty(2, 16).to(parse(text).element.dtype)
+		given = codes if offs is not None else codes[None]
+		for columnwise in (False, True):
+			yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
 
 
 def products():
-  for (x, offs), text in itertools.product(inputs(), ("nvfp4", NVFP4_TEXTS["row-scaled"])):
-    if offs is not None:
-      codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
-      scales = [torch.empty(0), torch.empty(2)]
-      yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
+	for (x, offs), text in itertools.product(inputs(), ("nvfp4", NVFP4_TEXTS["row-scaled"])):
+		if offs is not None:
+			codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
+			scales = [torch.empty(0), torch.empty(2)]
+			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
 
 
 def used(arch):
-  """The kernels that any quantization op may ask for."""
-  recorder = Recorder(arch)
-  ops = list(quantizations())
-  ops += [GroupedAmax(x, offs) for x, offs in inputs()]
-  ops += dequantizations()
-  ops += products()
-  ops += [
-    GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2))
-    for dtype, cols in itertools.product(DTYPES.values(), (1, 8))
-  ]
-  ops += [
-    ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
-    for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
-  ]
-  state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
-  ops += [
-    DelayedScalingUpdate(*state, text, amax, algorithm=algorithm)
-    for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS)
-  ]
-  for op in ops:
-    op.kernels(recorder)
-  return {spec for spec in recorder.specs if is_quantizer(spec)}
+	"""The kernels that any quantization op may ask for."""
+	recorder = Recorder(arch)
+	ops = list(quantizations())
+	ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+	ops += dequantizations()
+	ops += products()
+	ops += [
+		GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2))
+		for dtype, cols in itertools.product(DTYPES.values(), (1, 8))
+	]
+	ops += [
+		ComputeOffsets(torch.ones(3, dtype=splits), 1, out)
+		for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64))
+	]
+	state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
+	ops += [
+		DelayedScalingUpdate(*state, text, amax, algorithm=algorithm)
+		for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS)
+	]
+	for op in ops:
+		op.kernels(recorder)
+	return {spec for spec in recorder.specs if is_quantizer(spec)}
 
 
 def is_quantizer(spec):
-  return type(spec).__module__.startswith("cute_kernels.quantize.")
+	return type(spec).__module__.startswith("cute_kernels.quantize.")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_every_kernel_in_use_is_listed_and_no_other(arch):
-  listed = aot.declared_specs(arch)
-  assert len(listed) == len(set(listed))
-  assert set(filter(is_quantizer, listed)) == used(arch.name)
+	listed = aot.declared_specs(arch)
+	assert len(listed) == len(set(listed))
+	assert set(filter(is_quantizer, listed)) == used(arch.name)
 
 
 @pytest.mark.parametrize(
-  ("recipe", "arch"),
-  [
-    *itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
-    *itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
-  ],
+	("recipe", "arch"),
+	[
+		*itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
+		*itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
+	],
 )
 @pytest.mark.parametrize("features", [256, 2048])
 def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, recipe, features, arch):
-  recorder = Recorder(arch.name)
-  monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
-  monkeypatch.setattr(registry, "_plans", PlanCache())
-  # Of FP8 those without a bias are listed.
-  bias = recipe not in (FP8Block, FP8Current)
-  layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=torch.bfloat16)
-  with cute_kernels.backend(f"emulated:{arch}"):
-    for tokens in (3, 300, 4000):
-      x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
-      offs = ends(1, 2, tokens)
-      layer(x, offs).sum().backward()
-      with torch.no_grad():
-        layer(x, offs)
-  assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
-  assert recorder.specs <= set(aot.declared_specs(arch))
+	recorder = Recorder(arch.name)
+	monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
+	monkeypatch.setattr(registry, "_plans", PlanCache())
+	# Of FP8 those without a bias are listed.
+	bias = recipe not in (FP8Block, FP8Current)
+	layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=torch.bfloat16)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		for tokens in (3, 300, 4000):
+			x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+			offs = ends(1, 2, tokens)
+			layer(x, offs).sum().backward()
+			with torch.no_grad():
+				layer(x, offs)
+	assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
+	assert recorder.specs <= set(aot.declared_specs(arch))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_listed_kernels_name_classes_that_exist(arch):
-  pytest.importorskip("cutlass")
-  names = {spec.kernel for spec in aot.declared_specs(arch)}
-  assert len(names) > 5
-  for name in names:
-    kernel = resolve(name)
-    assert isinstance(kernel, type) and callable(kernel.fake_args), name
+	pytest.importorskip("cutlass")
+	names = {spec.kernel for spec in aot.declared_specs(arch)}
+	assert len(names) > 5
+	for name in names:
+		kernel = resolve(name)
+		assert isinstance(kernel, type) and callable(kernel.fake_args), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
 def test_listed_kernels_have_keys_of_their_own(arch):
-  keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
-  assert all(isinstance(key, CacheKey) for key in keys)
-  assert len({key.name for key in keys}) == len(keys)
+	keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
+	assert all(isinstance(key, CacheKey) for key in keys)
+	assert len({key.name for key in keys}) == len(keys)

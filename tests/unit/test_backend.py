@@ -22,172 +22,172 @@ VARIABLE = "CUTE_KERNELS_BACKEND"
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-  monkeypatch.delenv(VARIABLE, raising=False)
-  backend_module._resolve.cache_clear()
-  yield
-  backend_module._resolve.cache_clear()
+	monkeypatch.delenv(VARIABLE, raising=False)
+	backend_module._resolve.cache_clear()
+	yield
+	backend_module._resolve.cache_clear()
 
 
 def some_call():
-  return ops.compute_offsets(torch.tensor([1, 2, 3]))
+	return ops.compute_offsets(torch.tensor([1, 2, 3]))
 
 
 def test_names():
-  assert BACKENDS == (
-    "reference",
-    "reference:sm_90a",
-    "reference:sm_100a",
-    "cuda",
-    "emulated:sm_90a",
-    "emulated:sm_100a",
-  )
-  assert cute_kernels.backend is backend
+	assert BACKENDS == (
+		"reference",
+		"reference:sm_90a",
+		"reference:sm_100a",
+		"cuda",
+		"emulated:sm_90a",
+		"emulated:sm_100a",
+	)
+	assert cute_kernels.backend is backend
 
 
 def test_default_follows_the_device(monkeypatch):
-  assert active_backend(CPU) == Backend("reference", "reference")
-  monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_103a"))
-  assert active_backend(CUDA) == Backend("cuda", "sm_100a")
+	assert active_backend(CPU) == Backend("reference", "reference")
+	monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_103a"))
+	assert active_backend(CUDA) == Backend("cuda", "sm_100a")
 
 
 def test_reference_backends_name_a_tensor_core():
-  with backend("reference:sm_90a"):
-    assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
+	with backend("reference:sm_90a"):
+		assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
 
 
 def test_emulator_options():
-  with backend("emulated:sm_100a", seed=3, mode="chaos"):
-    assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
-    with backend("emulated:sm_100a"):
-      assert active_backend(CPU).emulation == ()
-  for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
-    with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
-      pytest.fail("entered the block")
-  assert active_backend(CPU).name == "reference"
+	with backend("emulated:sm_100a", seed=3, mode="chaos"):
+		assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
+		with backend("emulated:sm_100a"):
+			assert active_backend(CPU).emulation == ()
+	for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
+		with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
+			pytest.fail("entered the block")
+	assert active_backend(CPU).name == "reference"
 
 
 def test_environment_chooses(monkeypatch):
-  monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
-  assert active_backend(CPU) == Backend("emulated:sm_90a", "sm_90a")
-  monkeypatch.setenv(VARIABLE, "reference")
-  assert active_backend(CUDA) == Backend("reference", "reference")
-  monkeypatch.setenv(VARIABLE, "")
-  assert active_backend(CPU) == Backend("reference", "reference")
+	monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
+	assert active_backend(CPU) == Backend("emulated:sm_90a", "sm_90a")
+	monkeypatch.setenv(VARIABLE, "reference")
+	assert active_backend(CUDA) == Backend("reference", "reference")
+	monkeypatch.setenv(VARIABLE, "")
+	assert active_backend(CPU) == Backend("reference", "reference")
 
 
 def test_environment_gives_options(monkeypatch):
-  monkeypatch.setenv(VARIABLE, "emulated:sm_100a,mode=chaos,seed=3,num_sms=2,races=1")
-  want = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
-  assert active_backend(CPU).emulation == want
+	monkeypatch.setenv(VARIABLE, "emulated:sm_100a,mode=chaos,seed=3,num_sms=2,races=1")
+	want = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
+	assert active_backend(CPU).emulation == want
 
 
 @each(
-  ("text", "want"),
-  [(text, True) for text in ("1", "true", "Yes", "on")] + [(text, False) for text in ("0", "false", "No", "off")],
+	("text", "want"),
+	[(text, True) for text in ("1", "true", "Yes", "on")] + [(text, False) for text in ("0", "false", "No", "off")],
 )
 def test_booleans_in_the_environment(monkeypatch, text, want):
-  monkeypatch.setenv(VARIABLE, f"emulated:sm_100a,races={text}")
-  assert active_backend(CPU).emulation == (("races", want),)
+	monkeypatch.setenv(VARIABLE, f"emulated:sm_100a,races={text}")
+	assert active_backend(CPU).emulation == (("races", want),)
 
 
 @each(
-  ("text", "error", "words"),
-  [
-    ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
-    ("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
-    ("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
-    ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
-    ("emulated:sm_100a,speed=1", TypeError, "got speed"),
-    ("reference,seed=1", TypeError, "reference takes no options"),
-  ],
+	("text", "error", "words"),
+	[
+		("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
+		("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
+		("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
+		("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
+		("emulated:sm_100a,speed=1", TypeError, "got speed"),
+		("reference,seed=1", TypeError, "reference takes no options"),
+	],
 )
 def test_options_in_the_environment_are_checked(monkeypatch, text, error, words):
-  monkeypatch.setenv(VARIABLE, text)
-  with pytest.raises(error, match=words):
-    active_backend(CPU)
+	monkeypatch.setenv(VARIABLE, text)
+	with pytest.raises(error, match=words):
+		active_backend(CPU)
 
 
 def test_environment_is_checked(monkeypatch):
-  monkeypatch.setenv(VARIABLE, "emulated:sm_80")
-  with pytest.raises(ValueError) as caught:
-    some_call()
-  for word in (VARIABLE, "'emulated:sm_80'", *BACKENDS):
-    assert word in str(caught.value)
+	monkeypatch.setenv(VARIABLE, "emulated:sm_80")
+	with pytest.raises(ValueError) as caught:
+		some_call()
+	for word in (VARIABLE, "'emulated:sm_80'", *BACKENDS):
+		assert word in str(caught.value)
 
 
 def test_context_beats_environment_and_nests(monkeypatch):
-  monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
-  with backend("emulated:sm_100a"):
-    assert active_backend(CPU).arch == "sm_100a"
-    with backend("reference"):
-      assert active_backend(CPU).arch == "reference"
-      with backend("emulated:sm_90a"):
-        assert active_backend(CPU).arch == "sm_90a"
-      assert active_backend(CPU).arch == "reference"
-    assert active_backend(CPU).arch == "sm_100a"
-  assert active_backend(CPU).arch == "sm_90a"
+	monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
+	with backend("emulated:sm_100a"):
+		assert active_backend(CPU).arch == "sm_100a"
+		with backend("reference"):
+			assert active_backend(CPU).arch == "reference"
+			with backend("emulated:sm_90a"):
+				assert active_backend(CPU).arch == "sm_90a"
+			assert active_backend(CPU).arch == "reference"
+		assert active_backend(CPU).arch == "sm_100a"
+	assert active_backend(CPU).arch == "sm_90a"
 
 
 def test_context_ends_with_an_exception():
-  with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
-    raise KeyError
-  assert active_backend(CPU).name == "reference"
+	with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
+		raise KeyError
+	assert active_backend(CPU).name == "reference"
 
 
 @each("name", ["", "gpu", "emulated", "emulated:reference", "Reference", None])
 def test_unknown_names_raise_and_change_nothing(name):
-  with pytest.raises(ValueError) as caught, backend(name):
-    pytest.fail("entered the block")
-  for word in ("backend", repr(name), *BACKENDS):
-    assert word in str(caught.value)
-  assert active_backend(CPU).name == "reference"
+	with pytest.raises(ValueError) as caught, backend(name):
+		pytest.fail("entered the block")
+	for word in ("backend", repr(name), *BACKENDS):
+		assert word in str(caught.value)
+	assert active_backend(CPU).name == "reference"
 
 
 def test_all_threads_see_the_choice():
-  seen = []
-  with backend("emulated:sm_100a"):
-    thread = threading.Thread(target=lambda: seen.append(active_backend(CPU).name))
-    thread.start()
-    thread.join()
-  assert seen == ["emulated:sm_100a"]
+	seen = []
+	with backend("emulated:sm_100a"):
+		thread = threading.Thread(target=lambda: seen.append(active_backend(CPU).name))
+		thread.start()
+		thread.join()
+	assert seen == ["emulated:sm_100a"]
 
 
 def test_a_thread_that_leaves_its_block_takes_no_other_choice():
-  with contextlib.ExitStack() as mine:
-    with backend("emulated:sm_100a"):
-      # As if another thread entered while this one was inside.
-      mine.enter_context(backend("emulated:sm_90a"))
-    assert active_backend(CPU).name == "emulated:sm_90a"
-  assert active_backend(CPU).name == "reference"
+	with contextlib.ExitStack() as mine:
+		with backend("emulated:sm_100a"):
+			# As if another thread entered while this one was inside.
+			mine.enter_context(backend("emulated:sm_90a"))
+		assert active_backend(CPU).name == "emulated:sm_90a"
+	assert active_backend(CPU).name == "reference"
 
 
 def test_backend_and_device_must_fit():
-  with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
-    some_call()
-  with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
-    active_backend(CUDA)
+	with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
+		some_call()
+	with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
+		active_backend(CUDA)
 
 
 @pytest.fixture
 def no_dbias_kernel(monkeypatch):
-  without = capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
-  monkeypatch.setattr(capability, "_RUNS", without)
-  monkeypatch.setattr(registry, "_plans", PlanCache())
+	without = capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
+	monkeypatch.setattr(capability, "_RUNS", without)
+	monkeypatch.setattr(registry, "_plans", PlanCache())
 
 
 def test_a_gpu_without_a_kernel_is_an_error(monkeypatch, no_dbias_kernel):
-  monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_100a"))
-  op = GroupedDbias(torch.ones(4, 32), ends(4))
-  with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
-    op.plan(active_backend(CUDA))
+	monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_100a"))
+	op = GroupedDbias(torch.ones(4, 32), ends(4))
+	with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
+		op.plan(active_backend(CUDA))
 
 
 def test_an_emulated_backend_without_a_kernel_is_an_error(no_dbias_kernel):
-  x, offs = torch.ones(4, 32), ends(4)
-  with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
-    cute_kernels.ops.grouped_dbias(x, offs)
+	x, offs = torch.ones(4, 32), ends(4)
+	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
+		cute_kernels.ops.grouped_dbias(x, offs)
 
 
 def test_reference_serves_any_device():
-  with backend("reference"):
-    assert active_backend(META) == Backend("reference", "reference")
+	with backend("reference"):
+		assert active_backend(META) == Backend("reference", "reference")

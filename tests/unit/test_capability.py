@@ -12,82 +12,82 @@ from cute_kernels.ops import registry
 from tests.helpers import each, ends, m_grouped_arguments, ops
 
 FORMATS = (
-  None,
-  NVFP4(),
-  NVFP4(row_scaled=True),
-  NVFP4(block=(16, 16)),
-  NVFP4(hadamard=True, stochastic_rounding=True),
-  NVFP4(four_over_six=True),
-  MXFP8(),
-  FP8Block(),
-  FP8(),
-  FP8(scaling="delayed"),
+	None,
+	NVFP4(),
+	NVFP4(row_scaled=True),
+	NVFP4(block=(16, 16)),
+	NVFP4(hadamard=True, stochastic_rounding=True),
+	NVFP4(four_over_six=True),
+	MXFP8(),
+	FP8Block(),
+	FP8(),
+	FP8(scaling="delayed"),
 )
 
 
 OFFS, ONES = ends(3, 8), torch.ones(8, 32)
 COMBINATIONS = list(itertools.product(OPS, FORMATS, ARCHITECTURES))
 FACTS = [
-  *({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
-  *({"shapes": True}, {"columnwise": True, "shapes": True}),
+	*({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
+	*({"shapes": True}, {"columnwise": True, "shapes": True}),
 ]
 
 
 @pytest.mark.parametrize(("op", "fmt", "arch"), COMBINATIONS)
 def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
-  for facts in FACTS:
-    status = support(op, fmt, arch, **facts)
-    if status:
-      assert status.reason == ""
-      require(op, fmt, arch, **facts)
-      continue
-    assert status.reason
-    with pytest.raises(UnsupportedError) as caught:
-      require(op, fmt, arch, **facts)
-    for word in (op, arch, status.reason):
-      assert word in str(caught.value)
+	for facts in FACTS:
+		status = support(op, fmt, arch, **facts)
+		if status:
+			assert status.reason == ""
+			require(op, fmt, arch, **facts)
+			continue
+		assert status.reason
+		with pytest.raises(UnsupportedError) as caught:
+			require(op, fmt, arch, **facts)
+		for word in (op, arch, status.reason):
+			assert word in str(caught.value)
 
 
 def test_unsupported_is_not_implemented():
-  assert issubclass(UnsupportedError, NotImplementedError)
+	assert issubclass(UnsupportedError, NotImplementedError)
 
 
 def test_a_fact_never_makes_a_no_a_yes():
-  for combination, facts in itertools.product(COMBINATIONS, FACTS):
-    assert support(*combination) or not support(*combination, **facts)
+	for combination, facts in itertools.product(COMBINATIONS, FACTS):
+		assert support(*combination) or not support(*combination, **facts)
 
 
 def test_the_table_names_ops_formats_and_architectures_that_there_are():
-  tables = (capability._RUNS, capability._COLUMNWISE_RUNS)
-  for (op, name), archs in itertools.chain.from_iterable(table.items() for table in tables):
-    assert op in OPS
-    assert name is None or name in RECORDS
-    assert set(archs) <= set(ARCHITECTURES)
-  assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
+	tables = (capability._RUNS, capability._COLUMNWISE_RUNS)
+	for (op, name), archs in itertools.chain.from_iterable(table.items() for table in tables):
+		assert op in OPS
+		assert name is None or name in RECORDS
+		assert set(archs) <= set(ARCHITECTURES)
+	assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
 
 
 def test_what_runs_is_a_row_of_the_table():
-  for op, fmt, arch in COMBINATIONS:
-    runs = arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
-    assert runs or not support(op, fmt, arch)
+	for op, fmt, arch in COMBINATIONS:
+		runs = arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
+		assert runs or not support(op, fmt, arch)
 
 
 @pytest.fixture
 def no_mxfp8(monkeypatch):
-  """A table from before MXFP8 was built."""
-  rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
-  monkeypatch.setattr(capability, "_RUNS", rows)
+	"""A table from before MXFP8 was built."""
+	rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
+	monkeypatch.setattr(capability, "_RUNS", rows)
 
 
 def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
-  assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
-  monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
-  assert support("grouped_quantize", MXFP8(), "reference")
-  assert support("grouped_quantize", MXFP8(), "sm_100a")
-  reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
-  assert reason == "no sm_90a kernel of grouped_quantize yet"
-  assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-  assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
+	assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
+	monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
+	assert support("grouped_quantize", MXFP8(), "reference")
+	assert support("grouped_quantize", MXFP8(), "sm_100a")
+	reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
+	assert reason == "no sm_90a kernel of grouped_quantize yet"
+	assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
+	assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
 ROWWISE_ONLY = {("grouped_quantize", "nvfp4"), ("grouped_dequantize", "nvfp4")}
@@ -96,143 +96,143 @@ ROWWISE_ONLY |= {("grouped_gemm", "nvfp4"), ("grouped_gemm_w4a16", "nvfp4")}
 
 @pytest.fixture
 def rowwise_only(monkeypatch):
-  """sm_90a and the reference run no columnwise copy."""
-  monkeypatch.setattr(capability, "_COLUMNWISE_RUNS", dict.fromkeys(ROWWISE_ONLY, ("sm_100a",)))
-  registry.forget_plans()
-  yield
-  registry.forget_plans()
+	"""sm_90a and the reference run no columnwise copy."""
+	monkeypatch.setattr(capability, "_COLUMNWISE_RUNS", dict.fromkeys(ROWWISE_ONLY, ("sm_100a",)))
+	registry.forget_plans()
+	yield
+	registry.forget_plans()
 
 
 @each("op", [op for op, _ in sorted(ROWWISE_ONLY)])
 def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
-  for arch in ("reference", "sm_90a"):
-    assert support(op, NVFP4(), arch)
-    status = support(op, NVFP4(), arch, columnwise=True)
-    assert not status
-    assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
-  assert support(op, NVFP4(), "sm_100a", columnwise=True)
+	for arch in ("reference", "sm_90a"):
+		assert support(op, NVFP4(), arch)
+		status = support(op, NVFP4(), arch, columnwise=True)
+		assert not status
+		assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
+	assert support(op, NVFP4(), "sm_100a", columnwise=True)
 
 
 def test_the_printed_table_says_where_only_the_rowwise_copy_runs(rowwise_only):
-  row = next(line for line in markdown_table().splitlines() if "`grouped_dequantize`" in line)
-  assert row.endswith("| rowwise | rowwise | yes |")
+	row = next(line for line in markdown_table().splitlines() if "`grouped_dequantize`" in line)
+	assert row.endswith("| rowwise | rowwise | yes |")
 
 
 def copies():
-  """Rowwise and columnwise buffers of a ragged tensor, and of a weight."""
-  ragged = ops.grouped_quantize(torch.randn(8, 32), "nvfp4", OFFS, columnwise=True)
-  weight = ops.grouped_quantize(torch.randn(2, 32, 32), "nvfp4", columnwise=True)
-  return ragged[:3], ragged[3:], weight[:3], weight[3:]
+	"""Rowwise and columnwise buffers of a ragged tensor, and of a weight."""
+	ragged = ops.grouped_quantize(torch.randn(8, 32), "nvfp4", OFFS, columnwise=True)
+	weight = ops.grouped_quantize(torch.randn(2, 32, 32), "nvfp4", columnwise=True)
+	return ragged[:3], ragged[3:], weight[:3], weight[3:]
 
 
 def quantize(rowwise, columnwise):
-  return ops.grouped_quantize(ONES, "nvfp4", OFFS, None, rowwise, columnwise)
+	return ops.grouped_quantize(ONES, "nvfp4", OFFS, None, rowwise, columnwise)
 
 
 def dequantize(copy, columnwise):
-  return ops.grouped_dequantize(copy[0], copy[1:], "nvfp4", 8, torch.float32, OFFS, columnwise)
+	return ops.grouped_dequantize(copy[0], copy[1:], "nvfp4", 8, torch.float32, OFFS, columnwise)
 
 
 def multiply(a, b, transpose_b):
-  return ops.m_grouped_gemm(*m_grouped_arguments(a, b, OFFS, transpose_b=transpose_b))
+	return ops.m_grouped_gemm(*m_grouped_arguments(a, b, OFFS, transpose_b=transpose_b))
 
 
 def quantizing(b, transpose_b):
-  return ops.m_grouped_quantize_gemm(ONES, b[0], OFFS, b[1:], "nvfp4", "nvfp4", transpose_b=transpose_b)
+	return ops.m_grouped_quantize_gemm(ONES, b[0], OFFS, b[1:], "nvfp4", "nvfp4", transpose_b=transpose_b)
 
 
 def test_prepacked_weights():
-  for fmt in (NVFP4(), NVFP4(block=(16, 16))):
-    answers = [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES]
-    assert answers == [True, True, False]
-  reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
-  assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
-  for arch in ("reference", "sm_90a"):
-    status = support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True)
-    assert not status and "unpack() them" in status.reason
+	for fmt in (NVFP4(), NVFP4(block=(16, 16))):
+		answers = [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES]
+		assert answers == [True, True, False]
+	reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
+	assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
+	for arch in ("reference", "sm_90a"):
+		status = support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True)
+		assert not status and "unpack() them" in status.reason
 
 
 def test_a_reason_against_the_format_comes_first(no_mxfp8):
-  reason = support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
-  assert reason == "MXFP8 is not built yet"
+	reason = support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
+	assert reason == "MXFP8 is not built yet"
 
 
 def test_dtypes_that_an_op_does_not_take():
-  status = support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=torch.float32)
-  assert not status and "bfloat16 or float16, not float32" in status.reason
-  status = support("grouped_gemm", None, "sm_90a", dtype=torch.float32)
-  assert not status and "tf32" in status.reason
-  # Quantized on the way.
-  assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=torch.float32)
+	status = support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=torch.float32)
+	assert not status and "bfloat16 or float16, not float32" in status.reason
+	status = support("grouped_gemm", None, "sm_90a", dtype=torch.float32)
+	assert not status and "tf32" in status.reason
+	# Quantized on the way.
+	assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=torch.float32)
 
 
 @each("op", ["grouped_quantize", "grouped_dequantize"])
 def test_quantizing_needs_a_format(op):
-  assert "needs a format" in support(op, None, "reference").reason
+	assert "needs a format" in support(op, None, "reference").reason
 
 
 @each("op", ["compute_offsets", "grouped_amax", "grouped_dbias", "moe_combine"])
 def test_reductions_take_no_format(op):
-  assert "plain tensors" in support(op, NVFP4(), "reference").reason
+	assert "plain tensors" in support(op, NVFP4(), "reference").reason
 
 
 def test_a_class_stands_for_its_defaults():
-  for op, cls in itertools.product(OPS, (NVFP4, MXFP8, FP8Block, FP8)):
-    assert support(op, cls, "reference") == support(op, cls(), "reference")
+	for op, cls in itertools.product(OPS, (NVFP4, MXFP8, FP8Block, FP8)):
+		assert support(op, cls, "reference") == support(op, cls(), "reference")
 
 
 @each(
-  ("arguments", "error", "words"),
-  [
-    (("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
-    (("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
-    (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
-    (("grouped_gemm", torch.bfloat16, "reference"), TypeError, ["fmt", "bfloat16"]),
-  ],
+	("arguments", "error", "words"),
+	[
+		(("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
+		(("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
+		(("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
+		(("grouped_gemm", torch.bfloat16, "reference"), TypeError, ["fmt", "bfloat16"]),
+	],
 )
 def test_unknown_names_raise(arguments, error, words):
-  with pytest.raises(error) as caught:
-    support(*arguments)
-  for word in words:
-    assert word in str(caught.value)
+	with pytest.raises(error) as caught:
+		support(*arguments)
+	for word in words:
+		assert word in str(caught.value)
 
 
 def test_the_printed_table_says_what_support_says():
-  lines = markdown_table().splitlines()
-  assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
-  cells = {}
-  for line in lines[2:]:
-    _, op, titles, *answers, _ = (cell.strip() for cell in line.split("|"))
-    for title in titles.split(", "):
-      cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
-  assert len(cells) > 20
-  rows = {
-    "bf16": (None, torch.bfloat16),
-    "fp32": (None, torch.float32),
-    "row-scaled NVFP4": (NVFP4(row_scaled=True), None),
-    "prepacked NVFP4": (NVFP4(), None),
-    "FP8": (FP8(), None),
-  }
-  for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
-    prepacked = title.startswith("prepacked")
-    if op.startswith("compute_"):
-      dtype = dtype and torch.int32
-    facts = {"dtype": dtype, "prepacked": prepacked}
-    answers = [bool(support(op, fmt, arch, **facts)) for arch in ARCHITECTURES]
-    if op.startswith("compute_") and fmt is None:
-      title = "int32"
-    assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
+	lines = markdown_table().splitlines()
+	assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
+	cells = {}
+	for line in lines[2:]:
+		_, op, titles, *answers, _ = (cell.strip() for cell in line.split("|"))
+		for title in titles.split(", "):
+			cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
+	assert len(cells) > 20
+	rows = {
+		"bf16": (None, torch.bfloat16),
+		"fp32": (None, torch.float32),
+		"row-scaled NVFP4": (NVFP4(row_scaled=True), None),
+		"prepacked NVFP4": (NVFP4(), None),
+		"FP8": (FP8(), None),
+	}
+	for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
+		prepacked = title.startswith("prepacked")
+		if op.startswith("compute_"):
+			dtype = dtype and torch.int32
+		facts = {"dtype": dtype, "prepacked": prepacked}
+		answers = [bool(support(op, fmt, arch, **facts)) for arch in ARCHITECTURES]
+		if op.startswith("compute_") and fmt is None:
+			title = "int32"
+		assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
 
 
 def test_ops_ask_the_table(monkeypatch):
-  asked = []
+	asked = []
 
-  def no(op, fmt, arch, **facts):
-    asked.append((op, fmt, arch, facts))
-    return capability.Support(False, "because of the test")
+	def no(op, fmt, arch, **facts):
+		asked.append((op, fmt, arch, facts))
+		return capability.Support(False, "because of the test")
 
-  monkeypatch.setattr(capability, "support", no)
-  with pytest.raises(UnsupportedError, match="because of the test"):
-    ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
-  facts = {"columnwise": False, "shapes": False, "activation": False}
-  assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]
+	monkeypatch.setattr(capability, "support", no)
+	with pytest.raises(UnsupportedError, match="because of the test"):
+		ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
+	facts = {"columnwise": False, "shapes": False, "activation": False}
+	assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]

@@ -16,165 +16,165 @@ EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
 @each("fmt", EVERY, ids=str)
 def test_records_are_values(fmt):
-  again = dataclasses.replace(fmt)
-  assert again == fmt and again is not fmt and hash(again) == hash(fmt)
-  assert {fmt: 1}[again] == 1
-  assert copy.deepcopy(fmt) == fmt
-  assert pickle.loads(pickle.dumps(fmt)) == fmt
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    fmt.name = "other"
+	again = dataclasses.replace(fmt)
+	assert again == fmt and again is not fmt and hash(again) == hash(fmt)
+	assert {fmt: 1}[again] == 1
+	assert copy.deepcopy(fmt) == fmt
+	assert pickle.loads(pickle.dumps(fmt)) == fmt
+	with pytest.raises(dataclasses.FrozenInstanceError):
+		fmt.name = "other"
 
 
 def test_no_two_records_are_equal():
-  assert all(a != b for a, b in itertools.combinations(EVERY, 2))
+	assert all(a != b for a, b in itertools.combinations(EVERY, 2))
 
 
 def test_element_types():
-  assert [e.max for e in (E2M1, E4M3, E5M2)] == [6.0, 448.0, 57344.0]
-  assert [e.per_byte for e in (E2M1, E4M3, E5M2)] == [2, 1, 1]
-  assert torch.finfo(torch.float8_e4m3fn).max == E4M3.max
-  assert torch.finfo(torch.float8_e5m2).max == E5M2.max
+	assert [e.max for e in (E2M1, E4M3, E5M2)] == [6.0, 448.0, 57344.0]
+	assert [e.per_byte for e in (E2M1, E4M3, E5M2)] == [2, 1, 1]
+	assert torch.finfo(torch.float8_e4m3fn).max == E4M3.max
+	assert torch.finfo(torch.float8_e5m2).max == E5M2.max
 
 
 def test_nvfp4_constants():
-  assert NVFP4.element is E2M1 and NVFP4.scale.element is E4M3
-  assert NVFP4.scale.vec_size == 16
-  assert NVFP4().tensor_max == 2688.0
-  assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
+	assert NVFP4.element is E2M1 and NVFP4.scale.element is E4M3
+	assert NVFP4.scale.vec_size == 16
+	assert NVFP4().tensor_max == 2688.0
+	assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
 
 
 @each(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
 def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
-  fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
-  want = bound or 256
-  assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
-  assert fmt.second_level.factor == 1 / (6.0 * want) and fmt.second_level.per == per
-  assert fmt.columnwise_level.factor == 1 / (6.0 * want)
-  assert NVFP4().e4m3_max == 448 and NVFP4(e4m3_max=448) == NVFP4()
+	fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
+	want = bound or 256
+	assert fmt.e4m3_max == want and fmt.tensor_max == 6.0 * want
+	assert fmt.second_level.factor == 1 / (6.0 * want) and fmt.second_level.per == per
+	assert fmt.columnwise_level.factor == 1 / (6.0 * want)
+	assert NVFP4().e4m3_max == 448 and NVFP4(e4m3_max=448) == NVFP4()
 
 
 def test_facts_of_variants():
-  assert NVFP4(hadamard=True).is_transformed and NVFP4(stochastic_rounding=True).is_stochastic
-  for fmt in EVERY:
-    assert not fmt.is_transformed and not fmt.is_stochastic
+	assert NVFP4(hadamard=True).is_transformed and NVFP4(stochastic_rounding=True).is_stochastic
+	for fmt in EVERY:
+		assert not fmt.is_transformed and not fmt.is_stochastic
 
 
 def test_messages_show_texts():
-  fmt = NVFP4(block=(16, 16))
-  assert str(fmt) == f"{fmt}" == fmt.text and "row_scaled=False" in repr(fmt)
+	fmt = NVFP4(block=(16, 16))
+	assert str(fmt) == f"{fmt}" == fmt.text and "row_scaled=False" in repr(fmt)
 
 
 def test_a_list_is_taken_as_block():
-  assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
-  hash(NVFP4(block=[16, 16]))
+	assert NVFP4(block=[16, 16]) == NVFP4(block=(16, 16))
+	hash(NVFP4(block=[16, 16]))
 
 
 @each("cls", [MXFP8, FP8Block, FP8])
 @each(("dtype", "element"), [(torch.float8_e4m3fn, E4M3), (torch.float8_e5m2, E5M2)])
 def test_fp8_element_follows_the_dtype(cls, dtype, element):
-  assert cls(dtype=dtype).element is element
+	assert cls(dtype=dtype).element is element
 
 
 @each(
-  ("make", "error", "words"),
-  [
-    (lambda: NVFP4(block=(1, 32)), ValueError, ["block", "(1, 16) or (16, 16)", "(1, 32)"]),
-    (lambda: NVFP4(row_scaled=1), TypeError, ["row_scaled", "bool", "1"]),
-    (lambda: NVFP4(row_scaled=True, block=(16, 16)), ValueError, ["row_scaled", "block=(1, 16)", "block=(16, 16)"]),
-    (lambda: NVFP4(row_scaled=True, hadamard=True), ValueError, ["row_scaled", "hadamard"]),
-    (lambda: NVFP4(row_scaled=True, stochastic_rounding=True), ValueError, ["row_scaled", "stochastic_rounding"]),
-    (lambda: NVFP4(block=(16, 16), hadamard=True), ValueError, ["hadamard", "block=(1, 16)"]),
-    (lambda: NVFP4(four_over_six=True, hadamard=True), ValueError, ["four_over_six", "hadamard"]),
-    (lambda: NVFP4(four_over_six=True, stochastic_rounding=True), ValueError, ["four_over_six", "stochastic_rounding"]),
-    (lambda: NVFP4(e4m3_max=256), ValueError, ["e4m3_max=256 needs four_over_six"]),
-    (lambda: NVFP4(four_over_six=True, e4m3_max=300), ValueError, ["e4m3_max", "448 or 256", "300"]),
-    (lambda: NVFP4(four_over_six=True, e4m3_max=256.0), TypeError, ["e4m3_max", "int", "256.0"]),
-    (lambda: NVFP4(four_over_six_error="mse"), ValueError, ["'mse' needs four_over_six"]),
-    (
-      lambda: NVFP4(four_over_six=True, four_over_six_error="max"),
-      ValueError,
-      ["four_over_six_error", "mae or mse", "'max'"],
-    ),
-    (lambda: MXFP8(block=(1, 16)), ValueError, ["block", "(1, 32) or (32, 32)", "(1, 16)"]),
-    (lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
-    (lambda: FP8Block(block=(128, 1)), ValueError, ["block", "(128, 1)"]),
-    (lambda: FP8Block(torch.float8_e5m2), TypeError, ["(1, 128) or (128, 128)", "as dtype="]),
-    (lambda: MXFP8(block=32), TypeError, ["block must be (1, 32) or (32, 32), got 32"]),
-    (lambda: FP8Block(pow2_scales=1), TypeError, ["pow2_scales", "1"]),
-    (lambda: FP8Block(amax_epsilon=-1.0), ValueError, ["amax_epsilon", "-1.0"]),
-    (lambda: FP8Block(amax_epsilon=float("nan")), ValueError, ["amax_epsilon", "nan"]),
-    (lambda: FP8Block(amax_epsilon=3.5e38), ValueError, ["amax_epsilon", "3.5e+38"]),
-    (lambda: FP8(scaling="later"), ValueError, ["scaling", "current or delayed", "'later'"]),
-    (lambda: FP8(dtype=torch.bfloat16), ValueError, ["dtype", "torch.bfloat16"]),
-  ],
+	("make", "error", "words"),
+	[
+		(lambda: NVFP4(block=(1, 32)), ValueError, ["block", "(1, 16) or (16, 16)", "(1, 32)"]),
+		(lambda: NVFP4(row_scaled=1), TypeError, ["row_scaled", "bool", "1"]),
+		(lambda: NVFP4(row_scaled=True, block=(16, 16)), ValueError, ["row_scaled", "block=(1, 16)", "block=(16, 16)"]),
+		(lambda: NVFP4(row_scaled=True, hadamard=True), ValueError, ["row_scaled", "hadamard"]),
+		(lambda: NVFP4(row_scaled=True, stochastic_rounding=True), ValueError, ["row_scaled", "stochastic_rounding"]),
+		(lambda: NVFP4(block=(16, 16), hadamard=True), ValueError, ["hadamard", "block=(1, 16)"]),
+		(lambda: NVFP4(four_over_six=True, hadamard=True), ValueError, ["four_over_six", "hadamard"]),
+		(lambda: NVFP4(four_over_six=True, stochastic_rounding=True), ValueError, ["four_over_six", "stochastic_rounding"]),
+		(lambda: NVFP4(e4m3_max=256), ValueError, ["e4m3_max=256 needs four_over_six"]),
+		(lambda: NVFP4(four_over_six=True, e4m3_max=300), ValueError, ["e4m3_max", "448 or 256", "300"]),
+		(lambda: NVFP4(four_over_six=True, e4m3_max=256.0), TypeError, ["e4m3_max", "int", "256.0"]),
+		(lambda: NVFP4(four_over_six_error="mse"), ValueError, ["'mse' needs four_over_six"]),
+		(
+			lambda: NVFP4(four_over_six=True, four_over_six_error="max"),
+			ValueError,
+			["four_over_six_error", "mae or mse", "'max'"],
+		),
+		(lambda: MXFP8(block=(1, 16)), ValueError, ["block", "(1, 32) or (32, 32)", "(1, 16)"]),
+		(lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
+		(lambda: FP8Block(block=(128, 1)), ValueError, ["block", "(128, 1)"]),
+		(lambda: FP8Block(torch.float8_e5m2), TypeError, ["(1, 128) or (128, 128)", "as dtype="]),
+		(lambda: MXFP8(block=32), TypeError, ["block must be (1, 32) or (32, 32), got 32"]),
+		(lambda: FP8Block(pow2_scales=1), TypeError, ["pow2_scales", "1"]),
+		(lambda: FP8Block(amax_epsilon=-1.0), ValueError, ["amax_epsilon", "-1.0"]),
+		(lambda: FP8Block(amax_epsilon=float("nan")), ValueError, ["amax_epsilon", "nan"]),
+		(lambda: FP8Block(amax_epsilon=3.5e38), ValueError, ["amax_epsilon", "3.5e+38"]),
+		(lambda: FP8(scaling="later"), ValueError, ["scaling", "current or delayed", "'later'"]),
+		(lambda: FP8(dtype=torch.bfloat16), ValueError, ["dtype", "torch.bfloat16"]),
+	],
 )
 def test_meaningless_records_raise_and_say_why(make, error, words):
-  with pytest.raises(error) as caught:
-    make()
-  for word in words:
-    assert word in str(caught.value)
+	with pytest.raises(error) as caught:
+		make()
+	for word in words:
+		assert word in str(caught.value)
 
 
 TEXTS = {
-  "nvfp4": NVFP4(),
-  "nvfp4:row_scaled": NVFP4(row_scaled=True),
-  "nvfp4:block=16x16,stochastic_rounding": NVFP4(block=(16, 16), stochastic_rounding=True),
-  "nvfp4:hadamard,stochastic_rounding": NVFP4(hadamard=True, stochastic_rounding=True),
-  "nvfp4:row_scaled,four_over_six": NVFP4(row_scaled=True, four_over_six=True, e4m3_max=256),
-  "nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse": NVFP4(
-    four_over_six=True, e4m3_max=448, four_over_six_error="mse"
-  ),
-  "mxfp8": MXFP8(),
-  "mxfp8:dtype=e5m2,block=32x32": MXFP8(torch.float8_e5m2, (32, 32)),
-  "fp8_block:pow2_scales=false,amax_epsilon=1e-12": FP8Block(pow2_scales=False, amax_epsilon=1e-12),
-  "fp8:scaling=delayed": FP8(scaling="delayed"),
+	"nvfp4": NVFP4(),
+	"nvfp4:row_scaled": NVFP4(row_scaled=True),
+	"nvfp4:block=16x16,stochastic_rounding": NVFP4(block=(16, 16), stochastic_rounding=True),
+	"nvfp4:hadamard,stochastic_rounding": NVFP4(hadamard=True, stochastic_rounding=True),
+	"nvfp4:row_scaled,four_over_six": NVFP4(row_scaled=True, four_over_six=True, e4m3_max=256),
+	"nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse": NVFP4(
+		four_over_six=True, e4m3_max=448, four_over_six_error="mse"
+	),
+	"mxfp8": MXFP8(),
+	"mxfp8:dtype=e5m2,block=32x32": MXFP8(torch.float8_e5m2, (32, 32)),
+	"fp8_block:pow2_scales=false,amax_epsilon=1e-12": FP8Block(pow2_scales=False, amax_epsilon=1e-12),
+	"fp8:scaling=delayed": FP8(scaling="delayed"),
 }
 
 
 @pytest.mark.parametrize(("text", "fmt"), TEXTS.items(), ids=TEXTS)
 def test_a_record_has_one_text(text, fmt):
-  assert fmt.text == text
-  assert parse(text) == fmt
+	assert fmt.text == text
+	assert parse(text) == fmt
 
 
 @each(
-  ("text", "words"),
-  [
-    ("fp6", ["mxfp8, nvfp4", "'fp6'"]),
-    ("nvfp4:rows", ["row_scaled, block", "'rows'"]),
-    ("nvfp4:block=1x8", ["'nvfp4:block=1x8'", "block", "(1, 8)"]),
-    ("nvfp4:block=16", ["'nvfp4:block=16'", "block", "(16,)"]),
-    ("nvfp4:block=axb", ["'nvfp4:block=axb'", "block", "1x16", "'axb'"]),
-    ("nvfp4:block", ["'nvfp4:block'", "block", "1x16", "'true'"]),
-    ("nvfp4:row_scaled,block=16x16", ["'nvfp4:row_scaled,block=16x16'", "row_scaled needs"]),
-    ("nvfp4:,", ["'nvfp4:,'", "''"]),
-    ("nvfp4:", ["must be written 'nvfp4'"]),
-    ("nvfp4:row_scaled,row_scaled=false", ["must be written 'nvfp4'"]),
-    ("nvfp4:block=1x16", ["must be written 'nvfp4'"]),
-    ("nvfp4:e4m3_max=448", ["must be written 'nvfp4'"]),
-    ("nvfp4:four_over_six,e4m3_max=256", ["must be written 'nvfp4:four_over_six'"]),
-    ("nvfp4:four_over_six,e4m3_max=big", ["e4m3_max", "'big'"]),
-    ("nvfp4:e4m3_max=256", ["needs four_over_six"]),
-    ("mxfp8:dtype=e3m4", ["'mxfp8:dtype=e3m4'", "dtype", "e4m3 or e5m2", "'e3m4'"]),
-    ("mxfp8:dtype", ["'mxfp8:dtype'", "e4m3 or e5m2"]),
-    ("fp8_block:pow2_scales=no", ["pow2_scales", "true or false", "'no'"]),
-    ("fp8_block:amax_epsilon=small", ["amax_epsilon", "0.0", "'small'"]),
-    ("fp8:scaling=later", ["'fp8:scaling=later'", "current or delayed", "'later'"]),
-  ],
+	("text", "words"),
+	[
+		("fp6", ["mxfp8, nvfp4", "'fp6'"]),
+		("nvfp4:rows", ["row_scaled, block", "'rows'"]),
+		("nvfp4:block=1x8", ["'nvfp4:block=1x8'", "block", "(1, 8)"]),
+		("nvfp4:block=16", ["'nvfp4:block=16'", "block", "(16,)"]),
+		("nvfp4:block=axb", ["'nvfp4:block=axb'", "block", "1x16", "'axb'"]),
+		("nvfp4:block", ["'nvfp4:block'", "block", "1x16", "'true'"]),
+		("nvfp4:row_scaled,block=16x16", ["'nvfp4:row_scaled,block=16x16'", "row_scaled needs"]),
+		("nvfp4:,", ["'nvfp4:,'", "''"]),
+		("nvfp4:", ["must be written 'nvfp4'"]),
+		("nvfp4:row_scaled,row_scaled=false", ["must be written 'nvfp4'"]),
+		("nvfp4:block=1x16", ["must be written 'nvfp4'"]),
+		("nvfp4:e4m3_max=448", ["must be written 'nvfp4'"]),
+		("nvfp4:four_over_six,e4m3_max=256", ["must be written 'nvfp4:four_over_six'"]),
+		("nvfp4:four_over_six,e4m3_max=big", ["e4m3_max", "'big'"]),
+		("nvfp4:e4m3_max=256", ["needs four_over_six"]),
+		("mxfp8:dtype=e3m4", ["'mxfp8:dtype=e3m4'", "dtype", "e4m3 or e5m2", "'e3m4'"]),
+		("mxfp8:dtype", ["'mxfp8:dtype'", "e4m3 or e5m2"]),
+		("fp8_block:pow2_scales=no", ["pow2_scales", "true or false", "'no'"]),
+		("fp8_block:amax_epsilon=small", ["amax_epsilon", "0.0", "'small'"]),
+		("fp8:scaling=later", ["'fp8:scaling=later'", "current or delayed", "'later'"]),
+	],
 )
 def test_texts_of_no_record_raise_and_say_why(text, words):
-  with pytest.raises(ValueError) as caught:
-    parse(text)
-  for word in words:
-    assert word in str(caught.value)
+	with pytest.raises(ValueError) as caught:
+		parse(text)
+	for word in words:
+		assert word in str(caught.value)
 
 
 @each("fmt", EVERY, ids=str)
 def test_records_say_what_consumers_ask(fmt):
-  level = fmt.second_level
-  assert level is fmt.second_level  # each call of an op asks, so it is not made anew
-  assert fmt.columnwise in ("transposed", "untransposed")
-  assert fmt.k_multiple % (16 * 8 // fmt.element.bits // 2) == 0
-  assert (fmt.columnwise_level is None) == (level is None)
-  assert level is None or fmt.level(columnwise=True).per == "group"
-  assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(fmt.buffer_names(False))
+	level = fmt.second_level
+	assert level is fmt.second_level  # each call of an op asks, so it is not made anew
+	assert fmt.columnwise in ("transposed", "untransposed")
+	assert fmt.k_multiple % (16 * 8 // fmt.element.bits // 2) == 0
+	assert (fmt.columnwise_level is None) == (level is None)
+	assert level is None or fmt.level(columnwise=True).per == "group"
+	assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(fmt.buffer_names(False))

@@ -12,22 +12,22 @@ ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
-  "host": 0,
-  "records": 0,
-  "formats": 1,
-  "activations": 1,
-  "layout": 1,
-  "capability": 2,
-  "reference": 3,
-  "emulator": 3,
-  "device": 3,
-  "quantize": 4,
-  "gemm": 4,
-  "moe": 5,
-  "runtime": 6,
-  "ops": 7,
-  "front": 8,
-  "grouped": 9,
+	"host": 0,
+	"records": 0,
+	"formats": 1,
+	"activations": 1,
+	"layout": 1,
+	"capability": 2,
+	"reference": 3,
+	"emulator": 3,
+	"device": 3,
+	"quantize": 4,
+	"gemm": 4,
+	"moe": 5,
+	"runtime": 6,
+	"ops": 7,
+	"front": 8,
+	"grouped": 9,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
@@ -35,154 +35,154 @@ REFERENCE_NEEDS_ONLY = {"activations", "formats", "layout", "reference"}
 
 
 def modules():
-  """Every module of both packages by dotted name."""
-  found = {}
-  for package in ("cute_kernels", "grouped"):
-    for path in sorted((ROOT / package).rglob("*.py")):
-      parts = path.relative_to(ROOT).with_suffix("").parts
-      found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-  return found
+	"""Every module of both packages by dotted name."""
+	found = {}
+	for package in ("cute_kernels", "grouped"):
+		for path in sorted((ROOT / package).rglob("*.py")):
+			parts = path.relative_to(ROOT).with_suffix("").parts
+			found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+	return found
 
 
 MODULES = modules()
 
 
 def layer(name):
-  package, *rest = name.split(".")
-  if package == "grouped":
-    return "grouped"
-  return rest[0] if rest and rest[0] in LAYERS else "front"
+	package, *rest = name.split(".")
+	if package == "grouped":
+		return "grouped"
+	return rest[0] if rest and rest[0] in LAYERS else "front"
 
 
 def is_type_checking(node):
-  return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+	return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def imported_names(nodes):
-  for node in nodes:
-    if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom):
-      assert node.level == 0, f"relative import of {node.module}"
-      for alias in node.names:
-        full = f"{node.module}.{alias.name}"
-        yield full if full in MODULES else node.module
+	for node in nodes:
+		if isinstance(node, ast.Import):
+			yield from (alias.name for alias in node.names)
+		elif isinstance(node, ast.ImportFrom):
+			assert node.level == 0, f"relative import of {node.module}"
+			for alias in node.names:
+				full = f"{node.module}.{alias.name}"
+				yield full if full in MODULES else node.module
 
 
 def names_in_strings(nodes):
-  """Modules that strings name with a class, as configurations name their kernels."""
-  for node in nodes:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-      named = NAMED.fullmatch(node.value)
-      if named and named[1] in MODULES:
-        yield named[1]
+	"""Modules that strings name with a class, as configurations name their kernels."""
+	for node in nodes:
+		if isinstance(node, ast.Constant) and isinstance(node.value, str):
+			named = NAMED.fullmatch(node.value)
+			if named and named[1] in MODULES:
+				yield named[1]
 
 
 def all_imports(tree, *, with_names=False):
-  """Names imported anywhere in a module, except for type checkers only."""
-  pending, found = [tree], []
-  while pending:
-    node = pending.pop()
-    if is_type_checking(node):
-      pending.extend(node.orelse)
-      continue
-    found.append(node)
-    pending.extend(ast.iter_child_nodes(node))
-  return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
+	"""Names imported anywhere in a module, except for type checkers only."""
+	pending, found = [tree], []
+	while pending:
+		node = pending.pop()
+		if is_type_checking(node):
+			pending.extend(node.orelse)
+			continue
+		found.append(node)
+		pending.extend(ast.iter_child_nodes(node))
+	return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
 
 
 def imports_at_load(tree):
-  """Names imported when the module is: those outside functions."""
-  pending, found = list(tree.body), []
-  while pending:
-    node = pending.pop()
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-      continue
-    if is_type_checking(node):
-      pending.extend(node.orelse)
-      continue
-    found.append(node)
-    pending.extend(ast.iter_child_nodes(node))
-  return set(imported_names(found))
+	"""Names imported when the module is: those outside functions."""
+	pending, found = list(tree.body), []
+	while pending:
+		node = pending.pop()
+		if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+			continue
+		if is_type_checking(node):
+			pending.extend(node.orelse)
+			continue
+		found.append(node)
+		pending.extend(ast.iter_child_nodes(node))
+	return set(imported_names(found))
 
 
 def parse(name):
-  """A module's tree; what it imports from its own folder by absolute names."""
-  tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-  package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-  for node in ast.walk(tree):
-    if isinstance(node, ast.ImportFrom) and node.level == 1:
-      node.module, node.level = f"{package}.{node.module}", 0
-  return tree
+	"""A module's tree; what it imports from its own folder by absolute names."""
+	tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+	package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+	for node in ast.walk(tree):
+		if isinstance(node, ast.ImportFrom) and node.level == 1:
+			node.module, node.level = f"{package}.{node.module}", 0
+	return tree
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_go_down(name):
-  own = layer(name)
-  for target in all_imports(parse(name), with_names=True):
-    if target.split(".")[0] not in ("cute_kernels", "grouped"):
-      continue
-    other = layer(target)
-    assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
-    if own == "reference":
-      assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
+	own = layer(name)
+	for target in all_imports(parse(name), with_names=True):
+		if target.split(".")[0] not in ("cute_kernels", "grouped"):
+			continue
+		other = layer(target)
+		assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
+		if own == "reference":
+			assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
 
 
 def circles(imports):
-  """Sets of modules each of which imports all others of its set, by way of some of them.
+	"""Sets of modules each of which imports all others of its set, by way of some of them.
 
-  Args:
-    imports: the names that each module imports.
-  """
-  reached = {}
-  for name in imports:
-    pending, seen = [name], set()
-    while pending:
-      new = set(imports.get(pending.pop(), ())) - seen
-      seen |= new
-      pending += new
-    reached[name] = seen
-  found = {
-    frozenset(other for other in reached[name] if name in reached.get(other, ()))
-    for name in imports
-    if name in reached[name]
-  }
-  return sorted(map(set, found), key=sorted)
+	Args:
+	  imports: the names that each module imports.
+	"""
+	reached = {}
+	for name in imports:
+		pending, seen = [name], set()
+		while pending:
+			new = set(imports.get(pending.pop(), ())) - seen
+			seen |= new
+			pending += new
+		reached[name] = seen
+	found = {
+		frozenset(other for other in reached[name] if name in reached.get(other, ()))
+		for name in imports
+		if name in reached[name]
+	}
+	return sorted(map(set, found), key=sorted)
 
 
 def test_circles_are_found():
-  imports = {"a": {"b"}, "b": {"c", "x"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
-  assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}, {"f"}]
+	imports = {"a": {"b"}, "b": {"c", "x"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
+	assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}, {"f"}]
 
 
 def test_no_files_import_each_other():
-  """Imports inside functions count; those for type checkers only do not.
+	"""Imports inside functions count; those for type checkers only do not.
 
-  Nor does a kernel that a configuration names: the runtime imports it, after the configuration.
-  """
-  found = circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
-  assert not found
+	Nor does a kernel that a configuration names: the runtime imports it, after the configuration.
+	"""
+	found = circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
+	assert not found
 
 
 def test_loading_the_packages_does_not_load_the_dsl():
-  """Follows imports from both packages; no module on the way imports cutlass when it loads."""
-  pending, seen = ["cute_kernels", "grouped"], set()
-  while pending:
-    name = pending.pop()
-    if name in seen:
-      continue
-    seen.add(name)
-    for target in imports_at_load(parse(name)):
-      assert target.split(".")[0] not in ("cutlass", "cuda", "tvm_ffi"), name
-      parts = target.split(".")
-      parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
-      pending.extend(parent for parent in parents if parent in MODULES)
-  known = {"cute_kernels.ops.gemm", "cute_kernels.reference.codecs.nvfp4", "grouped.tensor"}
-  assert known <= seen
+	"""Follows imports from both packages; no module on the way imports cutlass when it loads."""
+	pending, seen = ["cute_kernels", "grouped"], set()
+	while pending:
+		name = pending.pop()
+		if name in seen:
+			continue
+		seen.add(name)
+		for target in imports_at_load(parse(name)):
+			assert target.split(".")[0] not in ("cutlass", "cuda", "tvm_ffi"), name
+			parts = target.split(".")
+			parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
+			pending.extend(parent for parent in parents if parent in MODULES)
+	known = {"cute_kernels.ops.gemm", "cute_kernels.reference.codecs.nvfp4", "grouped.tensor"}
+	assert known <= seen
 
 
 def test_both_packages_work_where_the_dsl_cannot_be_imported():
-  code = """
+	code = """
 import sys
 for name in ("cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"):
     sys.modules[name] = None  # importing it raises ImportError
@@ -191,15 +191,15 @@ x = torch.ones(4, 32, dtype=torch.bfloat16)
 q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
 assert q.dequantize().equal(x)
 """
-  done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
+	done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+	assert done.returncode == 0, done.stderr
 
 
 def test_the_emulator_works_without_torch():
-  program = (
-    "import sys; sys.modules['torch'] = None\n"
-    "import cute_kernels\n"
-    "assert cute_kernels.__all__ == ['__version__', 'emulator']\n"
-    "assert cute_kernels.emulator.installed() is None\n"
-  )
-  subprocess.run([sys.executable, "-c", program], check=True)
+	program = (
+		"import sys; sys.modules['torch'] = None\n"
+		"import cute_kernels\n"
+		"assert cute_kernels.__all__ == ['__version__', 'emulator']\n"
+		"assert cute_kernels.emulator.installed() is None\n"
+	)
+	subprocess.run([sys.executable, "-c", program], check=True)

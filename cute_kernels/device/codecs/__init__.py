@@ -4,8 +4,6 @@ What only one architecture needs stands beside it, in a file that is named after
 what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 """
 
-from __future__ import annotations
-
 from cute_kernels.formats import parse
 
 from .base import Codec, Level
@@ -21,6 +19,6 @@ CODECS: dict[str, type[Codec]] = {"fp8": FP8Codec, "fp8_block": FP8BlockCodec, "
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:
-  """The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
-  fmt = parse(text)
-  return CODECS[fmt.name](fmt, dtype, arch)
+	"""The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
+	fmt = parse(text)
+	return CODECS[fmt.name](fmt, dtype, arch)

@@ -6,8 +6,6 @@ A power of two times a bf16 is exact in bf16 but for products below 2^-126, of w
 zeros either way: there two elements are multiplied at once.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 
@@ -23,107 +21,107 @@ _PER_WORD, _EIGHT = 4, 8
 
 
 class ByteCodec(Codec):
-  """Base of the codecs of FP8 elements."""
+	"""Base of the codecs of FP8 elements."""
 
-  @property
-  def multiplies_bf16(self) -> bool:
-    """Whether elements are multiplied as they are, two at once."""
-    return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
+	@property
+	def multiplies_bf16(self) -> bool:
+		"""Whether elements are multiplied as they are, two at once."""
+		return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
 
-  @abc.abstractmethod
-  def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
-    """The scale of a block with amax ``a`` as it is stored, and its encode factor."""
+	@abc.abstractmethod
+	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
+		"""The scale of a block with amax ``a`` as it is stored, and its encode factor."""
 
-  def second_level(self, amax: Float32) -> Level:
-    """None, where blocks have scales of their own."""
-    return ()
+	def second_level(self, amax: Float32) -> Level:
+		"""None, where blocks have scales of their own."""
+		return ()
 
-  def zero_level(self) -> Level:
-    return ()
+	def zero_level(self) -> Level:
+		return ()
 
-  def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:
-    """No scale bytes, which are stored one by one; the factors of both blocks."""
-    return None, self.block_scale(a, level)[1], self.block_scale(b, level)[1]
+	def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:
+		"""No scale bytes, which are stored one by one; the factors of both blocks."""
+		return None, self.block_scale(a, level)[1], self.block_scale(b, level)[1]
 
-  # ---- encoding
+	# ---- encoding
 
-  def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-    """Code words of a multiple of four elements that share a factor."""
-    step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
-    if self.multiplies_bf16:
-      words = _products(words, _bf16_pair(factor, factor))
-    factor = self._spread(factor)
-    pairs = row_pairs(self.dtype, step)
-    return [self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)]
+	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
+		"""Code words of a multiple of four elements that share a factor."""
+		step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
+		if self.multiplies_bf16:
+			words = _products(words, _bf16_pair(factor, factor))
+		factor = self._spread(factor)
+		pairs = row_pairs(self.dtype, step)
+		return [self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)]
 
-  def encode_columns(
-    self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
-  ) -> list[list[Uint32]]:
-    """Code words of each column, see ``Codec``; of a multiple of eight rows."""
-    if self.multiplies_bf16:
-      words = _products(words, _bf16_pair(*factors))
-    columns = []
-    for part, factor in enumerate(factors):
-      pairs, factor = column_pairs(self.dtype, _PER_WORD, part), self._spread(factor)
-      codes = [self._encode(pairs, words[i : i + _PER_WORD], [factor]) for i in range(0, len(words), _PER_WORD)]
-      columns.append(_untwisted(codes, twist))
-    return columns
+	def encode_columns(
+		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+	) -> list[list[Uint32]]:
+		"""Code words of each column, see ``Codec``; of a multiple of eight rows."""
+		if self.multiplies_bf16:
+			words = _products(words, _bf16_pair(*factors))
+		columns = []
+		for part, factor in enumerate(factors):
+			pairs, factor = column_pairs(self.dtype, _PER_WORD, part), self._spread(factor)
+			codes = [self._encode(pairs, words[i : i + _PER_WORD], [factor]) for i in range(0, len(words), _PER_WORD)]
+			columns.append(_untwisted(codes, twist))
+		return columns
 
-  def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
-    """Code words of elements that follow each other, each with a factor of its own."""
-    per_word = len(factors) // len(words)
-    if self.multiplies_bf16:
-      words = [_products([word], _bf16_pair(*factors[2 * i : 2 * i + 2]))[0] for i, word in enumerate(words)]
-    step = _PER_WORD // per_word
-    pairs = row_pairs(self.dtype, step)
-    return [
-      self._encode(pairs, words[i : i + step], factors[i * per_word :][:_PER_WORD]) for i in range(0, len(words), step)
-    ]
+	def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
+		"""Code words of elements that follow each other, each with a factor of its own."""
+		per_word = len(factors) // len(words)
+		if self.multiplies_bf16:
+			words = [_products([word], _bf16_pair(*factors[2 * i : 2 * i + 2]))[0] for i, word in enumerate(words)]
+		step = _PER_WORD // per_word
+		pairs = row_pairs(self.dtype, step)
+		return [
+			self._encode(pairs, words[i : i + step], factors[i * per_word :][:_PER_WORD]) for i in range(0, len(words), step)
+		]
 
-  def _spread(self, factor: Float32) -> Float32 | Uint64:
-    """A factor of several elements, twice in a register pair where two are multiplied at once."""
-    if self.multiplies_bf16 or self.arch != "sm_100a":
-      return factor
-    return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
+	def _spread(self, factor: Float32) -> Float32 | Uint64:
+		"""A factor of several elements, twice in a register pair where two are multiplied at once."""
+		if self.multiplies_bf16 or self.arch != "sm_100a":
+			return factor
+		return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
-  def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Uint32:
-    """Four elements as a code word.
+	def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Uint32:
+		"""Four elements as a code word.
 
-    Args:
-      pairs: two elements each, of the operands ``words``.
-      words: words that hold them.
-      factors: ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
-    """
-    assert self.arch is not None
-    given = [] if self.multiplies_bf16 else list(factors)
-    names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
-    body = ""
-    for i, pair in enumerate(pairs):
-      if self.multiplies_bf16:
-        body += pair.text
-      elif self.arch == "sm_100a":
-        factor = names[0]
-        if len(given) > 1:
-          factor = "f"
-          body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
-        body += f"{pair.packed} mul.rn.f32x2 p, p, {factor}; mov.b64 {{lo, hi}}, p;"
-      else:
-        body += f"{pair.text} mul.rn.f32 lo, {pair.low}, {names[2 * i]}; "
-        body += f"mul.rn.f32 hi, {pair.high}, {names[2 * i + 1]};"
-      body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, hi, lo;\n"
-    text = f"""{{
+		Args:
+		  pairs: two elements each, of the operands ``words``.
+		  words: words that hold them.
+		  factors: ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
+		"""
+		assert self.arch is not None
+		given = [] if self.multiplies_bf16 else list(factors)
+		names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
+		body = ""
+		for i, pair in enumerate(pairs):
+			if self.multiplies_bf16:
+				body += pair.text
+			elif self.arch == "sm_100a":
+				factor = names[0]
+				if len(given) > 1:
+					factor = "f"
+					body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
+				body += f"{pair.packed} mul.rn.f32x2 p, p, {factor}; mov.b64 {{lo, hi}}, p;"
+			else:
+				body += f"{pair.text} mul.rn.f32 lo, {pair.low}, {names[2 * i]}; "
+				body += f"mul.rn.f32 hi, {pair.high}, {names[2 * i + 1]};"
+			body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, hi, lo;\n"
+		text = f"""{{
             {REGISTERS}
             .reg .b16 c0, c1;
             {body}
             mov.b32 $0, {{c0, c1}};
         }}"""
-    return asm(text, [Uint32], [*words, *given])
+		return asm(text, [Uint32], [*words, *given])
 
-  # ---- decoding
+	# ---- decoding
 
-  def decode(self, words: Sequence[Uint32]) -> list[Float32]:
-    """The numbers of the codes, see ``Codec``; fp16 holds all of them."""
-    text = f"""{{
+	def decode(self, words: Sequence[Uint32]) -> list[Float32]:
+		"""The numbers of the codes, see ``Codec``; fp16 holds all of them."""
+		text = f"""{{
             .reg .b16 low, high, a, b;
             .reg .b32 numbers;
             mov.b32 {{low, high}}, $4;
@@ -132,28 +130,28 @@ class ByteCodec(Codec):
             cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, high;
             mov.b32 {{a, b}}, numbers; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b;
         }}"""
-    return [number for word in words for number in asm(text, [Float32] * 4, [word])]
+		return [number for word in words for number in asm(text, [Float32] * 4, [word])]
 
-  def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-    """The scale of the block, or that of the group."""
-    return level if scale is None else scale
+	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
+		"""The scale of the block, or that of the group."""
+		return level if scale is None else scale
 
 
 def _bf16_pair(low: Float32, high: Float32) -> Uint32:
-  """Two numbers that bf16 holds, in a word."""
-  return asm("prmt.b32 $0, $1, $2, 0x7632;", [Uint32], [f32_as_bits(low), f32_as_bits(high)])
+	"""Two numbers that bf16 holds, in a word."""
+	return asm("prmt.b32 $0, $1, $2, 0x7632;", [Uint32], [f32_as_bits(low), f32_as_bits(high)])
 
 
 def _products(words: Sequence[Uint32], factors: Uint32) -> list[Uint32]:
-  """Words of two bf16 times two factors."""
-  return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
+	"""Words of two bf16 times two factors."""
+	return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
 
 
 def _untwisted(codes: list[Uint32], twist: Int32 | int) -> list[Uint32]:
-  """Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
-  if isinstance(twist, int):
-    return codes
-  # A twist of 4 trades the words of eight rows.
-  swapped = (twist & 4) != 0
-  distance = _EIGHT // _PER_WORD // 2
-  return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
+	"""Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
+	if isinstance(twist, int):
+		return codes
+	# A twist of 4 trades the words of eight rows.
+	swapped = (twist & 4) != 0
+	distance = _EIGHT // _PER_WORD // 2
+	return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]

@@ -3,8 +3,6 @@
 scale = fl(FP8_MAX / amax), scale_inv = fl(1 / scale), code = sat_rn_fp8(fl(x * scale)). No blocks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Float32, Uint32
@@ -17,28 +15,28 @@ _FMAX_BITS = 0x7F7FFFFF
 
 
 class Level(NamedTuple):
-  """What the codes of a group are relative to.
+	"""What the codes of a group are relative to.
 
-  Attributes:
-    scale: what an element is multiplied by.
-    scale_inv: what a code is multiplied by.
-  """
+	Attributes:
+	  scale: what an element is multiplied by.
+	  scale_inv: what a code is multiplied by.
+	"""
 
-  scale: Float32
-  scale_inv: Float32
+	scale: Float32
+	scale_inv: Float32
 
 
 class FP8Codec(ByteCodec):
-  """E4M3 or E5M2 codes, and a scale a group."""
+	"""E4M3 or E5M2 codes, and a scale a group."""
 
-  def second_level(self, amax: Float32) -> Level:
-    """The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
+	def second_level(self, amax: Float32) -> Level:
+		"""The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
 
-    Where the caller gives scales, ``amax`` is the scale.
-    """
-    if self.fmt.takes_scale:
-      return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
-    text = """{
+		Where the caller gives scales, ``amax`` is the scale.
+		"""
+		if self.fmt.takes_scale:
+			return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
+		text = """{
             .reg .pred ok;
             .reg .f32 s;
             div.rn.f32 s, $3, $2;
@@ -49,15 +47,15 @@ class FP8Codec(ByteCodec):
             selp.f32 $0, s, 0f3F800000, ok;
             rcp.rn.f32 $1, $0;
         }"""
-    limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
-    return Level(*asm(text, [Float32, Float32], [amax, limit, fmax]))
+		limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
+		return Level(*asm(text, [Float32, Float32], [amax, limit, fmax]))
 
-  def zero_level(self) -> Level:
-    return Level(Float32(0.0), Float32(0.0))
+	def zero_level(self) -> Level:
+		return Level(Float32(0.0), Float32(0.0))
 
-  def level_results(self, level: Level) -> tuple[Float32, ...]:
-    return tuple(getattr(level, name) for name in self.level_names)
+	def level_results(self, level: Level) -> tuple[Float32, ...]:
+		return tuple(getattr(level, name) for name in self.level_names)
 
-  def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
-    """No scale; the group's factor."""
-    return None, level.scale
+	def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
+		"""No scale; the group's factor."""
+		return None, level.scale

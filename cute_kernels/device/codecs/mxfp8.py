@@ -14,7 +14,7 @@ from cute_kernels.device.ptx import asm, bits_as_f32
 from .bytes import ByteCodec
 
 if TYPE_CHECKING:
-  from .base import Level
+	from .base import Level
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
 #: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.
@@ -43,14 +43,14 @@ _DECODE = """{
 
 
 class MXFP8Codec(ByteCodec):
-  """E4M3 or E5M2 codes, and a power of two a block."""
+	"""E4M3 or E5M2 codes, and a power of two a block."""
 
-  def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-    """The E8M0 byte, and the power of two that elements are multiplied by."""
-    operands = [a, Float32(1.0 / self.fmt.element.max)]
-    byte, factor = asm(_SCALE, [Uint32, Uint32], operands)
-    return byte, bits_as_f32(factor)
+	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+		"""The E8M0 byte, and the power of two that elements are multiplied by."""
+		operands = [a, Float32(1.0 / self.fmt.element.max)]
+		byte, factor = asm(_SCALE, [Uint32, Uint32], operands)
+		return byte, bits_as_f32(factor)
 
-  def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-    low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
-    return low, high
+	def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+		low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
+		return low, high

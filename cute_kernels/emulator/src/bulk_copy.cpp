@@ -6,132 +6,132 @@
 #include "races.h"
 
 CopyGroupPtr open_bulk_group(Warp& w, int lane) {
-  CopyGroupPtr& open = w.open_bulk_group[lane];
-  if (!open) open = std::make_shared<CopyGroup>();
-  return open;
+	CopyGroupPtr& open = w.open_bulk_group[lane];
+	if (!open) open = std::make_shared<CopyGroup>();
+	return open;
 }
 
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
-                std::function<void(const std::vector<u8>&)> write) {
-  for (auto& g : groups) g->reads++, g->writes++;
-  source->pending_reads++;
-  machine.post([=] {
-    auto data = std::make_shared<std::vector<u8>>();
-    read(*data);
-    for (auto& g : groups) g->reads--;
-    source->pending_reads--;
-    machine.epoch++;
-    machine.post([=] {
-      write(*data);
-      for (auto& g : groups) g->writes--;
-      machine.epoch++;
-    });
-  });
+								std::function<void(const std::vector<u8>&)> write) {
+	for (auto& g : groups) g->reads++, g->writes++;
+	source->pending_reads++;
+	machine.post([=] {
+		auto data = std::make_shared<std::vector<u8>>();
+		read(*data);
+		for (auto& g : groups) g->reads--;
+		source->pending_reads--;
+		machine.epoch++;
+		machine.post([=] {
+			write(*data);
+			for (auto& g : groups) g->writes--;
+			machine.epoch++;
+		});
+	});
 }
 
 static void need_16(u32 bytes, u64 from, u64 to, const char* what) {
-  if (bytes % 16 || from % 16 || to % 16)
-    fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes,
-         (unsigned long long)from, (unsigned long long)to);
+	if (bytes % 16 || from % 16 || to % 16)
+		fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes,
+				 (unsigned long long)from, (unsigned long long)to);
 }
 
 // Operands: destination, source, size, mbarrier, [CTA mask].
 static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
-  Cluster* cluster = w.cta->cluster;
-  const bool multicast = in.flags & F_MULTICAST;
-  FOR_LANES (lane, mask) {
-    const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-    const u64 from = address_of(w, operand(in, 1), lane);
-    const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
-    const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
-    need_16(bytes, from, to, "bulk load");
-    const u32 ranks = multicast ? (u32)value_of(w, operand(in, 4), lane) & 0xffff : 1u << rank_of(to);
-    if (!ranks || ranks >> cluster->ctas.size())
-      fail("bulk load to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
-    machine.stats.tma_load_bytes += bytes;
-    const u32 offset = offset_of(to);
-    const Actor me = issue_async(w, LOAD_AGENT);
-    machine.post([=] {
-      machine.check_range(from, bytes, "bulk load");
-      FOR_LANES (rank, ranks) {
-        CTA* d = cluster->ctas[rank].get();
-        if (d->exited) fail("bulk load into CTA rank %u, which has exited", rank);
-        need_in_smem(d, offset, bytes, "bulk load");
-        memcpy(d->smem.data() + offset, (const void*)from, bytes);
-        note_async_write(d, offset, bytes, me);
-        mbarrier_complete(cta_at(cluster, multicast ? rank : rank_of(barrier), "an mbarrier address"),
-                          offset_of(barrier), bytes, me);
-      }
-    });
-  }
+	Cluster* cluster = w.cta->cluster;
+	const bool multicast = in.flags & F_MULTICAST;
+	FOR_LANES (lane, mask) {
+		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
+		const u64 from = address_of(w, operand(in, 1), lane);
+		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
+		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
+		need_16(bytes, from, to, "bulk load");
+		const u32 ranks = multicast ? (u32)value_of(w, operand(in, 4), lane) & 0xffff : 1u << rank_of(to);
+		if (!ranks || ranks >> cluster->ctas.size())
+			fail("bulk load to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
+		machine.stats.tma_load_bytes += bytes;
+		const u32 offset = offset_of(to);
+		const Actor me = issue_async(w, LOAD_AGENT);
+		machine.post([=] {
+			machine.check_range(from, bytes, "bulk load");
+			FOR_LANES (rank, ranks) {
+				CTA* d = cluster->ctas[rank].get();
+				if (d->exited) fail("bulk load into CTA rank %u, which has exited", rank);
+				need_in_smem(d, offset, bytes, "bulk load");
+				memcpy(d->smem.data() + offset, (const void*)from, bytes);
+				note_async_write(d, offset, bytes, me);
+				mbarrier_complete(cta_at(cluster, multicast ? rank : rank_of(barrier), "an mbarrier address"),
+													offset_of(barrier), bytes, me);
+			}
+		});
+	}
 }
 
 // Operands: destination, source, size.
 static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
-  FOR_LANES (lane, mask) {
-    const u64 to = address_of(w, operand(in, 0), lane);
-    const u32 from = shared_address(address_of(w, operand(in, 1), lane));
-    const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
-    need_16(bytes, from, to, "bulk store");
-    CTA* c;
-    const u8* memory = shared_pointer(w, from, bytes, &c);
-    machine.stats.tma_store_bytes += bytes;
-    const Actor me = issue_async(w, STORE_AGENT);
-    CopyGroupPtr group = open_bulk_group(w, lane);
-    if (races_on) group->clock = me.clock[me.agent];
-    {
-      ActingScope scope(me);
-      check_async_read(c, offset_of(from), bytes, w.fenced[lane], "bulk store");
-    }
-    post_store(
-        c, {group}, [=](std::vector<u8>& data) { data.assign(memory, memory + bytes); },
-        [=](const std::vector<u8>& data) {
-          machine.check_range(to, bytes, "bulk store");
-          memcpy((void*)to, data.data(), bytes);
-        });
-  }
+	FOR_LANES (lane, mask) {
+		const u64 to = address_of(w, operand(in, 0), lane);
+		const u32 from = shared_address(address_of(w, operand(in, 1), lane));
+		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
+		need_16(bytes, from, to, "bulk store");
+		CTA* c;
+		const u8* memory = shared_pointer(w, from, bytes, &c);
+		machine.stats.tma_store_bytes += bytes;
+		const Actor me = issue_async(w, STORE_AGENT);
+		CopyGroupPtr group = open_bulk_group(w, lane);
+		if (races_on) group->clock = me.clock[me.agent];
+		{
+			ActingScope scope(me);
+			check_async_read(c, offset_of(from), bytes, w.fenced[lane], "bulk store");
+		}
+		post_store(
+				c, {group}, [=](std::vector<u8>& data) { data.assign(memory, memory + bytes); },
+				[=](const std::vector<u8>& data) {
+					machine.check_range(to, bytes, "bulk store");
+					memcpy((void*)to, data.data(), bytes);
+				});
+	}
 }
 
 static void commit(Warp& w, u32 mask) {
-  FOR_LANES (lane, mask) {
-    w.bulk_groups[lane].push_back(open_bulk_group(w, lane));
-    w.open_bulk_group[lane] = nullptr;
-  }
+	FOR_LANES (lane, mask) {
+		w.bulk_groups[lane].push_back(open_bulk_group(w, lane));
+		w.open_bulk_group[lane] = nullptr;
+	}
 }
 
 // aux: how many groups may stay pending; .read waits for their sources only.
 static Status wait(Warp& w, const Instruction& in, u32 mask) {
-  const size_t keep = (size_t)in.aux;
-  const bool only_reads = in.flags & F_READ;
-  FOR_LANES (lane, mask) {
-    const auto& groups = w.bulk_groups[lane];
-    for (size_t i = 0; i + keep < groups.size(); i++)
-      if (groups[i]->reads || (!only_reads && groups[i]->writes)) {
-        w.waits_for = "cp.async.bulk.wait_group";
-        return BLOCK;
-      }
-  }
-  FOR_LANES (lane, mask) {
-    auto& groups = w.bulk_groups[lane];
-    const size_t waited = groups.size() > keep ? groups.size() - keep : 0;
-    if (races_on) {
-      u32& known = w.clock[agent_of(w, STORE_AGENT)];
-      for (size_t i = 0; i < waited; i++) known = std::max(known, groups[i]->clock);
-    }
-    // Groups that nobody has waited for stay, even if they happen to be complete.
-    for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++) groups.pop_front();
-  }
-  return OK;
+	const size_t keep = (size_t)in.aux;
+	const bool only_reads = in.flags & F_READ;
+	FOR_LANES (lane, mask) {
+		const auto& groups = w.bulk_groups[lane];
+		for (size_t i = 0; i + keep < groups.size(); i++)
+			if (groups[i]->reads || (!only_reads && groups[i]->writes)) {
+				w.waits_for = "cp.async.bulk.wait_group";
+				return BLOCK;
+			}
+	}
+	FOR_LANES (lane, mask) {
+		auto& groups = w.bulk_groups[lane];
+		const size_t waited = groups.size() > keep ? groups.size() - keep : 0;
+		if (races_on) {
+			u32& known = w.clock[agent_of(w, STORE_AGENT)];
+			for (size_t i = 0; i < waited; i++) known = std::max(known, groups[i]->clock);
+		}
+		// Groups that nobody has waited for stay, even if they happen to be complete.
+		for (size_t i = 0; i < waited && !groups.front()->reads && !groups.front()->writes; i++) groups.pop_front();
+	}
+	return OK;
 }
 
 Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask) {
-  switch (in.op) {
-    case BULK_G2S: global_to_shared(w, in, mask); return OK;
-    case BULK_S2G: shared_to_global(w, in, mask); return OK;
-    case TMA_G2S: tma_load(w, in, mask); return OK;
-    case TMA_S2G: tma_store(w, in, mask); return OK;
-    case BULK_COMMIT: commit(w, mask); return OK;
-    case BULK_WAIT: return wait(w, in, mask);
-  }
-  fail("instruction class %d is not a bulk copy", in.op);
+	switch (in.op) {
+		case BULK_G2S: global_to_shared(w, in, mask); return OK;
+		case BULK_S2G: shared_to_global(w, in, mask); return OK;
+		case TMA_G2S: tma_load(w, in, mask); return OK;
+		case TMA_S2G: tma_store(w, in, mask); return OK;
+		case BULK_COMMIT: commit(w, mask); return OK;
+		case BULK_WAIT: return wait(w, in, mask);
+	}
+	fail("instruction class %d is not a bulk copy", in.op);
 }

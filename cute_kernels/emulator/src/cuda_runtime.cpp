@@ -10,143 +10,143 @@
 
 namespace {
 struct Device {
-  int num_sms = 4, major = 10, minor = 0;
+	int num_sms = 4, major = 10, minor = 0;
 } device;
 
 // A loaded library is known by a hash of its cubin, because kernels of different compilations may
 // have the same name.  Programs are registered under "<hash>:<name>".
 struct Library {
-  std::string hash;
+	std::string hash;
 };
 struct Kernel {
-  std::string key;
+	std::string key;
 };
 std::map<std::string, Library*> libraries;
 std::map<std::string, Kernel*> kernels;
 
 uint64_t read_little_endian(const unsigned char* p, int bytes) {
-  uint64_t v = 0;
-  for (int i = bytes; i--;) v = v << 8 | p[i];
-  return v;
+	uint64_t v = 0;
+	for (int i = bytes; i--;) v = v << 8 | p[i];
+	return v;
 }
 // A cubin is a 64-bit ELF file; its size follows from the header tables, wherever they lie.
 size_t elf_bytes(const unsigned char* p) {
-  if (memcmp(p,
-             "\x7f"
-             "ELF\x02",
-             5) != 0)
-    return 0;
-  const uint64_t programs = read_little_endian(p + 32, 8), sections = read_little_endian(p + 40, 8);
-  const uint64_t program_size = read_little_endian(p + 54, 2), num_programs = read_little_endian(p + 56, 2);
-  const uint64_t section_size = read_little_endian(p + 58, 2), num_sections = read_little_endian(p + 60, 2);
-  uint64_t end = programs + program_size * num_programs;
-  if (sections + section_size * num_sections > end) end = sections + section_size * num_sections;
-  constexpr uint64_t NO_BITS = 8;
-  for (uint64_t i = 0; i < num_sections; i++) {
-    const unsigned char* s = p + sections + i * section_size;
-    if (read_little_endian(s + 4, 4) == NO_BITS) continue;
-    const uint64_t section_end = read_little_endian(s + 24, 8) + read_little_endian(s + 32, 8);
-    if (section_end > end) end = section_end;
-  }
-  return end;
+	if (memcmp(p,
+						 "\x7f"
+						 "ELF\x02",
+						 5) != 0)
+		return 0;
+	const uint64_t programs = read_little_endian(p + 32, 8), sections = read_little_endian(p + 40, 8);
+	const uint64_t program_size = read_little_endian(p + 54, 2), num_programs = read_little_endian(p + 56, 2);
+	const uint64_t section_size = read_little_endian(p + 58, 2), num_sections = read_little_endian(p + 60, 2);
+	uint64_t end = programs + program_size * num_programs;
+	if (sections + section_size * num_sections > end) end = sections + section_size * num_sections;
+	constexpr uint64_t NO_BITS = 8;
+	for (uint64_t i = 0; i < num_sections; i++) {
+		const unsigned char* s = p + sections + i * section_size;
+		if (read_little_endian(s + 4, 4) == NO_BITS) continue;
+		const uint64_t section_end = read_little_endian(s + 24, 8) + read_little_endian(s + 32, 8);
+		if (section_end > end) end = section_end;
+	}
+	return end;
 }
 // The cubin in a fat binary: a header, then entries of (kind, version, header size, payload size).
 const unsigned char* cubin_in(const unsigned char* p) {
-  constexpr uint32_t FATBIN_MAGIC = 0xba55ed50;
-  constexpr uint64_t ELF_ENTRY = 2;
-  if (read_little_endian(p, 4) != FATBIN_MAGIC) return p;
-  const unsigned char* entry = p + read_little_endian(p + 6, 2);
-  const unsigned char* end = entry + read_little_endian(p + 8, 8);
-  while (entry < end) {
-    const unsigned char* payload = entry + read_little_endian(entry + 4, 4);
-    if (read_little_endian(entry, 2) == ELF_ENTRY) return payload;
-    entry = payload + read_little_endian(entry + 8, 8);
-  }
-  return p;
+	constexpr uint32_t FATBIN_MAGIC = 0xba55ed50;
+	constexpr uint64_t ELF_ENTRY = 2;
+	if (read_little_endian(p, 4) != FATBIN_MAGIC) return p;
+	const unsigned char* entry = p + read_little_endian(p + 6, 2);
+	const unsigned char* end = entry + read_little_endian(p + 8, 8);
+	while (entry < end) {
+		const unsigned char* payload = entry + read_little_endian(entry + 4, 4);
+		if (read_little_endian(entry, 2) == ELF_ENTRY) return payload;
+		entry = payload + read_little_endian(entry + 8, 8);
+	}
+	return p;
 }
 std::string hash_of(const void* data) {
-  const unsigned char* p = cubin_in((const unsigned char*)data);
-  uint64_t h = 14695981039346656037ull;  // FNV-1a
-  const size_t bytes = elf_bytes(p);
-  for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211ull;
-  char text[32];
-  snprintf(text, sizeof text, "%016llx", (unsigned long long)h);
-  return text;
+	const unsigned char* p = cubin_in((const unsigned char*)data);
+	uint64_t h = 14695981039346656037ull;  // FNV-1a
+	const size_t bytes = elf_bytes(p);
+	for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211ull;
+	char text[32];
+	snprintf(text, sizeof text, "%016llx", (unsigned long long)h);
+	return text;
 }
 
 struct LaunchAttribute {
-  int id, padding;
-  union {
-    char raw[64];
-    struct {
-      unsigned x, y, z;
-    } cluster;
-  } value;
+	int id, padding;
+	union {
+		char raw[64];
+		struct {
+			unsigned x, y, z;
+		} cluster;
+	} value;
 };
 constexpr int CLUSTER_DIMENSION = 4;  // cudaLaunchAttributeClusterDimension
 struct LaunchConfig {
-  unsigned grid[3], block[3];
-  size_t dynamic_smem;
-  void* stream;
-  LaunchAttribute* attributes;
-  unsigned num_attributes;
+	unsigned grid[3], block[3];
+	size_t dynamic_smem;
+	void* stream;
+	LaunchAttribute* attributes;
+	unsigned num_attributes;
 };
 
 void raise_tvm_error(void (*set)(const char*, const char**, int), int code) {
-  char text[64];
-  const char* message = emu_last_error();
-  if (!*message) {
-    snprintf(text, sizeof text, "CUDA error %d from the emulator", code);
-    message = text;
-  }
-  if (set) set("RuntimeError", &message, 1);
+	char text[64];
+	const char* message = emu_last_error();
+	if (!*message) {
+		snprintf(text, sizeof text, "CUDA error %d from the emulator", code);
+		message = text;
+	}
+	if (set) set("RuntimeError", &message, 1);
 }
 void print_error(int code) {
-  if (code) fprintf(stderr, "CUDA error %d from the emulator: %s\n", code, emu_last_error());
+	if (code) fprintf(stderr, "CUDA error %d from the emulator: %s\n", code, emu_last_error());
 }
 }  // namespace
 
 extern "C" {
 void emu_set_device(int num_sms, int major, int minor) { device = {num_sms, major, minor}; }
 const char* emu_cubin_hash(const void* cubin) {
-  static std::string hash;
-  hash = hash_of(cubin);
-  return hash.c_str();
+	static std::string hash;
+	hash = hash_of(cubin);
+	return hash.c_str();
 }
 
 int _cudaLaunchKernelEx(const LaunchConfig* c, const void* kernel, void** args) {
-  uint32_t cluster[3] = {1, 1, 1};
-  int explicit_cluster = 0;
-  for (unsigned i = 0; i < c->num_attributes; i++) {
-    if (c->attributes[i].id != CLUSTER_DIMENSION) continue;
-    const auto& dims = c->attributes[i].value.cluster;
-    cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
-    explicit_cluster = 1;
-  }
-  return emu_launch(((const Kernel*)kernel)->key.c_str(), c->grid, c->block, cluster, explicit_cluster,
-                    (uint32_t)c->dynamic_smem, args);
+	uint32_t cluster[3] = {1, 1, 1};
+	int explicit_cluster = 0;
+	for (unsigned i = 0; i < c->num_attributes; i++) {
+		if (c->attributes[i].id != CLUSTER_DIMENSION) continue;
+		const auto& dims = c->attributes[i].value.cluster;
+		cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
+		explicit_cluster = 1;
+	}
+	return emu_launch(((const Kernel*)kernel)->key.c_str(), c->grid, c->block, cluster, explicit_cluster,
+										(uint32_t)c->dynamic_smem, args);
 }
 int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy, uint32_t block_z,
-                      void** args, size_t dynamic_smem, void*) {
-  const uint32_t grid[3] = {(uint32_t)grid_xy, (uint32_t)(grid_xy >> 32), grid_z};
-  const uint32_t block[3] = {(uint32_t)block_xy, (uint32_t)(block_xy >> 32), block_z};
-  const uint32_t cluster[3] = {1, 1, 1};
-  return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0, (uint32_t)dynamic_smem, args);
+											void** args, size_t dynamic_smem, void*) {
+	const uint32_t grid[3] = {(uint32_t)grid_xy, (uint32_t)(grid_xy >> 32), grid_z};
+	const uint32_t block[3] = {(uint32_t)block_xy, (uint32_t)(block_xy >> 32), block_z};
+	const uint32_t cluster[3] = {1, 1, 1};
+	return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0, (uint32_t)dynamic_smem, args);
 }
 int _cudaLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*, unsigned) {
-  const std::string hash = hash_of(code);
-  Library*& known = libraries[hash];
-  if (!known) known = new Library{hash};
-  *library = known;
-  return 0;
+	const std::string hash = hash_of(code);
+	Library*& known = libraries[hash];
+	if (!known) known = new Library{hash};
+	*library = known;
+	return 0;
 }
 int _cudaLibraryUnload(void*) { return 0; }
 int _cudaLibraryGetKernel(void** kernel, void* library, const char* name) {
-  const std::string key = ((const Library*)library)->hash + ":" + name;
-  Kernel*& known = kernels[key];
-  if (!known) known = new Kernel{key};
-  *kernel = known;
-  return 0;
+	const std::string key = ((const Library*)library)->hash + ":" + name;
+	Kernel*& known = kernels[key];
+	if (!known) known = new Kernel{key};
+	*kernel = known;
+	return 0;
 }
 int _cuLibraryUnload(void*) { return 0; }
 int _cudaFuncSetAttribute(const void*, int, int) { return 0; }
@@ -156,43 +156,43 @@ int _cuKernelGetAttribute(int* value, int, void*, int) { return *value = 0; }
 int _cudaGetDevice(int* ordinal) { return *ordinal = 0; }
 int _cudaSetDevice(int) { return 0; }
 int _cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return 0;
+	*count = 1;
+	return 0;
 }
 int _cudaStreamSynchronize(void*) { return 0; }
 int _cudaDeviceGetAttribute(int* value, int attribute, int) {
-  switch (attribute) {
-    case 1: *value = 1024; break;             // threads per block
-    case 10: *value = 32; break;              // warp size
-    case 16: *value = device.num_sms; break;  // multiprocessors
-    case 75: *value = device.major; break;    // compute capability
-    case 76: *value = device.minor; break;
-    case 81: *value = 233472; break;  // shared memory per multiprocessor
-    case 97: *value = 232448; break;  // shared memory per block, opt-in
-    default: *value = 0;
-  }
-  return 0;
+	switch (attribute) {
+		case 1: *value = 1024; break;             // threads per block
+		case 10: *value = 32; break;              // warp size
+		case 16: *value = device.num_sms; break;  // multiprocessors
+		case 75: *value = device.major; break;    // compute capability
+		case 76: *value = device.minor; break;
+		case 81: *value = 233472; break;  // shared memory per multiprocessor
+		case 97: *value = 232448; break;  // shared memory per block, opt-in
+		default: *value = 0;
+	}
+	return 0;
 }
 
 void cuda_dialect_assert_success(int code) { print_error(code); }
 void cuda_dialect_print_on_error(int code) { print_error(code); }
 const char* cuda_dialect_get_error_name(int code) { return code ? "emulatorError" : "cudaSuccess"; }
 int cuda_dialect_init_library_once(void** library, int (*init)(void**), int (*load)(void**, int),
-                                   void (*)(const char*, const char*)) {
-  if (*library) return 0;
-  void* loaded = nullptr;
-  int status = init(&loaded);
-  if (!status && load) status = load(&loaded, 0);
-  if (!status) *library = loaded;
-  return status;
+																	 void (*)(const char*, const char*)) {
+	if (*library) return 0;
+	void* loaded = nullptr;
+	int status = init(&loaded);
+	if (!status && load) status = load(&loaded, 0);
+	if (!status) *library = loaded;
+	return status;
 }
 int cuda_dialect_unload_library_once(void*) { return 0; }
 
 // A failed launch becomes the pending TVM-FFI error, with the emulator's own message.
 void CuteDSLRT_TVMFFISetRaisedCudaError(void (*set)(const char*, const char**, int), int code) {
-  raise_tvm_error(set, code);
+	raise_tvm_error(set, code);
 }
 void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void (*set)(const char*, const char**, int), int code) {
-  raise_tvm_error(set, code);
+	raise_tvm_error(set, code);
 }
 }

@@ -13,7 +13,7 @@
 #include "isa.h"
 
 struct EmulatorError : std::runtime_error {
-  using std::runtime_error::runtime_error;
+	using std::runtime_error::runtime_error;
 };
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -27,23 +27,23 @@ struct Warp;
 // wgmmas that each warp issued, then the tensor core.
 using Clock = std::vector<u32>;
 struct Actor {  // who accesses, and what it knows to have happened before
-  u32 agent = 0;
-  Clock clock;
-  int line = 0;
+	u32 agent = 0;
+	Clock clock;
+	int line = 0;
 };
 struct LastWrite {
-  u16 agent = 0;
-  u32 when = 0;
-  int line = 0;
+	u16 agent = 0;
+	u32 when = 0;
+	int line = 0;
 };
 struct SyncClock {  // of a barrier: arrivals of the open phase, and of all completed ones
-  Clock gathering, released;
+	Clock gathering, released;
 };
 
 // A group of cp.async or cp.async.bulk operations of one lane.
 struct CopyGroup {
-  int reads = 0, writes = 0;  // operations that still have to read their source, write their target
-  u32 clock = 0;              // race detection: the newest operation of the group
+	int reads = 0, writes = 0;  // operations that still have to read their source, write their target
+	u32 clock = 0;              // race detection: the newest operation of the group
 };
 using CopyGroupPtr = std::shared_ptr<CopyGroup>;
 
@@ -54,36 +54,36 @@ enum Status : u8 { OK, BLOCK, CONVERGE };
 using Deferred = std::function<void()>;
 
 struct Warp {
-  CTA* cta;
-  int id;
-  u32 alive = 0;  // lane masks
-  u32 stalled = 0;
-  bool converged = true;
-  u32 warp_pc = 0;  // while converged
-  u32 pc[32];       // while diverged
-  bool blocked = false, timed_out = false;
-  std::string waits_for;
-  std::vector<u64> registers;
-  std::vector<u8> local;
-  std::vector<std::deque<CopyGroupPtr>> bulk_groups, copy_groups;  // by lane, committed
-  std::vector<CopyGroupPtr> open_bulk_group, open_copy_group;
-  std::vector<u64> copy_time;  // when the last cp.async of a lane lands
-  std::vector<Deferred> open_wgmmas;
-  std::deque<std::vector<Deferred>> wgmma_groups;
-  std::vector<Deferred> tmem_stores;  // chaos: tcgen05.st not yet waited for
-  std::vector<u64> fenced;            // by lane: time of its last fence.proxy.async
-  int waiting_on_barrier = -1;
-  u64 barrier_generation = 0, cluster_generation = 0;
-  bool cluster_arrived = false;
-  Clock clock;  // race detection: what the warp knows, and the clocks of committed wgmma groups
-  std::deque<u32> wgmma_clocks;
-  u64* reg(i32 r) { return registers.data() + (size_t)r * 32; }
+	CTA* cta;
+	int id;
+	u32 alive = 0;  // lane masks
+	u32 stalled = 0;
+	bool converged = true;
+	u32 warp_pc = 0;  // while converged
+	u32 pc[32];       // while diverged
+	bool blocked = false, timed_out = false;
+	std::string waits_for;
+	std::vector<u64> registers;
+	std::vector<u8> local;
+	std::vector<std::deque<CopyGroupPtr>> bulk_groups, copy_groups;  // by lane, committed
+	std::vector<CopyGroupPtr> open_bulk_group, open_copy_group;
+	std::vector<u64> copy_time;  // when the last cp.async of a lane lands
+	std::vector<Deferred> open_wgmmas;
+	std::deque<std::vector<Deferred>> wgmma_groups;
+	std::vector<Deferred> tmem_stores;  // chaos: tcgen05.st not yet waited for
+	std::vector<u64> fenced;            // by lane: time of its last fence.proxy.async
+	int waiting_on_barrier = -1;
+	u64 barrier_generation = 0, cluster_generation = 0;
+	bool cluster_arrived = false;
+	Clock clock;  // race detection: what the warp knows, and the clocks of committed wgmma groups
+	std::deque<u32> wgmma_clocks;
+	u64* reg(i32 r) { return registers.data() + (size_t)r * 32; }
 };
 
 struct NamedBarrier {
-  u32 expected = 0, arrived = 0;
-  u64 generation = 0;
-  SyncClock sync;
+	u32 expected = 0, arrived = 0;
+	u64 generation = 0;
+	SyncClock sync;
 };
 
 constexpr u32 TMEM_LANES = 128, TMEM_COLUMNS = 512, TMEM_UNIT = 32;  // columns of one allocation
@@ -91,37 +91,37 @@ constexpr u32 SMEM_BASE = 1024;                                      // the driv
 constexpr u32 SMEM_LIMIT = 232448;
 
 struct CTA {
-  Cluster* cluster;
-  u32 rank, x, y, z;
-  u64 linear;
-  std::vector<u8> smem;
-  // By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
-  std::vector<u64> proxy_shadow;
-  std::vector<u32> tmem;
-  std::vector<u8> tmem_used;
-  bool tmem_permit_given_up = false;
-  u32 tmem_columns = 0;
-  NamedBarrier barriers[16];
-  std::vector<Warp> warps;
-  int live_warps = 0, pending_reads = 0;
-  bool exited = false;
-  u64 tensor_core_time = 0;
-  // Race detection.  Cells cover shared words, then tensor memory by column and quarter.
-  std::vector<LastWrite> last_writes;
-  std::vector<u32> last_reads;  // cell x agent
-  std::map<u32, SyncClock> mbarrier_sync;
-  Actor tensor_core;
-  u32* tmem_cell(u32 lane, u32 column) { return &tmem[(size_t)lane * TMEM_COLUMNS + column]; }
+	Cluster* cluster;
+	u32 rank, x, y, z;
+	u64 linear;
+	std::vector<u8> smem;
+	// By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
+	std::vector<u64> proxy_shadow;
+	std::vector<u32> tmem;
+	std::vector<u8> tmem_used;
+	bool tmem_permit_given_up = false;
+	u32 tmem_columns = 0;
+	NamedBarrier barriers[16];
+	std::vector<Warp> warps;
+	int live_warps = 0, pending_reads = 0;
+	bool exited = false;
+	u64 tensor_core_time = 0;
+	// Race detection.  Cells cover shared words, then tensor memory by column and quarter.
+	std::vector<LastWrite> last_writes;
+	std::vector<u32> last_reads;  // cell x agent
+	std::map<u32, SyncClock> mbarrier_sync;
+	Actor tensor_core;
+	u32* tmem_cell(u32 lane, u32 column) { return &tmem[(size_t)lane * TMEM_COLUMNS + column]; }
 };
 
 struct Cluster {
-  u32 x, y, z;
-  std::vector<std::unique_ptr<CTA>> ctas;
-  int live = 0;
-  int in_flight = 0;  // asynchronous operations that still touch the cluster
-  u32 arrived = 0;
-  u64 generation = 0;
-  SyncClock sync;
+	u32 x, y, z;
+	std::vector<std::unique_ptr<CTA>> ctas;
+	int live = 0;
+	int in_flight = 0;  // asynchronous operations that still touch the cluster
+	u32 arrived = 0;
+	u64 generation = 0;
+	SyncClock sync;
 };
 
 // The names of the fields are read by stats(): keep X in the order of the struct.
@@ -132,92 +132,92 @@ struct Cluster {
   X(mma_insns) X(ctas) X(atomics)
 // clang-format on
 struct Stats {
-  u64 warp_insns = 0, thread_insns = 0;
-  u64 op[NUM_OPCODES] = {};
+	u64 warp_insns = 0, thread_insns = 0;
+	u64 op[NUM_OPCODES] = {};
 #define X(name) u64 name = 0;
-  STATISTICS(X)
+	STATISTICS(X)
 #undef X
 };
 
 struct Event {
-  u64 when, sequence;
-  Warp* issuer;  // null where only global memory is touched
-  const Instruction* instruction;
-  Deferred run;
-  bool operator<(const Event& o) const {  // std::priority_queue puts the largest first
-    return when != o.when ? when > o.when : sequence > o.sequence;
-  }
+	u64 when, sequence;
+	Warp* issuer;  // null where only global memory is touched
+	const Instruction* instruction;
+	Deferred run;
+	bool operator<(const Event& o) const {  // std::priority_queue puts the largest first
+		return when != o.when ? when > o.when : sequence > o.sequence;
+	}
 };
 
 constexpr u64 SHARED_WINDOW = 1ull << 60, LOCAL_WINDOW = 2ull << 60;  // of generic addresses
 
 enum Mode : u32 { EAGER, CHAOS };
 struct Config {
-  u32 num_sms = 4, ctas_per_sm = 1;
-  u64 seed = 0;
-  u32 mode = EAGER;
-  u64 max_insns = 4000000000ull, max_idle_insns = 50000000ull;
-  u32 check_fences = 1, check_races = 0;
+	u32 num_sms = 4, ctas_per_sm = 1;
+	u64 seed = 0;
+	u32 mode = EAGER;
+	u64 max_insns = 4000000000ull, max_idle_insns = 50000000ull;
+	u32 check_fences = 1, check_races = 0;
 };
 
 struct Machine {
-  Config config;
-  Stats stats;
-  const Program* program = nullptr;
-  u32 grid[3], block[3], cluster[3];
-  u32 dynamic_smem = 0;
-  bool explicit_cluster = false;
-  u8* params = nullptr;  // 128-byte aligned copy of the kernel's parameters
-  std::vector<std::unique_ptr<Cluster>> resident;
-  u64 next_cluster = 0, total_clusters = 0;
-  std::priority_queue<Event> events;
-  u64 now = 0, sequence = 0;
-  u64 epoch = 0;   // changes whenever something changes that a blocked warp may wait for
-  u64 writes = 1;  // a clock of generic shared-memory writes and proxy fences
-  std::mt19937_64 rng;
-  std::map<u64, u64> ranges, module_ranges;  // start -> end of the memory a kernel may touch
-  u64 busy_epoch = 0, busy_insns = 0;        // when the epoch last changed
-  const Instruction* instruction = nullptr;  // that is being executed, and by whom
-  Warp* warp = nullptr;
-  bool in_event = false;
+	Config config;
+	Stats stats;
+	const Program* program = nullptr;
+	u32 grid[3], block[3], cluster[3];
+	u32 dynamic_smem = 0;
+	bool explicit_cluster = false;
+	u8* params = nullptr;  // 128-byte aligned copy of the kernel's parameters
+	std::vector<std::unique_ptr<Cluster>> resident;
+	u64 next_cluster = 0, total_clusters = 0;
+	std::priority_queue<Event> events;
+	u64 now = 0, sequence = 0;
+	u64 epoch = 0;   // changes whenever something changes that a blocked warp may wait for
+	u64 writes = 1;  // a clock of generic shared-memory writes and proxy fences
+	std::mt19937_64 rng;
+	std::map<u64, u64> ranges, module_ranges;  // start -> end of the memory a kernel may touch
+	u64 busy_epoch = 0, busy_insns = 0;        // when the epoch last changed
+	const Instruction* instruction = nullptr;  // that is being executed, and by whom
+	Warp* warp = nullptr;
+	bool in_event = false;
 
-  void launch();
-  void start_clusters();
-  bool visit(Warp& w);
-  bool run_events(bool force);
-  bool chaos() const { return config.mode == CHAOS; }
-  bool chance(u64 one_in) { return chaos() && rng() % one_in == 0; }
-  u32 cluster_size() const { return cluster[0] * cluster[1] * cluster[2]; }
-  int line() const { return instruction ? instruction->line : 0; }
-  std::string report();
-  // Lets an asynchronous operation happen later.  Operations that share a chain happen in order.
-  void post(Deferred run, u64* chain = nullptr);
-  void check_range(u64 address, u64 bytes, const char* what);
+	void launch();
+	void start_clusters();
+	bool visit(Warp& w);
+	bool run_events(bool force);
+	bool chaos() const { return config.mode == CHAOS; }
+	bool chance(u64 one_in) { return chaos() && rng() % one_in == 0; }
+	u32 cluster_size() const { return cluster[0] * cluster[1] * cluster[2]; }
+	int line() const { return instruction ? instruction->line : 0; }
+	std::string report();
+	// Lets an asynchronous operation happen later.  Operations that share a chain happen in order.
+	void post(Deferred run, u64* chain = nullptr);
+	void check_range(u64 address, u64 bytes, const char* what);
 
  private:
-  u64 last_low_ = 1, last_high_ = 0;
-  bool within(const std::map<u64, u64>& ranges, u64 address, u64 bytes);
-  void retire_clusters();
-  void check_progress();
-  std::unique_ptr<Cluster> make_cluster(u64 index);
-  void check_launch() const;
+	u64 last_low_ = 1, last_high_ = 0;
+	bool within(const std::map<u64, u64>& ranges, u64 address, u64 bytes);
+	void retire_clusters();
+	void check_progress();
+	std::unique_ptr<Cluster> make_cluster(u64 index);
+	void check_launch() const;
 
  public:
-  void forget_last_range() { last_low_ = 1, last_high_ = 0; }
+	void forget_last_range() { last_low_ = 1, last_high_ = 0; }
 };
 extern Machine machine;
 
 // ---- operands (operands.cpp)
 struct Source {  // a value per lane, or one for all (stride 0)
-  const u64* values;
-  int stride;
-  u64 operator[](int lane) const { return values[lane * stride]; }
+	const u64* values;
+	int stride;
+	u64 operator[](int lane) const { return values[lane * stride]; }
 };
 Source source(Warp& w, const Operand& o, u64* scratch);
 inline const Operand& operand(const Instruction& in, int i) { return machine.program->operands[in.operands + i]; }
 // Element i of an operand that is a vector, or the operand itself where it is not.
 inline const Operand& element(const Operand& o, u32 i) {
-  return o.kind == K_VEC ? machine.program->operands[o.reg + i] : o;
+	return o.kind == K_VEC ? machine.program->operands[o.reg + i] : o;
 }
 u64 value_of(Warp& w, const Operand& o, int lane);
 u64 address_of(Warp& w, const Operand& o, int lane);
@@ -227,8 +227,8 @@ inline int first_lane(u32 mask) { return __builtin_ctz(mask); }
 // lanes have left or are switched off.
 Status need_full_warp(const Warp& w, u32 mask, const char* what);
 #define FOR_LANES(lane, mask)                                                                          \
-  for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
-       rest_##lane &= rest_##lane - 1)
+	for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
+			 rest_##lane &= rest_##lane - 1)
 
 // ---- instruction classes
 Status execute_alu(Warp& w, const Instruction& in, u32 mask);       // alu.cpp

@@ -11,12 +11,12 @@ inline u32 rank_of(u32 shared) { return shared >> 24; }
 CTA* cta_at(Cluster* cluster, u32 rank, const char* what);
 u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner);
 inline u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr) {
-  CTA* c = w.cta;
-  const u32 offset = offset_of(address);
-  if (rank_of(address) != c->rank || offset < SMEM_BASE || offset + bytes > c->smem.size())
-    return remote_shared_pointer(w, address, bytes, owner);
-  if (owner) *owner = c;
-  return c->smem.data() + offset;
+	CTA* c = w.cta;
+	const u32 offset = offset_of(address);
+	if (rank_of(address) != c->rank || offset < SMEM_BASE || offset + bytes > c->smem.size())
+		return remote_shared_pointer(w, address, bytes, owner);
+	if (owner) *owner = c;
+	return c->smem.data() + offset;
 }
 u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner, u32* offset);
 // Any space; checks alignment and bounds.
@@ -54,19 +54,19 @@ void tensor_map_address(Warp& w, const Instruction& in, u32 mask);   // tensor_m
 CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
-                std::function<void(const std::vector<u8>&)> write);
+								std::function<void(const std::vector<u8>&)> write);
 
 // A tensor map, decoded.  In memory it has the hardware's own 128-byte format, because the DSL's
 // host code writes those bits itself.
 struct TensorMap {
-  u64 address = 0;
-  u32 last[5] = {};    // dimension - 1
-  u64 stride[4] = {};  // bytes, of dimensions 1..4
-  u16 box[5] = {};
-  u8 type = 0, rank = 0, swizzle = 0;
+	u64 address = 0;
+	u32 last[5] = {};    // dimension - 1
+	u64 stride[4] = {};  // bytes, of dimensions 1..4
+	u16 box[5] = {};
+	u8 type = 0, rank = 0, swizzle = 0;
 
-  u32 element_bits() const;
-  u32 box_bytes() const;
+	u32 element_bits() const;
+	u32 box_bytes() const;
 };
 bool tensor_map_decode(const void* memory, TensorMap* map);
 TensorMap tensor_map_at(Warp& w, u64 address);

@@ -6,24 +6,24 @@
 #include "isa.h"
 
 inline u32 float_bits(float f) {
-  u32 x;
-  memcpy(&x, &f, 4);
-  return x;
+	u32 x;
+	memcpy(&x, &f, 4);
+	return x;
 }
 inline float bits_float(u32 x) {
-  float f;
-  memcpy(&f, &x, 4);
-  return f;
+	float f;
+	memcpy(&f, &x, 4);
+	return f;
 }
 inline u64 double_bits(double d) {
-  u64 x;
-  memcpy(&x, &d, 8);
-  return x;
+	u64 x;
+	memcpy(&x, &d, 8);
+	return x;
 }
 inline double bits_double(u64 x) {
-  double d;
-  memcpy(&d, &x, 8);
-  return d;
+	double d;
+	memcpy(&d, &x, 8);
+	return d;
 }
 inline float flush_subnormal(float f) { return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.f, f) : f; }
 // Of normal doubles only.
@@ -46,9 +46,9 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
 // Runs f under the rounding mode of an instruction.
 class RoundingScope {
  public:
-  explicit RoundingScope(u8 rounding);
-  ~RoundingScope();
+	explicit RoundingScope(u8 rounding);
+	~RoundingScope();
 
  private:
-  int saved_;
+	int saved_;
 };

@@ -7,8 +7,8 @@ enum AgentKind : u32 { WARP_AGENT, LOAD_AGENT, STORE_AGENT, WGMMA_AGENT };
 extern bool races_on;
 extern const Actor* acting;  // the asynchronous operation that is being carried out, if any
 struct ActingScope {         // makes an actor the one that is being carried out
-  explicit ActingScope(const Actor& a) { acting = races_on ? &a : nullptr; }
-  ~ActingScope() { acting = nullptr; }
+	explicit ActingScope(const Actor& a) { acting = races_on ? &a : nullptr; }
+	~ActingScope() { acting = nullptr; }
 };
 
 void races_setup(Cluster* cluster);
@@ -19,7 +19,7 @@ Actor issue_tensor(Warp& w);                 // the next tensor-core operation, 
 void race_shared(CTA* c, u32 offset, u32 bytes, bool write, const Actor& by);
 void race_shared(Warp& w, u32 address, u32 bytes, bool write);
 void race_tmem(CTA* c, u32 column, u32 columns, int quarter, bool write,
-               const Actor& by);  // quarter -1: all four
+							 const Actor& by);  // quarter -1: all four
 void race_release(Warp& w, SyncClock& s);
 void race_acquire(Warp& w, const SyncClock& s);
 void race_complete(SyncClock& s);

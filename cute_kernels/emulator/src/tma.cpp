@@ -11,149 +11,149 @@ constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one
 constexpr u32 SMEM_ALIGNMENT = 128;  // of a box in shared memory, swizzled or not
 
 static u32 swizzled(u32 address, u8 mode) {
-  switch (mode) {
-    case 1: return swizzle_32b(address);
-    case 2: return swizzle_64b(address);
-    case 3: return swizzle_128b(address);
-  }
-  return address;
+	switch (mode) {
+		case 1: return swizzle_32b(address);
+		case 2: return swizzle_64b(address);
+		case 3: return swizzle_128b(address);
+	}
+	return address;
 }
 
 // The part of one granule that lies inside the tensor.
 struct Piece {
-  u32 offset;   // of the granule, from the start of the box, before swizzling
-  u64 address;  // global
-  u32 skip;     // bytes of the granule before the part
-  u32 bytes;    // 0: all of the granule is outside
+	u32 offset;   // of the granule, from the start of the box, before swizzling
+	u64 address;  // global
+	u32 skip;     // bytes of the granule before the part
+	u32 bytes;    // 0: all of the granule is outside
 };
 template <class F>
 static void walk_box(const TensorMap& map, const Coordinates& at, F visit) {
-  const u32 bits = map.element_bits(), row_bytes = map.box[0] * bits / 8, per_granule = 128 / bits;
-  u32 extent[5] = {1, 1, 1, 1, 1};
-  for (u32 i = 1; i < map.rank; i++) extent[i] = map.box[i];
-  const u32 rows = extent[1] * extent[2] * extent[3] * extent[4];
-  for (u32 row = 0; row < rows; row++) {
-    bool inside = true;
-    u64 base = map.address;
-    for (u32 r = 1, rest = row; r < map.rank; rest /= extent[r], r++) {
-      const i64 position = (i64)at[r] + rest % extent[r];
-      inside &= position >= 0 && position <= (i64)map.last[r];
-      base += (u64)position * map.stride[r - 1];
-    }
-    for (u32 b = 0; b < row_bytes; b += GRANULE) {
-      const i64 x = (i64)at[0] + (i64)b * 8 / bits;
-      const i64 first = std::max<i64>(0, -x);
-      const i64 end = std::min<i64>(per_granule, (i64)map.last[0] + 1 - x);
-      if (!inside || end <= first) {
-        visit(Piece{row * row_bytes + b, 0, 0, 0});
-        continue;
-      }
-      visit(Piece{row * row_bytes + b, base + (u64)((x + first) * bits / 8), (u32)(first * bits / 8),
-                  (u32)((end - first) * bits / 8)});
-    }
-  }
+	const u32 bits = map.element_bits(), row_bytes = map.box[0] * bits / 8, per_granule = 128 / bits;
+	u32 extent[5] = {1, 1, 1, 1, 1};
+	for (u32 i = 1; i < map.rank; i++) extent[i] = map.box[i];
+	const u32 rows = extent[1] * extent[2] * extent[3] * extent[4];
+	for (u32 row = 0; row < rows; row++) {
+		bool inside = true;
+		u64 base = map.address;
+		for (u32 r = 1, rest = row; r < map.rank; rest /= extent[r], r++) {
+			const i64 position = (i64)at[r] + rest % extent[r];
+			inside &= position >= 0 && position <= (i64)map.last[r];
+			base += (u64)position * map.stride[r - 1];
+		}
+		for (u32 b = 0; b < row_bytes; b += GRANULE) {
+			const i64 x = (i64)at[0] + (i64)b * 8 / bits;
+			const i64 first = std::max<i64>(0, -x);
+			const i64 end = std::min<i64>(per_granule, (i64)map.last[0] + 1 - x);
+			if (!inside || end <= first) {
+				visit(Piece{row * row_bytes + b, 0, 0, 0});
+				continue;
+			}
+			visit(Piece{row * row_bytes + b, base + (u64)((x + first) * bits / 8), (u32)(first * bits / 8),
+									(u32)((end - first) * bits / 8)});
+		}
+	}
 }
 
 static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const TensorMap& map) {
-  if (vector.count != map.rank) fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
-  Coordinates at{};
-  for (int i = 0; i < vector.count; i++) at[i] = (i32)value_of(w, element(vector, i), lane);
-  return at;
+	if (vector.count != map.rank) fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
+	Coordinates at{};
+	for (int i = 0; i < vector.count; i++) at[i] = (i32)value_of(w, element(vector, i), lane);
+	return at;
 }
 
 static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates& at) {
-  walk_box(map, at, [&](const Piece& piece) {
-    u8* p = d->smem.data() + swizzled(offset + piece.offset, map.swizzle);
-    if (piece.bytes < GRANULE) memset(p, 0, GRANULE);
-    if (!piece.bytes) return;
-    machine.check_range(piece.address, piece.bytes, "TMA load");
-    memcpy(p + piece.skip, (const void*)piece.address, piece.bytes);
-  });
+	walk_box(map, at, [&](const Piece& piece) {
+		u8* p = d->smem.data() + swizzled(offset + piece.offset, map.swizzle);
+		if (piece.bytes < GRANULE) memset(p, 0, GRANULE);
+		if (!piece.bytes) return;
+		machine.check_range(piece.address, piece.bytes, "TMA load");
+		memcpy(p + piece.skip, (const void*)piece.address, piece.bytes);
+	});
 }
 
 // Operands: destination, tensor map, coordinates, mbarrier, [CTA mask].
 void tma_load(Warp& w, const Instruction& in, u32 mask) {
-  Cluster* cluster = w.cta->cluster;
-  const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
-  FOR_LANES (lane, mask) {
-    const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-    const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
-    const TensorMap map = tensor_map_at(w, address_of(w, operand(in, 1), lane));
-    const Coordinates at = coordinates(w, operand(in, 2), lane, map);
-    const u32 bytes = map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
-              barrier_rank = rank_of(barrier);
-    u32 ranks = 1u << rank_of(to);
-    if (multicast) ranks = (u32)value_of(w, operand(in, 4), lane) & 0xffff;
-    if (!ranks) fail("TMA multicast with an empty CTA mask");
-    if (ranks >> cluster->ctas.size())
-      fail("TMA multicast to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
-    if (offset % SMEM_ALIGNMENT)
-      fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
-    machine.stats.tma_load_bytes += bytes;
-    const Actor me = issue_async(w, LOAD_AGENT);
-    machine.post([=] {
-      FOR_LANES (rank, ranks) {
-        CTA* d = cluster->ctas[rank].get();
-        if (d->exited) fail("TMA load into CTA rank %u, which has exited", rank);
-        need_in_smem(d, offset, bytes, "TMA load");
-        load_box(d, offset, map, at);
-        note_async_write(d, offset, bytes, me);
-        // A multicast signals the same barrier offset in every destination; with cta_group::2 the
-        // one of the barrier's own half of the pair.
-        u32 signalled = barrier_rank;
-        if (multicast) signalled = pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
-        mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), barrier_offset, bytes, me);
-      }
-    });
-  }
+	Cluster* cluster = w.cta->cluster;
+	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
+	FOR_LANES (lane, mask) {
+		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
+		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
+		const TensorMap map = tensor_map_at(w, address_of(w, operand(in, 1), lane));
+		const Coordinates at = coordinates(w, operand(in, 2), lane, map);
+		const u32 bytes = map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
+							barrier_rank = rank_of(barrier);
+		u32 ranks = 1u << rank_of(to);
+		if (multicast) ranks = (u32)value_of(w, operand(in, 4), lane) & 0xffff;
+		if (!ranks) fail("TMA multicast with an empty CTA mask");
+		if (ranks >> cluster->ctas.size())
+			fail("TMA multicast to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
+		if (offset % SMEM_ALIGNMENT)
+			fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
+		machine.stats.tma_load_bytes += bytes;
+		const Actor me = issue_async(w, LOAD_AGENT);
+		machine.post([=] {
+			FOR_LANES (rank, ranks) {
+				CTA* d = cluster->ctas[rank].get();
+				if (d->exited) fail("TMA load into CTA rank %u, which has exited", rank);
+				need_in_smem(d, offset, bytes, "TMA load");
+				load_box(d, offset, map, at);
+				note_async_write(d, offset, bytes, me);
+				// A multicast signals the same barrier offset in every destination; with cta_group::2 the
+				// one of the barrier's own half of the pair.
+				u32 signalled = barrier_rank;
+				if (multicast) signalled = pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
+				mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), barrier_offset, bytes, me);
+			}
+		});
+	}
 }
 
 static void store_box(const TensorMap& map, const Coordinates& at, const std::vector<u8>& data) {
-  walk_box(map, at, [&](const Piece& piece) {
-    if (!piece.bytes) return;
-    machine.check_range(piece.address, piece.bytes, "TMA store");
-    memcpy((void*)piece.address, data.data() + piece.offset + piece.skip, piece.bytes);
-  });
+	walk_box(map, at, [&](const Piece& piece) {
+		if (!piece.bytes) return;
+		machine.check_range(piece.address, piece.bytes, "TMA store");
+		memcpy((void*)piece.address, data.data() + piece.offset + piece.skip, piece.bytes);
+	});
 }
 
 // Operands: tensor map, coordinates, source.
 void tma_store(Warp& w, const Instruction& in, u32 mask) {
-  for (u32 left = mask; left;) {
-    const int lane = first_lane(left);
-    const u64 map_address = address_of(w, operand(in, 0), lane);
-    const TensorMap map = tensor_map_at(w, map_address);
-    const Coordinates at = coordinates(w, operand(in, 1), lane, map);
-    const u32 from = shared_address(address_of(w, operand(in, 2), lane));
-    const u32 offset = offset_of(from), bytes = map.box_bytes();
-    CTA* c;
-    shared_pointer(w, from, bytes, &c);
-    if (offset % SMEM_ALIGNMENT)
-      fail("TMA store: shared source offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
-    // The DSL lets a whole warp issue one store: lanes with the same operands are one operation.
-    const Actor me = issue_async(w, STORE_AGENT);
-    std::vector<CopyGroupPtr> groups;
-    FOR_LANES (other, left) {
-      if ((int)other != lane) {
-        if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, operand(in, 0), other) != map_address ||
-            shared_address(address_of(w, operand(in, 2), other)) != from)
-          continue;
-      }
-      groups.push_back(open_bulk_group(w, other));
-      if (races_on) groups.back()->clock = me.clock[me.agent];
-      left &= ~(1u << other);
-    }
-    machine.stats.tma_store_bytes += bytes;
-    {
-      ActingScope scope(me);
-      check_async_read(c, offset, bytes, w.fenced[lane], "TMA store");
-    }
-    post_store(
-        c, groups,
-        [=](std::vector<u8>& data) {
-          data.resize(bytes);
-          for (u32 b = 0; b < bytes; b += GRANULE)
-            memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle), GRANULE);
-        },
-        [=](const std::vector<u8>& data) { store_box(map, at, data); });
-  }
+	for (u32 left = mask; left;) {
+		const int lane = first_lane(left);
+		const u64 map_address = address_of(w, operand(in, 0), lane);
+		const TensorMap map = tensor_map_at(w, map_address);
+		const Coordinates at = coordinates(w, operand(in, 1), lane, map);
+		const u32 from = shared_address(address_of(w, operand(in, 2), lane));
+		const u32 offset = offset_of(from), bytes = map.box_bytes();
+		CTA* c;
+		shared_pointer(w, from, bytes, &c);
+		if (offset % SMEM_ALIGNMENT)
+			fail("TMA store: shared source offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
+		// The DSL lets a whole warp issue one store: lanes with the same operands are one operation.
+		const Actor me = issue_async(w, STORE_AGENT);
+		std::vector<CopyGroupPtr> groups;
+		FOR_LANES (other, left) {
+			if ((int)other != lane) {
+				if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, operand(in, 0), other) != map_address ||
+						shared_address(address_of(w, operand(in, 2), other)) != from)
+					continue;
+			}
+			groups.push_back(open_bulk_group(w, other));
+			if (races_on) groups.back()->clock = me.clock[me.agent];
+			left &= ~(1u << other);
+		}
+		machine.stats.tma_store_bytes += bytes;
+		{
+			ActingScope scope(me);
+			check_async_read(c, offset, bytes, w.fenced[lane], "TMA store");
+		}
+		post_store(
+				c, groups,
+				[=](std::vector<u8>& data) {
+					data.resize(bytes);
+					for (u32 b = 0; b < bytes; b += GRANULE)
+						memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle), GRANULE);
+				},
+				[=](const std::vector<u8>& data) { store_box(map, at, data); });
+	}
 }

@@ -25,165 +25,165 @@ from cute_kernels.gemm.scheduler import WorkTile
 from .accumulators import AccReader
 
 if TYPE_CHECKING:
-  from .config import Sm100GemmConfig
+	from .config import Sm100GemmConfig
 
 _SWIZZLE_ROWS = 8
 
 
 class OutputStore(NamedTuple):
-  """TMA stores of blocks of 32 rows.
+	"""TMA stores of blocks of 32 rows.
 
-  Attributes:
-    atom: the copy.
-    tensor: coordinates of (rows, N, G or 1).
-    shared: staged blocks, (32, columns, stages), of all warps.
-  """
+	Attributes:
+	  atom: the copy.
+	  tensor: coordinates of (rows, N, G or 1).
+	  shared: staged blocks, (32, columns, stages), of all warps.
+	"""
 
-  atom: cute.CopyAtom
-  tensor: cute.Tensor
-  shared: cute.Tensor
+	atom: cute.CopyAtom
+	tensor: cute.Tensor
+	shared: cute.Tensor
 
-  @cute.jit
-  def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
-    """Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
-    origin = cute.domain_offset((row, col, group), self.tensor)
-    shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
-    target = cute.local_tile(origin, shape, (0, 0, 0))
-    source, target = cpasync.tma_partition(
-      self.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(target, 0, 2)
-    )
-    cute.copy(self.atom, source[None, slot], target)
+	@cute.jit
+	def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
+		"""Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
+		origin = cute.domain_offset((row, col, group), self.tensor)
+		shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
+		target = cute.local_tile(origin, shape, (0, 0, 0))
+		source, target = cpasync.tma_partition(
+			self.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(target, 0, 2)
+		)
+		cute.copy(self.atom, source[None, slot], target)
 
 
 def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:
-  """``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
-  narrow = cute.make_rmem_tensor(size, tensor.element_type)
-  cute.autovec_copy(vector_at(tensor, offset, size), narrow)
-  wide = cute.make_rmem_tensor(size, Float32)
-  wide.store(narrow.load().to(Float32))
-  return wide
+	"""``size`` elements of ``tensor`` from element ``offset`` on as fp32 registers."""
+	narrow = cute.make_rmem_tensor(size, tensor.element_type)
+	cute.autovec_copy(vector_at(tensor, offset, size), narrow)
+	wide = cute.make_rmem_tensor(size, Float32)
+	wide.store(narrow.load().to(Float32))
+	return wide
 
 
 def pairwise(operation: Callable[..., tuple[Float32, Float32]], target: cute.Tensor, operand: cute.Tensor) -> None:
-  """``target = operation(target, operand)`` for fp32 registers, two a time, each rounded."""
-  for i in range(0, cute.size(target), 2):
-    pair = operation((target[i], target[i + 1]), (operand[i], operand[i + 1]), rnd="rn")
-    target[i], target[i + 1] = pair
+	"""``target = operation(target, operand)`` for fp32 registers, two a time, each rounded."""
+	for i in range(0, cute.size(target), 2):
+		pair = operation((target[i], target[i + 1]), (operand[i], operand[i + 1]), rnd="rn")
+		target[i], target[i + 1] = pair
 
 
 class Epilogue:
-  """What becomes of a tile whose operands are not swapped.
+	"""What becomes of a tile whose operands are not swapped.
 
-  Args:
-    tensors: what is read and written in global memory.
-    store: the TMA stores.
-    acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-    cta_row: first row of a tile that this CTA holds.
-    acc_pipeline: the accumulators.
-  """
+	Args:
+	  tensors: what is read and written in global memory.
+	  store: the TMA stores.
+	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+	  cta_row: first row of a tile that this CTA holds.
+	  acc_pipeline: the accumulators.
+	"""
 
-  def __init__(
-    self,
-    config: Sm100GemmConfig,
-    tensors: EpilogueTensors,
-    store: OutputStore,
-    acc: cute.Tensor,
-    cta_row: Int32,
-    acc_pipeline: pipeline.PipelineUmmaAsync,
-  ):
-    self.config = config
-    self.tensors = tensors
-    self.store = store
-    self.cta_row = cta_row
-    self.columns = config.store_columns
-    load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
-    self.acc = AccReader(config, acc, self.columns, load, acc_pipeline)
-    self.lane = cute.arch.lane_idx()
-    self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    self.store_pipeline = pipeline.PipelineTmaStore.create(
-      num_stages=config.num_store_stage, producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARP_SIZE)
-    )
+	def __init__(
+		self,
+		config: Sm100GemmConfig,
+		tensors: EpilogueTensors,
+		store: OutputStore,
+		acc: cute.Tensor,
+		cta_row: Int32,
+		acc_pipeline: pipeline.PipelineUmmaAsync,
+	):
+		self.config = config
+		self.tensors = tensors
+		self.store = store
+		self.cta_row = cta_row
+		self.columns = config.store_columns
+		load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
+		self.acc = AccReader(config, acc, self.columns, load, acc_pipeline)
+		self.lane = cute.arch.lane_idx()
+		self.warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+		self.store_pipeline = pipeline.PipelineTmaStore.create(
+			num_stages=config.num_store_stage, producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, WARP_SIZE)
+		)
 
-  @cute.jit
-  def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState, stage: Int32) -> Int32:
-    """Rescale and store a tile; the next staged block."""
-    warp_row = self.cta_row + self.warp * WARP_SIZE
-    row = tile.m_row + warp_row + self.lane
-    in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
-    if cutlass.const_expr(self.config.has_partial_tiles):
-      in_group = warp_row + self.lane < tile.rows
-      whole = warp_row + WARP_SIZE <= tile.rows
-    factor = Float32(1.0)
-    if in_group:
-      at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
-      factor = self.tensors.factor(self.config, tile.group, at)
-    self.acc.wait(acc_state)
-    num_blocks = self.config.tile.n // self.columns
-    for step in cutlass.range(num_blocks, unroll=1):
-      col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
-      values = self.acc.read(step, num_blocks, acc_state)
-      if col < self.tensors.out.shape[2]:
-        self.rescale(values, factor, tile.group, row, in_group, col)
-        rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
-        rounded.store(values.load().to(self.tensors.out.element_type))
-        if whole:
-          self.store_whole(rounded, tile, warp_row, col, stage)
-          stage = (stage + 1) % self.config.num_store_stage
-        elif in_group:
-          self.store_row(rounded, tile.group, row, col)
-    return stage
+	@cute.jit
+	def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState, stage: Int32) -> Int32:
+		"""Rescale and store a tile; the next staged block."""
+		warp_row = self.cta_row + self.warp * WARP_SIZE
+		row = tile.m_row + warp_row + self.lane
+		in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
+		if cutlass.const_expr(self.config.has_partial_tiles):
+			in_group = warp_row + self.lane < tile.rows
+			whole = warp_row + WARP_SIZE <= tile.rows
+		factor = Float32(1.0)
+		if in_group:
+			at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
+			factor = self.tensors.factor(self.config, tile.group, at)
+		self.acc.wait(acc_state)
+		num_blocks = self.config.tile.n // self.columns
+		for step in cutlass.range(num_blocks, unroll=1):
+			col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
+			values = self.acc.read(step, num_blocks, acc_state)
+			if col < self.tensors.out.shape[2]:
+				self.rescale(values, factor, tile.group, row, in_group, col)
+				rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
+				rounded.store(values.load().to(self.tensors.out.element_type))
+				if whole:
+					self.store_whole(rounded, tile, warp_row, col, stage)
+					stage = (stage + 1) % self.config.num_store_stage
+				elif in_group:
+					self.store_row(rounded, tile.group, row, col)
+		return stage
 
-  @cute.jit
-  def rescale(
-    self, values: cute.Tensor, factor: Float32, group: Int32, row: Int32, in_group: Boolean, col: Int32
-  ) -> None:
-    """Rescale a row's accumulators from ``col`` on and add to them."""
-    tensors, cols = self.tensors, self.tensors.out.shape[2]
-    if cutlass.const_expr(tensors.has_factor):
-      factors = cute.make_rmem_tensor(self.columns, Float32)
-      factors.fill(factor)
-      pairwise(cute.arch.mul_packed_f32x2, values, factors)
-    for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
-      part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
-      if cutlass.const_expr(tensors.bias is not None):
-        if col + i < cols:
-          at = Int64(group) * tensors.bias.stride[0] + (col + i)
-          pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
-      if cutlass.const_expr(self.config.accumulate):
-        if in_group and col + i < cols:
-          at = out_offset(self.config, tensors.out, group, row, col + i)
-          old = read_vector(tensors.out, at)
-          pairwise(cute.arch.add_packed_f32x2, part, old)
+	@cute.jit
+	def rescale(
+		self, values: cute.Tensor, factor: Float32, group: Int32, row: Int32, in_group: Boolean, col: Int32
+	) -> None:
+		"""Rescale a row's accumulators from ``col`` on and add to them."""
+		tensors, cols = self.tensors, self.tensors.out.shape[2]
+		if cutlass.const_expr(tensors.has_factor):
+			factors = cute.make_rmem_tensor(self.columns, Float32)
+			factors.fill(factor)
+			pairwise(cute.arch.mul_packed_f32x2, values, factors)
+		for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
+			part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
+			if cutlass.const_expr(tensors.bias is not None):
+				if col + i < cols:
+					at = Int64(group) * tensors.bias.stride[0] + (col + i)
+					pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
+			if cutlass.const_expr(self.config.accumulate):
+				if in_group and col + i < cols:
+					at = out_offset(self.config, tensors.out, group, row, col + i)
+					old = read_vector(tensors.out, at)
+					pairwise(cute.arch.add_packed_f32x2, part, old)
 
-  @cute.jit
-  def store_row(self, rounded: cute.Tensor, group: Int32, row: Int32, col: Int32) -> None:
-    """Store a thread's own row from ``col`` on, up to the end of the output."""
-    for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
-      if col + i < self.tensors.out.shape[2]:
-        part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
-        offset = out_offset(self.config, self.tensors.out, group, row, col + i)
-        target = vector_at(self.tensors.out, offset, N_ALIGN)
-        cute.autovec_copy(part, target)
+	@cute.jit
+	def store_row(self, rounded: cute.Tensor, group: Int32, row: Int32, col: Int32) -> None:
+		"""Store a thread's own row from ``col`` on, up to the end of the output."""
+		for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
+			if col + i < self.tensors.out.shape[2]:
+				part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
+				offset = out_offset(self.config, self.tensors.out, group, row, col + i)
+				target = vector_at(self.tensors.out, offset, N_ALIGN)
+				cute.autovec_copy(part, target)
 
-  @cute.jit
-  def store_whole(self, rounded: cute.Tensor, tile: WorkTile, warp_row: Int32, col: Int32, stage: Int32) -> None:
-    """Store the rows of a warp by TMA."""
-    self.store_pipeline.producer_acquire()
-    cute.arch.sync_warp()
-    slot = self.warp * self.config.num_store_stage + stage
-    # Lanes write the 16-byte chunks of their rows where the 128-byte swizzle has them; eight
-    # lanes then touch all banks.
-    base = self.store.shared.iterator.toint() + (slot * WARP_SIZE + self.lane) * 128
-    per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
-    for chunk in cutlass.range_constexpr(128 // VECTOR_BYTES):
-      place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * VECTOR_BYTES
-      space = cute.AddressSpace.smem
-      pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)
-      vector = cute.make_layout(per_chunk)
-      part = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
-      cute.autovec_copy(part, cute.make_tensor(pointer, vector))
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    group = tile.group if cutlass.const_expr(self.config.grouping == "k_grouped") else 0
-    self.store.copy(slot, tile.m_row + warp_row, col, group)
-    self.store_pipeline.producer_commit()
+	@cute.jit
+	def store_whole(self, rounded: cute.Tensor, tile: WorkTile, warp_row: Int32, col: Int32, stage: Int32) -> None:
+		"""Store the rows of a warp by TMA."""
+		self.store_pipeline.producer_acquire()
+		cute.arch.sync_warp()
+		slot = self.warp * self.config.num_store_stage + stage
+		# Lanes write the 16-byte chunks of their rows where the 128-byte swizzle has them; eight
+		# lanes then touch all banks.
+		base = self.store.shared.iterator.toint() + (slot * WARP_SIZE + self.lane) * 128
+		per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
+		for chunk in cutlass.range_constexpr(128 // VECTOR_BYTES):
+			place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * VECTOR_BYTES
+			space = cute.AddressSpace.smem
+			pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)
+			vector = cute.make_layout(per_chunk)
+			part = cute.make_tensor(rounded.iterator + chunk * per_chunk, vector)
+			cute.autovec_copy(part, cute.make_tensor(pointer, vector))
+		cute.arch.fence_proxy("async.shared", space="cta")
+		cute.arch.sync_warp()
+		group = tile.group if cutlass.const_expr(self.config.grouping == "k_grouped") else 0
+		self.store.copy(slot, tile.m_row + warp_row, col, group)
+		self.store_pipeline.producer_commit()

@@ -11,95 +11,95 @@ from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, 
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
-  from .config import Sm100GemmConfig
-  from .epilogue import Epilogue
-  from .epilogue_swapped import SwappedEpilogue
-  from .promotion import Promoter
+	from .config import Sm100GemmConfig
+	from .epilogue import Epilogue
+	from .epilogue_swapped import SwappedEpilogue
+	from .promotion import Promoter
 
 
 class EpilogueWarps:
-  """The four epilogue warps.
+	"""The four epilogue warps.
 
-  Args:
-    tensors: what is read and written in global memory.
-    direct: what becomes of tiles whose operands are not swapped; None if there are none.
-    swapped: what becomes of those whose operands are; None if there are none.
-    cta_row: first row of a tile's accumulator that this CTA holds.
-    tiles: the tile records.
-    promoter: what makes the sums of a tile; None if accumulators have them.
-  """
+	Args:
+	  tensors: what is read and written in global memory.
+	  direct: what becomes of tiles whose operands are not swapped; None if there are none.
+	  swapped: what becomes of those whose operands are; None if there are none.
+	  cta_row: first row of a tile's accumulator that this CTA holds.
+	  tiles: the tile records.
+	  promoter: what makes the sums of a tile; None if accumulators have them.
+	"""
 
-  def __init__(
-    self,
-    config: Sm100GemmConfig,
-    tensors: EpilogueTensors,
-    direct: Epilogue | None,
-    swapped: SwappedEpilogue | None,
-    cta_row: Int32,
-    tiles: TileReader,
-    promoter: Promoter | None,
-  ):
-    self.config = config
-    self.tensors = tensors
-    self.direct = direct
-    self.swapped = swapped
-    self.cta_row = cta_row
-    self.tiles = tiles
-    self.promoter = promoter
+	def __init__(
+		self,
+		config: Sm100GemmConfig,
+		tensors: EpilogueTensors,
+		direct: Epilogue | None,
+		swapped: SwappedEpilogue | None,
+		cta_row: Int32,
+		tiles: TileReader,
+		promoter: Promoter | None,
+	):
+		self.config = config
+		self.tensors = tensors
+		self.direct = direct
+		self.swapped = swapped
+		self.cta_row = cta_row
+		self.tiles = tiles
+		self.promoter = promoter
 
-  @cute.jit
-  def run(self) -> None:
-    tile_shape = self.config.tile
-    either = self.swapped if self.direct is None else self.direct
-    tile_state, acc_state = self.tiles.new_state(), either.acc.new_state()
-    stage = Int32(0)
-    tile, tile_state = self.tiles.next(tile_state)
-    while tile.group >= 0:
-      if tile.k_blocks == 0:
-        if cutlass.const_expr(self.config.writes_zeros):
-          self.store_zeros(tile)
-      else:
-        if cutlass.const_expr(self.promoter is not None):
-          acc_state = self.promoter.run(tile, acc_state)
-        if cutlass.const_expr(tile_shape.swap_ab):
-          self.swapped.finish(tile, acc_state)
-        elif cutlass.const_expr(tile_shape.swap_partial):
-          if tile.rows < tile_shape.rows:
-            self.swapped.finish(tile, acc_state)
-          else:
-            stage = self.direct.finish(tile, acc_state, stage)
-        else:
-          stage = self.direct.finish(tile, acc_state, stage)
-        if cutlass.const_expr(self.promoter is None):
-          acc_state.advance()
-      tile, tile_state = self.tiles.next(tile_state)
-    if cutlass.const_expr(self.direct is not None):
-      self.direct.store_pipeline.producer_tail()
+	@cute.jit
+	def run(self) -> None:
+		tile_shape = self.config.tile
+		either = self.swapped if self.direct is None else self.direct
+		tile_state, acc_state = self.tiles.new_state(), either.acc.new_state()
+		stage = Int32(0)
+		tile, tile_state = self.tiles.next(tile_state)
+		while tile.group >= 0:
+			if tile.k_blocks == 0:
+				if cutlass.const_expr(self.config.writes_zeros):
+					self.store_zeros(tile)
+			else:
+				if cutlass.const_expr(self.promoter is not None):
+					acc_state = self.promoter.run(tile, acc_state)
+				if cutlass.const_expr(tile_shape.swap_ab):
+					self.swapped.finish(tile, acc_state)
+				elif cutlass.const_expr(tile_shape.swap_partial):
+					if tile.rows < tile_shape.rows:
+						self.swapped.finish(tile, acc_state)
+					else:
+						stage = self.direct.finish(tile, acc_state, stage)
+				else:
+					stage = self.direct.finish(tile, acc_state, stage)
+				if cutlass.const_expr(self.promoter is None):
+					acc_state.advance()
+			tile, tile_state = self.tiles.next(tile_state)
+		if cutlass.const_expr(self.direct is not None):
+			self.direct.store_pipeline.producer_tail()
 
-  @cute.jit
-  def store_zeros(self, tile: WorkTile) -> None:
-    """Zeros for this CTA's part of a tile; exact, whatever the factors are."""
-    out, config = self.tensors.out, self.config
-    row, col, rows = tile.m_row, tile.n_row, tile.rows
-    if cutlass.const_expr(config.tile.swap_ab):
-      row, col = tile.n_row, tile.m_row
-      rows = cutlass.min(rows, config.tile.n)
-      num_cols = config.tile.m
-    else:
-      row += self.cta_row
-      if cutlass.const_expr(config.grouping == "k_grouped"):
-        rows = out.shape[1] - row
-      else:
-        rows -= self.cta_row
-      rows = cutlass.min(rows, 128)
-      num_cols = config.tile.n
-    per_vector = VECTOR_BYTES * 8 // out.element_type.width
-    lanes = num_cols // per_vector
-    zeros = cute.make_rmem_tensor(per_vector, out.element_type)
-    zeros.fill(0.0)
-    thread = cute.arch.thread_idx()[0]
-    col += thread % lanes * per_vector
-    if col < out.shape[2]:
-      for i in cutlass.range(thread // lanes, rows, 128 // lanes, unroll=1):
-        offset = out_offset(config, out, tile.group, row + i, col)
-        cute.autovec_copy(zeros, vector_at(out, offset, per_vector))
+	@cute.jit
+	def store_zeros(self, tile: WorkTile) -> None:
+		"""Zeros for this CTA's part of a tile; exact, whatever the factors are."""
+		out, config = self.tensors.out, self.config
+		row, col, rows = tile.m_row, tile.n_row, tile.rows
+		if cutlass.const_expr(config.tile.swap_ab):
+			row, col = tile.n_row, tile.m_row
+			rows = cutlass.min(rows, config.tile.n)
+			num_cols = config.tile.m
+		else:
+			row += self.cta_row
+			if cutlass.const_expr(config.grouping == "k_grouped"):
+				rows = out.shape[1] - row
+			else:
+				rows -= self.cta_row
+			rows = cutlass.min(rows, 128)
+			num_cols = config.tile.n
+		per_vector = VECTOR_BYTES * 8 // out.element_type.width
+		lanes = num_cols // per_vector
+		zeros = cute.make_rmem_tensor(per_vector, out.element_type)
+		zeros.fill(0.0)
+		thread = cute.arch.thread_idx()[0]
+		col += thread % lanes * per_vector
+		if col < out.shape[2]:
+			for i in cutlass.range(thread // lanes, rows, 128 // lanes, unroll=1):
+				offset = out_offset(config, out, tile.group, row + i, col)
+				cute.autovec_copy(zeros, vector_at(out, offset, per_vector))

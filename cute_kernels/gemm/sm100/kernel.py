@@ -40,13 +40,13 @@ from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.views import (
-  matrix_view,
-  output_view,
-  ragged_rows_view,
-  row_scales_view,
-  scale_type,
-  scales_view,
-  squares_view,
+	matrix_view,
+	output_view,
+	ragged_rows_view,
+	row_scales_view,
+	scale_type,
+	scales_view,
+	squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
@@ -63,415 +63,415 @@ from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import NamedBarrierId, WarpSchedule
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.operands import OperandKind
+	from cute_kernels.gemm.operands import OperandKind
 
 
 class Sources(NamedTuple):
-  """Something of each tensor that TMA reads: the copies, their coordinates, or both.
+	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
-  Attributes:
-    m: elements of operand M; None if it is decoded.
-    n: elements of operand N; likewise.
-    m_scales: block scales of operand M; None without, as the others after it.
-    n_scales: block scales of operand N.
-    partial_m_scales: block scales of operand M of partial tiles with swapped operands.
-    partial_n_scales: those of operand N.
-    partial_boxes: elements of A of such tiles, by boxes of rows.
-    m_codes: codes of operand M where they are decoded.
-    n_codes: those of operand N.
-    m_codes_scales: their block scales; None without, and of squares.
-    n_codes_scales: likewise.
-  """
+	Attributes:
+	  m: elements of operand M; None if it is decoded.
+	  n: elements of operand N; likewise.
+	  m_scales: block scales of operand M; None without, as the others after it.
+	  n_scales: block scales of operand N.
+	  partial_m_scales: block scales of operand M of partial tiles with swapped operands.
+	  partial_n_scales: those of operand N.
+	  partial_boxes: elements of A of such tiles, by boxes of rows.
+	  m_codes: codes of operand M where they are decoded.
+	  n_codes: those of operand N.
+	  m_codes_scales: their block scales; None without, and of squares.
+	  n_codes_scales: likewise.
+	"""
 
-  m: Any
-  n: Any
-  m_scales: Any = None
-  n_scales: Any = None
-  partial_m_scales: Any = None
-  partial_n_scales: Any = None
-  partial_boxes: Any = None
-  m_codes: Any = None
-  n_codes: Any = None
-  m_codes_scales: Any = None
-  n_codes_scales: Any = None
+	m: Any
+	n: Any
+	m_scales: Any = None
+	n_scales: Any = None
+	partial_m_scales: Any = None
+	partial_n_scales: Any = None
+	partial_boxes: Any = None
+	m_codes: Any = None
+	n_codes: Any = None
+	m_codes_scales: Any = None
+	n_codes_scales: Any = None
 
-  @classmethod
-  def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
-    """A ``TmaSource`` of each."""
-    pairs = zip(atoms, tensors, strict=True)
-    return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
+	@classmethod
+	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
+		"""A ``TmaSource`` of each."""
+		pairs = zip(atoms, tensors, strict=True)
+		return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
 
-  def each(self, part: str) -> Sources:
-    """One attribute of each ``TmaSource``."""
-    return Sources(*(getattr(source, part, None) for source in self))
+	def each(self, part: str) -> Sources:
+		"""One attribute of each ``TmaSource``."""
+		return Sources(*(getattr(source, part, None) for source in self))
 
 
 class Stores(NamedTuple):
-  """Something of each way in which TMA writes the output: the copies, or their coordinates.
+	"""Something of each way in which TMA writes the output: the copies, or their coordinates.
 
-  Attributes:
-    direct: of tiles whose operands are not swapped; None if there are none.
-    swapped: of those whose operands are; None if none leave by TMA.
-  """
+	Attributes:
+	  direct: of tiles whose operands are not swapped; None if there are none.
+	  swapped: of those whose operands are; None if none leave by TMA.
+	"""
 
-  direct: Any = None
-  swapped: Any = None
+	direct: Any = None
+	swapped: Any = None
 
-  def each(self, part: str) -> Stores:
-    """One attribute of each ``TmaSource``."""
-    return Stores(*(getattr(store, part, None) for store in self))
+	def each(self, part: str) -> Stores:
+		"""One attribute of each ``TmaSource``."""
+		return Stores(*(getattr(store, part, None) for store in self))
 
 
 class Sm100Gemm:
-  """Grouped GEMM of one configuration, see the module."""
+	"""Grouped GEMM of one configuration, see the module."""
 
-  def __init__(self, config: Sm100GemmConfig):
-    self.config = config
-    self.warps = WarpSchedule(config.tile.num_ctas, bool(config.codes))
+	def __init__(self, config: Sm100GemmConfig):
+		self.config = config
+		self.warps = WarpSchedule(config.tile.num_ctas, bool(config.codes))
 
-  @staticmethod
-  def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
-    return (*FakeArguments(config).arguments(), env_stream())
+	@staticmethod
+	def fake_args(config: Sm100GemmConfig) -> tuple[Any, ...]:
+		return (*FakeArguments(config).arguments(), env_stream())
 
-  @cute.jit
-  def __call__(
-    self,
-    a: cute.Tensor,
-    a_scales: cute.Tensor | None,
-    a_amax: cute.Tensor | None,
-    b: cute.Tensor,
-    b_scales: cute.Tensor | None,
-    b_amax: cute.Tensor | None,
-    offs: cute.Tensor,
-    rows: cute.Tensor | None,
-    bias: cute.Tensor | None,
-    alpha: cute.Tensor | None,
-    out: cute.Tensor,
-    num_sms: Int32,
-    z: cute.Tensor | None,
-    stream: Any,
-  ) -> None:
-    """Launch the kernel.
+	@cute.jit
+	def __call__(
+		self,
+		a: cute.Tensor,
+		a_scales: cute.Tensor | None,
+		a_amax: cute.Tensor | None,
+		b: cute.Tensor,
+		b_scales: cute.Tensor | None,
+		b_amax: cute.Tensor | None,
+		offs: cute.Tensor,
+		rows: cute.Tensor | None,
+		bias: cute.Tensor | None,
+		alpha: cute.Tensor | None,
+		out: cute.Tensor,
+		num_sms: Int32,
+		z: cute.Tensor | None,
+		stream: Any,
+	) -> None:
+		"""Launch the kernel.
 
-    Args:
-      a: codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product
-        of P slots, (P, M) of untransposed copies; plain: (T, K), or (T, M) in a k_grouped
-        product.
-      a_scales: scale tiles (tiles, tiles along K, 512) uint8, or (ceil(M / 128), tiles along
-        P, 512); None without.
-      a_amax: (G,) fp32 second level, or (T,) when row-scaled; None without.
-      b: codes (G, N, >= K), or (N, P) or (P, N); plain: (G, N, K) or (T, N). (G, K, N) with
-        ``transpose_b``.
-      b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), tiles
-        along P, 512); None without.
-      b_amax: (G,) fp32 second level; None without.
-      offs: (G,) int32 end rows.
-      rows: None: nothing is gathered here.
-      bias: (G, N), or None.
-      alpha: (G,) fp32, or None.
-      out: (T, N), or (G, M, N) of a k_grouped product.
-      num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-      z: None.
-      stream: where to launch.
+		Args:
+		  a: codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product
+		    of P slots, (P, M) of untransposed copies; plain: (T, K), or (T, M) in a k_grouped
+		    product.
+		  a_scales: scale tiles (tiles, tiles along K, 512) uint8, or (ceil(M / 128), tiles along
+		    P, 512); None without.
+		  a_amax: (G,) fp32 second level, or (T,) when row-scaled; None without.
+		  b: codes (G, N, >= K), or (N, P) or (P, N); plain: (G, N, K) or (T, N). (G, K, N) with
+		    ``transpose_b``.
+		  b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), tiles
+		    along P, 512); None without.
+		  b_amax: (G,) fp32 second level; None without.
+		  offs: (G,) int32 end rows.
+		  rows: None: nothing is gathered here.
+		  bias: (G, N), or None.
+		  alpha: (G,) fp32, or None.
+		  out: (T, N), or (G, M, N) of a k_grouped product.
+		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+		  z: None.
+		  stream: where to launch.
 
-    Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
-    """
-    config, layouts = self.config, Layouts(self.config)
-    m, n, m_scales, n_scales = a, b, a_scales, b_scales
-    if cutlass.const_expr(config.tile.swap_ab):
-      m, n, m_scales, n_scales = b, a, b_scales, a_scales
-    operands, depth = (m, n), None
-    if cutlass.const_expr(config.grouping == "m_grouped"):
-      # B may be padded along K, A never is.
-      depth = a.shape[1] * (a.element_type.width // config.kind.bits)
-    m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
-    n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
-    promoted = None
-    if cutlass.const_expr(config.promotes):
-      promoted = tuple(
-        (row_scales_view if of_rows else squares_view)(x)
-        for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
-      )
-    if cutlass.const_expr(config.mma_kind.is_block_scaled):
-      m_scales = scales_view(m_scales, config.mma_kind)
-      n_scales = scales_view(n_scales, config.mma_kind)
-    if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
-      num_rows = a.shape[0]
-    else:
-      # T itself is not known here; the most rows that the slots hold give the same slots.
-      num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
-    extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
-    scales = (m_scales, n_scales)
-    sources = self.sources(layouts, m, n, *scales)._replace(
-      **codes_sources(config, layouts.stages, operands, scales, depth)
-    )
-    stores = self.stores(layouts, out)
-    num_clusters = num_sms // config.tile.num_ctas
-    self.kernel(
-      layouts.tiled_mma,
-      layouts.tiled_mma_sf,
-      sources.each("atom"),
-      sources.each("tensor"),
-      stores.each("atom"),
-      stores.each("tensor"),
-      output_view(out),
-      promoted,
-      a_amax,
-      b_amax,
-      alpha,
-      bias,
-      squares_of(config, scales),
-      offs,
-      extents,
-    ).launch(
-      grid=[num_clusters * config.tile.num_ctas, 1, 1],
-      block=[self.warps.num_threads, 1, 1],
-      cluster=[config.tile.num_ctas, 1, 1],
-      stream=stream,
-      min_blocks_per_mp=1,
-    )
+		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
+		"""
+		config, layouts = self.config, Layouts(self.config)
+		m, n, m_scales, n_scales = a, b, a_scales, b_scales
+		if cutlass.const_expr(config.tile.swap_ab):
+			m, n, m_scales, n_scales = b, a, b_scales, a_scales
+		operands, depth = (m, n), None
+		if cutlass.const_expr(config.grouping == "m_grouped"):
+			# B may be padded along K, A never is.
+			depth = a.shape[1] * (a.element_type.width // config.kind.bits)
+		m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
+		n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
+		promoted = None
+		if cutlass.const_expr(config.promotes):
+			promoted = tuple(
+				(row_scales_view if of_rows else squares_view)(x)
+				for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
+			)
+		if cutlass.const_expr(config.mma_kind.is_block_scaled):
+			m_scales = scales_view(m_scales, config.mma_kind)
+			n_scales = scales_view(n_scales, config.mma_kind)
+		if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+			num_rows = a.shape[0]
+		else:
+			# T itself is not known here; the most rows that the slots hold give the same slots.
+			num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
+		extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
+		scales = (m_scales, n_scales)
+		sources = self.sources(layouts, m, n, *scales)._replace(
+			**codes_sources(config, layouts.stages, operands, scales, depth)
+		)
+		stores = self.stores(layouts, out)
+		num_clusters = num_sms // config.tile.num_ctas
+		self.kernel(
+			layouts.tiled_mma,
+			layouts.tiled_mma_sf,
+			sources.each("atom"),
+			sources.each("tensor"),
+			stores.each("atom"),
+			stores.each("tensor"),
+			output_view(out),
+			promoted,
+			a_amax,
+			b_amax,
+			alpha,
+			bias,
+			squares_of(config, scales),
+			offs,
+			extents,
+		).launch(
+			grid=[num_clusters * config.tile.num_ctas, 1, 1],
+			block=[self.warps.num_threads, 1, 1],
+			cluster=[config.tile.num_ctas, 1, 1],
+			stream=stream,
+			min_blocks_per_mp=1,
+		)
 
-  def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
-    """An operand as (rows, K, groups)."""
-    if self.config.ragged_k:
-      return ragged_rows_view(x)
-    return matrix_view(x, kind, mn_major, depth)
+	def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
+		"""An operand as (rows, K, groups)."""
+		if self.config.ragged_k:
+			return ragged_rows_view(x)
+		return matrix_view(x, kind, mn_major, depth)
 
-  def sources(
-    self, layouts: Layouts, m: cute.Tensor, n: cute.Tensor, m_scales: cute.Tensor | None, n_scales: cute.Tensor | None
-  ) -> Sources:
-    """The TMA copies of one stage of each tensor that is not decoded."""
-    staged, out = layouts.stages, Sources(None, None)
-    decoded = [codes.side for codes in self.config.codes]
-    if "m" not in decoded:
-      out = out._replace(m=self.m_source(layouts, m, staged.m))
-    if "n" not in decoded:
-      out = out._replace(n=self.n_source(layouts, n, staged.n))
-    if self.config.mma_kind.is_block_scaled:
-      out = out._replace(
-        m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
-        n_scales=self.n_scales_source(layouts, n_scales),
-      )
-    if self.config.tile.swap_partial and out.m is not None:
-      out = out._replace(partial_boxes=self.box_source(layouts, m))
-    if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
-      out = out._replace(
-        partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
-        partial_n_scales=self.n_scales_source(layouts, m_scales),
-      )
-    return out
+	def sources(
+		self, layouts: Layouts, m: cute.Tensor, n: cute.Tensor, m_scales: cute.Tensor | None, n_scales: cute.Tensor | None
+	) -> Sources:
+		"""The TMA copies of one stage of each tensor that is not decoded."""
+		staged, out = layouts.stages, Sources(None, None)
+		decoded = [codes.side for codes in self.config.codes]
+		if "m" not in decoded:
+			out = out._replace(m=self.m_source(layouts, m, staged.m))
+		if "n" not in decoded:
+			out = out._replace(n=self.n_source(layouts, n, staged.n))
+		if self.config.mma_kind.is_block_scaled:
+			out = out._replace(
+				m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
+				n_scales=self.n_scales_source(layouts, n_scales),
+			)
+		if self.config.tile.swap_partial and out.m is not None:
+			out = out._replace(partial_boxes=self.box_source(layouts, m))
+		if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
+			out = out._replace(
+				partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
+				partial_n_scales=self.n_scales_source(layouts, m_scales),
+			)
+		return out
 
-  def m_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False) -> TmaSource:
-    """The TMA copy of one stage of operand M: its elements or its block scales."""
-    cluster_mn = (self.config.tile.num_ctas, 1)
-    op = blackwell_helpers.cluster_shape_to_tma_atom_A(cluster_mn, layouts.tiled_mma.thr_id)
-    return TmaSource(
-      *cute.nvgpu.make_tiled_tma_atom_A(
-        op,
-        tensor,
-        cute.slice_(staged, (None, None, None, 0)),
-        layouts.tiler,
-        layouts.tiled_mma,
-        layouts.cluster.shape,
-        internal_type=cutlass.Int16 if is_scale else None,
-      )
-    )
+	def m_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False) -> TmaSource:
+		"""The TMA copy of one stage of operand M: its elements or its block scales."""
+		cluster_mn = (self.config.tile.num_ctas, 1)
+		op = blackwell_helpers.cluster_shape_to_tma_atom_A(cluster_mn, layouts.tiled_mma.thr_id)
+		return TmaSource(
+			*cute.nvgpu.make_tiled_tma_atom_A(
+				op,
+				tensor,
+				cute.slice_(staged, (None, None, None, 0)),
+				layouts.tiler,
+				layouts.tiled_mma,
+				layouts.cluster.shape,
+				internal_type=cutlass.Int16 if is_scale else None,
+			)
+		)
 
-  def n_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any) -> TmaSource:
-    """The TMA copy of one stage of the elements of operand N."""
-    cluster_mn = (self.config.tile.num_ctas, 1)
-    op = blackwell_helpers.cluster_shape_to_tma_atom_B(cluster_mn, layouts.tiled_mma.thr_id)
-    return TmaSource(
-      *cute.nvgpu.make_tiled_tma_atom_B(
-        op,
-        tensor,
-        cute.slice_(staged, (None, None, None, 0)),
-        layouts.tiler,
-        layouts.tiled_mma,
-        layouts.cluster.shape,
-        internal_type=None,
-      )
-    )
+	def n_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any) -> TmaSource:
+		"""The TMA copy of one stage of the elements of operand N."""
+		cluster_mn = (self.config.tile.num_ctas, 1)
+		op = blackwell_helpers.cluster_shape_to_tma_atom_B(cluster_mn, layouts.tiled_mma.thr_id)
+		return TmaSource(
+			*cute.nvgpu.make_tiled_tma_atom_B(
+				op,
+				tensor,
+				cute.slice_(staged, (None, None, None, 0)),
+				layouts.tiler,
+				layouts.tiled_mma,
+				layouts.cluster.shape,
+				internal_type=None,
+			)
+		)
 
-  def n_scales_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
-    """The TMA copy of one stage of the block scales of operand N, which all CTAs need."""
-    cluster_mn = (self.config.tile.num_ctas, 1)
-    op = blackwell_helpers.cluster_shape_to_tma_atom_SFB(cluster_mn, layouts.tiled_mma.thr_id)
-    return TmaSource(
-      *cute.nvgpu.make_tiled_tma_atom_B(
-        op,
-        tensor,
-        cute.slice_(layouts.stages.n_scales, (None, None, None, 0)),
-        layouts.tiler_sf,
-        layouts.tiled_mma_sf,
-        layouts.cluster_sf.shape,
-        internal_type=cutlass.Int16,
-      )
-    )
+	def n_scales_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
+		"""The TMA copy of one stage of the block scales of operand N, which all CTAs need."""
+		cluster_mn = (self.config.tile.num_ctas, 1)
+		op = blackwell_helpers.cluster_shape_to_tma_atom_SFB(cluster_mn, layouts.tiled_mma.thr_id)
+		return TmaSource(
+			*cute.nvgpu.make_tiled_tma_atom_B(
+				op,
+				tensor,
+				cute.slice_(layouts.stages.n_scales, (None, None, None, 0)),
+				layouts.tiler_sf,
+				layouts.tiled_mma_sf,
+				layouts.cluster_sf.shape,
+				internal_type=cutlass.Int16,
+			)
+		)
 
-  def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
-    """The TMA copy of a box of rows of operand M."""
-    box = cute.slice_(layouts.boxes, (None, None, 0))
-    op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
-    shape = (BOX_ROWS, layouts.tiler[2])
-    return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
+	def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
+		"""The TMA copy of a box of rows of operand M."""
+		box = cute.slice_(layouts.boxes, (None, None, 0))
+		op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
+		shape = (BOX_ROWS, layouts.tiler[2])
+		return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
-  def stores(self, layouts: Layouts, out: cute.Tensor) -> Stores:
-    """The TMA stores of one block of the output."""
-    stores = Stores()
-    if not self.config.tile.swap_ab:
-      stores = stores._replace(direct=self.store(out, layouts.out))
-    if self.config.tile.swap_partial:
-      stores = stores._replace(swapped=self.store(out, layouts.swapped_out))
-    return stores
+	def stores(self, layouts: Layouts, out: cute.Tensor) -> Stores:
+		"""The TMA stores of one block of the output."""
+		stores = Stores()
+		if not self.config.tile.swap_ab:
+			stores = stores._replace(direct=self.store(out, layouts.out))
+		if self.config.tile.swap_partial:
+			stores = stores._replace(swapped=self.store(out, layouts.swapped_out))
+		return stores
 
-  def store(self, out: cute.Tensor, staged: Any) -> TmaSource:
-    """The TMA store of one block of the output, and its coordinates (rows, N, G)."""
-    groups, rows, cols = (view := output_view(out)).shape
-    stride = view.stride
-    tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0])))
-    block = cute.slice_(staged, (None, None, 0))
-    shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
-    return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
+	def store(self, out: cute.Tensor, staged: Any) -> TmaSource:
+		"""The TMA store of one block of the output, and its coordinates (rows, N, G)."""
+		groups, rows, cols = (view := output_view(out)).shape
+		stride = view.stride
+		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0])))
+		block = cute.slice_(staged, (None, None, 0))
+		shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
+		return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
 
-  @cute.kernel
-  def kernel(
-    self,
-    tiled_mma: cute.TiledMma,
-    tiled_mma_sf: cute.TiledMma,
-    source_atoms: Sources,
-    source_tensors: Sources,
-    store_atoms: Stores,
-    store_tensors: Stores,
-    out: cute.Tensor,
-    promoted: tuple[cute.Tensor, cute.Tensor] | None,
-    a_amax: cute.Tensor | None,
-    b_amax: cute.Tensor | None,
-    alpha: cute.Tensor | None,
-    bias: cute.Tensor | None,
-    squares: tuple[cute.Tensor | None, ...],
-    offs: cute.Tensor,
-    extents: Extents,
-  ) -> None:
-    config, warps = self.config, self.warps
-    layouts = Layouts(config)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+	@cute.kernel
+	def kernel(
+		self,
+		tiled_mma: cute.TiledMma,
+		tiled_mma_sf: cute.TiledMma,
+		source_atoms: Sources,
+		source_tensors: Sources,
+		store_atoms: Stores,
+		store_tensors: Stores,
+		out: cute.Tensor,
+		promoted: tuple[cute.Tensor, cute.Tensor] | None,
+		a_amax: cute.Tensor | None,
+		b_amax: cute.Tensor | None,
+		alpha: cute.Tensor | None,
+		bias: cute.Tensor | None,
+		squares: tuple[cute.Tensor | None, ...],
+		offs: cute.Tensor,
+		extents: Extents,
+	) -> None:
+		config, warps = self.config, self.warps
+		layouts = Layouts(config)
+		warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+		cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-    smem = cutlass.memory.SmemAllocator()
-    barriers = Barriers.allocate(config, smem)
-    pipelines = make_pipelines(config, warps, layouts, barriers)
-    ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline = pipelines
-    pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
-    shared = self.allocate_stages(smem, layouts)
-    acc_layout = layouts.acc_layout()
-    staged_out = self.allocate_output(smem, layouts, out)
-    column_scales = None
-    if cutlass.const_expr(config.column_scale_bytes > 0):
-      words = config.column_scale_bytes // 4
-      column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
-    pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
+		smem = cutlass.memory.SmemAllocator()
+		barriers = Barriers.allocate(config, smem)
+		pipelines = make_pipelines(config, warps, layouts, barriers)
+		ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline = pipelines
+		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
+		shared = self.allocate_stages(smem, layouts)
+		acc_layout = layouts.acc_layout()
+		staged_out = self.allocate_output(smem, layouts, out)
+		column_scales = None
+		if cutlass.const_expr(config.column_scale_bytes > 0):
+			words = config.column_scale_bytes // 4
+			column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
+		pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-    tiles = TileReader(ring, barriers.tiles)
-    if warp == warps.scheduler_warp_id:
-      TileScheduler(config, ring, barriers.tiles, offs, extents).run()
-    if warp == warps.load_warp_id:
-      sources = Sources.paired(source_atoms, source_tensors)
-      loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
-      self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
-    if cutlass.const_expr(config.codes):
-      if warp == warps.codes_load_warp_id:
-        sources = Sources.paired(source_atoms, source_tensors)
-        codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
-      if warp >= warps.first_decode_warp_id:
-        DecodeWarps(config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline).run()
-    if warp == warps.mma_warp_id:
-      tmem.wait_for_alloc()
-      pointer = tmem.retrieve_ptr(Float32)
-      mma = self.instructions(layouts, shared, pointer)
-      MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
-    if warp < warps.mma_warp_id:
-      tmem.allocate(TMEM_COLUMNS)
-      tmem.wait_for_alloc()
-      pointer = tmem.retrieve_ptr(Float32)
-      tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
-      cta_row = cta * (config.tile.m // config.tile.num_ctas)
-      acc = cute.make_tensor(pointer, acc_layout)
-      direct = swapped = None
-      if cutlass.const_expr(not config.tile.swap_ab):
-        store = OutputStore(store_atoms.direct, store_tensors.direct, staged_out)
-        direct = Epilogue(config, tensors, store, acc, cta_row, acc_pipeline)
-      if cutlass.const_expr(config.tile.may_swap):
-        store = None
-        if cutlass.const_expr(config.tile.swap_partial):
-          blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
-          store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
-        staged = staged_out.iterator
-        swapped = SwappedEpilogue(config, tensors, staged, store, acc, cta_row, acc_pipeline)
-      promoter = None
-      if cutlass.const_expr(promoted is not None):
-        promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
-      EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
-      tmem.relinquish_alloc_permit()
-      cute.arch.barrier(barrier_id=int(NamedBarrierId.EPILOGUE), number_of_threads=warps.num_epilogue_threads)
-      tmem.free(pointer)
+		tiles = TileReader(ring, barriers.tiles)
+		if warp == warps.scheduler_warp_id:
+			TileScheduler(config, ring, barriers.tiles, offs, extents).run()
+		if warp == warps.load_warp_id:
+			sources = Sources.paired(source_atoms, source_tensors)
+			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
+			self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
+		if cutlass.const_expr(config.codes):
+			if warp == warps.codes_load_warp_id:
+				sources = Sources.paired(source_atoms, source_tensors)
+				codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
+			if warp >= warps.first_decode_warp_id:
+				DecodeWarps(config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline).run()
+		if warp == warps.mma_warp_id:
+			tmem.wait_for_alloc()
+			pointer = tmem.retrieve_ptr(Float32)
+			mma = self.instructions(layouts, shared, pointer)
+			MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
+		if warp < warps.mma_warp_id:
+			tmem.allocate(TMEM_COLUMNS)
+			tmem.wait_for_alloc()
+			pointer = tmem.retrieve_ptr(Float32)
+			tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+			cta_row = cta * (config.tile.m // config.tile.num_ctas)
+			acc = cute.make_tensor(pointer, acc_layout)
+			direct = swapped = None
+			if cutlass.const_expr(not config.tile.swap_ab):
+				store = OutputStore(store_atoms.direct, store_tensors.direct, staged_out)
+				direct = Epilogue(config, tensors, store, acc, cta_row, acc_pipeline)
+			if cutlass.const_expr(config.tile.may_swap):
+				store = None
+				if cutlass.const_expr(config.tile.swap_partial):
+					blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
+					store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
+				staged = staged_out.iterator
+				swapped = SwappedEpilogue(config, tensors, staged, store, acc, cta_row, acc_pipeline)
+			promoter = None
+			if cutlass.const_expr(promoted is not None):
+				promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
+			EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
+			tmem.relinquish_alloc_permit()
+			cute.arch.barrier(barrier_id=int(NamedBarrierId.EPILOGUE), number_of_threads=warps.num_epilogue_threads)
+			tmem.free(pointer)
 
-  def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
-    """Stages of both operands and their block scales in shared memory."""
-    staged = layouts.stages
-    out = Stages(
-      *(
-        smem.allocate_tensor(dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
-        for x, dtype in zip(staged[:2], layouts.elements, strict=True)
-      )
-    )
-    if self.config.mma_kind.is_block_scaled:
-      dtype = scale_type(self.config.mma_kind)
-      out = out._replace(
-        m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
-        n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
-      )
-    for codes in self.config.codes:
-      name = f"{codes.side}_codes"
-      layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
-      made = smem.allocate_tensor(cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-      out = out._replace(**{name: made})
-      if scales is not None:
-        dtype = Float32 if codes.kind.has_row_scales else Int32
-        made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
-        out = out._replace(**{f"{name}_scales": made})
-    return out
+	def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
+		"""Stages of both operands and their block scales in shared memory."""
+		staged = layouts.stages
+		out = Stages(
+			*(
+				smem.allocate_tensor(dtype, x.outer, byte_alignment=1024, swizzle=x.inner)
+				for x, dtype in zip(staged[:2], layouts.elements, strict=True)
+			)
+		)
+		if self.config.mma_kind.is_block_scaled:
+			dtype = scale_type(self.config.mma_kind)
+			out = out._replace(
+				m_scales=smem.allocate_tensor(dtype, staged.m_scales, byte_alignment=128),
+				n_scales=smem.allocate_tensor(dtype, staged.n_scales, byte_alignment=128),
+			)
+		for codes in self.config.codes:
+			name = f"{codes.side}_codes"
+			layout, scales = getattr(staged, name), getattr(staged, f"{name}_scales")
+			made = smem.allocate_tensor(cutlass.Uint8, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+			out = out._replace(**{name: made})
+			if scales is not None:
+				dtype = Float32 if codes.kind.has_row_scales else Int32
+				made = smem.allocate_tensor(dtype, scales, byte_alignment=128)
+				out = out._replace(**{f"{name}_scales": made})
+		return out
 
-  def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts, out: cute.Tensor) -> cute.Tensor:
-    """Blocks of the output in shared memory."""
-    dtype = out.element_type
-    if self.config.tile.swap_ab:
-      layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
-      return smem.allocate_tensor(dtype, layout, byte_alignment=1024)
-    return smem.allocate_tensor(dtype, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner)
+	def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts, out: cute.Tensor) -> cute.Tensor:
+		"""Blocks of the output in shared memory."""
+		dtype = out.element_type
+		if self.config.tile.swap_ab:
+			layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
+			return smem.allocate_tensor(dtype, layout, byte_alignment=1024)
+		return smem.allocate_tensor(dtype, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner)
 
-  def load_warp(
-    self, loads: StageLoads, sources: Sources, shared: Stages, tiles: TileReader, ab_pipeline: pipeline.PipelineTmaUmma
-  ) -> LoadWarp:
-    """The load warp, with how each tensor gets into shared memory."""
-    operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
-    operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
-    if self.config.mma_kind.is_block_scaled:
-      operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
-      operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
-    rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
-    if not self.config.tile.swap_partial or sources.m is None:
-      return LoadWarp(self.config, *rest)
-    boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
-    partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
-    if self.config.mma_kind.is_block_scaled:
-      partial = partial._replace(
-        m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
-        n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
-      )
-    return SwappingLoadWarp(self.config, partial, *rest)
+	def load_warp(
+		self, loads: StageLoads, sources: Sources, shared: Stages, tiles: TileReader, ab_pipeline: pipeline.PipelineTmaUmma
+	) -> LoadWarp:
+		"""The load warp, with how each tensor gets into shared memory."""
+		operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
+		operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
+		if self.config.mma_kind.is_block_scaled:
+			operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
+			operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
+		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
+		if not self.config.tile.swap_partial or sources.m is None:
+			return LoadWarp(self.config, *rest)
+		boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
+		partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
+		if self.config.mma_kind.is_block_scaled:
+			partial = partial._replace(
+				m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
+				n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
+			)
+		return SwappingLoadWarp(self.config, partial, *rest)
 
-  def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
-    """How a stage is multiplied."""
-    acc_stride = self.config.tile.n - self.config.acc_overlap
-    return StageMma(self.config, shared, tmem, acc_stride, layouts.sf_first_columns())
+	def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
+		"""How a stage is multiplied."""
+		acc_stride = self.config.tile.n - self.config.acc_overlap
+		return StageMma(self.config, shared, tmem, acc_stride, layouts.sf_first_columns())

@@ -21,7 +21,7 @@ from cute_kernels.gemm.views import squares_view
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 
 if TYPE_CHECKING:
-  from .config import ScaleTilesConfig
+	from .config import ScaleTilesConfig
 
 _WARPS = 8
 _CTAS_PER_SM = 4
@@ -30,67 +30,67 @@ _FOUR = 0x01010101
 
 
 class ScaleTilesKernel:
-  """The pass of one configuration, see the module."""
+	"""The pass of one configuration, see the module."""
 
-  def __init__(self, config: ScaleTilesConfig):
-    self.config = config
+	def __init__(self, config: ScaleTilesConfig):
+		self.config = config
 
-  @staticmethod
-  def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
-    def of(*lead: Any) -> tuple[Any, Any]:
-      shape = (*lead, cute.sym_int(), cute.sym_int())
-      strides = tuple(cute.sym_int64() for _ in shape)
-      tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-      return (make_fake_tensor(Float32, shape, strides, assumed_align=4), compact(Uint8, *tiles, align=16))
+	@staticmethod
+	def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
+		def of(*lead: Any) -> tuple[Any, Any]:
+			shape = (*lead, cute.sym_int(), cute.sym_int())
+			strides = tuple(cute.sym_int64() for _ in shape)
+			tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
+			return (make_fake_tensor(Float32, shape, strides, assumed_align=4), compact(Uint8, *tiles, align=16))
 
-    lead = (cute.sym_int(),) if config.is_b_uniform else ()
-    return (*of(), *of(*lead), Int32(1), env_stream())
+		lead = (cute.sym_int(),) if config.is_b_uniform else ()
+		return (*of(), *of(*lead), Int32(1), env_stream())
 
-  @cute.jit
-  def __call__(
-    self, a: cute.Tensor, a_tiles: cute.Tensor, b: cute.Tensor, b_tiles: cute.Tensor, num_sms: Int32, stream: Any
-  ) -> None:
-    """Launch the kernel.
+	@cute.jit
+	def __call__(
+		self, a: cute.Tensor, a_tiles: cute.Tensor, b: cute.Tensor, b_tiles: cute.Tensor, num_sms: Int32, stream: Any
+	) -> None:
+		"""Launch the kernel.
 
-    Args:
-      a: (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K).
-      a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written.
-      b: likewise, with the groups first if uniform.
-      b_tiles: likewise.
-      num_sms: SMs of the device.
-      stream: where to launch.
-    """
-    self.kernel(squares_view(a), a_tiles, squares_view(b), b_tiles).launch(
-      grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _WARPS, 1, 1], stream=stream
-    )
+		Args:
+		  a: (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K).
+		  a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written.
+		  b: likewise, with the groups first if uniform.
+		  b_tiles: likewise.
+		  num_sms: SMs of the device.
+		  stream: where to launch.
+		"""
+		self.kernel(squares_view(a), a_tiles, squares_view(b), b_tiles).launch(
+			grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _WARPS, 1, 1], stream=stream
+		)
 
-  @cute.kernel
-  def kernel(self, a: cute.Tensor, a_tiles: cute.Tensor, b: cute.Tensor, b_tiles: cute.Tensor) -> None:
-    a_count, b_count = (cute.size(x) // SF_TILE_BYTES for x in (a_tiles, b_tiles))
-    first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
-    step = cute.arch.grid_dim()[0] * _WARPS
-    for item in cutlass.range(first, a_count + b_count, step, unroll=1):
-      if item < a_count:
-        self.convert(a, self.config.a_squares, a_tiles, item)
-      else:
-        self.convert(b, self.config.b_squares, b_tiles, item - a_count)
+	@cute.kernel
+	def kernel(self, a: cute.Tensor, a_tiles: cute.Tensor, b: cute.Tensor, b_tiles: cute.Tensor) -> None:
+		a_count, b_count = (cute.size(x) // SF_TILE_BYTES for x in (a_tiles, b_tiles))
+		first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
+		step = cute.arch.grid_dim()[0] * _WARPS
+		for item in cutlass.range(first, a_count + b_count, step, unroll=1):
+			if item < a_count:
+				self.convert(a, self.config.a_squares, a_tiles, item)
+			else:
+				self.convert(b, self.config.b_squares, b_tiles, item - a_count)
 
-  @cute.jit
-  def convert(self, scales: cute.Tensor, squares: bool, tiles: cute.Tensor, item: Int32) -> None:
-    """Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
-    lane = cute.arch.lane_idx()
-    row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]
-    block, rest = item % blocks, item // blocks
-    row_tile, group = rest % row_tiles, rest // row_tiles
-    words = cute.make_rmem_tensor(4, Uint32)
-    for i in cutlass.range_constexpr(4):
-      value = Float32(0.0)
-      if cutlass.const_expr(squares):
-        value = scales[row_tile, block, group]
-      else:
-        row = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane
-        if row < scales.shape[1]:
-          value = scales[block, row, group]
-      words[i] = (f32_as_bits(value) >> 23 & 0xFF) * _FOUR
-    place = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
-    store_global(place, [words[i] for i in range(4)])
+	@cute.jit
+	def convert(self, scales: cute.Tensor, squares: bool, tiles: cute.Tensor, item: Int32) -> None:
+		"""Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
+		lane = cute.arch.lane_idx()
+		row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]
+		block, rest = item % blocks, item // blocks
+		row_tile, group = rest % row_tiles, rest // row_tiles
+		words = cute.make_rmem_tensor(4, Uint32)
+		for i in cutlass.range_constexpr(4):
+			value = Float32(0.0)
+			if cutlass.const_expr(squares):
+				value = scales[row_tile, block, group]
+			else:
+				row = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane
+				if row < scales.shape[1]:
+					value = scales[block, row, group]
+			words[i] = (f32_as_bits(value) >> 23 & 0xFF) * _FOUR
+		place = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
+		store_global(place, [words[i] for i in range(4)])

@@ -20,243 +20,243 @@ from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Stages(NamedTuple):
-  """Stages in shared memory, or their layouts.
+	"""Stages in shared memory, or their layouts.
 
-  Attributes:
-    m: elements of operand M.
-    n: elements of operand N.
-    m_scales: block scales of operand M; None without.
-    n_scales: block scales of operand N; None without.
-    m_codes: codes of operand M, (rows, bytes, STAGE), where they are decoded.
-    n_codes: those of operand N.
-    m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
-    n_codes_scales: likewise.
-  """
+	Attributes:
+	  m: elements of operand M.
+	  n: elements of operand N.
+	  m_scales: block scales of operand M; None without.
+	  n_scales: block scales of operand N; None without.
+	  m_codes: codes of operand M, (rows, bytes, STAGE), where they are decoded.
+	  n_codes: those of operand N.
+	  m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
+	  n_codes_scales: likewise.
+	"""
 
-  m: Any
-  n: Any
-  m_scales: Any = None
-  n_scales: Any = None
-  m_codes: Any = None
-  n_codes: Any = None
-  m_codes_scales: Any = None
-  n_codes_scales: Any = None
+	m: Any
+	n: Any
+	m_scales: Any = None
+	n_scales: Any = None
+	m_codes: Any = None
+	n_codes: Any = None
+	m_codes_scales: Any = None
+	n_codes_scales: Any = None
 
 
 class Layouts:
-  """Tiled MMAs and layouts of a configuration; made while tracing.
+	"""Tiled MMAs and layouts of a configuration; made while tracing.
 
-  Attributes:
-    tiled_mma: the MMA.
-    elements: types of the elements of operands M and N.
-    tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
-      are not split between a pair of CTAs and come in whole tiles of 128 rows.
-    cluster: the CTAs of a cluster, (V, M, N, K).
-    cluster_sf: the same for ``tiled_mma_sf``.
-    stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-    boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
-    out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
-    swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
-      have them or none leave by TMA.
-  """
+	Attributes:
+	  tiled_mma: the MMA.
+	  elements: types of the elements of operands M and N.
+	  tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
+	    are not split between a pair of CTAs and come in whole tiles of 128 rows.
+	  cluster: the CTAs of a cluster, (V, M, N, K).
+	  cluster_sf: the same for ``tiled_mma_sf``.
+	  stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+	  boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
+	  out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+	  swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
+	    have them or none leave by TMA.
+	"""
 
-  def __init__(self, config: Sm100GemmConfig):
-    self.config = config
-    kind = config.mma_kind
-    self.tiler = config.mma_tiler_mnk
-    self.tiler_sf = (self.tiler[0] // config.tile.num_ctas, round_up(self.tiler[1], SF_TILE_ROWS), self.tiler[2])
-    group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
-    m, n = self.elements = tuple(map(element_type, config.multiplied))
-    self.tiled_mma = self._make_mma(group, self.tiler[:2])
-    self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
-    ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
-    self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
-    self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
-    stages = config.num_ab_stage
-    self.stages = Stages(
-      blackwell_helpers.make_smem_layout_a(self.tiled_mma, self.tiler, m, stages),
-      blackwell_helpers.make_smem_layout_b(self.tiled_mma, self.tiler, n, stages),
-    )
-    if kind.is_block_scaled:
-      scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
-      self.stages = self.stages._replace(
-        m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
-        n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
-      )
-    for codes in config.codes:
-      self.stages = self.stages._replace(**self._codes(codes))
-    swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
-    self.boxes = None
-    if config.tile.swap_partial:
-      boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
-      self.boxes = cute.tile_to_shape(
-        tcgen05.make_smem_layout_atom(swizzle, m), (BOX_ROWS, self.tiler[2], boxes), order=(0, 1, 2)
-      )
-    atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
-    staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
-    block = (WARP_SIZE, config.store_columns, staged_blocks)
-    self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
-    self.swapped_out = None
-    if config.tile.swap_partial:
-      dtype = DSL_TYPES[config.out_dtype]
-      kinds = tcgen05.SmemLayoutAtomKind
-      swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
-      blocks = config.staged_bytes * 8 // (SWAPPED_BLOCK * SWAPPED_BLOCK * dtype.width)
-      self.swapped_out = cute.tile_to_shape(
-        tcgen05.make_smem_layout_atom(swizzle, dtype), (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks), order=(0, 1, 2)
-      )
+	def __init__(self, config: Sm100GemmConfig):
+		self.config = config
+		kind = config.mma_kind
+		self.tiler = config.mma_tiler_mnk
+		self.tiler_sf = (self.tiler[0] // config.tile.num_ctas, round_up(self.tiler[1], SF_TILE_ROWS), self.tiler[2])
+		group = tcgen05.CtaGroup.ONE if config.tile.num_ctas == 1 else tcgen05.CtaGroup.TWO
+		m, n = self.elements = tuple(map(element_type, config.multiplied))
+		self.tiled_mma = self._make_mma(group, self.tiler[:2])
+		self.tiled_mma_sf = self._make_mma(tcgen05.CtaGroup.ONE, self.tiler_sf[:2])
+		ctas = cute.make_layout((config.tile.num_ctas, 1, 1))
+		self.cluster = cute.tiled_divide(ctas, (self.tiled_mma.thr_id.shape,))
+		self.cluster_sf = cute.tiled_divide(ctas, (self.tiled_mma_sf.thr_id.shape,))
+		stages = config.num_ab_stage
+		self.stages = Stages(
+			blackwell_helpers.make_smem_layout_a(self.tiled_mma, self.tiler, m, stages),
+			blackwell_helpers.make_smem_layout_b(self.tiled_mma, self.tiler, n, stages),
+		)
+		if kind.is_block_scaled:
+			scales = (self.tiled_mma, self.tiler, kind.sf_vec_size, stages)
+			self.stages = self.stages._replace(
+				m_scales=blockscaled_layout.make_smem_layout_sfa(*scales),
+				n_scales=blockscaled_layout.make_smem_layout_sfb(*scales),
+			)
+		for codes in config.codes:
+			self.stages = self.stages._replace(**self._codes(codes))
+		swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
+		self.boxes = None
+		if config.tile.swap_partial:
+			boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
+			self.boxes = cute.tile_to_shape(
+				tcgen05.make_smem_layout_atom(swizzle, m), (BOX_ROWS, self.tiler[2], boxes), order=(0, 1, 2)
+			)
+		atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
+		staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
+		block = (WARP_SIZE, config.store_columns, staged_blocks)
+		self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
+		self.swapped_out = None
+		if config.tile.swap_partial:
+			dtype = DSL_TYPES[config.out_dtype]
+			kinds = tcgen05.SmemLayoutAtomKind
+			swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
+			blocks = config.staged_bytes * 8 // (SWAPPED_BLOCK * SWAPPED_BLOCK * dtype.width)
+			self.swapped_out = cute.tile_to_shape(
+				tcgen05.make_smem_layout_atom(swizzle, dtype), (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks), order=(0, 1, 2)
+			)
 
-  def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
-    kind = self.config.mma_kind
-    major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
-    if not kind.is_block_scaled:
-      return blackwell_helpers.make_trivial_tiled_mma(*self.elements, *major, cutlass.Float32, group, shape_mn)
-    return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
-      *self.elements, *major, scale_type(kind), kind.sf_vec_size, group, shape_mn
-    )
+	def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
+		kind = self.config.mma_kind
+		major = [OperandMajorMode.MN if mn else OperandMajorMode.K for mn in self.config.mn_major]
+		if not kind.is_block_scaled:
+			return blackwell_helpers.make_trivial_tiled_mma(*self.elements, *major, cutlass.Float32, group, shape_mn)
+		return blackwell_helpers.make_blockscaled_trivial_tiled_mma(
+			*self.elements, *major, scale_type(kind), kind.sf_vec_size, group, shape_mn
+		)
 
-  def _codes(self, codes: Codes) -> dict[str, Any]:
-    """Stages of codes, whose rows are one swizzle atom, and of their block scales."""
-    stages, scales = self.config.num_codes_stage, None
-    kinds = tcgen05.SmemLayoutAtomKind
-    swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]
-    atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
-    shape = (codes.rows, codes.row_bytes, stages)
-    if codes.scales:
-      # Words of tiles, or rows, are contiguous.
-      order = (0, 1, 2) if codes.kind.has_row_scales else (2, 1, 0, 3)
-      scales = cute.make_ordered_layout((*codes.scales, stages), order=order)
-    name = f"{codes.side}_codes"
-    return {name: cute.tile_to_shape(atom, shape, (0, 1, 2)), f"{name}_scales": scales}
+	def _codes(self, codes: Codes) -> dict[str, Any]:
+		"""Stages of codes, whose rows are one swizzle atom, and of their block scales."""
+		stages, scales = self.config.num_codes_stage, None
+		kinds = tcgen05.SmemLayoutAtomKind
+		swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]
+		atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
+		shape = (codes.rows, codes.row_bytes, stages)
+		if codes.scales:
+			# Words of tiles, or rows, are contiguous.
+			order = (0, 1, 2) if codes.kind.has_row_scales else (2, 1, 0, 3)
+			scales = cute.make_ordered_layout((*codes.scales, stages), order=order)
+		name = f"{codes.side}_codes"
+		return {name: cute.tile_to_shape(atom, shape, (0, 1, 2)), f"{name}_scales": scales}
 
-  def acc_layout(self) -> cute.Layout:
-    """Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
-    shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
-    stages = self.config.num_acc_stage + 1 if self.config.promotes else 2
-    layout = self.tiled_mma.make_fragment_C(cute.append(shape, stages)).layout
-    column = layout.stride[0][1]
-    stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
-    return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
+	def acc_layout(self) -> cute.Layout:
+		"""Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
+		shape = self.tiled_mma.partition_shape_C(self.tiler[:2])
+		stages = self.config.num_acc_stage + 1 if self.config.promotes else 2
+		layout = self.tiled_mma.make_fragment_C(cute.append(shape, stages)).layout
+		column = layout.stride[0][1]
+		stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
+		return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
 
-  def sf_first_columns(self) -> tuple[int, int]:
-    """First columns of operand M's and operand N's block scales, behind the accumulators."""
-    sfa = 2 * self.tiler[1] - self.config.acc_overlap
-    return sfa, sfa + self.config.sf_columns[0]
+	def sf_first_columns(self) -> tuple[int, int]:
+		"""First columns of operand M's and operand N's block scales, behind the accumulators."""
+		sfa = 2 * self.tiler[1] - self.config.acc_overlap
+		return sfa, sfa + self.config.sf_columns[0]
 
-  def stage_bytes(self) -> int:
-    """Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
-    staged = [*zip(self.stages[:2], self.elements, strict=True)]
-    if self.config.mma_kind.is_block_scaled:
-      scales = scale_type(self.config.mma_kind)
-      staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
-    total = 0
-    for layout, dtype in staged:
-      total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
-    assert total == self.config.stage_bytes
-    return self.config.loaded_bytes * self.config.tile.num_ctas
+	def stage_bytes(self) -> int:
+		"""Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
+		staged = [*zip(self.stages[:2], self.elements, strict=True)]
+		if self.config.mma_kind.is_block_scaled:
+			scales = scale_type(self.config.mma_kind)
+			staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
+		total = 0
+		for layout, dtype in staged:
+			total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
+		assert total == self.config.stage_bytes
+		return self.config.loaded_bytes * self.config.tile.num_ctas
 
 
 class Barriers(NamedTuple):
-  """Barriers and small exchanges in shared memory.
+	"""Barriers and small exchanges in shared memory.
 
-  Attributes:
-    ab: full and empty barriers of the stages.
-    acc: full and empty barriers of the accumulators.
-    sched: full and empty barriers of the tile records.
-    tmem: where the address of tensor memory is put.
-    tmem_free: barrier of a CTA pair before tensor memory is freed.
-    tiles: the tile records.
-    codes: full and empty barriers of the stages of codes; None if none are decoded.
-  """
+	Attributes:
+	  ab: full and empty barriers of the stages.
+	  acc: full and empty barriers of the accumulators.
+	  sched: full and empty barriers of the tile records.
+	  tmem: where the address of tensor memory is put.
+	  tmem_free: barrier of a CTA pair before tensor memory is freed.
+	  tiles: the tile records.
+	  codes: full and empty barriers of the stages of codes; None if none are decoded.
+	"""
 
-  ab: cute.Pointer
-  acc: cute.Pointer
-  sched: cute.Pointer
-  tmem: cute.Pointer
-  tmem_free: cute.Pointer
-  tiles: cute.Tensor
-  codes: cute.Pointer | None = None
+	ab: cute.Pointer
+	acc: cute.Pointer
+	sched: cute.Pointer
+	tmem: cute.Pointer
+	tmem_free: cute.Pointer
+	tiles: cute.Tensor
+	codes: cute.Pointer | None = None
 
-  @staticmethod
-  def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
-    codes = None
-    if config.codes:
-      codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
-    return Barriers(
-      ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
-      acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
-      sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
-      tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
-      tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
-      tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
-      codes=codes,
-    )
+	@staticmethod
+	def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+		codes = None
+		if config.codes:
+			codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
+		return Barriers(
+			ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
+			acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
+			sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+			tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
+			tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
+			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+			codes=codes,
+		)
 
 
 class Pipelines(NamedTuple):
-  """What warps pass to each other.
+	"""What warps pass to each other.
 
-  Attributes:
-    ab: stages.
-    acc: accumulators.
-    ring: tile records.
-    tmem: the allocator of tensor memory.
-    codes: stages of codes; None if none are decoded.
-  """
+	Attributes:
+	  ab: stages.
+	  acc: accumulators.
+	  ring: tile records.
+	  tmem: the allocator of tensor memory.
+	  codes: stages of codes; None if none are decoded.
+	"""
 
-  ab: pipeline.PipelineTmaUmma
-  acc: pipeline.PipelineUmmaAsync
-  ring: pipeline.PipelineAsync
-  tmem: cutlass.memory.TmemAllocator
-  codes: pipeline.PipelineTmaAsync | None
+	ab: pipeline.PipelineTmaUmma
+	acc: pipeline.PipelineUmmaAsync
+	ring: pipeline.PipelineAsync
+	tmem: cutlass.memory.TmemAllocator
+	codes: pipeline.PipelineTmaAsync | None
 
 
 def make_pipelines(config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers) -> Pipelines:
-  def threads(count: int) -> pipeline.CooperativeGroup:
-    return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+	def threads(count: int) -> pipeline.CooperativeGroup:
+		return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 
-  ab_pipeline = pipeline.PipelineTmaUmma.create(
-    barrier_storage=barriers.ab,
-    num_stages=config.num_ab_stage,
-    producer_group=threads(warps.stage_arrivals),
-    consumer_group=threads(1),
-    tx_count=layouts.stage_bytes(),
-    cta_layout_vmnk=layouts.cluster,
-    defer_sync=True,
-  )
-  acc_pipeline = pipeline.PipelineUmmaAsync.create(
-    barrier_storage=barriers.acc,
-    num_stages=config.num_acc_stage,
-    producer_group=threads(1),
-    consumer_group=threads(warps.acc_consumer_arrivals),
-    cta_layout_vmnk=layouts.cluster,
-    defer_sync=True,
-  )
-  ring = pipeline.PipelineAsync.create(
-    barrier_storage=barriers.sched,
-    num_stages=config.num_sched_stage,
-    producer_group=threads(1),
-    consumer_group=threads(warps.tile_consumer_arrivals),
-    defer_sync=True,
-  )
-  tmem = cutlass.memory.TmemAllocator(
-    barriers.tmem,
-    barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads),
-    allocator_warp_id=warps.epilogue_warp_ids[0],
-    is_two_cta=config.tile.num_ctas == 2,
-    two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
-  )
-  codes_pipeline = None
-  if barriers.codes is not None:
-    # Those of one CTA are nobody else's.
-    codes_pipeline = pipeline.PipelineTmaAsync.create(
-      barrier_storage=barriers.codes,
-      num_stages=config.num_codes_stage,
-      producer_group=threads(1),
-      consumer_group=threads(warps.num_decode_warps),
-      tx_count=config.codes_stage_bytes,
-      cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-      defer_sync=True,
-    )
-  return Pipelines(ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline)
+	ab_pipeline = pipeline.PipelineTmaUmma.create(
+		barrier_storage=barriers.ab,
+		num_stages=config.num_ab_stage,
+		producer_group=threads(warps.stage_arrivals),
+		consumer_group=threads(1),
+		tx_count=layouts.stage_bytes(),
+		cta_layout_vmnk=layouts.cluster,
+		defer_sync=True,
+	)
+	acc_pipeline = pipeline.PipelineUmmaAsync.create(
+		barrier_storage=barriers.acc,
+		num_stages=config.num_acc_stage,
+		producer_group=threads(1),
+		consumer_group=threads(warps.acc_consumer_arrivals),
+		cta_layout_vmnk=layouts.cluster,
+		defer_sync=True,
+	)
+	ring = pipeline.PipelineAsync.create(
+		barrier_storage=barriers.sched,
+		num_stages=config.num_sched_stage,
+		producer_group=threads(1),
+		consumer_group=threads(warps.tile_consumer_arrivals),
+		defer_sync=True,
+	)
+	tmem = cutlass.memory.TmemAllocator(
+		barriers.tmem,
+		barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads),
+		allocator_warp_id=warps.epilogue_warp_ids[0],
+		is_two_cta=config.tile.num_ctas == 2,
+		two_cta_tmem_dealloc_mbar_ptr=barriers.tmem_free,
+	)
+	codes_pipeline = None
+	if barriers.codes is not None:
+		# Those of one CTA are nobody else's.
+		codes_pipeline = pipeline.PipelineTmaAsync.create(
+			barrier_storage=barriers.codes,
+			num_stages=config.num_codes_stage,
+			producer_group=threads(1),
+			consumer_group=threads(warps.num_decode_warps),
+			tx_count=config.codes_stage_bytes,
+			cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+			defer_sync=True,
+		)
+	return Pipelines(ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline)

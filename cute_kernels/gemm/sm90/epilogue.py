@@ -24,11 +24,11 @@ from cute_kernels.layout.pieces import DECODED_SCALE
 
 from .config import WARPGROUP_M, Sm90GemmConfig
 from .warp_schedule import (
-  FIRST_EPILOGUE_BARRIER,
-  FIRST_FREE_BARRIER,
-  FIRST_FULL_BARRIER,
-  FIRST_PING_PONG_BARRIER,
-  WARPGROUP_SIZE,
+	FIRST_EPILOGUE_BARRIER,
+	FIRST_FREE_BARRIER,
+	FIRST_FULL_BARRIER,
+	FIRST_PING_PONG_BARRIER,
+	WARPGROUP_SIZE,
 )
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
@@ -37,496 +37,496 @@ _SWIZZLE_ROWS = 8
 
 
 def _each(instruction: str, target: cute.Tensor, operands: cute.Tensor) -> None:
-  """``target = instruction(target, operands)`` for fp32 registers; never part of an FMA."""
-  for i in range(cute.size(target)):
-    target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
+	"""``target = instruction(target, operands)`` for fp32 registers; never part of an FMA."""
+	for i in range(cute.size(target)):
+		target[i] = asm(f"{instruction} $0, $1, $2;", [Float32], [target[i], operands[i]])
 
 
 def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> None:
-  """Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
-  names = ", ".join(f"${i + 1}" for i in range(len(words)))
-  kind = ".trans" if transpose else ""
-  asm_volatile(f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};", [address, *words])
+	"""Store 8x8 matrices of 16 bits, one a word; lane 8 i + r has row r of the i-th's address."""
+	names = ", ".join(f"${i + 1}" for i in range(len(words)))
+	kind = ".trans" if transpose else ""
+	asm_volatile(f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};", [address, *words])
 
 
 def _store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
-  """Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
-  count = len(words)
-  names = ", ".join(f"${i + 1}" for i in range(count))
-  asm_volatile(
-    f"""{{
+	"""Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
+	count = len(words)
+	names = ", ".join(f"${i + 1}" for i in range(count))
+	asm_volatile(
+		f"""{{
         .reg .pred p;
         setp.gt.s32 p, ${count + 1}, {rows[1]};
         setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
         @p st.global.v{count}.b32 [$0], {{{names}}};
         }}""",
-    [address, *words, rows[0], cols[0]],
-  )
+		[address, *words, rows[0], cols[0]],
+	)
 
 
 class _Target(NamedTuple):
-  """Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
+	"""Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
 
-  address: Int64
-  pitch: Int64
+	address: Int64
+	pitch: Int64
 
-  def at(self, row: int, offset: int) -> Int64:
-    """The address ``row`` rows and ``offset`` bytes further."""
-    return self.address + self.pitch * row + offset
+	def at(self, row: int, offset: int) -> Int64:
+		"""The address ``row`` rows and ``offset`` bytes further."""
+		return self.address + self.pitch * row + offset
 
-  def moved(self, row: Int32, offset: Int32) -> _Target:
-    return _Target(self.at(row, offset), self.pitch)
+	def moved(self, row: Int32, offset: Int32) -> _Target:
+		return _Target(self.at(row, offset), self.pitch)
 
 
 class _Window(NamedTuple):
-  """What a thread's vectors of a tile become.
+	"""What a thread's vectors of a tile become.
 
-  Attributes:
-    out: the place of the tile's first block in the output.
-    z: likewise in what goes into an activation, for its A and B if they are halves.
-    rows: rows that exist from the first vector's on.
-    cols: columns of the product that exist from the first vector's on.
-  """
+	Attributes:
+	  out: the place of the tile's first block in the output.
+	  z: likewise in what goes into an activation, for its A and B if they are halves.
+	  rows: rows that exist from the first vector's on.
+	  cols: columns of the product that exist from the first vector's on.
+	"""
 
-  out: _Target
-  z: list[_Target]
-  rows: Int32
-  cols: Int32
+	out: _Target
+	z: list[_Target]
+	rows: Int32
+	cols: Int32
 
-  def moved(self, row: Int32, col: Int32, width: int, halves: int) -> _Window:
-    """That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
-    narrow = col // halves * width
-    of_z = narrow if len(self.z) > 1 else col * width
-    z = [target.moved(row, of_z) for target in self.z]
-    return _Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
+	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> _Window:
+		"""That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
+		narrow = col // halves * width
+		of_z = narrow if len(self.z) > 1 else col * width
+		z = [target.moved(row, of_z) for target in self.z]
+		return _Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
 class PingPong:
-  """Lets two consumer warpgroups through their epilogues by turns, the first one first.
+	"""Lets two consumer warpgroups through their epilogues by turns, the first one first.
 
-  So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
+	So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
 
-  Args:
-    is_second: whether this is the second warpgroup.
-  """
+	Args:
+	  is_second: whether this is the second warpgroup.
+	"""
 
-  def __init__(self, is_second: Int32):
-    self.own = FIRST_PING_PONG_BARRIER + is_second
-    self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
-    self.is_second = is_second
+	def __init__(self, is_second: Int32):
+		self.own = FIRST_PING_PONG_BARRIER + is_second
+		self.other = FIRST_PING_PONG_BARRIER + 1 - is_second
+		self.is_second = is_second
 
-  @cute.jit
-  def start(self) -> None:
-    """Give the first warpgroup its first turn."""
-    if self.is_second == 1:
-      self.end()
+	@cute.jit
+	def start(self) -> None:
+		"""Give the first warpgroup its first turn."""
+		if self.is_second == 1:
+			self.end()
 
-  def begin(self) -> None:
-    """Wait for this warpgroup's turn."""
-    cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
+	def begin(self) -> None:
+		"""Wait for this warpgroup's turn."""
+		cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
 
-  def end(self) -> None:
-    """Give the other warpgroup its turn."""
-    cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
+	def end(self) -> None:
+		"""Give the other warpgroup its turn."""
+		cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
 
-  @cute.jit
-  def finish(self) -> None:
-    """Take the turn that is left over, so that no barrier is left half-way."""
-    if self.is_second == 0:
-      self.begin()
+	@cute.jit
+	def finish(self) -> None:
+		"""Take the turn that is left over, so that no barrier is left half-way."""
+		if self.is_second == 0:
+			self.begin()
 
 
 class Epilogue:
-  """The epilogue of one consumer warpgroup.
+	"""The epilogue of one consumer warpgroup.
 
-  A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
-  panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
-  Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
-  single buffer there are two.
+	A block is what the warpgroup stages at a time: ``config.block_shape`` elements of output in
+	panels of 128-byte rows, the vectors of 16 bytes in a row exchanged as the swizzle of TMA does.
+	Blocks use two buffers by turns, so one barrier a block keeps writers and readers apart; with a
+	single buffer there are two.
 
-  Args:
-    tensors: what is read and written in global memory.
-    blocks: buffers of all warpgroups in shared memory, bytes.
-    factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
-      unless there is one a row.
-    cta: number of the CTA in its cluster.
-    group: number of the consumer warpgroup; None of the one that runs this.
-  """
+	Args:
+	  tensors: what is read and written in global memory.
+	  blocks: buffers of all warpgroups in shared memory, bytes.
+	  factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+	    unless there is one a row.
+	  cta: number of the CTA in its cluster.
+	  group: number of the consumer warpgroup; None of the one that runs this.
+	"""
 
-  def __init__(
-    self,
-    config: Sm90GemmConfig,
-    tensors: EpilogueTensors,
-    blocks: cute.Tensor,
-    factors: cute.Tensor | None,
-    cta: Int32,
-    group: Int32 | None = None,
-  ):
-    self.config = config
-    self.tensors = tensors
-    thread = cute.arch.thread_idx()[0]
-    if group is None:
-      group = thread // WARPGROUP_SIZE
-    self.group = cute.arch.make_warp_uniform(group)
-    self.thread = thread % WARPGROUP_SIZE
-    self.warp, self.lane = self.thread // 32, thread % 32
-    self.block_rows, self.block_cols = config.block_shape
-    self.staged_element = DSL_TYPES[config.staged_type]
-    size = config.num_store_stage * config.block_bytes
-    self.blocks = blocks.iterator.toint() + group * size
-    if cutlass.const_expr(factors is not None):
-      self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
-    #: Elements of a vector, and vectors of a block.
-    self.vector = VECTOR_BYTES * 8 // self.staged_element.width
-    self.vectors = self.block_rows * self.block_cols // self.vector
-    #: The first vector of a block that this thread copies.
-    per_row = _ROW_BYTES // VECTOR_BYTES
-    own = self.thread % min(self.vectors, WARPGROUP_SIZE)
-    self.own_row = own // per_row % self.block_rows
-    panel = own // (per_row * self.block_rows)
-    self.own_col = (panel * per_row + own % per_row) * self.vector
-    #: First row of operand M of this warpgroup, from the cluster's tile on.
-    self.first_m = cta * config.tile.m + group * WARPGROUP_M
-    self.step = config.consumers * WARPGROUP_M
-    self.repeats = config.tile.m // self.step
+	def __init__(
+		self,
+		config: Sm90GemmConfig,
+		tensors: EpilogueTensors,
+		blocks: cute.Tensor,
+		factors: cute.Tensor | None,
+		cta: Int32,
+		group: Int32 | None = None,
+	):
+		self.config = config
+		self.tensors = tensors
+		thread = cute.arch.thread_idx()[0]
+		if group is None:
+			group = thread // WARPGROUP_SIZE
+		self.group = cute.arch.make_warp_uniform(group)
+		self.thread = thread % WARPGROUP_SIZE
+		self.warp, self.lane = self.thread // 32, thread % 32
+		self.block_rows, self.block_cols = config.block_shape
+		self.staged_element = DSL_TYPES[config.staged_type]
+		size = config.num_store_stage * config.block_bytes
+		self.blocks = blocks.iterator.toint() + group * size
+		if cutlass.const_expr(factors is not None):
+			self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+		#: Elements of a vector, and vectors of a block.
+		self.vector = VECTOR_BYTES * 8 // self.staged_element.width
+		self.vectors = self.block_rows * self.block_cols // self.vector
+		#: The first vector of a block that this thread copies.
+		per_row = _ROW_BYTES // VECTOR_BYTES
+		own = self.thread % min(self.vectors, WARPGROUP_SIZE)
+		self.own_row = own // per_row % self.block_rows
+		panel = own // (per_row * self.block_rows)
+		self.own_col = (panel * per_row + own % per_row) * self.vector
+		#: First row of operand M of this warpgroup, from the cluster's tile on.
+		self.first_m = cta * config.tile.m + group * WARPGROUP_M
+		self.step = config.consumers * WARPGROUP_M
+		self.repeats = config.tile.m // self.step
 
-  @cute.jit
-  def load_factors(self, tile: WorkTile) -> cute.Tensor:
-    """What rows are multiplied by; 1 where nothing was multiplied or no row is.
+	@cute.jit
+	def load_factors(self, tile: WorkTile) -> cute.Tensor:
+		"""What rows are multiplied by; 1 where nothing was multiplied or no row is.
 
-    Loaded ahead of the products, whose time hides the latency. With one factor a row the
-    threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
-    """
-    config = self.config
-    count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
-    factors = cute.make_rmem_tensor(count, Float32)
-    for i in cutlass.range_constexpr(count):
-      factor = Float32(1.0)
-      if tile.k_blocks > 0:
-        if cutlass.const_expr(config.row_scaled):
-          local = i * WARPGROUP_SIZE + self.thread
-          if local < cutlass.min(tile.rows, config.tile.n):
-            factor = self.tensors.factor(config, tile.group, tile.n_row + local)
-        else:
-          factor = self.tensors.factor(config, tile.group, tile.group)
-      factors[i] = factor
-    return factors
+		Loaded ahead of the products, whose time hides the latency. With one factor a row the
+		threads of the warpgroup have one of 128 rows each, and otherwise all have the group's.
+		"""
+		config = self.config
+		count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
+		factors = cute.make_rmem_tensor(count, Float32)
+		for i in cutlass.range_constexpr(count):
+			factor = Float32(1.0)
+			if tile.k_blocks > 0:
+				if cutlass.const_expr(config.row_scaled):
+					local = i * WARPGROUP_SIZE + self.thread
+					if local < cutlass.min(tile.rows, config.tile.n):
+						factor = self.tensors.factor(config, tile.group, tile.n_row + local)
+				else:
+					factor = self.tensors.factor(config, tile.group, tile.group)
+			factors[i] = factor
+		return factors
 
-  @cute.jit
-  def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
-    """Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
-    config = self.config
-    shape = (2, 2, config.tile.n // 8, self.repeats)
-    acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
-    if cutlass.const_expr(config.row_scaled):
-      for i in cutlass.range_constexpr(cute.size(factors)):
-        local = i * WARPGROUP_SIZE + self.thread
-        if local < config.tile.n:
-          store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
-    if cutlass.const_expr(config.stores_apart):
-      self.wait_free()
-    # The factors are there, and the blocks of the tile before have been read.
-    self.sync()
-    slot, window = Int32(0), self.window(tile)
-    block_n = self.block_n
-    for repeat in cutlass.range_constexpr(self.repeats):
-      bias = self.load_bias(tile, repeat)
-      for block in cutlass.range_constexpr(config.tile.n // block_n):
-        # The same for all threads: no row of a block that is left out is the group's.
-        if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
-          buffer = self.blocks + slot * config.block_bytes
-          for first in cutlass.range_constexpr(0, block_n, 16):
-            at = (block * block_n + first) // 8
-            columns = range(at, at + min(2, block_n // 8))
-            values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
-            self.stage(values, buffer, first)
-          if cutlass.const_expr(not config.stores_apart):
-            self.sync()
-            self.copy(buffer, window, repeat, block * block_n)
-            if cutlass.const_expr(config.num_store_stage == 1):
-              self.sync()
-            else:
-              slot = slot ^ 1
-        if cutlass.const_expr(config.stores_apart):
-          slot += 1
-    if cutlass.const_expr(config.stores_apart):
-      cute.arch.barrier_arrive(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+	@cute.jit
+	def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
+		"""Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
+		config = self.config
+		shape = (2, 2, config.tile.n // 8, self.repeats)
+		acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+		if cutlass.const_expr(config.row_scaled):
+			for i in cutlass.range_constexpr(cute.size(factors)):
+				local = i * WARPGROUP_SIZE + self.thread
+				if local < config.tile.n:
+					store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
+		if cutlass.const_expr(config.stores_apart):
+			self.wait_free()
+		# The factors are there, and the blocks of the tile before have been read.
+		self.sync()
+		slot, window = Int32(0), self.window(tile)
+		block_n = self.block_n
+		for repeat in cutlass.range_constexpr(self.repeats):
+			bias = self.load_bias(tile, repeat)
+			for block in cutlass.range_constexpr(config.tile.n // block_n):
+				# The same for all threads: no row of a block that is left out is the group's.
+				if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
+					buffer = self.blocks + slot * config.block_bytes
+					for first in cutlass.range_constexpr(0, block_n, 16):
+						at = (block * block_n + first) // 8
+						columns = range(at, at + min(2, block_n // 8))
+						values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
+						self.stage(values, buffer, first)
+					if cutlass.const_expr(not config.stores_apart):
+						self.sync()
+						self.copy(buffer, window, repeat, block * block_n)
+						if cutlass.const_expr(config.num_store_stage == 1):
+							self.sync()
+						else:
+							slot = slot ^ 1
+				if cutlass.const_expr(config.stores_apart):
+					slot += 1
+		if cutlass.const_expr(config.stores_apart):
+			cute.arch.barrier_arrive(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
 
-  @property
-  def block_n(self) -> int:
-    """Rows of operand N of a block."""
-    return self.block_rows if self.config.tile.swap_ab else self.block_cols
+	@property
+	def block_n(self) -> int:
+		"""Rows of operand N of a block."""
+		return self.block_rows if self.config.tile.swap_ab else self.block_cols
 
-  def wait_free(self) -> None:
-    """Wait until all blocks of the tile before have been stored, or there was none."""
-    cute.arch.barrier(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+	def wait_free(self) -> None:
+		"""Wait until all blocks of the tile before have been stored, or there was none."""
+		cute.arch.barrier(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
 
-  def free(self) -> None:
-    """Let the consumer warpgroup stage another tile."""
-    cute.arch.barrier_arrive(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+	def free(self) -> None:
+		"""Let the consumer warpgroup stage another tile."""
+		cute.arch.barrier_arrive(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
 
-  @cute.jit
-  def copy_tile(self, tile: WorkTile) -> None:
-    """Copy what the consumer warpgroup staged of a tile, by another one: one loop, little code."""
-    config, swapped = self.config, self.config.tile.swap_ab
-    cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
-    window, blocks = self.window(tile), config.tile.n // self.block_n
-    live = Int32(blocks)
-    if cutlass.const_expr(swapped):
-      live = cutlass.min(live, (tile.rows + (self.block_n - 1)) // self.block_n)
-    for index in cutlass.range(self.repeats * live, unroll=1):
-      repeat = index // live
-      m, n = repeat * self.step, (index - repeat * live) * self.block_n
-      row, col = (n, m) if swapped else (m, n)
-      moved = window.moved(row, col, self.staged_element.width // 8, 1 + config.is_gated)
-      buffer = self.blocks + (index + repeat * (blocks - live)) * config.block_bytes
-      self.copy(buffer, moved, 0, 0)
-    self.free()
+	@cute.jit
+	def copy_tile(self, tile: WorkTile) -> None:
+		"""Copy what the consumer warpgroup staged of a tile, by another one: one loop, little code."""
+		config, swapped = self.config, self.config.tile.swap_ab
+		cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+		window, blocks = self.window(tile), config.tile.n // self.block_n
+		live = Int32(blocks)
+		if cutlass.const_expr(swapped):
+			live = cutlass.min(live, (tile.rows + (self.block_n - 1)) // self.block_n)
+		for index in cutlass.range(self.repeats * live, unroll=1):
+			repeat = index // live
+			m, n = repeat * self.step, (index - repeat * live) * self.block_n
+			row, col = (n, m) if swapped else (m, n)
+			moved = window.moved(row, col, self.staged_element.width // 8, 1 + config.is_gated)
+			buffer = self.blocks + (index + repeat * (blocks - live)) * config.block_bytes
+			self.copy(buffer, moved, 0, 0)
+		self.free()
 
-  def sync(self) -> None:
-    """Wait for the whole warpgroup."""
-    cute.arch.barrier(barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE)
+	def sync(self) -> None:
+		"""Wait for the whole warpgroup."""
+		cute.arch.barrier(barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE)
 
-  @cute.jit
-  def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
-    """The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
+	@cute.jit
+	def load_bias(self, tile: WorkTile, repeat: int) -> cute.Tensor | None:
+		"""The bias of the thread's two rows of operand M, and 0 where nothing was multiplied.
 
-    None without one, and where it is of columns.
-    """
-    bias = self.tensors.bias
-    if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
-      return None
-    values = cute.make_rmem_tensor(2, Float32)
-    row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
-    for half in cutlass.range_constexpr(2):
-      values[half] = self.bias_of(tile, row + half * 8)
-    return values
+		None without one, and where it is of columns.
+		"""
+		bias = self.tensors.bias
+		if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
+			return None
+		values = cute.make_rmem_tensor(2, Float32)
+		row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
+		for half in cutlass.range_constexpr(2):
+			values[half] = self.bias_of(tile, row + half * 8)
+		return values
 
-  @cute.jit
-  def bias_of(self, tile: WorkTile, col: Int32) -> Float32:
-    """The bias of a column of the product, 0 where nothing was multiplied or there is none."""
-    bias = self.tensors.bias
-    value = Float32(0.0)
-    if tile.k_blocks > 0 and col < bias.shape[1]:
-      if cutlass.const_expr(self.config.pairs_rows):
-        col = col // 2 + col % 2 * (bias.shape[1] // 2)
-      value = bias[tile.group, col].to(Float32)
-    return value
+	@cute.jit
+	def bias_of(self, tile: WorkTile, col: Int32) -> Float32:
+		"""The bias of a column of the product, 0 where nothing was multiplied or there is none."""
+		bias = self.tensors.bias
+		value = Float32(0.0)
+		if tile.k_blocks > 0 and col < bias.shape[1]:
+			if cutlass.const_expr(self.config.pairs_rows):
+				col = col // 2 + col % 2 * (bias.shape[1] // 2)
+			value = bias[tile.group, col].to(Float32)
+		return value
 
-  @cute.jit
-  def finish(
-    self, acc: cute.Tensor, factor: Float32, bias: cute.Tensor | None, repeat: int, j: int, tile: WorkTile
-  ) -> cute.Tensor:
-    """The thread's values of the ``j``-th eight columns: (column, row) of two each.
+	@cute.jit
+	def finish(
+		self, acc: cute.Tensor, factor: Float32, bias: cute.Tensor | None, repeat: int, j: int, tile: WorkTile
+	) -> cute.Tensor:
+		"""The thread's values of the ``j``-th eight columns: (column, row) of two each.
 
-    Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
-    """
-    values = cute.make_rmem_tensor(4, Float32)
-    for i in cutlass.range_constexpr(4):
-      values[i] = acc[i % 2, i // 2, j, repeat]
-    if cutlass.const_expr(self.config.is_decoded):
-      scale = DECODED_SCALE[self.config.multiplied]
-      values.store(values.load() * Float32(1 / scale))
-    if cutlass.const_expr(self.tensors.has_factor):
-      factors = cute.make_rmem_tensor(4, Float32)
-      factors.fill(factor)
-      if cutlass.const_expr(self.config.row_scaled):
-        words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
-        for i in cutlass.range_constexpr(4):
-          factors[i] = bits_as_f32(words[i % 2])
-      _each("mul.rn.f32", values, factors)
-    if cutlass.const_expr(bias is not None):
-      addends = cute.make_rmem_tensor(4, Float32)
-      for i in cutlass.range_constexpr(4):
-        addends[i] = bias[i // 2]
-      _each("add.rn.f32", values, addends)
-    elif cutlass.const_expr(self.tensors.bias is not None):
-      self.add_bias_of_columns(values, j, tile)
-    return values
+		Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
+		"""
+		values = cute.make_rmem_tensor(4, Float32)
+		for i in cutlass.range_constexpr(4):
+			values[i] = acc[i % 2, i // 2, j, repeat]
+		if cutlass.const_expr(self.config.is_decoded):
+			scale = DECODED_SCALE[self.config.multiplied]
+			values.store(values.load() * Float32(1 / scale))
+		if cutlass.const_expr(self.tensors.has_factor):
+			factors = cute.make_rmem_tensor(4, Float32)
+			factors.fill(factor)
+			if cutlass.const_expr(self.config.row_scaled):
+				words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
+				for i in cutlass.range_constexpr(4):
+					factors[i] = bits_as_f32(words[i % 2])
+			_each("mul.rn.f32", values, factors)
+		if cutlass.const_expr(bias is not None):
+			addends = cute.make_rmem_tensor(4, Float32)
+			for i in cutlass.range_constexpr(4):
+				addends[i] = bias[i // 2]
+			_each("add.rn.f32", values, addends)
+		elif cutlass.const_expr(self.tensors.bias is not None):
+			self.add_bias_of_columns(values, j, tile)
+		return values
 
-  @cute.jit
-  def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
-    """Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
-    addends = cute.make_rmem_tensor(4, Float32)
-    for i in cutlass.range_constexpr(2):
-      col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
-      addends[i] = addends[i + 2] = self.bias_of(tile, col)
-    _each("add.rn.f32", values, addends)
+	@cute.jit
+	def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
+		"""Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
+		addends = cute.make_rmem_tensor(4, Float32)
+		for i in cutlass.range_constexpr(2):
+			col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
+			addends[i] = addends[i + 2] = self.bias_of(tile, col)
+		_each("add.rn.f32", values, addends)
 
-  def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
-    """Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
-    swap_ab, lane = self.config.tile.swap_ab, self.lane
-    if self.config.staged_type == "float32":
-      for k, part in enumerate(values):
-        words = [f32_as_bits(part[i]) for i in range(4)]
-        n = first + k * 8 + lane % 4 * 2
-        for half in range(2):
-          m = self.warp * 16 + half * 8 + lane // 4
-          pair = words[2 * half : 2 * half + 2]
-          if swap_ab:
-            for i in range(2):
-              store_shared(self.place(buffer, n + i, m), [pair[i]])
-          else:
-            store_shared(self.place(buffer, m, n), pair)
-      return
-    words = []
-    for part in values:
-      narrow = cute.make_rmem_tensor(4, self.staged_element)
-      narrow.store(part.load().to(self.staged_element))
-      bits = cute.recast_tensor(narrow, Uint32)
-      words += [bits[0], bits[1]]
-    # Lane 8 i + r has row r of the i-th matrix.
-    n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
-    if swap_ab:
-      _store_matrices(self.place(buffer, n + lane % 8, m), words, True)
-    else:
-      _store_matrices(self.place(buffer, m + lane % 8, n), words, False)
+	def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
+		"""Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""
+		swap_ab, lane = self.config.tile.swap_ab, self.lane
+		if self.config.staged_type == "float32":
+			for k, part in enumerate(values):
+				words = [f32_as_bits(part[i]) for i in range(4)]
+				n = first + k * 8 + lane % 4 * 2
+				for half in range(2):
+					m = self.warp * 16 + half * 8 + lane // 4
+					pair = words[2 * half : 2 * half + 2]
+					if swap_ab:
+						for i in range(2):
+							store_shared(self.place(buffer, n + i, m), [pair[i]])
+					else:
+						store_shared(self.place(buffer, m, n), pair)
+			return
+		words = []
+		for part in values:
+			narrow = cute.make_rmem_tensor(4, self.staged_element)
+			narrow.store(part.load().to(self.staged_element))
+			bits = cute.recast_tensor(narrow, Uint32)
+			words += [bits[0], bits[1]]
+		# Lane 8 i + r has row r of the i-th matrix.
+		n, m = first + lane // 16 * 8, self.warp * 16 + lane // 8 % 2 * 8
+		if swap_ab:
+			_store_matrices(self.place(buffer, n + lane % 8, m), words, True)
+		else:
+			_store_matrices(self.place(buffer, m + lane % 8, n), words, False)
 
-  def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
-    """Where an element of a block is in shared memory."""
-    width = self.staged_element.width // 8
-    per_row = _ROW_BYTES // width
-    at = col % per_row * width
-    vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
-    panel = col // per_row * (self.block_rows * _ROW_BYTES)
-    return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
+	def place(self, buffer: Int32, row: Int32, col: Int32) -> Int32:
+		"""Where an element of a block is in shared memory."""
+		width = self.staged_element.width // 8
+		per_row = _ROW_BYTES // width
+		at = col % per_row * width
+		vector = (at // VECTOR_BYTES) ^ (row % _SWIZZLE_ROWS)
+		panel = col // per_row * (self.block_rows * _ROW_BYTES)
+		return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
 
-  @cute.jit
-  def window(self, tile: WorkTile) -> _Window:
-    """Where the thread's first vector of the tile's first block goes."""
-    config, out, z = self.config, self.tensors.out, self.tensors.z
-    row, col = self.own_row, tile.n_row + self.own_col
-    first_m = tile.m_row + self.first_m
-    if cutlass.const_expr(self.config.tile.swap_ab):
-      rows = tile.rows - row
-      row, col = tile.n_row + row, first_m + self.own_col
-    else:
-      rows = out.shape[1] - first_m - row
-      if cutlass.const_expr(self.config.grouping == "m_grouped"):
-        rows = tile.rows - self.first_m - row
-      row = first_m + row
-    if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
-      if self.thread >= self.vectors:
-        rows = Int32(0)
-    cols = out.shape[2]
-    narrow = col
-    if cutlass.const_expr(config.is_gated):
-      cols, narrow = 2 * cols, col // 2
-    targets = []
-    if cutlass.const_expr(z is not None):
-      starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
-      targets = [self.target(z, tile, row, start) for start in starts]
-    return _Window(self.target(out, tile, row, narrow), targets, rows, cols - col)
+	@cute.jit
+	def window(self, tile: WorkTile) -> _Window:
+		"""Where the thread's first vector of the tile's first block goes."""
+		config, out, z = self.config, self.tensors.out, self.tensors.z
+		row, col = self.own_row, tile.n_row + self.own_col
+		first_m = tile.m_row + self.first_m
+		if cutlass.const_expr(self.config.tile.swap_ab):
+			rows = tile.rows - row
+			row, col = tile.n_row + row, first_m + self.own_col
+		else:
+			rows = out.shape[1] - first_m - row
+			if cutlass.const_expr(self.config.grouping == "m_grouped"):
+				rows = tile.rows - self.first_m - row
+			row = first_m + row
+		if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
+			if self.thread >= self.vectors:
+				rows = Int32(0)
+		cols = out.shape[2]
+		narrow = col
+		if cutlass.const_expr(config.is_gated):
+			cols, narrow = 2 * cols, col // 2
+		targets = []
+		if cutlass.const_expr(z is not None):
+			starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
+			targets = [self.target(z, tile, row, start) for start in starts]
+		return _Window(self.target(out, tile, row, narrow), targets, rows, cols - col)
 
-  def target(self, x: cute.Tensor, tile: WorkTile, row: Int32, col: Int32) -> _Target:
-    """A place in a tensor."""
-    width = x.element_type.width // 8
-    offset = out_offset(self.config, x, tile.group, row, col)
-    return _Target(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
+	def target(self, x: cute.Tensor, tile: WorkTile, row: Int32, col: Int32) -> _Target:
+		"""A place in a tensor."""
+		width = x.element_type.width // 8
+		offset = out_offset(self.config, x, tile.group, row, col)
+		return _Target(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
 
-  @cute.jit
-  def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
-    """Copy a block into the output: each thread some vectors, of rows that exist."""
-    passes = -(-self.vectors // WARPGROUP_SIZE)
-    steps = [self.step_of(i) for i in range(passes)]
-    at = self.place(buffer, self.own_row, self.own_col)
-    staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
-    m = repeat * self.step
-    places = [(first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c) for r, c in steps]
-    if cutlass.const_expr(self.config.activation is not None):
-      # So many at once as fill the time until a number is there.
-      for i in cutlass.range_constexpr(0, passes, 2):
-        self.store_activated(staged[i : i + 2], window, places[i : i + 2])
-    else:
-      width = self.tensors.out.element_type.width // 8
-      for words, (row, col) in zip(staged, places, strict=True):
-        if cutlass.const_expr(self.config.accumulate):
-          if window.rows > row and window.cols > col:
-            self.add(window.out.at(row, col * width), words)
-        else:
-          _store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
+	@cute.jit
+	def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
+		"""Copy a block into the output: each thread some vectors, of rows that exist."""
+		passes = -(-self.vectors // WARPGROUP_SIZE)
+		steps = [self.step_of(i) for i in range(passes)]
+		at = self.place(buffer, self.own_row, self.own_col)
+		staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
+		m = repeat * self.step
+		places = [(first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c) for r, c in steps]
+		if cutlass.const_expr(self.config.activation is not None):
+			# So many at once as fill the time until a number is there.
+			for i in cutlass.range_constexpr(0, passes, 2):
+				self.store_activated(staged[i : i + 2], window, places[i : i + 2])
+		else:
+			width = self.tensors.out.element_type.width // 8
+			for words, (row, col) in zip(staged, places, strict=True):
+				if cutlass.const_expr(self.config.accumulate):
+					if window.rows > row and window.cols > col:
+						self.add(window.out.at(row, col * width), words)
+				else:
+					_store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
 
-  def store_activated(self, vectors: list[list[Uint32]], window: _Window, places: list[tuple[int, int]]) -> None:
-    """Store what an activation makes of vectors at rows and columns of the product."""
-    dtype, halves = self.config.out_dtype, 1 + self.config.is_gated
-    numbers = [number for words in vectors for number in unpack_words(words, dtype)]
-    inputs = [numbers[half::halves] for half in range(halves)]
-    made, count = self.activated(inputs), self.vector // halves
-    for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
-      limits = (window.rows, row), (window.cols, col)
-      offset, own = col * self.staged_element.width // 8, slice(i * count, (i + 1) * count)
-      targets = [(window.out, made[own])]
-      if len(window.z) == halves > 1:
-        targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
-      elif window.z:
-        _store_if(window.z[0].at(row, offset), words, *limits)
-      for target, some in targets:
-        _store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+	def store_activated(self, vectors: list[list[Uint32]], window: _Window, places: list[tuple[int, int]]) -> None:
+		"""Store what an activation makes of vectors at rows and columns of the product."""
+		dtype, halves = self.config.out_dtype, 1 + self.config.is_gated
+		numbers = [number for words in vectors for number in unpack_words(words, dtype)]
+		inputs = [numbers[half::halves] for half in range(halves)]
+		made, count = self.activated(inputs), self.vector // halves
+		for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
+			limits = (window.rows, row), (window.cols, col)
+			offset, own = col * self.staged_element.width // 8, slice(i * count, (i + 1) * count)
+			targets = [(window.out, made[own])]
+			if len(window.z) == halves > 1:
+				targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
+			elif window.z:
+				_store_if(window.z[0].at(row, offset), words, *limits)
+			for target, some in targets:
+				_store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
 
-  @cute.jit
-  def activated(self, inputs: list[list[Float32]]) -> list[Float32]:
-    """What the activation makes of x, or of A and B."""
-    act: Any = self.config.act
-    bound = quick_from(act)
-    if cutlass.const_expr(bound is None):
-      return activated(act, False, "sm_90a", inputs)[0]
-    out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
-    for x in inputs[0][1:]:
-      low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
-    if low < bound:
-      self.activate(inputs, out, False)
-    else:
-      self.activate(inputs, out, True)
-    return [out[i] for i in range(len(inputs[0]))]
+	@cute.jit
+	def activated(self, inputs: list[list[Float32]]) -> list[Float32]:
+		"""What the activation makes of x, or of A and B."""
+		act: Any = self.config.act
+		bound = quick_from(act)
+		if cutlass.const_expr(bound is None):
+			return activated(act, False, "sm_90a", inputs)[0]
+		out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
+		for x in inputs[0][1:]:
+			low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+		if low < bound:
+			self.activate(inputs, out, False)
+		else:
+			self.activate(inputs, out, True)
+		return [out[i] for i in range(len(inputs[0]))]
 
-  def activate(self, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
-    for i, number in enumerate(activated(self.config.act, False, "sm_90a", inputs, quick)[0]):
-      out[i] = number
+	def activate(self, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
+		for i, number in enumerate(activated(self.config.act, False, "sm_90a", inputs, quick)[0]):
+			out[i] = number
 
-  def step_of(self, i: int) -> tuple[int, int]:
-    """Rows and columns of a block from a thread's first vector to its ``i``-th."""
-    per_row = _ROW_BYTES // VECTOR_BYTES
-    rows = i * (WARPGROUP_SIZE // per_row)
-    return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
+	def step_of(self, i: int) -> tuple[int, int]:
+		"""Rows and columns of a block from a thread's first vector to its ``i``-th."""
+		per_row = _ROW_BYTES // VECTOR_BYTES
+		rows = i * (WARPGROUP_SIZE // per_row)
+		return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 
-  def add(self, address: Int64, words: list[Uint32]) -> None:
-    """Add a vector of fp32 values to the output."""
-    element = self.tensors.out.element_type
-    align = self.vector * element.width // 8
-    pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
-    target = cute.make_tensor(pointer, cute.make_layout(self.vector))
-    rounded = cute.make_rmem_tensor(self.vector, element)
-    cute.autovec_copy(target, rounded)
-    values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
-    for i, word in enumerate(words):
-      values[i] = bits_as_f32(word)
-    old.store(rounded.load().to(Float32))
-    _each("add.rn.f32", values, old)
-    rounded.store(values.load().to(element))
-    cute.autovec_copy(rounded, target)
+	def add(self, address: Int64, words: list[Uint32]) -> None:
+		"""Add a vector of fp32 values to the output."""
+		element = self.tensors.out.element_type
+		align = self.vector * element.width // 8
+		pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
+		target = cute.make_tensor(pointer, cute.make_layout(self.vector))
+		rounded = cute.make_rmem_tensor(self.vector, element)
+		cute.autovec_copy(target, rounded)
+		values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
+		for i, word in enumerate(words):
+			values[i] = bits_as_f32(word)
+		old.store(rounded.load().to(Float32))
+		_each("add.rn.f32", values, old)
+		rounded.store(values.load().to(element))
+		cute.autovec_copy(rounded, target)
 
 
 class StoreWarps:
-  """The warpgroup that stores what consumer warpgroups staged.
+	"""The warpgroup that stores what consumer warpgroups staged.
 
-  Args:
-    config: the kernel's configuration.
-    tiles: the tile records.
-    epilogues: makes the epilogue of a consumer warpgroup.
-  """
+	Args:
+	  config: the kernel's configuration.
+	  tiles: the tile records.
+	  epilogues: makes the epilogue of a consumer warpgroup.
+	"""
 
-  def __init__(self, config: Sm90GemmConfig, tiles: TileReader, epilogues: Callable[[Int32], Epilogue]):
-    self.config = config
-    self.tiles = tiles
-    self.epilogues = epilogues
+	def __init__(self, config: Sm90GemmConfig, tiles: TileReader, epilogues: Callable[[Int32], Epilogue]):
+		self.config = config
+		self.tiles = tiles
+		self.epilogues = epilogues
 
-  @cute.jit
-  def run(self) -> None:
-    for group in cutlass.range_constexpr(self.config.consumers):
-      self.epilogues(Int32(group)).free()
-    state = self.tiles.new_state()
-    tile, state = self.tiles.next(state)
-    while tile.group >= 0:
-      for group in cutlass.range(self.config.consumers, unroll=1):
-        self.epilogues(group).copy_tile(tile)
-      tile, state = self.tiles.next(state)
+	@cute.jit
+	def run(self) -> None:
+		for group in cutlass.range_constexpr(self.config.consumers):
+			self.epilogues(Int32(group)).free()
+		state = self.tiles.new_state()
+		tile, state = self.tiles.next(state)
+		while tile.group >= 0:
+			for group in cutlass.range(self.config.consumers, unroll=1):
+				self.epilogues(group).copy_tile(tile)
+			tile, state = self.tiles.next(state)

@@ -21,8 +21,8 @@ from cute_kernels.device.ptx import asm_volatile, select
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
-  from .config import Sm90GemmConfig
-  from .storage import Stages
+	from .config import Sm90GemmConfig
+	from .storage import Stages
 
 __all__ = ["GatherWarp", "Gathered"]
 
@@ -33,127 +33,127 @@ _COPY_ROWS = WARP_SIZE * _COPY_BYTES // _PANEL_BYTES
 
 
 class Gathered(NamedTuple):
-  """What is gathered from.
+	"""What is gathered from.
 
-  Attributes:
-    matrix: (rows, width) of any pitch of whole 16 bytes.
-    index: (T,) int32, the row of ``matrix`` of each row of the product.
-  """
+	Attributes:
+	  matrix: (rows, width) of any pitch of whole 16 bytes.
+	  index: (T,) int32, the row of ``matrix`` of each row of the product.
+	"""
 
-  matrix: cute.Tensor
-  index: cute.Tensor
+	matrix: cute.Tensor
+	index: cute.Tensor
 
 
 def _copy(shared: Int32, source: Int64, is_there: Any) -> None:
-  """Copy 16 bytes to shared memory some time from now, or write zeros."""
-  size = Int32(select(is_there, Uint32(_COPY_BYTES), Uint32(0)))
-  asm_volatile(f"cp.async.cg.shared.global [$0], [$1], {_COPY_BYTES}, $2;", [shared, source, size])
+	"""Copy 16 bytes to shared memory some time from now, or write zeros."""
+	size = Int32(select(is_there, Uint32(_COPY_BYTES), Uint32(0)))
+	asm_volatile(f"cp.async.cg.shared.global [$0], [$1], {_COPY_BYTES}, $2;", [shared, source, size])
 
 
 class GatherWarp:
-  """One of the gather warps, which take rows by turns.
+	"""One of the gather warps, which take rows by turns.
 
-  Args:
-    config: the kernel's configuration.
-    gathered: what is gathered from.
-    stages: the stages.
-    tiles: the tile records.
-    ab_pipeline: the stages' barriers.
-    warp: number of this warp among the gather warps.
-  """
+	Args:
+	  config: the kernel's configuration.
+	  gathered: what is gathered from.
+	  stages: the stages.
+	  tiles: the tile records.
+	  ab_pipeline: the stages' barriers.
+	  warp: number of this warp among the gather warps.
+	"""
 
-  def __init__(
-    self, config: Sm90GemmConfig, gathered: Gathered, stages: Stages, tiles: TileReader, ab_pipeline: Any, warp: Int32
-  ):
-    self.config = config
-    self.matrix, self.index = gathered
-    self.tiles = tiles
-    self.ab_pipeline = ab_pipeline
-    self.along_k = config.grouping == "k_grouped"
-    self.rows, self.row_bytes = config.tile.n, config.stage_k * config.kind.bits // 8
-    if self.along_k:
-      self.rows, self.row_bytes = config.stage_k, config.tile.n * config.kind.bits // 8
-    self.step = _COPY_ROWS * config.gather_warps
-    lane = cute.arch.lane_idx()
-    self.lane = lane
-    #: Rows of a stage: the first of this lane's copies, and the first that it reads the index of.
-    self.own_row = warp * _COPY_ROWS + lane // 8
-    self.own_byte = lane % 8 * _COPY_BYTES
-    self.listed_row = warp * _COPY_ROWS + lane // _COPY_ROWS * self.step + lane % _COPY_ROWS
-    self.count = self.rows // self.step
-    at = self.own_row * _PANEL_BYTES + (self.own_byte ^ (self.own_row % 8 * _COPY_BYTES))
-    self.shared = stages.n.iterator.toint() + at
+	def __init__(
+		self, config: Sm90GemmConfig, gathered: Gathered, stages: Stages, tiles: TileReader, ab_pipeline: Any, warp: Int32
+	):
+		self.config = config
+		self.matrix, self.index = gathered
+		self.tiles = tiles
+		self.ab_pipeline = ab_pipeline
+		self.along_k = config.grouping == "k_grouped"
+		self.rows, self.row_bytes = config.tile.n, config.stage_k * config.kind.bits // 8
+		if self.along_k:
+			self.rows, self.row_bytes = config.stage_k, config.tile.n * config.kind.bits // 8
+		self.step = _COPY_ROWS * config.gather_warps
+		lane = cute.arch.lane_idx()
+		self.lane = lane
+		#: Rows of a stage: the first of this lane's copies, and the first that it reads the index of.
+		self.own_row = warp * _COPY_ROWS + lane // 8
+		self.own_byte = lane % 8 * _COPY_BYTES
+		self.listed_row = warp * _COPY_ROWS + lane // _COPY_ROWS * self.step + lane % _COPY_ROWS
+		self.count = self.rows // self.step
+		at = self.own_row * _PANEL_BYTES + (self.own_byte ^ (self.own_row % 8 * _COPY_BYTES))
+		self.shared = stages.n.iterator.toint() + at
 
-  @cute.jit
-  def run(self) -> None:
-    tile_state = self.tiles.new_state()
-    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
-    tile, tile_state = self.tiles.next(tile_state)
-    while tile.group >= 0:
-      state = self.fill(tile, state)
-      tile, tile_state = self.tiles.next(tile_state)
+	@cute.jit
+	def run(self) -> None:
+		tile_state = self.tiles.new_state()
+		state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
+		tile, tile_state = self.tiles.next(tile_state)
+		while tile.group >= 0:
+			state = self.fill(tile, state)
+			tile, tile_state = self.tiles.next(tile_state)
 
-  @cute.jit
-  def fill(self, tile: WorkTile, state: Any) -> Any:
-    """This warp's part of the stages of a tile."""
-    config = self.config
-    first, left, column = tile.n_row, tile.rows, Int32(0)
-    if cutlass.const_expr(self.along_k):
-      first, column = tile.k_start, tile.n_row
-    width = self.matrix.element_type.width // 8
-    end = self.matrix.shape[1] * width
-    ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
-    vectors = cute.make_rmem_tensor(self.count, Int32)
-    self.list_rows(ids, first, left)
-    if cutlass.const_expr(not self.along_k):
-      self.find_rows(vectors, ids, left)
-    k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
-    for k_tile in cutlass.range(k_tiles, unroll=1):
-      if cutlass.const_expr(self.along_k):
-        # The next ones are on their way while these are copied.
-        self.find_rows(vectors, ids, left)
-        first, left = first + self.rows, left - self.rows
-        self.list_rows(ids, first, left)
-      self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
-      at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
-      self.copy_rows(vectors, at, end, state.index)
-      cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
-      state.advance()
-    return state
+	@cute.jit
+	def fill(self, tile: WorkTile, state: Any) -> Any:
+		"""This warp's part of the stages of a tile."""
+		config = self.config
+		first, left, column = tile.n_row, tile.rows, Int32(0)
+		if cutlass.const_expr(self.along_k):
+			first, column = tile.k_start, tile.n_row
+		width = self.matrix.element_type.width // 8
+		end = self.matrix.shape[1] * width
+		ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
+		vectors = cute.make_rmem_tensor(self.count, Int32)
+		self.list_rows(ids, first, left)
+		if cutlass.const_expr(not self.along_k):
+			self.find_rows(vectors, ids, left)
+		k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
+		for k_tile in cutlass.range(k_tiles, unroll=1):
+			if cutlass.const_expr(self.along_k):
+				# The next ones are on their way while these are copied.
+				self.find_rows(vectors, ids, left)
+				first, left = first + self.rows, left - self.rows
+				self.list_rows(ids, first, left)
+			self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
+			at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
+			self.copy_rows(vectors, at, end, state.index)
+			cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
+			state.advance()
+		return state
 
-  @cute.jit
-  def list_rows(self, ids: cute.Tensor, first: Int32, left: Int32) -> None:
-    """Read which rows are copied: of every 32 of this warp each lane reads one.
+	@cute.jit
+	def list_rows(self, ids: cute.Tensor, first: Int32, left: Int32) -> None:
+		"""Read which rows are copied: of every 32 of this warp each lane reads one.
 
-    Args:
-      ids: where to.
-      first: the place of a stage's first row in the index.
-      left: rows of the group from there on.
-    """
-    for i in cutlass.range_constexpr(cute.size(ids)):
-      local = self.listed_row + i * (8 * self.step)
-      address = self.index.iterator.toint() + Int64(first + local) * 4
-      ids[i] = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
+		Args:
+		  ids: where to.
+		  first: the place of a stage's first row in the index.
+		  left: rows of the group from there on.
+		"""
+		for i in cutlass.range_constexpr(cute.size(ids)):
+			local = self.listed_row + i * (8 * self.step)
+			address = self.index.iterator.toint() + Int64(first + local) * 4
+			ids[i] = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
 
-  @cute.jit
-  def find_rows(self, vectors: cute.Tensor, ids: cute.Tensor, left: Int32) -> None:
-    """Where the rows of this lane's copies begin, in vectors of 16 bytes; -1 of rows of zeros."""
-    pitch = Int32(Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8) // _COPY_BYTES)
-    for i in cutlass.range_constexpr(self.count):
-      row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
-      is_there = (row >= 0) & (row < self.matrix.shape[0]) & (self.own_row + i * self.step < left)
-      vectors[i] = Int32(select(is_there, Uint32(row * pitch), Uint32(0xFFFFFFFF)))
+	@cute.jit
+	def find_rows(self, vectors: cute.Tensor, ids: cute.Tensor, left: Int32) -> None:
+		"""Where the rows of this lane's copies begin, in vectors of 16 bytes; -1 of rows of zeros."""
+		pitch = Int32(Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8) // _COPY_BYTES)
+		for i in cutlass.range_constexpr(self.count):
+			row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
+			is_there = (row >= 0) & (row < self.matrix.shape[0]) & (self.own_row + i * self.step < left)
+			vectors[i] = Int32(select(is_there, Uint32(row * pitch), Uint32(0xFFFFFFFF)))
 
-  @cute.jit
-  def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32) -> None:
-    """Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on."""
-    base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
-    shared = self.shared + stage * (self.rows * self.row_bytes)
-    for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
-      byte = panel * _PANEL_BYTES
-      is_inside = at + byte + self.own_byte < end
-      # All of them first: what is copied holds on to its address for a while.
-      sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
-      for i in cutlass.range_constexpr(self.count):
-        place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
-        _copy(place, sources[i], (vectors[i] >= 0) & is_inside)
+	@cute.jit
+	def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32) -> None:
+		"""Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on."""
+		base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
+		shared = self.shared + stage * (self.rows * self.row_bytes)
+		for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
+			byte = panel * _PANEL_BYTES
+			is_inside = at + byte + self.own_byte < end
+			# All of them first: what is copied holds on to its address for a while.
+			sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
+			for i in cutlass.range_constexpr(self.count):
+				place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
+				_copy(place, sources[i], (vectors[i] >= 0) & is_inside)

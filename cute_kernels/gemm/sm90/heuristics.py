@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from cute_kernels.layout.shapes import ceil_div
 
 if TYPE_CHECKING:
-  from cute_kernels.gemm.problem import GemmProblem
+	from cute_kernels.gemm.problem import GemmProblem
 
-  from .config import Sm90GemmConfig
+	from .config import Sm90GemmConfig
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.
 _BITS_PER_CYCLE = 2048 * 16
@@ -40,35 +40,35 @@ _UNEVEN_GROUPS = 1.07
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
-  tile = config.tile
-  live = min(problem.groups, problem.rows)
-  mean = ceil_div(problem.rows, live)
-  if config.grouping == "m_grouped":
-    # A group of more than a tile ends half-way through one on average.
-    row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
-    depth = problem.k
-  else:
-    row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
-  tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
-  clusters = num_sms // tile.num_ctas
-  # Whole waves while there are few of them; many even out.
-  waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
-  width = next((w for w in config.widths if mean <= w), tile.n)
-  multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
-  if config.is_decoded:
-    multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
-  if config.promotes:
-    has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
-    multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
-  own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
-  load = (own + shared) / _LOAD_BYTES_PER_CYCLE
-  is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
-  from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE
-  # Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
-  stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
-  cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
-  holds_more = len(config.widths) > 1 or tile.rows >= 2 * mean
-  if config.grouping == "m_grouped" and not holds_more:
-    # Groups are rarely of one size. That is not known here, but what it may cost is.
-    cycles *= _UNEVEN_GROUPS
-  return cycles
+	tile = config.tile
+	live = min(problem.groups, problem.rows)
+	mean = ceil_div(problem.rows, live)
+	if config.grouping == "m_grouped":
+		# A group of more than a tile ends half-way through one on average.
+		row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
+		depth = problem.k
+	else:
+		row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
+	tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
+	clusters = num_sms // tile.num_ctas
+	# Whole waves while there are few of them; many even out.
+	waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
+	width = next((w for w in config.widths if mean <= w), tile.n)
+	multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
+	if config.is_decoded:
+		multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
+	if config.promotes:
+		has_scales, has_columns = config.kind.has_row_scales, config.row_scales[1] > 0
+		multiply += tile.m * tile.n / _PROMOTED_PER_CYCLE[has_scales + has_columns]
+	own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
+	load = (own + shared) / _LOAD_BYTES_PER_CYCLE
+	is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
+	from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE
+	# Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
+	stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
+	cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
+	holds_more = len(config.widths) > 1 or tile.rows >= 2 * mean
+	if config.grouping == "m_grouped" and not holds_more:
+		# Groups are rarely of one size. That is not known here, but what it may cost is.
+		cycles *= _UNEVEN_GROUPS
+	return cycles

@@ -27,14 +27,14 @@ from cute_kernels.gemm.output import EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.views import (
-  codes_view,
-  matrix_view,
-  output_view,
-  paired_rows,
-  ragged_rows_view,
-  row_scales_view,
-  scale_words_view,
-  squares_view,
+	codes_view,
+	matrix_view,
+	output_view,
+	paired_rows,
+	ragged_rows_view,
+	row_scales_view,
+	scale_words_view,
+	squares_view,
 )
 from cute_kernels.layout.slots import TILE_ROWS, most_rows
 
@@ -46,289 +46,289 @@ from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import WarpSchedule
 
 if TYPE_CHECKING:
-  from .config import Sm90GemmConfig
+	from .config import Sm90GemmConfig
 
 
 class Sources(NamedTuple):
-  """Something of each tensor that TMA reads: the copies, their coordinates, or both.
+	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
-  Attributes:
-    m: operand M.
-    n: operand N.
-    m_scales: operand M's block scales, of tiles or of single rows; None without.
-    n_scales: operand N's, of single rows; None without.
-  """
+	Attributes:
+	  m: operand M.
+	  n: operand N.
+	  m_scales: operand M's block scales, of tiles or of single rows; None without.
+	  n_scales: operand N's, of single rows; None without.
+	"""
 
-  m: Any
-  n: Any
-  m_scales: Any = None
-  n_scales: Any = None
+	m: Any
+	n: Any
+	m_scales: Any = None
+	n_scales: Any = None
 
-  @classmethod
-  def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
-    """A ``TmaSource`` of each."""
-    pairs = zip(atoms, tensors, strict=True)
-    return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
+	@classmethod
+	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
+		"""A ``TmaSource`` of each."""
+		pairs = zip(atoms, tensors, strict=True)
+		return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
 
-  def each(self, part: str) -> Sources:
-    """One attribute of each ``TmaSource``."""
-    return Sources(*(getattr(source, part, None) for source in self))
+	def each(self, part: str) -> Sources:
+		"""One attribute of each ``TmaSource``."""
+		return Sources(*(getattr(source, part, None) for source in self))
 
 
 class Sm90Gemm:
-  """Grouped GEMM of one configuration, see the module."""
+	"""Grouped GEMM of one configuration, see the module."""
 
-  def __init__(self, config: Sm90GemmConfig):
-    self.config = config
-    self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
+	def __init__(self, config: Sm90GemmConfig):
+		self.config = config
+		self.warps = WarpSchedule(config.consumers, config.stores_apart, config.gather_warps)
 
-  @staticmethod
-  def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
-    fake = FakeArguments(config)
-    arguments = fake.arguments()
-    if config.expanded == "a":
-      arguments = arguments._replace(a=fake.expanded(config.multiplied), a_scales=None)
-    if config.expanded == "b":
-      arguments = arguments._replace(b=fake.expanded(config.multiplied), b_scales=None)
-    if config.activations is not None:
-      arguments = arguments._replace(a_amax=None)
-    return (*arguments, env_stream())
+	@staticmethod
+	def fake_args(config: Sm90GemmConfig) -> tuple[Any, ...]:
+		fake = FakeArguments(config)
+		arguments = fake.arguments()
+		if config.expanded == "a":
+			arguments = arguments._replace(a=fake.expanded(config.multiplied), a_scales=None)
+		if config.expanded == "b":
+			arguments = arguments._replace(b=fake.expanded(config.multiplied), b_scales=None)
+		if config.activations is not None:
+			arguments = arguments._replace(a_amax=None)
+		return (*arguments, env_stream())
 
-  @cute.jit
-  def __call__(
-    self,
-    a: cute.Tensor,
-    a_scales: cute.Tensor | None,
-    a_amax: cute.Tensor | None,
-    b: cute.Tensor,
-    b_scales: cute.Tensor | None,
-    b_amax: cute.Tensor | None,
-    offs: cute.Tensor,
-    rows: cute.Tensor | None,
-    bias: cute.Tensor | None,
-    alpha: cute.Tensor | None,
-    out: cute.Tensor,
-    num_sms: Int32,
-    z: cute.Tensor | None,
-    stream: Any,
-  ) -> None:
-    """Launch the kernel.
+	@cute.jit
+	def __call__(
+		self,
+		a: cute.Tensor,
+		a_scales: cute.Tensor | None,
+		a_amax: cute.Tensor | None,
+		b: cute.Tensor,
+		b_scales: cute.Tensor | None,
+		b_amax: cute.Tensor | None,
+		offs: cute.Tensor,
+		rows: cute.Tensor | None,
+		bias: cute.Tensor | None,
+		alpha: cute.Tensor | None,
+		out: cute.Tensor,
+		num_sms: Int32,
+		z: cute.Tensor | None,
+		stream: Any,
+	) -> None:
+		"""Launch the kernel.
 
-    Args:
-      a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
-        they are quantized, or (M, 64 * tiles) codes.
-      a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
-      a_amax: (G,) fp32 second level, or (T,) when row-scaled.
-      b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-        (N, slots).
-      b_scales: likewise.
-      b_amax: (G,) fp32.
-      offs: (G,) int32 end rows.
-      rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
-        where they are ``gathered``; None otherwise.
-      bias: (G, N), or None.
-      alpha: (G,) fp32, or None.
-      out: (T, N), or (G, M, N) of a k_grouped product.
-      num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-      z: (T, N), where the output has what an activation makes of it; None if it is not kept.
-      stream: where to launch.
+		Args:
+		  a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
+		    they are quantized, or (M, 64 * tiles) codes.
+		  a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
+		  a_amax: (G,) fp32 second level, or (T,) when row-scaled.
+		  b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
+		    (N, slots).
+		  b_scales: likewise.
+		  b_amax: (G,) fp32.
+		  offs: (G,) int32 end rows.
+		  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
+		    where they are ``gathered``; None otherwise.
+		  bias: (G, N), or None.
+		  alpha: (G,) fp32, or None.
+		  out: (T, N), or (G, M, N) of a k_grouped product.
+		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+		  z: (T, N), where the output has what an activation makes of it; None if it is not kept.
+		  stream: where to launch.
 
-    What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
-    multiple of 128.
-    """
-    config, layouts = self.config, Layouts(self.config)
-    m, n, m_scales, n_scales = a, b, a_scales, b_scales
-    if cutlass.const_expr(config.tile.swap_ab):
-      m, n, m_scales, n_scales = b, a, b_scales, a_scales
-    # Codes of B may be padded along K.
-    depth = a.shape[1] if config.grouping == "m_grouped" else None
-    m, n = self.views(m, n, depth)
-    sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
-    if cutlass.const_expr(not config.gathered):
-      sources = sources._replace(n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas))
-    if cutlass.const_expr(config.is_decoded):
-      words = scale_words_view(m_scales)
-      if cutlass.const_expr(config.pairs_rows):
-        words = paired_rows(words)
-      scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
-      sources = sources._replace(m_scales=scales)
-    squares = (None, None)
-    if cutlass.const_expr(config.kind.has_row_scales):
-      rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
-      sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
-    gathered = None
-    if cutlass.const_expr(config.gathered):
-      gathered = Gathered(b if config.grouping == "k_grouped" else a, rows)
-    if cutlass.const_expr(config.gathered):
-      num_rows = rows.shape[0]
-    elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
-      num_rows = a.shape[0]
-    else:
-      # T itself is not known here; the most rows that the slots hold give the same slots.
-      num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-    depth = (n if config.tile.swap_ab else m).shape[1]
-    extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
-    self.kernel(
-      sources.each("atom"),
-      sources.each("tensor"),
-      squares,
-      EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
-      gathered,
-      offs,
-      extents,
-    ).launch(
-      grid=[num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
-      block=[self.warps.num_threads, 1, 1],
-      cluster=[config.tile.num_ctas, 1, 1],
-      stream=stream,
-      min_blocks_per_mp=1,
-      use_pdl=config.rows_taken.follows,
-    )
+		What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
+		multiple of 128.
+		"""
+		config, layouts = self.config, Layouts(self.config)
+		m, n, m_scales, n_scales = a, b, a_scales, b_scales
+		if cutlass.const_expr(config.tile.swap_ab):
+			m, n, m_scales, n_scales = b, a, b_scales, a_scales
+		# Codes of B may be padded along K.
+		depth = a.shape[1] if config.grouping == "m_grouped" else None
+		m, n = self.views(m, n, depth)
+		sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
+		if cutlass.const_expr(not config.gathered):
+			sources = sources._replace(n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas))
+		if cutlass.const_expr(config.is_decoded):
+			words = scale_words_view(m_scales)
+			if cutlass.const_expr(config.pairs_rows):
+				words = paired_rows(words)
+			scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
+			sources = sources._replace(m_scales=scales)
+		squares = (None, None)
+		if cutlass.const_expr(config.kind.has_row_scales):
+			rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
+			sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
+		gathered = None
+		if cutlass.const_expr(config.gathered):
+			gathered = Gathered(b if config.grouping == "k_grouped" else a, rows)
+		if cutlass.const_expr(config.gathered):
+			num_rows = rows.shape[0]
+		elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+			num_rows = a.shape[0]
+		else:
+			# T itself is not known here; the most rows that the slots hold give the same slots.
+			num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
+		depth = (n if config.tile.swap_ab else m).shape[1]
+		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
+		self.kernel(
+			sources.each("atom"),
+			sources.each("tensor"),
+			squares,
+			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
+			gathered,
+			offs,
+			extents,
+		).launch(
+			grid=[num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
+			block=[self.warps.num_threads, 1, 1],
+			cluster=[config.tile.num_ctas, 1, 1],
+			stream=stream,
+			min_blocks_per_mp=1,
+			use_pdl=config.rows_taken.follows,
+		)
 
-  def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
-    """Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes; ``depth`` is K."""
-    config = self.config
-    if config.ragged_k:
-      return ragged_rows_view(m), ragged_rows_view(n)
-    if config.is_decoded:
-      m, n = codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
-    else:
-      m_major, n_major = config.mn_major
-      m, n = matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
-    if not config.pairs_rows:
-      return m, n
-    return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
+	def views(self, m: cute.Tensor, n: cute.Tensor, depth: Any) -> tuple[cute.Tensor, cute.Tensor]:
+		"""Operands M and N as (rows, K, groups), or M as (rows, bytes, groups) of codes; ``depth`` is K."""
+		config = self.config
+		if config.ragged_k:
+			return ragged_rows_view(m), ragged_rows_view(n)
+		if config.is_decoded:
+			m, n = codes_view(m), matrix_view(n, OPERANDS[config.multiplied], False)
+		else:
+			m_major, n_major = config.mn_major
+			m, n = matrix_view(m, config.m_kind, m_major, depth), matrix_view(n, config.n_kind, n_major, depth)
+		if not config.pairs_rows:
+			return m, n
+		return (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 
-  def row_scales(
-    self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
-  ) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
-    """Copies of the fp32 scales of single rows of operands M and N; those of squares."""
-    rows: list[TmaSource | None] = []
-    squares: list[cute.Tensor | None] = []
-    sides = (
-      (m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
-      (n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
-    )
-    for scales, stages, tiler in sides:
-      is_square = tiler is None
-      squares.append(squares_view(scales) if is_square else None)
-      view = None if is_square else row_scales_view(scales)
-      rows.append(None if is_square else self.source(view, stages, tiler))
-    return rows, tuple(squares)
+	def row_scales(
+		self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
+	) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
+		"""Copies of the fp32 scales of single rows of operands M and N; those of squares."""
+		rows: list[TmaSource | None] = []
+		squares: list[cute.Tensor | None] = []
+		sides = (
+			(m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
+			(n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
+		)
+		for scales, stages, tiler in sides:
+			is_square = tiler is None
+			squares.append(squares_view(scales) if is_square else None)
+			view = None if is_square else row_scales_view(scales)
+			rows.append(None if is_square else self.source(view, stages, tiler))
+		return rows, tuple(squares)
 
-  def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1) -> TmaSource:
-    """The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""
-    stage = cute.slice_(staged, (*[None] * len(tiler), 0))
-    op = cpasync.CopyBulkTensorTileG2SOp()
-    if sharers > 1:
-      op = cpasync.CopyBulkTensorTileG2SMulticastOp()
-    return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler, sharers))
+	def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1) -> TmaSource:
+		"""The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""
+		stage = cute.slice_(staged, (*[None] * len(tiler), 0))
+		op = cpasync.CopyBulkTensorTileG2SOp()
+		if sharers > 1:
+			op = cpasync.CopyBulkTensorTileG2SMulticastOp()
+		return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler, sharers))
 
-  @cute.kernel
-  def kernel(
-    self,
-    atoms: Sources,
-    tensors: Sources,
-    squares: tuple[cute.Tensor | None, ...],
-    epilogue_tensors: EpilogueTensors,
-    gathered: Gathered | None,
-    offs: cute.Tensor,
-    extents: Extents,
-  ) -> None:
-    config, warps = self.config, self.warps
-    layouts = Layouts(config)
-    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+	@cute.kernel
+	def kernel(
+		self,
+		atoms: Sources,
+		tensors: Sources,
+		squares: tuple[cute.Tensor | None, ...],
+		epilogue_tensors: EpilogueTensors,
+		gathered: Gathered | None,
+		offs: cute.Tensor,
+		extents: Extents,
+	) -> None:
+		config, warps = self.config, self.warps
+		layouts = Layouts(config)
+		warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+		cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
-    smem = cutlass.memory.SmemAllocator()
-    barriers = Barriers.allocate(config, smem)
-    ab_pipeline, ring = make_pipelines(config, warps, barriers)
-    pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
-    shared = self.allocate_stages(smem, layouts)
-    pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
+		smem = cutlass.memory.SmemAllocator()
+		barriers = Barriers.allocate(config, smem)
+		ab_pipeline, ring = make_pipelines(config, warps, barriers)
+		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
+		shared = self.allocate_stages(smem, layouts)
+		pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-    if cutlass.const_expr(config.part is not None):
-      # The next part's CTAs take the places of this one's: each needs a whole SM.
-      cute.arch.griddepcontrol_launch_dependents()
-    tiles = TileReader(ring, barriers.tiles)
-    consumer_registers, other_registers = warps.registers
-    if warp < warps.num_consumer_warps:
-      cute.arch.setmaxregister_increase(consumer_registers)
-      buffers = (barriers.blocks, barriers.factors)
-      epilogue = Epilogue(config, epilogue_tensors, *buffers, cta)
-      promoter = None
-      if cutlass.const_expr(config.promotes):
-        promoter = Promoter(config, shared, squares, cta)
-      Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
-    else:
-      if cutlass.const_expr(config.stores_apart):
-        if warp >= warps.first_store_warp:
-          cute.arch.setmaxregister_decrease(warps.store_registers)
+		if cutlass.const_expr(config.part is not None):
+			# The next part's CTAs take the places of this one's: each needs a whole SM.
+			cute.arch.griddepcontrol_launch_dependents()
+		tiles = TileReader(ring, barriers.tiles)
+		consumer_registers, other_registers = warps.registers
+		if warp < warps.num_consumer_warps:
+			cute.arch.setmaxregister_increase(consumer_registers)
+			buffers = (barriers.blocks, barriers.factors)
+			epilogue = Epilogue(config, epilogue_tensors, *buffers, cta)
+			promoter = None
+			if cutlass.const_expr(config.promotes):
+				promoter = Promoter(config, shared, squares, cta)
+			Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
+		else:
+			if cutlass.const_expr(config.stores_apart):
+				if warp >= warps.first_store_warp:
+					cute.arch.setmaxregister_decrease(warps.store_registers)
 
-          def of_group(group: Int32) -> Epilogue:
-            return Epilogue(config, epilogue_tensors, barriers.blocks, barriers.factors, cta, group)
+					def of_group(group: Int32) -> Epilogue:
+						return Epilogue(config, epilogue_tensors, barriers.blocks, barriers.factors, cta, group)
 
-          StoreWarps(config, tiles, of_group).run()
-        else:
-          cute.arch.setmaxregister_decrease(other_registers)
-      else:
-        cute.arch.setmaxregister_decrease(other_registers)
-      if warp == warps.scheduler_warp_id:
-        TileScheduler(config, ring, barriers.tiles, offs, extents).run()
-      if warp == warps.load_warp_id:
-        sources = Sources.paired(atoms, tensors)
-        loads = self.stage_loads(layouts, sources, shared, cta)
-        LoadWarp(config, *loads, tiles, ab_pipeline).run()
-      if cutlass.const_expr(config.gathered):
-        if warp >= warps.first_gather_warp:
-          number = warp - warps.first_gather_warp
-          GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
-      if cutlass.const_expr(config.rows_taken.follows):
-        # Parts write rows of their own. But who waits for this one waits for all before it.
-        if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
-          cute.arch.griddepcontrol_wait()
+					StoreWarps(config, tiles, of_group).run()
+				else:
+					cute.arch.setmaxregister_decrease(other_registers)
+			else:
+				cute.arch.setmaxregister_decrease(other_registers)
+			if warp == warps.scheduler_warp_id:
+				TileScheduler(config, ring, barriers.tiles, offs, extents).run()
+			if warp == warps.load_warp_id:
+				sources = Sources.paired(atoms, tensors)
+				loads = self.stage_loads(layouts, sources, shared, cta)
+				LoadWarp(config, *loads, tiles, ab_pipeline).run()
+			if cutlass.const_expr(config.gathered):
+				if warp >= warps.first_gather_warp:
+					number = warp - warps.first_gather_warp
+					GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
+			if cutlass.const_expr(config.rows_taken.follows):
+				# Parts write rows of their own. But who waits for this one waits for all before it.
+				if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
+					cute.arch.griddepcontrol_wait()
 
-  def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
-    """Stages of both operands, and of their block scales, in shared memory."""
+	def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
+		"""Stages of both operands, and of their block scales, in shared memory."""
 
-    def swizzled(layout: cute.ComposedLayout, element: Any) -> cute.Tensor:
-      return smem.allocate_tensor(element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+		def swizzled(layout: cute.ComposedLayout, element: Any) -> cute.Tensor:
+			return smem.allocate_tensor(element, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
-    def scales(layout: cute.Layout | None) -> cute.Tensor | None:
-      if layout is None:
-        return None
-      return smem.allocate_tensor(Float32, layout, byte_alignment=128)
+		def scales(layout: cute.Layout | None) -> cute.Tensor | None:
+			if layout is None:
+				return None
+			return smem.allocate_tensor(Float32, layout, byte_alignment=128)
 
-    staged, (m_element, n_element) = layouts.stages, layouts.elements
-    if not self.config.is_decoded:
-      m, n = swizzled(staged.m, m_element), swizzled(staged.n, n_element)
-      return Stages(m, n, scales(staged.m_scales), scales(staged.n_scales))
-    return Stages(
-      m=smem.allocate_tensor(Uint8, staged.m, byte_alignment=1024),
-      n=swizzled(staged.n, n_element),
-      m_scales=smem.allocate_tensor(Int32, staged.m_scales, byte_alignment=128),
-    )
+		staged, (m_element, n_element) = layouts.stages, layouts.elements
+		if not self.config.is_decoded:
+			m, n = swizzled(staged.m, m_element), swizzled(staged.n, n_element)
+			return Stages(m, n, scales(staged.m_scales), scales(staged.n_scales))
+		return Stages(
+			m=smem.allocate_tensor(Uint8, staged.m, byte_alignment=1024),
+			n=swizzled(staged.n, n_element),
+			m_scales=smem.allocate_tensor(Int32, staged.m_scales, byte_alignment=128),
+		)
 
-  def stage_loads(
-    self, layouts: Layouts, sources: Sources, shared: Stages, cta: Int32
-  ) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
-    """How operands M and N, and their block scales, get into shared memory."""
-    tile, kind = self.config.tile, self.config.kind
+	def stage_loads(
+		self, layouts: Layouts, sources: Sources, shared: Stages, cta: Int32
+	) -> tuple[tuple[StageLoad, ...], tuple[StageLoad, ...]]:
+		"""How operands M and N, and their block scales, get into shared memory."""
+		tile, kind = self.config.tile, self.config.kind
 
-    def own(which: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
-      parts = (getattr(x, which) for x in (sources, shared, layouts.tilers))
-      first_row = cta * tile.m if which.startswith("m") else Int32(0)
-      return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
+		def own(which: str, k_divisor: int, is_scale: bool = False) -> StageLoad:
+			parts = (getattr(x, which) for x in (sources, shared, layouts.tilers))
+			first_row = cta * tile.m if which.startswith("m") else Int32(0)
+			return StageLoad(*parts, k_divisor, first_row, Int32(0), 1, is_scale)
 
-    common = (Int32(0), cta, tile.num_ctas, False)
-    operand_n = []
-    if sources.n is not None:
-      operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
-    if self.config.is_decoded:
-      codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
-      return (codes, scales), tuple(operand_n)
-    operand_m = [own("m", 1)]
-    for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
-      if getattr(sources, which) is not None:
-        loads.append(own(which, kind.sf_vec_size, True))
-    return tuple(operand_m), tuple(operand_n)
+		common = (Int32(0), cta, tile.num_ctas, False)
+		operand_n = []
+		if sources.n is not None:
+			operand_n.append(StageLoad(sources.n, shared.n, layouts.tilers.n, 1, *common))
+		if self.config.is_decoded:
+			codes, scales = own("m", 8 // kind.bits), own("m_scales", kind.scale_tile_k, True)
+			return (codes, scales), tuple(operand_n)
+		operand_m = [own("m", 1)]
+		for which, loads in (("m_scales", operand_m), ("n_scales", operand_n)):
+			if getattr(sources, which) is not None:
+				loads.append(own(which, kind.sf_vec_size, True))
+		return tuple(operand_m), tuple(operand_n)

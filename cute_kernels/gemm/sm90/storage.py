@@ -16,9 +16,9 @@ from .config import WARPGROUP_M, Sm90GemmConfig
 from .fp4.operand import codes_stages, scale_stages
 
 if TYPE_CHECKING:
-  import cutlass
+	import cutlass
 
-  from .warp_schedule import WarpSchedule
+	from .warp_schedule import WarpSchedule
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
@@ -27,150 +27,150 @@ _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _
 
 
 class Stages(NamedTuple):
-  """Stages in shared memory, or their layouts.
+	"""Stages in shared memory, or their layouts.
 
-  Attributes:
-    m: operand M, (rows, K, STAGE); bytes if it is decoded.
-    n: operand N, (rows, K, STAGE).
-    m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE) if it is decoded, and
-      (rows, 1, STAGE) of single rows; None without.
-    n_scales: operand N's, of single rows; None without.
-  """
+	Attributes:
+	  m: operand M, (rows, K, STAGE); bytes if it is decoded.
+	  n: operand N, (rows, K, STAGE).
+	  m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE) if it is decoded, and
+	    (rows, 1, STAGE) of single rows; None without.
+	  n_scales: operand N's, of single rows; None without.
+	"""
 
-  m: Any
-  n: Any
-  m_scales: Any = None
-  n_scales: Any = None
+	m: Any
+	n: Any
+	m_scales: Any = None
+	n_scales: Any = None
 
 
 class Layouts:
-  """The tiled MMA and the layouts of a configuration; made while tracing.
+	"""The tiled MMA and the layouts of a configuration; made while tracing.
 
-  Attributes:
-    elements: types of the elements of operands M and N that are multiplied.
-    tiled_mma: the MMA.
-    stages: stages of both operands.
-    tilers: extents of one stage, without the last.
-  """
+	Attributes:
+	  elements: types of the elements of operands M and N that are multiplied.
+	  tiled_mma: the MMA.
+	  stages: stages of both operands.
+	  tilers: extents of one stage, without the last.
+	"""
 
-  def __init__(self, config: Sm90GemmConfig):
-    self.config = config
-    tile = config.tile
-    if config.is_decoded:
-      self.elements = (DSL_TYPES[config.multiplied],) * 2
-    else:
-      self.elements = element_type(config.m_kind), element_type(config.n_kind)
-    m_major, n_major = config.mn_major
-    self.tiled_mma = self.mma_of(tile.n)
-    n_tiler = (tile.n, config.stage_k)
-    n = self._staged(1, n_tiler, n_major)
-    if config.is_decoded:
-      m_tiler, m = codes_stages(config)
-      scale_tiler, scales = scale_stages(config)
-      self.tilers, self.stages = Stages(m_tiler, n_tiler, scale_tiler), Stages(m, n, scales)
-    else:
-      m_tiler = (tile.m, config.stage_k)
-      m = self._staged(0, m_tiler, m_major)
-      rows = config.row_scales
-      self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
-      self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
-    if config.pairs_rows:
-      names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
-      given = {name: getattr(self.tilers, name) for name in names}
-      self.tilers = self.tilers._replace(
-        **{name: ((2, t[0] // 2), *t[1:]) for name, t in given.items() if t is not None}
-      )
+	def __init__(self, config: Sm90GemmConfig):
+		self.config = config
+		tile = config.tile
+		if config.is_decoded:
+			self.elements = (DSL_TYPES[config.multiplied],) * 2
+		else:
+			self.elements = element_type(config.m_kind), element_type(config.n_kind)
+		m_major, n_major = config.mn_major
+		self.tiled_mma = self.mma_of(tile.n)
+		n_tiler = (tile.n, config.stage_k)
+		n = self._staged(1, n_tiler, n_major)
+		if config.is_decoded:
+			m_tiler, m = codes_stages(config)
+			scale_tiler, scales = scale_stages(config)
+			self.tilers, self.stages = Stages(m_tiler, n_tiler, scale_tiler), Stages(m, n, scales)
+		else:
+			m_tiler = (tile.m, config.stage_k)
+			m = self._staged(0, m_tiler, m_major)
+			rows = config.row_scales
+			self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
+			self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
+		if config.pairs_rows:
+			names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
+			given = {name: getattr(self.tilers, name) for name in names}
+			self.tilers = self.tilers._replace(
+				**{name: ((2, t[0] // 2), *t[1:]) for name, t in given.items() if t is not None}
+			)
 
-  def mma_of(self, width: int) -> cute.TiledMma:
-    """The MMA of all consumer warpgroups for ``width`` columns."""
-    config, source = self.config, warpgroup.OperandSource
-    return hopper_helpers.make_trivial_tiled_mma(
-      *self.elements,
-      *(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in config.mn_major),
-      Float32,
-      (config.consumers, 1, 1),
-      (WARPGROUP_M, width),
-      source.RMEM if config.is_decoded else source.SMEM,
-    )
+	def mma_of(self, width: int) -> cute.TiledMma:
+		"""The MMA of all consumer warpgroups for ``width`` columns."""
+		config, source = self.config, warpgroup.OperandSource
+		return hopper_helpers.make_trivial_tiled_mma(
+			*self.elements,
+			*(OperandMajorMode.MN if mn else OperandMajorMode.K for mn in config.mn_major),
+			Float32,
+			(config.consumers, 1, 1),
+			(WARPGROUP_M, width),
+			source.RMEM if config.is_decoded else source.SMEM,
+		)
 
-  def _staged(self, operand: int, tiler: tuple[int, int], mn_major: bool) -> Any:
-    element = self.elements[operand]
-    width = element.width // 8 * tiler[0 if mn_major else 1]
-    swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
-    atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], element)
-    order = (1, 0, 2) if mn_major else (0, 1, 2)
-    return cute.tile_to_shape(atom, (*tiler, self.config.num_ab_stage), order)
+	def _staged(self, operand: int, tiler: tuple[int, int], mn_major: bool) -> Any:
+		element = self.elements[operand]
+		width = element.width // 8 * tiler[0 if mn_major else 1]
+		swizzles = _MN_SWIZZLES if mn_major else _K_SWIZZLES
+		atom = warpgroup.make_smem_layout_atom(swizzles[min(width, 128)], element)
+		order = (1, 0, 2) if mn_major else (0, 1, 2)
+		return cute.tile_to_shape(atom, (*tiler, self.config.num_ab_stage), order)
 
-  def _scales(self, rows: int) -> cute.Layout:
-    """Stages of fp32 scales of single rows."""
-    return cute.make_layout((rows, 1, self.config.num_ab_stage), stride=(1, rows, rows))
+	def _scales(self, rows: int) -> cute.Layout:
+		"""Stages of fp32 scales of single rows."""
+		return cute.make_layout((rows, 1, self.config.num_ab_stage), stride=(1, rows, rows))
 
 
 class Barriers(NamedTuple):
-  """Barriers and small exchanges in shared memory.
+	"""Barriers and small exchanges in shared memory.
 
-  Attributes:
-    ab: full and empty barriers of the stages.
-    sched: full and empty barriers of the tile records.
-    tiles: the tile records.
-    blocks: what the epilogue stages, bytes.
-    factors: factors of a tile's rows for each warpgroup, fp32, or None.
-  """
+	Attributes:
+	  ab: full and empty barriers of the stages.
+	  sched: full and empty barriers of the tile records.
+	  tiles: the tile records.
+	  blocks: what the epilogue stages, bytes.
+	  factors: factors of a tile's rows for each warpgroup, fp32, or None.
+	"""
 
-  ab: cute.Pointer
-  sched: cute.Pointer
-  tiles: cute.Tensor
-  blocks: cute.Tensor
-  factors: cute.Tensor | None
+	ab: cute.Pointer
+	sched: cute.Pointer
+	tiles: cute.Tensor
+	blocks: cute.Tensor
+	factors: cute.Tensor | None
 
-  @staticmethod
-  def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-    words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
-    blocks = config.consumers * config.num_store_stage * config.block_bytes
-    factors = None
-    if config.row_scaled:
-      layout = cute.make_layout(config.factor_words)
-      factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
-    return Barriers(
-      ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
-      sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
-      tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
-      blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
-      factors=factors,
-    )
+	@staticmethod
+	def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+		blocks = config.consumers * config.num_store_stage * config.block_bytes
+		factors = None
+		if config.row_scaled:
+			layout = cute.make_layout(config.factor_words)
+			factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+		return Barriers(
+			ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
+			sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
+			blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
+			factors=factors,
+		)
 
 
 class Pipelines(NamedTuple):
-  """What warps pass to each other.
+	"""What warps pass to each other.
 
-  Attributes:
-    ab: stages.
-    ring: tile records.
-  """
+	Attributes:
+	  ab: stages.
+	  ring: tile records.
+	"""
 
-  ab: pipeline.PipelineTmaAsync
-  ring: pipeline.PipelineAsync
+	ab: pipeline.PipelineTmaAsync
+	ring: pipeline.PipelineAsync
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
-  def threads(count: int) -> pipeline.CooperativeGroup:
-    return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+	def threads(count: int) -> pipeline.CooperativeGroup:
+		return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
 
-  ab_pipeline = pipeline.PipelineTmaAsync.create(
-    barrier_storage=barriers.ab,
-    num_stages=config.num_ab_stage,
-    producer_group=threads(warps.stage_arrivals),
-    # A stage that several CTAs write is free when the consumers of all of them are done.
-    consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
-    tx_count=config.stage_bytes - (config.n_stage_bytes[0] if config.gathered else 0),
-    cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
-    defer_sync=True,
-  )
-  ring = pipeline.PipelineAsync.create(
-    barrier_storage=barriers.sched,
-    num_stages=config.num_sched_stage,
-    producer_group=threads(1),
-    consumer_group=threads(warps.tile_consumer_arrivals),
-    defer_sync=True,
-  )
-  return Pipelines(ab_pipeline, ring)
+	ab_pipeline = pipeline.PipelineTmaAsync.create(
+		barrier_storage=barriers.ab,
+		num_stages=config.num_ab_stage,
+		producer_group=threads(warps.stage_arrivals),
+		# A stage that several CTAs write is free when the consumers of all of them are done.
+		consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
+		tx_count=config.stage_bytes - (config.n_stage_bytes[0] if config.gathered else 0),
+		cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
+		defer_sync=True,
+	)
+	ring = pipeline.PipelineAsync.create(
+		barrier_storage=barriers.sched,
+		num_stages=config.num_sched_stage,
+		producer_group=threads(1),
+		consumer_group=threads(warps.tile_consumer_arrivals),
+		defer_sync=True,
+	)
+	return Pipelines(ab_pipeline, ring)

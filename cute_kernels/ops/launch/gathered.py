@@ -10,9 +10,9 @@ from cute_kernels.ops.moe import MoeGather
 from cute_kernels.ops.registry import Allocator, Runner
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["gathers_first", "multiply_gathered"]
 
@@ -27,39 +27,39 @@ _MOST_BYTES = 2**35
 
 
 def gathers_first(op: Any, side: str, arch: str) -> bool:
-  """Whether those of operand ``side`` are: unless both are plain, on sm_90a, and it pays.
+	"""Whether those of operand ``side`` are: unless both are plain, on sm_90a, and it pays.
 
-  What is gathered first is written and read once, whatever it is multiplied by, and multiplied by
-  kernels that are 1 to 20% faster: see ``_MOST_COLS``.
-  """
-  if op.index is None:
-    return False
-  x: Tensor = getattr(op, side)
-  if arch != "sm_90a" or op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
-    return True
-  mean: int = op.num_rows // op.offs.shape[0]
-  cols: int = op.cols if side == "a" else op.width("a")
-  if side == "a":
-    return mean > _FEW_ROWS and cols >= _MOST_COLS
-  return mean < _MANY_ROWS or cols >= _MOST_COLS
+	What is gathered first is written and read once, whatever it is multiplied by, and multiplied by
+	kernels that are 1 to 20% faster: see ``_MOST_COLS``.
+	"""
+	if op.index is None:
+		return False
+	x: Tensor = getattr(op, side)
+	if arch != "sm_90a" or op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
+		return True
+	mean: int = op.num_rows // op.offs.shape[0]
+	cols: int = op.cols if side == "a" else op.width("a")
+	if side == "a":
+		return mean > _FEW_ROWS and cols >= _MOST_COLS
+	return mean < _MANY_ROWS or cols >= _MOST_COLS
 
 
 def multiply_gathered(op: Any, side: str, launch: Launcher, multiply: Callable[[Any, Launcher], Runner]) -> Runner:
-  """How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
+	"""How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
 
-  def gathering(op: Any) -> MoeGather:
-    return MoeGather(getattr(op, side), op.index)
+	def gathering(op: Any) -> MoeGather:
+		return MoeGather(getattr(op, side), op.index)
 
-  def product(op: Any, rows: Tensor) -> Any:
-    return dataclasses.replace(op, rows=None, **{side: rows})
+	def product(op: Any, rows: Tensor) -> Any:
+		return dataclasses.replace(op, rows=None, **{side: rows})
 
-  gather = gathering(op).kernels(launch)
-  buffer = Allocator(gathering(op).outputs(), op.device)
-  run_plain = multiply(product(op, buffer.make()[0]), launch)
+	gather = gathering(op).kernels(launch)
+	buffer = Allocator(gathering(op).outputs(), op.device)
+	run_plain = multiply(product(op, buffer.make()[0]), launch)
 
-  def run(op: Any, outputs: Sequence[Tensor], **options: bool) -> None:
-    made = buffer.make()
-    gather(gathering(op), made)
-    run_plain(product(op, made[0]), outputs, **options)
+	def run(op: Any, outputs: Sequence[Tensor], **options: bool) -> None:
+		made = buffer.make()
+		gather(gathering(op), made)
+		run_plain(product(op, made[0]), outputs, **options)
 
-  return run
+	return run

@@ -25,208 +25,208 @@ from .sm90_operands import sm90_preparation, values_config
 from .sm100_operands import sm100_preparation
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
-  from cute_kernels.ops.registry import Runner
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
+	from cute_kernels.ops.registry import Runner
+	from cute_kernels.runtime.launch import Launcher
 
-  from .sm90_operands import Parts
+	from .sm90_operands import Parts
 
 _forced: list[TileShape] = []
 
 
 @contextlib.contextmanager
 def force_tile(tile: TileShape) -> Iterator[None]:
-  """Have grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
+	"""Have grouped GEMMs use ``tile`` whatever their sizes, in all threads; for measurements.
 
-  Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
+	Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
 
-  Args:
-    tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
-  """
-  _forced.append(tile)
-  registry.forget_plans()
-  try:
-    yield
-  finally:
-    _forced.pop()
-    registry.forget_plans()
+	Args:
+	  tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
+	"""
+	_forced.append(tile)
+	registry.forget_plans()
+	try:
+		yield
+	finally:
+		_forced.pop()
+		registry.forget_plans()
 
 
 def _operands(op: GroupedGemm, arch: str) -> dict[str, Any]:
-  """What GEMM configurations say of both operands."""
-  if op.b_record is None:
-    return {"operand": dtype_name(op.a.dtype)}
-  b = operand_of(op.b_record)
-  if op.a_record is None and arch != "sm_90a":
-    return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
-  a = b if op.a_record is None else operand_of(op.a_record)
-  fields: dict[str, Any] = {"operand": a.name}
-  if a is not b:
-    fields["b_operand"] = b.name
-  if op.a_record is not None and a.has_row_scales and b.has_row_scales:
-    fields["pow2_scales"] = op.a_record.has_pow2_scales and op.b_record.has_pow2_scales
-  return fields
+	"""What GEMM configurations say of both operands."""
+	if op.b_record is None:
+		return {"operand": dtype_name(op.a.dtype)}
+	b = operand_of(op.b_record)
+	if op.a_record is None and arch != "sm_90a":
+		return {"operand": dtype_name(op.a.dtype), "b_operand": b.name}
+	a = b if op.a_record is None else operand_of(op.a_record)
+	fields: dict[str, Any] = {"operand": a.name}
+	if a is not b:
+		fields["b_operand"] = b.name
+	if op.a_record is not None and a.has_row_scales and b.has_row_scales:
+		fields["pow2_scales"] = op.a_record.has_pow2_scales and op.b_record.has_pow2_scales
+	return fields
 
 
 def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
-  """Fields of a configuration that only sm_90a has: of products with quantized weights."""
-  a, b = op.a_record, op.b_record
-  if b is None:
-    return {}
-  if a is None:
-    return {"activations": dtype_name(op.a.dtype)}
-  kind = operand_of(b)
-  if kind.has_short_sums and not kind.has_row_scales:
-    return {"split": op.is_split}
-  return {"prepacked": True} if op.prepacked else {}
+	"""Fields of a configuration that only sm_90a has: of products with quantized weights."""
+	a, b = op.a_record, op.b_record
+	if b is None:
+		return {}
+	if a is None:
+		return {"activations": dtype_name(op.a.dtype)}
+	kind = operand_of(b)
+	if kind.has_short_sums and not kind.has_row_scales:
+		return {"split": op.is_split}
+	return {"prepacked": True} if op.prepacked else {}
 
 
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
-  """How the ``m_grouped`` GEMMs run."""
-  spec = op.outputs()[0]
-  rows, cols = spec.shape[0], op.cols
-  if rows == 0 or cols == 0:
-    return _nothing
-  if gathers_first(op, "a", launch.arch):
-    return multiply_gathered(op, "a", launch, m_grouped)
-  if decodes_first(op, launch.arch):
-    return multiply_decoded(op, launch, m_grouped)
-  cls = CONFIGS[launch.arch]
-  base = cls(
-    **_operands(op, launch.arch),
-    tile=cls.any_tile("m_grouped"),
-    out_dtype=dtype_name(spec.dtype),
-    row_scaled=op.row_scaled,
-    bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
-    has_alpha=op.alpha is not None,
-    transpose_b=op.is_b_mn_major,
-    gathered=op.index is not None,
-    **dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
-    **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
-  )
-  problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
-  return _runner(op, _choose(base, problem, launch), problem, launch)
+	"""How the ``m_grouped`` GEMMs run."""
+	spec = op.outputs()[0]
+	rows, cols = spec.shape[0], op.cols
+	if rows == 0 or cols == 0:
+		return _nothing
+	if gathers_first(op, "a", launch.arch):
+		return multiply_gathered(op, "a", launch, m_grouped)
+	if decodes_first(op, launch.arch):
+		return multiply_decoded(op, launch, m_grouped)
+	cls = CONFIGS[launch.arch]
+	base = cls(
+		**_operands(op, launch.arch),
+		tile=cls.any_tile("m_grouped"),
+		out_dtype=dtype_name(spec.dtype),
+		row_scaled=op.row_scaled,
+		bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
+		has_alpha=op.alpha is not None,
+		transpose_b=op.is_b_mn_major,
+		gathered=op.index is not None,
+		**dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
+		**(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
+	)
+	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
+	return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
-  """How ``m_grouped_quantize_gemm`` runs where A becomes values; None where it does not."""
-  if launch.arch != "sm_90a" or not op.a.numel() or values_config(op, launch) is None:
-    return None
-  return m_grouped(op, launch)
+	"""How ``m_grouped_quantize_gemm`` runs where A becomes values; None where it does not."""
+	if launch.arch != "sm_90a" or not op.a.numel() or values_config(op, launch) is None:
+		return None
+	return m_grouped(op, launch)
 
 
 def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
-  """How ``k_grouped_gemm`` runs."""
-  (spec,) = op.outputs()
-  groups, m, n = spec.shape
-  if op.num_rows == 0 or m == 0 or n == 0:
-    return _zero
-  if gathers_first(op, "b", launch.arch):
-    return multiply_gathered(op, "b", launch, k_grouped)
-  cls = CONFIGS[launch.arch]
-  base = cls(
-    **_operands(op, launch.arch),
-    grouping="k_grouped",
-    tile=cls.any_tile("k_grouped"),
-    out_dtype=dtype_name(spec.dtype),
-    has_alpha=op.alpha is not None,
-    gathered=op.index is not None,
-    **(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
-  )
-  problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.num_rows, n, m=m)
-  return _runner(op, _choose(base, problem, launch), problem, launch)
+	"""How ``k_grouped_gemm`` runs."""
+	(spec,) = op.outputs()
+	groups, m, n = spec.shape
+	if op.num_rows == 0 or m == 0 or n == 0:
+		return _zero
+	if gathers_first(op, "b", launch.arch):
+		return multiply_gathered(op, "b", launch, k_grouped)
+	cls = CONFIGS[launch.arch]
+	base = cls(
+		**_operands(op, launch.arch),
+		grouping="k_grouped",
+		tile=cls.any_tile("k_grouped"),
+		out_dtype=dtype_name(spec.dtype),
+		has_alpha=op.alpha is not None,
+		gathered=op.index is not None,
+		**(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
+	)
+	problem = GemmProblem(base.operand, "k_grouped", base.out_dtype, groups, op.num_rows, n, m=m)
+	return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
 def _nothing(op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
-  """There is nothing to write."""
+	"""There is nothing to write."""
 
 
 def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
-  """All groups are empty."""
-  if not accumulate:
-    outputs[0].zero_()
+	"""All groups are empty."""
+	if not accumulate:
+		outputs[0].zero_()
 
 
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
-  try:
-    tile = _forced[-1] if _forced else None
-    return choose_config(base, problem, launch.num_sms, tile)
-  except ValueError as error:
-    raise UnsupportedError(str(error)) from None
+	try:
+		tile = _forced[-1] if _forced else None
+		return choose_config(base, problem, launch.num_sms, tile)
+	except ValueError as error:
+		raise UnsupportedError(str(error)) from None
 
 
 def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: Launcher) -> Runner:
-  if isinstance(config, Sm90GemmConfig):
-    prepare = sm90_preparation(op, config, launch)
-  elif isinstance(config, Sm100GemmConfig):
-    prepare = sm100_preparation(op, config, launch)
-  # Strides are the same in every call; addresses are not.
-  read = op.reader()
-  is_addressable = all(map(_is_addressable, read(op)))
-  vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
-  is_dense = all(v is None or v.is_contiguous() for v in vectors)
+	if isinstance(config, Sm90GemmConfig):
+		prepare = sm90_preparation(op, config, launch)
+	elif isinstance(config, Sm100GemmConfig):
+		prepare = sm100_preparation(op, config, launch)
+	# Strides are the same in every call; addresses are not.
+	read = op.reader()
+	is_addressable = all(map(_is_addressable, read(op)))
+	vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
+	is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
-  keeps_z = config.keeps_z
-  parts = (config,) if _forced else config.parts(problem, launch.num_sms)
+	keeps_z = config.keeps_z
+	parts = (config,) if _forced else config.parts(problem, launch.num_sms)
 
-  @functools.cache
-  def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
-    return [launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail)) for part in parts]
+	@functools.cache
+	def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
+		return [launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail)) for part in parts]
 
-  def run(op: GroupedGemm, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
-    a, b = read(op)
-    if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
-      a, b = _addressable_parts(a), _addressable_parts(b)
-    offs, rows, bias, alpha = op.offs, op.index, getattr(op, "bias", None), op.alpha
-    if not is_dense:
-      offs, rows, bias, alpha = offs.contiguous(), dense(rows), dense(bias), dense(alpha)
-    # Parameters may be views of one flat buffer, at any element of it.
-    bias = aligned(bias, PITCH_ALIGNMENT)
-    if prepare is not None:
-      a, b = prepare(a, b, offs)
-    out, z = outputs if keeps_z else (outputs[0], None)
-    for kernel in kernels(accumulate, fresh):
-      # As GemmArguments names them; making one takes half a microsecond of every call.
-      kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z)
+	def run(op: GroupedGemm, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
+		a, b = read(op)
+		if not is_addressable or _is_misaligned(a) or _is_misaligned(b):
+			a, b = _addressable_parts(a), _addressable_parts(b)
+		offs, rows, bias, alpha = op.offs, op.index, getattr(op, "bias", None), op.alpha
+		if not is_dense:
+			offs, rows, bias, alpha = offs.contiguous(), dense(rows), dense(bias), dense(alpha)
+		# Parameters may be views of one flat buffer, at any element of it.
+		bias = aligned(bias, PITCH_ALIGNMENT)
+		if prepare is not None:
+			a, b = prepare(a, b, offs)
+		out, z = outputs if keeps_z else (outputs[0], None)
+		for kernel in kernels(accumulate, fresh):
+			# As GemmArguments names them; making one takes half a microsecond of every call.
+			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z)
 
-  return run
+	return run
 
 
 def _is_misaligned(parts: Parts) -> bool:
-  """Whether TMA cannot address an operand where it is."""
-  values, scales, level = parts
-  address = values.data_ptr()
-  if scales is not None:
-    address |= scales.data_ptr()
-  if level is not None:
-    address |= level.data_ptr()
-  return address % PITCH_ALIGNMENT != 0
+	"""Whether TMA cannot address an operand where it is."""
+	values, scales, level = parts
+	address = values.data_ptr()
+	if scales is not None:
+		address |= scales.data_ptr()
+	if level is not None:
+		address |= level.data_ptr()
+	return address % PITCH_ALIGNMENT != 0
 
 
 def _is_addressable(parts: Parts) -> bool:
-  """Whether kernels can address an operand with its strides: scale tiles follow each other."""
-  values, *rest = parts
-  return _has_pitches(values) and all(x is None or x.is_contiguous() for x in rest)
+	"""Whether kernels can address an operand with its strides: scale tiles follow each other."""
+	values, *rest = parts
+	return _has_pitches(values) and all(x is None or x.is_contiguous() for x in rest)
 
 
 def _has_pitches(x: Tensor) -> bool:
-  """Whether TMA can address rows that are as far apart as those of ``x``."""
-  size = x.element_size()
-  return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
+	"""Whether TMA can address rows that are as far apart as those of ``x``."""
+	size = x.element_size()
+	return x.stride(-1) == 1 and all(s * size % PITCH_ALIGNMENT == 0 for s in x.stride()[:-1])
 
 
 def _addressable_parts(parts: Parts) -> Parts:
-  values, *rest = parts
-  scales, amax = (None if x is None else readable(x) for x in rest)
-  return _addressable(values), scales, amax
+	values, *rest = parts
+	scales, amax = (None if x is None else readable(x) for x in rest)
+	return _addressable(values), scales, amax
 
 
 def _addressable(x: Tensor) -> Tensor:
-  """``x``, copied if TMA cannot address its rows where they are."""
-  if _has_pitches(x) and x.data_ptr() % PITCH_ALIGNMENT == 0:
-    return x
-  size = x.element_size()
-  pitch = -(-x.shape[-1] * size // PITCH_ALIGNMENT) * PITCH_ALIGNMENT // size
-  return x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)
+	"""``x``, copied if TMA cannot address its rows where they are."""
+	if _has_pitches(x) and x.data_ptr() % PITCH_ALIGNMENT == 0:
+		return x
+	size = x.element_size()
+	pitch = -(-x.shape[-1] * size // PITCH_ALIGNMENT) * PITCH_ALIGNMENT // size
+	return x.new_empty(*x.shape[:-1], pitch)[..., : x.shape[-1]].copy_(x)

@@ -11,12 +11,12 @@ from cute_kernels.ops.arguments import dense, dtype_name, readable
 from .rows import gatherer
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather
-  from cute_kernels.ops.registry import Runner
-  from cute_kernels.ops.router import MoeRoute, MoeRouteGradient
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather
+	from cute_kernels.ops.registry import Runner
+	from cute_kernels.ops.router import MoeRoute, MoeRouteGradient
+	from cute_kernels.runtime.launch import Launcher
 
 
 #: Of the kernels that choose: 32 scores of a lane.
@@ -24,125 +24,125 @@ MOST_EXPERTS = 1024
 
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
-  """How ``compute_routing`` runs."""
-  if not op.expert_ids.numel():
-    return lambda op, outputs: outputs[0].zero_()
-  config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
-  kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
+	"""How ``compute_routing`` runs."""
+	if not op.expert_ids.numel():
+		return lambda op, outputs: outputs[0].zero_()
+	config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
+	kernel, top_k = launch.kernel(config), op.expert_ids.shape[1]
 
-  def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
-    offs, token, pair, row = outputs
-    kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
+	def run(op: ComputeRouting, outputs: Sequence[Tensor]) -> None:
+		offs, token, pair, row = outputs
+		kernel(op.expert_ids.contiguous().view(-1), offs, token, pair, row.view(-1), top_k)
 
-  return run
+	return run
 
 
 def _per_lane(experts: int) -> int:
-  """Scores of a lane: a power of two."""
-  return 1 << max(0, (experts - 1) // 32).bit_length()
+	"""Scores of a lane: a power of two."""
+	return 1 << max(0, (experts - 1) // 32).bit_length()
 
 
 def route(op: MoeRoute, launch: Launcher) -> Runner:
-  """How ``moe_route`` runs."""
-  (tokens, experts), groups = op.logits.shape, op.expert_groups
-  if not tokens or experts > MOST_EXPERTS or groups > 32:
-    # The bits are the same.
-    return lambda op, outputs: op.run_reference(outputs)
-  facts = {"biased": op.selection_bias is not None, "grouped": groups > 1, "ends": op.end is not None}
-  kernel = launch.kernel(RouterConfig(op.score, op.renormalize, _per_lane(experts), **facts))
+	"""How ``moe_route`` runs."""
+	(tokens, experts), groups = op.logits.shape, op.expert_groups
+	if not tokens or experts > MOST_EXPERTS or groups > 32:
+		# The bits are the same.
+		return lambda op, outputs: op.run_reference(outputs)
+	facts = {"biased": op.selection_bias is not None, "grouped": groups > 1, "ends": op.end is not None}
+	kernel = launch.kernel(RouterConfig(op.score, op.renormalize, _per_lane(experts), **facts))
 
-  def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
-    given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
-    kernel(*given, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
+	def run(op: MoeRoute, outputs: Sequence[Tensor]) -> None:
+		given = (readable(op.logits), dense(op.selection_bias), dense(op.end))
+		kernel(*given, *outputs, groups, op.top_groups, op.factor, launch.num_sms)
 
-  return run
+	return run
 
 
 def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
-  """How ``moe_route_gradient`` runs."""
-  tokens, experts = op.scores.shape
-  if not tokens or experts > MOST_EXPERTS:
-    return lambda op, outputs: op.run_reference(outputs)
-  config = RouterGradientConfig(op.score, op.renormalize, _per_lane(experts), op.dscores is not None)
-  kernel = launch.kernel(config)
+	"""How ``moe_route_gradient`` runs."""
+	tokens, experts = op.scores.shape
+	if not tokens or experts > MOST_EXPERTS:
+		return lambda op, outputs: op.run_reference(outputs)
+	config = RouterGradientConfig(op.score, op.renormalize, _per_lane(experts), op.dscores is not None)
+	kernel = launch.kernel(config)
 
-  def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
-    given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
-    kernel(*given, outputs[0], op.factor, launch.num_sms)
+	def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
+		given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
+		kernel(*given, outputs[0], op.factor, launch.num_sms)
 
-  return run
+	return run
 
 
 def gather(op: MoeGather, launch: Launcher) -> Runner:
-  """How ``moe_gather`` runs."""
-  if not op.index.numel() or not op.x.shape[1]:
-    return lambda op, outputs: None
-  if not op.x.numel():
-    return lambda op, outputs: outputs[0].zero_()
-  run = gatherer(op.x, launch)
-  return lambda op, outputs: run(op.x, op.index, outputs[0])
+	"""How ``moe_gather`` runs."""
+	if not op.index.numel() or not op.x.shape[1]:
+		return lambda op, outputs: None
+	if not op.x.numel():
+		return lambda op, outputs: outputs[0].zero_()
+	run = gatherer(op.x, launch)
+	return lambda op, outputs: run(op.x, op.index, outputs[0])
 
 
 def combine(op: MoeCombine, launch: Launcher) -> Runner:
-  """How ``moe_combine`` runs."""
-  if not op.row.shape[0] or not op.h.shape[1]:
-    return lambda op, outputs: None
-  if not op.h.numel() or not op.row.numel():
-    return lambda op, outputs: outputs[0].zero_()
-  dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
-  vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
-  names = (dtype_name(dtype), dtype_name(out))
-  kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
+	"""How ``moe_combine`` runs."""
+	if not op.row.shape[0] or not op.h.shape[1]:
+		return lambda op, outputs: None
+	if not op.h.numel() or not op.row.numel():
+		return lambda op, outputs: outputs[0].zero_()
+	dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
+	vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
+	names = (dtype_name(dtype), dtype_name(out))
+	kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
 
-  def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
-    kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
+	def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
+		kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
 
-  return run
+	return run
 
 
 def _activate_config(
-  op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
+	op: MoeActivate | MoeActivateGradient, launch: Launcher, columns: int, **options: bool
 ) -> ActivateConfig:
-  return ActivateConfig(
-    op.activation,
-    launch.arch,
-    dtype_name(op.x.dtype),
-    interleaved=op.interleaved,
-    ragged=op.offs is not None,
-    vectorized=columns % 8 == 0,
-    **options,
-  )
+	return ActivateConfig(
+		op.activation,
+		launch.arch,
+		dtype_name(op.x.dtype),
+		interleaved=op.interleaved,
+		ragged=op.offs is not None,
+		vectorized=columns % 8 == 0,
+		**options,
+	)
 
 
 def activate(op: MoeActivate, launch: Launcher) -> Runner:
-  """How ``moe_activate`` runs."""
-  if not op.x.numel():
-    return lambda op, outputs: None
-  columns = op.outputs()[0].shape[1]
-  kernel = launch.kernel(_activate_config(op, launch, columns))
+	"""How ``moe_activate`` runs."""
+	if not op.x.numel():
+		return lambda op, outputs: None
+	columns = op.outputs()[0].shape[1]
+	kernel = launch.kernel(_activate_config(op, launch, columns))
 
-  def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
-    given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
-    kernel(*given, None, None, launch.num_sms)
+	def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
+		given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
+		kernel(*given, None, None, launch.num_sms)
 
-  return run
+	return run
 
 
 def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
-  """How ``moe_activate_gradient`` runs."""
-  if not op.x.numel():
-    return lambda op, outputs: None
-  weighted = op.weight is not None
-  options = {"gradient": True, "weighted": weighted}
-  kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
+	"""How ``moe_activate_gradient`` runs."""
+	if not op.x.numel():
+		return lambda op, outputs: None
+	weighted = op.weight is not None
+	options = {"gradient": True, "weighted": weighted}
+	kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
 
-  def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
-    rows = readable(op.x), readable(op.grad), dense(op.offs)
-    if op.weight is None:
-      kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
-      return
-    out, scaled, dweight = outputs
-    weight = op.weight.contiguous().view(-1)
-    kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
+	def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
+		rows = readable(op.x), readable(op.grad), dense(op.offs)
+		if op.weight is None:
+			kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
+			return
+		out, scaled, dweight = outputs
+		weight = op.weight.contiguous().view(-1)
+		kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
 
-  return run
+	return run

@@ -18,16 +18,16 @@ from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.ops.prologue import result_columns
 from cute_kernels.ops.registry import Allocator, Runner
 from cute_kernels.quantize.config import (
-  ActivatedConfig,
-  AmaxConfig,
-  DbiasConfig,
-  DelayedConfig,
-  DequantizeConfig,
-  Grouping,
-  OffsetsConfig,
-  QuantizeProblem,
-  RowsConfig,
-  TileConfig,
+	ActivatedConfig,
+	AmaxConfig,
+	DbiasConfig,
+	DelayedConfig,
+	DequantizeConfig,
+	Grouping,
+	OffsetsConfig,
+	QuantizeProblem,
+	RowsConfig,
+	TileConfig,
 )
 from cute_kernels.quantize.prologue import Prologue
 from cute_kernels.reference.codecs import codec_of
@@ -35,297 +35,297 @@ from cute_kernels.reference.codecs import codec_of
 from .rows import gatherer
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
-  from cute_kernels.ops.delayed import DelayedScalingUpdate
-  from cute_kernels.ops.dequantize import GroupedDequantize
-  from cute_kernels.ops.quantize import GroupedQuantize
-  from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.formats import Format
+	from cute_kernels.ops.delayed import DelayedScalingUpdate
+	from cute_kernels.ops.dequantize import GroupedDequantize
+	from cute_kernels.ops.quantize import GroupedQuantize
+	from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
+	from cute_kernels.runtime.launch import Launcher
 
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
-  return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
+	return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
 
 
 def _prologue(x: Tensor, activation: str | None, grad: Tensor | None, gathered: bool = False) -> Prologue | None:
-  """What an activation makes of ``x``, as a fact of kernels' configurations."""
-  if activation is None and not gathered:
-    return None
-  return Prologue(dtype_name(x.dtype), activation, grad is not None, gathered)
+	"""What an activation makes of ``x``, as a fact of kernels' configurations."""
+	if activation is None and not gathered:
+		return None
+	return Prologue(dtype_name(x.dtype), activation, grad is not None, gathered)
 
 
 def quantized(op: GroupedQuantize) -> QuantizeProblem:
-  """What is quantized: ``x``, or its rows by an index, or the elements that an activation makes of it."""
-  problem = _problem(op.x, op.offs)
-  if op.activation is None and op.rows is None:
-    return problem
-  return dataclasses.replace(
-    problem,
-    dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
-    cols=result_columns(op.x.shape[-1], op.activation, op.grad),
-    prologue=_prologue(op.x, op.activation, op.grad, op.rows is not None),
-  )
+	"""What is quantized: ``x``, or its rows by an index, or the elements that an activation makes of it."""
+	problem = _problem(op.x, op.offs)
+	if op.activation is None and op.rows is None:
+		return problem
+	return dataclasses.replace(
+		problem,
+		dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
+		cols=result_columns(op.x.shape[-1], op.activation, op.grad),
+		prologue=_prologue(op.x, op.activation, op.grad, op.rows is not None),
+	)
 
 
 def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
-  """x, grad or the index of rows, and offs as kernels take them."""
-  if op.rows is not None:
-    return readable(op.x), dense(op.rows), dense(op.offs)
-  grad = None if op.grad is None else readable(op.grad)
-  return readable(op.x), grad, dense(op.offs)
+	"""x, grad or the index of rows, and offs as kernels take them."""
+	if op.rows is not None:
+		return readable(op.x), dense(op.rows), dense(op.offs)
+	grad = None if op.grad is None else readable(op.grad)
+	return readable(op.x), grad, dense(op.offs)
 
 
 def _zero(op: object, outputs: Sequence[Tensor]) -> None:
-  """All groups are empty: their amaxes are 0, and there is nothing else to write."""
-  for out in outputs:
-    if out.dtype == torch.float32:
-      out.zero_()
+	"""All groups are empty: their amaxes are 0, and there is nothing else to write."""
+	for out in outputs:
+		if out.dtype == torch.float32:
+			out.zero_()
 
 
 def _no_elements(op: GroupedQuantize) -> Runner:
-  """All groups are empty: only the second level of groups is written."""
-  fmt, names, count = op.record, tuple(op.specs()), op.num_groups
-  asked = [way for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
-  codec = codec_of(fmt)
+	"""All groups are empty: only the second level of groups is written."""
+	fmt, names, count = op.record, tuple(op.specs()), op.num_groups
+	asked = [way for way, on in ((False, op.rowwise), (True, op.columnwise)) if on]
+	codec = codec_of(fmt)
 
-  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-    out = dict(zip(names, outputs, strict=True))
-    amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
-    for columnwise in asked:
-      level = fmt.level(columnwise)
-      if level is not None and level.per == "group":
-        vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
-        # One for both directions, or one each.
-        vectors_of = codec.level(amax.expand(2, -1)[int(columnwise)], op.scale)
-        for name, vector in zip(vectors, vectors_of, strict=True):
-          out[name].copy_(vector)
+	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+		out = dict(zip(names, outputs, strict=True))
+		amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
+		for columnwise in asked:
+			level = fmt.level(columnwise)
+			if level is not None and level.per == "group":
+				vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
+				# One for both directions, or one each.
+				vectors_of = codec.level(amax.expand(2, -1)[int(columnwise)], op.scale)
+				for name, vector in zip(vectors, vectors_of, strict=True):
+					out[name].copy_(vector)
 
-  return run
+	return run
 
 
 def _give(given: Tensor, amax: Tensor | None) -> None:
-  """Write the amaxes of groups that the caller gave: magnitudes, whatever their sign."""
-  if amax is not None:
-    torch.abs(given, out=amax)
+	"""Write the amaxes of groups that the caller gave: magnitudes, whatever their sign."""
+	if amax is not None:
+		torch.abs(given, out=amax)
 
 
 def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
-  """How ``compute_offsets`` runs."""
-  if not op.splits.numel():
-    return lambda op, outputs: None
-  out_dtype = op.dtype or torch.int32
-  kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(out_dtype)))
+	"""How ``compute_offsets`` runs."""
+	if not op.splits.numel():
+		return lambda op, outputs: None
+	out_dtype = op.dtype or torch.int32
+	kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(out_dtype)))
 
-  def run(op: ComputeOffsets, outputs: Sequence[Tensor]) -> None:
-    kernel(dense(op.splits), outputs[0], op.multiplier)
+	def run(op: ComputeOffsets, outputs: Sequence[Tensor]) -> None:
+		kernel(dense(op.splits), outputs[0], op.multiplier)
 
-  return run
+	return run
 
 
 def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
-  """How ``grouped_amax`` runs."""
-  if not op.x.numel():
-    return _zero
-  problem = _problem(op.x, op.offs)
-  kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
+	"""How ``grouped_amax`` runs."""
+	if not op.x.numel():
+		return _zero
+	problem = _problem(op.x, op.offs)
+	kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
-  def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
-    kernel(readable(op.x), None, dense(op.offs), None, outputs[0], launch.num_sms)
+	def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
+		kernel(readable(op.x), None, dense(op.offs), None, outputs[0], launch.num_sms)
 
-  return run
+	return run
 
 
 def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | None = None) -> Runner:
-  """How ``grouped_quantize`` runs; ``drawn`` are the blocks that others with the seed have."""
-  if op.shapes is not None:
-    before = op.drawn_before() if op.seed is not None else [None] * op.num_groups
-    return _each_member(lambda member, i: quantize(member, launch, before[i]))
-  if not op.x.numel() or (op.rows is not None and not op.rows.numel()):
-    return _no_elements(op)
-  fmt, problem = op.record, quantized(op)
-  if op.rowwise and not op.columnwise:
-    by_warps = ActivatedConfig.choose(fmt, problem, launch.arch)
-    if by_warps.can_implement(problem):
-      return _rows(op, by_warps, launch)
-    rows = RowsConfig.choose(fmt, problem, launch.arch)
-    computes_first = op.rows is not None and rows.takes_amax and op.amax is None
-    if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):
-      return _rows(op, rows, launch)
-  return _tiles(op, fmt, problem, launch, drawn)
+	"""How ``grouped_quantize`` runs; ``drawn`` are the blocks that others with the seed have."""
+	if op.shapes is not None:
+		before = op.drawn_before() if op.seed is not None else [None] * op.num_groups
+		return _each_member(lambda member, i: quantize(member, launch, before[i]))
+	if not op.x.numel() or (op.rows is not None and not op.rows.numel()):
+		return _no_elements(op)
+	fmt, problem = op.record, quantized(op)
+	if op.rowwise and not op.columnwise:
+		by_warps = ActivatedConfig.choose(fmt, problem, launch.arch)
+		if by_warps.can_implement(problem):
+			return _rows(op, by_warps, launch)
+		rows = RowsConfig.choose(fmt, problem, launch.arch)
+		computes_first = op.rows is not None and rows.takes_amax and op.amax is None
+		if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):
+			return _rows(op, rows, launch)
+	return _tiles(op, fmt, problem, launch, drawn)
 
 
 def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
-  """Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
-  gather = gatherer(op.x, launch)
-  workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
-  after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
+	"""Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
+	gather = gatherer(op.x, launch)
+	workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
+	after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
 
-  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-    (x,) = workspace.make()
-    gather(op.x, cast("Tensor", op.rows), x)
-    after(dataclasses.replace(op, x=x, rows=None), outputs)
+	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+		(x,) = workspace.make()
+		gather(op.x, cast("Tensor", op.rows), x)
+		after(dataclasses.replace(op, x=x, rows=None), outputs)
 
-  return run
+	return run
 
 
 def _each_member(runner_of: Callable[[Any, int], Runner]) -> Runner:
-  """Groups that have shapes of their own: each is launched as a uniform tensor of one group.
+	"""Groups that have shapes of their own: each is launched as a uniform tensor of one group.
 
-  Their shapes are those of every call, and so is what runs each.
-  """
-  runners: list[Runner] = []
+	Their shapes are those of every call, and so is what runs each.
+	"""
+	runners: list[Runner] = []
 
-  def run(op: Any, outputs: Sequence[Tensor]) -> None:
-    members = list(op.members(outputs))
-    if not runners:
-      runners.extend([runner_of(member, i) for i, (member, _) in enumerate(members)])
-    for (member, into), runner in zip(members, runners, strict=True):
-      runner(member, into)
+	def run(op: Any, outputs: Sequence[Tensor]) -> None:
+		members = list(op.members(outputs))
+		if not runners:
+			runners.extend([runner_of(member, i) for i, (member, _) in enumerate(members)])
+		for (member, into), runner in zip(members, runners, strict=True):
+			runner(member, into)
 
-  return run
+	return run
 
 
 def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
-  """Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
-  kernel = launch.kernel(config)
-  takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
-  if takes_amax and op.amax is None:
-    facts = (False, True, config.arch, config.prologue)
-    amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, *facts))
+	"""Rows to codes in one read; amaxes of rows too, those of groups before if not given."""
+	kernel = launch.kernel(config)
+	takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
+	if takes_amax and op.amax is None:
+		facts = (False, True, config.arch, config.prologue)
+		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, *facts))
 
-  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-    out = dict(zip(names, outputs, strict=True))
-    inputs, amax = _inputs(op), out.get("amax")
-    if amax_kernel is not None:
-      amax_kernel(*inputs, None, amax, launch.num_sms)
-    elif takes_amax and op.amax is not None:
-      _give(op.amax, amax)
-    scales = map(out.get, ("scales", "scale_inv", "scale"))
-    kernel(*inputs, _flat(amax), out["codes"], *scales, launch.num_sms)
+	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+		out = dict(zip(names, outputs, strict=True))
+		inputs, amax = _inputs(op), out.get("amax")
+		if amax_kernel is not None:
+			amax_kernel(*inputs, None, amax, launch.num_sms)
+		elif takes_amax and op.amax is not None:
+			_give(op.amax, amax)
+		scales = map(out.get, ("scales", "scale_inv", "scale"))
+		kernel(*inputs, _flat(amax), out["codes"], *scales, launch.num_sms)
 
-  return run
+	return run
 
 
 def _tiles(
-  op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher, drawn: tuple[int, int] | None
+	op: GroupedQuantize, fmt: Format, problem: QuantizeProblem, launch: Launcher, drawn: tuple[int, int] | None
 ) -> Runner:
-  """Amaxes first where they are not given, then all copies from one read."""
-  config = TileConfig.choose(
-    fmt, problem, launch.arch, rowwise=op.rowwise, columnwise=op.columnwise, compute_amax=op.amax is None
-  )
-  if config.prologue is not None and config.prologue.gathered:
-    by_group = config.compute_amax or (config.uses_row_amax and op.amax is not None)
-    if by_group:
-      return _gathered_first(op, launch)
-  if drawn is not None:
-    config = dataclasses.replace(config, is_member=True)
-  kernel = launch.kernel(config)
-  by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
-  has_own = config.has_own_columns
-  if by_row and op.amax is not None:
-    facts = (True, False, launch.arch, problem.prologue)
-    row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, *facts))
+	"""Amaxes first where they are not given, then all copies from one read."""
+	config = TileConfig.choose(
+		fmt, problem, launch.arch, rowwise=op.rowwise, columnwise=op.columnwise, compute_amax=op.amax is None
+	)
+	if config.prologue is not None and config.prologue.gathered:
+		by_group = config.compute_amax or (config.uses_row_amax and op.amax is not None)
+		if by_group:
+			return _gathered_first(op, launch)
+	if drawn is not None:
+		config = dataclasses.replace(config, is_member=True)
+	kernel = launch.kernel(config)
+	by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
+	has_own = config.has_own_columns
+	if by_row and op.amax is not None:
+		facts = (True, False, launch.arch, problem.prologue)
+		row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, *facts))
 
-  def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
-    out = dict(zip(names, outputs, strict=True))
-    amax, amax_t = out.get("amax"), out.get("amax_t")
-    inputs = _inputs(op)
-    row_amax = _flat(amax) if by_row else None
-    group_amax = amax_t if by_row or amax is None else amax
-    seen, seed = None, dense(op.seed)
-    if op.scale is not None:
-      group_amax, seen = dense(op.scale), amax
-    elif op.amax is not None:
-      _give(op.amax[0] if has_own else op.amax, group_amax)
-      if has_own:
-        _give(op.amax[1], amax_t)
-    if row_kernel is not None:
-      row_kernel(*inputs, row_amax, None, launch.num_sms)
-    buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-    own = amax_t if has_own else None
-    is_own = has_own or amax_t is group_amax
-    kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, *(drawn or (None, None)), launch.num_sms)
-    if amax_t is not None and group_amax is not None and not is_own:
-      amax_t.copy_(group_amax)
+	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
+		out = dict(zip(names, outputs, strict=True))
+		amax, amax_t = out.get("amax"), out.get("amax_t")
+		inputs = _inputs(op)
+		row_amax = _flat(amax) if by_row else None
+		group_amax = amax_t if by_row or amax is None else amax
+		seen, seed = None, dense(op.seed)
+		if op.scale is not None:
+			group_amax, seen = dense(op.scale), amax
+		elif op.amax is not None:
+			_give(op.amax[0] if has_own else op.amax, group_amax)
+			if has_own:
+				_give(op.amax[1], amax_t)
+		if row_kernel is not None:
+			row_kernel(*inputs, row_amax, None, launch.num_sms)
+		buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
+		own = amax_t if has_own else None
+		is_own = has_own or amax_t is group_amax
+		kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, *(drawn or (None, None)), launch.num_sms)
+		if amax_t is not None and group_amax is not None and not is_own:
+			amax_t.copy_(group_amax)
 
-  return run
+	return run
 
 
 def _flat(amax: Tensor | None) -> Tensor | None:
-  """One amax a row, (T,) or (G, N), as the vector that kernels take."""
-  return amax if amax is None or amax.dim() == 1 else amax.view(-1)
+	"""One amax a row, (T,) or (G, N), as the vector that kernels take."""
+	return amax if amax is None or amax.dim() == 1 else amax.view(-1)
 
 
 def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
-  """How ``grouped_dbias`` runs."""
-  if not op.dy.numel():
-    return _zero
-  prologue = _prologue(op.dy, op.activation, op.grad)
-  cols = result_columns(op.dy.shape[-1], op.activation, op.grad)
-  facts = (dtype_name(op.dy.dtype), cols, prologue, launch.arch)
-  kernel = launch.kernel(DbiasConfig.choose(*facts))
+	"""How ``grouped_dbias`` runs."""
+	if not op.dy.numel():
+		return _zero
+	prologue = _prologue(op.dy, op.activation, op.grad)
+	cols = result_columns(op.dy.shape[-1], op.activation, op.grad)
+	facts = (dtype_name(op.dy.dtype), cols, prologue, launch.arch)
+	kernel = launch.kernel(DbiasConfig.choose(*facts))
 
-  def inputs(op: GroupedDbias) -> list[Tensor | None]:
-    return [t if t is None else readable(t) for t in (op.dy, op.grad)]
+	def inputs(op: GroupedDbias) -> list[Tensor | None]:
+		return [t if t is None else readable(t) for t in (op.dy, op.grad)]
 
-  def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
-    kernel(*inputs(op), dense(op.offs), outputs[0], launch.num_sms)
+	def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
+		kernel(*inputs(op), dense(op.offs), outputs[0], launch.num_sms)
 
-  def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
-    # Uniform groups are ragged ones of equal size.
-    flat, rows = [t if t is None else t.flatten(0, 1) for t in inputs(op)], op.dy.shape[1]
-    count = op.dy.shape[0] * rows
-    ends = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
-    kernel(*flat, ends, outputs[0], launch.num_sms)
+	def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
+		# Uniform groups are ragged ones of equal size.
+		flat, rows = [t if t is None else t.flatten(0, 1) for t in inputs(op)], op.dy.shape[1]
+		count = op.dy.shape[0] * rows
+		ends = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
+		kernel(*flat, ends, outputs[0], launch.num_sms)
 
-  return run_uniform if op.offs is None else run
+	return run_uniform if op.offs is None else run
 
 
 def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
-  """How ``delayed_scaling_update`` runs."""
-  if not op.scale.numel():
-    return lambda op, outputs: None
-  kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
+	"""How ``delayed_scaling_update`` runs."""
+	if not op.scale.numel():
+		return lambda op, outputs: None
+	kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
 
-  def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
-    kernel(*outputs, dense(op.amax), op.largest)
+	def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
+		kernel(*outputs, dense(op.amax), op.largest)
 
-  return run
+	return run
 
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
-  """How ``grouped_dequantize`` runs."""
-  if op.shapes is not None:
-    run_each = _each_member(lambda member, _: dequantize(member, launch))
+	"""How ``grouped_dequantize`` runs."""
+	if op.shapes is not None:
+		run_each = _each_member(lambda member, _: dequantize(member, launch))
 
-    def run_shapes(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
-      if fresh:  # behind the last group
-        outputs[0].zero_()
-      run_each(op, outputs)
+		def run_shapes(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
+			if fresh:  # behind the last group
+				outputs[0].zero_()
+			run_each(op, outputs)
 
-    return run_shapes
-  if not op.rows:
-    return lambda op, outputs, fresh=False: None
-  fmt = op.record
-  grouping: Grouping = "uniform" if op.offs is None else "ragged"
-  config = DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
-  kernel = launch.kernel(config)
-  has_scales, has_level = fmt.scale is not None, fmt.second_level is not None
+		return run_shapes
+	if not op.rows:
+		return lambda op, outputs, fresh=False: None
+	fmt = op.record
+	grouping: Grouping = "uniform" if op.offs is None else "ragged"
+	config = DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
+	kernel = launch.kernel(config)
+	has_scales, has_level = fmt.scale is not None, fmt.second_level is not None
 
-  def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
-    codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
-    scales = readable(op.scales[0]) if has_scales else None
-    level = _flat(dense(op.scales[-1])) if has_level else None
-    kernel(codes, scales, level, dense(op.offs), outputs[0], int(fresh), launch.num_sms)
+	def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
+		codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)
+		scales = readable(op.scales[0]) if has_scales else None
+		level = _flat(dense(op.scales[-1])) if has_level else None
+		kernel(codes, scales, level, dense(op.offs), outputs[0], int(fresh), launch.num_sms)
 
-  return run
+	return run
 
 
 def _readable_rows(codes: Tensor) -> Tensor:
-  """Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
-  pitch, aligned = codes.stride(-2), codes.data_ptr() % ALIGNMENT == 0
-  even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
-  if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
-    return codes
-  padded = codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))
-  return padded[..., : codes.shape[-1]].copy_(codes)
+	"""Rowwise codes, copied unless all rows are equally far apart, and as far as kernels ask."""
+	pitch, aligned = codes.stride(-2), codes.data_ptr() % ALIGNMENT == 0
+	even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
+	if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
+		return codes
+	padded = codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))
+	return padded[..., : codes.shape[-1]].copy_(codes)

@@ -21,124 +21,124 @@ from cute_kernels.quantize.config import AmaxConfig, ValuesConfig
 from .quantize import quantized
 
 if TYPE_CHECKING:
-  from collections.abc import Callable
+	from collections.abc import Callable
 
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.gemm.problem import GemmConfig
-  from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-  from cute_kernels.ops.gemm import GroupedGemm, MGroupedQuantizeGemm
-  from cute_kernels.runtime.launch import Launcher
+	from cute_kernels.gemm.problem import GemmConfig
+	from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+	from cute_kernels.ops.gemm import GroupedGemm, MGroupedQuantizeGemm
+	from cute_kernels.runtime.launch import Launcher
 
-  #: Codes or values, block scales, and second level of an operand.
-  Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-  #: Turns both operands, given with offs, into what the GEMM takes.
-  Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
+	#: Codes or values, block scales, and second level of an operand.
+	Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+	#: Turns both operands, given with offs, into what the GEMM takes.
+	Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
-  """What the operands of calls like ``op`` go through; None if they stay as they are."""
-  if op.quantizes_a:
-    return _quantizer(cast("MGroupedQuantizeGemm", op), launch)
-  if config.activations is not None:
-    return _arranger(op, config.activations, launch)
-  if config.expanded is not None:
-    return _expander(op, config.expanded, launch)
-  return rows_first(op, config)
+	"""What the operands of calls like ``op`` go through; None if they stay as they are."""
+	if op.quantizes_a:
+		return _quantizer(cast("MGroupedQuantizeGemm", op), launch)
+	if config.activations is not None:
+		return _arranger(op, config.activations, launch)
+	if config.expanded is not None:
+		return _expander(op, config.expanded, launch)
+	return rows_first(op, config)
 
 
 def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
-  """What turns the scales of squares of columnwise copies; None if there are none.
+	"""What turns the scales of squares of columnwise copies; None if there are none.
 
-  Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
-  """
-  sides = {"a": (config.kind, config.grouping == "k_grouped"), "b": (config.b_kind, op.uses_columnwise)}
-  turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
-  if not any(turned):
-    return None
+	Those of both copies lie as the rows of the tensor do, which the columnwise one contracts.
+	"""
+	sides = {"a": (config.kind, config.grouping == "k_grouped"), "b": (config.b_kind, op.uses_columnwise)}
+	turned = [kind.has_squares and columnwise for kind, columnwise in sides.values()]
+	if not any(turned):
+		return None
 
-  def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-    first, second = (
-      (x[0], x[1].mT, x[2]) if turn and x[1] is not None else x for x, turn in zip((a, b), turned, strict=True)
-    )
-    return first, second
+	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+		first, second = (
+			(x[0], x[1].mT, x[2]) if turn and x[1] is not None else x for x, turn in zip((a, b), turned, strict=True)
+		)
+		return first, second
 
-  return run
+	return run
 
 
 def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
-  """The quantizer of A to values; None where no kernel can."""
-  problem = quantized(op.quantizer())
-  config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
-  computes_first = op.rows is not None and config.takes_amax
-  return config if config.can_implement(problem) and not computes_first else None
+	"""The quantizer of A to values; None where no kernel can."""
+	problem = quantized(op.quantizer())
+	config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
+	computes_first = op.rows is not None and config.takes_amax
+	return config if config.can_implement(problem) and not computes_first else None
 
 
 def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
-  """What turns codes into fp16 values, of one operand.
+	"""What turns codes into fp16 values, of one operand.
 
-  Args:
-    op: a call.
-    side: the operand, "a" or "b".
-    launch: the launcher.
-  """
-  kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
-  rows, width = op.operands()["ab".index(side)][0].shape
-  workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
+	Args:
+	  op: a call.
+	  side: the operand, "a" or "b".
+	  launch: the launcher.
+	"""
+	kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
+	rows, width = op.operands()["ab".index(side)][0].shape
+	workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
-  def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-    (values,) = workspace.make()
-    if side == "a":
-      codes, scales, amax = a
-      kernel(codes, scales, offs, values, launch.num_sms)
-      return (values, None, amax), b
-    codes, scales, amax = b
-    kernel(codes, scales, None, values, launch.num_sms)
-    return a, (values, None, amax)
+	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+		(values,) = workspace.make()
+		if side == "a":
+			codes, scales, amax = a
+			kernel(codes, scales, offs, values, launch.num_sms)
+			return (values, None, amax), b
+		codes, scales, amax = b
+		kernel(codes, scales, None, values, launch.num_sms)
+		return a, (values, None, amax)
 
-  return run
+	return run
 
 
 def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
-  """What quantizes A to fp16 values."""
-  # There is one: ``quantizing`` has looked.
-  config = cast("ValuesConfig", values_config(op, launch))
-  kernel = launch.kernel(config)
-  amax_kernel = None
-  if not config.computes_amax:
-    amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue))
-  rows, depth = op.num_rows, op.depth
-  count = rows if config.computes_amax else op.offs.shape[0]
-  specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
-  workspace = Allocator(specs, op.device)
+	"""What quantizes A to fp16 values."""
+	# There is one: ``quantizing`` has looked.
+	config = cast("ValuesConfig", values_config(op, launch))
+	kernel = launch.kernel(config)
+	amax_kernel = None
+	if not config.computes_amax:
+		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue))
+	rows, depth = op.num_rows, op.depth
+	count = rows if config.computes_amax else op.offs.shape[0]
+	specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
+	workspace = Allocator(specs, op.device)
 
-  def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-    x = readable(a[0])
-    values, amax = workspace.make()
-    if amax_kernel is not None:
-      amax_kernel(x, None, offs, None, amax, launch.num_sms)
-    index = None if a[1] is None else dense(a[1])
-    kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
-    return (values, None, amax), b
+	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+		x = readable(a[0])
+		values, amax = workspace.make()
+		if amax_kernel is not None:
+			amax_kernel(x, None, offs, None, amax, launch.num_sms)
+		index = None if a[1] is None else dense(a[1])
+		kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
+		return (values, None, amax), b
 
-  return run
+	return run
 
 
 def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
-  """What puts activations into the order in which instructions contract them beside codes."""
-  kernel = launch.kernel(ArrangeConfig(dtype))
-  x = op.operands()[0][0]
-  rows, depth = x.shape
-  workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
+	"""What puts activations into the order in which instructions contract them beside codes."""
+	kernel = launch.kernel(ArrangeConfig(dtype))
+	x = op.operands()[0][0]
+	rows, depth = x.shape
+	workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
 
-  def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
-    (values,) = workspace.make()
-    kernel(a[0], offs, values, launch.num_sms)
-    return (values, None, None), b
+	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+		(values,) = workspace.make()
+		kernel(a[0], offs, values, launch.num_sms)
+		return (values, None, None), b
 
-  return run
+	return run
 
 
 def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
-  """A buffer of rows of whole pieces of K."""
-  return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
+	"""A buffer of rows of whole pieces of K."""
+	return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)

@@ -22,9 +22,9 @@ from cute_kernels.quantize.elements import ElementMaker
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import TileConfig
+	from cute_kernels.quantize.config import TileConfig
 
-  from .team import Team
+	from .team import Team
 
 #: 16-byte loads that a lane has under way.
 _LOADS = 8
@@ -33,58 +33,58 @@ _EIGHT = 8
 
 
 class TileFiller:
-  """Makes tiles, see the module."""
+	"""Makes tiles, see the module."""
 
-  def __init__(self, config: TileConfig, team: Team):
-    self.maker = ElementMaker(config.prologue, config.dtype, config.arch)
-    self.gathered = config.prologue.gathered
-    self.team = team
-    #: Chunks of a unit, units of a row, and rows that the team has at once.
-    self.chunks = self.maker.words // 4
-    self.units = TILE_COLS // self.maker.unit
-    self.rows_at_once = team.threads // self.units
-    #: Rows of a lane whose loads are under way.
-    self.batch = _LOADS // self.maker.prologue.num_inputs
+	def __init__(self, config: TileConfig, team: Team):
+		self.maker = ElementMaker(config.prologue, config.dtype, config.arch)
+		self.gathered = config.prologue.gathered
+		self.team = team
+		#: Chunks of a unit, units of a row, and rows that the team has at once.
+		self.chunks = self.maker.words // 4
+		self.units = TILE_COLS // self.maker.unit
+		self.rows_at_once = team.threads // self.units
+		#: Rows of a lane whose loads are under way.
+		self.batch = _LOADS // self.maker.prologue.num_inputs
 
-  def place(self, thread: Int32) -> tuple[Int32, Int32]:
-    """The unit and the first row of a thread of the team."""
-    if self.chunks == 1:
-      return thread % self.units, thread // self.units
-    unit = thread % 4 + thread // 8 % (self.units // 4) * 4
-    return unit, thread // 4 % 2 + thread // (2 * self.units) * 2
+	def place(self, thread: Int32) -> tuple[Int32, Int32]:
+		"""The unit and the first row of a thread of the team."""
+		if self.chunks == 1:
+			return thread % self.units, thread // self.units
+		unit = thread % 4 + thread // 8 % (self.units // 4) * 4
+		return unit, thread // 4 % 2 + thread // (2 * self.units) * 2
 
-  @cute.jit
-  def fill(self, x: cute.Tensor, grad: cute.Tensor | None, what: Descriptor, team: Int32, tile_at: Int32) -> None:
-    """Make the rows of a tile that exist; for the whole team."""
-    unit, row = self.place(in_place(self.team.thread(team)))
-    cols = in_place(self.maker.cols(x))
-    col = what.col_tile * TILE_COLS + unit * self.maker.unit
-    chunk = unit * self.chunks
-    to = tile_at + chunk // _EIGHT * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % _EIGHT * 16
-    rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (self.rows_at_once * self.batch)
-    self.team.sync(team)  # until then a warp may still read the tile before
-    if col < cols:
-      origin = Int32(0) if self.gathered else what.first
-      sources, is_second = self.maker.sources(x, None if self.gathered else grad, origin, col, cols)
-      for n in cutlass.range(rounds, unroll=1):
-        rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
-        rows = [cutlass.min(r, what.count - 1) for r in rows]
-        if cutlass.const_expr(self.gathered):
-          rows = [indexed(grad, what.first + r, x.shape[0]) for r in rows]
-        inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
-        for i in cutlass.range_constexpr(self.batch):
-          self.store(to, n, i, self.maker.make(inputs[i], is_second))
-    else:
-      for n in cutlass.range(rounds, unroll=1):
-        for i in cutlass.range_constexpr(self.batch):
-          self.store(to, n, i, [Uint32(0)] * self.maker.words)
-    self.team.sync(team)
+	@cute.jit
+	def fill(self, x: cute.Tensor, grad: cute.Tensor | None, what: Descriptor, team: Int32, tile_at: Int32) -> None:
+		"""Make the rows of a tile that exist; for the whole team."""
+		unit, row = self.place(in_place(self.team.thread(team)))
+		cols = in_place(self.maker.cols(x))
+		col = what.col_tile * TILE_COLS + unit * self.maker.unit
+		chunk = unit * self.chunks
+		to = tile_at + chunk // _EIGHT * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % _EIGHT * 16
+		rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (self.rows_at_once * self.batch)
+		self.team.sync(team)  # until then a warp may still read the tile before
+		if col < cols:
+			origin = Int32(0) if self.gathered else what.first
+			sources, is_second = self.maker.sources(x, None if self.gathered else grad, origin, col, cols)
+			for n in cutlass.range(rounds, unroll=1):
+				rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
+				rows = [cutlass.min(r, what.count - 1) for r in rows]
+				if cutlass.const_expr(self.gathered):
+					rows = [indexed(grad, what.first + r, x.shape[0]) for r in rows]
+				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
+				for i in cutlass.range_constexpr(self.batch):
+					self.store(to, n, i, self.maker.make(inputs[i], is_second))
+		else:
+			for n in cutlass.range(rounds, unroll=1):
+				for i in cutlass.range_constexpr(self.batch):
+					self.store(to, n, i, [Uint32(0)] * self.maker.words)
+		self.team.sync(team)
 
-  def store(self, to: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
-    """A lane's unit of row ``i`` of batch ``n``."""
-    # Rows at once are four or eight: a row's bits of the swizzle are the first row's, or those
-    # with the highest one turned.
-    turned = i * self.rows_at_once % _EIGHT * 16
-    place = (to ^ turned) + (n * self.batch + i) * (self.rows_at_once * BOX_BYTES)
-    for c in range(self.chunks):
-      store_shared(place ^ (c * 16), words[4 * c : 4 * c + 4])
+	def store(self, to: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
+		"""A lane's unit of row ``i`` of batch ``n``."""
+		# Rows at once are four or eight: a row's bits of the swizzle are the first row's, or those
+		# with the highest one turned.
+		turned = i * self.rows_at_once % _EIGHT * 16
+		place = (to ^ turned) + (n * self.batch + i) * (self.rows_at_once * BOX_BYTES)
+		for c in range(self.chunks):
+			store_shared(place ^ (c * 16), words[4 * c : 4 * c + 4])

@@ -58,300 +58,300 @@ from .squares import SQUARES_BYTES
 from .team import Copies, Team
 
 if TYPE_CHECKING:
-  from cute_kernels.quantize.config import TileConfig
+	from cute_kernels.quantize.config import TileConfig
 
 #: Bytes of a table of encode factors, one for each scale byte that is not negative.
 _FACTORS_BYTES = 4 * 128
 
 
 class TileQuantizer(ChunkAmaxKernels):
-  """Persistent tile quantizer, see the module."""
+	"""Persistent tile quantizer, see the module."""
 
-  def __init__(self, config: TileConfig):
-    self.config = config
-    self.dtype = config.dtype
-    self.arch = config.arch
-    self.codec = codec_of(config.format, config.dtype, config.arch)
-    self.levels = LevelWriter(self.codec)
-    self.tile = TileGeometry(config.dtype, self.codec.block)
-    self.loader = TileLoader(config, self.tile)
-    self.team = Team(config, self.tile)
-    self.maker = maker_of(config)
-    self.filler = TileFiller(config, self.team) if config.makes_tiles else None
-    tiles = ByteTiles if config.is_bytes else NibbleTiles
-    self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
-    self.num_compute_warps = config.num_teams * config.warps_per_team
-    self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
-    #: Second levels of a tile: one, or one a copy.
-    self.num_levels = 2 if config.has_own_columns else 1
-    #: Whether a team keeps the encode factors of its group's scales in shared memory.
-    self.has_table = config.uses_group_amax and self.codec.table_size > 0
-    self.factors_bytes = _FACTORS_BYTES * self.num_levels if self.has_table else 0
-    #: Columnwise scale tiles of a slot tile, 0 where scales do not go through shared memory.
-    self.scale_tiles = 0
-    if config.columnwise and config.has_scale_tiles:
-      self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)
-    #: Bytes of a team's rowwise scales, columnwise ones, and amaxes of square blocks.
-    self.scales_bytes = SF_TILE_BYTES if config.rowwise and config.is_bytes else 0
-    self.scales_t_bytes = self.scale_tiles * SF_TILE_BYTES
-    squares = 4 * self.tile.row_blocks * self.tile.col_blocks
-    self.squares_bytes = max(SQUARES_BYTES, squares) if config.is_2d else 0
+	def __init__(self, config: TileConfig):
+		self.config = config
+		self.dtype = config.dtype
+		self.arch = config.arch
+		self.codec = codec_of(config.format, config.dtype, config.arch)
+		self.levels = LevelWriter(self.codec)
+		self.tile = TileGeometry(config.dtype, self.codec.block)
+		self.loader = TileLoader(config, self.tile)
+		self.team = Team(config, self.tile)
+		self.maker = maker_of(config)
+		self.filler = TileFiller(config, self.team) if config.makes_tiles else None
+		tiles = ByteTiles if config.is_bytes else NibbleTiles
+		self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
+		self.num_compute_warps = config.num_teams * config.warps_per_team
+		self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
+		#: Second levels of a tile: one, or one a copy.
+		self.num_levels = 2 if config.has_own_columns else 1
+		#: Whether a team keeps the encode factors of its group's scales in shared memory.
+		self.has_table = config.uses_group_amax and self.codec.table_size > 0
+		self.factors_bytes = _FACTORS_BYTES * self.num_levels if self.has_table else 0
+		#: Columnwise scale tiles of a slot tile, 0 where scales do not go through shared memory.
+		self.scale_tiles = 0
+		if config.columnwise and config.has_scale_tiles:
+			self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)
+		#: Bytes of a team's rowwise scales, columnwise ones, and amaxes of square blocks.
+		self.scales_bytes = SF_TILE_BYTES if config.rowwise and config.is_bytes else 0
+		self.scales_t_bytes = self.scale_tiles * SF_TILE_BYTES
+		squares = 4 * self.tile.row_blocks * self.tile.col_blocks
+		self.squares_bytes = max(SQUARES_BYTES, squares) if config.is_2d else 0
 
-  @staticmethod
-  def fake_args(config: TileConfig) -> tuple[Any, ...]:
-    fake = FakeBuffers(config.dtype, config.grouping, config.format)
-    return (
-      fake.x(config.prologue),
-      fake.grad(config.prologue),
-      fake.offs(),
-      fake.level(per_row=True) if config.uses_row_amax else None,
-      fake.level() if config.uses_group_amax else None,
-      fake.codes() if config.rowwise else None,
-      fake.scales() if config.rowwise else None,
-      fake.codes_t() if config.columnwise else None,
-      fake.scales_t() if config.columnwise else None,
-      *fake.results(),
-      fake.level() if config.has_own_columns else None,
-      fake.seed() if config.is_stochastic else None,
-      *[Int64(0) if config.is_member else None] * 2,
-      Int32(1),
-      env_stream(),
-    )
+	@staticmethod
+	def fake_args(config: TileConfig) -> tuple[Any, ...]:
+		fake = FakeBuffers(config.dtype, config.grouping, config.format)
+		return (
+			fake.x(config.prologue),
+			fake.grad(config.prologue),
+			fake.offs(),
+			fake.level(per_row=True) if config.uses_row_amax else None,
+			fake.level() if config.uses_group_amax else None,
+			fake.codes() if config.rowwise else None,
+			fake.scales() if config.rowwise else None,
+			fake.codes_t() if config.columnwise else None,
+			fake.scales_t() if config.columnwise else None,
+			*fake.results(),
+			fake.level() if config.has_own_columns else None,
+			fake.seed() if config.is_stochastic else None,
+			*[Int64(0) if config.is_member else None] * 2,
+			Int32(1),
+			env_stream(),
+		)
 
-  @cute.jit
-  def __call__(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    offs: cute.Tensor | None,
-    row_amax: cute.Tensor | None,
-    group_amax: cute.Tensor | None,
-    codes: cute.Tensor | None,
-    scales: cute.Tensor | None,
-    codes_t: cute.Tensor | None,
-    scales_t: cute.Tensor | None,
-    scale_inv: cute.Tensor | None,
-    scale: cute.Tensor | None,
-    amax: cute.Tensor | None,
-    column_amax: cute.Tensor | None,
-    seed: cute.Tensor | None,
-    drawn: Int64 | None,
-    drawn_t: Int64 | None,
-    num_sms: Int32,
-    stream: Any,
-  ) -> None:
-    if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
-      own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
-      self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
-    elif cutlass.const_expr(self.config.compute_amax):
-      self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
-    if cutlass.const_expr(self.config.reports_amax):
-      self.launch_clear(amax, num_sms, stream)
-    copies = (None,) * 6
-    if cutlass.const_expr(self.filler is None):
-      copies = self.copies(x, Grouping.of(x, offs).num_rows)
-    self.kernel(
-      x,
-      grad,
-      *copies,
-      offs,
-      row_amax,
-      group_amax,
-      codes,
-      scales,
-      codes_t,
-      scales_t,
-      scale_inv,
-      scale,
-      amax,
-      column_amax,
-      seed,
-      drawn,
-      drawn_t,
-    ).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+	@cute.jit
+	def __call__(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		offs: cute.Tensor | None,
+		row_amax: cute.Tensor | None,
+		group_amax: cute.Tensor | None,
+		codes: cute.Tensor | None,
+		scales: cute.Tensor | None,
+		codes_t: cute.Tensor | None,
+		scales_t: cute.Tensor | None,
+		scale_inv: cute.Tensor | None,
+		scale: cute.Tensor | None,
+		amax: cute.Tensor | None,
+		column_amax: cute.Tensor | None,
+		seed: cute.Tensor | None,
+		drawn: Int64 | None,
+		drawn_t: Int64 | None,
+		num_sms: Int32,
+		stream: Any,
+	) -> None:
+		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
+			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
+			self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
+		elif cutlass.const_expr(self.config.compute_amax):
+			self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
+		if cutlass.const_expr(self.config.reports_amax):
+			self.launch_clear(amax, num_sms, stream)
+		copies = (None,) * 6
+		if cutlass.const_expr(self.filler is None):
+			copies = self.copies(x, Grouping.of(x, offs).num_rows)
+		self.kernel(
+			x,
+			grad,
+			*copies,
+			offs,
+			row_amax,
+			group_amax,
+			codes,
+			scales,
+			codes_t,
+			scales_t,
+			scale_inv,
+			scale,
+			amax,
+			column_amax,
+			seed,
+			drawn,
+			drawn_t,
+		).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
-  def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
-    """What copies boxes of the input, and lines of them: atom, source and layout of each."""
-    cols = x.shape[len(x.shape) - 1]
-    matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
-    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-    box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
-    line = cute.make_composed_layout(
-      atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
-    )
-    op = cpasync.CopyBulkTensorTileG2SOp()
-    of_box = (self.loader.box_rows, self.tile.box_cols)
-    of_line = (1, self.tile.box_cols)
-    return (
-      *(*cpasync.make_tiled_tma_atom(op, matrix, box, of_box), box),
-      *(*cpasync.make_tiled_tma_atom(op, matrix, line, of_line), line),
-    )
+	def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
+		"""What copies boxes of the input, and lines of them: atom, source and layout of each."""
+		cols = x.shape[len(x.shape) - 1]
+		matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
+		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
+		box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
+		line = cute.make_composed_layout(
+			atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
+		)
+		op = cpasync.CopyBulkTensorTileG2SOp()
+		of_box = (self.loader.box_rows, self.tile.box_cols)
+		of_line = (1, self.tile.box_cols)
+		return (
+			*(*cpasync.make_tiled_tma_atom(op, matrix, box, of_box), box),
+			*(*cpasync.make_tiled_tma_atom(op, matrix, line, of_line), line),
+		)
 
-  @cute.kernel
-  def kernel(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    box_copy: cute.CopyAtom | None,
-    box_source: cute.Tensor | None,
-    box: cute.ComposedLayout | None,
-    line_copy: cute.CopyAtom | None,
-    line_source: cute.Tensor | None,
-    line: cute.ComposedLayout | None,
-    offs: cute.Tensor | None,
-    row_amax: cute.Tensor | None,
-    group_amax: cute.Tensor | None,
-    codes: cute.Tensor | None,
-    scales: cute.Tensor | None,
-    codes_t: cute.Tensor | None,
-    scales_t: cute.Tensor | None,
-    scale_inv: cute.Tensor | None,
-    scale: cute.Tensor | None,
-    amax: cute.Tensor | None,
-    column_amax: cute.Tensor | None,
-    seed: cute.Tensor | None,
-    drawn: Int64 | None,
-    drawn_t: Int64 | None,
-  ) -> None:
-    config = self.config
-    smem = cutlass.memory.SmemAllocator()
-    tiles, stages, copies = config.num_tiles, config.num_stages, 2 * config.num_teams
-    shared = SharedMemory(
-      tiles=smem.allocate_array(Uint8, tiles * config.tile_bytes, byte_alignment=1024),
-      scales=_bytes(smem, config.num_teams * self.scales_bytes),
-      scales_t=_bytes(smem, copies * self.scales_t_bytes),
-      squares=_bytes(smem, copies * self.squares_bytes),
-      factors=_bytes(smem, config.num_teams * self.factors_bytes),
-      descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
-      full=smem.allocate_array(Int64, copies, byte_alignment=8),
-      empty=smem.allocate_array(Int64, stages, byte_alignment=8),
-    )
-    tid = cute.arch.thread_idx()[0]
-    if tid < copies:
-      cute.arch.mbarrier_init(shared.full + tid, 1)
-    if tid < stages:
-      cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_team)
-    cute.arch.mbarrier_init_fence()
-    cute.arch.sync_threads()
+	@cute.kernel
+	def kernel(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		box_copy: cute.CopyAtom | None,
+		box_source: cute.Tensor | None,
+		box: cute.ComposedLayout | None,
+		line_copy: cute.CopyAtom | None,
+		line_source: cute.Tensor | None,
+		line: cute.ComposedLayout | None,
+		offs: cute.Tensor | None,
+		row_amax: cute.Tensor | None,
+		group_amax: cute.Tensor | None,
+		codes: cute.Tensor | None,
+		scales: cute.Tensor | None,
+		codes_t: cute.Tensor | None,
+		scales_t: cute.Tensor | None,
+		scale_inv: cute.Tensor | None,
+		scale: cute.Tensor | None,
+		amax: cute.Tensor | None,
+		column_amax: cute.Tensor | None,
+		seed: cute.Tensor | None,
+		drawn: Int64 | None,
+		drawn_t: Int64 | None,
+	) -> None:
+		config = self.config
+		smem = cutlass.memory.SmemAllocator()
+		tiles, stages, copies = config.num_tiles, config.num_stages, 2 * config.num_teams
+		shared = SharedMemory(
+			tiles=smem.allocate_array(Uint8, tiles * config.tile_bytes, byte_alignment=1024),
+			scales=_bytes(smem, config.num_teams * self.scales_bytes),
+			scales_t=_bytes(smem, copies * self.scales_t_bytes),
+			squares=_bytes(smem, copies * self.squares_bytes),
+			factors=_bytes(smem, config.num_teams * self.factors_bytes),
+			descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
+			full=smem.allocate_array(Int64, copies, byte_alignment=8),
+			empty=smem.allocate_array(Int64, stages, byte_alignment=8),
+		)
+		tid = cute.arch.thread_idx()[0]
+		if tid < copies:
+			cute.arch.mbarrier_init(shared.full + tid, 1)
+		if tid < stages:
+			cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_team)
+		cute.arch.mbarrier_init_fence()
+		cute.arch.sync_threads()
 
-    cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-    index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
-    groups = Grouping.of(x, offs, index)
-    warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
-    if warp == self.num_compute_warps:
-      boxes = lines = None
-      if cutlass.const_expr(self.filler is None):
-        cpasync.prefetch_descriptor(box_copy)
-        cpasync.prefetch_descriptor(line_copy)
-        boxes = Tma(box_copy, box_source, box)
-        lines = Tma(line_copy, line_source, line)
-      self.loader.load(groups, cols, group_amax, column_amax, boxes, lines, shared)
-    else:
-      if cutlass.const_expr(group_amax is not None):
-        threads = self.num_compute_warps * WARP_SIZE
-        thread = cute.arch.block_idx()[0] * threads + tid
-        step = cute.arch.grid_dim()[0] * threads
-        self.levels.write(group_amax, scale_inv, scale, thread, step)
-      out, seeds = Copies(codes, scales, codes_t, scales_t), (None, None)
-      if cutlass.const_expr(config.is_stochastic):
-        # Both copies of square blocks have the same codes.
-        own = drawn_t if not config.is_2d else drawn
-        seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
-      self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
+		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
+		index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
+		groups = Grouping.of(x, offs, index)
+		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
+		if warp == self.num_compute_warps:
+			boxes = lines = None
+			if cutlass.const_expr(self.filler is None):
+				cpasync.prefetch_descriptor(box_copy)
+				cpasync.prefetch_descriptor(line_copy)
+				boxes = Tma(box_copy, box_source, box)
+				lines = Tma(line_copy, line_source, line)
+			self.loader.load(groups, cols, group_amax, column_amax, boxes, lines, shared)
+		else:
+			if cutlass.const_expr(group_amax is not None):
+				threads = self.num_compute_warps * WARP_SIZE
+				thread = cute.arch.block_idx()[0] * threads + tid
+				step = cute.arch.grid_dim()[0] * threads
+				self.levels.write(group_amax, scale_inv, scale, thread, step)
+			out, seeds = Copies(codes, scales, codes_t, scales_t), (None, None)
+			if cutlass.const_expr(config.is_stochastic):
+				# Both copies of square blocks have the same codes.
+				own = drawn_t if not config.is_2d else drawn
+				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
+			self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
-  @cute.jit
-  def compute(
-    self,
-    x: cute.Tensor,
-    grad: cute.Tensor | None,
-    groups: Grouping,
-    cols: Int32,
-    row_amax: cute.Tensor | None,
-    out: Copies,
-    amax: cute.Tensor | None,
-    seeds: tuple[Seed | None, Seed | None],
-    warp: Int32,
-    shared: SharedMemory,
-  ) -> None:
-    """A team's tiles, one after the other."""
-    config = self.config
-    team = warp // config.warps_per_team
-    part = warp - team * config.warps_per_team
-    stage, phase, copy = team, Int32(0), Int32(0)
-    count = Int32(1)
-    factors_at = shared.factors.toint() + team * self.factors_bytes
-    tables = [factors_at + i * _FACTORS_BYTES for i in range(self.num_levels)]
-    levels, level_of = (self.codec.zero_level(),) * self.num_levels, Int32(-1)
-    seen, seen_of = Uint32(0), Int32(0)
-    while count > 0:
-      cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
-      what = self.loader.read_descriptor(shared, stage)
-      count = what.count
-      if count > 0:
-        buffer = team * 2 + copy
-        scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
-        tile_at = shared.tiles.toint()
-        if cutlass.const_expr(self.filler is None):
-          tile_at += stage * config.tile_bytes
-        else:
-          tile_at += team * config.tile_bytes
-          self.filler.fill(x, grad, what, team, tile_at)
-        if cutlass.const_expr(self.has_table):
-          if what.group != level_of:
-            levels, level_of = self.levels_of(what), what.group
-            self.tabulate(levels, tables, team)
-        elif cutlass.const_expr(config.uses_group_amax):
-          levels = self.levels_of(what)
-        if cutlass.const_expr(config.reports_amax):
-          if what.group != seen_of:
-            self.report(amax, seen_of, seen)
-            seen, seen_of = Uint32(0), what.group
-        places = TilePlaces(
-          tile=tile_at,
-          scales=shared.scales.toint() + team * self.scales_bytes,
-          scales_t=scales_at,
-          squares=shared.squares.toint() + buffer * self.squares_bytes,
-        )
-        by = tuple(
-          Encoding(levels[i], tables[i] if self.has_table else None, seeds[c])
-          for c, i in enumerate((0, self.num_levels - 1))
-        )
-        where = (what, team, part, places)
-        seen = self.tiles.convert(groups, cols, by, row_amax, out, *where, seen)
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-          cute.arch.mbarrier_arrive(shared.empty + stage)
-        if cutlass.const_expr(self.scale_tiles > 0):
-          if part < self.scale_tiles:
-            facts = (scales_at, part, self.scale_tiles)
-            write_column_scales(groups, out.scales_t, what, *facts)
-      stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
-      phase ^= copy
-      copy ^= 1
-    if cutlass.const_expr(config.reports_amax):
-      self.report(amax, seen_of, seen)
+	@cute.jit
+	def compute(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor | None,
+		groups: Grouping,
+		cols: Int32,
+		row_amax: cute.Tensor | None,
+		out: Copies,
+		amax: cute.Tensor | None,
+		seeds: tuple[Seed | None, Seed | None],
+		warp: Int32,
+		shared: SharedMemory,
+	) -> None:
+		"""A team's tiles, one after the other."""
+		config = self.config
+		team = warp // config.warps_per_team
+		part = warp - team * config.warps_per_team
+		stage, phase, copy = team, Int32(0), Int32(0)
+		count = Int32(1)
+		factors_at = shared.factors.toint() + team * self.factors_bytes
+		tables = [factors_at + i * _FACTORS_BYTES for i in range(self.num_levels)]
+		levels, level_of = (self.codec.zero_level(),) * self.num_levels, Int32(-1)
+		seen, seen_of = Uint32(0), Int32(0)
+		while count > 0:
+			cute.arch.mbarrier_wait(shared.full + (team * 2 + copy), phase)
+			what = self.loader.read_descriptor(shared, stage)
+			count = what.count
+			if count > 0:
+				buffer = team * 2 + copy
+				scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
+				tile_at = shared.tiles.toint()
+				if cutlass.const_expr(self.filler is None):
+					tile_at += stage * config.tile_bytes
+				else:
+					tile_at += team * config.tile_bytes
+					self.filler.fill(x, grad, what, team, tile_at)
+				if cutlass.const_expr(self.has_table):
+					if what.group != level_of:
+						levels, level_of = self.levels_of(what), what.group
+						self.tabulate(levels, tables, team)
+				elif cutlass.const_expr(config.uses_group_amax):
+					levels = self.levels_of(what)
+				if cutlass.const_expr(config.reports_amax):
+					if what.group != seen_of:
+						self.report(amax, seen_of, seen)
+						seen, seen_of = Uint32(0), what.group
+				places = TilePlaces(
+					tile=tile_at,
+					scales=shared.scales.toint() + team * self.scales_bytes,
+					scales_t=scales_at,
+					squares=shared.squares.toint() + buffer * self.squares_bytes,
+				)
+				by = tuple(
+					Encoding(levels[i], tables[i] if self.has_table else None, seeds[c])
+					for c, i in enumerate((0, self.num_levels - 1))
+				)
+				where = (what, team, part, places)
+				seen = self.tiles.convert(groups, cols, by, row_amax, out, *where, seen)
+				cute.arch.sync_warp()
+				with cute.arch.elect_one():
+					cute.arch.mbarrier_arrive(shared.empty + stage)
+				if cutlass.const_expr(self.scale_tiles > 0):
+					if part < self.scale_tiles:
+						facts = (scales_at, part, self.scale_tiles)
+						write_column_scales(groups, out.scales_t, what, *facts)
+			stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
+			phase ^= copy
+			copy ^= 1
+		if cutlass.const_expr(config.reports_amax):
+			self.report(amax, seen_of, seen)
 
-  @cute.jit
-  def report(self, amax: cute.Tensor, group: Int32, seen: Uint32) -> None:
-    """Fold the packed magnitudes that a warp has seen of a group into the group's amax."""
-    self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
+	@cute.jit
+	def report(self, amax: cute.Tensor, group: Int32, seen: Uint32) -> None:
+		"""Fold the packed magnitudes that a warp has seen of a group into the group's amax."""
+		self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
 
-  def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
-    """The second levels of a group."""
-    amaxes = (what.amax, what.column_amax)[: self.num_levels]
-    return tuple(self.codec.second_level(bits_as_f32(Uint32(amax))) for amax in amaxes)
+	def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
+		"""The second levels of a group."""
+		amaxes = (what.amax, what.column_amax)[: self.num_levels]
+		return tuple(self.codec.second_level(bits_as_f32(Uint32(amax))) for amax in amaxes)
 
-  @cute.jit
-  def tabulate(self, levels: tuple[Level, ...], tables: list[Int32], team: Int32) -> None:
-    """The whole team writes the tables of a group, one encode factor a thread."""
-    thread = self.team.thread(team)
-    factors = [self.codec.encode_factor(Uint32(thread), level) for level in levels]
-    self.team.sync(team)
-    for i in cutlass.range_constexpr(self.num_levels):
-      store_shared(tables[i] + thread * 4, [f32_as_bits(factors[i])])
-    self.team.sync(team)
+	@cute.jit
+	def tabulate(self, levels: tuple[Level, ...], tables: list[Int32], team: Int32) -> None:
+		"""The whole team writes the tables of a group, one encode factor a thread."""
+		thread = self.team.thread(team)
+		factors = [self.codec.encode_factor(Uint32(thread), level) for level in levels]
+		self.team.sync(team)
+		for i in cutlass.range_constexpr(self.num_levels):
+			store_shared(tables[i] + thread * 4, [f32_as_bits(factors[i])])
+		self.team.sync(team)
 
 
 def _bytes(smem: cutlass.memory.SmemAllocator, size: int) -> cute.Pointer:
-  """So many bytes of shared memory, in 16-byte vectors; somewhere if there are none."""
-  return smem.allocate_array(Uint8, max(size, 1), byte_alignment=16)
+	"""So many bytes of shared memory, in 16-byte vectors; somewhere if there are none."""
+	return smem.allocate_array(Uint8, max(size, 1), byte_alignment=16)

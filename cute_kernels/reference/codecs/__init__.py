@@ -13,7 +13,7 @@ from .mxfp8 import MXFP8Codec
 from .nvfp4 import NVFP4Codec
 
 if TYPE_CHECKING:
-  from cute_kernels.formats import Format
+	from cute_kernels.formats import Format
 
 __all__ = ["CODECS", "Codec", "codec_of"]
 
@@ -22,5 +22,5 @@ CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec, FP8Code
 
 
 def codec_of(fmt: Format, dtype: torch.dtype = torch.float32) -> Codec:
-  """The codec of a format that the capability table lists, for elements from ``dtype``."""
-  return CODECS[fmt.name](fmt, dtype)
+	"""The codec of a format that the capability table lists, for elements from ``dtype``."""
+	return CODECS[fmt.name](fmt, dtype)

@@ -10,104 +10,104 @@ import torch
 from cute_kernels.reference.conversions import decode, encode, encode_e2m1_stochastic, f32
 
 if TYPE_CHECKING:
-  from torch import Tensor
+	from torch import Tensor
 
-  from cute_kernels.formats import BlockScale, Format
+	from cute_kernels.formats import BlockScale, Format
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
-  """``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
-  if values.shape[-1] % vec:
-    return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
-  blocks: Tensor = values.unflatten(-1, (-1, vec))
-  return (blocks * factors.unsqueeze(-1)).flatten(-2)
+	"""``values`` (..., K) times one factor a block of ``vec``; the last block may be a part."""
+	if values.shape[-1] % vec:
+		return values * factors.repeat_interleave(vec, dim=-1)[..., : values.shape[-1]]
+	blocks: Tensor = values.unflatten(-1, (-1, vec))
+	return (blocks * factors.unsqueeze(-1)).flatten(-2)
 
 
 class Codec(abc.ABC):
-  """The arithmetic of one format, each step rounded to fp32; it knows no layout.
+	"""The arithmetic of one format, each step rounded to fp32; it knows no layout.
 
-  Blocks are the last dimension of what ``encode`` takes; amaxes and scales have the shape of
-  what is left. Where the format has no blocks, all elements of a group in a row are one.
+	Blocks are the last dimension of what ``encode`` takes; amaxes and scales have the shape of
+	what is left. Where the format has no blocks, all elements of a group in a row are one.
 
-  Args:
-    fmt: the format's record.
-    dtype: what the elements were before they became fp32.
-  """
+	Args:
+	  fmt: the format's record.
+	  dtype: what the elements were before they became fp32.
+	"""
 
-  #: The class of the records that it serves.
-  format: ClassVar[type[Format]]
+	#: The class of the records that it serves.
+	format: ClassVar[type[Format]]
 
-  def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-    self.fmt, self.dtype = fmt, dtype
+	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+		self.fmt, self.dtype = fmt, dtype
 
-  def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The vectors of the second level, as the record names them.
+	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+		"""The vectors of the second level, as the record names them.
 
-    Args:
-      amax: amaxes of rows or groups.
-      scale: the scales of groups, where the format takes them from the caller.
-    """
-    return ()
+		Args:
+		  amax: amaxes of rows or groups.
+		  scale: the scales of groups, where the format takes them from the caller.
+		"""
+		return ()
 
-  @abc.abstractmethod
-  def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
-    """What blocks are encoded with.
+	@abc.abstractmethod
+	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
+		"""What blocks are encoded with.
 
-    Args:
-      a: amaxes of the blocks.
-      g: amaxes of their rows or groups, for the second level; broadcast to ``a``. The scales
-        of their groups where the format takes them from the caller.
+		Args:
+		  a: amaxes of the blocks.
+		  g: amaxes of their rows or groups, for the second level; broadcast to ``a``. The scales
+		    of their groups where the format takes them from the caller.
 
-    Returns:
-      The block scales as they are stored, None if there are none; and the fp32 factors that
-      elements are multiplied by.
-    """
+		Returns:
+		  The block scales as they are stored, None if there are none; and the fp32 factors that
+		  elements are multiplied by.
+		"""
 
-  def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales.
+	def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+		"""Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales.
 
-    Args:
-      blocks: (..., block). Square blocks are (..., K, rows of a block).
-      a: as for ``factors``.
-      g: as for ``factors``.
-      draws: random bytes (uint8) of the elements, where the format is stochastic.
-    """
-    stored, enc = self.factors(a, g)
-    y = blocks * enc.unsqueeze(-1)
-    if draws is not None:
-      return encode_e2m1_stochastic(y, draws), stored
-    return encode(self.fmt.element, y), stored
+		Args:
+		  blocks: (..., block). Square blocks are (..., K, rows of a block).
+		  a: as for ``factors``.
+		  g: as for ``factors``.
+		  draws: random bytes (uint8) of the elements, where the format is stochastic.
+		"""
+		stored, enc = self.factors(a, g)
+		y = blocks * enc.unsqueeze(-1)
+		if draws is not None:
+			return encode_e2m1_stochastic(y, draws), stored
+		return encode(self.fmt.element, y), stored
 
-  @abc.abstractmethod
-  def scale_values(self, stored: Tensor) -> Tensor:
-    """Exact fp32 values of stored block scales."""
+	@abc.abstractmethod
+	def scale_values(self, stored: Tensor) -> Tensor:
+		"""Exact fp32 values of stored block scales."""
 
-  def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
-    """What codes are multiplied by to decode.
+	def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
+		"""What codes are multiplied by to decode.
 
-    Args:
-      stored: block scales as they are stored, where the format has them.
-      level: the first vector of the second level, where the format has one, broadcast.
-    """
-    factor = None if stored is None else self.scale_values(stored)
-    if level is None:
-      assert factor is not None
-      return factor
-    second = self.fmt.second_level
-    assert second is not None
-    if factor is not None:
-      level = factor * level
-    return level if second.factor == 1.0 else level * f32(second.factor)
+		Args:
+		  stored: block scales as they are stored, where the format has them.
+		  level: the first vector of the second level, where the format has one, broadcast.
+		"""
+		factor = None if stored is None else self.scale_values(stored)
+		if level is None:
+			assert factor is not None
+			return factor
+		second = self.fmt.second_level
+		assert second is not None
+		if factor is not None:
+			level = factor * level
+		return level if second.factor == 1.0 else level * f32(second.factor)
 
-  def values(self, codes: Tensor, stored: Tensor | None) -> Tensor:
-    """Code times block scale (R, K), exact in fp32: what tensor cores multiply.
+	def values(self, codes: Tensor, stored: Tensor | None) -> Tensor:
+		"""Code times block scale (R, K), exact in fp32: what tensor cores multiply.
 
-    Args:
-      codes: (R, K) codes as they are stored.
-      stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
-    """
-    values = decode(self.fmt.element, codes)
-    scale: BlockScale | None = self.fmt.scale
-    if scale is None or stored is None:
-      return values
-    return scaled(values, self.scale_values(stored), scale.vec_size)
+		Args:
+		  codes: (R, K) codes as they are stored.
+		  stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
+		"""
+		values = decode(self.fmt.element, codes)
+		scale: BlockScale | None = self.fmt.scale
+		if scale is None or stored is None:
+			return values
+		return scaled(values, self.scale_values(stored), scale.vec_size)

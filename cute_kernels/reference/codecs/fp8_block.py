@@ -11,8 +11,6 @@ With a the amax of a block and fl() one rounding to fp32:
 NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infinities saturate.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -26,24 +24,24 @@ _NO_MANTISSA = ~0x7FFFFF
 
 
 class FP8BlockCodec(Codec):
-  """See the module's docstring."""
+	"""See the module's docstring."""
 
-  format = FP8Block
+	format = FP8Block
 
-  def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-    super().__init__(fmt, dtype)
-    assert isinstance(fmt, FP8Block)
-    self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
+	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+		super().__init__(fmt, dtype)
+		assert isinstance(fmt, FP8Block)
+		self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
 
-  def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    a = a.clamp_min(self._epsilon)
-    # Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
-    scale = torch.full_like(a, self.fmt.element.max).div_(a)
-    scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
-    scale = scale.masked_fill_((a == 0) | a.isinf(), 1.0)
-    if self._is_pow2:
-      scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
-    return scale.reciprocal(), scale
+	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+		a = a.clamp_min(self._epsilon)
+		# Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
+		scale = torch.full_like(a, self.fmt.element.max).div_(a)
+		scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
+		scale = scale.masked_fill_((a == 0) | a.isinf(), 1.0)
+		if self._is_pow2:
+			scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
+		return scale.reciprocal(), scale
 
-  def scale_values(self, stored: Tensor) -> Tensor:
-    return stored
+	def scale_values(self, stored: Tensor) -> Tensor:
+		return stored

@@ -11,8 +11,6 @@ subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element i
 of NaN, 0x7F. Infinities saturate.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -26,18 +24,18 @@ _INVERSE = 254
 
 
 class MXFP8Codec(Codec):
-  """See the module's docstring."""
+	"""See the module's docstring."""
 
-  format = MXFP8
+	format = MXFP8
 
-  def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-    super().__init__(fmt, dtype)
-    self._rcp_max = f32(1.0 / fmt.element.max)
+	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+		super().__init__(fmt, dtype)
+		self._rcp_max = f32(1.0 / fmt.element.max)
 
-  def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    # An amax is never NaN, so that no code is 255.
-    stored = encode_e8m0(a * self._rcp_max)
-    return stored, decode(E8M0, _INVERSE - stored)
+	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+		# An amax is never NaN, so that no code is 255.
+		stored = encode_e8m0(a * self._rcp_max)
+		return stored, decode(E8M0, _INVERSE - stored)
 
-  def scale_values(self, stored: Tensor) -> Tensor:
-    return decode(E8M0, stored)
+	def scale_values(self, stored: Tensor) -> Tensor:
+		return decode(E8M0, stored)
