@@ -1,5 +1,7 @@
 """Conversions, beside those that test_silicon.py and the quantizers have."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 
