@@ -240,18 +240,10 @@ SHAPED = GATED | {"x": X.flatten(), "offs": None, "shapes": [4, 32, 4, 32]}
 REFUSED = {
 	"grad needs an activation": {"grad": X},
 	"activation must be one of gelu": {"activation": "swish"},
-	"x (..., 2N) of geglu, which is gated, must have an even number of columns, got 33": {
-		"x": sample(8, 33),
-		"activation": "geglu",
-	},
 	"K must be a positive multiple of 16 (nvfp4, x is (..., 2K)), got 24": {"x": sample(8, 48), "activation": "reglu"},
-	"(nvfp4, x is (..., K))": {"x": sample(8, 24), "activation": "relu"},
 	"grad must have size 32 in dimension 1, got shape (8, 64)": GATED | {"grad": X},
-	"grad must have size 64 in dimension 1, got shape (8, 32)": SILU | {"grad": sample(8, 32)},
 	"grad must have size 8 in dimension 0, got shape (7, 64)": SILU | {"grad": sample(7, K)},
-	"grad must have 2 dimensions, got shape (1, 8, 64)": SILU | {"grad": sample(1, 8, K)},
 	"grad must be bfloat16, got float32": SILU | {"grad": X.float()},
-	"grad must be on the device of x (cpu), got meta": SILU | {"grad": X.to("meta")},
 	"shapes[1], (4, 48), must end within the 256 elements of the tensor, but ends at 320": (
 		SHAPED | {"shapes": [4, 32, 4, 48]}
 	),
@@ -279,9 +271,7 @@ def test_refused(message):
 	("arguments", "error", "message"),
 	[
 		((X, OFFS, None, X), ValueError, "grad needs an activation"),
-		((sample(8, 33), OFFS, "swiglu"), ValueError, "dy (..., 2N) of swiglu, which is gated"),
 		((X, OFFS, "swiglu", X), ValueError, "grad must have size 32 in dimension 1"),
-		((X, OFFS, "silu", X.half()), TypeError, "grad must be bfloat16, got float16"),
 	],
 )
 def test_dbias_refuses(arguments, error, message):

@@ -105,10 +105,7 @@ M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
 
 #: Arguments that raise a TypeError, and its message, by op.
 WRONG_TYPES = {
-	"compute_offsets": [
-		((torch.ones(3),), "splits must be int32 or int64, got float32"),
-		((torch.ones(3, dtype=I32), 1, F32), "dtype must be int32 or int64, got float32"),
-	],
+	"compute_offsets": [((torch.ones(3),), "splits must be int32 or int64, got float32")],
 	"compute_routing": [((X, 4), "expert_ids must be int32 or int64, got float32")],
 	"moe_route": [
 		((X.half(), None, None, 2), "logits must be float32, got float16"),
@@ -118,20 +115,11 @@ WRONG_TYPES = {
 	"moe_gather": [
 		((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int32"),
 		((X, OFFS.long()), "index must be int32, got int64"),
-		((X, OFFS, X), "row must be int32, got float32"),
 	],
 	"moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
 	"moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
-	"moe_combine": [
-		((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32"),
-		((X, ROW.long()), "row must be int32, got int64"),
-		((X, ROW, ROW), "weight must be float32, got int32"),
-		((X, ROW, None, I32), "out_dtype must be bfloat16 or float16 or float32, got int32"),
-	],
-	"grouped_amax": [
-		((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int"),
-		((X.double(), OFFS), "x must be bfloat16 or float16 or float32"),
-	],
+	"moe_combine": [((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32")],
+	"grouped_amax": [((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int")],
 	"grouped_dbias": [((X.int(), OFFS), "dy must be")],
 	"grouped_quantize": [
 		((X.int(), NVFP4, OFFS), "x must be"),
@@ -140,16 +128,12 @@ WRONG_TYPES = {
 	"grouped_dequantize": [(dequantized(Q[:3], dtype=I32), "dtype must be bfloat16 or float16 or float32, got int32")],
 	"m_grouped_gemm": [
 		((X, W.bfloat16(), OFFS), "b must be float32, got bfloat16"),
-		((X, W, OFFS, torch.ones(2, 16).int()), "bias must be"),
 		((X, W, OFFS, None, torch.ones(2).bfloat16()), "alpha must be float32, got bfloat16"),
 		((X, W, OFFS, None, None, False, torch.float64), "out_dtype must be bfloat16 or float16 or float32, got float64"),
 		(m_grouped(X), "a must be bfloat16 or float16, got float32"),
 		(rows_of(X, W, OFFS.long()), "rows must be int32, got int64"),
 	],
-	"k_grouped_gemm": [
-		((X, X.half(), OFFS), "b must be float32, got float16"),
-		((X, X, OFFS, None, torch.int32), "out_dtype must be bfloat16 or float16 or float32, got int32"),
-	],
+	"k_grouped_gemm": [((X, X.half(), OFFS), "b must be float32, got float16")],
 }
 #: Likewise a ValueError.
 WRONG_VALUES = {
@@ -167,16 +151,13 @@ WRONG_VALUES = {
 	"moe_route_gradient": [((X, X[:, 1:], torch.ones(8, 32).long(), X), "dscores must have size 32 in dimension 1")],
 	"moe_gather": [
 		((W, OFFS), "x must have 2 dimensions, got shape (2, 16, 32)"),
-		((X, ROW), "index must have 1 dimensions, got shape (3, 2)"),
 		((X, OFFS, ROW), "row must have size 8 in dimension 0, got shape (3, 2)"),
-		((X, META_OFFS), "index must be on the device of x"),
 	],
 	"moe_activate": [
 		((W, "silu"), "x must have 2 dimensions, got shape (2, 16, 32)"),
 		((X, "silly"), "silly"),
 		((X, "silu", None, True), "interleaved is of gated activations, which silu is not"),
 		((X[:, :3], "swiglu"), "must have an even number of columns, got 3"),
-		((X, "silu", META_OFFS), "offs must be on the device of x"),
 	],
 	"moe_activate_gradient": [
 		((X, X, "swiglu"), "grad must have size 16 in dimension 1, got shape (8, 32)"),
@@ -185,9 +166,7 @@ WRONG_VALUES = {
 	],
 	"moe_combine": [
 		((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
-		((X, OFFS), "row must have 2 dimensions, got shape (2,)"),
 		((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),
-		((X, ROW.to("meta")), "row must be on the device of h"),
 	],
 	"grouped_amax": [
 		((X,), "x must have 3 dimensions, got shape (8, 32)"),
@@ -201,15 +180,12 @@ WRONG_VALUES = {
 		((X, NVFP4, OFFS, None, False, False), "rowwise and columnwise are both False"),
 		((X, ROWS, OFFS, torch.ones(2)), "amax is the second level of groups, which nvfp4:row_scaled does not use"),
 		((X, NVFP4, OFFS, torch.ones(3)), "amax must have size 2 in dimension 0, got shape (3,)"),
-		((X, NVFP4, OFFS, torch.ones(2, device="meta")), "amax must be on the device of x (cpu), got meta"),
 	],
 	"grouped_dequantize": [
 		(dequantized(Q[:3], -1), "rows must be >= 0, got -1"),
 		(dequantized(Q[:3], 9), "codes must have size 9 in dimension 0, got shape (8, 16)"),
 		(dequantized(Q[:3], text=ROWS), "scales[1], the amax of nvfp4:row_scaled, must have size 8 in dimension 0"),
-		(dequantized(R), "scales[1], the amax of nvfp4, must have size 2 in dimension 0, got shape (8,)"),
 		(dequantized(Q[3:], 300, columnwise=True), "codes must have size 256 in dimension 1, got shape (32, 128)"),
-		(dequantized((Q[0][:, :4], *Q[1:3])), "K must be a positive multiple of 16 (codes are of nvfp4), got 8"),
 		(
 			dequantized((Q[3][:8], *Q[4:]), columnwise=True),
 			"K must be a positive multiple of 16 (codes are of nvfp4), got 8",
@@ -223,7 +199,6 @@ WRONG_VALUES = {
 		((X, W, OFFS, None, None, True), "b must have size 32 in dimension 1, got shape (2, 16, 32)"),
 		((X, W, OFFS[:1]), "offs must have one end row for each of the 2 groups, got 1 entries"),
 		((X, W, OFFS, torch.ones(2, 17)), "bias must have size 16 in dimension 1, got shape (2, 17)"),
-		((X, W, OFFS, torch.ones(2, 16, device="meta")), "bias must be on the device of a (cpu), got meta"),
 		((X, W, OFFS, None, torch.ones(3)), "alpha must have size 2 in dimension 0, got shape (3,)"),
 		(m_grouped((Q[0][:, :4], *Q[1:3])), "K must be a positive multiple of 16 (the columns of a, beside nvfp4), got 8"),
 		(m_grouped(Q[:3], (V[0][..., :8], *V[1:3])), "b must have size 16 in dimension 2, got shape (2, 16, 8)"),
@@ -231,13 +206,9 @@ WRONG_VALUES = {
 			m_grouped((Q[0][:7], *Q[1:3]), a_format=ROWS),
 			"a_scales[1], the amax of nvfp4:row_scaled, must have size 7 in dimension 0",
 		),
-		(m_grouped(R), "a_scales[1], the amax of nvfp4, must have size 2 in dimension 0, got shape (8,)"),
-		(m_grouped(Q[:3], V[:3], offsets((5, 2, 1))), "offs must have one end row for each of the 2 groups, got 3 entries"),
-		(m_grouped(X16[:, :16].contiguous()), "b must have size 8 in dimension 2, got shape (2, 16, 16)"),
 		(m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
 		(m_grouped(Q[:3], b_format=ROWS), "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'"),
 		(rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
-		(rows_of(X, W, META_OFFS), "rows must be on the device of a (cpu), got meta"),
 		((*FPROP, None, OFFS), "rows needs an a_format whose scales are those of single rows, got 'nvfp4'"),
 		((*m_grouped(X, W)[:-1], True), "prepacked is of weights of packed codes, got None"),
 	],
@@ -251,7 +222,6 @@ WRONG_VALUES = {
 			"slot rows must be a positive multiple of 128 (a is a columnwise copy), got 200",
 		),
 		(k_grouped(Q[3:], Q[3:], offsets((2, 2, 4))), "a must have at least one tile for each of the 3 groups of offs"),
-		(k_grouped(Q[3:], (Q[3][:, :64], *Q[4:])), "b must have size 128 in dimension 1, got shape (32, 64)"),
 		(k_grouped(Q[3:], X), "b must be quantized if a is, got a_format='nvfp4' alone"),
 		(k_grouped(X, Q[3:]), "a must be quantized if b is, got b_format='nvfp4' alone"),
 	],
@@ -381,12 +351,7 @@ CASES = [
 			("k_grouped_gemm", WGRAD, (7, 8)),
 		)
 		for at in ats
-		for text, message in (
-			("", "got ''"),
-			("NVFP4", "got 'NVFP4'"),
-			("nvfp4:rows", "got 'rows' in 'nvfp4:rows'"),
-			("nvfp4:block=16", "format 'nvfp4:block=16': block must be"),
-		)
+		for text, message in (("NVFP4", "got 'NVFP4'"),)
 	],
 ]
 
@@ -447,24 +412,9 @@ def test_good_outputs_pass():
 			"out[0] must be row-major with strides (16, 1), got (1, 8)",
 		),
 		(
-			{"codes": torch.zeros(8, 32, dtype=U8)[:, ::2]},
-			ValueError,
-			"out[0] must be row-major with strides (16, 1), got (32, 2)",
-		),
-		(
 			{"codes": torch.zeros(1, 16, dtype=U8).expand(8, 16)},
 			ValueError,
 			"out[0] must be row-major with strides (16, 1), got (0, 1)",
-		),
-		(
-			{"codes": torch.zeros(128, dtype=U8).as_strided((8, 16), (8, 1))},
-			ValueError,
-			"out[0] must be row-major with strides (16, 1), got (8, 1)",
-		),
-		(
-			{"scales": torch.zeros(2, 1, 1024, dtype=U8)[..., ::2]},
-			ValueError,
-			"out[1] must be row-major with strides (512, 512, 1)",
 		),
 		({"amax": torch.zeros(2, device="meta")}, ValueError, "out[2] must be on cpu, got meta"),
 	],

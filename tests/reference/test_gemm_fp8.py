@@ -29,18 +29,15 @@ F32 = torch.float32
 FP8_PAIRS = {
 	"fp8": ("fp8", "fp8"),
 	"fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
-	"fp8 e5m2 x e4m3": ("fp8:dtype=e5m2", "fp8"),
 	"fp8 e5m2": ("fp8:dtype=e5m2", "fp8:dtype=e5m2"),
 	"fp8_block 1D x 2D": ("fp8_block", "fp8_block:block=128x128"),
 	"fp8_block 1D x 1D": ("fp8_block:dtype=e5m2", "fp8_block"),
-	"fp8_block e5m2": ("fp8_block:dtype=e5m2", "fp8_block:block=128x128,dtype=e5m2"),
 	"fp32 scales, 1D x 2D": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128,pow2_scales=false"),
 	"fp32 scales, 2D x 1D": ("fp8_block:block=128x128,pow2_scales=false", "fp8_block:dtype=e5m2,pow2_scales=false"),
 	"fp32 scales, 1D x 1D": ("fp8_block:pow2_scales=false", "fp8_block:pow2_scales=false"),
 	"fp32 and pow2 scales": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
 	"mxfp8": ("mxfp8", "mxfp8"),
 	"mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
-	"mxfp8 e5m2": ("mxfp8:dtype=e5m2", "mxfp8:dtype=e5m2"),
 }
 FP8_KINDS = {name: FP8_PAIRS[name] for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")}
 NVFP4_PAIRS = {"nvfp4": ("nvfp4", "nvfp4"), "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16")}

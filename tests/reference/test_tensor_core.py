@@ -370,13 +370,3 @@ def test_errors(arguments, options, message):
 	options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}
 	with pytest.raises(ValueError, match=message):
 		tensor_core_gemm(arch, *operands, **options)
-
-
-def test_shape_errors():
-	x = torch.zeros(2, 32, dtype=F16)
-	with pytest.raises(ValueError, match="one K, got 32 and 16"):
-		tensor_core_gemm("sm_90a", x, x[:, :16])
-	codes = torch.zeros(2, 32, dtype=torch.uint8)
-	with pytest.raises(ValueError, match=r"a_scales must have shape \(2, 4\), got \(2, 3\)"):
-		scales = {"a_scales": zeros(2, 3, E4M3), "b_scales": zeros(2, 4, E4M3)}
-		tensor_core_gemm("sm_100a", codes, codes, **scales)

@@ -61,17 +61,12 @@ VARIANTS = {
 	"both": Variant("nvfp4:hadamard,stochastic_rounding", StochasticHadamard(SEED)),
 	"stochastic squares": Variant("nvfp4:block=16x16,stochastic_rounding", Stochastic(SEED), SQUARE),
 	"4over6": Variant("nvfp4:four_over_six", FourOverSix(256, "mae")),
-	"4over6 448": Variant("nvfp4:four_over_six,e4m3_max=448", FourOverSix(448, "mae")),
-	"4over6 mse": Variant("nvfp4:four_over_six,four_over_six_error=mse", FourOverSix(256, "mse")),
 	"4over6 448 mse": Variant("nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse")),
 	"4over6 squares": Variant("nvfp4:block=16x16,four_over_six", SquareFourOverSix(256, "mae"), SQUARE),
 	"4over6 448 mse squares": Variant(
 		"nvfp4:block=16x16,four_over_six,e4m3_max=448,four_over_six_error=mse", SquareFourOverSix(448, "mse"), SQUARE
 	),
 	"4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
-	"4over6 448 mse rows": Variant(
-		"nvfp4:row_scaled,four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse"), ROWS
-	),
 }
 EACH = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 

@@ -32,18 +32,6 @@ def some_call():
 	return ops.compute_offsets(torch.tensor([1, 2, 3]))
 
 
-def test_names():
-	assert BACKENDS == (
-		"reference",
-		"reference:sm_90a",
-		"reference:sm_100a",
-		"cuda",
-		"emulated:sm_90a",
-		"emulated:sm_100a",
-	)
-	assert cute_kernels.backend is backend
-
-
 def test_default_follows_the_device(monkeypatch):
 	assert active_backend(CPU) == Backend("reference", "reference")
 	monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_103a"))
@@ -79,15 +67,6 @@ def test_environment_gives_options(monkeypatch):
 	monkeypatch.setenv(VARIABLE, "emulated:sm_100a,mode=chaos,seed=3,num_sms=2,races=1")
 	want = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
 	assert active_backend(CPU).emulation == want
-
-
-@each(
-	("text", "want"),
-	[(text, True) for text in ("1", "true", "Yes", "on")] + [(text, False) for text in ("0", "false", "No", "off")],
-)
-def test_booleans_in_the_environment(monkeypatch, text, want):
-	monkeypatch.setenv(VARIABLE, f"emulated:sm_100a,races={text}")
-	assert active_backend(CPU).emulation == (("races", want),)
 
 
 @each(
