@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import cute_kernels
 import grouped
 from grouped import recipes
 from grouped.nn import MoE
@@ -392,15 +391,10 @@ def test_autocast():
 		({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
 		({"score": "tanh"}, ValueError, "score must be softmax or sigmoid"),
 		({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
-		({"expert_groups": 3, "top_groups": 4}, ValueError, "top_groups must be in"),
 		({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
 		({"routed_scaling_factor": 0.0}, ValueError, "routed_scaling_factor must be positive"),
-		({"shared_intermediate_size": -1}, ValueError, "shared_intermediate_size must not be"),
-		({"activation": "swish"}, ValueError, "activation"),
 		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
 		({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
-		({"recipe": recipes.NVFP4}, TypeError, "recipe must be"),
-		({"hidden_size": 24, "recipe": recipes.NVFP4()}, ValueError, "multiple of 16"),
 	],
 )
 def test_what_cannot_be_made(change, error, match):
@@ -421,13 +415,3 @@ def test_what_cannot_be_called():
 	(dx,) = torch.autograd.grad(moe(x).float().sum(), x, create_graph=True)
 	with pytest.raises(RuntimeError, match="twice"):
 		dx.sum().backward()
-
-
-@each("arch", ["sm_90a", "sm_100a"])
-def test_a_step_on_the_emulator_has_the_bits_of_the_reference(arch):
-	pytest.importorskip("cutlass")
-	x = tokens(12)
-	with cute_kernels.backend(f"reference:{arch}"):
-		want = step(moe_of(), x)
-	with cute_kernels.backend(f"emulated:{arch}"):
-		assert_all_same(step(moe_of(), x), want)
