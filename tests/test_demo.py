@@ -91,8 +91,6 @@ def test_table_and_files(everything):
 		assert f"{run['start_loss']:.3f}" in line and f"{run['end_loss']:.3f}" in line
 		assert f"{run['gap_to_bf16_percent']:+.2f}" in line
 		assert f"{run['snr_db']['weights']:.1f}" in line
-	width = max(line.count("|") for line in lines)
-	assert [line.count("|") for line in lines].count(width) == 2 + len(RECIPES)
 	assert f"{results['unigram_entropy']:.3f}" in printed
 	for name in ("results.json", "loss.csv", "loss.png"):
 		assert str(out / name) in printed
@@ -184,10 +182,9 @@ def test_batches():
 	text = bytes(corpus.train.tolist())
 	assert all(bytes([*row.tolist(), last]) in text for row, last in zip(inputs, targets[:, -1], strict=True))
 	# The longest context leaves room for one target.
-	short = Corpus(torch.arange(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8))
+	short = Corpus(*[torch.arange(4, dtype=torch.uint8)] * 2)
 	short.check_context(3)
-	inputs, targets = sample_batch(short.train, 2, 3, torch.Generator().manual_seed(0))
-	assert targets.tolist() == [[1, 2, 3]] * 2
+	assert sample_batch(short.train, 1, 3, torch.Generator().manual_seed(0))[1].tolist() == [[1, 2, 3]]
 	with pytest.raises(ValueError, match="less than the 4 bytes of text, got 4"):
 		short.check_context(4)
 

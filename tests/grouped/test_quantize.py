@@ -19,6 +19,11 @@ def ceil_div(a, b):
 	return -(-a // b)
 
 
+def of_fp8(m, k, dtype, scales, scales_t):
+	held = {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)}
+	return held | {"scales": (scales, torch.float32), "scales_t": (scales_t, torch.float32)}
+
+
 #: Shapes and dtypes of members of m rows and k columns.
 MEMBERS = {
 	"1x16": lambda m, k: {
@@ -45,18 +50,10 @@ MEMBERS = {
 		"scales_t": ((ceil_div(m, 32), k), torch.uint8),
 	},
 	"32x32": lambda m, k: MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3)),
-	"fp8_block": lambda m, k: {
-		"codes": ((m, k), E4M3),
-		"scales": ((m, ceil_div(k, 128)), torch.float32),
-		"codes_t": ((k, m), E4M3),
-		"scales_t": ((k, ceil_div(m, 128)), torch.float32),
-	},
-	"128x128": lambda m, k: {
-		"codes": ((m, k), E5M2),
-		"scales": ((ceil_div(m, 128), ceil_div(k, 128)), torch.float32),
-		"codes_t": ((k, m), E5M2),
-		"scales_t": ((ceil_div(k, 128), ceil_div(m, 128)), torch.float32),
-	},
+	"fp8_block": lambda m, k: of_fp8(m, k, E4M3, (m, ceil_div(k, 128)), (k, ceil_div(m, 128))),
+	"128x128": lambda m, k: of_fp8(
+		*(m, k, E5M2), (ceil_div(m, 128), ceil_div(k, 128)), (ceil_div(k, 128), ceil_div(m, 128))
+	),
 }
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grouped.nn import GroupedLinear, GroupedMLP
@@ -59,17 +58,6 @@ def test_initialization_after_to_empty(mesh, make, single):
 		if mesh.size() > 1 and not parameter.to_local().numel():
 			continue
 		assert_initialized(parameter, N if name.startswith("down") else K)
-
-
-def test_parameters_that_are_sharded_one_by_one(mesh):
-	layer = GroupedLinear(4, K, N)
-	with torch.no_grad():
-		for name, parameter in list(layer.named_parameters()):
-			sharded = distribute_tensor(torch.full_like(parameter, torch.nan), mesh, [Shard(0)])
-			setattr(layer, name, torch.nn.Parameter(sharded))
-	layer.reset_parameters()
-	for parameter in layer.parameters():
-		assert_initialized(parameter, K)
 
 
 @alone

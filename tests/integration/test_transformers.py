@@ -234,12 +234,10 @@ def test_what_is_refused():
 	with pytest.raises(ValueError, match="has no experts"):
 		integration.prepare(nn.Linear(2, 2))
 	model = model_of("Mixtral")
-	model.set_experts_implementation("eager")
-	with pytest.raises(ValueError, match="experts_implementation='eager'"):
-		integration.prepare(model)
-	model.set_experts_implementation("grouped_bf16")
-	with pytest.raises(ValueError, match="pass fmt"):
-		integration.prepare(model)
+	for implementation, message in (("eager", "experts_implementation='eager'"), ("grouped_bf16", "pass fmt")):
+		model.set_experts_implementation(implementation)
+		with pytest.raises(ValueError, match=message):
+			integration.prepare(model)
 	assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(model, grouped.NVFP4())
 	with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
 		integration.prepare(model, grouped.MXFP8())
