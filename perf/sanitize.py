@@ -10,6 +10,8 @@ or if memcheck misses a deliberate write past the end of a buffer. Several jobs 
 a share of the tiles, or formats.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import itertools

@@ -13,6 +13,8 @@ an instruction.
   what ``rcp.rn`` does behind a branch. Branches keep numbers from being worked on side by side.
 """
 
+from __future__ import annotations
+
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple

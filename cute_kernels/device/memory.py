@@ -4,6 +4,8 @@ Addresses are integers: 32-bit byte offsets into shared memory, 64-bit global ad
 lists of 32-bit words.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute

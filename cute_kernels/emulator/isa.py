@@ -3,6 +3,8 @@
 Opcode and type names are not repeated here: the parser asks the engine for them.
 """
 
+from __future__ import annotations
+
 import enum
 
 import numpy as np

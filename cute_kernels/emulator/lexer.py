@@ -1,5 +1,7 @@
 """PTX text to statements, operands and literals."""
 
+from __future__ import annotations
+
 import re
 import struct
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """FP8 with one fp32 scale per group: TransformerEngine's current and delayed scaling."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import ClassVar, Literal
 

@@ -6,6 +6,8 @@ the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then 
 is one of what was cast, so that its bits are those of a kernel that reads it from memory.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import cutlass

@@ -1,5 +1,7 @@
 """The kernels of mixtures of experts that are worth compiling ahead of time."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 from cute_kernels.capability import support

@@ -1,5 +1,7 @@
 """What becomes of an input before it is quantized or summed, as a fact of a configuration."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from cute_kernels.activations import Activation, parse_activation

@@ -21,6 +21,8 @@ K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 4.3, of which 1.25 name 
 and are nothing in machine code.
 """
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import cutlass

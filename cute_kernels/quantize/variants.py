@@ -1,5 +1,7 @@
 """Every quantization kernel that the ops use, for compilation ahead of time."""
 
+from __future__ import annotations
+
 import itertools
 from collections.abc import Iterator
 

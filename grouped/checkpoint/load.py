@@ -1,5 +1,7 @@
 """Load a checkpoint: see ``grouped.checkpoint``."""
 
+from __future__ import annotations
+
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping

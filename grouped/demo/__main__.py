@@ -1,5 +1,7 @@
 """Command line of the demo: ``python -m grouped.demo``."""
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import dataclasses

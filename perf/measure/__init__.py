@@ -1,5 +1,7 @@
 """Meters: how a contender is measured on a GPU, on a CPU, and on the emulator."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,7 @@
 """PTX kernels for tests, from the few lines that matter."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

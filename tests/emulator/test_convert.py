@@ -1,5 +1,7 @@
 """Conversions against tables of all values of the narrow formats."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

@@ -1,5 +1,7 @@
 """Launching, options, watched memory, counts, building."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import shutil

@@ -1,5 +1,7 @@
 """Exchanges within a warp, and divergence."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

@@ -1,5 +1,7 @@
 """Floating-point instructions against NumPy, beside those that test_silicon.py has."""
 
+from __future__ import annotations
+
 from fractions import Fraction
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Integer and bit instructions against Python's integers, beside those that test_silicon.py has."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

@@ -1,5 +1,7 @@
 """The tables of the parser against those of the engine."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 

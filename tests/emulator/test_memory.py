@@ -1,5 +1,7 @@
 """Loads, stores, atomics, ordinary asynchronous copies, matrices, constants."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 

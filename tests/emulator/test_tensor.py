@@ -1,5 +1,7 @@
 """wgmma and tcgen05 against NumPy (numerics: reference/test_tensor_core.py), and their checkers."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import torch

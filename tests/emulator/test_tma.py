@@ -1,5 +1,7 @@
 """TMA and bulk copies against NumPy, and their checkers."""
 
+from __future__ import annotations
+
 import types
 
 import numpy as np

@@ -1,5 +1,7 @@
 """A kernel that does nothing but apply an activation, or its gradient, for the tests."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any, ClassVar
 

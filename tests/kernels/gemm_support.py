@@ -1,5 +1,7 @@
 """Compiled grouped GEMMs, and problems in the layout contract's buffers with poison around them."""
 
+from __future__ import annotations
+
 import dataclasses
 import importlib.util
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Activations in front of kernels on the emulator, to the bit of the reference backend."""
 
+from __future__ import annotations
+
 import itertools
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """Group amax and group offsets on the emulator, against the reference."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

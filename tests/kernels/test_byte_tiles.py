@@ -3,6 +3,8 @@
 Buffers are poisoned first and compared whole, so that what is to stay does.
 """
 
+from __future__ import annotations
+
 import itertools
 import re
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
 """Column sums of groups on the emulator, to the bit of the reference's order."""
 
+from __future__ import annotations
+
 import re
 
 import pytest

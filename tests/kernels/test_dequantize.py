@@ -1,5 +1,7 @@
 """Dequantization on the emulator, to the bit of the reference, from arbitrary bytes."""
 
+from __future__ import annotations
+
 import itertools
 import pickle
 import re

@@ -1,5 +1,7 @@
 """Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,7 @@
 """What the passes before sm_90a's GEMMs read and write: the rows of groups, and nothing else."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor

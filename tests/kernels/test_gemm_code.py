@@ -1,5 +1,7 @@
 """What the compiler made of the grouped GEMMs, over the variants that recipes use."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Iterable

@@ -1,5 +1,7 @@
 """Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
 
+from __future__ import annotations
+
 import dataclasses
 import inspect
 

@@ -1,5 +1,7 @@
 """Products of plain A and codes of B, which warps of sm_100a decode, to the bit."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

@@ -1,5 +1,7 @@
 """An m_grouped product that several kernels share, each with a tile of its own (sm_90a)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The grouped GEMM of sm_100a, bit for bit against the tensor-core reference."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

@@ -3,6 +3,8 @@
 Runs on the emulator, and again on a Hopper GPU where there is one.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 

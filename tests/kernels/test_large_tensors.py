@@ -6,6 +6,8 @@ a CTA's number and the size of the grid are replaced. Only the operands are watc
 that is cut to 32 bits is an error, or its bytes are missing where they belong.
 """
 
+from __future__ import annotations
+
 import contextlib
 import mmap
 import re

@@ -1,5 +1,7 @@
 """What the compiler made of the quantizers, and what the configurations accept."""
 
+from __future__ import annotations
+
 import pickle
 import re
 from typing import Any

@@ -1,5 +1,7 @@
 """The NVFP4 quantizers on the emulator, byte for byte against the reference."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import itertools

@@ -1,5 +1,7 @@
 """Quantizing to the fp16 operand of sm_90a's GEMM: the bits of quantizing, then expanding."""
 
+from __future__ import annotations
+
 import pytest
 import torch
 

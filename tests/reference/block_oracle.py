@@ -4,6 +4,8 @@ Shares nothing with the package. FP8 and E8M0 numbers are searched among all val
 and every buffer is written at the addresses that the layout gives.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 

@@ -5,6 +5,8 @@ values, and every buffer is written byte by byte at the address that the layout 
 meant to be read.
 """
 
+from __future__ import annotations
+
 import bisect
 import dataclasses
 import math

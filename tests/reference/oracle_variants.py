@@ -2,6 +2,8 @@
 time, sharing nothing with the package.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 

@@ -1,5 +1,7 @@
 """Exact arithmetic in Python's fractions, and the rounding of IEEE 754."""
 
+from __future__ import annotations
+
 import math
 from fractions import Fraction
 

@@ -1,5 +1,7 @@
 """FP8 with a scale per group by the reference, against torch's conversions."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

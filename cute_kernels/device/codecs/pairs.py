@@ -3,6 +3,8 @@
 ``REGISTERS`` are what the texts use; they declare nothing.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 REGISTERS = """.reg .b32 lo, hi;

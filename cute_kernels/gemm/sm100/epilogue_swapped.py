@@ -7,6 +7,8 @@ Blocks whose rows all belong to the group leave by TMA where ``swap_partial`` ha
 rows; of others lanes store vectors of the rows that the group has.
 """
 
+from __future__ import annotations
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05

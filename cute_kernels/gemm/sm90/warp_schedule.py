@@ -1,5 +1,7 @@
 """Which warp does what, and how often each barrier is arrived at."""
 
+from __future__ import annotations
+
 import dataclasses
 
 from cute_kernels.device.constants import WARP_SIZE

@@ -1,5 +1,7 @@
 """The rowwise half of the tile quantizer: a tile's rows to codes and scales."""
 
+from __future__ import annotations
+
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 

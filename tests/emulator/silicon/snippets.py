@@ -7,6 +7,8 @@ A snippet reads the 32-bit registers %a, %b, %c (as floats %fa, %fb, %fc) and th
 %A and %B ({a, b} and {c, d}) and leaves its result in %r (32 bits) or %R (64 bits).
 """
 
+from __future__ import annotations
+
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
