@@ -127,6 +127,12 @@ class Record:
 		return (*names, self.kind, where, self.protocol, case)
 
 	@property
+	def title(self) -> str:
+		"""Suite, case, contender and format, for people."""
+		case = " ".join(f"{name}={value}" for name, value in self.case.items())
+		return f"{self.suite} {case}: {self.contender} [{self.format}]"
+
+	@property
 	def is_count(self) -> bool:
 		"""Whether it does not vary between runs."""
 		return self.kind == "emulator"
@@ -266,12 +272,17 @@ def pooled(runs: Sequence[Record]) -> Record:
 	return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
 
 
+def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
+	"""The records of each thing, in the order of their first."""
+	found: dict[tuple[Any, ...], list[Record]] = {}
+	for record in records:
+		found.setdefault(record.key, []).append(record)
+	return found
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
 	"""Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
-	by_key: dict[tuple[Any, ...], list[Record]] = {}
-	for record in records:
-		by_key.setdefault(record.key, []).append(record)
-	return list(map(pooled, by_key.values()))
+	return list(map(pooled, by_key(records).values()))
 
 
 class Writer:

@@ -27,7 +27,6 @@ from .suites.base import Options
 
 if TYPE_CHECKING:
 	from .contender import Contender, Task
-	from .environment import Environment
 	from .measure import Meter
 
 _LOG_SECONDS = 30.0
@@ -37,13 +36,7 @@ _EAGER = "eager time"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-	"""Which tasks and contenders of a suite, by regular expressions that must be found.
-
-	Attributes:
-	  case: in the text of a task, ``suite name=value ...``.
-	  contender: in the name of a contender.
-	  format: in its format.
-	"""
+	"""Regular expressions that must be found in a task, ``suite name=value ...``, a contender and its format."""
 
 	case: str = ""
 	contender: str = ""
@@ -109,19 +102,12 @@ def _measured(
 
 @dataclasses.dataclass
 class _Checked:
-	"""A contender whose result is right.
-
-	Attributes:
-	  contender: it.
-	  run: its call, or None if it was dropped for the sake of its memory.
-	  error: its relative error.
-	  weight: bytes that it takes.
-	"""
+	"""A contender whose result is right; its call is dropped where memory is short."""
 
 	contender: Contender
 	run: Callable[[], Any] | None
 	error: float
-	weight: float
+	weight: float  # Bytes that it takes.
 
 
 def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked]]:
@@ -163,7 +149,7 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
 		case=task.case,
 		contender=contender.name,
 		format=contender.format,
-		error=_short(one.error),
+		error=float(f"{one.error:.3g}"),
 		bytes=None if is_part else contender.bytes,
 		flops=None if is_part else contender.flops,
 		note=contender.note,
@@ -177,11 +163,6 @@ def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 	for name, value in own.items():
 		merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
 	return merged
-
-
-def _short(error: float) -> float:
-	"""Three digits, which is more than an error means."""
-	return float(f"{error:.3g}")
 
 
 def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
@@ -215,9 +196,8 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			continue
 		if options.paths and isinstance(meter, EmulatorMeter):
 			claim(meter.arch)
-		facts = _facts(meter.environment(), options)
-		facts["ceilings"] = meter.ceilings()
-		facts["kind"] = meter.kind
+		facts = meter.environment().fields()
+		facts |= {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind}
 		for task in _shown(tasks, f"{name} {meter.backend}"):
 			keep(measure_task(task, meter, facts, choice, report))
 			gc.collect()
@@ -228,10 +208,6 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			if reason and meter.kind in peer.kinds:
 				report.unsupported.append(f"{peer.name}: {reason}")
 	return report
-
-
-def _facts(environment: Environment, options: Options) -> dict[str, Any]:
-	return {**environment.fields(), "seed": options.seed}
 
 
 def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
@@ -264,12 +240,10 @@ def _print(records: Iterable[Record]) -> None:
 	"""Records as lines for people: one for each contender of a case."""
 	lines: dict[str, list[str]] = {}
 	for record in records:
-		case = " ".join(f"{name}={value}" for name, value in record.case.items())
-		title = f"{record.suite} {case}: {record.contender} [{record.format}]"
 		spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
 		unit = "" if record.unit == "1" else f" {record.unit}"
 		found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
-		lines.setdefault(title, []).append(found)
+		lines.setdefault(record.title, []).append(found)
 	for title, found_of in lines.items():
 		print(f"{title} {', '.join(found_of)}", flush=True)
 

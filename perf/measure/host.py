@@ -15,7 +15,6 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
-from perf.environment import Environment, environment
 
 from .base import Measurement, Meter, spread_of
 
@@ -77,9 +76,6 @@ class HostMeter(Meter):
 			self.device = torch.device("cpu")
 			self._recorder = _Recorder(_ARCH, _SMS)
 		self.arch = self._recorder.arch
-
-	def environment(self) -> Environment:
-		return environment(self.kind)
 
 	@contextlib.contextmanager
 	def active(self) -> Iterator[None]:
