@@ -33,11 +33,8 @@ _RATES = frozenset({"TB/s", "TFLOP/s", "dB"})
 class Change:
 	"""One thing in both sets, or in one.
 
-	Attributes:
-	  record: the newer record, or the older one if there is no newer.
-	  old: value in the first set, None if it is new.
-	  new: value in the second, None if it is gone.
-	  threshold: relative difference from which it counts.
+	``record`` is the newer one, or the older if there is none; ``old`` and ``new`` are the values,
+	``threshold`` the relative difference from which it counts.
 	"""
 
 	record: Record
@@ -116,13 +113,7 @@ def _sides(records: Iterable[Record]) -> dict[tuple[Any, ...], _Side]:
 
 
 def compare(old: Iterable[Record], new: Iterable[Record], least: float = LEAST) -> list[Change]:
-	"""What changed, in the order of the old records, then what is new.
-
-	Args:
-	  old: the first set; of several commits the newest counts.
-	  new: the second.
-	  least: relative differences up to this are none.
-	"""
+	"""What changed by more than ``least``, in the order of the old records, then what is new."""
 	before, after = _sides(old), _sides(new)
 	changes = []
 	for key, side in before.items():

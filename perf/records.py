@@ -190,14 +190,12 @@ def _plain(record: Record) -> dict[str, Any]:
 	}
 
 
-def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-	"""``own`` over ``shared``."""
-	merged = dict(shared)
+def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+	"""Fields ``own`` over ``shared``; those that are objects are merged."""
+	found = dict(shared)
 	for name, value in own.items():
-		inherited = merged.get(name)
-		both = isinstance(value, dict) and isinstance(inherited, dict)
-		merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
-	return merged
+		found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
+	return found
 
 
 def _line(record: Record) -> str:
@@ -237,9 +235,9 @@ def read(path: Path) -> list[Record]:
 				if _SHARED in value:
 					shared, also = value[_SHARED], value[_SHARED]
 				elif _ALSO in value:
-					also = _merge(shared, value[_ALSO])
+					also = merged(shared, value[_ALSO])
 				else:
-					records.append(Record(**_merge(also, value)))
+					records.append(Record(**merged(also, value)))
 			except (TypeError, ValueError) as error:
 				raise ValueError(f"{path}, line {number}: {error}") from error
 	return records

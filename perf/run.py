@@ -21,7 +21,7 @@ from cute_kernels.capability import UnsupportedError
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
-from .records import Record, Writer
+from .records import Record, Writer, merged
 from .suites import SUITES, suite
 from .suites.base import Options
 
@@ -50,14 +50,7 @@ class Choice:
 
 @dataclasses.dataclass
 class Report:
-	"""What came of a run beside records, in lines for people.
-
-	Attributes:
-	  wrong: contenders that gave wrong results; they were not timed.
-	  failed: contenders that raised.
-	  unsupported: what this version does not run there.
-	  is_bad: whether one of this package's own was wrong or raised.
-	"""
+	"""What came of a run beside records, in lines for people; bad if one of this package's own was wrong or raised."""
 
 	wrong: list[str] = dataclasses.field(default_factory=list)
 	failed: list[str] = dataclasses.field(default_factory=list)
@@ -139,7 +132,7 @@ def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: d
 
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
-	contender, fields = one.contender, _joined(facts, own)
+	contender, fields = one.contender, merged(facts, own)
 	# A part of the time is not that of all the work.
 	is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
 	if contender.versions:
@@ -155,14 +148,6 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
 		note=contender.note,
 		**fields,
 	)
-
-
-def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-	"""Fields of a run and of a measurement; what both know in part is merged."""
-	merged = dict(facts)
-	for name, value in own.items():
-		merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
-	return merged
 
 
 def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
@@ -196,7 +181,7 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			continue
 		if options.paths and isinstance(meter, EmulatorMeter):
 			claim(meter.arch)
-		facts = meter.environment().fields()
+		facts = dataclasses.asdict(meter.environment())
 		facts |= {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind}
 		for task in _shown(tasks, f"{name} {meter.backend}"):
 			keep(measure_task(task, meter, facts, choice, report))

@@ -97,12 +97,4 @@ class Meter(abc.ABC):
 	def measure(
 		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
 	) -> list[list[Measurement]]:
-		"""Measure contenders together.
-
-		Args:
-		  contenders: what competes.
-		  runs: of each contender one call for each set of operands.
-
-		Returns:
-		  What was found of each contender, in their order.
-		"""
+		"""What is found of contenders, measured together, by calls of each for each set of operands."""

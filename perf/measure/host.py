@@ -28,13 +28,7 @@ _ARCH, _SMS = "sm_90a", 132
 
 
 class _Recorder:
-	"""A launcher that notes the launches of a call.
-
-	Args:
-	  arch: the architecture.
-	  num_sms: its SMs.
-	  launch: what runs kernels; None to leave them out.
-	"""
+	"""A launcher that notes the launches of a call; ``launch`` runs kernels, None leaves them out."""
 
 	def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
 		self.arch, self.num_sms, self._launch = arch, num_sms, launch
