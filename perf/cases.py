@@ -9,17 +9,7 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-	"""The experts of a mixture-of-experts model.
-
-	Attributes:
-	  name: as its makers write it.
-	  hidden: features of a token.
-	  intermediate: features inside an expert.
-	  experts: of a layer.
-	  top_k: experts of a token.
-	  expert_parallel: ranks that share the experts of a layer, the usual choice first.
-	  gated: whether the first product makes a gate and a value.
-	"""
+	"""The experts of a model; ``expert_parallel`` are ranks that share those of a layer, the usual choice first."""
 
 	name: str
 	hidden: int

@@ -127,6 +127,12 @@ class Record:
 		return (*names, self.kind, where, self.protocol, case)
 
 	@property
+	def title(self) -> str:
+		"""Suite, case, contender and format, for people."""
+		case = " ".join(f"{name}={value}" for name, value in self.case.items())
+		return f"{self.suite} {case}: {self.contender} [{self.format}]"
+
+	@property
 	def is_count(self) -> bool:
 		"""Whether it does not vary between runs."""
 		return self.kind == "emulator"
@@ -184,14 +190,12 @@ def _plain(record: Record) -> dict[str, Any]:
 	}
 
 
-def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-	"""``own`` over ``shared``."""
-	merged = dict(shared)
+def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+	"""Fields ``own`` over ``shared``; those that are objects are merged."""
+	found = dict(shared)
 	for name, value in own.items():
-		inherited = merged.get(name)
-		both = isinstance(value, dict) and isinstance(inherited, dict)
-		merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
-	return merged
+		found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
+	return found
 
 
 def _line(record: Record) -> str:
@@ -231,9 +235,9 @@ def read(path: Path) -> list[Record]:
 				if _SHARED in value:
 					shared, also = value[_SHARED], value[_SHARED]
 				elif _ALSO in value:
-					also = _merge(shared, value[_ALSO])
+					also = merged(shared, value[_ALSO])
 				else:
-					records.append(Record(**_merge(also, value)))
+					records.append(Record(**merged(also, value)))
 			except (TypeError, ValueError) as error:
 				raise ValueError(f"{path}, line {number}: {error}") from error
 	return records
@@ -266,12 +270,17 @@ def pooled(runs: Sequence[Record]) -> Record:
 	return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
 
 
+def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
+	"""The records of each thing, in the order of their first."""
+	found: dict[tuple[Any, ...], list[Record]] = {}
+	for record in records:
+		found.setdefault(record.key, []).append(record)
+	return found
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
 	"""Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
-	by_key: dict[tuple[Any, ...], list[Record]] = {}
-	for record in records:
-		by_key.setdefault(record.key, []).append(record)
-	return list(map(pooled, by_key.values()))
+	return list(map(pooled, by_key(records).values()))
 
 
 class Writer:

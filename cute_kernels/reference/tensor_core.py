@@ -52,7 +52,6 @@ from __future__ import annotations
 # power of two and below 16 * 6 * 6 * 2 * 2 = 2304 of them: 20 bits. In units of 2^(E - 35) it is
 # below 2^47, the accumulator below 2^36, and the sum of four terms and the accumulator below 2^50.
 # All of this stays below 2^53, so the order in which torch adds does not matter.
-
 import dataclasses
 from collections.abc import Iterator
 

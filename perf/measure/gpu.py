@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.runtime.arch import device_architecture
-from perf.environment import Environment, environment
 
 from .base import Measurement, Meter, of_times
 from .power import PowerMeter
@@ -61,9 +60,6 @@ class GpuMeter(Meter):
 		self.quick = quick
 		self._protocol = protocol
 		self._l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-
-	def environment(self) -> Environment:
-		return environment("gpu")
 
 	def copies(self, smallest: float) -> int:
 		wanted = math.ceil(_CACHES * self._l2 / max(1.0, smallest))

@@ -125,14 +125,8 @@ class Peer:
 	) -> Contender:
 		"""One of its products, of elements with so many bytes.
 
-		Args:
-		  work: the operands.
-		  text: as ``Contender.format``; what stands last is the coarsest.
-		  prepare: as ``Contender.prepare``.
-		  a_bytes: of A.
-		  b_bytes: of B.
-		  error: as ``Contender.error``, if the result is not laid out as ``work`` has it.
-		  note: as ``Contender.note``.
+		``text`` is the format, what stands last the coarsest; ``error`` is needed if the result is not
+		laid out as ``work`` has it.
 		"""
 		noise = next(name for name in ("nvfp4", "fp8", "bfloat16") if name in text)
 		check, moved = error or work.error, work.least_bytes(a_bytes, b_bytes)

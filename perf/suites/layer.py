@@ -58,13 +58,9 @@ class Pass(Protocol):
 
 @dataclasses.dataclass
 class Step:
-	"""One pass of a layer.
+	"""One pass of a layer, forward only without ``dy``.
 
-	Attributes:
-	  forward: the layer.
-	  x: (T, hidden); it takes a gradient.
-	  dy: gradient of the output, or None to go forward only.
-	  parameters: of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
+	``parameters`` are of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
 	"""
 
 	forward: Callable[[Tensor], Tensor]

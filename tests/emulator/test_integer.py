@@ -61,15 +61,6 @@ def test_arithmetic(op, kind, bits):
 	_check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
 
 
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("bits", [16, 32])
-def test_wide_products(kind, bits):
-	def reference(a: int, b: int) -> int:
-		return _signed(a, bits) * _signed(b, bits) if kind == "s" else a * b
-
-	_check(f"mul.wide.{kind}{bits} %out, %a0, %a1;", bits, reference, out=2 * bits)
-
-
 @pytest.mark.parametrize("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
 	"""The upper half of the 64-bit result shows whether a 32-bit register holds more."""
@@ -94,35 +85,6 @@ def test_shifts_clamp(bits):
 	_check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
 	_check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
 	_check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
-
-
-@pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("cmp", ["lt", "le", "gt", "ge", "eq", "ne"])
-def test_compare_and_select(cmp, kind, bits):
-	compare = {
-        "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__,
-        "ge": int.__ge__, "eq": int.__eq__, "ne": int.__ne__,
-    }[cmp]  # fmt: skip
-
-	def reference(a: int, b: int) -> int:
-		x, y = (_signed(a, bits), _signed(b, bits)) if kind == "s" else (a, b)
-		return (1 if compare(x, y) else 2) if a & 1 else 2
-
-	# p and q are opposites, both combined with the lowest bit of a.
-	ptx = f"""
-    .reg .pred %p, %q, %odd; .reg .b{bits} %low; .reg .b32 %v;
-    and.b{bits} %low, %a0, 1; setp.ne.u{bits} %odd, %low, 0;
-    setp.{cmp}.and.{kind}{bits} %p|%q, %a0, %a1, %odd;
-    selp.b32 %out, 1, 2, %p;
-    """
-	_check(ptx, bits, reference, out=32)
-	opposite = ptx.replace("selp.b32 %out, 1, 2, %p;", "selp.b32 %out, 1, 2, %q;")
-
-	def reference_q(a: int, b: int) -> int:
-		return 1 if a & 1 and reference(a, b) == 2 else 2
-
-	_check(opposite, bits, reference_q, out=32)
 
 
 def test_integer_conversions():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cute_kernels import emulator
@@ -96,12 +95,3 @@ def test_unknown_opcode_is_an_error_only_when_reached():
 def test_unreadable_ptx(body):
 	with pytest.raises(emulator.PtxError):
 		_parse(body)
-
-
-def test_every_flag_has_a_bit_of_its_own():
-	values = np.array([flag.value for flag in isa.Flag])
-	assert (
-		(np.bitwise_count(values.astype(np.uint32)) == 1).all()
-		if hasattr(np, "bitwise_count")
-		else len(set(values)) == len(values)
-	)

@@ -160,21 +160,6 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -
 	assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
 
-@pytest.mark.parametrize("rows, groups", [(1, 1), (40, 8), (1050, 8), (2048, 8), (9600, 64)])
-@pytest.mark.parametrize("n", [8, 512, 2048, 7168])
-@pytest.mark.parametrize("num_sms", [1, 8, NUM_SMS])
-def test_the_choice_for_quantized_tokens_fits_itself_to_the_rows_of_groups(
-	rows: int, groups: int, n: int, num_sms: int
-) -> None:
-	problem = dataclasses.replace(PROBLEM, rows=rows, groups=groups, n=n)
-	assert choose_config(Sm100GemmConfig("nvfp4"), problem, num_sms).tile.may_swap
-
-
-@pytest.mark.parametrize("rows, n", [(1, 16), (16, 16), (17, 32), (240, 240), (241, 256)])
-def test_instructions_have_whole_steps_of_rows(rows: int, n: int) -> None:
-	assert Sm100GemmConfig.instruction_n(rows) == n
-
-
 def test_a_tile_can_be_forced_and_is_checked() -> None:
 	base = Sm100GemmConfig("nvfp4")
 	for tile in SM100_TILES:

@@ -140,15 +140,3 @@ def test_tensor_cores_multiply_little_that_is_not_asked_for() -> None:
 	for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
 		one = dataclasses.replace(parts[0], part=None, tile=tile)
 		assert work(product, (one,)) > 1.6
-
-
-def test_zipf_takes_few_tiles() -> None:
-	"""Each tile decodes its weights: 128 tiles if all groups had 64 rows."""
-	sizes = [max(1, round(2215 * (rank + 1) ** -1.2)) for rank in range(128)]
-	parts = [part.rows_taken for part in parts_of("nvfp4")]
-	tiles = [parts[0].chunk] * sum(size // parts[0].chunk for size in sizes)
-	for left in (size % parts[0].chunk for size in sizes):
-		tiles += [part.most for part in parts if part.least < left <= part.most]
-	one_width = sum(-(-size // 64) for size in sizes)
-	assert len(tiles) < 1.35 * 128 < 0.8 * one_width
-	assert sum(tiles) < 1.35 * sum(sizes) < 0.8 * 64 * one_width

@@ -6,7 +6,6 @@ Runs on the emulator, and again on a Hopper GPU where there is one.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -152,17 +151,6 @@ def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
 	check_zeroed_tails(config, device)
 
 
-def contracted(values: torch.Tensor) -> torch.Tensor:
-	"""Values (rows, 8, 16) of blocks in the order that ``expand`` documents."""
-	order = [
-		values[:, 2 * j + p, 8 * w + 2 * h + first + i]
-		for p, w, h, first in itertools.product(range(2), repeat=4)
-		for j in range(4)
-		for i in (0, 4)
-	]
-	return torch.stack(order, 1)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
 def test_extreme_weights_and_activations(dtype: str | None, device: str) -> None:
 	"""All codes and block scales, and plain activations over the whole range of their type."""
@@ -211,10 +199,3 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None
 	problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
 	chosen = choose_config(FPROP, problem, 132)
 	assert name_of(chosen.tile) == tile
-
-
-def test_products_keep_to_their_tiles() -> None:
-	with pytest.raises(ValueError, match="tile"):
-		dataclasses.replace(WGRAD, tile=M_TILES["128x128"])
-	with pytest.raises(ValueError, match="tile"):
-		dataclasses.replace(FPROP, tile=K_TILES["128x128"])

@@ -113,13 +113,6 @@ def test_tiles_of_uniform_groups(variant: str) -> None:
 		check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("variant", ["both", "square, both"])
-def test_tiles_of_other_dtypes(variant: str, dtype: str) -> None:
-	for case in ("odd rows, K past a scale tile", "tail"):
-		check_tiles(tiles(dtype, **VARIANTS[variant]), ragged(case, dtype))
-
-
 @pytest.mark.parametrize(
 	("variant", "grouping", "arch"),
 	[

@@ -76,18 +76,6 @@ def test_random_histories_step_by_step(dtype, algorithm):
 			check(history, scale, dtype, amax, margin=margin, algorithm=algorithm)
 
 
-@each("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("dtype", TEXTS)
-def test_every_pair_of_specials(dtype, algorithm):
-	"""Column by column: an old amax, and the new one."""
-	pairs = torch.tensor(list(itertools.product(SPECIALS, SPECIALS)))
-	for length in (1, 2, 4):
-		history = torch.zeros(length, len(pairs))
-		history[-1] = pairs[:, 0]
-		history[0] = pairs[:, 1]
-		check(history, torch.full((len(pairs),), 3.0), dtype, algorithm=algorithm)
-
-
 def arguments(**changes):
 	base = {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3}
 	return base | changes

@@ -110,6 +110,8 @@ def alpha():
 
 
 PAIRS = torch.arange(ROWS, dtype=torch.int32)
+#: Options that are left out, and the last ones: what is made of the product.
+NONE, SWIGLU = (False, None, False, *[None] * 4), ("swiglu", False, True)
 CALLS = {
 	"offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
 	"routing": ("compute_routing", lambda: (torch.tensor([[3, 0], [4, 1]]), 4)),
@@ -156,11 +158,24 @@ CALLS = {
 	),
 	"w4a16": ("m_grouped_gemm", lambda: m_grouped_arguments(x(), quantized(w(), None), OFFS, bias=bias(), alpha=alpha())),
 	"quantizing fprop": ("m_grouped_quantize_gemm", lambda: quantizing(bias(), alpha())),
+	"route": ("moe_route", lambda: (x(dtype=F32), torch.randn(K), OFFS[-1:], 3)),
+	"route gradient": (
+		"moe_route_gradient",
+		lambda: (x(3, F32), None, PAIRS.view(-1, 1).long() + torch.arange(3), x(dtype=F32)),
+	),
+	"activating": (
+		"m_grouped_gemm_activate",
+		lambda: (x(), w(), OFFS, bias(), alpha(), False, *[None] * 5, *NONE[2:5], *SWIGLU),
+	),
+	"activating, quantizing": (
+		"m_grouped_quantize_gemm_activate",
+		lambda: (*quantizing(bias(256), alpha(), 256), *NONE, *SWIGLU),
+	),
 }
 
 
-def quantizing(bias, alpha):
-	codes, *scales = quantized(w(), None)
+def quantizing(bias, alpha, n=N):
+	codes, *scales = quantized(w(n), None)
 	return x(), codes, OFFS, scales, "nvfp4:row_scaled", "nvfp4", bias, alpha
 
 
@@ -170,7 +185,7 @@ CASES = [
 	(name, layout, backend)
 	for i, name in enumerate(CALLS)
 	for j, layout in enumerate(LAYOUTS)
-	for backend in ("reference", EMULATED[(i + j) % 2])
+	for backend in ("reference", EMULATED["activating" not in name and (i + j) % 2])
 ]
 
 

@@ -90,7 +90,7 @@ OPS = {cls.name: cls for cls in all_subclasses(registry.Op) if hasattr(cls, "nam
 
 def is_only_on_sm90(op):
 	"""Whether there is no kernel on sm_100a, or the op calls two others."""
-	return op.name == "m_grouped_quantize_gemm" or op.capability()[0] == "grouped_gemm_w4a16"
+	return "activate" in op.name or op.name == "m_grouped_quantize_gemm" or op.capability()[0] == "grouped_gemm_w4a16"
 
 
 @each(("name", "make"), CALLS)
@@ -105,8 +105,8 @@ def test_plans_workspaces_and_launches(kernels, name, make):
 	assert kernels.architectures == {kernels.arch} and kernels.calls
 	given = [a for call in kernels.calls for a in call if isinstance(a, torch.Tensor)]
 	assert given and {t.device for t in (*outputs, *given) if t is not None} == {SECOND}
-	counts = [call[-1] for call in kernels.calls if not name.startswith("compute_")]
-	assert all(count == 148 for count in counts)
+	counts = [{a for a in call if type(a) is int} for call in kernels.calls if not name.startswith("compute_")]
+	assert all(148 in count for count in counts)
 
 
 def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):

@@ -77,14 +77,6 @@ def round_bf16(v: np.float32) -> np.float32:
 	return np.array(bits & 0xFFFF0000, np.uint32).view(f32)[()]
 
 
-def hadamard16() -> np.ndarray:
-	"""H16 by Sylvester's construction."""
-	h = np.ones((1, 1))
-	while len(h) < 16:
-		h = np.block([[h, h], [h, -h]])
-	return h
-
-
 def butterflies(v: list[np.float32]) -> list[np.float32]:
 	"""H16 times a chunk in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
 	v = list(v)

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,31 +59,6 @@ def test_bits_of_functions(name):
 	before = x.clone()
 	assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
 	assert_same_bytes(x, before, "the argument")
-
-
-TRUE = {"exp": np.exp, "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}
-#: Largest errors in ulp; of the first two over all fp32 numbers, which took half an hour.
-BOUNDS = {"exp": 1.02, "tanh": 1.66, "sigmoid": 2.4}
-
-
-def errors_in_ulp(got, want):
-	"""|got - want| by the distance of fp32 numbers around ``want``; 0 where both overflow."""
-	_, exponent = np.frexp(np.abs(want))
-	ulp = np.ldexp(np.ones_like(want), np.maximum(exponent - 24, -149))
-	overflows = (np.abs(want) >= FMAX + 2.0**103) & np.isinf(got)
-	return np.where(overflows, 0.0, np.abs(got - want) / ulp)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_errors_of_functions(name):
-	x = numbers()
-	x = x[x.isfinite()]
-	if name == "sigmoid":
-		x = x[x > -87]  # below, e^-x is near overflow
-	with oracle.no_errors():
-		want = TRUE[name](x.numpy().astype(np.longdouble))
-		errors = errors_in_ulp(FUNCTIONS[name][0](x).numpy().astype(np.longdouble), want)
-	assert errors.max() <= BOUNDS[name], x[int(errors.argmax())].item()
 
 
 @every_activation

@@ -1,16 +1,12 @@
 """Grouped GEMMs of plain operands: exact products, epilogue, groups, tails, offsets."""
 
-import math
-
 import pytest
 import torch
 
 from tests.helpers import (
 	DTYPES,
-	SPLITS,
 	assert_same_bytes,
 	dequantize_arguments,
-	dtype_ulp,
 	each,
 	end_rows,
 	ends,
@@ -19,14 +15,6 @@ from tests.helpers import (
 	poisoned,
 	sample,
 )
-
-SPLITS_OF_GEMM = {**SPLITS, "tile edges": (127, 129, 1)}
-
-
-def assert_within_bound(got, want, size, depth):
-	"""4 * 2^-24 * sqrt(K) * |a||b| for the accumulation, and one ulp of the output."""
-	allowed = 4 * 2.0**-24 * math.sqrt(depth) * size + dtype_ulp(want, got.dtype)
-	assert ((got.double() - want).abs() <= allowed).all()
 
 
 @each("accumulate", [False, True])
@@ -127,19 +115,6 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
 		want = (a[start:end].double().T @ b[start:end].double()).float() * alpha[g]
 		assert_same_bytes(got[g], want.to(out_dtype))
 		start = end
-
-
-@each("splits", SPLITS)
-def test_plain_groups_equal_calls_of_their_own(splits):
-	x, dy, w = sample(sum(splits), 48), sample(sum(splits), 16), sample(len(splits), 16, 48)
-	fprop = ops.m_grouped_gemm(x, w, offsets(splits))
-	wgrad = ops.k_grouped_gemm(dy, x, offsets(splits))
-	start = 0
-	for g, rows in enumerate(splits):
-		whole, part = ends(rows), slice(start, start + rows)
-		assert_same_bytes(fprop[part], ops.m_grouped_gemm(x[part], w[g : g + 1], whole))
-		assert_same_bytes(wgrad[g : g + 1], ops.k_grouped_gemm(dy[part], x[part], whole))
-		start += rows
 
 
 def test_nan_and_inf_of_plain_operands_stay_in_their_group():

@@ -12,7 +12,6 @@ from tests.helpers import (
 	dequantize_arguments,
 	each,
 	end_rows,
-	ends,
 	k_grouped_arguments,
 	m_grouped_arguments,
 	many_groups,
@@ -216,20 +215,6 @@ def test_k_need_not_fill_a_block(pair, transpose_b, depth):
 	for _, rows, a, b in case.members():
 		want[rows] = scaled(*acc_and_factor(a, b))
 	assert_same_bytes(case.run(), want)
-
-
-@each_way
-@each_kind
-def test_groups_equal_calls_of_their_own(pair, transpose_b):
-	case = Product(pair, (130, 0, 7, 64), transpose_b=transpose_b)
-	bias, alpha = torch.randn(4, 32), torch.rand(4)
-	got = case.run(bias, alpha, F32)
-	for g, (start, end) in enumerate(spans(case.splits)):
-		one, whole = slice(g, g + 1), ends(end - start)
-		a = quantized(case.x[start:end], pair[0], whole)
-		b = quantized(case.w[one], pair[1], columnwise=transpose_b)
-		want = multiply(pair, a, b, whole, bias[one], alpha[one], transpose_b)
-		assert_same_bytes(got[start:end], want)
 
 
 @each_kind

@@ -16,7 +16,7 @@ import torch
 from cute_kernels.formats import NVFP4
 from cute_kernels.runtime import architecture, cache
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
-from cute_kernels.runtime.spec import canonical_text, resolve, short_name
+from cute_kernels.runtime.spec import canonical_text, resolve
 from tests.helpers import each
 from tests.runtime.toy_kernels import Scale
 
@@ -181,17 +181,6 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
 	assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
-def test_no_home_folder_means_no_cache(monkeypatch):
-	def homeless(path):
-		raise RuntimeError("Could not determine home directory.")
-
-	for name in ("CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"):
-		monkeypatch.delenv(name, raising=False)
-	monkeypatch.setattr(Path, "expanduser", homeless)
-	with pytest.warns(RuntimeWarning, match="home directory"):
-		assert default_cache() is None
-
-
 # Locks
 
 
@@ -332,11 +321,6 @@ def test_values_have_distinct_texts():
 def test_values_without_a_stable_text_are_refused(value):
 	with pytest.raises(TypeError, match="no stable text"):
 		canonical_text(Holder((value,)))
-
-
-def test_a_short_name_is_fit_for_files_and_symbols():
-	assert short_name(Scale(2.0)).isidentifier()
-	assert short_name(Scale(2.0)) != short_name(Scale(3.0))
 
 
 def test_names_of_kernels_are_resolved():

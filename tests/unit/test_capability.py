@@ -8,8 +8,7 @@ import torch
 from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
-from cute_kernels.ops import registry
-from tests.helpers import each, ends, m_grouped_arguments, ops
+from tests.helpers import each, ends, ops
 
 FORMATS = (
 	None,
@@ -25,7 +24,6 @@ FORMATS = (
 )
 
 
-OFFS, ONES = ends(3, 8), torch.ones(8, 32)
 COMBINATIONS = list(itertools.product(OPS, FORMATS, ARCHITECTURES))
 FACTS = [
 	*({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
@@ -88,57 +86,6 @@ def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
 	assert reason == "no sm_90a kernel of grouped_quantize yet"
 	assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
 	assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
-
-
-ROWWISE_ONLY = {("grouped_quantize", "nvfp4"), ("grouped_dequantize", "nvfp4")}
-ROWWISE_ONLY |= {("grouped_gemm", "nvfp4"), ("grouped_gemm_w4a16", "nvfp4")}
-
-
-@pytest.fixture
-def rowwise_only(monkeypatch):
-	"""sm_90a and the reference run no columnwise copy."""
-	monkeypatch.setattr(capability, "_COLUMNWISE_RUNS", dict.fromkeys(ROWWISE_ONLY, ("sm_100a",)))
-	registry.forget_plans()
-	yield
-	registry.forget_plans()
-
-
-@each("op", [op for op, _ in sorted(ROWWISE_ONLY)])
-def test_columnwise_copies_may_run_on_fewer_architectures(op, rowwise_only):
-	for arch in ("reference", "sm_90a"):
-		assert support(op, NVFP4(), arch)
-		status = support(op, NVFP4(), arch, columnwise=True)
-		assert not status
-		assert status.reason == f"no {arch} kernel of {op} for the columnwise copy yet"
-	assert support(op, NVFP4(), "sm_100a", columnwise=True)
-
-
-def test_the_printed_table_says_where_only_the_rowwise_copy_runs(rowwise_only):
-	row = next(line for line in markdown_table().splitlines() if "`grouped_dequantize`" in line)
-	assert row.endswith("| rowwise | rowwise | yes |")
-
-
-def copies():
-	"""Rowwise and columnwise buffers of a ragged tensor, and of a weight."""
-	ragged = ops.grouped_quantize(torch.randn(8, 32), "nvfp4", OFFS, columnwise=True)
-	weight = ops.grouped_quantize(torch.randn(2, 32, 32), "nvfp4", columnwise=True)
-	return ragged[:3], ragged[3:], weight[:3], weight[3:]
-
-
-def quantize(rowwise, columnwise):
-	return ops.grouped_quantize(ONES, "nvfp4", OFFS, None, rowwise, columnwise)
-
-
-def dequantize(copy, columnwise):
-	return ops.grouped_dequantize(copy[0], copy[1:], "nvfp4", 8, torch.float32, OFFS, columnwise)
-
-
-def multiply(a, b, transpose_b):
-	return ops.m_grouped_gemm(*m_grouped_arguments(a, b, OFFS, transpose_b=transpose_b))
-
-
-def quantizing(b, transpose_b):
-	return ops.m_grouped_quantize_gemm(ONES, b[0], OFFS, b[1:], "nvfp4", "nvfp4", transpose_b=transpose_b)
 
 
 def test_prepacked_weights():
