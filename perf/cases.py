@@ -88,13 +88,7 @@ _EMPTY = 0.3
 
 
 def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]:
-	"""Rows of each expert; who gets many is drawn by lot.
-
-	Args:
-	  routing: one of ``ROUTINGS``; or the rows themselves, ``"432 80 160 32"``.
-	  groups: experts.
-	  rows: rows of all together.
-	  seed: of the lot.
+	"""Rows of each expert; who gets many is drawn by lot, unless ``routing`` are the rows, ``"432 80 160 32"``.
 
 	Raises:
 	  ValueError: another routing, or rows that are not ``rows`` in ``groups``.

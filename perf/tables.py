@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-	"""Which record a cell shows, and how.
+	"""Which record a cell shows, by fields and entries of its case, and how.
 
-	Attributes:
-	  where: fields of the record and entries of its case, by name.
-	  show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
-	  scale: what the value is multiplied by.
-	  digits: after the decimal point.
-	  unit: written after the number.
+	``show`` is ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
 	"""
 
 	where: Mapping[str, Any]

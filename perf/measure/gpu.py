@@ -43,10 +43,6 @@ class GpuMeter(Meter):
 
 	All contenders of a task replay by turns, in changing order: what ran before leaves more or less
 	power. Calls go through as many sets of operands as L2 cannot hold.
-
-	Args:
-	  protocol: one of ``PROTOCOLS``.
-	  quick: three short replays.
 	"""
 
 	kind = "gpu"

@@ -71,13 +71,7 @@ def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
 
 
 def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[list[Saved], int]:
-	"""What a step keeps, and its peak in bytes above what is there before it.
-
-	Args:
-	  recipe: formats of the layers.
-	  sizes: of the step.
-	  device: ``"cpu"`` for fake tensors, or ``"cuda"`` to run it.
-	"""
+	"""What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake tensors."""
 	fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
 	with fake, torch.device(device):
 		mlp = GroupedMLP(*(sizes.experts, sizes.hidden, sizes.intermediate), recipe=recipe, dtype=torch.bfloat16)

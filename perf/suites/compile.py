@@ -28,12 +28,7 @@ _REPEATS = 3
 
 
 class _CompileMeter(Meter):
-	"""Compiles into a cache folder of its own, then loads from it.
-
-	Args:
-	  arch: what to compile for; on the emulator the machine code can be read.
-	  quick: each kernel once.
-	"""
+	"""Compiles into a cache folder of its own, then loads from it; the emulator's machine code can be read."""
 
 	kind = "cpu"
 	backend = "reference"

@@ -92,11 +92,8 @@ class Step:
 class LayerWork:
 	"""A layer's weights and rows in bf16, and what it gives.
 
-	Attributes:
-	  x: (T, hidden) rows.
-	  dy: gradient of the output, None if there is no backward pass.
-	  offs: (G,) end rows, and as ``sizes`` rows of each group on the host.
-	  weights: (G, 2 I, H), and of an MLP (G, H, I) as well.
+	``x`` are (T, hidden) rows, ``dy`` is None without a backward pass, ``weights`` are (G, 2 I, H) and
+	of an MLP (G, H, I) as well.
 	"""
 
 	def __init__(

@@ -144,13 +144,6 @@ def test_least_bytes_count_each_input_once():
 	assert [element_bytes(fmt) for fmt in formats] == each
 
 
-def run(name, chosen="", **options):
-	records = []
-	report = measure_suite(name, Options(quick=True, **options), Choice(chosen), records.extend)
-	assert not report.failed and not report.wrong
-	return records, report
-
-
 def test_gemm_on_the_reference():
 	options = Options(peers=[PEER({})])
 	for product in ("fprop", "dgrad", "wgrad"):
@@ -183,7 +176,9 @@ def test_layers_are_compared_with_fp32():
 
 @each("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
-	records, _ = run(name)
+	records = []
+	report = measure_suite(name, Options(quick=True), Choice(), records.extend)
+	assert not report.failed and not report.wrong
 	assert records and {r.suite for r in records} == {name}
 	if name == "host":
 		launches = {r.format: r.value for r in records if r.what == "launches"}
