@@ -132,13 +132,8 @@ if torch.distributed.is_available():
 	)(_move)
 	_FLAT[c10d.broadcast_.default] = _flat_broadcast
 
-	@handler(functional.all_gather_into_tensor.default)
-	def _all_gather(func: Any, x: GroupedTensor, ranks: int, group: Any) -> GroupedTensor:
-		inputs = gathered_inputs(x, 1, len(x))
-		return gathered(x, [func(t.view(torch.uint8), ranks, group).view(t.dtype) for t in inputs])
-
-	@handler(functional.broadcast.default)
-	def _broadcast(func: Any, x: GroupedTensor, *where: Any) -> GroupedTensor:
+	@handler(functional.all_gather_into_tensor.default, functional.broadcast.default)
+	def _functional(func: Any, x: GroupedTensor, *where: Any) -> GroupedTensor:
 		inputs = gathered_inputs(x, 1, len(x))
 		return gathered(x, [func(t.view(torch.uint8), *where).view(t.dtype) for t in inputs])
 

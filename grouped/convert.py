@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -31,15 +30,6 @@ _PROJECTIONS = "|".join([*ALIASES, *ALIASES.values()])
 _ONE = re.compile(rf"(?P<layer>.*experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
 _ALL = re.compile(r"(?P<layer>.*experts)\.(?P<projection>(gate_)?up_proj|down_proj)(\.weight)?")
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
-
-
-class _Noise(NamedTuple):
-	"""SNR in dB of one expert's projection."""
-
-	layer: str
-	projection: str
-	expert: int
-	snr: float
 
 
 @torch.no_grad()
@@ -76,7 +66,7 @@ def convert(
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
 	if not experts:
 		raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
-	noise = list[_Noise]()
+	noise = list[tuple[str, str, int, float]]()
 	with Writer(target, shard_bytes) as writer:
 		for name in progress(list(files), "tensors"):
 			if name not in experts:
@@ -101,9 +91,9 @@ def convert(
 			for g, rows in enumerate(weight):
 				expert = int(found["expert"]) if is_one else g
 				snr = signal_to_noise(rows, parts.expert(g), record.fmt)
-				noise.append(_Noise(found["layer"], found["projection"], expert, snr))
+				noise.append((found["layer"], found["projection"], expert, snr))
 		_finish(files, writer, Path(target), record, [n for n in files if n not in experts])
-	return [tuple(n) for n in noise]  # type: ignore[misc]
+	return noise
 
 
 def _finish(files: Reader, writer: Writer, target: Path, layout: Layout, plain: list[str]) -> None:

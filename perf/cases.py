@@ -9,17 +9,7 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-	"""The experts of a mixture-of-experts model.
-
-	Attributes:
-	  name: as its makers write it.
-	  hidden: features of a token.
-	  intermediate: features inside an expert.
-	  experts: of a layer.
-	  top_k: experts of a token.
-	  expert_parallel: ranks that share the experts of a layer, the usual choice first.
-	  gated: whether the first product makes a gate and a value.
-	"""
+	"""The experts of a model; ``expert_parallel`` are ranks that share those of a layer, the usual choice first."""
 
 	name: str
 	hidden: int
@@ -98,13 +88,7 @@ _EMPTY = 0.3
 
 
 def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]:
-	"""Rows of each expert; who gets many is drawn by lot.
-
-	Args:
-	  routing: one of ``ROUTINGS``; or the rows themselves, ``"432 80 160 32"``.
-	  groups: experts.
-	  rows: rows of all together.
-	  seed: of the lot.
+	"""Rows of each expert; who gets many is drawn by lot, unless ``routing`` are the rows, ``"432 80 160 32"``.
 
 	Raises:
 	  ValueError: another routing, or rows that are not ``rows`` in ``groups``.

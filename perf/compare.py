@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .records import ENOUGH_RUNS, Record, load
+from .records import ENOUGH_RUNS, Record, by_key, load
 
 #: A difference of fewer standard errors than this may be noise.
 SIGMAS = 3.0
@@ -33,11 +33,8 @@ _RATES = frozenset({"TB/s", "TFLOP/s", "dB"})
 class Change:
 	"""One thing in both sets, or in one.
 
-	Attributes:
-	  record: the newer record, or the older one if there is no newer.
-	  old: value in the first set, None if it is new.
-	  new: value in the second, None if it is gone.
-	  threshold: relative difference from which it counts.
+	``record`` is the newer one, or the older if there is none; ``old`` and ``new`` are the values,
+	``threshold`` the relative difference from which it counts.
 	"""
 
 	record: Record
@@ -68,9 +65,8 @@ class Change:
 
 	def __str__(self) -> str:
 		r = self.record
-		case = " ".join(f"{name}={value}" for name, value in r.case.items())
 		where = f"{r.gpu or r.machine}, " if r.gpu or r.machine else ""
-		what = f"{r.suite} {case}: {r.contender} [{r.format}] {r.what} ({where}{r.protocol})"
+		what = f"{r.title} {r.what} ({where}{r.protocol})"
 		unit = "" if r.unit == "1" else f" {r.unit}"
 		if self.old is None or self.new is None:
 			value = self.new if self.old is None else self.old
@@ -98,11 +94,8 @@ def _repeat_error(record: Record) -> float:
 
 def _sides(records: Iterable[Record]) -> dict[tuple[Any, ...], _Side]:
 	"""By key, the newest commit's runs of each thing."""
-	by_key: dict[tuple[Any, ...], list[Record]] = {}
-	for record in records:
-		by_key.setdefault(record.key, []).append(record)
 	sides = {}
-	for key, found in by_key.items():
+	for key, found in by_key(records).items():
 		newest = max(found, key=lambda record: record.time)
 		runs = [record for record in found if record.commit == newest.commit]
 		value = statistics.median(record.value for record in runs)
@@ -120,13 +113,7 @@ def _sides(records: Iterable[Record]) -> dict[tuple[Any, ...], _Side]:
 
 
 def compare(old: Iterable[Record], new: Iterable[Record], least: float = LEAST) -> list[Change]:
-	"""What changed, in the order of the old records, then what is new.
-
-	Args:
-	  old: the first set; of several commits the newest counts.
-	  new: the second.
-	  least: relative differences up to this are none.
-	"""
+	"""What changed by more than ``least``, in the order of the old records, then what is new."""
 	before, after = _sides(old), _sides(new)
 	changes = []
 	for key, side in before.items():

@@ -13,23 +13,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Contender:
-	"""One way to do a task.
+	"""One way to do a task; what is not said here is as in ``Record``.
 
 	Attributes:
-	  name: as ``Record.contender``.
-	  format: as ``Record.format``.
 	  prepare: makes operands of its own and returns what does the task once with them. May raise
 	    whatever its library raises: that is reported, and nobody else is disturbed.
 	  error: relative error of what a call returned; NaN is as wrong as anything.
 	  bound: the largest error that is right.
-	  bytes: least bytes that it must move, or None.
-	  flops: useful operations, or None.
-	  what: as ``Record.what`` of a time.
 	  capturable: whether it can be captured in a CUDA graph.
 	  is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
 	    beside the time.
 	  versions: of the contender's packages.
-	  note: as ``Record.note``.
 	"""
 
 	name: str
@@ -66,13 +60,10 @@ def unchecked(name: str, text: str, run: Callable[[], Any], what: str = "time") 
 
 @dataclasses.dataclass
 class Task:
-	"""One case, and who can do it.
+	"""One case of a ``Record``, and who can do it.
 
-	Attributes:
-	  case: as ``Record.case``.
-	  contenders: those who compete, on operands that the number tells apart: 0, 1, ... as many as
-	    a cache must not hold.
-	  suite: as ``Record.suite``.
+	``contenders`` gives those who compete, on operands that the number tells apart: 0, 1, ... as many
+	as a cache must not hold.
 	"""
 
 	suite: str

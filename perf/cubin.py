@@ -13,12 +13,7 @@ _STT_FUNC = 2
 
 @dataclasses.dataclass
 class Resources:
-	"""Resources of one function.
-
-	Attributes:
-	  registers: of a thread; 0 for a function that is called, not launched.
-	  stack_bytes: local memory of a thread; more than 0 means spills or indexed arrays.
-	"""
+	"""Resources of a thread of one function; one that is called, not launched, has 0 registers."""
 
 	registers: int = 0
 	stack_bytes: int = 0

@@ -31,10 +31,6 @@ class Environment:
 	clocks: dict[str, float] = dataclasses.field(default_factory=dict)
 	power: dict[str, float] = dataclasses.field(default_factory=dict)
 
-	def fields(self) -> dict[str, Any]:
-		"""As arguments of ``Record``."""
-		return dataclasses.asdict(self)
-
 
 def now() -> str:
 	"""This moment."""

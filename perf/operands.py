@@ -20,14 +20,7 @@ class Operands:
 	``fprop`` is ``a`` (T, K) x ``b`` (G, N, K) to (T, N), ``dgrad`` (T, N) x (G, N, K) to (T, K),
 	and ``wgrad`` (T, N) and (T, K) to (G, N, K).
 
-	Args:
-	  shape: the weights.
-	  rows: T.
-	  product: one of ``cases.PRODUCTS``.
-	  routing: one of ``cases.ROUTINGS``.
-	  device: where they lie.
-	  seed: of numbers and routing.
-	  copy: which set of operands of this case.
+	``routing`` is one of ``cases.ROUTINGS``, ``copy`` which set of operands of this case.
 	"""
 
 	def __init__(
@@ -66,13 +59,7 @@ class Operands:
 		return sum(map(bool, self.sizes))
 
 	def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
-		"""Bytes of operands and output, each once.
-
-		Args:
-		  a_bytes: of an element of A, its scales included.
-		  b_bytes: of one of B.
-		  out_bytes: of one of the output, bf16 if nothing else is said.
-		"""
+		"""Bytes of operands and output, each once, by those of their elements, scales included."""
 		weights = self.shape.n * self.shape.k
 		if self.is_wgrad:
 			out = out_bytes * self.shape.experts * weights

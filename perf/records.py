@@ -43,37 +43,31 @@ class Record:
 
 	Attributes:
 	  suite: which suite measured it.
-	  case: what was done, by name: shapes, routing, pass. Contenders with equal cases compete.
-	  contender: who did it: ``"ours"``, ``"torch"``, ``"quack"``, or a variant: ``"ours, tile
-	    256x64"``.
-	  format: the precision that the contender works in: the text of a format, both operands as
-	    ``"nvfp4:row_scaled x nvfp4"``, the name of a recipe, or ``"bfloat16"``.
-	  what: what was measured: ``"time"``, ``"warp instructions"``, ``"rate"``.
+	  case: what was done: shapes, routing, pass. Contenders with equal cases compete.
+	  contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
+	  format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name of a
+	    recipe, or ``"bfloat16"``.
+	  what: ``"time"``, ``"warp instructions"``, ``"rate"``.
 	  value: the number; of repeated measurements their median.
 	  unit: of value and spread; ``"1"`` for a count or a ratio.
 	  kind: one of ``KINDS``.
 	  protocol: how it was measured, such as ``"sustained, L2-cold"``.
-	  spread: largest minus smallest of the repeats; None if it was not kept.
-	  repeats: how many measurements the value is the median of; None if it is not known.
-	  error: relative error of what the contender computed, as the check before the measurement
-	    found it; None if only a wrong result would have been noticed, 0 if the bits are equal.
-	  bytes: least bytes that the contender must move: each input read once, each output written
-	    once.
+	  spread: largest minus smallest of the ``repeats``; None if it was not kept.
+	  error: relative error that the check before the measurement found; 0 if the bits are equal,
+	    None if only a wrong result would have been noticed.
+	  bytes: least bytes: each input read once, each output written once.
 	  flops: useful operations; padding is none.
-	  ceilings: measured rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in
-	    TB/s, ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
+	  ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
+	    ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
 	  gpu: name of the GPU, or what is emulated.
 	  machine: the host's processor.
 	  clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
 	  power: watts: ``"draw"`` while it was measured, ``"limit"``.
-	  driver: version of the GPU's driver.
 	  versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-	  commit: of this repository.
 	  seed: of random inputs.
 	  time: when, UTC, ISO 8601; a date alone where no more is known.
 	  origin: one of ``ORIGINS``.
 	  note: what else a reader must know.
-	  schema: ``SCHEMA``.
 	"""
 
 	suite: str
@@ -125,6 +119,12 @@ class Record:
 		case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
 		names = (self.suite, self.contender, self.format, self.what, self.unit)
 		return (*names, self.kind, where, self.protocol, case)
+
+	@property
+	def title(self) -> str:
+		"""Suite, case, contender and format, for people."""
+		case = " ".join(f"{name}={value}" for name, value in self.case.items())
+		return f"{self.suite} {case}: {self.contender} [{self.format}]"
 
 	@property
 	def is_count(self) -> bool:
@@ -184,14 +184,12 @@ def _plain(record: Record) -> dict[str, Any]:
 	}
 
 
-def _merge(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-	"""``own`` over ``shared``."""
-	merged = dict(shared)
+def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+	"""Fields ``own`` over ``shared``; those that are objects are merged."""
+	found = dict(shared)
 	for name, value in own.items():
-		inherited = merged.get(name)
-		both = isinstance(value, dict) and isinstance(inherited, dict)
-		merged[name] = {**inherited, **value} if both else value  # type: ignore[dict-item]
-	return merged
+		found[name] = {**found.get(name, {}), **value} if isinstance(value, dict) else value
+	return found
 
 
 def _line(record: Record) -> str:
@@ -231,9 +229,9 @@ def read(path: Path) -> list[Record]:
 				if _SHARED in value:
 					shared, also = value[_SHARED], value[_SHARED]
 				elif _ALSO in value:
-					also = _merge(shared, value[_ALSO])
+					also = merged(shared, value[_ALSO])
 				else:
-					records.append(Record(**_merge(also, value)))
+					records.append(Record(**merged(also, value)))
 			except (TypeError, ValueError) as error:
 				raise ValueError(f"{path}, line {number}: {error}") from error
 	return records
@@ -266,12 +264,17 @@ def pooled(runs: Sequence[Record]) -> Record:
 	return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
 
 
+def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
+	"""The records of each thing, in the order of their first."""
+	found: dict[tuple[Any, ...], list[Record]] = {}
+	for record in records:
+		found.setdefault(record.key, []).append(record)
+	return found
+
+
 def latest(records: Iterable[Record]) -> list[Record]:
 	"""Of each thing that was measured the last runs, ``pooled``, in the order of their first."""
-	by_key: dict[tuple[Any, ...], list[Record]] = {}
-	for record in records:
-		by_key.setdefault(record.key, []).append(record)
-	return list(map(pooled, by_key.values()))
+	return list(map(pooled, by_key(records).values()))
 
 
 class Writer:

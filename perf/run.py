@@ -21,13 +21,12 @@ from cute_kernels.capability import UnsupportedError
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
-from .records import Record, Writer
+from .records import Record, Writer, merged
 from .suites import SUITES, suite
 from .suites.base import Options
 
 if TYPE_CHECKING:
 	from .contender import Contender, Task
-	from .environment import Environment
 	from .measure import Meter
 
 _LOG_SECONDS = 30.0
@@ -37,13 +36,7 @@ _EAGER = "eager time"
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-	"""Which tasks and contenders of a suite, by regular expressions that must be found.
-
-	Attributes:
-	  case: in the text of a task, ``suite name=value ...``.
-	  contender: in the name of a contender.
-	  format: in its format.
-	"""
+	"""Regular expressions that must be found in a task, ``suite name=value ...``, a contender and its format."""
 
 	case: str = ""
 	contender: str = ""
@@ -57,14 +50,7 @@ class Choice:
 
 @dataclasses.dataclass
 class Report:
-	"""What came of a run beside records, in lines for people.
-
-	Attributes:
-	  wrong: contenders that gave wrong results; they were not timed.
-	  failed: contenders that raised.
-	  unsupported: what this version does not run there.
-	  is_bad: whether one of this package's own was wrong or raised.
-	"""
+	"""What came of a run beside records, in lines for people; bad if one of this package's own was wrong or raised."""
 
 	wrong: list[str] = dataclasses.field(default_factory=list)
 	failed: list[str] = dataclasses.field(default_factory=list)
@@ -109,19 +95,12 @@ def _measured(
 
 @dataclasses.dataclass
 class _Checked:
-	"""A contender whose result is right.
-
-	Attributes:
-	  contender: it.
-	  run: its call, or None if it was dropped for the sake of its memory.
-	  error: its relative error.
-	  weight: bytes that it takes.
-	"""
+	"""A contender whose result is right; its call is dropped where memory is short."""
 
 	contender: Contender
 	run: Callable[[], Any] | None
 	error: float
-	weight: float
+	weight: float  # Bytes that it takes.
 
 
 def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked]]:
@@ -153,7 +132,7 @@ def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: d
 
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
-	contender, fields = one.contender, _joined(facts, own)
+	contender, fields = one.contender, merged(facts, own)
 	# A part of the time is not that of all the work.
 	is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
 	if contender.versions:
@@ -163,25 +142,12 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
 		case=task.case,
 		contender=contender.name,
 		format=contender.format,
-		error=_short(one.error),
+		error=float(f"{one.error:.3g}"),
 		bytes=None if is_part else contender.bytes,
 		flops=None if is_part else contender.flops,
 		note=contender.note,
 		**fields,
 	)
-
-
-def _joined(facts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-	"""Fields of a run and of a measurement; what both know in part is merged."""
-	merged = dict(facts)
-	for name, value in own.items():
-		merged[name] = {**merged.get(name, {}), **value} if isinstance(value, dict) else value
-	return merged
-
-
-def _short(error: float) -> float:
-	"""Three digits, which is more than an error means."""
-	return float(f"{error:.3g}")
 
 
 def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
@@ -215,9 +181,8 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			continue
 		if options.paths and isinstance(meter, EmulatorMeter):
 			claim(meter.arch)
-		facts = _facts(meter.environment(), options)
-		facts["ceilings"] = meter.ceilings()
-		facts["kind"] = meter.kind
+		facts = dataclasses.asdict(meter.environment())
+		facts |= {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind}
 		for task in _shown(tasks, f"{name} {meter.backend}"):
 			keep(measure_task(task, meter, facts, choice, report))
 			gc.collect()
@@ -228,10 +193,6 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			if reason and meter.kind in peer.kinds:
 				report.unsupported.append(f"{peer.name}: {reason}")
 	return report
-
-
-def _facts(environment: Environment, options: Options) -> dict[str, Any]:
-	return {**environment.fields(), "seed": options.seed}
 
 
 def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
@@ -264,12 +225,10 @@ def _print(records: Iterable[Record]) -> None:
 	"""Records as lines for people: one for each contender of a case."""
 	lines: dict[str, list[str]] = {}
 	for record in records:
-		case = " ".join(f"{name}={value}" for name, value in record.case.items())
-		title = f"{record.suite} {case}: {record.contender} [{record.format}]"
 		spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
 		unit = "" if record.unit == "1" else f" {record.unit}"
 		found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
-		lines.setdefault(title, []).append(found)
+		lines.setdefault(record.title, []).append(found)
 	for title, found_of in lines.items():
 		print(f"{title} {', '.join(found_of)}", flush=True)
 

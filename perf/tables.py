@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-	"""Which record a cell shows, and how.
+	"""Which record a cell shows, by fields and entries of its case, and how.
 
-	Attributes:
-	  where: fields of the record and entries of its case, by name.
-	  show: ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
-	  scale: what the value is multiplied by.
-	  digits: after the decimal point.
-	  unit: written after the number.
+	``show`` is ``"value"``, ``"flops"``, or ``"copy"`` for the share of that ceiling.
 	"""
 
 	where: Mapping[str, Any]
@@ -35,12 +30,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-	"""A row of a table.
-
-	Attributes:
-	  titles: its first cells.
-	  where: what the records of all its cells have in common.
-	"""
+	"""A row of a table: its first cells, and what the records of all others have in common."""
 
 	titles: tuple[str, ...]
 	where: Mapping[str, Any]
@@ -48,14 +38,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-	"""A column of numbers.
-
-	Attributes:
-	  title: its head.
-	  cell: what is shown, beside what the row and the table ask for.
-	  plus: what is added to it, if there is something.
-	  over: what it is divided by.
-	"""
+	"""A column of numbers: its head, what is shown, what is added to that, and what it is divided by."""
 
 	title: str
 	cell: Cell
@@ -67,13 +50,8 @@ class Column:
 class Table:
 	"""A table of the README between the markers of its name.
 
-	Attributes:
-	  name: in the markers.
-	  heads: titles of the first columns, that name the rows.
-	  rows: from above.
-	  columns: of numbers.
-	  where: what all its records have in common; a ``kind`` is one of them.
-	  summary: the first sentence below it, before what the records say of themselves.
+	``heads`` are titles of the first columns, that name the rows, ``where`` is what all its records have
+	in common, a ``kind`` among it, and ``summary`` the first sentence below it.
 	"""
 
 	name: str

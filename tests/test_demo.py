@@ -16,7 +16,7 @@ from grouped.demo import __main__ as command
 from grouped.demo import report
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, ModelConfig
-from grouped.demo.train import ExpertLoad, TrainConfig
+from grouped.demo.train import TrainConfig
 from tests.helpers import each
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
@@ -91,8 +91,6 @@ def test_table_and_files(everything):
 		assert f"{run['start_loss']:.3f}" in line and f"{run['end_loss']:.3f}" in line
 		assert f"{run['gap_to_bf16_percent']:+.2f}" in line
 		assert f"{run['snr_db']['weights']:.1f}" in line
-	width = max(line.count("|") for line in lines)
-	assert [line.count("|") for line in lines].count(width) == 2 + len(RECIPES)
 	assert f"{results['unigram_entropy']:.3f}" in printed
 	for name in ("results.json", "loss.csv", "loss.png"):
 		assert str(out / name) in printed
@@ -113,15 +111,11 @@ def assert_refused(capsys, message, *arguments):
 
 REFUSED = {
 	"--steps 0": "steps must be positive, got 0",
-	"--hidden 40": "hidden must be a multiple of 16, got 40",
 	"--recipe MXFP8": "intermediate must be a multiple of 32 for MXFP8, got 48",
 	"--heads 5": "heads must divide hidden = 32, got 5",
 	"--top-k 9": "top_k must be at most experts = 4, got 9",
 	"--context 1000000": "context must be less than the",
-	"--learning-rate nan": "learning_rate must be positive, got nan",
-	"--seed -1": "seed must be in [0, 2**63), got -1",
 	"--device abacus": "device 'abacus' cannot be used",
-	"--device meta": "device must be cpu or cuda, got meta",
 	"--recipe FP3": "invalid choice: 'FP3'",
 }
 
@@ -188,10 +182,9 @@ def test_batches():
 	text = bytes(corpus.train.tolist())
 	assert all(bytes([*row.tolist(), last]) in text for row, last in zip(inputs, targets[:, -1], strict=True))
 	# The longest context leaves room for one target.
-	short = Corpus(torch.arange(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8))
+	short = Corpus(*[torch.arange(4, dtype=torch.uint8)] * 2)
 	short.check_context(3)
-	inputs, targets = sample_batch(short.train, 2, 3, torch.Generator().manual_seed(0))
-	assert targets.tolist() == [[1, 2, 3]] * 2
+	assert sample_batch(short.train, 1, 3, torch.Generator().manual_seed(0))[1].tolist() == [[1, 2, 3]]
 	with pytest.raises(ValueError, match="less than the 4 bytes of text, got 4"):
 		short.check_context(4)
 
@@ -208,17 +201,3 @@ def test_model_is_causal(recipe):
 	before, after = model(inputs).logits, model(changed).logits
 	torch.testing.assert_close(before[:, :9], after[:, :9], rtol=0, atol=1e-5)
 	assert (before[:, 9:] - after[:, 9:]).abs().amax(-1).min() > 1e-4
-
-
-def test_gradients_reach_all_parameters():
-	torch.manual_seed(0)
-	model = LanguageModel(SMALL, grouped.recipes.NVFP4())
-	output = model(torch.randint(256, (4, 16)))
-	(output.logits.square().mean() + output.balance_loss).backward()
-	for name, parameter in model.named_parameters():
-		assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
-
-
-def test_expert_load():
-	load = ExpertLoad.of(torch.tensor([[4, 0, 2, 2], [3, 3, 6, 0]]))
-	assert load == ExpertLoad(max_over_mean=2.0, idle=2)

@@ -15,10 +15,7 @@ _NAMES = ("run", "step", "layer", "role", "direction", "format")
 
 
 def read_numerics(paths: Iterable[Path]) -> list[dict[str, Any]]:
-	"""What the page draws of files of numerics.
-
-	Args:
-	  paths: files; equal runs, layers and steps of later ones replace those of earlier ones.
+	"""What the page draws of files; equal runs, layers and steps of later ones replace those of earlier ones.
 
 	Raises:
 	  ValueError: a line is no record of numerics of the version that is read.

@@ -21,12 +21,7 @@ SCRIPTS = tuple(_NAMES.split())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
-	"""The whole page.
-
-	Args:
-	  records: all that it shows.
-	  data: address of a file of them, if there is one beside the page.
-	  numerics: as ``read_numerics`` gives them, of a view of their own.
+	"""The whole page; ``data`` is the address of a file of the records, if there is one beside it.
 
 	Raises:
 	  ValueError: there are no records.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from perf.compare import compare
-from perf.records import Record, latest
+from perf.records import Record, by_key, pooled
 
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.
@@ -153,11 +153,8 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
 		raise ValueError("there are no records to show")
 	ordered = sorted(records, key=_order)
 	commits = commits_of(ordered)
-	by_key: dict[Any, list[Record]] = {}
-	for record in ordered:
-		by_key.setdefault(record.key, []).append(record)
 	names = list(commits)
-	things = [_thing(record, history_of(by_key[record.key], names)) for record in latest(ordered)]
+	things = [_thing(pooled(runs), history_of(runs, names)) for runs in by_key(ordered).values()]
 	gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
 	roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
 	shown = {"things": things, "roofs": roofs, "numerics": list(numerics)}

@@ -13,14 +13,7 @@ __all__ = ["Measurement", "Meter", "meter_of", "spread_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:
-	"""The meter of a backend.
-
-	Args:
-	  backend: one of ``cute_kernels.runtime.backend.BACKENDS``, or ``""`` for the GPU's kernels
-	    where there is a GPU and the reference where there is none.
-	  protocol: ``"sustained"`` or ``"burst"``, on a GPU.
-	  quick: few repeats: to see that everything runs.
-	  options: of the emulator.
+	"""The meter of a backend; ``""`` is the GPU's kernels, or the reference where there is no GPU.
 
 	Raises:
 	  ValueError: the backend needs a GPU, and there is none.

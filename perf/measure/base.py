@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import cute_kernels
+from perf.environment import Environment, environment
 
 if TYPE_CHECKING:
 	import torch
 
 	from perf.contender import Contender
-	from perf.environment import Environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +89,12 @@ class Meter(abc.ABC):
 		"""Gives a list, and adds to it the bytes that what happens inside takes at most."""
 		yield [0.0]
 
-	@abc.abstractmethod
 	def environment(self) -> Environment:
 		"""What holds for all measurements of this run."""
+		return environment(self.kind)
 
 	@abc.abstractmethod
 	def measure(
 		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
 	) -> list[list[Measurement]]:
-		"""Measure contenders together.
-
-		Args:
-		  contenders: what competes.
-		  runs: of each contender one call for each set of operands.
-
-		Returns:
-		  What was found of each contender, in their order.
-		"""
+		"""What is found of contenders, measured together, by calls of each for each set of operands."""

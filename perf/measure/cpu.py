@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.environment import Environment, environment
-
 from .base import Measurement, Meter, of_times
 
 if TYPE_CHECKING:
@@ -29,9 +27,6 @@ class CpuMeter(Meter):
 		self.backend = backend
 		self.device = torch.device("cpu")
 		self.quick = quick
-
-	def environment(self) -> Environment:
-		return environment("cpu")
 
 	def measure(
 		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]

@@ -76,11 +76,7 @@ def installed(arch: str, num_sms: int) -> Iterator[None]:
 
 
 class EmulatorMeter(Meter):
-	"""Counts one call of each contender, the one that is checked.
-
-	Attributes:
-	  num_sms: SMs of the emulated GPU.
-	"""
+	"""Counts one call of each contender, the one that is checked."""
 
 	kind = "emulator"
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cute_kernels.runtime.arch import device_architecture
-from perf.environment import Environment, environment
 
 from .base import Measurement, Meter, of_times
 from .power import PowerMeter
@@ -44,10 +43,6 @@ class GpuMeter(Meter):
 
 	All contenders of a task replay by turns, in changing order: what ran before leaves more or less
 	power. Calls go through as many sets of operands as L2 cannot hold.
-
-	Args:
-	  protocol: one of ``PROTOCOLS``.
-	  quick: three short replays.
 	"""
 
 	kind = "gpu"
@@ -61,9 +56,6 @@ class GpuMeter(Meter):
 		self.quick = quick
 		self._protocol = protocol
 		self._l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-
-	def environment(self) -> Environment:
-		return environment("gpu")
 
 	def copies(self, smallest: float) -> int:
 		wanted = math.ceil(_CACHES * self._l2 / max(1.0, smallest))

@@ -15,7 +15,6 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
-from perf.environment import Environment, environment
 
 from .base import Measurement, Meter, spread_of
 
@@ -29,13 +28,7 @@ _ARCH, _SMS = "sm_90a", 132
 
 
 class _Recorder:
-	"""A launcher that notes the launches of a call.
-
-	Args:
-	  arch: the architecture.
-	  num_sms: its SMs.
-	  launch: what runs kernels; None to leave them out.
-	"""
+	"""A launcher that notes the launches of a call; ``launch`` runs kernels, None leaves them out."""
 
 	def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
 		self.arch, self.num_sms, self._launch = arch, num_sms, launch
@@ -77,9 +70,6 @@ class HostMeter(Meter):
 			self.device = torch.device("cpu")
 			self._recorder = _Recorder(_ARCH, _SMS)
 		self.arch = self._recorder.arch
-
-	def environment(self) -> Environment:
-		return environment(self.kind)
 
 	@contextlib.contextmanager
 	def active(self) -> Iterator[None]:

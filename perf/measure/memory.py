@@ -30,14 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-	"""Of the step.
-
-	Args:
-	  experts: G.
-	  hidden: width of input and output.
-	  intermediate: width between the layers.
-	  tokens: rows of each expert.
-	"""
+	"""Of the step; ``tokens`` are rows of each expert."""
 
 	experts: int = 32
 	hidden: int = 7168
@@ -47,13 +40,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-	"""A tensor that is kept for the backward pass.
-
-	Attributes:
-	  shape: its shape.
-	  dtype: its dtype.
-	  nbytes: bytes of its storage.
-	"""
+	"""A tensor that is kept for the backward pass, and the bytes of its storage."""
 
 	shape: tuple[int, ...]
 	dtype: torch.dtype
@@ -84,13 +71,7 @@ def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
 
 
 def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[list[Saved], int]:
-	"""What a step keeps, and its peak in bytes above what is there before it.
-
-	Args:
-	  recipe: formats of the layers.
-	  sizes: of the step.
-	  device: ``"cpu"`` for fake tensors, or ``"cuda"`` to run it.
-	"""
+	"""What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake tensors."""
 	fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
 	with fake, torch.device(device):
 		mlp = GroupedMLP(*(sizes.experts, sizes.hidden, sizes.intermediate), recipe=recipe, dtype=torch.bfloat16)
@@ -133,8 +114,13 @@ def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
 	step()  # Compiles kernels, and makes what lives on.
 	for leaf in leaves:
 		leaf.grad = None
+	return peak_of(step)
+
+
+def peak_of(run: Callable[[], object]) -> int:
+	"""The most bytes that a call allocates on the GPU at once."""
 	torch.cuda.synchronize()
 	torch.cuda.reset_peak_memory_stats()
 	before = torch.cuda.memory_allocated()
-	step()
+	run()
 	return torch.cuda.max_memory_allocated() - before

@@ -12,13 +12,17 @@ from typing import Any
 import torch
 
 from .base import Measurement, of_times
+from .memory import peak_of
 
 _REPEATS, _SECONDS = 5, 0.05
 
 
 def details_of(run: Callable[[], Any]) -> list[Measurement]:
 	"""Eager time, and memory."""
-	return [of_times(_eager(run), "eager time", "back to back, host included"), _peak(run)]
+	return [
+		of_times(_eager(run), "eager time", "back to back, host included"),
+		Measurement("peak memory", peak_of(run), "byte", "allocated, eager", 0.0, 1),
+	]
 
 
 def _eager(run: Callable[[], Any]) -> list[float]:
@@ -37,12 +41,3 @@ def _eager(run: Callable[[], Any]) -> list[float]:
 		else:
 			times.append(elapsed / calls * 1e6)
 	return times
-
-
-def _peak(run: Callable[[], Any]) -> Measurement:
-	torch.cuda.synchronize()
-	torch.cuda.reset_peak_memory_stats()
-	before = torch.cuda.memory_allocated()
-	run()
-	peak = torch.cuda.max_memory_allocated() - before
-	return Measurement("peak memory", peak, "byte", "allocated, eager", 0.0, 1)

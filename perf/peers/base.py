@@ -14,7 +14,7 @@ import torch
 
 import grouped
 from cute_kernels.formats import NVFP4, parse
-from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.reference.scales import untile_scales
 from perf.contender import Contender
 from perf.environment import package_version
@@ -125,14 +125,8 @@ class Peer:
 	) -> Contender:
 		"""One of its products, of elements with so many bytes.
 
-		Args:
-		  work: the operands.
-		  text: as ``Contender.format``; what stands last is the coarsest.
-		  prepare: as ``Contender.prepare``.
-		  a_bytes: of A.
-		  b_bytes: of B.
-		  error: as ``Contender.error``, if the result is not laid out as ``work`` has it.
-		  note: as ``Contender.note``.
+		``text`` is the format, what stands last the coarsest; ``error`` is needed if the result is not
+		laid out as ``work`` has it.
 		"""
 		noise = next(name for name in ("nvfp4", "fp8", "bfloat16") if name in text)
 		check, moved = error or work.error, work.least_bytes(a_bytes, b_bytes)
@@ -169,7 +163,7 @@ class W4A16Peer(Peer, abc.ABC):
 
 def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Tensor]:
 	"""Rows with zeros up to whole ``multiple`` of each group; and the group of each, or -1."""
-	room = [-(-size // multiple) * multiple for size in sizes]
+	room = [round_up(size, multiple) for size in sizes]
 	padded = x.new_zeros(sum(room), x.shape[1])
 	owner = torch.full((sum(room),), -1, dtype=torch.int32, device=x.device)
 	start = 0
@@ -182,7 +176,7 @@ def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Ten
 
 def unpadded_rows(x: Tensor, sizes: list[int], multiple: int) -> Tensor:
 	"""The rows that ``padded_rows`` was given."""
-	room = [-(-size // multiple) * multiple for size in sizes]
+	room = [round_up(size, multiple) for size in sizes]
 	return torch.cat([part[:n] for part, n in zip(x.split(room), sizes, strict=True)])
 
 

@@ -48,15 +48,11 @@ class Gpu:
 
 	Attributes:
 	  name: part of what its driver calls it.
-	  arch: as ``cute_kernels.capability`` has it.
-	  sms: streaming multiprocessors.
 	  clock: GHz under load.
 	  copy: TB/s of a copy kernel, read and written.
 	  dense: sustained TFLOP/s of large dense products, by what is multiplied.
 	  peak: the same at the clock of the data sheet.
 	  memory: GB.
-	  tiles: of its products.
-	  source: where the rates are from.
 	  doubt: median relative error of predictions where they were not measured.
 	"""
 

@@ -112,13 +112,9 @@ class _Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-	"""Coefficients.
+	"""Coefficients that our kernels were seen with, of ``count`` observations.
 
-	Attributes:
-	  values: by name, those that this package's own kernels were seen with.
-	  count: observations.
-	  error: median relative error of what was held out.
-	  spread: what 9 in 10 of those errors are below.
+	``error`` is the median relative error of what was held out, ``spread`` what 9 in 10 are below.
 	"""
 
 	values: Mapping[str, float]

@@ -35,7 +35,6 @@ class Kernel:
 	"""The work of a kernel, or of a few that one call launches.
 
 	Attributes:
-	  name: what it is for.
 	  kind: kernels that share coefficients: ``"product"``, ``"wgrad"``, ``"quantize"``,
 	    ``"expand"`` or ``"elementwise"``.
 	  bytes: read and written, each once.
@@ -46,7 +45,6 @@ class Kernel:
 	  instructions: of threads; elements that are decoded, where ``decode`` is one's price.
 	  decode: name of the coefficient of those.
 	  waves: tiles one after the other on an SM.
-	  launches: kernels.
 	"""
 
 	name: str
@@ -67,7 +65,6 @@ class Product:
 	"""A product of a layer whose weights are (groups, n, k).
 
 	Attributes:
-	  product: one of ``cases.PRODUCTS``.
 	  sizes: rows of each group.
 	  a, b: formats of the operands, None for bf16.
 	  prepacked: B has the order of bits of ``prepack``.

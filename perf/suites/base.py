@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-	"""What is asked of a run.
-
-	Attributes:
-	  backend: as ``meter_of`` takes it.
-	  protocol: of a GPU, ``"sustained"`` or ``"burst"``.
-	  quick: small shapes and few repeats: to see that everything runs.
-	  full: all models and routings, not the few that are looked at most.
-	  seed: of random inputs.
-	  peers: who competes beside this package.
-	  paths: checkouts of peers that run from their sources, by name.
-	  emulation: options of the emulator.
-	"""
+	"""What is asked of a run: options of ``perf run``, the peers beside this package, and the emulator's options."""
 
 	backend: str = ""
 	protocol: str = "sustained"
@@ -51,15 +40,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-	"""A set of tasks.
-
-	Attributes:
-	  name: as ``Record.suite``.
-	  summary: what it measures, in a line.
-	  tasks: makes the tasks for a meter.
-	  meters: what measures them, one after the other.
-	  has_peers: whether others compete.
-	"""
+	"""A set of tasks, and the meters that measure them, one after the other."""
 
 	name: str
 	summary: str

@@ -20,7 +20,6 @@ from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
 from perf.contender import Contender, Task, unchecked
 from perf.cubin import read_resources
-from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter, of_times
 
 from .base import Options, Suite
@@ -29,12 +28,7 @@ _REPEATS = 3
 
 
 class _CompileMeter(Meter):
-	"""Compiles into a cache folder of its own, then loads from it.
-
-	Args:
-	  arch: what to compile for; on the emulator the machine code can be read.
-	  quick: each kernel once.
-	"""
+	"""Compiles into a cache folder of its own, then loads from it; the emulator's machine code can be read."""
 
 	kind = "cpu"
 	backend = "reference"
@@ -44,9 +38,6 @@ class _CompileMeter(Meter):
 		self.arch = arch.name
 		self.device = torch.device("cpu")
 		self.quick = quick
-
-	def environment(self) -> Environment:
-		return dataclasses.replace(environment("cpu"), gpu="")
 
 	def measure(
 		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]

@@ -33,8 +33,7 @@ class Pair:
 	"""Formats of the two operands of a product.
 
 	Attributes:
-	  a: text of the format of A, or None for bf16.
-	  b: text of that of B.
+	  a, b: texts of the formats, None for bf16.
 	  prepacked: B has the order of bits of ``prepack``.
 	  quantizes: A is quantized by the same call.
 	  accumulates: the product is added to fp32, as gradients of weights are.

@@ -58,13 +58,9 @@ class Pass(Protocol):
 
 @dataclasses.dataclass
 class Step:
-	"""One pass of a layer.
+	"""One pass of a layer, forward only without ``dy``.
 
-	Attributes:
-	  forward: the layer.
-	  x: (T, hidden); it takes a gradient.
-	  dy: gradient of the output, or None to go forward only.
-	  parameters: of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
+	``parameters`` are of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
 	"""
 
 	forward: Callable[[Tensor], Tensor]
@@ -96,11 +92,8 @@ class Step:
 class LayerWork:
 	"""A layer's weights and rows in bf16, and what it gives.
 
-	Attributes:
-	  x: (T, hidden) rows.
-	  dy: gradient of the output, None if there is no backward pass.
-	  offs: (G,) end rows, and as ``sizes`` rows of each group on the host.
-	  weights: (G, 2 I, H), and of an MLP (G, H, I) as well.
+	``x`` are (T, hidden) rows, ``dy`` is None without a backward pass, ``weights`` are (G, 2 I, H) and
+	of an MLP (G, H, I) as well.
 	"""
 
 	def __init__(

@@ -11,7 +11,6 @@ import torch
 
 from perf.cases import MODELS
 from perf.contender import Contender, Task, unchecked
-from perf.environment import Environment, environment
 from perf.measure.base import Measurement, Meter
 from perf.measure.memory import Sizes, bytes_of_step
 
@@ -31,9 +30,6 @@ class _MemoryMeter(Meter):
 		self.backend = "cuda" if is_gpu else "reference"
 		self.arch = self.backend
 		self.quick = quick
-
-	def environment(self) -> Environment:
-		return environment(self.kind)
 
 	def measure(
 		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]

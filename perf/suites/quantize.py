@@ -48,11 +48,7 @@ _SUM_BOUND = 1e-5
 class Input:
 	"""A bf16 input of ragged groups whose rows differ in size.
 
-	Attributes:
-	  x: (rows, cols).
-	  grad: (rows, cols / 2) gradient of what a gated activation makes of ``x``.
-	  offs: (groups,) end rows.
-	  amax: (groups,) of each group.
+	``grad`` (rows, cols / 2) is the gradient of what a gated activation makes of ``x``.
 	"""
 
 	def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:

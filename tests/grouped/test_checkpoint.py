@@ -175,31 +175,25 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 def test_faults(tmp_path):
 	model, other = moe(), tmp_path / "other"
 	checkpoint.save(model, other, "modelopt", shard_bytes=30_000)
-	with pytest.raises(FileExistsError, match="choose another folder"):
-		checkpoint.save(model, other, "modelopt")
-	with pytest.raises(ValueError, match=r"'modelopt', 'compressed-tensors', 'deepseek', got 'gpt-oss'"):
-		checkpoint.save(model, tmp_path / "c", "gpt-oss")
-	with pytest.raises(FileNotFoundError, match="no safetensors file in"):
-		checkpoint.load(model, tmp_path)
 	checkpoint.load(model, other)
-	with pytest.raises(ValueError, match=r"gate_up.weight is nvfp4, deepseek holds fp8_block"):
-		checkpoint.save(model, tmp_path / "c", "deepseek")
-	split = grouped.nn.GroupedLinear(2, 16, 16, single_parameter=False)
-	with pytest.raises(ValueError, match="single_parameter=False"):
-		checkpoint.load(split, other)
 	larger = grouped.nn.MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=torch.bfloat16)
 	before = larger.router.weight.clone()
-	with pytest.raises(KeyError, match=r"lacks experts.3.gate_proj.weight, .* and has, beyond"):
-		checkpoint.load(larger, other)
+	mlp, renamed = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER), {"rename": {"^": "experts"}}
+	for call, arguments, error, message in (
+		(checkpoint.save, (model, other, "modelopt"), FileExistsError, "choose another folder"),
+		(checkpoint.save, (model, tmp_path / "c", "gpt-oss"), ValueError, "'deepseek', got 'gpt-oss'"),
+		(checkpoint.save, (model, tmp_path / "c", "deepseek"), ValueError, "is nvfp4, deepseek holds fp8_block"),
+		(checkpoint.load, (model, tmp_path), FileNotFoundError, "no safetensors file in"),
+		(checkpoint.load, (grouped.nn.GroupedLinear(2, 16, 16, single_parameter=False), other), ValueError, "=False"),
+		(checkpoint.load, (larger, other), KeyError, r"lacks experts.3.gate_proj.weight, .* and has, beyond"),
+		(checkpoint.load, (moe(inner=2 * INNER), other), ValueError, r"\(3, 512, 32\), the checkpoint has \(3, 256, 32\)"),
+	):
+		with pytest.raises(error, match=message):
+			call(*arguments)
 	assert torch.equal(larger.router.weight, before)
-	wide = grouped.nn.MoE(HIDDEN, 2 * INNER, EXPERTS, 2, dtype=torch.bfloat16)
-	with pytest.raises(ValueError, match=r"must have the shape \(3, 512, 32\), the checkpoint has \(3, 256, 32\)"):
-		checkpoint.load(wide, other)
 	with pytest.raises(KeyError, match="beyond the module, router"):
-		checkpoint.load(grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER), other, rename={"^": "experts"})
-	assert checkpoint.load(
-		grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER), other, rename={"^": "experts"}, strict=False
-	).unexpected == ["router.weight"]
+		checkpoint.load(mlp, other, **renamed)
+	assert checkpoint.load(mlp, other, **renamed, strict=False).unexpected == ["router.weight"]
 	next(other.glob("*-00002-*")).unlink()
 	with pytest.raises(FileNotFoundError, match="00002"):
 		checkpoint.load(model, other)

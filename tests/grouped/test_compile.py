@@ -76,15 +76,6 @@ def test_inductor():
 				torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
 
 
-def test_without_a_hint_the_second_count_makes_the_graph_dynamic():
-	module = MODULES["linear"](recipe=RECIPES["nvfp4"])
-	function, frames = compiled(module)
-	for tokens in TOKENS:
-		x, offs = sample(tokens, K), boundaries(tokens)
-		assert_same_bytes(function(x, offs).detach(), module(x, offs).detach())
-	assert len(frames) == 2
-
-
 def test_host_boundaries():
 	module = MODULES["linear"](recipe=RECIPES["nvfp4"])
 	function, frames = compiled(module)

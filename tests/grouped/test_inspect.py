@@ -13,14 +13,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-import cute_kernels
 import grouped
 from grouped import recipes
 from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT
+from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample
 
 K, N, ENDS = 64, 96, [13, 13, 35]
@@ -155,20 +154,6 @@ def test_results_keep_their_bits(name, frozen):
 	assert ("input", "rowwise") in by_copy(lens)
 	has_both = EVERY[name].is_quantized and not frozen
 	assert (("input", "columnwise") in by_copy(lens)) == has_both
-
-
-@each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
-def test_kernels_keep_their_bits(name, backend):
-	layer, (x, dy) = layer_of(RECIPES[name]).requires_grad_(False), operands()
-	with cute_kernels.backend(backend):
-		plain = train(layer, x, dy)
-		with inspect(layer) as lens:
-			seen = train(layer, x, dy)
-	for a, b in zip(seen, plain, strict=True):
-		assert_same_bytes(a[:35], b[:35])
-	with inspect(layer) as again:
-		train(layer, x, dy)
-	assert again.records() == lens.records()
 
 
 def test_nothing_finite_and_nothing_at_all():

@@ -303,9 +303,9 @@ def ragged_weight():
 	("make", "error", "match"),
 	[
 		(lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)), ValueError, "row_"),
-		(lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+		(lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "one end row for each of"),
 		(lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
-		(ragged_weight, ValueError, "uniform of shape"),
+		(ragged_weight, ValueError, "one end row for each of"),
 		(
 			lambda: grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True),
 			RuntimeError,
@@ -337,18 +337,7 @@ def test_bf16_activations_beside_a_quantized_weight():
 # Errors
 
 
-@each(
-	("arguments", "options", "error", "match"),
-	[
-		((0, K, N), {}, ValueError, "num_groups must be positive"),
-		((3, 0, N), {}, ValueError, "in_features must be positive"),
-		((3, K, -1), {}, ValueError, "out_features must be positive"),
-		((3, 24, N), {"recipe": RECIPES["nvfp4"]}, ValueError, "in_features must be a multiple"),
-		((3, K, 24), {"recipe": RECIPES["nvfp4"]}, ValueError, "out_features must be a multiple"),
-		((3, K, N), {"recipe": grouped.NVFP4()}, TypeError, "recipe must be"),
-		((3, K, N), {"recipe": "nvfp4"}, TypeError, "recipe must be"),
-	],
-)
-def test_construction_refuses(arguments, options, error, match):
-	with pytest.raises(error, match=match):
-		GroupedLinear(*arguments, **options)
+@each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])
+def test_construction_refuses(arguments, name):
+	with pytest.raises(ValueError, match=f"{name} must be positive"):
+		GroupedLinear(*arguments)

@@ -79,34 +79,6 @@ def test_no_tokens():
 	assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
 
 
-def test_microbatches():
-	mlp = mlp_of(RECIPES["nvfp4"])
-	x = sample(40, HIDDEN)
-	want = mlp(x, ENDS)
-	for first in (True, False):
-		assert_same_bytes(mlp(x, ENDS, is_first_microbatch=first).detach(), want.detach())
-	with torch.no_grad():
-		mlp.down.weight.zero_()
-	with pytest.raises(RuntimeError, match="the weight changed since: it was written in place"):
-		mlp(x, ENDS, is_first_microbatch=False)
-	assert not mlp(x, ENDS).any()
-
-
-@each("single", [True, False])
-def test_initialization(single):
-	"""A second one draws the numbers of the first."""
-	torch.manual_seed(5)
-	mlp = mlp_of(RECIPES["bf16"], single_parameter=single, bias=True)
-	want = [p.clone() for p in mlp.parameters()]
-	with torch.no_grad():
-		for p in mlp.parameters():
-			p.zero_()
-	torch.manual_seed(5)
-	mlp.reset_parameters()
-	for p, first in zip(mlp.parameters(), want, strict=True):
-		assert_same_bytes(p.detach(), first)
-
-
 def test_errors_come_from_the_layers():
 	with pytest.raises(ValueError, match="in_features must be a multiple of 16"):
 		GroupedMLP(3, HIDDEN, 24, recipe=RECIPES["nvfp4"])

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import cute_kernels
 import grouped
 from grouped import recipes
 from grouped.nn import MoE
@@ -155,22 +154,16 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 
 def test_router_gradients_of_every_kind_of_input():
 	"""Also of dtypes that are split into parts; logits have the precision of fp32."""
-	for dtype, weight in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
-		check_router(tokens(dtype=dtype), weight)
-	check_router(tokens(dtype=torch.float32), torch.float32)
-	check_router(tokens(dtype=torch.float16), torch.float16)
-
-
-def check_router(x, dtype):
-	weight = (torch.randn(E, H) / 8).to(dtype).requires_grad_()
-	x = x.requires_grad_()
-	logits = torch.ops.grouped.router_logits(x, weight)
-	want = x.double() @ weight.double().T
-	torch.testing.assert_close(logits.double(), want, rtol=1e-6, atol=2e-6)
-	dy = torch.randn(T, E)
-	exact = torch.autograd.grad(want, (x, weight), dy.double())
-	for got, wanted in zip(torch.autograd.grad(logits, (x, weight), dy), exact, strict=True):
-		torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
+	half, single = torch.bfloat16, torch.float32
+	for dtype, of_weight in ((half, half), (half, single), (single, single), (torch.float16, torch.float16)):
+		x, weight = tokens(dtype=dtype).requires_grad_(), (torch.randn(E, H) / 8).to(of_weight).requires_grad_()
+		logits = torch.ops.grouped.router_logits(x, weight)
+		want = x.double() @ weight.double().T
+		torch.testing.assert_close(logits.double(), want, rtol=1e-6, atol=2e-6)
+		dy = torch.randn(T, E)
+		exact = torch.autograd.grad(want, (x, weight), dy.double())
+		for got, wanted in zip(torch.autograd.grad(logits, (x, weight), dy), exact, strict=True):
+			torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
 
 
 # The contract
@@ -392,15 +385,10 @@ def test_autocast():
 		({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
 		({"score": "tanh"}, ValueError, "score must be softmax or sigmoid"),
 		({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
-		({"expert_groups": 3, "top_groups": 4}, ValueError, "top_groups must be in"),
 		({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
 		({"routed_scaling_factor": 0.0}, ValueError, "routed_scaling_factor must be positive"),
-		({"shared_intermediate_size": -1}, ValueError, "shared_intermediate_size must not be"),
-		({"activation": "swish"}, ValueError, "activation"),
 		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
 		({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
-		({"recipe": recipes.NVFP4}, TypeError, "recipe must be"),
-		({"hidden_size": 24, "recipe": recipes.NVFP4()}, ValueError, "multiple of 16"),
 	],
 )
 def test_what_cannot_be_made(change, error, match):
@@ -421,13 +409,3 @@ def test_what_cannot_be_called():
 	(dx,) = torch.autograd.grad(moe(x).float().sum(), x, create_graph=True)
 	with pytest.raises(RuntimeError, match="twice"):
 		dx.sum().backward()
-
-
-@each("arch", ["sm_90a", "sm_100a"])
-def test_a_step_on_the_emulator_has_the_bits_of_the_reference(arch):
-	pytest.importorskip("cutlass")
-	x = tokens(12)
-	with cute_kernels.backend(f"reference:{arch}"):
-		want = step(moe_of(), x)
-	with cute_kernels.backend(f"emulated:{arch}"):
-		assert_all_same(step(moe_of(), x), want)

@@ -42,7 +42,7 @@ def experts(recipe, recompute=False):
 	p, bias = torch.rand(8, 2, requires_grad=True), (leaf(G, K), leaf(G, K))
 	layers = (leaf(G, K, K), bias[0], leaf(G, K, K // 2), bias[1])
 	flags = (recipe.propagate_nonfinite,) * 2
-	style = ("swiglu", False, recompute, torch.float32)
+	style = ("swiglu", False, recompute, torch.float32, False)
 	return leaf(8, K), p, *routing, *layers, *recipe.texts, *recipe.texts, *flags, *style, *NONE
 
 

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 import cute_kernels
 import grouped
-from grouped.nn import GroupedLinear
-from tests.grouped.cases import FORMATS, QUANTIZED, WEIGHT_FORMAT, bytes_of
+from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, bytes_of
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample, saved
 
 K, N, ENDS = 96, 48, [7, 7, 33]
@@ -103,19 +101,6 @@ def test_plain_activations_are_refused():
 	packed = weights().prepack()
 	with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
 		grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
-
-
-@each("recipe", QUANTIZED)
-def test_a_layer_takes_them(recipe):
-	w, x, dy = weights(), sample(36, K), sample(36, N)
-	results = []
-	for held in (w, w.prepack()):
-		layer = GroupedLinear(3, K, N, bias=False, recipe=recipe)
-		layer.weight = nn.Parameter(held)
-		rows = x.clone().requires_grad_()
-		layer(rows, ENDS).backward(dy)
-		results.append((layer(x, ENDS), rows.grad, layer.weight.grad))
-	assert_all_same(results[1], results[0])
 
 
 def test_only_weights_can_be_prepacked():

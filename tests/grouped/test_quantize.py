@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-import cute_kernels
 import grouped
-from cute_kernels import capability
 from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 from tests.helpers import SPLITS, assert_all_same, assert_same_buffers, assert_same_bytes, each, end_rows, sample
 
@@ -19,6 +17,11 @@ def assert_same_member(got, want):
 
 def ceil_div(a, b):
 	return -(-a // b)
+
+
+def of_fp8(m, k, dtype, scales, scales_t):
+	held = {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)}
+	return held | {"scales": (scales, torch.float32), "scales_t": (scales_t, torch.float32)}
 
 
 #: Shapes and dtypes of members of m rows and k columns.
@@ -47,18 +50,10 @@ MEMBERS = {
 		"scales_t": ((ceil_div(m, 32), k), torch.uint8),
 	},
 	"32x32": lambda m, k: MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3)),
-	"fp8_block": lambda m, k: {
-		"codes": ((m, k), E4M3),
-		"scales": ((m, ceil_div(k, 128)), torch.float32),
-		"codes_t": ((k, m), E4M3),
-		"scales_t": ((k, ceil_div(m, 128)), torch.float32),
-	},
-	"128x128": lambda m, k: {
-		"codes": ((m, k), E5M2),
-		"scales": ((ceil_div(m, 128), ceil_div(k, 128)), torch.float32),
-		"codes_t": ((k, m), E5M2),
-		"scales_t": ((ceil_div(k, 128), ceil_div(m, 128)), torch.float32),
-	},
+	"fp8_block": lambda m, k: of_fp8(m, k, E4M3, (m, ceil_div(k, 128)), (k, ceil_div(m, 128))),
+	"128x128": lambda m, k: of_fp8(
+		*(m, k, E5M2), (ceil_div(m, 128), ceil_div(k, 128)), (ceil_div(k, 128), ceil_div(m, 128))
+	),
 }
 
 
@@ -225,21 +220,6 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
 def test_quantize_refuses(x, options, error, match):
 	with pytest.raises(error, match=match):
 		grouped.quantize(x, **({"fmt": FORMATS["1x16"]} | options))
-
-
-@every_format
-def test_what_the_table_denies_raises_with_its_reason(fmt, monkeypatch):
-	"""No tensor of the format can be made, neither from plain values nor from parts."""
-	x = sample(40, 32)
-	made = grouped.quantize(x, fmt, offs=[40])
-	rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != fmt.name}
-	monkeypatch.setattr(capability, "_RUNS", rows)
-	reason = cute_kernels.support("grouped_quantize", fmt, "reference").reason
-	assert reason == f"{type(fmt).__name__} is not built yet"
-	with pytest.raises(cute_kernels.UnsupportedError, match=reason):
-		grouped.quantize(x, fmt, offs=[40])
-	with pytest.raises(cute_kernels.UnsupportedError, match=reason):
-		grouped.GroupedTensor(x.shape, x.dtype, fmt, made.offs, made.rowwise, None)
 
 
 def test_quantizing_twice_is_refused():

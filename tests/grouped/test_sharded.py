@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grouped.nn import GroupedLinear, GroupedMLP
@@ -31,11 +30,8 @@ def mesh(request):
 	dist.destroy_process_group()
 
 
-@pytest.fixture
-def alone():
-	dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-	yield init_device_mesh("cpu", (1,))
-	dist.destroy_process_group()
+#: Of one rank only.
+alone = pytest.mark.parametrize("mesh", [1], indirect=True)
 
 
 def assert_initialized(parameter, fan_in):
@@ -64,27 +60,17 @@ def test_initialization_after_to_empty(mesh, make, single):
 		assert_initialized(parameter, N if name.startswith("down") else K)
 
 
-def test_parameters_that_are_sharded_one_by_one(mesh):
-	layer = GroupedLinear(4, K, N)
-	with torch.no_grad():
-		for name, parameter in list(layer.named_parameters()):
-			sharded = distribute_tensor(torch.full_like(parameter, torch.nan), mesh, [Shard(0)])
-			setattr(layer, name, torch.nn.Parameter(sharded))
-	layer.reset_parameters()
-	for parameter in layer.parameters():
-		assert_initialized(parameter, K)
-
-
+@alone
 @each("single", [True, False])
 @each("reshard", [True, False])
-def test_training_gives_the_bits_of_one_process(alone, reshard, single):
+def test_training_gives_the_bits_of_one_process(mesh, reshard, single):
 	options = {"recipe": RECIPES["row-scaled"], "single_parameter": single}
 	torch.manual_seed(1)
 	plain = GroupedMLP(GROUPS, K, N, **options)
 	torch.manual_seed(1)
 	sharded = GroupedMLP(GROUPS, K, N, **options)
 	for layer in (sharded.gate_up, sharded.down, sharded):
-		fully_shard(layer, mesh=alone, reshard_after_forward=reshard)
+		fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
 	with warnings.catch_warnings():
 		warnings.simplefilter("error")  # FSDP warns of an output that is a view.
 		for module in (plain, sharded):
@@ -100,11 +86,12 @@ def test_training_gives_the_bits_of_one_process(alone, reshard, single):
 		assert_same_bytes(a.full_tensor().detach(), b.detach())
 
 
+@alone
 @each("reshard", [True, False])
-def test_a_kept_weight_is_not_used_after_a_step(alone, reshard):
+def test_a_kept_weight_is_not_used_after_a_step(mesh, reshard):
 	"""FSDP gathers into the same tensor each time and counts no version of it."""
 	layer = GroupedLinear(GROUPS, K, N, recipe=RECIPES["nvfp4"]).eval()
-	fully_shard(layer, mesh=alone, reshard_after_forward=reshard)
+	fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
 	optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
 	x, offs = sample(40, K), torch.tensor(ENDS)
 	outputs = [torch.zeros(40, N)]
@@ -123,9 +110,10 @@ def test_a_kept_weight_is_not_used_after_a_step(alone, reshard):
 		layer(x, offs, is_first_microbatch=False)
 
 
+@alone
 @each("option", ["fuse_wgrad_accumulation", "delay_wgrad"])
-def test_gradients_of_sharded_parameters_go_no_other_way(alone, option):
+def test_gradients_of_sharded_parameters_go_no_other_way(mesh, option):
 	layer = GroupedLinear(GROUPS, K, N, **{option: True})
-	fully_shard(layer, mesh=alone)
+	fully_shard(layer, mesh=mesh)
 	with pytest.raises(RuntimeError, match="not for sharded parameters"):
 		layer(sample(40, K), ENDS)

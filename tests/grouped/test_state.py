@@ -1,4 +1,4 @@
-"""State dicts, copies and moves of ``GroupedLinear``; recipes."""
+"""State dicts, copies and moves of ``GroupedLinear``."""
 
 import copy
 import pickle
@@ -192,6 +192,3 @@ def test_functional_call_and_repr():
 	got = torch.func.functional_call(a, dict(b.named_parameters()), (x, OFFS))
 	assert_same_bytes(got.detach(), b(x, OFFS).detach())
 	assert "in_features=64, out_features=48" in repr(a) and "recipe=NVFP4RowScaled" in repr(a)
-
-
-# Recipes

@@ -44,40 +44,20 @@ def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
 SHAPE, DTYPE, FORMAT, OFFS, ROWWISE, COLUMNWISE = range(6)
 #: (make, which argument, what it becomes, error, message).
 WRONG = {
-	"another shape": (ragged, SHAPE, lambda x: (37, 64), ValueError, "rowwise codes must have"),
-	"K of no blocks": (ragged, SHAPE, lambda x: (36, 8), ValueError, "multiple of 16"),
-	"shape of a uniform one": (
-		ragged,
-		SHAPE,
-		lambda x: (3, 12, 64),
-		ValueError,
-		r"\(T, K\) with offs, got \(3, 12, 64\)",
-	),
-	"shape of a ragged one": (
-		uniform,
-		SHAPE,
-		lambda x: (144, 64),
-		ValueError,
-		r"\(G, N, K\) without offs, got \(144, 64\)",
-	),
+	"shape of a uniform one": (ragged, SHAPE, lambda x: (3, 12, 64), ValueError, r"\(T, K\) with offs, got"),
+	"shape of a ragged one": (uniform, SHAPE, lambda x: (144, 64), ValueError, r"\(G, N, K\) without offs, got"),
 	"no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
 	"dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
 	"a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
 	"offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
-	"offs of another G": (
-		ragged,
-		OFFS,
-		lambda o: o[1:],
-		ValueError,
-		r"rowwise scales must have size 2 in dimension 0, got shape \(3, 1, 512\)",
-	),
+	"offs of another G": (ragged, OFFS, lambda o: o[1:], ValueError, "rowwise scales must have size 2 in dimension 0"),
 	"offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
 	"device": (
 		uniform,
 		COLUMNWISE,
 		lambda h: h._replace(amax=h.amax.to("meta")),
 		ValueError,
-		r"columnwise amax must be on the device of rowwise codes \(cpu\), got meta",
+		"columnwise amax must be on",
 	),
 }
 

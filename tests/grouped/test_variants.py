@@ -103,9 +103,6 @@ def test_into_a_tensor_and_in_place(fmt):
 	assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
-# Members
-
-
 # Saved files
 
 
@@ -147,18 +144,6 @@ def test_gradients_follow_the_generator():
 	assert all(map(torch.equal, first, again))
 	assert torch.equal(first[0], other[0])
 	assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
-
-
-@each("frozen", ["weight", "input", None])
-def test_whatever_gradients_are_wanted(frozen):
-	"""One op quantizes and multiplies where wgrad is not wanted."""
-	torch.manual_seed(0)
-	layer, x = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64)
-	layer.weight.requires_grad_(frozen != "weight")
-	x.requires_grad_(frozen != "input")
-	layer(x, offsets((13, 27))).backward(sample(40, 48))
-	assert (x.grad is None) == (frozen == "input")
-	assert (layer.weight.grad is None) == (frozen == "weight")
 
 
 def test_a_compiled_layer_draws_anew():

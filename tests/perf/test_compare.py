@@ -27,8 +27,7 @@ def test_counts_have_no_noise(value, wanted):
 
 
 def test_from_nothing_to_something_is_worse():
-	assert verdict(dataclasses.replace(COUNT, value=0), {"value": 1}) == "worse"
-	assert verdict(dataclasses.replace(COUNT, value=0), {"value": 0}) == "same"
+	assert [verdict(dataclasses.replace(COUNT, value=0), {"value": n}) for n in (0, 1)] == ["same", "worse"]
 
 
 def test_times_within_their_noise_are_the_same():
@@ -40,14 +39,6 @@ def test_times_within_their_noise_are_the_same():
 	wide = dataclasses.replace(TIME, spread=30.0)
 	assert verdict(wide, {"value": 120.0}) == "same"
 	assert verdict(wide, {"value": 130.0}) == "worse"
-
-
-def test_more_runs_see_smaller_differences():
-	def runs(value, count):
-		return [dataclasses.replace(TIME, value=value + 0.01 * n) for n in range(count)]
-
-	assert compare.compare(runs(100, 1), runs(103.5, 1))[0].verdict == "same"
-	assert compare.compare(runs(100, 9), runs(103.5, 9))[0].verdict == "worse"
 
 
 def test_runs_that_differ_widen_the_noise():

@@ -39,4 +39,3 @@ readAddress();
 buildFilters();
 if (innerWidth < 700) $("filter-box").open = false;
 render(false);
-window.perfDashboard = { plots: PLOTS, things: THINGS, kernels: KERNELS, css };

@@ -1,6 +1,6 @@
 // A plot, whose points are reachable without a mouse.
 
-/** Plots of the page by their names, for whoever wants the numbers behind them. */
+/** Plots of the page by their names. */
 const PLOTS = new Map();
 const SHAPES = {
 	circle: "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
