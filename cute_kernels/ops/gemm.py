@@ -287,7 +287,7 @@ class MGrouped(GroupedGemm):
 				)
 		else:
 			copy, cut = (self.a, self.a_scales or []), groups if self.index is None else 1
-			check_copy("a", "a_scales", copy, a, (len(self.a), depth), cut, columnwise=False)
+			check_copy("a", "a_scales", copy, a, (self.a.shape[0], depth), cut, columnwise=False)
 		if b is None:
 			plain = (None, depth, None) if self.transpose_b else (None, None, depth)
 			check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)

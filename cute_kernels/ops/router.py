@@ -106,11 +106,14 @@ class MoeRoute(Plain):
 @register
 @dataclasses.dataclass
 class MoeRouteGradient(Plain):
-	"""The gradient of the logits of ``moe_route``, whose arguments and results the others are: (T, E) fp32.
+	"""The gradient of the logits of ``moe_route``, whose arguments and results the others are.
 
 	Args:
 	  dweights: (T, k) fp32.
 	  dscores: (T, E) fp32, or None for zeros.
+
+	Returns:
+	  (T, E) fp32.
 	"""
 
 	dweights: Tensor
