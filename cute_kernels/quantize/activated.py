@@ -51,9 +51,16 @@ class ActivatedQuantizer(GridKernel):
 
 	@cute.kernel
 	def kernel(
-    self, x: cute.Tensor, grad: None, offs: cute.Tensor, amax: None, codes: cute.Tensor, scales: cute.Tensor,
-    scale_inv: None, scale: None
-  ) -> None:  # fmt: skip
+		self,
+		x: cute.Tensor,
+		grad: None,
+		offs: cute.Tensor,
+		amax: None,
+		codes: cute.Tensor,
+		scales: cute.Tensor,
+		scale_inv: None,
+		scale: None,
+	) -> None:
 		lane = cute.arch.lane_idx()
 		groups, cols = Grouping.of(x, offs), self.maker.cols(x)
 		row_bytes = self.maker.row_bytes(cols)[0]

@@ -69,6 +69,13 @@ def quantizations():
 	for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
 		given = {"columnwise": True, "activation": "swiglu", "grad": grad}
 		yield GroupedQuantize(both, text, offs, **given)
+	yield GroupedQuantize(both, "fp8_block", offs, activation="swiglu")
+	for cols in (2048, 4096, 8192):
+		tokens, rows = torch.empty(2, cols, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+		for text, columnwise in (("fp8_block", False), ("fp8_block", True), ("nvfp4:row_scaled", False)):
+			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, rows=rows)
+			if columnwise:
+				yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, rows=rows)
 
 
 def dequantizations():
@@ -86,6 +93,9 @@ def products():
 			codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
 			scales = [torch.empty(0), torch.empty(2)]
 			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
+			if x.dtype == torch.bfloat16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
+				rows = torch.zeros(2, dtype=torch.int32)
+				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", rows=rows)
 
 
 def used(arch):
