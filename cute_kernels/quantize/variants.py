@@ -91,8 +91,8 @@ def _gathered(arch: str) -> Iterator[Config]:
 		if not support("grouped_quantize", fmt, arch):
 			continue
 		is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1
-		kind = ValuesConfig if is_expanded and support("grouped_gemm", fmt, arch) else RowsConfig
-		for warps in (1, 2, 4):
+		kinds = [RowsConfig, ValuesConfig] if is_expanded and support("grouped_gemm", fmt, arch) else [RowsConfig]
+		for kind, warps in itertools.product(kinds, (1, 2, 4)):
 			yield kind(fmt.text, "bfloat16", warps_per_row=warps, arch=arch, prologue=prologue)
 		if fmt.second_level is None:
 			problem = QuantizeProblem("bfloat16", fmt.k_multiple, prologue=prologue)
