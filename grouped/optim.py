@@ -151,7 +151,7 @@ class AdamW(Optimizer):
 		"""
 		target: Any = _local(p)
 		if not self._has_master(p):
-			return target if target.is_contiguous() else target.contiguous()  # type: ignore[no-any-return]
+			return target.contiguous()  # type: ignore[no-any-return]
 		state = self.state[p]
 		if "master" not in state:
 			is_quantized = isinstance(target, GroupedTensor)
