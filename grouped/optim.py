@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from .shards import local_part
 from .tensor import GroupedTensor
 
 __all__ = ["AdamW"]
@@ -89,12 +90,12 @@ class AdamW(Optimizer):
 				raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
 			if master.shape != p.shape:
 				raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
-			held = _local(master).detach().to(_local(p).device, torch.float32, copy=True)
+			held = local_part(master).detach().to(local_part(p).device, torch.float32, copy=True)
 			self.state[p]["master"] = held.contiguous()
 
 	def _has_master(self, p: Tensor) -> bool:
 		is_low = p.dtype in (torch.bfloat16, torch.float16)
-		return isinstance(_local(p), GroupedTensor) or (self._master_weights and is_low)
+		return isinstance(local_part(p), GroupedTensor) or (self._master_weights and is_low)
 
 	@torch.no_grad()
 	def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -129,7 +130,7 @@ class AdamW(Optimizer):
 				state["step"] = torch.zeros((), dtype=torch.float32, device=target.device)
 			columns["step"].append(state["step"])
 			columns["target"].append(target)
-			columns["grad"].append(_local(grad).to(target.dtype).contiguous())
+			columns["grad"].append(local_part(grad).to(target.dtype).contiguous())
 			for name in _MOMENTS if group["amsgrad"] else _MOMENTS[:2]:
 				if name not in state:
 					state[name] = torch.zeros_like(target)
@@ -141,15 +142,15 @@ class AdamW(Optimizer):
 		options["beta1"], options["beta2"] = group["betas"]
 		adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
 		for (p, _), target in zip(held, columns["target"], strict=True):
-			if target is not _local(p):
-				_write(_local(p), target)
+			if target is not local_part(p):
+				_write(local_part(p), target)
 
 	def _target(self, p: Tensor) -> Tensor:
 		"""What a step updates: the master, made where there is none yet, or the parameter.
 
 		Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
 		"""
-		target: Any = _local(p)
+		target: Any = local_part(p)
 		if not self._has_master(p):
 			return target.contiguous()  # type: ignore[no-any-return]
 		state = self.state[p]
@@ -171,10 +172,10 @@ class AdamW(Optimizer):
 		pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
 		for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
 			saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
-			dtype = torch.float32 if held else _local(p).dtype
+			dtype = torch.float32 if held else local_part(p).dtype
 			for name in {"master", "step", *_MOMENTS} & saved_state.keys():
 				value, kept = torch.as_tensor(saved_state[name]).detach(), torch.float32 if name == "step" else dtype
-				self.state[p][name] = value.to(_local(p).device, kept, copy=True).contiguous()
+				self.state[p][name] = value.to(local_part(p).device, kept, copy=True).contiguous()
 			if not held:
 				self.state[p].pop("master", None)
 			elif p in masters:
@@ -183,11 +184,6 @@ class AdamW(Optimizer):
 	def __getstate__(self) -> dict[str, Any]:
 		# PyTorch's copies have no other attributes.
 		return {**super().__getstate__(), "_master_weights": self._master_weights}  # type: ignore[no-untyped-call]
-
-
-def _local(t: Any) -> Any:
-	"""The shard of a DTensor that this process has; a plain tensor as it is."""
-	return t._local_tensor if hasattr(t, "_local_tensor") else t
 
 
 def _gradient(p: Tensor) -> Tensor | None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
 	from .tensor import GroupedTensor
+
+
+def local_part(t: Any) -> Any:
+	"""This rank's part of a DTensor as it is held, outside of autograd; else the tensor."""
+	return getattr(t, "_local_tensor", t)
 
 
 def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, ...]:

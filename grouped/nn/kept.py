@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from grouped.shards import local_part
+
 if TYPE_CHECKING:
 	from grouped.passes import Copies
 	from grouped.recipes import Recipe
@@ -23,7 +25,7 @@ def can_keep(sources: Sequence[Tensor]) -> bool:
 	"""
 	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
 		return False
-	return all(type(_local(t)) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
+	return all(type(local_part(t)) in (Tensor, nn.Parameter) and not t.is_inference() for t in sources)
 
 
 def is_static(sources: Sequence[Tensor]) -> bool:
@@ -63,7 +65,7 @@ class KeptWeight:
 		self._recipe = recipe
 		# Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
 		self._tensors = [weakref.ref(t) for t in sources]
-		self._storages = [StorageWeakRef(_local(t).untyped_storage()) for t in sources]
+		self._storages = [StorageWeakRef(local_part(t).untyped_storage()) for t in sources]
 		self._views = [_view(t) for t in sources]
 		self._versions = [_version(t) for t in sources]
 
@@ -88,7 +90,7 @@ class KeptWeight:
 		for i, t in enumerate(sources):
 			if self._tensors[i]() is not t:
 				return "it is another tensor"
-			storage = _local(t).untyped_storage()._cdata
+			storage = local_part(t).untyped_storage()._cdata
 			if storage != self._storages[i].cdata or _view(t) != self._views[i]:
 				return "its data is another tensor (.data = ...)"
 			if _version(t) != self._versions[i]:
@@ -100,15 +102,10 @@ def _weight_options(recipe: Recipe) -> tuple[object, ...]:
 	return recipe.weight, recipe.propagate_nonfinite
 
 
-def _local(t: Tensor) -> Tensor:
-	"""This rank's part of a DTensor; else the tensor."""
-	return getattr(t, "_local_tensor", t)
-
-
 def _view(t: Tensor) -> tuple[object, ...]:
-	local = _local(t)
+	local = local_part(t)
 	return local.storage_offset(), local.dtype, local.shape, local.stride()
 
 
 def _version(t: Tensor) -> tuple[int, int]:
-	return t._version, _local(t)._version
+	return t._version, local_part(t)._version
