@@ -34,7 +34,15 @@ from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, indexed, next_item
 from cute_kernels.device.launch import env_stream
-from cute_kernels.device.memory import bulk_load, load_shared, store_global, store_shared, store_shared_byte, wait_each
+from cute_kernels.device.memory import (
+	bulk_load,
+	load_shared,
+	store_global,
+	store_global_pair,
+	store_shared,
+	store_shared_byte,
+	wait_each,
+)
 from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
@@ -152,8 +160,8 @@ class RowsQuantizer:
 		self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
 		self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
 		self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
-		#: Whether scales lie in 128x4 tiles, or there are none.
-		self.is_tiled = not self.codec.has_scales or self.codec.fmt.scale.layout == "tiles_128x4"
+		#: Whether rows are taken in the order of scales in 128x4 tiles.
+		self.is_tiled = self.codec.fmt.scale.layout == "tiles_128x4" if self.codec.has_scales else not config.is_light
 		#: Whether scales are written, by way of shared memory.
 		self.writes_scales = self.codec.has_scales
 		#: Whether the amax of a block is asked for.
@@ -559,18 +567,39 @@ class RowsQuantizer:
 	) -> None:
 		"""Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
 		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
+		if cutlass.const_expr(self.at_once > 2):
+			_, (factor, _) = self.scales(a[0], a[0], level)
+			if (self.pieces_per_lane - 1) * step < left:
+				for j in cutlass.range_constexpr(self.pieces_per_lane):
+					self.write_piece(words, j, factor, None, target, scales_at, lane)
+			else:
+				self.write_some(words, factor, target, scales_at, lane)
+		else:
+			self.write_scaled(words, a, level, target, scales_at, lane)
+
+	@cute.jit
+	def write_some(self, words: cute.Tensor, factor: Float32, target: Int64, scales_at: Int32, lane: Lane) -> None:
+		"""Those of a lane's pieces that exist, which have one factor."""
+		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
 		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
 			last = min(i + self.at_once, self.pieces_per_lane) - 1
-			if cutlass.const_expr(self.at_once > 2):
-				_, (factor, _) = self.scales(a[i], a[i], level)
-				if last * step < left:
-					for j in cutlass.range_constexpr(i, last + 1):
+			if last * step < left:
+				for j in cutlass.range_constexpr(i, last + 1):
+					self.write_piece(words, j, factor, None, target, scales_at, lane)
+			else:
+				for j in cutlass.range_constexpr(i, last):
+					if j * step < left:
 						self.write_piece(words, j, factor, None, target, scales_at, lane)
-				else:
-					for j in cutlass.range_constexpr(i, last):
-						if j * step < left:
-							self.write_piece(words, j, factor, None, target, scales_at, lane)
-			elif i * step < left:
+
+	@cute.jit
+	def write_scaled(
+		self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, scales_at: Int32, lane: Lane
+	) -> None:
+		"""Those of a lane's pieces that exist, two scales at a time."""
+		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
+		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
+			last = min(i + self.at_once, self.pieces_per_lane) - 1
+			if i * step < left:
 				stored, factors = self.scales(a[i], a[last], level)
 				for j in cutlass.range_constexpr(i, last + 1):
 					if cutlass.const_expr(j == i) or j * step < left:
@@ -588,9 +617,14 @@ class RowsQuantizer:
 		lane: Lane,
 	) -> None:
 		"""Codes of a lane's j-th piece, and the scale of its block."""
-		codes = self.codec.encode_row(self.block(words, j), factor)
-		size, after = 4 * len(codes), j * self.lanes_per_row
-		store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
+		after, block = j * self.lanes_per_row, self.block(words, j)
+		if cutlass.const_expr(self.at_once > 2 and self.piece_bytes == 16):
+			code = self.codec.encode_eight(block, factor)
+			store_global_pair(target + lane.of_row * self.piece, after * self.piece, code)
+		else:
+			codes = self.codec.encode_row(block, factor)
+			size = 4 * len(codes)
+			store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
 		if cutlass.const_expr(self.writes_scales):
 			self.stage(stored, scales_at, lane.of_row + after)
 
