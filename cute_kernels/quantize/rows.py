@@ -17,8 +17,8 @@ Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: o
 On an H200, 65536 x 7168 bf16: FP8 with given amaxes 96 % of a copy's rate, FP8Block 94, MXFP8 95.
 
 Counted by perf run counts at 1024 rows of bf16 on sm_100a, row-scaled NVFP4: 6.4 PTX instructions an element at
-K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 4.3, of which 1.25 name pairs of registers
-and are nothing in machine code.
+K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 at 2048 rows of 4096: 3.46, of which 1.1
+name pairs of registers and are nothing in machine code.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class RowsQuantizer:
 		self.at_once = 2
 		if config.arch == "sm_100a" and not self.codec.has_scales and config.rows_per_warp <= 4:
 			# Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in the order of their codes.
-			self.piece, self.at_once = 8, 4
+			self.piece, self.at_once = 8, 8 if config.is_light else 4
 		self.sharing = self.codec.block // self.piece if self.codec.has_scales else 1
 		self.maker = maker_of(config)
 		self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
@@ -567,39 +567,18 @@ class RowsQuantizer:
 	) -> None:
 		"""Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
 		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
-		if cutlass.const_expr(self.at_once > 2):
-			_, (factor, _) = self.scales(a[0], a[0], level)
-			if (self.pieces_per_lane - 1) * step < left:
-				for j in cutlass.range_constexpr(self.pieces_per_lane):
-					self.write_piece(words, j, factor, None, target, scales_at, lane)
-			else:
-				self.write_some(words, factor, target, scales_at, lane)
-		else:
-			self.write_scaled(words, a, level, target, scales_at, lane)
-
-	@cute.jit
-	def write_some(self, words: cute.Tensor, factor: Float32, target: Int64, scales_at: Int32, lane: Lane) -> None:
-		"""Those of a lane's pieces that exist, which have one factor."""
-		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
 		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
 			last = min(i + self.at_once, self.pieces_per_lane) - 1
-			if last * step < left:
-				for j in cutlass.range_constexpr(i, last + 1):
-					self.write_piece(words, j, factor, None, target, scales_at, lane)
-			else:
-				for j in cutlass.range_constexpr(i, last):
-					if j * step < left:
+			if cutlass.const_expr(self.at_once > 2):
+				_, (factor, _) = self.scales(a[i], a[i], level)
+				if last * step < left:
+					for j in cutlass.range_constexpr(i, last + 1):
 						self.write_piece(words, j, factor, None, target, scales_at, lane)
-
-	@cute.jit
-	def write_scaled(
-		self, words: cute.Tensor, a: cute.Tensor, level: Level, target: Int64, scales_at: Int32, lane: Lane
-	) -> None:
-		"""Those of a lane's pieces that exist, two scales at a time."""
-		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
-		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
-			last = min(i + self.at_once, self.pieces_per_lane) - 1
-			if i * step < left:
+				else:
+					for j in cutlass.range_constexpr(i, last):
+						if j * step < left:
+							self.write_piece(words, j, factor, None, target, scales_at, lane)
+			elif i * step < left:
 				stored, factors = self.scales(a[i], a[last], level)
 				for j in cutlass.range_constexpr(i, last + 1):
 					if cutlass.const_expr(j == i) or j * step < left:
