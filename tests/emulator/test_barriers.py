@@ -1,7 +1,5 @@
 """Named barriers, mbarriers, clusters, and what they find wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

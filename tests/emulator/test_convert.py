@@ -1,7 +1,5 @@
 """Conversions, beside those that test_silicon.py and the quantizers have."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Launching, options, watched memory, counts, building."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -109,7 +107,7 @@ def test_chaos_depends_on_the_seed_alone():
 	body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
     """ + store_words("%p1", ["%r0"])
 
-	def order(seed: int) -> list[int]:
+	def order(seed):
 		counter, out = np.zeros(1, np.uint32), np.zeros((1024, 1), np.uint32)
 		with emulator.options(mode="chaos", seed=seed):
 			run(body, counter, out, block=1024)
@@ -202,7 +200,7 @@ def num_sms():
 """
 
 
-def _python(program: str) -> subprocess.CompletedProcess[str]:
+def _python(program):
 	command = [sys.executable, "-c", _NUM_SMS + program]
 	return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 

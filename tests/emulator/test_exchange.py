@@ -1,7 +1,5 @@
 """Exchanges within a warp, and divergence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

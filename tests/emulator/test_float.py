@@ -1,7 +1,5 @@
 """Floating-point instructions against NumPy, beside those that test_silicon.py has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x
             0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
 
 
-def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndarray]:
+def _floats(count, dtype=np.float32, seed=0):
 	rng = np.random.default_rng(seed)
 	arrays = []
 	for _ in range(count):
@@ -23,7 +21,7 @@ def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndar
 	return arrays
 
 
-def _equal(got: np.ndarray, want: np.ndarray) -> None:
+def _equal(got, want):
 	"""Bit for bit, except for which NaN it is."""
 	nan = np.isnan(got) & np.isnan(want)
 	bits = f"u{got.dtype.itemsize}"

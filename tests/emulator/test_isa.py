@@ -1,7 +1,5 @@
 """The tables of the parser against those of the engine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from cute_kernels.emulator.parser import Module
 HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()
 
 
-def _enum(name: str) -> list[tuple[str, str]]:
+def _enum(name):
 	"""(name, value or "") of the members of an enum in isa.h."""
 	body = re.search(rf"enum {name} : \w+ {{(.*?)}}", HEADER, re.DOTALL)
 	assert body
@@ -73,7 +71,7 @@ def test_operands_and_statements():
 	]
 
 
-def _parse(body: str) -> Module:
+def _parse(body):
 	lib = library()
 	text = f".version 8.8\n.target sm_100a\n.visible .entry k(.param .u64 p) {{ {body} }}"
 	return Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())

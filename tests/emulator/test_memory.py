@@ -1,7 +1,5 @@
 """Loads, stores, atomics, ordinary asynchronous copies, matrices, constants."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -128,7 +126,7 @@ def test_compare_and_swap():
 	assert (old[1:, 0] == 9).all()
 
 
-def _cp_async(tail: str, sizes: str = "16", setup: str = "") -> str:
+def _cp_async(tail, sizes="16", setup=""):
 	return f"""
     .shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
     shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1; cvt.u64.u32 %d0, %r1; add.u64 %d1, %p0, %d0;
@@ -148,7 +146,7 @@ def test_cp_async(mode, tail):
 	assert (out == source).all()
 
 
-def _aligned(array: np.ndarray, to: int = 128) -> np.ndarray:
+def _aligned(array, to=128):
 	raw = np.zeros(array.nbytes + to, np.uint8)
 	start = -raw.ctypes.data % to
 	view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)

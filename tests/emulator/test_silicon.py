@@ -1,7 +1,5 @@
 """The emulator against what an H200 answered, instruction by instruction."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """wgmma and tcgen05 against NumPy (numerics: reference/test_tensor_core.py), and their checkers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,7 @@ RNG = np.random.default_rng(0)
 # ---- wgmma
 
 
-def _integers(rows: int, columns: int) -> torch.Tensor:
+def _integers(rows, columns):
 	"""FP16 numbers whose products any tensor core adds exactly."""
 	return torch.randint(-4, 5, (rows, columns)).half()
 

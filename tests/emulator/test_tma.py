@@ -1,7 +1,5 @@
 """TMA and bulk copies against NumPy, and their checkers."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np
@@ -27,7 +25,7 @@ st.global.b32 [%d20], %r23; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {word
 """
 
 
-def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle: int = 0):
+def _load(array, box, at, swizzle=0):
 	"""The box at coordinates ``at`` (innermost first), as it lies in shared memory."""
 	size = int(np.prod(box)) * array.itemsize
 	out = np.full(size, 0xEE, np.uint8)
@@ -42,7 +40,7 @@ def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle:
 	return out.view(array.dtype).reshape(box)
 
 
-def _box(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...]) -> np.ndarray:
+def _box(array, box, at):
 	"""The same by NumPy: zeros where the box leaves the array."""
 	out = np.zeros(box, array.dtype)
 	for index in np.ndindex(*box):
@@ -102,7 +100,7 @@ fence.proxy.async.shared::cta; bar.sync 0;
 """
 
 
-def _store(target: np.ndarray, box, at, body=STORE, fill=FILL) -> None:
+def _store(target, box, at, body=STORE, fill=FILL):
 	words = int(np.prod(box))
 	run(
 		SETUP.format(smem=4 * words) + fill.format(words=words) + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};" + body,
@@ -157,13 +155,13 @@ def test_long_strides_of_a_tensor_map():
 		_load(tall, (1, 32), (0, 1))
 
 
-def _head(rank: int = 2, at: str = "0, 0", dst: str = "%r0", smem: int = 256, expected: int = 256):
+def _head(rank=2, at="0, 0", dst="%r0", smem=256, expected=256):
 	"""Up to a TMA load of 256 bytes."""
 	load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
 	return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
 
 
-def _load_zeros(array=None, tensor_map=None, tail=WAIT, **head) -> None:
+def _load_zeros(array=None, tensor_map=None, tail=WAIT, **head):
 	if array is None:
 		array = _aligned(np.zeros((8, 8), np.float32))
 	run(_head(**head) + tail, tensor_map or emulator.tensor_map(array, (8, 8)))
