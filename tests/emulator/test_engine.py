@@ -14,6 +14,7 @@ from cute_kernels import emulator
 from cute_kernels.emulator import compilation
 from cute_kernels.host import settings
 from tests.emulator.ptx import fails, run, store_words
+from tests.helpers import each
 
 ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
 add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""
@@ -32,7 +33,7 @@ def test_arguments():
 		emulator.launch("no such kernel", (1,), (32,))
 
 
-@pytest.mark.parametrize(
+@each(
 	("launch", "message"),
 	[
 		({"block": 2048}, "block of 2048 threads"),
@@ -255,7 +256,7 @@ def test_no_compiler(monkeypatch):
 		compilation.compiler()
 
 
-@pytest.mark.parametrize(
+@each(
 	("given", "message"),
 	[
 		("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
@@ -301,7 +302,7 @@ def built(monkeypatch, tmp_path):
 	return compiled
 
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
+@each("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
 def test_a_damaged_library_is_built_anew(built, damage):
 	build = compilation.build.__wrapped__
 	library = build()

@@ -1,9 +1,9 @@
 """Floating-point instructions against NumPy, beside those that test_silicon.py has."""
 
 import numpy as np
-import pytest
 
 from tests.emulator.ptx import elementwise
+from tests.helpers import each
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
             0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
@@ -38,7 +38,7 @@ def test_min_max():
 	assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
 
 
-@pytest.mark.parametrize(
+@each(
 	("op", "reference"),
 	[
 		("ex2.approx.ftz", np.exp2),

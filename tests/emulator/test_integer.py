@@ -1,9 +1,9 @@
 """Integer and bit instructions against Python's integers, beside those that test_silicon.py has."""
 
 import numpy as np
-import pytest
 
 from tests.emulator.ptx import elementwise
+from tests.helpers import each
 
 COUNT = 256
 _EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7FFFFFFF, 0x80000000,
@@ -35,9 +35,9 @@ def _check(ptx, bits, reference, operands=2, out=None):
 	assert got.tolist() == want
 
 
-@pytest.mark.parametrize("bits", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
+@each("bits", [16, 32, 64])
+@each("kind", ["s", "u"])
+@each("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
 def test_arithmetic(op, kind, bits):
 	def number(v):
 		return _signed(v, bits) if kind == "s" else v
@@ -59,7 +59,7 @@ def test_arithmetic(op, kind, bits):
 	_check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
 
 
-@pytest.mark.parametrize("op", ["and", "or", "xor"])
+@each("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
 	"""The upper half of the 64-bit result shows whether a 32-bit register holds more."""
 	reference = {
@@ -71,7 +71,7 @@ def test_logic_with_a_negative_literal_fits_its_register(op):
 	_check(ptx, 32, reference, 1, 64)
 
 
-@pytest.mark.parametrize("bits", [16, 32, 64])
+@each("bits", [16, 32, 64])
 def test_shifts_clamp(bits):
 	def amount(b):
 		return min(b & 0xFFFFFFFF, bits)

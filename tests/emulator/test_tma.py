@@ -8,6 +8,7 @@ import pytest
 from cute_kernels import emulator
 from tests.emulator.ptx import fails, run, wait
 from tests.emulator.test_memory import _aligned
+from tests.helpers import each
 
 SETUP = """.shared .align 1024 .b8 s[{smem}]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
 mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
@@ -50,8 +51,8 @@ def _box(array, box, at):
 	return out
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-@pytest.mark.parametrize(
+@each("mode", ["eager", "chaos"])
+@each(
 	("shape", "box", "at"),
 	[
 		((64,), (32,), (16,)),
@@ -69,13 +70,13 @@ def test_load(shape, box, at, mode):
 		assert (_load(array, box, at) == _box(array, box, at)).all()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
+@each("dtype", [np.uint8, np.float16, np.int64])
 def test_element_types(dtype):
 	array = _aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
 	assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
 
 
-@pytest.mark.parametrize("swizzle", [32, 64, 128])
+@each("swizzle", [32, 64, 128])
 def test_swizzle(swizzle):
 	"""The 16-byte chunks of a row change places by the row's number within the pattern."""
 	array = _aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
@@ -109,7 +110,7 @@ def _store(target, box, at, body=STORE, fill=FILL):
 	)
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_store_drops_what_is_outside(mode):
 	target = _aligned(np.full((12, 16), -1, np.int32))
 	with emulator.options(mode=mode, races=True):
@@ -177,7 +178,7 @@ def test_load_out_of_bounds_of_the_allocation():
 		_load_zeros(array)
 
 
-@pytest.mark.parametrize(
+@each(
 	("fault", "message"),
 	[
 		({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
@@ -194,7 +195,7 @@ def test_faulty_loads(fault, message):
 		_load_zeros(**fault)
 
 
-@pytest.mark.parametrize(
+@each(
 	("box", "swizzle", "message"),
 	[((8, 3), 0, "multiple of 16 bytes"), ((8, 32), 64, "wider than the swizzle"), ((300, 4), 0, "1..256")],
 )
@@ -225,7 +226,7 @@ def test_exit_under_a_pending_store():
 		_store(target, (8, 8), (0, 0), unwaited)
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_ring_of_stores(mode):
 	"""Two slots, one store pending: the older slot may be written again, the newer may not."""
 	source = _aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))

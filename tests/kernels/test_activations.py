@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import pytest
 import torch
 
 import cute_kernels
@@ -73,8 +72,8 @@ def every_number():
 	return torch.cat([every, edges, near, -near])
 
 
-@pytest.mark.parametrize("act", [*CURVES, "gelu"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("act", [*CURVES, "gelu"])
+@each("arch", ARCHITECTURES)
 def test_bits_of_every_curve(arch, act):
 	a, record = every_number(), parse_activation(act)
 	a = a[: len(a) // 2 * 2]
@@ -112,7 +111,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "text", "act", "backward", "way"), CASES)
+@each(("arch", "text", "act", "backward", "way"), CASES)
 def test_codes(arch, text, act, backward, way):
 	for rows, cols, offs, fill in RAGGED.values():
 		x, grad = inputs(act, backward, (rows,), cols, fill)
@@ -130,7 +129,7 @@ def test_other_dtypes_and_uniform_groups(dtype):
 	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, grad, offs, "rowwise"))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_any_order(mode):
 	x, grad = inputs("swiglu", True, (300,), 272)
 	offs = ends(0, 130, 131, 290)
@@ -166,7 +165,7 @@ def test_only_the_rows_of_groups_are_read():
 			)
 
 
-@pytest.mark.parametrize(
+@each(
 	("arch", "act", "backward", "cols"),
 	[("sm_90a", "swiglu", True, 272), ("sm_100a", CLAMPED, True, 14), ("sm_100a", "gelu", False, 24)],
 )

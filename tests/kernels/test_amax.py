@@ -1,12 +1,11 @@
 """Group amax and group offsets on the emulator, against the reference."""
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import DTYPES, ends, many_groups
+from tests.helpers import DTYPES, each, ends, many_groups
 from tests.kernels.op_support import ARCHITECTURES, MODES
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
 
@@ -26,8 +25,8 @@ def check(config, problem, num_sms=2):
 		assert torch.equal(row_amax, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
 def test_rows_and_groups(arch, dtype):
 	config = AmaxConfig(dtype, per_row=True, arch=arch)
 	for rows, cols, offs in (
@@ -40,7 +39,7 @@ def test_rows_and_groups(arch, dtype):
 		check(config, Problem(x, offs))
 
 
-@pytest.mark.parametrize("per_row", [False, True])
+@each("per_row", [False, True])
 def test_one_of_the_two(per_row):
 	config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
 	x = random_input((90, 48), torch.bfloat16)
@@ -61,8 +60,8 @@ def test_many_groups_in_chaos_and_races():
 			check(config, problem)
 
 
-@pytest.mark.parametrize("out", ["int32", "int64"])
-@pytest.mark.parametrize("splits", ["int32", "int64"])
+@each("out", ["int32", "int64"])
+@each("splits", ["int32", "int64"])
 def test_offsets(splits, out):
 	kernel = compiled(OffsetsConfig(splits, out))
 	generator = torch.Generator().manual_seed(3)
@@ -83,8 +82,8 @@ def test_offsets_past_32_bits():
 	assert torch.equal(got, sizes.cumsum(0) * 3)
 
 
-@pytest.mark.parametrize("out", [torch.int32, torch.int64])
-@pytest.mark.parametrize("splits", [torch.int32, torch.int64])
+@each("out", [torch.int32, torch.int64])
+@each("splits", [torch.int32, torch.int64])
 def test_offsets_saturate(splits, out):
 	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
 	top, largest = torch.iinfo(splits).max, torch.iinfo(out).max

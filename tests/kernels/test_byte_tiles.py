@@ -6,7 +6,6 @@ Buffers are poisoned first and compared whole, so that what is to stay does.
 import itertools
 import re
 
-import pytest
 import torch
 
 from cute_kernels import emulator, reference
@@ -15,7 +14,7 @@ from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_buffers, ends, many_groups, poisoned
+from tests.helpers import DTYPES, assert_same_buffers, each, ends, many_groups, poisoned
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
 from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, random_input, special_input
 
@@ -129,21 +128,21 @@ def kernels():
 		yield "sm_90a", text, directions
 
 
-@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
+@each(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
 	for case in RAGGED:
 		check(config, ragged(case))
 
 
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
+@each("text", [*SOME, DELAYED])
 def test_uniform_groups(text):
 	config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
 	for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
 		check(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize(
+@each(
 	("text", "dtype"),
 	[*((text, "bfloat16") for text in FORMATS), *itertools.product((*SOME, ANY_SCALE), ("float16", "float32"))],
 )
@@ -162,15 +161,15 @@ def test_amaxes_where_a_scale_changes():
 		check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
 
 
-@pytest.mark.parametrize("text", SOME)
+@each("text", SOME)
 def test_many_groups(text):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 32), torch.bfloat16), offs)
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
+@each("mode", MODES, MODE_IDS)
+@each("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
 	arch = ARCHITECTURES[mode.get("seed", 0) % 2]
 	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
@@ -178,9 +177,9 @@ def test_any_order(text, mode):
 	check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("directions", ["rowwise", "both"])
-@pytest.mark.parametrize("text", SOME)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("directions", ["rowwise", "both"])
+@each("text", SOME)
+@each("arch", ARCHITECTURES)
 def test_code(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
 	check_code(config, FORMATS[text])
@@ -194,8 +193,8 @@ def check_code(config, fmt):
 	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
 
 
-@pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
+@each("arch", ARCHITECTURES)
 def test_code_of_rows(arch, text):
 	fmt = parse(text)
 	config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
@@ -211,7 +210,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
+@each(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text, dtype, warps, rows):
 	for i, case in enumerate(RAGGED):
 		arch = ARCHITECTURES[i % 3 == 2]
@@ -226,7 +225,7 @@ def test_rows(text, dtype, warps, rows):
 	check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_rows_in_any_order(mode):
 	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
 	for text in ("fp8_block", "mxfp8", "fp8"):

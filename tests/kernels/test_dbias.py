@@ -2,14 +2,13 @@
 
 import re
 
-import pytest
 import torch
 
 import cute_kernels
 from cute_kernels.quantize import DbiasConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups, ops
+from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 dbias = ops.grouped_dbias
@@ -36,15 +35,15 @@ def gradient(rows, cols, offs, dtype="bfloat16"):
 	return dy.to(DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
 def test_sums(arch, dtype):
 	for rows, cols, offs in CASES.values():
 		dy = gradient(rows, cols, offs, dtype)
 		check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_uniform_groups(arch):
 	dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
 	check(arch, lambda: dbias(dy))
@@ -52,15 +51,15 @@ def test_uniform_groups(arch):
 	check(arch, lambda: dbias(dy[:, :0]))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("cols", [72, 9])
+@each("mode", MODES, MODE_IDS)
+@each("cols", [72, 9])
 def test_any_order_of_warps(cols, mode):
 	offs = ends(0, 700, 700, 701, 1990)
 	dy = gradient(2000, cols, offs)
 	check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_more_than_a_thousand_groups(arch):
 	offs = many_groups()
 	dy = gradient(int(offs[-1]) + 5, 16, offs)
@@ -107,7 +106,7 @@ def test_any_offsets_and_layout_and_grid():
 	assert not out[1].any()
 
 
-@pytest.mark.parametrize("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], ids=str)
+@each("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], str)
 def test_code(config):
 	kernel = compile_for_emulator(config, "sm_90a")
 	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())

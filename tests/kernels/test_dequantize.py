@@ -4,7 +4,6 @@ import itertools
 import pickle
 import re
 
-import pytest
 import torch
 
 import cute_kernels
@@ -13,7 +12,7 @@ from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, ends, many_groups, ops
+from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, each, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 #: Text of the format, and whether it is the columnwise copy.
@@ -35,7 +34,7 @@ BYTE_KINDS = {
 }
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = each("kind", [*KINDS])
 #: (rows of the buffer, K, end rows).
 RAGGED = {
 	"one group": (256, 128, ends(256)),
@@ -93,26 +92,26 @@ def check_case(arch, kind, dtype, case, **options):
 
 
 @each_kind
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_ragged_groups(arch, kind):
 	for case in RAGGED:
 		check_case(arch, kind, "bfloat16", case)
 
 
-@pytest.mark.parametrize("kind", BYTE_KINDS)
+@each("kind", [*BYTE_KINDS])
 def test_ragged_groups_of_bytes(kind):
 	for i, case in enumerate(RAGGED):
 		check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
+@each("dtype", ["float16", "float32"])
+@each("kind", ["rowwise", "columnwise", "transformed"])
 def test_other_dtypes(kind, dtype):
 	for case in ("odd rows, K past two strips", "tail", "one row"):
 		check_case("sm_90a", kind, dtype, case)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@each("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind):
 	for i, shape in enumerate(UNIFORM.values()):
 		dtype = "float16" if kind in SOME and i else "bfloat16"
@@ -121,13 +120,13 @@ def test_uniform_groups(kind):
 		check(arch, lambda args=args: dequantize(args))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@each("mode", MODES, MODE_IDS)
+@each("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind, mode):
 	check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
+@each("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
 	args = arguments((int(offs[-1]) + 5, 16), offs, kind)
@@ -159,7 +158,7 @@ def test_only_the_rows_of_groups_are_touched(kind):
 	assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
-@pytest.mark.parametrize("live", [0, 219, 259, 260])
+@each("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
 	"""The kernel writes it, so that nobody has to clear the rest first."""
 	args = arguments((260, 144), ends(0, 0, live), "row-scaled")

@@ -1,10 +1,9 @@
 """Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
 
-import pytest
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.op_support import ARCHITECTURES
 from tests.kernels.quantize_support import compiled
 
@@ -48,7 +47,7 @@ def encoded(config, blocks, factors, draws=None):
 	return out
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_stochastic_codes_beside_every_border(arch):
 	"""Numbers k/256 between two codes, and two ulps to either side, with bytes about 256 - k."""
 	low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -67,7 +66,7 @@ def test_stochastic_codes_beside_every_border(arch):
 	assert torch.equal(got, pack_codes(encode_e2m1_stochastic(y, draws)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("dtype", [*DTYPES])
 def test_codes_beside_every_tie(dtype):
 	check_codes(*near_ties(DTYPES[dtype]), dtype)
 

@@ -1,11 +1,10 @@
 """What the passes before sm_90a's GEMMs read and write: the rows of groups, and nothing else."""
 
-import pytest
 import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import ends
+from tests.helpers import each, ends
 from tests.kernels.gemm_support import compiled, quantize, randn
 from tests.kernels.op_support import array_of, check_touched, watching
 
@@ -48,7 +47,7 @@ def test_arrange_leaves_the_tail_alone():
 	assert (out[LIVE:] == -7).all()
 
 
-@pytest.mark.parametrize("wild", WILD)
+@each("wild", [*WILD])
 def test_end_rows_that_break_the_rules_do_no_harm(wild):
 	offs = WILD[wild]
 	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()

@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, offsets, sample
+from tests.helpers import assert_same_bytes, each, offsets, sample
 
 pytest.importorskip("cutlass")
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -26,7 +26,7 @@ def where_supported(cases):
 	return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
 
 
-@pytest.mark.parametrize(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
+@each(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
 def test_quantizing_and_multiplying_in_one_op(name, arch):
 	fmt, weight = FORMATS[name]
 	torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 
 from cute_kernels.gemm.variants import kernel_specs
 from perf.compiled import compile_for_emulator
+from tests.helpers import each
 
 pytest.importorskip("cutlass")
 
@@ -32,7 +33,7 @@ def sample(specs):
 CASES = [(arch, spec) for arch in ("sm_90a", "sm_100a") for spec in sample(kernel_specs(arch))]
 
 
-@pytest.mark.parametrize(("arch", "spec"), CASES, ids=str)
+@each(("arch", "spec"), CASES, str)
 def test_arithmetic_is_exact(arch, spec):
 	"""No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
 	ptx = compile_for_emulator(spec, arch).ptx

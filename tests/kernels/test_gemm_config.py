@@ -13,6 +13,7 @@ from cute_kernels.gemm.problem import GemmArguments, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
 from cute_kernels.runtime.spec import resolve
+from tests.helpers import each
 
 CONFIGS = [
 	Sm100GemmConfig(operand, out_dtype=out, tile=tile)
@@ -38,7 +39,7 @@ PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=
 NUM_SMS = 148
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@each("config", CONFIGS, str)
 def test_memory_of_every_tile_fits(config):
 	# Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
 	staged = 4 * config.num_store_stage * 32 * 128
@@ -76,14 +77,14 @@ def test_a_format_finds_its_kind_by_element_and_scale():
 		operand_of(other())
 
 
-@pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
+@each("cls", [Sm90GemmConfig, Sm100GemmConfig])
 def test_arguments_are_named_as_the_kernel_names_them(cls):
 	pytest.importorskip("cutlass")
 	parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
 	assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
-@pytest.mark.parametrize(
+@each(
 	"fields, message",
 	[
 		({"operand": "int8"}, "operand"),
@@ -105,7 +106,7 @@ def test_meaningless_configurations_are_refused(fields, message):
 		Sm100GemmConfig(**{"operand": "nvfp4", **fields})
 
 
-@pytest.mark.parametrize(
+@each(
 	"fields, reason",
 	[
 		({"n": 4100}, "N must be"),
@@ -132,7 +133,7 @@ def test_can_implement_bounds_ragged_k():
 		assert not config.can_implement(dataclasses.replace(problem, **fields))
 
 
-@pytest.mark.parametrize(
+@each(
 	"rows_each, tile",
 	[
 		(1, Sm100Tile(128, 32, swap_ab=True)),

@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	check_far_rows,
@@ -50,11 +49,11 @@ CONFIGS = {
 	"mxfp8 x nvfp4": Sm100GemmConfig("mxfp8", b_operand="nvfp4", tile=Sm100Tile(128, 128, swap_partial=True)),
 	"mxfp8 e5m2": dataclasses.replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
-each_config = pytest.mark.parametrize("name", CONFIGS)
+each_config = each("name", [*CONFIGS])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
+@each("shape", [*SHAPES])
+@each("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
 def test_shapes(name, shape):
 	m_grouped(CONFIGS[name], *SHAPES[shape]).check()
 
@@ -66,7 +65,7 @@ def test_every_format_and_tile(name):
 	m_grouped(config, [3, 0, 130], 392, 1056, 5).check(config.tile.num_ctas)
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if "mxfp8" not in n])
+@each("name", [n for n in CONFIGS if "mxfp8" not in n])
 def test_dgrad_reads_a_columnwise_copy(name):
 	m_grouped(CONFIGS[name], [5, 130], 136, 144, 3, columnwise_b=True).check()
 
@@ -97,7 +96,7 @@ def test_every_code_and_scale(name):
 	product.check(config.tile.num_ctas, any_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "mxfp8", "fp8 x nvfp4")
 	products = [m_grouped(CONFIGS[name], [3, 0, 70], 392, 560, 1) for name in names]
@@ -108,12 +107,12 @@ def test_the_tail_can_be_zeroed():
 	check_zeroed_tails(CONFIGS["nvfp4 few rows"], modes=({}, MODES[1], MODES[-1]))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 few rows"])
+@each("name", ["nvfp4", "nvfp4 few rows"])
 def test_only_rows_of_groups_are_touched(name):
 	check_live_rows(CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
+@each("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
 def test_banks_of_shared_memory_take_few_turns(name):
 	"""Codes and values none; scale words are read 32 rows at a time, which lie on 8 banks."""
 	config = CONFIGS[name]

@@ -9,7 +9,7 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem, RowPart
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm90.parts import all_parts
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 from tests.kernels.gemm_support import m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
@@ -45,8 +45,8 @@ def run(product, parts, num_sms, device):
 	return out.cpu()
 
 
-@pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
-@pytest.mark.parametrize("kind", KINDS)
+@each("mean", [16, 64, 80, 128, 512])
+@each("kind", [*KINDS])
 def test_parts_take_every_row_once(kind, mean):
 	parts = parts_of(kind, mean)
 	takes = [part.rows_taken for part in parts]
@@ -88,8 +88,8 @@ def test_a_tile_must_hold_what_its_part_has():
 		Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@each("device", DEVICES)
+@each("kind", [*KINDS])
 def test_bits_are_those_of_one_kernel(kind, device):
 	parts = parts_of(kind)
 	assert len(parts) > 1
@@ -101,17 +101,15 @@ def test_bits_are_those_of_one_kernel(kind, device):
 	assert_same_bytes(run(product, parts, 4, device), want)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-	"sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ids=["all in one", "all empty", "many groups"]
-)
+@each("device", DEVICES)
+@each("sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ["all in one", "all empty", "many groups"])
 def test_routings(sizes, device):
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], sizes, 24, 64, tail=3)
 	assert_same_bytes(run(product, parts, 4, device), product.expected())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)

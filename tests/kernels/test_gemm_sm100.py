@@ -2,12 +2,11 @@
 
 import dataclasses
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
@@ -57,31 +56,27 @@ PLAIN_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", PLAIN_SHAPES)
-@pytest.mark.parametrize(
-	"config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "few rows", "dgrad", "wgrad"]
-)
+@each("shape", [*PLAIN_SHAPES])
+@each("config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "few rows", "dgrad", "wgrad"])
 def test_plain_operands(config, shape):
 	product_of(config, *PLAIN_SHAPES[shape]).check()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-	"config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ids=["row-scaled", "all", "fp32", "partial"]
-)
+@each("shape", [*SHAPES])
+@each("config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ["row-scaled", "all", "fp32", "partial"])
 def test_fprop(config, shape):
 	m_grouped(config, *SHAPES[shape]).check()
 
 
-@pytest.mark.parametrize("k", [32, 144, 320])
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
+@each("k", [32, 144, 320])
+@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config, k):
 	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
 	product.check()
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
+@each("shape", [*WGRAD_SHAPES])
+@each("config", [WGRAD, WGRAD_ADD], ["overwrite", "accumulate"])
 def test_wgrad(config, shape):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
@@ -103,14 +98,14 @@ def tiled_products(name):
 TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 447]
 
 
-@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
+@each("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
 def test_tails_of_every_length(name):
 	# One cluster works on partial and whole tiles by turns.
 	product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
 	product.check(product.config.tile.num_ctas)
 
 
-@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
+@each("name", ["256x256 partial", "128x128 partial"])
 def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
 	product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
 	emulator.reset_stats()
@@ -125,7 +120,7 @@ def test_tails_add_to_the_output_of_two_ctas():
 	product.check(4)
 
 
-@pytest.mark.parametrize("name", TILED)
+@each("name", [*TILED])
 def test_every_tile(name):
 	for product, num_sms in tiled_products(name):
 		product.check(num_sms)
@@ -148,15 +143,15 @@ def test_more_than_a_thousand_groups():
 		check_many_groups(dataclasses.replace(FPROP_ALL, tile=tile))
 
 
-@pytest.mark.parametrize(
-	"tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], ids=str
+@each(
+	"tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], str
 )
 def test_the_tail_can_be_zeroed(tile):
 	config = dataclasses.replace(FPROP_FP32, tile=tile)
 	check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs, so that every ring of stages is gone through more than once.
 	products = (
@@ -173,21 +168,21 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 	check_modes(mode, products)
 
 
-@pytest.mark.parametrize(
+@each(
 	"config",
 	[FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
-	ids=["overwrite", "accumulate", "tails"],
+	["overwrite", "accumulate", "tails"],
 )
 def test_only_rows_of_groups_are_touched(config):
 	check_live_rows(config)
 
 
-@pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
+@each("config", [FPROP, TILED["swapped 128x64"]], ["direct", "swapped"])
 def test_offsets_past_2_to_the_31(config):
 	check_far_rows(config)
 
 
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
+@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
 def test_infinite_and_nan_factors_stay_in_their_rows(config):
 	product = m_grouped(config, [40, 9], 16, 32)
 	product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")

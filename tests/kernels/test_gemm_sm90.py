@@ -12,6 +12,7 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+from tests.helpers import each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
@@ -79,36 +80,36 @@ def device(request):
 	return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
+@each("shape", [*SHAPES])
+@each(
 	"config",
 	[FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
-	ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+	["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config, shape, device):
 	m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("k", [32, 144, 320])
-@pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
+@each("k", [32, 144, 320])
+@each("config", [FPROP, W4A16], ["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config, k, device):
 	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
 	product.check(device=device)
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"])
+@each("shape", [*WGRAD_SHAPES])
+@each("config", [WGRAD, WGRAD_ADD, WGRAD_16], ["overwrite", "accumulate", "16 bits"])
 def test_wgrad(config, shape, device):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
-@pytest.mark.parametrize("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"])
+@each("shape", ["one row", "whole tiles", "tails"])
+@each("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "dgrad", "wgrad"])
 def test_plain_operands(config, shape, device):
 	product_of(config, *SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize(
+@each(
 	("kind", "tile"),
 	[(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())],
 )
@@ -126,7 +127,7 @@ def test_every_tile(tile, kind, device):
 		product.check(tile.num_ctas, device)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs and more stages than fit, so that every ring is gone through again.
 	products = (
@@ -143,13 +144,13 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 	check_modes(mode, products)
 
 
-@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
+@each("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], name_of)
 def test_the_tail_can_be_zeroed(tile, device):
 	config = Sm90GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile)
 	check_zeroed_tails(config, device)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
+@each("dtype", ["bfloat16", "float16", None])
 def test_extreme_weights_and_activations(dtype, device):
 	"""All codes and block scales, and plain activations over the whole range of their type."""
 	config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
@@ -166,13 +167,13 @@ def test_extreme_weights_and_activations(dtype, device):
 	product.check(device=device)
 
 
-@pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
+@each("tile", ["256x32", "128x256x2"])
 def test_only_rows_of_groups_are_touched(tile):
 	check_live_rows(dataclasses.replace(PLAIN, tile=M_TILES[tile]))
 
 
-@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
+@each("operand", ["nvfp4", "bfloat16"])
+@each("tile", SM90_TILES, name_of)
 def test_memory_of_every_tile_fits(tile, operand):
 	grouping = "m_grouped" if tile.swap_ab else "k_grouped"
 	base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
@@ -190,9 +191,7 @@ def test_memory_of_every_tile_fits(tile, operand):
 	assert (consumer * tile.consumers + other) * 128 <= launched
 
 
-@pytest.mark.parametrize(
-	"rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
-)
+@each("rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")])
 def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
 	problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
 	chosen = choose_config(FPROP, problem, 132)

@@ -2,10 +2,9 @@
 
 import dataclasses
 
-import pytest
 import torch
 
-from tests.helpers import ends
+from tests.helpers import each, ends
 from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
@@ -56,7 +55,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@each("config", CONFIGS)
 def test_wild_end_rows_do_no_harm(config):
 	product = product_of(config, [130, 10, 60], 72, 96, 11)
 	# Storage of the buffers alone: that is what is watched.
@@ -68,7 +67,7 @@ def test_wild_end_rows_do_no_harm(config):
 			product.launch(arguments)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@each("config", CONFIGS)
 def test_rows_that_no_group_has_stay(config):
 	"""End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
 	product = product_of(config, [0, 0, 0], 72, 96, 200)

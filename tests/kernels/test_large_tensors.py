@@ -10,7 +10,6 @@ import contextlib
 import mmap
 import re
 
-import pytest
 import torch
 
 from cute_kernels import emulator
@@ -19,7 +18,7 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
+from tests.helpers import assert_same_bytes, dequantize_arguments, each, ends, ops
 from tests.kernels.op_support import ARCHITECTURES, watching
 from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
 
@@ -28,7 +27,7 @@ MAP_NORESERVE = 0x4000
 ROWS = 40
 #: Rows before the last ``ROWS``, and K: rows so long, or so many, that each operand gets there.
 SHAPES = {"long rows": (2**23, 8192), "many rows": (2**29, 64)}
-each_shape = pytest.mark.parametrize("name", SHAPES)
+each_shape = each("name", [*SHAPES])
 
 
 def sparse(*shape, dtype=torch.bfloat16):
@@ -93,7 +92,7 @@ def test_amax(name):
 	assert torch.equal(groups, x.float().abs().amax().view(1))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 @each_shape
 def test_rows(name, arch):
 	before, cols = SHAPES[name]
@@ -113,11 +112,11 @@ def test_rows(name, arch):
 	assert torch.equal(scales[tile], want["scales"][0])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
+@each("arch", ARCHITECTURES)
+@each(
 	("text", "uniform"),
 	[("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],
-	ids=["ragged", "uniform", "stochastic"],
+	["ragged", "uniform", "stochastic"],
 )
 @each_shape
 def test_tiles(name, text, uniform, arch):
@@ -155,7 +154,7 @@ def test_tiles(name, text, uniform, arch):
 	assert torch.equal(scales_t[col // 128, -2:], want["scales_t"][col // 128, :2])
 
 
-@pytest.mark.parametrize("vectorized", [True, False])
+@each("vectorized", [True, False])
 def test_dbias(vectorized):
 	before, cols = SHAPES["long rows"]
 	x = random_input((ROWS, cols), torch.bfloat16)
@@ -187,8 +186,8 @@ def dequantized(copy, row_scaled, columnwise):
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
 
 
-@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each("uniform", [False, True], ["ragged", "uniform"])
+@each("direction", [*DIRECTIONS])
 @each_shape
 def test_dequantize(name, direction, uniform):
 	row_scaled, columnwise = DIRECTIONS[direction]

@@ -15,7 +15,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import dequantize_arguments, m_grouped_arguments, ops, sample
+from tests.helpers import dequantize_arguments, each, m_grouped_arguments, ops, sample
 
 pytest.importorskip("cutlass")
 
@@ -86,8 +86,8 @@ def cost(arch, op, arguments):
 		return emulator.stats()["warp_insns"]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", READERS)
+@each("arch", ["sm_90a", "sm_100a"])
+@each("name", [*READERS])
 def test_empty_groups_cost_nothing(name, arch):
 	op, make, most = READERS[name]
 	x = sample(ROWS, K)

@@ -2,13 +2,11 @@
 
 import re
 
-import pytest
-
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig, QuantizeProblem, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)
@@ -29,13 +27,13 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@each("config", CONFIGS, str)
 def test_no_spills(config):
 	for name, resources in read_resources(compile_for_emulator(config, config.arch).cubin).items():
 		assert resources.stack_bytes == 0, name
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@each("config", CONFIGS, str)
 def test_arithmetic_is_exact(config):
 	"""No flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
 	ptx = compile_for_emulator(config, config.arch).ptx
@@ -47,7 +45,7 @@ def test_arithmetic_is_exact(config):
 		assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@each("dtype", [*DTYPES])
 def test_tile_barriers_are_enough(dtype):
 	"""A team has two arrival barriers, so no more tiles than that may be in flight."""
 	config = TileConfig("nvfp4", dtype)

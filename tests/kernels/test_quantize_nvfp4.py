@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import itertools
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import DTYPES, ends, many_groups
+from tests.helpers import DTYPES, each, ends, many_groups
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
 from tests.kernels.quantize_support import (
 	ARCH,
@@ -85,15 +84,13 @@ def in_any_order(cols):
 PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
-@pytest.mark.parametrize(
-	("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)]
-)
+@each(("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)])
 def test_tiles_of_ragged_groups(arch, variant):
 	for case in RAGGED:
 		check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
 
 
-@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
+@each("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
 	"""What a team keeps of its group serves all tiles of the group, and no other's."""
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
@@ -103,14 +100,14 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant):
 		check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
 
 
-@pytest.mark.parametrize("variant", UNIFORM_VARIANTS)
+@each("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant):
 	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
 	for shape in UNIFORM.values():
 		check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize(
+@each(
 	("variant", "grouping", "arch"),
 	[
 		*itertools.product(("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)),
@@ -127,23 +124,23 @@ def test_two_phases_compute_the_amaxes(variant, grouping, arch):
 			check_tiles(config, ragged(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
+@each("dtype", [*DTYPES])
+@each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch, warps, dtype):
 	config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
 	for case in RAGGED:
 		check_rows(config, ragged(case, dtype))
 
 
-@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+@each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps, rows):
 	config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
 	for case in RAGGED:
 		check_rows(config, ragged(case))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [2, 4, 8])
+@each("dtype", ["bfloat16", "float32"])
+@each("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
 	config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
 	generator = torch.Generator().manual_seed(7)
@@ -162,15 +159,15 @@ def test_rows_up_to_16384():
 		check_rows(config, Problem(x, ends(9, 10)))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_rows_of_uniform_groups(arch):
 	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
 	for shape in UNIFORM.values():
 		check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
 def test_special_values(arch, dtype):
 	"""NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
 	x = special_input(150, 128, DTYPES[dtype])
@@ -196,7 +193,7 @@ def test_a_given_amax_need_not_be_the_true_one():
 	assert_same_buffers(run_tiles(config, problem, given), want)
 
 
-@pytest.mark.parametrize("kind", ["rows", "tiles"])
+@each("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
@@ -206,8 +203,8 @@ def test_more_than_a_thousand_groups(kind):
 		check_tiles(tiles(columnwise=True, compute_amax=True), problem)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize(
+@each("mode", MODES, MODE_IDS)
+@each(
 	("arch", "variant", "cols"),
 	[
 		# Two more column tiles than stages for one CTA.
@@ -222,7 +219,7 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 		check_tiles(config, in_any_order(cols))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 def test_bands_without_rows(arch):
 	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
 	band = TileConfig.band
@@ -235,7 +232,7 @@ def test_bands_without_rows(arch):
 			assert_same_buffers(run_tiles(config, problem), want)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@each("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype):
 	"""Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
 	config = tiles(dtype, compute_amax=True)
@@ -246,21 +243,21 @@ def test_loads_that_land_out_of_order(dtype):
 			assert_same_buffers(run_tiles(config, problem), want)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize(
+@each("mode", MODES, MODE_IDS)
+@each(
 	"config",
 	[
 		*(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
 		*(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
 	],
-	ids=str,
+	str,
 )
 def test_rows_in_any_order(config, mode):
 	with emulator.options(**mode):
 		check_rows(config, in_any_order(496))
 
 
-@pytest.mark.parametrize("kind", ["rows", "tiles"])
+@each("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind):
 	"""The tail of x is never read; nothing outside the buffers is touched."""
 	problem = ragged("tail")

@@ -8,7 +8,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import DTYPES, each, ends, m_grouped_arguments, many_groups, ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
@@ -68,9 +68,9 @@ def check_values(x, offs, row_scaled, device):
 		assert amax[live:].isnan().all()
 
 
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@each("row_scaled", [False, True], ["groups", "rows"])
+@each("dtype", DTYPES)
+@each("shape", [*SHAPES])
 def test_values(shape, dtype, row_scaled, device):
 	sizes, tail, k = SHAPES[shape]
 	x = sample(sum(sizes) + tail, k, dtype=dtype)
@@ -83,7 +83,7 @@ def test_many_groups(device):
 	check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
+@each("row_scaled", [False, True], ["groups", "rows"])
 def test_special_numbers(row_scaled, device):
 	x = sample(12, 256)
 	x[0] = 0
@@ -97,15 +97,15 @@ def test_special_numbers(row_scaled, device):
 	check_values(x, ends(4, 4, 12), row_scaled, device)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+@each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	for k in (272, 2064):
 		with emulator.options(**mode):
 			check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
+@each("arch", ["sm_90a", "sm_100a"])
+@each("row_scaled", [False, True], ["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
 	x, offs = sample(45, 144), ends(7, 7, 40)
 	w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
