@@ -232,8 +232,8 @@ def _quantized_operands(
 	_no_ragged_options(bias, transpose_b)
 	if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
 		raise ValueError(
-			f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
-			f"{b.num_groups} groups of {b.shape[0]} rows"
+			f"a and b must be cut alike: {a.num_groups} groups in {a.shape[0]} rows and "
+			f"{b.num_groups} groups in {b.shape[0]} rows"
 		)
 	_check_same_offs(a.offs, b.offs)
 	first, first_scales = _operand(a, "a", "columnwise")
