@@ -15,6 +15,7 @@ from cute_kernels.ops.registry import is_observed
 
 from .handlers import not_differentiable
 from .offsets import Offsets, as_offs
+from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
@@ -105,6 +106,16 @@ def grouped_gemm(
 			return result
 		torch.ops.grouped.gemm_out(*pair, accumulate, out, accumulation)
 		return out
+	if (type(a) not in _DIRECT or type(b) not in _DIRECT) and is_spread(a, b):
+		if out is not None:
+			raise ValueError("out does not go with DTensors")
+		from . import sharding
+
+		def gemm(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
+			options = {"out_dtype": out_dtype, "transpose_b": transpose_b, "accumulation": accumulation}
+			return grouped_gemm(a, b, offs=offs, bias=bias, alpha=alpha, **options)  # type: ignore[arg-type]
+
+		return sharding.product(gemm, a, b, offs, bias, alpha, transposed=transpose_b)
 	if isinstance(a, GroupedTensor):
 		names = f"{type(a).__name__} and {type(b).__name__}"
 		raise TypeError(f"b must be quantized if a is, got {names}")

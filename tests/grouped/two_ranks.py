@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import grouped
@@ -159,6 +159,73 @@ def layers_of_dtensors():
 		if not is_quantized:
 			assert module.weight.grad.placements == (Shard(0),)
 			assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
+
+
+@check
+def products_of_dtensors():
+	"""The placements of the table in ``grouped.sharding``; of whole groups the bits of one process."""
+	dense, bias, ends = plain_weight(), torch.randn(GROUPS, N).bfloat16(), torch.tensor(ENDS)
+	x, both = rows().detach()[:, :32], [Replicate()]
+	x = torch.cat([x, x.flip(1)], 1)
+	dense = torch.cat([dense, dense[..., :16]], 2)
+	dy = torch.randn(len(x), N).bfloat16()
+
+	def step(tensors, placements, run):
+		made = [t.detach().clone().requires_grad_(t.is_floating_point() and type(t) is torch.Tensor) for t in tensors]
+		if placements is not None:
+			made = [distribute_tensor(t, MESH, [p]) for t, p in zip(made, placements, strict=True)]
+			made = [t.detach().requires_grad_(of.requires_grad) for t, of in zip(made, made, strict=True)]
+		y = run(*made)
+		y.backward(dy if placements is None else distribute_tensor(dy, MESH, both))
+		gradients = [t.grad for t in made if t.requires_grad]
+		return [y, *gradients]
+
+	def compare(tensors, placements, want, run, exact):
+		alone, spread = step(tensors, None, run), step(tensors, placements, run)
+		assert spread[0].placements == (want,)
+		for a, b in zip(spread, alone, strict=True):
+			a = a.full_tensor().detach()
+			assert torch.equal(a, b.detach()) if exact else (a - b).norm() < 0.02 * b.norm()
+
+	for recipe in (recipes.BF16(), recipes.NVFP4()):
+		for weight in (dense, grouped.quantize(dense, recipe.weight, columnwise=True) if recipe.weight else dense):
+			for at in (Shard(0), Replicate()):
+				want = Replicate() if at == Replicate() else Partial()
+				place = [Shard(0) if at == Replicate() else Replicate(), at, Shard(0)]
+				run = lambda x, w, b: grouped.linear(x, w, b, ENDS, recipe)  # noqa: E731, B023
+				compare([x, weight, bias], place, want, run, True)
+	run = lambda x, w: grouped.linear(x.view(2, 5, -1), w, None, ends, recipes.BF16()).view(10, -1)  # noqa: E731
+	compare([x, dense], [Replicate(), Shard(1)], Shard(1), run, False)
+	compare([x, dense], [Shard(1), Shard(2)], Partial(), run, False)
+	compare(
+		[x, dense[:3]], [Shard(1), Shard(0)], Replicate(), lambda x, w: grouped.grouped_gemm(x, w, offs=[3, 7, 10]), True
+	)
+	run = lambda x, w: grouped.grouped_gemm(x, w, offs=ends, transpose_b=True)  # noqa: E731
+	for at, want, exact in ((Shard(0), Partial(), True), (Shard(1), Partial(), False), (Shard(2), Shard(1), False)):
+		compare([x, dense.mT.contiguous()], [at if want == at else Shard(1), at], want, run, exact)
+	X = distribute_tensor(x, MESH, [Shard(1)])
+	wgrad = grouped.grouped_gemm(distribute_tensor(dy, MESH, both), X, offs=ends)
+	assert wgrad.placements == (Shard(2),)
+	assert_same_bytes(wgrad.full_tensor(), grouped.grouped_gemm(dy, x, offs=ends))
+	W, fmt = distribute_tensor(dense, MESH, [Shard(0)]), grouped.NVFP4()
+	made, sums = grouped.quantize(W, fmt, columnwise=True, dbias=True)
+	assert made.placements == sums.placements == (Shard(0),)
+	assert_same(made.full_tensor(), grouped.quantize(dense, fmt, columnwise=True))
+	assert_same_bytes(sums.full_tensor(), grouped.quantize(dense, fmt, dbias=True)[1])
+	ragged = grouped.quantize(X, fmt, offs=distribute_tensor(ends, MESH, both))
+	assert_same_bytes(
+		grouped.grouped_gemm(ragged, made).to_local(), grouped.grouped_gemm(ragged.to_local(), made.full_tensor())
+	)
+	random = recipes.NVFP4(stochastic_rounding=True)
+	for error, message, make in (
+		(TypeError, "weight is not. For rows", lambda: grouped.linear(X, dense, None, ends, recipes.BF16())),
+		(ValueError, "rounds stochastically", lambda: grouped.linear(X, W, None, ends, random)),
+		(ValueError, "keeps scales on each rank", lambda: grouped.linear(X, W, None, ends, recipes.FP8Delayed())),
+		(ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
+		(ValueError, "out does not go with", lambda: grouped.quantize(W, fmt, out=made)),
+	):
+		with pytest.raises(error, match=message):
+			make()
 
 
 @check
