@@ -114,7 +114,8 @@ def _of_some_groups(call: Any, x: Tensor, weight: Tensor, ends: Tensor, first: i
 	start = ends[first - 1] if first else ends.new_zeros(())
 	row, count = torch.arange(len(x), device=x.device), max(1, len(x))
 	# Turned, so that theirs are the first rows and the others a tail that is not read.
-	y: Tensor = call(x.index_select(0, (row + start) % count), weight, ends[first : first + len(weight)] - start, *vectors)
+	x, ends = x.index_select(0, (row + start) % count), ends[first : first + len(weight)] - start
+	y: Tensor = call(x, weight, ends, *vectors)
 	return y.index_select(0, (row - start) % count)
 
 
