@@ -178,10 +178,10 @@ def quantize(
 	if type(x) is not Tensor and is_spread(x):
 		from . import sharding
 
-		options: dict[str, Any] = {"shapes": shapes, "out": out, "rowwise": rowwise, "columnwise": columnwise}
-		options |= {"activation": activation, "dbias": dbias, "seed": seed}
-		found: GroupedTensor = sharding.quantize(x, fmt, offs, {"grad": grad, "amax": amax, "scale": scale}, options)
-		return found
+		if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
+			raise ValueError("x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it")
+		found: Any = sharding.quantize(x, fmt, offs, rowwise=rowwise, columnwise=columnwise)
+		return found  # type: ignore[no-any-return]
 	x, grad = x.detach(), None if grad is None else grad.detach()
 	act = _activation_text(activation)
 	shape = result_shape(x.shape, act, grad)

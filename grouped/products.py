@@ -111,11 +111,11 @@ def grouped_gemm(
 			raise ValueError("out does not go with DTensors")
 		from . import sharding
 
-		def gemm(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, alpha: Tensor | None) -> Tensor:
-			options = {"out_dtype": out_dtype, "transpose_b": transpose_b, "accumulation": accumulation}
-			return grouped_gemm(a, b, offs=offs, bias=bias, alpha=alpha, **options)  # type: ignore[arg-type]
+		def gemm(a: Tensor, b: Tensor, offs: Tensor | None, *vectors: Tensor | None) -> Tensor:
+			given: Any = dict(zip(("bias", "alpha"), vectors, strict=True)) | {"out_dtype": out_dtype}
+			return grouped_gemm(a, b, offs=offs, transpose_b=transpose_b, accumulation=accumulation, **given)
 
-		return sharding.product(gemm, a, b, offs, bias, alpha, transposed=transpose_b)
+		return sharding.product(gemm, a, b, offs, bias, alpha, 1 + transpose_b)
 	if isinstance(a, GroupedTensor):
 		names = f"{type(a).__name__} and {type(b).__name__}"
 		raise TypeError(f"b must be quantized if a is, got {names}")

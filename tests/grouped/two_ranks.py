@@ -164,65 +164,54 @@ def layers_of_dtensors():
 @check
 def products_of_dtensors():
 	"""The placements of the table in ``grouped.sharding``; of whole groups the bits of one process."""
-	dense, bias, ends = plain_weight(), torch.randn(GROUPS, N).bfloat16(), torch.tensor(ENDS)
-	x, both = rows().detach()[:, :32], [Replicate()]
-	x = torch.cat([x, x.flip(1)], 1)
-	dense = torch.cat([dense, dense[..., :16]], 2)
-	dy = torch.randn(len(x), N).bfloat16()
+	R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+	x, dense = torch.randn(10, 64).bfloat16(), torch.randn(GROUPS, N, 64).bfloat16()
+	bias, dy, fmt = torch.randn(GROUPS, N).bfloat16(), torch.randn(10, N).bfloat16(), grouped.NVFP4()
+	ends, low = torch.tensor(ENDS), grouped.quantize(dense, fmt, columnwise=True)
 
-	def step(tensors, placements, run):
-		made = [t.detach().clone().requires_grad_(t.is_floating_point() and type(t) is torch.Tensor) for t in tensors]
-		if placements is not None:
-			made = [distribute_tensor(t, MESH, [p]) for t, p in zip(made, placements, strict=True)]
-			made = [t.detach().requires_grad_(of.requires_grad) for t, of in zip(made, made, strict=True)]
-		y = run(*made)
-		y.backward(dy if placements is None else distribute_tensor(dy, MESH, both))
-		gradients = [t.grad for t in made if t.requires_grad]
-		return [y, *gradients]
+	def compare(run, tensors, placements, want, exact=True):
+		found = []
+		for place in (lambda t, _: t.detach().clone(), lambda t, p: distribute_tensor(t.detach(), MESH, [p])):
+			made = [place(t, p) for t, p in zip(tensors, placements, strict=True)]
+			leaves = [m.requires_grad_() for t, m in zip(tensors, made, strict=True) if type(t) is torch.Tensor]
+			y = run(*made)
+			y.backward(place(dy, R))
+			found.append([y, *(t.grad for t in leaves)])
+		assert found[1][0].placements == (want,)
+		for a, b in zip(*found, strict=True):
+			b = b.full_tensor()
+			assert torch.equal(a, b) if exact else (a - b).norm() < 0.02 * a.norm()
 
-	def compare(tensors, placements, want, run, exact):
-		alone, spread = step(tensors, None, run), step(tensors, placements, run)
-		assert spread[0].placements == (want,)
-		for a, b in zip(spread, alone, strict=True):
-			a = a.full_tensor().detach()
-			assert torch.equal(a, b.detach()) if exact else (a - b).norm() < 0.02 * b.norm()
+	def linear(x, w, b=None):
+		return grouped.linear(x.view(2, 5, -1), w, b, ENDS, recipe).view(10, -1)
 
-	for recipe in (recipes.BF16(), recipes.NVFP4()):
-		for weight in (dense, grouped.quantize(dense, recipe.weight, columnwise=True) if recipe.weight else dense):
-			for at in (Shard(0), Replicate()):
-				want = Replicate() if at == Replicate() else Partial()
-				place = [Shard(0) if at == Replicate() else Replicate(), at, Shard(0)]
-				run = lambda x, w, b: grouped.linear(x, w, b, ENDS, recipe)  # noqa: E731, B023
-				compare([x, weight, bias], place, want, run, True)
-	run = lambda x, w: grouped.linear(x.view(2, 5, -1), w, None, ends, recipes.BF16()).view(10, -1)  # noqa: E731
-	compare([x, dense], [Replicate(), Shard(1)], Shard(1), run, False)
-	compare([x, dense], [Shard(1), Shard(2)], Partial(), run, False)
-	compare(
-		[x, dense[:3]], [Shard(1), Shard(0)], Replicate(), lambda x, w: grouped.grouped_gemm(x, w, offs=[3, 7, 10]), True
+	def dgrad(x, w):
+		return grouped.grouped_gemm(x, w, offs=ends, transpose_b=True)
+
+	for recipe, weight in ((recipes.NVFP4(), dense), (recipes.NVFP4(), low), (recipes.BF16(), dense)):
+		compare(linear, [x, weight, bias], [R, S0, S0], Partial())
+		compare(linear, [x, weight, bias], [S0, R, S0], R)
+	compare(linear, [x, dense], [R, S1], S1, False)
+	compare(linear, [x, dense], [S1, S2], Partial(), False)
+	compare(lambda x, w: grouped.grouped_gemm(x, w, offs=[3, 7, 10]), [x, dense[:3]], [S1, S0], R)
+	for of_x, of_w, want in ((R, S0, Partial()), (S1, S1, Partial()), (R, S2, S1)):
+		compare(dgrad, [x, dense.mT.contiguous()], [of_x, of_w], want, of_w == S0)
+	X, W = distribute_tensor(x, MESH, [S1]), distribute_tensor(dense, MESH, [S0])
+	made, rows = (
+		grouped.quantize(W, fmt, columnwise=True),
+		grouped.quantize(X, fmt, offs=distribute_tensor(ends, MESH, [R])),
 	)
-	run = lambda x, w: grouped.grouped_gemm(x, w, offs=ends, transpose_b=True)  # noqa: E731
-	for at, want, exact in ((Shard(0), Partial(), True), (Shard(1), Partial(), False), (Shard(2), Shard(1), False)):
-		compare([x, dense.mT.contiguous()], [at if want == at else Shard(1), at], want, run, exact)
-	X = distribute_tensor(x, MESH, [Shard(1)])
-	wgrad = grouped.grouped_gemm(distribute_tensor(dy, MESH, both), X, offs=ends)
-	assert wgrad.placements == (Shard(2),)
-	assert_same_bytes(wgrad.full_tensor(), grouped.grouped_gemm(dy, x, offs=ends))
-	W, fmt = distribute_tensor(dense, MESH, [Shard(0)]), grouped.NVFP4()
-	made, sums = grouped.quantize(W, fmt, columnwise=True, dbias=True)
-	assert made.placements == sums.placements == (Shard(0),)
-	assert_same(made.full_tensor(), grouped.quantize(dense, fmt, columnwise=True))
-	assert_same_bytes(sums.full_tensor(), grouped.quantize(dense, fmt, dbias=True)[1])
-	ragged = grouped.quantize(X, fmt, offs=distribute_tensor(ends, MESH, both))
-	assert_same_bytes(
-		grouped.grouped_gemm(ragged, made).to_local(), grouped.grouped_gemm(ragged.to_local(), made.full_tensor())
-	)
-	random = recipes.NVFP4(stochastic_rounding=True)
+	assert made.placements == (S0,)
+	assert_same(made.full_tensor(), low)
+	assert_same_bytes(grouped.grouped_gemm(rows, made).to_local(), grouped.grouped_gemm(rows.to_local(), low))
+	assert_same_bytes(grouped.grouped_gemm(X, X, offs=ends).to_local(), grouped.grouped_gemm(x, x, offs=ends))
+	random, delayed = recipes.NVFP4(stochastic_rounding=True), recipes.FP8Delayed()
 	for error, message, make in (
-		(TypeError, "weight is not. For rows", lambda: grouped.linear(X, dense, None, ends, recipes.BF16())),
+		(TypeError, "must all be DTensors", lambda: grouped.linear(X, dense, None, ends, recipes.BF16())),
 		(ValueError, "rounds stochastically", lambda: grouped.linear(X, W, None, ends, random)),
-		(ValueError, "keeps scales on each rank", lambda: grouped.linear(X, W, None, ends, recipes.FP8Delayed())),
+		(ValueError, "keeps scales on each rank", lambda: grouped.linear(X, W, None, ends, delayed)),
 		(ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
-		(ValueError, "out does not go with", lambda: grouped.quantize(W, fmt, out=made)),
+		(ValueError, "goes with offs", lambda: grouped.quantize(W, fmt, out=made)),
 	):
 		with pytest.raises(error, match=message):
 			make()
