@@ -3,8 +3,6 @@
 All rows count, those of a capacity's tail among them: how many groups have is on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,15 @@ from torch.utils.flop_counter import flop_registry
 
 from cute_kernels.layout.slots import TILE_ROWS
 
-from .gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
+from .gemm import (
+	GroupedGemm,
+	KGroupedGemm,
+	MGrouped,
+	MGroupedGemm,
+	MGroupedGemmActivate,
+	MGroupedQuantizeGemm,
+	MGroupedQuantizeGemmActivate,
+)
 
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:
@@ -34,5 +40,5 @@ def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
 	return count
 
 
-for _cls in (MGroupedGemm, MGroupedQuantizeGemm, KGroupedGemm):
+for _cls in (MGroupedGemm, MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuantizeGemmActivate, KGroupedGemm):
 	register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")

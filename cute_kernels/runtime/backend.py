@@ -10,8 +10,6 @@ CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNEL
 raises ``UnsupportedError`` with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -58,6 +56,11 @@ class Backend:
 	arch: str
 	tensor_core: str | None = None
 	emulation: tuple[tuple[str, Any], ...] = ()
+
+	@property
+	def listed(self) -> str:
+		"""The name that ``capability.support`` takes: what adds like a tensor core runs what its kernels do."""
+		return self.arch if self.tensor_core is None else _REFERENCE + self.tensor_core
 
 	@property
 	def is_emulated(self) -> bool:
