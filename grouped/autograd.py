@@ -15,6 +15,7 @@ from cute_kernels.formats import parse
 from .offsets import Offsets, as_offs
 from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
+from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
@@ -71,6 +72,8 @@ def linear(
 	if weight.dim() != 3:
 		raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
 	groups, cols, depth = weight.shape
+	if is_spread(x, weight):
+		return _of_dtensors(x, weight, bias, offs, recipe)
 	rows, ends = rows_and_ends(x, offs, groups, depth)
 	if (scaling is not None) != recipe.takes_scales:
 		raise ValueError(
@@ -82,6 +85,17 @@ def linear(
 	of_call = None if scaling is None else scaling.of_call(recipe, groups)
 	y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
 	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
+
+
+def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
+	from . import sharding
+
+	if recipe.takes_scales:
+		raise ValueError(f"{recipe} keeps scales on each rank: pass to_local() instead of DTensors")
+	sharding.refuse_random(recipe.input, recipe.weight, recipe.grad_output)
+	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # noqa: PLR2004
+	y = sharding.product(lambda x, w, offs, b, _: linear(x, w, b, offs, recipe), rows, weight, offs, bias)
+	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])  # noqa: PLR2004
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:

@@ -386,8 +386,12 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 	dp += (dy @ bias.float().T).gather(1, expert) * there
 	if not need:
 		return None
-	p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
-	return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
+	chosen = (expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)) & there.unsqueeze(-1)
+	# 0 * NaN is NaN: what is not finite would reach all experts by the product.
+	lost = ~dy.isfinite()
+	sums = torch.where(chosen, p.unsqueeze(-1), 0).sum(1).T @ dy.masked_fill(lost, 0)
+	reached = chosen.any(1).T.bfloat16() @ lost.bfloat16()
+	return sums.masked_fill_(reached > 0, torch.nan).to(bias.dtype)
 
 
 # ---- as an op

@@ -379,6 +379,13 @@ def test_losses():
 	dy[:T] = 1
 	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
 	assert all(p.grad.isfinite().all() for p in biased.parameters())
+	# One of a token's is for its experts alone.
+	dy[1, 3] = torch.nan
+	biased.experts.down.bias.grad = None
+	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
+	lost = torch.zeros_like(biased.experts.down.bias, dtype=torch.bool)
+	lost[biased.router(buffer[:T].detach().bfloat16()).expert_ids[1].long(), 3] = True
+	assert biased.experts.down.bias.grad.isnan().equal(lost)
 	none = moe(torch.zeros(0, H), losses=True)
 	assert none[0].shape == (0, H) and not none[1].tokens_per_expert.any()
 
