@@ -318,12 +318,17 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	got = backward(call_2, needs, rows, offs, (of_a, weight_2), scales_2[1])
 	del rows, weight_2, of_a
 	g = got.dx
-	if g is None:
+	made_of_z: list[Any] = [None]
+	if g is None and is_gathered:
 		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
-	dz: Tensor | Rows = Rows(z, offs, None, style.activation, style.interleaved, g)
+	if g is not None:
+		made_of_z = ops.moe_activate_gradient(z, g, style.activation, offs, style.interleaved, p, pair)
+	dz, *more = made_of_z
+	del z, g, made_of_z
 	if is_gathered:
-		dz, scaled, dp = ops.moe_activate_gradient(z, g, style.activation, offs, style.interleaved, p, pair)
+		scaled, dp = more
+		del more
 		if wgrad is not None:
 			operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
 			wgrad = wgrad._replace(x=operand)
@@ -332,7 +337,6 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		del scaled
 		if bias is not None:
 			db_2 = _of_bias(dy, p, dp, offs, row, bias, of_second[1])
-	del z, g
 	dw_2, db_2 = second.finish(call_2, wgrad, db_2, ctx.of_weights[1])
 	_record(second, amaxes_2, got.amax)
 	del wgrad, got
@@ -340,7 +344,6 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	dw_1: Sequence[Tensor | None] = [None] * len(ctx.of_weights[0])
 	if need_dz:
 		if first.flags is not None:
-			dz = made(dz)
 			debug.note_gradient(first.flags, dz, offs)
 		needs = (need_dx, *of_first)
 		got = backward(call_1, needs, dz, offs, (of_x, weight_1), scales_1[1])

@@ -68,7 +68,6 @@ class Rows(NamedTuple):
 	  at: (R,) int32, the row of ``x`` of each; None for all in order.
 	  activation: text of what is done to them; None for nothing.
 	  interleaved: as ``moe_activate`` takes it.
-	  grad: the gradient of what the activation gives: the rows are that of ``x`` then.
 	"""
 
 	x: Tensor
@@ -76,7 +75,6 @@ class Rows(NamedTuple):
 	at: Tensor | None = None
 	activation: str | None = None
 	interleaved: bool = False
-	grad: Tensor | None = None
 
 	@property
 	def dtype(self) -> torch.dtype:
@@ -86,12 +84,7 @@ class Rows(NamedTuple):
 	def made(self) -> Tensor:
 		"""The rows in memory."""
 		x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
-		if self.activation is None:
-			return x
-		given = (self.activation, self.offs, self.interleaved)
-		if self.grad is not None:
-			return ops.moe_activate_gradient(x, self.grad, *given)[0]  # type: ignore[no-any-return]
-		return ops.moe_activate(x, *given)  # type: ignore[no-any-return]
+		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
 	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
 		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
@@ -232,14 +225,14 @@ def _quantize(
 	scale: Tensor | None,
 ) -> Copies:
 	"""Quantize rowwise, columnwise or both."""
-	activation = grad = index = None
+	activation = index = None
 	if isinstance(x, Rows):
-		x, _, index, activation, _, grad = x.read_by(fmt, recipe.propagate_nonfinite)
+		x, _, index, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
 	if recipe.propagate_nonfinite and fmt.element.holds_nan:
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
 	given = (scale, draw_seed(fmt, x.device))
-	options = (*given, activation, grad, None, index)
+	options = (*given, activation, None, None, index)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
 	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
 	names = [name for way in directions for name in fmt.buffer_names(way)]
@@ -304,9 +297,7 @@ def _quantize_and_multiply(
 		x = made(x)
 	if not columnwise and scale is None and not is_seen:
 		texts = (fmt.text, call.weight_format)
-		if not isinstance(x, Rows) or x.grad is not None:
-			x = Rows(made(x), offs)
-		rows = x.read_by(fmt, False)
+		rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
 		last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
 		return _call("m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue), Copies()
 	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
