@@ -101,12 +101,18 @@ class Layer(NamedTuple):
 			debug.note(self.flags, made(rows), self.weights, y[-1], offs)
 		return y, weight or [], amaxes
 
-	def activates(self, x: Tensor, style: Style) -> bool:
-		"""Whether a kernel activates in the epilogue of the product."""
+	def activates(self, x: Tensor, style: Style, rows: Rows, after: Layer) -> bool:
+		"""Whether the product of ``rows`` of x activates in its epilogue, or else ``after`` does."""
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
-		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), style.activation, style.interleaved)
+		is_seen, fmt = after.probe is not None or after.recipe.propagate_nonfinite, after.recipe.input
+		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
+		count = (x if rows.at is None else rows.at).shape[0]
+		# A graph for any number of tokens is one for many.
+		mean = max(1, count // max(1, rows.offs.shape[0])) if type(count) is int else 1 << 20
+		act = (style.activation, style.interleaved, 1 << mean.bit_length() - 1)
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), *act, by_quantizer)
 		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:
@@ -165,7 +171,7 @@ def _forward(
 	"""y, z if kept, and of each layer what the gradient of its input reads of its weight, and amaxes."""
 	(first, second), act = layers, (style.activation, style.interleaved)
 	rows = Rows(x, r.offs, r.token)
-	if first.activates(x, style):
+	if first.activates(x, style, rows, second):
 		epilogue = Epilogue(*act, keeps_z or first.flags is not None)
 		(a, *rest), weight, amaxes = first.forward(rows, r.offs, needs[0], epilogue)
 		z = rest[0] if keeps_z else None
