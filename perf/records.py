@@ -32,7 +32,10 @@ RESULTS = Path(__file__).parent / "results"
 
 _SHARED, _ALSO = "shared", "also"
 #: Fields that differ from record to record of a run.
-_OWN = set("case contender format what value spread error bytes flops clocks power unit".split())
+_OWN = {
+	*("case", "contender", "format", "what", "value", "unit"),
+	*("spread", "error", "bytes", "flops", "clocks", "power"),
+}
 #: The first line of what is written: nothing is shared.
 _START = '{"shared":{}}\n'
 
