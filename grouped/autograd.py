@@ -219,7 +219,7 @@ class _Linear(torch.autograd.Function):
 		wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
 		ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
 		options = (copies, ctx.needs, scaling, probe)
-		y, kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
+		(y,), kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
 		# The scale may be updated in place before the backward pass, which is this call's.
 		scale = None if scaling is None else scaling.scales[-1].clone()
 		ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
@@ -288,7 +288,7 @@ class _TransformedLinear(torch.autograd.Function):
 		*scales: Tensor,
 	) -> tuple[Tensor, ...]:
 		scaling = Scaling(scales) if scales else None
-		y, kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
+		(y,), kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
 		if not recipe.is_quantized:
 			return (y,)  # x and weight are kept.
 		return y, *_flat(kept)
@@ -388,7 +388,7 @@ def _differentiable(
 			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
 				_refuse_forward_mode()
 	options = (copies, (False, False), scaling, probe)
-	y, _, amaxes = forward(x, weights, bias, offs, recipe, *options)
+	(y,), _, amaxes = forward(x, weights, bias, offs, recipe, *options)
 	if scaling is not None:
 		# No backward pass will.
 		scaling.record(amaxes)
@@ -425,7 +425,7 @@ def _linear_below_autograd(
 	recipe = recipe_of(*recipe_and_scaling[:4])
 	# What records amaxes is above: this computes, and writes nothing.
 	scaling = _scaling(*recipe_and_scaling[4:5])
-	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
+	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
 
 
 def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:

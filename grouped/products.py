@@ -202,14 +202,14 @@ def _gemm_out(func: Any, *arguments: Any) -> None:
 
 @handler(torch.ops.grouped.gemm_w4a16.default)
 def _gemm_w4a16(func: Any, *arguments: Any) -> Tensor:
-	name, operands = _w4a16_operands(*arguments)
+	name, operands = w4a16_operands(*arguments)
 	return _call(name, operands, out=None, accumulate=False)
 
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
 def _gemm_w4a16_out(func: Any, *arguments: Any) -> None:
 	a, b, offs, bias, alpha, transpose_b, accumulate, out = arguments
-	name, operands = _w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
+	name, operands = w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
 	_call(name, operands, out=out, accumulate=accumulate)
 
 
@@ -268,7 +268,7 @@ def _check_same_offs(a: Tensor, b: Tensor) -> None:
 		)
 
 
-def _w4a16_operands(
+def w4a16_operands(
 	a: Tensor,
 	b: GroupedTensor,
 	offs: Tensor,

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import cute_kernels
 import grouped
-from grouped import recipes
+from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
@@ -210,6 +211,39 @@ def test_steps_repeat_and_recompute(recipe):
 	runs = [step(moe_of(recipe, bias=True, recompute=r), tokens()) for r in (False, False, True)]
 	assert_all_same(*runs[:2])
 	assert_all_same(*runs[::2])
+
+
+@each("name", ["mixtral", "gpt-oss", "squared relu"])
+@every_recipe
+def test_activations_in_epilogues(recipe, name, monkeypatch):
+	"""The bits of products whose results are activated by what reads them."""
+	runs = []
+	for fused in (True, False):
+		moe = moe_of(recipe, **MODELS[name])
+		if not fused:
+			monkeypatch.setattr(experts, "activates", lambda *_: False)
+		with monkeypatch.context() as patch, torch.no_grad():
+			apart = ["moe_activate", "moe_gather"][: 1 + (recipe.input is None)]
+			for op in apart if fused else ["m_grouped_gemm_activate", "m_grouped_quantize_gemm_activate"]:
+				patch.delattr(cute_kernels.ops, op)
+			y = moe(tokens())
+		runs.append([y, *step(moe, tokens())])
+	assert_all_same(*runs)
+
+
+@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block")})
+def test_kernels(recipe):
+	pytest.importorskip("cutlass")
+	x, w, v = tokens(), torch.randn(E, 256, H).bfloat16() / 8, torch.randn(E, H, 128).bfloat16() / 8
+	choice = moe_of().router(x)
+	layers = [experts.Layer([t], None, recipe) for t in (w, v)]
+	style = experts.Style("swiglu", False, False, torch.bfloat16)
+	runs = []
+	for backend in ("reference", "emulated"):
+		with cute_kernels.backend(f"{backend}:sm_90a"), torch.no_grad():
+			routing = experts.compute_routing(choice.expert_ids, E)
+			runs.append([experts.experts(x, choice.weights, routing, *layers, style)])
+	assert_all_same(*runs)
 
 
 def test_recompute_of_weights_that_were_kept():
