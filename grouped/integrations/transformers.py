@@ -202,9 +202,9 @@ def _forward_of(recipe: Recipe) -> Forward:
 		p, dtype = top_k_weights.float(), hidden_states.dtype
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
 		if _is_swiglu(self) and not has_norm:
-			layers = [Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second))]
-			x = hidden_states.to(layers[0].weights[0].dtype)
-			return mixture(x, p, routing, *layers, Style("swiglu", False, False, dtype))
+			up, down = (Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second)))
+			x = hidden_states.to(up.weights[0].dtype)
+			return mixture(x, p, routing, up, down, Style("swiglu", False, False, dtype))
 		offs, token, _, row = routing
 		hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
 		rows = _linear(self, _activated(self, hidden), second, offs, recipe)
