@@ -1,11 +1,16 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
+from grouped.autograd import rows_and_ends
+from grouped.experts import Routing, Style, compute_routing, experts
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
+from grouped.tracing import eager_only
 
 from .activation import activate, as_activation
 from .linear import GroupedLinear
@@ -55,6 +60,8 @@ class GroupedMLP(nn.Module):
 		super().__init__()
 		self.activation = as_activation(activation, interleaved)
 		self.interleaved = interleaved
+		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
+		self.exchange: Any = None
 
 		def linear(inputs: int, outputs: int) -> GroupedLinear:
 			return GroupedLinear(
@@ -79,7 +86,16 @@ class GroupedMLP(nn.Module):
 		self.down.reset_parameters()
 
 	def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
-		"""Apply the experts; arguments as in ``GroupedLinear.forward``."""
+		"""Apply the experts; arguments as in ``GroupedLinear.forward``.
+
+		Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all experts.
+		"""
+		if self.exchange is not None:
+			rows, ends = rows_and_ends(x, offs, self.gate_up.num_groups, self.gate_up.in_features)
+			expert = torch.searchsorted(ends, torch.arange(len(rows), device=x.device), right=True)
+			routing = compute_routing(expert.unsqueeze(1), self.gate_up.num_groups)
+			ones = torch.ones(rows.shape[0], 1, device=x.device)
+			return self.run(rows, ones, routing, is_first_microbatch, x.dtype).view(x.shape)
 		z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
 		rows = z.reshape(-1, z.shape[-1])
 		ends = as_offs(offs, rows.shape[0], rows.device)
@@ -87,6 +103,36 @@ class GroupedMLP(nn.Module):
 		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
 		y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
 		return y
+
+	def run(self, rows: Tensor, weights: Tensor, routing: Routing, *options: Any) -> Tensor:
+		"""The experts from tokens to tokens, as ``MoE`` calls them."""
+		watched = self.gate_up._nonfinite is not None or self.down._nonfinite is not None
+		is_eager = watched or self.gate_up.is_eager_only or self.down.is_eager_only
+		y: Tensor = (self._run_eager if is_eager else self._run)(rows, weights, routing, *options)
+		return y
+
+	@eager_only("something looks at the experts, or takes their gradients")
+	def _run_eager(self, *arguments: Any) -> Tensor:
+		return self._run(*arguments)
+
+	def _run(
+		self,
+		rows: Tensor,
+		weights: Tensor,
+		routing: Routing,
+		is_first_microbatch: bool | None,
+		dtype: torch.dtype,
+		recompute: bool = False,
+	) -> Tensor:
+		needs_dx = rows.requires_grad
+		layers = []
+		for layer in (self.gate_up, self.down):
+			sink = layer.sink(is_first_microbatch)
+			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
+			needs_dx = needs_dx or weights.requires_grad or self.gate_up._has_trainable()
+		style = Style(self.activation.text, self.interleaved, recompute, dtype)
+		call = experts if self.exchange is None else self.exchange
+		return call(rows, weights, routing, layers[0], layers[1], style)
 
 	def extra_repr(self) -> str:
 		"""The activation."""

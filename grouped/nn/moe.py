@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import Routing, Style, compute_routing, experts
+from grouped.experts import compute_routing
 from grouped.recipes import Recipe
-from grouped.tracing import eager_only
 
 from .mlp import GroupedMLP
 from .router import MoELosses, Router
@@ -98,8 +97,6 @@ class MoE(nn.Module):
 		factory: dict[str, Any] = {"device": device, "dtype": dtype}
 		self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
 		self.recompute = recompute
-		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
-		self.exchange: Any = None
 		self.router = Router(
 			*(hidden_size, num_experts, top_k),
 			score=score,
@@ -131,6 +128,11 @@ class MoE(nn.Module):
 		fmt = self.experts.gate_up.recipe.input
 		if recompute and fmt is not None and fmt.is_stochastic:
 			raise ValueError(f"recompute would not make again what {fmt} rounds stochastically")
+
+	@property
+	def exchange(self) -> Any:
+		"""That of ``experts``."""
+		return self.experts.exchange
 
 	def reset_parameters(self) -> None:
 		"""Initialize router and experts."""
@@ -170,11 +172,7 @@ class MoE(nn.Module):
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
-		mlp = self.experts
-		if mlp.gate_up.is_eager_only or mlp.down.is_eager_only or _is_watched(mlp):
-			y = self._run_eager(rows, choice.weights, routing, is_first_microbatch, x.dtype)
-		else:
-			y = self._run(rows, choice.weights, routing, is_first_microbatch, x.dtype)
+		y = self.experts.run(rows, choice.weights, routing, is_first_microbatch, x.dtype, self.recompute)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)
@@ -190,31 +188,8 @@ class MoE(nn.Module):
 			raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
 		return num_tokens.view(1)
 
-	@eager_only("something looks at the experts, or takes their gradients")
-	def _run_eager(self, *arguments: Any) -> Tensor:
-		return self._run(*arguments)
-
-	def _run(
-		self, rows: Tensor, weights: Tensor, routing: Routing, is_first_microbatch: bool | None, dtype: torch.dtype
-	) -> Tensor:
-		first, second = self.experts.gate_up, self.experts.down
-		needs_dx = rows.requires_grad
-		layers = []
-		for layer in (first, second):
-			sink = layer.sink(is_first_microbatch)
-			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			needs_dx = needs_dx or weights.requires_grad or first._has_trainable()
-		act = self.experts.activation.text
-		style = Style(act, self.experts.interleaved, self.recompute, dtype)
-		run = experts if self.exchange is None else self.exchange
-		return run(rows, weights, routing, layers[0], layers[1], style)
-
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""
 		for mlp in (self.shared, self.experts):
 			if mlp is not None:
 				mlp.backward_dw()
-
-
-def _is_watched(mlp: GroupedMLP) -> bool:
-	return mlp.gate_up._nonfinite is not None or mlp.down._nonfinite is not None
