@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import Routing, Style, compute_routing, experts
+from grouped.experts import InPlace, Routing, Style, compute_routing, experts
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
-from grouped.tracing import eager_only
 
 from .activation import activate, as_activation
+from .kept import local
 from .linear import GroupedLinear
 
 
@@ -91,48 +91,60 @@ class GroupedMLP(nn.Module):
 		Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all experts.
 		"""
 		if self.exchange is not None:
-			rows, ends = rows_and_ends(x, offs, self.gate_up.num_groups, self.gate_up.in_features)
-			expert = torch.searchsorted(ends, torch.arange(len(rows), device=x.device), right=True)
-			routing = compute_routing(expert.unsqueeze(1), self.gate_up.num_groups)
-			ones = torch.ones(rows.shape[0], 1, device=x.device)
-			return self.run(rows, ones, routing, is_first_microbatch, x.dtype).view(x.shape)
+			return self._exchanged(x, offs, is_first_microbatch)
+		if self._is_one():
+			first = self.gate_up
+			groups = len(local(first.weight)) if first.single_parameter else first.num_groups
+			rows, ends = rows_and_ends(x, offs, groups, first.in_features)
+			style = Style(self.activation.text, self.interleaved, False, rows.dtype)
+			y = self.run(rows, None, InPlace(ends), is_first_microbatch, style)
+			return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
 		z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
 		rows = z.reshape(-1, z.shape[-1])
 		ends = as_offs(offs, rows.shape[0], rows.device)
 		hidden = activate(rows, self.activation.text, ends, self.interleaved)
 		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
-		y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
-		return y
+		return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
 
-	def run(self, rows: Tensor, weights: Tensor, routing: Routing, *options: Any) -> Tensor:
-		"""The experts from tokens to tokens, as ``MoE`` calls them."""
-		watched = self.gate_up._nonfinite is not None or self.down._nonfinite is not None
-		is_eager = watched or self.gate_up.is_eager_only or self.down.is_eager_only
-		y: Tensor = (self._run_eager if is_eager else self._run)(rows, weights, routing, *options)
-		return y
+	def _exchanged(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+		groups = self.gate_up.num_groups
+		rows, ends = rows_and_ends(x, offs, groups, self.gate_up.in_features)
+		expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=x.device), right=True).unsqueeze(1)
+		style = Style(self.activation.text, self.interleaved, False, x.dtype)
+		ones = torch.ones(expert.shape, device=x.device)
+		return self.run(rows, ones, compute_routing(expert, groups), is_first_microbatch, style).view(x.shape)
 
-	@eager_only("something looks at the experts, or takes their gradients")
-	def _run_eager(self, *arguments: Any) -> Tensor:
-		return self._run(*arguments)
+	def _is_one(self) -> bool:
+		"""Whether both layers run as one function, the bits of which are theirs: nothing needs each."""
+		if torch.compiler.is_compiling():
+			if self.is_watched:
+				return False
+		elif torch._C._functorch.peek_interpreter_stack() is not None or nn.modules.module._has_any_global_hook():
+			return False
+		return _is_bare(self.gate_up) and _is_bare(self.down)
 
-	def _run(
+	@property
+	def is_watched(self) -> bool:
+		"""Whether something looks at the layers, or takes their gradients: not to be traced as one."""
+		return any(layer.is_eager_only or layer._nonfinite is not None for layer in (self.gate_up, self.down))
+
+	def run(
 		self,
 		rows: Tensor,
-		weights: Tensor,
-		routing: Routing,
+		weights: Tensor | None,
+		routing: Routing | InPlace,
 		is_first_microbatch: bool | None,
-		dtype: torch.dtype,
-		recompute: bool = False,
+		style: Style,
 	) -> Tensor:
+		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does."""
 		needs_dx = rows.requires_grad
 		layers = []
 		for layer in (self.gate_up, self.down):
 			sink = layer.sink(is_first_microbatch)
 			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			needs_dx = needs_dx or weights.requires_grad or self.gate_up._has_trainable()
-		style = Style(self.activation.text, self.interleaved, recompute, dtype)
-		call = experts if self.exchange is None else self.exchange
-		return call(rows, weights, routing, layers[0], layers[1], style)
+			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		function: Any = self.exchange or experts
+		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
 
 	def extra_repr(self) -> str:
 		"""The activation."""
@@ -142,3 +154,9 @@ class GroupedMLP(nn.Module):
 		"""Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
 		self.down.backward_dw()
 		self.gate_up.backward_dw()
+
+
+def _is_bare(layer: nn.Module) -> bool:
+	"""Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks into it."""
+	hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+	return type(layer) is GroupedLinear and not any(hooks) and "forward" not in layer.__dict__

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import compute_routing
+from grouped.experts import Style, compute_routing
 from grouped.recipes import Recipe
+from grouped.tracing import eager_only
 
 from .mlp import GroupedMLP
 from .router import MoELosses, Router
@@ -172,7 +173,10 @@ class MoE(nn.Module):
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
-		y = self.experts.run(rows, choice.weights, routing, is_first_microbatch, x.dtype, self.recompute)
+		mlp = self.experts
+		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
+		run = self._run_eager if mlp.is_watched else mlp.run
+		y = run(rows, choice.weights, routing, is_first_microbatch, style)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)
@@ -187,6 +191,10 @@ class MoE(nn.Module):
 		if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1:
 			raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
 		return num_tokens.view(1)
+
+	@eager_only("something looks at the experts, or takes their gradients")
+	def _run_eager(self, *arguments: Any) -> Tensor:
+		return self.experts.run(*arguments)
 
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""
