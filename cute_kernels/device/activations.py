@@ -19,6 +19,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Float32, Int64, cute
 
 from cute_kernels.activations import Activation, Numbers
@@ -326,7 +327,10 @@ def weighted_gradient(
 	Returns:
 	  The gradients of the inputs, p times the values, and the sum of <grad, values> of 16 lanes.
 	"""
-	made = activated(act, True, config.arch, [*inputs, [mul_rn(p, number) for number in grad]], with_value=True)
+	inputs, count = [*inputs, [mul_rn(p, number) for number in grad]], len(grad)
+	out = cute.make_rmem_tensor((2 + act.is_gated) * count, Float32)
+	_gradients(act, config.arch, inputs, out)
+	made = [[out[i + j] for j in range(count)] for i in range(0, (2 + act.is_gated) * count, count)]
 	values = unpack_words(pack_words(made.pop(), config.dtype), config.dtype)
 	total = Float32(0.0)
 	for g, a in zip(grad, values, strict=True):
@@ -334,6 +338,25 @@ def weighted_gradient(
 	for lanes in (8, 4, 2, 1):
 		total = add_rn(total, cute.arch.shuffle_sync_bfly(total, lanes))
 	return made, [mul_rn(p, number) for number in values], total
+
+
+@cute.jit
+def _gradients(act: Activation, arch: str, inputs: list[list[Float32]], out: cute.Tensor) -> None:
+	"""Gradients and values; quickly where numbers allow it."""
+	bound, low = quick_from(act), inputs[0][0]
+	for x in inputs[0][1:]:
+		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+	if cutlass.const_expr(bound is None):
+		_store(activated(act, True, arch, inputs, False, True), out)
+	elif low < bound:
+		_store(activated(act, True, arch, inputs, False, True), out)
+	else:
+		_store(activated(act, True, arch, inputs, True, True), out)
+
+
+def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
+	for i, number in enumerate(number for numbers in made for number in numbers):
+		out[i] = number
 
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.codecs import Level, codec_of
@@ -172,20 +172,7 @@ class TileQuantizer(ChunkAmaxKernels):
 
 	def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
 		"""What copies boxes of the input, and lines of them: atom, source and layout of each."""
-		cols = x.shape[len(x.shape) - 1]
-		matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
-		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-		box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
-		line = cute.make_composed_layout(
-			atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
-		)
-		op = cpasync.CopyBulkTensorTileG2SOp()
-		of_box = (self.loader.box_rows, self.tile.box_cols)
-		of_line = (1, self.tile.box_cols)
-		return (
-			*(*cpasync.make_tiled_tma_atom(op, matrix, box, of_box), box),
-			*(*cpasync.make_tiled_tma_atom(op, matrix, line, of_line), line),
-		)
+		return (*self.loader.copy_of(x, rows, self.loader.box_rows), *self.loader.copy_of(x, rows, 1))
 
 	@cute.kernel
 	def kernel(

@@ -12,11 +12,11 @@ seen its barrier, and that comes before the team's next tile but one is loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Uint32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.launch import DSL_TYPES
@@ -47,6 +47,18 @@ class TileLoader:
 		self.config = config
 		self.tile = tile
 		self.box_rows = BOX_ROWS[config.arch]
+
+	def copy_of(self, x: cute.Tensor, rows: Int32, tall: int) -> tuple[Any, ...]:
+		"""What copies boxes of ``tall`` rows of a matrix: atom, source and layout."""
+		cols, box = x.shape[len(x.shape) - 1], (tall, self.tile.box_cols)
+		matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
+		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
+		if tall == 1:
+			layout = cute.make_composed_layout(atom.inner, 0, cute.make_layout(box, stride=(box[1], 1)))
+		else:
+			layout = cute.tile_to_shape(atom, box, order=(0, 1))
+		op = cpasync.CopyBulkTensorTileG2SOp()
+		return (*cpasync.make_tiled_tma_atom(op, matrix, layout, box), layout)
 
 	@cute.jit
 	def load(

@@ -1,0 +1,325 @@
+"""Gradients of an activation, and p times its result, to codes from one read of its inputs.
+
+What ``moe_activate_gradient`` makes of a tile never leaves shared memory: the loader brings tiles of
+the inputs, all warps turn them where they lie into tiles of the gradient and of p a, and then four
+warps quantize each. Warps that are done begin with the next stage, which was loaded meanwhile.
+
+A tile's part of <grad, a> of each row goes to memory; a second kernel adds the parts of a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+
+from cute_kernels.activations import parse_activation
+from cute_kernels.device.activations import weighted_gradient
+from cute_kernels.device.codecs import codec_of
+from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.convert import pack_words, unpack_words
+from cute_kernels.device.groups import Grouping
+from cute_kernels.device.launch import compact, env_stream
+from cute_kernels.device.memory import load_shared, store_shared
+from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits
+from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
+from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.quantize.fakes import FakeBuffers
+
+from .bytes import ByteTiles
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, SharedMemory, TileGeometry, TilePlaces
+from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
+from .scales import write_column_scales
+from .team import Copies, Team
+
+if TYPE_CHECKING:
+	from cute_kernels.quantize.config import GradientConfig
+
+_THREADS = 256
+#: Lanes that share a row of a tile, eight columns each.
+_LANES = TILE_COLS // 8
+
+
+class Inputs(NamedTuple):
+	"""Copies of boxes of both inputs, and the weights of rows."""
+
+	x: Tma
+	grad: Tma
+	weight: cute.Tensor
+	pair: cute.Tensor
+
+
+@cute.jit
+def weight_of(weight: cute.Tensor, pair: cute.Tensor, row: Int32) -> Float32:
+	"""The weight of a row, 0 of one without a pair."""
+	p, at = Float32(0.0), pair[row]
+	if at >= 0 and at < weight.shape[0]:
+		p = weight[at]
+	return p
+
+
+class GradientLoader(TileLoader):
+	"""Loads whole boxes, also where some of their rows are another group's."""
+
+	@cute.jit
+	def load_tile(
+		self, what: Descriptor, boxes: Inputs, lines: None, stage: Int32, full: Int32, shared: SharedMemory
+	) -> None:
+		bar, target = shared.full + full, shared.tiles + stage * self.config.tile_bytes
+		count, cols = self.config.num_tiles, boxes.grad.source.shape[1]
+		strips = (what.count + self.box_rows - 1) // self.box_rows
+		with cute.arch.elect_one():
+			size = self.config.tile_bytes // TILE_ROWS * self.box_rows
+			cute.arch.mbarrier_expect_tx(bar, strips * size)
+		for n in cutlass.range(strips, unroll=1):
+			row = n * self.box_rows
+			for t in cutlass.range_constexpr(count + 1):
+				tma, first = boxes.grad, what.col_tile * TILE_COLS
+				if cutlass.const_expr(t < count):
+					tma, first = boxes.x, first + t * cols
+					if cutlass.const_expr(self.config.interleaved):
+						first = (what.col_tile * count + t) * TILE_COLS
+				for b in cutlass.range_constexpr(self.tile.num_boxes):
+					place = target + ((t * self.tile.num_boxes + b) * BOX_SIZE + row * BOX_BYTES)
+					self.copy_box(tma, self.box_rows, what.first + row, first + b * self.tile.box_cols, place, bar)
+		at = shared.factors.toint() + stage * (4 * TILE_ROWS)
+		for i in cutlass.range_constexpr(TILE_ROWS // WARP_SIZE):
+			row, p = i * WARP_SIZE + cute.arch.lane_idx(), Float32(0.0)
+			if row < what.count:
+				p = weight_of(boxes.weight, boxes.pair, what.first + row)
+			store_shared(at + row * 4, [f32_as_bits(p)])
+		cute.arch.sync_warp()
+		self.announce(shared, full)
+
+
+class GradientQuantizer:
+	"""Persistent quantizer of gradients, see the module."""
+
+	def __init__(self, config: GradientConfig):
+		self.config = config
+		self.act = parse_activation(config.activation)
+		self.crews = config.num_tiles + 1
+		of_copies = []
+		for copy in config.copies:
+			codec = codec_of(copy.format, copy.dtype, copy.arch)
+			tile = TileGeometry(copy.dtype, codec.block)
+			team = Team(copy, tile)
+			of_copies.append(ByteTiles(copy, codec, tile, team))
+		self.tiles = of_copies
+		self.loader = GradientLoader(config, tile)  # type: ignore[arg-type]
+		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
+		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
+		self.scale_tiles = [
+			scale_tiles(TILE_ROWS, tiles.columns.codec.block) if tiles.columns.is_tiled else 0 for tiles in of_copies
+		]
+		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
+
+	@staticmethod
+	def fake_args(config: GradientConfig) -> tuple[Any, ...]:
+		fake, scaled = (FakeBuffers(config.dtype, "ragged", copy.format) for copy in config.copies)
+		scaled.rows, pairs = fake.rows, cute.sym_int()
+		return (
+			fake.x(),
+			scaled.x(),
+			fake.offs(),
+			compact(Float32, pairs, align=4),
+			compact(Int32, fake.rows, align=4),
+			*(fake.codes(), fake.scales(), fake.codes_t(), fake.scales_t()),
+			*(scaled.codes_t(), scaled.scales_t()),
+			compact(Float32, cute.sym_int(), fake.rows, align=4),
+			compact(Float32, pairs, align=4),
+			Int32(1),
+			env_stream(),
+		)
+
+	@cute.jit
+	def __call__(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor,
+		offs: cute.Tensor,
+		weight: cute.Tensor,
+		pair: cute.Tensor,
+		codes: cute.Tensor,
+		scales: cute.Tensor,
+		codes_t: cute.Tensor,
+		scales_t: cute.Tensor,
+		scaled_t: cute.Tensor,
+		scaled_scales_t: cute.Tensor,
+		sums: cute.Tensor,
+		dweight: cute.Tensor,
+		num_sms: Int32,
+		stream: Any,
+	) -> None:
+		copies = [self.loader.copy_of(t, t.shape[0], self.loader.box_rows) for t in (x, grad)]
+		out = (codes, scales, codes_t, scales_t, scaled_t, scaled_scales_t)
+		self.kernel(x, grad, *copies[0], *copies[1], offs, weight, pair, *out, sums).launch(
+			grid=[num_sms, 1, 1], block=[self.threads + WARP_SIZE, 1, 1], stream=stream, min_blocks_per_mp=1
+		)
+		self.add(x, offs, pair, sums, dweight).launch(grid=[num_sms, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+
+	@cute.kernel
+	def add(self, x: cute.Tensor, offs: cute.Tensor, pair: cute.Tensor, sums: cute.Tensor, dweight: cute.Tensor) -> None:
+		"""The sums of rows, of those of their tiles."""
+		row = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
+		last = Grouping.of(x, offs).last_row()
+		while row < last:
+			at, total = pair[row], Float32(0.0)
+			if at >= 0 and at < dweight.shape[0]:
+				for t in cutlass.range(sums.shape[0], unroll=4):
+					total = add_rn(total, sums[t, row])
+				dweight[at] = total
+			row += cute.arch.grid_dim()[0] * _THREADS
+
+	@cute.kernel
+	def kernel(
+		self,
+		x: cute.Tensor,
+		grad: cute.Tensor,
+		x_copy: cute.CopyAtom,
+		x_source: cute.Tensor,
+		x_box: cute.ComposedLayout,
+		grad_copy: cute.CopyAtom,
+		grad_source: cute.Tensor,
+		grad_box: cute.ComposedLayout,
+		offs: cute.Tensor,
+		weight: cute.Tensor,
+		pair: cute.Tensor,
+		codes: cute.Tensor,
+		scales: cute.Tensor,
+		codes_t: cute.Tensor,
+		scales_t: cute.Tensor,
+		scaled_t: cute.Tensor,
+		scaled_scales_t: cute.Tensor,
+		sums: cute.Tensor,
+	) -> None:
+		smem, stages = cutlass.memory.SmemAllocator(), self.config.num_stages
+
+		def part(size: int, align: int = 16) -> cute.Pointer:
+			return smem.allocate_array(Uint8, max(size, 1), byte_alignment=align)
+
+		tiles = part(stages * self.config.tile_bytes, 1024)
+		shared = SharedMemory(
+			tiles=tiles,
+			scales=part(self.crews * SF_TILE_BYTES),
+			scales_t=part(2 * self.crews * self.scales_bytes),
+			squares=tiles,
+			factors=part(stages * TILE_ROWS * 4),
+			descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
+			full=smem.allocate_array(Int64, 2, byte_alignment=8),
+			empty=smem.allocate_array(Int64, stages, byte_alignment=8),
+		)
+		tid = cute.arch.thread_idx()[0]
+		if tid < 2:
+			cute.arch.mbarrier_init(shared.full + tid, 1)
+		if tid < stages:
+			cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
+		cute.arch.mbarrier_init_fence()
+		cute.arch.sync_threads()
+		groups, warp = Grouping.of(x, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
+		if warp == self.threads // WARP_SIZE:
+			boxes = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair)
+			self.loader.load(groups, grad.shape[1], None, None, boxes, None, shared)
+		else:
+			out = (Copies(codes, scales, codes_t, scales_t), Copies(None, None, scaled_t, scaled_scales_t))
+			self.compute(groups, (x.shape[1], grad.shape[1]), out, sums, warp, shared)
+
+	@cute.jit
+	def compute(
+		self,
+		groups: Grouping,
+		cols: tuple[Int32, Int32],
+		out: tuple[Copies, Copies],
+		sums: cute.Tensor,
+		warp: Int32,
+		shared: SharedMemory,
+	) -> None:
+		"""All tiles of a CTA, one after the other."""
+		config, of_tile = self.config, self.config.copies[0].tile_bytes
+		crew = warp // config.copies[0].warps_per_team
+		part = warp - crew * config.copies[0].warps_per_team
+		stage, phase, copy, count = Int32(0), Int32(0), Int32(0), Int32(1)
+		while count > 0:
+			cute.arch.mbarrier_wait(shared.full + copy, phase)
+			what = self.loader.read_descriptor(shared, stage)
+			count = what.count
+			if count > 0:
+				at = shared.tiles.toint() + stage * config.tile_bytes
+				self.make(what, at, shared.factors.toint() + stage * (4 * TILE_ROWS), sums)
+				# The next load of this stage is an asynchronous write after these.
+				cute.arch.fence_view_async_shared()
+				cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
+				places = TilePlaces(
+					tile=at + crew * of_tile,
+					scales=shared.scales.toint() + crew * SF_TILE_BYTES,
+					scales_t=shared.scales_t.toint() + (crew * 2 + copy) * self.scales_bytes,
+					squares=at,
+				)
+				if crew < config.num_tiles:
+					column = crew * (cols[1] // TILE_COLS) + what.col_tile
+					if cutlass.const_expr(config.interleaved):
+						column = what.col_tile * config.num_tiles + crew
+					if column * TILE_COLS < cols[0]:
+						self.quantize(0, groups, cols[0], out[0], what._replace(col_tile=column), crew, part, places)
+				else:
+					self.quantize(1, groups, cols[1], out[1], what, crew, part, places)
+				cute.arch.sync_warp()
+				with cute.arch.elect_one():
+					cute.arch.mbarrier_arrive(shared.empty + stage)
+			stage, _ = self.loader.next_stage(stage, phase, 1)
+			phase ^= copy
+			copy ^= 1
+
+	@cute.jit
+	def make(self, what: Descriptor, tile_at: Int32, weights_at: Int32, sums: cute.Tensor) -> None:
+		"""Turn tiles of the inputs into those of the gradient and of p times the result."""
+		config, thread = self.config, cute.arch.thread_idx()[0]
+		unit, row = thread % _LANES, thread // _LANES
+		step, pair = self.threads // _LANES, row // 2 * 2
+		tiles = [tile_at + t * config.copies[0].tile_bytes for t in range(self.crews)]
+		of_unit = [self.place(tile, unit, row) for tile in tiles]
+		if cutlass.const_expr(config.interleaved):
+			first = self.place(tile_at, 2 * unit, row)
+			of_unit[:2] = [first, first ^ 16]
+		# A warp has two rows at once: of an odd number, one more than there are.
+		for n in cutlass.range((what.count - pair + step - 1) // step, unroll=1):
+			after = n * (step * BOX_BYTES)
+			*inputs, grad = [unpack_words(load_shared(at + after, 4), config.dtype) for at in of_unit]
+			if cutlass.const_expr(config.interleaved):
+				both = [number for half in inputs for number in half]
+				inputs = [both[::2], both[1::2]]
+			of_row = row + n * step
+			p = bits_as_f32(load_shared(weights_at + of_row * 4, 1)[0])
+			made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p)
+			if cutlass.const_expr(config.interleaved):
+				both = [number for numbers in zip(*made, strict=True) for number in numbers]
+				made = [both[:8], both[8:]]
+			for at, numbers in zip(of_unit, [*made, scaled], strict=True):
+				store_shared(at + after, pack_words(numbers, config.dtype))
+			if unit == 0 and of_row < what.count:
+				sums[what.col_tile, what.first + of_row] = total
+
+	def place(self, tile_at: Int32, chunk: Int32, row: Int32) -> Int32:
+		"""Where a chunk of a row is."""
+		return tile_at + chunk // 8 * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % 8 * 16
+
+	@cute.jit
+	def quantize(
+		self,
+		kind: int,
+		groups: Grouping,
+		cols: Int32,
+		out: Copies,
+		what: Descriptor,
+		crew: Int32,
+		part: Int32,
+		places: TilePlaces,
+	) -> None:
+		"""A crew's tile to codes."""
+		tiles, count = self.tiles[kind], self.scale_tiles[kind]
+		by = Encoding(tiles.columns.codec.zero_level(), None, None)
+		tiles.convert(groups, cols, (by, by), None, out, what, crew, part, places, Uint32(0))
+		if cutlass.const_expr(count > 0):
+			if part < count:
+				write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
