@@ -16,6 +16,7 @@ from .config import (
 	DbiasConfig,
 	DelayedConfig,
 	DequantizeConfig,
+	GradientConfig,
 	Grouping,
 	OffsetsConfig,
 	Prologue,
@@ -25,7 +26,9 @@ from .config import (
 	ValuesConfig,
 )
 
-Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = (
+	AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | GradientConfig | OffsetsConfig | RowsConfig | TileConfig
+)
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
@@ -81,6 +84,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
 			if (by_warps := ActivatedConfig.choose(fmt, made, arch)).can_implement(made):
 				yield by_warps
+	for fmt in (FP8Block(), MXFP8()):
+		if support("moe_quantize_gradient", fmt, arch):
+			yield GradientConfig(fmt.text, fmt.text, "bfloat16", "swiglu", arch)
 	yield from _gathered(arch)
 
 
