@@ -13,13 +13,14 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from cute_kernels import ops
+from cute_kernels import ops, support
 from cute_kernels.activations import is_gated
 from grouped import debug
 
@@ -29,6 +30,8 @@ from .tensor import handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
+	from cute_kernels.formats import Format
+
 	from .debug import Probe
 	from .recipes import Recipe
 
@@ -252,9 +255,16 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	if g is None:
 		g = z.new_zeros(token.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	given = (style.activation, offs, style.interleaved)
-	dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
-	del z, g
 	wgrad, db_2 = got.wgrad, None
+	dz: Tensor | Copies
+	scaled: Tensor | Copies
+	if wgrad is not None and need_dx and tuple(of_first) == (True, False) and _quantizes_gradients(first, second):
+		texts = call_1.recipe.texts[2], call_2.recipe.texts[0]
+		*of_dz, codes_t, scales_t, dp = ops.moe_quantize_gradient(z, g, *texts, *given[:2], p, pair, style.interleaved)
+		dz, scaled = Copies(of_dz[:2], of_dz[2:]), Copies(None, [codes_t, scales_t])
+	else:
+		dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
+	del z, g
 	if wgrad is not None:
 		operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
 		wgrad = wgrad._replace(x=operand)
@@ -270,7 +280,7 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	dw_1: Sequence[Tensor | None] = [None] * len(ctx.of_weights[0])
 	if need_dz:
 		if first.flags is not None:
-			debug.note_gradient(first.flags, dz, offs)
+			debug.note_gradient(first.flags, cast("Tensor", dz), offs)
 		needs = (need_dx, *of_first)
 		got = backward(call_1, needs, dz, offs, ([], weight_1), scales_1[1])
 		del dz, weight_1
@@ -283,6 +293,17 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
 		_record(first, amaxes_1, got.amax)
 	return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
+
+
+@functools.lru_cache(maxsize=64)
+def _takes(fmt: Format | None) -> bool:
+	return fmt is not None and bool(support("moe_quantize_gradient", fmt, "reference"))
+
+
+def _quantizes_gradients(first: Layer, second: Layer) -> bool:
+	"""Whether one op makes what is quantized of dz and p a: by formats, and if nothing else looks on."""
+	seen = any(layer.probe is not None or layer.recipe.propagate_nonfinite for layer in (first, second))
+	return not seen and first.flags is None and _takes(first.recipe.grad_output) and _takes(second.recipe.input)
 
 
 def _again(

@@ -293,9 +293,23 @@ def _quantize_and_multiply(
 	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
 	if call.probe is not None:
 		call.probe.see(role, made(x), copies, fmt, offs)
+	return _product(copies, weight, offs, fmt, call, transpose, bias), copies
+
+
+def _product(
+	copies: Copies,
+	weight: list[Tensor],
+	offs: Tensor,
+	fmt: Format,
+	call: LinearCall,
+	transpose: bool,
+	bias: Tensor | None = None,
+) -> Tensor:
+	codes, *scales = weight
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
 	operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
-	return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
+	y: Tensor = ops.m_grouped_gemm(a_codes, codes, offs, bias, None, transpose, call.dtype, *operands)
+	return y
 
 
 def _plain_product(
@@ -407,7 +421,7 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 
 
 def wgrad_operand(
-	call: LinearCall, x: Tensor | Rows, offs: Tensor, scale: Tensor | None
+	call: LinearCall, x: Tensor | Rows | Copies, offs: Tensor, scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
 	"""What the gradient of the weight reads of the input, and its amax under delayed scaling.
 
@@ -415,10 +429,12 @@ def wgrad_operand(
 
 	Args:
 	  call: the call that is differentiated.
-	  x: (T, K), the input.
+	  x: (T, K), the input, or its columnwise copy.
 	  offs: (G,) end rows.
 	  scale: (G,) scales of ``x``, where its format takes them.
 	"""
+	if isinstance(x, Copies):
+		return x.columnwise or [], None
 	if not call.recipe.is_quantized:
 		return [low(made(x))], None
 	if call.probe is not None:
@@ -431,9 +447,21 @@ def wgrad_operand(
 
 
 def backward(
-	call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None = None
+	call: LinearCall,
+	needs: Sequence[bool],
+	dy: Tensor | Rows | Copies,
+	offs: Tensor,
+	kept: Kept,
+	scale: Tensor | None = None,
 ) -> Gradients:
-	"""The gradients of x and bias and what that of the weight is made of, as far as needed."""
+	"""The gradients of x and bias and what that of the weight is made of, as far as needed.
+
+	dy may be quantized already, in both directions, for those of x and the weight alone.
+	"""
+	x, weight = kept
+	if isinstance(dy, Copies):
+		product = _product(dy, weight or [], offs, _format(call.recipe, "grad_output"), call, True)
+		return Gradients(product, WgradOperands(dy.columnwise or [], x or [], offs), None)
 	amax = None
 	if needs[2] or call.probe is not None or not call.recipe.is_quantized:
 		dy = made(dy)
@@ -443,7 +471,6 @@ def backward(
 	else:
 		dx, of_dy = _plain_gradients(call, needs, made(dy), offs, kept)
 	dbias = ops.grouped_dbias(made(dy), offs).to(call.bias_dtype) if needs[2] else None
-	x, _ = kept
 	wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
 	return Gradients(dx, wgrad, dbias, amax)
 

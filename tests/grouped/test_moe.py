@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import grouped
-from grouped import recipes
+from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
@@ -210,6 +210,23 @@ def test_steps_repeat_and_recompute(recipe):
 	runs = [step(moe_of(recipe, bias=True, recompute=r), tokens()) for r in (False, False, True)]
 	assert_all_same(*runs[:2])
 	assert_all_same(*runs[::2])
+
+
+@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")})
+def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
+	"""With the bits of quantizing them after, unless something else reads them."""
+	calls, make = [], experts.ops.moe_quantize_gradient
+	monkeypatch.setattr(experts.ops, "moe_quantize_gradient", lambda *given: calls.append(1) or make(*given))
+	for options, by_one in (({}, True), ({"activation": "srelu", "recompute": True}, True), ({"bias": True}, False)):
+		got = step(moe_of(recipe, **options), tokens())
+		assert len(calls) == by_one
+		with monkeypatch.context() as patch:
+			patch.setattr(experts, "_quantizes_gradients", lambda *layers: False)
+			assert_all_same(step(moe_of(recipe, **options), tokens()), got)
+		with grouped.debug.inspect(moe := moe_of(recipe, **options)):
+			assert_all_same(step(moe, tokens()), got)
+		assert len(calls) == by_one
+		calls.clear()
 
 
 def test_recompute_of_weights_that_were_kept():
