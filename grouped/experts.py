@@ -22,11 +22,25 @@ from torch import Tensor
 
 from cute_kernels import ops, support
 from cute_kernels.activations import is_gated
+from cute_kernels.ops.activated import activates
+from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
 from .autograd import WeightGradients, recipe_of
-from .passes import Copies, LinearCall, Rows, Scaling, WgradOperands, backward, forward, joined, made, wgrad_operand
-from .tensor import handler
+from .passes import (
+	Copies,
+	Epilogue,
+	LinearCall,
+	Rows,
+	Scaling,
+	WgradOperands,
+	backward,
+	forward,
+	joined,
+	made,
+	wgrad_operand,
+)
+from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
@@ -79,14 +93,24 @@ class Layer(NamedTuple):
 	probe: Probe | None = None
 	flags: Tensor | None = None
 
-	def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-		"""The product, what the gradient of x reads of the weight, and amaxes."""
-		options = (self.copies, (need_dx, False), self.scaling, self.probe)
-		rows = x if self.flags is None else x.made()
+	def forward(
+		self, x: Tensor | Rows, offs: Tensor, need_dx: bool, epilogue: Epilogue | None = None
+	) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+		"""What the product gives, what the gradient of x reads of the weight, and amaxes."""
+		options = (self.copies, (need_dx, False), self.scaling, self.probe, epilogue)
+		rows = x if self.flags is None else made(x)
 		y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
 		if self.flags is not None:
-			debug.note(self.flags, made(rows), self.weights, y, offs)
+			debug.note(self.flags, made(rows), self.weights, y[-1], offs)
 		return y, weight or [], amaxes
+
+	def activates(self, x: Tensor, style: Style) -> bool:
+		"""Whether a kernel activates in the epilogue of the product."""
+		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
+		if isinstance(weight, GroupedTensor):
+			of_weight = weight.format.text
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), style.activation, style.interleaved)
+		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:
 		"""A copy of the scale of a role, which the next step may overwrite."""
@@ -133,15 +157,27 @@ def experts(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer,
 
 
 def _forward(
-	x: Tensor, p: Tensor, r: Routing, layers: tuple[Layer, Layer], style: Style, needs: tuple[bool, bool] = (False, False)
-) -> tuple[Tensor, Tensor, list[list[Tensor]], list[list[Tensor | None]]]:
-	"""y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
-	first, second = layers
-	z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
-	a = Rows(z, r.offs, None, style.activation, style.interleaved)
-	h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
+	x: Tensor,
+	p: Tensor,
+	r: Routing,
+	layers: tuple[Layer, Layer],
+	style: Style,
+	needs: tuple[bool, bool] = (False, False),
+	keeps_z: bool = False,
+) -> tuple[Tensor, Tensor | None, list[list[Tensor]], list[list[Tensor | None]]]:
+	"""y, z if kept, and of each layer what the gradient of its input reads of its weight, and amaxes."""
+	(first, second), act = layers, (style.activation, style.interleaved)
+	rows = Rows(x, r.offs, r.token)
+	if first.activates(x, style):
+		epilogue = Epilogue(*act, keeps_z or first.flags is not None)
+		(a, *rest), weight, amaxes = first.forward(rows, r.offs, needs[0], epilogue)
+		z = rest[0] if keeps_z else None
+		(h,), weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
+	else:
+		(z,), weight, amaxes = first.forward(rows, r.offs, needs[0])
+		(h,), weight_2, amaxes_2 = second.forward(Rows(z, r.offs, None, *act), r.offs, needs[1])
 	y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
-	return y, z, [weight, weight_2], [amaxes, amaxes_2]
+	return y, z if keeps_z else None, [weight, weight_2], [amaxes, amaxes_2]
 
 
 def _differentiable(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
@@ -191,7 +227,7 @@ class _Experts(torch.autograd.Function):
 		ctx.needs = (needed[0], needed[1], need_dz, of_first, of_second)
 		ctx.of_weights = of_weights
 		need_g = need_dz or needed[1]
-		y, z, kept, amaxes = _forward(x, p, routing, layers, style, (needed[0], need_g))
+		y, z, kept, amaxes = _forward(x, p, routing, layers, style, (needed[0], need_g), not style.recompute)
 		# What makes z again; of quantized weights the copies that were given, if there were.
 		again: list[Tensor | None] = []
 		if style.recompute:
@@ -201,7 +237,7 @@ class _Experts(torch.autograd.Function):
 		saved: list[Sequence[Tensor | None]] = [
 			# The weight's gradient of the first layer, or z again.
 			[x if of_first[0] or style.recompute else None],
-			[p, None if style.recompute else z, *routing, second.bias],
+			[p, z, *routing, second.bias],
 			*[[layer.scale(0), layer.scale(2)] for layer in layers],
 			*[[*seen, None, None][:2] for seen in amaxes],
 			*kept,
@@ -317,7 +353,7 @@ def _again(
 		scaling = Scaling([scale, weight_scale, scale])
 	sources = [weights[0].new_empty(())] if ctx.has_copies else weights
 	layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-	return layer.forward(Rows(x, offs, token), offs, False)[0]
+	return layer.forward(Rows(x, offs, token), offs, False)[0][0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:
@@ -335,8 +371,12 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 	dp += (dy @ bias.float().T).gather(1, expert) * there
 	if not need:
 		return None
-	p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
-	return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
+	chosen = (expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)) & there.unsqueeze(-1)
+	# 0 * NaN is NaN: what is not finite would reach all experts by the product.
+	lost = ~dy.isfinite()
+	sums = torch.where(chosen, p.unsqueeze(-1), 0).sum(1).T @ dy.masked_fill(lost, 0)
+	reached = chosen.any(1).T.bfloat16() @ lost.bfloat16()
+	return sums.masked_fill_(reached > 0, torch.nan).to(bias.dtype)
 
 
 # ---- as an op

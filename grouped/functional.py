@@ -16,6 +16,7 @@ from cute_kernels.ops.prologue import result_shape
 from .offsets import Offsets, as_offs
 from .seeds import as_seed
 from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes
+from .shards import is_spread
 from .tensor import GroupedTensor, assemble, handler
 from .tracing import constant_call
 from .validation import check_format, check_is_tensor
@@ -174,6 +175,13 @@ def quantize(
 			"vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
 			"(G, N, K), or call quantize on all rows with offs, outside of vmap"
 		)
+	if type(x) is not Tensor and is_spread(x):
+		from . import sharding
+
+		if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
+			raise ValueError("x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it")
+		found: Any = sharding.quantize(x, fmt, offs, rowwise=rowwise, columnwise=columnwise)
+		return found  # type: ignore[no-any-return]
 	x, grad = x.detach(), None if grad is None else grad.detach()
 	act = _activation_text(activation)
 	shape = result_shape(x.shape, act, grad)

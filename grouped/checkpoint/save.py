@@ -90,6 +90,8 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
 	fmt, held = layout.fmt, weight.parameter
 	if not isinstance(held, GroupedTensor):
 		return
+	if held.grouping != "uniform":
+		raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
 	ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
 	# Such scales are stored for every row, also where a square block has one.
 	per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"

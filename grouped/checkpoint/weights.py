@@ -47,7 +47,7 @@ class ExpertWeight(NamedTuple):
 	@property
 	def is_bias(self) -> bool:
 		"""Whether it is one."""
-		return self.parameter.dim() == 2  # noqa: PLR2004
+		return self.attribute.endswith("bias")
 
 	@property
 	def shape(self) -> tuple[int, ...]:
