@@ -34,7 +34,7 @@ from .scales import write_column_scales
 from .team import Copies, Team
 
 if TYPE_CHECKING:
-	from cute_kernels.quantize.config import GradientConfig
+	from cute_kernels.quantize.config import GradientConfig, TileConfig
 
 _THREADS = 256
 #: Lanes that share a row of a tile, eight columns each.
@@ -42,7 +42,7 @@ _LANES = TILE_COLS // 8
 
 
 class Inputs(NamedTuple):
-	"""Copies of boxes of both inputs, and the weights of rows."""
+	"""Copies of boxes, and the weights of rows."""
 
 	x: Tma
 	grad: Tma
@@ -50,47 +50,27 @@ class Inputs(NamedTuple):
 	pair: cute.Tensor
 
 
-@cute.jit
-def weight_of(weight: cute.Tensor, pair: cute.Tensor, row: Int32) -> Float32:
-	"""The weight of a row, 0 of one without a pair."""
-	p, at = Float32(0.0), pair[row]
-	if at >= 0 and at < weight.shape[0]:
-		p = weight[at]
-	return p
-
-
 class GradientLoader(TileLoader):
-	"""Loads whole boxes, also where some of their rows are another group's."""
+	"""Loads tiles of the inputs, and the weights of their rows."""
+
+	def sources(self, what: Descriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
+		count, first = self.config.num_tiles, what.col_tile * TILE_COLS
+		next_, after = inputs.grad.source.shape[1], first
+		if self.config.interleaved:
+			next_, after = TILE_COLS, first * count
+		return [*((inputs.x, after + t * next_) for t in range(count)), (inputs.grad, first)]
 
 	@cute.jit
-	def load_tile(
-		self, what: Descriptor, boxes: Inputs, lines: None, stage: Int32, full: Int32, shared: SharedMemory
-	) -> None:
-		bar, target = shared.full + full, shared.tiles + stage * self.config.tile_bytes
-		count, cols = self.config.num_tiles, boxes.grad.source.shape[1]
-		strips = (what.count + self.box_rows - 1) // self.box_rows
-		with cute.arch.elect_one():
-			size = self.config.tile_bytes // TILE_ROWS * self.box_rows
-			cute.arch.mbarrier_expect_tx(bar, strips * size)
-		for n in cutlass.range(strips, unroll=1):
-			row = n * self.box_rows
-			for t in cutlass.range_constexpr(count + 1):
-				tma, first = boxes.grad, what.col_tile * TILE_COLS
-				if cutlass.const_expr(t < count):
-					tma, first = boxes.x, first + t * cols
-					if cutlass.const_expr(self.config.interleaved):
-						first = (what.col_tile * count + t) * TILE_COLS
-				for b in cutlass.range_constexpr(self.tile.num_boxes):
-					place = target + ((t * self.tile.num_boxes + b) * BOX_SIZE + row * BOX_BYTES)
-					self.copy_box(tma, self.box_rows, what.first + row, first + b * self.tile.box_cols, place, bar)
-		at = shared.factors.toint() + stage * (4 * TILE_ROWS)
+	def load_tile(self, what: Descriptor, inputs: Inputs, stage: Int32, full: Int32, shared: SharedMemory) -> None:
+		TileLoader.load_tile(self, what, inputs, stage, full, shared)
 		for i in cutlass.range_constexpr(TILE_ROWS // WARP_SIZE):
 			row, p = i * WARP_SIZE + cute.arch.lane_idx(), Float32(0.0)
 			if row < what.count:
-				p = weight_of(boxes.weight, boxes.pair, what.first + row)
-			store_shared(at + row * 4, [f32_as_bits(p)])
+				at = inputs.pair[what.first + row]
+				if at >= 0 and at < inputs.weight.shape[0]:
+					p = inputs.weight[at]
+			store_shared(shared.factors.toint() + (stage * TILE_ROWS + row) * 4, [f32_as_bits(p)])
 		cute.arch.sync_warp()
-		self.announce(shared, full)
 
 
 class GradientQuantizer:
@@ -100,20 +80,18 @@ class GradientQuantizer:
 		self.config = config
 		self.act = parse_activation(config.activation)
 		self.crews = config.num_tiles + 1
-		of_copies = []
-		for copy in config.copies:
-			codec = codec_of(copy.format, copy.dtype, copy.arch)
-			tile = TileGeometry(copy.dtype, codec.block)
-			team = Team(copy, tile)
-			of_copies.append(ByteTiles(copy, codec, tile, team))
-		self.tiles = of_copies
-		self.loader = GradientLoader(config, tile)  # type: ignore[arg-type]
+		self.tiles = [self.converter(copy) for copy in config.copies]
+		self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
 		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
 		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
-		self.scale_tiles = [
-			scale_tiles(TILE_ROWS, tiles.columns.codec.block) if tiles.columns.is_tiled else 0 for tiles in of_copies
-		]
+		self.scale_tiles = [t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles]
 		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
+
+	def converter(self, copy: TileConfig) -> ByteTiles:
+		"""What quantizes a tile of one kind."""
+		codec = codec_of(copy.format, copy.dtype, copy.arch)
+		tile = TileGeometry(copy.dtype, codec.block)
+		return ByteTiles(copy, codec, tile, Team(copy, tile))  # type: ignore[arg-type]
 
 	@staticmethod
 	def fake_args(config: GradientConfig) -> tuple[Any, ...]:
@@ -134,27 +112,10 @@ class GradientQuantizer:
 		)
 
 	@cute.jit
-	def __call__(
-		self,
-		x: cute.Tensor,
-		grad: cute.Tensor,
-		offs: cute.Tensor,
-		weight: cute.Tensor,
-		pair: cute.Tensor,
-		codes: cute.Tensor,
-		scales: cute.Tensor,
-		codes_t: cute.Tensor,
-		scales_t: cute.Tensor,
-		scaled_t: cute.Tensor,
-		scaled_scales_t: cute.Tensor,
-		sums: cute.Tensor,
-		dweight: cute.Tensor,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
-		copies = [self.loader.copy_of(t, t.shape[0], self.loader.box_rows) for t in (x, grad)]
-		out = (codes, scales, codes_t, scales_t, scaled_t, scaled_scales_t)
-		self.kernel(x, grad, *copies[0], *copies[1], offs, weight, pair, *out, sums).launch(
+	def __call__(self, *args: Any) -> None:
+		x, grad, offs, weight, pair, *out, sums, dweight, num_sms, stream = args
+		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
+		self.kernel(*copies[0], *copies[1], offs, weight, pair, *out, sums).launch(
 			grid=[num_sms, 1, 1], block=[self.threads + WARP_SIZE, 1, 1], stream=stream, min_blocks_per_mp=1
 		)
 		self.add(x, offs, pair, sums, dweight).launch(grid=[num_sms, 1, 1], block=[_THREADS, 1, 1], stream=stream)
@@ -175,8 +136,6 @@ class GradientQuantizer:
 	@cute.kernel
 	def kernel(
 		self,
-		x: cute.Tensor,
-		grad: cute.Tensor,
 		x_copy: cute.CopyAtom,
 		x_source: cute.Tensor,
 		x_box: cute.ComposedLayout,
@@ -217,13 +176,14 @@ class GradientQuantizer:
 			cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
 		cute.arch.mbarrier_init_fence()
 		cute.arch.sync_threads()
-		groups, warp = Grouping.of(x, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
+		groups, warp = Grouping.of(x_source, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
+		cols = x_source.shape[1], grad_source.shape[1]
 		if warp == self.threads // WARP_SIZE:
-			boxes = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair)
-			self.loader.load(groups, grad.shape[1], None, None, boxes, None, shared)
+			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair)
+			self.loader.load(groups, cols[1], None, None, inputs, shared)
 		else:
 			out = (Copies(codes, scales, codes_t, scales_t), Copies(None, None, scaled_t, scaled_scales_t))
-			self.compute(groups, (x.shape[1], grad.shape[1]), out, sums, warp, shared)
+			self.compute(groups, cols, out, sums, warp, shared)
 
 	@cute.jit
 	def compute(
