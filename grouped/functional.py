@@ -1,8 +1,6 @@
 """Quantize grouped tensors, and offsets from counts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,6 +8,7 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.activations import Activation
 from cute_kernels.capability import require
+from cute_kernels.formats import Format
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
 
@@ -20,9 +19,6 @@ from .shards import is_spread
 from .tensor import GroupedTensor, assemble, handler
 from .tracing import constant_call
 from .validation import check_format, check_is_tensor
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 __all__ = ["compute_offsets", "quantize"]
 

@@ -312,25 +312,39 @@ def activated(
 	return [half[: len(inputs[0])] for half in out]
 
 
+@cute.jit
+def activated_by_size(
+	act: Activation, is_gradient: bool, arch: str, inputs: list[list[Float32]], with_value: bool = False
+) -> list[list[Float32]]:
+	"""``activated``, quick where numbers allow it."""
+	bound, low, count = quick_from(act), inputs[0][0], len(inputs[0])
+	if cutlass.const_expr(bound is None):
+		return activated(act, is_gradient, arch, inputs, False, with_value)
+	for x in inputs[0][1:]:
+		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+	out = cute.make_rmem_tensor((is_gradient * (1 + act.is_gated) + (with_value or not is_gradient)) * count, Float32)
+	if low < bound:
+		_store(activated(act, is_gradient, arch, inputs, False, with_value), out)
+	else:
+		_store(activated(act, is_gradient, arch, inputs, True, with_value), out)
+	return [[out[i + j] for j in range(count)] for i in range(0, cute.size(out), count)]
+
+
+def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
+	for i, number in enumerate(number for numbers in made for number in numbers):
+		out[i] = number
+
+
 def weighted_gradient(
 	act: Activation, config: Any, inputs: Sequence[Sequence[Float32]], grad: Sequence[Float32], p: Float32
 ) -> tuple[list[list[Float32]], list[Float32], Float32]:
 	"""What ``moe_activate_gradient`` makes of neighbours in a row of weight ``p``.
 
-	Args:
-	  act: the activation.
-	  config: has the ``arch``, and the ``dtype`` to which values are rounded.
-	  inputs: x, or A and B.
-	  grad: the gradient of the result.
-	  p: the weight.
-
-	Returns:
-	  The gradients of the inputs, p times the values, and the sum of <grad, values> of 16 lanes.
+	Of x, or A and B, and the gradient of the result: the gradients of the inputs, p times the values,
+	which are rounded to ``config.dtype`` first, and the sum of <grad, values> of 16 lanes.
 	"""
-	inputs, count = [*inputs, [mul_rn(p, number) for number in grad]], len(grad)
-	out = cute.make_rmem_tensor((2 + act.is_gated) * count, Float32)
-	_gradients(act, config.arch, inputs, out)
-	made = [[out[i + j] for j in range(count)] for i in range(0, (2 + act.is_gated) * count, count)]
+	inputs = [*inputs, [mul_rn(p, number) for number in grad]]
+	made = activated_by_size(act, True, config.arch, inputs, True)
 	values = unpack_words(pack_words(made.pop(), config.dtype), config.dtype)
 	total = Float32(0.0)
 	for g, a in zip(grad, values, strict=True):
@@ -338,25 +352,6 @@ def weighted_gradient(
 	for lanes in (8, 4, 2, 1):
 		total = add_rn(total, cute.arch.shuffle_sync_bfly(total, lanes))
 	return made, [mul_rn(p, number) for number in values], total
-
-
-@cute.jit
-def _gradients(act: Activation, arch: str, inputs: list[list[Float32]], out: cute.Tensor) -> None:
-	"""Gradients and values; quickly where numbers allow it."""
-	bound, low = quick_from(act), inputs[0][0]
-	for x in inputs[0][1:]:
-		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
-	if cutlass.const_expr(bound is None):
-		_store(activated(act, True, arch, inputs, False, True), out)
-	elif low < bound:
-		_store(activated(act, True, arch, inputs, False, True), out)
-	else:
-		_store(activated(act, True, arch, inputs, True, True), out)
-
-
-def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
-	for i, number in enumerate(number for numbers in made for number in numbers):
-		out[i] = number
 
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:

@@ -340,25 +340,24 @@ class MoeActivateGradient(Plain):
 @register
 @dataclasses.dataclass
 class MoeQuantizeGradient(Op):
-	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it by one read.
+	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
 
-	What is quantized is rounded to the dtype of ``x`` first, but not written to memory.
+	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory.
 
 	Args:
-	  x: (R, W) bf16, fp16 or fp32, the input of the activation; W = 2 N of a gated one.
-	  grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-	  format: the text of the format of the gradient with respect to ``x``: one whose blocks have all
-	    scales that there are, such as ``"fp8_block"``.
+	  x: (R, W), the input of the activation, as for ``moe_activate_gradient``.
+	  grad: (R, N), likewise.
+	  format: the text of the format of the gradient of ``x``, whose blocks have all scales that there are.
 	  scaled_format: likewise of ``p * a``.
 	  activation: as for ``moe_activate``.
-	  offs: (G,) int32 end rows: rows from the last on are not quantized.
-	  weight: (T, k) fp32, p of each pair of a token and an expert.
-	  pair: (R,) int32, the pair of each row.
-	  interleaved: as for ``moe_activate``.
+	  offs: (G,) int32 end rows, as for ``grouped_quantize``.
+	  weight: (T, k) fp32, p, as for ``moe_activate_gradient``.
+	  pair: (R,) int32, likewise.
+	  interleaved: likewise.
 
 	Returns:
-	  Of the gradient with respect to ``x`` codes, scales, codes_t and scales_t, of ``p * a`` codes_t
-	  and scales_t, as ``grouped_quantize`` gives them; the gradient of ``weight`` (T, k) fp32.
+	  Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,
+	  and the gradient of ``weight``.
 	"""
 
 	x: Tensor
@@ -395,7 +394,6 @@ class MoeQuantizeGradient(Op):
 	def require(self, backend: Backend) -> None:
 		for op in self.passes(self.x, self.grad)[1:]:
 			require(self.name, op.record, backend.arch, dtype=self.x.dtype)
-			op.require(backend)
 
 	def capability(self) -> tuple[str, Format | None]:
 		return self.name, parse(self.format)

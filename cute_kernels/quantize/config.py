@@ -216,28 +216,6 @@ class ValuesConfig(RowsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivatedConfig(RowsConfig):
-	"""``RowsConfig`` of ragged rows that go through an activation to FP8 with MN-major scales of blocks."""
-
-	kernel: ClassVar[str] = "cute_kernels.quantize.activated:ActivatedQuantizer"
-
-	@classmethod
-	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
-		"""The one configuration."""
-		return cls(fmt.text, problem.dtype, problem.grouping, arch=arch, prologue=problem.prologue)
-
-	def can_implement(self, problem: QuantizeProblem) -> Support:
-		"""Whether the kernel takes ``problem``."""
-		fmt, made = parse(self.format), problem.prologue
-		if fmt.is_2d or fmt.scale is None or fmt.scale.layout != "mn_major":
-			return Support(False, f"{self.format} has no MN-major scales of parts of rows")
-		is_plain = made is not None and made.activation is not None and not (made.is_gradient or made.gathered)
-		if not is_plain or problem.grouping != "ragged" or DTYPE_BYTES[problem.dtype] != 2:
-			return Support(False, "activations of ragged 16-bit rows only")
-		return _takes(self, problem, fmt.k_multiple)
-
-
-@dataclasses.dataclass(frozen=True)
 class TileConfig:
 	"""One or both copies, tile by tile, from one read once the amaxes are known.
 
@@ -373,13 +351,8 @@ class TileConfig:
 class GradientConfig:
 	"""The gradient of an activation in both directions and p times its result columnwise, from one read.
 
-	Attributes:
-	  format: canonical text of the gradient's format.
-	  scaled_format: of that of p times the result.
-	  dtype: name of the inputs' dtype, to which both are rounded first.
-	  activation: its text.
-	  arch: whose instructions it uses.
-	  interleaved: the inputs of a gated activation alternate.
+	``format`` is that of the gradient, ``scaled_format`` that of p times the result; both are rounded
+	to ``dtype``, that of the inputs, first. The inputs of a gated activation may be ``interleaved``.
 	"""
 
 	format: str
@@ -402,11 +375,8 @@ class GradientConfig:
 	@property
 	def copies(self) -> tuple[TileConfig, TileConfig]:
 		"""What becomes of tiles of the gradient, and of those of p times the result."""
-		facts: dict[str, Any] = {"columnwise": True, "arch": self.arch}
-		return (
-			TileConfig(self.format, self.dtype, **facts),
-			TileConfig(self.scaled_format, self.dtype, rowwise=False, **facts),
-		)
+		both = TileConfig(self.format, self.dtype, columnwise=True, arch=self.arch)
+		return both, dataclasses.replace(both, format=self.scaled_format, rowwise=False)
 
 	@property
 	def num_tiles(self) -> int:
@@ -420,9 +390,8 @@ class GradientConfig:
 
 	def can_implement(self, cols: int) -> Support:
 		"""Whether the kernel takes results of ``cols`` columns."""
-		for fmt in (parse(self.format), parse(self.scaled_format)):
-			if fmt.second_level is not None or fmt.is_2d or fmt.element.bits < 8:
-				return Support(False, f"{fmt.text} is not of codes of a byte in parts of rows with a scale each")
+		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
+			return Support(False, "blocks have several rows")
 		if DTYPE_BYTES[self.dtype] != 2:
 			return Support(False, "inputs have 16 bits")
 		if self.num_tiles > 1 and not self.interleaved and cols % 128:

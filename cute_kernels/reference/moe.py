@@ -1,20 +1,15 @@
 """Routing, gather and combine of a mixture of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cute_kernels.activations import Activation
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
 
 
 def compute_routing(expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor) -> None:
@@ -130,7 +125,7 @@ def activate_gradient(
 
 def tile_sum(terms: Tensor) -> Tensor:
 	"""The sum of each row, in the order of ``activate_gradient``."""
-	tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).view(len(terms), -1, 16, 8)
+	tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).unflatten(1, (-1, 16, 8))
 	lanes, sums = torch.zeros_like(tiles[..., 0]), terms.new_zeros(len(terms))
 	for j in range(8):
 		lanes += tiles[..., j]

@@ -1,23 +1,19 @@
 """Save a checkpoint: see ``grouped.checkpoint``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.formats import Format
 from grouped.tensor import GroupedTensor
 
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
 from .parts import Parts, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 
 @torch.no_grad()

@@ -1,20 +1,14 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.activations import Activation
 from grouped.offsets import Offsets, as_offs
+from grouped.recipes import Recipe
 
 from .activation import activate, as_activation
 from .linear import GroupedLinear
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
-	from grouped.recipes import Recipe
 
 
 class GroupedMLP(nn.Module):

@@ -1,22 +1,18 @@
 """``MoE``: a mixture of experts, from tokens to tokens."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
 from grouped.experts import Routing, Style, compute_routing, experts
+from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
 from .mlp import GroupedMLP
 from .router import MoELosses, Router
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
-	from grouped.recipes import Recipe
 
 
 class MoE(nn.Module):

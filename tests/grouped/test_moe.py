@@ -218,13 +218,13 @@ def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
 	"""With the bits of quantizing them after, unless something else reads them."""
 	calls, make = [], experts.ops.moe_quantize_gradient
 	monkeypatch.setattr(experts.ops, "moe_quantize_gradient", lambda *given: calls.append(1) or make(*given))
-	for options, by_one in (({}, True), ({"activation": "srelu", "recompute": True}, True), ({"bias": True}, False)):
-		got = step(moe_of(recipe, **options), tokens())
-		assert len(calls) == by_one
+	for options, by_one in (({}, 1), ({"activation": "srelu", "recompute": True}, 1), ({"bias": True}, 0)):
+		moe = moe_of(recipe, **options)
+		got = step(moe, tokens())
+		with grouped.debug.inspect(moe):
+			assert_all_same(step(moe, tokens()), got)
 		with monkeypatch.context() as patch:
-			patch.setattr(experts, "_quantizes_gradients", lambda *layers: False)
-			assert_all_same(step(moe_of(recipe, **options), tokens()), got)
-		with grouped.debug.inspect(moe := moe_of(recipe, **options)):
+			patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
 			assert_all_same(step(moe, tokens()), got)
 		assert len(calls) == by_one
 		calls.clear()

@@ -1,10 +1,11 @@
 """Gradients of an activation, and p times its result, to codes from one read of its inputs.
 
-What ``moe_activate_gradient`` makes of a tile never leaves shared memory: the loader brings tiles of
-the inputs, all warps turn them where they lie into tiles of the gradient and of p a, and then four
-warps quantize each. Warps that are done begin with the next stage, which was loaded meanwhile.
+The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
+and of p a, as ``moe_activate_gradient`` has them; then four warps quantize each. Warps that are done
+begin with the next stage. Of <grad, a> a tile's part of each row goes to memory, for a second kernel.
 
-A tile's part of <grad, a> of each row goes to memory; a second kernel adds the parts of a row.
+Measured on an H200, swiglu, FP8Block, against three kernels: 32768 x 768 in 128 groups 136 us instead
+of 243, 262144 x 768 796 and 1379, 16384 x 2048 in 32 groups 153 and 249.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _LANES = TILE_COLS // 8
 
 
 class Inputs(NamedTuple):
-	"""Copies of boxes, and the weights of rows."""
+	"""Copies of boxes of the inputs, and the weights of rows."""
 
 	x: Tma
 	grad: Tma
@@ -115,7 +116,7 @@ class GradientQuantizer:
 	def __call__(self, *args: Any) -> None:
 		x, grad, offs, weight, pair, *out, sums, dweight, num_sms, stream = args
 		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
-		self.kernel(*copies[0], *copies[1], offs, weight, pair, *out, sums).launch(
+		self.kernel(*copies[0], *copies[1], offs, weight, pair, tuple(out), sums).launch(
 			grid=[num_sms, 1, 1], block=[self.threads + WARP_SIZE, 1, 1], stream=stream, min_blocks_per_mp=1
 		)
 		self.add(x, offs, pair, sums, dweight).launch(grid=[num_sms, 1, 1], block=[_THREADS, 1, 1], stream=stream)
@@ -145,12 +146,7 @@ class GradientQuantizer:
 		offs: cute.Tensor,
 		weight: cute.Tensor,
 		pair: cute.Tensor,
-		codes: cute.Tensor,
-		scales: cute.Tensor,
-		codes_t: cute.Tensor,
-		scales_t: cute.Tensor,
-		scaled_t: cute.Tensor,
-		scaled_scales_t: cute.Tensor,
+		out: tuple[cute.Tensor, ...],
 		sums: cute.Tensor,
 	) -> None:
 		smem, stages = cutlass.memory.SmemAllocator(), self.config.num_stages
@@ -182,23 +178,17 @@ class GradientQuantizer:
 			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair)
 			self.loader.load(groups, cols[1], None, None, inputs, shared)
 		else:
-			out = (Copies(codes, scales, codes_t, scales_t), Copies(None, None, scaled_t, scaled_scales_t))
-			self.compute(groups, cols, out, sums, warp, shared)
+			copies = (Copies(*out[:4]), Copies(None, None, *out[4:]))
+			self.compute(groups, cols, copies, sums, warp, shared)
 
 	@cute.jit
 	def compute(
-		self,
-		groups: Grouping,
-		cols: tuple[Int32, Int32],
-		out: tuple[Copies, Copies],
-		sums: cute.Tensor,
-		warp: Int32,
-		shared: SharedMemory,
+		self, groups: Grouping, cols: Any, out: Any, sums: cute.Tensor, warp: Int32, shared: SharedMemory
 	) -> None:
 		"""All tiles of a CTA, one after the other."""
-		config, of_tile = self.config, self.config.copies[0].tile_bytes
-		crew = warp // config.copies[0].warps_per_team
-		part = warp - crew * config.copies[0].warps_per_team
+		config, own = self.config, self.config.copies[0]
+		crew = warp // own.warps_per_team
+		part = warp - crew * own.warps_per_team
 		stage, phase, copy, count = Int32(0), Int32(0), Int32(0), Int32(1)
 		while count > 0:
 			cute.arch.mbarrier_wait(shared.full + copy, phase)
@@ -211,7 +201,7 @@ class GradientQuantizer:
 				cute.arch.fence_view_async_shared()
 				cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
 				places = TilePlaces(
-					tile=at + crew * of_tile,
+					tile=at + crew * own.tile_bytes,
 					scales=shared.scales.toint() + crew * SF_TILE_BYTES,
 					scales_t=shared.scales_t.toint() + (crew * 2 + copy) * self.scales_bytes,
 					squares=at,
@@ -265,21 +255,11 @@ class GradientQuantizer:
 		return tile_at + chunk // 8 * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % 8 * 16
 
 	@cute.jit
-	def quantize(
-		self,
-		kind: int,
-		groups: Grouping,
-		cols: Int32,
-		out: Copies,
-		what: Descriptor,
-		crew: Int32,
-		part: Int32,
-		places: TilePlaces,
-	) -> None:
+	def quantize(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
 		"""A crew's tile to codes."""
-		tiles, count = self.tiles[kind], self.scale_tiles[kind]
+		(what, _, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
 		by = Encoding(tiles.columns.codec.zero_level(), None, None)
-		tiles.convert(groups, cols, (by, by), None, out, what, crew, part, places, Uint32(0))
+		tiles.convert(groups, cols, (by, by), None, out, *where, Uint32(0))
 		if cutlass.const_expr(count > 0):
 			if part < count:
 				write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
