@@ -352,7 +352,7 @@ class GradientConfig:
 	"""The gradient of an activation in both directions and p times its result columnwise, from one read.
 
 	``format`` is that of the gradient, ``scaled_format`` that of p times the result; both are rounded
-	to ``dtype``, that of the inputs, first. The inputs of a gated activation may be ``interleaved``.
+	to ``dtype``, that of the inputs, first.
 	"""
 
 	format: str
@@ -360,7 +360,6 @@ class GradientConfig:
 	dtype: str
 	activation: str
 	arch: str
-	interleaved: bool = False
 
 	#: The compiled function takes (x, grad, offs, weight, pair, codes, scales, codes_t, scales_t,
 	#: scaled_t, scaled_scales_t, sums, dweight, num_sms): x (R, W), grad (R, N), weight and dweight
@@ -394,7 +393,7 @@ class GradientConfig:
 			return Support(False, "blocks have several rows")
 		if DTYPE_BYTES[self.dtype] != 2:
 			return Support(False, "inputs have 16 bits")
-		if self.num_tiles > 1 and not self.interleaved and cols % 128:
+		if self.num_tiles > 1 and cols % 128:
 			return Support(False, "halves are a multiple of 128 columns")
 		return Support(True)
 

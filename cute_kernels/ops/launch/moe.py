@@ -164,9 +164,9 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 
 def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
 	"""How ``moe_quantize_gradient`` runs."""
-	cols, facts = op.grad.shape[1], (dtype_name(op.x.dtype), op.activation, launch.arch, op.interleaved)
-	config = GradientConfig(op.format, op.scaled_format, *facts)
-	if not op.x.numel() or not config.can_implement(cols):
+	cols = op.grad.shape[1]
+	config = GradientConfig(op.format, op.scaled_format, dtype_name(op.x.dtype), op.activation, launch.arch)
+	if not op.x.numel() or op.interleaved or not config.can_implement(cols):
 		return _by_passes(op, launch)
 	kernel = launch.kernel(config)
 	workspace = Allocator([BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device)

@@ -55,11 +55,8 @@ class GradientLoader(TileLoader):
 	"""Loads tiles of the inputs, and the weights of their rows."""
 
 	def sources(self, what: Descriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
-		count, first = self.config.num_tiles, what.col_tile * TILE_COLS
-		next_, after = inputs.grad.source.shape[1], first
-		if self.config.interleaved:
-			next_, after = TILE_COLS, first * count
-		return [*((inputs.x, after + t * next_) for t in range(count)), (inputs.grad, first)]
+		first, half = what.col_tile * TILE_COLS, inputs.grad.source.shape[1]
+		return [*((inputs.x, first + t * half) for t in range(self.config.num_tiles)), (inputs.grad, first)]
 
 	@cute.jit
 	def load_tile(self, what: Descriptor, inputs: Inputs, stage: Int32, full: Int32, shared: SharedMemory) -> None:
@@ -208,10 +205,7 @@ class GradientQuantizer:
 				)
 				if crew < config.num_tiles:
 					column = crew * (cols[1] // TILE_COLS) + what.col_tile
-					if cutlass.const_expr(config.interleaved):
-						column = what.col_tile * config.num_tiles + crew
-					if column * TILE_COLS < cols[0]:
-						self.quantize(0, groups, cols[0], out[0], what._replace(col_tile=column), crew, part, places)
+					self.quantize(0, groups, cols[0], out[0], what._replace(col_tile=column), crew, part, places)
 				else:
 					self.quantize(1, groups, cols[1], out[1], what, crew, part, places)
 				cute.arch.sync_warp()
@@ -227,32 +221,19 @@ class GradientQuantizer:
 		config, thread = self.config, cute.arch.thread_idx()[0]
 		unit, row = thread % _LANES, thread // _LANES
 		step, pair = self.threads // _LANES, row // 2 * 2
-		tiles = [tile_at + t * config.copies[0].tile_bytes for t in range(self.crews)]
-		of_unit = [self.place(tile, unit, row) for tile in tiles]
-		if cutlass.const_expr(config.interleaved):
-			first = self.place(tile_at, 2 * unit, row)
-			of_unit[:2] = [first, first ^ 16]
+		first = tile_at + unit // 8 * BOX_SIZE + row * BOX_BYTES + (unit ^ row) % 8 * 16
+		of_unit = [first + t * config.copies[0].tile_bytes for t in range(self.crews)]
 		# A warp has two rows at once: of an odd number, one more than there are.
 		for n in cutlass.range((what.count - pair + step - 1) // step, unroll=1):
 			after = n * (step * BOX_BYTES)
 			*inputs, grad = [unpack_words(load_shared(at + after, 4), config.dtype) for at in of_unit]
-			if cutlass.const_expr(config.interleaved):
-				both = [number for half in inputs for number in half]
-				inputs = [both[::2], both[1::2]]
 			of_row = row + n * step
 			p = bits_as_f32(load_shared(weights_at + of_row * 4, 1)[0])
 			made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p)
-			if cutlass.const_expr(config.interleaved):
-				both = [number for numbers in zip(*made, strict=True) for number in numbers]
-				made = [both[:8], both[8:]]
 			for at, numbers in zip(of_unit, [*made, scaled], strict=True):
 				store_shared(at + after, pack_words(numbers, config.dtype))
 			if unit == 0 and of_row < what.count:
 				sums[what.col_tile, what.first + of_row] = total
-
-	def place(self, tile_at: Int32, chunk: Int32, row: Int32) -> Int32:
-		"""Where a chunk of a row is."""
-		return tile_at + chunk // 8 * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % 8 * 16
 
 	@cute.jit
 	def quantize(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
