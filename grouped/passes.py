@@ -86,15 +86,15 @@ class Rows(NamedTuple):
 		x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
-	def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
-		"""What a quantizer reads, what it does to it, and its index; the bits are those of the rows.
+	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
+		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
 
 		Rows that something else sees are made, and so are activations that a quantizer does not round
 		to their dtype, or not at all.
 		"""
 		if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
-			return self.made(), None, None
-		return self.x, self.activation, self.at
+			return Rows(self.made(), self.offs)
+		return self
 
 
 class Epilogue(NamedTuple):
@@ -227,7 +227,7 @@ def _quantize(
 	"""Quantize rowwise, columnwise or both."""
 	activation = index = None
 	if isinstance(x, Rows):
-		x, activation, index = x.read_by(fmt, recipe.propagate_nonfinite)
+		x, _, index, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
 	if recipe.propagate_nonfinite and fmt.element.holds_nan:
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
@@ -297,9 +297,9 @@ def _quantize_and_multiply(
 		x = made(x)
 	if not columnwise and scale is None and not is_seen:
 		texts = (fmt.text, call.weight_format)
-		source, *how = x.read_by(fmt, False) if isinstance(x, Rows) else (x, None, None)
-		last = (call.prepacked, draw_seed(fmt, source.device), None, *how)
-		return _call("m_grouped_quantize_gemm", (source, codes, offs, scales, *texts, *options, *last), epilogue), Copies()
+		rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
+		last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
+		return _call("m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue), Copies()
 	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
 	if call.probe is not None:
 		call.probe.see(role, made(x), copies, fmt, offs)
