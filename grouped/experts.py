@@ -326,7 +326,8 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
 	both = is_gathered and wgrad is not None and need_dx and tuple(of_first) == (True, False)
-	if both and _quantizes_gradients(first, second):
+	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
+	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
 		texts = call_1.recipe.texts[2], call_2.recipe.texts[0]
 		made_of_z = ops.moe_quantize_gradient(z, g, *texts, style.activation, offs, p, pair, style.interleaved)
 		made_of_z = [Copies(made_of_z[:2], made_of_z[2:4]), Copies(None, made_of_z[4:6]), made_of_z[6]]
@@ -369,14 +370,10 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 
 
 @functools.lru_cache(maxsize=64)
-def _takes(fmt: Format | None) -> bool:
-	return fmt is not None and bool(support("moe_quantize_gradient", fmt, "reference"))
-
-
-def _quantizes_gradients(first: Layer, second: Layer) -> bool:
-	"""Whether one op makes what is quantized of dz and p a: by formats, and if nothing else looks on."""
-	seen = any(layer.probe is not None or layer.recipe.propagate_nonfinite for layer in (first, second))
-	return not seen and first.flags is None and _takes(first.recipe.grad_output) and _takes(second.recipe.input)
+def _quantizes_gradients(first: Recipe, second: Recipe) -> bool:
+	"""Whether one op makes what is quantized of dz and p a."""
+	formats = first.grad_output, second.input
+	return all(f is not None and support("moe_quantize_gradient", f, "reference") for f in formats)
 
 
 def _again(

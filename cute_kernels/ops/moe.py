@@ -342,18 +342,10 @@ class MoeActivateGradient(Plain):
 class MoeQuantizeGradient(Op):
 	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
 
-	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory.
-
-	Args:
-	  x: (R, W), the input of the activation, as for ``moe_activate_gradient``.
-	  grad: (R, N), likewise.
-	  format: the text of the format of the gradient of ``x``, whose blocks have all scales that there are.
-	  scaled_format: likewise of ``p * a``.
-	  activation: as for ``moe_activate``.
-	  offs: (G,) int32 end rows, as for ``grouped_quantize``.
-	  weight: (T, k) fp32, p, as for ``moe_activate_gradient``.
-	  pair: (R,) int32, likewise.
-	  interleaved: likewise.
+	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. Arguments
+	are those of ``moe_activate_gradient``, offs, weight and pair given, and two texts of formats
+	whose blocks have all scales that there are: ``format`` of the gradient of ``x``,
+	``scaled_format`` of ``p * a``.
 
 	Returns:
 	  Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,

@@ -3,9 +3,6 @@
 The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
 and of p a, as ``moe_activate_gradient`` has them; then four warps quantize each. Warps that are done
 begin with the next stage. Of <grad, a> a tile's part of each row goes to memory, for a second kernel.
-
-Measured on an H200, swiglu, FP8Block, against three kernels: 32768 x 768 in 128 groups 136 us instead
-of 243, 262144 x 768 796 and 1379, 16384 x 2048 in 32 groups 153 and 249.
 """
 
 from __future__ import annotations
