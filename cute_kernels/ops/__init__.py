@@ -24,7 +24,6 @@ __all__ = [
 	"moe_activate_gradient",
 	"moe_combine",
 	"moe_gather",
-	"moe_quantize_gradient",
 	"moe_route",
 	"moe_route_gradient",
 ]
@@ -45,6 +44,5 @@ moe_activate = moe.MoeActivate.invoke
 moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke
 moe_gather = moe.MoeGather.invoke
-moe_quantize_gradient = moe.MoeQuantizeGradient.invoke
 moe_route = router.MoeRoute.invoke
 moe_route_gradient = router.MoeRouteGradient.invoke
