@@ -29,19 +29,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from cute_kernels.device.launch import env_stream
 from cute_kernels.gemm.fakes import FakeArguments
 from cute_kernels.gemm.loader import LoadWarp, TmaSource
-from cute_kernels.gemm.output import EpilogueTensors
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.views import (
 	matrix_view,
 	output_view,
+	paired_rows,
 	ragged_rows_view,
 	row_scales_view,
 	scale_type,
@@ -112,10 +113,12 @@ class Stores(NamedTuple):
 	Attributes:
 	  direct: of tiles whose operands are not swapped; None if there are none.
 	  swapped: of those whose operands are; None if none leave by TMA.
+	  z: of what goes into an activation, of the first.
 	"""
 
 	direct: Any = None
 	swapped: Any = None
+	z: Any = None
 
 	def each(self, part: str) -> Stores:
 		"""One attribute of each ``TmaSource``."""
@@ -171,7 +174,7 @@ class Sm100Gemm:
 		  alpha: (G,) fp32, or None.
 		  out: (T, N), or (G, M, N) of a k_grouped product.
 		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-		  z: None.
+		  z: (T, N), where the output has what an activation makes of it; None if it is not kept.
 		  stream: where to launch.
 
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
@@ -186,6 +189,8 @@ class Sm100Gemm:
 			depth = a.shape[1] * (a.element_type.width // config.kind.bits)
 		m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
 		n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
+		if cutlass.const_expr(config.pairs_rows):
+			m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 		promoted = None
 		if cutlass.const_expr(config.promotes):
 			promoted = tuple(
@@ -200,12 +205,12 @@ class Sm100Gemm:
 		else:
 			# T itself is not known here; the most rows that the slots hold give the same slots.
 			num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
-		extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
+		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), m.shape[1])))
 		scales = (m_scales, n_scales)
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
-		stores = self.stores(layouts, out)
+		stores = self.stores(layouts, output_view(out), None if z is None else output_view(z))
 		num_clusters = num_sms // config.tile.num_ctas
 		self.kernel(
 			layouts.tiled_mma,
@@ -214,12 +219,8 @@ class Sm100Gemm:
 			sources.each("tensor"),
 			stores.each("atom"),
 			stores.each("tensor"),
-			output_view(out),
+			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
-			a_amax,
-			b_amax,
-			alpha,
-			bias,
 			squares_of(config, scales),
 			offs,
 			extents,
@@ -316,20 +317,25 @@ class Sm100Gemm:
 		shape = (BOX_ROWS, layouts.tiler[2])
 		return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
-	def stores(self, layouts: Layouts, out: cute.Tensor) -> Stores:
-		"""The TMA stores of one block of the output."""
-		stores = Stores()
-		if not self.config.tile.swap_ab:
-			stores = stores._replace(direct=self.store(out, layouts.out))
-		if self.config.tile.swap_partial:
+	def stores(self, layouts: Layouts, out: cute.Tensor, z: cute.Tensor | None) -> Stores:
+		"""The TMA stores of one block of the output, and of what goes into an activation."""
+		stores, config = Stores(), self.config
+		if not config.tile.swap_ab:
+			stores = stores._replace(direct=self.store(out, layouts.halves if config.is_gated else layouts.out))
+			if z is not None:
+				stores = stores._replace(z=self.store(z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))))
+		if layouts.swapped_out is not None:
 			stores = stores._replace(swapped=self.store(out, layouts.swapped_out))
 		return stores
 
-	def store(self, out: cute.Tensor, staged: Any) -> TmaSource:
-		"""The TMA store of one block of the output, and its coordinates (rows, N, G)."""
-		groups, rows, cols = (view := output_view(out)).shape
-		stride = view.stride
-		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0])))
+	def store(self, out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
+		"""The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of N."""
+		groups, rows, cols = out.shape
+		apart, *stride = out.stride
+		if halves > 1:
+			groups, cols = halves, cols // halves
+			apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
+		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart)))
 		block = cute.slice_(staged, (None, None, 0))
 		shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
 		return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
@@ -343,12 +349,8 @@ class Sm100Gemm:
 		source_tensors: Sources,
 		store_atoms: Stores,
 		store_tensors: Stores,
-		out: cute.Tensor,
+		epilogue_tensors: EpilogueTensors,
 		promoted: tuple[cute.Tensor, cute.Tensor] | None,
-		a_amax: cute.Tensor | None,
-		b_amax: cute.Tensor | None,
-		alpha: cute.Tensor | None,
-		bias: cute.Tensor | None,
 		squares: tuple[cute.Tensor | None, ...],
 		offs: cute.Tensor,
 		extents: Extents,
@@ -365,7 +367,7 @@ class Sm100Gemm:
 		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
 		shared = self.allocate_stages(smem, layouts)
 		acc_layout = layouts.acc_layout()
-		staged_out = self.allocate_output(smem, layouts, out)
+		staged_out = self.allocate_output(smem, layouts, epilogue_tensors.out)
 		column_scales = None
 		if cutlass.const_expr(config.column_scale_bytes > 0):
 			words = config.column_scale_bytes // 4
@@ -394,16 +396,20 @@ class Sm100Gemm:
 			tmem.allocate(TMEM_COLUMNS)
 			tmem.wait_for_alloc()
 			pointer = tmem.retrieve_ptr(Float32)
-			tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+			tensors = epilogue_tensors
 			cta_row = cta * (config.tile.m // config.tile.num_ctas)
 			acc = cute.make_tensor(pointer, acc_layout)
 			direct = swapped = None
 			if cutlass.const_expr(not config.tile.swap_ab):
-				store = OutputStore(store_atoms.direct, store_tensors.direct, staged_out)
-				direct = Epilogue(config, tensors, store, acc, cta_row, acc_pipeline)
+				halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
+				of_out = halves if config.is_gated else staged_out
+				store, z_store = OutputStore(store_atoms.direct, store_tensors.direct, of_out), None
+				if cutlass.const_expr(config.keeps_z):
+					z_store = OutputStore(store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out)
+				direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
 			if cutlass.const_expr(config.tile.may_swap):
 				store = None
-				if cutlass.const_expr(config.tile.swap_partial):
+				if cutlass.const_expr(layouts.swapped_out is not None):
 					blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
 					store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
 				staged = staged_out.iterator

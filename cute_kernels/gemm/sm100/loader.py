@@ -54,6 +54,9 @@ def _tile_copies(load: OperandLoad, row: Int32, k_start: Int32, group: Any) -> t
 		row = ((Int32(0), Int32(0)), row // SF_TILE_ROWS)
 		vec_size = load.source.tensor.shape[1][0][0]
 		k_start = ((Int32(0), Int32(0)), k_start // (vec_size * SF_TILE_COLS))
+	elif cutlass.const_expr(isinstance(load.source.tensor.shape[0], tuple)):
+		# Rows of two halves by turns.
+		row = (Int32(0), row // 2)
 	origin = cute.domain_offset((row, k_start, group), load.source.tensor)
 	tiles = cute.local_tile(origin, load.tiler, (0, None, 0))
 	to_shared, from_global = cpasync.tma_partition(
