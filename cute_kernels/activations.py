@@ -4,8 +4,6 @@
 tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU arXiv 2109.08668.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

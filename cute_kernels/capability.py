@@ -4,8 +4,6 @@ Errors, documentation and tests all read this table, so what the package says it
 runs. An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"`` or ``"sm_100a"``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -5,8 +5,6 @@ their defaults, in the record's order. It is what crosses the boundary of ops, k
 configurations and caches, so equal records have equal texts, and a text has one spelling.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar

@@ -6,8 +6,6 @@ layer in one tensor; gate and up of an expert get one second level. Everything e
 ``--report`` writes the signal-to-noise ratio of every expert as an HTML page.
 """
 
-from __future__ import annotations
-
 import argparse
 import html
 import re

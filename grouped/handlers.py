@@ -1,7 +1,5 @@
 """What PyTorch's ops do with a ``GroupedTensor``; ``GroupedTensor`` states the rule."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """Accepts group boundaries in every form that users have them, without a synchronization."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

@@ -8,8 +8,6 @@ storage: the parameter's bytes are ``grouped.quantize`` of what ``torch.optim.Ad
 makes of the master, to the bit. There is no bf16 copy of the weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

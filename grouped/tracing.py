@@ -1,7 +1,5 @@
 """What Dynamo must not look into, said without loading Dynamo, which takes longer than all else here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The command line, ``python -m perf COMMAND``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

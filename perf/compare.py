@@ -1,7 +1,5 @@
 """``perf compare``: what got slower from one set of records to another; docs/perf.md says how."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """What a kernel takes of an SM, read from its cubin: registers, and stack, where spills live."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 

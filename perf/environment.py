@@ -1,7 +1,5 @@
 """What a measurement depends on beside the code: the machine, its GPU and the versions."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import functools

@@ -1,7 +1,5 @@
 """bf16 operands of a grouped product, and what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

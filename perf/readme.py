@@ -6,8 +6,6 @@ the spread; below a table stands where its records are from. ``--check`` fails i
 anything else.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import re

@@ -9,8 +9,6 @@ written starts with an empty ``shared``, so that ``cat`` joins files. A file who
 ``.xz`` is compressed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import lzma

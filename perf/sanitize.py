@@ -10,8 +10,6 @@ or if memcheck misses a deliberate write past the end of a buffer. Several jobs 
 a share of the tiles, or formats.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

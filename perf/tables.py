@@ -207,6 +207,16 @@ _QUANTIZE = Table(
 	("kernel",),
 	(
 		*_QUANTIZERS,
+		*(
+			_quantizer(f"{name} {title}", text, directions, amax)
+			for name, text, amax in (
+				("FP8", "fp8", "given"),
+				("MXFP8", "mxfp8", "computed"),
+				("FP8Block", "fp8_block", "computed"),
+				("FP8Block 128x128", "fp8_block:block=128x128", "computed"),
+			)
+			for title, directions in (("rowwise", "row"), ("columnwise", "column"), ("row + column", "row+column"))
+		),
 		Row(("amax of groups",), {"op": "amax", "contender": "ours"}),
 		_quantizer(f"{_COMPILED}, amax given", "nvfp4", "row", "given", contender=_COMPILED),
 		_quantizer(f"{_COMPILED}, row-scaled", "nvfp4:row_scaled", "row", "computed", contender=_COMPILED),
@@ -238,15 +248,18 @@ def _tokens(count: int) -> dict[str, int]:
 _GEMM = Table(
 	"gemm-h200",
 	("tokens an expert",),
-	tuple(Row((str(n),), _tokens(n)) for n in (1, 8, 16, 64, 128, 512, 4096)),
+	(
+		*(Row((str(n),), {**_tokens(n), "routing": "balanced"}) for n in (1, 8, 16, 64, 128, 512, 4096)),
+		Row(("128, Zipf's law",), {**_tokens(128), "routing": "zipf"}),
+	),
 	_CONTENDERS,
-	{**_UP, "routing": "balanced"},
+	_UP,
 	"Microseconds.",
 )
 _GEMM_H100 = dataclasses.replace(
 	_GEMM,
 	name="gemm-h100",
-	rows=tuple(Row((str(n),), _tokens(n)) for n in (1, 16, 128, 512)),
+	rows=tuple(Row((str(n),), {**_tokens(n), "routing": "balanced"}) for n in (1, 16, 128, 512)),
 	where={**_GEMM.where, "gpu": "NVIDIA H100 80GB HBM3"},
 )
 
@@ -284,6 +297,7 @@ _HOST = Table(
 		_call("row-scaled quantize", "nvfp4:row_scaled", call="quantize", directions="row"),
 		_call("row-scaled quantize, both copies", "nvfp4:row_scaled", call="quantize", directions="row+column"),
 		_call("NVFP4 GEMM", "nvfp4:row_scaled x nvfp4:block=16x16", **_PRODUCT),
+		_call("FP8Block GEMM", "fp8_block x fp8_block:block=128x128", **_PRODUCT),
 		_call("bf16 GEMM", "bfloat16", **_PRODUCT),
 		_call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
 	),

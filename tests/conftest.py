@@ -16,7 +16,7 @@ hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=Tr
 hypothesis.settings.load_profile("repeatable")
 
 
-def inductor_cache() -> str:
+def inductor_cache():
 	"""A cache of compiled graphs for these sources: its keys do not see what ops do inside."""
 	root = Path(__file__).parents[1]
 	digest = hashlib.sha256()

@@ -1,11 +1,9 @@
 """Inputs and comparisons that tests of several layers share."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +11,6 @@ from torch import Tensor
 
 from cute_kernels import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
-
-if TYPE_CHECKING:
-	from collections.abc import Iterable, Mapping, Sequence
-
-	#: A plain operand, or the buffers of one direction of a quantized one, codes first.
-	Operand: TypeAlias = "Tensor | Sequence[Tensor]"
 
 ops = torch.ops.cute_kernels
 
@@ -29,16 +21,14 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvfp4:row_scaled"}
 
 
-def each(
-	name: str | tuple[str, ...], cases: Mapping[Any, Any] | Sequence[Any], ids: Any = None
-) -> pytest.MarkDecorator:
+def each(name, cases, ids=None):
 	"""A test of each of ``cases``; the keys of a dict are its ids."""
 	if isinstance(cases, dict):
 		cases, ids = list(cases.values()), list(cases)
 	return pytest.mark.parametrize(name, cases, ids=ids)
 
 
-def has_compiler() -> bool:
+def has_compiler():
 	"""Whether there is a C++ compiler, for the emulator and for Inductor."""
 	return shutil.which(os.environ.get("CXX") or "g++") is not None
 
@@ -72,22 +62,22 @@ SPLITS = {
 }
 
 
-def end_rows(splits: Sequence[int]) -> list[int]:
+def end_rows(splits):
 	"""End row of each group."""
 	return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
-def ends(*rows: int) -> Tensor:
+def ends(*rows):
 	"""End rows as ops take them, of any order and size."""
 	return torch.tensor(rows, dtype=torch.int32)
 
 
-def offsets(splits: Sequence[int]) -> Tensor:
+def offsets(splits):
 	"""End row of each group of ``splits`` rows, as ops take them."""
 	return ends(*end_rows(splits))
 
 
-def many_groups() -> Tensor:
+def many_groups():
 	"""End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
 	sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
 	sizes[700:1400] = 0
@@ -95,14 +85,14 @@ def many_groups() -> Tensor:
 	return sizes.cumsum(0).int()
 
 
-def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def sample(*shape, dtype=torch.bfloat16):
 	"""Normal values whose magnitude differs from block to block and from row to row."""
 	x = torch.randn(shape)
 	block = torch.randint(-6, 7, (*shape[:-1], -(-shape[-1] // 16))).repeat_interleave(16, dim=-1)
 	return (x * block[..., : shape[-1]].float().exp2()).to(dtype)
 
 
-def weird_values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+def weird_values(rows, cols, dtype):
 	"""Rows of zeros, signed zeros, denormals, extremes, Inf and NaN between ordinary ones."""
 	x = sample(rows, cols, dtype=dtype)
 	info = torch.finfo(dtype)
@@ -116,7 +106,7 @@ def weird_values(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
 	return x
 
 
-def saved(x: Any, weights_only: bool = True) -> Any:
+def saved(x, weights_only=True):
 	"""What comes back from a file."""
 	file = io.BytesIO()
 	torch.save(x, file)
@@ -127,18 +117,18 @@ def saved(x: Any, weights_only: bool = True) -> Any:
 class Graphs(list[Any]):
 	"""The backend aot_eager, which keeps the graphs that it is given."""
 
-	def __call__(self, graph: Any, inputs: Any) -> Any:
+	def __call__(self, graph, inputs):
 		self.append(graph)
 		return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
-def poisoned(like: Tensor) -> Tensor:
+def poisoned(like):
 	"""A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
 	storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
 	return storage.view(like.dtype).as_strided(like.shape, like.stride())
 
 
-def quantized(x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: bool = False) -> list[Tensor]:
+def quantized(x, text, offs=None, *, columnwise=False):
 	"""What a reader needs of one direction of ``x``: codes, block scales, what decodes."""
 	fmt = parse(text)
 	buffers = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
@@ -146,63 +136,52 @@ def quantized(x: Tensor, text: str, offs: Tensor | None = None, *, columnwise: b
 	return [named[name] for name in fmt.operand_names(columnwise)]
 
 
-def dequantize_arguments(
-	copy: Sequence[Tensor], text: str, rows: int, dtype: torch.dtype, offs: Tensor | None = None, columnwise: bool = False
-) -> tuple[Any, ...]:
+def dequantize_arguments(copy, text, rows, dtype, offs=None, columnwise=False):
 	"""Arguments of ``grouped_dequantize`` of one direction's buffers, codes first."""
 	return (copy[0], list(copy[1:]), text, rows, dtype, offs, columnwise)
 
 
 def m_grouped_arguments(
-	a: Operand,
-	b: Operand,
-	offs: Tensor,
-	bias: Tensor | None = None,
-	alpha: Tensor | None = None,
-	transpose_b: bool = False,
-	out_dtype: torch.dtype | None = None,
+	a,
+	b,
+	offs,
+	bias=None,
+	alpha=None,
+	transpose_b=False,
+	out_dtype=None,
 	*,
-	a_format: str = "nvfp4",
-	b_format: str = "nvfp4",
-	prepacked: bool = False,
-) -> tuple[Any, ...]:
-	"""Arguments of ``m_grouped_gemm``; the formats are those of operands that are copies."""
+	a_format="nvfp4",
+	b_format="nvfp4",
+	prepacked=False,
+):
+	"""Arguments of ``m_grouped_gemm``; operands are plain or buffers of a direction, codes first."""
 	left, a_scales, a_text = _operand(a, a_format)
 	right, b_scales, b_text = _operand(b, b_format)
 	quantized = (a_scales, b_scales, a_text, b_text, prepacked)
 	return (left, right, offs, bias, alpha, transpose_b, out_dtype, *quantized)
 
 
-def k_grouped_arguments(
-	a: Operand,
-	b: Operand,
-	offs: Tensor,
-	alpha: Tensor | None = None,
-	out_dtype: torch.dtype | None = None,
-	*,
-	a_format: str = "nvfp4",
-	b_format: str = "nvfp4",
-) -> tuple[Any, ...]:
+def k_grouped_arguments(a, b, offs, alpha=None, out_dtype=None, *, a_format="nvfp4", b_format="nvfp4"):
 	"""Arguments of ``k_grouped_gemm``, likewise."""
 	left, a_scales, a_text = _operand(a, a_format)
 	right, b_scales, b_text = _operand(b, b_format)
 	return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)
 
 
-def _operand(x: Operand, text: str) -> tuple[Tensor, list[Tensor] | None, str | None]:
+def _operand(x, text):
 	if isinstance(x, Tensor):
 		return x, None, None
 	return x[0], list(x[1:]), text
 
 
-def dtype_ulp(x: Tensor, dtype: torch.dtype) -> Tensor:
+def dtype_ulp(x, dtype):
 	"""Distance from |x| to the next larger number of ``dtype``, fp64."""
 	info = torch.finfo(dtype)
 	magnitude = x.abs().double().clamp_min(info.tiny)
 	return magnitude.log2().floor().exp2() * info.eps
 
 
-def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output", *, any_nan: bool = False) -> None:
+def assert_same_bytes(got, want, what="output", *, any_nan=False):
 	"""Bitwise equality; the message gives the first difference.
 
 	With ``any_nan`` one NaN is as good as another.
@@ -228,13 +207,13 @@ def assert_same_bytes(got: Tensor, want: Tensor, what: str = "output", *, any_na
 		)
 
 
-def assert_all_same(got: Iterable[Tensor], want: Iterable[Tensor], *, any_nan: bool = False) -> None:
+def assert_all_same(got, want, *, any_nan=False):
 	"""Bitwise equality, one by one."""
 	for i, (a, b) in enumerate(zip(got, want, strict=True)):
 		assert_same_bytes(a, b, f"result {i}", any_nan=any_nan)
 
 
-def assert_same_buffers(got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None]) -> None:
+def assert_same_buffers(got, want):
 	"""Bitwise equality of buffers by name; of one that is None in ``want`` nothing is asked."""
 	assert got.keys() == want.keys()
 	for name, buffer in want.items():

@@ -120,7 +120,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("arguments", REFUSED)
+@each("arguments", [*REFUSED])
 def test_bad_arguments(arguments, tmp_path, capsys):
 	assert_refused(capsys, REFUSED[arguments], "--out", str(tmp_path), *arguments.split())
 	assert not list(tmp_path.iterdir())

@@ -7,8 +7,6 @@ it is its SHA-256, without which, or with another, it is built anew. A library i
 only from a folder and a file that nobody else may write (``host.trust``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

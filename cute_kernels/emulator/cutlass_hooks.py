@@ -12,8 +12,6 @@ device fail. Host code that is linked into a library of its own (``RTLD_DEEPBIND
 limit: ``cute_kernels.runtime`` loads emulated kernels in that way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """What the emulator raises."""
 
-from __future__ import annotations
-
 
 class EmulatorError(RuntimeError):
 	"""A kernel did what hardware would fault on, hang on or get wrong, or is not modelled.

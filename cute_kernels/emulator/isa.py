@@ -3,8 +3,6 @@
 Opcode and type names are not repeated here: the parser asks the engine for them.
 """
 
-from __future__ import annotations
-
 import enum
 
 import numpy as np

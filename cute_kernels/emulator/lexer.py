@@ -1,7 +1,5 @@
 """PTX text to statements, operands and literals."""
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ registers and labels, shared, local, global and constant variables.  An opcode t
 not model becomes an ``UNSUPPORTED`` instruction, which is an error if a warp reaches it.
 """
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

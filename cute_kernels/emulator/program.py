@@ -1,7 +1,5 @@
 """One kernel while it is being put together: registers, scopes, labels, operands, instructions."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Settings that the user gives in environment variables."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -7,8 +7,6 @@ kernels by root. A folder's own parents are not looked at: who can exchange the 
 one of this user's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

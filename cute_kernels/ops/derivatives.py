@@ -1,7 +1,5 @@
 """What autograd is told of an op, and what ops say where they would lose a derivative."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

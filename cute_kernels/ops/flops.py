@@ -3,8 +3,6 @@
 All rows count, those of a capacity's tail among them: how many groups have is on the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

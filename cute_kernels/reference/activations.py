@@ -65,8 +65,6 @@ NaN. A derivative's tanh and sigmoid are those of the value, so a kernel evaluat
 At A = limit and |B| = limit the gradient passes, as ``torch.clamp``'s does.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ All of them saturate, and round to nearest even as the ``cvt.rn.satfinite`` inst
 the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The update of delayed scaling: the next scales from the amaxes of earlier tensors."""
 
-from __future__ import annotations
-
 import math
 
 import torch

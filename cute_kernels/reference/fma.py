@@ -6,8 +6,6 @@ anything was cut off. One more rounding, to fp32 and to nearest even, then gives
 single one, for fp64 has more than two bits to spare, also where the result is subnormal.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

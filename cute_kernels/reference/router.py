@@ -17,8 +17,6 @@ The gradient, given that of the weights (d_k) and of the scores (D_j, or 0):
   softmax   s_j * (D_j - sum of D_j * s_j)                          sigmoid   (D_j * s_j) * (1 - s_j)
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -43,8 +43,6 @@ results (every row of the table; subnormals, zeros, Inf and NaN included). Those
 measured on a B200 by arXiv 2511.10909, whose authors left the handling of zeros open.
 """
 
-from __future__ import annotations
-
 # Why fp64 is exact here. A product has at most 22 significant bits and lies, block scales included,
 # between 2^-286 and 2^286. In units of 2^(E - F) it is below 4 * 2^F = 2^27, the accumulator below
 # 2 * 2^F = 2^26, and the sum of 32 truncated products and the accumulator is an integer below 2^33.

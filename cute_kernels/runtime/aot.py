@@ -4,8 +4,6 @@ For a cache folder that is filled when an image is built, and for programs that 
 at an odd moment, such as a time-out or a CUDA graph capture.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

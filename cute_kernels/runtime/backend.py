@@ -10,8 +10,6 @@ CPU tensors default to ``reference`` and CUDA tensors to ``cuda``. ``CUTE_KERNEL
 raises ``UnsupportedError`` with the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

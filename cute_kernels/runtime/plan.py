@@ -5,8 +5,6 @@ combination of tensor metadata; that is its plan. A later call with the same met
 dictionary look-up, and runs no check and no heuristic again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 

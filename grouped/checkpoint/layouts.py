@@ -4,8 +4,6 @@ A layout says which tensors a weight consists of and what its second level means
 the bytes are. So a layout is added by a record, unless its numbers have to be converted.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Load a checkpoint: see ``grouped.checkpoint``."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """English text that every Python installation carries, as bytes to train on."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

@@ -1,7 +1,5 @@
 """The activation of experts, which keeps its input for the backward pass and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The two forms of a layer's parameters in state dicts: one for all groups, or one for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

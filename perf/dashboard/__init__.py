@@ -3,8 +3,6 @@
 The same records give the same bytes: nothing of the machine that builds the page is in it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

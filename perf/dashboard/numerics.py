@@ -1,7 +1,5 @@
 """What ``grouped.debug.inspect(...).save`` wrote, as the page reads it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The records as the page reads them: each thing measured, its newest record, its history."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Meters: how a contender is measured on a GPU, on a CPU, and on the emulator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

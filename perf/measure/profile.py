@@ -3,8 +3,6 @@
 Memory is the most above parameters, rows and their gradients, which are there before and after.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Records as observations: which kernels took the time that was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cute_kernels.formats import Format, parse

@@ -1,7 +1,5 @@
 """What compiling a kernel costs, and what it takes of an SM."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import tempfile

@@ -1,7 +1,5 @@
 """Memory of a training step of an MLP of experts, in each recipe."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence

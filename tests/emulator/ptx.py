@@ -1,9 +1,5 @@
 """PTX kernels for tests, from the few lines that matter."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -20,16 +16,16 @@ WAIT{n}: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], {parity};
 """
 
 
-def wait(bar: str, parity: object = 0, n: object = 0) -> str:
+def wait(bar, parity=0, n=0):
 	return WAIT.format(bar=bar, parity=parity, n=n)
 
 
-def fails(match: str) -> Any:
+def fails(match):
 	"""The emulator raises an error that says so."""
 	return pytest.raises(emulator.EmulatorError, match=match)
 
 
-def module(body: str, args: tuple[object, ...], name: str, target: str) -> str:
+def module(body, args, name, target):
 	"""A kernel whose parameters arrive in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
 	params, loads = [], []
 	for i, arg in enumerate(args):
@@ -50,23 +46,14 @@ def module(body: str, args: tuple[object, ...], name: str, target: str) -> str:
 	)
 
 
-def run(
-	body: str,
-	*args: object,
-	grid: int = 1,
-	block: int = 32,
-	cluster: int | None = None,
-	dynamic_smem: int = 0,
-	name: str = "kernel",
-	target: str = "sm_100a",
-) -> None:
+def run(body, *args, grid=1, block=32, cluster=None, dynamic_smem=0, name="kernel", target="sm_100a"):
 	"""Parse and launch ``body``."""
 	emulator.load_ptx(module(body, args, name, target))
 	clusters = None if cluster is None else (cluster,)
 	emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
 
 
-def elementwise(ptx: str, *inputs: np.ndarray, out: type = np.uint32) -> np.ndarray:
+def elementwise(ptx, *inputs, out=np.uint32):
 	"""Run ``ptx`` once for every element: inputs in %a0, %a1, ..., the result in %out."""
 	count = len(inputs[0])
 	assert count % 32 == 0
@@ -89,13 +76,13 @@ def elementwise(ptx: str, *inputs: np.ndarray, out: type = np.uint32) -> np.ndar
 	return result
 
 
-def store_words(base: str, words: list[str]) -> str:
+def store_words(base, words):
 	"""Store the words of thread t at base[t * len(words)...], base being a b64 register."""
 	lines = [f"mul.wide.u32 %d60, %t, {4 * len(words)}; add.u64 %d60, %d60, {base};"]
 	lines += [f"st.global.b32 [%d60+{4 * i}], {word};" for i, word in enumerate(words)]
 	return "\n".join(lines)
 
 
-def registers(prefix: str, count: int, first: int = 0) -> str:
+def registers(prefix, count, first=0):
 	"""``{%r0, %r1, ...}``."""
 	return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"

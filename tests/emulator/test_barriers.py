@@ -1,12 +1,11 @@
 """Named barriers, mbarriers, clusters, and what they find wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from cute_kernels import emulator
 from tests.emulator.ptx import fails, run, store_words, wait
+from tests.helpers import each
 
 INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 @%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
@@ -36,7 +35,7 @@ def test_deadlock_on_an_mbarrier():
 	run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
 
 
-@pytest.mark.parametrize(
+@each(
 	("limit", "message"),
 	[
 		({"max_idle_insns": 50_000}, r"(?s)livelock.*warp 0 at line"),
@@ -58,7 +57,7 @@ def test_too_many_arrivals():
 		run(body.replace("{}", "1"))
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_uninitialised_mbarrier(mode):
 	body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
 	with emulator.options(mode=mode):
@@ -67,7 +66,7 @@ def test_uninitialised_mbarrier(mode):
 			run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
 	"""Every CTA writes its rank into its neighbour, and reads what it was sent."""
 	out = np.zeros((4, 32, 1), np.uint32)

@@ -1,16 +1,15 @@
 """Conversions, beside those that test_silicon.py and the quantizers have."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from cute_kernels import emulator
 from tests.emulator.ptx import elementwise
+from tests.helpers import each
 
 
-@pytest.mark.parametrize("rounding", ["rz", "rp"])
-@pytest.mark.parametrize("satfinite", [True, False])
+@each("rounding", ["rz", "rp"])
+@each("satfinite", [True, False])
 def test_to_ue8m0(rounding, satfinite):
 	"""As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
 	exponents = np.arange(-149, 128)

@@ -29,7 +29,7 @@ def uninstalled():
 class AddConstant:
 	"""Kernels of all instances have the same name."""
 
-	def __init__(self, constant: float) -> None:
+	def __init__(self, constant):
 		self.constant = constant
 
 	@cute.jit

@@ -1,7 +1,5 @@
 """Launching, options, watched memory, counts, building."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -16,6 +14,7 @@ from cute_kernels import emulator
 from cute_kernels.emulator import compilation
 from cute_kernels.host import settings
 from tests.emulator.ptx import fails, run, store_words
+from tests.helpers import each
 
 ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
 add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""
@@ -34,7 +33,7 @@ def test_arguments():
 		emulator.launch("no such kernel", (1,), (32,))
 
 
-@pytest.mark.parametrize(
+@each(
 	("launch", "message"),
 	[
 		({"block": 2048}, "block of 2048 threads"),
@@ -109,7 +108,7 @@ def test_chaos_depends_on_the_seed_alone():
 	body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
     """ + store_words("%p1", ["%r0"])
 
-	def order(seed: int) -> list[int]:
+	def order(seed):
 		counter, out = np.zeros(1, np.uint32), np.zeros((1024, 1), np.uint32)
 		with emulator.options(mode="chaos", seed=seed):
 			run(body, counter, out, block=1024)
@@ -202,7 +201,7 @@ def num_sms():
 """
 
 
-def _python(program: str) -> subprocess.CompletedProcess[str]:
+def _python(program):
 	command = [sys.executable, "-c", _NUM_SMS + program]
 	return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
@@ -257,7 +256,7 @@ def test_no_compiler(monkeypatch):
 		compilation.compiler()
 
 
-@pytest.mark.parametrize(
+@each(
 	("given", "message"),
 	[
 		("{}", "not kept in {}/emulator: .*chmod go-w"),  # others may write it
@@ -303,7 +302,7 @@ def built(monkeypatch, tmp_path):
 	return compiled
 
 
-@pytest.mark.parametrize("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
+@each("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
 def test_a_damaged_library_is_built_anew(built, damage):
 	build = compilation.build.__wrapped__
 	library = build()

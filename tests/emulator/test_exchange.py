@@ -1,19 +1,18 @@
 """Exchanges within a warp, and divergence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from cute_kernels import emulator
 from tests.emulator.ptx import elementwise, run, store_words
+from tests.helpers import each
 
 LANES = np.arange(32)
 VALUES = np.random.default_rng(0).integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32)
 
 
-@pytest.mark.parametrize("mode", ["all", "any", "uni"])
-@pytest.mark.parametrize("limit", [0, 7, 32])
+@each("mode", ["all", "any", "uni"])
+@each("limit", [0, 7, 32])
 def test_vote(mode, limit):
 	ptx = f""".reg .pred %p, %v; setp.lt.u32 %p, %a0, {limit};
     vote.sync.{mode}.pred %v, %p, -1; selp.b32 %out, 1, 0, %v;"""

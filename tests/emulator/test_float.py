@@ -1,17 +1,15 @@
 """Floating-point instructions against NumPy, beside those that test_silicon.py has."""
 
-from __future__ import annotations
-
 import numpy as np
-import pytest
 
 from tests.emulator.ptx import elementwise
+from tests.helpers import each
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
             0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
 
 
-def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndarray]:
+def _floats(count, dtype=np.float32, seed=0):
 	rng = np.random.default_rng(seed)
 	arrays = []
 	for _ in range(count):
@@ -23,7 +21,7 @@ def _floats(count: int, dtype: type = np.float32, seed: int = 0) -> list[np.ndar
 	return arrays
 
 
-def _equal(got: np.ndarray, want: np.ndarray) -> None:
+def _equal(got, want):
 	"""Bit for bit, except for which NaN it is."""
 	nan = np.isnan(got) & np.isnan(want)
 	bits = f"u{got.dtype.itemsize}"
@@ -40,7 +38,7 @@ def test_min_max():
 	assert not np.signbit(elementwise("max.f32 %out, %a0, %a1;", *negative, out=np.float32)).any()
 
 
-@pytest.mark.parametrize(
+@each(
 	("op", "reference"),
 	[
 		("ex2.approx.ftz", np.exp2),

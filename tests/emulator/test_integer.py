@@ -1,18 +1,16 @@
 """Integer and bit instructions against Python's integers, beside those that test_silicon.py has."""
 
-from __future__ import annotations
-
 import numpy as np
-import pytest
 
 from tests.emulator.ptx import elementwise
+from tests.helpers import each
 
 COUNT = 256
 _EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7FFFFFFF, 0x80000000,
           0xFFFFFFFF, 1 << 63, (1 << 63) - 1, (1 << 64) - 1]  # fmt: skip
 
 
-def _inputs(bits: int, count: int, seed: int = 0) -> list[np.ndarray]:
+def _inputs(bits, count, seed=0):
 	rng = np.random.default_rng(seed)
 	dtype = np.dtype(f"u{bits // 8}")
 	arrays = []
@@ -23,11 +21,11 @@ def _inputs(bits: int, count: int, seed: int = 0) -> list[np.ndarray]:
 	return arrays
 
 
-def _signed(v: int, bits: int) -> int:
+def _signed(v, bits):
 	return v - (1 << bits) if v >> (bits - 1) else v
 
 
-def _check(ptx: str, bits: int, reference, operands: int = 2, out: int | None = None) -> None:
+def _check(ptx, bits, reference, operands=2, out=None):
 	"""``reference`` maps unsigned integers to an integer, of which the low bits count."""
 	arrays = _inputs(bits, operands)
 	out = out or bits
@@ -37,14 +35,14 @@ def _check(ptx: str, bits: int, reference, operands: int = 2, out: int | None = 
 	assert got.tolist() == want
 
 
-@pytest.mark.parametrize("bits", [16, 32, 64])
-@pytest.mark.parametrize("kind", ["s", "u"])
-@pytest.mark.parametrize("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
+@each("bits", [16, 32, 64])
+@each("kind", ["s", "u"])
+@each("op", ["add", "sub", "mul.lo", "mul.hi", "min", "max", "div", "rem"])
 def test_arithmetic(op, kind, bits):
-	def number(v: int) -> int:
+	def number(v):
 		return _signed(v, bits) if kind == "s" else v
 
-	def reference(a: int, b: int) -> int:
+	def reference(a, b):
 		a, b = number(a), number(b | 1)
 		quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 		return {
@@ -61,7 +59,7 @@ def test_arithmetic(op, kind, bits):
 	_check(f"or.b{bits} %a1, %a1, 1; {op}.{kind}{bits} %out, %a0, %a1;", bits, reference)
 
 
-@pytest.mark.parametrize("op", ["and", "or", "xor"])
+@each("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
 	"""The upper half of the 64-bit result shows whether a 32-bit register holds more."""
 	reference = {
@@ -73,9 +71,9 @@ def test_logic_with_a_negative_literal_fits_its_register(op):
 	_check(ptx, 32, reference, 1, 64)
 
 
-@pytest.mark.parametrize("bits", [16, 32, 64])
+@each("bits", [16, 32, 64])
 def test_shifts_clamp(bits):
-	def amount(b: int) -> int:
+	def amount(b):
 		return min(b & 0xFFFFFFFF, bits)
 
 	shift = ".reg .b32 %n; cvt.u32.u64 %n, %w;" if bits == 64 else ".reg .b32 %n; mov.b32 %n, %w;"

@@ -1,7 +1,5 @@
 """The tables of the parser against those of the engine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -12,11 +10,12 @@ from cute_kernels.emulator import isa
 from cute_kernels.emulator.engine import library
 from cute_kernels.emulator.lexer import literal, split_operands, statements, strip_comments
 from cute_kernels.emulator.parser import Module
+from tests.helpers import each
 
 HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()
 
 
-def _enum(name: str) -> list[tuple[str, str]]:
+def _enum(name):
 	"""(name, value or "") of the members of an enum in isa.h."""
 	body = re.search(rf"enum {name} : \w+ {{(.*?)}}", HEADER, re.DOTALL)
 	assert body
@@ -30,7 +29,7 @@ def test_flags():
 	assert got == {flag.name: flag.value for flag in isa.Flag}
 
 
-@pytest.mark.parametrize(
+@each(
 	("enum", "prefix", "names"),
 	[
 		("OperandKind", "K_", [kind.name for kind in isa.Kind]),
@@ -73,7 +72,7 @@ def test_operands_and_statements():
 	]
 
 
-def _parse(body: str) -> Module:
+def _parse(body):
 	lib = library()
 	text = f".version 8.8\n.target sm_100a\n.visible .entry k(.param .u64 p) {{ {body} }}"
 	return Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())
@@ -91,7 +90,7 @@ def test_unknown_opcode_is_an_error_only_when_reached():
 	assert kernel.unsupported == {"frobnicate.b32"}
 
 
-@pytest.mark.parametrize("body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"])
+@each("body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"])
 def test_unreadable_ptx(body):
 	with pytest.raises(emulator.PtxError):
 		_parse(body)

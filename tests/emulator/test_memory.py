@@ -1,12 +1,11 @@
 """Loads, stores, atomics, ordinary asynchronous copies, matrices, constants."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from cute_kernels import emulator
 from tests.emulator.ptx import run, store_words
+from tests.helpers import each
 
 RNG = np.random.default_rng(0)
 
@@ -86,7 +85,7 @@ def test_constants_and_local_memory():
 	assert (out[:, 1] == lanes).all()
 
 
-@pytest.mark.parametrize(
+@each(
 	("op", "type_name", "dtype", "reference"),
 	[
 		("add", "u32", np.uint32, lambda v: v.sum(dtype=np.uint32)),
@@ -98,7 +97,7 @@ def test_constants_and_local_memory():
 		("add", "f32", np.float32, lambda v: np.float32(v.sum())),
 	],
 )
-@pytest.mark.parametrize("space", ["global", "shared"])
+@each("space", ["global", "shared"])
 def test_atomics(op, type_name, dtype, reference, space):
 	size = np.dtype(dtype).itemsize
 	values = RNG.integers(-1000, 1000, 33).astype(dtype)
@@ -128,7 +127,7 @@ def test_compare_and_swap():
 	assert (old[1:, 0] == 9).all()
 
 
-def _cp_async(tail: str, sizes: str = "16", setup: str = "") -> str:
+def _cp_async(tail, sizes="16", setup=""):
 	return f"""
     .shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
     shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1; cvt.u64.u32 %d0, %r1; add.u64 %d1, %p0, %d0;
@@ -138,8 +137,8 @@ def _cp_async(tail: str, sizes: str = "16", setup: str = "") -> str:
     """ + store_words("%p1", ["%r4", "%r5", "%r6", "%r7"])
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-@pytest.mark.parametrize("tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"])
+@each("mode", ["eager", "chaos"])
+@each("tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"])
 def test_cp_async(mode, tail):
 	source = np.arange(128, dtype=np.uint32).reshape(32, 4)
 	out = np.zeros_like(source)
@@ -148,7 +147,7 @@ def test_cp_async(mode, tail):
 	assert (out == source).all()
 
 
-def _aligned(array: np.ndarray, to: int = 128) -> np.ndarray:
+def _aligned(array, to=128):
 	raw = np.zeros(array.nbytes + to, np.uint8)
 	start = -raw.ctypes.data % to
 	view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -198,7 +197,7 @@ def test_cp_async_arrives_on_an_mbarrier():
 		assert (out == source).all()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@each("transposed", [False, True])
 def test_matrices(transposed):
 	"""stmatrix of four 8x8 tiles, ldmatrix of the same, possibly transposed."""
 	out = np.zeros((32, 4), np.uint32)

@@ -1,12 +1,11 @@
 """The emulator against what an H200 answered, instruction by instruction."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from cute_kernels import emulator
 from tests.emulator.silicon import snippets as silicon
+from tests.helpers import each
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +14,7 @@ def recorded(engine):
 	return silicon.inputs(), silicon.answers()
 
 
-@pytest.mark.parametrize(("index", "name"), list(enumerate(silicon.snippets())))
+@each(("index", "name"), list(enumerate(silicon.snippets())))
 def test_equals_h200(recorded, index, name):
 	x, answers = recorded
 	out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)

@@ -1,7 +1,5 @@
 """wgmma and tcgen05 against NumPy (numerics: reference/test_tensor_core.py), and their checkers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch
 from cute_kernels import emulator
 from tests.emulator.ptx import fails, run, store_words, wait
 from tests.emulator.test_memory import _aligned
+from tests.helpers import each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 RNG = np.random.default_rng(0)
@@ -17,7 +16,7 @@ RNG = np.random.default_rng(0)
 # ---- wgmma
 
 
-def _integers(rows: int, columns: int) -> torch.Tensor:
+def _integers(rows, columns):
 	"""FP16 numbers whose products any tensor core adds exactly."""
 	return torch.randint(-4, 5, (rows, columns)).half()
 
@@ -69,7 +68,7 @@ def test_missing_wait_for_the_tensor_core():
 		tcgen05(*operands, edits=edits)
 
 
-@pytest.mark.parametrize(
+@each(
 	("shape", "count", "place"),
 	[
 		("32x32b.x4", 4, lambda t, i: (t, i)),
@@ -127,9 +126,7 @@ def test_leaked_tensor_memory():
 		run(ALLOCATE, block=128)
 
 
-@pytest.mark.parametrize(
-    ("ptx", "message"),
-    [
+@each(("ptx", "message"), [
         ("add.u32 %r9, %r114, 64; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
          "columns 64..64, outside any allocation"),
         ("add.u32 %r9, %r112, 0x400000; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
@@ -138,14 +135,13 @@ def test_leaked_tensor_memory():
         ("@%q1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r110], 32;",
          "after relinquish_alloc_permit"),
         ("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r114];", "not modelled"),
-    ],
-)  # fmt: skip
+    ])  # fmt: skip
 def test_tensor_memory_faults(ptx, message):
 	with fails(message):
 		run(ALLOCATE + ptx + RELEASE, block=128)
 
 
-@pytest.mark.parametrize(
+@each(
 	("dtype", "acc", "flags", "message"),
 	[
 		(torch.float16, torch.float32, 1 << 2, "sparse"),

@@ -1,7 +1,5 @@
 """TMA and bulk copies against NumPy, and their checkers."""
 
-from __future__ import annotations
-
 import types
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from cute_kernels import emulator
 from tests.emulator.ptx import fails, run, wait
 from tests.emulator.test_memory import _aligned
+from tests.helpers import each
 
 SETUP = """.shared .align 1024 .b8 s[{smem}]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
 mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
@@ -27,7 +26,7 @@ st.global.b32 [%d20], %r23; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {word
 """
 
 
-def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle: int = 0):
+def _load(array, box, at, swizzle=0):
 	"""The box at coordinates ``at`` (innermost first), as it lies in shared memory."""
 	size = int(np.prod(box)) * array.itemsize
 	out = np.full(size, 0xEE, np.uint8)
@@ -42,7 +41,7 @@ def _load(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...], swizzle:
 	return out.view(array.dtype).reshape(box)
 
 
-def _box(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...]) -> np.ndarray:
+def _box(array, box, at):
 	"""The same by NumPy: zeros where the box leaves the array."""
 	out = np.zeros(box, array.dtype)
 	for index in np.ndindex(*box):
@@ -52,8 +51,8 @@ def _box(array: np.ndarray, box: tuple[int, ...], at: tuple[int, ...]) -> np.nda
 	return out
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
-@pytest.mark.parametrize(
+@each("mode", ["eager", "chaos"])
+@each(
 	("shape", "box", "at"),
 	[
 		((64,), (32,), (16,)),
@@ -71,13 +70,13 @@ def test_load(shape, box, at, mode):
 		assert (_load(array, box, at) == _box(array, box, at)).all()
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
+@each("dtype", [np.uint8, np.float16, np.int64])
 def test_element_types(dtype):
 	array = _aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
 	assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
 
 
-@pytest.mark.parametrize("swizzle", [32, 64, 128])
+@each("swizzle", [32, 64, 128])
 def test_swizzle(swizzle):
 	"""The 16-byte chunks of a row change places by the row's number within the pattern."""
 	array = _aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
@@ -102,7 +101,7 @@ fence.proxy.async.shared::cta; bar.sync 0;
 """
 
 
-def _store(target: np.ndarray, box, at, body=STORE, fill=FILL) -> None:
+def _store(target, box, at, body=STORE, fill=FILL):
 	words = int(np.prod(box))
 	run(
 		SETUP.format(smem=4 * words) + fill.format(words=words) + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};" + body,
@@ -111,7 +110,7 @@ def _store(target: np.ndarray, box, at, body=STORE, fill=FILL) -> None:
 	)
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_store_drops_what_is_outside(mode):
 	target = _aligned(np.full((12, 16), -1, np.int32))
 	with emulator.options(mode=mode, races=True):
@@ -157,13 +156,13 @@ def test_long_strides_of_a_tensor_map():
 		_load(tall, (1, 32), (0, 1))
 
 
-def _head(rank: int = 2, at: str = "0, 0", dst: str = "%r0", smem: int = 256, expected: int = 256):
+def _head(rank=2, at="0, 0", dst="%r0", smem=256, expected=256):
 	"""Up to a TMA load of 256 bytes."""
 	load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
 	return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
 
 
-def _load_zeros(array=None, tensor_map=None, tail=WAIT, **head) -> None:
+def _load_zeros(array=None, tensor_map=None, tail=WAIT, **head):
 	if array is None:
 		array = _aligned(np.zeros((8, 8), np.float32))
 	run(_head(**head) + tail, tensor_map or emulator.tensor_map(array, (8, 8)))
@@ -179,7 +178,7 @@ def test_load_out_of_bounds_of_the_allocation():
 		_load_zeros(array)
 
 
-@pytest.mark.parametrize(
+@each(
 	("fault", "message"),
 	[
 		({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
@@ -196,7 +195,7 @@ def test_faulty_loads(fault, message):
 		_load_zeros(**fault)
 
 
-@pytest.mark.parametrize(
+@each(
 	("box", "swizzle", "message"),
 	[((8, 3), 0, "multiple of 16 bytes"), ((8, 32), 64, "wider than the swizzle"), ((300, 4), 0, "1..256")],
 )
@@ -227,7 +226,7 @@ def test_exit_under_a_pending_store():
 		_store(target, (8, 8), (0, 0), unwaited)
 
 
-@pytest.mark.parametrize("mode", ["eager", "chaos"])
+@each("mode", ["eager", "chaos"])
 def test_ring_of_stores(mode):
 	"""Two slots, one store pending: the older slot may be written again, the newer may not."""
 	source = _aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))

@@ -1,19 +1,13 @@
 """Recipes, formats and independent decoders that the tests of ``grouped`` share."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
@@ -46,23 +40,23 @@ EVERY_FORMAT = {
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def weight(groups: int = 3, rows: int = 48, cols: int = 64) -> Tensor:
+def weight(groups=3, rows=48, cols=64):
 	"""(G, N, K) bf16."""
 	return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
 
 
-def parameter(requires_grad: bool = True, fmt: Format = WEIGHT_FORMAT, **kwargs: Any) -> nn.Parameter:
+def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **kwargs):
 	"""A uniform GroupedTensor of both directions as a parameter."""
 	kwargs.setdefault("columnwise", True)
 	return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
 
 
-def weights_quantized(counter: OpCounter) -> int:
+def weights_quantized(counter):
 	"""How many of the quantizations are of weights, which have no offs."""
 	return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
 
 
-def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:
+def bytes_of(x):
 	"""Copies of all plain tensors of ``x``, by name."""
 	inner = {"offs": x.offs}
 	for direction in ("rowwise", "columnwise"):
@@ -72,7 +66,7 @@ def bytes_of(x: grouped.GroupedTensor) -> dict[str, Tensor]:
 	return {name: t.clone() for name, t in inner.items() if t is not None}
 
 
-def decode_member(codes: Tensor, scales: Tensor, amax: Tensor, cols: int) -> Tensor:
+def decode_member(codes, scales, amax, cols):
 	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
 	nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
 	values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
@@ -84,9 +78,9 @@ def decode_member(codes: Tensor, scales: Tensor, amax: Tensor, cols: int) -> Ten
 class OpCounter(TorchDispatchMode):
 	"""Counts the ops that run inside, and keeps the arguments of each."""
 
-	def __init__(self) -> None:
+	def __init__(self):
 		super().__init__()
-		self.calls: list[tuple[str, tuple[Any, ...]]] = []
+		self.calls = []
 
 	def __torch_dispatch__(self, func, types, args=(), kwargs=None):
 		# Trailing arguments that have their default values are left out of args.
@@ -95,9 +89,9 @@ class OpCounter(TorchDispatchMode):
 		return func(*args, **(kwargs or {}))
 
 	@property
-	def counts(self) -> Counter[str]:
+	def counts(self):
 		return Counter(name for name, _ in self.calls)
 
-	def arguments(self, name: str) -> list[tuple[Any, ...]]:
+	def arguments(self, name):
 		"""Positional arguments of each call of ``name``."""
 		return [args for called, args in self.calls if called == name]

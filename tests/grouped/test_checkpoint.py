@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import each
+
 pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file
@@ -57,9 +59,9 @@ def decoded(tensors, name, layout):
 	return values * scales / tensors[f"{name}.weight_global_scale"].numpy()
 
 
-@pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("stacked", [False, True], ["experts", "stacked"])
+@each("style", [*STYLES])
+@each("layout", LAYOUTS)
 def test_what_is_loaded_is_what_was_saved(layout, style, stacked, tmp_path):
 	saved, model = moe(style), moe(style, seed=1)
 	checkpoint.save(saved, tmp_path / "a", layout, stacked=stacked, shard_bytes=20_000)
@@ -80,7 +82,7 @@ def test_what_is_loaded_is_what_was_saved(layout, style, stacked, tmp_path):
 	assert same_files(tmp_path / "a", tmp_path / "b")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_files_decode_to_what_the_module_holds(layout, tmp_path):
 	model = moe()
 	checkpoint.save(moe(), tmp_path, layout)
@@ -151,7 +153,7 @@ def mxfp4(span):
 	return blocks, exponents
 
 
-@pytest.mark.parametrize("span", [0, 5, 17, 18, 30])
+@each("span", [0, 5, 17, 18, 30])
 def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 	blocks, exponents = mxfp4(span)
 	model = moe("gpt-oss")
@@ -223,7 +225,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
+@each("fault", [*WRONG])
 def test_what_a_file_has_wrong_is_found(fault, tmp_path):
 	change, message = WRONG[fault]
 	checkpoint.save(moe(), tmp_path, "deepseek")
@@ -280,8 +282,8 @@ def test_at_most_a_shard_is_held(tmp_path, monkeypatch):
 	assert set(index["weight_map"]) == set(files_of(tmp_path)) and index["metadata"]["total_size"] == sum(held)
 
 
-@pytest.mark.parametrize("to", [["nvfp4"], ["nvfp4", "--layout", "compressed-tensors"], ["fp8_block"]], ids=" ".join)
-@pytest.mark.parametrize("stacked", [False, True], ids=["experts", "stacked"])
+@each("to", [["nvfp4"], ["nvfp4", "--layout", "compressed-tensors"], ["fp8_block"]], " ".join)
+@each("stacked", [False, True], ["experts", "stacked"])
 def test_convert(to, stacked, tmp_path, capsys):
 	model, source = moe(), tmp_path / "source"
 	source.mkdir()
@@ -310,7 +312,7 @@ def test_convert(to, stacked, tmp_path, capsys):
 			convert.main([str(again), str(tmp_path / ("a" if again == source else "c")), "--to", *to])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@each("layout", LAYOUTS)
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
 	"""Attention of DeepSeek's own checkpoints, say; FP8 without scales is no weight."""
 	model, record = moe(), checkpoint.LAYOUTS[layout]

@@ -130,7 +130,7 @@ INITIALIZERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "options"), INITIALIZERS.items(), ids=INITIALIZERS)
+@each(("name", "options"), INITIALIZERS.items(), INITIALIZERS)
 def test_initializers_return_self(name, options):
 	p, dense = parameter(), torch.empty(3, 48, 64, dtype=torch.bfloat16)
 	init = getattr(nn.init, name)

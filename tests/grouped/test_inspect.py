@@ -136,7 +136,7 @@ def test_against_numpy(name):
 
 
 @each("frozen", [False, True])
-@pytest.mark.parametrize("name", EVERY)
+@each("name", [*EVERY])
 def test_results_keep_their_bits(name, frozen):
 	def results(look):
 		layer, (x, dy) = layer_of(EVERY[name]), operands()

@@ -84,7 +84,7 @@ CHANGES = {
 
 
 @each("single", [True, False])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@each("change", [*CHANGES], lambda change: change.__name__)
 def test_a_changed_weight_is_not_used(change, single):
 	layer = layer_of(single)
 	x = sample(40, K)
@@ -100,7 +100,7 @@ def test_a_changed_weight_is_not_used(change, single):
 
 
 @each("single", [True, False])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@each("change", [*CHANGES], lambda change: change.__name__)
 @each("grad_mode", [torch.no_grad, torch.inference_mode])
 def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, single):
 	layer = layer_of(single).eval()

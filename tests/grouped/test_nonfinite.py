@@ -65,8 +65,8 @@ def assert_reached(got, place, row_scaled):
 
 
 @each("single", [True, False])
-@pytest.mark.parametrize("place", REACHED)
-@pytest.mark.parametrize("name", QUANTIZED)
+@each("place", [*REACHED])
+@each("name", [*QUANTIZED])
 def test_a_nan_reaches_what_it_was_quantized_with(name, place, single):
 	got = run(PROPAGATING[name], place, single=single)
 	assert_reached(got, place, name == "row-scaled")
@@ -85,7 +85,7 @@ def test_compiled(place):
 	assert_reached(got, place, row_scaled=True)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@each("name", [*QUANTIZED])
 def test_where_an_operand_is_quantized_on_the_way(name):
 	"""Without gradients of the weight no product reads a columnwise copy."""
 	layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
@@ -98,7 +98,7 @@ def test_where_an_operand_is_quantized_on_the_way(name):
 	assert_all_or_none(leaf.grad, FIRST)
 
 
-@pytest.mark.parametrize("name", PROPAGATING)
+@each("name", [*PROPAGATING])
 def test_numbers_keep_their_bits(name):
 	recipe = (QUANTIZED | FP8_RECIPES)[name]
 	assert_all_same(run(PROPAGATING[name], None), run(recipe, None))
@@ -114,8 +114,8 @@ FP8_REACHED = {
 
 
 @each("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("place", FP8_REACHED)
-@pytest.mark.parametrize("name", FP8_RECIPES)
+@each("place", [*FP8_REACHED])
+@each("name", [*FP8_RECIPES])
 def test_fp8_codes_keep_it_in_its_row_or_column(name, place, value):
 	"""A NaN always, an infinity, as NaN, if the recipe says so."""
 	for recipe in (PROPAGATING, FP8_RECIPES) if value != value else (PROPAGATING,):
@@ -127,14 +127,14 @@ def test_fp8_codes_keep_it_in_its_row_or_column(name, place, value):
 
 
 @each("place", ["x", "weight", "dy"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@each("name", [*QUANTIZED])
 def test_without_the_option_a_nan_disappears_as_documented(name, place):
 	assert all(t.isfinite().all() for t in run(QUANTIZED[name], place))
 
 
 @each("place", ["x", "weight", "dy"])
 @each("value", [torch.inf, -torch.inf])
-@pytest.mark.parametrize("name", QUANTIZED)
+@each("name", [*QUANTIZED])
 def test_infinities_need_no_option(name, value, place):
 	"""They are in the amax: everything that was quantized with one is NaN or infinite."""
 	y, dx, dw = REACHED[place]

@@ -8,6 +8,7 @@ from torch import nn
 
 import grouped
 from grouped import optim
+from tests.helpers import each
 
 FORMATS = [
 	grouped.NVFP4(),
@@ -49,8 +50,8 @@ def quantized_like(p, master):
 	return q
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"])
+@each("fmt", FORMATS, str)
+@each("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ["", "amsgrad"])
 def test_bytes_are_those_of_torch_then_quantize(fmt, options):
 	pair = both(fmt, lr=3e-2, **options)
 	p, _, master, _ = pair
@@ -124,7 +125,7 @@ def test_copies_and_states_of_torch():
 	assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@each("plain", [True, False])
 def test_strides_do_not_count(plain):
 	"""The fused kernel takes elements as they lie in memory."""
 	w, grad = draw(0, 3, 64, 80).mT, draw(1)

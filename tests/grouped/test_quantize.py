@@ -57,7 +57,7 @@ MEMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", MEMBERS)
+@each("name", [*MEMBERS])
 @each("splits", SPLITS)
 def test_members_equal_tensors_quantized_alone(splits, name):
 	ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT.get(name, grouped.NVFP4(hadamard=True))

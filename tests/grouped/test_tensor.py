@@ -362,7 +362,7 @@ ALTERNATIVES = {
 
 
 @each("inference", [False, True])
-@pytest.mark.parametrize("name", REFUSED)
+@each("name", [*REFUSED])
 def test_what_would_decode_behind_your_back_is_refused(name, inference):
 	w = make_weight()
 	before = bytes_of(w)

@@ -125,7 +125,7 @@ OPERANDS = {
 }
 
 
-@pytest.mark.parametrize("kind", OPERANDS)
+@each("kind", [*OPERANDS])
 @each("which", ["a", "b", "bias", "out"])
 def test_out_refuses_what_requires_a_gradient(kind, which):
 	a, b, options = OPERANDS[kind]()

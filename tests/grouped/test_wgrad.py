@@ -267,7 +267,7 @@ def test_backward_computes_dx_only(recipe, data):
 
 
 @each("frozen", ["weight", "bias", "x", "weight bias"])
-@pytest.mark.parametrize("form", FORMS[:2])
+@each("form", FORMS[:2])
 def test_delayed_beside_frozen_parameters(form, frozen, data):
 	x, dy = data
 	results = []

@@ -8,6 +8,7 @@ import torch
 
 import cute_kernels
 import grouped
+from tests.helpers import each
 
 pytest.importorskip("cutlass")
 
@@ -43,7 +44,7 @@ def step(recipe, backend):
 	return loss.detach(), gradients | {"x": x.grad}
 
 
-@pytest.mark.parametrize(("arch", "recipe"), STEPS)
+@each(("arch", "recipe"), STEPS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 	cute_kernels.emulator.reset_stats()
 	loss, gradients = step(recipe, f"emulated:{arch}")
@@ -66,7 +67,7 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 SERVED = (grouped.recipes.BF16, grouped.recipes.MXFP8, grouped.recipes.FP8Current)
 
 
-@pytest.mark.parametrize("recipe", SERVED)
+@each("recipe", SERVED)
 def test_nvfp4_weights_beside_other_activations(recipe):
 	"""W4A16 and W4A8 in a module: y and the gradient of x."""
 	layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import nn
 
 import grouped
 from grouped import recipes
-from tests.helpers import assert_same_buffers, assert_same_bytes
+from tests.helpers import assert_same_buffers, assert_same_bytes, each
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -68,7 +68,7 @@ def logits(model, implementation):
 		return model(ids_of()).logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", [*MODELS])
 def test_logits_are_as_near_to_fp64_as_stock(name):
 	exact = logits(model_of(name, torch.float64), "eager")
 	model = model_of(name)
@@ -81,8 +81,8 @@ def test_logits_are_as_near_to_fp64_as_stock(name):
 		assert distance(implementation) <= bound * stock, implementation
 
 
-@pytest.mark.parametrize("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
-@pytest.mark.parametrize("name", MODELS)
+@each("implementation", ["grouped_nvfp4", "grouped_fp8_block"])
+@each("name", [*MODELS])
 def test_prepared_weights_give_the_same_bits(name, implementation):
 	model = model_of(name)
 	want = logits(model, implementation)
@@ -107,9 +107,7 @@ def test_w4a16_is_a_product_with_decoded_weights():
 	torch.testing.assert_close(got, want, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize(
-	("name", "implementation"), [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")]
-)
+@each(("name", "implementation"), [*((name, "grouped_bf16") for name in MODELS), ("Mixtral", "grouped_fp8_block")])
 def test_training_with_checkpointing_and_adamw(name, implementation):
 	model = model_of(name).train()
 	model.set_experts_implementation(implementation)
@@ -156,8 +154,8 @@ def experts_of(**options):
 	return Experts(transformers.MixtralConfig())
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
+@each("parallel", [False, True])
+@each("options", [{}, {"has_gate": False}, {"has_post_expert_norm": True}])
 def test_other_experts_beside_stock(options, parallel):
 	if not options.keys() <= inspect.signature(moe.use_experts_implementation).parameters.keys():
 		pytest.skip(f"this release of transformers has no {options}")
@@ -176,7 +174,7 @@ def test_other_experts_beside_stock(options, parallel):
 		torch.testing.assert_close(got, want, rtol=0.03, atol=0.03)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", [*MODELS])
 def test_compiled_in_one_graph(name, fresh_dynamo):
 	"""Router, experts and what a model has beside them; in the last prepared experts."""
 	model = model_of(name)
@@ -196,7 +194,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
 		assert_same_bytes(result(compiled, x), result(block, x))
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@each("name", ["Mixtral", "GptOss"])
 def test_prepare_changes_all_or_nothing(name):
 	model = model_of(name)
 	before = logits(model, "grouped_nvfp4")
@@ -217,9 +215,9 @@ def test_what_a_prepared_model_says(tmp_path):
 	integration.prepare(model)
 	saved = sum((p.numel() * 2 - p.nbytes) for p in model.parameters() if isinstance(p, grouped.GroupedTensor))
 	assert 0 < saved == plain - model.get_memory_footprint()
-	for each in (model, copy.deepcopy(model), model.model):
+	for one in (model, copy.deepcopy(model), model.model):
 		with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
-			each.save_pretrained(tmp_path)
+			one.save_pretrained(tmp_path)
 	assert not list(tmp_path.iterdir())
 	model.save_pretrained(tmp_path, state_dict=values)
 	again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.activations import parse_activation
@@ -28,12 +28,12 @@ class ActivationConfig:
 class ActivationKernel:
 	"""Two numbers a thread."""
 
-	def __init__(self, config: ActivationConfig) -> None:
+	def __init__(self, config):
 		self.config = config
 		self.activation = parse_activation(config.activation)
 
 	@staticmethod
-	def fake_args(config: ActivationConfig) -> tuple[Any, ...]:
+	def fake_args(config):
 		"""Stand-ins for A, B, the gradient, three results (N,) and the stream."""
 		count = cute.sym_int(divisibility=_EACH)
 		return *(make_fake_compact_tensor(Float32, (count,)) for _ in range(6)), env_stream()
@@ -60,7 +60,7 @@ class ActivationKernel:
 		if first < a.shape[0]:
 			self.apply((a, b, grad), (value, of_a, of_b), first)
 
-	def apply(self, inputs: tuple, outputs: tuple, first: Int32) -> None:
+	def apply(self, inputs, outputs, first):
 		act, arch = self.activation, self.config.arch
 		tensors = inputs if act.is_gated else (inputs[0], inputs[2])
 		given = [[t[first + i] for i in range(_EACH)] for t in tensors]

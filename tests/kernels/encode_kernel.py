@@ -30,12 +30,12 @@ class EncodeConfig:
 class EncodeKernel:
 	"""One block a thread."""
 
-	def __init__(self, config: EncodeConfig) -> None:
+	def __init__(self, config):
 		self.codec = codec_of("nvfp4", config.dtype, config.arch)
 		self.is_stochastic = config.is_stochastic
 
 	@staticmethod
-	def fake_args(config: EncodeConfig) -> tuple[Any, ...]:
+	def fake_args(config):
 		"""Stand-ins for words (N, W), factors, draws (N, 4), codes (N, 2), the stream."""
 		count, words = cute.sym_int(), 4 * DTYPE_BYTES[config.dtype]
 		factors = make_fake_compact_tensor(Float32, (count,))

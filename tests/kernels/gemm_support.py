@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from cute_kernels.gemm.problem import GemmArguments, GemmConfig
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
-from cute_kernels.layout.buffers import BufferSpec, buffers
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.prepack import prepack
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.ops.launch.sm100_operands import scale_tiles
@@ -52,17 +50,17 @@ if importlib.util.find_spec("cutlass") is None:
 	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 
-def arch_of(config: GemmConfig) -> str:
+def arch_of(config):
 	"""The architecture that a configuration is for."""
 	return "sm_90a" if isinstance(config, Sm90GemmConfig) else ARCH
 
 
-def activations_of(config: GemmConfig) -> str | None:
+def activations_of(config):
 	"""Dtype of A where only B is quantized, which sm_90a has."""
 	return getattr(config, "activations", None)
 
 
-def compiled(config: Any, arch: str = ARCH, device: str = "cpu") -> Any:
+def compiled(config, arch=ARCH, device="cpu"):
 	"""The compiled kernel of a configuration, for the emulator or for a GPU."""
 	return compile_kernel(config, architecture(arch if device == "cuda" else f"emulated:{arch}"))
 
@@ -83,7 +81,7 @@ class Operand:
 	fmt: Format | None = None
 	columnwise: bool = False
 
-	def read(self) -> reference.Operand:
+	def read(self):
 		"""The same for the reference."""
 		return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.columnwise)
 
@@ -92,7 +90,7 @@ class Operand:
 PARTS = ("codes", "scales", "amax")
 
 
-def on_device_of(like: Tensor, tensor: Tensor | None) -> Tensor | None:
+def on_device_of(like, tensor):
 	"""A tensor on the device of another, with the strides that it has."""
 	if tensor is None or tensor.device == like.device:
 		return tensor
@@ -101,13 +99,13 @@ def on_device_of(like: Tensor, tensor: Tensor | None) -> Tensor | None:
 	return padded[..., : tensor.shape[-1]].copy_(tensor)
 
 
-def _poisoned(spec: BufferSpec) -> Tensor:
+def _poisoned(spec):
 	out = spec.allocate(torch.device("cpu"), zeroed=False)
 	out.untyped_storage().fill_(_POISON)
 	return out
 
 
-def quantize(x: Tensor, offs: Tensor | None, fmt: Format, columnwise: bool = False) -> Operand:
+def quantize(x, offs, fmt, columnwise=False):
 	"""One direction of (T, K) with offs or (G, N, K), by the reference into poisoned buffers."""
 	directions = {"rowwise": not columnwise, "columnwise": columnwise}
 	specs = buffers(fmt, x.shape, None if offs is None else len(offs), **directions)
@@ -118,7 +116,7 @@ def quantize(x: Tensor, offs: Tensor | None, fmt: Format, columnwise: bool = Fal
 	return Operand(codes, scales, *rest[:1], fmt=fmt, columnwise=columnwise)
 
 
-def formats_of(config: GemmConfig) -> tuple[Format | None, Format | None]:
+def formats_of(config):
 	"""Formats of A and B that a configuration multiplies; None of plain ones."""
 	found = []
 	for kind in (config.kind, config.b_kind):
@@ -131,7 +129,7 @@ def formats_of(config: GemmConfig) -> tuple[Format | None, Format | None]:
 	return found[0], found[1]
 
 
-def randn(*shape: int, seed: int) -> Tensor:
+def randn(*shape, seed):
 	"""Values of several magnitudes, so that block scales and row amaxes differ."""
 	generator = torch.Generator().manual_seed(seed)
 	rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
@@ -160,23 +158,23 @@ class Product:
 	bias: Tensor | None = None
 	alpha: Tensor | None = None
 
-	def run(self, num_sms: int = NUM_SMS, device: str = "cpu") -> Tensor:
+	def run(self, num_sms=NUM_SMS, device="cpu"):
 		"""The kernel's output, from the emulator or from a GPU."""
 		# A fresh tensor, also on the CPU.
 		out = self.before.to(device, copy=True)
 		self.run_into(out, num_sms)
 		return out.cpu()
 
-	def run_into(self, out: Tensor, num_sms: int = NUM_SMS) -> None:
+	def run_into(self, out, num_sms=NUM_SMS):
 		"""Launch on an output of the caller's, where that is."""
 		self.launch(self.prepared(out, num_sms))
 
-	def launch(self, arguments: GemmArguments) -> None:
+	def launch(self, arguments):
 		"""Launch the GEMM alone, on what ``prepared`` gave."""
 		kernel = compiled(self.config, arch_of(self.config), arguments.out.device.type)
 		kernel(*arguments)
 
-	def prepared(self, out: Tensor, num_sms: int = NUM_SMS) -> GemmArguments:
+	def prepared(self, out, num_sms=NUM_SMS):
 		"""The GEMM's arguments where the output is, operands as it takes them."""
 		arch, device = arch_of(self.config), out.device.type
 		offs, bias, alpha = (on_device_of(out, t) for t in (self.offs, self.bias, self.alpha))
@@ -214,7 +212,7 @@ class Product:
 			tensors[1], tensors[4] = made
 		return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
-	def expected(self) -> Tensor:
+	def expected(self):
 		"""What a tensor core of the configuration's architecture gives, to the bit."""
 		out = self.before.clone()
 		config, groups = self.config, Groups.ragged(self.offs, self.rows)
@@ -230,21 +228,17 @@ class Product:
 		run(self.a.read(), self.b.read(), groups, out, **options)
 		return out
 
-	def check(
-		self, num_sms: int = NUM_SMS, device: str = "cpu", want: Tensor | None = None, any_nan: bool = False
-	) -> None:
+	def check(self, num_sms=NUM_SMS, device="cpu", want=None, any_nan=False):
 		"""The kernel's output has the bits of the reference, or of ``want``."""
 		want = self.expected() if want is None else want
 		assert_same_bytes(self.run(num_sms, device), want, any_nan=any_nan)
 
-	def tensors(self) -> list[Tensor | None]:
+	def tensors(self):
 		"""Both operands' tensors."""
 		return [getattr(x, n) for x in (self.a, self.b) for n in PARTS]
 
 
-def m_grouped(
-	config: GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0, *, columnwise_b: bool = False, seed: int = 0
-) -> Product:
+def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
 	"""Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""
 	offs, rows, groups = offsets(sizes), sum(sizes) + tail, len(sizes)
 	x = randn(rows, k, seed=seed)
@@ -266,7 +260,7 @@ def m_grouped(
 	)
 
 
-def k_grouped(config: GemmConfig, sizes: list[int], m: int, n: int, tail: int = 0, *, seed: int = 0) -> Product:
+def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
 	"""Two ragged operands over their rows (wgrad)."""
 	offs, rows = offsets(sizes), sum(sizes) + tail
 	x, y = randn(rows, m, seed=seed), randn(rows, n, seed=seed + 1)
@@ -279,7 +273,7 @@ def k_grouped(config: GemmConfig, sizes: list[int], m: int, n: int, tail: int = 
 	return Product(config, a, b, offs, rows, before, alpha=alpha)
 
 
-def wild(product: Product) -> Product:
+def wild(product):
 	"""With every code, NaN and infinity included, and scales of every magnitude."""
 	generator = torch.Generator().manual_seed(3)
 	for operand in (product.a, product.b):
@@ -304,14 +298,14 @@ def wild(product: Product) -> Product:
 	return product
 
 
-def product_of(config: GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
+def product_of(config, sizes, n, k, tail=0):
 	"""``m_grouped``, or ``k_grouped`` with as many columns: those of A first."""
 	if config.grouping == "k_grouped":
 		return k_grouped(config, sizes, k, n, tail)
 	return m_grouped(config, sizes, n, k, tail)
 
 
-def check_zeroed_tails(config: GemmConfig, device: str = "cpu", modes: Any = ({},)) -> None:
+def check_zeroed_tails(config, device="cpu", modes=({},)):
 	"""Rows of the tail become zeros, whatever the scales of A say of them."""
 	config = dataclasses.replace(config, zero_tail=True)
 	for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
@@ -325,7 +319,7 @@ def check_zeroed_tails(config: GemmConfig, device: str = "cpu", modes: Any = ({}
 				product.check(2, device, want)
 
 
-def check_modes(mode: dict[str, object], products: Iterable[tuple[Product, int]]) -> None:
+def check_modes(mode, products):
 	"""Each on so many CTAs, its events in the order of a mode."""
 	for product, num_sms in products:
 		want = product.expected()
@@ -333,13 +327,13 @@ def check_modes(mode: dict[str, object], products: Iterable[tuple[Product, int]]
 			product.check(num_sms, want=want)
 
 
-def check_live_rows(config: GemmConfig) -> None:
+def check_live_rows(config):
 	"""Of the output only the rows of groups are touched, to the last, and nothing beside the operands."""
 	product = m_grouped(config, [100, 0, 5], 24, 64, tail=30)
 	want, out = product.expected(), product.before.clone()
 	prepared = product.prepared(out, 2)
 
-	def run() -> None:
+	def run():
 		out.copy_(product.before)
 		product.launch(prepared)
 		assert_same_bytes(out, want)
@@ -347,7 +341,7 @@ def check_live_rows(config: GemmConfig) -> None:
 	check_touched(run, [array_of(out)[:105]], [t for t in prepared if t is not out])
 
 
-def check_far_rows(config: GemmConfig) -> None:
+def check_far_rows(config):
 	"""Row 64 of the output, and 32 of codes, start at element 2^31; only pages that are written become memory."""
 	product = m_grouped(config, [65, 33], 8, 32)
 	if config.kind.fmt is not None and not config.kind.is_transposed:
@@ -358,7 +352,7 @@ def check_far_rows(config: GemmConfig) -> None:
 	assert_same_bytes(out.contiguous(), product.expected())
 
 
-def check_many_groups(config: GemmConfig) -> None:
+def check_many_groups(config):
 	"""More groups than a window of the scheduler; where it accumulates, a tile that is worked on twice shows."""
 	sizes = [0] * 1100
 	for group, rows in ((0, 1), (31, 2), (32, 130), (500, 3), (1099, 4)):
@@ -366,7 +360,7 @@ def check_many_groups(config: GemmConfig) -> None:
 	product_of(config, sizes, 8, 32).check()
 
 
-def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
+def _plain(config, x, live=None):
 	"""A plain operand with NaN in its rows from ``live`` on."""
 	x = x.to(DTYPES[activations_of(config) or config.operand])
 	if live is not None:
@@ -374,16 +368,16 @@ def _plain(config: GemmConfig, x: Tensor, live: int | None = None) -> Operand:
 	return Operand(x)
 
 
-def _before(config: GemmConfig, *shape: int) -> Tensor:
+def _before(config, *shape):
 	values = randn(*shape, seed=99) if config.accumulate else torch.full(shape, 1234.0)
 	return values.to(DTYPES[config.out_dtype])
 
 
-def _bias(config: GemmConfig, groups: int, n: int, seed: int) -> Tensor | None:
+def _bias(config, groups, n, seed):
 	if config.bias_dtype is None:
 		return None
 	return randn(groups, n, seed=seed + 2).to(DTYPES[config.bias_dtype])
 
 
-def _alpha(config: GemmConfig, groups: int, seed: int) -> Tensor | None:
+def _alpha(config, groups, seed):
 	return randn(groups, 1, seed=seed + 3)[:, 0].contiguous() if config.has_alpha else None

@@ -1,11 +1,7 @@
 """Ops on emulated backends against the reference backend, to the bit; what kernels touch."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -15,9 +11,6 @@ import cute_kernels
 from cute_kernels import emulator
 from tests.helpers import assert_same_bytes
 
-if TYPE_CHECKING:
-	from torch import Tensor
-
 if importlib.util.find_spec("cutlass") is None:
 	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
@@ -26,7 +19,7 @@ MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True
 MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
 
 
-def check(arch: str, call: Callable[[], Tensor], **options: Any) -> None:
+def check(arch, call, **options):
 	"""What ``call`` returns on an emulated architecture has the bits of the reference."""
 	with cute_kernels.backend("reference"):
 		want = call()
@@ -34,13 +27,13 @@ def check(arch: str, call: Callable[[], Tensor], **options: Any) -> None:
 		assert_same_bytes(call(), want, any_nan=True)
 
 
-def array_of(x: Tensor) -> np.ndarray:
+def array_of(x):
 	"""Its memory, since of a watched tensor the whole storage may be touched."""
 	return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 @contextlib.contextmanager
-def watching(*memory: Any) -> Iterator[None]:
+def watching(*memory):
 	"""Nothing but the tensors and arrays among ``memory`` may be touched."""
 	try:
 		emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
@@ -49,7 +42,7 @@ def watching(*memory: Any) -> Iterator[None]:
 		emulator.unwatch()
 
 
-def check_touched(run: Callable[[], Any], needed: Sequence[np.ndarray], others: Sequence[Any] = ()) -> None:
+def check_touched(run, needed, others=()):
 	"""``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
 	with watching(*needed, *others):
 		run()

@@ -6,23 +6,19 @@ import dataclasses
 import functools
 import importlib.util
 import os
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.formats import Format, parse
+from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_buffers, poisoned
-
-if TYPE_CHECKING:
-	from cute_kernels.quantize import RowsConfig, TileConfig
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -41,7 +37,7 @@ if importlib.util.find_spec("cutlass") is None:
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
 
 
-def compiled(config: Any) -> Any:
+def compiled(config):
 	"""The compiled kernel of a configuration, for the architecture that it names.
 
 	It takes CPU tensors. On a GPU they are copied there and back, all of them, whatever it wrote.
@@ -55,7 +51,7 @@ def compiled(config: Any) -> Any:
 	return compile_for_emulator(config, arch).run
 
 
-def _run_on_gpu(config: Any, *arguments: Any) -> None:
+def _run_on_gpu(config, *arguments):
 	kernel = compile_kernel(config, device_architecture(0))
 	there = [_to_gpu(value) if isinstance(value, Tensor) else value for value in arguments]
 	kernel(*there)
@@ -64,7 +60,7 @@ def _run_on_gpu(config: Any, *arguments: Any) -> None:
 			value.copy_(copy)
 
 
-def _to_gpu(value: Tensor) -> Tensor:
+def _to_gpu(value):
 	"""A copy with the same strides."""
 	extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 	there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
@@ -84,24 +80,24 @@ class Problem:
 	offs: Tensor | None
 
 	@property
-	def inputs(self) -> tuple[Tensor | None, ...]:
+	def inputs(self):
 		"""What kernels take first: no gradient."""
 		return self.x, None, self.offs
 
 	@property
-	def matrix(self) -> Tensor:
+	def matrix(self):
 		return self.x.flatten(0, -2)
 
 	@property
-	def groups(self) -> Groups:
+	def groups(self):
 		if self.offs is None:
 			return Groups.uniform(self.x.shape[0], self.x.shape[1], self.x.device)
 		return Groups.ragged(self.offs, len(self.x))
 
-	def buffers(self, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+	def buffers(self, fmt, rowwise, columnwise):
 		"""Outputs filled with garbage, so that a byte too many or too few shows."""
 		groups = None if self.offs is None else len(self.offs)
-		out: dict[str, Tensor | None] = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
+		out = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
 		out |= dict.fromkeys(("amax", "amax_t"))
 		specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
 		for name, spec in specs.items():
@@ -114,14 +110,7 @@ class Problem:
 		return out
 
 
-def expected(
-	problem: Problem,
-	fmt: Format,
-	rowwise: bool,
-	columnwise: bool,
-	given: Tensor | None = None,
-	drawn: tuple[int, int] = (0, 0),
-) -> dict[str, Tensor | None]:
+def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
 	"""What the reference writes, ``drawn`` blocks before its own."""
 	out = problem.buffers(fmt, rowwise, columnwise)
 	asked = {name: value for name, value in out.items() if value is not None}
@@ -131,7 +120,7 @@ def expected(
 	return out
 
 
-def run_tiles(config: TileConfig, problem: Problem, given: Tensor | None = None) -> dict[str, Tensor | None]:
+def run_tiles(config, problem, given=None):
 	"""Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
 	fmt = parse(config.format)
 	out = problem.buffers(fmt, config.rowwise, config.columnwise)
@@ -155,7 +144,7 @@ def run_tiles(config: TileConfig, problem: Problem, given: Tensor | None = None)
 	return out
 
 
-def run_rows(config: RowsConfig, problem: Problem) -> dict[str, Tensor | None]:
+def run_rows(config, problem):
 	"""Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
 	fmt = parse(config.format)
 	out = problem.buffers(fmt, True, False)
@@ -166,19 +155,19 @@ def run_rows(config: RowsConfig, problem: Problem) -> dict[str, Tensor | None]:
 	return out
 
 
-def check_tiles(config: TileConfig, problem: Problem) -> None:
+def check_tiles(config, problem):
 	"""The tile quantizer writes what the reference does."""
 	want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
 	assert_same_buffers(run_tiles(config, problem), want)
 
 
-def check_rows(config: RowsConfig, problem: Problem) -> None:
+def check_rows(config, problem):
 	"""The quantizer by rows writes what the reference does."""
 	want = expected(problem, parse(config.format), True, False)
 	assert_same_buffers(run_rows(config, problem), want)
 
 
-def random_input(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_input(shape, dtype, seed=0):
 	"""Rows of very different sizes, with zero rows and zero blocks."""
 	generator = torch.Generator().manual_seed(seed)
 	x = torch.randn(shape, generator=generator)
@@ -189,7 +178,7 @@ def random_input(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> T
 	return blocks.flatten(-2).to(dtype)
 
 
-def special_input(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+def special_input(rows, cols, dtype):
 	"""Signed zeros, denormals, the smallest and largest numbers, infinities and NaN, row by row.
 
 	Each row has its own mixture, so rows of one group clash as well.

@@ -1,14 +1,9 @@
 """Activations in front of kernels on the emulator, to the bit of the reference backend."""
 
-from __future__ import annotations
-
 import itertools
 import re
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
 import cute_kernels
 from cute_kernels.activations import parse_activation
@@ -23,7 +18,6 @@ from tests.kernels.quantize_support import compiled, random_input, special_input
 
 from tests.kernels.activation_kernel import ActivationConfig  # isort: skip
 
-from collections.abc import Sequence
 
 BF16 = torch.bfloat16
 CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
@@ -38,12 +32,10 @@ RAGGED = {
 }
 
 
-def inputs(
-	act: str, backward: bool, lead: Sequence[int], cols: int, fill: Any = None, dtype: Any = BF16
-) -> tuple[Tensor, Tensor | None]:
+def inputs(act, backward, lead, cols, fill=None, dtype=BF16):
 	"""x and the gradient of the result, for ``cols`` columns of elements."""
 
-	def make(width: int, seed: int) -> Tensor:
+	def make(width, seed):
 		wide = -(-width // 16) * 16
 		if fill is special_input:
 			return special_input(*lead, wide, dtype)[:, :width].roll(seed, 0).contiguous()
@@ -55,9 +47,7 @@ def inputs(
 	return make(cols * (2 if record.is_gated else 1), 0), None
 
 
-def quantize(
-	text: str, act: str, x: Tensor, grad: Tensor | None, offs: Tensor | None, way: str, amax: Tensor | None = None
-) -> Tensor:
+def quantize(text, act, x, grad, offs, way, amax=None):
 	"""The bytes of all that is written over poison."""
 	fmt, groups = parse(text), len(x) if offs is None else len(offs)
 	given = {"activation": act, "grad": grad, "amax": amax, "rowwise": way != "columnwise"}
@@ -73,7 +63,7 @@ def quantize(
 	return torch.cat([t.view(torch.uint8).flatten() for t in out])
 
 
-def every_number() -> Tensor:
+def every_number():
 	"""All of bf16, and fp32 numbers beside each that a step of the arithmetic turns at."""
 	every = torch.arange(65536).short().view(BF16).float()
 	edges = torch.cat([torch.linspace(-110, 110, 4001), torch.logspace(-42, 38, 1001)])
@@ -82,9 +72,9 @@ def every_number() -> Tensor:
 	return torch.cat([every, edges, near, -near])
 
 
-@pytest.mark.parametrize("act", [*CURVES, "gelu"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_bits_of_every_curve(arch: str, act: str) -> None:
+@each("act", [*CURVES, "gelu"])
+@each("arch", ARCHITECTURES)
+def test_bits_of_every_curve(arch, act):
 	a, record = every_number(), parse_activation(act)
 	a = a[: len(a) // 2 * 2]
 	generator = torch.Generator().manual_seed(0)
@@ -121,8 +111,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("arch", "text", "act", "backward", "way"), CASES)
-def test_codes(arch: str, text: str, act: str, backward: bool, way: str) -> None:
+@each(("arch", "text", "act", "backward", "way"), CASES)
+def test_codes(arch, text, act, backward, way):
 	for rows, cols, offs, fill in RAGGED.values():
 		x, grad = inputs(act, backward, (rows,), cols, fill)
 		x[int(offs[-1]) :] = float("nan")
@@ -130,7 +120,7 @@ def test_codes(arch: str, text: str, act: str, backward: bool, way: str) -> None
 
 
 @each("dtype", ["float16", "float32"])
-def test_other_dtypes_and_uniform_groups(dtype: str) -> None:
+def test_other_dtypes_and_uniform_groups(dtype):
 	for text, act, backward in (("mxfp8", "swiglu", False), ("fp8", "swiglu", True)):
 		x, grad = inputs(act, backward, (3, 70), 96, dtype=DTYPES[dtype])
 		check("sm_90a", lambda a=(text, act, x, grad): quantize(*a, None, "both"))
@@ -139,8 +129,8 @@ def test_other_dtypes_and_uniform_groups(dtype: str) -> None:
 	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, grad, offs, "rowwise"))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_any_order(mode: dict) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_any_order(mode):
 	x, grad = inputs("swiglu", True, (300,), 272)
 	offs = ends(0, 130, 131, 290)
 	for arch, text, way in (
@@ -151,14 +141,14 @@ def test_any_order(mode: dict) -> None:
 		check(arch, lambda a=(text, "swiglu", x, grad, offs, way): quantize(*a), **mode)
 
 
-def test_given_amaxes_and_many_groups() -> None:
+def test_given_amaxes_and_many_groups():
 	offs = many_groups()
 	x, _ = inputs("swiglu", False, (int(offs[-1]) + 5,), 48)
 	amax = torch.rand(len(offs)) - 0.5
 	check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, None, offs, "both", amax))
 
 
-def test_only_the_rows_of_groups_are_read() -> None:
+def test_only_the_rows_of_groups_are_read():
 	offs = ends(3, 131, 219)
 	x, grad = inputs("swiglu", True, (260,), 160)
 	given = {"activation": "swiglu", "grad": grad}
@@ -175,11 +165,11 @@ def test_only_the_rows_of_groups_are_read() -> None:
 			)
 
 
-@pytest.mark.parametrize(
+@each(
 	("arch", "act", "backward", "cols"),
 	[("sm_90a", "swiglu", True, 272), ("sm_100a", CLAMPED, True, 14), ("sm_100a", "gelu", False, 24)],
 )
-def test_dbias(arch: str, act: str, backward: bool, cols: int) -> None:
+def test_dbias(arch, act, backward, cols):
 	for dtype in (BF16,) if cols == 14 else (BF16, torch.float32):
 		for offs in (ends(7, 136, 137, 137, 700), ends(0)):
 			x, grad = inputs(act, backward, (705,), cols, dtype=dtype)
@@ -189,7 +179,7 @@ def test_dbias(arch: str, act: str, backward: bool, cols: int) -> None:
 	check(arch, lambda: ops.grouped_dbias(x, None, act, grad))
 
 
-def test_code() -> None:
+def test_code():
 	"""Exact arithmetic and no spills, of what is compiled ahead of time."""
 	for arch, text, backward in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8"), (False, True)):
 		prologue = Prologue("bfloat16", "swiglu", backward)

@@ -1,19 +1,16 @@
 """Group amax and group offsets on the emulator, against the reference."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import DTYPES, ends, many_groups
+from tests.helpers import DTYPES, each, ends, many_groups
 from tests.kernels.op_support import ARCHITECTURES, MODES
 from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
 
 
-def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
+def check(config, problem, num_sms=2):
 	groups = problem.groups
 	row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
 	group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
@@ -28,9 +25,9 @@ def check(config: AmaxConfig, problem: Problem, num_sms: int = 2) -> None:
 		assert torch.equal(row_amax, want)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_rows_and_groups(arch: str, dtype: str) -> None:
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
+def test_rows_and_groups(arch, dtype):
 	config = AmaxConfig(dtype, per_row=True, arch=arch)
 	for rows, cols, offs in (
 		(300, 80, ends(0, 3, 3, 130, 130, 290)),
@@ -42,18 +39,18 @@ def test_rows_and_groups(arch: str, dtype: str) -> None:
 		check(config, Problem(x, offs))
 
 
-@pytest.mark.parametrize("per_row", [False, True])
-def test_one_of_the_two(per_row: bool) -> None:
+@each("per_row", [False, True])
+def test_one_of_the_two(per_row):
 	config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
 	x = random_input((90, 48), torch.bfloat16)
 	check(config, Problem(x, ends(30, 30, 71)))
 
 
-def test_uniform_groups() -> None:
+def test_uniform_groups():
 	check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), torch.bfloat16), None))
 
 
-def test_many_groups_in_chaos_and_races() -> None:
+def test_many_groups_in_chaos_and_races():
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 9, 16), torch.bfloat16), offs)
 	config = AmaxConfig("bfloat16", per_row=True)
@@ -63,9 +60,9 @@ def test_many_groups_in_chaos_and_races() -> None:
 			check(config, problem)
 
 
-@pytest.mark.parametrize("out", ["int32", "int64"])
-@pytest.mark.parametrize("splits", ["int32", "int64"])
-def test_offsets(splits: str, out: str) -> None:
+@each("out", ["int32", "int64"])
+@each("splits", ["int32", "int64"])
+def test_offsets(splits, out):
 	kernel = compiled(OffsetsConfig(splits, out))
 	generator = torch.Generator().manual_seed(3)
 	for count in (1, 31, 33, 1024, 2100):
@@ -78,16 +75,16 @@ def test_offsets(splits: str, out: str) -> None:
 			assert torch.equal(got, want)
 
 
-def test_offsets_past_32_bits() -> None:
+def test_offsets_past_32_bits():
 	sizes = torch.full((40,), 1 << 28, dtype=torch.int64)
 	got = torch.empty(40, dtype=torch.int64)
 	compiled(OffsetsConfig("int64", "int64"))(sizes, got, 3)
 	assert torch.equal(got, sizes.cumsum(0) * 3)
 
 
-@pytest.mark.parametrize("out", [torch.int32, torch.int64])
-@pytest.mark.parametrize("splits", [torch.int32, torch.int64])
-def test_offsets_saturate(splits: torch.dtype, out: torch.dtype) -> None:
+@each("out", [torch.int32, torch.int64])
+@each("splits", [torch.int32, torch.int64])
+def test_offsets_saturate(splits, out):
 	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
 	top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
 	small = [1 << 20, 1 << 30, 1 << 30, -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30)]
@@ -104,7 +101,7 @@ def test_offsets_saturate(splits: torch.dtype, out: torch.dtype) -> None:
 			assert torch.equal(got, want)
 
 
-def test_offsets_in_any_order() -> None:
+def test_offsets_in_any_order():
 	kernel = compiled(OffsetsConfig("int32", "int32"))
 	sizes = torch.arange(2100, dtype=torch.int32) % 7
 	for mode in MODES:

@@ -3,31 +3,25 @@
 Buffers are poisoned first and compared whole, so that what is to stay does.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels import emulator, reference
-from cute_kernels.formats import FP8, MXFP8, Format, FP8Block, parse
+from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_buffers, ends, many_groups, poisoned
+from tests.helpers import DTYPES, assert_same_buffers, each, ends, many_groups, poisoned
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
 from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, random_input, special_input
 
 E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
-FORMATS: dict[str, Format] = {
+FORMATS = {
 	fmt.text: fmt
 	for fmt in (
 		*(FP8Block(), FP8Block(dtype=E5M2), FP8Block(pow2_scales=False, amax_epsilon=1e-3)),
@@ -50,21 +44,21 @@ RAGGED = {
 }
 
 
-def scales_of(problem: Problem, fmt: Format) -> Tensor | None:
+def scales_of(problem, fmt):
 	"""Scales of groups, of all sizes, where the format takes them."""
 	if not fmt.takes_scale:
 		return None
 	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3
 
 
-def buffers_of(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
+def buffers_of(problem, fmt, rowwise, columnwise):
 	groups = None if problem.offs is None else len(problem.offs)
 	specs = buffers(fmt, problem.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
 	cpu = torch.device("cpu")
 	return {name: poisoned(spec.allocate(cpu, False)) for name, spec in specs.items()}
 
 
-def expected(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
+def expected(problem, fmt, rowwise, columnwise):
 	"""What the reference writes over poison."""
 	out = buffers_of(problem, fmt, rowwise, columnwise)
 	given = reference.Given(None, scales_of(problem, fmt))
@@ -72,7 +66,7 @@ def expected(problem: Problem, fmt: Format, rowwise: bool, columnwise: bool) -> 
 	return out
 
 
-def quantize(config: RowsConfig | TileConfig, problem: Problem, num_sms: int = NUM_SMS) -> dict[str, Tensor]:
+def quantize(config, problem, num_sms=NUM_SMS):
 	"""What the kernel writes over poison; amaxes of groups are given as the reference has them."""
 	fmt = parse(config.format)
 	out = buffers_of(problem, fmt, *directions_of(config))
@@ -91,26 +85,26 @@ def quantize(config: RowsConfig | TileConfig, problem: Problem, num_sms: int = N
 	return out
 
 
-def directions_of(config: RowsConfig | TileConfig) -> tuple[bool, bool]:
+def directions_of(config):
 	if isinstance(config, TileConfig):
 		return config.rowwise, config.columnwise
 	return True, False
 
 
-def check(config: RowsConfig | TileConfig, problem: Problem, **options: Any) -> None:
+def check(config, problem, **options):
 	want = expected(problem, parse(config.format), *directions_of(config))
 	with emulator.options(**options):
 		assert_same_buffers(quantize(config, problem), want)
 
 
-def ragged(case: str, dtype: str = "bfloat16") -> Problem:
+def ragged(case, dtype="bfloat16"):
 	rows, cols, offs = RAGGED[case]
 	x = random_input((rows, cols), DTYPES[dtype])
 	x[int(offs[-1]) :] = float("nan")
 	return Problem(x, offs)
 
 
-def special(dtype: str, cols: int) -> Problem:
+def special(dtype, cols):
 	"""NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
 	x = special_input(150, cols, DTYPES[dtype])
 	x[8::7, 48:64] = -float("nan")
@@ -125,7 +119,7 @@ def special(dtype: str, cols: int) -> Problem:
 	return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
 
 
-def kernels() -> Iterator[Any]:
+def kernels():
 	"""Every format on both architectures, every direction on one of them at least."""
 	for i, text in enumerate(FORMATS):
 		yield "sm_90a", text, "both"
@@ -134,29 +128,29 @@ def kernels() -> Iterator[Any]:
 		yield "sm_90a", text, directions
 
 
-@pytest.mark.parametrize(("arch", "text", "directions"), list(kernels()))
-def test_ragged_groups(arch: str, text: str, directions: str) -> None:
+@each(("arch", "text", "directions"), list(kernels()))
+def test_ragged_groups(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
 	for case in RAGGED:
 		check(config, ragged(case))
 
 
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
-def test_uniform_groups(text: str) -> None:
+@each("text", [*SOME, DELAYED])
+def test_uniform_groups(text):
 	config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
 	for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
 		check(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize(
+@each(
 	("text", "dtype"),
 	[*((text, "bfloat16") for text in FORMATS), *itertools.product((*SOME, ANY_SCALE), ("float16", "float32"))],
 )
-def test_special_values(text: str, dtype: str) -> None:
+def test_special_values(text, dtype):
 	check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
 
 
-def test_amaxes_where_a_scale_changes() -> None:
+def test_amaxes_where_a_scale_changes():
 	"""Every exponent of fp32, beside 1.75, 1 and the largest mantissa, in blocks of their own."""
 	mantissas = torch.tensor([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF])
 	bits = (torch.arange(255)[:, None] << 23 | mantissas).flatten().int()
@@ -167,31 +161,31 @@ def test_amaxes_where_a_scale_changes() -> None:
 		check(TileConfig(text, "float32", arch="sm_90a"), Problem(x, ends(256)))
 
 
-@pytest.mark.parametrize("text", SOME)
-def test_many_groups(text: str) -> None:
+@each("text", SOME)
+def test_many_groups(text):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 32), torch.bfloat16), offs)
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("text", [*SOME, DELAYED])
-def test_any_order(text: str, mode: dict) -> None:
+@each("mode", MODES, MODE_IDS)
+@each("text", [*SOME, DELAYED])
+def test_any_order(text, mode):
 	arch = ARCHITECTURES[mode.get("seed", 0) % 2]
 	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
 	check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("directions", ["rowwise", "both"])
-@pytest.mark.parametrize("text", SOME)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_code(arch: str, text: str, directions: str) -> None:
+@each("directions", ["rowwise", "both"])
+@each("text", SOME)
+@each("arch", ARCHITECTURES)
+def test_code(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
 	check_code(config, FORMATS[text])
 
 
-def check_code(config: RowsConfig | TileConfig, fmt: Format) -> None:
+def check_code(config, fmt):
 	"""Exact arithmetic, the hardware's conversions, no spills."""
 	kernel = compile_for_emulator(config, config.arch)
 	assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
@@ -199,9 +193,9 @@ def check_code(config: RowsConfig | TileConfig, fmt: Format) -> None:
 	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
 
 
-@pytest.mark.parametrize("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_code_of_rows(arch: str, text: str) -> None:
+@each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
+@each("arch", ARCHITECTURES)
+def test_code_of_rows(arch, text):
 	fmt = parse(text)
 	config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
 	check_code(config, fmt)
@@ -216,8 +210,8 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "dtype", "warps", "rows"), ROWS)
-def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
+@each(("text", "dtype", "warps", "rows"), ROWS)
+def test_rows(text, dtype, warps, rows):
 	for i, case in enumerate(RAGGED):
 		arch = ARCHITECTURES[i % 3 == 2]
 		problem = ragged(case, dtype)
@@ -231,8 +225,8 @@ def test_rows(text: str, dtype: str, warps: int, rows: int) -> None:
 	check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_rows_in_any_order(mode: dict) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_rows_in_any_order(mode):
 	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
 	for text in ("fp8_block", "mxfp8", "fp8"):
 		check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)

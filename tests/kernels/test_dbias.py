@@ -1,18 +1,14 @@
 """Column sums of groups on the emulator, to the bit of the reference's order."""
 
-from __future__ import annotations
-
 import re
 
-import pytest
 import torch
-from torch import Tensor
 
 import cute_kernels
 from cute_kernels.quantize import DbiasConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, ends, many_groups, ops
+from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 dbias = ops.grouped_dbias
@@ -30,7 +26,7 @@ CASES = {
 }
 
 
-def gradient(rows: int, cols: int, offs: Tensor, dtype: str = "bfloat16") -> Tensor:
+def gradient(rows, cols, offs, dtype="bfloat16"):
 	"""Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
 	generator = torch.Generator().manual_seed(0)
 	dy = torch.randn(rows, cols, generator=generator)
@@ -39,38 +35,38 @@ def gradient(rows: int, cols: int, offs: Tensor, dtype: str = "bfloat16") -> Ten
 	return dy.to(DTYPES[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_sums(arch: str, dtype: str) -> None:
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
+def test_sums(arch, dtype):
 	for rows, cols, offs in CASES.values():
 		dy = gradient(rows, cols, offs, dtype)
 		check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_uniform_groups(arch: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_uniform_groups(arch):
 	dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
 	check(arch, lambda: dbias(dy))
 	check(arch, lambda: dbias(dy[:, ::2, 1:]))
 	check(arch, lambda: dbias(dy[:, :0]))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("cols", [72, 9])
-def test_any_order_of_warps(cols: int, mode: dict) -> None:
+@each("mode", MODES, MODE_IDS)
+@each("cols", [72, 9])
+def test_any_order_of_warps(cols, mode):
 	offs = ends(0, 700, 700, 701, 1990)
 	dy = gradient(2000, cols, offs)
 	check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_more_than_a_thousand_groups(arch: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_more_than_a_thousand_groups(arch):
 	offs = many_groups()
 	dy = gradient(int(offs[-1]) + 5, 16, offs)
 	check(arch, lambda: dbias(dy, offs))
 
 
-def test_special_values() -> None:
+def test_special_values():
 	"""Signed zeros, infinities of both signs, NaN, denormals, and sums that overflow."""
 	for dtype in DTYPES.values():
 		info = torch.finfo(dtype)
@@ -86,7 +82,7 @@ def test_special_values() -> None:
 		check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
-def test_only_the_rows_of_groups_are_read() -> None:
+def test_only_the_rows_of_groups_are_read():
 	rows, cols, offs = CASES["tail"]
 	dy = gradient(rows, cols, offs)
 	live = int(offs[-1])
@@ -96,7 +92,7 @@ def test_only_the_rows_of_groups_are_read() -> None:
 	assert_same_bytes(out, dbias(dy, offs), any_nan=True)
 
 
-def test_any_offsets_and_layout_and_grid() -> None:
+def test_any_offsets_and_layout_and_grid():
 	dy = gradient(140, 64, ends(140))
 	wild = ends(-5, 20, 1000, 2**31 - 1)
 	for num_sms in (1, 7):
@@ -110,8 +106,8 @@ def test_any_offsets_and_layout_and_grid() -> None:
 	assert not out[1].any()
 
 
-@pytest.mark.parametrize("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], ids=str)
-def test_code(config: DbiasConfig) -> None:
+@each("config", [DbiasConfig("bfloat16"), DbiasConfig("float32")], str)
+def test_code(config):
 	kernel = compile_for_emulator(config, "sm_90a")
 	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
 	assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)

@@ -1,23 +1,18 @@
 """Dequantization on the emulator, to the bit of the reference, from arbitrary bytes."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import re
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
 import cute_kernels
-from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block, parse
-from cute_kernels.layout.buffers import BufferSpec, buffers
+from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, ends, many_groups, ops
+from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, each, ends, many_groups, ops
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 #: Text of the format, and whether it is the columnwise copy.
@@ -28,7 +23,7 @@ KINDS = {
 	"transformed": ("nvfp4:hadamard", True),
 }
 E5M2 = torch.float8_e5m2
-_BYTES: tuple[Format, ...] = (
+_BYTES = (
 	*(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
 	*(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
 )
@@ -39,7 +34,7 @@ BYTE_KINDS = {
 }
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = each("kind", [*KINDS])
 #: (rows of the buffer, K, end rows).
 RAGGED = {
 	"one group": (256, 128, ends(256)),
@@ -53,7 +48,7 @@ RAGGED = {
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
 
 
-def arguments(shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str = "bfloat16") -> list[Any]:
+def arguments(shape, offs, kind, dtype="bfloat16"):
 	"""Codes and what decodes them, offs, rows, dtype, text and direction of (T, K) or (G, N, K).
 
 	Random bytes, and fp32 numbers of all sizes. Half of the latter are finite in any dtype. K is
@@ -69,7 +64,7 @@ def arguments(shape: tuple[int, ...], offs: Tensor | None, kind: str, dtype: str
 	return [*copy, offs, shape[-2], DTYPES[dtype], text, columnwise]
 
 
-def random_buffer(spec: BufferSpec, generator: torch.Generator) -> Tensor:
+def random_buffer(spec, generator):
 	if spec.dtype == torch.float32:
 		numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
 		special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
@@ -80,7 +75,7 @@ def random_buffer(spec: BufferSpec, generator: torch.Generator) -> Tensor:
 	return made.view(spec.dtype)[..., : spec.shape[-1]]
 
 
-def dequantize(args: list[Any], **out: Tensor) -> Tensor:
+def dequantize(args, **out):
 	"""What the op makes of ``arguments``."""
 	*copy, offs, rows, dtype, text, columnwise = args
 	call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
@@ -90,34 +85,34 @@ def dequantize(args: list[Any], **out: Tensor) -> Tensor:
 	return ops.grouped_dequantize(*call)
 
 
-def check_case(arch: str, kind: str, dtype: str, case: str, **options: Any) -> None:
+def check_case(arch, kind, dtype, case, **options):
 	rows, cols, offs = RAGGED[case]
 	args = arguments((rows, cols), offs, kind, dtype)
 	check(arch, lambda: dequantize(args), **options)
 
 
 @each_kind
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_ragged_groups(arch: str, kind: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_ragged_groups(arch, kind):
 	for case in RAGGED:
 		check_case(arch, kind, "bfloat16", case)
 
 
-@pytest.mark.parametrize("kind", BYTE_KINDS)
-def test_ragged_groups_of_bytes(kind: str) -> None:
+@each("kind", [*BYTE_KINDS])
+def test_ragged_groups_of_bytes(kind):
 	for i, case in enumerate(RAGGED):
 		check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("kind", ["rowwise", "columnwise", "transformed"])
-def test_other_dtypes(kind: str, dtype: str) -> None:
+@each("dtype", ["float16", "float32"])
+@each("kind", ["rowwise", "columnwise", "transformed"])
+def test_other_dtypes(kind, dtype):
 	for case in ("odd rows, K past two strips", "tail", "one row"):
 		check_case("sm_90a", kind, dtype, case)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
-def test_uniform_groups(kind: str) -> None:
+@each("kind", [*KINDS, *SOME])
+def test_uniform_groups(kind):
 	for i, shape in enumerate(UNIFORM.values()):
 		dtype = "float16" if kind in SOME and i else "bfloat16"
 		args = arguments(shape, None, kind, dtype)
@@ -125,21 +120,21 @@ def test_uniform_groups(kind: str) -> None:
 		check(arch, lambda args=args: dequantize(args))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
-def test_any_order_of_warps(kind: str, mode: dict) -> None:
+@each("mode", MODES, MODE_IDS)
+@each("kind", [*KINDS, *SOME])
+def test_any_order_of_warps(kind, mode):
 	check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *SOME])
-def test_more_than_a_thousand_groups(kind: str) -> None:
+@each("kind", [*KINDS, *SOME])
+def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
 	args = arguments((int(offs[-1]) + 5, 16), offs, kind)
 	check("sm_100a", lambda: dequantize(args))
 
 
 @each_kind
-def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
+def test_only_the_rows_of_groups_are_touched(kind):
 	rows, cols, offs = RAGGED["tail"]
 	args = arguments((rows, cols), offs, kind)
 	codes, scales, amax = args[:3]
@@ -163,8 +158,8 @@ def test_only_the_rows_of_groups_are_touched(kind: str) -> None:
 	assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
-@pytest.mark.parametrize("live", [0, 219, 259, 260])
-def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
+@each("live", [0, 219, 259, 260])
+def test_the_tail_of_a_fresh_result_is_zero(live):
 	"""The kernel writes it, so that nobody has to clear the rest first."""
 	args = arguments((260, 144), ends(0, 0, live), "row-scaled")
 	want = dequantize(args)
@@ -180,7 +175,7 @@ def test_the_tail_of_a_fresh_result_is_zero(live: int) -> None:
 
 
 @each_kind
-def test_any_offsets_and_grid(kind: str) -> None:
+def test_any_offsets_and_grid(kind):
 	args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
 	for num_sms in (1, 7):
 		check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
@@ -191,7 +186,7 @@ def test_any_offsets_and_grid(kind: str) -> None:
 
 
 @each_kind
-def test_code(kind: str) -> None:
+def test_code(kind):
 	text, columnwise = KINDS[kind]
 	config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
 	assert pickle.loads(pickle.dumps(config)) == config

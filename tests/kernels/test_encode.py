@@ -1,13 +1,9 @@
 """Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
 
-from __future__ import annotations
-
-import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.op_support import ARCHITECTURES
 from tests.kernels.quantize_support import compiled
 
@@ -17,7 +13,7 @@ from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
 _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
 
 
-def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def near_ties(dtype):
 	"""Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
 	generator = torch.Generator().manual_seed(4)
 	mantissa = torch.arange(128) / 128 + 1
@@ -36,13 +32,13 @@ def near_ties(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 	return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
 
 
-def check_codes(blocks: Tensor, factors: Tensor, dtype: str) -> None:
+def check_codes(blocks, factors, dtype):
 	"""Compare the codes of blocks (N, 16) with the reference's."""
 	want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
 	assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
 
 
-def encoded(config: EncodeConfig, blocks: Tensor, factors: Tensor, draws: Tensor | None = None) -> Tensor:
+def encoded(config, blocks, factors, draws=None):
 	"""Codes of blocks (N, 16); zeros where there are none."""
 	out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
 	drawn = torch.zeros(len(blocks), 16, dtype=torch.uint8) if draws is None else draws
@@ -51,8 +47,8 @@ def encoded(config: EncodeConfig, blocks: Tensor, factors: Tensor, draws: Tensor
 	return out
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_stochastic_codes_beside_every_border(arch: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_stochastic_codes_beside_every_border(arch):
 	"""Numbers k/256 between two codes, and two ulps to either side, with bytes about 256 - k."""
 	low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 	step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
@@ -70,12 +66,12 @@ def test_stochastic_codes_beside_every_border(arch: str) -> None:
 	assert torch.equal(got, pack_codes(encode_e2m1_stochastic(y, draws)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_beside_every_tie(dtype: str) -> None:
+@each("dtype", [*DTYPES])
+def test_codes_beside_every_tie(dtype):
 	check_codes(*near_ties(DTYPES[dtype]), dtype)
 
 
-def test_codes_beside_every_border_of_fp16() -> None:
+def test_codes_beside_every_border_of_fp16():
 	"""Where the fp16 number that stands for y changes, and two ulps to either side."""
 	halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
 	borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()

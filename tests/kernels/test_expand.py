@@ -1,14 +1,10 @@
 """What the passes before sm_90a's GEMMs read and write: the rows of groups, and nothing else."""
 
-from __future__ import annotations
-
-import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import ends
+from tests.helpers import each, ends
 from tests.kernels.gemm_support import compiled, quantize, randn
 from tests.kernels.op_support import array_of, check_touched, watching
 
@@ -23,17 +19,17 @@ WILD = {
 }
 
 
-def outputs(dtype: torch.dtype) -> Tensor:
+def outputs(dtype):
 	return torch.full((ROWS, 384), -7.0, dtype=dtype)
 
 
-def codes_and_scales() -> tuple[Tensor, Tensor]:
+def codes_and_scales():
 	operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
 	assert operand.scales is not None
 	return operand.codes.contiguous(), operand.scales
 
 
-def test_expand_leaves_the_tail_alone() -> None:
+def test_expand_leaves_the_tail_alone():
 	codes, scales = codes_and_scales()
 	assert codes.shape == (ROWS, 160) and len(scales) > TILES
 	out = outputs(torch.float16)
@@ -43,7 +39,7 @@ def test_expand_leaves_the_tail_alone() -> None:
 	assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
 
 
-def test_arrange_leaves_the_tail_alone() -> None:
+def test_arrange_leaves_the_tail_alone():
 	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
 	kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
 	needed = [x[:LIVE], OFFS, out[:LIVE]]
@@ -51,8 +47,8 @@ def test_arrange_leaves_the_tail_alone() -> None:
 	assert (out[LIVE:] == -7).all()
 
 
-@pytest.mark.parametrize("wild", WILD)
-def test_end_rows_that_break_the_rules_do_no_harm(wild: str) -> None:
+@each("wild", [*WILD])
+def test_end_rows_that_break_the_rules_do_no_harm(wild):
 	offs = WILD[wild]
 	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
 	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)

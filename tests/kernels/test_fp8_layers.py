@@ -1,19 +1,13 @@
 """Ops and layers of FP8 codes on the emulated kernels of both architectures."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_same_bytes, offsets, sample
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
+from tests.helpers import assert_same_bytes, each, offsets, sample
 
 pytest.importorskip("cutlass")
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -26,14 +20,14 @@ FORMATS = {
 }
 
 
-def where_supported(cases: dict[str, Format]) -> list[tuple[str, str]]:
+def where_supported(cases):
 	"""Names of cases and architectures that multiply their formats."""
 	pairs = itertools.product(cases, ARCHITECTURES)
 	return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
 
 
-@pytest.mark.parametrize(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
-def test_quantizing_and_multiplying_in_one_op(name: str, arch: str) -> None:
+@each(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
+def test_quantizing_and_multiplying_in_one_op(name, arch):
 	fmt, weight = FORMATS[name]
 	torch.manual_seed(0)
 	x, offs = sample(150, 160), offsets((20, 0, 130))

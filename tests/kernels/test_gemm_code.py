@@ -1,27 +1,25 @@
 """What the compiler made of the grouped GEMMs, over the variants that recipes use."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from cute_kernels.gemm.variants import kernel_specs
 from perf.compiled import compile_for_emulator
+from tests.helpers import each
 
 pytest.importorskip("cutlass")
 
 
-def facts(spec: Any) -> set[tuple[Any, ...]]:
+def facts(spec):
 	"""What a variant has that another may not: its class with each field and value."""
 	fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
 	return {(type(spec), *field) for field in fields.items()}
 
 
-def sample(specs: Iterable[Any]) -> list[Any]:
+def sample(specs):
 	"""Few variants, which have every tile and every value of every option among them."""
 	left, chosen = list(specs), []
 	missing = set[tuple[Any, ...]]().union(*map(facts, left))
@@ -35,8 +33,8 @@ def sample(specs: Iterable[Any]) -> list[Any]:
 CASES = [(arch, spec) for arch in ("sm_90a", "sm_100a") for spec in sample(kernel_specs(arch))]
 
 
-@pytest.mark.parametrize(("arch", "spec"), CASES, ids=str)
-def test_arithmetic_is_exact(arch: str, spec: Any) -> None:
+@each(("arch", "spec"), CASES, str)
+def test_arithmetic_is_exact(arch, spec):
 	"""No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
 	ptx = compile_for_emulator(spec, arch).ptx
 	assert ".entry" in ptx

@@ -1,7 +1,5 @@
 """Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 
@@ -11,10 +9,11 @@ from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, operand_of
-from cute_kernels.gemm.problem import GemmArguments, GemmConfig, GemmProblem
+from cute_kernels.gemm.problem import GemmArguments, GemmProblem
 from cute_kernels.gemm.sm90.config import Sm90GemmConfig
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
 from cute_kernels.runtime.spec import resolve
+from tests.helpers import each
 
 CONFIGS = [
 	Sm100GemmConfig(operand, out_dtype=out, tile=tile)
@@ -40,8 +39,8 @@ PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=
 NUM_SMS = 148
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
+@each("config", CONFIGS, str)
+def test_memory_of_every_tile_fits(config):
 	# Four warps stage blocks of 32 rows, of 128 bytes, or of 32 columns where operands are swapped.
 	staged = 4 * config.num_store_stage * 32 * 128
 	if config.tile.swap_ab:
@@ -58,7 +57,7 @@ def test_memory_of_every_tile_fits(config: Sm100GemmConfig) -> None:
 	assert config.acc_overlap <= config.tile.n // 2
 
 
-def test_a_format_finds_its_kind_by_element_and_scale() -> None:
+def test_a_format_finds_its_kind_by_element_and_scale():
 	for fmt in (NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))):
 		assert operand_of(fmt) is OPERANDS["nvfp4"]
 	bounds = NVFP4(four_over_six=True, e4m3_max=448), NVFP4(four_over_six=True)
@@ -78,14 +77,14 @@ def test_a_format_finds_its_kind_by_element_and_scale() -> None:
 		operand_of(other())
 
 
-@pytest.mark.parametrize("cls", [Sm90GemmConfig, Sm100GemmConfig])
-def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> None:
+@each("cls", [Sm90GemmConfig, Sm100GemmConfig])
+def test_arguments_are_named_as_the_kernel_names_them(cls):
 	pytest.importorskip("cutlass")
 	parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
 	assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
-@pytest.mark.parametrize(
+@each(
 	"fields, message",
 	[
 		({"operand": "int8"}, "operand"),
@@ -102,12 +101,12 @@ def test_arguments_are_named_as_the_kernel_names_them(cls: type[GemmConfig]) -> 
 		({"grouping": "k_grouped", "tile": Sm100Tile(128, 128, swap_partial=True)}, "swap_partial"),
 	],
 )
-def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
+def test_meaningless_configurations_are_refused(fields, message):
 	with pytest.raises(ValueError, match=message):
 		Sm100GemmConfig(**{"operand": "nvfp4", **fields})
 
 
-@pytest.mark.parametrize(
+@each(
 	"fields, reason",
 	[
 		({"n": 4100}, "N must be"),
@@ -119,14 +118,14 @@ def test_meaningless_configurations_are_refused(fields: dict, message: str) -> N
 		({"groups": 2**29, "n": 2**16}, "tiles"),
 	],
 )
-def test_can_implement_says_why_not(fields: dict, reason: str) -> None:
+def test_can_implement_says_why_not(fields, reason):
 	config = Sm100GemmConfig("nvfp4")
 	assert config.can_implement(PROBLEM)
 	support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
 	assert not support and reason in support.reason
 
 
-def test_can_implement_bounds_ragged_k() -> None:
+def test_can_implement_bounds_ragged_k():
 	config = Sm100GemmConfig("bfloat16", grouping="k_grouped", out_dtype="float32")
 	problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
 	assert config.can_implement(problem)
@@ -134,7 +133,7 @@ def test_can_implement_bounds_ragged_k() -> None:
 		assert not config.can_implement(dataclasses.replace(problem, **fields))
 
 
-@pytest.mark.parametrize(
+@each(
 	"rows_each, tile",
 	[
 		(1, Sm100Tile(128, 32, swap_ab=True)),
@@ -145,7 +144,7 @@ def test_can_implement_bounds_ragged_k() -> None:
 		(4096, Sm100Tile(256, 256, 2, swap_partial=True)),
 	],
 )
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -> None:
+def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
 	problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
 	chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
 	assert chosen.tile == tile
@@ -154,7 +153,7 @@ def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: Sm100Tile) -
 	assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
 
-def test_a_tile_can_be_forced_and_is_checked() -> None:
+def test_a_tile_can_be_forced_and_is_checked():
 	base = Sm100GemmConfig("nvfp4")
 	for tile in SM100_TILES:
 		assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile

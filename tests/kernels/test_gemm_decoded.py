@@ -1,15 +1,12 @@
 """Products of plain A and codes of B, which warps of sm_100a decode, to the bit."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	check_far_rows,
@@ -52,29 +49,29 @@ CONFIGS = {
 	"mxfp8 x nvfp4": Sm100GemmConfig("mxfp8", b_operand="nvfp4", tile=Sm100Tile(128, 128, swap_partial=True)),
 	"mxfp8 e5m2": dataclasses.replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
-each_config = pytest.mark.parametrize("name", CONFIGS)
+each_config = each("name", [*CONFIGS])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
-def test_shapes(name: str, shape: str) -> None:
+@each("shape", [*SHAPES])
+@each("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
+def test_shapes(name, shape):
 	m_grouped(CONFIGS[name], *SHAPES[shape]).check()
 
 
 @each_config
-def test_every_format_and_tile(name: str) -> None:
+def test_every_format_and_tile(name):
 	# One cluster, so that every ring of stages is gone through more than once.
 	config = CONFIGS[name]
 	m_grouped(config, [3, 0, 130], 392, 1056, 5).check(config.tile.num_ctas)
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if "mxfp8" not in n])
-def test_dgrad_reads_a_columnwise_copy(name: str) -> None:
+@each("name", [n for n in CONFIGS if "mxfp8" not in n])
+def test_dgrad_reads_a_columnwise_copy(name):
 	m_grouped(CONFIGS[name], [5, 130], 136, 144, 3, columnwise_b=True).check()
 
 
 @each_config
-def test_every_code_and_scale(name: str) -> None:
+def test_every_code_and_scale(name):
 	"""Rows of A pick elements of B one by one, so sums hide nothing; NaN and Inf among them."""
 	config = dataclasses.replace(CONFIGS[name], bias_dtype=None, accumulate=False)
 	config = dataclasses.replace(config, has_alpha=False, out_dtype="float32")
@@ -99,24 +96,24 @@ def test_every_code_and_scale(name: str) -> None:
 	product.check(config.tile.num_ctas, any_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "mxfp8", "fp8 x nvfp4")
 	products = [m_grouped(CONFIGS[name], [3, 0, 70], 392, 560, 1) for name in names]
 	check_modes(mode, [(product, product.config.tile.num_ctas) for product in products])
 
 
-def test_the_tail_can_be_zeroed() -> None:
+def test_the_tail_can_be_zeroed():
 	check_zeroed_tails(CONFIGS["nvfp4 few rows"], modes=({}, MODES[1], MODES[-1]))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "nvfp4 few rows"])
-def test_only_rows_of_groups_are_touched(name: str) -> None:
+@each("name", ["nvfp4", "nvfp4 few rows"])
+def test_only_rows_of_groups_are_touched(name):
 	check_live_rows(CONFIGS[name])
 
 
-@pytest.mark.parametrize("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
-def test_banks_of_shared_memory_take_few_turns(name: str) -> None:
+@each("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
+def test_banks_of_shared_memory_take_few_turns(name):
 	"""Codes and values none; scale words are read 32 rows at a time, which lie on 8 banks."""
 	config = CONFIGS[name]
 	turns = []
@@ -129,6 +126,6 @@ def test_banks_of_shared_memory_take_few_turns(name: str) -> None:
 	assert wavefronts <= 1.1 * accesses
 
 
-def test_many_groups_and_offsets_past_2_to_the_31() -> None:
+def test_many_groups_and_offsets_past_2_to_the_31():
 	check_many_groups(CONFIGS["nvfp4 256x128"])
 	check_far_rows(CONFIGS["nvfp4 few rows"])

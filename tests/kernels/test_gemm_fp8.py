@@ -3,8 +3,6 @@
 Runs on the emulator, and again on a Hopper GPU where there is one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -12,7 +10,8 @@ import torch
 
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
+from tests.helpers import each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
@@ -93,32 +92,32 @@ WGRADS = {
 
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
 	return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
-def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
+@each("shape", [*SHAPES])
+@each("config", FPROPS)
+def test_fprop(config, shape, device):
 	m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("k", [16, 144, 272])
-@pytest.mark.parametrize("config", FPROPS.values(), ids=FPROPS)
-def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
+@each("k", [16, 144, 272])
+@each("config", FPROPS)
+def test_dgrad_reads_a_columnwise_copy(config, k, device):
 	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
 	product.check(device=device)
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
-def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
+@each("shape", [*WGRAD_SHAPES])
+@each("config", WGRADS)
+def test_wgrad(config, shape, device):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("config", [FAST, BLOCK_ALL], ids=["fast", "block"])
-@pytest.mark.parametrize("tile", SM90_TILES, ids=lambda t: name_of(t) + " swapped" * t.swap_ab)
-def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None:
+@each("config", [FAST, BLOCK_ALL], ["fast", "block"])
+@each("tile", SM90_TILES, lambda t: name_of(t) + " swapped" * t.swap_ab)
+def test_every_tile(config, tile, device):
 	if not config.takes(tile):
 		with pytest.raises(ValueError, match="cannot have the tile"):
 			dataclasses.replace(config, tile=tile)
@@ -128,14 +127,14 @@ def test_every_tile(config: Sm90GemmConfig, tile: Sm90Tile, device: str) -> None
 	product.check(tile.num_ctas, device, any_nan=True)
 
 
-@pytest.mark.parametrize("config", WGRADS.values(), ids=WGRADS)
-def test_every_code_and_scale(config: Sm90GemmConfig, device: str) -> None:
+@each("config", WGRADS)
+def test_every_code_and_scale(config, device):
 	product = wild(k_grouped(config, [130, 0, 40], 136, 72))
 	product.check(2, device, any_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES[2:], ids=MODE_IDS[2:])
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES[2:], MODE_IDS[2:])
+def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs and more stages than fit, so that every ring is gone through again.
 	products = (
 		(m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
@@ -149,17 +148,17 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 	check_modes(mode, products)
 
 
-@pytest.mark.parametrize("config", [FAST, BLOCK, UNSWAPPED], ids=["fast", "block", "unswapped"])
-def test_the_tail_can_be_zeroed(config: Sm90GemmConfig, device: str) -> None:
+@each("config", [FAST, BLOCK, UNSWAPPED], ["fast", "block", "unswapped"])
+def test_the_tail_can_be_zeroed(config, device):
 	check_zeroed_tails(dataclasses.replace(config, bias_dtype="float32"), device)
 
 
-@pytest.mark.parametrize("config", [SPLIT, BLOCK_ALL, UNSWAPPED], ids=["split", "block", "unswapped"])
-def test_only_rows_of_groups_are_touched(config: Sm90GemmConfig) -> None:
+@each("config", [SPLIT, BLOCK_ALL, UNSWAPPED], ["split", "block", "unswapped"])
+def test_only_rows_of_groups_are_touched(config):
 	check_live_rows(dataclasses.replace(config, out_dtype="float32"))
 
 
-def test_partial_sums_are_promoted_in_order() -> None:
+def test_partial_sums_are_promoted_in_order():
 	"""Sums that one accumulator would cut, and that another order of scales would round anew."""
 	product = m_grouped(BLOCK_ALL, [40], 16, 1024)
 	assert product.b.scales is not None and product.a.scales is not None
@@ -170,12 +169,12 @@ def test_partial_sums_are_promoted_in_order() -> None:
 	assert not torch.equal(fast.run(2), split.run(2))
 
 
-def test_more_groups_than_a_window_of_the_scheduler() -> None:
+def test_more_groups_than_a_window_of_the_scheduler():
 	for config in (FAST, UNSWAPPED):
 		check_many_groups(config)
 
 
-@pytest.mark.parametrize(
+@each(
 	"fields, message",
 	[
 		({"operand": "fp8_block", "split": True}, "split"),
@@ -187,21 +186,19 @@ def test_more_groups_than_a_window_of_the_scheduler() -> None:
 		({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
 	],
 )
-def test_meaningless_configurations_are_refused(fields: dict, message: str) -> None:
+def test_meaningless_configurations_are_refused(fields, message):
 	with pytest.raises(ValueError, match=message):
 		Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
 
 
-@pytest.mark.parametrize(
-	"rows_each, tile, swapped", [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)]
-)
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str, swapped: bool) -> None:
+@each("rows_each, tile, swapped", [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)])
+def test_the_tile_follows_the_rows_of_a_group(rows_each, tile, swapped):
 	problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
 	chosen = choose_config(BLOCK, problem, 132).tile
 	assert (name_of(chosen), chosen.swap_ab) == (tile, swapped)
 
 
-def test_rows_of_scales_must_be_addressable() -> None:
+def test_rows_of_scales_must_be_addressable():
 	for m in (16, 24, 20):
 		problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
 		assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)

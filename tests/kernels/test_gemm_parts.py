@@ -1,10 +1,6 @@
 """An m_grouped product that several kernels share, each with a tile of its own (sm_90a)."""
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -13,13 +9,13 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem, RowPart
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm90.parts import all_parts
-from tests.helpers import assert_same_bytes
-from tests.kernels.gemm_support import Product, m_grouped
+from tests.helpers import assert_same_bytes, each
+from tests.kernels.gemm_support import m_grouped
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
 
 NUM_SMS = 132
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
 	"nvfp4": {"operand": "nvfp4", "row_scaled": True},
 	"prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},
 	"w4a16": {
@@ -34,14 +30,14 @@ KINDS: dict[str, dict[str, Any]] = {
 SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 
 
-def parts_of(kind: str, mean: int = 64, **options: Any) -> tuple[Sm90GemmConfig, ...]:
+def parts_of(kind, mean=64, **options):
 	"""The parts of a product of 128 groups that is large enough to have some."""
 	base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
 	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
 	return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
 
 
-def run(product: Product, parts: Sequence[Sm90GemmConfig], num_sms: int, device: str) -> Any:
+def run(product, parts, num_sms, device):
 	"""What all parts write into one output."""
 	out = product.before.to(device, copy=True)
 	for part in parts:
@@ -49,9 +45,9 @@ def run(product: Product, parts: Sequence[Sm90GemmConfig], num_sms: int, device:
 	return out.cpu()
 
 
-@pytest.mark.parametrize("mean", [16, 64, 80, 128, 512])
-@pytest.mark.parametrize("kind", KINDS)
-def test_parts_take_every_row_once(kind: str, mean: int) -> None:
+@each("mean", [16, 64, 80, 128, 512])
+@each("kind", [*KINDS])
+def test_parts_take_every_row_once(kind, mean):
 	parts = parts_of(kind, mean)
 	takes = [part.rows_taken for part in parts]
 	assert len({part.chunk for part in takes}) == 1
@@ -69,7 +65,7 @@ def test_parts_take_every_row_once(kind: str, mean: int) -> None:
 	assert set(parts) <= set(all_parts(parts[0]))
 
 
-def test_small_products_and_single_groups_have_one_part() -> None:
+def test_small_products_and_single_groups_have_one_part():
 	base = Sm90GemmConfig("nvfp4", tile=Sm90Tile(128, 128, swap_ab=True))
 	for groups, rows, n in ((128, 1024, 256), (1, 8192, 8192)):
 		problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups, rows, n, k=2048)
@@ -83,7 +79,7 @@ def test_small_products_and_single_groups_have_one_part() -> None:
 	assert config.parts(problem, NUM_SMS) == (config,)
 
 
-def test_a_tile_must_hold_what_its_part_has() -> None:
+def test_a_tile_must_hold_what_its_part_has():
 	narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
 	for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
 		with pytest.raises(ValueError, match="cannot be those of"):
@@ -92,9 +88,9 @@ def test_a_tile_must_hold_what_its_part_has() -> None:
 		Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_bits_are_those_of_one_kernel(kind: str, device: str) -> None:
+@each("device", DEVICES)
+@each("kind", [*KINDS])
+def test_bits_are_those_of_one_kernel(kind, device):
 	parts = parts_of(kind)
 	assert len(parts) > 1
 	# Poison in the tail: NaN activations, and rows of the output that nothing may touch.
@@ -105,18 +101,16 @@ def test_bits_are_those_of_one_kernel(kind: str, device: str) -> None:
 	assert_same_bytes(run(product, parts, 4, device), want)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-	"sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ids=["all in one", "all empty", "many groups"]
-)
-def test_routings(sizes: list[int], device: str) -> None:
+@each("device", DEVICES)
+@each("sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ["all in one", "all empty", "many groups"])
+def test_routings(sizes, device):
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], sizes, 24, 64, tail=3)
 	assert_same_bytes(run(product, parts, 4, device), product.expected())
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
 	want = product.expected()
@@ -124,7 +118,7 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 		assert_same_bytes(run(product, parts, 2, "cpu"), want)
 
 
-def work(product: Product, parts: Sequence[Sm90GemmConfig]) -> float:
+def work(product, parts):
 	"""What the tensor cores multiply on the emulator, for what is asked."""
 	emulator.reset_stats()
 	run(product, parts, 4, "cpu")
@@ -132,7 +126,7 @@ def work(product: Product, parts: Sequence[Sm90GemmConfig]) -> float:
 	return int(emulator.stats()["mma_flops"]) / useful
 
 
-def test_tensor_cores_multiply_little_that_is_not_asked_for() -> None:
+def test_tensor_cores_multiply_little_that_is_not_asked_for():
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
 	assert work(product, parts) < 1.25

@@ -1,19 +1,15 @@
 """The grouped GEMM of sm_100a, bit for bit against the tensor-core reference."""
 
-from __future__ import annotations
-
 import dataclasses
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
-	Product,
 	check_far_rows,
 	check_live_rows,
 	check_many_groups,
@@ -60,36 +56,32 @@ PLAIN_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", PLAIN_SHAPES)
-@pytest.mark.parametrize(
-	"config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "few rows", "dgrad", "wgrad"]
-)
-def test_plain_operands(config: Sm100GemmConfig, shape: str) -> None:
+@each("shape", [*PLAIN_SHAPES])
+@each("config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "few rows", "dgrad", "wgrad"])
+def test_plain_operands(config, shape):
 	product_of(config, *PLAIN_SHAPES[shape]).check()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-	"config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ids=["row-scaled", "all", "fp32", "partial"]
-)
-def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
+@each("shape", [*SHAPES])
+@each("config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ["row-scaled", "all", "fp32", "partial"])
+def test_fprop(config, shape):
 	m_grouped(config, *SHAPES[shape]).check()
 
 
-@pytest.mark.parametrize("k", [32, 144, 320])
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
-def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
+@each("k", [32, 144, 320])
+@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
+def test_dgrad_reads_a_columnwise_copy(config, k):
 	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
 	product.check()
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD], ids=["overwrite", "accumulate"])
-def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
+@each("shape", [*WGRAD_SHAPES])
+@each("config", [WGRAD, WGRAD_ADD], ["overwrite", "accumulate"])
+def test_wgrad(config, shape):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
-def tiled_products(name: str) -> list[tuple[Product, int]]:
+def tiled_products(name):
 	"""Products of a tile, and how many CTAs to run them on: enough tiles to fill rings twice."""
 	config = TILED[name]
 	num_sms = config.tile.num_ctas
@@ -106,15 +98,15 @@ def tiled_products(name: str) -> list[tuple[Product, int]]:
 TAILS = [1, 15, 16, 17, 0, 31, 33, 95, 97, 112, 127, 128, 129, 0, 160, 240, 241, 255, 256, 257, 447]
 
 
-@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
-def test_tails_of_every_length(name: str) -> None:
+@each("name", ["256x256 partial", "128x128 partial", "swapped 128x64"])
+def test_tails_of_every_length(name):
 	# One cluster works on partial and whole tiles by turns.
 	product = m_grouped(TILED[name], TAILS, 264, 96, tail=3)
 	product.check(product.config.tile.num_ctas)
 
 
-@pytest.mark.parametrize("name", ["256x256 partial", "128x128 partial"])
-def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
+@each("name", ["256x256 partial", "128x128 partial"])
+def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
 	product = m_grouped(TILED[name], [256, 0, 200], 264, 64)
 	emulator.reset_stats()
 	product.run(2)
@@ -122,19 +114,19 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name: str) -> None:
 	assert 0 < stats["smem_wavefronts"] <= stats["smem_accesses"]
 
 
-def test_tails_add_to_the_output_of_two_ctas() -> None:
+def test_tails_add_to_the_output_of_two_ctas():
 	config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
 	product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
 	product.check(4)
 
 
-@pytest.mark.parametrize("name", TILED)
-def test_every_tile(name: str) -> None:
+@each("name", [*TILED])
+def test_every_tile(name):
 	for product, num_sms in tiled_products(name):
 		product.check(num_sms)
 
 
-def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
+def test_wgrad_of_an_empty_group_is_zero_or_untouched():
 	zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
 	assert torch.equal(zeros, torch.zeros(8, 16)) and not zeros.signbit().any()
 	# Neither a negative factor nor an infinite one makes it anything else.
@@ -146,21 +138,21 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched() -> None:
 	assert_same_bytes(product.run()[1], product.before[1])
 
 
-def test_more_than_a_thousand_groups() -> None:
+def test_more_than_a_thousand_groups():
 	for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
 		check_many_groups(dataclasses.replace(FPROP_ALL, tile=tile))
 
 
-@pytest.mark.parametrize(
-	"tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], ids=str
+@each(
+	"tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], str
 )
-def test_the_tail_can_be_zeroed(tile: Sm100Tile) -> None:
+def test_the_tail_can_be_zeroed(tile):
 	config = dataclasses.replace(FPROP_FP32, tile=tile)
 	check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs, so that every ring of stages is gone through more than once.
 	products = (
 		(m_grouped(FPROP, [70, 0, 5], 264, 288, tail=11), 1),
@@ -176,22 +168,22 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 	check_modes(mode, products)
 
 
-@pytest.mark.parametrize(
+@each(
 	"config",
 	[FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
-	ids=["overwrite", "accumulate", "tails"],
+	["overwrite", "accumulate", "tails"],
 )
-def test_only_rows_of_groups_are_touched(config: Sm100GemmConfig) -> None:
+def test_only_rows_of_groups_are_touched(config):
 	check_live_rows(config)
 
 
-@pytest.mark.parametrize("config", [FPROP, TILED["swapped 128x64"]], ids=["direct", "swapped"])
-def test_offsets_past_2_to_the_31(config: Sm100GemmConfig) -> None:
+@each("config", [FPROP, TILED["swapped 128x64"]], ["direct", "swapped"])
+def test_offsets_past_2_to_the_31(config):
 	check_far_rows(config)
 
 
-@pytest.mark.parametrize("config", [FPROP, TILED["256x256 partial"]], ids=["direct", "partial"])
-def test_infinite_and_nan_factors_stay_in_their_rows(config: Sm100GemmConfig) -> None:
+@each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
+def test_infinite_and_nan_factors_stay_in_their_rows(config):
 	product = m_grouped(config, [40, 9], 16, 32)
 	product.a.amax[3], product.a.amax[41] = float("inf"), float("nan")
 	got, want = product.run(), product.expected()

@@ -1,18 +1,13 @@
 """Products of FP8 codes on sm_100a, bit for bit against the tensor-core reference."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
-
-import pytest
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+from tests.helpers import each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
-	Product,
 	check_far_rows,
 	check_live_rows,
 	check_many_groups,
@@ -23,9 +18,6 @@ from tests.kernels.gemm_support import (
 )
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm100 import TAILS
-
-if TYPE_CHECKING:
-	import torch
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
 FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
@@ -63,50 +55,50 @@ K_GROUPED = {
 	"promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
 }
 
-each_m_grouped = pytest.mark.parametrize("config", M_GROUPED.values(), ids=M_GROUPED)
-each_dgrad = pytest.mark.parametrize("config", DGRAD.values(), ids=DGRAD)
-each_k_grouped = pytest.mark.parametrize("config", K_GROUPED.values(), ids=K_GROUPED)
+each_m_grouped = each("config", M_GROUPED)
+each_dgrad = each("config", DGRAD)
+each_k_grouped = each("config", K_GROUPED)
 
 
-def dgrad(config: Sm100GemmConfig, sizes: list[int], n: int, k: int, tail: int = 0) -> Product:
+def dgrad(config, sizes, n, k, tail=0):
 	return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each("shape", [*SHAPES])
 @each_m_grouped
-def test_fprop(config: Sm100GemmConfig, shape: str) -> None:
+def test_fprop(config, shape):
 	sizes, n, k, tail = SHAPES[shape]
 	# K of MXFP8 is in blocks.
 	k = -(-k // config.kind.k_align) * config.kind.k_align
 	m_grouped(config, sizes, n, k, tail).check()
 
 
-@pytest.mark.parametrize("k", [48, 144, 272])
+@each("k", [48, 144, 272])
 @each_dgrad
-def test_dgrad_reads_a_columnwise_copy(config: Sm100GemmConfig, k: int) -> None:
+def test_dgrad_reads_a_columnwise_copy(config, k):
 	"""Half of an instruction is past K, where codes may be anything: NaN, here."""
 	k = -(-k // config.kind.k_align) * config.kind.k_align
 	dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
+@each("shape", [*WGRAD_SHAPES])
 @each_k_grouped
-def test_wgrad(config: Sm100GemmConfig, shape: str) -> None:
+def test_wgrad(config, shape):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check()
 
 
 @each_m_grouped
-def test_every_code_and_scale(config: Sm100GemmConfig) -> None:
+def test_every_code_and_scale(config):
 	wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
 @each_k_grouped
-def test_every_code_and_scale_of_wgrad(config: Sm100GemmConfig) -> None:
+def test_every_code_and_scale_of_wgrad(config):
 	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
-def test_tails_of_every_length(config: Sm100GemmConfig) -> None:
+@each("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
+def test_tails_of_every_length(config):
 	# One cluster works on partial and whole tiles by turns.
 	columnwise = config.transpose_b
 	product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
@@ -114,7 +106,7 @@ def test_tails_of_every_length(config: Sm100GemmConfig) -> None:
 
 
 @functools.cache
-def several(config: Sm100GemmConfig) -> tuple[Product, torch.Tensor]:
+def several(config):
 	"""A product of more stages and tiles than fit into its rings, and its result."""
 	if config.grouping == "k_grouped":
 		product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
@@ -124,8 +116,8 @@ def several(config: Sm100GemmConfig) -> tuple[Product, torch.Tensor]:
 	return product, product.expected()
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
 	for config in dict.fromkeys(configs):
 		product, want = several(config)
@@ -133,21 +125,21 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 			product.check(config.tile.num_ctas, want=want)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
-def test_the_tail_can_be_zeroed(name: str) -> None:
+@each("name", ["mxfp8", "fp8 few", "promoted"])
+def test_the_tail_can_be_zeroed(name):
 	check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
 
 
-@pytest.mark.parametrize("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
-def test_only_rows_of_groups_are_touched(name: str) -> None:
+@each("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
+def test_only_rows_of_groups_are_touched(name):
 	check_live_rows(M_GROUPED[name])
 
 
-@pytest.mark.parametrize("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
-def test_more_groups_than_a_window_of_the_scheduler(config: Sm100GemmConfig) -> None:
+@each("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
+def test_more_groups_than_a_window_of_the_scheduler(config):
 	check_many_groups(config)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "fp8 few", "promoted"])
-def test_offsets_past_2_to_the_31(name: str) -> None:
+@each("name", ["mxfp8", "fp8 few", "promoted"])
+def test_offsets_past_2_to_the_31(name):
 	check_far_rows(M_GROUPED[name])

@@ -3,8 +3,6 @@
 Runs on the emulator, and again on a Hopper GPU where there is one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -12,8 +10,9 @@ import torch
 
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
+from tests.helpers import each
 from tests.kernels.gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
@@ -27,7 +26,7 @@ from tests.kernels.gemm_support import (
 from tests.kernels.op_support import MODE_IDS, MODES
 
 
-def name_of(tile: Sm90Tile) -> str:
+def name_of(tile):
 	ctas = f"x{tile.num_ctas}" if tile.num_ctas > 1 else ""
 	return f"{tile.m}x{tile.n}{ctas}{' fitted' * tile.fitted}"
 
@@ -69,7 +68,7 @@ KINDS = {
 }
 
 
-def has_hopper() -> bool:
+def has_hopper():
 	return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -77,44 +76,44 @@ DEVICES = ["cpu", *(["cuda"] if has_hopper() else [])]
 
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
 	return request.param
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
+@each("shape", [*SHAPES])
+@each(
 	"config",
 	[FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
-	ids=["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
+	["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
-def test_fprop(config: Sm90GemmConfig, shape: str, device: str) -> None:
+def test_fprop(config, shape, device):
 	m_grouped(config, *SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("k", [32, 144, 320])
-@pytest.mark.parametrize("config", [FPROP, W4A16], ids=["nvfp4", "w4a16"])
-def test_dgrad_reads_a_columnwise_copy(config: Sm90GemmConfig, k: int, device: str) -> None:
+@each("k", [32, 144, 320])
+@each("config", [FPROP, W4A16], ["nvfp4", "w4a16"])
+def test_dgrad_reads_a_columnwise_copy(config, k, device):
 	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
 	product.check(device=device)
 
 
-@pytest.mark.parametrize("shape", WGRAD_SHAPES)
-@pytest.mark.parametrize("config", [WGRAD, WGRAD_ADD, WGRAD_16], ids=["overwrite", "accumulate", "16 bits"])
-def test_wgrad(config: Sm90GemmConfig, shape: str, device: str) -> None:
+@each("shape", [*WGRAD_SHAPES])
+@each("config", [WGRAD, WGRAD_ADD, WGRAD_16], ["overwrite", "accumulate", "16 bits"])
+def test_wgrad(config, shape, device):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize("shape", ["one row", "whole tiles", "tails"])
-@pytest.mark.parametrize("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ids=["fprop", "dgrad", "wgrad"])
-def test_plain_operands(config: Sm90GemmConfig, shape: str, device: str) -> None:
+@each("shape", ["one row", "whole tiles", "tails"])
+@each("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "dgrad", "wgrad"])
+def test_plain_operands(config, shape, device):
 	product_of(config, *SHAPES[shape]).check(device=device)
 
 
-@pytest.mark.parametrize(
+@each(
 	("kind", "tile"),
 	[(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())],
 )
-def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
+def test_every_tile(tile, kind, device):
 	base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
 	if not base.takes(tile):
 		with pytest.raises(ValueError, match="cannot have the tile"):
@@ -128,8 +127,8 @@ def test_every_tile(tile: Sm90Tile, kind: str, device: str) -> None:
 		product.check(tile.num_ctas, device)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs and more stages than fit, so that every ring is gone through again.
 	products = (
 		(m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
@@ -145,14 +144,14 @@ def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> N
 	check_modes(mode, products)
 
 
-@pytest.mark.parametrize("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], ids=name_of)
-def test_the_tail_can_be_zeroed(tile: Sm90Tile, device: str) -> None:
+@each("tile", [M_TILES["256x32"], M_TILES["256x128x2"]], name_of)
+def test_the_tail_can_be_zeroed(tile, device):
 	config = Sm90GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16", tile=tile)
 	check_zeroed_tails(config, device)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", None])
-def test_extreme_weights_and_activations(dtype: str | None, device: str) -> None:
+@each("dtype", ["bfloat16", "float16", None])
+def test_extreme_weights_and_activations(dtype, device):
 	"""All codes and block scales, and plain activations over the whole range of their type."""
 	config = Sm90GemmConfig("nvfp4", activations=dtype, out_dtype="float32", tile=M_TILES["256x16"])
 	product = m_grouped(config, [16, 3], 264, 256, seed=7)
@@ -168,14 +167,14 @@ def test_extreme_weights_and_activations(dtype: str | None, device: str) -> None
 	product.check(device=device)
 
 
-@pytest.mark.parametrize("tile", ["256x32", "128x256x2"])
-def test_only_rows_of_groups_are_touched(tile: str) -> None:
+@each("tile", ["256x32", "128x256x2"])
+def test_only_rows_of_groups_are_touched(tile):
 	check_live_rows(dataclasses.replace(PLAIN, tile=M_TILES[tile]))
 
 
-@pytest.mark.parametrize("operand", ["nvfp4", "bfloat16"])
-@pytest.mark.parametrize("tile", SM90_TILES, ids=name_of)
-def test_memory_of_every_tile_fits(tile: Sm90Tile, operand: str) -> None:
+@each("operand", ["nvfp4", "bfloat16"])
+@each("tile", SM90_TILES, name_of)
+def test_memory_of_every_tile_fits(tile, operand):
 	grouping = "m_grouped" if tile.swap_ab else "k_grouped"
 	base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
 	if not base.takes(tile):
@@ -192,10 +191,8 @@ def test_memory_of_every_tile_fits(tile: Sm90Tile, operand: str) -> None:
 	assert (consumer * tile.consumers + other) * 128 <= launched
 
 
-@pytest.mark.parametrize(
-	"rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
-)
-def test_the_tile_follows_the_rows_of_a_group(rows_each: int, tile: str) -> None:
+@each("rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")])
+def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
 	problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
 	chosen = choose_config(FPROP, problem, 132)
 	assert name_of(chosen.tile) == tile

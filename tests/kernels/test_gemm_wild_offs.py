@@ -1,14 +1,10 @@
 """End rows that break every rule: no GEMM leaves its buffers, on either architecture."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING
 
-import pytest
 import torch
 
-from tests.helpers import ends
+from tests.helpers import each, ends
 from tests.kernels import test_gemm_decoded as decoded
 from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
@@ -16,9 +12,6 @@ from tests.kernels import test_gemm_sm100 as sm100
 from tests.kernels import test_gemm_sm100_fp8 as sm100_fp8
 from tests.kernels.gemm_support import product_of
 from tests.kernels.op_support import watching
-
-if TYPE_CHECKING:
-	from cute_kernels.gemm.problem import GemmConfig
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.
@@ -62,8 +55,8 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
+@each("config", CONFIGS)
+def test_wild_end_rows_do_no_harm(config):
 	product = product_of(config, [130, 10, 60], 72, 96, 11)
 	# Storage of the buffers alone: that is what is watched.
 	out = product.before.clone()
@@ -74,8 +67,8 @@ def test_wild_end_rows_do_no_harm(config: GemmConfig) -> None:
 			product.launch(arguments)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_rows_that_no_group_has_stay(config: GemmConfig) -> None:
+@each("config", CONFIGS)
+def test_rows_that_no_group_has_stay(config):
 	"""End rows that are not above 0, or all empty groups: nothing to write; zeros in wgrad."""
 	product = product_of(config, [0, 0, 0], 72, 96, 200)
 	keeps = config.accumulate or config.grouping == "m_grouped" and not config.zero_tail

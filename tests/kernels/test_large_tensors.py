@@ -6,17 +6,11 @@ a CTA's number and the size of the grid are replaced. Only the operands are watc
 that is cut to 32 bits is an error, or its bytes are missing where they belong.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import re
-from collections.abc import Iterator
-from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4, parse
@@ -24,7 +18,7 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_bytes, dequantize_arguments, ends, ops
+from tests.helpers import assert_same_bytes, dequantize_arguments, each, ends, ops
 from tests.kernels.op_support import ARCHITECTURES, watching
 from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
 
@@ -33,17 +27,17 @@ MAP_NORESERVE = 0x4000
 ROWS = 40
 #: Rows before the last ``ROWS``, and K: rows so long, or so many, that each operand gets there.
 SHAPES = {"long rows": (2**23, 8192), "many rows": (2**29, 64)}
-each_shape = pytest.mark.parametrize("name", SHAPES)
+each_shape = each("name", [*SHAPES])
 
 
-def sparse(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def sparse(*shape, dtype=torch.bfloat16):
 	"""Zeros that take no memory before they are written."""
 	count = torch.Size(shape).numel()
 	flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 	return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
 
 
-def run_ctas(config: Any, first: int, grid: int, *arguments: Any, arch: str = ARCH) -> None:
+def run_ctas(config, first, grid, *arguments, arch=ARCH):
 	"""Run the kernel's CTAs from ``first`` on, of a grid of ``grid``.
 
 	Args:
@@ -63,7 +57,7 @@ def run_ctas(config: Any, first: int, grid: int, *arguments: Any, arch: str = AR
 
 
 @contextlib.contextmanager
-def loaded(kernel: Any, ptx: str) -> Iterator[None]:
+def loaded(kernel, ptx):
 	"""Other PTX in the place of a kernel's own."""
 	kernel._is_loaded = True
 	emulator.load_ptx(ptx, kernel.cubin)
@@ -73,20 +67,20 @@ def loaded(kernel: Any, ptx: str) -> Iterator[None]:
 		emulator.load_ptx(kernel.ptx, kernel.cubin)
 
 
-def at_the_end(x: Tensor, before: int) -> Tensor:
+def at_the_end(x, before):
 	"""``x`` after ``before`` rows of zeros."""
 	out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
 	out[before:] = x
 	return out
 
 
-def last_tile(before: int) -> int:
+def last_tile(before):
 	"""The slot tile of the last rows, which are all that it holds."""
 	return before // 128
 
 
 @each_shape
-def test_amax(name: str) -> None:
+def test_amax(name):
 	before, cols = SHAPES[name]
 	x = random_input((ROWS, cols), torch.bfloat16)
 	big = at_the_end(x, before)
@@ -98,9 +92,9 @@ def test_amax(name: str) -> None:
 	assert torch.equal(groups, x.float().abs().amax().view(1))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@each("arch", ARCHITECTURES)
 @each_shape
-def test_rows(name: str, arch: str) -> None:
+def test_rows(name, arch):
 	before, cols = SHAPES[name]
 	x = random_input((ROWS, cols), torch.bfloat16)
 	big, tile = at_the_end(x, before), last_tile(before)
@@ -118,14 +112,14 @@ def test_rows(name: str, arch: str) -> None:
 	assert torch.equal(scales[tile], want["scales"][0])
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize(
+@each("arch", ARCHITECTURES)
+@each(
 	("text", "uniform"),
 	[("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],
-	ids=["ragged", "uniform", "stochastic"],
+	["ragged", "uniform", "stochastic"],
 )
 @each_shape
-def test_tiles(name: str, text: str, uniform: bool, arch: str) -> None:
+def test_tiles(name, text, uniform, arch):
 	"""Stochastic formats draw by numbers of blocks past 2^32, or 2^31."""
 	before, cols = SHAPES[name]
 	fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
@@ -160,8 +154,8 @@ def test_tiles(name: str, text: str, uniform: bool, arch: str) -> None:
 	assert torch.equal(scales_t[col // 128, -2:], want["scales_t"][col // 128, :2])
 
 
-@pytest.mark.parametrize("vectorized", [True, False])
-def test_dbias(vectorized: bool) -> None:
+@each("vectorized", [True, False])
+def test_dbias(vectorized):
 	before, cols = SHAPES["long rows"]
 	x = random_input((ROWS, cols), torch.bfloat16)
 	big, offs = at_the_end(x, before), ends(before, before + ROWS)
@@ -179,12 +173,12 @@ def test_dbias(vectorized: bool) -> None:
 	assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 
-def quantized(x: Tensor, row_scaled: bool, columnwise: bool) -> list[Tensor]:
+def quantized(x, row_scaled, columnwise):
 	text = NVFP4(row_scaled=row_scaled).text
 	return ops.grouped_quantize(x, text, ends(ROWS), None, not columnwise, columnwise)
 
 
-def dequantized(copy: list[Tensor], row_scaled: bool, columnwise: bool) -> Tensor:
+def dequantized(copy, row_scaled, columnwise):
 	text = NVFP4(row_scaled=row_scaled).text
 	return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, torch.bfloat16, ends(ROWS), columnwise))
 
@@ -192,10 +186,10 @@ def dequantized(copy: list[Tensor], row_scaled: bool, columnwise: bool) -> Tenso
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
 
 
-@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
-@pytest.mark.parametrize("direction", DIRECTIONS)
+@each("uniform", [False, True], ["ragged", "uniform"])
+@each("direction", [*DIRECTIONS])
 @each_shape
-def test_dequantize(name: str, direction: str, uniform: bool) -> None:
+def test_dequantize(name, direction, uniform):
 	row_scaled, columnwise = DIRECTIONS[direction]
 	before, cols = SHAPES[name]
 	tile = last_tile(before)
@@ -232,7 +226,7 @@ def test_dequantize(name: str, direction: str, uniform: bool) -> None:
 	assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
 
 
-def test_a_tail_of_zeros() -> None:
+def test_a_tail_of_zeros():
 	before, cols = SHAPES["long rows"]
 	before -= 128
 	codes = sparse(before + 2, cols // 2, dtype=torch.uint8)

@@ -5,11 +5,7 @@ and more empty ones between them. Searching among G end rows takes log G steps, 
 of the GEMMs read all of them once a CTA, 32 at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,10 +15,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import dequantize_arguments, m_grouped_arguments, ops, sample
-
-if TYPE_CHECKING:
-	from torch import Tensor
+from tests.helpers import dequantize_arguments, each, m_grouped_arguments, ops, sample
 
 pytest.importorskip("cutlass")
 
@@ -33,31 +26,31 @@ TILES = {"sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4), "sm_100a": Sm10
 BF16 = torch.bfloat16
 
 
-def among(groups: int) -> Tensor:
+def among(groups):
 	"""End rows of ``SIZES`` among so many groups."""
 	sizes = torch.zeros(groups, dtype=torch.int64)
 	sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
 	return sizes.cumsum(0).int()
 
 
-def quantized(x: Tensor, offs: Tensor | None, columnwise: bool = False) -> list[Tensor]:
+def quantized(x, offs, columnwise=False):
 	"""The buffers of one direction."""
 	with cute_kernels.backend("reference"):
 		return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
-def weights(groups: int) -> Tensor:
+def weights(groups):
 	return sample(1, N, K).repeat(groups, 1, 1)
 
 
-def quantized_weights(groups: int) -> list[Tensor]:
+def quantized_weights(groups):
 	parts = quantized(sample(1, N, K), None)
 	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
 
 
 #: Op, its arguments for (x, offs), and how much more than with 64
 #: groups it may cost with 2048.
-READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float]] = {
+READERS = {
 	"amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
 	"rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
 	"tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.5),
@@ -81,7 +74,7 @@ READERS: dict[str, tuple[str, Callable[[Tensor, Tensor], tuple[Any, ...]], float
 }
 
 
-def cost(arch: str, op: str, arguments: tuple[Any, ...]) -> int:
+def cost(arch, op, arguments):
 	"""Warp instructions of a call."""
 	forced = op.startswith("m_grouped")
 	with (
@@ -93,9 +86,9 @@ def cost(arch: str, op: str, arguments: tuple[Any, ...]) -> int:
 		return emulator.stats()["warp_insns"]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("name", READERS)
-def test_empty_groups_cost_nothing(name: str, arch: str) -> None:
+@each("arch", ["sm_90a", "sm_100a"])
+@each("name", [*READERS])
+def test_empty_groups_cost_nothing(name, arch):
 	op, make, most = READERS[name]
 	x = sample(ROWS, K)
 	few, many = (cost(arch, op, make(x, among(groups))) for groups in (64, 2048))

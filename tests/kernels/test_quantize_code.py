@@ -1,17 +1,12 @@
 """What the compiler made of the quantizers, and what the configurations accept."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
-
-import pytest
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig, QuantizeProblem, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import DTYPES
+from tests.helpers import DTYPES, each
 from tests.kernels.quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)
@@ -32,14 +27,14 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_spills(config: Any) -> None:
+@each("config", CONFIGS, str)
+def test_no_spills(config):
 	for name, resources in read_resources(compile_for_emulator(config, config.arch).cubin).items():
 		assert resources.stack_bytes == 0, name
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_arithmetic_is_exact(config: Any) -> None:
+@each("config", CONFIGS, str)
+def test_arithmetic_is_exact(config):
 	"""No flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
 	ptx = compile_for_emulator(config, config.arch).ptx
 	assert not re.findall(r"\.ftz|\.approx|\bfma\.", ptx)
@@ -50,14 +45,14 @@ def test_arithmetic_is_exact(config: Any) -> None:
 		assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tile_barriers_are_enough(dtype: str) -> None:
+@each("dtype", [*DTYPES])
+def test_tile_barriers_are_enough(dtype):
 	"""A team has two arrival barriers, so no more tiles than that may be in flight."""
 	config = TileConfig("nvfp4", dtype)
 	assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
-def test_configurations_say_what_they_take() -> None:
+def test_configurations_say_what_they_take():
 	problem = QuantizeProblem("bfloat16", 4096)
 	rows = RowsConfig.choose(BY_ROW, problem)
 	assert rows.can_implement(problem) and rows.warps_per_row == 2

@@ -1,19 +1,15 @@
 """The NVFP4 quantizers on the emulator, byte for byte against the reference."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
-from typing import Any
 
-import pytest
 import torch
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import DTYPES, ends, many_groups
+from tests.helpers import DTYPES, each, ends, many_groups
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
 from tests.kernels.quantize_support import (
 	ARCH,
@@ -49,7 +45,7 @@ RAGGED = {
 }
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
 #: Arguments of ``tiles``.
-VARIANTS: dict[str, dict] = {
+VARIANTS = {
 	"rowwise": {},
 	"columnwise": {"rowwise": False, "columnwise": True},
 	"both": {"columnwise": True},
@@ -67,19 +63,19 @@ VARIANTS: dict[str, dict] = {
 UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4over6"))]
 
 
-def tiles(dtype: str = "bfloat16", grouping: str = "ragged", **changes: Any) -> TileConfig:
+def tiles(dtype="bfloat16", grouping="ragged", **changes):
 	"""A configuration for one level a group, unless ``changes`` has another format."""
 	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
-def ragged(case: str, dtype: str = "bfloat16", seed: int = 0) -> Problem:
+def ragged(case, dtype="bfloat16", seed=0):
 	rows, cols, offs = RAGGED[case]
 	x = random_input((rows, cols), DTYPES[dtype], seed)
 	x[int(offs[-1]) :] = float("nan")
 	return Problem(x, offs)
 
 
-def in_any_order(cols: int) -> Problem:
+def in_any_order(cols):
 	"""Partial tiles and empty groups."""
 	return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
 
@@ -88,16 +84,14 @@ def in_any_order(cols: int) -> Problem:
 PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
-@pytest.mark.parametrize(
-	("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)]
-)
-def test_tiles_of_ragged_groups(arch: str, variant: str) -> None:
+@each(("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)])
+def test_tiles_of_ragged_groups(arch, variant):
 	for case in RAGGED:
 		check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
 
 
-@pytest.mark.parametrize("variant", ["row-scaled and columnwise", "square, both"])
-def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
+@each("variant", ["row-scaled and columnwise", "square, both"])
+def test_teams_go_from_tile_to_tile_of_a_group(variant):
 	"""What a team keeps of its group serves all tiles of the group, and no other's."""
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
 	x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
@@ -106,14 +100,14 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant: str) -> None:
 		check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
 
 
-@pytest.mark.parametrize("variant", UNIFORM_VARIANTS)
-def test_tiles_of_uniform_groups(variant: str) -> None:
+@each("variant", UNIFORM_VARIANTS)
+def test_tiles_of_uniform_groups(variant):
 	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
 	for shape in UNIFORM.values():
 		check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize(
+@each(
 	("variant", "grouping", "arch"),
 	[
 		*itertools.product(("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)),
@@ -121,7 +115,7 @@ def test_tiles_of_uniform_groups(variant: str) -> None:
 		*(("Hadamard", "ragged", arch) for arch in ARCHITECTURES),
 	],
 )
-def test_two_phases_compute_the_amaxes(variant: str, grouping: str, arch: str) -> None:
+def test_two_phases_compute_the_amaxes(variant, grouping, arch):
 	config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
 	if grouping == "uniform":
 		check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
@@ -130,24 +124,24 @@ def test_two_phases_compute_the_amaxes(variant: str, grouping: str, arch: str) -
 			check_tiles(config, ragged(case))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
-def test_rows_of_ragged_groups(arch: str, warps: int, dtype: str) -> None:
+@each("dtype", [*DTYPES])
+@each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
+def test_rows_of_ragged_groups(arch, warps, dtype):
 	config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
 	for case in RAGGED:
 		check_rows(config, ragged(case, dtype))
 
 
-@pytest.mark.parametrize(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
-def test_rows_with_amaxes_of_groups(warps: int, rows: int) -> None:
+@each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
+def test_rows_with_amaxes_of_groups(warps, rows):
 	config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
 	for case in RAGGED:
 		check_rows(config, ragged(case))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("rows", [2, 4, 8])
-def test_several_rows_a_warp(dtype: str, rows: int) -> None:
+@each("dtype", ["bfloat16", "float32"])
+@each("rows", [2, 4, 8])
+def test_several_rows_a_warp(dtype, rows):
 	config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
 	generator = torch.Generator().manual_seed(7)
 	for cols in (16, config.max_cols - 48, config.max_cols):
@@ -157,7 +151,7 @@ def test_several_rows_a_warp(dtype: str, rows: int) -> None:
 		check_rows(config, Problem(x, offs))
 
 
-def test_rows_up_to_16384() -> None:
+def test_rows_up_to_16384():
 	for dtype in ("bfloat16", "float32"):
 		config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
 		assert config.max_cols == 16384
@@ -165,16 +159,16 @@ def test_rows_up_to_16384() -> None:
 		check_rows(config, Problem(x, ends(9, 10)))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_rows_of_uniform_groups(arch: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_rows_of_uniform_groups(arch):
 	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
 	for shape in UNIFORM.values():
 		check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_special_values(arch: str, dtype: str) -> None:
+@each("dtype", [*DTYPES])
+@each("arch", ARCHITECTURES)
+def test_special_values(arch, dtype):
 	"""NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
 	x = special_input(150, 128, DTYPES[dtype])
 	x[8::7, 48:64] = -float("nan")
@@ -191,7 +185,7 @@ def test_special_values(arch: str, dtype: str) -> None:
 	check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
-def test_a_given_amax_need_not_be_the_true_one() -> None:
+def test_a_given_amax_need_not_be_the_true_one():
 	problem = ragged("tail")
 	given = torch.tensor([1e-3, 3.0, 1e30])
 	config = tiles(columnwise=True)
@@ -199,8 +193,8 @@ def test_a_given_amax_need_not_be_the_true_one() -> None:
 	assert_same_buffers(run_tiles(config, problem, given), want)
 
 
-@pytest.mark.parametrize("kind", ["rows", "tiles"])
-def test_more_than_a_thousand_groups(kind: str) -> None:
+@each("kind", ["rows", "tiles"])
+def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
 	if kind == "rows":
@@ -209,8 +203,8 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
 		check_tiles(tiles(columnwise=True, compute_amax=True), problem)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize(
+@each("mode", MODES, MODE_IDS)
+@each(
 	("arch", "variant", "cols"),
 	[
 		# Two more column tiles than stages for one CTA.
@@ -219,14 +213,14 @@ def test_more_than_a_thousand_groups(kind: str) -> None:
 		("sm_90a", "both", 528),
 	],
 )
-def test_tiles_in_any_order(arch: str, variant: str, cols: int, mode: dict) -> None:
+def test_tiles_in_any_order(arch, variant, cols, mode):
 	config = tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant])
 	with emulator.options(**mode):
 		check_tiles(config, in_any_order(cols))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_bands_without_rows(arch: str) -> None:
+@each("arch", ARCHITECTURES)
+def test_bands_without_rows(arch):
 	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
 	band = TileConfig.band
 	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
@@ -238,8 +232,8 @@ def test_bands_without_rows(arch: str) -> None:
 			assert_same_buffers(run_tiles(config, problem), want)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_loads_that_land_out_of_order(dtype: str) -> None:
+@each("dtype", ["bfloat16", "float32"])
+def test_loads_that_land_out_of_order(dtype):
 	"""Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
 	config = tiles(dtype, compute_amax=True)
 	problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
@@ -249,22 +243,22 @@ def test_loads_that_land_out_of_order(dtype: str) -> None:
 			assert_same_buffers(run_tiles(config, problem), want)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-@pytest.mark.parametrize(
+@each("mode", MODES, MODE_IDS)
+@each(
 	"config",
 	[
 		*(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
 		*(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
 	],
-	ids=str,
+	str,
 )
-def test_rows_in_any_order(config: RowsConfig, mode: dict) -> None:
+def test_rows_in_any_order(config, mode):
 	with emulator.options(**mode):
 		check_rows(config, in_any_order(496))
 
 
-@pytest.mark.parametrize("kind", ["rows", "tiles"])
-def test_only_the_live_rows_are_touched(kind: str) -> None:
+@each("kind", ["rows", "tiles"])
+def test_only_the_live_rows_are_touched(kind):
 	"""The tail of x is never read; nothing outside the buffers is touched."""
 	problem = ragged("tail")
 	live = int(problem.offs[-1])
@@ -282,7 +276,7 @@ def test_only_the_live_rows_are_touched(kind: str) -> None:
 	check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
 
 
-def test_bad_offsets_stay_in_the_buffer() -> None:
+def test_bad_offsets_stay_in_the_buffer():
 	"""Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
 	x = random_input((140, 64), torch.bfloat16)
 	clamped = Problem(x, ends(0, 20, 140, 140))

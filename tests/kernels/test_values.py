@@ -1,7 +1,5 @@
 """Quantizing to the fp16 operand of sm_90a's GEMM: the bits of quantizing, then expanding."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import DTYPES, each, ends, m_grouped_arguments, many_groups, ops, sample
 from tests.kernels.gemm_support import compiled, on_device_of
 from tests.kernels.op_support import MODE_IDS, MODES
 from tests.kernels.test_gemm_sm90 import DEVICES
@@ -28,11 +26,11 @@ SHAPES = {
 
 
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
-def device(request: pytest.FixtureRequest) -> str:
+def device(request):
 	return request.param
 
 
-def values(x: torch.Tensor, offs: torch.Tensor, amax: torch.Tensor, row_scaled: bool) -> torch.Tensor:
+def values(x, offs, amax, row_scaled):
 	name = str(x.dtype).removeprefix("torch.")
 	problem = QuantizeProblem(name, x.shape[1])
 	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
@@ -43,7 +41,7 @@ def values(x: torch.Tensor, offs: torch.Tensor, amax: torch.Tensor, row_scaled: 
 	return out
 
 
-def expanded(parts: tuple[torch.Tensor, ...], offs: torch.Tensor, k: int) -> torch.Tensor:
+def expanded(parts, offs, k):
 	codes, scales = parts[:2]
 	depth = -(-k // 128) * 128
 	out = torch.full((len(codes), depth), float("nan"), dtype=torch.float16, device=codes.device)
@@ -52,7 +50,7 @@ def expanded(parts: tuple[torch.Tensor, ...], offs: torch.Tensor, k: int) -> tor
 	return out
 
 
-def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: str) -> None:
+def check_values(x, offs, row_scaled, device):
 	with cute_kernels.backend("reference"):
 		parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
 	x, offs = x.to(device), offs.to(device)
@@ -70,23 +68,23 @@ def check_values(x: torch.Tensor, offs: torch.Tensor, row_scaled: bool, device: 
 		assert amax[live:].isnan().all()
 
 
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_values(shape: str, dtype: torch.dtype, row_scaled: bool, device: str) -> None:
+@each("row_scaled", [False, True], ["groups", "rows"])
+@each("dtype", DTYPES)
+@each("shape", [*SHAPES])
+def test_values(shape, dtype, row_scaled, device):
 	sizes, tail, k = SHAPES[shape]
 	x = sample(sum(sizes) + tail, k, dtype=dtype)
 	x[sum(sizes) :] = float("nan")
 	check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
 
 
-def test_many_groups(device: str) -> None:
+def test_many_groups(device):
 	offs = many_groups()
 	check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-def test_special_numbers(row_scaled: bool, device: str) -> None:
+@each("row_scaled", [False, True], ["groups", "rows"])
+def test_special_numbers(row_scaled, device):
 	x = sample(12, 256)
 	x[0] = 0
 	x[1] *= 1e-39
@@ -99,25 +97,25 @@ def test_special_numbers(row_scaled: bool, device: str) -> None:
 	check_values(x, ends(4, 4, 12), row_scaled, device)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
-def test_every_order_of_events_gives_the_same_bits(mode: dict[str, object]) -> None:
+@each("mode", MODES, MODE_IDS)
+def test_every_order_of_events_gives_the_same_bits(mode):
 	for k in (272, 2064):
 		with emulator.options(**mode):
 			check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-@pytest.mark.parametrize("row_scaled", [False, True], ids=["groups", "rows"])
-def test_the_op_has_the_bits_of_both_steps(arch: str, row_scaled: bool) -> None:
+@each("arch", ["sm_90a", "sm_100a"])
+@each("row_scaled", [False, True], ["groups", "rows"])
+def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
 	x, offs = sample(45, 144), ends(7, 7, 40)
 	w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
 	options = (sample(3, 40), torch.rand(3), False, torch.float32)
 	arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
 
-	def fused() -> torch.Tensor:
+	def fused():
 		return ops.m_grouped_quantize_gemm(*arguments)
 
-	def steps() -> torch.Tensor:
+	def steps():
 		a = ops.grouped_quantize(x, text, offs)
 		return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
 

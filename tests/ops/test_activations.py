@@ -256,7 +256,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@each("message", [*REFUSED])
 def test_refused(message):
 	arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
 	error = TypeError if "bfloat16" in message else ValueError

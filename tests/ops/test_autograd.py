@@ -228,7 +228,7 @@ def test_out_forms_refuse_operands_that_require_a_gradient(case, operand):
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
 
 
-@pytest.mark.parametrize("case", OUT_FORMS)
+@each("case", [*OUT_FORMS])
 def test_out_forms_refuse_a_leaf_that_requires_a_gradient(case):
 	name, arguments = OUT_FORMS[case][0], arguments_of(case)
 	outputs = outputs_of(name, arguments)
@@ -278,7 +278,7 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
 		assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
 
-@pytest.mark.parametrize("name", cute_kernels.ops.__all__)
+@each("name", cute_kernels.ops.__all__)
 def test_every_form_is_documented(name):
 	text = getattr(ops, name).__doc__
 	assert "Args:" in text

@@ -58,7 +58,7 @@ def check(history, scale, dtype, amax=None, **options):
 
 
 @each("algorithm", ["max", "most_recent"])
-@pytest.mark.parametrize("dtype", TEXTS)
+@each("dtype", [*TEXTS])
 def test_random_histories_step_by_step(dtype, algorithm):
 	rng = torch.Generator().manual_seed(7)
 	for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):

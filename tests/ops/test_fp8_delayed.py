@@ -68,7 +68,7 @@ def check(q, x, scale, dtype, spans):
 		assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
 
 
-@pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
+@each("dtype", [*FORMATS], IDS)
 @each("directions", DIRECTIONS)
 @each("splits", SPLITS)
 def test_ragged(splits, directions, dtype):
@@ -128,7 +128,7 @@ def test_every_bf16_value():
 
 
 @each("direction", ["rowwise", "columnwise"])
-@pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
+@each("dtype", [*FORMATS], IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
 	x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
 	q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
@@ -227,7 +227,7 @@ UTILS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dyn
 
 
 @each("columnwise", [False, True])
-@pytest.mark.parametrize("dtype", FORMATS, ids=IDS)
+@each("dtype", [*FORMATS], IDS)
 def test_opcheck(dtype, columnwise):
 	text = FORMATS[dtype].text
 	assert parse(text).takes_scale

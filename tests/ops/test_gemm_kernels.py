@@ -15,6 +15,7 @@ from tests.helpers import (
 	NVFP4_TEXTS,
 	assert_all_same,
 	assert_same_bytes,
+	each,
 	ends,
 	m_grouped_arguments,
 	offsets,
@@ -58,7 +59,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("case", PRODUCTS)
+@each("case", [*PRODUCTS])
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
 	arguments = PRODUCTS[case]()
 	with cute_kernels.backend("reference:sm_100a"):
@@ -82,8 +83,8 @@ def test_a_given_output_keeps_its_tail():
 	assert_all_same(outputs[2:], outputs[:2])
 
 
-@pytest.mark.parametrize("transpose_b", [False, True], ids=["fprop", "dgrad"])
-@pytest.mark.parametrize(
+@each("transpose_b", [False, True], ["fprop", "dgrad"])
+@each(
 	("arch", "text"),
 	[
 		*(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),

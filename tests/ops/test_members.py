@@ -169,7 +169,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", [*WRONG])
 def test_rules_that_are_broken_name_the_member(case):
 	change, error, message = WRONG[case]
 	arguments = {"x": torch.ones(400), "shapes": [5, 64, 2, 32]} | change

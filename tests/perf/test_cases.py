@@ -37,7 +37,7 @@ def test_every_model_splits_over_its_ranks():
 		MODELS["DeepSeek-V3"].shape("gate")
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@each("routing", ROUTINGS)
 @each(("groups", "rows"), [(1, 7), (8, 0), (10, 1000), (128, 130)])
 def test_rows_add_up_and_are_repeatable(routing, groups, rows):
 	sizes = split_rows(routing, groups, rows, seed=3)

@@ -14,6 +14,7 @@ from perf.planner.gpus import GPUS
 from perf.planner.work import Counts, Kernel
 from perf.records import RESULTS, load, write
 from perf.suites.layer import recipes
+from tests.helpers import each
 
 H200, B200 = GPUS["H200"], GPUS["B200"]
 SIZES = ["--hidden=256", "--intermediate=128", "--experts=8", "--top-k=2", "--tokens=64"]
@@ -36,27 +37,27 @@ def error(found, seen):
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
 	seen = observed.ours(records)
-	assert {each.suite for each in seen} == {"gemm", "quantize", "layer"}
+	assert {one.suite for one in seen} == {"gemm", "quantize", "layer"}
 	assert fitted.count == len(seen) > 200
 	assert fitted.error < 0.15
-	assert statistics.median(error(fitted, each) for each in seen) <= fitted.error + 0.01
+	assert statistics.median(error(fitted, one) for one in seen) <= fitted.error + 0.01
 
 
 def test_an_h100_differs_by_its_bandwidth(records, fitted):
 	"""No record of one is fitted."""
-	errors = [error(fitted, each) for each in observed.ours(records, "H100")]
+	errors = [error(fitted, one) for one in observed.ours(records, "H100")]
 	assert len(errors) > 20
 	assert statistics.median(errors) < 0.1 and max(errors) < 0.25
 
 
 def test_published_times_on_a_b200(records, fitted):
 	seen = observed.published(records, "B200")
-	assert statistics.median(error(fitted, each) for each in seen) <= B200.doubt
+	assert statistics.median(error(fitted, one) for one in seen) <= B200.doubt
 	inside = 0
-	for each in seen:
-		ranges = [fitted.range(kernel, B200) for kernel in each.kernels]
+	for one in seen:
+		ranges = [fitted.range(kernel, B200) for kernel in one.kernels]
 		low, high = map(sum, zip(*ranges, strict=True))
-		inside += low <= each.microseconds <= high
+		inside += low <= one.microseconds <= high
 	assert inside > 0.75 * len(seen) > 20
 
 
@@ -119,7 +120,7 @@ def test_recipes_say_which_sizes_they_do_not_take(capsys):
 	assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
 
 
-@pytest.mark.parametrize(
+@each(
 	("options", "message"),
 	[
 		(["--tokens", "0"], "tokens must be at least 1, got 0"),

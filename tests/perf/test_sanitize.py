@@ -1,16 +1,15 @@
 """What runs under compute-sanitizer on a GPU runs, in every format."""
 
-import pytest
-
 import cute_kernels
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
+from tests.helpers import each
 
 #: Which argument of an op of a part is a format.
 OPS = {"quantize": ("grouped_quantize", 1), "m_grouped": ("m_grouped_gemm", 10), "k_grouped": ("k_grouped_gemm", 8)}
 
 
-@pytest.mark.parametrize("part", sanitize.PARTS)
+@each("part", [*sanitize.PARTS])
 def test_parts_run(monkeypatch, capsys, part):
 	name, position = OPS[part]
 	op, called = getattr(sanitize.ops, name), set()

@@ -7,11 +7,10 @@ and every buffer is written at the addresses that the layout gives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
-from tests.reference.oracle import Group, ceil_div
+from tests.reference.oracle import ceil_div
 
 f32 = np.float32
 np.seterr(all="ignore")
@@ -24,7 +23,7 @@ LARGEST = {"bfloat16": f32(2.0**127 * (2 - 2.0**-7)), "float16": f32(65504), "fl
 POWERS = 2.0 ** (np.arange(255, dtype=np.float64) - 127)
 
 
-def fp8_value(code: int, element: str) -> float:
+def fp8_value(code, element):
 	"""Value of a finite FP8 code."""
 	_, mantissa_bits, bias, _ = ELEMENTS[element]
 	exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
@@ -34,15 +33,15 @@ def fp8_value(code: int, element: str) -> float:
 	return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
-def fp8_magnitudes(element: str) -> np.ndarray:
+def fp8_magnitudes(element):
 	return np.array([fp8_value(code, element) for code in range(ELEMENTS[element][3] + 1)])
 
 
-def fp8_max(element: str) -> np.float32:
+def fp8_max(element):
 	return f32(fp8_magnitudes(element)[-1])
 
 
-def round_fp8(values: np.ndarray, element: str) -> np.ndarray:
+def round_fp8(values, element):
 	"""The nearest FP8 codes, ties to even ones, saturating; NaN gives 0x7F."""
 	table = fp8_magnitudes(element)
 	middles = (table[1:] + table[:-1]) / 2
@@ -54,18 +53,18 @@ def round_fp8(values: np.ndarray, element: str) -> np.ndarray:
 	return np.where(np.isnan(values), 0x7F, code).astype(np.uint8)
 
 
-def round_e8m0(v: np.ndarray) -> np.ndarray:
+def round_e8m0(v):
 	"""The code of the smallest power of two that is at least ``v``; 255 of NaN."""
 	code = np.minimum(np.searchsorted(POWERS, v.astype(np.float64)), 254)
 	return np.where(np.isnan(v), 255, code).astype(np.uint8)
 
 
-def repeated(per_block: np.ndarray, height: int, width: int, shape: Sequence[int]) -> np.ndarray:
+def repeated(per_block, height, width, shape):
 	"""A number a block as a number an element."""
 	return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
 
 
-def block_amaxes(x: np.ndarray, height: int, width: int) -> np.ndarray:
+def block_amaxes(x, height, width):
 	"""Largest magnitude of each block of valid elements; NaN is passed over."""
 	padded = np.pad(np.abs(x), [(0, -n % b) for n, b in zip(x.shape, (height, width), strict=True)])
 	by_block = padded.reshape(-1, height, padded.shape[1] // width, width)
@@ -87,14 +86,14 @@ class Rules:
 	epsilon: float = 0.0
 
 	@property
-	def is_mx(self) -> bool:
+	def is_mx(self):
 		return self.kind == "mxfp8"
 
 	@property
-	def stored(self) -> type:
+	def stored(self):
 		return np.uint8 if self.is_mx else f32
 
-	def scales(self, a: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+	def scales(self, a, dtype):
 		"""Stored scales of blocks of amaxes ``a``, and what their elements are multiplied by."""
 		largest = fp8_max(self.element)
 		if self.is_mx:
@@ -108,10 +107,10 @@ class Rules:
 			scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(f32)
 		return f32(1) / scale, scale
 
-	def decode(self, stored: np.ndarray) -> np.ndarray:
+	def decode(self, stored):
 		return POWERS[stored].astype(f32) if self.is_mx else stored
 
-	def blocks(self, x: np.ndarray, height: int, width: int, dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+	def blocks(self, x, height, width, dtype):
 		"""Codes of a group, stored scales of its blocks of height x width, and decoded values."""
 		scales, enc = self.scales(block_amaxes(x, height, width), dtype)
 		codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
@@ -122,13 +121,13 @@ class Rules:
 		return codes, scales, values * factors
 
 
-def scale_address(row: np.ndarray, block: np.ndarray, blocks: int) -> np.ndarray:
+def scale_address(row, block, blocks):
 	"""Bytes of scales in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
 	tile = (row // 128) * (blocks // 4) + block // 4
 	return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
 
 
-def filled(shape: Sequence[int], dtype: type, fill: int) -> np.ndarray:
+def filled(shape, dtype, fill):
 	"""An array every byte of which is ``fill``."""
 	size = np.dtype(dtype).itemsize * int(np.prod(shape))
 	return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
@@ -149,7 +148,7 @@ class Quantized:
 	values_t: np.ndarray
 
 
-def quantize(x: np.ndarray, groups: list[Group], num_tiles: int, rules: Rules, dtype: str, fill: int = 0) -> Quantized:
+def quantize(x, groups, num_tiles, rules, dtype, fill=0):
 	"""Both copies of fp32 values (T, K) that were of ``dtype``, of ragged groups."""
 	rows, cols = x.shape
 	slots, vec = 128 * num_tiles, rules.vec
@@ -185,7 +184,7 @@ def quantize(x: np.ndarray, groups: list[Group], num_tiles: int, rules: Rules, d
 	return out
 
 
-def _place_rowwise(buffer: np.ndarray, scales: np.ndarray, group: Group, tiles: slice, rules: Rules) -> None:
+def _place_rowwise(buffer, scales, group, tiles, rules):
 	first, count = 128 * group.tile, group.end - group.start
 	if rules.is_mx:
 		buffer[tiles] = 0
@@ -199,9 +198,7 @@ def _place_rowwise(buffer: np.ndarray, scales: np.ndarray, group: Group, tiles: 
 		buffer[:, first : first + count] = scales.T
 
 
-def _place_columnwise(
-	out: Quantized, codes: np.ndarray, scales: np.ndarray, group: Group, tiles: slice, rules: Rules
-) -> None:
+def _place_columnwise(out, codes, scales, group, tiles, rules):
 	first, count = 128 * group.tile, group.end - group.start
 	mine = slice(128 * tiles.start, 128 * tiles.stop)
 	if not rules.is_mx:

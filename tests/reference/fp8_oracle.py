@@ -7,18 +7,14 @@ calls the package, but for the records of formats.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cute_kernels.formats import parse
 from tests.reference.rational import fp32
-
-if TYPE_CHECKING:
-	from torch import Tensor
 
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)
@@ -42,16 +38,14 @@ class Member(NamedTuple):
 	per_row: bool
 	vec: int
 
-	def values(self) -> np.ndarray:
+	def values(self):
 		"""(R, K) codes times block scales."""
 		if self.scales is None:
 			return self.codes
 		return self.codes * np.repeat(self.scales, self.vec, 1)[:, : self.codes.shape[1]]
 
 
-def member(
-	text: str, copy: Sequence[Tensor], group: int, rows: int, start: int | None = None, columnwise: bool = False
-) -> Member:
+def member(text, copy, group, rows, start=None, columnwise=False):
 	"""One group of what a GEMM takes.
 
 	Args:
@@ -94,7 +88,7 @@ def member(
 	return Member(values, found, level, not fmt.is_2d or vec < 128, vec)
 
 
-def _code_values(codes: Tensor) -> Tensor:
+def _code_values(codes):
 	"""fp64 values; bytes are two E2M1 codes, the lower half first."""
 	if codes.dtype != torch.uint8:
 		return codes.double()
@@ -102,7 +96,7 @@ def _code_values(codes: Tensor) -> Tensor:
 	return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
 
 
-def _scale_values(fmt, scales: Tensor) -> np.ndarray:
+def _scale_values(fmt, scales):
 	"""fp64 values; bytes are E8M0, of NVFP4 E4M3."""
 	if fmt.scale.vec_size == 16:
 		scales = scales.view(torch.float8_e4m3fn)
@@ -111,7 +105,7 @@ def _scale_values(fmt, scales: Tensor) -> np.ndarray:
 	return scales.double().numpy()
 
 
-def _place(fmt, row: int, block: int, columnwise: bool) -> tuple[int, ...]:
+def _place(fmt, row, block, columnwise):
 	"""Where the scale of a block is."""
 	if fmt.scale.layout == "tiles_128x4":
 		byte = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
@@ -121,12 +115,12 @@ def _place(fmt, row: int, block: int, columnwise: bool) -> tuple[int, ...]:
 	return block, row
 
 
-def dot_fp64(a: Member, b: Member) -> np.ndarray:
+def dot_fp64(a, b):
 	"""A B^T in fp64, rounded to fp32 once."""
 	return (a.values() @ b.values().T).astype(np.float32)
 
 
-def dot_sixteen(a: Member, b: Member) -> np.ndarray:
+def dot_sixteen(a, b):
 	"""Blocks of 16, whose sums are exact in fp64, each added to an fp32 accumulator."""
 	left, right = a.values(), b.values()
 	total = np.zeros((len(left), len(right)), np.float32)
@@ -136,7 +130,7 @@ def dot_sixteen(a: Member, b: Member) -> np.ndarray:
 	return total
 
 
-def dot_blocks(a: Member, b: Member) -> np.ndarray:
+def dot_blocks(a, b):
 	"""Partial sums of 128, promoted by fma: the scale of single rows first, A's if both have."""
 	left, right = _integers(a), _integers(b)
 	out = np.zeros((len(left), len(right)), np.float32)
@@ -155,6 +149,6 @@ def dot_blocks(a: Member, b: Member) -> np.ndarray:
 	return out
 
 
-def _integers(x: Member) -> np.ndarray:
+def _integers(x):
 	"""Codes in units, as Python's integers."""
 	return np.vectorize(int, otypes=[object])(x.codes / float(_UNIT))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,14 +22,14 @@ RCP_2688 = f32(1.0 / 2688.0)
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def ceil_div(a: int, b: int) -> int:
+def ceil_div(a, b):
 	return -(-a // b)
 
 
 # ---- number formats
 
 
-def e4m3_value(byte: int) -> float:
+def e4m3_value(byte):
 	"""Value of one E4M3 byte: bias 7, no infinities, NaN at 0x7F and 0xFF."""
 	sign = -1.0 if byte & 0x80 else 1.0
 	exponent, mantissa = byte >> 3 & 15, byte & 7
@@ -44,7 +43,7 @@ def e4m3_value(byte: int) -> float:
 _E4M3_MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
 
 
-def round_e4m3(v: float) -> int:
+def round_e4m3(v):
 	"""The E4M3 byte nearest to ``v``, ties to the even byte, saturating; NaN gives 0x7F."""
 	v = float(v)
 	if math.isnan(v):
@@ -59,7 +58,7 @@ def round_e4m3(v: float) -> int:
 	return byte | (0x80 if math.copysign(1.0, v) < 0 else 0)
 
 
-def round_e2m1(y: float) -> int:
+def round_e2m1(y):
 	"""The E2M1 code of ``y``: the table of intervals; NaN gives +6."""
 	y = float(y)
 	if math.isnan(y):
@@ -84,14 +83,14 @@ def round_e2m1(y: float) -> int:
 	return code | (8 if math.copysign(1.0, y) < 0 else 0)
 
 
-def e2m1_value(code: int) -> float:
+def e2m1_value(code):
 	return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
 
 
 # ---- scaling
 
 
-def absmax(values: np.ndarray) -> np.float32:
+def absmax(values):
 	"""Largest magnitude; NaN is passed over; 0 of nothing."""
 	largest = f32(0)
 	for v in np.abs(values).ravel():
@@ -100,7 +99,7 @@ def absmax(values: np.ndarray) -> np.float32:
 	return largest
 
 
-def second_level(g: np.float32) -> tuple[np.float32, np.float32]:
+def second_level(g):
 	"""S_dec and Mult of an amax."""
 	s_enc = f32(2688) / g
 	if not s_enc <= FMAX:
@@ -110,7 +109,7 @@ def second_level(g: np.float32) -> tuple[np.float32, np.float32]:
 	return f32(1) / s_enc, s_enc * ONE_SIXTH
 
 
-def block_scale(a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+def block_scale(a, g):
 	"""Stored byte and encode factor of a block of amax ``a``."""
 	s_dec, mult = second_level(g)
 	d = min(a * mult, FMAX)
@@ -120,20 +119,20 @@ def block_scale(a: np.float32, g: np.float32) -> tuple[int, np.float32]:
 
 
 #: Direction (1 is columnwise), number of the block in it, and place in the block, of an element.
-Place: TypeAlias = "tuple[int, int, int]"
+Place = "tuple[int, int, int]"
 
 
 class Rule:
 	"""What a variant of NVFP4 does otherwise; this one nothing."""
 
-	def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+	def scale(self, block, a, g):
 		"""Stored byte and encode factor of a block (rows, 16) of amax ``a``."""
 		return block_scale(a, g)
 
-	def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
+	def encode(self, values, enc, places):
 		return [round_e2m1(v * enc) for v in values]
 
-	def columns(self, values: np.ndarray) -> np.ndarray:
+	def columns(self, values):
 		"""What the columnwise copy of a group's rows is of."""
 		return values
 
@@ -141,7 +140,7 @@ class Rule:
 # ---- layout
 
 
-def scale_byte(row: int, block: int, blocks: int) -> int:
+def scale_byte(row, block, blocks):
 	"""Address of a scale in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
 	tile = (row // 128) * (blocks // 4) + block // 4
 	return tile * 512 + (row % 32) * 16 + ((row % 128) // 32) * 4 + block % 4
@@ -157,7 +156,7 @@ class Group:
 	tiles: int
 
 
-def ragged_groups(offs: list[int], rows: int) -> tuple[list[Group], int]:
+def ragged_groups(offs, rows):
 	"""Groups that end at ``offs``, made monotonic and cut to the input; and the tiles in all."""
 	groups, start = [], 0
 	for g, end in enumerate(offs):
@@ -167,7 +166,7 @@ def ragged_groups(offs: list[int], rows: int) -> tuple[list[Group], int]:
 	return groups, rows // 128 + len(offs)
 
 
-def uniform_groups(count: int, rows: int) -> tuple[list[Group], int]:
+def uniform_groups(count, rows):
 	each = ceil_div(rows, 128)
 	return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
 
@@ -188,23 +187,23 @@ class Quantized:
 	amax_t: np.ndarray
 
 
-def group_amaxes(x: np.ndarray, groups: list[Group]) -> list[np.float32]:
+def group_amaxes(x, groups):
 	return [absmax(x[g.start : g.end]) for g in groups]
 
 
 def quantize(
-	x: np.ndarray,
-	groups: list[Group],
-	num_tiles: int,
+	x,
+	groups,
+	num_tiles,
 	*,
-	uniform: bool = False,
-	row_scaled: bool = False,
-	block_2d: bool = False,
-	given_amax: np.ndarray | None = None,
-	given_amax_t: np.ndarray | None = None,
-	rule: Rule = Rule(),  # noqa: B008  (it has no state)
-	fill: int = 0,
-) -> Quantized:
+	uniform=False,
+	row_scaled=False,
+	block_2d=False,
+	given_amax=None,
+	given_amax_t=None,
+	rule=Rule(),  # noqa: B008  (it has no state)
+	fill=0,
+):
 	"""Both copies of the fp32 values ``x`` (T, K).
 
 	``given_amax_t`` is that of the columnwise copy, where a rule transforms it.
@@ -241,12 +240,10 @@ def quantize(
 
 
 #: Stored byte and encode factor by row of blocks and column of blocks.
-Squares: TypeAlias = "list[list[tuple[int, np.float32]]]"
+Squares = "list[list[tuple[int, np.float32]]]"
 
 
-def buffers(
-	x: np.ndarray, offs: list[int] | None, **options: Any
-) -> tuple[dict[str, np.ndarray], Quantized, list[Group]]:
+def buffers(x, offs, **options):
 	"""``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
 	uniform, (*batch, rows, cols) = offs is None, x.shape
 	groups, tiles = ragged_groups(offs, rows) if offs is not None else uniform_groups(*batch, rows)
@@ -263,25 +260,17 @@ def buffers(
 	return {n: np.array(getattr(q, n)).reshape(shape) for n, shape in shapes.items()}, q, groups
 
 
-def _square_scales(values: np.ndarray, amax: np.float32, rule: Rule) -> Squares:
+def _square_scales(values, amax, rule):
 	rows, cols = values.shape
 
-	def scale(r: int, c: int) -> tuple[int, np.float32]:
+	def scale(r, c):
 		square = values[r : r + 16, c : c + 16]
 		return rule.scale(square, absmax(square), amax)
 
 	return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
 
 
-def _write_rowwise(
-	result: Quantized,
-	group: Group,
-	values: np.ndarray,
-	second: list[np.float32],
-	squares: Squares | None,
-	blocks: int,
-	rule: Rule,
-) -> None:
+def _write_rowwise(result, group, values, second, squares, blocks, rule):
 	first = group.tile * 128
 	for slot in range(first, first + group.tiles * 128):
 		for block in range(blocks):
@@ -301,16 +290,7 @@ def _write_rowwise(
 				result.codes[group.start + r, 8 * block + j] = packed
 
 
-def _write_columnwise(
-	codes_t: np.ndarray,
-	scales_t: np.ndarray,
-	group: Group,
-	first_tile: int,
-	values: np.ndarray,
-	amax: np.float32,
-	squares: Squares | None,
-	rule: Rule,
-) -> None:
+def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, squares, rule):
 	rows, cols = values.shape
 	blocks = codes_t.shape[1] // 8
 	codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
@@ -339,15 +319,7 @@ def _write_columnwise(
 # ---- decoding
 
 
-def dequantize(
-	result: Quantized,
-	groups: list[Group],
-	cols: int,
-	*,
-	row_scaled: bool = False,
-	columnwise: bool = False,
-	bound: float = 448.0,
-) -> np.ndarray:
+def dequantize(result, groups, cols, *, row_scaled=False, columnwise=False, bound=448.0):
 	"""fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
 	out = np.zeros((result.codes.shape[0], cols), f32)
 	codes, scales = (result.codes_t[0], result.scales_t[0]) if columnwise else (result.codes, result.scales)

@@ -2,14 +2,12 @@
 time, sharing nothing with the package.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
 import numpy as np
 
-from tests.reference.oracle import E2M1_VALUES, FMAX, Place, Rule, e2m1_value, e4m3_value, f32, round_e2m1, round_e4m3
+from tests.reference.oracle import E2M1_VALUES, FMAX, Rule, e2m1_value, e4m3_value, f32, round_e2m1, round_e4m3
 
 WORD = 0xFFFFFFFF
 #: TransformerEngine's fixed signs.
@@ -19,7 +17,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 # ---- random numbers
 
 
-def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> tuple[int, ...]:
+def philox4x32(counter, key, rounds):
 	"""Salmon et al. 2011, as the paper draws it."""
 	c0, c1, c2, c3 = counter
 	k0, k1 = key
@@ -31,7 +29,7 @@ def philox4x32(counter: tuple[int, ...], key: tuple[int, ...], rounds: int) -> t
 
 
 @functools.cache
-def block_bytes(seed: tuple[int, int], columnwise: int, number: int) -> bytes:
+def block_bytes(seed, columnwise, number):
 	"""16 random bytes of a block; the numbers of a seed are read as 64 bits without sign."""
 	first, second = (s % 2**64 for s in seed)
 	high = second >> 32 & 0x7FFFFFFF | columnwise << 31
@@ -40,7 +38,7 @@ def block_bytes(seed: tuple[int, int], columnwise: int, number: int) -> bytes:
 	return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def round_e2m1_stochastic(y: float, r: int) -> int:
+def round_e2m1_stochastic(y, r):
 	"""The E2M1 code of ``y`` by the random byte ``r``: exact in fp64."""
 	y = float(y)
 	if math.isnan(y):
@@ -54,21 +52,21 @@ def round_e2m1_stochastic(y: float, r: int) -> int:
 class Stochastic(Rule):
 	"""Codes rounded by bytes of a seed."""
 
-	def __init__(self, seed: tuple[int, int]) -> None:
+	def __init__(self, seed):
 		self.seed = seed
 
-	def encode(self, values: np.ndarray, enc: np.float32, places: list[Place]) -> list[int]:
+	def encode(self, values, enc, places):
 		pairs = zip(values, places, strict=False)
 		return [round_e2m1_stochastic(v * enc, self.byte(*place)) for v, place in pairs]
 
-	def byte(self, columnwise: int, number: int, element: int) -> int:
+	def byte(self, columnwise, number, element):
 		return block_bytes(self.seed, columnwise, number)[element]
 
 
 # ---- Hadamard
 
 
-def round_bf16(v: np.float32) -> np.float32:
+def round_bf16(v):
 	"""To nearest even, with infinities beyond the largest; NaN stays."""
 	if math.isnan(v):
 		return v
@@ -77,7 +75,7 @@ def round_bf16(v: np.float32) -> np.float32:
 	return np.array(bits & 0xFFFF0000, np.uint32).view(f32)[()]
 
 
-def butterflies(v: list[np.float32]) -> list[np.float32]:
+def butterflies(v):
 	"""H16 times a chunk in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
 	v = list(v)
 	for distance in (8, 4, 2, 1):
@@ -90,7 +88,7 @@ def butterflies(v: list[np.float32]) -> list[np.float32]:
 class Hadamard(Rule):
 	"""The columnwise copy is of transformed values, whole blocks of them."""
 
-	def columns(self, values: np.ndarray) -> np.ndarray:
+	def columns(self, values):
 		rows, cols = values.shape
 		padded = np.zeros((-(-rows // 16) * 16, cols), f32)
 		padded[:rows] = values
@@ -103,7 +101,7 @@ class Hadamard(Rule):
 		return padded
 
 
-def undo_hadamard(chunk: list[np.float32]) -> list[np.float32]:
+def undo_hadamard(chunk):
 	"""A transformed chunk, transformed back in fp32."""
 	mixed = butterflies([y * f32(0.25) for y in chunk])
 	return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
@@ -119,10 +117,10 @@ class StochasticHadamard(Stochastic, Hadamard):
 class FourOverSix(Rule):
 	"""Each block by the better of two scales."""
 
-	def __init__(self, bound: int, error: str) -> None:
+	def __init__(self, bound, error):
 		self.bound, self.error = f32(bound), error
 
-	def scale(self, block: np.ndarray, a: np.float32, g: np.float32) -> tuple[int, np.float32]:
+	def scale(self, block, a, g):
 		s_enc = f32(6) * self.bound / g
 		if not s_enc <= FMAX:
 			s_enc = FMAX
@@ -132,11 +130,11 @@ class FourOverSix(Rule):
 		six, four = (self._candidate(base * f32(factor), s_enc) for factor in (1, 1.5))
 		return four if self._error(block, *four, g) < self._error(block, *six, g) else six
 
-	def _candidate(self, scale: np.float32, s_enc: np.float32) -> tuple[int, np.float32]:
+	def _candidate(self, scale, s_enc):
 		byte = round_e4m3(min(max(scale, f32(-448)), f32(448)))
 		return byte, min(f32(1) / (f32(e4m3_value(byte)) * (f32(1) / s_enc)), FMAX)
 
-	def _error(self, block: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
+	def _error(self, block, byte, enc, g):
 		rows = [self._row_error(row, byte, enc, g) for row in block]
 		if not self.is_square:
 			return rows[0]
@@ -148,7 +146,7 @@ class FourOverSix(Rule):
 	#: Blocks are square, so that missing rows count as zeros.
 	is_square = False
 
-	def _row_error(self, row: np.ndarray, byte: int, enc: np.float32, g: np.float32) -> np.float32:
+	def _row_error(self, row, byte, enc, g):
 		total = f32(0)
 		padded = [*row, *[f32(0)] * (16 - len(row))]
 		for i, x in enumerate(padded):

@@ -1,17 +1,15 @@
 """Exact arithmetic in Python's fractions, and the rounding of IEEE 754."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
 
-def fraction(value: float) -> Fraction:
+def fraction(value):
 	"""A finite number, exact."""
 	return Fraction(value)
 
 
-def fp32(value: Fraction) -> float:
+def fp32(value):
 	"""``value`` rounded to fp32, to nearest even; ±inf from halfway above the largest number on."""
 	if value == 0:
 		return 0.0

@@ -2,20 +2,19 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from cute_kernels.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
-from tests.helpers import assert_same_bytes
+from tests.helpers import assert_same_bytes, each
 from tests.reference import activation_oracle as oracle
 
 INF, NAN = math.inf, math.nan
 FMAX = torch.finfo(torch.float32).max
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
-every_activation = pytest.mark.parametrize("act", EVERY, ids=lambda a: a.text)
+every_activation = each("act", EVERY, lambda a: a.text)
 FUNCTIONS = {"exp": (exp, oracle.exp), "tanh": (tanh, oracle.tanh), "sigmoid": (sigmoid, oracle.sigmoid)}
 
 
@@ -52,7 +51,7 @@ def as_numpy(function, *arguments):
 		return torch.from_numpy(function(*(x.numpy() for x in arguments)))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@each("name", [*FUNCTIONS])
 def test_bits_of_functions(name):
 	function, written_again = FUNCTIONS[name]
 	x = numbers()

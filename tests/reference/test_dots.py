@@ -1,7 +1,6 @@
 """Dot products at the ends of the range, on rows that no quantizer makes."""
 
 import numpy as np
-import pytest
 import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block
@@ -17,7 +16,7 @@ BACKENDS = {None: "none", "sm_90a": "sm_90a", "sm_100a": "sm_100a"}
 
 each_a = each("a_dtype", DTYPES)
 each_b = each("b_dtype", DTYPES)
-each_core = pytest.mark.parametrize("core", BACKENDS, ids=BACKENDS.values())
+each_core = each("core", [*BACKENDS], BACKENDS.values())
 
 
 def codes(values, dtype=E4M3):

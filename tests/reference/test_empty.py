@@ -1,6 +1,5 @@
 """Nothing to do is a legal amount of work: no rows, no live rows, no columns, no depth."""
 
-import pytest
 import torch
 
 from tests.helpers import dequantize_arguments, each, ends, k_grouped_arguments, m_grouped_arguments, ops
@@ -10,7 +9,7 @@ TEXTS = (
 	*("nvfp4", "nvfp4:block=16x16", "nvfp4:row_scaled", "mxfp8", "mxfp8:block=32x32"),
 	*("fp8_block", "fp8_block:block=128x128"),
 )
-every_text = pytest.mark.parametrize("text", TEXTS)
+every_text = each("text", TEXTS)
 
 
 @each("columnwise", [False, True])

@@ -1,9 +1,6 @@
 """FP8 with a scale per group by the reference, against torch's conversions."""
 
-from __future__ import annotations
-
 import torch
-from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.formats import FP8
@@ -14,7 +11,7 @@ FORMATS = {"e4m3": FP8(), "e5m2": FP8(torch.float8_e5m2)}
 OFFSETS = {"ragged": ends(0, 7, 136, 136, 290), "one row": ends(1), "uniform": None}
 
 
-def quantized(x: Tensor, fmt: FP8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantized(x, fmt):
 	"""Codes, scale_inv, scale and amax of rows; NaN is 0x7F, and in no amax."""
 	magnitudes = x.float().abs().nan_to_num(0.0, torch.inf)
 	amax = magnitudes.amax() if len(x) else torch.tensor(0.0)
@@ -29,7 +26,7 @@ def quantized(x: Tensor, fmt: FP8) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @each("offs", OFFSETS)
 @each("dtype", DTYPES)
 @each("fmt", FORMATS)
-def test_both_directions(fmt: FP8, dtype: torch.dtype, offs: Tensor | None) -> None:
+def test_both_directions(fmt, dtype, offs):
 	x = weird_values(300, 144, dtype)
 	x[:7] = torch.finfo(dtype).tiny / 4  # the scale of fp32 and bf16 would be infinite
 	groups = x.view(3, 100, 144) if offs is None else x.tensor_split(offs.tolist())[:-1]

@@ -1,6 +1,5 @@
 """Grouped GEMMs of plain operands: exact products, epilogue, groups, tails, offsets."""
 
-import pytest
 import torch
 
 from tests.helpers import (
@@ -40,7 +39,7 @@ def test_tail_of_the_operands_is_not_read():
 GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1]]
 
 
-@pytest.mark.parametrize("rows", GARBAGE, ids=str)
+@each("rows", GARBAGE, str)
 def test_garbage_offsets_act_as_their_clamped_values(rows):
 	x, w = sample(40, 32), sample(2, 24, 32)
 	given = ends(*rows)

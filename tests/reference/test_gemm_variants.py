@@ -3,12 +3,11 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 import cute_kernels
 from cute_kernels.formats import parse
-from tests.helpers import assert_same_bytes, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import assert_same_bytes, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
 from tests.reference import fp8_oracle
 from tests.reference.test_gemm_fp8 import Product, Wgrad
 
@@ -33,8 +32,8 @@ def factor(amax, bound):
 	return amax * np.float32(1 / (6 * bound))
 
 
-@pytest.mark.parametrize(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
-@pytest.mark.parametrize("by_row", [False, True])
+@each(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
+@each("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
 	a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
 	b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
@@ -59,8 +58,8 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
 		assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
-@pytest.mark.parametrize("text", [TRANSFORMED, STOCHASTIC])
-@pytest.mark.parametrize("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@each("text", [TRANSFORMED, STOCHASTIC])
+@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
 	"""A variant is in how codes come about: any accumulator gives the bits of the same codes."""
 	a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)

@@ -1,7 +1,6 @@
 """Quantization on the reference backend, byte for byte against the scalar oracles."""
 
 import numpy as np
-import pytest
 import torch
 
 from cute_kernels.formats import parse
@@ -44,8 +43,8 @@ RULES = {
 	),
 }
 TEXTS = [*NVFP4, *RULES]
-every_format = pytest.mark.parametrize("text", TEXTS)
-every_nvfp4 = pytest.mark.parametrize("text", NVFP4)
+every_format = each("text", TEXTS)
+every_nvfp4 = each("text", [*NVFP4])
 every_dtype = each("dtype", DTYPES)
 
 
@@ -221,7 +220,7 @@ def test_dequantize(text, columnwise, dtype):
 	assert_same_bytes(out[190:], poisoned(want)[190:])
 
 
-@pytest.mark.parametrize("text", RULES)
+@each("text", [*RULES])
 @each("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
 	x = sample(3, rows, 160)

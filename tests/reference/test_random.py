@@ -11,7 +11,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import assert_same_bytes, needs_compiler, offsets, ops, sample
+from tests.helpers import assert_same_bytes, each, needs_compiler, offsets, ops, sample
 from tests.reference import oracle
 from tests.reference.oracle_variants import block_bytes, round_e2m1_stochastic
 from tests.reference.oracle_variants import philox4x32 as philox_oracle
@@ -45,13 +45,13 @@ def words(*numbers):
 	return tuple(torch.tensor(n) for n in numbers)
 
 
-@pytest.mark.parametrize(("counter", "key", "rounds", "want"), PUBLISHED)
+@each(("counter", "key", "rounds", "want"), PUBLISHED)
 def test_published_vectors(counter, key, rounds, want):
 	assert tuple(philox4x32(words(*counter), words(*key), rounds).tolist()) == want
 	assert philox_oracle(counter, key, rounds) == want
 
 
-@pytest.mark.parametrize("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
+@each("seed", [(0, 0), (-1, -1), (1 << 40, 5), (7, -(2**63)), (3, 2**63 - 1)])
 def test_bytes_are_those_of_the_stated_counter(seed):
 	draws = reference.KeyedDraws(torch.tensor(seed), 48)
 	rows = torch.tensor([0, 3, 1 << 33])
@@ -115,14 +115,14 @@ def test_rounding_to_nearest_as_values():
 	assert round_e2m1(torch.tensor([torch.nan])).isnan()
 
 
-@pytest.mark.parametrize("missing", ["rowwise", "columnwise"])
+@each("missing", ["rowwise", "columnwise"])
 def test_bytes_that_are_missing(missing):
 	draws = reference.GivenDraws()
 	with pytest.raises(ValueError, match=f"{missing} is None"):
 		(draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 
 
-@pytest.mark.parametrize(
+@each(
 	("text", "seed", "error", "words"),
 	[
 		(SR, None, ValueError, "seed is missing.*stochastic_rounding"),

@@ -55,8 +55,8 @@ KINDS = [
 	Kind("sm_100a", E2M1, E2M1, F32, 64, 35, scale=E4M3, block=16),
 ]
 SORTS = ("near", "wide", "tiny", "underflow", "cancelling", "zeros", "zero_times_huge", "special")
-every_kind = pytest.mark.parametrize("kind", KINDS, ids=str)
-every_sort = pytest.mark.parametrize("sort", SORTS)
+every_kind = each("kind", KINDS, str)
+every_sort = each("sort", SORTS)
 
 # ---- inputs
 #: Mantissa bits and exponent bias.
@@ -264,7 +264,7 @@ HOPPER.append(Kind("sm_90a", E5M2, E5M2, F16, 32, 13, accumulator_bits=13))
 
 
 @every_sort
-@pytest.mark.parametrize("kind", HOPPER, ids=str)
+@each("kind", HOPPER, str)
 def test_equals_an_h200(kind, sort):
 	a, b, options = arguments(kind, 64, 8, 4 * kind.k, sort)
 	got = tensor_core_gemm(kind.arch, a, b, **options).numpy().tobytes()

@@ -16,6 +16,7 @@ from tests.helpers import (
 	SPLITS,
 	assert_same_bytes,
 	dequantize_arguments,
+	each,
 	ends,
 	offsets,
 	ops,
@@ -68,7 +69,7 @@ VARIANTS = {
 	),
 	"4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
 }
-EACH = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+EACH = each("variant", VARIANTS)
 
 
 def expected(x, offs, variant, amax=None):
@@ -106,13 +107,13 @@ def check(x, offs, variant, amax=None):
 
 
 @EACH
-@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+@each("splits", SPLITS)
 def test_ragged_splits(splits, variant):
 	check(sample(sum(splits), 16), offsets(splits), variant)
 
 
 @EACH
-@pytest.mark.parametrize("cols", [16, 80, 144])
+@each("cols", [16, 80, 144])
 def test_widths_and_a_tail(cols, variant):
 	x = sample(26, cols)
 	x[21:] = torch.nan
@@ -120,7 +121,7 @@ def test_widths_and_a_tail(cols, variant):
 
 
 @EACH
-@pytest.mark.parametrize("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
+@each("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
 def test_uniform(shape, variant):
 	check(sample(*shape), None, variant)
 
@@ -131,7 +132,7 @@ def test_extreme_values(variant):
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@each("dtype", [torch.float16, torch.float32])
 def test_other_dtypes(dtype, variant):
 	if not variant.is_transformed:
 		check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
@@ -178,8 +179,8 @@ def test_the_order_of_a_transform_is_the_stated_one():
 
 
 @EACH
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("uniform", [False, True])
+@each("columnwise", [False, True])
+@each("uniform", [False, True])
 def test_dequantize(variant, columnwise, uniform):
 	"""Codes, scales and amax decoded by hand, and the transform undone."""
 	x = sample(2, 35, 32) if uniform else sample(75, 32)
@@ -240,7 +241,7 @@ def drawn(rows, cols, row_blocks, column_blocks):
 	return by_row, by_column.mT.reshape(slots, cols)
 
 
-@pytest.mark.parametrize("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
+@each("name", ["stochastic", "both", "stochastic squares", "4over6", "hadamard"])
 def test_groups_with_shapes_of_their_own(name):
 	"""Each member is a uniform tensor of one group whose blocks come after those before it."""
 	variant, shapes = VARIANTS[name], [(5, 32), (0, 16), (130, 16), (16, 48)]
@@ -276,7 +277,7 @@ def test_groups_with_shapes_of_their_own(name):
 		before[1] += uniform_tiles(rows) * 8 * cols
 
 
-@pytest.mark.parametrize("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
+@each("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
 def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
 	"""6 is 6 * 1 and 4 * 1.5, both exactly."""
 	x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])

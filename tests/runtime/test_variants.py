@@ -21,7 +21,7 @@ from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
-from tests.helpers import DTYPES, NVFP4_TEXTS, ends
+from tests.helpers import DTYPES, NVFP4_TEXTS, each, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 #: Of which SwiGLU is compiled ahead of time.
@@ -127,21 +127,21 @@ def is_quantizer(spec):
 	return type(spec).__module__.startswith("cute_kernels.quantize.")
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@each("arch", ARCHITECTURES, str)
 def test_every_kernel_in_use_is_listed_and_no_other(arch):
 	listed = aot.declared_specs(arch)
 	assert len(listed) == len(set(listed))
 	assert set(filter(is_quantizer, listed)) == used(arch.name)
 
 
-@pytest.mark.parametrize(
+@each(
 	("recipe", "arch"),
 	[
 		*itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
 		*itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
 	],
 )
-@pytest.mark.parametrize("features", [256, 2048])
+@each("features", [256, 2048])
 def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, recipe, features, arch):
 	recorder = Recorder(arch.name)
 	monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
@@ -160,7 +160,7 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, 
 	assert recorder.specs <= set(aot.declared_specs(arch))
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@each("arch", ARCHITECTURES, str)
 def test_listed_kernels_name_classes_that_exist(arch):
 	pytest.importorskip("cutlass")
 	names = {spec.kernel for spec in aot.declared_specs(arch)}
@@ -170,7 +170,7 @@ def test_listed_kernels_name_classes_that_exist(arch):
 		assert isinstance(kernel, type) and callable(kernel.fake_args), name
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES, ids=str)
+@each("arch", ARCHITECTURES, str)
 def test_listed_kernels_have_keys_of_their_own(arch):
 	keys = [cache_key(spec, arch) for spec in aot.declared_specs(arch)]
 	assert all(isinstance(key, CacheKey) for key in keys)

@@ -13,7 +13,7 @@ from tests.helpers import each
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@each("name", ACTIVATIONS)
 def test_records_are_values(name):
 	act = Activation(name)
 	assert act == Activation(name) and hash(act) == hash(Activation(name))
@@ -45,7 +45,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@each("text", [*TEXTS])
 def test_texts(text):
 	assert TEXTS[text].text == text
 	assert parse_activation(text) == TEXTS[text]

@@ -1,6 +1,5 @@
 """Shapes of the buffers of every format: the layout contract, cell by cell."""
 
-import pytest
 import torch
 
 from cute_kernels.formats import FP8, NVFP4, parse
@@ -62,7 +61,7 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "wanted"), PARTS.items(), ids=PARTS)
+@each(("text", "wanted"), PARTS.items(), PARTS)
 def test_flat_buffers_hold_members_one_after_the_other(text, wanted):
 	fmt = parse(text)
 	found = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)
@@ -77,7 +76,7 @@ def test_flat_buffers_hold_members_one_after_the_other(text, wanted):
 		assert spec.shape == (start,) and spec.pitch is None and not spec.zeroed
 
 
-@pytest.mark.parametrize("text", PARTS)
+@each("text", [*PARTS])
 def test_a_part_is_the_buffer_of_a_group_alone(text):
 	fmt = parse(text)
 	flat = buffers(fmt, (10_000,), None, columnwise=True, shapes=SHAPES)

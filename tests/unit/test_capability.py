@@ -31,7 +31,7 @@ FACTS = [
 ]
 
 
-@pytest.mark.parametrize(("op", "fmt", "arch"), COMBINATIONS)
+@each(("op", "fmt", "arch"), COMBINATIONS)
 def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
 	for facts in FACTS:
 		status = support(op, fmt, arch, **facts)

@@ -124,7 +124,7 @@ TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("text", "fmt"), TEXTS.items(), ids=TEXTS)
+@each(("text", "fmt"), TEXTS.items(), TEXTS)
 def test_a_record_has_one_text(text, fmt):
 	assert fmt.text == text
 	assert parse(text) == fmt

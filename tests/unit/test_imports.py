@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.helpers import each
 
 ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
@@ -116,7 +116,7 @@ def parse(name):
 	return tree
 
 
-@pytest.mark.parametrize("name", MODULES)
+@each("name", [*MODULES])
 def test_imports_go_down(name):
 	own = layer(name)
 	for target in all_imports(parse(name), with_names=True):

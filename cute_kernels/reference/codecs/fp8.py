@@ -10,8 +10,6 @@ With g the amax of a group and fl() one rounding to fp32:
 NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ With a the amax of a block and fl() one rounding to fp32:
 NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infinities saturate.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element i
 of NaN, 0x7F. Infinities saturate.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

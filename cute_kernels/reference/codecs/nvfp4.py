@@ -26,8 +26,6 @@ In a square block these are the errors of its rows, added in fp32 as a tree: row
 then i + 4, i + 2 and i + 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -24,18 +24,18 @@ class Snippet:
 	bits: int = 32
 
 
-_snippets: dict[str, Snippet] = {}
+_snippets = {}
 
 
-def _add(name: str, ptx: str, bits: int = 32) -> None:
+def _add(name, ptx, bits=32):
 	_snippets[name] = Snippet(ptx, bits)
 
 
-def _add_float(name: str, ptx: str) -> None:
+def _add_float(name, ptx):
 	_add(name, f"{ptx} mov.b32 %r, %fr;")
 
 
-def _add_integer_arithmetic() -> None:
+def _add_integer_arithmetic():
 	for t in ("s32", "u32"):
 		for op in ("add", "sub", "min", "max"):
 			_add(f"{op}.{t}", f"{op}.{t} %r, %a, %b;")
@@ -53,7 +53,7 @@ def _add_integer_arithmetic() -> None:
 	_add("neg.s32", "neg.s32 %r, %a;")
 
 
-def _add_bits() -> None:
+def _add_bits():
 	_add("shl.b32", "shl.b32 %r, %a, %b;")
 	_add("bfi.b32", "bfi.b32 %r, %a, %b, %c, 7;")
 	_add("popc", "popc.b32 %r, %a;")
@@ -74,7 +74,7 @@ def _add_bits() -> None:
 _ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
-def _add_float_arithmetic() -> None:
+def _add_float_arithmetic():
 	for op in ("add", "sub", "mul"):
 		for rnd in _ROUNDINGS:
 			_add_float(f"{op}.{rnd}.f32", f"{op}.{rnd}.f32 %fr, %fa, %fb;")
@@ -94,7 +94,7 @@ def _add_float_arithmetic() -> None:
 		_add(f"setp.{cmp}.f32", f"setp.{cmp}.f32 %p, %fa, %fb; selp.b32 %r, 1, 0, %p;")
 
 
-def _add_conversions() -> None:
+def _add_conversions():
 	for rnd in ("rni", "rzi", "rmi", "rpi"):
 		for t in ("s32", "u32"):
 			_add(f"cvt.{rnd}.{t}.f32", f"cvt.{rnd}.{t}.f32 %r, %fa;")
@@ -125,7 +125,7 @@ def _add_conversions() -> None:
 		_add(f"cvt.f16x2.{t}", f"cvt.u16.u32 %h, %a; cvt.rn.f16x2.{t} %r, %h;")
 
 
-def _add_packed_halves() -> None:
+def _add_packed_halves():
 	for t in ("f16x2", "bf16x2"):
 		for op in ("add", "sub", "mul"):
 			_add(f"{op}.{t}", f"{op}.rn.{t} %r, %a, %b;")
@@ -139,7 +139,7 @@ def _add_packed_halves() -> None:
 	_add("mul.ftz.f16x2", "mul.rn.ftz.f16x2 %r, %a, %b;")
 
 
-def _add_exchanges() -> None:
+def _add_exchanges():
 	# The predicate goes into bit 16 of the result.
 	inside = "selp.b32 %t, 65536, 0, %p; xor.b32 %r, %r, %t;"
 	for mode in ("idx", "up", "down", "bfly"):
@@ -158,7 +158,7 @@ def _add_exchanges() -> None:
 		_add(f"redux.{op}", f"redux.sync.{op}.b32 %r, %a, -1;")
 
 
-def snippets() -> dict[str, Snippet]:
+def snippets():
 	"""All snippets, in the order of the stored answers."""
 	if not _snippets:
 		_add_integer_arithmetic()
@@ -170,7 +170,7 @@ def snippets() -> dict[str, Snippet]:
 	return _snippets
 
 
-def ptx() -> str:
+def ptx():
 	"""One kernel for each snippet, ``k0`` and so on: inputs of 16 bytes, results of 8."""
 	kernels = [
 		f"""
@@ -201,17 +201,17 @@ _SPECIAL = [
 ]  # fmt: skip
 
 
-def inputs() -> np.ndarray:
+def inputs():
 	"""(1024, 4) uint32: random bits, floats of several ranges, special values, small integers."""
 	count, eighth = 8192, 1024
 	g = np.random.default_rng(5)
 	x = g.integers(0, 1 << 32, (count, 4), dtype=np.uint64).astype(np.uint32)
 	shape = (eighth, 4)
 
-	def floats(values: np.ndarray) -> np.ndarray:
+	def floats(values):
 		return values.astype(np.float32).view(np.uint32)
 
-	def part(i: int) -> slice:
+	def part(i):
 		return slice(i * eighth, (i + 1) * eighth)
 
 	x[part(1)] = floats(g.standard_normal(shape))
@@ -225,7 +225,7 @@ def inputs() -> np.ndarray:
 	return np.ascontiguousarray(x[np.arange(count) // 32 % 8 == 0])
 
 
-def canonical(name: str, results: np.ndarray) -> np.ndarray:
+def canonical(name, results):
 	"""Results (1024,) uint64 with one NaN for all, for which it is depends on operands' order."""
 	if ".f32" not in name and "f32." not in name:
 		return results
@@ -233,13 +233,13 @@ def canonical(name: str, results: np.ndarray) -> np.ndarray:
 	return np.where(is_nan, np.uint64(0x7FFFFFFF), results)
 
 
-def digest(name: str, results: np.ndarray) -> int:
+def digest(name, results):
 	"""64 bits for results (1024,) uint64, all NaN alike."""
 	hashed = hashlib.blake2b(canonical(name, results).tobytes(), digest_size=8).digest()
 	return int.from_bytes(hashed, "little")
 
 
-def answers() -> dict[str, int]:
+def answers():
 	"""``digest`` of what the H200 answered, by name."""
 	with np.load(_ANSWERS) as held:
 		return dict(zip(snippets(), held["digests"].tolist(), strict=True))
