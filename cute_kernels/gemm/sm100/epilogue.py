@@ -182,7 +182,14 @@ class Epilogue:
 			return Block(rounded, self.z_store, z, col, 0, z.shape[2])
 		inputs = [[rounded[j] for j in range(half, self.columns, self.halves)] for half in range(self.halves)]
 		if not is_last:
-			return Block(self.elements(pack_words([x.to(Float32) for x in inputs[i]], config.out_dtype)), self.z_store, z, col // 2, i, end)
+			return Block(
+				self.elements(pack_words([x.to(Float32) for x in inputs[i]], config.out_dtype)),
+				self.z_store,
+				z,
+				col // 2,
+				i,
+				end,
+			)
 		words = []
 		for first in range(0, len(inputs[0]), _AT_ONCE):
 			numbers = [[x.to(Float32) for x in part[first : first + _AT_ONCE]] for part in inputs]
