@@ -23,15 +23,13 @@ from tests.helpers import (
 
 from .test_gathered import index_of
 
-TILES = {
-	arch: {
-		f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{f' {last}' * getattr(t, extra)}": t for t in tiles
-	}
-	for arch, tiles, extra, last in (
-		("sm_90a", SM90_TILES, "fitted", "fitted"),
-		("sm_100a", SM100_TILES, "swap_partial", "partial"),
-	)
-}
+
+def _name(t):
+	last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
+	return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
+
+
+TILES = {"sm_90a": {_name(t): t for t in SM90_TILES}, "sm_100a": {_name(t): t for t in SM100_TILES}}
 SQUARES, BY_ROW = "fp8_block:block=128x128", NVFP4_TEXTS["row-scaled"]
 ANY_SCALES = f"fp8_block:pow2_scales=false {SQUARES},pow2_scales=false"
 #: Rows of groups with empty ones, one row and more than a tile.
