@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Int16, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.layout.shapes import SF_TILE_ROWS
-
+from ..layout.shapes import SF_TILE_ROWS
 from .problem import RAGGED_ROWS, GemmConfig
 from .scheduler import TileReader, WorkTile
 

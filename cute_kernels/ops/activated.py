@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels.capability import support
-from cute_kernels.formats import parse
-from cute_kernels.runtime.backend import Choice, resolve_backend
-
+from ..capability import support
+from ..formats import parse
+from ..runtime.backend import Choice, resolve_backend
 from .gemm import MGroupedGemmActivate
 from .launch.gemm import has_kernel
 

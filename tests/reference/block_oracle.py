@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from tests.reference.oracle import ceil_div
+from .oracle import ceil_div
 
 f32 = np.float32
 np.seterr(all="ignore")

@@ -15,10 +15,10 @@ Every role walks the same tiles at its own pace: loads run ahead by the depth of
 tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
 the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
 
-The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_partial`` a partial
-tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements stay as
-they are and only the instructions take B for operand M. N is then as small as the rows allow. The
-epilogue finds that tile transposed.
+The tensor core takes 128 or 256 rows of operand M but any 8 or 16 of N. With ``swap_partial`` a
+partial tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements
+stay as they are and only the instructions take B for operand M. N is then as small as the rows
+allow. The epilogue finds that tile transposed.
 
 Codes that no instruction takes with the other operand are decoded by warps into the stages that the
 MMA reads; these arrive at their barriers beside the load warp: see ``decode``.

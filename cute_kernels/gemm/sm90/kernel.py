@@ -19,14 +19,15 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device.launch import env_stream
-from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
-from cute_kernels.gemm.operands import OPERANDS
-from cute_kernels.gemm.output import EpilogueTensors
-from cute_kernels.gemm.problem import Extents
-from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.views import (
+from ...device.launch import env_stream
+from ...layout.slots import TILE_ROWS, most_rows
+from ..fakes import FakeArguments
+from ..loader import LoadWarp, StageLoad, TmaSource
+from ..operands import OPERANDS
+from ..output import EpilogueTensors
+from ..problem import Extents
+from ..scheduler import TileReader, TileScheduler
+from ..views import (
 	codes_view,
 	matrix_view,
 	output_view,
@@ -36,8 +37,6 @@ from cute_kernels.gemm.views import (
 	scale_words_view,
 	squares_view,
 )
-from cute_kernels.layout.slots import TILE_ROWS, most_rows
-
 from .consumer import Consumer
 from .epilogue import Epilogue, StoreWarps
 from .gather import Gathered, GatherWarp

@@ -8,17 +8,17 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from cute_kernels.capability import UnsupportedError
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.operands import operand_of
-from cute_kernels.gemm.problem import GemmConfig, GemmProblem, TileShape
-from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig
-from cute_kernels.gemm.variants import CONFIGS
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
 from cute_kernels.ops import registry
-from cute_kernels.ops.arguments import aligned, dense, dtype_name, readable
 
+from ...capability import UnsupportedError
+from ...gemm.choice import choose_config
+from ...gemm.operands import operand_of
+from ...gemm.problem import GemmConfig, GemmProblem, TileShape
+from ...gemm.sm90.config import Sm90GemmConfig
+from ...gemm.sm100.config import Sm100GemmConfig
+from ...gemm.variants import CONFIGS
+from ...layout.shapes import PITCH_ALIGNMENT
+from ..arguments import aligned, dense, dtype_name, readable
 from .decoded import decodes_first, multiply_decoded
 from .gathered import gathers_first, multiply_gathered
 from .sm90_operands import sm90_preparation, values_config
@@ -27,10 +27,9 @@ from .sm100_operands import sm100_preparation
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
-	from cute_kernels.ops.registry import Runner
-	from cute_kernels.runtime.launch import Launcher
-
+	from ...runtime.launch import Launcher
+	from ..gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
+	from ..registry import Runner
 	from .sm90_operands import Parts
 
 _forced: list[TileShape] = []
