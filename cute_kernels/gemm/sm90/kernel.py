@@ -22,7 +22,7 @@ from cutlass.cute.nvgpu import cpasync
 from ...device.launch import env_stream
 from ...layout.slots import TILE_ROWS, most_rows
 from ..fakes import FakeArguments
-from ..loader import LoadWarp, StageLoad, TmaSource
+from ..loader import LoadWarp, StageLoad, TmaSource, each, paired
 from ..operands import OPERANDS
 from ..output import EpilogueTensors
 from ..problem import Extents
