@@ -25,15 +25,15 @@ class TmaSource(NamedTuple):
 	tensor: cute.Tensor
 
 
-def each(sources: Any, part: str) -> Any:
-	"""One attribute of each ``TmaSource`` of a tuple with names."""
-	return type(sources)(*(getattr(source, part, None) for source in sources))
+def each(cls: type, sources: Any, part: str) -> Any:
+	"""One attribute of each ``TmaSource`` of a tuple ``cls`` of them."""
+	return cls(*(getattr(source, part, None) for source in sources))
 
 
-def paired(atoms: Any, tensors: Any) -> Any:
-	"""A ``TmaSource`` of each of two tuples with the same names."""
+def paired(cls: type, atoms: Any, tensors: Any) -> Any:
+	"""A ``TmaSource`` of each of two."""
 	pairs = zip(atoms, tensors, strict=True)
-	return type(atoms)(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
+	return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
 
 
 class StageLoad(NamedTuple):

@@ -185,10 +185,10 @@ class Sm100Gemm:
 		self.kernel(
 			layouts.tiled_mma,
 			layouts.tiled_mma_sf,
-			each(sources, "atom"),
-			each(sources, "tensor"),
-			each(stores, "atom"),
-			each(stores, "tensor"),
+			each(Sources, sources, "atom"),
+			each(Sources, sources, "tensor"),
+			each(Stores, stores, "atom"),
+			each(Stores, stores, "tensor"),
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
 			squares_of(config, scales),
@@ -316,12 +316,12 @@ class Sm100Gemm:
 		if warp == warps.scheduler_warp_id:
 			TileScheduler(config, ring, barriers.tiles, offs, extents).run()
 		if warp == warps.load_warp_id:
-			sources = paired(source_atoms, source_tensors)
+			sources = paired(Sources, source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
 			self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
 		if cutlass.const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
-				sources = paired(source_atoms, source_tensors)
+				sources = paired(Sources, source_atoms, source_tensors)
 				codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
 			if warp >= warps.first_decode_warp_id:
 				DecodeWarps(config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline).run()

@@ -158,8 +158,8 @@ class Sm90Gemm:
 		depth = (n if config.tile.swap_ab else m).shape[1]
 		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
 		self.kernel(
-			each(sources, "atom"),
-			each(sources, "tensor"),
+			each(Sources, sources, "atom"),
+			each(Sources, sources, "tensor"),
 			squares,
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			gathered,
@@ -265,7 +265,7 @@ class Sm90Gemm:
 			if warp == warps.scheduler_warp_id:
 				TileScheduler(config, ring, barriers.tiles, offs, extents).run()
 			if warp == warps.load_warp_id:
-				sources = paired(atoms, tensors)
+				sources = paired(Sources, atoms, tensors)
 				loads = self.stage_loads(layouts, sources, shared, cta)
 				LoadWarp(config, *loads, tiles, ab_pipeline).run()
 			if cutlass.const_expr(config.gathered):
