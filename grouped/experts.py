@@ -124,10 +124,10 @@ class Layer(NamedTuple):
 	def activates(self, rows: Tensor | Rows, offs: Tensor, style: Style, after: Layer) -> bool:
 		"""Whether the product of ``rows`` activates in its epilogue, or else ``after`` does."""
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
-		if self.recipe.input is not None and self.recipe.input.element.per_byte > 1:
-			return False  # Prepacked weights beside FP4 rows, on an H200: 4096 tokens were not finite. The emulator's are.
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
+			if weight.prepacked:
+				return False  # On an H200 outputs of 4096 tokens were not finite; the emulator's are.
 		is_seen, fmt = after.probe is not None or after.recipe.propagate_nonfinite, after.recipe.input
 		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
 		x, index = (rows.x, rows.at) if isinstance(rows, Rows) else (rows, None)
