@@ -89,9 +89,7 @@ _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
-_ACTIVATES = dict.fromkeys(("grouped_quantize", "grouped_dbias"), ARCHITECTURES) | dict.fromkeys(
-	_GEMMS, ("reference", "sm_90a")
-)
+_ACTIVATES = ("grouped_quantize", "grouped_dbias", *_GEMMS)
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -175,7 +173,7 @@ def support(
 	if shapes and not reason:
 		reason = _why_not_shapes(op)
 	if activation and not reason:
-		reason = _why_not_activation(op, arch)
+		reason = _why_not_activation(op)
 	if gathered and not reason:
 		reason = _why_not_gathered(op, fmt, arch)
 	return Support(False, reason) if reason else _YES
@@ -255,10 +253,8 @@ def _why_not_shapes(op: str) -> str:
 	return ""
 
 
-def _why_not_activation(op: str, arch: str) -> str:
-	if op not in _ACTIVATES:
-		return f"{op} takes no activation"
-	return "" if arch in _ACTIVATES[op] else f"no {arch} kernel of {op} with an activation yet"
+def _why_not_activation(op: str) -> str:
+	return "" if op in _ACTIVATES else f"{op} takes no activation"
 
 
 def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:

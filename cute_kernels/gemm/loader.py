@@ -25,6 +25,17 @@ class TmaSource(NamedTuple):
 	tensor: cute.Tensor
 
 
+def each(cls: type, sources: Any, part: str) -> Any:
+	"""One attribute of each ``TmaSource`` of a tuple ``cls`` of them."""
+	return cls(*(getattr(source, part, None) for source in sources))
+
+
+def paired(cls: type, atoms: Any, tensors: Any) -> Any:
+	"""A ``TmaSource`` of each of two."""
+	pairs = zip(atoms, tensors, strict=True)
+	return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
+
+
 class StageLoad(NamedTuple):
 	"""How one tensor gets into shared memory.
 

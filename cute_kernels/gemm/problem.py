@@ -198,6 +198,8 @@ class GemmConfig(abc.ABC):
 	interleaved: bool = False
 	keeps_z: bool = False
 
+	#: What it runs on.
+	arch: ClassVar[str]
 	#: The class of the kernel, which the runtime imports.
 	kernel: ClassVar[str]
 	#: The tiles that an architecture's kernel is built for.
@@ -299,6 +301,11 @@ class GemmConfig(abc.ABC):
 		return self.is_gated and not self.interleaved
 
 	@property
+	def pairs_scales(self) -> bool:
+		"""Whether a kernel before this one puts block scales of B into that order."""
+		return False
+
+	@property
 	def is_alike(self) -> bool:
 		"""Whether both operands have elements of one width and the same block scales."""
 		return (self.kind.bits, self.kind.scale) == (self.b_kind.bits, self.b_kind.scale)
@@ -370,7 +377,7 @@ class GemmConfig(abc.ABC):
 		align = N_ALIGN * (1 + self.is_gated)
 		if problem.n < 1 or problem.n % align:
 			return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
-		if self.pairs_rows and self.b_kind.is_block_scaled:
+		if self.pairs_rows and self.b_kind.is_block_scaled and not self.pairs_scales:
 			if self.b_kind.has_row_scales and not self.b_kind.has_squares:
 				return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")
 			if problem.n % (2 * SF_TILE_ROWS):

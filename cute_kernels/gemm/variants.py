@@ -50,8 +50,9 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
 	"""
 	yield from _fp8(arch)
 	if arch == "sm_100a":
-		# Before FP8Block products: fprop and dgrad, wgrad.
+		# Before FP8Block products: fprop and dgrad, wgrad; before those that activate, NVFP4's, too.
 		yield from (ScaleTilesConfig(False, uniform, uniform) for uniform in (False, True))
+		yield from (ScaleTilesConfig(False, not tiles, True, True, tiles) for tiles in (False, True))
 	for operand, kind in OPERANDS.items():
 		is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.chooses_scales)
 		if support("grouped_gemm", kind.fmt, arch) and not is_rare:
@@ -63,10 +64,12 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
 				base = Sm100GemmConfig("bfloat16", b_operand=operand, zero_tail=True)
 				for tile in filter(base.may_choose, base.tile_shapes):
 					yield dataclasses.replace(base, tile=tile)
-			if (arch, operand) == ("sm_90a", "bfloat16"):
+			if operand == "bfloat16" or arch == "sm_100a" and kind.bits < 8:
 				base = cls(operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu")
+				base = dataclasses.replace(base, row_scaled=kind.level_factor is not None)
 				for tile, keeps_z in itertools.product(filter(base.may_choose, cls.tile_shapes), (False, True)):
-					yield dataclasses.replace(base, tile=tile, keeps_z=keeps_z)
+					if not (keeps_z and base.row_scaled):
+						yield dataclasses.replace(base, tile=tile, keeps_z=keeps_z)
 			if arch == "sm_90a" and not kind.is_wgmma:
 				yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
 				yield from _served(kind)
@@ -91,7 +94,7 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
 				yield from _outputs(base, "bfloat16")
 				continue
 			bases = [dataclasses.replace(base, zero_tail=True)]
-			if arch == "sm_90a" and base.b_kind.has_squares:
+			if base.b_kind.has_squares:
 				# Serving's first product of experts.
 				bases.append(dataclasses.replace(bases[0], activation="swiglu"))
 			for config in bases:

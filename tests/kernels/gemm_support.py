@@ -208,7 +208,7 @@ class Product:
 			places = ((1, before.a_squares), (4, before.b_squares))
 			tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
 			made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
-			compiled(before)(tensors[1], made[0], tensors[4], made[1], num_sms)
+			compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
 			tensors[1], tensors[4] = made
 		return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 

@@ -7,6 +7,7 @@ import cute_kernels
 from cute_kernels.activations import ACTIVATIONS, is_gated
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
 	DTYPES,
@@ -22,8 +23,15 @@ from tests.helpers import (
 
 from .test_gathered import index_of
 
-TILES = {f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{' fitted' * t.fitted}": t for t in SM90_TILES}
+
+def _name(t):
+	last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
+	return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
+
+
+TILES = {"sm_90a": {_name(t): t for t in SM90_TILES}, "sm_100a": {_name(t): t for t in SM100_TILES}}
 SQUARES, BY_ROW = "fp8_block:block=128x128", NVFP4_TEXTS["row-scaled"]
+ANY_SCALES = f"fp8_block:pow2_scales=false {SQUARES},pow2_scales=false"
 #: Rows of groups with empty ones, one row and more than a tile.
 SIZES, TAIL = (0, 9, 0, 1, 130, 0), 30
 LARGE = {"sizes": (0, 90, 0, 150), "keeps_z": False}
@@ -79,15 +87,33 @@ CASES = {
 	"w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
 	"nvfp4, 96": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x96x2 swapped", LARGE),
 }
+SM100_CASES = {
+	"bf16": (("plain plain", 272, 72, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
+	"bf16, interleaved": (("plain plain", 272, 72, "geglu"), "128x128 partial", {"interleaved": True}),
+	"bf16, serving": (("plain plain", 48, 40, "qgeglu"), "128x32 swapped", {"keeps_z": False, "dtype": "float32"}),
+	"fp8": (("fp8 fp8", 264, 80, "gelu"), "128x64", {"bias": "float32", "dtype": "float16"}),
+	"fp8_block": ((f"fp8_block {SQUARES}", 272, 144, "reglu"), "256x128x2", {"bias": "bfloat16"}),
+	"fp8_block, any scales": ((ANY_SCALES, 512, 144, "swiglu"), "128x128", {}),
+	"fp8_block, any scales, swapped": ((ANY_SCALES, 512, 144, "swiglu"), "128x64 swapped", {}),
+	"nvfp4": ((f"{BY_ROW} nvfp4", 304, 144, "clamped_swiglu:limit=2.0"), "128x64 swapped", {"bias": "float32"}),
+	"mxfp8": (("mxfp8 mxfp8", 272, 160, "sreglu"), "128x128 partial", {}),
+	"w4a16": (("plain nvfp4", 272, 144, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
+	"w8a16": ((f"plain {SQUARES}", 512, 144, "swiglu"), "128x32 swapped", {}),
+}
+ALL = [
+	pytest.param(i, arch, *case, id=f"{arch}, {name}")
+	for arch, cases in (("sm_90a", CASES), ("sm_100a", SM100_CASES))
+	for i, (name, case) in enumerate(cases.items())
+]
 
 
-@each(("i", "args", "tile", "options"), [(i, *case) for i, case in enumerate(CASES.values())], ids=CASES)
-def test_kernels(i, args, tile, options):
+@each(("i", "arch", "args", "tile", "options"), ALL)
+def test_kernels(i, arch, args, tile, options):
 	pytest.importorskip("cutlass")
 	mode = MODES[i % len(MODES)]
 	given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
-	want = expected("sm_90a", given)
-	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES[tile]):
+	want = expected(arch, given)
+	with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
 		if i % 3:
 			assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
 			return
@@ -113,23 +139,24 @@ def test_rows_by_an_index(tile, mode):
 	given = arguments("plain plain", 272, 72, "swiglu")
 	rows = index_of(len(given[0]), len(given[0]))
 	want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
-	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES[tile]):
+	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
 		assert_all_same(ops.m_grouped_gemm_activate(*given[:13], rows, *given[14:]), want, any_nan=True)
 
 
+@each("arch", ["sm_90a", "sm_100a"])
 @each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
-def test_rows_are_quantized_on_the_way(index):
+def test_rows_are_quantized_on_the_way(index, arch):
 	pytest.importorskip("cutlass")
 	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
 		given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, index)
-		with cute_kernels.backend("reference:sm_90a"):
+		with cute_kernels.backend(f"reference:{arch}"):
 			picked = a if index is None else ops.moe_gather(a, index)
 			z = ops.m_grouped_quantize_gemm(picked, *given[1:-1])
 			want = [ops.moe_activate(z, "swiglu"), z]
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
-		with cute_kernels.backend("emulated:sm_90a"):
+		with cute_kernels.backend(f"emulated:{arch}"):
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want, any_nan=True)
 
 
@@ -158,16 +185,16 @@ def test_refuses(change, message):
 def test_what_no_kernel_takes_says_so():
 	pytest.importorskip("cutlass")
 	cases = [
-		(f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-		("fp8_block fp8_block", 256, "single rows are not taken by turns"),
-		("plain plain", 24, "multiple of 16"),
+		("sm_90a", f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
+		("sm_100a", f"plain {SQUARES}", 384, "128 rows beside block scales: interleave B"),
+		("sm_90a", "fp8_block fp8_block", 256, "single rows are not taken by turns"),
+		("sm_100a", "plain fp8_block", 256, "single rows are not taken by turns"),
+		("sm_100a", "plain plain", 24, "multiple of 16"),
 	]
-	for kind, n, message in cases:
-		with cute_kernels.backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=message):
+	for arch, kind, n, message in cases:
+		with cute_kernels.backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
 	given = arguments("plain plain", 16, 16, "swiglu")
-	with cute_kernels.backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="with an activation yet"):
-		ops.m_grouped_gemm_activate(*given)
 	given[0].requires_grad_()
 	with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):
 		ops.m_grouped_gemm_activate(*given)[0].sum().backward()

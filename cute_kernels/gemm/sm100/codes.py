@@ -8,7 +8,7 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
-from cute_kernels.gemm.views import codes_view, row_scales_view, scale_words_view, squares_view
+from cute_kernels.gemm.views import codes_view, paired_rows, row_scales_view, scale_words_view, squares_view
 from cute_kernels.layout.shapes import PIECE_K
 
 from .config import CODES_STAGES, K_BLOCKS, Sm100GemmConfig
@@ -39,7 +39,7 @@ def codes_sources(
 	  depth: K, see ``matrix_view``.
 	"""
 
-	def copy(name: str, tensor: cute.Tensor, tiler: tuple[int, ...]) -> TmaSource:
+	def copy(name: str, tensor: cute.Tensor, tiler: tuple[Any, ...]) -> TmaSource:
 		stage = cute.slice_(getattr(staged, name), (*[None] * len(tiler), 0))
 		op = cpasync.CopyBulkTensorTileG2SOp()
 		return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, stage, tiler))
@@ -48,11 +48,12 @@ def codes_sources(
 	for codes in config.codes:
 		name, at = f"{codes.side}_codes", _SIDES.index(codes.side)
 		width = None if depth is None else depth * codes.kind.bits // 8
-		out[name] = copy(name, codes_view(operands[at], width), (codes.rows, codes.row_bytes))
+		view = codes_view(operands[at], width)
+		out[name] = copy(name, paired_rows(view) if codes.pairs_rows else view, codes.tiler)
 		if codes.scales:
-			view = row_scales_view if codes.kind.has_row_scales else scale_words_view
+			of = row_scales_view if codes.kind.has_row_scales else scale_words_view
 			name += "_scales"
-			out[name] = copy(name, view(scales[at]), codes.scales)
+			out[name] = copy(name, of(scales[at]), codes.scales)
 	return out
 
 
@@ -85,7 +86,7 @@ def codes_load_warp(
 	sides: dict[str, tuple[StageLoad, ...]] = dict.fromkeys(_SIDES, ())
 	for codes in config.codes:
 		name, kind = f"{codes.side}_codes", codes.kind
-		which = [(name, (codes.rows, codes.row_bytes), 8 // kind.bits, False)]
+		which = [(name, codes.tiler, 8 // kind.bits, False)]
 		if codes.scales:
 			divisor = PIECE_K if kind.has_row_scales else kind.scale_tile_k
 			which.append((f"{name}_scales", codes.scales, divisor, True))

@@ -85,11 +85,18 @@ class Codes:
 	  side: ``"m"`` or ``"n"``, the operand.
 	  kind: what it is made of.
 	  rows: its rows in a tile.
+	  pairs_rows: those are of both halves by turns.
 	"""
 
 	side: str
 	kind: OperandKind
 	rows: int
+	pairs_rows: bool = False
+
+	@property
+	def tiler(self) -> tuple[Any, int]:
+		"""Rows and bytes in a stage."""
+		return (2, self.rows // 2) if self.pairs_rows else self.rows, self.row_bytes
 
 	@property
 	def row_bytes(self) -> int:
@@ -124,6 +131,7 @@ class Sm100GemmConfig(GemmConfig):
 
 	tile: Sm100Tile = Sm100Tile(128, 128)
 
+	arch: ClassVar[str] = "sm_100a"
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm100.kernel:Sm100Gemm"
 	tile_shapes: ClassVar[tuple[TileShape, ...]] = SM100_TILES
 
@@ -159,6 +167,10 @@ class Sm100GemmConfig(GemmConfig):
 	@property
 	def takes_scale_tiles(self) -> bool:
 		return self.pow2_scales
+
+	@property
+	def pairs_scales(self) -> bool:
+		return self.pairs_rows and self.b_kind.is_block_scaled and (self.pow2_scales or not self.b_kind.has_row_scales)
 
 	@property
 	def promotes(self) -> bool:
@@ -257,7 +269,7 @@ class Sm100GemmConfig(GemmConfig):
 			return ()
 		sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
 		return tuple(
-			Codes(side, kind, rows // self.tile.num_ctas)
+			Codes(side, kind, rows // self.tile.num_ctas, self.pairs_rows and (side == "m") == self.tile.swap_ab)
 			for side, (kind, rows) in zip(("m", "n"), sides, strict=True)
 			if kind.fmt is not None
 		)
@@ -326,24 +338,28 @@ class Sm100GemmConfig(GemmConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ScaleTilesConfig:
-	"""One variant of the kernel that makes E8M0 tiles of fp32 scales.
+	"""One variant of the kernel that makes E8M0 tiles of fp32 scales, or puts those of B in order.
 
 	Attributes:
 	  a_squares: those of A are of squares.
 	  b_squares: those of B are.
 	  is_b_uniform: B has a matrix of them for each group.
+	  pairs_rows: row 2 i + h of tiles of B is row i of half h.
+	  has_tiles: there are tiles, and only those of B change.
 	"""
 
 	a_squares: bool
 	b_squares: bool
 	is_b_uniform: bool
+	pairs_rows: bool = False
+	has_tiles: bool = False
 
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
 
 	@classmethod
 	def before(cls, config: Sm100GemmConfig) -> ScaleTilesConfig | None:
 		"""What a GEMM's scales go through; None if they stay as they are."""
-		if not config.takes_scale_tiles:
+		if not (config.takes_scale_tiles or config.pairs_scales):
 			return None
 		squares = config.kind.has_squares, config.b_kind.has_squares
-		return cls(*squares, config.grouping == "m_grouped")
+		return cls(*squares, config.grouping == "m_grouped", config.pairs_scales, not config.takes_scale_tiles)

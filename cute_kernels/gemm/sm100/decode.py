@@ -63,6 +63,7 @@ class _Side:
 		self.is_m = codes.side == "m"
 		self.is_uniform = self.is_m == config.tile.swap_ab
 		self.cta_row = cta * codes.rows
+		self.pairs_rows = codes.pairs_rows
 		#: Each warp has 32 rows, and as many chunks of each as there are warps for all rows.
 		row_groups = codes.rows // WARP_SIZE
 		self.sharers = team_warps // row_groups
@@ -70,7 +71,7 @@ class _Side:
 		self.chunks = _HALF_K // self.chunk_k // self.sharers
 		self.first_chunk = warp // row_groups * self.chunks
 		row_group = warp % row_groups
-		row = row_group * WARP_SIZE + lane
+		self.row = row = row_group * WARP_SIZE + lane
 		#: Addresses of the row's first chunk; those of others have other bits where it has none.
 		width = codes.row_bytes
 		swizzle = row * width // _ROW_BYTES % (width // _CHUNK_BYTES)
@@ -94,7 +95,10 @@ class _Side:
 		"""The scale of the square of a tile's ``at``-th stage of codes; 1 where there is none."""
 		scale = Float32(1.0)
 		if cutlass.const_expr(self.squares is not None):
-			block = self.first_row(tile) // SF_TILE_ROWS
+			row, of_half = self.first_row(tile) + self.row, Int32(0)
+			if cutlass.const_expr(self.pairs_rows):
+				row, of_half = row // 2, row % 2 * (self.squares.shape[0] // 2)
+			block = row // SF_TILE_ROWS + of_half
 			group = tile.group if cutlass.const_expr(self.is_uniform) else Int32(0)
 			if at < count and block < self.squares.shape[0]:
 				scale = self.squares[block, at, group]

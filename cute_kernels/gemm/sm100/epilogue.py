@@ -4,8 +4,9 @@ The arithmetic is that of ``gemm.output``: packed instructions cannot be contrac
 
 A thread owns one row of the accumulator and takes 128 bytes of output at a time; a warp owns 32
 rows and needs no other. Rows that all belong to the group leave through shared memory by TMA, which
-clips them to the output; at a group's end each thread stores its own row, if it has one. Tiles with
-swapped operands: ``epilogue_swapped``.
+clips them to the output; at a group's end each thread stores its own row, if it has one. A gated
+activation makes 64 bytes of 128, and of what goes into it each half has as many. Tiles with swapped
+operands: ``epilogue_swapped``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.convert import pack_words
+from cute_kernels.gemm.activated import apply
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
 from cute_kernels.gemm.problem import N_ALIGN
 from cute_kernels.gemm.scheduler import WorkTile
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 	from .config import Sm100GemmConfig
 
 _SWIZZLE_ROWS = 8
+#: Numbers that an activation makes at a time: warps that decode leave no registers for more.
+_AT_ONCE = 16
 
 
 class OutputStore(NamedTuple):
@@ -35,7 +40,7 @@ class OutputStore(NamedTuple):
 
 	Attributes:
 	  atom: the copy.
-	  tensor: coordinates of (rows, N, G or 1).
+	  tensor: coordinates of (rows, N, G or 1), the last of them of halves where columns are two.
 	  shared: staged blocks, (32, columns, stages), of all warps.
 	"""
 
@@ -64,6 +69,26 @@ def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute
 	return wide
 
 
+class Block(NamedTuple):
+	"""What a thread stores of its row.
+
+	Attributes:
+	  values: elements of the tensor.
+	  store: TMA stores of 32 rows of them.
+	  tensor: where to, (1 or G, rows, columns).
+	  col: the first column.
+	  part: in which group or half.
+	  end: columns of a half, or of all.
+	"""
+
+	values: cute.Tensor
+	store: OutputStore
+	tensor: cute.Tensor
+	col: Int32
+	part: Any
+	end: Int32
+
+
 def pairwise(operation: Callable[..., tuple[Float32, Float32]], target: cute.Tensor, operand: cute.Tensor) -> None:
 	"""``target = operation(target, operand)`` for fp32 registers, two a time, each rounded."""
 	for i in range(0, cute.size(target), 2):
@@ -76,7 +101,8 @@ class Epilogue:
 
 	Args:
 	  tensors: what is read and written in global memory.
-	  store: the TMA stores.
+	  store: the TMA stores of the output.
+	  z_store: those of what goes into an activation; None if it is not kept.
 	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
 	  cta_row: first row of a tile that this CTA holds.
 	  acc_pipeline: the accumulators.
@@ -87,6 +113,7 @@ class Epilogue:
 		config: Sm100GemmConfig,
 		tensors: EpilogueTensors,
 		store: OutputStore,
+		z_store: OutputStore | None,
 		acc: cute.Tensor,
 		cta_row: Int32,
 		acc_pipeline: pipeline.PipelineUmmaAsync,
@@ -94,6 +121,8 @@ class Epilogue:
 		self.config = config
 		self.tensors = tensors
 		self.store = store
+		self.z_store = z_store
+		self.halves = 1 + config.is_gated
 		self.cta_row = cta_row
 		self.columns = config.store_columns
 		load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
@@ -122,23 +151,58 @@ class Epilogue:
 		for step in cutlass.range(num_blocks, unroll=1):
 			col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
 			values = self.acc.read(step, num_blocks, acc_state)
-			if col < self.tensors.out.shape[2]:
+			if col < self.tensors.out.shape[2] * self.halves:
 				self.rescale(values, factor, tile.group, row, in_group, col)
 				rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
 				rounded.store(values.load().to(self.tensors.out.element_type))
-				if whole:
-					self.store_whole(rounded, tile, warp_row, col, stage)
-					stage = (stage + 1) % self.config.num_store_stage
-				elif in_group:
-					self.store_row(rounded, tile.group, row, col)
+				for i in cutlass.range_constexpr(self.num_blocks):
+					# One after the other: all of them take too many registers.
+					block = self.block(i, rounded, tile.group, col)
+					if whole:
+						self.store_whole(block, tile.m_row + warp_row, stage)
+						stage = (stage + 1) % self.config.num_store_stage
+					elif in_group:
+						self.store_row(block, tile.group, row)
 		return stage
+
+	@property
+	def num_blocks(self) -> int:
+		"""What becomes of a row's values: the output, after what goes into an activation."""
+		if not self.config.keeps_z:
+			return 1
+		return 3 if self.config.pairs_rows else 2
+
+	def block(self, i: int, rounded: cute.Tensor, group: Int32, col: Int32) -> Block:
+		"""The ``i``-th of those that are made of values from column ``col`` of the product on."""
+		config, (out, z) = self.config, (self.tensors.out, self.tensors.z)
+		is_last, end = i == self.num_blocks - 1, out.shape[2]
+		if is_last and config.activation is None:
+			return Block(rounded, self.store, out, col, group if config.grouping == "k_grouped" else 0, end)
+		if not (is_last or config.pairs_rows):
+			return Block(rounded, self.z_store, z, col, 0, z.shape[2])
+		at = [range(half, self.columns, self.halves) for half in range(self.halves)]
+		words, rest = [], (col // self.halves, 0 if is_last else i, end)
+		if not is_last:
+			words = pack_words([rounded[j].to(Float32) for j in at[i]], config.out_dtype)
+			return Block(self.elements(words), self.z_store, z, *rest)
+		for first in range(0, len(at[0]), _AT_ONCE):
+			inputs = [[rounded[j].to(Float32) for j in part[first : first + _AT_ONCE]] for part in at]
+			words += pack_words(apply(config, inputs), config.out_dtype)
+		return Block(self.elements(words), self.store, out, *rest)
+
+	def elements(self, words: list[Uint32]) -> cute.Tensor:
+		"""Words as elements of the output."""
+		out = cute.make_rmem_tensor(len(words), Uint32)
+		for i, word in enumerate(words):
+			out[i] = word
+		return cute.recast_tensor(out, self.tensors.out.element_type)
 
 	@cute.jit
 	def rescale(
 		self, values: cute.Tensor, factor: Float32, group: Int32, row: Int32, in_group: Boolean, col: Int32
 	) -> None:
 		"""Rescale a row's accumulators from ``col`` on and add to them."""
-		tensors, cols = self.tensors, self.tensors.out.shape[2]
+		tensors, cols = self.tensors, self.tensors.out.shape[2] * self.halves
 		if cutlass.const_expr(tensors.has_factor):
 			factors = cute.make_rmem_tensor(self.columns, Float32)
 			factors.fill(factor)
@@ -147,8 +211,17 @@ class Epilogue:
 			part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
 			if cutlass.const_expr(tensors.bias is not None):
 				if col + i < cols:
-					at = Int64(group) * tensors.bias.stride[0] + (col + i)
-					pairwise(cute.arch.add_packed_f32x2, part, read_vector(tensors.bias, at))
+					at = Int64(group) * tensors.bias.stride[0]
+					if cutlass.const_expr(self.config.pairs_rows):
+						size = N_ALIGN // 2
+						a = read_vector(tensors.bias, at + (col + i) // 2, size)
+						b = read_vector(tensors.bias, at + (col + i + cols) // 2, size)
+						addends = cute.make_rmem_tensor(N_ALIGN, Float32)
+						for j in cutlass.range_constexpr(size):
+							addends[2 * j], addends[2 * j + 1] = a[j], b[j]
+					else:
+						addends = read_vector(tensors.bias, at + (col + i))
+					pairwise(cute.arch.add_packed_f32x2, part, addends)
 			if cutlass.const_expr(self.config.accumulate):
 				if in_group and col + i < cols:
 					at = out_offset(self.config, tensors.out, group, row, col + i)
@@ -156,27 +229,33 @@ class Epilogue:
 					pairwise(cute.arch.add_packed_f32x2, part, old)
 
 	@cute.jit
-	def store_row(self, rounded: cute.Tensor, group: Int32, row: Int32, col: Int32) -> None:
-		"""Store a thread's own row from ``col`` on, up to the end of the output."""
-		for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
-			if col + i < self.tensors.out.shape[2]:
-				part = cute.make_tensor(rounded.iterator + i, cute.make_layout(N_ALIGN))
-				offset = out_offset(self.config, self.tensors.out, group, row, col + i)
-				target = vector_at(self.tensors.out, offset, N_ALIGN)
+	def store_row(self, block: Block, group: Int32, row: Int32) -> None:
+		"""Store a thread's own row, up to the last column."""
+		first = block.col
+		if cutlass.const_expr(self.halves > 1):
+			first += block.part * block.end
+		for i in cutlass.range_constexpr(0, cute.size(block.values), N_ALIGN):
+			if block.col + i < block.end:
+				part = cute.make_tensor(block.values.iterator + i, cute.make_layout(N_ALIGN))
+				offset = out_offset(self.config, block.tensor, group, row, first + i)
+				target = vector_at(block.tensor, offset, N_ALIGN)
 				cute.autovec_copy(part, target)
 
 	@cute.jit
-	def store_whole(self, rounded: cute.Tensor, tile: WorkTile, warp_row: Int32, col: Int32, stage: Int32) -> None:
-		"""Store the rows of a warp by TMA."""
+	def store_whole(self, block: Block, row: Int32, stage: Int32) -> None:
+		"""Store the rows of a warp, from ``row`` on, by TMA."""
+		rounded = block.values
+		row_bytes = cute.size(rounded) * rounded.element_type.width // 8
 		self.store_pipeline.producer_acquire()
 		cute.arch.sync_warp()
 		slot = self.warp * self.config.num_store_stage + stage
-		# Lanes write the 16-byte chunks of their rows where the 128-byte swizzle has them; eight
-		# lanes then touch all banks.
-		base = self.store.shared.iterator.toint() + (slot * WARP_SIZE + self.lane) * 128
+		# Lanes write the 16-byte chunks of their rows where the swizzle of so many bytes has them;
+		# eight lanes then touch all banks.
+		base = block.store.shared.iterator.toint() + slot * (WARP_SIZE * 128) + self.lane * row_bytes
 		per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
-		for chunk in cutlass.range_constexpr(128 // VECTOR_BYTES):
-			place = base + (chunk ^ (self.lane % _SWIZZLE_ROWS)) * VECTOR_BYTES
+		swizzle = self.lane % _SWIZZLE_ROWS // (128 // row_bytes)
+		for chunk in cutlass.range_constexpr(row_bytes // VECTOR_BYTES):
+			place = base + (chunk ^ swizzle) * VECTOR_BYTES
 			space = cute.AddressSpace.smem
 			pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)
 			vector = cute.make_layout(per_chunk)
@@ -184,6 +263,5 @@ class Epilogue:
 			cute.autovec_copy(part, cute.make_tensor(pointer, vector))
 		cute.arch.fence_proxy("async.shared", space="cta")
 		cute.arch.sync_warp()
-		group = tile.group if cutlass.const_expr(self.config.grouping == "k_grouped") else 0
-		self.store.copy(slot, tile.m_row + warp_row, col, group)
+		block.store.copy(slot * (128 // row_bytes), row, block.col, block.part)
 		self.store_pipeline.producer_commit()

@@ -4,7 +4,8 @@ The arithmetic is that of ``epilogue``. A warp owns 32 columns of the output and
 time. Tensor memory gives each thread pairs of neighbouring rows, in the fragments of an 8x8 matrix,
 so rows can be rescaled two at a time; ``stmatrix`` transposes them on their way into shared memory.
 Blocks whose rows all belong to the group leave by TMA where ``swap_partial`` has tiles of many
-rows; of others lanes store vectors of the rows that the group has.
+rows; of others, and where they go through an activation, lanes store vectors of the rows that the
+group has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm_volatile
+from cute_kernels.gemm.activated import Window, store_activated
 from cute_kernels.gemm.output import EpilogueTensors, out_offset, vector_at
 from cute_kernels.gemm.scheduler import WorkTile
 
@@ -130,6 +133,8 @@ class SwappedEpilogue:
 		for i in cutlass.range_constexpr(_FRAGMENTS):
 			at = col + i * _FRAGMENT + self.lane // 4
 			if at < bias.shape[1]:
+				if cutlass.const_expr(self.config.pairs_rows):
+					at = at // 2 + at % 2 * (bias.shape[1] // 2)
 				out[i] = bias[group, at].to(Float32)
 		return out
 
@@ -228,7 +233,13 @@ class SwappedEpilogue:
 		col += chunk * per_chunk
 		offset = out_offset(self.config, out, group, row + own_row, col)
 		vector = cute.make_layout(per_chunk)
-		if col < out.shape[2]:
+		if cutlass.const_expr(self.config.activation is not None):
+			window = Window.of(self.config, self.tensors, group, row + own_row, col, rows - own_row)
+			places = [(i, 0) for i in range(0, SWAPPED_BLOCK, rows_at_once)]
+			vectors = [load_shared(self.chunk_at(block, own_row + i, chunk), 4) for i, _ in places]
+			for i in cutlass.range_constexpr(0, len(places), 2):
+				store_activated(self.config, vectors[i : i + 2], window, places[i : i + 2])
+		elif col < out.shape[2]:
 			for i in cutlass.range_constexpr(SWAPPED_BLOCK // rows_at_once):
 				at = own_row + i * rows_at_once
 				if at < rows:

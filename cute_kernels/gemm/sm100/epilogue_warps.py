@@ -80,6 +80,7 @@ class EpilogueWarps:
 	def store_zeros(self, tile: WorkTile) -> None:
 		"""Zeros for this CTA's part of a tile; exact, whatever the factors are."""
 		out, config = self.tensors.out, self.config
+		z = self.tensors.z
 		row, col, rows = tile.m_row, tile.n_row, tile.rows
 		if cutlass.const_expr(config.tile.swap_ab):
 			row, col = tile.n_row, tile.m_row
@@ -93,13 +94,26 @@ class EpilogueWarps:
 				rows -= self.cta_row
 			rows = cutlass.min(rows, 128)
 			num_cols = config.tile.n
-		per_vector = VECTOR_BYTES * 8 // out.element_type.width
+		halves = 1 + config.is_gated
+		blocks = [(out, col // halves, num_cols // halves, out.shape[2])]
+		if cutlass.const_expr(z is not None and config.pairs_rows):
+			blocks.append((z, *blocks[0][1:]))
+			blocks.append((z, col // 2 + out.shape[2], num_cols // 2, z.shape[2]))
+		elif cutlass.const_expr(z is not None):
+			blocks.append((z, col, num_cols, z.shape[2]))
+		for i in cutlass.range_constexpr(len(blocks)):
+			self.zero(*blocks[i], tile.group, row, rows)
+
+	@cute.jit
+	def zero(self, x: cute.Tensor, col: Int32, num_cols: int, end: Int32, group: Int32, row: Int32, rows: Int32) -> None:
+		"""Zeros in ``num_cols`` columns of a tensor from ``col`` on, up to ``end``, and ``rows`` rows."""
+		per_vector = VECTOR_BYTES * 8 // x.element_type.width
 		lanes = num_cols // per_vector
-		zeros = cute.make_rmem_tensor(per_vector, out.element_type)
+		zeros = cute.make_rmem_tensor(per_vector, x.element_type)
 		zeros.fill(0.0)
 		thread = cute.arch.thread_idx()[0]
 		col += thread % lanes * per_vector
-		if col < out.shape[2]:
+		if col < end:
 			for i in cutlass.range(thread // lanes, rows, 128 // lanes, unroll=1):
-				offset = out_offset(config, out, tile.group, row + i, col)
-				cute.autovec_copy(zeros, vector_at(out, offset, per_vector))
+				offset = out_offset(self.config, x, group, row + i, col)
+				cute.autovec_copy(zeros, vector_at(x, offset, per_vector))

@@ -29,19 +29,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from cute_kernels.device.launch import env_stream
 from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
-from cute_kernels.gemm.output import EpilogueTensors
+from cute_kernels.gemm.loader import LoadWarp, TmaSource, each, paired
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
 from cute_kernels.gemm.views import (
 	matrix_view,
 	output_view,
+	paired_rows,
 	ragged_rows_view,
 	row_scales_view,
 	scale_type,
@@ -95,16 +96,6 @@ class Sources(NamedTuple):
 	m_codes_scales: Any = None
 	n_codes_scales: Any = None
 
-	@classmethod
-	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
-		"""A ``TmaSource`` of each."""
-		pairs = zip(atoms, tensors, strict=True)
-		return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
-
-	def each(self, part: str) -> Sources:
-		"""One attribute of each ``TmaSource``."""
-		return Sources(*(getattr(source, part, None) for source in self))
-
 
 class Stores(NamedTuple):
 	"""Something of each way in which TMA writes the output: the copies, or their coordinates.
@@ -112,14 +103,12 @@ class Stores(NamedTuple):
 	Attributes:
 	  direct: of tiles whose operands are not swapped; None if there are none.
 	  swapped: of those whose operands are; None if none leave by TMA.
+	  z: of what goes into an activation, of the first.
 	"""
 
 	direct: Any = None
 	swapped: Any = None
-
-	def each(self, part: str) -> Stores:
-		"""One attribute of each ``TmaSource``."""
-		return Stores(*(getattr(store, part, None) for store in self))
+	z: Any = None
 
 
 class Sm100Gemm:
@@ -151,28 +140,12 @@ class Sm100Gemm:
 		z: cute.Tensor | None,
 		stream: Any,
 	) -> None:
-		"""Launch the kernel.
+		"""Launch the kernel: arguments as those of ``Sm90Gemm``, but for operands and block scales.
 
-		Args:
-		  a: codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product
-		    of P slots, (P, M) of untransposed copies; plain: (T, K), or (T, M) in a k_grouped
-		    product.
-		  a_scales: scale tiles (tiles, tiles along K, 512) uint8, or (ceil(M / 128), tiles along
-		    P, 512); None without.
-		  a_amax: (G,) fp32 second level, or (T,) when row-scaled; None without.
-		  b: codes (G, N, >= K), or (N, P) or (P, N); plain: (G, N, K) or (T, N). (G, K, N) with
-		    ``transpose_b``.
-		  b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), tiles
-		    along P, 512); None without.
-		  b_amax: (G,) fp32 second level; None without.
-		  offs: (G,) int32 end rows.
-		  rows: None: nothing is gathered here.
-		  bias: (G, N), or None.
-		  alpha: (G,) fp32, or None.
-		  out: (T, N), or (G, M, N) of a k_grouped product.
-		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-		  z: None.
-		  stream: where to launch.
+		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
+		product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
+		(G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or P,
+		512) uint8. ``rows`` is None.
 
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
 		"""
@@ -186,6 +159,8 @@ class Sm100Gemm:
 			depth = a.shape[1] * (a.element_type.width // config.kind.bits)
 		m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
 		n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
+		if cutlass.const_expr(config.pairs_rows):
+			m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 		promoted = None
 		if cutlass.const_expr(config.promotes):
 			promoted = tuple(
@@ -200,26 +175,22 @@ class Sm100Gemm:
 		else:
 			# T itself is not known here; the most rows that the slots hold give the same slots.
 			num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
-		extents = Extents(*(Int32(x) for x in (num_rows, m.shape[0], n.shape[0], m.shape[1])))
+		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), m.shape[1])))
 		scales = (m_scales, n_scales)
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
-		stores = self.stores(layouts, out)
+		stores = self.stores(layouts, output_view(out), None if z is None else output_view(z))
 		num_clusters = num_sms // config.tile.num_ctas
 		self.kernel(
 			layouts.tiled_mma,
 			layouts.tiled_mma_sf,
-			sources.each("atom"),
-			sources.each("tensor"),
-			stores.each("atom"),
-			stores.each("tensor"),
-			output_view(out),
+			each(Sources, sources, "atom"),
+			each(Sources, sources, "tensor"),
+			each(Stores, stores, "atom"),
+			each(Stores, stores, "tensor"),
+			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
-			a_amax,
-			b_amax,
-			alpha,
-			bias,
 			squares_of(config, scales),
 			offs,
 			extents,
@@ -244,70 +215,38 @@ class Sm100Gemm:
 		staged, out = layouts.stages, Sources(None, None)
 		decoded = [codes.side for codes in self.config.codes]
 		if "m" not in decoded:
-			out = out._replace(m=self.m_source(layouts, m, staged.m))
+			out = out._replace(m=self.source(layouts, m, staged.m, True))
 		if "n" not in decoded:
-			out = out._replace(n=self.n_source(layouts, n, staged.n))
+			out = out._replace(n=self.source(layouts, n, staged.n, False))
 		if self.config.mma_kind.is_block_scaled:
 			out = out._replace(
-				m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
-				n_scales=self.n_scales_source(layouts, n_scales),
+				m_scales=self.source(layouts, m_scales, staged.m_scales, True, True),
+				n_scales=self.source(layouts, n_scales, staged.n_scales, False, True),
 			)
 		if self.config.tile.swap_partial and out.m is not None:
 			out = out._replace(partial_boxes=self.box_source(layouts, m))
 		if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
 			out = out._replace(
-				partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
-				partial_n_scales=self.n_scales_source(layouts, m_scales),
+				partial_m_scales=self.source(layouts, n_scales, staged.m_scales, True, True),
+				partial_n_scales=self.source(layouts, m_scales, staged.n_scales, False, True),
 			)
 		return out
 
-	def m_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False) -> TmaSource:
-		"""The TMA copy of one stage of operand M: its elements or its block scales."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_A(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_A(
-				op,
-				tensor,
-				cute.slice_(staged, (None, None, None, 0)),
-				layouts.tiler,
-				layouts.tiled_mma,
-				layouts.cluster.shape,
-				internal_type=cutlass.Int16 if is_scale else None,
-			)
-		)
+	def source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, of_m: bool, is_scale: bool = False) -> TmaSource:
+		"""The TMA copy of one stage of operand M or N: its elements or its block scales.
 
-	def n_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any) -> TmaSource:
-		"""The TMA copy of one stage of the elements of operand N."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_B(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_B(
-				op,
-				tensor,
-				cute.slice_(staged, (None, None, None, 0)),
-				layouts.tiler,
-				layouts.tiled_mma,
-				layouts.cluster.shape,
-				internal_type=None,
-			)
-		)
-
-	def n_scales_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
-		"""The TMA copy of one stage of the block scales of operand N, which all CTAs need."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_SFB(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_B(
-				op,
-				tensor,
-				cute.slice_(layouts.stages.n_scales, (None, None, None, 0)),
-				layouts.tiler_sf,
-				layouts.tiled_mma_sf,
-				layouts.cluster_sf.shape,
-				internal_type=cutlass.Int16,
-			)
-		)
+		All CTAs need those of operand N.
+		"""
+		mma, cluster, tiler = layouts.tiled_mma, layouts.cluster, layouts.tiler
+		op_of, make = blackwell_helpers.cluster_shape_to_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_A
+		if not of_m:
+			op_of, make = blackwell_helpers.cluster_shape_to_tma_atom_B, cute.nvgpu.make_tiled_tma_atom_B
+		if is_scale and not of_m:
+			op_of = blackwell_helpers.cluster_shape_to_tma_atom_SFB
+			mma, cluster, tiler = layouts.tiled_mma_sf, layouts.cluster_sf, layouts.tiler_sf
+		op = op_of((self.config.tile.num_ctas, 1), layouts.tiled_mma.thr_id)
+		stage, kind = cute.slice_(staged, (None, None, None, 0)), cutlass.Int16 if is_scale else None
+		return TmaSource(*make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=kind))
 
 	def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
 		"""The TMA copy of a box of rows of operand M."""
@@ -316,20 +255,25 @@ class Sm100Gemm:
 		shape = (BOX_ROWS, layouts.tiler[2])
 		return TmaSource(*cpasync.make_tiled_tma_atom(op, tensor, box, shape))
 
-	def stores(self, layouts: Layouts, out: cute.Tensor) -> Stores:
-		"""The TMA stores of one block of the output."""
-		stores = Stores()
-		if not self.config.tile.swap_ab:
-			stores = stores._replace(direct=self.store(out, layouts.out))
-		if self.config.tile.swap_partial:
+	def stores(self, layouts: Layouts, out: cute.Tensor, z: cute.Tensor | None) -> Stores:
+		"""The TMA stores of one block of the output, and of what goes into an activation."""
+		stores, config = Stores(), self.config
+		if not config.tile.swap_ab:
+			stores = stores._replace(direct=self.store(out, layouts.halves if config.is_gated else layouts.out))
+			if z is not None:
+				stores = stores._replace(z=self.store(z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))))
+		if layouts.swapped_out is not None:
 			stores = stores._replace(swapped=self.store(out, layouts.swapped_out))
 		return stores
 
-	def store(self, out: cute.Tensor, staged: Any) -> TmaSource:
-		"""The TMA store of one block of the output, and its coordinates (rows, N, G)."""
-		groups, rows, cols = (view := output_view(out)).shape
-		stride = view.stride
-		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride[1:], stride[0])))
+	def store(self, out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
+		"""The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of N."""
+		groups, rows, cols = out.shape
+		apart, *stride = out.stride
+		if halves > 1:
+			groups, cols = halves, cols // halves
+			apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
+		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart)))
 		block = cute.slice_(staged, (None, None, 0))
 		shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
 		return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
@@ -343,12 +287,8 @@ class Sm100Gemm:
 		source_tensors: Sources,
 		store_atoms: Stores,
 		store_tensors: Stores,
-		out: cute.Tensor,
+		epilogue_tensors: EpilogueTensors,
 		promoted: tuple[cute.Tensor, cute.Tensor] | None,
-		a_amax: cute.Tensor | None,
-		b_amax: cute.Tensor | None,
-		alpha: cute.Tensor | None,
-		bias: cute.Tensor | None,
 		squares: tuple[cute.Tensor | None, ...],
 		offs: cute.Tensor,
 		extents: Extents,
@@ -365,7 +305,7 @@ class Sm100Gemm:
 		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
 		shared = self.allocate_stages(smem, layouts)
 		acc_layout = layouts.acc_layout()
-		staged_out = self.allocate_output(smem, layouts, out)
+		staged_out = self.allocate_output(smem, layouts, epilogue_tensors.out)
 		column_scales = None
 		if cutlass.const_expr(config.column_scale_bytes > 0):
 			words = config.column_scale_bytes // 4
@@ -376,12 +316,12 @@ class Sm100Gemm:
 		if warp == warps.scheduler_warp_id:
 			TileScheduler(config, ring, barriers.tiles, offs, extents).run()
 		if warp == warps.load_warp_id:
-			sources = Sources.paired(source_atoms, source_tensors)
+			sources = paired(Sources, source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
 			self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
 		if cutlass.const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
-				sources = Sources.paired(source_atoms, source_tensors)
+				sources = paired(Sources, source_atoms, source_tensors)
 				codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
 			if warp >= warps.first_decode_warp_id:
 				DecodeWarps(config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline).run()
@@ -394,16 +334,20 @@ class Sm100Gemm:
 			tmem.allocate(TMEM_COLUMNS)
 			tmem.wait_for_alloc()
 			pointer = tmem.retrieve_ptr(Float32)
-			tensors = EpilogueTensors(out, a_amax, b_amax, alpha, bias)
+			tensors = epilogue_tensors
 			cta_row = cta * (config.tile.m // config.tile.num_ctas)
 			acc = cute.make_tensor(pointer, acc_layout)
 			direct = swapped = None
 			if cutlass.const_expr(not config.tile.swap_ab):
-				store = OutputStore(store_atoms.direct, store_tensors.direct, staged_out)
-				direct = Epilogue(config, tensors, store, acc, cta_row, acc_pipeline)
+				halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
+				of_out = halves if config.is_gated else staged_out
+				store, z_store = OutputStore(store_atoms.direct, store_tensors.direct, of_out), None
+				if cutlass.const_expr(config.keeps_z):
+					z_store = OutputStore(store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out)
+				direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
 			if cutlass.const_expr(config.tile.may_swap):
 				store = None
-				if cutlass.const_expr(config.tile.swap_partial):
+				if cutlass.const_expr(layouts.swapped_out is not None):
 					blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
 					store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
 				staged = staged_out.iterator
@@ -458,7 +402,7 @@ class Sm100Gemm:
 		operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
 		if self.config.mma_kind.is_block_scaled:
 			operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
-			operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
+			operand_n.append(loads.n(sources.n_scales, shared.n_scales, is_scale=True))
 		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
 		if not self.config.tile.swap_partial or sources.m is None:
 			return LoadWarp(self.config, *rest)
@@ -467,7 +411,7 @@ class Sm100Gemm:
 		if self.config.mma_kind.is_block_scaled:
 			partial = partial._replace(
 				m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
-				n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
+				n_scales=loads.n(sources.partial_n_scales, shared.n_scales, is_scale=True),
 			)
 		return SwappingLoadWarp(self.config, partial, *rest)
 

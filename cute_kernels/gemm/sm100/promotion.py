@@ -82,15 +82,25 @@ class Promoter:
 		"""The scale of this thread's row of operand M in a block of K."""
 		row = tile.m_sf_row + self.row
 		if not self.has_rows:
-			row = row // self.config.kind.sf_vec_size
+			row = self.square(0, row) if self.config.tile.swap_ab else row // self.config.kind.sf_vec_size
 		return scale_at(self.scales[0], row, block, self.groups(tile)[0])
 
+	def square(self, side: int, row: Int32) -> Int32:
+		"""The square of a row of B, operand M or N, where a tile may have rows of both halves by turns."""
+		size = self.config.kind.sf_vec_size
+		if not self.config.pairs_rows:
+			return row // size
+		return row // 2 // size + row % 2 * (self.scales[side].shape[0] // 2)
+
 	def of_columns(self, tile: WorkTile, block: Int32) -> list[Float32]:
-		"""This lane's share of the scales of columns in a block of K; that of all if they share."""
+		"""This lane's share of the scales of columns in a block of K.
+
+		That of all if they share one, of columns by turns if they are of two halves.
+		"""
 		scales, group = self.scales[1], self.groups(tile)[1]
 		if not self.has_columns:
-			square = tile.n_sf_row // self.config.kind.sf_vec_size
-			return [scale_at(scales, square, block, group)]
+			squares = (self.square(1, tile.n_sf_row + i) for i in range(1 + self.config.pairs_rows))
+			return [scale_at(scales, square, block, group) for square in squares]
 		first = tile.n_sf_row + self.lane
 		return [scale_at(scales, first + i, block, group) for i in range(0, self.columns, WARP_SIZE)]
 
@@ -106,12 +116,14 @@ class Promoter:
 		num_parts = (live + (_COLUMNS - 1)) // _COLUMNS
 		sums = cute.make_rmem_tensor(self.columns, Float32)
 		sums.fill(0.0)
-		count = self.columns // WARP_SIZE if cutlass.const_expr(self.has_columns) else 1
+		count = 1 + self.config.pairs_rows
+		if cutlass.const_expr(self.has_columns):
+			count = self.columns // WARP_SIZE
 		columns = cute.make_rmem_tensor(count, Float32)
 		self.fill(columns, self.of_columns(tile, block))
 		row = self.of_row(tile, block)
 		for k_tile in cutlass.range(k_tiles, unroll=1):
-			m, n, place = row, columns[0], Int32(0)
+			m, n, place = row, [columns[i % count] for i in range(_VECTOR)], Int32(0)
 			if cutlass.const_expr(self.has_columns):
 				place = self.staged + k_tile % 2 * (self.columns * 4)
 				for i in cutlass.range_constexpr(count):
@@ -133,10 +145,10 @@ class Promoter:
 		for i, value in enumerate(values):
 			target[i] = value
 
-	def add(self, sums: cute.Tensor, values: cute.Tensor, first: int, m: Float32, n: Float32, place: Int32) -> None:
+	def add(self, sums: cute.Tensor, values: cute.Tensor, first: int, m: Float32, n: list[Float32], place: Int32) -> None:
 		"""Add partial sums of the columns from ``first`` on, times both scales."""
 		for i in range(0, _COLUMNS, _VECTOR):
-			of_columns = [n] * _VECTOR
+			of_columns = n
 			if self.has_columns:
 				words = load_shared(place + (first + i) * 4, _VECTOR)
 				of_columns = [bits_as_f32(word) for word in words]

@@ -56,6 +56,8 @@ class Layouts:
 	  stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
 	  boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
 	  out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
+	  halves: the same memory as twice as many of half the columns, of products whose columns are
+	    those of two halves by turns.
 	  swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
 	    have them or none leave by TMA.
 	"""
@@ -96,8 +98,11 @@ class Layouts:
 		staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
 		block = (WARP_SIZE, config.store_columns, staged_blocks)
 		self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
+		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW64, DSL_TYPES[config.out_dtype])
+		block = (WARP_SIZE, config.store_columns // 2, 2 * staged_blocks)
+		self.halves = cute.tile_to_shape(atom, block, order=(0, 1, 2))
 		self.swapped_out = None
-		if config.tile.swap_partial:
+		if config.tile.swap_partial and config.activation is None:
 			dtype = DSL_TYPES[config.out_dtype]
 			kinds = tcgen05.SmemLayoutAtomKind
 			swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128

@@ -115,6 +115,7 @@ class Sm90GemmConfig(GemmConfig):
 	split: bool = False
 	part: RowPart | None = None
 
+	arch: ClassVar[str] = "sm_90a"
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
 	tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
 

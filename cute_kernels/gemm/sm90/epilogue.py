@@ -8,17 +8,15 @@ of a row, and rows outside of the group are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated, quick_from
-from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset
+from cute_kernels.gemm.activated import Window, store_activated, store_if
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.pieces import DECODED_SCALE
 
@@ -47,58 +45,6 @@ def _store_matrices(address: Int32, words: list[Uint32], transpose: bool) -> Non
 	names = ", ".join(f"${i + 1}" for i in range(len(words)))
 	kind = ".trans" if transpose else ""
 	asm_volatile(f"stmatrix.sync.aligned.m8n8.x{len(words)}{kind}.shared.b16 [$0], {{{names}}};", [address, *words])
-
-
-def _store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
-	"""Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
-	count = len(words)
-	names = ", ".join(f"${i + 1}" for i in range(count))
-	asm_volatile(
-		f"""{{
-        .reg .pred p;
-        setp.gt.s32 p, ${count + 1}, {rows[1]};
-        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
-        @p st.global.v{count}.b32 [$0], {{{names}}};
-        }}""",
-		[address, *words, rows[0], cols[0]],
-	)
-
-
-class _Target(NamedTuple):
-	"""Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
-
-	address: Int64
-	pitch: Int64
-
-	def at(self, row: int, offset: int) -> Int64:
-		"""The address ``row`` rows and ``offset`` bytes further."""
-		return self.address + self.pitch * row + offset
-
-	def moved(self, row: Int32, offset: Int32) -> _Target:
-		return _Target(self.at(row, offset), self.pitch)
-
-
-class _Window(NamedTuple):
-	"""What a thread's vectors of a tile become.
-
-	Attributes:
-	  out: the place of the tile's first block in the output.
-	  z: likewise in what goes into an activation, for its A and B if they are halves.
-	  rows: rows that exist from the first vector's on.
-	  cols: columns of the product that exist from the first vector's on.
-	"""
-
-	out: _Target
-	z: list[_Target]
-	rows: Int32
-	cols: Int32
-
-	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> _Window:
-		"""That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
-		narrow = col // halves * width
-		of_z = narrow if len(self.z) > 1 else col * width
-		z = [target.moved(row, of_z) for target in self.z]
-		return _Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
 class PingPong:
@@ -393,9 +339,9 @@ class Epilogue:
 		return buffer + panel + row * _ROW_BYTES + vector * VECTOR_BYTES + at % VECTOR_BYTES
 
 	@cute.jit
-	def window(self, tile: WorkTile) -> _Window:
+	def window(self, tile: WorkTile) -> Window:
 		"""Where the thread's first vector of the tile's first block goes."""
-		config, out, z = self.config, self.tensors.out, self.tensors.z
+		config, out = self.config, self.tensors.out
 		row, col = self.own_row, tile.n_row + self.own_col
 		first_m = tile.m_row + self.first_m
 		if cutlass.const_expr(self.config.tile.swap_ab):
@@ -409,24 +355,10 @@ class Epilogue:
 		if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
 			if self.thread >= self.vectors:
 				rows = Int32(0)
-		cols = out.shape[2]
-		narrow = col
-		if cutlass.const_expr(config.is_gated):
-			cols, narrow = 2 * cols, col // 2
-		targets = []
-		if cutlass.const_expr(z is not None):
-			starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
-			targets = [self.target(z, tile, row, start) for start in starts]
-		return _Window(self.target(out, tile, row, narrow), targets, rows, cols - col)
-
-	def target(self, x: cute.Tensor, tile: WorkTile, row: Int32, col: Int32) -> _Target:
-		"""A place in a tensor."""
-		width = x.element_type.width // 8
-		offset = out_offset(self.config, x, tile.group, row, col)
-		return _Target(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
+		return Window.of(config, self.tensors, tile.group, row, col, rows)
 
 	@cute.jit
-	def copy(self, buffer: Int32, window: _Window, repeat: int, first_n: int) -> None:
+	def copy(self, buffer: Int32, window: Window, repeat: int, first_n: int) -> None:
 		"""Copy a block into the output: each thread some vectors, of rows that exist."""
 		passes = -(-self.vectors // WARPGROUP_SIZE)
 		steps = [self.step_of(i) for i in range(passes)]
@@ -437,7 +369,7 @@ class Epilogue:
 		if cutlass.const_expr(self.config.activation is not None):
 			# So many at once as fill the time until a number is there.
 			for i in cutlass.range_constexpr(0, passes, 2):
-				self.store_activated(staged[i : i + 2], window, places[i : i + 2])
+				store_activated(self.config, staged[i : i + 2], window, places[i : i + 2])
 		else:
 			width = self.tensors.out.element_type.width // 8
 			for words, (row, col) in zip(staged, places, strict=True):
@@ -445,44 +377,7 @@ class Epilogue:
 					if window.rows > row and window.cols > col:
 						self.add(window.out.at(row, col * width), words)
 				else:
-					_store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
-
-	def store_activated(self, vectors: list[list[Uint32]], window: _Window, places: list[tuple[int, int]]) -> None:
-		"""Store what an activation makes of vectors at rows and columns of the product."""
-		dtype, halves = self.config.out_dtype, 1 + self.config.is_gated
-		numbers = [number for words in vectors for number in unpack_words(words, dtype)]
-		inputs = [numbers[half::halves] for half in range(halves)]
-		made, count = self.activated(inputs), self.vector // halves
-		for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
-			limits = (window.rows, row), (window.cols, col)
-			offset, own = col * self.staged_element.width // 8, slice(i * count, (i + 1) * count)
-			targets = [(window.out, made[own])]
-			if len(window.z) == halves > 1:
-				targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
-			elif window.z:
-				_store_if(window.z[0].at(row, offset), words, *limits)
-			for target, some in targets:
-				_store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
-
-	@cute.jit
-	def activated(self, inputs: list[list[Float32]]) -> list[Float32]:
-		"""What the activation makes of x, or of A and B."""
-		act: Any = self.config.act
-		bound = quick_from(act)
-		if cutlass.const_expr(bound is None):
-			return activated(act, False, "sm_90a", inputs)[0]
-		out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
-		for x in inputs[0][1:]:
-			low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
-		if low < bound:
-			self.activate(inputs, out, False)
-		else:
-			self.activate(inputs, out, True)
-		return [out[i] for i in range(len(inputs[0]))]
-
-	def activate(self, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
-		for i, number in enumerate(activated(self.config.act, False, "sm_90a", inputs, quick)[0]):
-			out[i] = number
+					store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
 
 	def step_of(self, i: int) -> tuple[int, int]:
 		"""Rows and columns of a block from a thread's first vector to its ``i``-th."""

@@ -1,8 +1,8 @@
-"""What is done to operands before the GEMM of sm_100a: it takes fp32 powers of two as E8M0."""
+"""What is done to block scales before the GEMM of sm_100a: powers of two as E8M0, halves of B by turns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from .sm90_operands import rows_first
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.gemm import GroupedGemm
+	from cute_kernels.ops.gemm import GroupedGemm, MGrouped
 	from cute_kernels.runtime.launch import Launcher
 
 	from .sm90_operands import Parts, Prepare
@@ -41,13 +41,16 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
 		sides = turn(*sides, op.offs)
 	squares = before.a_squares, before.b_squares
 	specs = [scale_tiles(x[1], sq) for x, sq in zip(sides, squares, strict=True) if x[1] is not None]
-	workspace = Allocator(specs, op.device)
+	if before.has_tiles:
+		specs = [BufferSpec(tuple(cast("Tensor", sides[1][1]).shape), torch.uint8)]
+	workspace, half = Allocator(specs, op.device), cast("MGrouped", op).cols // 2 if before.pairs_rows else 0
 
 	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
 		if turn is not None:
 			a, b = turn(a, b, offs)
-		a_tiles, b_tiles = workspace.make()
-		kernel(a[1], a_tiles, b[1], b_tiles, launch.num_sms)
-		return (a[0], a_tiles, a[2]), (b[0], b_tiles, b[2])
+		*first, b_tiles = workspace.make()
+		scales, tiles = (a[1], first[0]) if first else (None, None)
+		kernel(scales, tiles, b[1], b_tiles, half, launch.num_sms)
+		return ((a[0], tiles, a[2]) if first else a), (b[0], b_tiles, b[2])
 
 	return run

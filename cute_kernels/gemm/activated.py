@@ -1,0 +1,133 @@
+"""Products through an activation: vectors that an epilogue passed through shared memory, into the output."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from cute_kernels.device.activations import activated, quick_from
+from cute_kernels.device.convert import pack_words, unpack_words
+from cute_kernels.device.ptx import asm, asm_volatile
+
+from .operands import DTYPE_BYTES
+from .output import VECTOR_BYTES, EpilogueTensors, out_offset
+from .problem import GemmConfig
+
+
+def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
+	"""Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
+	count = len(words)
+	names = ", ".join(f"${i + 1}" for i in range(count))
+	asm_volatile(
+		f"""{{
+        .reg .pred p;
+        setp.gt.s32 p, ${count + 1}, {rows[1]};
+        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+        @p st.global.v{count}.b32 [$0], {{{names}}};
+        }}""",
+		[address, *words, rows[0], cols[0]],
+	)
+
+
+class Target(NamedTuple):
+	"""Where the first vector of a thread goes in a tensor, and bytes from one row to the next."""
+
+	address: Int64
+	pitch: Int64
+
+	@classmethod
+	def of(cls, config: GemmConfig, x: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Target:
+		"""A place in a tensor."""
+		width = x.element_type.width // 8
+		offset = out_offset(config, x, group, row, col)
+		return cls(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
+
+	def at(self, row: int, offset: int) -> Int64:
+		"""The address ``row`` rows and ``offset`` bytes further."""
+		return self.address + self.pitch * row + offset
+
+	def moved(self, row: Int32, offset: Int32) -> Target:
+		return Target(self.at(row, offset), self.pitch)
+
+
+class Window(NamedTuple):
+	"""What a thread's vectors of a tile become.
+
+	Attributes:
+	  out: the place of the tile's first block in the output.
+	  z: likewise in what goes into an activation, for its A and B if they are halves.
+	  rows: rows that exist from the first vector's on.
+	  cols: columns of the product that exist from the first vector's on.
+	"""
+
+	out: Target
+	z: list[Target]
+	rows: Int32
+	cols: Int32
+
+	@classmethod
+	def of(
+		cls, config: GemmConfig, tensors: EpilogueTensors, group: Int32, row: Int32, col: Int32, rows: Int32
+	) -> Window:
+		"""That of the vector at a row and a column of the product, from which on there are ``rows`` rows."""
+		out, z = tensors.out, tensors.z
+		cols, narrow = out.shape[2], col
+		if config.is_gated:
+			cols, narrow = 2 * cols, col // 2
+		starts: list[Any] = []
+		if z is not None:
+			starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
+		targets = [Target.of(config, z, group, row, start) for start in starts]
+		return cls(Target.of(config, out, group, row, narrow), targets, rows, cols - col)
+
+	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> Window:
+		"""That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
+		narrow = col // halves * width
+		of_z = narrow if len(self.z) > 1 else col * width
+		z = [target.moved(row, of_z) for target in self.z]
+		return Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
+
+
+def store_activated(
+	config: GemmConfig, vectors: list[list[Uint32]], window: Window, places: list[tuple[int, int]]
+) -> None:
+	"""Store what an activation makes of vectors at rows and columns of the product."""
+	dtype, halves = config.out_dtype, 1 + config.is_gated
+	numbers = [number for words in vectors for number in unpack_words(words, dtype)]
+	inputs = [numbers[half::halves] for half in range(halves)]
+	made, width = apply(config, inputs), DTYPE_BYTES[dtype]
+	count = VECTOR_BYTES // width // halves
+	for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
+		limits = (window.rows, row), (window.cols, col)
+		offset, own = col * width, slice(i * count, (i + 1) * count)
+		targets = [(window.out, made[own])]
+		if len(window.z) == halves > 1:
+			targets += [(target, half[own]) for target, half in zip(window.z, inputs, strict=True)]
+		elif window.z:
+			store_if(window.z[0].at(row, offset), words, *limits)
+		for target, some in targets:
+			store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+
+
+@cute.jit
+def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
+	"""What the activation makes of x, or of A and B, as many numbers each."""
+	act: Any = config.act
+	bound = quick_from(act)
+	if cutlass.const_expr(bound is None):
+		return activated(act, False, config.arch, inputs)[0]
+	out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
+	for x in inputs[0][1:]:
+		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+	if low < bound:
+		_fill(config, inputs, out, False)
+	else:
+		_fill(config, inputs, out, True)
+	return [out[i] for i in range(len(inputs[0]))]
+
+
+def _fill(config: GemmConfig, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
+	for i, number in enumerate(activated(config.act, False, config.arch, inputs, quick)[0]):
+		out[i] = number
