@@ -28,7 +28,6 @@ from cute_kernels.capability import require
 from grouped import recipes
 from grouped.experts import Layer, Style, compute_routing
 from grouped.experts import experts as mixture
-from grouped.nn.activation import activate
 from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
@@ -202,14 +201,13 @@ def _forward_of(recipe: Recipe) -> Forward:
 		first, second = _weight_names(self)
 		p, dtype = top_k_weights.float(), hidden_states.dtype
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
-		is_fp4 = recipe.input is not None and recipe.input.element.per_byte > 1
-		if _is_swiglu(self) and not has_norm and not is_fp4:
+		if _is_swiglu(self) and not has_norm:
 			up, down = (Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second)))
 			x = hidden_states.to(up.weights[0].dtype)
 			return mixture(x, p, routing, up, down, Style("swiglu", False, False, dtype))
 		offs, token, _, row = routing
 		hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-		rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
+		rows = _linear(self, _activated(self, hidden), second, offs, recipe)
 		if has_norm:
 			rows = self.post_expert_norm(rows)
 		y: Tensor = ops.moe_combine(rows, row, p, dtype)
@@ -233,8 +231,6 @@ def _is_swiglu(experts: Any) -> bool:
 	return bool(experts.has_gate and is_silu and type(experts)._apply_gate is hf._default_apply_gate)
 
 
-def _activated(experts: Any, hidden: Tensor, offs: Tensor) -> Tensor:
-	if _is_swiglu(experts):
-		return activate(hidden, "swiglu", offs)
+def _activated(experts: Any, hidden: Tensor) -> Tensor:
 	made: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
 	return made
