@@ -295,8 +295,7 @@ class _Experts(torch.autograd.Function):
 		for layer in ctx.layers:
 			if layer.sink is not None:
 				layer.sink.check()
-		flat = iter(ctx.saved_tensors)
-		parts = [[next(flat) for _ in range(count)] for count in ctx.counts]
+		parts = _parts(ctx)
 		ctx.maybe_clear_saved_tensors()
 		with torch.no_grad():
 			gradients = _gradients(ctx, dy, parts)
@@ -311,9 +310,17 @@ class _Experts(torch.autograd.Function):
 		raise RuntimeError("grouped.nn.MoE has no forward-mode derivative; use reverse mode")
 
 
+def _parts(ctx: Any) -> list[list[Any]]:
+	flat = iter(ctx.saved_tensors)
+	return [[next(flat) for _ in range(count)] for count in ctx.counts]
+
+
 def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | None, ...]:
+	"""The gradients; ``parts`` are gone then, each once it was read."""
 	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
 	amaxes_1, amaxes_2, of_x, weight_1, of_a, weight_2, again = rest
+	del rest
+	parts.clear()
 	style: Style = ctx.style
 	(first, second), (call_1, call_2) = ctx.layers, ctx.calls
 	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
