@@ -132,11 +132,11 @@ class Layer(NamedTuple):
 			# As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
 			return False
 		x, index = (rows.x, rows.at) if isinstance(rows, Rows) else (rows, None)
-		count = (x if index is None else index).shape[0]
+		count, groups = (x if index is None else index).shape[0], offs.shape[0]
 		# A graph for any number of tokens is one for many.
-		mean = max(1, count // max(1, offs.shape[0])) if type(count) is int else 1 << 20
+		mean = max(1, count // max(1, groups)) if type(count) is type(groups) is int else 1 << 20
 		act = (style.activation, style.interleaved, 1 << mean.bit_length() - 1)
-		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), *act, by_quantizer)
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(map(int, weight.shape[-2:])), *act, by_quantizer)
 		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:

@@ -134,11 +134,15 @@ def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_mo
 	layer = MoE(*sizes, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
 	alive, make = [], LinearCall.weight_gradient
 
-	def count(*arguments, **given):
+	def live():
 		tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 3]
-		alive.append(sum(t.dtype == torch.float8_e4m3fn for t in tensors))
+		return sum(t.dtype == torch.float8_e4m3fn for t in tensors)
+
+	def count(*arguments, **given):
+		alive.append(live() - before)
 		return make(*arguments, **given)
 
+	before = live()
 	monkeypatch.setattr(LinearCall, "weight_gradient", count)
 	x = sample(ROWS, HIDDEN).requires_grad_()
 	(layer(x) if is_moe else layer(x, OFFS)).sum().backward()
