@@ -335,12 +335,11 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	got = backward(call_2, needs, rows, offs, (of_a, weight_2), scales_2[1])
 	del rows, weight_2, of_a
 	g = got.dx
-	made_of_z: list[Any] = [None]
 	if g is None and is_gathered:
 		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
-	if g is not None:
-		made_of_z = ops.moe_activate_gradient(z, g, style.activation, offs, style.interleaved, p, pair)
+	act = (style.activation, offs, style.interleaved)
+	made_of_z: list[Any] = [None] if g is None else ops.moe_activate_gradient(z, g, *act, p, pair)
 	dz, *more = made_of_z
 	del z, g, made_of_z
 	if is_gathered:
