@@ -8,6 +8,7 @@ import grouped
 
 from .records import Record
 from .suites.counts import ROUTINGS
+from .suites.moe import SLICES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,20 +91,23 @@ _DEMO = Table(
 _GIB = 2.0**-30
 
 
-def _memory(title: str, what: str) -> Column:
-	return Column(title, Cell({"what": what}, scale=_GIB, digits=2))
+def _bytes(what: str, model: str) -> Cell:
+	return Cell({"what": what, "model": model}, scale=_GIB, digits=2)
 
 
 _MEMORY = Table(
 	"memory",
 	("recipe",),
 	tuple(Row((name,), {"format": name}) for name in RECIPES),
-	(
-		_memory("kept of activations", "saved of activations"),
-		_memory("of weights", "saved of weights"),
-		_memory("peak", "peak"),
+	tuple(
+		column
+		for model in SLICES
+		for column in (
+			Column(f"{model}: kept", _bytes("saved of activations", model), _bytes("saved of weights", model)),
+			Column("peak", _bytes("peak", model)),
+		)
 	),
-	{"suite": "memory", "kind": "cpu", "contender": "ours", "model": "DeepSeek-V3"},
+	{"suite": "memory", "kind": "cpu", "contender": "ours", "layer": "moe"},
 	"GiB.",
 )
 

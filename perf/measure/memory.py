@@ -1,4 +1,4 @@
-"""Bytes that a training step of ``GroupedMLP`` keeps for its backward pass, and its peak.
+"""Bytes that a training step of ``GroupedMLP`` or ``MoE`` keeps for its backward pass, and its peak.
 
 On a CPU nothing is computed: the step runs on fake tensors, and torch's ``MemTracker`` adds up the
 storages that live. So temporaries inside an op are not counted, of which kernels have none worth
@@ -11,6 +11,7 @@ which are there after it, are part of it.
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,17 +21,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from grouped import recipes
-from grouped.nn import GroupedMLP
+from grouped.nn import GroupedMLP, MoE
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-	"""Of the step; ``tokens`` are rows of each expert."""
+	"""Of the step; ``tokens`` are rows of each expert, or with a ``top_k`` those of a mixture."""
 
 	experts: int = 32
 	hidden: int = 7168
 	intermediate: int = 2048
 	tokens: int = 512
+	top_k: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,29 +71,34 @@ def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[
 	"""What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake tensors."""
 	fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
 	with fake, torch.device(device):
-		mlp = GroupedMLP(*(sizes.experts, sizes.hidden, sizes.intermediate), recipe=recipe, dtype=torch.bfloat16)
-		counts = torch.full((sizes.experts,), sizes.tokens)
-		offs = counts.cumsum(0).to(torch.int32)
-		rows = sizes.experts * sizes.tokens
+		experts, widths = sizes.experts, (sizes.hidden, sizes.intermediate)
+		options: dict[str, Any] = {"recipe": recipe, "dtype": torch.bfloat16}
+		module: nn.Module
+		rows, ends = sizes.tokens, []
+		if sizes.top_k:
+			module = MoE(*widths, experts, sizes.top_k, **options)
+		else:
+			module = GroupedMLP(experts, *widths, **options)
+			ends, rows = [torch.full((experts,), rows).cumsum(0).to(torch.int32)], experts * rows
 		x, dy = (torch.randn(rows, sizes.hidden, dtype=torch.bfloat16) for _ in range(2))
 		x.requires_grad_()
 
-		with saved_by(mlp) as saved:
-			mlp(x, offs)
+		with saved_by(module) as saved:
+			module(x, *ends)
 
 		def step() -> None:
-			mlp(x, offs).backward(dy)
+			module(x, *ends).backward(dy)
 
-		leaves = [*mlp.parameters(), x]
+		leaves = [*module.parameters(), x]
 		if device == "cuda":
 			return saved, _peak_on_gpu(step, leaves)
-		return saved, _peak_of_fakes(step, [*leaves, dy, offs])
+		return saved, _peak_of_fakes(step, [*leaves, dy, *ends])
 
 
 def bytes_of_step(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> dict[str, int]:
 	"""What ``measure`` finds, in sums: of activations, of weights, and the peak."""
 	saved, peak = measure(recipe, sizes, device)
-	of_weights = sum(t.nbytes for t in saved if t.shape[:-2] == (sizes.experts,))
+	of_weights = sum(t.nbytes for t in saved if len(t.shape) > 2)
 	of_activations = sum(t.nbytes for t in saved) - of_weights
 	return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}
 

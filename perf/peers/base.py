@@ -21,6 +21,7 @@ from perf.measure import Meter
 from perf.operands import Operands
 from perf.suites.base import element_bytes
 from perf.suites.layer import LayerWork
+from perf.suites.moe import MoEWork
 from perf.suites.quantize import Input, Quantization
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
@@ -138,6 +139,11 @@ class Peer:
 		yield from ()
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
+		del work
+		yield from ()
+
+	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+		"""Its mixtures of experts."""
 		del work
 		yield from ()
 

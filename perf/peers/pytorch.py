@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from perf.contender import Contender, relative_error
 from perf.operands import Operands
 from perf.suites.layer import LayerWork, Step
+from perf.suites.moe import PEER_BOUND, MoEWork, plain_moe
 from perf.suites.quantize import Input, Quantization
 
 from .base import NOISE, Peer
@@ -63,6 +64,36 @@ class PyTorch(Peer):
 		bound = 3 * NOISE["bfloat16"]
 		make = functools.partial(_layer, work)
 		yield work.contender("torch", "BF16", make, bound, versions=self.versions)
+
+	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+		"""The layer in bf16, with SwiGLU and the sum by its compiler."""
+		yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
+
+
+def _activate(z: Tensor) -> Tensor:
+	gate, up = z.chunk(2, dim=-1)
+	return (F.silu(gate.float()) * up.float()).to(z.dtype)
+
+
+def _combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
+	"""Of rows (T k, H) in an order; a copy by index has a gradient without sums."""
+	pairs = torch.empty_like(h).index_copy(0, order, h).view(*p.shape, -1)
+	return (pairs.float() * p.unsqueeze(-1)).sum(1).to(h.dtype)
+
+
+def _mixture(work: MoEWork) -> Step:
+	is_gpu = work.device.type == "cuda"
+	activate, combine = (torch.compile(f) if is_gpu else f for f in (_activate, _combine))
+
+	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
+		order = ids.flatten().argsort(stable=True)
+		counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
+		offs = counts.scatter_add(0, ids.flatten(), torch.ones_like(order, dtype=torch.int32)).cumsum(0).int()
+		rows = x.index_select(0, order // work.top_k)
+		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
+		return combine(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
+
+	return plain_moe(work, experts)
 
 
 def _grouped_mm(work: Operands) -> Tensor:
@@ -141,8 +172,7 @@ def grouped_mlp(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights:
 	y = product(x, weights[0])
 	if len(weights) == 1:
 		return y
-	gate, up = y.chunk(2, dim=-1)
-	return product((F.silu(gate.float()) * up.float()).to(gate.dtype), weights[1])
+	return product(_activate(y), weights[1])
 
 
 def plain_layer(work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor]) -> Step:

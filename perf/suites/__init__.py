@@ -5,7 +5,7 @@ from .base import Suite
 __all__ = ["SUITES", "suite"]
 
 #: By name, in the order of ``perf run --help``.
-SUITES = ("quantize", "gemm", "layer", "memory", "host", "compile", "counts")
+SUITES = ("quantize", "gemm", "layer", "moe", "memory", "host", "compile", "counts")
 
 
 def suite(name: str) -> Suite:

@@ -1,5 +1,6 @@
-"""Host time of one op call: what a GPU waits for between launches."""
+"""Host time of one op call, and of a mixture's forward pass: what a GPU waits for between launches."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,12 @@ from perf.measure import Meter
 from perf.measure.host import HostMeter
 
 from .base import Options, Suite
+from .layer import PASSES, LayerShape
+from .moe import MoEWork, contenders_of
 
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024
+_MOE, _TOP_K, _TOKENS = LayerShape("small", 16, 512, 128), 8, 64
 #: A case, and who is called for it in which format.
 _Calls = dict[tuple[tuple[str, str], ...], list[tuple[str, str, "Callable[[], Any]"]]]
 
@@ -84,7 +88,6 @@ def _calls(device: torch.device) -> _Calls:
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-	del options
 	with meter.active():
 		calls = _calls(meter.device)
 
@@ -96,9 +99,18 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	for case, found in calls.items():
 		yield Task("host", dict(case), functools.partial(contenders, found=found))
 
+	def mixtures(copy: int) -> list[Contender]:
+		work = MoEWork(_MOE, _TOP_K, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)
+		found = contenders_of(work, meter, options)
+		timed = {"what": "host time", "is_step": False, "bytes": None, "flops": None}
+		# Without a GPU a peer would compute.
+		return [dataclasses.replace(c, **timed) for c in found if c.is_ours or meter.kind == "gpu"]
+
+	yield Task("host", {"call": "MoE forward", "tokens": _TOKENS}, mixtures)
+
 
 def _meters(options: Options) -> list[Meter]:
 	return [HostMeter(options.backend, options.quick)]
 
 
-SUITE = Suite("host", "host time of op calls", _tasks, _meters)
+SUITE = Suite("host", "host time of op calls", _tasks, _meters, True)

@@ -15,6 +15,7 @@ from cute_kernels.capability import require
 from perf.cases import MODELS, ends_of, split_rows
 from perf.contender import Contender, Task, relative_error
 from perf.measure import Meter
+from perf.measure.memory import saved_by
 
 from .base import Options, Suite, default_meters
 
@@ -25,7 +26,7 @@ _UNEVEN = ("zipf", "empty")
 #: Relative errors of results and gradients that are more than a recipe's: random data gives 0.15
 #: for a linear layer and 0.26 for an MLP in NVFP4, a quarter of that in FP8.
 _BOUND, _BF16_BOUND = 0.4, 0.012
-_SEED_STEP = 1000
+SEED_STEP = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +82,25 @@ class Step:
 		if self.dy is None:
 			return [y]
 		gradients = [[p.grad for p in parts if p.grad is not None] for parts in self.parameters]
-		weights = [g[0] if g[0].dim() == 3 else torch.stack(g) for g in gradients if g]
+		weights = [g[0] if len(g) == 1 else torch.stack(g) for g in gradients if g]
 		return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
+
+	def saved(self) -> int:
+		"""Bytes that it keeps between its two passes."""
+		with saved_by(torch.nn.ParameterList(itertools.chain.from_iterable(self.parameters))) as found:
+			self.forward(self.x)
+		return sum(t.nbytes for t in found)
+
+
+def drawing(device: torch.device, seed: int) -> Callable[..., Tensor]:
+	"""What draws normal bf16 numbers of given sizes, times ``scale``."""
+	generator = torch.Generator(device).manual_seed(seed)
+
+	def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+		x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+		return x.normal_(generator=generator).mul_(scale)
+
+	return draw
 
 
 class LayerWork:
@@ -109,12 +127,7 @@ class LayerWork:
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.ends = ends_of(self.sizes)
 		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
-
-		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-			return x.normal_(generator=generator).mul_(scale)
-
+		draw = drawing(device, seed + SEED_STEP * copy)
 		groups, hidden, wide = shape.experts, shape.hidden, 2 * shape.intermediate
 		self.x = draw(rows, hidden)
 		self.weights = [draw(groups, wide, hidden, scale=hidden**-0.5)]
@@ -147,19 +160,16 @@ class LayerWork:
 		leaves = [t.detach().float() for t in (self.x, *self.weights)]
 		for leaf in leaves:
 			leaf.requires_grad_(self.backward)
-		x, *weights = leaves
-		outputs = []
-		for group, part in enumerate(x.split(self.sizes)):
-			y = part @ weights[0][group].T
-			if len(weights) > 1:
-				gate, up = y.chunk(2, dim=-1)
-				y = (F.silu(gate) * up) @ weights[1][group].T
-			outputs.append(y)
-		y = torch.cat(outputs)
+		y = self.exact(*leaves)
 		if self.dy is None:
 			return [y]
 		y.backward(self.dy.float())
 		return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+	def exact(self, x: Tensor, *weights: Tensor) -> Tensor:
+		"""The output, of operands of any dtype."""
+		parts = zip(x.split(self.sizes), *(w.unbind() for w in weights), strict=True)
+		return torch.cat([of_expert(*part) for part in parts])
 
 	def error(self, results: Sequence[Tensor]) -> float:
 		"""Largest relative error of results."""
@@ -195,6 +205,15 @@ class LayerWork:
 			is_step=True,
 			versions=versions or {},
 		)
+
+
+def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:
+	"""A linear layer; with a second weight an MLP with SwiGLU."""
+	y = x @ up.T
+	if down:
+		gate, value = y.chunk(2, dim=-1)
+		y = (F.silu(gate) * value) @ down[0].T
+	return y
 
 
 def recipes() -> dict[str, grouped.recipes.Recipe]:

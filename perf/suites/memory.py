@@ -1,4 +1,4 @@
-"""Memory of a training step of an MLP of experts, in each recipe."""
+"""Memory of a training step of a mixture of experts, in each recipe."""
 
 import dataclasses
 import functools
@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ..cases import MODELS
 from ..contender import Contender, Task, unchecked
 from ..measure.base import Measurement, Meter
 from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
-from .layer import recipes
+from .layer import PASSES, LayerShape, recipes
+from .moe import SLICES, shape_of
 
-_TOKENS = 512
+_TOKENS = 4096
 
 
 class _MemoryMeter(Meter):
@@ -39,23 +39,19 @@ class _MemoryMeter(Meter):
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-	model = MODELS["DeepSeek-V3"]
-	experts = model.shape("up").experts
-	sizes = Sizes(experts, model.hidden, model.intermediate, _TOKENS)
-	if options.quick:
-		sizes = Sizes(4, 128, 64, 16)
-	facts = dataclasses.asdict(sizes)
-	rows = facts.pop("tokens") * sizes.experts
-	case = {"layer": "mlp", "model": "small" if options.quick else model.name, **facts}
+	for model in ("tiny",) if options.quick else SLICES:
+		shape, top_k = (LayerShape("tiny", 4, 128, 64), 2) if options.quick else shape_of(model)
+		sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, 16 if options.quick else _TOKENS, top_k)
+		case = {"layer": "moe", "model": model, **dataclasses.asdict(sizes), "pass": PASSES[1]}
 
-	def contenders(copy: int) -> list[Contender]:
-		del copy
-		runs = {
-			name: functools.partial(bytes_of_step, recipe, sizes, meter.device.type) for name, recipe in recipes().items()
-		}
-		return [unchecked("ours", name, run) for name, run in runs.items()]
+		def contenders(copy: int, sizes: Sizes = sizes) -> list[Contender]:
+			del copy
+			return [
+				unchecked("ours", name, functools.partial(bytes_of_step, recipe, sizes, meter.device.type))
+				for name, recipe in recipes().items()
+			]
 
-	yield Task("memory", {**case, "rows": rows, "pass": "forward+backward"}, contenders)
+		yield Task("memory", case, contenders)
 
 
 def _meters(options: Options) -> list[Meter]:

@@ -16,11 +16,13 @@ from perf.contender import Contender, Task, relative_error
 from perf.measure import meter_of
 from perf.measure.base import Measurement
 from perf.measure.emulator import count
+from perf.measure.memory import Sizes, measure
 from perf.operands import Operands
+from perf.peers import all_peers
 from perf.peers.pytorch import PEER
 from perf.records import read
 from perf.run import Choice, Report, measure_suite, measure_task
-from perf.suites import gemm, layer
+from perf.suites import gemm, layer, moe
 from perf.suites.base import Options, element_bytes
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each, has_compiler
@@ -163,15 +165,37 @@ def test_gemm_on_the_reference():
 			assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
-def test_layers_are_compared_with_fp32():
+@each("is_moe", [False, True])
+def test_layers_are_compared_with_fp32(is_moe):
 	"""A gradient that is off by little fails the check."""
-	work = layer.LayerWork("mlp", layer._TINY, 20, "7 0 6 7", layer.PASSES[1], CPU)
+	if is_moe:
+		work = moe.MoEWork(layer._TINY, 2, 20, "zipf", layer.PASSES[1], CPU)
+	else:
+		work = layer.LayerWork("mlp", layer._TINY, 20, "7 0 6 7", layer.PASSES[1], CPU)
 	results = [t.clone() for t in work.expected]
-	assert work.error(results) == 0.0 and len(results) == 4
-	for index in range(4):
+	assert work.error(results) == 0.0 and len(results) == 4 + is_moe
+	for index in range(4 + is_moe):
 		wrong = [t.clone() for t in results]
 		wrong[index] *= 1.1
 		assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_mixtures_on_the_reference():
+	task = list(moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)])))[-1]
+	assert task.matches("routing=zipf pass=forward.backward")
+	report = Report()
+	found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
+	assert not report.failed and not report.wrong
+	kept = {(f"ours{how}", name) for how in ("", ", weight kept") for name in ("FP8Block", "NVFP4RowScaled")}
+	assert {(r.contender, r.format) for r in found} >= {("ours", "BF16"), ("torch", "BF16"), *kept}
+
+
+@each("recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()])
+def test_a_step_keeps_what_the_memory_suite_says(recipe):
+	shape = layer.LayerShape("tiny", 8, 128, 64)
+	work = moe.MoEWork(shape, 2, 40, "random", layer.PASSES[1], CPU)
+	sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, 40, 2)
+	assert moe._ours(work, recipe, False).saved() == sum(t.nbytes for t in measure(recipe, sizes)[0])
 
 
 @each("name", ["host", "memory"])
@@ -182,6 +206,7 @@ def test_suites_without_a_gpu(name):
 	assert records and {r.suite for r in records} == {name}
 	if name == "host":
 		launches = {r.format: r.value for r in records if r.what == "launches"}
+		assert launches["BF16"] < launches["FP8Block"]
 		assert launches["nvfp4:row_scaled x nvfp4:block=16x16"] == 2 and launches["bfloat16"] == 1
 
 
