@@ -105,7 +105,6 @@ def test_microbatches():
 
 
 def test_a_quantized_weight():
-	"""Trained through its gradient, by an optimizer outside of the graph."""
 	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
 	module.weight = parameter()
 	function, frames = compiled(module)

@@ -1,5 +1,3 @@
-"""Delayed scaling in layers: when amaxes count, when scales change, and what carries them along."""
-
 import copy
 
 import pytest
@@ -26,7 +24,6 @@ def layer_of(recipe=RECIPE, **options):
 
 
 def step_data(steps, rows=40, seed=2):
-	"""Inputs and gradients whose size changes from step to step."""
 	torch.manual_seed(seed)
 	factors = (2.0 ** torch.randint(-5, 6, (steps, 2)).float()).tolist()
 	return [(sample(rows, K) * a, sample(rows, N) * b) for a, b in factors]
@@ -102,7 +99,6 @@ class ByHand:
 
 
 def stacked(tensors, single):
-	"""Weights and biases, of all groups at once."""
 	held = [t.detach().clone() for t in tensors]
 	return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
 

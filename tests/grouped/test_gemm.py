@@ -63,7 +63,6 @@ def quantized(trio, splits, held):
 
 
 def products(x, w, dy, **options):
-	"""fprop, dgrad and wgrad."""
 	return (
 		grouped.grouped_gemm(x, w, **options),
 		grouped.grouped_gemm(dy, w, transpose_b=True, **options),

@@ -42,7 +42,6 @@ RAGGED = {
 
 
 def scales_of(problem, fmt):
-	"""Scales of groups, of all sizes, where the format takes them."""
 	if not fmt.takes_scale:
 		return None
 	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3

@@ -1,5 +1,3 @@
-"""Dequantization on the emulator, to the bit of the reference, from arbitrary bytes."""
-
 import itertools
 import pickle
 import re

@@ -1,5 +1,3 @@
-"""FP8 whose scales the caller gives: bytes against NumPy and torch's conversions."""
-
 import pytest
 import torch
 from torch.library import opcheck

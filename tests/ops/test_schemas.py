@@ -1,5 +1,3 @@
-"""``torch.library.opcheck`` of every op in both forms, and that the two forms agree."""
-
 import functools
 
 import pytest
@@ -128,7 +126,6 @@ BOTH = (None, True, True)
 
 
 def everything():
-	"""Bias, alpha and the rest of a dgrad."""
 	return torch.rand(3, 16), torch.rand(3), True, F32
 
 
@@ -361,7 +358,6 @@ def test_out_form_takes_any_pitch():
 
 
 def test_compile_once_for_all_sizes_and_offsets():
-	"""One graph serves every number of rows."""
 	graphs = Graphs()
 
 	def step(a, b, offs):
