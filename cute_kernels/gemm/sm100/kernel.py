@@ -57,6 +57,7 @@ from .decode import DecodeWarps
 from .epilogue import Epilogue, OutputStore
 from .epilogue_swapped import SwappedEpilogue
 from .epilogue_warps import EpilogueWarps
+from .gather import Gathered, GatherLoad, row_source
 from .loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
 from .mma import MmaWarp, StageMma
 from .promotion import Promoter
@@ -71,7 +72,7 @@ class Sources(NamedTuple):
 	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
 	Attributes:
-	  m: elements of operand M; None if it is decoded.
+	  m: elements of operand M; None if it is decoded or gathered.
 	  n: elements of operand N; likewise.
 	  m_scales: block scales of operand M; None without, as the others after it.
 	  n_scales: block scales of operand N.
@@ -82,6 +83,7 @@ class Sources(NamedTuple):
 	  n_codes: those of operand N.
 	  m_codes_scales: their block scales; None without, and of squares.
 	  n_codes_scales: likewise.
+	  rows: what is gathered.
 	"""
 
 	m: Any
@@ -95,6 +97,7 @@ class Sources(NamedTuple):
 	n_codes: Any = None
 	m_codes_scales: Any = None
 	n_codes_scales: Any = None
+	rows: Any = None
 
 	@classmethod
 	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
@@ -169,7 +172,8 @@ class Sm100Gemm:
 		    along P, 512); None without.
 		  b_amax: (G,) fp32 second level; None without.
 		  offs: (G,) int32 end rows.
-		  rows: None: nothing is gathered here.
+		  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
+		    where they are ``gathered``; None otherwise.
 		  bias: (G, N), or None.
 		  alpha: (G,) fp32, or None.
 		  out: (T, N), or (G, M, N) of a k_grouped product.
@@ -200,7 +204,9 @@ class Sm100Gemm:
 		if cutlass.const_expr(config.mma_kind.is_block_scaled):
 			m_scales = scales_view(m_scales, config.mma_kind)
 			n_scales = scales_view(n_scales, config.mma_kind)
-		if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+		if cutlass.const_expr(config.gathered):
+			num_rows = rows.shape[0]
+		elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
 			num_rows = a.shape[0]
 		else:
 			# T itself is not known here; the most rows that the slots hold give the same slots.
@@ -210,6 +216,8 @@ class Sm100Gemm:
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
+		if cutlass.const_expr(config.gathered):
+			sources = sources._replace(rows=row_source(config, b if config.grouping == "k_grouped" else a))
 		stores = self.stores(layouts, output_view(out), None if z is None else output_view(z))
 		num_clusters = num_sms // config.tile.num_ctas
 		self.kernel(
@@ -222,6 +230,7 @@ class Sm100Gemm:
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
 			squares_of(config, scales),
+			rows,
 			offs,
 			extents,
 		).launch(
@@ -241,12 +250,14 @@ class Sm100Gemm:
 	def sources(
 		self, layouts: Layouts, m: cute.Tensor, n: cute.Tensor, m_scales: cute.Tensor | None, n_scales: cute.Tensor | None
 	) -> Sources:
-		"""The TMA copies of one stage of each tensor that is not decoded."""
+		"""The TMA copies of one stage of each tensor that is neither decoded nor gathered."""
 		staged, out = layouts.stages, Sources(None, None)
-		decoded = [codes.side for codes in self.config.codes]
-		if "m" not in decoded:
+		others = [codes.side for codes in self.config.codes]
+		if self.config.gathered:
+			others.append("n" if self.config.tile.swap_ab or self.config.grouping == "k_grouped" else "m")
+		if "m" not in others:
 			out = out._replace(m=self.m_source(layouts, m, staged.m))
-		if "n" not in decoded:
+		if "n" not in others:
 			out = out._replace(n=self.n_source(layouts, n, staged.n))
 		if self.config.mma_kind.is_block_scaled:
 			out = out._replace(
@@ -352,6 +363,7 @@ class Sm100Gemm:
 		epilogue_tensors: EpilogueTensors,
 		promoted: tuple[cute.Tensor, cute.Tensor] | None,
 		squares: tuple[cute.Tensor | None, ...],
+		rows: cute.Tensor | None,
 		offs: cute.Tensor,
 		extents: Extents,
 	) -> None:
@@ -380,7 +392,10 @@ class Sm100Gemm:
 		if warp == warps.load_warp_id:
 			sources = Sources.paired(source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
-			self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
+			gather = None
+			if cutlass.const_expr(config.gathered):
+				gather = GatherLoad(config, Gathered(sources.rows.atom, rows), shared, cta)
+			self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
 		if cutlass.const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
 				sources = Sources.paired(source_atoms, source_tensors)
@@ -457,7 +472,13 @@ class Sm100Gemm:
 		return smem.allocate_tensor(dtype, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner)
 
 	def load_warp(
-		self, loads: StageLoads, sources: Sources, shared: Stages, tiles: TileReader, ab_pipeline: pipeline.PipelineTmaUmma
+		self,
+		loads: StageLoads,
+		sources: Sources,
+		shared: Stages,
+		tiles: TileReader,
+		ab_pipeline: pipeline.PipelineTmaUmma,
+		gather: GatherLoad | None,
 	) -> LoadWarp:
 		"""The load warp, with how each tensor gets into shared memory."""
 		operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
@@ -465,11 +486,13 @@ class Sm100Gemm:
 		if self.config.mma_kind.is_block_scaled:
 			operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
 			operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
-		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
-		if not self.config.tile.swap_partial or sources.m is None:
+		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
+		if not self.config.tile.swap_partial or sources.m is None and gather is None:
 			return LoadWarp(self.config, *rest)
-		boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
-		partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
+		boxes = None
+		if gather is None:
+			boxes = RowBoxes(sources.partial_boxes, cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer))
+		partial = SwappedPartial(boxes, loads.cta)
 		if self.config.mma_kind.is_block_scaled:
 			partial = partial._replace(
 				m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
