@@ -15,6 +15,7 @@ from cute_kernels.formats import parse
 from .offsets import Offsets, as_offs
 from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
+from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
@@ -71,6 +72,8 @@ def linear(
 	if weight.dim() != 3:
 		raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
 	groups, cols, depth = weight.shape
+	if is_spread(x, weight):
+		return _of_dtensors(x, weight, bias, offs, recipe)
 	rows, ends = rows_and_ends(x, offs, groups, depth)
 	if (scaling is not None) != recipe.takes_scales:
 		raise ValueError(
@@ -82,6 +85,17 @@ def linear(
 	of_call = None if scaling is None else scaling.of_call(recipe, groups)
 	y = multiply(rows, [weight], bias, ends, recipe, scaling=of_call)
 	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], cols)
+
+
+def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, recipe: Recipe) -> Tensor:
+	from . import sharding
+
+	if recipe.takes_scales:
+		raise ValueError(f"{recipe} keeps scales on each rank: pass to_local() instead of DTensors")
+	sharding.refuse_random(recipe.input, recipe.weight, recipe.grad_output)
+	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # noqa: PLR2004
+	y = sharding.product(lambda x, w, offs, b, _: linear(x, w, b, offs, recipe), rows, weight, offs, bias)
+	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])  # noqa: PLR2004
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -205,7 +219,7 @@ class _Linear(torch.autograd.Function):
 		wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
 		ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
 		options = (copies, ctx.needs, scaling, probe)
-		y, kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
+		(y,), kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
 		# The scale may be updated in place before the backward pass, which is this call's.
 		scale = None if scaling is None else scaling.scales[-1].clone()
 		ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
@@ -274,7 +288,7 @@ class _TransformedLinear(torch.autograd.Function):
 		*scales: Tensor,
 	) -> tuple[Tensor, ...]:
 		scaling = Scaling(scales) if scales else None
-		y, kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
+		(y,), kept, _ = forward(x, [_unpacked(weight)], bias, offs, recipe, None, needs, scaling)
 		if not recipe.is_quantized:
 			return (y,)  # x and weight are kept.
 		return y, *_flat(kept)
@@ -374,7 +388,7 @@ def _differentiable(
 			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
 				_refuse_forward_mode()
 	options = (copies, (False, False), scaling, probe)
-	y, _, amaxes = forward(x, weights, bias, offs, recipe, *options)
+	(y,), _, amaxes = forward(x, weights, bias, offs, recipe, *options)
 	if scaling is not None:
 		# No backward pass will.
 		scaling.record(amaxes)
@@ -411,7 +425,7 @@ def _linear_below_autograd(
 	recipe = recipe_of(*recipe_and_scaling[:4])
 	# What records amaxes is above: this computes, and writes nothing.
 	scaling = _scaling(*recipe_and_scaling[4:5])
-	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0]
+	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
 
 
 def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from .checkpoint.files import SHARD_BYTES, Reader, Writer, progress
 from .checkpoint.layouts import Layout, stacked_suffix, writable
@@ -26,7 +27,7 @@ _LAYOUTS = {"nvfp4": "modelopt", "fp8_block": "deepseek"}
 _PROJECTIONS = "|".join([*ALIASES, *ALIASES.values()])
 #: Names of experts' weights: of one expert and of all of them.
 _ONE = re.compile(rf"(?P<layer>.*experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
-_ALL = re.compile(r"(?P<layer>.*experts)\.(?P<projection>(gate_)?up_proj|down_proj)(\.weight)?")
+_ALL = re.compile(rf"(?P<layer>.*experts)\.(?P<projection>gate_up_proj|{_PROJECTIONS})(\.weight)?")
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 
@@ -70,18 +71,16 @@ def convert(
 			if name not in experts:
 				writer.add(name, files[name])
 				continue
-			found, tensor = experts[name], files[name].to(device)
+			found, projection = experts[name], experts[name]["projection"]
 			is_one = "expert" in found.groupdict()
-			weight = tensor[None] if is_one else tensor.mT if transposed else tensor
-			if weight.dim() != 3 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):  # noqa: PLR2004
-				raise ValueError(f"{name} must be a plain matrix of experts, got {weight.dtype} of shape {tuple(tensor.shape)}")
-			amax = None
+			weight, amax = _checked(name, files[name].to(device), is_one, transposed, record), None
 			if record.level is not None:
 				amax = weight.abs().amax((1, 2)).float()
-				projection = found["projection"]
-				partner = is_one and name.replace(f".{projection}.", f".{_PARTNERS.get(projection, projection)}.")
-				if partner and partner in files:
-					amax = torch.maximum(amax, files[partner].to(device).abs().amax().float())
+				start, end = found.span("projection")
+				partner = name[:start] + _PARTNERS.get(projection, projection) + name[end:]
+				if partner in files:
+					other = _checked(partner, files[partner].to(device), is_one, transposed, record)
+					amax = torch.maximum(amax, other.abs().amax((1, 2)).float())
 			parts = quantized(weight, record.fmt, amax)
 			base = name.removesuffix(".weight")
 			for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
@@ -89,9 +88,22 @@ def convert(
 			for g, rows in enumerate(weight):
 				expert = int(found["expert"]) if is_one else g
 				snr = signal_to_noise(rows, parts.expert(g), record.fmt)
-				noise.append((found["layer"], found["projection"], expert, snr))
+				noise.append((found["layer"], projection, expert, snr))
 		_finish(files, writer, Path(target), record, [n for n in files if n not in experts])
 	return noise
+
+
+def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: Layout) -> Tensor:
+	"""The weights (E, N, K) of a tensor."""
+	weight = tensor[None] if is_one else tensor.mT if transposed else tensor
+	is_plain = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
+	multiple = layout.fmt.k_multiple
+	if weight.dim() != 3 or not is_plain or not weight.numel() or weight.shape[2] % multiple:  # noqa: PLR2004
+		raise ValueError(
+			f"{name} must be a plain matrix of experts with a multiple of {multiple} columns, got {weight.dtype} of shape "
+			f"{tuple(tensor.shape)}"
+		)
+	return weight
 
 
 def _finish(files: Reader, writer: Writer, target: Path, layout: Layout, plain: list[str]) -> None:

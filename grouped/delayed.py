@@ -1,20 +1,14 @@
 """Delayed scaling: scales from the amaxes of earlier steps, and how they are updated."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from cute_kernels import ops
 from cute_kernels.formats import FP8, Format
 from cute_kernels.ops.delayed import DelayedScalingUpdate, check_margin
 
 from .validation import check_format
-
-if TYPE_CHECKING:
-	from torch.distributed import ProcessGroup
 
 
 def delayed_scaling_update(

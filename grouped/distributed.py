@@ -6,7 +6,6 @@ collectives carry the rows, through NCCL or gloo. ``docs/distributed.md`` is the
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +33,9 @@ __all__ = ["Exchange", "ExpertParallel", "ExpertTensorParallel"]
 _collectives = torch.ops._c10d_functional
 
 
+_MOST = torch.iinfo(torch.int32).max
+
+
 class Splits(NamedTuple):
 	"""Rows to and from each rank."""
 
@@ -47,27 +49,25 @@ class Splits(NamedTuple):
 
 
 class Places(NamedTuple):
-	"""Where a rank's tokens go, and what has come to it.
+	"""Where a rank's tokens go, and what of them comes back.
 
 	A token travels once to each rank that has an expert of its; a pair is a token and an expert.
 
 	Attributes:
-	  row: (T, k) int32 where each pair's row is among those sent, -1 of those that are not.
+	  row: (T, k) int32 where each pair's row is among those that come back, -1 of those that are not sent.
 	  pairs: pairs to and from each rank.
 	  token: (U,) int32 tokens in the order in which they are sent, -1 in a free row.
 	  tokens: tokens to and from each rank.
-	  arrived: (N,) int32 where the token of each pair that came is among the tokens that did, or -1.
-	  expert: (N,) int32 its expert's number on this rank, or -1.
-	  weight: (N, 1) fp32 its weight.
+	  said: (T, 2 k) int32 told with a token: E minus each expert, 0 of a pair not sent, and its weight.
+	  source: (V, 1) int32 of each token that comes the rank that it is of, times E / R.
 	"""
 
 	row: Tensor
 	pairs: Splits
 	token: Tensor
 	tokens: Splits
-	arrived: Tensor
-	expert: Tensor
-	weight: Tensor
+	said: Tensor
+	source: Tensor
 
 
 class Exchange:
@@ -104,73 +104,89 @@ class Exchange:
 	def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
 		"""As ``grouped.experts.experts``, of experts that are spread over the ranks."""
 		places = self.places(routing, p)
-		rows, weights = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
-		local = compute_routing(places.expert.unsqueeze(1), self.num_experts // self.ranks)
+		rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
+		local = compute_routing(expert, self.num_experts // self.ranks)
 		h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
 		# The gradient of the weights is what ``_Dispatch`` has.
-		y: Tensor = _Combine.apply(h, p.detach(), places, style.dtype, self)  # type: ignore[no-untyped-call]
+		y: Tensor = _Combine.apply(h, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
 		return y
 
 	def places(self, routing: Routing, p: Tensor) -> Places:
-		"""Tell the other ranks what is sent to their experts, and hear it of them."""
-		tokens, each = p.shape[0], self.capacity
-		local = self.num_experts // self.ranks
-		ends, last = routing.offs[local - 1 :: local].contiguous(), self.ranks - 1
-		starts, row = pad(ends[:-1], (1, 0)), routing.row
-		owner = torch.searchsorted(ends, row.clamp_min(0), right=True).clamp_max(last)
-		if each is not None:
-			within = row - starts[owner]
-			row = torch.where((row >= 0) & (within < each[0]), owner * each[0] + within, -1).int()
+		"""Where the tokens of all ranks go; how many, the ranks tell each other."""
+		each, ranks, experts_ = self.capacity, self.ranks, self.num_experts
+		local, row, offs = experts_ // ranks, routing.row, routing.offs
+		expert = torch.searchsorted(offs, row.masked_fill(row < 0, _MOST), right=True)
+		owner = expert // local
 		# Of each token and rank the rank, if the token goes there. The column behind them is for none.
-		ranks = row.new_full((tokens, self.ranks + 1), -1)
-		ranks.scatter_(1, torch.where(row >= 0, owner, self.ranks), owner.int())
-		once = compute_routing(ranks[:, :-1].contiguous(), self.ranks)
-		once_starts = pad(once.offs[:-1], (1, 0))
+		goes = row.new_full((p.shape[0], ranks + 1), -1).scatter_(1, owner, owner.int())
+		once = compute_routing(goes, ranks)
+		base = torch.arange(0, experts_, local, dtype=torch.int32, device=p.device)
 		if each is None:
-			sizes = torch.stack([ends - starts, once.offs - once_starts], dim=1)
+			ends = torch.stack([offs[local - 1 :: local], once.offs])
+			sizes = (ends - pad(ends[:, :-1], (1, 0))).T
 			arriving = self._all_to_all(sizes, None, "routing")
-			pairs, unique = (Splits(*both) for both in torch.stack([sizes, arriving]).permute(2, 0, 1).tolist())
-			of_rank = [arriving[:, 0].cumsum(0), pad(arriving[:-1, 1].cumsum(0), (1, 0))]
-			rows, once_rows = (torch.arange(sum(s.send), device=p.device) for s in (pairs, unique))
+			pairs, tokens = (Splits(*both) for both in torch.stack([sizes, arriving]).permute(2, 0, 1).tolist())
+			token = once.token[: sum(tokens.send)]
+			source = base.repeat_interleave(arriving[:, 1], output_size=sum(tokens.receive))
 		else:
-			pairs, unique = (Splits([n] * self.ranks, [n] * self.ranks) for n in each)
-			rank = torch.arange(self.ranks, device=p.device)
-			of_rank = [(rank + 1) * each[0], rank * each[1]]
-			rows, once_rows = _slots(starts, ends, each[0], p.numel()), _slots(once_starts, once.offs, each[1], ranks.numel())
-			row = torch.where(once.row.gather(1, owner) - once_starts[owner] < each[1], row, -1)
+			pairs, tokens = (Splits([n] * ranks, [n] * ranks) for n in each)
+			once_starts = pad(once.offs[:-1], (1, 0))
+			token = pad(once.token, (0, 1), value=-1)[_slots(once_starts, once.offs, each[1], goes.numel())]
+			source = base.repeat_interleave(each[1])
+			place = once.row.gather(1, owner) - pad(once_starts, (0, 1))[owner]
+			kept = compute_routing(torch.where(place < each[1], expert, -1), experts_)
+			place = kept.row - pad(kept.offs[local - 1 :: local], (1, 0))[owner]
+			row = torch.where((kept.row >= 0) & (place < each[0]), owner * each[0] + place, -1).int()
+			expert = torch.where(row >= 0, expert, experts_)
 			lost = (routing.row >= 0).sum() - (row >= 0).sum()
 			if self.dropped is None:
 				self.dropped = torch.zeros_like(lost)
 			self.dropped.add_(lost)  # In place, for CUDA graphs.
-		sender = torch.searchsorted(ends, rows, right=True).clamp_max(last)
-		token = pad(routing.token, (0, 1), value=tokens)[rows.clamp_max(p.numel())]
-		expert = torch.searchsorted(routing.offs, rows, right=True, out_int32=True) % local
-		weight = pad(p.detach().flatten(), (0, 1))[pad(routing.pair, (0, 1), value=p.numel())[rows]]
-		place = pad(once.row, (0, 0, 0, 1))[token, sender] - once_starts[sender]
-		there = (rows < p.numel()) & (place < (tokens if each is None else each[1]))
-		said = torch.stack([torch.where(there, expert, -1), weight.view(torch.int32), place], dim=1).int()
-		expert, weight, place = self._all_to_all(said, pairs, "routing").T.contiguous()
-		source = torch.searchsorted(of_rank[0], torch.arange(len(expert), device=p.device), right=True).clamp_max(last)
-		arrived = torch.where(expert >= 0, of_rank[1][source] + place, -1).int()
-		sent = pad(once.token, (0, 1), value=-1)[once_rows.clamp_max(len(once.token))]
-		return Places(row, pairs, sent, unique, arrived, expert, weight.view(torch.float32).unsqueeze(1))
+		said = torch.stack([(experts_ - expert).int(), p.detach().view(torch.int32)], dim=2)
+		return Places(row, pairs, token, tokens, said.flatten(1), source.unsqueeze(1))
 
-	def move(self, x: Tensor, places: Places, what: str, wire: Format | None) -> Tensor:
-		"""(N, H) rows of the tokens x (T, H) of all ranks, for the pairs that came to this one."""
+	def arrivals(self, said: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+		"""Of each pair that came, in the order in which they go back: token, expert and weight; -1 of a free row."""
+		local, each = self.num_experts // self.ranks, said.view(-1, 2)
+		end = self.num_experts - self.rank * local
+		expert = end - said[:, ::2]
+		expert = (expert + places.source).masked_fill((expert < 0) | (expert >= local), -1)
+		found = compute_routing(expert, self.num_experts)
+		if self.capacity is None:
+			pair = found.pair[: sum(places.pairs.receive)]
+			known = each[pair]
+		else:
+			ends = found.offs[local - 1 :: local]
+			slots = _slots(pad(ends[:-1], (1, 0)), ends, self.capacity[0], expert.numel())
+			pair = pad(found.pair, (0, 1), value=-1)[slots]
+			known = each[pair].masked_fill(pair.unsqueeze(1) < 0, end + 1)
+		return pair // (said.shape[1] // 2), end - known[:, :1], known[:, 1:].contiguous().view(torch.float32)
+
+	def move(
+		self, x: Tensor, token: Tensor, splits: Splits, what: str, wire: Format | None, said: Tensor | None = None
+	) -> tuple[Tensor, Tensor]:
+		"""The tokens x (T, H) of all ranks that come to this one, and what is said of them."""
 		# Quantized before they are gathered: each token once.
-		flat = x if wire is None else pack(x, wire).view(torch.float32)
-		flat = self._all_to_all(ops.moe_gather(flat, places.token), places.tokens, what)
+		words = x if wire is None else pack(x, wire).view(torch.float32)
+		width, more = words.shape[1], 0
+		if said is not None:
+			parts = [words, said.view(words.dtype)]
+			free = -sum(t.shape[1] for t in parts) % (16 // words.itemsize)  # Rows stay where kernels take them.
+			words = torch.cat([*parts, words.new_zeros(len(x), free)], dim=1)
+			more = said.shape[1] * 4 // words.itemsize
+		flat = self._all_to_all(ops.moe_gather(words, token), splits, what, words.shape[1] - width)
+		said = flat[:, width : width + more].contiguous().view(torch.int32)
 		if wire is not None:
-			flat = unpack(flat.view(torch.int32), x.shape[1], wire, x.dtype)
-		rows: Tensor = ops.moe_gather(flat, places.arrived)
-		return rows
+			return unpack(flat.view(torch.int32), x.shape[1], wire, x.dtype), said
+		return flat[:, :width], said
 
-	def _all_to_all(self, x: Tensor, splits: Splits | None, what: str) -> Tensor:
+	def _all_to_all(self, x: Tensor, splits: Splits | None, what: str, said: int = 0) -> Tensor:
 		splits = splits or Splits([1] * self.ranks, [1] * self.ranks)
-		width = math.prod(x.shape[1:])
-		flat = x.contiguous().view(len(x), width).view(torch.uint8)
+		flat = x.contiguous().view(torch.uint8)
 		if not torch.compiler.is_compiling():
-			self.sent[what] += (len(x) - splits.send[self.rank]) * width * x.itemsize
+			size = (len(x) - splits.send[self.rank]) * x.itemsize
+			self.sent[what] += size * (x.shape[1] - said)
+			self.sent["routing"] += size * said
 		try:
 			out: Tensor = _collectives.all_to_all_single(flat, splits.receive, splits.send, self.group)
 			out = _collectives.wait_tensor(out)
@@ -179,7 +195,7 @@ class Exchange:
 				f"the exchange of rows between the {self.ranks} ranks of group {self.group!r} failed on rank {self.rank}: one "
 				f"of them is gone, or did not come before the group's timeout ({error})"
 			) from error
-		return out.view(x.dtype).view(-1, *x.shape[1:])
+		return out.view(x.dtype)
 
 
 def _slots(starts: Tensor, ends: Tensor, each: int, free: int) -> Tensor:
@@ -192,13 +208,16 @@ class _Dispatch(torch.autograd.Function):
 	"""Tokens to the ranks of their experts; gradients come back and are added up there."""
 
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, ...]:  # type: ignore[override]
 		ctx.save_for_backward(places.row)
 		ctx.back, ctx.exchange, ctx.dtype = places.pairs.back, exchange, x.dtype
-		return exchange.move(x, places, "dispatch", exchange.wire), places.weight.clone()
+		tokens, said = exchange.move(x, places.token, places.tokens, "dispatch", exchange.wire, places.said)
+		arrived, expert, weight = exchange.arrivals(said, places)
+		ctx.mark_non_differentiable(expert, arrived)
+		return ops.moe_gather(tokens, arrived), weight, expert, arrived
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor, dp: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
 		(row,) = ctx.saved_tensors
 		exchange = ctx.exchange
 		dx = exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
@@ -210,18 +229,20 @@ class _Combine(torch.autograd.Function):
 	"""Results back to their tokens. The gradient that experts get is that of y, as ``Style.apart`` has it."""
 
 	@staticmethod
-	def forward(ctx: Any, h: Tensor, p: Tensor, places: Places, dtype: torch.dtype, exchange: Exchange) -> Tensor:  # type: ignore[override]
-		ctx.save_for_backward(*(t for t in places if isinstance(t, Tensor)))
-		ctx.splits, ctx.exchange, ctx.dtype = (places.pairs, places.tokens), exchange, h.dtype
+	def forward(  # type: ignore[override]
+		ctx: Any, h: Tensor, p: Tensor, arrived: Tensor, places: Places, dtype: torch.dtype, exchange: Exchange
+	) -> Tensor:
+		ctx.save_for_backward(arrived, places.token)
+		ctx.splits, ctx.exchange, ctx.dtype = places.tokens, exchange, h.dtype
 		h = exchange._all_to_all(h, places.pairs.back, "combine")
 		y: Tensor = ops.moe_combine(h, places.row, p, dtype)
 		return y
 
 	@staticmethod
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-		(row, token, *rest), (pairs, tokens), exchange = ctx.saved_tensors, ctx.splits, ctx.exchange
-		places = Places(row, pairs, token, tokens, *rest)
-		return exchange.move(dy.to(ctx.dtype), places, "combine_gradient", exchange.gradient_wire), None, None, None, None
+		(arrived, token), exchange = ctx.saved_tensors, ctx.exchange
+		tokens, _ = exchange.move(dy.to(ctx.dtype), token, ctx.splits, "combine_gradient", exchange.gradient_wire)
+		return ops.moe_gather(tokens, arrived), None, None, None, None, None
 
 
 class _Style(ParallelStyle):  # type: ignore[misc]

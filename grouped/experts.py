@@ -1,5 +1,8 @@
 """The experts of a mixture from tokens to tokens: gather, two products, combine, and gradients.
 
+Or from rows to rows that lie by expert already: then there is no p, and x, z and a are kept for the
+backward pass as two linear layers and an activation keep them.
+
 y[t] = sum over k of p[t, k] h[row(t, k)] with h = W2 a + b2 and a = act(z), z = W1 x + b1.
 
 Kept for the backward pass are x, p, z and the routing. Neither the gathered rows nor a nor h are:
@@ -14,18 +17,32 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.activations import is_gated
+from cute_kernels.ops.activated import activates
+from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
 from .autograd import WeightGradients, recipe_of
-from .passes import Copies, LinearCall, Rows, Scaling, WgradOperands, backward, forward, joined, made, wgrad_operand
-from .tensor import handler
+from .passes import (
+	Copies,
+	Epilogue,
+	LinearCall,
+	Rows,
+	Scaling,
+	WgradOperands,
+	backward,
+	forward,
+	joined,
+	made,
+	wgrad_operand,
+)
+from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
@@ -42,6 +59,15 @@ class Routing(NamedTuple):
 	token: Tensor
 	pair: Tensor
 	row: Tensor
+
+
+class InPlace(NamedTuple):
+	"""Rows that lie by expert already, up to the end row of each."""
+
+	offs: Tensor
+	token: None = None
+	pair: None = None
+	row: None = None
 
 
 def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
@@ -64,6 +90,14 @@ class Style(NamedTuple):
 	apart: bool = False
 
 
+class _Saved(NamedTuple):
+	"""What a product leaves: what gradients read of x and of the weight, and amaxes."""
+
+	x: list[Tensor]
+	weight: list[Tensor]
+	amaxes: list[Tensor | None]
+
+
 class Layer(NamedTuple):
 	"""One of the two products of a call: see ``grouped.autograd.multiply``."""
 
@@ -76,14 +110,24 @@ class Layer(NamedTuple):
 	probe: Probe | None = None
 	flags: Tensor | None = None
 
-	def forward(self, x: Rows, offs: Tensor, need_dx: bool) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-		"""The product, what the gradient of x reads of the weight, and amaxes."""
-		options = (self.copies, (need_dx, False), self.scaling, self.probe)
-		rows = x if self.flags is None else x.made()
-		y, (_, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
+	def forward(
+		self, x: Tensor | Rows, offs: Tensor, needs: tuple[bool, bool], epilogue: Epilogue | None = None
+	) -> tuple[list[Tensor], _Saved]:
+		"""What the product gives, and what the gradients of x and the weight (``needs``) read."""
+		options = (self.copies, needs, self.scaling, self.probe, epilogue)
+		rows = x if self.flags is None else made(x)
+		y, (of_x, weight), amaxes = forward(rows, self.weights, self.bias, offs, self.recipe, *options)
 		if self.flags is not None:
-			debug.note(self.flags, made(rows), self.weights, y, offs)
-		return y, weight or [], amaxes
+			debug.note(self.flags, made(rows), self.weights, y[-1], offs)
+		return y, _Saved(of_x or [], weight or [], amaxes)
+
+	def activates(self, x: Tensor, style: Style) -> bool:
+		"""Whether a kernel activates in the epilogue of the product."""
+		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
+		if isinstance(weight, GroupedTensor):
+			of_weight = weight.format.text
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), style.activation, style.interleaved)
+		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:
 		"""A copy of the scale of a role, which the next step may overwrite."""
@@ -114,8 +158,10 @@ class Layer(NamedTuple):
 		return call.split(call.weight_gradient(wgrad), wanted), dbias
 
 
-def experts(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
-	"""Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32."""
+def experts(
+	x: Tensor, p: Tensor | None, routing: Routing | InPlace, first: Layer, second: Layer, style: Style
+) -> Tensor:
+	"""Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32, both None or neither."""
 	if torch.compiler.is_compiling():
 		y: Tensor = torch.ops.grouped.experts(
 			*(x, p, *routing),
@@ -129,19 +175,41 @@ def experts(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer,
 	return _differentiable(x, p, routing, first, second, style)
 
 
+#: Of each layer whether the gradient of its input is wanted, and that of its weight.
+_Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
+_NOTHING: _Needs = ((False, False), (False, False))
+
+
 def _forward(
-	x: Tensor, p: Tensor, r: Routing, layers: tuple[Layer, Layer], style: Style, needs: tuple[bool, bool] = (False, False)
-) -> tuple[Tensor, Tensor, list[list[Tensor]], list[list[Tensor | None]]]:
-	"""y, z, and of each layer what the gradient of its input reads of its weight, and amaxes."""
-	first, second = layers
-	z, weight, amaxes = first.forward(Rows(x, r.offs, r.token), r.offs, needs[0])
-	a = Rows(z, r.offs, None, style.activation, style.interleaved)
-	h, weight_2, amaxes_2 = second.forward(a, r.offs, needs[1])
-	y = ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
-	return y, z, [weight, weight_2], [amaxes, amaxes_2]
+	x: Tensor,
+	p: Tensor | None,
+	r: Routing | InPlace,
+	layers: tuple[Layer, Layer],
+	style: Style,
+	needs: _Needs = _NOTHING,
+	keeps_z: bool = False,
+) -> tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]:
+	"""y, z if kept, and what each layer leaves; of tokens that are gathered gradients make it again."""
+	(first, second), act = layers, (style.activation, style.interleaved)
+	(dx, dw), (da, dw_2) = needs
+	if r.token is not None:
+		dw = dw_2 = False
+	rows: Tensor | Rows = x if r.token is None else Rows(x, r.offs, r.token)
+	if first.activates(x, style):
+		epilogue = Epilogue(*act, keeps_z or first.flags is not None)
+		(a, *rest), saved = first.forward(rows, r.offs, (dx, dw), epilogue)
+		z = rest[0] if keeps_z else None
+		(h,), saved_2 = second.forward(a, r.offs, (da, dw_2))
+	else:
+		(z,), saved = first.forward(rows, r.offs, (dx, dw))
+		(h,), saved_2 = second.forward(Rows(z, r.offs, None, *act), r.offs, (da, dw_2))
+	y = h if r.row is None else ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
+	return y, z if keeps_z else None, (saved, saved_2)
 
 
-def _differentiable(x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
+def _differentiable(
+	x: Tensor, p: Tensor | None, routing: Routing | InPlace, first: Layer, second: Layer, style: Style
+) -> Tensor:
 	anchors = (first.anchor, second.anchor)
 	layers = tuple(
 		layer if anchor is None else layer.cut_off() for layer, anchor in zip((first, second), anchors, strict=True)
@@ -150,11 +218,11 @@ def _differentiable(x: Tensor, p: Tensor, routing: Routing, first: Layer, second
 	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
 		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
-	y, _, _, amaxes = _forward(x, p, routing, (first, second), style)
-	for layer, seen in zip(layers, amaxes, strict=True):
+	y, _, saved = _forward(x, p, routing, (first, second), style)
+	for layer, seen in zip(layers, saved, strict=True):
 		if layer.scaling is not None:
 			# No backward pass will.
-			layer.scaling.record(seen)
+			layer.scaling.record(seen.amaxes)
 	return y
 
 
@@ -169,12 +237,12 @@ class _Experts(torch.autograd.Function):
 	def forward(  # type: ignore[override]
 		ctx: Any,
 		x: Tensor,
-		p: Tensor,
+		p: Tensor | None,
 		bias_1: Tensor | None,
 		bias_2: Tensor | None,
 		anchor_1: Tensor | None,
 		anchor_2: Tensor | None,
-		routing: Routing,
+		routing: Routing | InPlace,
 		layers: tuple[Layer, Layer],
 		style: Style,
 		*weights: Tensor,
@@ -188,7 +256,8 @@ class _Experts(torch.autograd.Function):
 		ctx.needs = (needed[0], needed[1], need_dz, of_first, of_second)
 		ctx.of_weights = of_weights
 		need_g = need_dz or needed[1]
-		y, z, kept, amaxes = _forward(x, p, routing, layers, style, (needed[0], need_g))
+		needs = (needed[0], of_first[0]), (need_g, of_second[0])
+		y, z, left = _forward(x, p, routing, layers, style, needs, not style.recompute)
 		# What makes z again; of quantized weights the copies that were given, if there were.
 		again: list[Tensor | None] = []
 		if style.recompute:
@@ -197,11 +266,11 @@ class _Experts(torch.autograd.Function):
 			ctx.has_copies = rowwise is not None
 		saved: list[Sequence[Tensor | None]] = [
 			# The weight's gradient of the first layer, or z again.
-			[x if of_first[0] or style.recompute else None],
-			[p, None if style.recompute else z, *routing, second.bias],
-			*[[layer.scale(0), layer.scale(2)] for layer in layers],
-			*[[*seen, None, None][:2] for seen in amaxes],
-			*kept,
+			[x if (of_first[0] and routing.token is not None) or style.recompute else None],
+			[p, z, *routing, second.bias],
+			*[[None if routing.token is None else layer.scale(0), layer.scale(2)] for layer in layers],
+			*[[*seen.amaxes, None, None][:2] for seen in left],
+			*[part for seen in left for part in seen[:2]],
 			again,
 		]
 		ctx.counts = [len(part) for part in saved]
@@ -234,35 +303,40 @@ class _Experts(torch.autograd.Function):
 
 def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | None, ...]:
 	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
-	amaxes_1, amaxes_2, weight_1, weight_2, again = rest
+	amaxes_1, amaxes_2, of_x, weight_1, of_a, weight_2, again = rest
 	style: Style = ctx.style
 	(first, second), (call_1, call_2) = ctx.layers, ctx.calls
 	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
-	dtype = call_1.dtype
+	dtype, is_gathered = call_1.dtype, token is not None
 	if z is None:
 		z = _again(ctx, first, x, offs, token, scales_1[0], again)
 	rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
 	if second.flags is not None:
 		rows = made(rows)
 		debug.note_gradient(second.flags, rows, offs)
-	needs = (need_dz or need_dp, of_second[0], False)
-	got = backward(call_2, needs, rows, offs, ([], weight_2), scales_2[1])
-	del rows, weight_2
+	needs = (need_dz or need_dp, of_second[0], of_second[1] and not is_gathered)
+	got = backward(call_2, needs, rows, offs, (of_a, weight_2), scales_2[1])
+	del rows, weight_2, of_a
 	g = got.dx
-	if g is None:
-		g = z.new_zeros(token.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
-	given = (style.activation, offs, style.interleaved)
-	dz, scaled, dp = ops.moe_activate_gradient(z, g, *given, p, pair)
-	del z, g
-	wgrad, db_2 = got.wgrad, None
-	if wgrad is not None:
-		operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
-		wgrad = wgrad._replace(x=operand)
-		if amax is not None:
-			amaxes_2[0] = torch.maximum(amaxes_2[0], amax)
-	del scaled
-	if bias is not None:
-		db_2 = _of_bias(dy, p, dp, offs, row, bias, of_second[1])
+	made_of_z: list[Any] = [None]
+	if g is None and is_gathered:
+		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
+	wgrad, db_2, dp = got.wgrad, got.dbias, None
+	if g is not None:
+		made_of_z = ops.moe_activate_gradient(z, g, style.activation, offs, style.interleaved, p, pair)
+	dz, *more = made_of_z
+	del z, g, made_of_z
+	if is_gathered:
+		scaled, dp = more
+		del more
+		if wgrad is not None:
+			operand, amax = wgrad_operand(call_2, scaled, offs, scales_2[0])
+			wgrad = wgrad._replace(x=operand)
+			if amax is not None:
+				amaxes_2[0] = torch.maximum(amaxes_2[0], amax)
+		del scaled
+		if bias is not None:
+			db_2 = _of_bias(dy, p, dp, offs, row, bias, of_second[1])
 	dw_2, db_2 = second.finish(call_2, wgrad, db_2, ctx.of_weights[1])
 	_record(second, amaxes_2, got.amax)
 	del wgrad, got
@@ -272,21 +346,22 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		if first.flags is not None:
 			debug.note_gradient(first.flags, dz, offs)
 		needs = (need_dx, *of_first)
-		got = backward(call_1, needs, dz, offs, ([], weight_1), scales_1[1])
-		del dz, weight_1
+		got = backward(call_1, needs, dz, offs, (of_x, weight_1), scales_1[1])
+		del dz, weight_1, of_x
 		wgrad = got.wgrad
-		if wgrad is not None:
+		if wgrad is not None and is_gathered:
 			operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
 			wgrad = wgrad._replace(x=operand)
-		if got.dx is not None:
-			dx = ops.moe_combine(got.dx, row, None, dtype)
+		dx = got.dx
+		if dx is not None and is_gathered:
+			dx = ops.moe_combine(dx, row, None, dtype)
 		dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
 		_record(first, amaxes_1, got.amax)
 	return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
 
 
 def _again(
-	ctx: Any, layer: Layer, x: Tensor, offs: Tensor, token: Tensor, scale: Tensor | None, again: list[Any]
+	ctx: Any, layer: Layer, x: Tensor, offs: Tensor, token: Tensor | None, scale: Tensor | None, again: list[Any]
 ) -> Tensor:
 	"""z, by the first product of the forward pass."""
 	bias, weight_scale, *weights = again
@@ -296,7 +371,7 @@ def _again(
 		scaling = Scaling([scale, weight_scale, scale])
 	sources = [weights[0].new_empty(())] if ctx.has_copies else weights
 	layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-	return layer.forward(Rows(x, offs, token), offs, False)[0]
+	return layer.forward(Rows(x, offs, token), offs, (False, False))[0][0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:
@@ -314,8 +389,12 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 	dp += (dy @ bias.float().T).gather(1, expert) * there
 	if not need:
 		return None
-	p, chosen = p.masked_fill(~there, 0), expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)
-	return ((chosen * p.unsqueeze(-1)).sum(1).T @ dy).to(bias.dtype)
+	chosen = (expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)) & there.unsqueeze(-1)
+	# 0 * NaN is NaN: what is not finite would reach all experts by the product.
+	lost = ~dy.isfinite()
+	sums = torch.where(chosen, p.unsqueeze(-1), 0).sum(1).T @ dy.masked_fill(lost, 0)
+	reached = chosen.any(1).T.bfloat16() @ lost.bfloat16()
+	return sums.masked_fill_(reached > 0, torch.nan).to(bias.dtype)
 
 
 # ---- as an op
@@ -323,7 +402,7 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _FORMATS = ", ".join(f"str? {role}_{i}" for i in (1, 2) for role in ("input", "weight", "grad_output"))
 _LIBRARY.define(
-	"experts(Tensor x, Tensor p, Tensor offs, Tensor token, Tensor pair, Tensor row, "
+	"experts(Tensor x, Tensor? p, Tensor offs, Tensor? token, Tensor? pair, Tensor? row, "
 	f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
 	"bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
 	"bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
@@ -332,7 +411,9 @@ _LIBRARY.define(
 )
 
 
-def _unpacked(arguments: Sequence[Any], records: bool) -> tuple[Tensor, Tensor, Routing, Layer, Layer, Style]:
+def _unpacked(
+	arguments: Sequence[Any], records: bool
+) -> tuple[Tensor, Tensor | None, Routing | InPlace, Layer, Layer, Style]:
 	"""The arguments of ``experts`` of those of the op; ``records``: amaxes may be written."""
 	x, p = arguments[:2]
 	formats, flags = arguments[10:16], arguments[16:18]
@@ -343,7 +424,8 @@ def _unpacked(arguments: Sequence[Any], records: bool) -> tuple[Tensor, Tensor, 
 		scaling = None if scales is None else Scaling(scales, amaxes if records else None)
 		weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
 		layers.append(Layer([weight], bias, recipe, scaling=scaling))
-	return x, p, Routing(*arguments[2:6]), layers[0], layers[1], Style(*arguments[18:23])
+	routing = InPlace(arguments[2]) if p is None else Routing(*arguments[2:6])
+	return x, p, routing, layers[0], layers[1], Style(*arguments[18:23])
 
 
 def _below_autograd(*arguments: Any) -> Tensor:
@@ -359,7 +441,7 @@ def _autograd(*arguments: Any) -> Tensor:
 def _fake(*arguments: Any) -> Tensor:
 	row, weight, dtype = arguments[5], arguments[8], arguments[21]
 	x: Tensor = arguments[0]
-	return x.new_empty(row.shape[0], weight.shape[1], dtype=dtype)
+	return x.new_empty((x if row is None else row).shape[0], weight.shape[1], dtype=dtype)
 
 
 _LIBRARY.impl("experts", _below_autograd, "CompositeExplicitAutograd")

@@ -1,18 +1,14 @@
 """What this package's ops cost for ``torch.utils.flop_counter``, as ``cute_kernels.ops.flops`` has it."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from cute_kernels.ops.flops import register_flops
 from grouped import autograd, experts, products  # noqa: F401 - they define the ops.
 
 from .nn import router  # noqa: F401
-
-if TYPE_CHECKING:
-	from torch import Tensor
 
 
 def _product(x: Tensor, *args: Any, out_val: Tensor | None = None, **kwargs: Any) -> int:

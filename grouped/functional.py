@@ -1,8 +1,6 @@
 """Quantize grouped tensors, and offsets from counts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,18 +8,17 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.activations import Activation
 from cute_kernels.capability import require
+from cute_kernels.formats import Format
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
 
 from .offsets import Offsets, as_offs
 from .seeds import as_seed
 from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes
+from .shards import is_spread
 from .tensor import GroupedTensor, assemble, handler
 from .tracing import constant_call
 from .validation import check_format, check_is_tensor
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 __all__ = ["compute_offsets", "quantize"]
 
@@ -174,6 +171,13 @@ def quantize(
 			"vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "
 			"(G, N, K), or call quantize on all rows with offs, outside of vmap"
 		)
+	if type(x) is not Tensor and is_spread(x):
+		from . import sharding
+
+		if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
+			raise ValueError("x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it")
+		found: Any = sharding.quantize(x, fmt, offs, rowwise=rowwise, columnwise=columnwise)
+		return found  # type: ignore[no-any-return]
 	x, grad = x.detach(), None if grad is None else grad.detach()
 	act = _activation_text(activation)
 	shape = result_shape(x.shape, act, grad)

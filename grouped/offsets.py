@@ -9,7 +9,7 @@ from torch import Tensor
 
 _INT32 = torch.iinfo(torch.int32)
 #: End row of each group: an integer tensor, or a host list.
-Offsets: TypeAlias = "Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]"
+Offsets: TypeAlias = Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:

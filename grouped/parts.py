@@ -1,14 +1,13 @@
 """The plain tensors of a quantized tensor as files have them, to and from the buffers of kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cute_kernels import ops
+from cute_kernels.formats import BlockScale, Format
 from cute_kernels.layout.buffers import BufferSpec, buffers
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import TILE_ROWS
@@ -19,9 +18,6 @@ from cute_kernels.reference.scales import lay_scales, linear_scales, tile_view
 
 from .members import QuantizedCopy
 from .validation import check_format
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import BlockScale, Format
 
 #: How block scales lie: a matrix, as in checkpoints, or what ``layout.buffers`` has.
 Layout = Literal["linear", "tiles"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 
-from .products import grouped_gemm
+from .products import w4a16_operands
 from .recipes import ROLES, Recipe
 from .seeds import draw_seed
 from .tensor import GroupedTensor
@@ -86,15 +86,23 @@ class Rows(NamedTuple):
 		x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
-	def read_by(self, fmt: Format, is_seen: bool) -> tuple[Tensor, str | None, Tensor | None]:
-		"""What a quantizer reads, what it does to it, and its index; the bits are those of the rows.
+	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
+		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
 
 		Rows that something else sees are made, and so are activations that a quantizer does not round
 		to their dtype, or not at all.
 		"""
 		if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
-			return self.made(), None, None
-		return self.x, self.activation, self.at
+			return Rows(self.made(), self.offs)
+		return self
+
+
+class Epilogue(NamedTuple):
+	"""What a product does to its result: see ``m_grouped_gemm_activate``."""
+
+	activation: str
+	interleaved: bool
+	keeps_z: bool
 
 
 def made(x: Tensor | Rows) -> Tensor:
@@ -112,7 +120,7 @@ class WgradOperands(NamedTuple):
 
 	Attributes:
 	  dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
-	  x: the input, likewise.
+	  x: the input, likewise; if plain, an index of its rows may follow.
 	  offs: (G,) end rows.
 	"""
 
@@ -170,6 +178,8 @@ class LinearCall(NamedTuple):
 		if self.recipe.is_quantized:
 			_, _, dy_format = self.recipe.texts
 			options += (a_scales, b_scales, dy_format, self.recipe.texts[0])
+		elif b_scales:
+			options += (*(None,) * 5, b_scales[0])
 		if out is None:
 			dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
 			return dweight
@@ -217,7 +227,7 @@ def _quantize(
 	"""Quantize rowwise, columnwise or both."""
 	activation = index = None
 	if isinstance(x, Rows):
-		x, activation, index = x.read_by(fmt, recipe.propagate_nonfinite)
+		x, _, index, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
 	if recipe.propagate_nonfinite and fmt.element.holds_nan:
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
@@ -273,8 +283,9 @@ def _quantize_and_multiply(
 	transpose: bool,
 	columnwise: bool,
 	scale: Tensor | None,
-) -> tuple[Tensor, Copies]:
-	"""The product of quantized x and the weight, and x's columnwise copy if asked for.
+	epilogue: Epilogue | None = None,
+) -> tuple[list[Tensor], Copies]:
+	"""What the product of quantized x and the weight gives, and x's columnwise copy if asked for.
 
 	Of activations x (T, K), or gradients of the output where it is dgrad (``transpose``);
 	``weight`` is the copy whose blocks run along K, ``scale`` what the format of x may take.
@@ -286,25 +297,39 @@ def _quantize_and_multiply(
 		x = made(x)
 	if not columnwise and scale is None and not is_seen:
 		texts = (fmt.text, call.weight_format)
-		source, *how = x.read_by(fmt, False) if isinstance(x, Rows) else (x, None, None)
-		last = (call.prepacked, draw_seed(fmt, source.device), None, *how)
-		y = ops.m_grouped_quantize_gemm(source, codes, offs, scales, *texts, *options, *last)
-		return y, Copies()
+		rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
+		last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
+		return _call("m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue), Copies()
 	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
 	if call.probe is not None:
 		call.probe.see(role, made(x), copies, fmt, offs)
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
-	operands = (a_scales, scales, fmt.text, call.weight_format, call.prepacked)
-	return ops.m_grouped_gemm(a_codes, codes, offs, *options, *operands), copies
+	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None)
+	return _call("m_grouped_gemm", (a_codes, codes, offs, *options, *rest), epilogue), copies
+
+
+def _call(name: str, operands: tuple[object, ...], epilogue: Epilogue | None) -> list[Tensor]:
+	"""What an op of products gives, of all its arguments; or that of its name with an activation."""
+	if epilogue is None:
+		return [getattr(ops, name)(*operands)]
+	outputs: list[Tensor] = getattr(ops, f"{name}_activate")(*operands, *epilogue)
+	return outputs
 
 
 def _plain_product(
-	x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, transpose: bool, out_dtype: torch.dtype
-) -> Tensor:
+	x: Tensor,
+	weight: Tensor,
+	bias: Tensor | None,
+	offs: Tensor,
+	transpose: bool,
+	out_dtype: torch.dtype,
+	index: Tensor | None = None,
+	epilogue: Epilogue | None = None,
+) -> list[Tensor]:
+	operands: tuple[object, ...] = (x, weight, offs, bias, None, transpose, out_dtype, *(None,) * 4)
 	if isinstance(weight, GroupedTensor):
-		return grouped_gemm(*(x, weight), offs=offs, bias=bias, out_dtype=out_dtype, transpose_b=transpose)
-	y: Tensor = ops.m_grouped_gemm(x, weight, offs, bias, None, transpose, out_dtype)
-	return y
+		_, operands = w4a16_operands(x, weight, offs, bias, None, transpose, out_dtype)
+	return _call("m_grouped_gemm", (*operands, False, None, index), epilogue)
 
 
 def low(x: Tensor) -> Tensor:
@@ -329,8 +354,11 @@ def forward(
 	needs: Sequence[bool],
 	scaling: Scaling | None = None,
 	probe: Probe | None = None,
-) -> tuple[Tensor, Kept, list[Tensor | None]]:
-	"""The product, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
+	epilogue: Epilogue | None = None,
+) -> tuple[list[Tensor], Kept, list[Tensor | None]]:
+	"""What the product gives, and what the gradients of x (``needs[0]``) and the weight (``[1]``) read.
+
+	That is the product, or what its epilogue makes of it and then the product if that is kept.
 
 	Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody
 	else is None.
@@ -340,10 +368,13 @@ def forward(
 	if isinstance(weight, GroupedTensor):
 		_check_grouped(weight, need_dx)
 	if not recipe.is_quantized:
+		index: Tensor | None = None
+		if isinstance(x, Rows) and x.activation is None and probe is None and not need_dweight:
+			index, x = x.at, x.x
 		x = made(x)
 		low_x = x if isinstance(weight, GroupedTensor) else low(x)
 		low_weight = _low_weight(weights, low_x.dtype)
-		y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype)
+		y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype, index, epilogue)
 		if probe is not None:
 			probe.see("input", x, Copies([low_x]), None, offs)
 			_see_weight(probe, weights, Copies([low_weight]), None)
@@ -367,6 +398,7 @@ def forward(
 		transpose=False,
 		columnwise=need_dweight,
 		scale=_scale(scaling, "input"),
+		epilogue=epilogue,
 	)
 	kept = (of_x.columnwise, columnwise if need_dx else None)
 	return y, kept, [] if scaling is None else [of_x.amax, amax]
@@ -420,6 +452,8 @@ def wgrad_operand(
 	  scale: (G,) scales of ``x``, where its format takes them.
 	"""
 	if not call.recipe.is_quantized:
+		if isinstance(x, Rows) and x.activation is None and x.at is not None:
+			return [low(x.x), x.at], None
 		return [low(made(x))], None
 	if call.probe is not None:
 		x = made(x)
@@ -457,7 +491,7 @@ def _plain_gradients(
 	dx = None
 	if needs[0] and weight is not None:
 		b = _low_weight(weight, low_dy.dtype)
-		dx = _plain_product(low_dy, b, None, offs, True, call.dtype)
+		(dx,) = _plain_product(low_dy, b, None, offs, True, call.dtype)
 	if call.probe is not None:
 		call.probe.see("grad_output", dy, Copies([low_dy]), None, offs)
 	return dx, [low_dy] if needs[1] else None
@@ -470,9 +504,10 @@ def _quantized_gradients(
 	(_, weight), (need_dx, need_dweight) = kept, needs[:2]
 	fmt = _format(call.recipe, "grad_output")
 	if need_dx and weight is not None:
-		return _quantize_and_multiply(
+		(dx,), copies = _quantize_and_multiply(
 			*("grad_output", dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight, scale=scale
 		)
+		return dx, copies
 	if need_dweight:
 		copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
 		if call.probe is not None:

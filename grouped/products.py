@@ -15,6 +15,7 @@ from cute_kernels.ops.registry import is_observed
 
 from .handlers import not_differentiable
 from .offsets import Offsets, as_offs
+from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
@@ -105,6 +106,16 @@ def grouped_gemm(
 			return result
 		torch.ops.grouped.gemm_out(*pair, accumulate, out, accumulation)
 		return out
+	if (type(a) not in _DIRECT or type(b) not in _DIRECT) and is_spread(a, b):
+		if out is not None:
+			raise ValueError("out does not go with DTensors")
+		from . import sharding
+
+		def gemm(a: Tensor, b: Tensor, offs: Tensor | None, *vectors: Tensor | None) -> Tensor:
+			given: Any = dict(zip(("bias", "alpha"), vectors, strict=True)) | {"out_dtype": out_dtype}
+			return grouped_gemm(a, b, offs=offs, transpose_b=transpose_b, accumulation=accumulation, **given)
+
+		return sharding.product(gemm, a, b, offs, bias, alpha, 1 + transpose_b)
 	if isinstance(a, GroupedTensor):
 		names = f"{type(a).__name__} and {type(b).__name__}"
 		raise TypeError(f"b must be quantized if a is, got {names}")
@@ -191,14 +202,14 @@ def _gemm_out(func: Any, *arguments: Any) -> None:
 
 @handler(torch.ops.grouped.gemm_w4a16.default)
 def _gemm_w4a16(func: Any, *arguments: Any) -> Tensor:
-	name, operands = _w4a16_operands(*arguments)
+	name, operands = w4a16_operands(*arguments)
 	return _call(name, operands, out=None, accumulate=False)
 
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
 def _gemm_w4a16_out(func: Any, *arguments: Any) -> None:
 	a, b, offs, bias, alpha, transpose_b, accumulate, out = arguments
-	name, operands = _w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
+	name, operands = w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
 	_call(name, operands, out=out, accumulate=accumulate)
 
 
@@ -232,8 +243,8 @@ def _quantized_operands(
 	_no_ragged_options(bias, transpose_b)
 	if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
 		raise ValueError(
-			f"a and b must be cut alike: {a.num_groups} groups of {a.shape[0]} rows and "
-			f"{b.num_groups} groups of {b.shape[0]} rows"
+			f"a and b must be cut alike: {a.num_groups} groups in {a.shape[0]} rows and "
+			f"{b.num_groups} groups in {b.shape[0]} rows"
 		)
 	_check_same_offs(a.offs, b.offs)
 	first, first_scales = _operand(a, "a", "columnwise")
@@ -257,7 +268,7 @@ def _check_same_offs(a: Tensor, b: Tensor) -> None:
 		)
 
 
-def _w4a16_operands(
+def w4a16_operands(
 	a: Tensor,
 	b: GroupedTensor,
 	offs: Tensor,

@@ -10,14 +10,13 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 | grad_output | | rowwise | columnwise |
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed import ProcessGroup
 
 from cute_kernels import formats
 from cute_kernels.capability import UnsupportedError, support
@@ -27,9 +26,6 @@ from cute_kernels.ops.pairs import check_pair, check_transforms
 from cute_kernels.records import check_choice
 
 from .validation import check_format
-
-if TYPE_CHECKING:
-	from torch.distributed import ProcessGroup
 
 __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NVFP4RowScaled", "Recipe"]
 

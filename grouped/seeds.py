@@ -1,14 +1,9 @@
 """Seeds of stochastic rounding."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
+from cute_kernels.formats import Format
 
 
 def draw_seed(fmt: Format, device: torch.device) -> Tensor | None:

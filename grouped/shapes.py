@@ -15,9 +15,9 @@ from cute_kernels.ops.members import element_offsets
 from .offsets import host_integers
 
 #: (m, n) of each member: a host list, or an integer tensor (G, 2) on the CPU.
-Shapes: TypeAlias = "Sequence[Sequence[int]] | Tensor | np.ndarray[Any, np.dtype[np.int64]]"
+Shapes: TypeAlias = Sequence[Sequence[int]] | Tensor | np.ndarray[Any, np.dtype[np.int64]]
 #: The same as a GroupedTensor carries it.
-MemberShapes: TypeAlias = "tuple[tuple[int, int], ...]"
+MemberShapes: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def as_shapes(shapes: Shapes) -> MemberShapes:

@@ -17,6 +17,11 @@ def local_part(t: Any) -> Any:
 	return getattr(t, "_local_tensor", t)
 
 
+def is_spread(*tensors: Any) -> bool:
+	"""Whether one of them is a DTensor, whose class is slow to import."""
+	return any(hasattr(t, "_local_tensor") for t in tensors)
+
+
 def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, ...]:
 	"""The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
 

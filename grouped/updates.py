@@ -1,16 +1,13 @@
 """Says so when the in-place update of a quantized tensor is lost to rounding."""
 
-from __future__ import annotations
-
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-	from .tensor import GroupedTensor
+from .tensor import GroupedTensor
 
 #: In-place ops by which optimizers and averages update parameters; their second argument is the
 #: update, or where a lerp goes. Weight decay (``mul_``) is left out: it is meant to be small.

@@ -1,13 +1,12 @@
 """What a GroupedTensor may be made of, and the format of one that comes from a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from cute_kernels.capability import require
@@ -16,10 +15,7 @@ from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_multiple, check_offs, check_tensor, same_device
 from cute_kernels.ops.members import check_shapes
 
-if TYPE_CHECKING:
-	import torch
-
-	from .members import QuantizedCopy
+from .members import QuantizedCopy
 
 
 def check_format(name: str, fmt: object) -> None:

@@ -1,22 +1,16 @@
 """Quantized rows as bytes, a row with its scales: what travels between processes."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from cute_kernels import ops
+from cute_kernels.formats import Format
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import SF_TILE_BYTES
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .validation import check_format
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 #: Words, so that rows of codes lie as kernels take them where they arrive.
 _ALIGNMENT = 4

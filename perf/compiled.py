@@ -1,17 +1,12 @@
 """Kernels compiled for the emulator, with what the compiler made of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from cute_kernels.runtime.arch import architecture
 from cute_kernels.runtime.compile import compile_kernel
 from cute_kernels.runtime.emulated import EmulatedKernel
-
-if TYPE_CHECKING:
-	from cute_kernels.runtime.spec import KernelSpec
+from cute_kernels.runtime.spec import KernelSpec
 
 
 @dataclasses.dataclass

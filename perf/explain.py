@@ -4,29 +4,23 @@ The layer is the MLP of a rank's experts, SwiGLU included. The router, the permu
 the exchange between ranks are not in it. Times are of a CUDA graph, by ``perf.planner.model``.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cute_kernels.gemm.problem import N_ALIGN
+from grouped.recipes import Recipe
 
 from .cases import ROUTINGS, split_rows
 from .planner.gpus import GPUS, Gpu, gpu_of
 from .planner.layer import Layer, memory, missing_kernels, passes, step_of
+from .planner.model import Model
 from .planner.observed import FITTED, fitted
 from .planner.work import Counts, Kernel
 from .records import RESULTS, load
 from .suites.layer import recipes
-
-if TYPE_CHECKING:
-	from grouped.recipes import Recipe
-
-	from .planner.model import Model
 
 _GIB = 2.0**30
 

@@ -1,17 +1,13 @@
 """The measured tables of the README as data: which records fill which cells."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grouped
 
+from .records import Record
 from .suites.counts import ROUTINGS
-
-if TYPE_CHECKING:
-	from .records import Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,16 +1,9 @@
 """Arithmetic, logic, conversions, comparisons, and exchanges within a warp."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from .isa import COMPARISONS, REDUCTIONS, SPACES, Flag, Kind
 from .lexer import literal
-from .opcode import NotModelledError
-
-if TYPE_CHECKING:
-	from .opcode import Lowering, Opcode
-	from .program import Operand
+from .opcode import Lowering, NotModelledError, Opcode
+from .program import Operand
 
 
 def _values(op: Opcode, operands: list[str]) -> list[Operand]:

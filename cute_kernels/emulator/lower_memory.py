@@ -1,17 +1,11 @@
 """Loads, stores, atomics, copies, tensor maps."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from .isa import REDUCTIONS, SPACES, Flag
 from .lexer import literal
-from .opcode import NotModelledError
+from .opcode import Lowering, NotModelledError, Opcode
 from .program import immediate
-
-if TYPE_CHECKING:
-	from .opcode import Lowering, Opcode
 
 _NAME_IN_ADDRESS = re.compile(r"\[\s*([\w$]+)")
 

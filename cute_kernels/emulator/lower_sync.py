@@ -1,16 +1,9 @@
 """Control flow, barriers, fences, mbarriers, cluster launch control."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from .isa import Flag
 from .lexer import literal
-from .opcode import NotModelledError
+from .opcode import Lowering, NotModelledError, Opcode
 from .program import NO_OPERAND
-
-if TYPE_CHECKING:
-	from .opcode import Lowering, Opcode
 
 
 def _bra(op: Opcode, operands: list[str]) -> None:

@@ -1,16 +1,10 @@
 """Tensor cores: wgmma and tcgen05."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from .isa import Flag
 from .lexer import literal
-from .opcode import NotModelledError
-
-if TYPE_CHECKING:
-	from .opcode import Lowering, Opcode
+from .opcode import Lowering, NotModelledError, Opcode
 
 _KINDS = ["f16", "tf32", "f8f6f4", "i8", "mxf8f6f4", "mxf4", "mxf4nvf4"]
 _LOAD_SHAPES = ["32x32b", "16x64b", "16x128b", "16x256b", "16x32bx2"]

@@ -1,17 +1,11 @@
 """The choice of a lowering by mnemonic."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from .lower_alu import ALU
 from .lower_memory import MEMORY
 from .lower_sync import SYNC
 from .lower_tensor import TENSOR
 from .opcode import Opcode
-
-if TYPE_CHECKING:
-	from .program import KernelBuilder
+from .program import KernelBuilder
 
 _LOWERINGS = ALU | MEMORY | SYNC | TENSOR
 

@@ -1,18 +1,13 @@
 """An opcode taken apart: mnemonic, modifiers, and what they mean to every instruction."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from .isa import MODIFIER_FLAGS, ROUNDINGS, SPACES, Flag
+from .program import KernelBuilder, Operand
 
-if TYPE_CHECKING:
-	from collections.abc import Callable
-
-	from .program import KernelBuilder, Operand
-
-	Lowering = Callable[["Opcode", list[str]], None]
+Lowering = Callable[["Opcode", list[str]], None]
 
 
 class NotModelledError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -13,9 +13,7 @@ from cute_kernels.device.ptx import asm, asm_volatile
 
 from .operands import DTYPE_BYTES
 from .output import VECTOR_BYTES, EpilogueTensors, out_offset
-
-if TYPE_CHECKING:
-	from .problem import GemmConfig
+from .problem import GemmConfig
 
 
 def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:

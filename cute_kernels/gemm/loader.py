@@ -153,15 +153,15 @@ class LoadWarp:
 		for load in self.operand_n:
 			row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
 			copies.append((load, *load.copies(row, k_start, n_group)))
-		gather, rows = self.gather, None
-		if cutlass.const_expr(gather is not None):
-			rows = gather.start(tile, gather.cta_rows)
+		rows = None
+		if cutlass.const_expr(self.gather is not None):
+			rows = self.gather.start(tile, self.gather.cta_rows)
 		for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
 			self.ab_pipeline.producer_acquire(ab_state)
 			self.copy_stage(copies, k_tile, ab_state)
-			if cutlass.const_expr(gather is not None):
+			if cutlass.const_expr(self.gather is not None):
 				barrier = self.ab_pipeline.producer_get_barrier(ab_state)
-				gather.copy(rows, tile, k_tile, ab_state.index, barrier, gather.rows)
+				self.gather.copy(rows, tile, k_tile, ab_state.index, barrier, self.gather.rows)
 			ab_state.advance()
 		return ab_state
 

@@ -1,18 +1,12 @@
 """Checks of op arguments. Every message names the argument, its value and the rule."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from cute_kernels.formats import Format
 from cute_kernels.layout.buffers import buffers
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.formats import Format
 
 #: Dtypes of plain operands.
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

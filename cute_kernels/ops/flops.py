@@ -11,7 +11,15 @@ from torch.utils.flop_counter import flop_registry
 
 from cute_kernels.layout.slots import TILE_ROWS
 
-from .gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
+from .gemm import (
+	GroupedGemm,
+	KGroupedGemm,
+	MGrouped,
+	MGroupedGemm,
+	MGroupedGemmActivate,
+	MGroupedQuantizeGemm,
+	MGroupedQuantizeGemmActivate,
+)
 
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:
@@ -32,5 +40,5 @@ def _counted(cls: type[GroupedGemm]) -> Callable[..., int]:
 	return count
 
 
-for _cls in (MGroupedGemm, MGroupedQuantizeGemm, KGroupedGemm):
+for _cls in (MGroupedGemm, MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuantizeGemmActivate, KGroupedGemm):
 	register_flops(torch.ops.cute_kernels, _counted(_cls), _cls.name, f"{_cls.name}_out")

@@ -181,8 +181,7 @@ class GroupedGemm(Op):
 
 	def require(self, backend: Backend) -> None:
 		name, fmt = self.capability()
-		# What adds like a tensor core takes what the kernels do that it stands for.
-		arch = backend.arch if backend.tensor_core is None else f"reference:{backend.tensor_core}"
+		arch = backend.listed
 		dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
 		facts = {
 			"columnwise": self.uses_columnwise,

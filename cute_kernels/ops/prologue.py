@@ -1,19 +1,15 @@
 """The activation that an op applies to its input first: checks, widths and elements."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from cute_kernels import reference
 from cute_kernels.activations import Activation, is_gated, parse_activation
 
 from .checks import check_tensor, same_device
 from .members import element_offsets, pairs
-
-if TYPE_CHECKING:
-	import torch
-	from torch import Tensor
 
 
 def result_columns(columns: int, activation: str | None, grad: Tensor | None) -> int:

@@ -1,19 +1,14 @@
 """The buffers of one direction by name, and the parts in which they are read and written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import Format
 from cute_kernels.layout.slots import TILE_ROWS
 
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-
-	from .groups import Groups
+from .groups import Groups
 
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.
 _CHUNK = 1 << 19

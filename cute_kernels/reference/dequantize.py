@@ -1,10 +1,10 @@
 """The inverse of quantization for every format: codecs compute, this knows where codes lie."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from cute_kernels.formats import Format
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 
@@ -12,14 +12,8 @@ from .codecs import Codec, codec_of
 from .codecs.base import scaled
 from .conversions import decode
 from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .groups import Groups
 from .scales import linear_row_scales, linear_scales, tile_view
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.formats import Format
-
-	from .groups import Groups
 
 
 def dequantize(groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor) -> None:

@@ -55,10 +55,8 @@ How the kernels feed them decides two things:
   elements ``e = 8 w + 2 h + {0, 1, 4, 5}`` of the four blocks ``2 j + p``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,10 +66,8 @@ from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
 from cute_kernels.layout.shapes import ceil_div
 
 from .fma import fma, rounded_sum, two_sum
+from .operands import Rows
 from .tensor_core import NAN_BITS, tensor_core_gemm
-
-if TYPE_CHECKING:
-	from .operands import Rows
 
 #: K of the partial sums of FP8 with a split accumulator.
 _SPLIT_K = 128

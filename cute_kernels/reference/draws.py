@@ -26,19 +26,14 @@ puts on top of the two halves of the random bits, above zeros. How hardware assi
 known here.
 """
 
-from __future__ import annotations
-
 import abc
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .philox import philox4x32
-
-if TYPE_CHECKING:
-	from torch import Tensor
 
 #: Elements that one call of the generator serves.
 BLOCK = 16

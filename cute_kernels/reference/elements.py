@@ -1,18 +1,12 @@
 """What is quantized: rows of fp32 elements, made in parts so that they never exist as a whole."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
+
+from cute_kernels.activations import Activation
 
 from .activations import activate, activate_gradient
 from .reductions import absmax
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.activations import Activation
 
 #: Elements that are made at a time where the caller does not say which.
 _CHUNK = 1 << 19

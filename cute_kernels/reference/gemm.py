@@ -11,20 +11,14 @@
 A factor is that of the operand's own record, and a vector that of the copy that is read.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .dots import Adder, dot
+from .groups import Groups
 from .operands import Operand, Rows
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from .groups import Groups
 
 
 def _store(

@@ -12,14 +12,8 @@ sums and differences in fp32, of elements i and i + 8, i + 4, i + 2 and i + 1 in
 additions an element.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 #: Elements that are mixed with each other.
 CHUNK = 16

@@ -1,18 +1,14 @@
 """Routing, gather and combine of a mixture of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from cute_kernels.activations import Activation
+
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
 
 #: Neighbouring columns that one lane of a warp adds up, and lanes.
 _RUN, _LANES = 8, 32

@@ -3,14 +3,8 @@
 Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
-
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

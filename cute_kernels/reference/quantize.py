@@ -4,14 +4,13 @@ Rows are converted with blocks along K, slot tiles of 128 rows with blocks along
 blocks are converted by slot tiles for both directions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import Format
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
@@ -19,15 +18,11 @@ from cute_kernels.reference import hadamard
 from .codecs import Codec, codec_of
 from .conversions import pack
 from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
+from .draws import Draws
+from .elements import Elements
+from .groups import Groups
 from .reductions import absmax, group_amax
 from .scales import lay_scales, tile_view
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-
-	from .draws import Draws
-	from .elements import Elements
-	from .groups import Groups
 
 
 class Given(NamedTuple):

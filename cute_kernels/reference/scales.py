@@ -7,18 +7,12 @@ those of square blocks repeated. ``tile_view`` finds the tiles in a buffer of an
 how scales are laid out.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import BlockScale, Format
 from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, ceil_div, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import BlockScale, Format
 
 
 def tile_scales(linear: Tensor) -> Tensor:

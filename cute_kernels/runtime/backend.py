@@ -58,6 +58,11 @@ class Backend:
 	emulation: tuple[tuple[str, Any], ...] = ()
 
 	@property
+	def listed(self) -> str:
+		"""The name that ``capability.support`` takes: what adds like a tensor core runs what its kernels do."""
+		return self.arch if self.tensor_core is None else _REFERENCE + self.tensor_core
+
+	@property
 	def is_emulated(self) -> bool:
 		"""Whether its kernels are interpreted on the CPU."""
 		return self.name.startswith(_EMULATED)

@@ -14,8 +14,6 @@ read once. A folder that others own or may write is worth one warning, and neith
 Everything in the folder may be deleted at any time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib
@@ -26,16 +24,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cute_kernels.host.settings import cache_root, kernel_cache_is_on, warn_once
 from cute_kernels.host.trust import distrust, make_folder, open_folder, read_file, write_file
 
+from .arch import Architecture
 from .dsl import installed_versions
 from .spec import KernelSpec, canonical_text, short_name
-
-if TYPE_CHECKING:
-	from .arch import Architecture
 
 #: Bump when the meaning of an entry's files changes.
 _LAYOUT = 1

@@ -1,19 +1,15 @@
 """Launching kernels on a GPU or on the emulator."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .arch import Architecture, architecture, device_architecture
+from .backend import Backend
 from .compile import compile_kernel
-
-if TYPE_CHECKING:
-	from .backend import Backend
-	from .spec import KernelSpec
+from .spec import KernelSpec
 
 #: SMs of the emulated GPU unless the user says otherwise: enough for persistent CTAs to share work.
 EMULATED_SMS = 4

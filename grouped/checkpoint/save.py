@@ -1,23 +1,19 @@
 """Save a checkpoint: see ``grouped.checkpoint``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.formats import Format
 from grouped.tensor import GroupedTensor
 
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
 from .parts import Parts, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 
 @torch.no_grad()
@@ -90,6 +86,8 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
 	fmt, held = layout.fmt, weight.parameter
 	if not isinstance(held, GroupedTensor):
 		return
+	if held.grouping != "uniform":
+		raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
 	ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
 	# Such scales are stored for every row, also where a square block has one.
 	per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"

@@ -1,15 +1,12 @@
 """The experts' weights of a module, and how checkpoints call them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
 
 import grouped.nn
-
-if TYPE_CHECKING:
-	from torch import Tensor, nn
 
 #: What checkpoints call the projections of an expert: Mixtral's names.
 ALIASES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -47,7 +44,7 @@ class ExpertWeight(NamedTuple):
 	@property
 	def is_bias(self) -> bool:
 		"""Whether it is one."""
-		return self.parameter.dim() == 2  # noqa: PLR2004
+		return self.attribute.endswith("bias")
 
 	@property
 	def shape(self) -> tuple[int, ...]:

@@ -1,18 +1,14 @@
 """A byte-level transformer whose feed-forward layers are mixtures of experts."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import grouped
-
-if TYPE_CHECKING:
-	from grouped.recipes import Recipe
+from grouped.recipes import Recipe
 
 _NUM_BYTES = 256
 

@@ -1,7 +1,5 @@
 """Progress, the table and the files of the demo."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import importlib.util
@@ -10,12 +8,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from .snr import ROLES
-
-if TYPE_CHECKING:
-	from .train import Run
+from .train import Run
 
 #: What to run for the progress bar and the plot.
 INSTALL = "pip install 'grouped-kernels[demo]'"

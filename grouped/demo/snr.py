@@ -1,11 +1,6 @@
 """How much of a signal survives quantization, in decibels."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-	from grouped import debug
+from grouped import debug
 
 #: What enters the products of a grouped linear layer, and the lens's names of it.
 ROLES = {"weights": "weight", "activations": "input", "gradients": "grad_output"}

@@ -209,7 +209,11 @@ class GroupedLinear(debug.Watched):
 	def _apply_to(
 		self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None, sink: ParameterGradients | None
 	) -> Tensor:
-		groups = len(local(self.weight)) if self.single_parameter else self.num_groups
+		groups = self.num_groups
+		if self.single_parameter:
+			weight = local(self.weight)
+			self._check_shape(weight)
+			groups = len(weight)
 		rows, ends = rows_and_ends(x, offs, groups, self.in_features)
 		call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch, sink)
 		options = (call.copies, call.sink, call.scaling, call.probe)
@@ -286,9 +290,10 @@ class GroupedLinear(debug.Watched):
 
 	def _check_shape(self, weight: Tensor) -> None:
 		"""Whether a weight that is quantized already has the layer's shape, or that of a rank's groups."""
-		groups = len(weight) if self._shards else self.num_groups
-		shape = (groups, self.out_features, self.in_features)
-		if isinstance(weight, GroupedTensor) and tuple(weight.shape) != shape:
+		if not isinstance(weight, GroupedTensor):
+			return
+		shape = (len(weight) if self._shards else self.num_groups, self.out_features, self.in_features)
+		if tuple(weight.shape) != shape:
 			raise ValueError(f"weight must be uniform of shape {shape}, got {weight!r}")
 
 	def backward_dw(self) -> None:

@@ -1,20 +1,19 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.activations import Activation
+from grouped.autograd import rows_and_ends
+from grouped.experts import InPlace, Routing, Style, experts
 from grouped.offsets import Offsets, as_offs
+from grouped.recipes import Recipe
 
 from .activation import activate, as_activation
+from .kept import local
 from .linear import GroupedLinear
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
-	from grouped.recipes import Recipe
 
 
 class GroupedMLP(nn.Module):
@@ -86,13 +85,51 @@ class GroupedMLP(nn.Module):
 
 	def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
 		"""Apply the experts; arguments as in ``GroupedLinear.forward``."""
+		if self._is_one():
+			first = self.gate_up
+			groups = len(local(first.weight)) if first.single_parameter else first.num_groups
+			rows, ends = rows_and_ends(x, offs, groups, first.in_features)
+			style = Style(self.activation.text, self.interleaved, False, rows.dtype)
+			y = self.run(rows, None, InPlace(ends), is_first_microbatch, style)
+			return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
 		z = self.gate_up(x, offs, is_first_microbatch=is_first_microbatch)
 		rows = z.reshape(-1, z.shape[-1])
 		ends = as_offs(offs, rows.shape[0], rows.device)
 		hidden = activate(rows, self.activation.text, ends, self.interleaved)
 		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
-		y: Tensor = self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
-		return y
+		return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+
+	def _is_one(self) -> bool:
+		"""Whether both layers run as one function, the bits of which are theirs: nothing needs each."""
+		if torch.compiler.is_compiling():
+			if self.is_watched:
+				return False
+		elif torch._C._functorch.peek_interpreter_stack() is not None or nn.modules.module._has_any_global_hook():
+			return False
+		return _is_bare(self.gate_up) and _is_bare(self.down)
+
+	@property
+	def is_watched(self) -> bool:
+		"""Whether something looks at the layers, or takes their gradients: not to be traced as one."""
+		return any(layer.is_eager_only or layer._nonfinite is not None for layer in (self.gate_up, self.down))
+
+	def run(
+		self,
+		rows: Tensor,
+		weights: Tensor | None,
+		routing: Routing | InPlace,
+		is_first_microbatch: bool | None,
+		style: Style,
+		function: Callable[..., Tensor] = experts,
+	) -> Tensor:
+		"""``grouped.experts.experts`` with both layers, or a ``function`` that takes what it does."""
+		needs_dx = rows.requires_grad
+		layers = []
+		for layer in (self.gate_up, self.down):
+			sink = layer.sink(is_first_microbatch)
+			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
+			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		return function(rows, weights, routing, *layers, style)
 
 	def extra_repr(self) -> str:
 		"""The activation."""
@@ -102,3 +139,9 @@ class GroupedMLP(nn.Module):
 		"""Compute what a backward pass left, of both layers: see ``GroupedLinear.backward_dw``."""
 		self.down.backward_dw()
 		self.gate_up.backward_dw()
+
+
+def _is_bare(layer: nn.Module) -> bool:
+	"""Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks into it."""
+	hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+	return type(layer) is GroupedLinear and not any(hooks) and "forward" not in layer.__dict__

@@ -1,22 +1,18 @@
 """``MoE``: a mixture of experts, from tokens to tokens."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import Routing, Style, compute_routing, experts
+from grouped.experts import Style, compute_routing, experts
+from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
 from .mlp import GroupedMLP
 from .router import MoELosses, Router
-
-if TYPE_CHECKING:
-	from cute_kernels.activations import Activation
-	from grouped.recipes import Recipe
 
 
 class MoE(nn.Module):
@@ -175,10 +171,9 @@ class MoE(nn.Module):
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
 		mlp = self.experts
-		if mlp.gate_up.is_eager_only or mlp.down.is_eager_only or _is_watched(mlp):
-			y = self._run_eager(rows, choice.weights, routing, is_first_microbatch, x.dtype)
-		else:
-			y = self._run(rows, choice.weights, routing, is_first_microbatch, x.dtype)
+		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
+		run = self._run_eager if mlp.is_watched else mlp.run
+		y = run(rows, choice.weights, routing, is_first_microbatch, style, self.exchange or experts)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)
@@ -196,29 +191,10 @@ class MoE(nn.Module):
 
 	@eager_only("something looks at the experts, or takes their gradients")
 	def _run_eager(self, *arguments: Any) -> Tensor:
-		return self._run(*arguments)
-
-	def _run(
-		self, rows: Tensor, weights: Tensor, routing: Routing, is_first_microbatch: bool | None, dtype: torch.dtype
-	) -> Tensor:
-		first, second = self.experts.gate_up, self.experts.down
-		needs_dx = rows.requires_grad
-		layers = []
-		for layer in (first, second):
-			sink = layer.sink(is_first_microbatch)
-			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			needs_dx = needs_dx or weights.requires_grad or first._has_trainable()
-		act = self.experts.activation.text
-		style = Style(act, self.experts.interleaved, self.recompute, dtype)
-		run = experts if self.exchange is None else self.exchange
-		return run(rows, weights, routing, layers[0], layers[1], style)
+		return self.experts.run(*arguments)
 
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""
 		for mlp in (self.shared, self.experts):
 			if mlp is not None:
 				mlp.backward_dw()
-
-
-def _is_watched(mlp: GroupedMLP) -> bool:
-	return mlp.gate_up._nonfinite is not None or mlp.down._nonfinite is not None

@@ -1,14 +1,11 @@
 """The badge of the README: how much faster than PyTorch, in one line of an SVG."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.sax.saxutils import escape
 
-if TYPE_CHECKING:
-	from perf.records import Record
+from perf.records import Record
 
 _SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))
 _SVG = """\

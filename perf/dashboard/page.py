@@ -1,18 +1,15 @@
 """The page: its parts and the records, put into one file."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from perf.records import Record
 
 from .things import payload
-
-if TYPE_CHECKING:
-	from perf.records import Record
 
 ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.

@@ -1,7 +1,5 @@
 """What all meters are."""
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import dataclasses
@@ -9,15 +7,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 import cute_kernels
+from perf.contender import Contender
 from perf.environment import Environment, environment
-
-if TYPE_CHECKING:
-	import torch
-
-	from perf.contender import Contender
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,17 +1,14 @@
 """Times of the reference backend on a CPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from .base import Measurement, Meter, of_times
+from perf.contender import Contender
 
-if TYPE_CHECKING:
-	from perf.contender import Contender
+from .base import Measurement, Meter, of_times
 
 _REPEATS, _QUICK_REPEATS = 7, 2
 _LEAST_SECONDS = 0.02

@@ -1,22 +1,18 @@
 """Counts of kernels on the emulator."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import cute_kernels
 from cute_kernels import emulator
+from perf.contender import Contender
 from perf.environment import Environment, environment
 
 from .base import Measurement, Meter
-
-if TYPE_CHECKING:
-	from perf.contender import Contender
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
 #: counts as one, and is about ten in machine code. A wait counts once, however long it lasts.

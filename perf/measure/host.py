@@ -1,25 +1,21 @@
 """Host time of op calls, with and without their launches."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import statistics
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
+from perf.contender import Contender
 
 from .base import Measurement, Meter, spread_of
-
-if TYPE_CHECKING:
-	from perf.contender import Contender
 
 _ROUNDS, _CALLS = 25, 100
 _QUICK_ROUNDS, _QUICK_CALLS = 3, 10

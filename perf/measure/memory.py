@@ -8,12 +8,9 @@ output gradient, which are there before the step; the gradients of the parameter
 which are there after it, are part of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from grouped import recipes
 from grouped.nn import GroupedMLP
-
-if TYPE_CHECKING:
-	from grouped import recipes
 
 
 @dataclasses.dataclass(frozen=True)

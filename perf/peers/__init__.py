@@ -1,14 +1,10 @@
 """Libraries that do the same, behind one interface; see ``peers.base.Peer``."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-	from .base import Peer
+from .base import Peer
 
 __all__ = ["PEERS", "all_peers"]
 

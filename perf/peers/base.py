@@ -1,16 +1,15 @@
 """What a peer is."""
 
-from __future__ import annotations
-
 import abc
 import functools
 import importlib.util
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 import grouped
 from cute_kernels.formats import NVFP4, parse
@@ -18,15 +17,11 @@ from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.reference.scales import untile_scales
 from perf.contender import Contender
 from perf.environment import package_version
+from perf.measure import Meter
+from perf.operands import Operands
 from perf.suites.base import element_bytes
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from perf.measure import Meter
-	from perf.operands import Operands
-	from perf.suites.layer import LayerWork
-	from perf.suites.quantize import Input, Quantization
+from perf.suites.layer import LayerWork
+from perf.suites.quantize import Input, Quantization
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
 #: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong

@@ -4,8 +4,6 @@ It runs from a checkout of CUTLASS (``--path CUTLASS=FOLDER``), takes groups of 
 has no factor a row.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -13,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,14 +20,12 @@ import grouped
 from cute_kernels.formats import MXFP8, NVFP4, Format
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import slot_tile
+from perf.contender import Contender
 from perf.measure.emulator import EmulatorMeter, installed
+from perf.operands import Operands
 from perf.suites.base import element_bytes
 
 from .base import NOISE, Peer, padded_rows, unpadded_rows
-
-if TYPE_CHECKING:
-	from perf.contender import Contender
-	from perf.operands import Operands
 
 _ROW_MULTIPLE = 16
 _FORMATS: tuple[Format, ...] = (NVFP4(), MXFP8())

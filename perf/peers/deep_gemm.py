@@ -1,20 +1,17 @@
 """DeepGEMM 2.6: m_grouped bf16 and FP8 (1x128 rows, 128x128 weights), contiguous and masked."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import Peer, padded_rows, unpadded_rows
+from perf.contender import Contender
+from perf.operands import Operands
 
-if TYPE_CHECKING:
-	from perf.contender import Contender
-	from perf.operands import Operands
+from .base import Peer, padded_rows, unpadded_rows
 
 _BLOCK = 128
 #: Mean rows of an expert below which its masked layout is the faster one.

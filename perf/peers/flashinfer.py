@@ -3,8 +3,6 @@
 On the emulator its CuTe DSL quantizers run from a checkout (``--path FlashInfer=FOLDER``).
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -12,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +18,11 @@ from torch.nn import functional as F
 
 from perf.contender import Contender, relative_error
 from perf.measure.emulator import EmulatorMeter, installed
+from perf.operands import Operands
+from perf.suites.quantize import Input, Quantization
 
 from .base import Peer, row_scales
 from .pytorch import mxfp8_values, nvfp4_values
-
-if TYPE_CHECKING:
-	from perf.operands import Operands
-	from perf.suites.quantize import Input, Quantization
 
 _LARGEST = 6.0 * 448.0
 _BLACKWELL = 10

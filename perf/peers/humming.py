@@ -1,20 +1,16 @@
 """humming-kernels 0.1: bf16 rows times NVFP4 weights (W4A16)."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import W4A16Peer, linear_nvfp4
+from perf.operands import Operands
 
-if TYPE_CHECKING:
-	from perf.operands import Operands
+from .base import W4A16Peer, linear_nvfp4
 
 
 class Humming(W4A16Peer):

@@ -1,19 +1,16 @@
 """Marlin of vLLM: bf16 rows times NVFP4 weights (W4A16)."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .base import W4A16Peer, linear_nvfp4
+from perf.operands import Operands
 
-if TYPE_CHECKING:
-	from perf.operands import Operands
+from .base import W4A16Peer, linear_nvfp4
 
 _UTILS = "vllm.model_executor.layers.quantization.utils"
 _ALIGN = "vllm.model_executor.layers.fused_moe.moe_align_block_size"

@@ -1,24 +1,20 @@
 """PyTorch: grouped products, and quantizers as its compiler makes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from perf.contender import Contender, relative_error
+from perf.operands import Operands
+from perf.suites.layer import LayerWork, Step
+from perf.suites.quantize import Input, Quantization
 
 from .base import NOISE, Peer
-
-if TYPE_CHECKING:
-	from perf.operands import Operands
-	from perf.suites.layer import LayerWork, Step
-	from perf.suites.quantize import Input, Quantization
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0

@@ -1,22 +1,19 @@
 """quack 0.6: grouped bf16 products, and MLPs with SwiGLU in the epilogue."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .base import NOISE, Peer
+from perf.contender import Contender
+from perf.operands import Operands
+from perf.suites.layer import LayerWork
 
-if TYPE_CHECKING:
-	from perf.contender import Contender
-	from perf.operands import Operands
-	from perf.suites.layer import LayerWork
+from .base import NOISE, Peer
 
 
 class Quack(Peer):

@@ -1,23 +1,19 @@
 """torchao 0.18: its training recipes of grouped products, and its quantizers under compilation."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from perf.contender import Contender, relative_error
+from perf.suites.layer import LayerWork, Step
+from perf.suites.quantize import Input, Quantization
 
 from .base import Peer
 from .pytorch import mxfp8_values, nvfp4_values, plain_layer
-
-if TYPE_CHECKING:
-	from perf.suites.layer import LayerWork, Step
-	from perf.suites.quantize import Input, Quantization
 
 _TRAINING = "torchao.prototype.moe_training"
 _FORMATS = "torchao.prototype.mx_formats"

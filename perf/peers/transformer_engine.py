@@ -1,24 +1,20 @@
 """TransformerEngine 2: ``GroupedLinear`` in its recipes, and its quantizers of one group."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from perf.contender import Contender, relative_error
+from perf.suites.layer import LayerWork, Step
+from perf.suites.quantize import Input, Quantization
 
 from .base import Peer
 from .pytorch import grouped_mlp
-
-if TYPE_CHECKING:
-	from perf.suites.layer import LayerWork, Step
-	from perf.suites.quantize import Input, Quantization
 
 _PYTORCH = "transformer_engine.pytorch"
 _RECIPES = "transformer_engine.common.recipe"

@@ -1,14 +1,10 @@
 """What GPUs can do, as data: measured on Hopper, published for Blackwell."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
+from cute_kernels.formats import Format
 
 
 @dataclasses.dataclass(frozen=True)

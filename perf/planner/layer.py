@@ -1,23 +1,17 @@
 """The experts of a layer as kernels, and what a training step of them takes in memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from cute_kernels.capability import support
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import ceil_div
+from grouped.recipes import Recipe
 from perf.measure.memory import Sizes, bytes_of_step
 
+from .gpus import Gpu
 from .work import Counts, Kernel, Product, gate, product, quantization
-
-if TYPE_CHECKING:
-	from grouped.recipes import Recipe
-
-	from .gpus import Gpu
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,21 +9,16 @@ says how well they overlap (1: not at all). So a coefficient is near 1, whatever
 a value that is assumed, from which records pull it away: one that no record knows keeps it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from .gpus import Gpu
-	from .work import Kernel
+from .gpus import Gpu
+from .work import Kernel
 
 #: What is assumed, by the beginning of a coefficient's name, the longest first. ``launch`` and
 #: ``fill`` are microseconds, ``decode`` instructions an element, ``overlap`` is q - 1.

@@ -3,23 +3,18 @@
 Tiles are as ``gpus.Tiles`` says, not as the kernels choose: they see the mean of the groups alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles
+from perf.records import Record
 from perf.suites.base import element_bytes
 from perf.suites.quantize import DIRECTIONS
 
-if TYPE_CHECKING:
-	from perf.records import Record
-
-	from .gpus import Gpu
+from .gpus import Gpu
 
 _BF16 = 2.0
 #: Tiles an SM from which waves even out.

@@ -1,11 +1,6 @@
 """The suites: what each measures, as tasks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-	from .base import Suite
+from .base import Suite
 
 __all__ = ["SUITES", "suite"]
 

@@ -3,18 +3,18 @@
 They do not vary between runs, so any difference is a change of a kernel or of what an op launches.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cute_kernels.gemm.problem import TileShape
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
 from perf.cases import GroupedShape
 from perf.contender import Contender, Task
+from perf.measure import Meter
 from perf.measure.emulator import EmulatorMeter
 from perf.operands import Operands
 from perf.suites import gemm, quantize
@@ -22,10 +22,6 @@ from perf.suites import gemm, quantize
 from .base import Options, Suite
 from .gemm import Pair
 from .quantize import Quantization
-
-if TYPE_CHECKING:
-	from cute_kernels.gemm.problem import TileShape
-	from perf.measure import Meter
 
 #: SMs of the emulated GPU.
 NUM_SMS = 8

@@ -1,28 +1,23 @@
 """Grouped products of one layer's shapes: each format of ours, and peers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import grouped
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from perf.cases import DECODE_TOKENS, HEADLINE, MODELS, TRAINING_ROWS, GroupedShape
 from perf.contender import Contender, Task
+from perf.measure import Meter
 from perf.operands import Operands
 
 from .base import Options, Suite, default_meters, element_bytes
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from perf.measure import Meter
 
 #: Rounding to bf16 is 1.7e-3; the sums are of exact products in fp32.
 _BOUND = 4e-3

@@ -1,22 +1,18 @@
 """Host time of one op call: what a GPU waits for between launches."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cute_kernels import ops
 from cute_kernels.formats import parse
 from perf.contender import Contender, Task, unchecked
+from perf.measure import Meter
 from perf.measure.host import HostMeter
 
 from .base import Options, Suite
-
-if TYPE_CHECKING:
-	from perf.measure import Meter
 
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024

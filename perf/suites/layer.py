@@ -1,12 +1,10 @@
 """Layers: forward, and forward and backward, of a linear layer and of an MLP of experts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,11 +14,9 @@ import grouped
 from cute_kernels.capability import require
 from perf.cases import MODELS, ends_of, split_rows
 from perf.contender import Contender, Task, relative_error
+from perf.measure import Meter
 
 from .base import Options, Suite, default_meters
-
-if TYPE_CHECKING:
-	from perf.measure import Meter
 
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")

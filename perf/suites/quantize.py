@@ -1,12 +1,10 @@
 """Quantizing, decoding and the reductions beside them: each format of ours, and peers."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +14,9 @@ from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
 from perf.contender import Contender, Task, relative_error
+from perf.measure import Meter
 
 from .base import Options, Suite, default_meters, element_bytes
-
-if TYPE_CHECKING:
-	from perf.measure import Meter
 
 FORMATS = (
 	"nvfp4",

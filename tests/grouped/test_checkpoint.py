@@ -348,10 +348,26 @@ def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
 		checkpoint.load(experts(), tmp_path)
 
 
-def test_convert_without_experts(tmp_path):
-	save_file({"w": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-	with pytest.raises(ValueError, match="no weights of experts"):
-		convert.convert(tmp_path, tmp_path / "b")
+def test_convert_of_odd_files(tmp_path):
+	def converted(tensors, name):
+		(tmp_path / name).mkdir()
+		save_file(tensors, tmp_path / name / "model.safetensors")
+		convert.convert(tmp_path / name, tmp_path / f"{name}-to")
+		return files_of(tmp_path / f"{name}-to")
+
+	gate, up = torch.ones(2, 8, 32), torch.full((2, 8, 32), 4.0)
+	found = converted({"x.experts.gate_proj": gate, "x.experts.up_proj": up}, "apart")
+	levels = [found[f"x.experts.{name}_proj_weight_scale_2"] for name in ("gate", "up")]
+	assert len(found) == 6 and torch.equal(*levels)
+	for i, (tensors, message) in enumerate(
+		(
+			({"w": torch.zeros(2, 2)}, "no weights of experts"),
+			({"experts.0.w1.weight": torch.zeros(8, 24)}, r"experts.0.w1.weight must .* multiple of 16 columns"),
+			({"experts.0.w1.weight": torch.zeros(8, 16), "experts.0.w3.weight": torch.zeros(0, 16)}, "w3.weight must"),
+		)
+	):
+		with pytest.raises(ValueError, match=message):
+			converted(tensors, str(i))
 
 
 def their_files(weights, quantize):

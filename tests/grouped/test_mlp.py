@@ -72,6 +72,32 @@ def test_it_is_two_layers_and_a_gate(recipe):
 	assert not mlp.gate_up.has_bias and not mlp.down.has_bias
 
 
+@each("activation, interleaved, bias", [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)])
+@each("recipe", ALL_RECIPES)
+def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
+	"""With a hook, they run one after the other."""
+	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=torch.bfloat16)
+	x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
+
+	def step(first):
+		torch.manual_seed(1)
+		if mlp.down.scaling is not None:
+			for layer in (mlp.gate_up, mlp.down):
+				layer.scaling.reset()
+		y = mlp(x, ENDS, is_first_microbatch=first)
+		grads = torch.autograd.grad(y, [x, *mlp.parameters()], dy)
+		state = [t for layer in (mlp.gate_up, mlp.down) for t in layer.state_dict().values()]
+		return [t.clone() for t in (y.detach(), *grads, *state)]
+
+	for first in (None, True):
+		one = step(first)
+		mlp.gate_up.register_forward_hook(lambda *_: seen.append(1))
+		for a, b in zip(one, step(first), strict=True):
+			assert_same_bytes(a, b)
+		mlp.gate_up._forward_hooks.clear()
+	assert len(seen) == 2
+
+
 def test_no_tokens():
 	mlp = mlp_of(RECIPES["row-scaled"])
 	x = torch.zeros(0, HIDDEN, requires_grad=True)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import cute_kernels
 import grouped
-from grouped import recipes
+from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
@@ -212,6 +213,39 @@ def test_steps_repeat_and_recompute(recipe):
 	assert_all_same(*runs[::2])
 
 
+@each("name", ["mixtral", "gpt-oss", "squared relu"])
+@every_recipe
+def test_activations_in_epilogues(recipe, name, monkeypatch):
+	"""The bits of products whose results are activated by what reads them."""
+	runs = []
+	for fused in (True, False):
+		moe = moe_of(recipe, **MODELS[name])
+		if not fused:
+			monkeypatch.setattr(experts, "activates", lambda *_: False)
+		with monkeypatch.context() as patch, torch.no_grad():
+			apart = ["moe_activate", "moe_gather"][: 1 + (recipe.input is None)]
+			for op in apart if fused else ["m_grouped_gemm_activate", "m_grouped_quantize_gemm_activate"]:
+				patch.delattr(cute_kernels.ops, op)
+			y = moe(tokens())
+		runs.append([y, *step(moe, tokens())])
+	assert_all_same(*runs)
+
+
+@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block")})
+def test_kernels(recipe):
+	pytest.importorskip("cutlass")
+	x, w, v = tokens(), torch.randn(E, 256, H).bfloat16() / 8, torch.randn(E, H, 128).bfloat16() / 8
+	choice = moe_of().router(x)
+	layers = [experts.Layer([t], None, recipe) for t in (w, v)]
+	style = experts.Style("swiglu", False, False, torch.bfloat16)
+	runs = []
+	for backend in ("reference", "emulated"):
+		with cute_kernels.backend(f"{backend}:sm_90a"), torch.no_grad():
+			routing = experts.compute_routing(choice.expert_ids, E)
+			runs.append([experts.experts(x, choice.weights, routing, *layers, style)])
+	assert_all_same(*runs)
+
+
 def test_recompute_of_weights_that_were_kept():
 	for recipe in (recipes.NVFP4RowScaled(), recipes.BF16()):
 		runs = []
@@ -345,6 +379,13 @@ def test_losses():
 	dy[:T] = 1
 	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
 	assert all(p.grad.isfinite().all() for p in biased.parameters())
+	# One of a token's is for its experts alone.
+	dy[1, 3] = torch.nan
+	biased.experts.down.bias.grad = None
+	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
+	lost = torch.zeros_like(biased.experts.down.bias, dtype=torch.bool)
+	lost[biased.router(buffer[:T].detach().bfloat16()).expert_ids[1].long(), 3] = True
+	assert biased.experts.down.bias.grad.isnan().equal(lost)
 	none = moe(torch.zeros(0, H), losses=True)
 	assert none[0].shape == (0, H) and not none[1].tokens_per_expert.any()
 

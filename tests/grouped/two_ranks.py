@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 import grouped
@@ -159,6 +159,62 @@ def layers_of_dtensors():
 		if not is_quantized:
 			assert module.weight.grad.placements == (Shard(0),)
 			assert_same_bytes(module.weight.grad.full_tensor(), 2 * alone.weight.grad)
+
+
+@check
+def products_of_dtensors():
+	"""The placements of the table in ``grouped.sharding``; of whole groups the bits of one process."""
+	R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
+	x, dense = torch.randn(10, 64).bfloat16(), torch.randn(GROUPS, N, 64).bfloat16()
+	bias, dy, fmt = torch.randn(GROUPS, N).bfloat16(), torch.randn(10, N).bfloat16(), grouped.NVFP4()
+	ends, low = torch.tensor(ENDS), grouped.quantize(dense, fmt, columnwise=True)
+
+	def compare(run, tensors, placements, want, exact=True):
+		found = []
+		for place in (lambda t, _: t.detach().clone(), lambda t, p: distribute_tensor(t.detach(), MESH, [p])):
+			made = [place(t, p) for t, p in zip(tensors, placements, strict=True)]
+			leaves = [m.requires_grad_() for t, m in zip(tensors, made, strict=True) if type(t) is torch.Tensor]
+			y = run(*made)
+			y.backward(place(dy, R))
+			found.append([y, *(t.grad for t in leaves)])
+		assert found[1][0].placements == (want,)
+		for a, b in zip(*found, strict=True):
+			b = b.full_tensor()
+			assert torch.equal(a, b) if exact else (a - b).norm() < 0.02 * a.norm()
+
+	def linear(x, w, b=None):
+		return grouped.linear(x.view(2, 5, -1), w, b, ENDS, recipe).view(10, -1)
+
+	def dgrad(x, w):
+		return grouped.grouped_gemm(x, w, offs=ends, transpose_b=True)
+
+	for recipe, weight in ((recipes.NVFP4(), dense), (recipes.NVFP4(), low), (recipes.BF16(), dense)):  # noqa: B007 - linear reads it.
+		compare(linear, [x, weight, bias], [R, S0, S0], Partial())
+		compare(linear, [x, weight, bias], [S0, R, S0], R)
+	compare(linear, [x, dense], [R, S1], S1, False)
+	compare(linear, [x, dense], [S1, S2], Partial(), False)
+	compare(lambda x, w: grouped.grouped_gemm(x, w, offs=[3, 7, 10]), [x, dense[:3]], [S1, S0], R)
+	for of_x, of_w, want in ((R, S0, Partial()), (S1, S1, Partial()), (R, S2, S1)):
+		compare(dgrad, [x, dense.mT.contiguous()], [of_x, of_w], want, of_w == S0)
+	X, W = distribute_tensor(x, MESH, [S1]), distribute_tensor(dense, MESH, [S0])
+	made, rows = (
+		grouped.quantize(W, fmt, columnwise=True),
+		grouped.quantize(X, fmt, offs=distribute_tensor(ends, MESH, [R])),
+	)
+	assert made.placements == (S0,)
+	assert_same(made.full_tensor(), low)
+	assert_same_bytes(grouped.grouped_gemm(rows, made).to_local(), grouped.grouped_gemm(rows.to_local(), low))
+	assert_same_bytes(grouped.grouped_gemm(X, X, offs=ends).to_local(), grouped.grouped_gemm(x, x, offs=ends))
+	random, delayed = recipes.NVFP4(stochastic_rounding=True), recipes.FP8Delayed()
+	for error, message, make in (
+		(TypeError, "must all be DTensors", lambda: grouped.linear(X, dense, None, ends, recipes.BF16())),
+		(ValueError, "rounds stochastically", lambda: grouped.linear(X, W, None, ends, random)),
+		(ValueError, "keeps scales on each rank", lambda: grouped.linear(X, W, None, ends, delayed)),
+		(ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
+		(ValueError, "goes with offs", lambda: grouped.quantize(W, fmt, out=made)),
+	):
+		with pytest.raises(error, match=message):
+			make()
 
 
 @check

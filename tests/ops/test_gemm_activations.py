@@ -21,13 +21,15 @@ from tests.helpers import (
 	sample,
 )
 
-TILES = {
-	arch: {f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{f' {last}' * getattr(t, extra)}": t for t in tiles}
-	for arch, tiles, extra, last in (
-		("sm_90a", SM90_TILES, "fitted", "fitted"),
-		("sm_100a", SM100_TILES, "swap_partial", "partial"),
-	)
-}
+from .test_gathered import index_of
+
+
+def _name(t):
+	last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
+	return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
+
+
+TILES = {"sm_90a": {_name(t): t for t in SM90_TILES}, "sm_100a": {_name(t): t for t in SM100_TILES}}
 SQUARES, BY_ROW = "fp8_block:block=128x128", NVFP4_TEXTS["row-scaled"]
 ANY_SCALES = f"fp8_block:pow2_scales=false {SQUARES},pow2_scales=false"
 #: Rows of groups with empty ones, one row and more than a tile.
@@ -125,19 +127,31 @@ def test_every_activation(activation):
 		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
+@each(("tile", "mode"), [("256x16 swapped", {"races": True}), ("256x128 swapped", {"mode": "chaos", "seed": 1})])
+def test_rows_by_an_index(tile, mode):
+	pytest.importorskip("cutlass")
+	given = arguments("plain plain", 272, 72, "swiglu")
+	rows = index_of(len(given[0]), len(given[0]))
+	want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
+	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
+		assert_all_same(ops.m_grouped_gemm_activate(*given[:13], rows, *given[14:]), want, any_nan=True)
+
+
 @each("arch", ["sm_90a", "sm_100a"])
-def test_rows_are_quantized_on_the_way(arch):
+@each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
+def test_rows_are_quantized_on_the_way(index, arch):
 	pytest.importorskip("cutlass")
 	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
-		given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, None)
+		given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, index)
 		with cute_kernels.backend(f"reference:{arch}"):
-			z = ops.m_grouped_quantize_gemm(*given)
+			picked = a if index is None else ops.moe_gather(a, index)
+			z = ops.m_grouped_quantize_gemm(picked, *given[1:-1])
 			want = [ops.moe_activate(z, "swiglu"), z]
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
 		with cute_kernels.backend(f"emulated:{arch}"):
-			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
+			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want, any_nan=True)
 
 
 def test_nothing_to_do():

@@ -180,14 +180,15 @@ class Epilogue:
 			return Block(rounded, self.store, out, col, group if config.grouping == "k_grouped" else 0, end)
 		if not (is_last or config.pairs_rows):
 			return Block(rounded, self.z_store, z, col, 0, z.shape[2])
-		inputs = [[rounded[j] for j in range(half, self.columns, self.halves)] for half in range(self.halves)]
+		at = [range(half, self.columns, self.halves) for half in range(self.halves)]
+		words, rest = [], (col // self.halves, 0 if is_last else i, end)
 		if not is_last:
-			return Block(self.elements(pack_words([x.to(Float32) for x in inputs[i]], config.out_dtype)), self.z_store, z, col // 2, i, end)
-		words = []
-		for first in range(0, len(inputs[0]), _AT_ONCE):
-			numbers = [[x.to(Float32) for x in part[first : first + _AT_ONCE]] for part in inputs]
-			words += pack_words(apply(config, numbers), config.out_dtype)
-		return Block(self.elements(words), self.store, out, col // self.halves, 0, end)
+			words = pack_words([rounded[j].to(Float32) for j in at[i]], config.out_dtype)
+			return Block(self.elements(words), self.z_store, z, *rest)
+		for first in range(0, len(at[0]), _AT_ONCE):
+			inputs = [[rounded[j].to(Float32) for j in part[first : first + _AT_ONCE]] for part in at]
+			words += pack_words(apply(config, inputs), config.out_dtype)
+		return Block(self.elements(words), self.store, out, *rest)
 
 	def elements(self, words: list[Uint32]) -> cute.Tensor:
 		"""Words as elements of the output."""

@@ -105,9 +105,7 @@ class EpilogueWarps:
 			self.zero(*blocks[i], tile.group, row, rows)
 
 	@cute.jit
-	def zero(
-		self, x: cute.Tensor, col: Int32, num_cols: int, end: Int32, group: Int32, row: Int32, rows: Int32
-	) -> None:
+	def zero(self, x: cute.Tensor, col: Int32, num_cols: int, end: Int32, group: Int32, row: Int32, rows: Int32) -> None:
 		"""Zeros in ``num_cols`` columns of a tensor from ``col`` on, up to ``end``, and ``rows`` rows."""
 		per_vector = VECTOR_BYTES * 8 // x.element_type.width
 		lanes = num_cols // per_vector

@@ -256,70 +256,38 @@ class Sm100Gemm:
 		if self.config.gathered:
 			others.append("n" if self.config.tile.swap_ab or self.config.grouping == "k_grouped" else "m")
 		if "m" not in others:
-			out = out._replace(m=self.m_source(layouts, m, staged.m))
+			out = out._replace(m=self.source(layouts, m, staged.m, True))
 		if "n" not in others:
-			out = out._replace(n=self.n_source(layouts, n, staged.n))
+			out = out._replace(n=self.source(layouts, n, staged.n, False))
 		if self.config.mma_kind.is_block_scaled:
 			out = out._replace(
-				m_scales=self.m_source(layouts, m_scales, staged.m_scales, is_scale=True),
-				n_scales=self.n_scales_source(layouts, n_scales),
+				m_scales=self.source(layouts, m_scales, staged.m_scales, True, True),
+				n_scales=self.source(layouts, n_scales, staged.n_scales, False, True),
 			)
 		if self.config.tile.swap_partial and out.m is not None:
 			out = out._replace(partial_boxes=self.box_source(layouts, m))
 		if self.config.tile.swap_partial and self.config.mma_kind.is_block_scaled:
 			out = out._replace(
-				partial_m_scales=self.m_source(layouts, n_scales, staged.m_scales, is_scale=True),
-				partial_n_scales=self.n_scales_source(layouts, m_scales),
+				partial_m_scales=self.source(layouts, n_scales, staged.m_scales, True, True),
+				partial_n_scales=self.source(layouts, m_scales, staged.n_scales, False, True),
 			)
 		return out
 
-	def m_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, is_scale: bool = False) -> TmaSource:
-		"""The TMA copy of one stage of operand M: its elements or its block scales."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_A(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_A(
-				op,
-				tensor,
-				cute.slice_(staged, (None, None, None, 0)),
-				layouts.tiler,
-				layouts.tiled_mma,
-				layouts.cluster.shape,
-				internal_type=cutlass.Int16 if is_scale else None,
-			)
-		)
+	def source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any, of_m: bool, is_scale: bool = False) -> TmaSource:
+		"""The TMA copy of one stage of operand M or N: its elements or its block scales.
 
-	def n_source(self, layouts: Layouts, tensor: cute.Tensor, staged: Any) -> TmaSource:
-		"""The TMA copy of one stage of the elements of operand N."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_B(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_B(
-				op,
-				tensor,
-				cute.slice_(staged, (None, None, None, 0)),
-				layouts.tiler,
-				layouts.tiled_mma,
-				layouts.cluster.shape,
-				internal_type=None,
-			)
-		)
-
-	def n_scales_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
-		"""The TMA copy of one stage of the block scales of operand N, which all CTAs need."""
-		cluster_mn = (self.config.tile.num_ctas, 1)
-		op = blackwell_helpers.cluster_shape_to_tma_atom_SFB(cluster_mn, layouts.tiled_mma.thr_id)
-		return TmaSource(
-			*cute.nvgpu.make_tiled_tma_atom_B(
-				op,
-				tensor,
-				cute.slice_(layouts.stages.n_scales, (None, None, None, 0)),
-				layouts.tiler_sf,
-				layouts.tiled_mma_sf,
-				layouts.cluster_sf.shape,
-				internal_type=cutlass.Int16,
-			)
-		)
+		All CTAs need those of operand N.
+		"""
+		mma, cluster, tiler = layouts.tiled_mma, layouts.cluster, layouts.tiler
+		op_of, make = blackwell_helpers.cluster_shape_to_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_A
+		if not of_m:
+			op_of, make = blackwell_helpers.cluster_shape_to_tma_atom_B, cute.nvgpu.make_tiled_tma_atom_B
+		if is_scale and not of_m:
+			op_of = blackwell_helpers.cluster_shape_to_tma_atom_SFB
+			mma, cluster, tiler = layouts.tiled_mma_sf, layouts.cluster_sf, layouts.tiler_sf
+		op = op_of((self.config.tile.num_ctas, 1), layouts.tiled_mma.thr_id)
+		stage, kind = cute.slice_(staged, (None, None, None, 0)), cutlass.Int16 if is_scale else None
+		return TmaSource(*make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=kind))
 
 	def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
 		"""The TMA copy of a box of rows of operand M."""
@@ -485,7 +453,7 @@ class Sm100Gemm:
 		operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
 		if self.config.mma_kind.is_block_scaled:
 			operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
-			operand_n.append(loads.n_scales(sources.n_scales, shared.n_scales))
+			operand_n.append(loads.n(sources.n_scales, shared.n_scales, is_scale=True))
 		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
 		if not self.config.tile.swap_partial or sources.m is None and gather is None:
 			return LoadWarp(self.config, *rest)
@@ -496,7 +464,7 @@ class Sm100Gemm:
 		if self.config.mma_kind.is_block_scaled:
 			partial = partial._replace(
 				m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),
-				n_scales=loads.n_scales(sources.partial_n_scales, shared.n_scales),
+				n_scales=loads.n(sources.partial_n_scales, shared.n_scales, is_scale=True),
 			)
 		return SwappingLoadWarp(self.config, partial, *rest)
 

@@ -91,23 +91,15 @@ class StageLoads:
 	def m(self, source: TmaSource, shared: cute.Tensor, is_scale: bool = False) -> OperandLoad:
 		"""Operand M, or its block scales; multicast to the CTAs along N of a cluster."""
 		rows, layouts = self.layouts.tiler[0], self.layouts
-		return self._load(
-			*(source, shared, rows, self.thr_mma.partition_A), *(layouts.cluster, self.coord, (0, 0, None, 0), is_scale)
-		)
+		return self._load(source, shared, rows, self.thr_mma.partition_A, layouts.cluster, self.coord, 2, is_scale)
 
-	def n(self, source: TmaSource, shared: cute.Tensor) -> OperandLoad:
-		"""Elements of operand N; multicast to the CTAs along M."""
-		rows, layouts = self.layouts.tiler[1], self.layouts
-		return self._load(
-			*(source, shared, rows, self.thr_mma.partition_B), *(layouts.cluster, self.coord, (0, None, 0, 0), False)
-		)
-
-	def n_scales(self, source: TmaSource, shared: cute.Tensor) -> OperandLoad:
-		"""Block scales of operand N; multicast to the CTAs along M."""
-		rows, layouts = self.layouts.tiler_sf[1], self.layouts
-		return self._load(
-			*(source, shared, rows, self.thr_mma_sf.partition_B), *(layouts.cluster_sf, self.coord_sf, (0, None, 0, 0), True)
-		)
+	def n(self, source: TmaSource, shared: cute.Tensor, is_scale: bool = False) -> OperandLoad:
+		"""Operand N, or its block scales; multicast to the CTAs along M."""
+		tiler, mma, cluster, coord = self.layouts.tiler, self.thr_mma, self.layouts.cluster, self.coord
+		if is_scale:
+			tiler, mma = self.layouts.tiler_sf, self.thr_mma_sf
+			cluster, coord = self.layouts.cluster_sf, self.coord_sf
+		return self._load(source, shared, tiler[1], mma.partition_B, cluster, coord, 1, is_scale)
 
 	def _load(
 		self,
@@ -117,11 +109,10 @@ class StageLoads:
 		partition: Any,
 		cluster: cute.Layout,
 		coord: tuple[Int32, ...],
-		sharers: tuple[int | None, ...],
+		mode: int,
 		is_scale: bool,
 	) -> OperandLoad:
-		mode = sharers.index(None)
-		mask = None
+		sharers, mask = tuple(None if i == mode else 0 for i in range(4)), None
 		if self.layouts.config.tile.num_ctas > 1:
 			mask = cpasync.create_tma_multicast_mask(cluster, coord, mcast_mode=mode)
 		return OperandLoad(

@@ -145,9 +145,7 @@ class Promoter:
 		for i, value in enumerate(values):
 			target[i] = value
 
-	def add(
-		self, sums: cute.Tensor, values: cute.Tensor, first: int, m: Float32, n: list[Float32], place: Int32
-	) -> None:
+	def add(self, sums: cute.Tensor, values: cute.Tensor, first: int, m: Float32, n: list[Float32], place: Int32) -> None:
 		"""Add partial sums of the columns from ``first`` on, times both scales."""
 		for i in range(0, _COLUMNS, _VECTOR):
 			of_columns = n

@@ -98,9 +98,7 @@ class ScaleTilesKernel:
 				self.convert(b, config.b_squares, b_tiles, item - a_count, half if config.pairs_rows else None)
 
 	@cute.jit
-	def convert(
-		self, scales: cute.Tensor, squares: bool, tiles: cute.Tensor, item: Int32, half: Int32 | None
-	) -> None:
+	def convert(self, scales: cute.Tensor, squares: bool, tiles: cute.Tensor, item: Int32, half: Int32 | None) -> None:
 		"""Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
 		lane = cute.arch.lane_idx()
 		row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]

@@ -1,18 +1,14 @@
 """Where rows of a product are gathered into memory first, because no kernel reads them by an index."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from cute_kernels.ops.moe import MoeGather
 from cute_kernels.ops.registry import Allocator, Runner
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.runtime.launch import Launcher
+from cute_kernels.runtime.launch import Launcher
 
 __all__ = ["gathers_first", "multiply_gathered"]
 

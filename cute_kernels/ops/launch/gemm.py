@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.gemm.choice import choose_config
@@ -27,7 +27,7 @@ from .sm100_operands import sm100_preparation
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedQuantizeGemm
+	from cute_kernels.ops.gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
 	from cute_kernels.ops.registry import Runner
 	from cute_kernels.runtime.launch import Launcher
 
@@ -85,17 +85,21 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
 
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 	"""How the ``m_grouped`` GEMMs run."""
-	spec = op.outputs()[0]
-	rows, cols = spec.shape[0], op.cols
-	if rows == 0 or cols == 0:
+	if op.num_rows == 0 or op.cols == 0:
 		return _nothing
 	if gathers_first(op, "a", launch.arch):
 		return multiply_gathered(op, "a", launch, m_grouped)
 	if decodes_first(op, launch.arch):
 		return multiply_decoded(op, launch, m_grouped)
-	cls = CONFIGS[launch.arch]
+	base, problem = _m_grouped(op, launch.arch)
+	return _runner(op, _choose(base, problem, launch), problem, launch)
+
+
+def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
+	"""What an ``m_grouped`` product asks for: a configuration but for its tile, and sizes."""
+	spec, cls = op.outputs()[0], CONFIGS[arch]
 	base = cls(
-		**_operands(op, launch.arch),
+		**_operands(op, arch),
 		tile=cls.any_tile("m_grouped"),
 		out_dtype=dtype_name(spec.dtype),
 		row_scaled=op.row_scaled,
@@ -104,10 +108,19 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 		transpose_b=op.is_b_mn_major,
 		gathered=op.index is not None,
 		**dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
-		**(_sm90_fields(op) if launch.arch == "sm_90a" else {}),
+		**(_sm90_fields(op) if arch == "sm_90a" else {}),
 	)
-	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, op.offs.shape[0], rows, cols, k=op.depth)
-	return _runner(op, _choose(base, problem, launch), problem, launch)
+	sizes = (op.offs.shape[0], spec.shape[0], op.cols)
+	return base, GemmProblem(base.operand, "m_grouped", base.out_dtype, *sizes, k=op.depth)
+
+
+def has_kernel(op: MGrouped, arch: str) -> bool:
+	"""Whether a kernel takes products like ``op``, of which only formats, dtypes and shapes are looked at."""
+	if decodes_first(op, arch):
+		op = dataclasses.replace(cast("MGroupedGemm", op), b=op.b.to(op.a.dtype), b_format=None)
+	base, problem = _m_grouped(op, arch)
+	tiles = filter(base.may_choose, base.tile_shapes)
+	return any(dataclasses.replace(base, tile=tile).can_implement(problem) for tile in tiles)
 
 
 def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:

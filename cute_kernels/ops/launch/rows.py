@@ -1,19 +1,13 @@
 """Rows of a matrix by an index, for the ops that need them in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from cute_kernels.moe.config import GatherConfig
 from cute_kernels.ops.arguments import dense, readable
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.runtime.launch import Launcher
+from cute_kernels.runtime.launch import Launcher
 
 
 def gatherer(x: Tensor, launch: Launcher) -> Callable[[Tensor, Tensor, Tensor], None]:

@@ -1,5 +1,4 @@
-"""What is done to block scales before the GEMM of sm_100a: it takes fp32 powers of two as E8M0, and
-those of halves of B by turns."""
+"""What is done to block scales before the GEMM of sm_100a: powers of two as E8M0, halves of B by turns."""
 
 from __future__ import annotations
 

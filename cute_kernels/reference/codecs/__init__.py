@@ -1,19 +1,14 @@
 """The arithmetic of each format, one file a format."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+
+from cute_kernels.formats import Format
 
 from .base import Codec
 from .fp8 import FP8Codec
 from .fp8_block import FP8BlockCodec
 from .mxfp8 import MXFP8Codec
 from .nvfp4 import NVFP4Codec
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 __all__ = ["CODECS", "Codec", "codec_of"]
 

@@ -1,18 +1,13 @@
 """What the reference backend asks of a format beside its record: how its scales come about."""
 
-from __future__ import annotations
-
 import abc
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from cute_kernels.formats import BlockScale, Format
 from cute_kernels.reference.conversions import decode, encode, encode_e2m1_stochastic, f32
-
-if TYPE_CHECKING:
-	from torch import Tensor
-
-	from cute_kernels.formats import BlockScale, Format
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
