@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
+from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
@@ -130,6 +131,14 @@ class GatherLoad:
 		column = k_tile * self.width
 		if cutlass.const_expr(self.along_k):
 			column = tile.n_row + self.cta * self.cta_rows + self.panel * self.width
+		is_copied = Int32(self.copies_rows & (self.row < end))
+		place, barrier = self.shared + stage * self.stage_bytes, barrier.toint() & self.barrier_mask
+		self.issue([place, _address(self.atom), column, *(rows[i] for i in range(_ROWS)), barrier, is_copied])
+		if cutlass.const_expr(self.along_k):
+			done = (k_tile + 1) * self.rows
+			self.list_rows(rows, tile.k_start + done, tile.rows - done)
+
+	def issue(self, operands: list[Any]) -> None:
 		pair = ".cta_group::2" if self.config.tile.num_ctas > 1 else ""
 		asm_volatile(
 			f"""{{
@@ -138,20 +147,12 @@ class GatherLoad:
         @p cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{pair}
           [$0], [$1, {{$2, $3, $4, $5, $6}}], [$7];
         }}""",
-			[
-				self.shared + stage * self.stage_bytes,
-				_address(self.atom),
-				column,
-				*(rows[i] for i in range(_ROWS)),
-				barrier.toint() & self.barrier_mask,
-				Int32(self.copies_rows & (self.row < end)),
-			],
+			operands,
 		)
-		if cutlass.const_expr(self.along_k):
-			done = (k_tile + 1) * self.rows
-			self.list_rows(rows, tile.k_start + done, tile.rows - done)
 
 
 def _address(atom: cute.CopyAtom) -> Int64:
 	"""Where the tensor map of a copy is."""
-	return Int64(cute_nvgpu.get_tma_desc_addr(atom._trait.value).toint())
+	copy = cute_nvgpu.atom_make_exec_tma(atom._trait.value)
+	kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+	return Int64(cute_nvgpu.get_tma_desc_addr(kind, copy).toint())
