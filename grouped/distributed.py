@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from cute_kernels import ops
 
 from .experts import Layer, Routing, Style, compute_routing, experts
-from .nn import GroupedLinear, MoE
+from .nn import GroupedLinear, GroupedMLP, MoE
 from .wire import check_wire, pack, unpack
 
 if TYPE_CHECKING:
@@ -258,29 +258,34 @@ class _Style(ParallelStyle):  # type: ignore[misc]
 			raise ValueError("mesh is missing: give it to the style, or call parallelize_module(module, mesh, style)")
 		return self._apply(module, self.mesh)
 
-	def _checked(self, module: nn.Module, mesh: DeviceMesh) -> tuple[MoE, GroupedLinear, GroupedLinear]:
-		if not isinstance(module, MoE):
-			raise TypeError(f"{type(self).__name__} is for grouped.nn.MoE, got {type(module).__name__}")
+	def _checked(self, module: nn.Module, mesh: DeviceMesh) -> GroupedMLP:
+		mlp: Any = module.experts if isinstance(module, MoE) else module
+		if not isinstance(mlp, GroupedMLP):
+			raise TypeError(
+				f"{type(self).__name__} is for grouped.nn.MoE and GroupedMLP, got {type(module).__name__}: experts of "
+				"torchtitan and transformers are spread by those"
+			)
 		if mesh.ndim != 1:
 			raise ValueError(f"mesh must have one dimension, such as mesh['ep'], got {mesh}")
-		if module.exchange is not None:
+		if mlp.exchange is not None:
 			raise ValueError("the experts are spread over processes already")
-		layers = module.experts.gate_up, module.experts.down
-		for layer in layers:
+		for layer in (mlp.gate_up, mlp.down):
 			if not layer.single_parameter:
 				raise ValueError("experts that are spread over processes have one parameter: single_parameter=True")
 			if layer.recipe.takes_scales:
 				raise ValueError(f"{layer.recipe} keeps scales of all experts on each rank: use FP8Current, or FP8Block")
-		return module, *layers
+		return mlp
 
 	def _shard(self, layer: GroupedLinear, mesh: DeviceMesh, placement: Placement) -> None:
 		for name, p in list(layer.named_parameters(recurse=False)):
 			part = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=getattr(self, "src_data_rank", 0))
-			layer.register_parameter(name, nn.Parameter(part, p.requires_grad))
+			setattr(layer, name, nn.Parameter(part, p.requires_grad))
 
 
 class ExpertParallel(_Style):
 	"""Each rank has E / R experts of a ``grouped.nn.MoE``, and sends tokens to those of the others.
+
+	Or of a ``GroupedMLP``, whose rows are this rank's, with ``offs`` of all experts. Weights may be quantized.
 
 	``parallelize_module(moe, mesh["ep"], ExpertParallel())`` makes the experts' parameters DTensors,
 	``Shard(0)``; the router stays whole on each rank, which has tokens of its own: sum its gradients
@@ -305,7 +310,7 @@ class ExpertParallel(_Style):
 	``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
 	Raises:
-	  TypeError: not an MoE, or a wire that is no format.
+	  TypeError: no such module, or a wire that is no format.
 	  ValueError: ranks that do not divide E, a recipe of delayed scaling, a mesh of several
 	    dimensions, a wire whose rows share scales, or a capacity that is not positive.
 	"""
@@ -328,20 +333,21 @@ class ExpertParallel(_Style):
 		self.options = (wire, gradient_wire, capacity)
 
 	def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-		moe, *layers = self._checked(module, device_mesh)
-		if moe.num_experts % device_mesh.size():
-			raise ValueError(f"num_experts, {moe.num_experts}, must be a multiple of the mesh's {device_mesh.size()} ranks")
+		mlp = self._checked(module, device_mesh)
+		experts_, hidden = mlp.gate_up.num_groups, mlp.gate_up.in_features
+		if experts_ % device_mesh.size():
+			raise ValueError(f"num_experts, {experts_}, must be a multiple of the mesh's {device_mesh.size()} ranks")
 		for fmt in self.options[:2]:
-			if fmt is not None and moe.hidden_size % fmt.k_multiple:
-				raise ValueError(f"hidden_size must be a multiple of {fmt.k_multiple} for {fmt}, got {moe.hidden_size}")
-		for layer in layers:
+			if fmt is not None and hidden % fmt.k_multiple:
+				raise ValueError(f"hidden_size must be a multiple of {fmt.k_multiple} for {fmt}, got {hidden}")
+		for layer in (mlp.gate_up, mlp.down):
 			self._shard(layer, device_mesh, Shard(0))
-		moe.exchange = Exchange(device_mesh.get_group(), moe.num_experts, *self.options)
-		return moe
+		mlp.exchange = Exchange(device_mesh.get_group(), experts_, *self.options)
+		return module
 
 
 class ExpertTensorParallel(_Style):
-	"""Each rank has I / R of the inner dimension of all experts of a ``grouped.nn.MoE``.
+	"""Each rank has I / R of the inner dimension of all experts of a ``grouped.nn.MoE`` or ``GroupedMLP``.
 
 	All ranks get the same tokens. ``gate_up.weight`` is sharded along its rows (of each half where
 	gate and up are not interleaved), ``down.weight`` along its columns. Each rank rounds its part of
@@ -350,13 +356,14 @@ class ExpertTensorParallel(_Style):
 	are rounded on each rank, added in fp32 and rounded.
 
 	Raises:
-	  TypeError: not an MoE.
+	  TypeError: no such module.
 	  ValueError: ranks that do not divide I into multiples of what the recipe asks for, biases, or
 	    what ``ExpertParallel`` refuses.
 	"""
 
 	def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-		moe, first, second = self._checked(module, device_mesh)
+		mlp = self._checked(module, device_mesh)
+		first, second = mlp.gate_up, mlp.down
 		ranks, multiple = device_mesh.size(), first.recipe.multiple
 		if second.in_features % (ranks * multiple):
 			raise ValueError(
@@ -365,11 +372,11 @@ class ExpertTensorParallel(_Style):
 		if first.has_bias:
 			raise ValueError("experts with biases have no tensor parallelism: each rank would add the second one")
 		halves = first.out_features // second.in_features
-		rows = Shard(1) if halves == 1 or moe.experts.interleaved else _StridedShard(1, split_factor=halves)
+		rows = Shard(1) if halves == 1 or mlp.interleaved else _StridedShard(1, split_factor=halves)
 		self._shard(first, device_mesh, rows)
 		self._shard(second, device_mesh, Shard(2))
-		moe.exchange = _PartialSums(device_mesh.get_group().group_name)
-		return moe
+		mlp.exchange = _PartialSums(device_mesh.get_group().group_name)
+		return module
 
 
 class _PartialSums:

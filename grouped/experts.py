@@ -121,12 +121,19 @@ class Layer(NamedTuple):
 			debug.note(self.flags, made(rows), self.weights, y[-1], offs)
 		return y, _Saved(of_x or [], weight or [], amaxes)
 
-	def activates(self, x: Tensor, style: Style) -> bool:
-		"""Whether a kernel activates in the epilogue of the product."""
+	def activates(self, rows: Tensor | Rows, offs: Tensor, style: Style, after: Layer) -> bool:
+		"""Whether the product of ``rows`` activates in its epilogue, or else ``after`` does."""
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
-		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), style.activation, style.interleaved)
+		is_seen, fmt = after.probe is not None or after.recipe.propagate_nonfinite, after.recipe.input
+		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
+		x, index = (rows.x, rows.at) if isinstance(rows, Rows) else (rows, None)
+		count = (x if index is None else index).shape[0]
+		# A graph for any number of tokens is one for many.
+		mean = max(1, count // max(1, offs.shape[0])) if type(count) is int else 1 << 20
+		act = (style.activation, style.interleaved, 1 << mean.bit_length() - 1)
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), *act, by_quantizer)
 		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:
@@ -195,7 +202,7 @@ def _forward(
 	if r.token is not None:
 		dw = dw_2 = False
 	rows: Tensor | Rows = x if r.token is None else Rows(x, r.offs, r.token)
-	if first.activates(x, style):
+	if first.activates(rows, r.offs, style, second):
 		epilogue = Epilogue(*act, keeps_z or first.flags is not None)
 		(a, *rest), saved = first.forward(rows, r.offs, (dx, dw), epilogue)
 		z = rest[0] if keeps_z else None

@@ -5,7 +5,7 @@ without the fields that have their default. A line ``{"shared": {...}}`` gives f
 after it, up to the next such line, and a line ``{"also": {...}}`` to those up to the next of either
 kind; older files have many of them. A line's own fields win over ``also``, and those over
 ``shared``; of fields that are objects (``case``, ``clocks``, ...) the entries are merged. What is
-written starts with an empty ``shared``, so that ``cat`` joins files. A file whose name ends in
+written starts with a ``shared``, so that ``cat`` joins files. A file whose name ends in
 ``.xz`` is compressed.
 """
 
@@ -31,6 +31,11 @@ ENOUGH_RUNS = 3
 RESULTS = Path(__file__).parent / "results"
 
 _SHARED, _ALSO = "shared", "also"
+#: Fields that differ from record to record of a run.
+_OWN = {
+	*("case", "contender", "format", "what", "value", "unit"),
+	*("spread", "error", "bytes", "flops", "clocks", "power"),
+}
 #: The first line of what is written: nothing is shared.
 _START = '{"shared":{}}\n'
 
@@ -190,8 +195,12 @@ def merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 	return found
 
 
+def _text(value: Any) -> str:
+	return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
 def _line(record: Record) -> str:
-	return json.dumps(_plain(record), separators=(",", ":"), ensure_ascii=False) + "\n"
+	return _text(_plain(record))
 
 
 def _open(path: Path, mode: str) -> IO[str]:
@@ -204,9 +213,14 @@ def _open(path: Path, mode: str) -> IO[str]:
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
-	"""Write a file of records."""
+	"""Write a file of records, those of one run and commit after each other and what they share once."""
+	groups: dict[str, list[str]] = {}
+	for record in records:
+		plain = _plain(record)
+		own = {name: plain.pop(name) for name in _OWN & plain.keys()}
+		groups.setdefault(_text({_SHARED: plain}), []).append(_text(dict(sorted(own.items()))))
 	with _open(path, "wt") as file:
-		file.writelines([_START, *map(_line, records)])
+		file.writelines(line for shared in sorted(groups) for line in (shared, *groups[shared]))
 
 
 def read(path: Path) -> list[Record]:

@@ -92,6 +92,17 @@ def sample(*shape, dtype=torch.bfloat16):
 	return (x * block[..., : shape[-1]].float().exp2()).to(dtype)
 
 
+def every_16_bits(dtype):
+	"""Every bit pattern of a dtype of 16 bits, NaN and infinities too."""
+	return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+
+
+def beside(values):
+	"""fp32 numbers at, just below and just above each value."""
+	values, inf = torch.as_tensor(values, dtype=torch.float32), torch.tensor(torch.inf)
+	return torch.cat([values, values.nextafter(inf), values.nextafter(-inf)])
+
+
 def weird_values(rows, cols, dtype):
 	"""Rows of zeros, signed zeros, denormals, extremes, Inf and NaN between ordinary ones."""
 	x = sample(rows, cols, dtype=dtype)

@@ -12,7 +12,7 @@ import dataclasses
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from cute_kernels.layout.slots import TILE_ROWS
+from ..layout.slots import TILE_ROWS
 
 
 @cute.jit

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cutlass import Int32, Int64, Uint8, Uint16, Uint32, cute
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, Uint64, cute
 
 from .ptx import asm, asm_volatile, select
 
@@ -69,6 +69,11 @@ def load_global_if(address: Int64, num_bytes: int, index: Int32, end: Int32) -> 
 def store_global(address: Int64, values: Sequence[Uint32]) -> None:
 	"""Store 1, 2, 4 or 8 words at an aligned global address, in one instruction."""
 	_store(address, values, cute.AddressSpace.gmem)
+
+
+def store_global_pair(address: Int64, after: int, value: Uint64) -> None:
+	"""Store two words ``after`` bytes behind an aligned global address."""
+	asm_volatile(f"st.global.b64 [$0+{after}], $1;", [address, value])
 
 
 def store_global_past_l1(address: Int64, values: Sequence[Uint32]) -> None:

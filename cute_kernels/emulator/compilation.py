@@ -18,9 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from cute_kernels.host.settings import cache_root, warn_once
-from cute_kernels.host.trust import FILE_MODE, distrust, make_folder, open_folder, read_file, write_file
-
+from ..host.settings import cache_root, warn_once
+from ..host.trust import FILE_MODE, distrust, make_folder, open_folder, read_file, write_file
 from .errors import BuildError
 
 _SOURCES = Path(__file__).resolve().parent / "src"

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.host.locks import ForkSafeLock
-
+from ..host.locks import ForkSafeLock
 from .compilation import build
 from .errors import EmulatorError
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from cute_kernels.records import Record, check_choice, read
+from ..records import Record, check_choice, read
 
 
 @dataclasses.dataclass(frozen=True)

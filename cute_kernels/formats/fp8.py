@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.records import check_choice
-
+from ..records import check_choice
 from .base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
 
 

@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.records import check_choice, check_flags
-
+from ..records import check_choice, check_flags
 from .base import F32, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
 
 

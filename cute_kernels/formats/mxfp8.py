@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from cute_kernels.records import check_choice
-
+from ..records import check_choice
 from .base import E8M0, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from cute_kernels.records import check_choice, check_flags
-
+from ..records import check_choice, check_flags
 from .base import E2M1, E4M3, BlockScale, ElementType, Format, SecondLevel, as_block, record
 
 #: The bound of block scales without ``four_over_six``, and its default with it.

@@ -11,10 +11,9 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.launch import DSL_TYPES, compact
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..device.launch import DSL_TYPES, compact
+from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
+from ..layout.slots import TILE_ROWS
 from .problem import N_ALIGN, GemmArguments, GemmConfig
 from .views import codes_type
 

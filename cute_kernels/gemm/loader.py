@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Int16, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.layout.shapes import SF_TILE_ROWS
-
+from ..layout.shapes import SF_TILE_ROWS
 from .problem import RAGGED_ROWS, GemmConfig
 from .scheduler import TileReader, WorkTile
 
@@ -24,6 +23,17 @@ class TmaSource(NamedTuple):
 
 	atom: cute.CopyAtom
 	tensor: cute.Tensor
+
+
+def each(cls: type, sources: Any, part: str) -> Any:
+	"""One attribute of each ``TmaSource`` of a tuple ``cls`` of them."""
+	return cls(*(getattr(source, part, None) for source in sources))
+
+
+def paired(cls: type, atoms: Any, tensors: Any) -> Any:
+	"""A ``TmaSource`` of each of two."""
+	pairs = zip(atoms, tensors, strict=True)
+	return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
 
 
 class StageLoad(NamedTuple):

@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from cute_kernels.capability import UnsupportedError
-from cute_kernels.formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
-from cute_kernels.formats.base import FP8_ELEMENTS
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
+from ..capability import UnsupportedError
+from ..formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
+from ..formats.base import FP8_ELEMENTS
+from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

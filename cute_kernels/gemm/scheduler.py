@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import group_end, group_start
-from cute_kernels.device.ptx import asm_volatile
-from cute_kernels.layout.slots import TILE_ROWS, slot_tile
+from ..device.constants import WARP_SIZE
+from ..device.groups import group_end, group_start
+from ..device.ptx import asm_volatile
+from ..layout.slots import TILE_ROWS, slot_tile
 
 if TYPE_CHECKING:
 	from .problem import Extents, GemmConfig

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS
-
+from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS
 from .problem import RAGGED_ROWS
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from .shapes import MEMBER_ALIGNMENT, PITCH_ALIGNMENT, SF_TILE_BYTES, ceil_div, 
 from .slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import ElementType, Format
+	from ..formats import ElementType, Format
 
 
 class BufferSpec(NamedTuple):

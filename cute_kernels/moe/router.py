@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import exponential
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import GridKernel, compact, env_stream
-from cute_kernels.device.ptx import add_rn, asm, mul_rn, select
-from cute_kernels.reference.router import TINY
+from ..device.activations import exponential
+from ..device.constants import WARP_SIZE
+from ..device.launch import GridKernel, compact, env_stream
+from ..device.ptx import add_rn, asm, mul_rn, select
+from ..reference.router import TINY
 
 if TYPE_CHECKING:
 	from .config import RouterConfig, RouterGradientConfig

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Int32, cute
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
-from cute_kernels.device.ptx import asm, asm_volatile
+from ..device.constants import WARP_SIZE
+from ..device.launch import DSL_TYPES, compact, env_stream
+from ..device.ptx import asm, asm_volatile
 
 if TYPE_CHECKING:
 	from .config import RoutingConfig

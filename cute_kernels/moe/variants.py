@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cute_kernels.capability import support
-
+from ..capability import support
 from .config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 
 Config = ActivateConfig | CombineConfig | GatherConfig | RouterConfig | RouterGradientConfig | RoutingConfig

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from cute_kernels.capability import support
-from cute_kernels.formats import parse
-from cute_kernels.runtime.backend import Choice, resolve_backend
-
+from ..capability import support
+from ..formats import parse
+from ..runtime.backend import Choice, resolve_backend
 from .gemm import MGroupedGemmActivate
-from .launch.gemm import has_kernel
+from .launch import gemm as launch_gemm
 
 
 @functools.lru_cache(maxsize=1024)
@@ -24,8 +23,10 @@ def activates(
 	shape: tuple[int, int],
 	activation: str,
 	interleaved: bool,
+	rows: int,
+	quantizer: bool,
 ) -> bool:
-	"""Whether ``m_grouped_gemm_activate`` and ``m_grouped_quantize_gemm_activate`` take a product.
+	"""Whether to multiply by ``m_grouped_gemm_activate`` or ``m_grouped_quantize_gemm_activate``.
 
 	Args:
 	  choice: ``chosen_backend()``.
@@ -35,6 +36,8 @@ def activates(
 	  shape: (N, K), N as B has rows.
 	  activation: as for these ops.
 	  interleaved: likewise.
+	  rows: of a group, to a power of two below.
+	  quantizer: what comes next is a quantizer that could activate as well.
 	"""
 	if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
 		return True  # Nothing is computed.
@@ -44,11 +47,11 @@ def activates(
 		width = shape[1] if text is None else shape[1] // parse(text).element.per_byte
 		return torch.empty(rows, width, dtype=plain if text is None else torch.uint8, device="meta")
 
-	a, b = operand(formats[0], 1), operand(formats[1], shape[0]).unsqueeze(0)
+	a, b = operand(formats[0], rows), operand(formats[1], shape[0]).unsqueeze(0)
 	offs = torch.empty(1, dtype=torch.int32, device="meta")
 	given: dict[str, Any] = {"out_dtype": dtype, "epilogue": activation, "interleaved": interleaved}
 	op = MGroupedGemmActivate(a, b, offs, **given, a_format=formats[0], b_format=formats[1])
 	backend = resolve_backend(choice, device)
 	if not support(*op.capability(), backend.listed, activation=True):
 		return False
-	return backend.arch == "reference" or has_kernel(op, backend.arch)
+	return backend.arch == "reference" or launch_gemm.activates(op, backend.arch, quantizer)

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.formats import Format, parse
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.records import check_choice
 
+from ..formats import Format, parse
+from ..layout.buffers import BufferSpec
+from ..records import check_choice
 from .checks import check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .registry import Op, Runner, register_inplace
 
 if TYPE_CHECKING:
-	from cute_kernels.runtime.launch import Launcher
+	from ..runtime.launch import Launcher
 
 #: What the scale follows from: the largest amax of the history, or the last one.
 ALGORITHMS = ("max", "most_recent")

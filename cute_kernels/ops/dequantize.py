@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from cute_kernels import reference
-from cute_kernels.formats import Format, parse
-from cute_kernels.layout.buffers import BufferSpec, member_parts
-from cute_kernels.reference.groups import Groups
 
+from ..formats import Format, parse
+from ..layout.buffers import BufferSpec, member_parts
+from ..reference.groups import Groups
 from .checks import INPUT_DTYPES, check_copy, check_dtype, check_multiple, check_offs, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 	import torch
 	from torch import Tensor
 
-	from cute_kernels.runtime.launch import Launcher
+	from ..runtime.launch import Launcher
 
 
 @register

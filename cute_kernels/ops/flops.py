@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..layout.slots import TILE_ROWS
 from .gemm import (
 	GroupedGemm,
 	KGroupedGemm,

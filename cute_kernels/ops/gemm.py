@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.activations import parse_activation
-from cute_kernels.capability import require
-from cute_kernels.formats import Format, parse
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.layout.prepack import unpack
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
-from cute_kernels.layout.slots import TILE_ROWS, most_rows
-from cute_kernels.reference.groups import Groups
-from cute_kernels.reference.moe import activate
 
+from ..activations import parse_activation
+from ..capability import require
+from ..formats import Format, parse
+from ..layout.buffers import BufferSpec
+from ..layout.prepack import unpack
+from ..layout.shapes import PITCH_ALIGNMENT
+from ..layout.slots import TILE_ROWS, most_rows
+from ..reference.groups import Groups
+from ..reference.moe import activate
 from .checks import (
 	INPUT_DTYPES,
 	check_copy,
@@ -47,8 +47,8 @@ from .quantize import GroupedQuantize
 from .registry import Allocator, Op, Runner, register
 
 if TYPE_CHECKING:
-	from cute_kernels.runtime.backend import Backend
-	from cute_kernels.runtime.launch import Launcher
+	from ..runtime.backend import Backend
+	from ..runtime.launch import Launcher
 
 _FP32 = (torch.float32,)
 
@@ -374,7 +374,7 @@ class MGroupedGemm(MGrouped):
 	    ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
 	    quantized, to a format whose scales are those of single rows. The bits are those of the
 	    product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
-	    Kernels for sm_90a of two plain operands read rows of ``a`` where they are, if that is
+	    Kernels of two plain operands read rows of ``a`` where they are, on sm_90a if that is
 	    faster (``launch.gathered``); others gather them into memory first.
 
 	Returns:

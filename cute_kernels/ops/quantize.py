@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.formats import Format, parse
-from cute_kernels.layout.buffers import BufferSpec, buffers, member_parts
-from cute_kernels.layout.slots import TILE_ROWS, uniform_tiles
-from cute_kernels.reference.draws import BLOCK as DRAWN
-from cute_kernels.reference.groups import Groups
 
+from ..formats import Format, parse
+from ..layout.buffers import BufferSpec, buffers, member_parts
+from ..layout.slots import TILE_ROWS, uniform_tiles
+from ..reference.draws import BLOCK as DRAWN
+from ..reference.groups import Groups
 from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
@@ -24,7 +24,7 @@ from .prologue import check_prologue, elements_of, grad_columns, input_columns, 
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
-	from cute_kernels.runtime.launch import Launcher
+	from ..runtime.launch import Launcher
 
 
 @register

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.reference.groups import Groups
 
+from ..layout.buffers import BufferSpec
+from ..reference.groups import Groups
 from .checks import check_dtype, check_input, check_tensor
 from .launch import quantize as launch_quantize
 from .prologue import check_prologue, elements_of, result_columns
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-	from cute_kernels.runtime.launch import Launcher
+	from ..formats import Format
+	from ..runtime.launch import Launcher
 
 
 @register

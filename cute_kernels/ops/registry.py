@@ -21,18 +21,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
-from cute_kernels.capability import require
-from cute_kernels.host.settings import warn_once
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
-from cute_kernels.runtime.backend import Backend, chosen_backend, resolve_backend
-from cute_kernels.runtime.launch import Launcher, launcher
-from cute_kernels.runtime.plan import INERT, PlanCache, plan_key
-
+from ..capability import require
+from ..host.settings import warn_once
+from ..layout.shapes import PITCH_ALIGNMENT
+from ..runtime.backend import Backend, chosen_backend, resolve_backend
+from ..runtime.launch import Launcher, launcher
+from ..runtime.plan import INERT, PlanCache, plan_key
 from .derivatives import not_differentiable, refuse_derivatives, register_autograd
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-	from cute_kernels.layout.buffers import BufferSpec
+	from ..formats import Format
+	from ..layout.buffers import BufferSpec
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.records import check_choice
-from cute_kernels.reference import router as reference
-
+from ..layout.buffers import BufferSpec
+from ..records import check_choice
+from ..reference import router as reference
 from .checks import check_tensor, same_device
 from .launch import moe as launch_moe
 from .moe import Plain
 from .registry import Runner, register
 
 if TYPE_CHECKING:
-	from cute_kernels.runtime.launch import Launcher
+	from ..runtime.launch import Launcher
 
 _FP32 = (torch.float32,)
 SCORES = ("softmax", "sigmoid")

@@ -13,13 +13,12 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping
-from cute_kernels.device.launch import env_stream
-from cute_kernels.device.memory import load_global, load_global_if
-from cute_kernels.device.ptx import f32_as_bits
-
+from ..device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
+from ..device.constants import WARP_SIZE
+from ..device.groups import Grouping
+from ..device.launch import env_stream
+from ..device.memory import load_global, load_global_if
+from ..device.ptx import f32_as_bits
 from .config import DTYPE_BYTES, AmaxConfig
 from .elements import ElementMaker, maker_of
 from .fakes import FakeBuffers

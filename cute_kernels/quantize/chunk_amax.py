@@ -10,12 +10,11 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_packed, unpack_absmax
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, next_item
-from cute_kernels.device.hadamard import CHUNK, transform_words
-from cute_kernels.device.memory import load_global_if
-
+from ..device.absmax import absmax_packed, unpack_absmax
+from ..device.constants import WARP_SIZE
+from ..device.groups import Grouping, next_item
+from ..device.hadamard import CHUNK, transform_words
+from ..device.memory import load_global_if
 from .amax import AmaxKernels
 
 _WARPS, _CTAS_PER_SM = 8, 2

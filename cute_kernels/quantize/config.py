@@ -118,11 +118,6 @@ class RowsConfig:
 	#: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
 	#: results where the format keeps them, else None.
 	kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
-	#: Warps that convert; one more loads.
-	num_compute_warps: ClassVar[int] = 16
-	#: 4096 bytes of input a warp: four 1x16 blocks a lane for 16-bit types, two for fp32. Elements
-	#: that take more bytes than they have, or more registers to make, are fewer.
-	bytes_per_warp: ClassVar[int] = 4096
 	#: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
 	teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
 
@@ -130,6 +125,24 @@ class RowsConfig:
 	def computes_amax(self) -> bool:
 		"""Whether the second level is per row, and a result."""
 		return _is_per_row(self.format)
+
+	@property
+	def is_light(self) -> bool:
+		"""Whether elements are only multiplied and rounded: then few warps have much of a row each."""
+		return self.arch == "sm_100a" and parse(self.format).scale is None and self.prologue is None
+
+	@property
+	def num_compute_warps(self) -> int:
+		"""Warps that convert; one more loads."""
+		return 8 if self.is_light else 16
+
+	@property
+	def bytes_per_warp(self) -> int:
+		"""Bytes of input a warp: as a rule four 1x16 blocks a lane for 16-bit types, two for fp32.
+
+		Elements that take more bytes than they have, or more registers to make, are fewer.
+		"""
+		return 8192 if self.is_light else 4096
 
 	@property
 	def takes_amax(self) -> bool:
@@ -174,6 +187,8 @@ class RowsConfig:
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if self.rows_per_warp > 1 and self.warps_per_row > 1:
 			return Support(False, "only a team of one warp holds several rows")
+		if self.warps_per_row > self.num_compute_warps:
+			return Support(False, f"there are {self.num_compute_warps} warps")
 		fmt = parse(self.format)
 		if fmt.is_2d:
 			return Support(False, f"{self.format} has blocks of several rows")

@@ -24,14 +24,13 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.convert import unpack_words
-from cute_kernels.device.groups import group_end, group_start
-from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
-from cute_kernels.device.memory import load_global_if, load_shared, store_global, store_shared
-from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..device.constants import WARP_SIZE
+from ..device.convert import unpack_words
+from ..device.groups import group_end, group_start
+from ..device.launch import DSL_TYPES, GridKernel, compact, env_stream
+from ..device.memory import load_global_if, load_shared, store_global, store_shared
+from ..device.ptx import bits_as_f32, f32_as_bits
+from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DbiasConfig
 from .elements import ElementMaker
 

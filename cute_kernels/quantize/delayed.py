@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cute_kernels.device.absmax import fmax, warp_max
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import compact, env_stream
-from cute_kernels.device.ptx import asm
+from ..device.absmax import fmax, warp_max
+from ..device.constants import WARP_SIZE
+from ..device.launch import compact, env_stream
+from ..device.ptx import asm
 
 if TYPE_CHECKING:
 	from .config import DelayedConfig

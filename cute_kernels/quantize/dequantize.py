@@ -16,15 +16,14 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.codecs import codec_of
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, next_item
-from cute_kernels.device.launch import GridKernel, env_stream
-from cute_kernels.device.memory import load_global, load_global_if, store_global
-from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..device.codecs import codec_of
+from ..device.constants import WARP_SIZE
+from ..device.groups import Grouping, next_item
+from ..device.launch import GridKernel, env_stream
+from ..device.memory import load_global, load_global_if, store_global
+from ..device.ptx import asm, bits_as_f32
+from ..layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
+from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DequantizeConfig
 from .dequantize_columns import COLUMN_STRIP, LANE_COLS, QUARTER_ROWS, ColumnDecoder, Copy, SlotTile, store_row
 from .fakes import FakeBuffers

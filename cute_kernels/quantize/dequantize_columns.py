@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.convert import pack_words
-from cute_kernels.device.hadamard import CHUNK, undo
-from cute_kernels.device.memory import load_global, load_global_if, store_global
-from cute_kernels.device.ptx import bits_as_f32
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..device.convert import pack_words
+from ..device.hadamard import CHUNK, undo
+from ..device.memory import load_global, load_global_if, store_global
+from ..device.ptx import bits_as_f32
+from ..layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
+from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DequantizeConfig
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs import Codec
+	from ..device.codecs import Codec
 
 #: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
 #: columns of a warp.

@@ -12,10 +12,9 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated
-from cute_kernels.device.convert import pack_words, unpack_words
-from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
-
+from ..device.activations import activated
+from ..device.convert import pack_words, unpack_words
+from ..device.ptx import bits_as_f32, f32_as_bits, select
 from .prologue import DTYPE_BYTES, Prologue
 
 

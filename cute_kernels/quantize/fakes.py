@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.launch import DSL_TYPES, compact
-from cute_kernels.formats import parse
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..device.launch import DSL_TYPES, compact
+from ..formats import parse
+from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
+from ..layout.slots import TILE_ROWS
 from .config import K_MULTIPLE
 from .levels import LEVEL_RESULTS
 

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs import Codec
+	from ..device.codecs import Codec
 
 #: What the second level of some format keeps besides amaxes, in the order of kernels' arguments.
 LEVEL_RESULTS = ("scale_inv", "scale")

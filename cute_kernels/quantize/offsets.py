@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import DSL_TYPES, compact, env_stream
+from ..device.constants import WARP_SIZE
+from ..device.launch import DSL_TYPES, compact, env_stream
 
 if TYPE_CHECKING:
 	from .config import OffsetsConfig

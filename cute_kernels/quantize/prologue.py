@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cute_kernels.activations import Activation, parse_activation
+from ..activations import Activation, parse_activation
 
 #: Bytes of one element, by the dtype names that configurations use.
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.codecs.base import Level
-from cute_kernels.device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
-from cute_kernels.device.launch import env_stream
-from cute_kernels.device.memory import store_global, transpose_four
-from cute_kernels.device.ptx import select
-from cute_kernels.layout.shapes import PIECE_K
-
+from ..device.codecs.base import Level
+from ..device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
+from ..device.launch import env_stream
+from ..device.memory import store_global, transpose_four
+from ..device.ptx import select
+from ..layout.shapes import PIECE_K
 from .fakes import FakeBuffers
 from .rows import Lane, RowsQuantizer
 

@@ -71,8 +71,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.activations import Activation, Numbers
-
+from ..activations import Activation, Numbers
 from .conversions import f32
 
 

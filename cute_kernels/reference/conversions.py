@@ -7,7 +7,7 @@ the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E2M1, E4M3, ElementType
+from ..formats import E2M1, E4M3, ElementType
 
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
+from ..layout.slots import TILE_ROWS, num_slot_tiles, uniform_tiles
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..layout.shapes import ceil_div
+from ..layout.slots import TILE_ROWS
 from .conversions import decode, f32
 from .scales import linear_column_scales, linear_scales, tile_view
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import BlockScale, Format
+	from ..formats import BlockScale, Format
 
 
 class Rows(NamedTuple):

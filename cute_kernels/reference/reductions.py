@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.slots import TILE_ROWS
+from ..layout.slots import TILE_ROWS
 
 if TYPE_CHECKING:
 	from .elements import Elements

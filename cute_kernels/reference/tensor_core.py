@@ -56,8 +56,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.shapes import ceil_div
-
+from ..layout.shapes import ceil_div
 from .conversions import unpack_codes
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -19,8 +19,7 @@ from concurrent import futures
 
 import torch
 
-from cute_kernels.capability import UnsupportedError
-
+from ..capability import UnsupportedError
 from .arch import Architecture, architecture, device_architecture
 from .cache import cache_key, default_cache
 from .compile import compile_kernel, is_on_disk

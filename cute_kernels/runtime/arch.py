@@ -7,7 +7,7 @@ import functools
 
 import torch
 
-from cute_kernels.capability import UnsupportedError
+from ..capability import UnsupportedError
 
 #: Compiler target -> the kernels that run there, as ``capability.ARCHITECTURES`` names them.
 TARGETS = {"sm_90a": "sm_90a", "sm_100a": "sm_100a", "sm_103a": "sm_100a"}

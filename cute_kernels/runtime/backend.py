@@ -20,9 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from cute_kernels.capability import ARCHITECTURES, UnsupportedError
-from cute_kernels.host.settings import boolean
-
+from ..capability import ARCHITECTURES, UnsupportedError
+from ..host.settings import boolean
 from .arch import device_architecture
 
 _REFERENCE = "reference:"

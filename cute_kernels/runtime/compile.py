@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cute_kernels.host.locks import ForkSafeLock
-from cute_kernels.host.settings import warn_once
-
+from ..host.locks import ForkSafeLock
+from ..host.settings import warn_once
 from .cache import CacheKey, DiskCache, cache_key, default_cache
 from .dsl import require_dsl
 from .emulated import load_emulated, real_device

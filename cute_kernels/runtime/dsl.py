@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-from cute_kernels.capability import UnsupportedError
+from ..capability import UnsupportedError
 
 _INSTALL_HINT = "pip install 'grouped-kernels[cutedsl]'"
 

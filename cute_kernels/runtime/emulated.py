@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from cute_kernels.host.locks import ForkSafeLock
-from cute_kernels.host.settings import warn_once
+from ..host.locks import ForkSafeLock
+from ..host.settings import warn_once
 
 # Two threads that call a new kernel must not both load it. It is taken before the compiler's lock
 # and the emulator's, never inside them.

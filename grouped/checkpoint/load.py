@@ -9,8 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grouped.tensor import GroupedTensor
-
+from ..tensor import GroupedTensor
 from .files import Reader, progress
 from .layouts import LAYOUTS, Layout, stacked_suffix
 from .parts import joined_rows, reconciled, stacked

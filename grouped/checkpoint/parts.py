@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import grouped
-from grouped.tensor import GroupedTensor
+
+from ..tensor import GroupedTensor
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import Format

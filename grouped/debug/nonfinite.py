@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from grouped.tensor import GroupedTensor
+from ..tensor import GroupedTensor
 
 if TYPE_CHECKING:
 	from .lens import LayerLens

@@ -15,11 +15,13 @@ import cute_kernels
 from cute_kernels import ops
 from cute_kernels.reference.conversions import decode, encode, pack
 from cute_kernels.reference.groups import Groups
-from grouped.tensor import GroupedTensor
+
+from ..tensor import GroupedTensor
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import ElementType, Format
-	from grouped.passes import Copies
+
+	from ..passes import Copies
 
 #: What is added up over the calls of a step, and what the largest is taken of.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")

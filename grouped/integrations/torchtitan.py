@@ -16,7 +16,8 @@ from torchtitan.models.common.moe import GroupedExperts
 
 import grouped
 from grouped import recipes
-from grouped.recipes import Recipe, check_recipe
+
+from ..recipes import Recipe, check_recipe
 
 if TYPE_CHECKING:
 	from torch import Tensor

@@ -26,7 +26,8 @@ import grouped
 from cute_kernels import active_backend, ops, support
 from cute_kernels.capability import require
 from grouped import recipes
-from grouped.nn.activation import activate
+from grouped.experts import Layer, Style, compute_routing
+from grouped.experts import experts as mixture
 from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
 
@@ -196,30 +197,40 @@ def _forward_of(recipe: Recipe) -> Forward:
 
 	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
 		# The sentinels of expert parallelism are no expert's ids: they have no rows.
-		offs, token, _, row = ops.compute_routing(top_k_index, self.num_experts)
+		routing = compute_routing(top_k_index, self.num_experts)
 		first, second = _weight_names(self)
+		p, dtype = top_k_weights.float(), hidden_states.dtype
+		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
+		if _is_swiglu(self) and not has_norm:
+			up, down = (Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second)))
+			x = hidden_states.to(up.weights[0].dtype)
+			return mixture(x, p, routing, up, down, Style("swiglu", False, False, dtype))
+		offs, token, _, row = routing
 		hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
-		rows = _linear(self, _activated(self, hidden, offs), second, offs, recipe)
-		if getattr(self, "has_post_expert_norm", False):  # Since 5.18 or later.
+		rows = _linear(self, _activated(self, hidden), second, offs, recipe)
+		if has_norm:
 			rows = self.post_expert_norm(rows)
-		y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), hidden_states.dtype)
+		y: Tensor = ops.moe_combine(rows, row, p, dtype)
 		return y
 
 	return forward
 
 
-def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
-	weight = _as_linear(experts, getattr(experts, name))
+def _operands(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:
 	bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+	return _as_linear(experts, getattr(experts, name)), bias
+
+
+def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
+	weight, bias = _operands(experts, name)
 	return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
-def _activated(experts: Any, hidden: Tensor, offs: Tensor) -> Tensor:
-	if not experts.has_gate:
-		act: Tensor = experts.act_fn(hidden)
-		return act
+def _is_swiglu(experts: Any) -> bool:
 	is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
-	if is_silu and type(experts)._apply_gate is hf._default_apply_gate:
-		return activate(hidden, "swiglu", offs)
-	gated: Tensor = experts._apply_gate(hidden)
-	return gated
+	return bool(experts.has_gate and is_silu and type(experts)._apply_gate is hf._default_apply_gate)
+
+
+def _activated(experts: Any, hidden: Tensor) -> Tensor:
+	made: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+	return made

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grouped.delayed import delayed_scaling_update, reduced
-from grouped.passes import Scaling
-from grouped.recipes import ROLES, FP8Delayed, Recipe
+from ..delayed import delayed_scaling_update, reduced
+from ..passes import Scaling
+from ..recipes import ROLES, FP8Delayed, Recipe
 
 
 class DelayedScaling(nn.Module):

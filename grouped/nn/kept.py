@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from grouped.shards import local_part
+from ..shards import local_part
 
 if TYPE_CHECKING:
-	from grouped.passes import Copies
-	from grouped.recipes import Recipe
+	from ..passes import Copies
+	from ..recipes import Recipe
 
 
 def can_keep(sources: Sequence[Tensor]) -> bool:

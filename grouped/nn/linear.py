@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from grouped import debug
-from grouped.autograd import multiply, rows_and_ends
-from grouped.experts import Layer
-from grouped.passes import Copies, Scaling, joined, quantize_weight
-from grouped.recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
-from grouped.tensor import GroupedTensor
-from grouped.tracing import eager_only
 
+from ..autograd import multiply, rows_and_ends
+from ..experts import Layer
+from ..passes import Copies, Scaling, joined, quantize_weight
+from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
+from ..tensor import GroupedTensor
+from ..tracing import eager_only
 from .delayed import DelayedScaling
 from .forms import convert
 from .kept import KeptWeight, can_keep, is_static, local
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
 if TYPE_CHECKING:
-	from grouped.offsets import Offsets
+	from ..offsets import Offsets
 
 
 class GroupedLinear(debug.Watched):

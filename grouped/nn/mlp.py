@@ -1,13 +1,13 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import InPlace, Routing, Style, experts
+from grouped.experts import InPlace, Routing, Style, compute_routing, experts
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
 
@@ -60,6 +60,8 @@ class GroupedMLP(nn.Module):
 		super().__init__()
 		self.activation = as_activation(activation, interleaved)
 		self.interleaved = interleaved
+		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
+		self.exchange: Any = None
 
 		def linear(inputs: int, outputs: int) -> GroupedLinear:
 			return GroupedLinear(
@@ -84,7 +86,12 @@ class GroupedMLP(nn.Module):
 		self.down.reset_parameters()
 
 	def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
-		"""Apply the experts; arguments as in ``GroupedLinear.forward``."""
+		"""Apply the experts; arguments as in ``GroupedLinear.forward``.
+
+		Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all experts.
+		"""
+		if self.exchange is not None:
+			return self._exchanged(x, offs, is_first_microbatch)
 		if self._is_one():
 			first = self.gate_up
 			groups = len(local(first.weight)) if first.single_parameter else first.num_groups
@@ -98,6 +105,14 @@ class GroupedMLP(nn.Module):
 		hidden = activate(rows, self.activation.text, ends, self.interleaved)
 		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
 		return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+
+	def _exchanged(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
+		groups = self.gate_up.num_groups
+		rows, ends = rows_and_ends(x, offs, groups, self.gate_up.in_features)
+		expert = torch.searchsorted(ends, torch.arange(rows.shape[0], device=x.device), right=True).unsqueeze(1)
+		style = Style(self.activation.text, self.interleaved, False, x.dtype)
+		ones = torch.ones(expert.shape, device=x.device)
+		return self.run(rows, ones, compute_routing(expert, groups), is_first_microbatch, style).view(x.shape)
 
 	def _is_one(self) -> bool:
 		"""Whether both layers run as one function, the bits of which are theirs: nothing needs each."""
@@ -120,16 +135,16 @@ class GroupedMLP(nn.Module):
 		routing: Routing | InPlace,
 		is_first_microbatch: bool | None,
 		style: Style,
-		function: Callable[..., Tensor] = experts,
 	) -> Tensor:
-		"""``grouped.experts.experts`` with both layers, or a ``function`` that takes what it does."""
+		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does."""
 		needs_dx = rows.requires_grad
 		layers = []
 		for layer in (self.gate_up, self.down):
 			sink = layer.sink(is_first_microbatch)
 			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
 			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
-		return function(rows, weights, routing, *layers, style)
+		function: Any = self.exchange or experts
+		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
 
 	def extra_repr(self) -> str:
 		"""The activation."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import Style, compute_routing, experts
+from grouped.experts import Style, compute_routing
 from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
@@ -98,8 +98,6 @@ class MoE(nn.Module):
 		factory: dict[str, Any] = {"device": device, "dtype": dtype}
 		self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
 		self.recompute = recompute
-		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
-		self.exchange: Any = None
 		self.router = Router(
 			*(hidden_size, num_experts, top_k),
 			score=score,
@@ -131,6 +129,11 @@ class MoE(nn.Module):
 		fmt = self.experts.gate_up.recipe.input
 		if recompute and fmt is not None and fmt.is_stochastic:
 			raise ValueError(f"recompute would not make again what {fmt} rounds stochastically")
+
+	@property
+	def exchange(self) -> Any:
+		"""That of ``experts``."""
+		return self.experts.exchange
 
 	def reset_parameters(self) -> None:
 		"""Initialize router and experts."""
@@ -173,7 +176,7 @@ class MoE(nn.Module):
 		mlp = self.experts
 		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
 		run = self._run_eager if mlp.is_watched else mlp.run
-		y = run(rows, choice.weights, routing, is_first_microbatch, style, self.exchange or experts)
+		y = run(rows, choice.weights, routing, is_first_microbatch, style)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)

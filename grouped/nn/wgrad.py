@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-	from grouped.passes import LinearCall, WgradOperands
+	from ..passes import LinearCall, WgradOperands
 
 EAGER_ONLY = (
 	"a layer with fuse_wgrad_accumulation or delay_wgrad trains in eager mode only: it writes "

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.records import RESULTS, Record, load, write
-
+from ..records import RESULTS, Record, load, write
 from .badge import badge
 from .numerics import read_numerics
 from .page import page

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from perf.compare import compare
-from perf.records import Record, by_key, pooled
+from ..compare import compare
+from ..records import Record, by_key, pooled
 
 #: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
 #: the GPU, the longest first.

@@ -21,7 +21,7 @@ from .power import PowerMeter
 from .profile import details_of
 
 if TYPE_CHECKING:
-	from perf.contender import Contender
+	from ..contender import Contender
 
 #: At the clock to which its power limit brings a busy GPU, and at that of one that was idle.
 PROTOCOLS = ("sustained", "burst")

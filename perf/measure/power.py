@@ -7,7 +7,7 @@ import statistics
 import threading
 from typing import Any
 
-from perf.environment import gpu_uuid
+from ..environment import gpu_uuid
 
 _SECONDS = 0.005
 #: NVML's number of the clock of the SMs.

@@ -64,13 +64,15 @@ class _Call:
 	def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
 		self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
 		self._num_sms = num_sms
-		self._values: tuple[Tensor, Tensor] | None = None
+		#: What is multiplied, groups rounded up; None before ``prepare``.
+		self.operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
 
 	def error(self, out: Tensor) -> float:
 		"""Against the fp32 product of what its operands decode to."""
-		assert self._values is not None
-		got = unpadded_rows(out, self._work.sizes, _ROW_MULTIPLE)
-		return self._work.error(got, *self._values)
+		assert self.operands is not None
+		a, b = (x.dequantize(torch.float32) for x in self.operands)
+		got, a = (unpadded_rows(x, self._work.sizes, _ROW_MULTIPLE) for x in (out, a))
+		return self._work.error(got, a, b)
 
 	def prepare(self) -> Callable[[], Tensor]:
 		"""Quantize, and compile the example; its second levels are ones."""
@@ -81,8 +83,7 @@ class _Call:
 		a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
 		sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
 		offs = torch.tensor(sizes).cumsum(0).int()
-		operands, values = _quantized(a, sizes, work.b, fmt)
-		self._values = (unpadded_rows(values[0], work.sizes, _ROW_MULTIPLE), values[1])
+		operands, self.operands = _quantized(a, sizes, work.b, fmt)
 		m, n, ctas = _TILES[self._tile]
 		kernel = self._example().ScaledGroupedGemmKernel(
 			scenario="2Dx3D",
@@ -125,8 +126,10 @@ class _Call:
 		return importlib.import_module(_MODULE)
 
 
-def _quantized(a: Tensor, sizes: list[int], b: Tensor, fmt: Format) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
-	"""Operands as the example takes them, and their values, second levels left out."""
+def _quantized(
+	a: Tensor, sizes: list[int], b: Tensor, fmt: Format
+) -> tuple[tuple[Tensor, ...], tuple[grouped.GroupedTensor, grouped.GroupedTensor]]:
+	"""Operands as the example takes them, and as we do; second levels are ones."""
 	offs = torch.tensor(sizes).cumsum(0).int()
 	unit = torch.full((len(sizes),), 2688.0) if fmt.second_level else None
 	left = grouped.quantize(a, fmt, offs=offs, amax=unit)
@@ -146,8 +149,7 @@ def _quantized(a: Tensor, sizes: list[int], b: Tensor, fmt: Format) -> tuple[tup
 	is_packed = fmt.element.per_byte > 1
 	packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
 	factors = [x.view(fmt.scale.element.dtype) for x in scales]
-	values = (left.dequantize(torch.float32), right.dequantize(torch.float32))
-	return (packed[0], packed[1].transpose(1, 2), *factors), values
+	return (packed[0], packed[1].transpose(1, 2), *factors), (left, right)
 
 
 def _cute_tensor(x: Tensor) -> Any:

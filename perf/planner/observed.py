@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from cute_kernels.formats import Format, parse
-from perf.cases import split_rows
-from perf.records import Record, latest
-from perf.suites.base import element_bytes
-from perf.suites.layer import recipes
 
+from ..cases import split_rows
+from ..records import Record, latest
+from ..suites.base import element_bytes
+from ..suites.layer import recipes
 from .gpus import Gpu, gpu_of
 from .layer import Layer, passes, step_of
 from .model import Model, Observation, fit

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from perf.measure import Meter, meter_of
+from ..measure import Meter, meter_of
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import Format
-	from perf.contender import Contender, Task
-	from perf.peers.base import Peer
+
+	from ..contender import Contender, Task
+	from ..peers.base import Peer
 
 
 @dataclasses.dataclass(frozen=True)

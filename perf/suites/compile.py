@@ -16,10 +16,10 @@ from cute_kernels.runtime.compile import compile_kernel, forget_kernels
 from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
-from perf.contender import Contender, Task, unchecked
-from perf.cubin import read_resources
-from perf.measure.base import Measurement, Meter, of_times
 
+from ..contender import Contender, Task, unchecked
+from ..cubin import read_resources
+from ..measure.base import Measurement, Meter, of_times
 from .base import Options, Suite
 
 _REPEATS = 3

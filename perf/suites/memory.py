@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from perf.cases import MODELS
-from perf.contender import Contender, Task, unchecked
-from perf.measure.base import Measurement, Meter
-from perf.measure.memory import Sizes, bytes_of_step
-
+from ..cases import MODELS
+from ..contender import Contender, Task, unchecked
+from ..measure.base import Measurement, Meter
+from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
 from .layer import recipes
 

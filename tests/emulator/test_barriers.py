@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import fails, run, store_words, wait
 from tests.helpers import each
+
+from .ptx import fails, run, store_words, wait
 
 INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 @%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import elementwise
 from tests.helpers import each
+
+from .ptx import elementwise
 
 
 @each("rounding", ["rz", "rp"])

@@ -13,8 +13,9 @@ import pytest
 from cute_kernels import emulator
 from cute_kernels.emulator import compilation
 from cute_kernels.host import settings
-from tests.emulator.ptx import fails, run, store_words
 from tests.helpers import each
+
+from .ptx import fails, run, store_words
 
 ADD_ONE = """mul.wide.u32 %d0, %t, 4; add.u64 %d1, %p0, %d0; ld.global.b32 %r0, [%d1];
 add.u32 %r0, %r0, %p1; st.global.b32 [%d1], %r0;"""

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import elementwise, run, store_words
 from tests.helpers import each
+
+from .ptx import elementwise, run, store_words
 
 LANES = np.arange(32)
 VALUES = np.random.default_rng(0).integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32)

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from tests.emulator.ptx import elementwise
 from tests.helpers import each
+
+from .ptx import elementwise
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
             0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip

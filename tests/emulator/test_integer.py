@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from tests.emulator.ptx import elementwise
 from tests.helpers import each
+
+from .ptx import elementwise
 
 COUNT = 256
 _EDGES = [0, 1, 2, 7, 31, 32, 33, 63, 64, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0x7FFFFFFF, 0x80000000,

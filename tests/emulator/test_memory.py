@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.ptx import run, store_words
 from tests.helpers import each
+
+from .ptx import run, store_words
 
 RNG = np.random.default_rng(0)
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cute_kernels import emulator
-from tests.emulator.silicon import snippets as silicon
 from tests.helpers import each
+
+from .silicon import snippets as silicon
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.emulator.ptx import fails, run, store_words, wait
-from tests.emulator.test_memory import _aligned
 from tests.helpers import each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
+
+from .ptx import fails, run, store_words, wait
+from .test_memory import _aligned
 
 RNG = np.random.default_rng(0)
 

@@ -7,8 +7,9 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 from tests.helpers import Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, needs_compiler, sample
+
+from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)

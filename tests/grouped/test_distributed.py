@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import grouped
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
-from tests.grouped.two_ranks import CHECKS, assert_same, quantized
 from tests.helpers import assert_same_buffers, each, sample
+
+from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
+from .two_ranks import CHECKS, assert_same, quantized
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 ROOT = Path(__file__).parents[2]

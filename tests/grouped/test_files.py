@@ -6,8 +6,9 @@ import torch
 import grouped
 from cute_kernels import formats
 from grouped import GroupedTensor
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+
+from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
 ENDS = [7, 7, 133]
 

@@ -5,8 +5,9 @@ import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT
 from tests.helpers import SPLITS, assert_same_bytes, each, end_rows, sample
+
+from .cases import FORMATS, WEIGHT_FORMAT
 
 N, K = 96, 160
 E5M2, F32 = torch.float8_e5m2, torch.float32

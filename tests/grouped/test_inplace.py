@@ -8,8 +8,9 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, updates
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+
+from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 
 every_format = each("fmt", EVERY_FORMAT)
 

@@ -19,8 +19,9 @@ from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample
+
+from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
 K, N, ENDS = 64, 96, [13, 13, 35]
 #: What is rounded to the largest code, over that.

@@ -9,8 +9,9 @@ from torch import nn
 
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import RECIPES, OpCounter, weights_quantized
 from tests.helpers import assert_same_bytes, each, sample
+
+from .cases import RECIPES, OpCounter, weights_quantized
 
 K, N, ENDS = 64, 48, [13, 13, 35]
 

@@ -7,8 +7,9 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.grouped.cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample
+
+from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
 K, N, ENDS = 96, 160, [13, 13, 35]
 OFFS = torch.tensor(ENDS)

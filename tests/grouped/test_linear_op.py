@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample
+
+from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
 K, N = 64, 96
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)

@@ -7,8 +7,9 @@ from torch.nn import functional as F
 from cute_kernels.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
-from tests.grouped.cases import ALL_RECIPES, RECIPES
 from tests.helpers import assert_same_bytes, each, sample
+
+from .cases import ALL_RECIPES, RECIPES
 
 HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
 

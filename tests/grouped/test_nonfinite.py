@@ -9,8 +9,9 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 from tests.helpers import assert_all_same, each, sample
+
+from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
 K, N, ENDS = 64, 96, [13, 13, 35]
 ROWS = torch.arange(40)

@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from grouped.nn import GroupedLinear, MoE
-from tests.grouped.cases import RECIPES, WEIGHT_FORMAT
 from tests.helpers import each, sample
+
+from .cases import RECIPES, WEIGHT_FORMAT
 
 T, K, N = 256, 64, 32
 OFFS = torch.tensor([100, 100, 256], dtype=torch.int32)

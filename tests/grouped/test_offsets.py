@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import grouped
-from tests.grouped.cases import FORMATS, bytes_of
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+
+from .cases import FORMATS, bytes_of
 
 ROWS = 40
 FORMS = {

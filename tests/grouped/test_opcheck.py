@@ -5,8 +5,9 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.grouped.cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 from tests.helpers import each, offsets, sample
+
+from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 
 OFFS = offsets((5, 0, 8))
 ROWS, G, K, N = 15, 3, 64, 48  # two rows of tail

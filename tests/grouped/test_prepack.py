@@ -5,8 +5,9 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.grouped.cases import FORMATS, WEIGHT_FORMAT, bytes_of
 from tests.helpers import assert_all_same, assert_same_bytes, each, sample, saved
+
+from .cases import FORMATS, WEIGHT_FORMAT, bytes_of
 
 K, N, ENDS = 96, 48, [7, 7, 33]
 

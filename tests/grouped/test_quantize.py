@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import grouped
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 from tests.helpers import SPLITS, assert_all_same, assert_same_buffers, assert_same_bytes, each, end_rows, sample
+
+from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
 every_format = each("fmt", EVERY_FORMAT)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

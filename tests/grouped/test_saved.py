@@ -7,8 +7,9 @@ from cute_kernels.layout.buffers import buffers
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.grouped.cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 from tests.helpers import each, sample
+
+from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
 OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.grouped.cases import OpCounter, bytes_of
 from tests.helpers import BUILT, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
+
+from .cases import OpCounter, bytes_of
 
 DIRECTIONS = {
 	"rowwise": {"rowwise": True, "columnwise": False},

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import RECIPES, OpCounter, weights_quantized
 from tests.helpers import assert_same_bytes, each, sample
+
+from .cases import RECIPES, OpCounter, weights_quantized
 
 GROUPS, K, N, ENDS = 3, 64, 32, [13, 13, 35]
 

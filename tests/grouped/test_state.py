@@ -9,8 +9,9 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.grouped.cases import RECIPES, WEIGHT_FORMAT, bytes_of
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+
+from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
 K, N, G = 64, 48, 3
 OFFS = [13, 13, 35]

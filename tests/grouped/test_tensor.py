@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from grouped import GroupedTensor
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+
+from .cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
 
 DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}, "both": {"columnwise": True}}
 

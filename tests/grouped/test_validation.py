@@ -7,8 +7,9 @@ import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.grouped.cases import EVERY_FORMAT, FORMATS, bytes_of
 from tests.helpers import assert_same_buffers, each, sample, saved
+
+from .cases import EVERY_FORMAT, FORMATS, bytes_of
 
 every_format = each("fmt", EVERY_FORMAT)
 

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import grouped
-from tests.grouped.cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 from tests.helpers import each, sample
+
+from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
 G, N, K = 3, 48, 64
 OFFS = [13, 13, 35]

@@ -10,8 +10,9 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import FP8Delayed
-from tests.grouped.cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+
+from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
 K, N, GROUPS, ENDS = 64, 96, 3, [13, 13, 35]
 FORMS = ("single", "discrete", "one buffer")

@@ -341,7 +341,7 @@ def spread(name, part):
 	wire, gradient_wire = options.get("wire"), options.get("gradient_wire")
 	alone, moe = mixture(recipe), parallelize_module(mixture(recipe), MESH, ExpertParallel(**options))
 	if wire is not None:
-		alone.exchange = lambda x, *rest: Wire.apply(experts(Wire.apply(x, wire, None), *rest), None, gradient_wire)
+		alone.experts.exchange = lambda x, *rest: Wire.apply(experts(Wire.apply(x, wire, None), *rest), None, gradient_wire)
 	x, mine = tokens(), tokens().detach()[part].requires_grad_()
 	dy = torch.randn(sum(TOKENS), H).bfloat16()
 	y, got = step(alone, x, dy), step(moe, mine, dy[part])
@@ -371,6 +371,38 @@ def experts_are_spread():
 		if "capacity" in options:
 			width = 2 * H if name != "nvfp4 wire" else -(-(H // 2 + H // 16 + 4) // 16) * 16
 			assert sent["dispatch"] == width * (9 if name == "row-scaled" else 18) and moe.exchange.dropped == 0
+
+
+@check
+def other_experts_are_spread():
+	"""A ``GroupedMLP``, whose rows lie by expert on each rank; and weights that are quantized."""
+	sizes = torch.tensor([[3, 0, 4, 2], [2, 2, 0, 3]])
+	ends, x, dy = sizes.cumsum(1), torch.randn(16, H).bfloat16(), torch.randn(16, H).bfloat16()
+	mine = slice(9, None) if RANK else slice(9)
+	# Where the rows of both are where one process has them all.
+	order = torch.repeat_interleave(torch.arange(4).repeat(2), sizes.flatten()).argsort(stable=True)
+	for style in (ExpertParallel(wire=grouped.FP8Block(), capacity=16), ExpertTensorParallel()):
+		moe = mixture(recipes.FP8Block())
+		spread = parallelize_module(copy.deepcopy(moe.experts), MESH, style)
+		is_cut = isinstance(style, ExpertParallel)
+		a = x[order].requires_grad_()
+		b = x[mine].clone().requires_grad_() if is_cut else x[order].requires_grad_()
+		want, got = moe.experts(a, sizes.sum(0).cumsum(0)), spread(b, ends[RANK] if is_cut else sizes.sum(0).cumsum(0))
+		want.backward(dy[order]), got.backward(dy[mine] if is_cut else dy[order])
+		for one, other in ((want, got), (a.grad, b.grad)):
+			one = torch.empty_like(one).index_copy_(0, order, one)[mine] if is_cut else one
+			assert torch.equal(one, other) if is_cut else (one - other).norm() < 0.02 * one.norm()
+	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+	for recipe in (recipes.BF16(), recipes.NVFP4RowScaled()):
+		alone = mixture(recipe).requires_grad_(False)
+		for layer in (alone.experts.gate_up, alone.experts.down):
+			layer.weight = nn.Parameter(grouped.quantize(layer.weight, grouped.NVFP4(), columnwise=True), False)
+		moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel())
+		assert moe.experts.down.weight.to_local().nbytes * 2 == alone.experts.down.weight.nbytes
+		x, mine = tokens(), tokens().detach()[part].requires_grad_()
+		y, got = step(alone, x, torch.ones_like(x)), step(moe, mine, torch.ones_like(mine))
+		assert_same_bytes(got, y[part])
+		assert_same_bytes(mine.grad, x.grad[part])
 
 
 @check
@@ -453,7 +485,7 @@ def what_cannot_be_spread():
 	):
 		with pytest.raises(ValueError, match=message):
 			make()
-	with pytest.raises(TypeError, match=r"is for grouped\.nn\.MoE"):
+	with pytest.raises(TypeError, match="experts of torchtitan"):
 		ExpertParallel(MESH)(nn.Linear(2, 2))
 
 

@@ -13,10 +13,11 @@ from cute_kernels.reference.activations import activate, activate_gradient
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops, poisoned
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched
-from tests.kernels.quantize_support import compiled, random_input, special_input
 
-from tests.kernels.activation_kernel import ActivationConfig  # isort: skip
+from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched
+from .quantize_support import compiled, random_input, special_input
+
+from .activation_kernel import ActivationConfig  # isort: skip
 
 
 BF16 = torch.bfloat16

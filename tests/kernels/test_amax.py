@@ -6,8 +6,9 @@ from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
 from tests.helpers import DTYPES, each, ends, many_groups
-from tests.kernels.op_support import ARCHITECTURES, MODES
-from tests.kernels.quantize_support import Problem, compiled, random_input, special_input
+
+from .op_support import ARCHITECTURES, MODES
+from .quantize_support import Problem, compiled, random_input, special_input
 
 
 def check(config, problem, num_sms=2):

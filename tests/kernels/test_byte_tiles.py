@@ -228,5 +228,5 @@ def test_rows(text, dtype, warps, rows):
 @each("mode", MODES, MODE_IDS)
 def test_rows_in_any_order(mode):
 	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
-	for text in ("fp8_block", "mxfp8", "fp8"):
-		check(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a"), problem, **mode)
+	for text, arch in (("fp8_block", "sm_90a"), ("mxfp8", "sm_90a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")):
+		check(RowsConfig(text, "bfloat16", warps_per_row=2, arch=arch), problem, **mode)

@@ -9,7 +9,8 @@ from cute_kernels.quantize import DbiasConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
+
+from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 dbias = ops.grouped_dbias
 #: (rows of the buffer, N, end rows).

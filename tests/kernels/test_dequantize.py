@@ -13,7 +13,8 @@ from cute_kernels.quantize import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, each, ends, many_groups, ops
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
+
+from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
 
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {

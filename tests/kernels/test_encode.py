@@ -4,10 +4,11 @@ import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
 from tests.helpers import DTYPES, each
-from tests.kernels.op_support import ARCHITECTURES
-from tests.kernels.quantize_support import compiled
 
-from tests.kernels.encode_kernel import EncodeConfig  # isort: skip
+from .op_support import ARCHITECTURES
+from .quantize_support import compiled
+
+from .encode_kernel import EncodeConfig  # isort: skip
 
 #: Where two codes meet, and past the largest.
 _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)

@@ -5,8 +5,9 @@ import torch
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from tests.helpers import each, ends
-from tests.kernels.gemm_support import compiled, quantize, randn
-from tests.kernels.op_support import array_of, check_touched, watching
+
+from .gemm_support import compiled, quantize, randn
+from .op_support import array_of, check_touched, watching
 
 #: Rows of the buffer, K, the end rows of groups and the slot tiles up to the last row of one.
 ROWS, COLS, OFFS, TILES = 400, 320, ends(100, 100, 230), 4

@@ -7,7 +7,8 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES, each
-from tests.kernels.gemm_support import (
+
+from .gemm_support import (
 	SHAPES,
 	check_far_rows,
 	check_live_rows,
@@ -17,7 +18,7 @@ from tests.kernels.gemm_support import (
 	m_grouped,
 	quantize,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
+from .op_support import MODE_IDS, MODES
 
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
 PAIR, NARROW_PAIR = Sm100Tile(256, 256, 2), Sm100Tile(256, 128, 2)

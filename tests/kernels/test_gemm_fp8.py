@@ -12,7 +12,8 @@ from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from tests.helpers import each
-from tests.kernels.gemm_support import (
+
+from .gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
 	check_live_rows,
@@ -23,8 +24,8 @@ from tests.kernels.gemm_support import (
 	m_grouped,
 	wild,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
-from tests.kernels.test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
+from .op_support import MODE_IDS, MODES
+from .test_gemm_sm90 import DEVICES, K_TILES, M_TILES, name_of
 
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])

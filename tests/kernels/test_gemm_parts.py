@@ -10,9 +10,10 @@ from cute_kernels.gemm.problem import GemmProblem, RowPart
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig, Sm90Tile
 from cute_kernels.gemm.sm90.parts import all_parts
 from tests.helpers import assert_same_bytes, each
-from tests.kernels.gemm_support import m_grouped
-from tests.kernels.op_support import MODE_IDS, MODES
-from tests.kernels.test_gemm_sm90 import DEVICES
+
+from .gemm_support import m_grouped
+from .op_support import MODE_IDS, MODES
+from .test_gemm_sm90 import DEVICES
 
 NUM_SMS = 132
 KINDS = {

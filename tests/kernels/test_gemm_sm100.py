@@ -7,7 +7,8 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes, each
-from tests.kernels.gemm_support import (
+
+from .gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
 	check_far_rows,
@@ -19,7 +20,7 @@ from tests.kernels.gemm_support import (
 	m_grouped,
 	product_of,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
+from .op_support import MODE_IDS, MODES
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True)

@@ -5,7 +5,8 @@ import functools
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import each
-from tests.kernels.gemm_support import (
+
+from .gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
 	check_far_rows,
@@ -16,8 +17,8 @@ from tests.kernels.gemm_support import (
 	m_grouped,
 	wild,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
-from tests.kernels.test_gemm_sm100 import TAILS
+from .op_support import MODE_IDS, MODES
+from .test_gemm_sm100 import TAILS
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
 FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))

@@ -13,7 +13,8 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.helpers import each
-from tests.kernels.gemm_support import (
+
+from .gemm_support import (
 	SHAPES,
 	WGRAD_SHAPES,
 	check_live_rows,
@@ -23,7 +24,7 @@ from tests.kernels.gemm_support import (
 	m_grouped,
 	product_of,
 )
-from tests.kernels.op_support import MODE_IDS, MODES
+from .op_support import MODE_IDS, MODES
 
 
 def name_of(tile):

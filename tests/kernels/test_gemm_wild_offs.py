@@ -10,8 +10,9 @@ from tests.kernels import test_gemm_fp8 as fp8
 from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels import test_gemm_sm100 as sm100
 from tests.kernels import test_gemm_sm100_fp8 as sm100_fp8
-from tests.kernels.gemm_support import product_of
-from tests.kernels.op_support import watching
+
+from .gemm_support import product_of
+from .op_support import watching
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.

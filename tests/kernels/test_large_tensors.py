@@ -19,8 +19,9 @@ from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import assert_same_bytes, dequantize_arguments, each, ends, ops
-from tests.kernels.op_support import ARCHITECTURES, watching
-from tests.kernels.quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
+
+from .op_support import ARCHITECTURES, watching
+from .quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
 
 #: Linux's number of what ``mmap`` has from Python 3.13 on.
 MAP_NORESERVE = 0x4000

@@ -7,7 +7,8 @@ from cute_kernels.quantize import AmaxConfig, OffsetsConfig, QuantizeProblem, Ro
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, each
-from tests.kernels.quantize_support import ARCH
+
+from .quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)
 ROW_SCALED, SQUARE = BY_ROW.text, NVFP4(block=(16, 16)).text

@@ -10,8 +10,9 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
 from tests.helpers import DTYPES, each, ends, many_groups
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
-from tests.kernels.quantize_support import (
+
+from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
+from .quantize_support import (
 	ARCH,
 	NO_RESULTS,
 	NO_TILE_RESULTS,

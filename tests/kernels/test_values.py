@@ -9,9 +9,10 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
 from tests.helpers import DTYPES, each, ends, m_grouped_arguments, many_groups, ops, sample
-from tests.kernels.gemm_support import compiled, on_device_of
-from tests.kernels.op_support import MODE_IDS, MODES
-from tests.kernels.test_gemm_sm90 import DEVICES
+
+from .gemm_support import compiled, on_device_of
+from .op_support import MODE_IDS, MODES
+from .test_gemm_sm90 import DEVICES
 
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).

@@ -18,7 +18,8 @@ from tests.helpers import (
 	ops,
 	sample,
 )
-from tests.ops.test_schemas import outputs_like, tensors
+
+from .test_schemas import outputs_like, tensors
 
 SPLITS = [(9, 0, 20), (0, 30), (16, 5, 3, 0)]
 #: Of a gradient that was rounded to the dtype once, through a product of rounded gradients.

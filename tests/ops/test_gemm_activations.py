@@ -34,6 +34,7 @@ SQUARES, BY_ROW = "fp8_block:block=128x128", NVFP4_TEXTS["row-scaled"]
 ANY_SCALES = f"fp8_block:pow2_scales=false {SQUARES},pow2_scales=false"
 #: Rows of groups with empty ones, one row and more than a tile.
 SIZES, TAIL = (0, 9, 0, 1, 130, 0), 30
+LARGE = {"sizes": (0, 90, 0, 150), "keeps_z": False}
 MODES = [{}, {"mode": "chaos", "seed": 1}, {"races": True}, {"mode": "chaos", "seed": 2}]
 
 
@@ -76,10 +77,15 @@ CASES = {
 	"fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
 	"fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
 	"fp8_block, rows": (("fp8_block fp8_block", 48, 144, "swiglu"), "128x128", {"interleaved": True}),
-	"nvfp4": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
-	"nvfp4, cluster": (("nvfp4 nvfp4 prepacked", 512, 144, "sreglu"), "256x128x2 swapped", {}),
+	"nvfp4, cluster": (
+		(f"{BY_ROW} nvfp4 prepacked", 512, 272, "sreglu"),
+		"256x128x2 swapped",
+		{"sizes": (0, 120, 0, 150)},
+	),
+	"nvfp4": (("nvfp4 nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
 	"w4a16": (("plain nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {"bias": "bfloat16"}),
 	"w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
+	"nvfp4, 96": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x96x2 swapped", LARGE),
 }
 SM100_CASES = {
 	"bf16": (("plain plain", 272, 72, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
@@ -105,7 +111,7 @@ ALL = [
 def test_kernels(i, arch, args, tile, options):
 	pytest.importorskip("cutlass")
 	mode = MODES[i % len(MODES)]
-	given = arguments(*args, **options, sizes=SIZES if i < 2 else (0, 5, 0, 36))
+	given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
 	want = expected(arch, given)
 	with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
 		if i % 3:

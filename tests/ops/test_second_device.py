@@ -17,7 +17,8 @@ from cute_kernels.ops.registry import Allocator
 from cute_kernels.runtime import backend, launch
 from cute_kernels.runtime.arch import _index_architecture
 from tests.helpers import each, ops
-from tests.ops.test_layouts import CALLS
+
+from .test_layouts import CALLS
 
 #: Fake tensors on a second GPU: PyTorch looks for it where there is a first one.
 needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is a GPU, and no second one")

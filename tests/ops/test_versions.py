@@ -6,7 +6,8 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from tests.helpers import each, needs_compiler, offsets, ops, sample
-from tests.ops.test_schemas import CASES, IDS, detached, outputs_like, tensors
+
+from .test_schemas import CASES, IDS, detached, outputs_like, tensors
 
 OFFS = offsets((5, 0, 8))
 BACKENDS = ["reference", "reference:sm_90a"]

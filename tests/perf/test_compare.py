@@ -6,7 +6,8 @@ from perf import committed, compare
 from perf.__main__ import main
 from perf.records import pooled, write
 from tests.helpers import each
-from tests.perf.test_records import BASE
+
+from .test_records import BASE
 
 TIME = dataclasses.replace(BASE, spread=1.0)
 _COUNTED = {"suite": "counts", "kind": "emulator", "unit": "1", "spread": 0.0, "repeats": 1}

@@ -16,7 +16,8 @@ from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
 from perf.dashboard.things import commits_of, history_of, payload, roofs_of
 from perf.records import RESULTS, latest, read, write
-from tests.perf.dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
+
+from .dashboard_records import CURRENT, OLD, RECORDS, all_committed, save_numerics
 
 BADGE = RESULTS.parent.parent / "docs" / "badge.svg"
 

@@ -12,7 +12,8 @@ import pytest
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
 from tests.helpers import each
-from tests.perf.dashboard_records import RECORDS, all_committed, save_numerics
+
+from .dashboard_records import RECORDS, all_committed, save_numerics
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -1,14 +1,19 @@
 """Peers: what they are given and how their results are read, where that can be wrong."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
 import grouped
+from cute_kernels import backend
 from cute_kernels.reference.scales import tile_scales
 from perf.cases import GroupedShape
 from perf.measure import meter_of
+from perf.measure.emulator import claim
 from perf.operands import Operands
-from perf.peers import PEERS, all_peers, pytorch
+from perf.peers import PEERS, all_peers, cutlass, pytorch
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each
@@ -102,3 +107,17 @@ def test_checkouts_are_named(tmp_path):
 		assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
 		assert "sm_100a" in peers[name].missing(hopper)
 		assert f"is no checkout of {name}" in wrong[name].missing(blackwell)
+
+
+@pytest.mark.skipif("CUTLASS" not in os.environ, reason="CUTLASS=FOLDER names a checkout")
+@each("fmt", cutlass._FORMATS)
+def test_products_of_nvidias_example_have_our_bits(fmt):
+	"""In a process of its own: the DSL binds to the emulator."""
+	claim("sm_100a")
+	work = Operands(GroupedShape("small", "up", 4, 384, 512), 256, "fprop", "37 150 1 68", CPU)
+	for tile in cutlass._TILES:
+		call = cutlass._Call(Path(os.environ["CUTLASS"]), work, fmt, tile, 4)
+		got = call.prepare()()
+		for name in ("reference:sm_100a", "emulated:sm_100a"):
+			with backend(name):
+				assert torch.equal(grouped.grouped_gemm(*call.operands), got)

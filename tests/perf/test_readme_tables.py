@@ -7,7 +7,8 @@ import pytest
 from perf import readme
 from perf.__main__ import main
 from perf.tables import Cell, Column, Row, Table
-from tests.perf.test_records import BASE
+
+from .test_records import BASE
 
 _RUN = {"commit": "cd73e60abcdef", "protocol": "sustained", "value": 141.4, "spread": 3.0}
 RECORD = dataclasses.replace(BASE, case={"rows": 32, "routing": "balanced"}, **_RUN)

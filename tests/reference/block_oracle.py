@@ -10,27 +10,14 @@ import dataclasses
 
 import numpy as np
 
-from tests.reference.oracle import ceil_div
+from .oracle import ELEMENTS, ceil_div, f32, fp8_value, scale_byte
 
-f32 = np.float32
 np.seterr(all="ignore")
 
-#: Exponent bits, mantissa bits, bias and largest finite code.
-ELEMENTS = {"e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
 #: The largest finite number of each input dtype.
 LARGEST = {"bfloat16": f32(2.0**127 * (2 - 2.0**-7)), "float16": f32(65504), "float32": f32(2.0**127 * (2 - 2.0**-23))}
 #: What the codes 0 to 254 of E8M0 stand for.
 POWERS = 2.0 ** (np.arange(255, dtype=np.float64) - 127)
-
-
-def fp8_value(code, element):
-	"""Value of a finite FP8 code."""
-	_, mantissa_bits, bias, _ = ELEMENTS[element]
-	exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
-	sign = -1.0 if code & 0x80 else 1.0
-	if exponent == 0:
-		return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
-	return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
 
 
 def fp8_magnitudes(element):
@@ -121,12 +108,6 @@ class Rules:
 		return codes, scales, values * factors
 
 
-def scale_address(row, block, blocks):
-	"""Bytes of scales in a matrix of 128x4 tiles; ``blocks`` is a multiple of 4."""
-	tile = (row // 128) * (blocks // 4) + block // 4
-	return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
-
-
 def filled(shape, dtype, fill):
 	"""An array every byte of which is ``fill``."""
 	size = np.dtype(dtype).itemsize * int(np.prod(shape))
@@ -189,7 +170,7 @@ def _place_rowwise(buffer, scales, group, tiles, rules):
 	if rules.is_mx:
 		buffer[tiles] = 0
 		row, block = np.indices((count, scales.shape[1]))
-		address = scale_address(first + row, block, 4 * buffer.shape[1])
+		address = scale_byte(first + row, block, 4 * buffer.shape[1])
 		buffer.reshape(-1)[address] = scales[row // rules.rows, block]
 	elif rules.rows > 1:
 		buffer[tiles] = scales
@@ -210,6 +191,6 @@ def _place_columnwise(out, codes, scales, group, tiles, rules):
 	out.codes_t[first : first + count] = codes
 	out.scales_t[:, tiles] = 0
 	column, block = np.indices((codes.shape[1], scales.shape[0]))
-	address = scale_address(column, 4 * group.tile + block, 4 * out.scales_t.shape[1])
+	address = scale_byte(column, 4 * group.tile + block, 4 * out.scales_t.shape[1])
 	wide = 1 if rules.rows == 1 else rules.vec
 	out.scales_t.reshape(-1)[address] = scales[block, column // wide]

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from cute_kernels.formats import parse
-from tests.reference.rational import fp32
+
+from .rational import fp32
 
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)

@@ -1,8 +1,7 @@
 """NVFP4 as the specification words it: one scalar at a time, in NumPy fp32.
 
-Shares nothing with the package. E2M1 comes from a table of intervals, E4M3 from a search among all
-values, and every buffer is written byte by byte at the address that the layout gives. Slow, and
-meant to be read.
+Shares nothing with the package. Codes are searched among all values that there are, and every buffer
+is written byte by byte at the address that the layout gives. Slow, and meant to be read.
 """
 
 from __future__ import annotations
@@ -29,58 +28,49 @@ def ceil_div(a, b):
 # ---- number formats
 
 
-def e4m3_value(byte):
-	"""Value of one E4M3 byte: bias 7, no infinities, NaN at 0x7F and 0xFF."""
-	sign = -1.0 if byte & 0x80 else 1.0
-	exponent, mantissa = byte >> 3 & 15, byte & 7
-	if byte & 0x7F == 0x7F:
-		return math.nan
+#: Exponent bits, mantissa bits, bias and largest finite code.
+ELEMENTS = {"e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
+
+
+def fp8_value(code, element):
+	"""Value of a finite FP8 code."""
+	_, mantissa_bits, bias, _ = ELEMENTS[element]
+	exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
+	sign = -1.0 if code & 0x80 else 1.0
 	if exponent == 0:
-		return sign * mantissa * 2.0**-9
-	return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+		return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+	return sign * (1 + mantissa / (1 << mantissa_bits)) * 2.0 ** (exponent - bias)
+
+
+def e4m3_value(byte):
+	"""Value of one E4M3 byte: no infinities, NaN at 0x7F and 0xFF."""
+	return math.nan if byte & 0x7F == 0x7F else fp8_value(byte, "e4m3")
+
+
+def nearest(v, magnitudes, sign, nan):
+	"""The code of the magnitude nearest to ``v``, ties to the even code, saturating, with the sign's bit."""
+	v = float(v)
+	if math.isnan(v):
+		return nan
+	magnitude = min(abs(v), magnitudes[-1])
+	code = bisect.bisect_right(magnitudes, magnitude) - 1
+	if magnitudes[code] != magnitude:
+		middle = (magnitudes[code] + magnitudes[code + 1]) / 2
+		code += magnitude > middle or (magnitude == middle and code % 2 == 1)
+	return code | (sign if math.copysign(1.0, v) < 0 else 0)
 
 
 _E4M3_MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
 
 
 def round_e4m3(v):
-	"""The E4M3 byte nearest to ``v``, ties to the even byte, saturating; NaN gives 0x7F."""
-	v = float(v)
-	if math.isnan(v):
-		return 0x7F
-	magnitude = min(abs(v), 448.0)
-	low = bisect.bisect_right(_E4M3_MAGNITUDES, magnitude) - 1
-	byte = low
-	if _E4M3_MAGNITUDES[low] != magnitude:
-		middle = (_E4M3_MAGNITUDES[low] + _E4M3_MAGNITUDES[low + 1]) / 2
-		if magnitude > middle or (magnitude == middle and low % 2 == 1):
-			byte = low + 1
-	return byte | (0x80 if math.copysign(1.0, v) < 0 else 0)
+	"""The E4M3 byte; NaN gives 0x7F."""
+	return nearest(v, _E4M3_MAGNITUDES, 0x80, 0x7F)
 
 
 def round_e2m1(y):
-	"""The E2M1 code of ``y``: the table of intervals; NaN gives +6."""
-	y = float(y)
-	if math.isnan(y):
-		return 7
-	m = abs(y)
-	if m <= 0.25:
-		code = 0
-	elif m < 0.75:
-		code = 1
-	elif m <= 1.25:
-		code = 2
-	elif m < 1.75:
-		code = 3
-	elif m <= 2.5:
-		code = 4
-	elif m < 3.5:
-		code = 5
-	elif m <= 5.0:
-		code = 6
-	else:
-		code = 7
-	return code | (8 if math.copysign(1.0, y) < 0 else 0)
+	"""The E2M1 code; NaN gives +6."""
+	return nearest(y, E2M1_VALUES, 8, 7)
 
 
 def e2m1_value(code):
@@ -118,10 +108,6 @@ def block_scale(a, g):
 	return byte, enc
 
 
-#: Direction (1 is columnwise), number of the block in it, and place in the block, of an element.
-Place = "tuple[int, int, int]"
-
-
 class Rule:
 	"""What a variant of NVFP4 does otherwise; this one nothing."""
 
@@ -130,6 +116,7 @@ class Rule:
 		return block_scale(a, g)
 
 	def encode(self, values, enc, places):
+		"""Codes; a place is direction (1 is columnwise), number of the block in it, and place in the block."""
 		return [round_e2m1(v * enc) for v in values]
 
 	def columns(self, values):
@@ -239,10 +226,6 @@ def quantize(
 	return result
 
 
-#: Stored byte and encode factor by row of blocks and column of blocks.
-Squares = "list[list[tuple[int, np.float32]]]"
-
-
 def buffers(x, offs, **options):
 	"""``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
 	uniform, (*batch, rows, cols) = offs is None, x.shape
@@ -261,6 +244,7 @@ def buffers(x, offs, **options):
 
 
 def _square_scales(values, amax, rule):
+	"""Stored byte and encode factor by row of blocks and column of blocks."""
 	rows, cols = values.shape
 
 	def scale(r, c):
@@ -300,7 +284,6 @@ def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, square
 	for column in range(cols):
 		for block in range(ceil_div(rows, 16)):
 			chunk = values[16 * block : 16 * block + 16, column]
-			places: list[Place]
 			if squares is None:
 				byte, enc = rule.scale(chunk[None], absmax(chunk), amax)
 				number = (8 * group.tile + block) * cols + column

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from tests.reference.oracle import E2M1_VALUES, FMAX, Rule, e2m1_value, e4m3_value, f32, round_e2m1, round_e4m3
+from .oracle import E2M1_VALUES, FMAX, Rule, e2m1_value, e4m3_value, f32, round_e2m1, round_e4m3
 
 WORD = 0xFFFFFFFF
 #: TransformerEngine's fixed signs.

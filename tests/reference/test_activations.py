@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from cute_kernels.activations import ACTIVATIONS, Activation
 from cute_kernels.reference.activations import activate, activate_gradient, exp, sigmoid, tanh
-from tests.helpers import assert_same_bytes, each
+from tests.helpers import assert_same_bytes, each, every_16_bits
 from tests.reference import activation_oracle as oracle
 
 INF, NAN = math.inf, math.nan
@@ -18,12 +18,6 @@ every_activation = each("act", EVERY, lambda a: a.text)
 FUNCTIONS = {"exp": (exp, oracle.exp), "tanh": (tanh, oracle.tanh), "sigmoid": (sigmoid, oracle.sigmoid)}
 
 
-def every_16_bits(dtype):
-	"""Every number of a dtype of 16 bits, NaN and infinities too, as fp32."""
-	bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16)
-	return bits.view(dtype).float()
-
-
 def random_bits(count):
 	"""Numbers with uniform bits: as many of each exponent, NaN and infinities too."""
 	return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
@@ -32,8 +26,8 @@ def random_bits(count):
 def numbers():
 	"""Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
 	parts = (
-		every_16_bits(torch.bfloat16),
-		every_16_bits(torch.float16),
+		every_16_bits(torch.bfloat16).float(),
+		every_16_bits(torch.float16).float(),
 		random_bits(1 << 18),
 		torch.empty(1 << 18).uniform_(-100, 100),
 		torch.randn(1 << 18),

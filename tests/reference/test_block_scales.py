@@ -8,34 +8,23 @@ import torch
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
 from cute_kernels.reference import conversions
 from cute_kernels.reference.codecs import codec_of
-from tests.helpers import DTYPES, assert_same_bytes, each
+from tests.helpers import DTYPES, assert_same_bytes, beside, each, every_16_bits
 from tests.reference import block_oracle
 
 both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
 FMAX = torch.finfo(torch.float32).max
 
 
-def every(dtype):
-	"""All 65536 bit patterns of a 16-bit dtype."""
-	return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
-
-
 def finite(dtype):
 	"""All finite numbers of a 16-bit dtype from 0 on, as fp32."""
-	values = every(dtype).float()
+	values = every_16_bits(dtype).float()
 	return values[values.isfinite() & ~values.signbit()]
-
-
-def beside(values):
-	"""fp32 numbers at, just below and just above each value."""
-	inf = torch.tensor(torch.inf)
-	return torch.cat([values, values.nextafter(inf), values.nextafter(-inf)])
 
 
 @both_elements
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_fp8(dtype, element):
-	values = every(dtype).float()
+	values = every_16_bits(dtype).float()
 	got = conversions.encode(element, values)
 	want = block_oracle.round_fp8(values.numpy(), element.name)
 	assert_same_bytes(got, torch.from_numpy(want))

@@ -8,22 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.reference import conversions
-from tests.helpers import assert_same_bytes, each, ends, ops
+from tests.helpers import assert_same_bytes, beside, each, ends, every_16_bits, ops
 from tests.reference import oracle
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-
-
-def every(dtype):
-	"""All 65536 bit patterns of a 16-bit dtype, as fp32."""
-	return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()
+E2M1 = oracle.E2M1_VALUES
 
 
 def around(values):
-	"""fp32 numbers at, just below and just above each value, of both signs."""
-	exact = torch.tensor(values, dtype=torch.float32)
-	inf = torch.tensor(torch.inf)
-	near = torch.cat([exact, exact.nextafter(inf), exact.nextafter(-inf)])
+	"""``beside`` of both signs."""
+	near = beside(values)
 	return torch.cat([near, -near])
 
 
@@ -33,13 +26,13 @@ def scalars(convert, values):
 
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e2m1(dtype):
-	values = every(dtype)
+	values = every_16_bits(dtype).float()
 	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
 
 
 @each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_to_e4m3(dtype):
-	values = every(dtype)
+	values = every_16_bits(dtype).float()
 	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
 
 
@@ -82,7 +75,7 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
 @each("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
 	"""One number a block: its scale is the rounding of the number itself."""
-	values = every(torch.bfloat16)
+	values = every_16_bits(torch.bfloat16).float()
 	x = torch.zeros(64, 1024, 16, dtype=torch.bfloat16)
 	x[..., 5] = values.view(64, 1024).bfloat16()
 	given = torch.tensor([amax])

@@ -7,7 +7,8 @@ import torch
 
 from cute_kernels.reference.fma import fma, rounded_sum, two_sum
 from tests.helpers import assert_same_bytes
-from tests.reference.rational import fp32, fraction
+
+from .rational import fp32, fraction
 
 #: Significands of few bits, of all bits, and next to those.
 SIGNIFICANDS = (1, 3, 2**12 + 1, 2**23 + 1, 2**24 - 1)

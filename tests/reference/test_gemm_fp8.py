@@ -22,7 +22,8 @@ from tests.helpers import (
 	sample,
 )
 from tests.reference import fp8_oracle
-from tests.reference.oracle import RCP_2688
+
+from .oracle import RCP_2688
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.

@@ -9,7 +9,8 @@ import cute_kernels
 from cute_kernels.formats import parse
 from tests.helpers import assert_same_bytes, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
 from tests.reference import fp8_oracle
-from tests.reference.test_gemm_fp8 import Product, Wgrad
+
+from .test_gemm_fp8 import Product, Wgrad
 
 SPLITS = (5, 0, 18)
 OFFS = offsets(SPLITS)

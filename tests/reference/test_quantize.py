@@ -21,8 +21,9 @@ from tests.helpers import (
 	weird_values,
 )
 from tests.reference import oracle
-from tests.reference.block_oracle import Rules
-from tests.reference.block_oracle import quantize as expect
+
+from .block_oracle import Rules
+from .block_oracle import quantize as expect
 
 #: The texts of formats, and what the oracles are told of them: of NVFP4 its flags, of the others
 #: what they are in the words of the specification.

@@ -13,8 +13,9 @@ from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
 from tests.helpers import assert_same_bytes, each, needs_compiler, offsets, ops, sample
 from tests.reference import oracle
-from tests.reference.oracle_variants import block_bytes, round_e2m1_stochastic
-from tests.reference.oracle_variants import philox4x32 as philox_oracle
+
+from .oracle_variants import block_bytes, round_e2m1_stochastic
+from .oracle_variants import philox4x32 as philox_oracle
 
 WORD = 0xFFFFFFFF
 VALUES = torch.tensor(oracle.E2M1_VALUES)

@@ -25,7 +25,8 @@ from tests.helpers import (
 	weird_values,
 )
 from tests.reference import oracle
-from tests.reference.oracle_variants import (
+
+from .oracle_variants import (
 	SIGNS,
 	FourOverSix,
 	Hadamard,

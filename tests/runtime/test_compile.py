@@ -16,7 +16,8 @@ from cute_kernels.runtime import compile as compile_module
 from cute_kernels.runtime.compile import compile_to_disk, is_on_disk
 from cute_kernels.runtime.worker import Worker
 from tests.runtime import toy_kernels
-from tests.runtime.toy_kernels import Scale
+
+from .toy_kernels import Scale
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
@@ -158,7 +159,7 @@ def test_threads_compile_a_kernel_once(traced):
 FORK = """
 import os, signal, threading
 from cute_kernels.runtime import architecture, compile_kernel
-from tests.runtime.toy_kernels import Scale
+from .toy_kernels import Scale
 
 compiling, go_on = threading.Event(), threading.Event()
 

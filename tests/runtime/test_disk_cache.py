@@ -18,7 +18,8 @@ from cute_kernels.runtime import architecture, cache
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
 from cute_kernels.runtime.spec import canonical_text, resolve
 from tests.helpers import each
-from tests.runtime.toy_kernels import Scale
+
+from .toy_kernels import Scale
 
 SM100 = architecture("sm_100a")
 KEY = CacheKey("kernel", {"spec": "s", "arch": "sm_100a"})

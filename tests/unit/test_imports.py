@@ -107,12 +107,12 @@ def imports_at_load(tree):
 
 
 def parse(name):
-	"""A module's tree; what it imports from its own folder by absolute names."""
+	"""A module's tree; what it imports by place in absolute names."""
 	tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
 	package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
 	for node in ast.walk(tree):
-		if isinstance(node, ast.ImportFrom) and node.level == 1:
-			node.module, node.level = f"{package}.{node.module}", 0
+		if isinstance(node, ast.ImportFrom) and node.level:
+			node.module, node.level = f"{package.rsplit('.', node.level - 1)[0]}.{node.module}", 0
 	return tree
 
 

@@ -6,8 +6,7 @@ what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 
 from __future__ import annotations
 
-from cute_kernels.formats import parse
-
+from ...formats import parse
 from .base import Codec, Level
 from .fp8 import FP8Codec
 from .fp8_block import FP8BlockCodec

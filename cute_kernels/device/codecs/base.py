@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
 	from cutlass import Float32, Int32, Uint16, Uint32
 
-	from cute_kernels.formats import Format
+	from ...formats import Format
 
 #: What the codes of a row or of a group are relative to: DSL scalars that only the codec reads, so
 #: that a skeleton can carry them through loops.

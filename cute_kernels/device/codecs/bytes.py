@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
+from typing import Any
 
 from cutlass import Float32, Int32, Uint16, Uint32, Uint64
 
 from cute_kernels.device.ptx import asm, f32_as_bits, select
 
 from .base import Codec, Level
-from .pairs import REGISTERS, Pair, column_pairs, row_pairs
+from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
 #: Codes of a word; rows of which two words of codes of a column are.
 _PER_WORD, _EIGHT = 4, 8
@@ -56,6 +57,12 @@ class ByteCodec(Codec):
 		pairs = row_pairs(self.dtype, step)
 		return [self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)]
 
+	def encode_eight(self, words: Sequence[Uint32], factor: Float32) -> Uint64:
+		"""The codes of eight elements of 16 bits that share a factor."""
+		if self.multiplies_bf16:
+			words = _products(words, _bf16_pair(factor, factor))
+		return self._encode(row_pairs(self.dtype, len(words)), words, [self._spread(factor)])
+
 	def encode_columns(
 		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
 	) -> list[list[Uint32]]:
@@ -86,8 +93,8 @@ class ByteCodec(Codec):
 			return factor
 		return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
-	def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Uint32:
-		"""Four elements as a code word.
+	def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Any:
+		"""Four elements as a code word, or eight as two in one register pair.
 
 		Args:
 		  pairs: two elements each, of the operands ``words``.
@@ -97,27 +104,27 @@ class ByteCodec(Codec):
 		assert self.arch is not None
 		given = [] if self.multiplies_bf16 else list(factors)
 		names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
-		body = ""
+		body, is_paired = "", self.arch == "sm_100a" and not self.multiplies_bf16
+		if is_paired and len(given) == 1:
+			pairs = products(pairs, names[0])
 		for i, pair in enumerate(pairs):
-			if self.multiplies_bf16:
-				body += pair.text
-			elif self.arch == "sm_100a":
-				factor = names[0]
-				if len(given) > 1:
-					factor = "f"
-					body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
-				body += f"{pair.packed} mul.rn.f32x2 p, p, {factor}; mov.b64 {{lo, hi}}, p;"
-			else:
-				body += f"{pair.text} mul.rn.f32 lo, {pair.low}, {names[2 * i]}; "
-				body += f"mul.rn.f32 hi, {pair.high}, {names[2 * i + 1]};"
-			body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, hi, lo;\n"
+			if is_paired and len(given) > 1:
+				body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
+				(pair,) = products([pair], "f")
+			low, high = pair.low, pair.high
+			body += pair.text
+			if given and not is_paired:
+				body += f"mul.rn.f32 lo, {low}, {names[2 * i]}; mul.rn.f32 hi, {high}, {names[2 * i + 1]};"
+				low, high = "lo", "hi"
+			body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, {high}, {low};\n"
+		codes = ", ".join(f"c{i}" for i in range(len(pairs)))
 		text = f"""{{
             {REGISTERS}
-            .reg .b16 c0, c1;
+            .reg .b16 {codes};
             {body}
-            mov.b32 $0, {{c0, c1}};
+            mov.b{16 * len(pairs)} $0, {{{codes}}};
         }}"""
-		return asm(text, [Uint32], [*words, *given])
+		return asm(text, [Uint64 if len(pairs) > 2 else Uint32], [*words, *given])
 
 	# ---- decoding
 

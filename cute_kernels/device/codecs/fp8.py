@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device.ptx import asm, bits_as_f32
-
+from ..ptx import asm, bits_as_f32
 from .bytes import ByteCodec
 
 _FMAX_BITS = 0x7F7FFFFF

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device.ptx import asm, bits_as_f32, f32_as_bits
-
+from ..ptx import asm, bits_as_f32, f32_as_bits
 from .bytes import ByteCodec
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import FP8Block
-
+	from ...formats import FP8Block
 	from .base import Level
 
 _MANTISSA, _BIAS = 23, 127

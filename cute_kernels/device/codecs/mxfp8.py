@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from cutlass import Float32, Uint32
 
-from cute_kernels.device.ptx import asm, bits_as_f32
-
+from ..ptx import asm, bits_as_f32
 from .bytes import ByteCodec
 
 if TYPE_CHECKING:

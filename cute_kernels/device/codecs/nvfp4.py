@@ -16,7 +16,7 @@ from cute_kernels.device.ptx import asm, bits_as_f32
 
 from .base import Codec
 from .nvfp4_four_over_six import Candidate, FourOverSixLevel, better, candidates, error, is_far
-from .pairs import REGISTERS, Pair, column_pairs, row_pairs
+from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import NVFP4
@@ -225,12 +225,8 @@ def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> 
 	  factor: the block's encode factor.
 	"""
 	body = ""
-	for i, pair in enumerate(pairs):
-		body += f"""{pair.packed}
-        mul.rn.f32x2 p, p, f;
-        mov.b64 {{lo, hi}}, p;
-        cvt.rn.satfinite.e2m1x2.f32 b{i}, hi, lo;
-        """
+	for i, pair in enumerate(products(pairs, "f")):
+		body += f"{pair.text}\ncvt.rn.satfinite.e2m1x2.f32 b{i}, {pair.high}, {pair.low};\n"
 	text = f"""{{
         {REGISTERS}
         .reg .b8 b0, b1, b2, b3;

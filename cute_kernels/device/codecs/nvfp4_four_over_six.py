@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.device.ptx import asm, bits_as_f32
+from ..ptx import asm, bits_as_f32
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import NVFP4
+	from ...formats import NVFP4
 
 #: Amaxes between which the two instructions give the quotient.
 _NEAR = (2.0**-50, 2.0**100)

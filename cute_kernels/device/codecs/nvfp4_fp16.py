@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cutlass import Uint32
 
-from cute_kernels.device.ptx import asm
+from ..ptx import asm
 
 #: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
 #: bytes of fp16. Left shifts are multiplications, which use another unit than the logic.

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32
 
-from cute_kernels.device.ptx import asm
+from ..ptx import asm
 
 _REGISTERS = """
     .reg .f32 x0, x1;

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32, Uint64
 
-from cute_kernels.device.ptx import asm
+from ..ptx import asm
 
 _REGISTERS = """
     .reg .b32 x0, x1, p0, p1, even, odd, high, drawn;

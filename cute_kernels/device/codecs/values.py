@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
-from cute_kernels.device.convert import pack_words
-from cute_kernels.device.ptx import asm
+
+from ..convert import pack_words
+from ..ptx import asm
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-
+	from ...formats import Format
 	from .base import Codec
 
 #: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.

@@ -1,9 +1,9 @@
 """What the grouped GEMM for sm_100a is compiled for, and how it uses a CTA's memory.
 
-The tensor core takes 128 rows of operand M but any 16 of N. With ``swap_ab`` the rows of a group
-are therefore operand N; with ``swap_partial`` only the last tile of a group has swapped operands,
-if it is partial. Instructions then multiply only as many rows of N as the tile has, rounded up to
-``N_STEP``.
+The tensor core takes 128 rows of operand M but any 8 of N, of a pair of CTAs any 16. With
+``swap_ab`` the rows of a group are therefore operand N; with ``swap_partial`` only the last tile of
+a group has swapped operands, if it is partial. Instructions then multiply only as many rows of N as
+the tile has, rounded up.
 
 Codes that no instruction takes with the other operand have stages of their own, twice as long along
 K as those of what is multiplied, which warps decode them to: see ``decode``.
@@ -27,8 +27,8 @@ TMEM_COLUMNS = 512
 TMEM_LANES = 32
 #: Bytes of one row of output that the epilogue handles at a time.
 STORE_BYTES = 128
-#: Rows of N by which instructions differ that fit themselves to the rows of a tile.
-N_STEP = 16
+#: Rows of N by which instructions differ that fit themselves to the rows of a tile, in each CTA.
+N_STEP = 8
 #: Rows of A that are loaded at a time where partial tiles have swapped operands.
 BOX_ROWS = 32
 #: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
@@ -220,10 +220,10 @@ class Sm100GemmConfig(GemmConfig):
 		"""M, N and K of one pipeline stage's tile."""
 		return self.tile.m, self.tile.n, K_BLOCKS * self.instruction_k
 
-	@staticmethod
-	def instruction_n(rows: Any) -> Any:
+	def instruction_n(self, rows: Any) -> Any:
 		"""N of the instructions for a tile of so many rows of N, which need not be known yet."""
-		return (rows + (N_STEP - 1)) & -N_STEP
+		step = N_STEP * self.tile.num_ctas
+		return (rows + (step - 1)) & -step
 
 	@property
 	def element_stage_bytes(self) -> tuple[int, int]:

@@ -7,7 +7,7 @@ group's last have the number -1 there: of numbers that are none of the rows ther
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -15,12 +15,12 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cute_kernels.device.memory import load_global_if
-from cute_kernels.device.ptx import asm_volatile, select
-from cute_kernels.gemm.loader import TmaSource
-from cute_kernels.gemm.scheduler import WorkTile
-from cute_kernels.gemm.views import element_type
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
+from ...device.memory import load_global_if
+from ...device.ptx import asm_volatile, select
+from ...layout.shapes import PITCH_ALIGNMENT
+from ..loader import TmaSource
+from ..scheduler import WorkTile
+from ..views import element_type
 
 if TYPE_CHECKING:
 	from .config import Sm100GemmConfig
@@ -30,18 +30,6 @@ if TYPE_CHECKING:
 _ROWS, _ROW_BYTES = 4, 128
 #: Of the address of a barrier: that of the first CTA of a pair.
 _FIRST_OF_PAIR = 0xFEFFFFFF
-
-
-class Gathered(NamedTuple):
-	"""What is gathered from.
-
-	Attributes:
-	  atom: copies of parts of a row of the matrix.
-	  index: (T,) int32, the row of the matrix of each row of the product.
-	"""
-
-	atom: cute.CopyAtom
-	index: cute.Tensor
 
 
 def row_source(config: Sm100GemmConfig, matrix: cute.Tensor) -> TmaSource:
@@ -60,14 +48,15 @@ class GatherLoad:
 
 	Args:
 	  config: the kernel's configuration.
-	  gathered: what is gathered from.
+	  atom: copies of parts of a row of the matrix.
+	  index: (T,) int32, the row of the matrix of each row of the product.
 	  shared: the stages.
 	  cta: number of this CTA among those that share a tile.
 	"""
 
-	def __init__(self, config: Sm100GemmConfig, gathered: Gathered, shared: Stages, cta: Int32):
+	def __init__(self, config: Sm100GemmConfig, atom: Any, index: cute.Tensor, shared: Stages, cta: Int32):
 		self.config = config
-		self.atom, self.index = gathered
+		self.atom, self.index = atom, index
 		self.cta = cta
 		self.along_k = config.grouping == "k_grouped"
 		self.is_m = not (self.along_k or config.tile.swap_ab)
@@ -91,12 +80,7 @@ class GatherLoad:
 
 	@cute.jit
 	def start(self, tile: WorkTile, cta_rows: Any) -> cute.Tensor:
-		"""The rows of this lane's first copies.
-
-		Args:
-		  tile: the tile.
-		  cta_rows: rows of it that the CTA before this one has; those of K all have.
-		"""
+		"""The rows of this lane's first copies; the CTA before this one has ``cta_rows`` of the tile's, or all of K."""
 		rows = cute.make_rmem_tensor(_ROWS, Int32)
 		if cutlass.const_expr(self.along_k):
 			self.list_rows(rows, tile.k_start, tile.rows)
@@ -107,7 +91,8 @@ class GatherLoad:
 
 	def list_rows(self, rows: cute.Tensor, first: Int32, left: Int32) -> None:
 		"""Read this lane's rows; ``first`` is the place of the stage's first in the index, and
-		``left`` rows of the group follow from there on."""
+		``left`` rows of the group follow from there on.
+		"""
 		for i in range(_ROWS):
 			local = self.row + i
 			address = self.index.iterator.toint() + Int64(first + local) * 4
@@ -118,16 +103,7 @@ class GatherLoad:
 	def copy(
 		self, rows: cute.Tensor, tile: WorkTile, k_tile: Int32, stage: Int32, barrier: cute.Pointer, end: Any
 	) -> None:
-		"""Fill the ``k_tile``-th stage of a tile, and read the rows of the next one.
-
-		Args:
-		  rows: this lane's rows.
-		  tile: the tile.
-		  k_tile: which.
-		  stage: its place.
-		  barrier: the barrier of the stage.
-		  end: rows from this one on are not copied.
-		"""
+		"""Fill the ``k_tile``-th stage of a tile, but for rows from ``end`` on, and read the next one's rows."""
 		column = k_tile * self.width
 		if cutlass.const_expr(self.along_k):
 			column = tile.n_row + self.cta * self.cta_rows + self.panel * self.width

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from cute_kernels.layout.shapes import ceil_div
+from ...layout.shapes import ceil_div
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.problem import GemmProblem
-
+	from ..problem import GemmProblem
 	from .config import Sm100GemmConfig
 
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.

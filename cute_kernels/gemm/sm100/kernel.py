@@ -15,10 +15,10 @@ Every role walks the same tiles at its own pace: loads run ahead by the depth of
 tiles, and the MMA fills one accumulator while the epilogue empties the other. With two CTAs a tile
 the MMA warp of the first issues for both; each CTA loads, and stores, its own half.
 
-The tensor core takes 128 or 256 rows of operand M but any 16 of N. With ``swap_partial`` a partial
-tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements stay as
-they are and only the instructions take B for operand M. N is then as small as the rows allow. The
-epilogue finds that tile transposed.
+The tensor core takes 128 or 256 rows of operand M but any 8 or 16 of N. With ``swap_partial`` a
+partial tile, of a group's last rows, is multiplied with its operands swapped: the loads of elements
+stay as they are and only the instructions take B for operand M. N is then as small as the rows
+allow. The epilogue finds that tile transposed.
 
 Codes that no instruction takes with the other operand are decoded by warps into the stages that the
 MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
@@ -35,7 +35,7 @@ from cutlass.utils import blackwell_helpers
 
 from cute_kernels.device.launch import env_stream
 from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
+from cute_kernels.gemm.loader import LoadWarp, TmaSource, each, paired
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
 from cute_kernels.gemm.problem import Extents
 from cute_kernels.gemm.scheduler import TileReader, TileScheduler
@@ -57,7 +57,7 @@ from .decode import DecodeWarps
 from .epilogue import Epilogue, OutputStore
 from .epilogue_swapped import SwappedEpilogue
 from .epilogue_warps import EpilogueWarps
-from .gather import Gathered, GatherLoad, row_source
+from .gather import GatherLoad, row_source
 from .loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
 from .mma import MmaWarp, StageMma
 from .promotion import Promoter
@@ -99,16 +99,6 @@ class Sources(NamedTuple):
 	n_codes_scales: Any = None
 	rows: Any = None
 
-	@classmethod
-	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
-		"""A ``TmaSource`` of each."""
-		pairs = zip(atoms, tensors, strict=True)
-		return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
-
-	def each(self, part: str) -> Sources:
-		"""One attribute of each ``TmaSource``."""
-		return Sources(*(getattr(source, part, None) for source in self))
-
 
 class Stores(NamedTuple):
 	"""Something of each way in which TMA writes the output: the copies, or their coordinates.
@@ -122,10 +112,6 @@ class Stores(NamedTuple):
 	direct: Any = None
 	swapped: Any = None
 	z: Any = None
-
-	def each(self, part: str) -> Stores:
-		"""One attribute of each ``TmaSource``."""
-		return Stores(*(getattr(store, part, None) for store in self))
 
 
 class Sm100Gemm:
@@ -157,29 +143,12 @@ class Sm100Gemm:
 		z: cute.Tensor | None,
 		stream: Any,
 	) -> None:
-		"""Launch the kernel.
+		"""Launch the kernel: arguments as those of ``Sm90Gemm``, but for operands and block scales.
 
-		Args:
-		  a: codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product
-		    of P slots, (P, M) of untransposed copies; plain: (T, K), or (T, M) in a k_grouped
-		    product.
-		  a_scales: scale tiles (tiles, tiles along K, 512) uint8, or (ceil(M / 128), tiles along
-		    P, 512); None without.
-		  a_amax: (G,) fp32 second level, or (T,) when row-scaled; None without.
-		  b: codes (G, N, >= K), or (N, P) or (P, N); plain: (G, N, K) or (T, N). (G, K, N) with
-		    ``transpose_b``.
-		  b_scales: scale tiles (G, ceil(N / 128), tiles, 512) uint8, or (ceil(N / 128), tiles
-		    along P, 512); None without.
-		  b_amax: (G,) fp32 second level; None without.
-		  offs: (G,) int32 end rows.
-		  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
-		    where they are ``gathered``; None otherwise.
-		  bias: (G, N), or None.
-		  alpha: (G,) fp32, or None.
-		  out: (T, N), or (G, M, N) of a k_grouped product.
-		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-		  z: (T, N), where the output has what an activation makes of it; None if it is not kept.
-		  stream: where to launch.
+		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
+		product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
+		(G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or P,
+		512) uint8.
 
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
 		"""
@@ -223,10 +192,10 @@ class Sm100Gemm:
 		self.kernel(
 			layouts.tiled_mma,
 			layouts.tiled_mma_sf,
-			sources.each("atom"),
-			sources.each("tensor"),
-			stores.each("atom"),
-			stores.each("tensor"),
+			each(Sources, sources, "atom"),
+			each(Sources, sources, "tensor"),
+			each(Stores, stores, "atom"),
+			each(Stores, stores, "tensor"),
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
 			squares_of(config, scales),
@@ -358,15 +327,15 @@ class Sm100Gemm:
 		if warp == warps.scheduler_warp_id:
 			TileScheduler(config, ring, barriers.tiles, offs, extents).run()
 		if warp == warps.load_warp_id:
-			sources = Sources.paired(source_atoms, source_tensors)
+			sources = paired(Sources, source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
 			gather = None
 			if cutlass.const_expr(config.gathered):
-				gather = GatherLoad(config, Gathered(sources.rows.atom, rows), shared, cta)
+				gather = GatherLoad(config, sources.rows.atom, rows, shared, cta)
 			self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
 		if cutlass.const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
-				sources = Sources.paired(source_atoms, source_tensors)
+				sources = paired(Sources, source_atoms, source_tensors)
 				codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
 			if warp >= warps.first_decode_warp_id:
 				DecodeWarps(config, warps, shared, squares, cta, tiles, codes_pipeline, ab_pipeline).run()

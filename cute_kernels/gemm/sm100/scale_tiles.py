@@ -1,7 +1,6 @@
 """fp32 block scales that are powers of two, as tiles of E8M0, of both operands in one launch.
 
-Where B has halves whose rows a GEMM's tiles have by turns, those of its tiles have, too; so have tiles
-that there are already, which are permuted: no TMA moves single words of them.
+Rows of halves of B are taken by turns where GEMMs do so; tiles of them that there are are permuted.
 
 Instructions take a scale for every 32 of K; one of 128 is that of four blocks. The tiles go where
 the quantizers of MXFP8 write theirs, so the GEMM after this kernel is that of MXFP8. The exponent

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cutlass import Int32, Int64, cute
 
-from cute_kernels.device.ptx import asm_volatile
-from cute_kernels.layout.shapes import SF_TILE_BYTES
+from ...device.ptx import asm_volatile
+from ...layout.shapes import SF_TILE_BYTES
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.operands import OperandKind
+	from ..operands import OperandKind
 
 #: Bytes of the unit in which descriptors of shared memory count.
 UNIT = 16

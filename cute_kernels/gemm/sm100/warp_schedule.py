@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from cute_kernels.device.constants import WARP_SIZE
+from ...device.constants import WARP_SIZE
 
 
 class NamedBarrierId(enum.IntEnum):

@@ -19,6 +19,7 @@ whose sums go to fp32 registers, times block scales if there are any (``promotio
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 from cute_kernels.capability import Support
@@ -362,7 +363,7 @@ class Sm90GemmConfig(GemmConfig):
 				# Stages are long, and one more of them is worth more than few blocks.
 				size = _SMALL_BLOCK_BYTES
 			rows = max(N_ALIGN, size // (WARPGROUP_M * width))
-			return min(self.tile.n, rows), WARPGROUP_M
+			return math.gcd(self.tile.n, rows), WARPGROUP_M
 		return WARPGROUP_M, _BLOCK_ROW_BYTES // width
 
 	@property

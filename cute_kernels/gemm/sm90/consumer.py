@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
-
+from ..scheduler import TileReader, WorkTile
 from .epilogue import Epilogue, PingPong
 from .fp4.decode import FragmentDecoder
 from .warp_schedule import WARPGROUP_SIZE

@@ -164,13 +164,14 @@ class Epilogue:
 		config = self.config
 		shape = (2, 2, config.tile.n // 8, self.repeats)
 		acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+		if cutlass.const_expr(config.stores_apart):
+			# Then every thread is done with the factors of the tile before, too.
+			self.wait_free()
 		if cutlass.const_expr(config.row_scaled):
 			for i in cutlass.range_constexpr(cute.size(factors)):
 				local = i * WARPGROUP_SIZE + self.thread
 				if local < config.tile.n:
 					store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
-		if cutlass.const_expr(config.stores_apart):
-			self.wait_free()
 		# The factors are there, and the blocks of the tile before have been read.
 		self.sync()
 		slot, window = Int32(0), self.window(tile)

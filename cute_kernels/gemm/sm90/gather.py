@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute, pipeline
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import load_global_if
-from cute_kernels.device.ptx import asm_volatile, select
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_global_if
+from ...device.ptx import asm_volatile, select
+from ..scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
 	from .config import Sm90GemmConfig

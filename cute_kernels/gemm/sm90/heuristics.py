@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cute_kernels.layout.shapes import ceil_div
+from ...layout.shapes import ceil_div
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.problem import GemmProblem
-
+	from ..problem import GemmProblem
 	from .config import Sm90GemmConfig
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.

@@ -19,14 +19,15 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.device.launch import env_stream
-from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
-from cute_kernels.gemm.operands import OPERANDS
-from cute_kernels.gemm.output import EpilogueTensors
-from cute_kernels.gemm.problem import Extents
-from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.views import (
+from ...device.launch import env_stream
+from ...layout.slots import TILE_ROWS, most_rows
+from ..fakes import FakeArguments
+from ..loader import LoadWarp, StageLoad, TmaSource, each, paired
+from ..operands import OPERANDS
+from ..output import EpilogueTensors
+from ..problem import Extents
+from ..scheduler import TileReader, TileScheduler
+from ..views import (
 	codes_view,
 	matrix_view,
 	output_view,
@@ -36,8 +37,6 @@ from cute_kernels.gemm.views import (
 	scale_words_view,
 	squares_view,
 )
-from cute_kernels.layout.slots import TILE_ROWS, most_rows
-
 from .consumer import Consumer
 from .epilogue import Epilogue, StoreWarps
 from .gather import Gathered, GatherWarp
@@ -63,16 +62,6 @@ class Sources(NamedTuple):
 	n: Any
 	m_scales: Any = None
 	n_scales: Any = None
-
-	@classmethod
-	def paired(cls, atoms: Sources, tensors: Sources) -> Sources:
-		"""A ``TmaSource`` of each."""
-		pairs = zip(atoms, tensors, strict=True)
-		return cls(*(None if atom is None else TmaSource(atom, x) for atom, x in pairs))
-
-	def each(self, part: str) -> Sources:
-		"""One attribute of each ``TmaSource``."""
-		return Sources(*(getattr(source, part, None) for source in self))
 
 
 class Sm90Gemm:
@@ -169,8 +158,8 @@ class Sm90Gemm:
 		depth = (n if config.tile.swap_ab else m).shape[1]
 		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
 		self.kernel(
-			sources.each("atom"),
-			sources.each("tensor"),
+			each(Sources, sources, "atom"),
+			each(Sources, sources, "tensor"),
 			squares,
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			gathered,
@@ -276,7 +265,7 @@ class Sm90Gemm:
 			if warp == warps.scheduler_warp_id:
 				TileScheduler(config, ring, barriers.tiles, offs, extents).run()
 			if warp == warps.load_warp_id:
-				sources = Sources.paired(atoms, tensors)
+				sources = paired(Sources, atoms, tensors)
 				loads = self.stage_loads(layouts, sources, shared, cta)
 				LoadWarp(config, *loads, tiles, ab_pipeline).run()
 			if cutlass.const_expr(config.gathered):

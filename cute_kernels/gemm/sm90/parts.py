@@ -16,8 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from cute_kernels.gemm.problem import GemmProblem, RowPart
-
+from ..problem import GemmProblem, RowPart
 from .heuristics import estimated_cycles
 
 if TYPE_CHECKING:

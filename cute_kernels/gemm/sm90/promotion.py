@@ -22,17 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cutlass import Float32, Int32, cute
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import load_shared
-from cute_kernels.device.ptx import add_rn, asm, bits_as_f32, mul_rn
-from cute_kernels.gemm.promotion import scale_at
-
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_shared
+from ...device.ptx import add_rn, asm, bits_as_f32, mul_rn
+from ..promotion import scale_at
 from .config import WARPGROUP_M, Sm90GemmConfig
 from .warp_schedule import WARPGROUP_SIZE
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.scheduler import WorkTile
-
+	from ..scheduler import WorkTile
 	from .storage import Stages
 
 #: Rows and columns of a square.

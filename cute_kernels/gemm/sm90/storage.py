@@ -8,10 +8,9 @@ from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
-from cute_kernels.device.launch import DSL_TYPES
-from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.views import element_type
-
+from ...device.launch import DSL_TYPES
+from ..scheduler import TILE_WORDS
+from ..views import element_type
 from .config import WARPGROUP_M, Sm90GemmConfig
 from .fp4.operand import codes_stages, scale_stages
 

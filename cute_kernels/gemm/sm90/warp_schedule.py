@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from cute_kernels.device.constants import WARP_SIZE
+from ...device.constants import WARP_SIZE
 
 #: Warps of a warpgroup.
 _WARPS = 4

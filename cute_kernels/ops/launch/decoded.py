@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.ops.dequantize import GroupedDequantize
-from cute_kernels.ops.registry import Allocator, Runner
+from ...layout.buffers import BufferSpec
+from ..dequantize import GroupedDequantize
+from ..registry import Allocator, Runner
 
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.gemm import MGrouped, MGroupedGemm
-	from cute_kernels.runtime.launch import Launcher
+	from ...runtime.launch import Launcher
+	from ..gemm import MGrouped, MGroupedGemm
 
 
 def decodes_first(op: MGrouped, arch: str) -> bool:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
-from cute_kernels.formats import parse
-from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.layout.shapes import PIECE_K, ceil_div
-from cute_kernels.ops.arguments import dense, readable
-from cute_kernels.ops.registry import Allocator
-from cute_kernels.quantize.config import AmaxConfig, ValuesConfig
-
+from ...formats import parse
+from ...gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
+from ...layout.buffers import BufferSpec
+from ...layout.shapes import PIECE_K, ceil_div
+from ...quantize.config import AmaxConfig, ValuesConfig
+from ..arguments import dense, readable
+from ..registry import Allocator
 from .quantize import quantized
 
 if TYPE_CHECKING:
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 	from torch import Tensor
 
-	from cute_kernels.gemm.problem import GemmConfig
-	from cute_kernels.gemm.sm90.config import Sm90GemmConfig
-	from cute_kernels.ops.gemm import GroupedGemm, MGroupedQuantizeGemm
-	from cute_kernels.runtime.launch import Launcher
+	from ...gemm.problem import GemmConfig
+	from ...gemm.sm90.config import Sm90GemmConfig
+	from ...runtime.launch import Launcher
+	from ..gemm import GroupedGemm, MGroupedQuantizeGemm
 
 	#: Codes or values, block scales, and second level of an operand.
 	Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]

@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_packed, unpack_absmax
-from cute_kernels.device.codecs import Level
-from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global, store_global_past_l1, store_shared, store_shared_byte
-from cute_kernels.device.ptx import select
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
-from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
-
+from ...device.absmax import absmax_packed, unpack_absmax
+from ...device.codecs import Level
+from ...device.groups import Grouping
+from ...device.memory import load_shared, store_global, store_global_past_l1, store_shared, store_shared_byte
+from ...device.ptx import select
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
+from ...layout.slots import TILE_ROWS
+from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs.bytes import ByteCodec
-
+	from ...device.codecs.bytes import ByteCodec
 	from .squares import Squares
 
 #: What one store takes: 16 bytes, and on sm_100a 32.

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from cute_kernels.device.groups import Grouping
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ...device.groups import Grouping
+from ...layout.slots import TILE_ROWS
 from .byte_columns import ByteColumnConverter
 from .byte_rows import ByteRowConverter
 from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
@@ -17,8 +16,8 @@ from .squares import Squares
 from .team import Copies, Team
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs.bytes import ByteCodec
-	from cute_kernels.quantize.config import TileConfig
+	from ...device.codecs.bytes import ByteCodec
+	from ..config import TileConfig
 
 
 class ByteTiles:

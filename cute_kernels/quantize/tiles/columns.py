@@ -7,20 +7,19 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
-from cute_kernels.device.groups import Grouping
-from cute_kernels.device.hadamard import transform_words
-from cute_kernels.device.memory import load_shared, store_global, store_shared, store_shared_half
-from cute_kernels.device.ptx import bits_as_f32, f32_as_bits, select
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ...device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
+from ...device.groups import Grouping
+from ...device.hadamard import transform_words
+from ...device.memory import load_shared, store_global, store_shared, store_shared_half
+from ...device.ptx import bits_as_f32, f32_as_bits, select
+from ...layout.slots import TILE_ROWS
 from .draws import ColumnDraws
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
 from .scales import join_scales, scale_blocks
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs import Codec
-	from cute_kernels.quantize.config import TileConfig
+	from ...device.codecs import Codec
+	from ..config import TileConfig
 
 
 class LanePlace(NamedTuple):

@@ -6,10 +6,9 @@ import dataclasses
 
 from cutlass import Int32, Int64, Uint32
 
-from cute_kernels.device.philox import DRAWN, Seed, draw_block
-from cute_kernels.device.ptx import asm, select
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ...device.philox import DRAWN, Seed, draw_block
+from ...device.ptx import asm, select
+from ...layout.slots import TILE_ROWS
 from .geometry import TILE_COLS, Descriptor
 
 

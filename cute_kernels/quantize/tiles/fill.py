@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from cute_kernels.device.groups import indexed
-from cute_kernels.device.memory import load_global, store_shared
-from cute_kernels.device.ptx import in_place
-from cute_kernels.quantize.elements import ElementMaker
-
+from ...device.groups import indexed
+from ...device.memory import load_global, store_shared
+from ...device.ptx import in_place
+from ..elements import ElementMaker
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
-	from cute_kernels.quantize.config import TileConfig
-
+	from ..config import TileConfig
 	from .team import Team
 
 #: 16-byte loads that a lane has under way.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from cute_kernels.layout.shapes import SF_TILE_COLS
-from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.quantize.config import DTYPE_BYTES
+from ...layout.shapes import SF_TILE_COLS
+from ...layout.slots import TILE_ROWS
+from ..config import DTYPE_BYTES
 
 if TYPE_CHECKING:
 	from cutlass import Int32, cute
 
-	from cute_kernels.device.codecs import Level
-	from cute_kernels.device.philox import Seed
+	from ...device.codecs import Level
+	from ...device.philox import Seed
 
 TILE_COLS = 128
 #: Rows of one copy of a box. The boxes of a tile are loaded in turn: the more rows at a time, the

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from cute_kernels.device.groups import Grouping
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ...device.groups import Grouping
+from ...layout.slots import TILE_ROWS
 from .columns import ColumnConverter
 from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
 from .rows import RowConverter
@@ -17,8 +16,8 @@ from .squares import Chooser
 from .team import Copies, Team
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs import Codec
-	from cute_kernels.quantize.config import TileConfig
+	from ...device.codecs import Codec
+	from ..config import TileConfig
 
 
 class NibbleTiles:

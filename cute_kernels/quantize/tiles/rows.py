@@ -5,14 +5,13 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.absmax import absmax_words
-from cute_kernels.device.codecs import Codec, Level
-from cute_kernels.device.memory import load_shared, store_global, store_global_half
-from cute_kernels.device.philox import DRAWN, draw_block
-from cute_kernels.device.ptx import bits_as_f32, select
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
-from cute_kernels.quantize.config import DTYPE_BYTES, TileConfig
-
+from ...device.absmax import absmax_words
+from ...device.codecs import Codec, Level
+from ...device.memory import load_shared, store_global, store_global_half
+from ...device.philox import DRAWN, draw_block
+from ...device.ptx import bits_as_f32, select
+from ...layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
+from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
 from .scales import join_scales, scale_blocks
 

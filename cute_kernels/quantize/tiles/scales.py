@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
-from cute_kernels.device.groups import Grouping
-from cute_kernels.device.memory import load_shared, store_global
-from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.layout.shapes import SF_TILE_BYTES
-
+from ...device.groups import Grouping
+from ...device.memory import load_shared, store_global
+from ...device.ptx import asm, bits_as_f32
+from ...layout.shapes import SF_TILE_BYTES
 from .geometry import TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
-	from cute_kernels.device.codecs import Codec, Level
+	from ...device.codecs import Codec, Level
 
 
 def scale_blocks(

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import cutlass
 from cutlass import Int32, Uint32, cute
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import store_shared
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ...device.constants import WARP_SIZE
+from ...device.memory import store_shared
+from ...layout.slots import TILE_ROWS
 from .geometry import BOX_BYTES, BOX_SIZE, TileGeometry
 
 if TYPE_CHECKING:
-	from cute_kernels.quantize.config import TileConfig
+	from ..config import TileConfig
 
 
 class Copies(NamedTuple):

@@ -13,8 +13,7 @@ NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F.
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import FP8
-
+from ...formats import FP8
 from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max

@@ -14,9 +14,8 @@ NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infin
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import Format, FP8Block
-from cute_kernels.reference.conversions import f32
-
+from ...formats import Format, FP8Block
+from ..conversions import f32
 from .base import Codec
 
 #: Sign and exponent of an fp32 number: without its mantissa a number is rounded to a power of two.

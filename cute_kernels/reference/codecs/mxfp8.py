@@ -14,9 +14,8 @@ of NaN, 0x7F. Infinities saturate.
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E8M0, MXFP8, Format
-from cute_kernels.reference.conversions import decode, encode_e8m0, f32
-
+from ...formats import E8M0, MXFP8, Format
+from ..conversions import decode, encode_e8m0, f32
 from .base import Codec
 
 #: The sum of the E8M0 codes of a power of two and of its inverse.

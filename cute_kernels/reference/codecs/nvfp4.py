@@ -29,9 +29,8 @@ then i + 4, i + 2 and i + 1.
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import NVFP4
-from cute_kernels.reference.conversions import decode_e4m3, encode_e2m1, encode_e4m3, f32, round_e2m1
-
+from ...formats import NVFP4
+from ..conversions import decode_e4m3, encode_e2m1, encode_e4m3, f32, round_e2m1
 from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max

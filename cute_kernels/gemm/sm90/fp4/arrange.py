@@ -18,8 +18,9 @@ from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, transpose_four
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.problem import N_ALIGN
 from cute_kernels.layout.shapes import PIECE_K
+
+from ...problem import N_ALIGN
 
 if TYPE_CHECKING:
 	from .config import ArrangeConfig

@@ -22,9 +22,10 @@ from cutlass import Int32, Uint16, Uint32, cute
 from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale, two_halves
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.gemm.sm90.config import WARPGROUP_M, Sm90GemmConfig
-from cute_kernels.gemm.sm90.warp_schedule import WARPGROUP_SIZE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+
+from ..config import WARPGROUP_M, Sm90GemmConfig
+from ..warp_schedule import WARPGROUP_SIZE
 
 #: Bytes of codes that a lane of a quad reads at once, and of their block scales.
 _LANE_BYTES = 16

@@ -9,7 +9,7 @@ from cutlass import cute
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS, SF_TILE_WORDS
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+	from ..config import Sm90GemmConfig
 
 
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
