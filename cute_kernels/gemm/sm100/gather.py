@@ -90,9 +90,7 @@ class GatherLoad:
 		return rows
 
 	def list_rows(self, rows: cute.Tensor, first: Int32, left: Int32) -> None:
-		"""Read this lane's rows; ``first`` is the place of the stage's first in the index, and
-		``left`` rows of the group follow from there on.
-		"""
+		"""Read this lane's rows: the stage's begin at ``first`` in the index, ``left`` are of the group."""
 		for i in range(_ROWS):
 			local = self.row + i
 			address = self.index.iterator.toint() + Int64(first + local) * 4
