@@ -407,7 +407,7 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 # ---- as an op
 
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
-_FORMATS = ", ".join(f"str? {role}_{i}" for i in (1, 2) for role in ("input", "weight", "grad_output"))
+_FORMATS = ", ".join(f"str? {role}_format_{i}" for i in (1, 2) for role in ("input", "weight", "grad_output"))
 _LIBRARY.define(
 	"experts(Tensor x, Tensor? p, Tensor offs, Tensor? token, Tensor? pair, Tensor? row, "
 	f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "

@@ -19,11 +19,13 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cutlass import Float32, Int64
+import cutlass
+from cutlass import Float32, Int64, cute
 
 from cute_kernels.activations import Activation, Numbers
 
-from .ptx import asm
+from .convert import pack_words, unpack_words
+from .ptx import add_rn, asm, mul_rn
 
 #: The exponent's bias and one less for a 2 elsewhere, in the low bits of a number that rounds.
 _ROUNDS = Numbers.MAGIC + 126
@@ -244,27 +246,35 @@ def quick_from(act: Activation) -> float | None:
 	return None if act.curve in ("gelu", "relu", "srelu") else -86.0 / _alpha(act)
 
 
-def _made(t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool) -> list[_Number]:
+def _made(
+	t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool, with_value: bool
+) -> list[_Number]:
 	"""The elements of x or A, then B and then the gradient, where there are those."""
 	x, *others = inputs
 	curve = _curve(t, act, x, quick)
 	if not act.is_gated:
-		return [t.mul(curve.slope(), others[0]) if is_gradient else curve.value]
+		return [*([t.mul(curve.slope(), others[0])] if is_gradient else []), *[curve.value] * with_value]
 	b = gate = others[0]
 	if act.is_clamped:
 		gate = t.add(t.low(t.high(b, -act.limit), act.limit), 1.0)
+	value = [t.mul(curve.value, gate)] if with_value else []
 	if not is_gradient:
-		return [t.mul(curve.value, gate)]
+		return value
 	g = others[1]
 	of_b = t.mul(curve.value, g)
 	if act.is_clamped:
 		size = t.each("abs.f32 {0}, {1}", b)
 		of_b = t.where_above(size, act.limit, 0.0, of_b)
-	return [t.mul(t.mul(curve.slope(), gate), g), of_b]
+	return [t.mul(t.mul(curve.slope(), gate), g), of_b, *value]
 
 
 def activated(
-	act: Activation, is_gradient: bool, arch: str, inputs: Sequence[Sequence[Float32]], quick: bool = False
+	act: Activation,
+	is_gradient: bool,
+	arch: str,
+	inputs: Sequence[Sequence[Float32]],
+	quick: bool = False,
+	with_value: bool = False,
 ) -> list[list[Float32]]:
 	"""Elements that an activation makes, in fp32.
 
@@ -275,12 +285,14 @@ def activated(
 	  inputs: as many numbers each: x, or A and B of a gated one; then the gradient of
 	    the result.
 	  quick: no x or A is below ``quick_from``; NaN may be there.
+	  with_value: what is differentiated is made, too.
 
 	Returns:
-	  As many elements; of the gradient of a gated activation those of A, and those of B.
+	  As many elements; of the gradient of a gated activation those of A, and those of B. Values last.
 	"""
 	width = 2 if arch == "sm_100a" else 1
-	num_results = 2 if act.is_gated and is_gradient else 1
+	with_value = with_value or not is_gradient
+	num_results = is_gradient * (1 + act.is_gated) + with_value
 	out: list[list[Float32]] = [[] for _ in range(num_results)]
 	for i in range(0, len(inputs[0]), width):
 		# An odd number is beside itself.
@@ -289,7 +301,7 @@ def activated(
 		names = [f"${num_results * width + j}" for j in range(len(given))]
 		parts = [names[j : j + width] for j in range(0, len(names), width)]
 		numbers = [_Number(p[0] if width == 1 else None, p) for p in parts]
-		for j, number in enumerate(_made(text, act, is_gradient, numbers, quick)):
+		for j, number in enumerate(_made(text, act, is_gradient, numbers, quick, with_value)):
 			text.result(number, [f"${j * width + k}" for k in range(width)])
 		body = "\n".join(text.lines)
 		given += [Int64(_signed(bits)) for bits in text.constants]
@@ -298,6 +310,48 @@ def activated(
 		for j, number in enumerate(made):
 			out[j // width].append(number)
 	return [half[: len(inputs[0])] for half in out]
+
+
+@cute.jit
+def activated_by_size(
+	act: Activation, is_gradient: bool, arch: str, inputs: list[list[Float32]], with_value: bool = False
+) -> list[list[Float32]]:
+	"""``activated``, quick where numbers allow it."""
+	bound, low, count = quick_from(act), inputs[0][0], len(inputs[0])
+	if cutlass.const_expr(bound is None):
+		return activated(act, is_gradient, arch, inputs, False, with_value)
+	for x in inputs[0][1:]:
+		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+	out = cute.make_rmem_tensor((is_gradient * (1 + act.is_gated) + (with_value or not is_gradient)) * count, Float32)
+	if low < bound:
+		_store(activated(act, is_gradient, arch, inputs, False, with_value), out)
+	else:
+		_store(activated(act, is_gradient, arch, inputs, True, with_value), out)
+	return [[out[i + j] for j in range(count)] for i in range(0, cute.size(out), count)]
+
+
+def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
+	for i, number in enumerate(number for numbers in made for number in numbers):
+		out[i] = number
+
+
+def weighted_gradient(
+	act: Activation, config: Any, inputs: Sequence[Sequence[Float32]], grad: Sequence[Float32], p: Float32
+) -> tuple[list[list[Float32]], list[Float32], Float32]:
+	"""What ``moe_activate_gradient`` makes of neighbours in a row of weight ``p``.
+
+	Of x, or A and B, and the gradient of the result: the gradients of the inputs, p times the values,
+	which are rounded to ``config.dtype`` first, and the sum of <grad, values> of 16 lanes.
+	"""
+	inputs = [*inputs, [mul_rn(p, number) for number in grad]]
+	made = activated_by_size(act, True, config.arch, inputs, True)
+	values = unpack_words(pack_words(made.pop(), config.dtype), config.dtype)
+	total = Float32(0.0)
+	for g, a in zip(grad, values, strict=True):
+		total = add_rn(total, mul_rn(g, a))
+	for lanes in (8, 4, 2, 1):
+		total = add_rn(total, cute.arch.shuffle_sync_bfly(total, lanes))
+	return made, [mul_rn(p, number) for number in values], total
 
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:

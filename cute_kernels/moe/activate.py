@@ -12,13 +12,13 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
 from cute_kernels.activations import parse_activation
-from cute_kernels.device.activations import activated
+from cute_kernels.device.activations import activated, weighted_gradient
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import group_end
 from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, store_global_half
-from cute_kernels.device.ptx import add_rn, f32_as_bits, mul_rn
+from cute_kernels.device.ptx import add_rn, f32_as_bits
 from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -103,21 +103,17 @@ class ActivateKernel(GridKernel):
 					self.store(out, row, column, numbers, column, cols)
 				else:
 					g = self.load(grad, row, column, _RUN, column, cols)
-					if cutlass.const_expr(weight is not None):
-						a = activated(self.act, False, self.config.arch, inputs)[0]
-						a = self.rounded(a)
-						for i in cutlass.range_constexpr(_RUN):
-							total = add_rn(total, mul_rn(g[i], a[i]))
-						a = [mul_rn(p, number) for number in a]
+					if cutlass.const_expr(weight is None):
+						made = activated(self.act, True, self.config.arch, [*inputs, g])
+					else:
+						made, a, of_half = weighted_gradient(self.act, self.config, inputs, g, p)
 						self.store(scaled, row, column, a, column, cols)
-						g = [mul_rn(p, number) for number in g]
-					made = activated(self.act, True, self.config.arch, [*inputs, g])
+						# Half a warp has the sum of a tile.
+						other = cute.arch.shuffle_sync_bfly(of_half, WARP_SIZE // 2)
+						total = add_rn(add_rn(total, of_half), other)
 					self.store_gradient(out, row, column, made, cols)
 				column += WARP_SIZE * _RUN
 			if cutlass.const_expr(weight is not None):
-				for i in cutlass.range_constexpr(5):
-					lanes = WARP_SIZE >> (i + 1)
-					total = add_rn(total, cute.arch.shuffle_sync_bfly(total, lanes))
 				if lane == 0:
 					if at >= 0 and at < weight.shape[0]:
 						dweight[at] = total
@@ -170,7 +166,3 @@ class ActivateKernel(GridKernel):
 						store_global_half(start + i * self.size, word)
 					else:
 						store_global(start + i * self.size, [f32_as_bits(numbers[i])])
-
-	def rounded(self, numbers: list[Float32]) -> list[Float32]:
-		"""Numbers as the dtype of the rows holds them."""
-		return unpack_words(pack_words(numbers, self.config.dtype), self.config.dtype)

@@ -37,7 +37,7 @@ class GroupedQuantize(Op):
 	    fp32; K a multiple of what the format asks for. (..., 2K) of a gated activation without
 	    ``grad``.
 	  format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
-	  offs: (G,) int32 end rows. Rows from the last on are neither read nor written.
+	  offs: (G,) int32 end rows. Rows from the last on change nothing that is written.
 	  amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
 	    sign is dropped. Elements beyond it saturate. Where both directions of a format are
 	    asked for whose columnwise copy is transformed (``Format.is_transformed``), (2, G): that

@@ -230,28 +230,6 @@ class ValuesConfig(RowsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ActivatedConfig(RowsConfig):
-	"""``RowsConfig`` of ragged rows that go through an activation to FP8 with MN-major scales of blocks."""
-
-	kernel: ClassVar[str] = "cute_kernels.quantize.activated:ActivatedQuantizer"
-
-	@classmethod
-	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
-		"""The one configuration."""
-		return cls(fmt.text, problem.dtype, problem.grouping, arch=arch, prologue=problem.prologue)
-
-	def can_implement(self, problem: QuantizeProblem) -> Support:
-		"""Whether the kernel takes ``problem``."""
-		fmt, made = parse(self.format), problem.prologue
-		if fmt.is_2d or fmt.scale is None or fmt.scale.layout != "mn_major":
-			return Support(False, f"{self.format} has no MN-major scales of parts of rows")
-		is_plain = made is not None and made.activation is not None and not (made.is_gradient or made.gathered)
-		if not is_plain or problem.grouping != "ragged" or DTYPE_BYTES[problem.dtype] != 2:
-			return Support(False, "activations of ragged 16-bit rows only")
-		return _takes(self, problem, fmt.k_multiple)
-
-
-@dataclasses.dataclass(frozen=True)
 class TileConfig:
 	"""One or both copies, tile by tile, from one read once the amaxes are known.
 

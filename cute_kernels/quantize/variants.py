@@ -11,7 +11,6 @@ from cute_kernels.formats.base import FP8_ELEMENTS
 
 from .config import (
 	DTYPE_BYTES,
-	ActivatedConfig,
 	AmaxConfig,
 	DbiasConfig,
 	DelayedConfig,
@@ -79,8 +78,6 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 				prologue=Prologue("bfloat16", "swiglu", is_gradient),
 			)
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
-			if (by_warps := ActivatedConfig.choose(fmt, made, arch)).can_implement(made):
-				yield by_warps
 	yield from _gathered(arch)
 
 

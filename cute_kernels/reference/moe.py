@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from cute_kernels.activations import Activation
+from cute_kernels.layout.slots import TILE_ROWS
 
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
-
-#: Neighbouring columns that one lane of a warp adds up, and lanes.
-_RUN, _LANES = 8, 32
 
 
 def compute_routing(expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor) -> None:
@@ -102,8 +100,8 @@ def activate_gradient(
 	  outputs[1] = fl(p * a)
 	  outputs[2] = sum of fl(grad * a)
 
-	The sum is that of a warp: lane l adds columns 256 i + 8 l + j in ascending i and j from 0 on;
-	the lanes are added as a tree, lane l and l + 16 first.
+	The sum is that of tiles of 128 columns, added from 0 on in ascending order. In tile i lane l of 16
+	adds columns 128 i + 8 l + j in ascending j from 0 on; the lanes are added as a tree, l and l + 8 first.
 	"""
 	live = _live(x, offs)
 	numbers, g = _halves(x[live].float(), interleaved), grad[live].float()
@@ -115,7 +113,7 @@ def activate_gradient(
 		p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
 		a = activate_elements(numbers, act).to(x.dtype).float()
 		scaled[live] = (p * a).to(x.dtype)
-		sums = warp_sum(g * a)
+		sums = tile_sum(g * a)
 		dweight.view(-1)[at[there]] = sums[there]
 		g = p * g
 	into = outputs[0]
@@ -125,15 +123,29 @@ def activate_gradient(
 	into[live] = dx.to(x.dtype)
 
 
-def warp_sum(terms: Tensor, run: int = _RUN) -> Tensor:
-	"""The sum of each row, in the order of a warp; a lane takes ``run`` neighbours at a time."""
-	padded = torch.nn.functional.pad(terms, (0, -terms.shape[1] % (run * _LANES)))
-	strips = padded.view(len(terms), padded.shape[1] // (run * _LANES), _LANES, run)
-	lanes = terms.new_zeros(len(terms), _LANES)
+def tile_sum(terms: Tensor) -> Tensor:
+	"""The sum of each row, in the order of ``activate_gradient``."""
+	tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).unflatten(1, (-1, 16, 8))
+	lanes, sums = torch.zeros_like(tiles[..., 0]), terms.new_zeros(len(terms))
+	for j in range(8):
+		lanes += tiles[..., j]
+	for of_tile in _tree(lanes).unbind(1):
+		sums += of_tile
+	return sums
+
+
+def warp_sum(terms: Tensor) -> Tensor:
+	"""The sum of each row, in the order of a warp whose lane l takes every 32nd number from l on."""
+	strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).view(len(terms), -1, 32)
+	lanes = terms.new_zeros(len(terms), 32)
 	for i in range(strips.shape[1]):
-		for j in range(run):
-			lanes += strips[:, i, :, j]
-	while lanes.shape[1] > 1:
-		half = lanes.shape[1] // 2
-		lanes = lanes[:, :half] + lanes[:, half:]
-	return lanes[:, 0]
+		lanes += strips[:, i]
+	return _tree(lanes)
+
+
+def _tree(lanes: Tensor) -> Tensor:
+	"""The sum of the last dimension, its halves added until there is one number."""
+	while lanes.shape[-1] > 1:
+		a, b = lanes.chunk(2, -1)
+		lanes = a + b
+	return lanes[..., 0]

@@ -52,7 +52,7 @@ def route(
 	weights, ids, scores = outputs
 	if score == "softmax":
 		e = exp(logits - logits.amax(-1, keepdim=True))
-		scores.copy_(e / warp_sum(e, 1).unsqueeze(1))
+		scores.copy_(e / warp_sum(e).unsqueeze(1))
 	else:
 		scores.copy_(sigmoid(logits))
 	biased = scores if bias is None else scores + bias
@@ -89,6 +89,6 @@ def gradient(
 	into = torch.nn.functional.pad(torch.zeros_like(scores) if dscores is None else dscores, (0, 1))
 	into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
 	if score == "softmax":
-		out.copy_(scores * (into - warp_sum(into * scores, 1).unsqueeze(1)))
+		out.copy_(scores * (into - warp_sum(into * scores).unsqueeze(1)))
 	else:
 		out.copy_((into * scores) * (1 - scores))

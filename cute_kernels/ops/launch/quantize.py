@@ -18,7 +18,6 @@ from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
 from cute_kernels.ops.prologue import result_columns
 from cute_kernels.ops.registry import Allocator, Runner
 from cute_kernels.quantize.config import (
-	ActivatedConfig,
 	AmaxConfig,
 	DbiasConfig,
 	DelayedConfig,
@@ -144,9 +143,6 @@ def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | Non
 		return _no_elements(op)
 	fmt, problem = op.record, quantized(op)
 	if op.rowwise and not op.columnwise:
-		by_warps = ActivatedConfig.choose(fmt, problem, launch.arch)
-		if by_warps.can_implement(problem):
-			return _rows(op, by_warps, launch)
 		rows = RowsConfig.choose(fmt, problem, launch.arch)
 		computes_first = op.rows is not None and rows.takes_amax and op.amax is None
 		if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):

@@ -6,8 +6,8 @@ without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; 
 takes the 32 words of one row.
 
 Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
-Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the rows that exist; empty: one
-           arrival a warp. A descriptor in shared memory says what the stage holds.
+Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the boxes; empty: one arrival a
+           warp. A descriptor in shared memory says what the stage holds.
 
 For NVFP4, a row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its
 64-row unit likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.codecs import Level, codec_of
@@ -147,9 +147,9 @@ class TileQuantizer(ChunkAmaxKernels):
 			self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
 		if cutlass.const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
-		copies = (None,) * 6
+		copies: tuple[Any, ...] = (None,) * 3
 		if cutlass.const_expr(self.filler is None):
-			copies = self.copies(x, Grouping.of(x, offs).num_rows)
+			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
 		self.kernel(
 			x,
 			grad,
@@ -170,23 +170,6 @@ class TileQuantizer(ChunkAmaxKernels):
 			drawn_t,
 		).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
-	def copies(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
-		"""What copies boxes of the input, and lines of them: atom, source and layout of each."""
-		cols = x.shape[len(x.shape) - 1]
-		matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
-		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
-		box = cute.tile_to_shape(atom, (self.loader.box_rows, self.tile.box_cols), order=(0, 1))
-		line = cute.make_composed_layout(
-			atom.inner, 0, cute.make_layout((1, self.tile.box_cols), stride=(self.tile.box_cols, 1))
-		)
-		op = cpasync.CopyBulkTensorTileG2SOp()
-		of_box = (self.loader.box_rows, self.tile.box_cols)
-		of_line = (1, self.tile.box_cols)
-		return (
-			*(*cpasync.make_tiled_tma_atom(op, matrix, box, of_box), box),
-			*(*cpasync.make_tiled_tma_atom(op, matrix, line, of_line), line),
-		)
-
 	@cute.kernel
 	def kernel(
 		self,
@@ -195,9 +178,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		box_copy: cute.CopyAtom | None,
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
-		line_copy: cute.CopyAtom | None,
-		line_source: cute.Tensor | None,
-		line: cute.ComposedLayout | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -239,13 +219,11 @@ class TileQuantizer(ChunkAmaxKernels):
 		groups = Grouping.of(x, offs, index)
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		if warp == self.num_compute_warps:
-			boxes = lines = None
+			boxes = None
 			if cutlass.const_expr(self.filler is None):
 				cpasync.prefetch_descriptor(box_copy)
-				cpasync.prefetch_descriptor(line_copy)
 				boxes = Tma(box_copy, box_source, box)
-				lines = Tma(line_copy, line_source, line)
-			self.loader.load(groups, cols, group_amax, column_amax, boxes, lines, shared)
+			self.loader.load(groups, cols, group_amax, column_amax, boxes, shared)
 		else:
 			if cutlass.const_expr(group_amax is not None):
 				threads = self.num_compute_warps * WARP_SIZE

@@ -12,11 +12,11 @@ seen its barrier, and that comes before the team's next tile but one is loaded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Uint32, cute
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.groups import Grouping, next_item
 from cute_kernels.device.launch import DSL_TYPES
@@ -33,7 +33,7 @@ DESCRIPTOR_WORDS = 8
 
 
 class Tma(NamedTuple):
-	"""Copies of a box of ``rows`` rows: the atom, its view of the matrix, the layout it leaves."""
+	"""Copies of a box: the atom, its view of the matrix, the layout it leaves."""
 
 	atom: cute.CopyAtom
 	source: cute.Tensor
@@ -48,6 +48,15 @@ class TileLoader:
 		self.tile = tile
 		self.box_rows = BOX_ROWS[config.arch]
 
+	def copy_of(self, x: cute.Tensor, rows: Int32) -> tuple[Any, ...]:
+		"""What copies boxes of a matrix: atom, source and layout."""
+		cols, box = x.shape[len(x.shape) - 1], (self.box_rows, self.tile.box_cols)
+		matrix = cute.make_tensor(x.iterator, cute.make_layout((rows, cols), stride=(Int64(cols), 1)))
+		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, x.element_type)
+		layout = cute.tile_to_shape(atom, box, order=(0, 1))
+		op = cpasync.CopyBulkTensorTileG2SOp()
+		return (*cpasync.make_tiled_tma_atom(op, matrix, layout, box), layout)
+
 	@cute.jit
 	def load(
 		self,
@@ -55,13 +64,12 @@ class TileLoader:
 		cols: Int32,
 		group_amax: cute.Tensor | None,
 		column_amax: cute.Tensor | None,
-		boxes: Tma | None,
-		lines: Tma | None,
+		inputs: Any,
 		shared: SharedMemory,
 	) -> None:
-		"""Load the tiles of this CTA that hold rows; rows that do not exist are not read.
+		"""Load the tiles of this CTA that hold rows, with rows of the next group to whole boxes.
 
-		Without copies, only say which tiles those are.
+		Without ``inputs``, copies of boxes, only say which tiles those are.
 		"""
 		stage, phase, full = Int32(0), Int32(1), Int32(0)
 		amax, own, amax_of = Int32(0), Int32(0), Int32(-1)
@@ -100,10 +108,9 @@ class TileLoader:
 				cute.arch.mbarrier_wait(shared.empty + stage, phase)
 				what = Descriptor(tile, col_tile, first, count, group, amax, own)
 				self.describe(shared, stage, what)
-				if cutlass.const_expr(boxes is None):
-					self.announce(shared, full)
-				else:
-					self.load_tile(what, boxes, lines, stage, full, shared)
+				if cutlass.const_expr(inputs is not None):
+					self.load_tile(what, inputs, stage, full, shared)
+				self.announce(shared, full)
 				stage, phase = self.next_stage(stage, phase, 1)
 				full = self.next_barrier(full)
 				item += step
@@ -117,7 +124,7 @@ class TileLoader:
 
 	@cute.jit
 	def announce(self, shared: SharedMemory, full: Int32) -> None:
-		"""Arrive for a stage that nothing is copied to."""
+		"""Arrive for a stage."""
 		with cute.arch.elect_one():
 			cute.arch.mbarrier_arrive(shared.full + full)
 
@@ -138,33 +145,28 @@ class TileLoader:
 		return item
 
 	@cute.jit
-	def load_tile(
-		self, what: Descriptor, boxes: Tma, lines: Tma, stage: Int32, full: Int32, shared: SharedMemory
-	) -> None:
-		"""Start the copies of a tile: whole boxes, or row by row if some rows do not exist."""
+	def load_tile(self, what: Descriptor, inputs: Any, stage: Int32, full: Int32, shared: SharedMemory) -> None:
+		"""Start the copies of a tile of each source."""
+		strips = (what.count + (self.box_rows - 1)) // self.box_rows
+		bar, target = shared.full + full, shared.tiles + stage * self.config.tile_bytes
 		with cute.arch.elect_one():
-			size = what.count * (self.tile.num_boxes * BOX_BYTES)
-			cute.arch.mbarrier_arrive_and_expect_tx(shared.full + full, size)
-		target = shared.tiles + stage * self.config.tile_bytes
-		bar = shared.full + full
-		if what.count == TILE_ROWS:
-			for r in cutlass.range_constexpr(0, TILE_ROWS, self.box_rows):
-				for b in cutlass.range_constexpr(self.tile.num_boxes):
-					col = what.col_tile * TILE_COLS + b * self.tile.box_cols
-					place = target + (b * BOX_SIZE + r * BOX_BYTES)
-					self.copy_box(boxes, self.box_rows, what.first + r, col, place, bar)
-		else:
-			for r in cutlass.range(what.count, unroll=1):
-				for b in cutlass.range_constexpr(self.tile.num_boxes):
-					col = what.col_tile * TILE_COLS + b * self.tile.box_cols
-					place = target + (b * BOX_SIZE + r * BOX_BYTES)
-					self.copy_box(lines, 1, what.first + r, col, place, bar)
+			cute.arch.mbarrier_expect_tx(bar, strips * (self.config.tile_bytes // TILE_ROWS * self.box_rows))
+		for n in cutlass.range(strips, unroll=1):
+			row = n * self.box_rows
+			for t, (tma, first) in enumerate(self.sources(what, inputs)):
+				for b in range(self.tile.num_boxes):
+					place = target + ((t * self.tile.num_boxes + b) * BOX_SIZE + row * BOX_BYTES)
+					self.copy_box(tma, what.first + row, first + b * self.tile.box_cols, place, bar)
+
+	def sources(self, what: Descriptor, inputs: Any) -> list[tuple[Tma, Int32]]:
+		"""What each tile of a stage is copied from, and its first column there."""
+		return [(inputs, what.col_tile * TILE_COLS)]
 
 	@cute.jit
-	def copy_box(self, tma: Tma, rows: int, row: Int32, col: Int32, target: cute.Pointer, bar: cute.Pointer) -> None:
+	def copy_box(self, tma: Tma, row: Int32, col: Int32, target: cute.Pointer, bar: cute.Pointer) -> None:
 		dtype = DSL_TYPES[self.config.dtype]
 		pointer = cute.recast_ptr(target, tma.layout.inner, dtype=dtype)
-		window = cute.local_tile(cute.domain_offset((row, col), tma.source), (rows, self.tile.box_cols), (0, 0))
+		window = cute.local_tile(cute.domain_offset((row, col), tma.source), (self.box_rows, self.tile.box_cols), (0, 0))
 		to, what = cpasync.tma_partition(
 			tma.atom,
 			0,
