@@ -122,8 +122,8 @@ SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed i
 @each("case", SM100_CASES)
 def test_sm100(case):
 	pytest.importorskip("cutlass")
-	op, tile, (arguments, rows) = SM100_CASES[case]
-	for mode in SM100_MODES[: 1 if "," in case and op == "k" else None]:
+	op, tile, (arguments, rows) = case
+	for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
 		with force_tile(tile):
 			check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
