@@ -33,13 +33,14 @@ from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
-from cute_kernels.device.launch import env_stream
-from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, TmaSource, each, paired
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
-from cute_kernels.gemm.problem import Extents
-from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.views import (
+from ...device.launch import env_stream
+from ...layout.slots import TILE_ROWS, most_rows
+from ..fakes import FakeArguments
+from ..loader import LoadWarp, TmaSource, each, paired
+from ..output import VECTOR_BYTES, EpilogueTensors
+from ..problem import Extents
+from ..scheduler import TileReader, TileScheduler
+from ..views import (
 	matrix_view,
 	output_view,
 	paired_rows,
@@ -49,8 +50,6 @@ from cute_kernels.gemm.views import (
 	scales_view,
 	squares_view,
 )
-from cute_kernels.layout.slots import TILE_ROWS, most_rows
-
 from .codes import codes_load_warp, codes_sources, squares_of
 from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
 from .decode import DecodeWarps
@@ -65,7 +64,7 @@ from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import NamedBarrierId, WarpSchedule
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.operands import OperandKind
+	from ..operands import OperandKind
 
 
 class Sources(NamedTuple):

@@ -8,10 +8,9 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
-from cute_kernels.layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
-
+from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
+from ..loader import LoadWarp, TmaSource
+from ..scheduler import TileReader, WorkTile
 from .config import BOX_ROWS, Sm100GemmConfig
 
 if TYPE_CHECKING:
