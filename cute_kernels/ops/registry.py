@@ -78,7 +78,8 @@ class Allocator:
 	def make(self) -> list[Tensor]:
 		"""The tensors, in the order of the specs."""
 		is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
-		if is_cuda and torch.cuda.current_device() == self._cuda_index:
+		# There are tensors on the device, so that CUDA has been initialized.
+		if is_cuda and torch._C._cuda_getDevice() == self._cuda_index:
 			return [_empty_strided_cuda(*b) for b in self._buffers]
 		device = self._device
 		return [torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers]

@@ -142,7 +142,8 @@ class GroupedMLP(nn.Module):
 		for layer in (self.gate_up, self.down):
 			sink = layer.sink(is_first_microbatch)
 			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+			if torch.is_grad_enabled():
+				needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
 		function: Any = self.exchange or experts
 		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
 
