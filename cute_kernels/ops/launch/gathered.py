@@ -35,9 +35,10 @@ def gathers_first(op: Any, side: str, arch: str) -> bool:
 	"""
 	if op.index is None:
 		return False
-	if arch == "sm_100a":
-		return op.a_record is not None
 	x: Tensor = getattr(op, side)
+	if arch == "sm_100a":
+		# No tensor map is of no rows.
+		return op.a_record is not None or x.shape[0] == 0
 	if op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
 		return True
 	mean: int = op.num_rows // op.offs.shape[0]
