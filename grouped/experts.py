@@ -132,11 +132,11 @@ class Layer(NamedTuple):
 			# As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
 			return False
 		x, index = (rows.x, rows.at) if isinstance(rows, Rows) else (rows, None)
-		count = (x if index is None else index).shape[0]
+		count, groups = (x if index is None else index).shape[0], offs.shape[0]
 		# A graph for any number of tokens is one for many.
-		mean = max(1, count // max(1, offs.shape[0])) if type(count) is int else 1 << 20
+		mean = max(1, count // max(1, groups)) if type(count) is type(groups) is int else 1 << 20
 		act = (style.activation, style.interleaved, 1 << mean.bit_length() - 1)
-		facts = (x.device, x.dtype, (of_x, of_weight), tuple(weight.shape[-2:]), *act, by_quantizer)
+		facts = (x.device, x.dtype, (of_x, of_weight), tuple(map(int, weight.shape[-2:])), *act, by_quantizer)
 		return activates(chosen_backend(), *facts)
 
 	def scale(self, role: int) -> Tensor | None:
@@ -295,8 +295,7 @@ class _Experts(torch.autograd.Function):
 		for layer in ctx.layers:
 			if layer.sink is not None:
 				layer.sink.check()
-		flat = iter(ctx.saved_tensors)
-		parts = [[next(flat) for _ in range(count)] for count in ctx.counts]
+		parts = _parts(ctx)
 		ctx.maybe_clear_saved_tensors()
 		with torch.no_grad():
 			gradients = _gradients(ctx, dy, parts)
@@ -311,9 +310,17 @@ class _Experts(torch.autograd.Function):
 		raise RuntimeError("grouped.nn.MoE has no forward-mode derivative; use reverse mode")
 
 
+def _parts(ctx: Any) -> list[list[Any]]:
+	flat = iter(ctx.saved_tensors)
+	return [[next(flat) for _ in range(count)] for count in ctx.counts]
+
+
 def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | None, ...]:
+	"""The gradients; ``parts`` are gone then, each once it was read."""
 	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
 	amaxes_1, amaxes_2, of_x, weight_1, of_a, weight_2, again = rest
+	del rest
+	parts.clear()
 	style: Style = ctx.style
 	(first, second), (call_1, call_2) = ctx.layers, ctx.calls
 	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
@@ -328,12 +335,11 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	got = backward(call_2, needs, rows, offs, (of_a, weight_2), scales_2[1])
 	del rows, weight_2, of_a
 	g = got.dx
-	made_of_z: list[Any] = [None]
 	if g is None and is_gathered:
 		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
-	if g is not None:
-		made_of_z = ops.moe_activate_gradient(z, g, style.activation, offs, style.interleaved, p, pair)
+	act = (style.activation, offs, style.interleaved)
+	made_of_z: list[Any] = [None] if g is None else ops.moe_activate_gradient(z, g, *act, p, pair)
 	dz, *more = made_of_z
 	del z, g, made_of_z
 	if is_gathered:

@@ -155,10 +155,14 @@ class RowsConfig:
 
 		Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
 		those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
-		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md). sm_100a
-		was not measured; tile by tile it executes fewer instructions where blocks have scales.
+		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md), but what an
+		activation makes of 16384 x 4096 tile by tile in 44, both copies of it, and of 32768 x 1536 by
+		rows in 103. sm_100a was not measured; tile by tile it executes fewer instructions where
+		blocks have scales.
 		"""
-		return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
+		activates = self.prologue is not None and self.prologue.activation is not None
+		by_tiles = activates or self.arch == "sm_100a"
+		return self.computes_amax or not by_tiles or parse(self.format).scale is None
 
 	@property
 	def num_teams(self) -> int:

@@ -69,7 +69,6 @@ def quantizations():
 	for text, grad in itertools.product(ACTIVATED, (None, both[:, :32])):
 		given = {"columnwise": True, "activation": "swiglu", "grad": grad}
 		yield GroupedQuantize(both, text, offs, **given)
-	yield GroupedQuantize(both, "fp8_block", offs, activation="swiglu")
 	for cols in (2048, 4096, 8192):
 		tokens, rows = torch.empty(2, cols, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
 		for text, columnwise in (("fp8_block", False), ("fp8_block", True), ("nvfp4:row_scaled", False)):

@@ -13,15 +13,15 @@ For NVFP4, a row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale byte
 64-row unit likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows
 fill four sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
 
-Counted by perf run counts at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
-columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
-columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard
-transform 15.6, with stochastic rounding 22.1, with both of these 26.9 (30.2 on sm_90a), with
-four_over_six 75.6 (99.1).
+Counted by perf run counts at 1024 x 4096 bf16: 5.3 PTX instructions an element rowwise, 5.4
+columnwise, 10.2 both, 9.6 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
+columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard transform 15.1, with
+stochastic rounding 22.0 (what bounds them: perf/results/counts_sm100a.md), with both of these 26.9
+(30.2 on sm_90a), with four_over_six 74.1 (99.1).
 
 Measured on an H200 (65536 x 7168 bf16): 95 % of a copy's rate rowwise, 90 % columnwise, 83 % both,
 also with 16x16 blocks; FP8, FP8Block and MXFP8 84 to 86 % both. perf/results/quantize_h200.md has
-what was tried. FP8 on sm_100a, counted at 1024 x 4096: FP8Block 4.6 rowwise, 9.2 both; MXFP8 4.5
+what was tried. FP8 on sm_100a, counted at 1024 x 4096: FP8Block 4.5 rowwise, 9.1 both; MXFP8 4.3
 and 9.0.
 """
 
