@@ -21,7 +21,7 @@ def details_of(run: Callable[[], Any]) -> list[Measurement]:
 		of_times(_eager(run), "eager time", "back to back, host included"),
 		Measurement("peak memory", peak_of(run), "byte", "allocated, eager", 0.0, 1),
 	]
-	step = getattr(run, "__self__", None)
+	step: Any = getattr(run, "__self__", None)
 	if getattr(step, "dy", None) is not None:
 		found.append(Measurement("saved memory", step.saved(), "byte", "saved tensors", 0.0, 1))
 	return found

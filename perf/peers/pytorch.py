@@ -82,8 +82,8 @@ def _combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
 
 
 def _mixture(work: MoEWork) -> Step:
-	is_gpu = work.device.type == "cuda"
-	activate, combine = (torch.compile(f) if is_gpu else f for f in (_activate, _combine))
+	compiled: Any = torch.compile if work.device.type == "cuda" else lambda f: f
+	activate, combine = compiled(_activate), compiled(_combine)
 
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
 		order = ids.flatten().argsort(stable=True)
@@ -91,7 +91,8 @@ def _mixture(work: MoEWork) -> Step:
 		offs = counts.scatter_add(0, ids.flatten(), torch.ones_like(order, dtype=torch.int32)).cumsum(0).int()
 		rows = x.index_select(0, order // work.top_k)
 		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
-		return combine(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
+		y: Tensor = combine(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
+		return y
 
 	return plain_moe(work, experts)
 

@@ -102,7 +102,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	def mixtures(copy: int) -> list[Contender]:
 		work = MoEWork(_MOE, _TOP_K, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)
 		found = contenders_of(work, meter, options)
-		timed = {"what": "host time", "is_step": False, "bytes": None, "flops": None}
+		timed: dict[str, Any] = {"what": "host time", "is_step": False, "bytes": None, "flops": None}
 		# Without a GPU a peer would compute.
 		return [dataclasses.replace(c, **timed) for c in found if c.is_ours or meter.kind == "gpu"]
 

@@ -98,12 +98,13 @@ def plain_moe(work: MoEWork, experts: Callable[..., Tensor]) -> Step:
 
 def _ours(work: MoEWork, recipe: grouped.recipes.Recipe, kept: bool) -> Step:
 	"""``grouped.nn.MoE``; ``kept``: its weights were quantized in an earlier pass."""
-	shape, has_bias = work.shape, work.bias is not None
+	shape = work.shape
 	sizes = (shape.hidden, shape.intermediate, shape.experts, work.top_k)
-	moe: Any = grouped.nn.MoE(*sizes, recipe=recipe, router_bias=has_bias, device="meta", dtype=torch.bfloat16)
+	options: dict[str, Any] = {"recipe": recipe, "device": "meta", "dtype": torch.bfloat16}
+	moe: Any = grouped.nn.MoE(*sizes, router_bias=work.bias is not None, **options)
 	parameters = work.parameters()
 	moe.router.weight, moe.experts.gate_up.weight, moe.experts.down.weight = parameters
-	if has_bias:
+	if work.bias is not None:
 		moe.router.bias = nn.Parameter(work.bias, False)
 	call: dict[str, bool] = {}
 	if kept:
