@@ -16,15 +16,11 @@ _REPEATS, _SECONDS = 5, 0.05
 
 
 def details_of(run: Callable[[], Any]) -> list[Measurement]:
-	"""Eager time, and memory; of a ``Step`` with a backward pass also what that keeps."""
-	found = [
+	"""Eager time, and memory."""
+	return [
 		of_times(_eager(run), "eager time", "back to back, host included"),
 		Measurement("peak memory", peak_of(run), "byte", "allocated, eager", 0.0, 1),
 	]
-	step: Any = getattr(run, "__self__", None)
-	if getattr(step, "dy", None) is not None:
-		found.append(Measurement("saved memory", step.saved(), "byte", "saved tensors", 0.0, 1))
-	return found
 
 
 def _eager(run: Callable[[], Any]) -> list[float]:

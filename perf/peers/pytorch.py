@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from perf.contender import Contender, relative_error
 from perf.operands import Operands
 from perf.suites.layer import LayerWork, Step
-from perf.suites.moe import PEER_BOUND, MoEWork, plain_moe
+from perf.suites.moe import PEER_BOUND, MoEWork
 from perf.suites.quantize import Input, Quantization
 
 from .base import NOISE, Peer
@@ -89,12 +89,12 @@ def _mixture(work: MoEWork) -> Step:
 		order = ids.flatten().argsort(stable=True)
 		counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
 		offs = counts.scatter_add(0, ids.flatten(), torch.ones_like(order, dtype=torch.int32)).cumsum(0).int()
-		rows = x.index_select(0, order // work.top_k)
+		rows = x.index_select(0, order // work.shape.top_k)
 		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
 		y: Tensor = combine(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
 		return y
 
-	return plain_moe(work, experts)
+	return work.plain(experts)
 
 
 def _grouped_mm(work: Operands) -> Tensor:
@@ -178,7 +178,7 @@ def grouped_mlp(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights:
 
 def plain_layer(work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor]) -> Step:
 	"""The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
-	weights = [w.clone().requires_grad_(work.backward) for w in work.weights]
+	weights: list[Tensor] = [*work.leaves()]
 
 	def product(rows: Tensor, weight: Tensor) -> Tensor:
 		return multiply(rows, weight.transpose(1, 2))

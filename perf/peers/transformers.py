@@ -9,7 +9,7 @@ from torch import Tensor
 
 from perf.contender import Contender
 from perf.suites.layer import Step
-from perf.suites.moe import PEER_BOUND, MoEWork, plain_moe
+from perf.suites.moe import PEER_BOUND, MoEWork
 
 from .base import Peer
 
@@ -42,7 +42,7 @@ def _layer(work: MoEWork) -> Step:
 		y: Tensor = module(x, ids, p.to(x.dtype))
 		return y
 
-	return plain_moe(work, experts)
+	return work.plain(experts)
 
 
 PEER = Transformers

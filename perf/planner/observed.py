@@ -67,9 +67,10 @@ def _layer(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
 		return []
 	sizes = (_sizes(record), case["hidden"], case["intermediate"], case["layer"] == "mlp")
 	found = passes(Layer(*sizes), recipe, gpu, counts)
+	kept = record.contender == "ours, weight kept"
 	if case["pass"] == "forward":
-		return found["serving"]
-	return step_of(found, kept=record.contender == "ours, weight kept")
+		return found["serving"] if kept else [*found["weights"], *found["forward"]]
+	return step_of(found, kept)
 
 
 _READERS = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}

@@ -14,12 +14,12 @@ from perf.measure import Meter
 from perf.measure.host import HostMeter
 
 from .base import Options, Suite
-from .layer import PASSES, LayerShape
-from .moe import MoEWork, contenders_of
+from .layer import PASSES
+from .moe import MoEShape, MoEWork
 
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024
-_MOE, _TOP_K, _TOKENS = LayerShape("small", 16, 512, 128), 8, 64
+_MOE, _TOKENS = MoEShape("small", 16, 512, 128, 8), 64
 #: A case, and who is called for it in which format.
 _Calls = dict[tuple[tuple[str, str], ...], list[tuple[str, str, "Callable[[], Any]"]]]
 
@@ -100,8 +100,8 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		yield Task("host", dict(case), functools.partial(contenders, found=found))
 
 	def mixtures(copy: int) -> list[Contender]:
-		work = MoEWork(_MOE, _TOP_K, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)
-		found = contenders_of(work, meter, options)
+		work = MoEWork("moe", _MOE, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)
+		found = work.contenders(meter, options)
 		timed: dict[str, Any] = {"what": "host time", "is_step": False, "bytes": None, "flops": None}
 		# Without a GPU a peer would compute.
 		return [dataclasses.replace(c, **timed) for c in found if c.is_ours or meter.kind == "gpu"]

@@ -3,21 +3,22 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import grouped
-from cute_kernels.capability import require
 from perf.cases import MODELS, ends_of, split_rows
 from perf.contender import Contender, Task, relative_error
 from perf.measure import Meter
-from perf.measure.memory import saved_by
 
 from .base import Options, Suite, default_meters
+
+if TYPE_CHECKING:
+	from perf.peers.base import Peer
 
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
@@ -26,7 +27,7 @@ _UNEVEN = ("zipf", "empty")
 #: Relative errors of results and gradients that are more than a recipe's: random data gives 0.15
 #: for a linear layer and 0.26 for an MLP in NVFP4, a quarter of that in FP8.
 _BOUND, _BF16_BOUND = 0.4, 0.012
-SEED_STEP = 1000
+_SEED_STEP = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,23 +86,6 @@ class Step:
 		weights = [g[0] if len(g) == 1 else torch.stack(g) for g in gradients if g]
 		return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
 
-	def saved(self) -> int:
-		"""Bytes that it keeps between its two passes."""
-		with saved_by(torch.nn.ParameterList(itertools.chain.from_iterable(self.parameters))) as found:
-			self.forward(self.x)
-		return sum(t.nbytes for t in found)
-
-
-def drawing(device: torch.device, seed: int) -> Callable[..., Tensor]:
-	"""What draws normal bf16 numbers of given sizes, times ``scale``."""
-	generator = torch.Generator(device).manual_seed(seed)
-
-	def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-		x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-		return x.normal_(generator=generator).mul_(scale)
-
-	return draw
-
 
 class LayerWork:
 	"""A layer's weights and rows in bf16, and what it gives.
@@ -122,20 +106,28 @@ class LayerWork:
 		copy: int = 0,
 	) -> None:
 		self.layer, self.shape, self.rows = layer, shape, rows
-		self.device = device
+		self.device, self.routing = device, routing
 		self.backward = passes == PASSES[1]
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.ends = ends_of(self.sizes)
 		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-		draw = drawing(device, seed + SEED_STEP * copy)
-		groups, hidden, wide = shape.experts, shape.hidden, 2 * shape.intermediate
-		self.x = draw(rows, hidden)
-		self.weights = [draw(groups, wide, hidden, scale=hidden**-0.5)]
-		if layer == "mlp":
-			down = (groups, hidden, shape.intermediate)
-			self.weights.append(draw(*down, scale=shape.intermediate**-0.5))
-		out = wide if layer == "linear" else hidden
+		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+
+		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
+			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
+			return x.normal_(generator=generator).mul_(scale)
+
+		self.x = draw(rows, shape.hidden)
+		self.weights = [draw(*size, scale=size[-1] ** -0.5) for size in self.weight_sizes]
+		out = self.weight_sizes[-1][1]
 		self.dy = draw(rows, out) if self.backward else None
+
+	@property
+	def weight_sizes(self) -> list[tuple[int, ...]]:
+		"""Of the weights, the last that of the output."""
+		groups, hidden, wide = self.shape.experts, self.shape.hidden, self.shape.intermediate
+		sizes: list[tuple[int, ...]] = [(groups, 2 * wide, hidden), (groups, hidden, wide)]
+		return sizes[:1] if self.layer == "linear" else sizes
 
 	@property
 	def flops(self) -> float:
@@ -145,9 +137,28 @@ class LayerWork:
 	@property
 	def bytes(self) -> float:
 		"""Of rows and weights, and of their gradients if there are any, each once."""
-		cols = self.shape.hidden if len(self.weights) > 1 else 2 * self.shape.intermediate
-		values = self.x.numel() + self.rows * cols + sum(w.numel() for w in self.weights)
+		values = self.x.numel() + self.rows * self.weight_sizes[-1][1] + sum(w.numel() for w in self.weights)
 		return 2.0 * values * (2 if self.backward else 1)
+
+	def leaves(self) -> list[nn.Parameter]:
+		"""The weights where they are, with gradients of their own."""
+		return [nn.Parameter(w, self.backward) for w in self.weights]
+
+	def ours(self, recipe: grouped.recipes.Recipe) -> tuple[nn.Module, list[Any]]:
+		"""The layer of this package, and what has its weights."""
+		shape = self.shape
+		sizes = (shape.experts, shape.hidden)
+		options: dict[str, Any] = {"recipe": recipe, "device": "meta", "dtype": torch.bfloat16}
+		if self.layer == "linear":
+			linear = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
+			return linear, [linear]
+		mlp = grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
+		return mlp, [mlp.gate_up, mlp.down]
+
+	@property
+	def arguments(self) -> tuple[Tensor, ...]:
+		"""What our layer takes beside rows."""
+		return (self.offs,)
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
 		"""The pass of a layer on these rows."""
@@ -222,48 +233,35 @@ def recipes() -> dict[str, grouped.recipes.Recipe]:
 	return {name: getattr(grouped.recipes, name)() for name in names}
 
 
-def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, meter: Meter, compiled: bool = False) -> Step:
+def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
 	"""A layer of this package; ``kept``: its weight was quantized in an earlier pass."""
-	for role in ("input", "weight", "grad_output"):
-		fmt = getattr(recipe, role)
-		if fmt is not None:
-			require("grouped_quantize", fmt, meter.arch, columnwise=work.backward)
-			require("grouped_gemm", fmt, meter.arch, columnwise=work.backward)
-	shape = work.shape
-	options: dict[str, Any] = {"device": work.device, "dtype": torch.bfloat16, "recipe": recipe}
-	sizes = (shape.experts, shape.hidden)
-	module: Any
-	if work.layer == "mlp":
-		module = grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
-		linears = [module.gate_up, module.down]
-	else:
-		module = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
-		linears = [module]
-	with torch.no_grad():
-		for linear, weight in zip(linears, work.weights, strict=True):
-			linear.weight.copy_(weight)
+	module, owners = work.ours(recipe)
+	leaves = work.leaves()
+	for owner, leaf in zip(owners, leaves, strict=True):
+		owner.weight = leaf
 	call: dict[str, bool] = {}
-	if not work.backward:
-		# As in serving: the weight is quantized once, here.
-		with torch.no_grad():
-			module.eval()(work.x, work.offs)
-	elif kept:
-		module(work.x.detach().clone().requires_grad_(), work.offs, is_first_microbatch=True)
+	if kept:
+		with torch.set_grad_enabled(work.backward):
+			module(work.x.detach().clone().requires_grad_(work.backward), *work.arguments, is_first_microbatch=True)
 		call["is_first_microbatch"] = False
 	layer = torch.compile(module, fullgraph=True) if compiled else module
-	return work.step(lambda x: layer(x, work.offs, **call), [[linear.weight] for linear in linears])
+	return work.step(lambda x: layer(x, *work.arguments, **call), [[leaf] for leaf in leaves])
 
 
-def _contenders(work: LayerWork, meter: Meter, options: Options) -> Iterator[Contender]:
-	for name, recipe in recipes().items():
+def contenders_of(
+	work: LayerWork, meter: Meter, options: Options, names: Iterable[str], offered: Callable[[Peer], Iterator[Contender]]
+) -> Iterator[Contender]:
+	"""Ours in recipes of these names, and peers."""
+	for name in names:
+		recipe = getattr(grouped.recipes, name)()
 		bound = _BOUND if recipe.is_quantized else _BF16_BOUND
-		for kept in (False, True) if recipe.is_quantized and work.backward else (False,):
-			make = functools.partial(_ours, work, recipe, kept, meter)
+		for kept in (False, True) if recipe.is_quantized else (False,):
+			make = functools.partial(_ours, work, recipe, kept)
 			yield work.contender(f"ours{', weight kept' * kept}", name, make, bound)
 		if options.full and meter.kind == "gpu":
-			make = functools.partial(_ours, work, recipe, False, meter, True)
+			make = functools.partial(_ours, work, recipe, False, True)
 			yield work.contender("ours, compiled", name, make, bound)
-	yield from options.competing(meter, lambda peer: peer.layers(work))
+	yield from options.competing(meter, offered)
 
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
@@ -274,9 +272,6 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 	big = MODELS["DeepSeek-V3"]
 	local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
 	shapes = [local, _SMALL]
-	if options.full:
-		others = (m for m in MODELS.values() if m.gated and m.name != big.name)
-		shapes += (LayerShape(m.name, m.shape("up").experts, m.hidden, m.intermediate) for m in others)
 	for shape, layer, passes, tokens in itertools.product(shapes, LAYERS, PASSES, _TOKENS):
 		yield layer, shape, tokens * shape.experts, "balanced", passes
 	for routing in _UNEVEN:
@@ -286,7 +281,7 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
 		work = LayerWork(*which, meter.device, options.seed, copy)
-		return list(_contenders(work, meter, options))
+		return list(contenders_of(work, meter, options, recipes(), lambda peer: peer.layers(work)))
 
 	for which in _cases(options, meter):
 		layer, shape, rows, routing, passes = which

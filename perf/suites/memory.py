@@ -11,8 +11,8 @@ from ..contender import Contender, Task, unchecked
 from ..measure.base import Measurement, Meter
 from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
-from .layer import PASSES, LayerShape, recipes
-from .moe import SLICES, shape_of
+from .layer import PASSES, recipes
+from .moe import SLICES, TINY, MoEShape
 
 _TOKENS = 4096
 
@@ -40,8 +40,8 @@ class _MemoryMeter(Meter):
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	for model in ("tiny",) if options.quick else SLICES:
-		shape, top_k = (LayerShape("tiny", 4, 128, 64), 2) if options.quick else shape_of(model)
-		sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, 16 if options.quick else _TOKENS, top_k)
+		shape = TINY if options.quick else MoEShape.of(model)
+		sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, _TOKENS, shape.top_k)
 		case = {"layer": "moe", "model": model, **dataclasses.asdict(sizes), "pass": PASSES[1]}
 
 		def contenders(copy: int, sizes: Sizes = sizes) -> list[Contender]:
