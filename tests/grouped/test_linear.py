@@ -314,8 +314,9 @@ def ragged_weight():
 )
 def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
 	mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=torch.bfloat16)
-	for layer, module in ((layer := layer_of(mlp.gate_up.recipe), layer), (mlp.gate_up, mlp)):
-		layer.weight = nn.Parameter(make())
+	alone = layer_of(mlp.gate_up.recipe)
+	alone.weight = mlp.gate_up.weight = nn.Parameter(make())
+	for module in (alone, mlp):
 		with pytest.raises(error, match=match):
 			module(sample(40, K), ENDS)
 
