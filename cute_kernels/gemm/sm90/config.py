@@ -51,7 +51,7 @@ _LEAST_SCALES = 32
 WARPGROUP_M = 64
 #: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
 #: row of them.
-_BLOCK_BYTES = {2: 8192, 4: 2048}
+_BLOCK_BYTES = {1: 8192, 2: 8192, 4: 2048}
 _BLOCK_ROW_BYTES = 128
 #: Of output that a warpgroup stages at a time where two decode operand M of weights, or promote.
 _SMALL_BLOCK_BYTES = 2048
@@ -79,6 +79,8 @@ class Sm90Tile(TileShape):
 
 
 SM90_TILES = (
+	Sm90Tile(64, 16, swap_ab=True, consumers=1),
+	Sm90Tile(64, 32, swap_ab=True, consumers=1),
 	Sm90Tile(256, 8, swap_ab=True, consumers=4),
 	Sm90Tile(256, 16, swap_ab=True, consumers=4),
 	Sm90Tile(256, 32, swap_ab=True, consumers=4),
@@ -147,6 +149,8 @@ class Sm90GemmConfig(GemmConfig):
 	def refuses(self, tile: Sm90Tile) -> str:
 		if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
 			return f"there is no kernel for {self.operand} yet"
+		if tile.m == WARPGROUP_M and (not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation):
+			return "a warpgroup alone has plain operands, for products of few columns and few rows"
 		if tile.swap_ab and self.grouping == "k_grouped":
 			return "only operands of an m_grouped product are swapped"
 		if not self.kind.has_short_sums:
