@@ -79,11 +79,10 @@ class Sm90Tile(TileShape):
 
 
 SM90_TILES = (
-	Sm90Tile(64, 16, swap_ab=True, consumers=1),
-	Sm90Tile(64, 32, swap_ab=True, consumers=1),
 	Sm90Tile(256, 8, swap_ab=True, consumers=4),
 	Sm90Tile(256, 16, swap_ab=True, consumers=4),
 	Sm90Tile(256, 32, swap_ab=True, consumers=4),
+	Sm90Tile(64, 32, swap_ab=True, consumers=1),
 	Sm90Tile(256, 64, swap_ab=True, consumers=4),
 	Sm90Tile(256, 32, swap_ab=True, consumers=4, fitted=True),
 	Sm90Tile(128, 128, swap_ab=True),
@@ -150,7 +149,8 @@ class Sm90GemmConfig(GemmConfig):
 		if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
 			return f"there is no kernel for {self.operand} yet"
 		if tile.m == WARPGROUP_M and (not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation):
-			return "a warpgroup alone has plain operands, for products of few columns and few rows"
+			# For a router's logits: 512 tokens of 7168 to 32 experts take 17 us, in tiles of 256 x 8 74 (H200).
+			return "a warpgroup alone has plain operands"
 		if tile.swap_ab and self.grouping == "k_grouped":
 			return "only operands of an m_grouped product are swapped"
 		if not self.kind.has_short_sums:
