@@ -148,7 +148,9 @@ class Sm90GemmConfig(GemmConfig):
 	def refuses(self, tile: Sm90Tile) -> str:
 		if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
 			return f"there is no kernel for {self.operand} yet"
-		if tile.m == WARPGROUP_M and (not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation):
+		if tile.m == WARPGROUP_M and (
+			not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation
+		):
 			# For a router's logits: 512 tokens of 7168 to 32 experts take 17 us, in tiles of 256 x 8 74 (H200).
 			return "a warpgroup alone has plain operands"
 		if tile.swap_ab and self.grouping == "k_grouped":
