@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from perf.contender import Contender, Task, relative_error
 from perf.measure import Meter
 
 from .base import Options, Suite, default_meters
-
-if TYPE_CHECKING:
-	from perf.peers.base import Peer
 
 LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
@@ -249,7 +246,7 @@ def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, compiled:
 
 
 def contenders_of(
-	work: LayerWork, meter: Meter, options: Options, names: Iterable[str], offered: Callable[[Peer], Iterator[Contender]]
+	work: LayerWork, meter: Meter, options: Options, names: Iterable[str], offered: Callable[[Any], Iterator[Contender]]
 ) -> Iterator[Contender]:
 	"""Ours in recipes of these names, and peers."""
 	for name in names:
