@@ -145,7 +145,7 @@ class LayerWork:
 		"""The layer of this package, and what has its weights."""
 		shape = self.shape
 		sizes = (shape.experts, shape.hidden)
-		options: dict[str, Any] = {"recipe": recipe, "device": "meta", "dtype": torch.bfloat16}
+		options: dict[str, Any] = {"recipe": recipe, "device": self.device, "dtype": torch.bfloat16}
 		if self.layer == "linear":
 			linear = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
 			return linear, [linear]

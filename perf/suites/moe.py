@@ -66,7 +66,7 @@ class MoEWork(LayerWork):
 
 	def ours(self, recipe: grouped.recipes.Recipe) -> tuple[nn.Module, list[Any]]:
 		shape = self.shape
-		options: dict[str, Any] = {"recipe": recipe, "device": "meta", "dtype": torch.bfloat16}
+		options: dict[str, Any] = {"recipe": recipe, "device": self.device, "dtype": torch.bfloat16}
 		sizes = (shape.hidden, shape.intermediate, shape.experts, shape.top_k)
 		moe = grouped.nn.MoE(*sizes, router_bias=self.bias is not None, **options)
 		if self.bias is not None:
