@@ -29,6 +29,7 @@ OPS = (
 	"moe_gather",
 	"moe_activate",
 	"moe_activate_gradient",
+	"moe_quantize_gradient",
 	"moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
@@ -53,6 +54,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 	("moe_gather", None): ARCHITECTURES,
 	("moe_activate", None): ARCHITECTURES,
 	("moe_activate_gradient", None): ARCHITECTURES,
+	("moe_quantize_gradient", "fp8_block"): ARCHITECTURES,
+	("moe_quantize_gradient", "mxfp8"): ARCHITECTURES,
 	("moe_combine", None): ARCHITECTURES,
 	("grouped_quantize", "nvfp4"): ARCHITECTURES,
 	("grouped_dequantize", "nvfp4"): ARCHITECTURES,

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from cute_kernels.activations import parse_activation
+from cute_kernels.capability import require
+from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.reference import moe as reference
 
 from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
 from .launch import moe as launch_moe
 from .prologue import check_prologue, result_columns
+from .quantize import GroupedQuantize
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import Format
+	from cute_kernels.runtime.backend import Backend
 	from cute_kernels.runtime.launch import Launcher
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
@@ -331,3 +335,69 @@ class MoeActivateGradient(Plain):
 		act = parse_activation(self.activation)
 		given = (self.x, self.grad, act, self.offs, self.interleaved, self.weight, self.pair)
 		reference.activate_gradient(*given, outputs)
+
+
+@register
+@dataclasses.dataclass
+class MoeQuantizeGradient(Op):
+	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
+
+	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. Arguments
+	are those of ``moe_activate_gradient``, offs, weight and pair given, and two texts of formats
+	whose blocks have all scales that there are: ``format`` of the gradient of ``x``,
+	``scaled_format`` of ``p * a``.
+
+	Returns:
+	  Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,
+	  and the gradient of ``weight``.
+	"""
+
+	x: Tensor
+	grad: Tensor
+	format: str
+	scaled_format: str
+	activation: str
+	offs: Tensor
+	weight: Tensor
+	pair: Tensor
+	interleaved: bool = False
+
+	name: ClassVar[str] = "moe_quantize_gradient"
+	returns_list: ClassVar[bool] = True
+
+	def passes(self, dx: Tensor, scaled: Tensor) -> tuple[MoeActivateGradient, GroupedQuantize, GroupedQuantize]:
+		"""What it does, by way of ``dx`` and ``scaled``."""
+		given = (self.activation, self.offs, self.interleaved, self.weight, self.pair)
+		return (
+			MoeActivateGradient(self.x, self.grad, *given),
+			GroupedQuantize(dx, self.format, self.offs, None, True, True),
+			GroupedQuantize(scaled, self.scaled_format, self.offs, None, False, True),
+		)
+
+	def outputs_of(self, outputs: Sequence[Tensor], dx: Tensor, scaled: Tensor) -> tuple[Sequence[Tensor], ...]:
+		"""The outputs of each of ``passes``."""
+		return [dx, scaled, outputs[-1]], outputs[:4], outputs[4:-1]
+
+	def check(self) -> None:
+		for op in self.passes(self.x, self.grad):
+			op.check()
+		same_device("x", self.device, offs=self.offs)
+
+	def require(self, backend: Backend) -> None:
+		for op in self.passes(self.x, self.grad)[1:]:
+			require(self.name, op.record, backend.arch, dtype=self.x.dtype)
+
+	def capability(self) -> tuple[str, Format | None]:
+		return self.name, parse(self.format)
+
+	def outputs(self) -> list[BufferSpec]:
+		first, *others = self.passes(self.x, self.grad)
+		return [spec for op in others for spec in op.outputs()] + first.outputs()[-1:]
+
+	def kernels(self, launch: Launcher) -> Runner:
+		return launch_moe.quantize_gradient(self, launch)
+
+	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+		made = torch.zeros_like(self.x), torch.zeros_like(self.grad)
+		for op, into in zip(self.passes(*made), self.outputs_of(outputs, *made), strict=True):
+			op.run_reference(into)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from cute_kernels.activations import parse_activation
 from cute_kernels.capability import Support
 from cute_kernels.formats import Format, parse
 
@@ -359,6 +360,57 @@ class TileConfig:
 		if self.uses_row_amax and not self.rowwise:
 			return Support(False, f"{self.format} is about the rowwise copy")
 		return _takes_copies(self, problem, self.columnwise)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientConfig:
+	"""The gradient of an activation in both directions and p times its result columnwise, from one read.
+
+	``format`` is that of the gradient, ``scaled_format`` that of p times the result; both are rounded
+	to ``dtype``, that of the inputs, first.
+	"""
+
+	format: str
+	scaled_format: str
+	dtype: str
+	activation: str
+	arch: str
+
+	#: The compiled function takes (x, grad, offs, weight, pair, codes, scales, codes_t, scales_t,
+	#: scaled_t, scaled_scales_t, sums, dweight, num_sms): x (R, W), grad (R, N), weight and dweight
+	#: (T * k,) fp32, pair (R,) int32, sums (tiles along N, R) fp32 to work in.
+	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.gradient:GradientQuantizer"
+	#: For the loader: all warps of a CTA have one tile of all inputs.
+	num_teams: ClassVar[int] = 1
+	num_stages: ClassVar[int] = 2
+	band: ClassVar[int] = TileConfig.band
+	has_own_columns: ClassVar[bool] = False
+
+	@property
+	def copies(self) -> tuple[TileConfig, TileConfig]:
+		"""What becomes of tiles of the gradient, and of those of p times the result."""
+		both = TileConfig(self.format, self.dtype, columnwise=True, arch=self.arch)
+		return both, dataclasses.replace(both, format=self.scaled_format, rowwise=False)
+
+	@property
+	def num_tiles(self) -> int:
+		"""128x128 tiles of the gradient to one of the result."""
+		return 1 + parse_activation(self.activation).is_gated
+
+	@property
+	def tile_bytes(self) -> int:
+		"""Bytes of all tiles of a stage."""
+		return (self.num_tiles + 1) * self.copies[0].tile_bytes
+
+	def can_implement(self, cols: int) -> Support:
+		"""Whether the kernel takes results of ``cols`` columns."""
+		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
+			return Support(False, "blocks have several rows")
+		if DTYPE_BYTES[self.dtype] != 2:
+			return Support(False, "inputs have 16 bits")
+		if self.num_tiles > 1 and cols % 128:
+			return Support(False, "halves are a multiple of 128 columns")
+		return Support(True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .config import (
 	DbiasConfig,
 	DelayedConfig,
 	DequantizeConfig,
+	GradientConfig,
 	Grouping,
 	OffsetsConfig,
 	Prologue,
@@ -24,7 +25,9 @@ from .config import (
 	ValuesConfig,
 )
 
-Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = (
+	AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | GradientConfig | OffsetsConfig | RowsConfig | TileConfig
+)
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
@@ -78,6 +81,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 				prologue=Prologue("bfloat16", "swiglu", is_gradient),
 			)
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
+	for fmt in (FP8Block(), MXFP8()):
+		if support("moe_quantize_gradient", fmt, arch):
+			yield GradientConfig(fmt.text, fmt.text, "bfloat16", "swiglu", arch)
 	yield from _gathered(arch)
 
 
