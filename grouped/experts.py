@@ -47,7 +47,6 @@ from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-
 	from .debug import Probe
 	from .recipes import Recipe
 
