@@ -102,7 +102,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
 		return (
 			fake.x(config.prologue),
-			fake.grad(config.prologue),
+			fake.index(config.prologue),
 			fake.offs(),
 			fake.level(per_row=True) if config.uses_row_amax else None,
 			fake.level() if config.uses_group_amax else None,
@@ -122,7 +122,7 @@ class TileQuantizer(ChunkAmaxKernels):
 	def __call__(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -142,9 +142,9 @@ class TileQuantizer(ChunkAmaxKernels):
 	) -> None:
 		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
-			self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
+			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
 		elif cutlass.const_expr(self.config.compute_amax):
-			self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
+			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
 		if cutlass.const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
@@ -152,7 +152,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
 		self.kernel(
 			x,
-			grad,
+			index,
 			*copies,
 			offs,
 			row_amax,
@@ -174,7 +174,7 @@ class TileQuantizer(ChunkAmaxKernels):
 	def kernel(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		box_copy: cute.CopyAtom | None,
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
@@ -215,7 +215,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		cute.arch.sync_threads()
 
 		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-		index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
 		groups = Grouping.of(x, offs, index)
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		if warp == self.num_compute_warps:
@@ -235,13 +234,13 @@ class TileQuantizer(ChunkAmaxKernels):
 				# Both copies of square blocks have the same codes.
 				own = drawn_t if not config.is_2d else drawn
 				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
-			self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
+			self.compute(x, index, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
 	@cute.jit
 	def compute(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		groups: Grouping,
 		cols: Int32,
 		row_amax: cute.Tensor | None,
@@ -273,7 +272,7 @@ class TileQuantizer(ChunkAmaxKernels):
 					tile_at += stage * config.tile_bytes
 				else:
 					tile_at += team * config.tile_bytes
-					self.filler.fill(x, grad, what, team, tile_at)
+					self.filler.fill(x, index, what, team, tile_at)
 				if cutlass.const_expr(self.has_table):
 					if what.group != level_of:
 						levels, level_of = self.levels_of(what), what.group
