@@ -92,7 +92,7 @@ _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
-_ACTIVATES = ("grouped_quantize", "grouped_dbias", *_GEMMS)
+_ACTIVATES = ("grouped_quantize", *_GEMMS)
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 

@@ -232,7 +232,7 @@ def _quantize(
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
 	given = (scale, draw_seed(fmt, x.device))
-	options = (*given, activation, None, None, index)
+	options = (*given, activation, None, index)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
 	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
 	names = [name for way in directions for name in fmt.buffer_names(way)]

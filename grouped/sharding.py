@@ -51,10 +51,7 @@ def _rule(x: Any, weight: Any, groups: bool, columns: int, has_bias: bool) -> tu
 def product(
 	call: Callable[..., Tensor], x: Any, weight: Any, offs: Any, bias: Any = None, alpha: Any = None, columns: int = 1
 ) -> DTensor:
-	"""``call(x, weight, offs, bias, alpha)`` of each rank's part; differentiable.
-
-	``columns`` is the dimension of the weight that is that of y. Raises ``TypeError`` unless all are DTensors of a mesh.
-	"""
+	"""``call(x, weight, offs, bias, alpha)`` of each rank's part; ``columns`` of the weight are those of y."""
 	mesh = _mesh_of(x, weight, *(t for t in (bias, alpha) if t is not None))
 	uniform = weight.dim() == 3  # noqa: PLR2004
 	groups = uniform and not (len(weight) % mesh.size() or isinstance(local_part(x), GroupedTensor))

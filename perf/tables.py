@@ -167,7 +167,7 @@ def _tile_rows() -> tuple[Row, ...]:
 			chosen = "ours" if tile == "256x256" else f"ours, tile {tile}"
 			ours = {"contender": chosen, "format": "nvfp4:row_scaled x nvfp4"}
 			rows.append(Row((title, "ours", tile), {**where, **ours}))
-			theirs = {"contender": f"CUTLASS example, tile {tile}"}
+			theirs = {"contender": f"CUTLASS example, tile {tile}", "format": "nvfp4 x nvfp4"}
 			rows.append(Row(("", "example", tile), {**where, **theirs}))
 			title = ""
 	return tuple(rows)

@@ -67,9 +67,15 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
 			if operand == "bfloat16" or arch == "sm_100a" and kind.bits < 8:
 				base = cls(operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu")
 				base = dataclasses.replace(base, row_scaled=kind.level_factor is not None)
-				for tile, keeps_z in itertools.product(filter(base.may_choose, cls.tile_shapes), (False, True)):
-					if not (keeps_z and base.row_scaled):
-						yield dataclasses.replace(base, tile=tile, keeps_z=keeps_z)
+				# Tokens by their index, of which a mixture of bf16 experts reads those of the gradient of W1, too.
+				reads = (False, True) if arch == "sm_90a" else (False,)
+				for gathered, tile, keeps_z in itertools.product(reads, cls.tile_shapes, (False, True)):
+					config = dataclasses.replace(base, gathered=gathered)
+					if config.may_choose(tile) and not (keeps_z and base.row_scaled):
+						yield dataclasses.replace(config, tile=tile, keeps_z=keeps_z)
+				if len(reads) > 1:
+					base = cls(operand, "k_grouped", tile=cls.any_tile("k_grouped"), gathered=True)
+					yield from (dataclasses.replace(base, tile=tile) for tile in filter(base.may_choose, cls.tile_shapes))
 			if arch == "sm_90a" and not kind.is_wgmma:
 				yield from (ExpandConfig(is_ragged) for is_ragged in (False, True))
 				yield from _served(kind)

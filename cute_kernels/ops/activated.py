@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..capability import support
 from ..formats import parse
@@ -47,8 +48,9 @@ def activates(
 		width = shape[1] if text is None else shape[1] // parse(text).element.per_byte
 		return torch.empty(rows, width, dtype=plain if text is None else torch.uint8, device="meta")
 
-	a, b = operand(formats[0], rows), operand(formats[1], shape[0]).unsqueeze(0)
-	offs = torch.empty(1, dtype=torch.int32, device="meta")
+	with _disable_current_modes():  # They may look into tensors.
+		a, b = operand(formats[0], rows), operand(formats[1], shape[0]).unsqueeze(0)
+		offs = torch.empty(1, dtype=torch.int32, device="meta")
 	given: dict[str, Any] = {"out_dtype": dtype, "epilogue": activation, "interleaved": interleaved}
 	op = MGroupedGemmActivate(a, b, offs, **given, a_format=formats[0], b_format=formats[1])
 	backend = resolve_backend(choice, device)

@@ -207,7 +207,7 @@ class MoeCombine(Plain):
 
 def _check_activation(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> None:
 	check_tensor("x", x, dtypes=INPUT_DTYPES, ndim=(2,))
-	check_prologue("x", x, activation, None)
+	check_prologue("x", x, activation)
 	if interleaved and not parse_activation(activation).is_gated:
 		raise ValueError(f"interleaved is of gated activations, which {activation} is not")
 	if offs is not None:
@@ -261,7 +261,7 @@ class MoeActivate(Plain):
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
 
 	def outputs(self) -> list[BufferSpec]:
-		columns = result_columns(self.x.shape[1], self.activation, None)
+		columns = result_columns(self.x.shape[1], self.activation)
 		return [BufferSpec((self.x.shape[0], columns), self.x.dtype)]
 
 	def kernels(self, launch: Launcher) -> Runner:
@@ -358,9 +358,9 @@ class MoeQuantizeGradient(Op):
 	scaled_format: str
 	activation: str
 	offs: Tensor
+	interleaved: bool
 	weight: Tensor
 	pair: Tensor
-	interleaved: bool = False
 
 	name: ClassVar[str] = "moe_quantize_gradient"
 	returns_list: ClassVar[bool] = True

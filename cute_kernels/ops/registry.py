@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
 #: is in deterministic mode, too.
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+#: ``torch.cuda.current_device`` without a look at whether CUDA is there; builds for CPUs have none.
+_get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -78,7 +80,8 @@ class Allocator:
 	def make(self) -> list[Tensor]:
 		"""The tensors, in the order of the specs."""
 		is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
-		if is_cuda and torch.cuda.current_device() == self._cuda_index:
+		# There are tensors on the device, so that CUDA has been initialized.
+		if is_cuda and (_get_device or torch.cuda.current_device)() == self._cuda_index:
 			return [_empty_strided_cuda(*b) for b in self._buffers]
 		device = self._device
 		return [torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers]

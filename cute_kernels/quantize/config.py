@@ -112,12 +112,12 @@ class RowsConfig:
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
 
-	#: The compiled function takes (x, grad, offs, amax, codes, scales, scale_inv, scale, num_sms):
-	#: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; grad the gradient of its
-	#: result, None unless it takes one; offs (G,) int32, None when uniform; amax (T,) fp32 where it
-	#: is computed, (G,) where given, None where there is no second level; codes and scales as
-	#: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
-	#: results where the format keeps them, else None.
+	#: The compiled function takes (x, index, offs, amax, codes, scales, scale_inv, scale, num_sms):
+	#: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; index (R,) int32 where it
+	#: gathers, else None; offs (G,) int32, None when uniform; amax (T,) fp32 where it is computed,
+	#: (G,) where given, None where there is no second level; codes and scales as ``layout.buffers``
+	#: says, scales None where blocks have none; scale_inv and scale (G,) fp32 results where the
+	#: format keeps them, else None.
 	kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
 	#: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
 	teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
@@ -156,10 +156,14 @@ class RowsConfig:
 
 		Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
 		those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
-		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md). sm_100a
-		was not measured; tile by tile it executes fewer instructions where blocks have scales.
+		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md), but what an
+		activation makes of 16384 x 4096 tile by tile in 44, both copies of it, and of 32768 x 1536 by
+		rows in 103. sm_100a was not measured; tile by tile it executes fewer instructions where
+		blocks have scales.
 		"""
-		return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
+		activates = self.prologue is not None and self.prologue.activation is not None
+		by_tiles = activates or self.arch == "sm_100a"
+		return self.computes_amax or not by_tiles or parse(self.format).scale is None
 
 	@property
 	def num_teams(self) -> int:
@@ -171,7 +175,7 @@ class RowsConfig:
 		"""The longest row that a team holds."""
 		size = DTYPE_BYTES[self.dtype]
 		if self.prologue is not None:
-			size = max(size * (1 + self.prologue.is_joint), self.prologue.bytes_read)
+			size = max(size, self.prologue.bytes_read)
 		return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
 
 	@classmethod
@@ -257,7 +261,7 @@ class TileConfig:
 	prologue: Prologue | None = None
 	is_member: bool = False
 
-	#: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
+	#: The compiled function takes (x, index, offs, row_amax, group_amax, codes, scales, codes_t,
 	#: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
 	#: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
 	#: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
@@ -433,7 +437,7 @@ class AmaxConfig:
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
 
-	#: The compiled function takes (x, grad, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+	#: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
 	#: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
 	#: group gives 0.
 	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
@@ -492,18 +496,13 @@ class DbiasConfig:
 	Attributes:
 	  dtype: name of the input's dtype.
 	  vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-	    element by element. So are halves, where there are some.
-	  prologue: what makes what is summed of the input; None if it is the input.
-	  arch: whose instructions that uses, None without.
+	    element by element.
 	"""
 
 	dtype: str
 	vectorized: bool = True
-	prologue: Prologue | None = None
-	arch: str | None = None
 
-	#: The compiled function takes (dy, grad, offs, dbias, num_sms): dy (T, N) contiguous, as wide
-	#: as the prologue asks; grad the gradient of its result, None unless it takes one; offs (G,)
+	#: The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
 	#: int32, dbias (G, N) fp32.
 	kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
 
@@ -513,11 +512,9 @@ class DbiasConfig:
 		return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
 
 	@classmethod
-	def choose(cls, dtype: str, cols: int, prologue: Prologue | None = None, arch: str | None = None) -> DbiasConfig:
+	def choose(cls, dtype: str, cols: int) -> DbiasConfig:
 		"""The configuration for sums of ``cols`` columns of an input of ``dtype``."""
-		halves = 2 if prologue is not None and prologue.is_joint else 1
-		is_whole = cols * DTYPE_BYTES[dtype] % (16 * halves) == 0
-		return cls(dtype, is_whole, prologue, None if prologue is None else arch)
+		return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
 	def can_implement(self, dtype: str, cols: int) -> Support:
 		"""Whether the kernel takes rows of ``cols`` elements of ``dtype``."""

@@ -136,7 +136,7 @@ def tile_sum(terms: Tensor) -> Tensor:
 
 def warp_sum(terms: Tensor) -> Tensor:
 	"""The sum of each row, in the order of a warp whose lane l takes every 32nd number from l on."""
-	strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).view(len(terms), -1, 32)
+	strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).unflatten(1, (-1, 32))
 	lanes = terms.new_zeros(len(terms), 32)
 	for i in range(strips.shape[1]):
 		lanes += strips[:, i]

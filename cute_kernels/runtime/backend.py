@@ -33,6 +33,8 @@ BACKENDS = (
 	*(_EMULATED + arch for arch in ARCHITECTURES[1:]),
 )
 _ENVIRONMENT = "CUTE_KERNELS_BACKEND"
+_environment: Any = getattr(os.environ, "_data", os.environ)
+_KEY: Any = os.environ.encodekey(_ENVIRONMENT) if hasattr(os.environ, "_data") else _ENVIRONMENT
 
 
 #: What ``backend`` passes on to the emulator.
@@ -125,7 +127,9 @@ def chosen_backend() -> Choice:
 	try:
 		return _chosen[-1]
 	except IndexError:
-		return os.environ.get(_ENVIRONMENT)
+		# ``os.environ`` encodes and decodes: a microsecond of every call.
+		text = _environment.get(_KEY)
+		return text.decode() if isinstance(text, bytes) else text
 
 
 def active_backend(device: torch.device) -> Backend:

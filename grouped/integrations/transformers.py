@@ -1,6 +1,6 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from .transformers import prepare, register
+  from grouped.integrations.transformers import prepare, register
 
   register()
   model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")

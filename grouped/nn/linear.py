@@ -209,12 +209,7 @@ class GroupedLinear(debug.Watched):
 	def _apply_to(
 		self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None, sink: ParameterGradients | None
 	) -> Tensor:
-		groups = self.num_groups
-		if self.single_parameter:
-			weight = local(self.weight)
-			self._check_shape(weight)
-			groups = len(weight)
-		rows, ends = rows_and_ends(x, offs, groups, self.in_features)
+		rows, ends = self.rows_and_ends(x, offs)
 		call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch, sink)
 		options = (call.copies, call.sink, call.scaling, call.probe)
 		y = multiply(rows, call.weights, call.bias, ends, self.recipe, *options)
@@ -222,6 +217,15 @@ class GroupedLinear(debug.Watched):
 			y = debug.watch(call.flags, rows, call.weights, y, ends)
 		# Not a view of itself: FSDP warns of those.
 		return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
+
+	def rows_and_ends(self, x: Tensor, offs: Offsets) -> tuple[Tensor, Tensor]:
+		"""``grouped.autograd.rows_and_ends`` for the groups that are here."""
+		groups = self.num_groups
+		if self.single_parameter:
+			weight = local(self.weight)
+			self._check_shape(weight)
+			groups = len(weight)
+		return rows_and_ends(x, offs, groups, self.in_features)
 
 	def prepare(
 		self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None, sink: ParameterGradients | None

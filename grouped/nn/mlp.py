@@ -12,7 +12,6 @@ from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
 
 from .activation import activate, as_activation
-from .kept import local
 from .linear import GroupedLinear
 
 
@@ -93,9 +92,7 @@ class GroupedMLP(nn.Module):
 		if self.exchange is not None:
 			return self._exchanged(x, offs, is_first_microbatch)
 		if self._is_one():
-			first = self.gate_up
-			groups = len(local(first.weight)) if first.single_parameter else first.num_groups
-			rows, ends = rows_and_ends(x, offs, groups, first.in_features)
+			rows, ends = self.gate_up.rows_and_ends(x, offs)
 			style = Style(self.activation.text, self.interleaved, False, rows.dtype)
 			y = self.run(rows, None, InPlace(ends), is_first_microbatch, style)
 			return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.down.out_features)
@@ -142,7 +139,8 @@ class GroupedMLP(nn.Module):
 		for layer in (self.gate_up, self.down):
 			sink = layer.sink(is_first_microbatch)
 			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+			if torch.is_grad_enabled():
+				needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
 		function: Any = self.exchange or experts
 		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
 

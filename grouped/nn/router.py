@@ -264,7 +264,7 @@ def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
 		weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
 	operands = (x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
 	logits: Tensor = ops.m_grouped_gemm(*operands)
-	return logits[:, :experts].contiguous()
+	return logits[:, :experts].contiguous() if experts % _MULTIPLE else logits
 
 
 def _logits_fake(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:

@@ -297,6 +297,18 @@ def test_saved(recipe, recompute):
 	assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, E, K, 1}
 
 
+@every_recipe
+def test_saved_bytes_do_not_depend_on_granularity(recipe):
+	"""Four times the experts, of a quarter of the width, four times as many for each token."""
+	found = []
+	for parts in (1, 4):
+		moe = MoE(H, 128 // parts, 4 * parts, parts, recipe=recipe, dtype=torch.bfloat16)
+		with saved_by(moe) as saved:
+			moe(tokens(60).requires_grad_())
+		found.append(sum(t.nbytes for t in saved if t.dtype == torch.bfloat16))
+	assert found == [60 * (H + 2 * 128) * 2] * 2
+
+
 # What goes with grouped layers
 
 

@@ -1,11 +1,14 @@
 """What a call keeps for its backward pass: what that reads, and nothing else."""
 
+import gc
+
 import torch
 
 import grouped
 from cute_kernels.layout.buffers import buffers
 from grouped import recipes
-from grouped.nn import GroupedLinear, GroupedMLP
+from grouped.nn import GroupedLinear, GroupedMLP, MoE
+from grouped.passes import LinearCall
 from perf.measure.memory import Saved, Sizes, measure, saved_by
 from tests.helpers import each, sample
 
@@ -121,3 +124,26 @@ def test_peak(recipe):
 		for fmt in (recipe.input, recipe.grad_output):
 			wgrad += sum(t.nbytes for t in copy_of(fmt, (rows, 256), groups=8))
 	assert peak <= gradients + 2 * rows * 256 + wgrad + 4096
+
+
+@each("is_moe", [False, True])
+def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
+	"""Those of the second layer at its own, of the first at its: nothing else refers to them."""
+	sizes = (HIDDEN, WIDTH, GROUPS)
+	options = {"recipe": recipes.FP8Block(), "dtype": torch.bfloat16}
+	layer = MoE(*sizes, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
+	alive, make = [], LinearCall.weight_gradient
+
+	def live():
+		tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 3]
+		return sum(t.dtype == torch.float8_e4m3fn for t in tensors)
+
+	def count(*arguments, **given):
+		alive.append(live() - before)
+		return make(*arguments, **given)
+
+	before = live()
+	monkeypatch.setattr(LinearCall, "weight_gradient", count)
+	x = sample(ROWS, HIDDEN).requires_grad_()
+	(layer(x) if is_moe else layer(x, OFFS)).sum().backward()
+	assert alive == [1, 0]

@@ -29,7 +29,7 @@ from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
 from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
-from tests.helpers import assert_all_same, assert_same_bytes
+from tests.helpers import assert_all_same, assert_same_buffers, assert_same_bytes
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
@@ -205,11 +205,10 @@ def products_of_dtensors():
 	assert_same(made.full_tensor(), low)
 	assert_same_bytes(grouped.grouped_gemm(rows, made).to_local(), grouped.grouped_gemm(rows.to_local(), low))
 	assert_same_bytes(grouped.grouped_gemm(X, X, offs=ends).to_local(), grouped.grouped_gemm(x, x, offs=ends))
-	random, delayed = recipes.NVFP4(stochastic_rounding=True), recipes.FP8Delayed()
+	random = recipes.NVFP4(stochastic_rounding=True)
 	for error, message, make in (
 		(TypeError, "must all be DTensors", lambda: grouped.linear(X, dense, None, ends, recipes.BF16())),
 		(ValueError, "rounds stochastically", lambda: grouped.linear(X, W, None, ends, random)),
-		(ValueError, "keeps scales on each rank", lambda: grouped.linear(X, W, None, ends, delayed)),
 		(ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
 		(ValueError, "goes with offs", lambda: grouped.quantize(W, fmt, out=made)),
 	):
@@ -376,23 +375,23 @@ def experts_are_spread():
 @check
 def other_experts_are_spread():
 	"""A ``GroupedMLP``, whose rows lie by expert on each rank; and weights that are quantized."""
-	sizes = torch.tensor([[3, 0, 4, 2], [2, 2, 0, 3]])
-	ends, x, dy = sizes.cumsum(1), torch.randn(16, H).bfloat16(), torch.randn(16, H).bfloat16()
-	mine = slice(9, None) if RANK else slice(9)
+	sizes, part = torch.tensor([[3, 0, 4, 2], [2, 2, 0, 3]]), slice(9, None) if RANK else slice(9)
+	x, dy = torch.randn(16, H).bfloat16(), torch.randn(16, H).bfloat16()
 	# Where the rows of both are where one process has them all.
 	order = torch.repeat_interleave(torch.arange(4).repeat(2), sizes.flatten()).argsort(stable=True)
-	for style in (ExpertParallel(wire=grouped.FP8Block(), capacity=16), ExpertTensorParallel()):
-		moe = mixture(recipes.FP8Block())
-		spread = parallelize_module(copy.deepcopy(moe.experts), MESH, style)
-		is_cut = isinstance(style, ExpertParallel)
-		a = x[order].requires_grad_()
-		b = x[mine].clone().requires_grad_() if is_cut else x[order].requires_grad_()
-		want, got = moe.experts(a, sizes.sum(0).cumsum(0)), spread(b, ends[RANK] if is_cut else sizes.sum(0).cumsum(0))
-		want.backward(dy[order]), got.backward(dy[mine] if is_cut else dy[order])
-		for one, other in ((want, got), (a.grad, b.grad)):
-			one = torch.empty_like(one).index_copy_(0, order, one)[mine] if is_cut else one
-			assert torch.equal(one, other) if is_cut else (one - other).norm() < 0.02 * one.norm()
-	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+	mlp, all_ends = mixture(recipes.FP8Block()).experts, sizes.sum(0).cumsum(0)
+	a = x[order].requires_grad_()
+	mlp(a, all_ends).backward(dy[order])
+	wants = [torch.empty_like(t).index_copy_(0, order, t) for t in (mlp(a, all_ends).detach(), a.grad)]
+	for style, which, ends in (
+		(ExpertParallel(wire=grouped.FP8Block(), capacity=16), torch.arange(16)[part], sizes[RANK].cumsum(0)),
+		(ExpertTensorParallel(), order, all_ends),
+	):
+		b = x[which].requires_grad_()
+		got = parallelize_module(copy.deepcopy(mlp), MESH, style)(b, ends)
+		got.backward(dy[which])
+		for want, t in zip(wants, (got, b.grad), strict=True):
+			assert (want[which] - t).norm() <= (0 if which is not order else 0.02) * want.norm()
 	for recipe in (recipes.BF16(), recipes.NVFP4RowScaled()):
 		alone = mixture(recipe).requires_grad_(False)
 		for layer in (alone.experts.gate_up, alone.experts.down):
@@ -512,10 +511,17 @@ def delayed_scaling():
 	assert_all_same(updated(row, amax=torch.tensor(mine), group=dist.group.WORLD), updated(given))
 	recipe = recipes.FP8Delayed(history_length=3, amax_group=dist.group.WORLD)
 	module = GroupedLinear(2, 32, 16, recipe=recipe, dtype=torch.bfloat16)
+	again = copy.deepcopy(module)
 	for i in range(3):
-		x = (torch.randn(20, 32) * 4.0 ** (i - RANK)).bfloat16().requires_grad_()
-		y = module(x, [20, 20] if RANK else [8, 20])
-		y.backward(torch.full_like(y, 2.0 ** (i + RANK)))
+		x = (torch.randn(20, 32) * 4.0 ** (i - RANK)).bfloat16()
+		leaves = [x.clone().requires_grad_() for _ in range(2)]
+		for leaf, run in zip(leaves, (module, torch.compile(again, fullgraph=True, backend="aot_eager")), strict=True):
+			y = run(leaf, [20, 20] if RANK else [8, 20])
+			y.backward(torch.full_like(y, 2.0 ** (i + RANK)))
+		assert_same_bytes(leaves[0].grad, leaves[1].grad)
+		assert_same_buffers(again.state_dict(), module.state_dict())
+	with pytest.raises(ValueError, match="scale must have size 6"):
+		grouped.delayed_scaling_update(torch.ones(3, 6), torch.ones(3), torch.float8_e4m3fn, group=dist.group.WORLD)
 	for name, value in module.state_dict().items():
 		if "scaling" in name:
 			held = value[1:] if "history" in name else value  # Those of the last step are each rank's own.

@@ -119,7 +119,7 @@ WRONG_TYPES = {
 	],
 	"moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
 	"moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
-	"moe_quantize_gradient": [((X, X.half(), *BLOCKS, "silu", OFFS, X, OFFS), "grad must be float32, got float16")],
+	"moe_quantize_gradient": [((X, X.half(), *BLOCKS, "silu", OFFS, False, X, OFFS), "grad must be float32")],
 	"moe_combine": [((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32")],
 	"grouped_amax": [((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int")],
 	"grouped_dbias": [((X.int(), OFFS), "dy must be")],
@@ -166,7 +166,7 @@ WRONG_VALUES = {
 		((X, X, "silu", None, False, X), "weight and pair go together"),
 		((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
 	],
-	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, X, OFFS), "pair must have size 8 in dimension 0")],
+	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0")],
 	"moe_combine": [
 		((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
 		((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),

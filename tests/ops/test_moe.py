@@ -290,7 +290,7 @@ def test_gradients_are_quantized_where_they_are_made(arch, case):
 	pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
 	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
 	x[int(offs[-1]) :] = torch.nan
-	given = (x, grad, *formats, act, offs, weight, pair, interleaved)
+	given = (x, grad, *formats, act, offs, interleaved, weight, pair)
 
 	def run():
 		out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]

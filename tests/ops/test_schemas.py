@@ -160,7 +160,7 @@ BY_OP = {
 		"alone": lambda: (x(), x(), "silu"),
 	},
 	"moe_quantize_gradient": {
-		"halves": lambda: (x(64), x(32), "fp8_block", "mxfp8", "swiglu", OFFS, *weights_and_pairs())
+		"halves": lambda: (x(64), x(32), "fp8_block", "mxfp8", "swiglu", OFFS, False, *weights_and_pairs())
 	},
 	"moe_combine": {
 		"weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),

@@ -158,7 +158,7 @@ CALLS = {
 		torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
 	),
 	"moe_quantize_gradient": lambda fmt, dtype: ops.moe_quantize_gradient(
-		*[torch.ones(6, K).to(dtype)] * 2, fmt.text, fmt.text, "silu", OFFS, torch.ones(6, 1), torch.arange(6).int()
+		*[torch.ones(6, K).to(dtype)] * 2, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), torch.arange(6).int()
 	),
 	"moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
 	"grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),

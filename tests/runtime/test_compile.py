@@ -159,7 +159,7 @@ def test_threads_compile_a_kernel_once(traced):
 FORK = """
 import os, signal, threading
 from cute_kernels.runtime import architecture, compile_kernel
-from .toy_kernels import Scale
+from tests.runtime.toy_kernels import Scale
 
 compiling, go_on = threading.Event(), threading.Event()
 

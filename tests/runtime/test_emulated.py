@@ -130,7 +130,7 @@ THREADS = """
 import threading, torch
 from cute_kernels.runtime import architecture, launcher
 from cute_kernels.runtime.backend import Backend
-from .toy_kernels import Scale
+from tests.runtime.toy_kernels import Scale
 
 wrong = []
 def work(number):
@@ -158,7 +158,7 @@ BOTH_DEVICES = """
 import sys, torch
 from cute_kernels.emulator.cutlass_hooks import _device_view
 from cute_kernels.runtime import architecture, compile_kernel
-from .toy_kernels import Scale
+from tests.runtime.toy_kernels import Scale
 
 x, y = torch.ones(64), torch.zeros(64)
 kernels = {arch: compile_kernel(Scale(2.0), architecture(arch)) for arch in sys.argv[1:]}

@@ -13,15 +13,15 @@ For NVFP4, a row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale byte
 64-row unit likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows
 fill four sectors, columnwise scales go through shared memory and leave as 512-byte tiles.
 
-Counted by perf run counts at 1024 x 4096 bf16: 5.4 PTX instructions an element rowwise, 5.5
-columnwise, 10.5 both, 10.0 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
-columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard
-transform 15.6, with stochastic rounding 22.1, with both of these 26.9 (30.2 on sm_90a), with
-four_over_six 75.6 (99.1).
+Counted by perf run counts at 1024 x 4096 bf16: 5.3 PTX instructions an element rowwise, 5.4
+columnwise, 10.2 both, 9.6 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
+columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard transform 15.1, with
+stochastic rounding 22.0 (what bounds them: perf/results/counts_sm100a.md), with both of these 26.9
+(30.2 on sm_90a), with four_over_six 74.1 (99.1).
 
 Measured on an H200 (65536 x 7168 bf16): 95 % of a copy's rate rowwise, 90 % columnwise, 83 % both,
 also with 16x16 blocks; FP8, FP8Block and MXFP8 84 to 86 % both. perf/results/quantize_h200.md has
-what was tried. FP8 on sm_100a, counted at 1024 x 4096: FP8Block 4.6 rowwise, 9.2 both; MXFP8 4.5
+what was tried. FP8 on sm_100a, counted at 1024 x 4096: FP8Block 4.5 rowwise, 9.1 both; MXFP8 4.3
 and 9.0.
 """
 
@@ -102,7 +102,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
 		return (
 			fake.x(config.prologue),
-			fake.grad(config.prologue),
+			fake.index(config.prologue),
 			fake.offs(),
 			fake.level(per_row=True) if config.uses_row_amax else None,
 			fake.level() if config.uses_group_amax else None,
@@ -122,7 +122,7 @@ class TileQuantizer(ChunkAmaxKernels):
 	def __call__(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -142,9 +142,9 @@ class TileQuantizer(ChunkAmaxKernels):
 	) -> None:
 		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
-			self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
+			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
 		elif cutlass.const_expr(self.config.compute_amax):
-			self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
+			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
 		if cutlass.const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
@@ -152,7 +152,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
 		self.kernel(
 			x,
-			grad,
+			index,
 			*copies,
 			offs,
 			row_amax,
@@ -174,7 +174,7 @@ class TileQuantizer(ChunkAmaxKernels):
 	def kernel(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		box_copy: cute.CopyAtom | None,
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
@@ -215,7 +215,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		cute.arch.sync_threads()
 
 		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-		index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
 		groups = Grouping.of(x, offs, index)
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		if warp == self.num_compute_warps:
@@ -235,13 +234,13 @@ class TileQuantizer(ChunkAmaxKernels):
 				# Both copies of square blocks have the same codes.
 				own = drawn_t if not config.is_2d else drawn
 				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
-			self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
+			self.compute(x, index, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
 	@cute.jit
 	def compute(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		groups: Grouping,
 		cols: Int32,
 		row_amax: cute.Tensor | None,
@@ -273,7 +272,7 @@ class TileQuantizer(ChunkAmaxKernels):
 					tile_at += stage * config.tile_bytes
 				else:
 					tile_at += team * config.tile_bytes
-					self.filler.fill(x, grad, what, team, tile_at)
+					self.filler.fill(x, index, what, team, tile_at)
 				if cutlass.const_expr(self.has_table):
 					if what.group != level_of:
 						levels, level_of = self.levels_of(what), what.group
