@@ -172,22 +172,9 @@ class RowsQuantizer:
 		return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
 
 	@cute.jit
-	def __call__(
-		self,
-		x: cute.Tensor,
-		index: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		amax: cute.Tensor | None,
-		codes: cute.Tensor,
-		scales: cute.Tensor | None,
-		scale_inv: cute.Tensor | None,
-		scale: cute.Tensor | None,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
-		self.kernel(x, index, offs, amax, codes, scales, scale_inv, scale).launch(
-			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
-		)
+	def __call__(self, *args: Any) -> None:
+		*given, num_sms, stream = args
+		self.kernel(*given).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
 	@cute.kernel
 	def kernel(

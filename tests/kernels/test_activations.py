@@ -34,7 +34,6 @@ RAGGED = {
 
 
 def inputs(act, lead, cols, fill=None, dtype=BF16):
-	"""x, for ``cols`` columns of elements."""
 	width = cols * (2 if parse_activation(act).is_gated else 1)
 	wide = -(-width // 16) * 16
 	x = special_input(*lead, wide, dtype) if fill is special_input else random_input((*lead, wide), dtype)
@@ -42,7 +41,6 @@ def inputs(act, lead, cols, fill=None, dtype=BF16):
 
 
 def quantize(text, act, x, offs, way, amax=None):
-	"""The bytes of all that is written over poison."""
 	fmt, groups = parse(text), len(x) if offs is None else len(offs)
 	given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
 	given["columnwise"] = way != "rowwise"

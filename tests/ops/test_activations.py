@@ -49,7 +49,6 @@ each_format = pytest.mark.parametrize("fmt", **texts(FORMATS))
 
 
 def case(act, rows, dtype):
-	"""x, of K columns of elements."""
 	return sample(*rows, K * 2 if act.is_gated else K, dtype=dtype)
 
 
@@ -156,7 +155,6 @@ def test_given_scale():
 
 
 def split(flat, shapes):
-	"""The matrices that lie one behind the other."""
 	parts = flat[: sum(m * n for m, n in shapes)].split([m * n for m, n in shapes])
 	return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -119,27 +119,9 @@ class TileQuantizer(ChunkAmaxKernels):
 		)
 
 	@cute.jit
-	def __call__(
-		self,
-		x: cute.Tensor,
-		index: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		row_amax: cute.Tensor | None,
-		group_amax: cute.Tensor | None,
-		codes: cute.Tensor | None,
-		scales: cute.Tensor | None,
-		codes_t: cute.Tensor | None,
-		scales_t: cute.Tensor | None,
-		scale_inv: cute.Tensor | None,
-		scale: cute.Tensor | None,
-		amax: cute.Tensor | None,
-		column_amax: cute.Tensor | None,
-		seed: cute.Tensor | None,
-		drawn: Int64 | None,
-		drawn_t: Int64 | None,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
+	def __call__(self, *args: Any) -> None:
+		*given, num_sms, stream = args
+		x, _, offs, row_amax, group_amax, *_, amax, column_amax, _, _, _ = given
 		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
 			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
@@ -150,34 +132,18 @@ class TileQuantizer(ChunkAmaxKernels):
 		copies: tuple[Any, ...] = (None,) * 3
 		if cutlass.const_expr(self.filler is None):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
-		self.kernel(
-			x,
-			index,
-			*copies,
-			offs,
-			row_amax,
-			group_amax,
-			codes,
-			scales,
-			codes_t,
-			scales_t,
-			scale_inv,
-			scale,
-			amax,
-			column_amax,
-			seed,
-			drawn,
-			drawn_t,
-		).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+		self.kernel(*copies, *given).launch(
+			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+		)
 
 	@cute.kernel
 	def kernel(
 		self,
-		x: cute.Tensor,
-		index: cute.Tensor | None,
 		box_copy: cute.CopyAtom | None,
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
+		x: cute.Tensor,
+		index: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
