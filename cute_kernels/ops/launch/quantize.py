@@ -119,7 +119,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 	kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
 	def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
-		kernel(readable(op.x), None, dense(op.offs), None, outputs[0], launch.num_sms)
+		kernel(readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
 
 	return run
 
