@@ -23,7 +23,8 @@ SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 UNSAYABLE = {
 	*itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
 	*itertools.product(
-		("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"), FORMATS[:1]
+		("grouped_quantize", "grouped_dequantize", "moe_quantize_gradient", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
+		FORMATS[:1],
 	),
 	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
 	*itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
