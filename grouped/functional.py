@@ -9,8 +9,9 @@ from cute_kernels import ops
 from cute_kernels.activations import Activation
 from cute_kernels.capability import require
 from cute_kernels.formats import Format
+from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.derivatives import refuse_derivatives
-from cute_kernels.ops.prologue import check_prologue, result_shape
+from cute_kernels.ops.prologue import result_shape
 
 from .offsets import Offsets, as_offs
 from .seeds import as_seed
@@ -231,11 +232,11 @@ def quantize(
 
 def _made(x: Tensor, grad: Tensor | None, act: str, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
 	"""What an activation makes of ``x``, or its gradient, rounded to ``dtype`` at once."""
-	check_prologue("x", x, act, grad)
 	rows = x.to(dtype).flatten(0, -2)
 	if grad is None:
 		made: Tensor = ops.moe_activate(rows, act, ends)
 		return made
+	check_tensor("grad", grad, dtypes=(x.dtype,), ndim=(x.dim(),))
 	(gradient,) = ops.moe_activate_gradient(rows, grad.to(dtype).flatten(0, -2), act, ends)
 	return gradient  # type: ignore[no-any-return]
 
