@@ -342,10 +342,14 @@ class MoeActivateGradient(Plain):
 class MoeQuantizeGradient(Op):
 	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
 
-	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. Arguments
-	are those of ``moe_activate_gradient``, offs, weight and pair given, and two texts of formats
-	whose blocks have all scales that there are: ``format`` of the gradient of ``x``,
-	``scaled_format`` of ``p * a``.
+	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. The other
+	arguments are those of ``moe_activate_gradient``, all given.
+
+	Args:
+	  x: (R, W), what enters the activation; bf16, fp16 or fp32.
+	  grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+	  format: the text of the format of the gradient of ``x``, MXFP8 or FP8Block.
+	  scaled_format: likewise, of ``p * a``.
 
 	Returns:
 	  Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,
