@@ -3,7 +3,7 @@ import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.helpers import SPLITS, assert_same_bytes, each, end_rows, sample
+from tests.helpers import BF16, F16, SPLITS, assert_same_bytes, each, end_rows, sample
 
 from .cases import FORMATS, WEIGHT_FORMAT
 
@@ -97,11 +97,11 @@ def test_out_alpha_bias_and_accumulate(trio):
 	bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
 	y, dx, dw = products(x, w, dy, out_dtype=F32)
 	scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
-	for dtype in (torch.bfloat16, torch.float16, F32):
+	for dtype in (BF16, F16, F32):
 		got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
 		assert_same_bytes(got[:32], scaled.to(dtype))
 		assert not got[32:].any()
-	assert grouped.grouped_gemm(x, w).dtype == torch.bfloat16
+	assert grouped.grouped_gemm(x, w).dtype == BF16
 	calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
 	for result, operands, options in calls:
 		rows = len(result)
@@ -115,7 +115,7 @@ def test_out_alpha_bias_and_accumulate(trio):
 
 
 @each_trio
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [BF16, F16], ids=str)
 def test_plain_activations_and_their_gradients(trio, dtype):
 	splits = (0, 130, 0, 7)
 	ends = torch.tensor(end_rows(splits), dtype=torch.int32)
@@ -166,7 +166,7 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 		({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
 		({"a": W, "b": W}, ValueError, "a must be ragged"),
 		({"a": X, "b": W, "accumulate": True}, ValueError, "out, which is missing"),
-		({"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": torch.float16}, ValueError, "out_dtype is"),
+		({"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": F16}, ValueError, "out_dtype is"),
 		({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
 		({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
 		({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),

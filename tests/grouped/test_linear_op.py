@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_all_same, assert_same_bytes, each, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
@@ -17,7 +17,7 @@ OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
 
 
 def layer_of(recipe, **options):
-	return GroupedLinear(3, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def gradients(function, module, x, dy):
@@ -45,7 +45,7 @@ def test_it_is_what_the_module_computes(recipe, data):
 	assert_all_same(gradients(linear, layer, x, dy), want)
 	deep = grouped.linear(x.view(2, 20, K), layer.weight, layer.bias, OFFS, recipe)
 	assert_same_bytes(deep.detach(), want[0].view(2, 20, N))
-	with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+	with torch.no_grad(), torch.autocast("cpu", BF16):
 		assert_same_bytes(grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0])
 	zeros = torch.zeros(3, N)
 	assert_same_bytes(

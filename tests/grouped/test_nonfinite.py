@@ -7,7 +7,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_all_same, each, sample
+from tests.helpers import BF16, assert_all_same, each, sample
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -31,7 +31,7 @@ REACHED = {
 def run(recipe, place, value=torch.nan, single=True, compiled=False):
 	"""y, dx and dw with ``value`` in one place, NaN in the tail, and two biases."""
 	torch.manual_seed(3)
-	layer = GroupedLinear(3, K, N, recipe=recipe, dtype=torch.bfloat16, single_parameter=single)
+	layer = GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, single_parameter=single)
 	x, dy = sample(40, K), sample(40, N)
 	x[35:], dy[35:] = torch.nan, torch.nan
 	if place is not None:
@@ -158,7 +158,7 @@ def test_kept_weights_have_the_option_too():
 
 
 def mlp_of(recipe):
-	return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16)
+	return GroupedMLP(3, K, 32, recipe=recipe, dtype=BF16)
 
 
 def train(model, offs=ENDS, x=None, dy=None, function=None):

@@ -10,7 +10,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import FP8Delayed
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, F16, F32, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -24,7 +24,7 @@ RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
 
 def layer_of(recipe, form="single", **options):
 	torch.manual_seed(3)
-	options.setdefault("dtype", torch.bfloat16)
+	options.setdefault("dtype", BF16)
 	single = form == "single"
 	return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=single, **options)
 
@@ -33,7 +33,7 @@ def weights(layer):
 	return [p for name, p in layer.named_parameters() if name.startswith("weight")]
 
 
-def give_main_grads(layer, form="single", dtype=torch.float32, value=1.5):
+def give_main_grads(layer, form="single", dtype=F32, value=1.5):
 	"""As Megatron does: views of one buffer, or else tensors of their own."""
 	parameters = weights(layer)
 	if form == "one buffer":
@@ -66,7 +66,7 @@ def data():
 # Main_grad
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [F32, BF16])
 @each(("name", "form"), RECIPES_AND_FORMS)
 def test_gradients_add_up_in_main_grad(name, form, dtype, data):
 	"""In fp32 before the one cast; the input's and the bias's are what they always are."""
@@ -162,7 +162,7 @@ def test_what_hooks_find(form, data):
 	[
 		(None, RuntimeError, r" is missing: fuse_wgrad_accumulation.*shape \(S"),
 		(torch.zeros(2), ValueError, r" does not fit.*shape \(S.*got shape \(2,\)"),
-		(torch.float16, TypeError, " has.*dtype torch.bfloat16 or torch.f.*16"),
+		(F16, TypeError, " has.*dtype torch.bfloat16 or torch.f.*16"),
 		("strided", ValueError, " does not fit: .*contiguous.*with strides"),
 		("meta", ValueError, " does not fit: .* on cpu; got.* on meta"),
 		("quantized", TypeError, " has the wrong type.*got GroupedTensor"),

@@ -9,7 +9,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from tests.helpers import assert_same_bytes
+from tests.helpers import BF16, assert_same_bytes
 
 if importlib.util.find_spec("cutlass") is None:
 	pytest.skip("needs the CuTe DSL", allow_module_level=True)
@@ -28,7 +28,7 @@ def check(arch, call, **options):
 
 
 def array_of(x):
-	return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+	return (x.view(torch.int16) if x.dtype == BF16 else x).numpy()
 
 
 @contextlib.contextmanager

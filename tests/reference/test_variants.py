@@ -11,6 +11,9 @@ from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
+	BF16,
+	F16,
+	F32,
 	SPLITS,
 	assert_same_bytes,
 	dequantize_arguments,
@@ -124,11 +127,11 @@ def test_uniform(shape, variant):
 
 @EACH
 def test_extreme_values(variant):
-	check(weird_values(45, 48, torch.bfloat16), offsets((22, 3, 20)), variant)
+	check(weird_values(45, 48, BF16), offsets((22, 3, 20)), variant)
 
 
 @EACH
-@each("dtype", [torch.float16, torch.float32])
+@each("dtype", [F16, F32])
 def test_other_dtypes(dtype, variant):
 	if not variant.is_transformed:
 		check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
@@ -192,7 +195,7 @@ def test_dequantize(variant, columnwise, uniform):
 	held = oracle.Quantized(rows, scales, amax, [codes], [scales], amax)
 	options = {"row_scaled": variant.flags == ROWS, "columnwise": columnwise}
 	want = oracle.dequantize(held, groups, 32, bound=fmt.e4m3_max, **options)
-	arguments = dequantize_arguments(copy, variant.text, x.shape[-2], torch.float32, offs, columnwise)
+	arguments = dequantize_arguments(copy, variant.text, x.shape[-2], F32, offs, columnwise)
 	got = ops.grouped_dequantize(*arguments)
 	if variant.is_transformed and columnwise:
 		# Values of missing rows of the last chunks are not in ``want``: whole chunks only.
@@ -206,7 +209,7 @@ def test_dequantize(variant, columnwise, uniform):
 	assert_same_bytes(got.flatten(0, -2), torch.from_numpy(want))
 	error = (got - x.float()).norm() / x.float().norm()
 	assert error < 0.25
-	for dtype in (torch.bfloat16, torch.float16):
+	for dtype in (BF16, F16):
 		low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
 		assert_same_bytes(low, got.to(dtype))
 
@@ -219,9 +222,7 @@ def test_missing_rows_of_the_last_chunk_come_back_too():
 	for rows in (x, padded):
 		copy = columns("nvfp4:hadamard", rows, offsets((len(rows),)))
 		found.append(
-			ops.grouped_dequantize(
-				*dequantize_arguments(copy, "nvfp4:hadamard", len(rows), torch.float32, offsets((len(rows),)), True)
-			)
+			ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4:hadamard", len(rows), F32, offsets((len(rows),)), True))
 		)
 	assert_same_bytes(found[0], found[1][:5])
 	assert (found[0] - x.float()).norm() < 0.2 * x.float().norm()
@@ -251,7 +252,7 @@ def test_groups_with_shapes_of_their_own(name):
 
 	def decode(buffers, columnwise, rows, shapes=None):
 		copy = [buffers[n] for n in fmt.operand_names(columnwise)]
-		arguments = dequantize_arguments(copy, variant.text, rows, torch.float32, None, columnwise)
+		arguments = dequantize_arguments(copy, variant.text, rows, F32, None, columnwise)
 		return ops.grouped_dequantize(*arguments, shapes).flatten()
 
 	decoded = [decode(found, way, len(x), flat) for way in (False, True)]
