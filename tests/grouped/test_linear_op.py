@@ -20,10 +20,10 @@ def layer_of(recipe, **options):
 	return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
 
 
-def gradients(function, module, x, dy):
+def gradients(module, x, dy, function=None):
 	leaf = x.clone().requires_grad_()
 	module.zero_grad()
-	y = function(leaf)
+	y = function(leaf) if function else module(leaf, OFFS)
 	y.backward(dy)
 	return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
 
@@ -37,12 +37,12 @@ def data():
 def test_it_is_what_the_module_computes(recipe, data):
 	layer = layer_of(recipe)
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 
 	def linear(x):
 		return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
 
-	assert_all_same(gradients(linear, layer, x, dy), want)
+	assert_all_same(gradients(layer, x, dy, linear), want)
 	deep = grouped.linear(x.view(2, 20, K), layer.weight, layer.bias, OFFS, recipe)
 	assert_same_bytes(deep.detach(), want[0].view(2, 20, N))
 	with torch.no_grad(), torch.autocast("cpu", BF16):
@@ -59,14 +59,14 @@ def test_it_is_what_the_module_computes(recipe, data):
 def test_a_quantized_weight(recipe, prepacked, data):
 	x, dy = data
 	layer = layer_of(recipe)
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
 	layer.weight = nn.Parameter(held.prepack() if prepacked else held)
 
 	def linear(x):
 		return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
 
-	assert_all_same(gradients(linear, layer, x, dy), want)
+	assert_all_same(gradients(layer, x, dy, linear), want)
 	got = torch.func.grad(lambda x: (linear(x).float() * dy.float()).sum())(x)
 	assert_same_bytes(got, want[1])
 
@@ -105,7 +105,7 @@ def test_errors(change, error, match):
 def test_functional_gradients(recipe, data):
 	layer = layer_of(recipe)
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	exported = torch.export.export(layer, (x, OFFS)).module()
 	for module in (layer, exported):
 		parameters = {k: p.detach() for k, p in module.named_parameters()}
@@ -133,7 +133,7 @@ def test_functional_gradients_beside_a_quantized_weight(data):
 	layer = layer_of(RECIPES["bf16"])
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	y, vjp = torch.func.vjp(lambda x: layer(x, OFFS), x)
 	assert_same_bytes(y, want[0])
 	assert_same_bytes(vjp(dy)[0], want[1])

@@ -150,13 +150,3 @@ def test_quantizing_into_a_leaf_that_requires_a_gradient():
 	with torch.no_grad():
 		assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
 	assert not torch.equal(p.rowwise.codes, before)
-
-
-@each("kind", ["W4A16", "plain"])
-@each("with_out", [False, True])
-def test_forward_mode_of_products_raises(kind, with_out):
-	a, b, options = OPERANDS[kind]()
-	if with_out:
-		options["out"] = torch.zeros(40, N)
-	with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
-		torch.func.jvp(lambda x: grouped.grouped_gemm(x, b, **options), (a,), (a,))
