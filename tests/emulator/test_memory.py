@@ -198,7 +198,6 @@ def test_cp_async_arrives_on_an_mbarrier():
 
 @each("transposed", [False, True])
 def test_matrices(transposed):
-	"""stmatrix of four 8x8 tiles, ldmatrix of the same, possibly transposed."""
 	out = np.zeros((32, 4), np.uint32)
 	trans = ".trans" if transposed else ""
 	body = f"""

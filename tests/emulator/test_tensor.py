@@ -100,7 +100,6 @@ def test_tensor_memory_shapes(shape, count, place):
 
 
 def test_copy_to_tensor_memory():
-	"""32x128b.warpx4: 32 rows of 16 bytes into all four quarters."""
 	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
 	out = np.zeros((128, 4), np.uint32)
 	body = f"""

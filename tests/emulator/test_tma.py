@@ -266,7 +266,6 @@ def test_ring_of_stores(mode):
 
 
 def test_missing_wait_is_seen():
-	"""Without the wait the kernel reads what was in shared memory before."""
 	array = _aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
 	out = np.zeros((8, 8), np.float32)
 	head = _head()

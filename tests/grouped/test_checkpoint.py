@@ -313,7 +313,6 @@ def test_convert(to, stacked, tmp_path, capsys):
 
 @each("layout", LAYOUTS)
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
-	"""Attention of DeepSeek's own checkpoints, say; FP8 without scales is no weight."""
 	model, record = moe(), checkpoint.LAYOUTS[layout]
 	checkpoint.save(model, tmp_path / "a", layout)
 	weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()

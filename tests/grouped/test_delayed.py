@@ -30,7 +30,6 @@ def step_data(steps, rows=40, seed=2):
 
 
 def run(function, module, x, dy, offs=OFFS, **options):
-	"""y, dx and the gradients of parameters."""
 	leaf = x.clone().requires_grad_()
 	y = function(leaf, offs, **options)
 	y.backward(dy)
@@ -263,8 +262,6 @@ def test_compiled_training_with_changing_token_counts(name, single):
 
 
 class Block(nn.Module):
-	"""Two layers, whose forward is run again in the backward pass where ``again`` says so."""
-
 	def __init__(self, again, compiled=False):
 		super().__init__()
 		torch.manual_seed(1)
@@ -457,7 +454,6 @@ def test_other_recipes_refuse_formats_that_take_scales():
 
 @each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
-	"""As for the last steps in BF16, or a model that serves in another recipe."""
 	torch.manual_seed(0)
 	layer = GroupedLinear(G, K, N, recipe=RECIPE)
 	plain = GroupedLinear(G, K, N, recipe=other)

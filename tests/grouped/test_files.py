@@ -57,7 +57,6 @@ def test_linear_parts_are_matrices(fmt):
 
 
 def test_parts_that_follow():
-	"""Of FP8 what no reader needs; of prepacked weights the order of the layout contract."""
 	q = quantized(grouped.FP8(), True)
 	codes, inverse = q.rowwise.codes, q.rowwise.scale_inv
 	again = GroupedTensor.from_parts(q.format, codes, global_scale=inverse, offs=ENDS)

@@ -27,7 +27,6 @@ def spans(ends):
 
 
 def quantized(x, fmt, offs, direction):
-	"""fp64 values that a product reads."""
 	if fmt is None:
 		return x.bfloat16().double()
 	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}

@@ -129,7 +129,6 @@ def test_functional_gradients(recipe, data):
 
 
 def test_functional_gradients_beside_a_quantized_weight(data):
-	"""W4A16, whose product is an op of its own."""
 	layer = layer_of(RECIPES["bf16"])
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	x, dy = data

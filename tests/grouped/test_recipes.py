@@ -39,7 +39,6 @@ def assert_honoured(recipe, plain):
 @each("roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str)
 @each("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, roles):
-	"""It is never dropped: a recipe with the flag does not give the bits of one without."""
 	fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
 	changed = formats | dict.fromkeys(roles, fmt)
 	status = support("grouped_quantize", fmt, "reference")
@@ -58,7 +57,6 @@ def test_a_flag_is_refused_or_honoured(flag, roles):
 
 
 def variants(recipe, **options):
-	"""Of each option, beside the recipe with its default."""
 	return [(recipe, name, value) for name, value in options.items()]
 
 

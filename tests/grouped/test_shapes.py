@@ -27,7 +27,6 @@ each_format = each("fmt", BUILT)
 
 
 def members(x, shapes=SHAPES):
-	"""(m, n) of each member: an oracle of where they lie."""
 	found, start = [], 0
 	for m, n in shapes:
 		found.append(x[start : start + m * n].reshape(m, n))
@@ -52,7 +51,6 @@ def parameter(fmt=NVFP4, requires_grad=True):
 
 
 def assert_members_are(q, x, amax=None):
-	"""Each member has the codes and scales, and decodes to the values, that it has alone."""
 	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
 	ways = [way for way, is_held in options.items() if is_held]
 	decoded = {way: members(q.dequantize(F32, way)) for way in ways}

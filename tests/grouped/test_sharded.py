@@ -36,7 +36,6 @@ alone = pytest.mark.parametrize("mesh", [1], indirect=True)
 
 
 def assert_initialized(parameter, fan_in):
-	"""Uniform in the range of ``nn.Linear``, each group other than the next."""
 	values = parameter.to_local().detach()
 	bound = 1 / math.sqrt(fan_in)
 	assert values.numel() and values.abs().max() <= bound * (1 + 1e-6)

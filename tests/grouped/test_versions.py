@@ -73,7 +73,6 @@ def test_offsets_that_were_written_count_and_others_do_not():
 
 
 def test_assigning_data_between_forward_and_backward():
-	"""What the products saved is the old tensor's parts, or it raises."""
 	x = sample(40, K).requires_grad_()
 	for recipe in ("bf16", "nvfp4"):
 		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)

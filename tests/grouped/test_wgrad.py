@@ -52,7 +52,6 @@ def main_grads(layer):
 
 
 def fp32_wgrad(recipe, x, dy, ends=ENDS):
-	"""From a layer with the same weights in fp32."""
 	layer = layer_of(recipe).float()
 	layer(x, ends).backward(dy)
 	return layer.weight.grad
@@ -95,7 +94,6 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, data):
 @each("form", FORMS)
 @each("way", ["is_first_microbatch", "overwrite_main_grad"])
 def test_overwriting(way, form, data):
-	"""What was there is not read, and experts without tokens get zeros."""
 	x, dy = data
 	recipe = RECIPES["row-scaled"]
 	layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
@@ -229,7 +227,6 @@ def gradients(layer):
 @each("fuse", [False, True])
 @each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
-	"""Several microbatches wait; each call computes the oldest."""
 	recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
 	delayed, plain = (layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay) for delay in (True, False))
 	for layer in (delayed, plain) if fuse else ():

@@ -103,7 +103,6 @@ def special(dtype, cols):
 
 
 def kernels():
-	"""Every format on both architectures, every direction on one of them at least."""
 	for i, text in enumerate(FORMATS):
 		yield "sm_90a", text, "both"
 		yield "sm_100a", text, list(DIRECTIONS)[i % 3]

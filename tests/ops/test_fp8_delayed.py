@@ -44,7 +44,6 @@ def codes_of(x, scale, dtype):
 
 
 def amax_of(x):
-	"""Largest magnitude of the unscaled values; NaN is passed over, Inf kept."""
 	numbers = x.float().abs().flatten()
 	numbers = numbers[~numbers.isnan()]
 	return float(numbers.max()) if len(numbers) else 0.0

@@ -82,7 +82,6 @@ def absmax(values):
 
 
 def second_level(g):
-	"""S_dec and Mult of an amax."""
 	s_enc = f32(2688) / g
 	if not s_enc <= FMAX:
 		s_enc = FMAX
@@ -226,7 +225,6 @@ def buffers(x, offs, **options):
 
 
 def _square_scales(values, amax, rule):
-	"""Stored byte and encode factor by row of blocks and column of blocks."""
 	rows, cols = values.shape
 
 	def scale(r, c):

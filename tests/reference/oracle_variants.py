@@ -96,7 +96,6 @@ class Hadamard(Rule):
 
 
 def undo_hadamard(chunk):
-	"""A transformed chunk, transformed back in fp32."""
 	mixed = butterflies([y * f32(0.25) for y in chunk])
 	return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
 

@@ -40,7 +40,6 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
-	"""``traced`` after a kernel was compiled that memory does not hold."""
 	compile_kernel(SPEC, SM90)
 	forget_kernels()
 	traced()

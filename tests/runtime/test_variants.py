@@ -31,8 +31,6 @@ TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
-	"""A launcher that notes which kernels it is asked for."""
-
 	num_sms = 148
 
 	def __init__(self, arch="sm_100a"):
