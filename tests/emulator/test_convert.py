@@ -1,5 +1,3 @@
-"""Conversions, beside those that test_silicon.py and the quantizers have."""
-
 import numpy as np
 import pytest
 

@@ -172,8 +172,6 @@ def test_relaxed_arrival_orders_nothing():
 			run(body.format(how=".relaxed.cta"), block=64)
 
 
-# ---- threads and processes
-
 _STUB = """
 import sys, types
 package = types.ModuleType("cute_kernels")  # whose own modules import torch
@@ -244,9 +242,6 @@ thread.join()
 print(status >> 8, num_sms())
 """)
 	assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
-
-
-# ---- building
 
 
 def test_no_compiler(monkeypatch):

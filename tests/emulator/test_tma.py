@@ -137,9 +137,6 @@ def test_store_drops_what_is_outside(mode):
 	assert (target == want).all()
 
 
-# ---- faults
-
-
 def test_a_misaligned_tensor_map_in_memory():
 	array = _aligned(np.zeros((8, 8), np.float32))
 	tensor_map = np.frombuffer(emulator.tensor_map(array, (8, 8)), np.uint64).copy()

@@ -1,5 +1,3 @@
-"""Recipes, formats and independent decoders that the tests of ``grouped`` share."""
-
 from collections import Counter
 
 import torch

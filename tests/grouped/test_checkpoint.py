@@ -1,5 +1,3 @@
-"""Checkpoints of other systems: bytes of files, an oracle that decodes them, and their own packages."""
-
 import json
 
 import numpy as np

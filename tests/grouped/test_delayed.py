@@ -48,9 +48,6 @@ def assert_same_state(got, want):
 	assert_same_buffers(a, b)
 
 
-# Against by hand
-
-
 class ByHand:
 	"""The layer from its parts: quantize, grouped_gemm, and the scalar rule of the update."""
 
@@ -128,9 +125,6 @@ def test_training_is_the_composition_by_hand(single, algorithm):
 		assert (layer.scaling.scale(role) != 1).sum() >= 2
 
 
-# When amaxes count
-
-
 def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
 	layer = layer_of()
 	for x, dy in step_data(3):
@@ -186,9 +180,6 @@ def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is()
 	assert not layer.scaling.amax_history("grad_output").any()
 
 
-# Kept weights
-
-
 def test_weights_kept_in_eval_follow_their_scale():
 	layer, (x, dy) = layer_of(), step_data(1)[0]
 	run(layer, layer, x, dy)
@@ -228,9 +219,6 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
 	assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
-# Compiled code
-
-
 MODULES = {
 	"linear": lambda **options: layer_of(**options),
 	"mlp": lambda **options: GroupedMLP(G, K, 32, dtype=torch.bfloat16, recipe=RECIPE, **options),
@@ -256,9 +244,6 @@ def test_compiled_training_with_changing_token_counts(name, single):
 				assert_same_bytes(p.grad, q.grad)
 			assert_same_state(module, twin)
 	assert len(frames) == 1
-
-
-# Checkpoints
 
 
 class Block(nn.Module):
@@ -299,9 +284,6 @@ def test_reentrant_recomputation_raises():
 	y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
 	with pytest.raises(RuntimeError, match="use_reentrant=False"):
 		y.backward(dy)
-
-
-# State
 
 
 def test_state_is_copied_saved_and_loaded():
@@ -351,9 +333,6 @@ def test_casts_leave_the_state_in_fp32():
 	layer.load_state_dict(before, strict=False)
 	layer.scaling.reset()
 	assert_same_buffers(state_of(layer), fresh)
-
-
-# Functional
 
 
 def test_the_functional_form_takes_the_state():
@@ -423,9 +402,6 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
 		assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
 	newest = layer.scaling.amax_history("input")[-1]
 	assert newest[2] == finite[13:35].float().abs().max()
-
-
-# Recipe
 
 
 @each(

@@ -1,5 +1,3 @@
-"""``to_parts`` and ``from_parts``: codes and scales as plain tensors."""
-
 import pytest
 import torch
 

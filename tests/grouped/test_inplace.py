@@ -255,8 +255,6 @@ def test_in_inference_mode():
 		assert torch.add(p, 1).sub_(p).dtype == p.dtype
 
 
-# Lost updates
-
 TINY = {
 	"AdamW foreach": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=True),
 	"AdamW fused": lambda p: torch.optim.AdamW([p], lr=1e-4, fused=True),

@@ -181,9 +181,6 @@ def test_no_second_derivative(recipe, data):
 			torch.func.grad(function)(argument)
 
 
-# Exported
-
-
 @each("strict", [False, True])
 @each("single", [True, False])
 @each("recipe", RECIPES)

@@ -1,5 +1,3 @@
-"""Recipes: what they refuse, and that what they do not refuse is honoured."""
-
 import dataclasses
 import pickle
 

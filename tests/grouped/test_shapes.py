@@ -71,9 +71,6 @@ def assert_members_are(q, x, amax=None):
 		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
 
 
-# What it is
-
-
 def test_metadata():
 	q = make()
 	assert q.shape == (CAPACITY,) and q.num_groups == 4 and q.offs is None
@@ -124,9 +121,6 @@ def test_forms_of_shapes(given):
 	assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
 
 
-# Its numbers
-
-
 @each("options", DIRECTIONS)
 @each_format
 def test_members_are_those_of_each_alone(fmt, options):
@@ -144,9 +138,6 @@ def test_members_are_views():
 	assert_same_bytes(q.member(-2).codes, first)
 	with pytest.raises(IndexError, match=r"\[0, 4\)"):
 		q.member(4)
-
-
-# Copies and files
 
 
 def assert_same(got, want):
@@ -205,8 +196,6 @@ def test_files_say_what_they_hold():
 		rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
 
-# In place
-
 IN_PLACE = {
 	"add_": lambda t, other: t.add_(other),
 	"mul_": lambda t, _: t.mul_(3),
@@ -263,9 +252,6 @@ def test_out_is_written():
 		grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
 
 
-# Compiled
-
-
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 	graphs = Graphs()
 
@@ -312,8 +298,6 @@ def test_fake_tensors_read_nothing():
 	for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
 		assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
 
-
-# Errors
 
 #: What is passed beside x (400,) and shapes, by the message.
 TYPE_ERRORS = {

@@ -1,5 +1,3 @@
-"""Modules whose parameters are DTensors: FSDP2 from the meta device, and weights kept beside it."""
-
 import math
 import warnings
 

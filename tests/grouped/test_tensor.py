@@ -42,9 +42,6 @@ def pointers(x):
 	return [getattr(x, name).data_ptr() for name in names]
 
 
-# Metadata
-
-
 def test_metadata():
 	x, w = make(), make_weight()
 	assert isinstance(x, torch.Tensor)
@@ -94,8 +91,6 @@ def test_repr_reads_no_values(x):
 	assert str(x) == f"{x}"
 	repr(x.to("meta"))
 
-
-# Views and copies
 
 SAME_SHAPE = {
 	"detach": lambda x: x.detach(),
@@ -232,9 +227,6 @@ def test_those_that_are_filled_by_others_are_grouped():
 	assert type(torch.empty_like(p, dtype=F32)) is torch.Tensor
 
 
-# Files
-
-
 @each("weights_only", [True, False])
 @each("options", DIRECTIONS)
 @every_format
@@ -265,9 +257,6 @@ def test_shared_memory(fmt):
 	assert p.share_memory_() is p and p.is_shared()
 	assert all(t.is_shared() for t in (*p.rowwise, *p.columnwise))
 	assert_same_bytes(p.dequantize(), before)
-
-
-# Values
 
 
 @every_format

@@ -1,5 +1,3 @@
-"""A GroupedTensor that a backward pass was to read and that was written since must raise."""
-
 import pytest
 import torch
 from torch import nn
@@ -115,8 +113,6 @@ def test_compiled(recipe):
 	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
 		y.sum().backward()
 
-
-# Derivatives that would go
 
 OPERANDS = {
 	"W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),

@@ -1,5 +1,3 @@
-"""Gradients of parameters that go into ``main_grad``, and those that wait for ``backward_dw``."""
-
 import copy
 import pickle
 
@@ -60,9 +58,6 @@ def fp32_wgrad(recipe, x, dy, ends=ENDS):
 @pytest.fixture
 def data():
 	return sample(40, K), sample(40, N)
-
-
-# Main_grad
 
 
 @each("dtype", [F32, BF16])
@@ -217,9 +212,6 @@ def test_frozen_weights_need_no_main_grad(data):
 	assert layer.bias.grad.any() and layer.weight.grad is None
 
 
-# Delayed wgrad
-
-
 def gradients(layer):
 	return {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
@@ -331,9 +323,6 @@ def test_copies_wait_for_nothing(copied, data):
 	with pytest.raises(RuntimeError, match="nothing to compute"):
 		copied(layer).backward_dw()
 	layer.backward_dw()
-
-
-# MLP, transforms
 
 
 @each("single", [True, False])

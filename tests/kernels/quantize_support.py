@@ -1,5 +1,3 @@
-"""Compiled quantizers, random inputs, and output buffers of the layout contract for the tests."""
-
 from __future__ import annotations
 
 import dataclasses

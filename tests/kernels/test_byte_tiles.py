@@ -1,5 +1,3 @@
-"""Formats of FP8 codes on the emulator: poisoned buffers, compared whole with the reference's."""
-
 import itertools
 
 import torch

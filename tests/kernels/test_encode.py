@@ -1,5 +1,3 @@
-"""Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
-
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes

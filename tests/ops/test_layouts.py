@@ -17,9 +17,6 @@ WEIGHTS = "nvfp4:block=16x16"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-# Layouts, of any tensor
-
-
 def placed(x, strides, offset):
 	extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
 	buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=torch.uint8)
@@ -71,9 +68,6 @@ LAYOUTS = {
 	"expanded": to_each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
 	"expanded from one": to_each(lambda x: x.flatten()[:1].expand(x.shape) if x.is_floating_point() else x),
 }
-
-
-# Calls
 
 
 def quantized(x, offs=OFFS, text="nvfp4", columnwise=False):

@@ -1,5 +1,3 @@
-"""Which formats GEMMs refuse together, before any work, and what they say."""
-
 import itertools
 import re
 

@@ -12,9 +12,6 @@ WORD = 0xFFFFFFFF
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-# ---- random numbers
-
-
 def philox4x32(counter, key, rounds):
 	"""Salmon et al. 2011, as the paper draws it."""
 	c0, c1, c2, c3 = counter
@@ -57,9 +54,6 @@ class Stochastic(Rule):
 
 	def byte(self, columnwise, number, element):
 		return block_bytes(self.seed, columnwise, number)[element]
-
-
-# ---- Hadamard
 
 
 def round_bf16(v):

@@ -228,9 +228,6 @@ def test_dequantize_uniform(rows, text):
 		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
 
 
-# ---- NVFP4
-
-
 @every_nvfp4
 @each("uniform", [False, True])
 def test_given_amax(uniform, text):

@@ -235,9 +235,6 @@ def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
 		assert worker.compile(SPEC, SM90) is True
 
 
-# Ahead of time
-
-
 def test_precompile_in_processes(traced, capsys):
 	specs = [Scale(float(factor)) for factor in range(3)]
 	result = cute_kernels.precompile(specs + specs, arch="sm_100a", jobs=2, load=False)

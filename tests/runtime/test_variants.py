@@ -1,5 +1,3 @@
-"""What is compiled ahead of time is what the ops ask for."""
-
 import itertools
 
 import pytest
