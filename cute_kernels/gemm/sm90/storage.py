@@ -113,7 +113,7 @@ class Barriers(NamedTuple):
 	  sched: full and empty barriers of the tile records.
 	  tiles: the tile records.
 	  blocks: what the epilogue stages, bytes.
-	  factors: factors of a tile's rows for each warpgroup, fp32, or None.
+	  factors: factors of a tile's rows for each warpgroup, or amaxes of rows, fp32, or None.
 	"""
 
 	ab: cute.Pointer
@@ -127,7 +127,7 @@ class Barriers(NamedTuple):
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
 		blocks = config.consumers * config.num_store_stage * config.block_bytes
 		factors = None
-		if config.row_scaled:
+		if config.factor_words:
 			layout = cute.make_layout(config.factor_words)
 			factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 		return Barriers(
