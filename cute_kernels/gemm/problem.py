@@ -272,8 +272,8 @@ class GemmConfig(abc.ABC):
 			raise ValueError("activation needs an m_grouped product without accumulate and transpose_b")
 		if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
 			raise ValueError("keeps_z needs an activation, and interleaved a gated one")
-		if self.quantizes_to is not None and (not self.is_gated or self.keeps_z or self.out_dtype == "float32"):
-			raise ValueError("quantizes_to needs a gated activation into 16 bits, and z is not kept")
+		if self.quantizes_to is not None and (self.activation is None or self.keeps_z):
+			raise ValueError("quantizes_to needs an activation, and z is not kept")
 		if reason := self.refuses(self.tile):
 			raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
@@ -413,8 +413,8 @@ class GemmConfig(abc.ABC):
 		align = N_ALIGN * (1 + self.is_gated)
 		if problem.n < 1 or problem.n % align:
 			return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
-		if not self.has_blocks(self.tile):
-			return Support(False, f"no whole blocks of {self.quantizes_to} in tiles {self.tile} of {self.operand}")
+		if self.quantizes_to is not None and not (self.is_gated and self.has_blocks(self.tile)):
+			return Support(False, f"no whole blocks of {self.quantizes_to} after {self.activation} in {self.tile}")
 		if self.quantizes_to is not None and problem.n % (2 * QUANTIZED_COLS):
 			return Support(False, f"a quantized output has whole {QUANTIZED_COLS} columns, got {problem.n // 2}")
 		if self.pairs_rows and self.b_kind.is_block_scaled and not self.pairs_scales:
