@@ -18,7 +18,6 @@ TOKENS = 50
 
 
 def index_of(rows, tokens=TOKENS, seed=0):
-	"""Rows of tokens, some twice, and what is none."""
 	rng = torch.Generator().manual_seed(seed)
 	index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
 	wild = torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])
