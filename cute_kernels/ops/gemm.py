@@ -577,7 +577,8 @@ class _Activated(MGrouped):
 
 	@property
 	def of_activation(self) -> tuple[str, bool, bool, str | None]:
-		return self.epilogue, self.interleaved, self.keeps_z, self.quantize_to
+		fmt = self.result_record
+		return self.epilogue, self.interleaved, self.keeps_z, None if fmt is None else fmt.text
 
 	@property
 	def result_record(self) -> Format | None:
