@@ -99,12 +99,8 @@ class Epilogue:
 	"""What becomes of a tile whose operands are not swapped.
 
 	Args:
-	  tensors: what is read and written in global memory.
 	  store: the TMA stores of the output.
 	  z_store: those of what goes into an activation; None if it is not kept.
-	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-	  cta_row: first row of a tile that this CTA holds.
-	  acc_pipeline: the accumulators.
 	"""
 
 	def __init__(

@@ -70,17 +70,11 @@ class Sources(NamedTuple):
 	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
 	Attributes:
-	  m: elements of operand M; None if it is decoded or gathered.
-	  n: elements of operand N; likewise.
-	  m_scales: block scales of operand M; None without, as the others after it.
-	  n_scales: block scales of operand N.
-	  partial_m_scales: block scales of operand M of partial tiles with swapped operands.
-	  partial_n_scales: those of operand N.
+	  m: elements of operand M as those of N after it; None if they are decoded or gathered.
+	  m_scales: block scales, as those of N; None without, as the others after them.
+	  partial_m_scales: those of partial tiles with swapped operands.
 	  partial_boxes: elements of A of such tiles, by boxes of rows.
-	  m_codes: codes of operand M where they are decoded.
-	  n_codes: those of operand N.
-	  m_codes_scales: their block scales; None without, and of squares.
-	  n_codes_scales: likewise.
+	  m_codes: codes where they are decoded, then their block scales; None of squares.
 	  rows: what is gathered.
 	"""
 

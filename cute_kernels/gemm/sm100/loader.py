@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
 from ..loader import LoadWarp, TmaSource
-from ..scheduler import TileReader, WorkTile
+from ..scheduler import WorkTile
 from .config import BOX_ROWS, Sm100GemmConfig
 
 if TYPE_CHECKING:
@@ -74,10 +74,8 @@ class StageLoads:
 	"""How this CTA takes part in the loads of each operand.
 
 	Args:
-	  layouts: layouts of the configuration.
 	  tiled_mma: the MMA, whose partition of M and N is that of the elements.
 	  tiled_mma_sf: the MMA whose partition of N is that of operand N's block scales.
-	  cta: number of this CTA among those that share a tile.
 	"""
 
 	def __init__(self, layouts: Layouts, tiled_mma: cute.TiledMma, tiled_mma_sf: cute.TiledMma, cta: Int32):
@@ -157,7 +155,6 @@ class SwappedPartial(NamedTuple):
 
 	Attributes:
 	  boxes: elements of A; None if they are gathered.
-	  cta: number of this CTA among those that share a tile.
 	  m_scales: block scales of B, now operand M; None without.
 	  n_scales: block scales of A, now operand N; None without.
 	"""
@@ -169,30 +166,12 @@ class SwappedPartial(NamedTuple):
 
 
 class SwappingLoadWarp(LoadWarp):
-	"""The load warp where partial tiles have swapped operands.
-
-	Args:
-	  partial: what differs for partial tiles.
-	  operand_m: loads of operand M: elements, then block scales.
-	  operand_n: loads of operand N.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
-	  gather: as for ``LoadWarp``.
-	"""
+	"""The load warp where partial tiles have swapped operands, with what differs for them."""
 
 	config: Sm100GemmConfig
 
-	def __init__(
-		self,
-		config: Sm100GemmConfig,
-		partial: SwappedPartial,
-		operand_m: tuple[OperandLoad, ...],
-		operand_n: tuple[OperandLoad, ...],
-		tiles: TileReader,
-		ab_pipeline: pipeline.PipelineTmaUmma,
-		gather: Any = None,
-	):
-		super().__init__(config, operand_m, operand_n, tiles, ab_pipeline, gather)
+	def __init__(self, config: Sm100GemmConfig, partial: SwappedPartial, *rest: Any):
+		super().__init__(config, *rest)
 		self.partial = partial
 
 	def sources(self) -> list[TmaSource]:

@@ -156,15 +156,7 @@ class StageMma:
 
 
 class MmaWarp:
-	"""The MMA warp; only that of the leading CTA of a pair issues.
-
-	Args:
-	  mma: the instructions.
-	  is_leader: whether this CTA issues.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
-	  acc_pipeline: the accumulators.
-	"""
+	"""The MMA warp; only that of the leading CTA of a pair issues."""
 
 	def __init__(
 		self,

@@ -92,11 +92,9 @@ class Epilogue:
 	single buffer there are two.
 
 	Args:
-	  tensors: what is read and written in global memory.
 	  blocks: buffers of all warpgroups in shared memory, bytes.
 	  factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
 	    unless there is one a row.
-	  cta: number of the CTA in its cluster.
 	  group: number of the consumer warpgroup; None of the one that runs this.
 	"""
 
@@ -425,8 +423,6 @@ class StoreWarps:
 	"""The warpgroup that stores what consumer warpgroups staged.
 
 	Args:
-	  config: the kernel's configuration.
-	  tiles: the tile records.
 	  epilogues: makes the epilogue of a consumer warpgroup.
 	"""
 

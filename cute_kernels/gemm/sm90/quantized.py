@@ -1,9 +1,8 @@
 """What an activation makes of a staged tile, to codes and block scales.
 
-A block of 128 columns is made of 256 of the product: those that a consumer warpgroup staged for the
-one that stores; or 64 of each of four warpgroups, which tell each other the amaxes of their parts.
-Rows of scales lie in slots: where a group ends, those that no row has in its last tile of 128 are
-zeros, as the quantizer leaves them.
+A block of 128 columns is made of 256 of the product: a consumer warpgroup staged them for the one that
+stores, or four have 64 each and tell each other the amaxes of their parts. Rows of scales lie in slots:
+those that no row has in a group's last tile of 128 are zeros, as the quantizer leaves them.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _AT_ONCE, _STORE_WORDS = 2, 4
 
 
 class QuantizedRows:
-	"""The quantizing part of a warpgroup's epilogue.
-
-	Args:
-	  epilogue: the epilogue.
-	"""
+	"""The quantizing part of a warpgroup's epilogue."""
 
 	def __init__(self, config: Sm90GemmConfig, epilogue: Any):
 		self.config = config
