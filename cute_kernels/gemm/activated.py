@@ -91,13 +91,19 @@ class Window(NamedTuple):
 		return Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
+def inputs_of(config: GemmConfig, vectors: list[list[Uint32]]) -> list[list[Float32]]:
+	"""x, or A and B, of vectors that follow each other in a row of the product."""
+	numbers = [number for words in vectors for number in unpack_words(words, config.out_dtype)]
+	halves = 1 + config.is_gated
+	return [numbers[half::halves] for half in range(halves)]
+
+
 def store_activated(
 	config: GemmConfig, vectors: list[list[Uint32]], window: Window, places: list[tuple[int, int]]
 ) -> None:
 	"""Store what an activation makes of vectors at rows and columns of the product."""
 	dtype, halves = config.out_dtype, 1 + config.is_gated
-	numbers = [number for words in vectors for number in unpack_words(words, dtype)]
-	inputs = [numbers[half::halves] for half in range(halves)]
+	inputs = inputs_of(config, vectors)
 	made, width = apply(config, inputs), DTYPE_BYTES[dtype]
 	count = VECTOR_BYTES // width // halves
 	for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
@@ -122,8 +128,7 @@ class Quantizer:
 
 	def activate(self, vectors: list[list[Uint32]]) -> list[Uint32]:
 		"""Words of the activation's rounded result, of vectors that follow each other in a row of the product."""
-		numbers = [number for words in vectors for number in unpack_words(words, self.dtype)]
-		return pack_words(apply(self.config, [numbers[half::2] for half in range(2)]), self.dtype)
+		return pack_words(apply(self.config, inputs_of(self.config, vectors)), self.dtype)
 
 	def amax(self, words: list[Uint32], offsets: tuple[int, ...] = ()) -> Float32:
 		"""The largest magnitude of a row's part that lanes have so far apart."""

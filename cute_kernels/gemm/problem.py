@@ -133,16 +133,14 @@ class GemmArguments(NamedTuple):
 	  a_amax: (G,) fp32 second level, or (T,) when row-scaled.
 	  b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
 	    (N, slots).
-	  b_scales: likewise.
-	  b_amax: (G,) fp32.
 	  offs: (G,) int32 end rows.
-	  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
-	    where they are ``gathered``; None otherwise.
-	  bias: (G, N), or None.
-	  alpha: (G,) fp32, or None.
+	  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied
+	    where they are ``gathered``.
+	  bias: (G, N).
+	  alpha: (G,) fp32.
 	  out: (T, N), or (G, M, N) of a k_grouped product.
 	  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-	  z: (T, N), where the output has what an activation makes of it; None if it is not kept.
+	  z: (T, N), where the output has what an activation makes of it, if it is kept.
 	  out_scales: block scales of a quantized output, see ``FakeArguments``.
 	"""
 
