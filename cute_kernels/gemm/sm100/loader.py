@@ -116,7 +116,7 @@ class StageLoads:
 
 
 class RowBoxes(NamedTuple):
-	"""How the first rows of a tile of A get into its stages, and no others. ``shared`` are (rows, K, boxes of all stages)."""
+	"""How the first rows of a tile of A get into its stages: ``shared`` are (rows, K, boxes of all stages)."""
 
 	source: TmaSource
 	shared: cute.Tensor
