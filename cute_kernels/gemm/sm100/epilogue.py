@@ -69,16 +69,7 @@ def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute
 
 
 class Block(NamedTuple):
-	"""What a thread stores of its row.
-
-	Attributes:
-	  values: elements of the tensor.
-	  store: TMA stores of 32 rows of them.
-	  tensor: where to, (1 or G, rows, columns).
-	  col: the first column.
-	  part: in which group or half.
-	  end: columns of a half, or of all.
-	"""
+	"""What a thread stores of its row from column ``col`` on, of a group or half that has ``end`` columns."""
 
 	values: cute.Tensor
 	store: OutputStore
@@ -99,8 +90,7 @@ class Epilogue:
 	"""What becomes of a tile whose operands are not swapped.
 
 	Args:
-	  store: the TMA stores of the output.
-	  z_store: those of what goes into an activation; None if it is not kept.
+	  z_store: TMA stores of what goes into an activation; None if it is not kept.
 	"""
 
 	def __init__(

@@ -22,7 +22,7 @@ class EpilogueWarps:
 
 	Args:
 	  direct: what becomes of tiles whose operands are not swapped; None if there are none.
-	  swapped: what becomes of those whose operands are; None if there are none.
+	  swapped: of those whose operands are, likewise.
 	  promoter: what makes the sums of a tile; None if accumulators have them.
 	"""
 

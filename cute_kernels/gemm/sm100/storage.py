@@ -160,12 +160,10 @@ class Barriers(NamedTuple):
 	"""Barriers and small exchanges in shared memory.
 
 	Attributes:
-	  ab: full and empty barriers of the stages.
-	  acc: full and empty barriers of the accumulators.
-	  sched: full and empty barriers of the tile records.
+	  ab: full and empty barriers of the stages, as others of what passes between warps.
 	  tmem: where the address of tensor memory is put.
 	  tmem_free: barrier of a CTA pair before tensor memory is freed.
-	  codes: full and empty barriers of the stages of codes; None if none are decoded.
+	  codes: those of the stages of codes; None if none are decoded.
 	"""
 
 	ab: cute.Pointer
@@ -194,12 +192,7 @@ class Barriers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-	"""What warps pass to each other.
-
-	Attributes:
-	  tmem: the allocator of tensor memory.
-	  codes: stages of codes; None if none are decoded.
-	"""
+	"""What warps pass to each other."""
 
 	ab: pipeline.PipelineTmaUmma
 	acc: pipeline.PipelineUmmaAsync
