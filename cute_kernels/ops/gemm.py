@@ -492,11 +492,11 @@ class MGroupedQuantizeGemm(MGrouped):
 
 	@property
 	def depth(self) -> int:
-		return result_columns(self.a.shape[1], self.activation, None)
+		return result_columns(self.a.shape[1], self.activation)
 
 	def check(self) -> None:
 		super().check()
-		check_prologue("a", self.a, self.activation, None)
+		check_prologue("a", self.a, self.activation)
 		if self.rows is not None:
 			check_rows(self.rows, "a", self.a)
 
@@ -596,11 +596,11 @@ class _Activated(MGrouped):
 		if (fmt := self.result_record) is not None:
 			if self.keeps_z:
 				raise ValueError("keeps_z is of results that are not quantized")
-			check_multiple("N", result_columns(self.cols, self.epilogue, None), fmt.k_multiple, f"quantize_to={fmt.text!r}")
+			check_multiple("N", result_columns(self.cols, self.epilogue), fmt.k_multiple, f"quantize_to={fmt.text!r}")
 
 	def outputs(self) -> list[BufferSpec]:
 		(z,) = super().outputs()
-		width = result_columns(self.cols, self.epilogue, None)
+		width = result_columns(self.cols, self.epilogue)
 		if (fmt := self.result_record) is not None:
 			return list(buffers(fmt, (z.shape[0], width), self.offs.shape[0]).values())
 		return [z._replace(shape=(z.shape[0], width)), *[z] * self.keeps_z]
@@ -637,7 +637,7 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 		(spec,) = MGrouped.outputs(self)
 		z = outputs[1] if self.keeps_z else spec.allocate(self.device, True)
 		super().run_reference([z], **options)
-		width, text = result_columns(self.cols, self.epilogue, None), self.quantize_to
+		width, text = result_columns(self.cols, self.epilogue), self.quantize_to
 		a = outputs[0] if text is None else z.new_zeros(z.shape[0], width)
 		activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, a)
 		if text is not None:

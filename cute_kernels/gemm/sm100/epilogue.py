@@ -35,12 +35,9 @@ _AT_ONCE = 16
 
 
 class OutputStore(NamedTuple):
-	"""TMA stores of blocks of 32 rows.
+	"""TMA stores of blocks of 32 rows, staged as (32, columns, stages) of all warps.
 
-	Attributes:
-	  atom: the copy.
-	  tensor: coordinates of (rows, N, G or 1), the last of them of halves where columns are two.
-	  shared: staged blocks, (32, columns, stages), of all warps.
+	Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
 	"""
 
 	atom: cute.CopyAtom

@@ -95,10 +95,7 @@ class Sources(NamedTuple):
 class Stores(NamedTuple):
 	"""Something of each way in which TMA writes the output: the copies, or their coordinates.
 
-	Attributes:
-	  direct: of tiles whose operands are not swapped; None if there are none.
-	  swapped: of those whose operands are; None if none leave by TMA.
-	  z: of what goes into an activation, of the first.
+	``swapped`` is of tiles whose operands are, ``z`` of what goes into an activation; None if there are none.
 	"""
 
 	direct: Any = None

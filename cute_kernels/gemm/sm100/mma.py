@@ -41,10 +41,8 @@ class _StagedScales(NamedTuple):
 	"""The block scales of one operand, in shared and in tensor memory.
 
 	Attributes:
-	  descriptor: of the first stage in shared memory.
 	  column: the first in tensor memory, from its start on.
-	  tiles: tiles of them side by side along M or N.
-	  k_tiles: tiles of them along K of one stage.
+	  tiles: tiles of them side by side along M or N, and ``k_tiles`` along K of one stage.
 	"""
 
 	descriptor: Int64

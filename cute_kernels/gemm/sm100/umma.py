@@ -43,10 +43,8 @@ class ElementStages(NamedTuple):
 	"""The elements of one operand in the stages.
 
 	Attributes:
-	  kind: what they are.
 	  first: descriptor of the first K block of the first stage.
-	  block: units from one K block to the next.
-	  stage: units from one stage to the next.
+	  block: units from one K block to the next, as ``stage`` from one stage to the next.
 	  mn_major: they are contiguous along M or N instead of along K.
 	"""
 
