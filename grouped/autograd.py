@@ -1,10 +1,8 @@
 """``grouped.linear``: the grouped linear product, an op that has its gradients with it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,16 +10,14 @@ from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
 
+from .debug import Probe
+from .nn.delayed import DelayedScaling
 from .offsets import Offsets, as_offs
 from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
 from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
-
-if TYPE_CHECKING:
-	from .debug import Probe
-	from .nn.delayed import DelayedScaling
 
 
 def linear(

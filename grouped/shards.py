@@ -1,15 +1,12 @@
 """The plain tensors of a rank's groups, and the tensor of all groups that they are gathered to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-	from .tensor import GroupedTensor
+from .tensor import GroupedTensor
 
 
 def local_part(t: Any) -> Any:

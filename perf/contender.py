@@ -1,14 +1,11 @@
 """What a suite hands to a meter: a task, and who competes in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 
 @dataclasses.dataclass

@@ -1,22 +1,18 @@
 """The compiled engine: programs, launches, options, watched memory, counts."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..host.locks import ForkSafeLock
 from .compilation import build
 from .errors import EmulatorError
-
-if TYPE_CHECKING:
-	from .parser import Module
-	from .program import Kernel
+from .parser import Module
+from .program import Kernel
 
 unsupported: dict[str, set[str]] = {}
 """Opcodes that are not modelled, by kernel. They are errors only where a warp reaches them."""

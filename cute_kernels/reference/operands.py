@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..formats import BlockScale, Format
 from ..layout.shapes import ceil_div
 from ..layout.slots import TILE_ROWS
 from .conversions import decode, f32
 from .scales import linear_column_scales, linear_scales, tile_view
-
-if TYPE_CHECKING:
-	from ..formats import BlockScale, Format
 
 
 class Rows(NamedTuple):

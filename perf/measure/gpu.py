@@ -10,18 +10,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cute_kernels.runtime.arch import device_architecture
 
+from ..contender import Contender
 from .base import Measurement, Meter, of_times
 from .power import PowerMeter
 from .profile import details_of
-
-if TYPE_CHECKING:
-	from ..contender import Contender
 
 #: At the clock to which its power limit brings a busy GPU, and at that of one that was idle.
 PROTOCOLS = ("sustained", "burst")
