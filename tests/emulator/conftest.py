@@ -14,7 +14,6 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def clean_emulator(engine):
-	"""Every test starts with no watched memory and counts of zero."""
 	emulator.unwatch()
 	emulator.reset_stats()
 	yield

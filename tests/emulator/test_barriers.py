@@ -1,5 +1,3 @@
-"""Named barriers, mbarriers, clusters, and what they find wrong."""
-
 import numpy as np
 import pytest
 

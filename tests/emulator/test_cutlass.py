@@ -1,5 +1,3 @@
-"""CuTe DSL functions on the emulator."""
-
 from __future__ import annotations
 
 import os

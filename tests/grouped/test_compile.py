@@ -1,5 +1,3 @@
-"""``torch.compile(fullgraph=True)``: one graph for all token counts and all boundaries."""
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,6 @@ def compiled(function):
 
 
 def boundaries(tokens):
-	"""An empty group, and a tail."""
 	return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
 
 

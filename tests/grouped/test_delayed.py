@@ -33,7 +33,7 @@ def step_data(steps, rows=40, seed=2):
 
 
 def run(function, module, x, dy, offs=OFFS, **options):
-	"""One forward and backward; y, dx and the gradients of parameters."""
+	"""y, dx and the gradients of parameters."""
 	leaf = x.clone().requires_grad_()
 	y = function(leaf, offs, **options)
 	y.backward(dy)
@@ -154,7 +154,6 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
 
 @each("single", [True, False])
 def test_microbatches_share_scales_and_add_up(single):
-	"""One step of three microbatches, then one of two."""
 	layer, hand = layer_of(single_parameter=single), ByHand(RECIPE)
 	for first, (x, dy) in zip((True, False, False, True, False), step_data(5), strict=True):
 		w, b = stacked(layer.parameters(), single)

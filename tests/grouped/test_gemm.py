@@ -1,5 +1,3 @@
-"""``grouped.grouped_gemm`` on grouped tensors of every kind, on plain ones, and on both."""
-
 import pytest
 import torch
 

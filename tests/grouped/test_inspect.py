@@ -180,7 +180,6 @@ def test_nothing_finite_and_nothing_at_all():
 
 
 def totals(lens):
-	"""Rows of what was looked at, added up."""
 	return {(r["role"], r["direction"]): sum(r["rows"]) for r in lens.records()}
 
 

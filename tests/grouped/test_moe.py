@@ -49,7 +49,6 @@ def tokens(count=T, seed=1, dtype=torch.bfloat16):
 
 
 def step(moe, x, **options):
-	"""y, and the gradients of the input and the parameters."""
 	leaf = x.clone().requires_grad_()
 	moe.zero_grad()
 	y = moe(leaf, **options)
@@ -62,8 +61,6 @@ def step(moe, x, **options):
 
 
 def expert_of(mlp, e, x):
-	"""One expert of one token, in fp64."""
-
 	def linear(layer, x):
 		y = layer.weight[e].double() @ x
 		return y if layer.bias is None else y + layer.bias[e].double()

@@ -1,5 +1,3 @@
-"""``GroupedTensor`` as a tensor: metadata, views, copies, files, and what it refuses."""
-
 import copy
 import re
 

@@ -1,7 +1,4 @@
-"""What each of two processes on gloo checks; ``test_distributed`` starts them and has the results.
-
-``python -m tests.grouped.two_ranks RANK FOLDER``
-"""
+"""Checks of two processes, which ``test_distributed`` starts: ``python -m tests.grouped.two_ranks RANK FOLDER``"""
 
 import copy
 import datetime
@@ -555,7 +552,6 @@ def a_rank_that_does_not_come_or_dies():
 
 
 def leave():
-	"""End without a word to the other ranks."""
 	write(dict.fromkeys(CHECKS, "") | RESULTS)
 	os._exit(0)
 

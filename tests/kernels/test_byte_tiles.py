@@ -1,7 +1,4 @@
-"""Formats of FP8 codes on the emulator, by tiles and by rows, byte for byte the reference's.
-
-Buffers are poisoned first and compared whole, so that what is to stay does.
-"""
+"""Formats of FP8 codes on the emulator: poisoned buffers, compared whole with the reference's."""
 
 import itertools
 import re
@@ -59,7 +56,6 @@ def buffers_of(problem, fmt, rowwise, columnwise):
 
 
 def expected(problem, fmt, rowwise, columnwise):
-	"""What the reference writes over poison."""
 	out = buffers_of(problem, fmt, rowwise, columnwise)
 	given = reference.Given(None, scales_of(problem, fmt))
 	reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, given)
@@ -67,7 +63,7 @@ def expected(problem, fmt, rowwise, columnwise):
 
 
 def quantize(config, problem, num_sms=NUM_SMS):
-	"""What the kernel writes over poison; amaxes of groups are given as the reference has them."""
+	"""Over poison; amaxes of groups are given as the reference has them."""
 	fmt = parse(config.format)
 	out = buffers_of(problem, fmt, *directions_of(config))
 	given, amax = scales_of(problem, fmt), None

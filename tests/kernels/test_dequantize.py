@@ -50,11 +50,7 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 
 
 def arguments(shape, offs, kind, dtype="bfloat16"):
-	"""Codes and what decodes them, offs, rows, dtype, text and direction of (T, K) or (G, N, K).
-
-	Random bytes, and fp32 numbers of all sizes. Half of the latter are finite in any dtype. K is
-	twice that of ``shape`` where codes are bytes.
-	"""
+	"""Random bytes, fp32 numbers of all sizes, half finite in any dtype; K of byte codes is twice that of ``shape``."""
 	text, columnwise = (KINDS | BYTE_KINDS)[kind]
 	if kind in BYTE_KINDS:
 		shape = (*shape[:-1], 2 * shape[-1])
@@ -77,7 +73,6 @@ def random_buffer(spec, generator):
 
 
 def dequantize(args, **out):
-	"""What the op makes of ``arguments``."""
 	*copy, offs, rows, dtype, text, columnwise = args
 	call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
 	if out:

@@ -39,7 +39,6 @@ def parts_of(kind, mean=64, **options):
 
 
 def run(product, parts, num_sms, device):
-	"""What all parts write into one output."""
 	out = product.before.to(device, copy=True)
 	for part in parts:
 		dataclasses.replace(product, config=part).run_into(out, num_sms)

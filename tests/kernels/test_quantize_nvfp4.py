@@ -1,5 +1,3 @@
-"""The NVFP4 quantizers on the emulator, byte for byte against the reference."""
-
 import dataclasses
 import functools
 import itertools
@@ -77,7 +75,6 @@ def ragged(case, dtype="bfloat16", seed=0):
 
 
 def in_any_order(cols):
-	"""Partial tiles and empty groups."""
 	return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
 
 

@@ -181,13 +181,11 @@ def arguments_of(call):
 
 
 def operand_of(arguments, operand):
-	"""A tensor argument, or the last one of a list."""
 	value = arguments[operand]
 	return value[-1] if isinstance(value, list) else value
 
 
 def replaced(arguments, operand, tensor):
-	"""Arguments with another tensor there."""
 	value = arguments[operand]
 	return arguments | {operand: [*value[:-1], tensor] if isinstance(value, list) else tensor}
 
@@ -203,7 +201,6 @@ def label_of(arguments, operand):
 
 
 def outputs_of(name, arguments):
-	"""Zeros for the out form."""
 	return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 

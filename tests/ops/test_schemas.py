@@ -34,12 +34,10 @@ BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
 def nvfp4(cols, text="nvfp4", columnwise=False):
-	"""The buffers of one direction of a ragged tensor."""
 	return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
 
 
 def weight(*shape, columnwise=False):
-	"""The buffers of one direction of a uniform tensor."""
 	return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
@@ -285,7 +283,6 @@ def mapped(function, arguments):
 
 
 def tensors(arguments):
-	"""The tensors of arguments or results, also those in lists."""
 	return [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
 
 

@@ -1,6 +1,4 @@
-"""The variants of NVFP4 as the specification words them, for ``oracle.quantize``: one scalar at a
-time, sharing nothing with the package.
-"""
+"""The variants of NVFP4 as specified, for ``oracle.quantize``; shares nothing with the package."""
 
 import functools
 import math

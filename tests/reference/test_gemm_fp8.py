@@ -55,7 +55,6 @@ each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def multiply(pair, a, b, offs, bias=None, alpha=None, transpose_b=False):
-	"""The product of operands of a pair of formats, in fp32."""
 	texts = {"a_format": pair[0], "b_format": pair[1]}
 	options = (bias, alpha, transpose_b, F32)
 	return ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, *options, **texts))
@@ -67,12 +66,10 @@ def wgrad_of(pair, copies, offs):
 
 
 def columnwise(pair, tensors, offs):
-	"""Columnwise copies, A's and B's."""
 	return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
 
 
 def columns_of(pair, copies, group, start, end):
-	"""The oracle's operands of wgrad."""
 	return [
 		fp8_oracle.member(text, copy, group, end - start, start, True) for text, copy in zip(pair, copies, strict=True)
 	]
@@ -115,7 +112,6 @@ class Product:
 		return ops.grouped_dequantize(*a).double(), b.mT if self.transpose_b else b
 
 	def members(self):
-		"""Group, rows and both operands of each group that has rows."""
 		for g, (start, end) in enumerate(spans(self.splits)):
 			if start < end:
 				a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)

@@ -23,7 +23,6 @@ TRANSFORMED = "nvfp4:hadamard"
 
 
 def copy_of(text, *shape, columnwise=False):
-	"""One direction of a ragged tensor (T, K), or of a uniform one."""
 	fmt, offs = parse(text), OFFS if len(shape) == 2 else None
 	seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
 	return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)

@@ -56,7 +56,6 @@ def buffer_names(text, rowwise=True, columnwise=True):
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-	"""Buffers of the op by name."""
 	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
 	return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
 

@@ -1,8 +1,4 @@
-"""``tensor_core_gemm`` gives the bits of the hardware.
-
-Three oracles: exact rational arithmetic, written from the rules (every kind); an H200's answers
-(sm_90a); the emulator (every kind).
-"""
+"""``tensor_core_gemm`` against rational arithmetic, an H200's answers (sm_90a) and the emulator."""
 
 import dataclasses
 import hashlib
@@ -138,7 +134,6 @@ def floor_log2(v):
 
 
 def values(x):
-	"""Rows of Python floats."""
 	if x.dtype == E2M1:
 		magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 		nibbles = [[code >> s & 15 for code in row for s in (0, 4)] for row in x.tolist()]

@@ -41,8 +41,6 @@ SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 
 
 class Variant(NamedTuple):
-	"""A format and what the oracle is told of it."""
-
 	text: str
 	rule: oracle.Rule
 	flags: dict[str, bool] = {}
@@ -74,7 +72,6 @@ EACH = each("variant", VARIANTS)
 
 
 def expected(x, offs, variant, amax=None):
-	"""The oracle's buffers by name."""
 	given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
 	options = {"rule": variant.rule} | variant.flags | dict(given)
 	rows = None if offs is None else offs.tolist()
