@@ -1,5 +1,7 @@
 """Operands of ops as arguments of kernels."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 

@@ -1,5 +1,7 @@
 """Ops that reduce or count: end offsets of groups, amaxes and column sums."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,5 +1,7 @@
 """The op that chooses the experts of tokens, and its gradient."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, ClassVar
