@@ -5,7 +5,6 @@ from cute_kernels import emulator
 
 @pytest.fixture(scope="session")
 def engine():
-	"""The compiled engine; without a compiler there is nothing to test."""
 	try:
 		return emulator.build()
 	except emulator.BuildError as e:

@@ -119,7 +119,6 @@ def test_errors_reach_the_caller():
 
 
 def test_object_files(tmp_path):
-	"""A function of an object file runs where its PTX and cubin are known."""
 	pytest.importorskip("tvm_ffi")
 	emulator.install("sm_100a")
 	x = torch.zeros(32)

@@ -1,5 +1,3 @@
-"""TMA and bulk copies against NumPy, and their checkers."""
-
 import types
 
 import numpy as np
@@ -176,7 +174,6 @@ def test_long_strides_of_a_tensor_map():
 
 
 def _head(rank=2, at="0, 0", dst="%r0", smem=256, expected=256):
-	"""Up to a TMA load of 256 bytes."""
 	load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
 	return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
 

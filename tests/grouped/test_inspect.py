@@ -1,5 +1,3 @@
-"""``grouped.debug.inspect``: its numbers against NumPy's, and that looking changes nothing."""
-
 import contextlib
 import copy
 import json

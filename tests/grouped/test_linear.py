@@ -1,5 +1,3 @@
-"""``GroupedLinear``: numbers, gradients and what runs when; against per-expert ``nn.Linear``."""
-
 import pytest
 import torch
 from torch import nn

@@ -1,5 +1,3 @@
-"""``grouped.linear``, the op: its gradients wherever PyTorch takes it."""
-
 import io
 
 import pytest

@@ -1,5 +1,3 @@
-"""``MoE`` against a loop over tokens; its bits, its memory, and what goes with grouped layers."""
-
 import copy
 
 import pytest

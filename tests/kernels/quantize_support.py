@@ -18,7 +18,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_buffers, poisoned
+from tests.helpers import assert_same_buffers, ends, poisoned
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -35,6 +35,20 @@ if importlib.util.find_spec("cutlass") is None:
 
 #: Run what this GPU can run on it; for configurations of its architecture.
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
+
+
+def ragged_cases(odd, *cols):
+	"""(rows of the buffer, K, end rows) by what each is there to catch; ``odd`` says so of K beside odd rows."""
+	cases = {
+		"one group": (256, ends(256)),
+		"one row": (1, ends(1)),
+		odd: (300, ends(7, 136, 137, 300)),
+		"empty first, middle, last": (200, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+		"all empty": (64, ends(0, 0, 0)),
+		"tail": (260, ends(3, 131, 219)),
+		"tile boundaries": (513, ends(127, 255, 384, 513)),
+	}
+	return {name: (rows, k, offs) for (name, (rows, offs)), k in zip(cases.items(), cols, strict=True)}
 
 
 def compiled(config):

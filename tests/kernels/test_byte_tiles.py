@@ -13,7 +13,7 @@ from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_buffers, each, ends, many_groups, poisoned
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
-from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, random_input, special_input
+from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, ragged_cases, random_input, special_input
 
 E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
@@ -29,20 +29,10 @@ FORMATS = {
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: One of each layout of scales.
 SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
-#: (rows of the buffer, K, end rows).
-RAGGED = {
-	"one group": (256, 128, ends(256)),
-	"one row": (1, 32, ends(1)),
-	"odd rows, odd K": (300, 288, ends(7, 136, 137, 300)),
-	"empty first, middle, last": (200, 96, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-	"all empty": (64, 32, ends(0, 0, 0)),
-	"tail": (260, 160, ends(3, 131, 219)),
-	"tile boundaries": (513, 64, ends(127, 255, 384, 513)),
-}
+RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)
 
 
 def scales_of(problem, fmt):
-	"""Scales of groups, of all sizes, where the format takes them."""
 	if not fmt.takes_scale:
 		return None
 	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3

@@ -1,5 +1,3 @@
-"""Derivatives of the plain GEMMs against fp64 autograd; what has none says so."""
-
 import re
 
 import pytest
@@ -195,7 +193,6 @@ def require_gradient(arguments, operand):
 
 
 def label_of(arguments, operand):
-	"""How messages name it."""
 	value = arguments[operand]
 	return f"{operand}[{len(value) - 1}]" if isinstance(value, list) else operand
 

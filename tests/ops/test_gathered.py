@@ -26,7 +26,6 @@ def index_of(rows, tokens=TOKENS, seed=0):
 
 
 def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False, transpose_b=False, seed=0):
-	"""Arguments of ``m_grouped_gemm`` up to ``out_dtype``, and rows."""
 	groups = len(sizes)
 	x, w = sample(tokens, k).to(dtype), sample(groups, *((k, n) if transpose_b else (n, k))).to(dtype)
 	arguments = (x, w, offsets(sizes), sample(groups, n) if bias else None, torch.rand(groups) if bias else None)
@@ -34,7 +33,6 @@ def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False
 
 
 def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
-	"""Likewise of ``k_grouped_gemm``."""
 	rows = sum(sizes) + tail
 	a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
 	a[sum(sizes) :] = float("nan")

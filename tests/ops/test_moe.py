@@ -1,5 +1,3 @@
-"""Routing, gather and combine against loops over tokens; kernels against the reference."""
-
 import functools
 
 import pytest

@@ -43,7 +43,6 @@ def round_e8m0(v):
 
 
 def repeated(per_block, height, width, shape):
-	"""A number a block as a number an element."""
 	return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
 
 

@@ -38,7 +38,6 @@ def fp8_value(code, element):
 
 
 def e4m3_value(byte):
-	"""Value of one E4M3 byte: no infinities, NaN at 0x7F and 0xFF."""
 	return math.nan if byte & 0x7F == 0x7F else fp8_value(byte, "e4m3")
 
 
@@ -93,7 +92,6 @@ def second_level(g):
 
 
 def block_scale(a, g):
-	"""Stored byte and encode factor of a block of amax ``a``."""
 	s_dec, mult = second_level(g)
 	d = min(a * mult, FMAX)
 	byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
@@ -128,8 +126,6 @@ def scale_byte(row, block, blocks):
 
 @dataclasses.dataclass
 class Group:
-	"""Rows ``[start, end)`` of the input, and where the group's tiles begin."""
-
 	start: int
 	end: int
 	tile: int

@@ -48,8 +48,6 @@ def round_e2m1_stochastic(y, r):
 
 
 class Stochastic(Rule):
-	"""Codes rounded by bytes of a seed."""
-
 	def __init__(self, seed):
 		self.seed = seed
 
@@ -84,8 +82,6 @@ def butterflies(v):
 
 
 class Hadamard(Rule):
-	"""The columnwise copy is of transformed values, whole blocks of them."""
-
 	def columns(self, values):
 		rows, cols = values.shape
 		padded = np.zeros((-(-rows // 16) * 16, cols), f32)

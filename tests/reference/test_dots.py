@@ -1,5 +1,3 @@
-"""Dot products at the ends of the range, on rows that no quantizer makes."""
-
 import numpy as np
 import torch
 

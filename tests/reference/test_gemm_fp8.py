@@ -1,5 +1,3 @@
-"""Grouped GEMMs of quantized operands: fp64 bounds, bits of sums and epilogue, groups, tails."""
-
 import itertools
 
 import numpy as np
@@ -80,8 +78,6 @@ def spans(splits):
 
 
 class Product:
-	"""Quantized operands of ragged rows times a matrix a group, fprop or dgrad."""
-
 	def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
 		self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
 		self.offs, self.depth, self.cols = offsets(splits), depth, cols
@@ -104,7 +100,6 @@ class Product:
 		return out
 
 	def decoded(self):
-		"""A and the matrices of B as they decode, fp64."""
 		a = dequantize_arguments(self.a, self.pair[0], len(self.x), F32, self.offs)
 		shape = self.w.shape[1]
 		b = dequantize_arguments(self.b, self.pair[1], shape, F32, None, self.transpose_b)
@@ -121,8 +116,6 @@ class Product:
 
 
 class Wgrad:
-	"""Quantized operands of a product over common rows."""
-
 	def __init__(self, pair, splits, n=32, k=64, *, tail=2):
 		self.pair, self.splits, self.offs = pair, splits, offsets(splits)
 		self.tensors = [sample(sum(splits) + tail, cols) / 8 for cols in (n, k)]

@@ -1,5 +1,3 @@
-"""Products of NVFP4's variants: their codes as they are, each tensor's own bound, transforms."""
-
 import itertools
 
 import numpy as np

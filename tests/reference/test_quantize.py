@@ -1,5 +1,3 @@
-"""Quantization on the reference backend, byte for byte against the scalar oracles."""
-
 import numpy as np
 import torch
 

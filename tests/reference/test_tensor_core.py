@@ -155,13 +155,10 @@ def scale_values(x):
 
 
 class Oracle:
-	"""One result of one kind, by rational arithmetic."""
-
 	def __init__(self, kind):
 		self.kind = kind
 
 	def exponent(self, v, dtype):
-		"""Of a finite value; None if it has none."""
 		if v == 0:
 			return None if self.kind.arch == "sm_90a" else -126
 		return max(floor_log2(Fraction(v)), LOWEST[dtype])
@@ -178,7 +175,6 @@ class Oracle:
 		return value, exponent
 
 	def sixteen(self, x, y, sx, sy):
-		"""The term of sixteen FP4 products."""
 		scale = [Fraction(s) for s in (sx, sy)]
 		value = sum(Fraction(p) * Fraction(q) for p, q in zip(x, y, strict=True))
 		exponents = [-126 if s == 0 else max(floor_log2(s), -6) for s in scale]
@@ -187,7 +183,6 @@ class Oracle:
 		return value * scale[0] * scale[1], sum(exponents)
 
 	def terms(self, x, y, sx, sy):
-		"""(value, exponent) of one instruction's terms."""
 		each = 16 if self.kind.a == E2M1 else 1
 		for i in range(0, len(x), each):
 			scales = [s[i // self.kind.block] if s else 1.0 for s in (sx, sy)]

@@ -1,5 +1,3 @@
-"""NVFP4's variants, byte for byte against the scalar oracle."""
-
 from typing import NamedTuple
 
 import numpy as np

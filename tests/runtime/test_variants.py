@@ -97,7 +97,6 @@ def products():
 
 
 def used(arch):
-	"""The kernels that any quantization op may ask for."""
 	recorder = Recorder(arch)
 	ops = list(quantizations())
 	ops += [GroupedAmax(x, offs) for x, offs in inputs()]

@@ -1,5 +1,3 @@
-"""Imports go one way, and the packages load without the CuTe DSL."""
-
 import ast
 import re
 import subprocess
