@@ -160,7 +160,7 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
 		found = problem.errors(start + moved) / _OUTLIER
 		total = torch.nn.functional.huber_loss(found, torch.zeros_like(found), reduction="sum")
 		value: Tensor = total + _PRIOR * (moved / _DOUBT).square().sum()
-		value.backward()  # type: ignore[no-untyped-call]
+		value.backward()
 		return value
 
 	solver.step(loss)
