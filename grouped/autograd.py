@@ -1,8 +1,10 @@
 """``grouped.linear``: the grouped linear product, an op that has its gradients with it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -10,14 +12,16 @@ from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
 
-from .debug import Probe
-from .nn.delayed import DelayedScaling
 from .offsets import Offsets, as_offs
 from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
 from .shards import is_spread
 from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
+
+if TYPE_CHECKING:
+	from .debug import Probe
+	from .nn.delayed import DelayedScaling
 
 
 def linear(
@@ -89,9 +93,9 @@ def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, 
 	if recipe.takes_scales:
 		raise ValueError(f"{recipe} keeps scales on each rank: pass to_local() instead of DTensors")
 	sharding.refuse_random(recipe.input, recipe.weight, recipe.grad_output)
-	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # noqa: PLR2004
+	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 	y = sharding.product(lambda x, w, offs, b, _: linear(x, w, b, offs, recipe), rows, weight, offs, bias)
-	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])  # noqa: PLR2004
+	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -199,7 +203,7 @@ class _Linear(torch.autograd.Function):
 	"""The product in eager mode, and where a compiler traces what it consists of."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any,
 		x: Tensor,
 		bias: Tensor | None,
@@ -225,7 +229,7 @@ class _Linear(torch.autograd.Function):
 		return y
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		if ctx.sink is not None:
 			ctx.sink.check()
 		offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
@@ -274,7 +278,7 @@ class _TransformedLinear(torch.autograd.Function):
 	"""The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		x: Tensor,
 		weight: Tensor,
 		bias: Tensor | None,
@@ -301,7 +305,7 @@ class _TransformedLinear(torch.autograd.Function):
 		ctx.kept_for = needs
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 		needs = ctx.needs_input_grad[:3]
 		options = (ctx.call, ctx.kept_for, needs)
 		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
@@ -321,7 +325,7 @@ class _TransformedGradients(torch.autograd.Function):
 	"""The gradients under ``torch.func``, which differentiates again to no end."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
 	) -> tuple[Tensor, ...]:
 		*flat, call, kept_for, needs = rest

@@ -1,12 +1,15 @@
 """The plain tensors of a rank's groups, and the tensor of all groups that they are gathered to."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .tensor import GroupedTensor
+if TYPE_CHECKING:
+	from .tensor import GroupedTensor
 
 
 def local_part(t: Any) -> Any:

@@ -12,11 +12,10 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
@@ -29,6 +28,10 @@ from .seeds import draw_seed
 from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes, shape_tensors
 from .shards import gathered, gathered_inputs
 from .validation import check_is_tensor, check_parts, saved_format, version
+
+if TYPE_CHECKING:
+	from torch._ops import OpOverload
+
 
 #: What a tensor is beside the plain tensors that it holds.
 Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"
@@ -313,7 +316,7 @@ class GroupedTensor(Tensor):
 		return hashlib.blake2b(repr((facts, self.requires_grad, inner)).encode(), digest_size=16).hexdigest()
 
 	@property
-	def data(self) -> GroupedTensor:  # type: ignore[override]
+	def data(self) -> GroupedTensor:
 		"""The same storage without autograd's history.
 
 		Assigning another GroupedTensor of this shape makes this one hold what that one holds, with
@@ -339,9 +342,7 @@ class GroupedTensor(Tensor):
 		# A backward pass that was to read the old values must not take the new ones for them.
 		increment_version(self)
 
-	def dequantize(  # type: ignore[override]
-		self, dtype: torch.dtype | None = None, direction: str | None = None
-	) -> Tensor:
+	def dequantize(self, dtype: torch.dtype | None = None, direction: str | None = None) -> Tensor:
 		"""Decode to a plain tensor of this shape; rows of the tail are zeros.
 
 		Its gradient with respect to a parameter is the identity: that of the decoded values. The
@@ -442,7 +443,7 @@ class GroupedTensor(Tensor):
 		rest = gathered_inputs(self, 1, len(self))[len(outputs) :]
 		return gathered(self, [*outputs, *rest]), outputs
 
-	def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
+	def share_memory_(self) -> GroupedTensor:
 		"""Move the plain tensors to shared memory; returns self."""
 		self._apply_inner(Tensor.share_memory_)
 		return self
@@ -495,7 +496,6 @@ class GroupedTensor(Tensor):
 		scale: Tensor | None = None,
 		seed: Tensor | None = None,
 		activation: str | None = None,
-		grad: Tensor | None = None,
 	) -> None:
 		"""Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
@@ -515,7 +515,7 @@ class GroupedTensor(Tensor):
 			scale = held_scale.clone()
 		if seed is None:
 			seed = draw_seed(self.format, x.device)
-		given = (scale, seed, activation, grad, flat_shapes(self._shapes))
+		given = (scale, seed, activation, flat_shapes(self._shapes))
 		torch.ops.cute_kernels.grouped_quantize_out(*(x, self.format.text, offs, amax, *directions, *given), out=inner)
 		if self.prepacked:
 			for copy in copies:
@@ -624,7 +624,7 @@ def _rebuild(
 		*(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad), prepacked=prepacked, shapes=shapes
 	)
 	if is_parameter:
-		self._is_param = True  # type: ignore[attr-defined]
+		self._is_param = True
 	return self
 
 

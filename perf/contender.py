@@ -41,12 +41,10 @@ class Contender:
 
 	@property
 	def is_ours(self) -> bool:
-		"""Whether it is this package's."""
 		return self.name.startswith("ours")
 
 	@property
 	def key(self) -> tuple[str, str, str]:
-		"""What tells it from the others of a task."""
 		return self.name, self.format, self.what
 
 

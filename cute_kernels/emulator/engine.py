@@ -84,7 +84,6 @@ def exclusive() -> Iterator[ctypes.CDLL]:
 
 
 def _config() -> _Config:
-	"""The options of this thread."""
 	config = _Config.from_buffer_copy(_defaults)
 	for name, value in _options.changed.items():
 		setattr(config, name, value)
@@ -117,18 +116,15 @@ def device_sms() -> int:
 
 
 def num_sms() -> int:
-	"""Multiprocessors of the emulated device."""
 	return int(_config().num_sms)
 
 
 def resident_ctas() -> int:
-	"""CTAs that run at the same time."""
 	config = _config()
 	return int(config.num_sms * config.ctas_per_sm)
 
 
 def clear_error() -> None:
-	"""Forget the last failure."""
 	library().emu_set_error(b"")
 
 
@@ -189,7 +185,6 @@ def _add_program(lib: ctypes.CDLL, key: str, k: Kernel) -> None:
 
 
 def _argument(value: Any, size: int) -> bytes:
-	"""The bytes of one kernel parameter."""
 	if isinstance(value, bytes):
 		raw = value
 	elif hasattr(value, "data_ptr"):  # a torch tensor

@@ -34,12 +34,10 @@ class Rows(NamedTuple):
 
 	@property
 	def scale(self) -> BlockScale:
-		"""What the block scales are."""
 		assert self.fmt is not None and self.fmt.scale is not None
 		return self.fmt.scale
 
 	def scale_values(self) -> Tensor:
-		"""Block scales, exact in fp32."""
 		assert self.scales is not None
 		return decode(self.scale.element, self.scales)
 

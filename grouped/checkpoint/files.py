@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+
+if TYPE_CHECKING:
+	from torch import Tensor
 
 #: The most bytes of a file, by default.
 SHARD_BYTES = 5 * 10**9
@@ -19,7 +21,7 @@ _INDEX = "model.safetensors.index.json"
 def progress(items: Any, what: str) -> Any:
 	"""``items`` with a progress bar on a terminal, if tqdm is installed."""
 	try:
-		from tqdm import tqdm  # noqa: PLC0415
+		from tqdm import tqdm
 	except ImportError:
 		return items
 	return tqdm(items, what, disable=None)

@@ -90,7 +90,6 @@ class GpuMeter(Meter):
 		return found
 
 	def ceilings(self) -> dict[str, float]:
-		"""Rates of a copy kernel and of dense products, of the same protocol."""
 		elements = _COPY_ELEMENTS >> (5 if self.quick else 0)
 		size = _DENSE >> (2 if self.quick else 0)
 		found: dict[str, float] = {}
@@ -159,7 +158,6 @@ class _Timer:
 		self._cycle(self._count)
 
 	def microseconds(self) -> float:
-		"""Of one call, by events around a replay."""
 		start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 		start.record()
 		self._go()
@@ -175,8 +173,6 @@ class _Eager(_Timer):
 
 
 class _Graph(_Timer):
-	"""A replay is one CUDA graph."""
-
 	def _make(self, calls: int) -> None:
 		super()._make(calls)
 		stream = torch.cuda.Stream()
