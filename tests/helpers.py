@@ -13,6 +13,7 @@ from cute_kernels import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 ops = torch.ops.cute_kernels
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 #: Dtypes of plain operands, by the names that kernels have for them.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -67,7 +68,6 @@ def end_rows(splits):
 
 
 def ends(*rows):
-	"""End rows as ops take them, of any order and size."""
 	return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -96,7 +96,6 @@ def every_16_bits(dtype):
 
 
 def beside(values):
-	"""fp32 numbers at, just below and just above each value."""
 	values, inf = torch.as_tensor(values, dtype=torch.float32), torch.tensor(torch.inf)
 	return torch.cat([values, values.nextafter(inf), values.nextafter(-inf)])
 
@@ -170,7 +169,6 @@ def m_grouped_arguments(
 
 
 def k_grouped_arguments(a, b, offs, alpha=None, out_dtype=None, *, a_format="nvfp4", b_format="nvfp4"):
-	"""Arguments of ``k_grouped_gemm``, likewise."""
 	left, a_scales, a_text = _operand(a, a_format)
 	right, b_scales, b_text = _operand(b, b_format)
 	return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)

@@ -5,9 +5,9 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, needs_compiler, sample
+from tests.helpers import BF16, F32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, sample
 
-from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
@@ -35,11 +35,11 @@ def step(function, module, x, offs):
 
 def linear(recipe, **options):
 	cols = max(N, 3 * recipe.multiple)
-	return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(3, K, cols, recipe=recipe, dtype=BF16, **options)
 
 
 def mlp(recipe, **options):
-	return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedMLP(3, K, 32, recipe=recipe, dtype=BF16, **options)
 
 
 MODULES = {"linear": linear, "mlp": mlp}
@@ -119,14 +119,6 @@ def test_a_quantized_weight():
 	assert len(frames) == 1
 
 
-def assert_same_tensor(got, want):
-	assert type(got) is grouped.GroupedTensor and got.format == want.format
-	assert got.shape == want.shape and got.dtype == want.dtype
-	a, b = bytes_of(got), bytes_of(want)
-	assert a.keys() == b.keys()
-	assert_same_buffers(a, b)
-
-
 #: One of each kind of buffers: the ops under them have tests of every format.
 every_format = each("fmt", {name: EVERY_FORMAT[name] for name in ("row-scaled", "fp8", "mxfp8", "128x128")})
 
@@ -172,7 +164,7 @@ def test_products_into_given_buffers():
 @each("is_quantized", [False, True])
 def test_products_of_plain_rows_are_differentiated(is_quantized):
 	def loss(x, bias, w, offs):
-		return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=torch.float32).square().sum()
+		return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=F32).square().sum()
 
 	function, _ = compiled(loss)
 	grads = []

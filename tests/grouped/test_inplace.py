@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, updates
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 
@@ -131,7 +131,7 @@ INITIALIZERS = {
 
 @each(("name", "options"), INITIALIZERS.items(), INITIALIZERS)
 def test_initializers_return_self(name, options):
-	p, dense = parameter(), torch.empty(3, 48, 64, dtype=torch.bfloat16)
+	p, dense = parameter(), torch.empty(3, 48, 64, dtype=BF16)
 	init = getattr(nn.init, name)
 	torch.manual_seed(2)
 	assert init(p, **options) is p
@@ -196,7 +196,6 @@ def test_a_step_on_any_format(fmt, optimizer, options):
 
 
 def test_weight_decay_of_adamw_shrinks_then_updates():
-	"""Two writes a step: both are quantized, in order."""
 	p = parameter()
 	dense = p.dequantize().detach()
 	p.grad = torch.zeros(p.shape, dtype=p.dtype)
@@ -218,7 +217,6 @@ def test_clipping(foreach):
 
 @every_format
 def test_averaged_model(fmt):
-	"""EMA of quantized weights: deepcopy, then lerp_ of the copies."""
 	module = nn.Module()
 	module.w = parameter(fmt=fmt)
 	average = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
@@ -256,8 +254,6 @@ def test_in_inference_mode():
 		assert_holds(p, dense * 3)
 		assert torch.add(p, 1).sub_(p).dtype == p.dtype
 
-
-# Lost updates
 
 TINY = {
 	"AdamW foreach": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=True),

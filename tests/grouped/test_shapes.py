@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BUILT, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BUILT, F16, F32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import OpCounter, bytes_of
 
@@ -27,7 +27,6 @@ each_format = each("fmt", BUILT)
 
 
 def members(x, shapes=SHAPES):
-	"""(m, n) of each member: an oracle of where they lie."""
 	found, start = [], 0
 	for m, n in shapes:
 		found.append(x[start : start + m * n].reshape(m, n))
@@ -52,10 +51,9 @@ def parameter(fmt=NVFP4, requires_grad=True):
 
 
 def assert_members_are(q, x, amax=None):
-	"""Each member has the codes and scales, and decodes to the values, that it has alone."""
 	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
 	ways = [way for way, is_held in options.items() if is_held]
-	decoded = {way: members(q.dequantize(torch.float32, way)) for way in ways}
+	decoded = {way: members(q.dequantize(F32, way)) for way in ways}
 	for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
 		given = None if amax is None else amax[g : g + 1]
 		alone = grouped.quantize(values[None], q.format, amax=given, **options)
@@ -67,13 +65,10 @@ def assert_members_are(q, x, amax=None):
 			else:
 				assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
 		for way in ways:
-			exact = alone.dequantize(torch.float32, way)[0]
+			exact = alone.dequantize(F32, way)[0]
 			assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
 	for way in ways:
 		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
-
-
-# What it is
 
 
 def test_metadata():
@@ -126,9 +121,6 @@ def test_forms_of_shapes(given):
 	assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
 
 
-# Its numbers
-
-
 @each("options", DIRECTIONS)
 @each_format
 def test_members_are_those_of_each_alone(fmt, options):
@@ -148,9 +140,6 @@ def test_members_are_views():
 		q.member(4)
 
 
-# Copies and files
-
-
 def assert_same(got, want):
 	assert type(got) is GroupedTensor or isinstance(got, nn.Parameter)
 	for fact in ("shape", "format", "member_shapes"):
@@ -166,7 +155,7 @@ COPIES = {
 	"deepcopy": copy.deepcopy,
 	"saved": saved,
 	"parameter": nn.Parameter,
-	"to": lambda x: x.to(torch.float32),
+	"to": lambda x: x.to(F32),
 	"parts": lambda x: GroupedTensor(*(x.shape, x.dtype, x.format, None, x.rowwise, x.columnwise), shapes=x.shapes),
 	"unflatten": lambda x: GroupedTensor.__tensor_unflatten__(
 		{name: getattr(x, name) for name in x.__tensor_flatten__()[0]}, x.__tensor_flatten__()[1], x.shape, x.stride()
@@ -186,8 +175,8 @@ def test_state_dicts_and_moves():
 	a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
 	b.load_state_dict(saved(a.state_dict()))
 	assert_same(b["w"], a["w"])
-	a.to(torch.float16)
-	assert a["w"].dtype == torch.float16
+	a.to(F16)
+	assert a["w"].dtype == F16
 	assert_same(a["w"], b["w"])
 	meta = copy.deepcopy(b).to("meta")
 	assert meta["w"].is_meta and meta["w"].shapes.is_meta and meta["w"].num_groups == 4
@@ -206,8 +195,6 @@ def test_files_say_what_they_hold():
 	with pytest.raises(ValueError, match="rowwise codes must have size"):
 		rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
-
-# In place
 
 IN_PLACE = {
 	"add_": lambda t, other: t.add_(other),
@@ -265,9 +252,6 @@ def test_out_is_written():
 		grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
 
 
-# Compiled
-
-
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 	graphs = Graphs()
 
@@ -314,8 +298,6 @@ def test_fake_tensors_read_nothing():
 	for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
 		assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
 
-
-# Errors
 
 #: What is passed beside x (400,) and shapes, by the message.
 TYPE_ERRORS = {

@@ -9,7 +9,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import each, offsets, sample, saved
+from tests.helpers import F16, F32, each, offsets, sample, saved
 
 STOCHASTIC = NVFP4(stochastic_rounding=True)
 SQUARES = NVFP4(block=(16, 16), stochastic_rounding=True)
@@ -23,9 +23,6 @@ def bytes_of(x):
 
 def same(a, b):
 	return all(map(torch.equal, bytes_of(a), bytes_of(b)))
-
-
-# Seeds
 
 
 @each("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
@@ -100,9 +97,6 @@ def test_into_a_tensor_and_in_place(fmt):
 	assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
-# Saved files
-
-
 def test_records_of_old_files():
 	"""Written before the bound and the error of four over six were fields."""
 	fields = {
@@ -121,9 +115,6 @@ def test_saved_and_loaded(fmt):
 	q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
 	loaded = saved(q)
 	assert loaded.format == fmt and same(loaded, q)
-
-
-# Recipes
 
 
 def gradients(layer, x, dy, offs, state=0):
@@ -161,7 +152,7 @@ def test_a_compiled_layer_draws_anew():
 		assert not any(map(torch.equal, first, other))
 
 
-@each("dtype", [torch.float32, torch.float16])
+@each("dtype", [F32, F16])
 def test_only_bf16_is_transformed(dtype):
 	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
 	with torch.no_grad():

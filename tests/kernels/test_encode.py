@@ -1,9 +1,7 @@
-"""Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
-
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, each
+from tests.helpers import DTYPES, F16, F32, each
 
 from .op_support import ARCHITECTURES
 from .quantize_support import compiled
@@ -15,19 +13,18 @@ _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
 
 
 def near_ties(dtype):
-	"""Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
 	generator = torch.Generator().manual_seed(4)
 	mantissa = torch.arange(128) / 128 + 1
 	meeting, mantissa, ulps = torch.meshgrid(torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij")
 	factors = (meeting / mantissa).flatten()
-	factors = (factors.view(torch.int32) + ulps.flatten().int()).view(torch.float32)
+	factors = (factors.view(torch.int32) + ulps.flatten().int()).view(F32)
 	count = len(factors)
 	blocks = torch.rand(count, 16, generator=generator) * 2 - 1
 	sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
 	place = torch.randint(0, 16, (count,), generator=generator)
 	blocks[::3, 5], blocks[1::3, 5] = 0.0, -0.0
 	blocks[torch.arange(count), place] = mantissa.flatten() * sign
-	power = 10 if dtype == torch.float16 else 100
+	power = 10 if dtype == F16 else 100
 	shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
 	factors = (factors.double() * torch.exp2(-shift.double())).float()
 	return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
@@ -39,7 +36,6 @@ def check_codes(blocks, factors, dtype):
 
 
 def encoded(config, blocks, factors, draws=None):
-	"""Codes of blocks (N, 16); zeros where there are none."""
 	out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
 	drawn = torch.zeros(len(blocks), 16, dtype=torch.uint8) if draws is None else draws
 	words = (blocks.view(torch.uint32), factors, drawn.view(torch.uint32))
@@ -54,7 +50,7 @@ def test_stochastic_codes_beside_every_border(arch):
 	step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
 	k, ulps = torch.arange(256), torch.arange(-2, 3, dtype=torch.int32)
 	y = (low[:, None] + step[:, None] * k / 256).flatten().clamp_min_(2.0**-100)
-	y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(torch.float32)
+	y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(F32)
 	draws = (256 - k.repeat(8))[:, None, None] + torch.tensor([-1, 0, 1, 100])
 	y, draws = y.expand(-1, -1, 4).flatten(), draws.expand(-1, 5, -1).flatten()
 	sign = 1.0 - 2.0 * (torch.arange(len(y)) % 3 == 0)
@@ -73,9 +69,9 @@ def test_codes_beside_every_tie(dtype):
 
 def test_codes_beside_every_border_of_fp16():
 	"""Where the fp16 number that stands for y changes, and two ulps to either side."""
-	halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
+	halves = torch.arange(0x0E20, dtype=torch.int16).view(F16).double()
 	borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()
-	y = torch.cat([(borders.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)])
+	y = torch.cat([(borders.view(torch.int32) + ulps).view(F32) for ulps in range(-2, 3)])
 	blocks = torch.stack([y, -y]).T.flatten()
 	blocks = blocks[: len(blocks) // 16 * 16].view(-1, 16).contiguous()
 	check_codes(blocks, torch.ones(len(blocks)), "float32")

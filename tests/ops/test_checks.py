@@ -52,7 +52,6 @@ def offs_of(name, arguments):
 
 
 def operand_cases(name, arguments, index, label):
-	"""Wrong dtype, rank, shape and device of one tensor argument, or of one in a list."""
 	fine = arguments[index[0]][index[1]] if isinstance(index, tuple) else arguments[index]
 	other = torch.int16 if fine.dtype != torch.int16 else U8
 	return [
@@ -63,7 +62,6 @@ def operand_cases(name, arguments, index, label):
 
 
 def copy_cases(name, arguments, codes, scales, label, ending=""):
-	"""Likewise of each buffer of a copy: its codes, and the list of the rest."""
 	rest = ((0, f"scales{ending}"), (1, f"amax{ending}"))
 	lists = "scales" if label == "codes" else f"{label}_scales"
 	return [
@@ -98,6 +96,7 @@ DGRAD = m_grouped(Q[:3], TRANSPOSED, OFFS, None, None, True)
 WGRAD = k_grouped(Q[3:])
 X16 = X.bfloat16()
 W4A16 = m_grouped(X16)
+BLOCKS = ("fp8_block", "mxfp8")
 FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
 #: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
 M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
@@ -117,6 +116,7 @@ WRONG_TYPES = {
 	],
 	"moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
 	"moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
+	"moe_quantize_gradient": [((X, X.half(), *BLOCKS, "silu", OFFS, False, X, OFFS), "grad must be float32")],
 	"moe_combine": [((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32")],
 	"grouped_amax": [((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int")],
 	"grouped_dbias": [((X.int(), OFFS), "dy must be")],
@@ -163,6 +163,7 @@ WRONG_VALUES = {
 		((X, X, "silu", None, False, X), "weight and pair go together"),
 		((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
 	],
+	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0")],
 	"moe_combine": [
 		((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
 		((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),
@@ -370,7 +371,6 @@ def no_work(monkeypatch):
 
 
 def nothing_to_write(name):
-	"""Outputs that fit no call, for the out form."""
 	schema = getattr(ops, f"{name}_out").default._schema
 	(out,) = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 	return {out.name: [] if str(out.type) == "List[Tensor]" else torch.zeros(0)}

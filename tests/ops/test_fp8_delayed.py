@@ -3,7 +3,9 @@ import torch
 
 import grouped
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F32,
 	SPLITS,
 	assert_same_bytes,
 	each,
@@ -26,7 +28,7 @@ def scales(groups):
 	"""Ordinary ones, one that saturates nearly everything, and the extremes."""
 	found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
 	found[0] = 1000.0
-	for i, value in enumerate((torch.finfo(torch.float32).max, 1e-38)):
+	for i, value in enumerate((torch.finfo(F32).max, 1e-38)):
 		if groups > i + 2:
 			found[-1 - i] = value
 	return found
@@ -42,7 +44,6 @@ def codes_of(x, scale, dtype):
 
 
 def amax_of(x):
-	"""Largest magnitude of the unscaled values; NaN is passed over, Inf kept."""
 	numbers = x.float().abs().flatten()
 	numbers = numbers[~numbers.isnan()]
 	return float(numbers.max()) if len(numbers) else 0.0
@@ -94,7 +95,7 @@ def test_many_groups_and_views():
 
 
 def test_every_bf16_value():
-	x = torch.arange(1 << 16).int().to(torch.int16).view(torch.bfloat16).view(-1, 64)
+	x = torch.arange(1 << 16).int().to(torch.int16).view(BF16).view(-1, 64)
 	for dtype, fmt in FORMATS.items():
 		for number in (1.0, 0.7, 2.0**-120, 3e38):
 			scale = torch.tensor([number])
@@ -114,9 +115,6 @@ def test_it_decodes_to_code_times_the_inverse(dtype, direction):
 		got = q.dequantize(out, direction)
 		assert_same_bytes(got[:68], values.to(out))
 		assert not got[68:].any()
-
-
-# GroupedTensor
 
 
 def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
@@ -171,9 +169,6 @@ def test_it_is_saved_compiled_and_read_by_members():
 		lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
 	)
 	assert_same_bytes(compiled(x, scale), q.dequantize())
-
-
-# Refusals
 
 
 @each(

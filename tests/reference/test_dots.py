@@ -5,7 +5,7 @@ from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import assert_same_bytes, each
+from tests.helpers import F32, assert_same_bytes, each
 from tests.reference import fp8_oracle
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -24,13 +24,11 @@ def codes(values, dtype=E4M3):
 
 
 def finite_codes(rows, depth, dtype):
-	"""Any finite codes, each as likely."""
 	x = torch.randint(0, 256, (rows, depth), dtype=torch.uint8).view(dtype)
 	return torch.where(x.float().isfinite(), x.float(), 0.0).to(dtype)
 
 
 def exact_dot(a, b):
-	"""``dot_blocks`` of codes with scales of 1."""
 	ones = [np.ones((len(x), -(-x.shape[1] // 128))) for x in (a, b)]
 	sides = [fp8_oracle.Member(x.double().numpy(), s, None, True, 128) for x, s in zip((a, b), ones, strict=True)]
 	return torch.from_numpy(fp8_oracle.dot_blocks(*sides))
@@ -75,7 +73,7 @@ def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
 	assert got[:, 2].isnan().all()
 	assert_same_bytes(got[:, [0, 3, 4]], clean[:, [0, 3, 4]])
 	if core is not None:
-		assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[torch.float32]).all()
+		assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[F32]).all()
 
 
 @each("pow2", [True, False])

@@ -5,7 +5,9 @@ import torch
 
 from cute_kernels.formats import parse
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F16,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -206,7 +208,6 @@ def test_k_need_not_fill_a_block(pair, transpose_b, depth):
 
 @each_kind
 def test_1500_groups(pair):
-	"""Each against its rows by themselves, a few groups at a time."""
 	offs = many_groups()
 	rows = int(offs[-1])
 	x, w = sample(rows, 32), sample(len(offs), 16, 32)
@@ -266,7 +267,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 @each_way
 @each_fp8
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [BF16, F16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
 	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
 	bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
@@ -285,13 +286,12 @@ def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
 def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
 	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
 	bias, alpha = torch.randn(3, 32), torch.rand(3)
-	for x, dtype in itertools.product((case.x, case.x.float()), (F32, torch.bfloat16)):
+	for x, dtype in itertools.product((case.x, case.x.float()), (F32, BF16)):
 		got = ops.m_grouped_quantize_gemm(*(x, case.b[0], case.offs, case.b[1:], *pair, bias, alpha, transpose_b, dtype))
 		assert_same_bytes(got, case.run(bias, alpha, dtype))
 
 
 def test_delayed_scales_meet_current_ones():
-	"""Codes made with given scales decode, and so multiply, by their own inverses."""
 	case = Product(KINDS["fp8"], (20, 0, 12))
 	scale = torch.tensor([3.0, 1.0, 0.25])
 	codes, scale_inv, *_ = ops.grouped_quantize(case.x, "fp8:scaling=delayed", case.offs, scale=scale)

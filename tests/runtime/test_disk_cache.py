@@ -1,5 +1,3 @@
-"""The on-disk cache without the CuTe DSL: entries are any bytes."""
-
 import dataclasses
 import enum
 import json
@@ -66,25 +64,19 @@ def test_an_entry_comes_back(stored):
 	assert not list(stored.root.glob("*.part"))
 
 
-def damage(path, how):
-	data = path.read_bytes()
-	if how == "missing":
-		path.unlink()
-	elif how == "truncated":
-		path.write_bytes(data[:-1])
-	elif how == "empty":
-		path.write_bytes(b"")
-	elif how == "one bit":
-		path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-	elif how == "a folder":
-		path.unlink()
-		path.mkdir()
-
-
-@each("how", ["missing", "truncated", "empty", "one bit", "a folder"])
+@each(
+	"damage",
+	{
+		"missing": Path.unlink,
+		"truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+		"empty": lambda path: path.write_bytes(b""),
+		"one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+		"a folder": lambda path: (path.unlink(), path.mkdir()),
+	},
+)
 @each("suffix", ["o", "ptx", "json"])
-def test_a_damaged_entry_is_a_miss(stored, suffix, how):
-	damage(stored.root / f"{KEY.name}.{suffix}", how)
+def test_a_damaged_entry_is_a_miss(stored, suffix, damage):
+	damage(stored.root / f"{KEY.name}.{suffix}")
 	assert stored.load(KEY) is None
 
 
@@ -182,18 +174,12 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
 	assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
-# Locks
-
-
 def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
 	monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
 	entered = False
 	with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
 		entered = True
 	assert entered
-
-
-# Keys
 
 
 @each(
@@ -291,9 +277,6 @@ def test_our_kernel_sources_count_and_our_ops_do_not():
 	for name in ("reference", "ops", "emulator"):
 		assert not [path for path in read if path.is_relative_to(package / name)]
 	assert package / "runtime" / "backend.py" not in read
-
-
-# The text of a spec
 
 
 class Color(enum.IntEnum):

@@ -5,7 +5,7 @@ import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.ops.reductions import GroupedAmax
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from tests.helpers import each, ends, m_grouped_arguments
+from tests.helpers import F16, each, ends, m_grouped_arguments
 
 
 @pytest.fixture
@@ -17,7 +17,6 @@ def plans(monkeypatch):
 
 @pytest.fixture
 def checks(monkeypatch):
-	"""Calls of the op's check."""
 	calls = []
 	check = GroupedAmax.check
 	monkeypatch.setattr(GroupedAmax, "check", lambda op: (calls.append(op), check(op)))
@@ -35,13 +34,7 @@ def test_a_hit_runs_no_check_again(plans, checks):
 
 @each(
 	"other",
-	[
-		torch.zeros(4, 8),
-		torch.zeros(8, 3).t(),
-		torch.zeros(3, 8, dtype=torch.float16),
-		torch.zeros(3, 8, device="meta"),
-		None,
-	],
+	[torch.zeros(4, 8), torch.zeros(8, 3).t(), torch.zeros(3, 8, dtype=F16), torch.zeros(3, 8, device="meta"), None],
 )
 def test_what_a_plan_may_depend_on_is_in_the_key(other):
 	def key(x):
@@ -92,7 +85,6 @@ def test_lists_are_told_from_their_tensors():
 
 
 def test_scales_have_a_part_in_the_plan(plans):
-	"""The same codes with block scales that are further apart: another plan, the same result."""
 	x, offs = torch.randn(40, 32), ends(10, 40)
 	a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
 	b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")
