@@ -284,6 +284,37 @@ _LAYER = Table(
 )
 
 
+def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more: str) -> Table:
+	return Table(
+		name,
+		("model", "tokens"),
+		tuple(
+			Row((model, f"{n}{how and ', Zipf'}"), {"model": model, "tokens": n, "routing": how or "random"})
+			for model, tokens in zip(SLICES, counts, strict=True)
+			for n in tokens
+			for how in ("", "zipf")[: 1 + (n == 4096)]
+		),
+		(
+			*(Column(f"{peer}, bf16", _time(contender=peer)) for peer in ("torch", "transformers")),
+			*(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
+			*(
+				Column(f"{recipe}, weights kept", _time(contender="ours, weight kept", format=recipe))
+				for recipe in ("FP8Block", "NVFP4RowScaled")
+			),
+		),
+		{**_H200, "suite": "moe", "pass": passes},
+		"Microseconds.",
+	)
+
+
+_FEW = (64, 4096)
+_MOE = _mixtures("moe-h200", "forward", ((*_FEW, 32768), _FEW, _FEW, _FEW))
+_MOE_STEP = _mixtures(
+	*("moe-step-h200", "forward+backward", ((4096, 32768), (512, 2048), (4096,), (4096,))),
+	*("FP8Block", "NVFP4RowScaled"),
+)
+
+
 def _call(title: str, text: str, contender: str = "ours", **case: Any) -> Row:
 	return Row((title,), {"contender": contender, "format": text, **case})
 
@@ -299,6 +330,11 @@ _HOST = Table(
 		_call("FP8Block GEMM", "fp8_block x fp8_block:block=128x128", **_PRODUCT),
 		_call("bf16 GEMM", "bfloat16", **_PRODUCT),
 		_call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
+		*(
+			_call(f"forward of `MoE`, {name}", name, who, call="MoE forward")
+			for name, who in (("BF16", "ours"), ("FP8Block", "ours, weight kept"), ("NVFP4RowScaled", "ours, weight kept"))
+		),
+		_call("that layer in torch", "BF16", "torch", call="MoE forward"),
 	),
 	(Column("us", Cell({"what": "host time"})),),
 	{**_H200, "suite": "host"},
@@ -307,7 +343,7 @@ _HOST = Table(
 #: Tables by the name in their markers.
 TABLES = {
 	table.name: table
-	for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100, _LAYER, _HOST)
+	for table in (_DEMO, _MEMORY, _COUNT_QUANTIZE, _COUNT_GEMM, _QUANTIZE, _GEMM, _GEMM_H100, _LAYER, _MOE, _MOE_STEP, _HOST)
 }
 
 
