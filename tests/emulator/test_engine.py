@@ -103,7 +103,6 @@ def test_options():
 
 
 def test_chaos_depends_on_the_seed_alone():
-	"""The order in which warps take tickets: random, and the same for the same seed."""
 	body = """atom.global.add.u32 %r0, [%p0], 1; and.b32 %r1, %t, 31; setp.eq.u32 %q0, %r1, 0;
     """ + store_words("%p1", ["%r0"])
 

@@ -151,7 +151,6 @@ OPTIMIZERS = {
 @each("loop", ["foreach", "for loop"])
 @each(("optimizer", "options"), OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
-	"""With one update of the parameter a step, requantized, the bytes must agree."""
 	p = parameter()
 	dense = nn.Parameter(p.dequantize().detach().clone())
 	states = [optimizer([t], foreach=loop == "foreach", **options) for t in (p, dense)]
@@ -241,7 +240,6 @@ def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
 
 
 def test_in_inference_mode():
-	"""Autograd, which otherwise hands self back, takes no part."""
 	with torch.inference_mode():
 		p = grouped.quantize(weight(), WEIGHT_FORMAT)
 		dense = p.dequantize()

@@ -263,7 +263,6 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 
 
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-	"""Else a tensor would come back with the shapes of an earlier call."""
 	graphs = Graphs()
 
 	@torch.compile(fullgraph=True, backend=graphs)

@@ -206,7 +206,6 @@ def test_tensors_made_like_one_are_plain(create, shape):
 
 
 def test_those_that_are_filled_by_others_are_grouped():
-	"""``empty_like`` for collectives, ``new_zeros`` for the padding of shards."""
 	p = parameter()
 	for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
 		assert type(made) is grouped.GroupedTensor and made.format == p.format and made.num_groups == groups

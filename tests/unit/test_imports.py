@@ -67,7 +67,6 @@ def imported_names(nodes):
 
 
 def names_in_strings(nodes):
-	"""Modules that strings name with a class, as configurations name their kernels."""
 	for node in nodes:
 		if isinstance(node, ast.Constant) and isinstance(node.value, str):
 			named = NAMED.fullmatch(node.value)
