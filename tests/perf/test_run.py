@@ -162,16 +162,13 @@ def test_gemm_on_the_reference():
 			assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
-@each("is_moe", [False, True])
-def test_layers_are_compared_with_fp32(is_moe):
-	"""A gradient that is off by little fails the check."""
-	if is_moe:
-		work = moe.MoEWork("moe", moe.TINY, 20, "zipf", layer.PASSES[1], CPU)
-	else:
-		work = layer.LayerWork("mlp", layer._TINY, 20, "7 0 6 7", layer.PASSES[1], CPU)
+@each("work", [(layer.LayerWork, "mlp", layer._TINY, 20, "7 0 6 7"), (moe.MoEWork, "moe", moe.TINY, 20, "zipf")])
+def test_layers_are_compared_with_fp32(work):
+	kind, *which = work
+	work = kind(*which, layer.PASSES[1], CPU)
 	results = [t.clone() for t in work.expected]
-	assert work.error(results) == 0.0 and len(results) == 4 + is_moe
-	for index in range(4 + is_moe):
+	assert work.error(results) == 0.0 and len(results) == 2 + len(work.weights)
+	for index in range(len(results)):
 		wrong = [t.clone() for t in results]
 		wrong[index] *= 1.1
 		assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
@@ -222,7 +219,6 @@ def test_a_count_needs_the_emulator():
 
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
-	"""What CI compares in full, of the smallest kernels: they are where they were."""
 	pytest.importorskip("cutlass")
 	assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
 
