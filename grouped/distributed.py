@@ -81,7 +81,7 @@ class Exchange:
 	  wire: the format in which tokens travel, or None for their own.
 	  gradient_wire: that of the gradients of outputs.
 	  capacity: pairs and tokens from each rank to each other, or None for as many as there are.
-	  overlap: what needs no exchange is computed while something travels.
+	  overlap: what needs no exchange is computed while results travel.
 
 	Attributes:
 	  sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same of
@@ -117,23 +117,20 @@ class Exchange:
 	) -> Tensor:
 		"""As ``grouped.experts.experts``, of experts that are spread over the ranks.
 
-		``meanwhile`` is called while the ranks tell each other how much they send, or, as a capacity says that,
-		while results travel.
+		``meanwhile`` is called while results travel.
 		"""
-		if not self.overlap:
-			meanwhile = None
-		places = self.places(routing, p, meanwhile)
+		places = self.places(routing, p)
 		rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
 		local = compute_routing(expert, self.num_experts // self.ranks)
 		h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
 		back = self._start(h.detach(), places.pairs.back, "combine")
-		if self.capacity is not None and meanwhile is not None:
+		if self.overlap and meanwhile is not None:
 			meanwhile()
 		# The gradient of the weights is what ``_Dispatch`` has.
 		y: Tensor = _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
 		return y
 
-	def places(self, routing: Routing, p: Tensor, meanwhile: Callable[[], object] | None = None) -> Places:
+	def places(self, routing: Routing, p: Tensor) -> Places:
 		"""Where the tokens of all ranks go; how many, the ranks tell each other."""
 		each, ranks, experts_ = self.capacity, self.ranks, self.num_experts
 		local, row, offs = experts_ // ranks, routing.row, routing.offs
@@ -146,10 +143,7 @@ class Exchange:
 		if each is None:
 			ends = torch.stack([offs[local - 1 :: local], once.offs])
 			sizes = (ends - pad(ends[:, :-1], (1, 0))).T
-			arriving = self._start(sizes, None, "routing")
-			if meanwhile is not None:
-				meanwhile()
-			arriving = self._finish(arriving)
+			arriving = self._all_to_all(sizes, None, "routing")
 			pairs, tokens = (Splits(*both) for both in torch.stack([sizes, arriving]).permute(2, 0, 1).tolist())
 			token = once.token[: sum(tokens.send)]
 			source = base.repeat_interleave(arriving[:, 1], output_size=sum(tokens.receive))
@@ -350,8 +344,7 @@ class ExpertParallel(_Style):
 	    for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted
 	    in ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as there are,
 	    whose numbers the host reads once a call.
-	  overlap: the shared expert of a ``MoE`` computes while those numbers travel, or, with a capacity,
-	    the outputs of experts. Its bits are the same.
+	  overlap: the shared expert of a ``MoE`` computes while outputs of the others travel, with the same bits.
 
 	``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
