@@ -124,11 +124,7 @@ def k_grouped_gemm(
 	  b: (T, K), likewise, in the same slots; a plain one may have an index.
 	  groups: where the groups lie.
 	  out: (G, N, K), any floating dtype.
-	  alpha: (G,) fp32.
-	  accumulate: add to what ``out`` holds.
-	  tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
-	  split: where the operands have no block scales, and that matters to the tensor core, sums
-	    move to fp32 every 128 of K.
+	  alpha, accumulate, tensor_core, split: as for ``m_grouped_gemm``.
 	"""
 	adder = Adder(tensor_core, "a", split)
 	first_tile = groups.first_tile.tolist()
