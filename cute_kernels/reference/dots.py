@@ -45,10 +45,10 @@ here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which
 How the kernels feed them decides two things:
 
 - The side that they decode in registers (the weights; A of a k_grouped product) is 2^-14 times its
-  values (``layout.pieces``); the sum is multiplied by 2^14. (Beside bf16 activations the weights are bf16, 2^-7 times their values.) A value below 1
-  then is subnormal in fp16 and its exponent counts as that of 1, so E may come out too high, by 10
-  at most. The products cannot lose bits to that: they are multiples of 2^(E - 25) all the same. An
-  accumulator far smaller than the other side's values can.
+  values (``layout.pieces``), beside bf16 activations 2^-7 times; the sum is multiplied by the inverse.
+  A value below 1 then is subnormal in fp16 and its exponent counts as that of 1, so E may come out
+  too high, by 10 at most. The products cannot lose bits to that: they are multiples of 2^(E - 25)
+  all the same. An accumulator far smaller than the other side's values can.
 - The order of K is that of ``layout.pieces``.
 """
 
