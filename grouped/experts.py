@@ -17,7 +17,7 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torch import Tensor
 from cute_kernels import ops
 from cute_kernels.activations import is_gated
 from cute_kernels.ops.activated import activates
+from cute_kernels.ops.registry import PLAIN
+from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
@@ -188,6 +190,35 @@ def experts(
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
 _Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
 _NOTHING: _Needs = ((False, False), (False, False))
+#: Classes of tensors that ``facts`` gives and kernels take.
+TAKEN = PLAIN | {GroupedTensor}
+
+
+_Result: TypeAlias = "tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]"
+
+
+def facts(layers: Sequence[Layer]) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+	"""What decides how layers multiply, and all tensors that they read; None if somebody looks on."""
+	key: list[Any] = []
+	tensors: list[Tensor | None] = []
+	for weights, bias, recipe, copies, _, scaling, probe, flags in layers:
+		if probe is not None or flags is not None:
+			return None
+		key += (recipe.texts, recipe.propagate_nonfinite, len(weights))
+		tensors += (bias, *weights)
+		weight = weights[0]
+		if isinstance(weight, GroupedTensor):
+			inner = weight._inner()
+			key += (weight.format.text, weight.prepacked, *inner)
+			tensors += inner.values()
+		elif copies is not None:
+			for copy in copies[:2]:
+				key.append(None if copy is None else len(copy))
+				tensors += copy or ()
+			tensors.append(copies.amax)
+		if scaling is not None:
+			tensors += scaling.scales
+	return tuple(key), tensors
 
 
 def _forward(
@@ -198,7 +229,34 @@ def _forward(
 	style: Style,
 	needs: _Needs = _NOTHING,
 	keeps_z: bool = False,
-) -> tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]:
+) -> _Result:
+	"""``_run``, replayed where it can be."""
+	found = facts(layers)
+	if found is None:
+		return _run(x, p, r, layers, style, needs, keeps_z)
+
+	def run() -> tuple[list[Tensor | None], list[int]]:
+		y, z, left = _run(x, p, r, layers, style, needs, keeps_z)
+		parts = [part for seen in left for part in seen]
+		return [y, z, *(t for part in parts for t in part)], [len(part) for part in parts]
+
+	key, tensors = found
+	outputs, counts = replayed(("experts", key, style, needs, keeps_z), [x, p, *r, *tensors], run, TAKEN)
+	rest = iter(outputs)
+	y, z = next(rest), next(rest)
+	parts: list[Any] = [[next(rest) for _ in range(count)] for count in counts]
+	return cast("Tensor", y), z, (_Saved(*parts[:3]), _Saved(*parts[3:]))
+
+
+def _run(
+	x: Tensor,
+	p: Tensor | None,
+	r: Routing | InPlace,
+	layers: tuple[Layer, Layer],
+	style: Style,
+	needs: _Needs,
+	keeps_z: bool,
+) -> _Result:
 	"""y, z if kept, and what each layer leaves; of tokens that are gathered gradients make it again."""
 	(first, second), act = layers, (style.activation, style.interleaved)
 	(dx, dw), (da, dw_2) = needs

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import InPlace, Routing, Style, compute_routing, experts
+from grouped.experts import InPlace, Layer, Routing, Style, compute_routing, experts
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
 
@@ -118,7 +118,7 @@ class GroupedMLP(nn.Module):
 				return False
 		elif torch._C._functorch.peek_interpreter_stack() is not None or nn.modules.module._has_any_global_hook():
 			return False
-		return _is_bare(self.gate_up) and _is_bare(self.down)
+		return is_bare(self.gate_up) and is_bare(self.down)
 
 	@property
 	def is_watched(self) -> bool:
@@ -134,15 +134,18 @@ class GroupedMLP(nn.Module):
 		style: Style,
 	) -> Tensor:
 		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does."""
-		needs_dx = rows.requires_grad
-		layers = []
-		for layer in (self.gate_up, self.down):
-			sink = layer.sink(is_first_microbatch)
-			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			if torch.is_grad_enabled():
-				needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		layers = self.layers(rows, weights, is_first_microbatch)
 		function: Any = self.exchange or experts
 		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
+
+	def layers(self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None) -> tuple[Layer, Layer]:
+		"""What a call multiplies by."""
+		trains = torch.is_grad_enabled()
+		needs_dx = rows.requires_grad
+		first = self.gate_up.prepare(rows.device, needs_dx, is_first_microbatch)
+		if trains:
+			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		return first, self.down.prepare(rows.device, needs_dx, is_first_microbatch)
 
 	def extra_repr(self) -> str:
 		"""The activation."""
@@ -154,7 +157,12 @@ class GroupedMLP(nn.Module):
 		self.gate_up.backward_dw()
 
 
-def _is_bare(layer: nn.Module) -> bool:
+def is_bare(layer: nn.Module, cls: type[nn.Module] = GroupedLinear) -> bool:
 	"""Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks into it."""
-	hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-	return type(layer) is GroupedLinear and not any(hooks) and "forward" not in layer.__dict__
+	return type(layer) is cls and not (
+		layer._forward_pre_hooks
+		or layer._forward_hooks
+		or layer._backward_pre_hooks
+		or layer._backward_hooks
+		or "forward" in layer.__dict__
+	)
