@@ -84,17 +84,15 @@ def test_a_layer_that_serves(recordings):
 	assert [serves(seed) for seed in range(3)] == [1, 1, 2]  # experts and, with where tokens end, the router
 	hook.remove()
 	assert len(seen) == 6
-	x = torch.cat([tokens(1), tokens(2)]).view(2, 9, 64).transpose(0, 1)[:, 1]
-	assert not x.is_contiguous()
-	check(functools.partial(serve, x))
+	check(functools.partial(serve, tokens(1, 18)[::2]))
 	before = len(recordings)
 	with cute_kernels.backend(EMULATED):
 		with FlopCounterMode(display=False) as flops:
 			serve(tokens(1))
 		with torch.profiler.profile() as profile:
 			serve(tokens(1))
-		with FakeTensorMode() as mode:
-			assert copy.deepcopy(moe)(mode.from_tensor(tokens(1))).shape == (9, 64)
+		with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+			assert serve(mode.from_tensor(tokens(1)))[0].fake_mode is mode
 	assert flops.get_total_flops() > 0
 	assert "cute_kernels::moe_combine" in {e.name for e in profile.events()}
 	assert len(recordings) == before
