@@ -16,7 +16,7 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -187,6 +187,26 @@ def experts(
 	return _differentiable(x, p, routing, first, second, style)
 
 
+def without_gradients(
+	key: Hashable, given: Sequence[Tensor | None], layers: tuple[Layer, Layer], run: Callable[[], Tensor]
+) -> Tensor:
+	"""``run()``, which calls ``experts`` of these layers; as one function that is replayed where it can be.
+
+	Args:
+	  key: what decides what it does besides layers.
+	  given: what it reads besides them.
+	  layers: those.
+	  run: also what runs where gradients are wanted.
+	"""
+	is_one = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(layer.scaling for layer in layers))
+	found = _facts(layers) if is_one else None
+	if found is None:
+		return run()
+	more, tensors = found
+	y: Tensor = replayed((key, more), [*given, *tensors], lambda: ([run()], None), TAKEN)[0][0]
+	return y
+
+
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
 _Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
 _NOTHING: _Needs = ((False, False), (False, False))
@@ -197,7 +217,7 @@ TAKEN = PLAIN | {GroupedTensor}
 _Result: TypeAlias = "tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]"
 
 
-def facts(layers: Sequence[Layer]) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+def _facts(layers: Sequence[Layer]) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
 	"""What decides how layers multiply, and all tensors that they read; None if somebody looks on."""
 	key: list[Any] = []
 	tensors: list[Tensor | None] = []
@@ -231,7 +251,7 @@ def _forward(
 	keeps_z: bool = False,
 ) -> _Result:
 	"""``_run``, replayed where it can be."""
-	found = facts(layers)
+	found = _facts(layers)
 	if found is None:
 		return _run(x, p, r, layers, style, needs, keeps_z)
 

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
-from cute_kernels.ops.replay import replayed
 from grouped.autograd import rows_and_ends, rows_of
-from grouped.experts import TAKEN, Style, compute_routing, experts, facts
+from grouped.experts import Style, compute_routing, experts, without_gradients
 from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
@@ -202,17 +201,12 @@ class MoE(nn.Module):
 		flat = rows if rows.dtype == x.dtype else x.reshape(rows.shape)
 		layers, style = self.experts.layers(rows, None, is_first_microbatch), self._style(x.dtype)
 
-		def run() -> tuple[list[Tensor], None]:
+		def run() -> Tensor:
 			choice = router(flat)
-			return [experts(rows, choice.weights, compute_routing(choice.expert_ids, self.num_experts), *layers, style)], None
+			return experts(rows, choice.weights, compute_routing(choice.expert_ids, self.num_experts), *layers, style)
 
-		found = facts(layers)
-		if found is None or any(layer.scaling is not None for layer in layers):
-			return run()[0][0]
-		key, tensors = found
-		given = [flat, None if rows is flat else rows, router.weight, router.bias, router.selection_bias, *tensors]
-		y: Tensor = replayed((router.options, self.num_experts, style, key), given, run, TAKEN)[0][0]
-		return y
+		given = (flat, None if rows is flat else rows, router.weight, router.bias, router.selection_bias)
+		return without_gradients((router.options, self.num_experts, style), given, layers, run)
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
 		"""(1,) where the tokens end."""
