@@ -11,7 +11,7 @@ from grouped.experts import Style, compute_routing, experts, without_gradients
 from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
-from .mlp import GroupedMLP, is_bare
+from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
 
 
@@ -167,7 +167,7 @@ class MoE(nn.Module):
 			raise RuntimeError("grouped.nn.MoE has no torch.func transforms")
 		if is_eager and num_tokens is None and not losses and not torch.is_grad_enabled() and self._is_one():
 			y = self._infer(x, is_first_microbatch)
-			return y.view(x.shape)
+			return y if x.dim() == 2 else y.view(x.shape)
 		end = self._end(x, num_tokens)
 		rows, ends = rows_and_ends(x, end, 1, self.hidden_size)
 		flat, live = x.reshape(-1, self.hidden_size), None
@@ -177,12 +177,13 @@ class MoE(nn.Module):
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
-		run = self._run_eager if self.experts.is_watched else self.experts.run
-		y = run(rows, choice.weights, routing, is_first_microbatch, self._style(x.dtype))
+		run = self._run_eager if self.experts.is_watched else self.experts
+		mixture = Mixture(choice.weights, routing, self._style(x.dtype))
+		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)
-		y = y.view(x.shape)
+		y = y if x.dim() == 2 else y.view(x.shape)
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
 	def _style(self, dtype: torch.dtype) -> Style:
@@ -191,9 +192,10 @@ class MoE(nn.Module):
 
 	def _is_one(self) -> bool:
 		"""Whether all is one function where no gradients are wanted: nothing needs its parts."""
-		if self.shared is not None or self.experts.exchange is not None or nn.modules.module._has_any_global_hook():
+		mlp = self.experts
+		if self.shared is not None or mlp.exchange is not None or nn.modules.module._has_any_global_hook():
 			return False
-		return is_bare(self.router, Router)
+		return is_bare(self.router, Router) and is_bare(mlp, GroupedMLP) and is_bare(mlp.gate_up) and is_bare(mlp.down)
 
 	def _infer(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
 		"""``forward`` of all tokens without gradients: (T, H)."""
@@ -218,8 +220,9 @@ class MoE(nn.Module):
 		return num_tokens.view(1)
 
 	@eager_only("something looks at the experts, or takes their gradients")
-	def _run_eager(self, *arguments: Any) -> Tensor:
-		return self.experts.run(*arguments)
+	def _run_eager(self, rows: Tensor, mixture: Mixture, *, is_first_microbatch: bool | None) -> Tensor:
+		y: Tensor = self.experts(rows, mixture, is_first_microbatch=is_first_microbatch)
+		return y
 
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""
