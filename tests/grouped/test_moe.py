@@ -208,6 +208,23 @@ def test_steps_repeat_and_recompute(recipe):
 	assert_all_same(*runs[::2])
 
 
+@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")})
+def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
+	"""With the bits of quantizing them after, unless something else reads them."""
+	calls, make = [], experts.ops.moe_quantize_gradient
+	monkeypatch.setattr(experts.ops, "moe_quantize_gradient", lambda *given: calls.append(1) or make(*given))
+	for options, by_one in (({}, 1), ({"activation": "srelu", "recompute": True}, 1), ({"bias": True}, 0)):
+		moe = moe_of(recipe, **options)
+		got = step(moe, tokens())
+		with grouped.debug.inspect(moe):
+			assert_all_same(step(moe, tokens()), got)
+		with monkeypatch.context() as patch:
+			patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
+			assert_all_same(step(moe, tokens()), got)
+		assert len(calls) == by_one
+		calls.clear()
+
+
 @each("name", ["mixtral", "gpt-oss", "squared relu"])
 @every_recipe
 def test_activations_in_epilogues(recipe, name, monkeypatch):

@@ -71,7 +71,7 @@ def test_amax(name):
 	rows, groups = sparse(len(big), dtype=torch.float32), torch.zeros(1)
 	config = AmaxConfig("bfloat16", per_row=True)
 	# Runs of rows go from the last to the first.
-	run_ctas(config, 0, 2**20, big, None, ends(len(big)), rows, groups, 2)
+	run_ctas(config, 0, 2**20, big, ends(len(big)), rows, groups, 2)
 	assert torch.equal(rows[before:], x.float().abs().amax(1))
 	assert torch.equal(groups, x.float().abs().amax().view(1))
 
@@ -146,14 +146,14 @@ def test_dbias(vectorized):
 	want = ops.grouped_dbias(x, ends(ROWS))
 	config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
 	items = 2 * cols // (64 if vectorized else 32)
-	run_ctas(config, items - 4, items, big, None, offs, out, 1)
+	run_ctas(config, items - 4, items, big, offs, out, 1)
 	assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
 	# Sums of many groups, of which the last has all rows.
 	offs = torch.zeros(2**19 + 1, dtype=torch.int32)
 	offs[-1] = ROWS
 	sums = sparse(len(offs), cols, dtype=torch.float32)
 	items = len(offs) * cols // (64 if vectorized else 32)
-	run_ctas(config, items - 4, items, x, None, offs, sums, 1)
+	run_ctas(config, items - 4, items, x, offs, sums, 1)
 	assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 

@@ -147,8 +147,7 @@ OUT_FORMS = {
 	"dequantize": ("grouped_dequantize", ("scales",)),
 	"amax": ("grouped_amax", ("x",)),
 	"dbias": ("grouped_dbias", ("dy",)),
-	"quantized activation": ("grouped_quantize", ("x", "grad")),
-	"dbias of an activation": ("grouped_dbias", ("dy", "grad")),
+	"quantized activation": ("grouped_quantize", ("x",)),
 }
 OPERANDS = [(call, operand) for call, (_, operands) in OUT_FORMS.items() for operand in operands]
 
@@ -171,8 +170,7 @@ def arguments_of(call):
 		"dequantize": dequantize_arguments(codes[:3], "nvfp4", 8, torch.float32, offs),
 		"amax": (x, offs),
 		"dbias": (x, offs),
-		"quantized activation": (x, "nvfp4", offs, *(None, True, False, None, None), "silu", x + 1),
-		"dbias of an activation": (x, offs, "silu", x + 1),
+		"quantized activation": (x, "nvfp4", offs, *(None, True, False, None, None), "silu"),
 	}
 	fields = getattr(ops, OUT_FORMS[call][0]).default._schema.arguments
 	return {f.name: value for f, value in zip(fields, per_call[call], strict=False)}

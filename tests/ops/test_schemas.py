@@ -154,6 +154,9 @@ BY_OP = {
 		"weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
 		"alone": lambda: (x(), x(), "silu"),
 	},
+	"moe_quantize_gradient": {
+		"halves": lambda: (x(64), x(32), "fp8_block", "mxfp8", "swiglu", OFFS, False, *weights_and_pairs())
+	},
 	"moe_combine": {
 		"weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
 		"sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),

@@ -23,7 +23,8 @@ SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 UNSAYABLE = {
 	*itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
 	*itertools.product(
-		("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"), FORMATS[:1]
+		("grouped_quantize", "grouped_dequantize", "moe_quantize_gradient", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
+		FORMATS[:1],
 	),
 	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
 	*itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
@@ -156,6 +157,9 @@ CALLS = {
 	"moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
 	"moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
 		torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
+	),
+	"moe_quantize_gradient": lambda fmt, dtype: ops.moe_quantize_gradient(
+		*[torch.ones(6, K).to(dtype)] * 2, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), torch.arange(6).int()
 	),
 	"moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
 	"grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
