@@ -1,23 +1,22 @@
 """What a function does to tensors, done again without the Python that decides on it.
 
-A function of several ops takes longer on the host than their launches do: checks, choices, look-ups
-of plans, objects for arguments. Of tensors with the same metadata all of that comes to the same. So
-the first call with such tensors runs as it is, the second is recorded, and later ones repeat it:
-allocations, launches, and calls of PyTorch's own functions, in their order, on the stream that is
-current then, with the tensors of the call in the places of those that were recorded.
+Checks, choices and look-ups of several ops take longer on the host than their launches, and come to
+the same for tensors with the same metadata. So the first call with such tensors runs as it is, the
+second is recorded, and later ones repeat it: allocations, launches and PyTorch's own functions, in
+their order, on the current stream, with the tensors of the call in the places of those recorded.
 
-Nothing is repeated that was not seen whole. A call is recorded below the dispatcher, where each
-function of PyTorch passes, with ops of this package taken apart to launches of kernels; what reads
-values on the host, or takes a tensor that is neither given nor made inside, is never repeated.
+A call is recorded below the dispatcher, ops of this package taken apart. What reads values on the
+host, or takes a tensor that is neither given nor made inside, is never repeated.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +33,8 @@ if TYPE_CHECKING:
 
 #: Tensors and Nones, and anything else that follows from metadata alone.
 Found: TypeAlias = "tuple[Sequence[Any], Any]"
+#: A function, what reads its arguments from the values, the place of its result (0: none), and what ends.
+_Step: TypeAlias = "tuple[Callable[..., Any], Callable[[list[Any]], Sequence[Any]], int, Sequence[int]]"
 
 _aten = torch.ops.aten
 #: The same without the dispatcher's reading of schemas, which takes a microsecond.
@@ -43,7 +44,6 @@ _QUICK: dict[Any, Callable[..., Any]] = {
 	_aten.transpose.int: Tensor.transpose,
 	_aten.full.default: torch.full,
 	_aten.empty_strided.default: torch.empty_strided,
-	_aten.zero_.default: Tensor.zero_,
 }
 #: What depends on values, which are not in the key.
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -52,81 +52,56 @@ _SEEN, _NEVER = object(), object()
 
 
 def replayed(
-	key: Hashable,
-	tensors: Sequence[Tensor | None],
-	function: Callable[[], Found],
-	plain: frozenset[type] = registry.PLAIN,
+	key: Hashable, given: Sequence[Any], function: Callable[[], Found], plain: frozenset[type] = registry.PLAIN
 ) -> Found:
-	"""``function()``: tensors, and what else it found; repeated where nothing observes the call.
+	"""``function()``, repeated where nothing observes the call.
 
 	Args:
-	  key: all that decides what the function does, but for the metadata of ``tensors`` and the
-	    backend; no values of tensors decide on anything.
-	  tensors: all that it reads, or returns without having made it.
-	  function: it writes tensors that it makes and no others, and changes nothing else.
+	  key: what decides what the function does, but for the metadata of ``given`` and the backend.
+	  given: all tensors that it reads or returns without having made them, and Nones.
+	  function: it writes what it makes, and changes nothing else.
 	  plain: classes of tensors that need no dispatcher.
 	"""
-	if registry.is_observed(tensors, plain):
+	if registry.is_observed(given, plain):
 		return function()
 	choice, plans = chosen_backend(), registry.plans()
-	full = plan_key(key, choice, tensors)
+	full = plan_key(key, choice, given)
 	plan = plans.get(full)
 	if type(plan) is Recording:
-		return plan.repeat(tensors) if plan.fits(tensors) else function()
+		return plan.repeat(given) if plan.fits(given) else function()
+	tensors = [t for t in given if t is not None]
 	if plan is None:
-		plans.add(full, _SEEN if _has_kernels(choice, tensors) else _NEVER)
-	elif plan is _SEEN and _are_distinct(tensors):
-		recorder = _Recorder(choice, tensors)
-		with recorder:
+		device = tensors[0].device
+		has_kernels = device.type != "meta" and resolve_backend(choice, device).arch != "reference"
+		plans.add(full, _SEEN if has_kernels else _NEVER)
+	# Tensors that are the same now may be others next time.
+	elif plan is _SEEN and len(set(map(id, tensors))) == len(tensors):
+		with _Recorder(choice, given) as recorder:
 			found = function()
-		plans.add(full, recorder.recording(found) or _NEVER)
+		plans.add(full, recorder.recording(*found) or _NEVER)
 		return found
 	return function()
-
-
-def _has_kernels(choice: Choice, tensors: Sequence[Tensor | None]) -> bool:
-	device = next(t.device for t in tensors if t is not None)
-	return device.type != "meta" and resolve_backend(choice, device).arch != "reference"
-
-
-def _are_distinct(tensors: Sequence[Tensor | None]) -> bool:
-	"""Whether a recording can tell the tensors apart, which may be others next time."""
-	given = [id(t) for t in tensors if t is not None]
-	return len(set(given)) == len(given)
-
-
-class _Step(NamedTuple):
-	"""A call: of what, its arguments from the values, where its result goes (0: nowhere), and what ends."""
-
-	function: Callable[..., Any]
-	arguments: Callable[[list[Any]], Sequence[Any]]
-	result: int
-	ended: tuple[int, ...]
 
 
 class Recording:
 	"""A call that can be repeated. It holds none of its tensors."""
 
-	def __init__(
-		self, tensors: Sequence[Tensor | None], rest: list[Any], steps: list[_Step], found: list[int], more: Any
-	) -> None:
+	def __init__(self, given: Sequence[Any], constants: list[Any], steps: list[_Step], found: list[int], more: Any):
 		# A tensor that wraps others has no address.
-		plain = ((i, t) for i, t in enumerate(tensors) if type(t) in registry.PLAIN and t is not None)
-		self._offsets = [(i, t.data_ptr() % ALIGNMENT) for i, t in plain]
-		devices = {t.device for t in tensors if t is not None and t.is_cuda}
-		self._index = next(iter(devices)).index if devices else None
-		self._rest, self._steps, self._found, self._more = rest, steps, _getter(found), more
+		self._offsets = [(i, t.data_ptr() % ALIGNMENT) for i, t in enumerate(given) if type(t) in registry.PLAIN]
+		self._index = next((t.device.index for t in given if t is not None and t.is_cuda), None)
+		self._constants, self.steps, self._found, self._more = constants, steps, _getter(found), more
 
-	def fits(self, tensors: Sequence[Any]) -> bool:
+	def fits(self, given: Sequence[Any]) -> bool:
 		"""Whether tensors of the same metadata lie where these could, and new ones go there."""
 		if self._index is not None and (registry._get_device or torch.cuda.current_device)() != self._index:
 			return False
-		return all(tensors[i].data_ptr() % ALIGNMENT == offset for i, offset in self._offsets)
+		return all(given[i].data_ptr() % ALIGNMENT == offset for i, offset in self._offsets)
 
-	def repeat(self, tensors: Sequence[Tensor | None]) -> Found:
+	def repeat(self, given: Sequence[Any]) -> Found:
 		"""Do it again with these."""
-		values: list[Any] = [*tensors, *self._rest]
-		for function, arguments, place, ended in self._steps:
+		values: list[Any] = [*given, *self._constants]
+		for function, arguments, place, ended in self.steps:
 			result = function(*arguments(values))
 			if place:
 				values[place] = result
@@ -136,44 +111,24 @@ class Recording:
 
 
 def _getter(places: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-	"""What reads a tuple of values; there is at least one place."""
-	if len(places) == 1:
-		return lambda values: (values[places[0]],)
-	return operator.itemgetter(*places)
-
-
-class _Launcher:
-	"""A launcher whose kernels tell a recorder of their launches."""
-
-	def __init__(self, launch: Launcher, recorder: _Recorder) -> None:
-		self.arch, self.num_sms, self._launch, self._recorder = launch.arch, launch.num_sms, launch, recorder
-
-	def kernel(self, spec: Any) -> Callable[..., object]:
-		kernel = self._launch.kernel(spec)
-
-		def run(*arguments: Any) -> None:
-			self._recorder.launches += 1
-			self._recorder.note(kernel, arguments)
-			with _disable_current_modes():  # An emulated kernel looks into tensors.
-				kernel(*arguments)
-
-		return run
+	"""What reads a tuple of values, of at least one place."""
+	return operator.itemgetter(*places) if len(places) > 1 else lambda values: (values[places[0]],)
 
 
 class _Recorder(TorchDispatchMode):
 	"""Notes what a call does."""
 
-	def __init__(self, choice: Choice, tensors: Sequence[Tensor | None]) -> None:
+	def __init__(self, choice: Choice, given: Sequence[Any]) -> None:
 		super().__init__()  # type: ignore[no-untyped-call]
-		self._choice, self._given = choice, tensors
-		self._values: list[Any] = [None] * len(tensors)
+		self._choice, self._given = choice, given
+		self._values: list[Any] = [None] * len(given)
 		#: Function, places of arguments, place of the result, whether it writes what is there.
 		self._steps: list[tuple[Callable[..., Any], list[int], int, bool]] = []
 		#: Weak, for temporary tensors to be freed as ever.
-		self._places = {id(t): (weakref.ref(t), i) for i, t in enumerate(tensors) if t is not None}
+		self._places = {id(t): (weakref.ref(t), i) for i, t in enumerate(given) if t is not None}
 		self._made: set[int] = set()
 		self._is_whole = True
-		self.launches = 0
+		self._launches = 0
 
 	def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
 		kwargs = kwargs or {}
@@ -182,13 +137,28 @@ class _Recorder(TorchDispatchMode):
 			result = func(*args, **kwargs)
 			self._note_function(func, args, kwargs, result)
 			return result
-		op, before = cls(*args, **kwargs), self.launches
+		op, before = cls(*args, **kwargs), self._launches
 		with self:
-			backend = resolve_backend(self._choice, op.device)
-			outputs = op.plan(backend, lambda launch: _Launcher(launch, self)).compute(op)
-		# The reference computes then, as it does for what kernels do not take.
-		self._is_whole &= self.launches > before
+			outputs = op.plan(resolve_backend(self._choice, op.device), self._launcher).compute(op)
+		# Else the reference computes, as for what kernels do not take.
+		self._is_whole &= self._launches > before
 		return outputs if cls.returns_list else outputs[0]
+
+	def _launcher(self, launch: Launcher) -> Any:
+		"""A launcher whose launches are noted."""
+
+		def kernel(spec: Any) -> Callable[..., None]:
+			kernel = launch.kernel(spec)
+
+			def run(*arguments: Any) -> None:
+				self._launches += 1
+				self._note(kernel, arguments)
+				with _disable_current_modes():  # An emulated kernel looks into tensors.
+					kernel(*arguments)
+
+			return run
+
+		return types.SimpleNamespace(arch=launch.arch, num_sms=launch.num_sms, kernel=kernel)
 
 	def _note_function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
 		if not isinstance(result, Tensor) or func.namespace != "aten" or _OF_VALUES.intersection(func.tags):
@@ -196,29 +166,24 @@ class _Recorder(TorchDispatchMode):
 			return
 		function: Callable[..., Any] = _QUICK.get(func, func)
 		leaves, spec = tree_flatten((args, kwargs))
-		count = sum(isinstance(t, Tensor) for t in leaves)
 		if func is _aten.empty_strided.default and result.is_cuda and registry._empty_strided_cuda is not None:
 			function, args = registry._empty_strided_cuda, (*args, result.dtype)
-		elif count > sum(isinstance(t, Tensor) for t in args):
+		elif sum(isinstance(t, Tensor) for t in leaves) > sum(isinstance(t, Tensor) for t in args):
 			function, args = functools.partial(_unflattened, function, spec), leaves
 		elif kwargs:
 			function = functools.partial(function, **kwargs)
-		self.note(function, args, result, func._schema.is_mutable)
+		self._note(function, args, result, func._schema.is_mutable)
 
-	def note(
+	def _note(
 		self, function: Callable[..., Any], arguments: Sequence[Any], result: Tensor | None = None, writes: bool = True
 	) -> None:
-		"""Note a call."""
 		places, new = [self._place(a) for a in arguments], 0
 		if result is not None and self._find(result) is None:
-			new = self._add(None)
+			self._values.append(None)
+			new = len(self._values) - 1
 			self._made.add(new)
 			self._places[id(result)] = weakref.ref(result), new
 		self._steps.append((function, places, new, writes))
-
-	def _add(self, value: Any) -> int:
-		self._values.append(value)
-		return len(self._values) - 1
 
 	def _find(self, tensor: Tensor) -> int | None:
 		known, place = self._places.get(id(tensor), (None, 0))
@@ -226,27 +191,25 @@ class _Recorder(TorchDispatchMode):
 
 	def _place(self, value: Any) -> int:
 		"""Where an argument is among the values."""
-		if not isinstance(value, Tensor):
-			return self._add(value)
-		place = self._find(value)
-		# A tensor that is neither given nor made here.
-		self._is_whole &= place is not None
-		return place or 0
+		if isinstance(value, Tensor):
+			place = self._find(value)
+			self._is_whole &= place is not None
+			return place or 0
+		self._values.append(value)
+		return len(self._values) - 1
 
-	def recording(self, found: Found) -> Recording | None:
+	def recording(self, outputs: Sequence[Any], more: Any) -> Recording | None:
 		"""The recording of a call that found this; None if it cannot be repeated."""
-		outputs, more = found
-		places = [self._place(t) for t in outputs]
-		if not self._is_whole:
-			return None
+		found = [self._place(t) for t in outputs]
 		# From the last: whose results nothing needs, and who is the last to need something.
-		steps, given, live = [], len(self._given), set(places)
+		steps: list[_Step] = []
+		live = set(found)
 		for function, arguments, result, writes in reversed(self._steps):
 			if writes or result in live:
 				read = self._made.intersection(arguments)
-				steps.append(_Step(function, _getter(arguments), result, tuple(read - live)))
+				steps.insert(0, (function, _getter(arguments), result, tuple(read - live)))
 				live |= read
-		return Recording(self._given, self._values[given:], steps[::-1], places, more)
+		return Recording(self._given, self._values[len(self._given) :], steps, found, more) if self._is_whole else None
 
 
 def _unflattened(function: Callable[..., Any], spec: Any, *leaves: Any) -> Any:

@@ -163,6 +163,6 @@ def test_memory_ends_where_it_did(recordings):
 			ids, rows = values()
 			replay.replayed("memory", [ids, rows], lambda ids=ids, rows=rows: count(ids, rows))
 	(recording,) = recordings
-	made = {s.result for s in recording._steps if s.result}
-	ended = [i for s in recording._steps for i in s.ended]
+	made = [step[2] for step in recording.steps if step[2]]
+	ended = [i for step in recording.steps for i in step[3]]
 	assert len(set(ended)) == len(ended) == len(made) - 2
