@@ -148,8 +148,10 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 			assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
 
 
-def test_router_gradients_of_every_kind_of_input():
-	"""Also of dtypes that are split into parts; logits have the precision of fp32."""
+@each("many", [2, 2048])
+def test_router_gradients_of_every_kind_of_input(many, monkeypatch):
+	"""Also of dtypes that are split into parts, and of halves of the tokens; logits have the precision of fp32."""
+	monkeypatch.setattr("grouped.nn.router._MANY_TOKENS", many)
 	half, single = torch.bfloat16, torch.float32
 	for dtype, of_weight in ((half, half), (half, single), (single, single), (torch.float16, torch.float16)):
 		x, weight = tokens(dtype=dtype).requires_grad_(), (torch.randn(E, H) / 8).to(of_weight).requires_grad_()

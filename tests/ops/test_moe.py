@@ -109,8 +109,8 @@ def routed(case, tokens=7):
 		bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
 	out = ops.moe_route(logits, bias, end, k, *options)
 	dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
-	gradient = ops.moe_route_gradient(dweights, dscores, out[1], out[2], *options[:2], options[-1])
-	return [*out, gradient]
+	given = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
+	return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
 @each("case", ROUTERS)

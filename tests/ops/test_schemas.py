@@ -144,7 +144,7 @@ BY_OP = {
 	},
 	"moe_route_gradient": {
 		"scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
-		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x()),
+		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x(), "sigmoid", True, 1.0, True),
 	},
 	"moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
 	"moe_activate": {

@@ -77,7 +77,8 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
 	tokens, experts = op.scores.shape
 	if not tokens or experts > MOST_EXPERTS:
 		return lambda op, outputs: op.run_reference(outputs)
-	config = RouterGradientConfig(op.score, op.renormalize, _per_lane(experts), op.dscores is not None)
+	facts = _per_lane(experts), op.dscores is not None, op.in_parts
+	config = RouterGradientConfig(op.score, op.renormalize, *facts)
 	kernel = launch.kernel(config)
 
 	def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
