@@ -172,8 +172,6 @@ def test_relaxed_arrival_orders_nothing():
 			run(body.format(how=".relaxed.cta"), block=64)
 
 
-# ---- threads and processes
-
 _STUB = """
 import sys, types
 package = types.ModuleType("cute_kernels")  # whose own modules import torch
@@ -246,9 +244,6 @@ print(status >> 8, num_sms())
 	assert (done.returncode, done.stdout.split()) == (0, ["4", "4"]), done.stderr
 
 
-# ---- building
-
-
 def test_no_compiler(monkeypatch):
 	monkeypatch.setenv("CXX", "no-such-compiler")
 	with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
@@ -301,22 +296,22 @@ def built(monkeypatch, tmp_path):
 	return compiled
 
 
-@each("damage", ["truncated", "one bit", "no hash", "writable", "not there"])
+@each(
+	"damage",
+	{
+		"truncated": lambda path: path.write_bytes(path.read_bytes()[:-99]),
+		"one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+		"no hash": lambda path: path.with_suffix(".sha256").unlink(),
+		"writable": lambda path: path.chmod(0o666),
+		"not there": Path.unlink,
+	},
+)
 def test_a_damaged_library_is_built_anew(built, damage):
 	build = compilation.build.__wrapped__
 	library = build()
 	good = library.read_bytes()
 	assert build() == library and len(built) == 1
-	if damage == "truncated":
-		library.write_bytes(good[: len(good) // 2])
-	elif damage == "one bit":
-		library.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-	elif damage == "no hash":
-		library.with_suffix(".sha256").unlink()
-	elif damage == "writable":
-		library.chmod(0o666)
-	else:
-		library.unlink()
+	damage(library)
 	for _ in range(2):
 		assert build() == library and len(built) == 2
 		assert library.read_bytes() == good

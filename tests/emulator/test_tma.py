@@ -137,9 +137,6 @@ def test_store_drops_what_is_outside(mode):
 	assert (target == want).all()
 
 
-# ---- faults
-
-
 def test_a_misaligned_tensor_map_in_memory():
 	array = _aligned(np.zeros((8, 8), np.float32))
 	tensor_map = np.frombuffer(emulator.tensor_map(array, (8, 8)), np.uint64).copy()
@@ -266,7 +263,6 @@ def test_ring_of_stores(mode):
 
 
 def test_missing_wait_is_seen():
-	"""Without the wait the kernel reads what was in shared memory before."""
 	array = _aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
 	out = np.zeros((8, 8), np.float32)
 	head = _head()

@@ -196,7 +196,6 @@ def test_a_step_on_any_format(fmt, optimizer, options):
 
 
 def test_weight_decay_of_adamw_shrinks_then_updates():
-	"""Two writes a step: both are quantized, in order."""
 	p = parameter()
 	dense = p.dequantize().detach()
 	p.grad = torch.zeros(p.shape, dtype=p.dtype)
@@ -218,7 +217,6 @@ def test_clipping(foreach):
 
 @every_format
 def test_averaged_model(fmt):
-	"""EMA of quantized weights: deepcopy, then lerp_ of the copies."""
 	module = nn.Module()
 	module.w = parameter(fmt=fmt)
 	average = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
@@ -256,8 +254,6 @@ def test_in_inference_mode():
 		assert_holds(p, dense * 3)
 		assert torch.add(p, 1).sub_(p).dtype == p.dtype
 
-
-# Lost updates
 
 TINY = {
 	"AdamW foreach": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=True),

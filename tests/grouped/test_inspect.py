@@ -77,7 +77,6 @@ def decoded(q, direction):
 
 
 def expected(x, q, columnwise):
-	"""The lists of ``records`` by the text of their definitions."""
 	lists = []
 	values, limits = (None, None) if q is None else decoded(q, "columnwise" if columnwise else "rowwise")
 	for g, a in enumerate(groups_of(x)):

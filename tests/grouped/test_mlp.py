@@ -74,7 +74,6 @@ def test_it_is_two_layers_and_a_gate(recipe):
 @each("activation, interleaved, bias", [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)])
 @each("recipe", ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
-	"""With a hook, they run one after the other."""
 	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
 	x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 

@@ -49,7 +49,6 @@ def run(recipe, place, value=torch.nan, single=True, compiled=False):
 
 
 def assert_all_or_none(values, wanted, found=torch.isnan):
-	"""Each row (or group) is NaN everywhere, or finite everywhere."""
 	flat = values.flatten(1)
 	assert found(flat).all(1).tolist() == list(map(bool, wanted))
 	assert flat.isfinite().all(1).tolist() == [not w for w in wanted]

@@ -1,5 +1,3 @@
-"""AdamW with fp32 masters: the bytes are those of torch's AdamW, then ``quantize``."""
-
 import copy
 
 import pytest

@@ -55,7 +55,6 @@ UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4ove
 
 
 def tiles(dtype="bfloat16", grouping="ragged", **changes):
-	"""A configuration for one level a group, unless ``changes`` has another format."""
 	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
@@ -159,7 +158,6 @@ def test_rows_of_uniform_groups(arch):
 @each("dtype", [*DTYPES])
 @each("arch", ARCHITECTURES)
 def test_special_values(arch, dtype):
-	"""NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
 	x = special_input(150, 128, DTYPES[dtype])
 	x[8::7, 48:64] = -float("nan")
 	# The last group is all tiny: its S_enc is clamped to FMAX.
@@ -211,7 +209,6 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 
 @each("arch", ARCHITECTURES)
 def test_bands_without_rows(arch):
-	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
 	band = TileConfig.band
 	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
 	problem = Problem(random_input((1600, 272), BF16), ends(*offs))

@@ -1,5 +1,3 @@
-"""The backend of a call: chosen once, when the op runs, also inside compiled functions."""
-
 import contextlib
 import importlib.util
 import threading

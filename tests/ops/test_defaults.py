@@ -1,5 +1,3 @@
-"""Settings of torch say nothing about the bits of an op, or are not silent about it."""
-
 import subprocess
 import sys
 from contextlib import contextmanager

@@ -127,7 +127,6 @@ def test_kernels(i, arch, args, tile, options):
 
 @each("activation", ACTIVATIONS)
 def test_every_activation(activation):
-	"""Of the reference backend, beside all kinds of operands."""
 	for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
 		given = arguments(kind, 48, 64, activation, is_gated(activation) and kind != "mxfp8 mxfp8", dtype="float16")
 		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))

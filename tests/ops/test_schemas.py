@@ -67,13 +67,11 @@ def decoding_shapes():
 
 
 def copy_of(text, columnwise=False, uniform=None):
-	"""One direction of ragged rows of 32 columns, or of weights of a shape."""
 	x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
 	return quantized(x, text, offs, columnwise=columnwise)
 
 
 def fp8_cases(a, b):
-	"""Products of operands of two formats, of the second as weights."""
 	texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
 	accumulation = ("split",) if a == "fp8" else ()
 	everything = (torch.rand(3, 64), alpha, True, F32)
@@ -278,7 +276,6 @@ def outputs_like(name, results, make=poisoned):
 
 
 def mapped(function, arguments):
-	"""Arguments with ``function`` of each tensor, also of those in lists."""
 	if isinstance(arguments, torch.Tensor):
 		return function(arguments)
 	if isinstance(arguments, (list, tuple)):

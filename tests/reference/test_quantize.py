@@ -105,7 +105,6 @@ def expected_blocks(x, text, offs, fill):
 
 
 def check(x, text, offs=None, amax=None):
-	"""Functional and out form, each direction alone and both together, against the oracle."""
 	whole, before = expected(x, text, offs, amax=amax), x.clone()
 	want = {name: whole[name] for name in buffer_names(text)}
 	got = quantize(x, text, offs, amax=amax)
@@ -227,9 +226,6 @@ def test_dequantize_uniform(rows, text):
 	for columnwise, values in ((False, "values"), (True, "values_t")):
 		arguments = decoded(buffers, text, columnwise, rows, F32, None)
 		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
-
-
-# ---- NVFP4
 
 
 @every_nvfp4

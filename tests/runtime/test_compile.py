@@ -40,7 +40,6 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
-	"""``traced`` after a kernel was compiled that memory does not hold."""
 	compile_kernel(SPEC, SM90)
 	forget_kernels()
 	traced()
@@ -234,9 +233,6 @@ def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
 	with Worker() as worker:
 		assert worker.compile(SPEC, SM90) == "the compiler process died with status -9"
 		assert worker.compile(SPEC, SM90) is True
-
-
-# Ahead of time
 
 
 def test_precompile_in_processes(traced, capsys):

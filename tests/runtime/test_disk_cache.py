@@ -1,5 +1,3 @@
-"""The on-disk cache without the CuTe DSL: entries are any bytes."""
-
 import dataclasses
 import enum
 import json
@@ -176,18 +174,12 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
 	assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
-# Locks
-
-
 def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
 	monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
 	entered = False
 	with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
 		entered = True
 	assert entered
-
-
-# Keys
 
 
 @each(
@@ -285,9 +277,6 @@ def test_our_kernel_sources_count_and_our_ops_do_not():
 	for name in ("reference", "ops", "emulator"):
 		assert not [path for path in read if path.is_relative_to(package / name)]
 	assert package / "runtime" / "backend.py" not in read
-
-
-# The text of a spec
 
 
 class Color(enum.IntEnum):

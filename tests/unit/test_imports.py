@@ -76,7 +76,6 @@ def names_in_strings(nodes):
 
 
 def all_imports(tree, *, with_names=False):
-	"""Names imported anywhere in a module, except for type checkers only."""
 	pending, found = [tree], []
 	while pending:
 		node = pending.pop()
@@ -89,7 +88,6 @@ def all_imports(tree, *, with_names=False):
 
 
 def imports_at_load(tree):
-	"""Names imported when the module is: those outside functions."""
 	pending, found = list(tree.body), []
 	while pending:
 		node = pending.pop()
