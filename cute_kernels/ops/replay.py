@@ -167,7 +167,7 @@ class _Recorder(TorchDispatchMode):
 		function: Callable[..., Any] = _QUICK.get(func, func)
 		leaves, spec = tree_flatten((args, kwargs))
 		if func is _aten.empty_strided.default and result.is_cuda and registry._empty_strided_cuda is not None:
-			function, args = registry._empty_strided_cuda, (*args, result.dtype)
+			function, args = registry._empty_strided_cuda, (tuple(args[0]), tuple(args[1]), result.dtype)
 		elif sum(isinstance(t, Tensor) for t in leaves) > sum(isinstance(t, Tensor) for t in args):
 			function, args = functools.partial(_unflattened, function, spec), leaves
 		elif kwargs:
