@@ -208,7 +208,7 @@ class _Dispatch(torch.autograd.Function):
 	"""Tokens to the ranks of their experts; gradients come back and are added up there."""
 
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, ...]:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, ...]:
 		ctx.save_for_backward(places.row)
 		ctx.back, ctx.exchange, ctx.dtype = places.pairs.back, exchange, x.dtype
 		tokens, said = exchange.move(x, places.token, places.tokens, "dispatch", exchange.wire, places.said)
@@ -217,7 +217,7 @@ class _Dispatch(torch.autograd.Function):
 		return ops.moe_gather(tokens, arrived), weight, expert, arrived
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 		(row,) = ctx.saved_tensors
 		exchange = ctx.exchange
 		dx = exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
@@ -229,7 +229,7 @@ class _Combine(torch.autograd.Function):
 	"""Results back to their tokens. The gradient that experts get is that of y, as ``Style.apart`` has it."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any, h: Tensor, p: Tensor, arrived: Tensor, places: Places, dtype: torch.dtype, exchange: Exchange
 	) -> Tensor:
 		ctx.save_for_backward(arrived, places.token)
@@ -239,13 +239,13 @@ class _Combine(torch.autograd.Function):
 		return y
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		(arrived, token), exchange = ctx.saved_tensors, ctx.exchange
 		tokens, _ = exchange.move(dy.to(ctx.dtype), token, ctx.splits, "combine_gradient", exchange.gradient_wire)
 		return ops.moe_gather(tokens, arrived), None, None, None, None, None
 
 
-class _Style(ParallelStyle):  # type: ignore[misc]
+class _Style(ParallelStyle):
 	"""What both styles share: on which modules, and how their parameters are sharded."""
 
 	def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -399,20 +399,20 @@ def _sum(x: Tensor, group: str) -> Tensor:
 
 class _Copied(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
 		ctx.group = group
 		return x.view_as(x)
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
 		return _sum(dx, ctx.group), None
 
 
 class _Summed(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
 		return _sum(x, group)
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
 		return dx, None
