@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -191,34 +191,26 @@ def experts(
 def without_gradients(
 	key: Hashable, given: Sequence[Tensor | None], layers: tuple[Layer, Layer], run: Callable[[], Tensor]
 ) -> Tensor:
-	"""``run()``, which calls ``experts`` of these layers; as one function that is replayed where it can be.
-
-	Args:
-	  key: what decides what it does besides layers.
-	  given: what it reads besides them.
-	  layers: those.
-	  run: also what runs where gradients are wanted.
-	"""
+	"""``run()``, replayed where no gradients are wanted: ``key`` and ``given`` say what it reads besides layers."""
 	is_one = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(layer.scaling for layer in layers))
 	found = _facts(layers) if is_one else None
 	if found is None:
 		return run()
-	more, tensors = found
-	y: Tensor = replayed((key, more), [*given, *tensors], lambda: ([run()], None), TAKEN)[0][0]
+	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda: ([run()], None), TAKEN)[0][0]
 	return y
 
 
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
 _Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
 _NOTHING: _Needs = ((False, False), (False, False))
-#: Classes of tensors that ``facts`` gives and kernels take.
+#: Classes of tensors that kernels take.
 TAKEN = PLAIN | {GroupedTensor}
 
 
 _Result: TypeAlias = "tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]"
 
 
-def _facts(layers: Sequence[Layer]) -> tuple[tuple[Any, ...], list[Tensor | None]] | None:
+def _facts(layers: Sequence[Layer]) -> tuple[Hashable, list[Tensor | None]] | None:
 	"""What decides how layers multiply, and all tensors that they read; None if somebody looks on."""
 	key: list[Any] = []
 	tensors: list[Tensor | None] = []
@@ -226,47 +218,34 @@ def _facts(layers: Sequence[Layer]) -> tuple[tuple[Any, ...], list[Tensor | None
 		if probe is not None or flags is not None:
 			return None
 		key += (recipe.texts, recipe.propagate_nonfinite, len(weights))
-		tensors += (bias, *weights)
+		tensors += (bias, *weights, *(scaling.scales if scaling else ()))
 		weight = weights[0]
 		if isinstance(weight, GroupedTensor):
 			inner = weight._inner()
 			key += (weight.format.text, weight.prepacked, *inner)
 			tensors += inner.values()
 		elif copies is not None:
-			for copy in copies[:2]:
-				key.append(None if copy is None else len(copy))
-				tensors += copy or ()
-			tensors.append(copies.amax)
-		if scaling is not None:
-			tensors += scaling.scales
+			key += (copy and len(copy) for copy in copies[:2])
+			tensors += (*(copies.rowwise or ()), *(copies.columnwise or ()), copies.amax)
 	return tuple(key), tensors
 
 
-def _forward(
-	x: Tensor,
-	p: Tensor | None,
-	r: Routing | InPlace,
-	layers: tuple[Layer, Layer],
-	style: Style,
-	needs: _Needs = _NOTHING,
-	keeps_z: bool = False,
-) -> _Result:
+def _forward(*given: Any) -> _Result:
 	"""``_run``, replayed where it can be."""
-	found = _facts(layers)
-	if found is None:
-		return _run(x, p, r, layers, style, needs, keeps_z)
+	x, p, r, layers, *rest = given
+	facts = _facts(layers)
+	if facts is None:
+		return _run(*given)
 
 	def run() -> tuple[list[Tensor | None], list[int]]:
-		y, z, left = _run(x, p, r, layers, style, needs, keeps_z)
+		y, z, left = _run(*given)
 		parts = [part for seen in left for part in seen]
 		return [y, z, *(t for part in parts for t in part)], [len(part) for part in parts]
 
-	key, tensors = found
-	outputs, counts = replayed(("experts", key, style, needs, keeps_z), [x, p, *r, *tensors], run, TAKEN)
-	rest = iter(outputs)
-	y, z = next(rest), next(rest)
-	parts: list[Any] = [[next(rest) for _ in range(count)] for count in counts]
-	return cast("Tensor", y), z, (_Saved(*parts[:3]), _Saved(*parts[3:]))
+	(y, z, *flat), counts = replayed(("experts", facts[0], *rest), [x, p, *r, *facts[1]], run, TAKEN)
+	found = iter(flat)
+	parts: list[Any] = [[next(found) for _ in range(count)] for count in counts]
+	return y, z, (_Saved(*parts[:3]), _Saved(*parts[3:]))
 
 
 def _run(
@@ -275,8 +254,8 @@ def _run(
 	r: Routing | InPlace,
 	layers: tuple[Layer, Layer],
 	style: Style,
-	needs: _Needs,
-	keeps_z: bool,
+	needs: _Needs = _NOTHING,
+	keeps_z: bool = False,
 ) -> _Result:
 	"""y, z if kept, and what each layer leaves; of tokens that are gathered gradients make it again."""
 	(first, second), act = layers, (style.activation, style.interleaved)

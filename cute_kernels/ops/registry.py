@@ -82,16 +82,10 @@ class Allocator:
 
 	def make(self) -> list[Tensor]:
 		"""The tensors, in the order of the specs."""
-		is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
 		# A mode sees what goes through the dispatcher.
-		is_cuda = is_cuda and not torch._C._len_torch_dispatch_stack()
+		is_cuda = self._cuda_index is not None and not torch._C._len_torch_dispatch_stack()
 		# There are tensors on the device, so that CUDA has been initialized.
-		# A mode sees what goes through the dispatcher.
-		if (
-			is_cuda
-			and (_get_device or torch.cuda.current_device)() == self._cuda_index
-			and not torch._C._len_torch_dispatch_stack()
-		):
+		if is_cuda and _empty_strided_cuda and (_get_device or torch.cuda.current_device)() == self._cuda_index:
 			return [_empty_strided_cuda(*b) for b in self._buffers]
 		device = self._device
 		return [torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers]
@@ -151,11 +145,6 @@ def _copy(given: Tensor, spec: BufferSpec) -> Tensor:
 
 
 _plans: PlanCache[Any] = PlanCache()
-
-
-def plans() -> PlanCache[Any]:
-	"""All plans: of ops, and of what is replayed."""
-	return _plans
 
 
 def forget_plans() -> None:
@@ -253,10 +242,7 @@ class Op(abc.ABC):
 		)
 
 	def plan(self, backend: Backend, through: Callable[[Launcher], Any] = lambda launch: launch) -> _Plan:
-		"""Check the arguments and decide what runs; the same for every call with this metadata.
-
-		``through`` makes of the launcher what launches instead.
-		"""
+		"""Check the arguments and decide what runs, the same for all calls with this metadata, ``through`` a launcher."""
 		self.check()
 		self.require(backend)
 		if backend.arch == "reference":

@@ -1,12 +1,11 @@
 """What a function does to tensors, done again without the Python that decides on it.
 
-Checks, choices and look-ups of several ops take longer on the host than their launches, and come to
-the same for tensors with the same metadata. So the first call with such tensors runs as it is, the
-second is recorded, and later ones repeat it: allocations, launches and PyTorch's own functions, in
-their order, on the current stream, with the tensors of the call in the places of those recorded.
+Checks, choices and look-ups of ops take longer on the host than launches, and come to the same for
+tensors with the same metadata. So the second call with such tensors is recorded, and later ones
+repeat it: allocations, launches and PyTorch's own functions in their order, on the current stream.
 
-A call is recorded below the dispatcher, ops of this package taken apart. What reads values on the
-host, or takes a tensor that is neither given nor made inside, is never repeated.
+It is recorded below the dispatcher, ops of this package taken apart. What reads values on the host,
+or takes a tensor that is neither given nor made inside, is never repeated.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ _aten = torch.ops.aten
 _QUICK: dict[Any, Callable[..., Any]] = {
 	_aten.view.default: Tensor.view,
 	_aten.unsqueeze.default: Tensor.unsqueeze,
-	_aten.transpose.int: Tensor.transpose,
 	_aten.full.default: torch.full,
 	_aten.empty_strided.default: torch.empty_strided,
 }
@@ -64,7 +62,7 @@ def replayed(
 	"""
 	if registry.is_observed(given, plain):
 		return function()
-	choice, plans = chosen_backend(), registry.plans()
+	choice, plans = chosen_backend(), registry._plans
 	full = plan_key(key, choice, given)
 	plan = plans.get(full)
 	if type(plan) is Recording:
@@ -166,7 +164,7 @@ class _Recorder(TorchDispatchMode):
 			return
 		function: Callable[..., Any] = _QUICK.get(func, func)
 		leaves, spec = tree_flatten((args, kwargs))
-		if func is _aten.empty_strided.default and result.is_cuda and registry._empty_strided_cuda is not None:
+		if func is _aten.empty_strided.default and result.is_cuda and registry._empty_strided_cuda:
 			function, args = registry._empty_strided_cuda, (tuple(args[0]), tuple(args[1]), result.dtype)
 		elif sum(isinstance(t, Tensor) for t in leaves) > sum(isinstance(t, Tensor) for t in args):
 			function, args = functools.partial(_unflattened, function, spec), leaves

@@ -187,11 +187,10 @@ class MoE(nn.Module):
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
 	def _style(self, dtype: torch.dtype) -> Style:
-		mlp = self.experts
-		return Style(mlp.activation.text, mlp.interleaved, self.recompute, dtype)
+		return Style(self.experts.activation.text, self.experts.interleaved, self.recompute, dtype)
 
 	def _is_one(self) -> bool:
-		"""Whether all is one function where no gradients are wanted: nothing needs its parts."""
+		"""Whether all is one function: nothing needs its parts."""
 		mlp = self.experts
 		if self.shared is not None or mlp.exchange is not None or nn.modules.module._has_any_global_hook():
 			return False
@@ -199,16 +198,16 @@ class MoE(nn.Module):
 
 	def _infer(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
 		"""``forward`` of all tokens without gradients: (T, H)."""
-		rows, router = rows_of(x, self.hidden_size), self.router
+		rows, router, count = rows_of(x, self.hidden_size), self.router, self.num_experts
 		flat = rows if rows.dtype == x.dtype else x.reshape(rows.shape)
 		layers, style = self.experts.layers(rows, None, is_first_microbatch), self._style(x.dtype)
 
 		def run() -> Tensor:
 			choice = router(flat)
-			return experts(rows, choice.weights, compute_routing(choice.expert_ids, self.num_experts), *layers, style)
+			return experts(rows, choice.weights, compute_routing(choice.expert_ids, count), *layers, style)
 
 		given = (flat, None if rows is flat else rows, router.weight, router.bias, router.selection_bias)
-		return without_gradients((router.options, self.num_experts, style), given, layers, run)
+		return without_gradients((router.options, count, style), given, layers, run)
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
 		"""(1,) where the tokens end."""

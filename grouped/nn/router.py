@@ -223,25 +223,18 @@ class _Routed(torch.autograd.Function):
 		return dx, dweight, dbias, None, None, None
 
 
-def _routed(
-	x: Tensor,
-	weight: Tensor,
-	bias: Tensor | None,
-	selection_bias: Tensor | None,
-	end: Tensor | None,
-	options: tuple[Any, ...],
-) -> Sequence[Any]:
+def _routed(*given: Any) -> Sequence[Any]:
 	"""Weights, ids, scores, logits, and where tokens end."""
+	x, weight, bias, selection_bias, end, options = given
 
 	def route() -> tuple[tuple[Tensor, ...], None]:
 		ends = _end(x) if end is None else end
 		logits = _logits(x, weight, ends)
 		if bias is not None:
 			logits = logits + bias.float()
-		weights, ids, scores = ops.moe_route(logits, selection_bias, ends, *options)
-		return (weights, ids, scores, logits, ends), None
+		return (*ops.moe_route(logits, selection_bias, ends, *options), logits, ends), None
 
-	return replayed(("router", options), (x, weight, bias, selection_bias, end), route)[0]
+	return replayed(("router", options), given[:5], route)[0]
 
 
 # ---- as ops
