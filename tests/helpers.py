@@ -67,6 +67,10 @@ def end_rows(splits):
 	return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
+def spans(splits):
+	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
+
+
 def ends(*rows):
 	return torch.tensor(rows, dtype=torch.int32)
 

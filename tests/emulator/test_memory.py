@@ -29,7 +29,6 @@ def test_loads_extend_to_64_bits():
 
 
 def test_shared_static_and_dynamic_do_not_overlap():
-	"""The dynamic part follows a static variable that is declared after it."""
 	out = np.zeros((32, 2), np.uint32)
 	text = f"""
     .version 8.8

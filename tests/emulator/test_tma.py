@@ -40,7 +40,6 @@ def _load(array, box, at, swizzle=0):
 
 
 def _box(array, box, at):
-	"""The same by NumPy: zeros where the box leaves the array."""
 	out = np.zeros(box, array.dtype)
 	for index in np.ndindex(*box):
 		position = tuple(i + c for i, c in zip(index, reversed(at), strict=True))

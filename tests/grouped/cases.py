@@ -63,6 +63,10 @@ def bytes_of(x):
 	return {name: t.clone() for name, t in inner.items() if t is not None}
 
 
+def pointers(x):
+	return [getattr(x, name).data_ptr() for name in x.__tensor_flatten__()[0]]
+
+
 def assert_same_tensor(got, want):
 	assert type(got) is type(want) is grouped.GroupedTensor and got.format == want.format
 	assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)

@@ -65,7 +65,6 @@ def recipe(layer):
 
 
 def new_again_and_again(layer):
-	"""An address may come back, a storage does not."""
 	for _ in range(2):
 		data(layer)
 

@@ -87,7 +87,6 @@ def test_members_equal_tensors_quantized_alone(splits, name):
 @each("fmt", FORMATS)
 @each("uniform", [True, False])
 def test_members_decode_to_what_dequantize_gives(uniform, fmt):
-	"""With a decoder written from the format's text: codes, linear scales, amax; both ways."""
 	x = sample(3, 37, 48)
 	options = {} if uniform else {"offs": [37, 74, 111]}
 	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)

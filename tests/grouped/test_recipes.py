@@ -161,7 +161,6 @@ def test_messages_say_what_differs_from_the_defaults():
 
 @each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
-	"""Where dgrad would read it; a product forward may."""
 	layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
 	q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
 	layer.weight = torch.nn.Parameter(q, requires_grad=False)

@@ -12,7 +12,8 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import BUILT, F16, F32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import OpCounter, bytes_of
+from .cases import OpCounter, bytes_of, pointers
+from .test_inplace import IN_PLACE as GENERAL
 
 DIRECTIONS = {
 	"rowwise": {"rowwise": True, "columnwise": False},
@@ -40,10 +41,6 @@ def quantize(x, fmt=NVFP4, shapes=SHAPES, **options):
 
 def make(fmt=NVFP4, shapes=SHAPES):
 	return quantize(sample(CAPACITY), fmt, shapes)
-
-
-def pointers(q):
-	return [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
 
 
 def parameter(fmt=NVFP4, requires_grad=True):
@@ -196,12 +193,8 @@ def test_files_say_what_they_hold():
 		rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
 
-IN_PLACE = {
-	"add_": lambda t, other: t.add_(other),
-	"mul_": lambda t, _: t.mul_(3),
-	"copy_": lambda t, other: t.copy_(other),
+IN_PLACE = {name: op for name, op in GENERAL.items() if name not in ("chain", "copy_ broadcast")} | {
 	"copy_ broadcast": lambda t, other: t.copy_(other[:1]),
-	"normal_": lambda t, _: t.normal_(),
 	"foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
 }
 
@@ -270,7 +263,6 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 
 
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-	"""Else a tensor would come back with the shapes of an earlier call."""
 	graphs = Graphs()
 
 	@torch.compile(fullgraph=True, backend=graphs)

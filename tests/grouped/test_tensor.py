@@ -11,7 +11,7 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import BF16, F16, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter
+from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter, pointers
 
 DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}, "both": {"columnwise": True}}
 
@@ -27,11 +27,6 @@ def make(fmt=FORMATS["row-scaled"], **options):
 def make_weight(fmt=FORMATS["16x16"], **options):
 	options.setdefault("columnwise", True)
 	return grouped.quantize(sample(3, 48, 64), fmt, **options)
-
-
-def pointers(x):
-	names, _ = x.__tensor_flatten__()
-	return [getattr(x, name).data_ptr() for name in names]
 
 
 def test_metadata():
@@ -211,7 +206,6 @@ def test_tensors_made_like_one_are_plain(create, shape):
 
 
 def test_those_that_are_filled_by_others_are_grouped():
-	"""``empty_like`` for collectives, ``new_zeros`` for the padding of shards."""
 	p = parameter()
 	for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
 		assert type(made) is grouped.GroupedTensor and made.format == p.format and made.num_groups == groups

@@ -123,7 +123,6 @@ def test_one_expert_overwrites_and_one_is_frozen(data):
 
 @each("form", FORMS)
 def test_what_hooks_find(form, data):
-	"""Megatron-LM's: a tensor in ``.grad``, which it drops as the flag is set."""
 	x, dy = data
 	layer = layer_of(RECIPES["nvfp4"], form, fuse_wgrad_accumulation=True)
 	give_main_grads(layer, form)

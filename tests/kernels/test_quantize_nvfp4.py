@@ -81,7 +81,6 @@ def test_tiles_of_ragged_groups(arch, variant):
 
 @each("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
-	"""What a team keeps of its group serves all tiles of the group, and no other's."""
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
 	x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
 	x[400:530] *= 2.0**115
@@ -264,7 +263,6 @@ def test_only_the_live_rows_are_touched(kind):
 
 
 def test_bad_offsets_stay_in_the_buffer():
-	"""Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
 	x = random_input((140, 64), BF16)
 	clamped = Problem(x, ends(0, 20, 140, 140))
 	config, rows = tiles(columnwise=True), Rows()

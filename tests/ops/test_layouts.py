@@ -190,7 +190,6 @@ def test_every_op_has_a_call():
 
 @pytest.fixture(autouse=True)
 def same_garbage():
-	"""Fresh memory holds the same everywhere, also where an op writes nothing."""
 	torch.use_deterministic_algorithms(True)
 	yield
 	torch.use_deterministic_algorithms(False)

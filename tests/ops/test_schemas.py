@@ -107,7 +107,6 @@ def fp8_cases(a, b):
 
 
 def inverse(top_k):
-	"""What ``moe_gather`` takes for rows that were turned around, but for one without a token."""
 	order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=torch.int32)
 	row = order.clone().view(ROWS, top_k)
 	row[4, 0] = -1
@@ -267,7 +266,6 @@ each_case = each(("name", "make"), [(name, make) for name, _, make in CASES], id
 
 
 def outputs_like(name, results, make=poisoned):
-	"""Buffers for the out form, poisoned ones, by the name of its argument."""
 	schema = getattr(ops, f"{name}_out").default._schema
 	(out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
 	if isinstance(results, torch.Tensor):

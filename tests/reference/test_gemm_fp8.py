@@ -11,7 +11,6 @@ from tests.helpers import (
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
-	end_rows,
 	k_grouped_arguments,
 	m_grouped_arguments,
 	many_groups,
@@ -20,6 +19,7 @@ from tests.helpers import (
 	poisoned,
 	quantized,
 	sample,
+	spans,
 )
 from tests.reference import fp8_oracle
 
@@ -73,10 +73,6 @@ def columns_of(pair, copies, group, start, end):
 	return [
 		fp8_oracle.member(text, copy, group, end - start, start, True) for text, copy in zip(pair, copies, strict=True)
 	]
-
-
-def spans(splits):
-	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
 
 
 class Product:

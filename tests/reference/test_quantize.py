@@ -60,7 +60,6 @@ def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
 
 
 def expected(x, text, offs, fill=0, amax=None):
-	"""The oracle's buffers by name, as the op returns them, and the values that they decode to."""
 	if text in NVFP4:
 		return expected_nvfp4(x, text, offs, fill, amax)
 	return expected_blocks(x, text, offs, fill)

@@ -26,7 +26,6 @@ SPEC = Scale(2.0)
 
 @pytest.fixture
 def traced(monkeypatch):
-	"""Returns how many kernels were compiled since it was last called."""
 	monkeypatch.setattr(Scale, "traced", 0)
 	before = 0
 
@@ -85,7 +84,6 @@ def test_what_does_not_load_is_compiled_again(on_disk):
 
 
 def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
-	"""Someone exchanges the object file right after it was read."""
 	load = cache.DiskCache.load
 
 	def load_and_exchange(self, key):

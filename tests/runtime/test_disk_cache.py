@@ -37,7 +37,6 @@ def stored(disk):
 
 @pytest.fixture
 def unprivileged():
-	"""Permission bits bind root too while its effective user is another."""
 	if os.geteuid() != 0:
 		yield
 		return
@@ -50,7 +49,6 @@ def unprivileged():
 
 @pytest.fixture
 def read_only_folder():
-	"""A folder outside pytest's own, which is closed to other users."""
 	folder = Path(tempfile.mkdtemp())
 	DiskCache(folder).store(KEY, FILES)
 	folder.chmod(0o555)
@@ -87,7 +85,6 @@ def test_a_json_file_of_another_form_is_a_miss(stored, text):
 
 
 def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
-	"""The file beside the folder has the right hash; it is not part of the entry all the same."""
 	meta = stored.root / f"{KEY.name}.json"
 	entry = json.loads(meta.read_text())
 	(stored.root / f"{KEY.name}.").mkdir()
