@@ -94,7 +94,7 @@ class Recording:
 		"""Whether tensors of the same metadata lie where these could, and new ones go there."""
 		if self._index is not None and (registry._get_device or torch.cuda.current_device)() != self._index:
 			return False
-		return all(given[i].data_ptr() % ALIGNMENT == offset for i, offset in self._offsets)
+		return self._offsets == [(i, given[i].data_ptr() % ALIGNMENT) for i, _ in self._offsets]
 
 	def repeat(self, given: Sequence[Any]) -> Found:
 		"""Do it again with these."""

@@ -10,7 +10,6 @@ import grouped
 from cute_kernels.ops import registry, replay
 from tests.helpers import assert_all_same, each, ops
 
-I32 = torch.int32
 EMULATED = "emulated:sm_90a"
 
 
