@@ -178,11 +178,16 @@ class MoE(nn.Module):
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
 		run = self._run_eager if self.experts.is_watched else self.experts
-		mixture = Mixture(choice.weights, routing, self._style(x.dtype))
+
+		def shared() -> Tensor | None:
+			mlp = self.shared
+			return None if mlp is None else mlp(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+
+		mixture = Mixture(choice.weights, routing, self._style(x.dtype), shared)
 		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
-		if self.shared is not None:
-			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
-			y = y + shared.to(y.dtype)
+		beside = mixture.shared()
+		if beside is not None:
+			y = y + beside.to(y.dtype)
 		y = y if x.dim() == 2 else y.view(x.shape)
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
