@@ -330,11 +330,6 @@ _HOST = Table(
 		_call("FP8Block GEMM", "fp8_block x fp8_block:block=128x128", **_PRODUCT),
 		_call("bf16 GEMM", "bfloat16", **_PRODUCT),
 		_call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
-		*(
-			_call(f"forward of `MoE`, {name}", name, who, call="MoE forward")
-			for name, who in (("BF16", "ours"), ("FP8Block", "ours, weight kept"), ("NVFP4RowScaled", "ours, weight kept"))
-		),
-		_call("that layer in torch", "BF16", "torch", call="MoE forward"),
 	),
 	(Column("us", Cell({"what": "host time"})),),
 	{**_H200, "suite": "host"},
