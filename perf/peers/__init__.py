@@ -9,7 +9,7 @@ from .base import Peer
 __all__ = ["PEERS", "all_peers"]
 
 #: Modules of this package, each with a class ``PEER``.
-PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass")
+PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "cutlass")
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:

@@ -1,7 +1,5 @@
 """What a peer is."""
 
-import abc
-import functools
 import importlib.util
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
@@ -132,19 +130,6 @@ class Peer:
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
 		del work
 		yield from ()
-
-
-class W4A16Peer(Peer, abc.ABC):
-	"""A library whose product is that of bf16 rows and NVFP4 weights, forward."""
-
-	@abc.abstractmethod
-	def prepare(self, work: Operands) -> Callable[[], Tensor]:
-		"""Quantize and arrange the weights; gives what multiplies."""
-
-	def products(self, work: Operands) -> Iterator[Contender]:
-		if work.product == "fprop":
-			prepare = functools.partial(self.prepare, work)
-			yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))
 
 
 def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Tensor]:
