@@ -186,6 +186,16 @@ class Sm90GemmConfig(GemmConfig):
 	def rows_taken(self) -> RowPart:
 		return self.part or super().rows_taken
 
+	@property
+	def skips_rows(self) -> bool:
+		"""Whether a warpgroup multiplies nothing of a tile that ends before its rows."""
+		return self.grouping == "m_grouped" and not self.tile.swap_ab
+
+	@property
+	def mixes_groups(self) -> bool:
+		# What is decoded takes as long where it waits for memory.
+		return self.grouping == "m_grouped" and not self.is_decoded
+
 	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
 		return parts_of(self, problem, num_sms)
 
@@ -283,6 +293,8 @@ class Sm90GemmConfig(GemmConfig):
 	@property
 	def widths(self) -> tuple[int, ...]:
 		"""Columns of an instruction: one is chosen for each tile."""
+		if self.mixes_groups and self.tile.swap_ab and self.tile.n >= _DECODED_N and not self.promotes:
+			return self.tile.n // 2, self.tile.n
 		if not self.tile.fitted:
 			return (self.tile.n,)
 		return tuple(8 << i for i in range((self.tile.n // 8).bit_length()))

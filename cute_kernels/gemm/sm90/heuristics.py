@@ -66,7 +66,7 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	# Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
 	stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
 	cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
-	holds_more = len(config.widths) > 1 or tile.rows >= 2 * mean
+	holds_more = tile.fitted or tile.rows >= 2 * mean
 	if config.grouping == "m_grouped" and not holds_more:
 		# Groups are rarely of one size. That is not known here, but what it may cost is.
 		cycles *= _UNEVEN_GROUPS
