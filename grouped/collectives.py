@@ -101,10 +101,12 @@ def _flat_slice(func: Any, x: Flat, dim: int, start: int, end: int) -> Flat:
 
 
 def _flat_view(func: Any, x: Flat, size: Sequence[int]) -> Tensor:
+	if len(x.parts) == 1 and not isinstance(x.parts[0], GroupedTensor):
+		return x.parts[0].view(size)
 	if len(size) == 1:
 		return Flat(x.parts)
 	(part,) = x.parts
-	return part if isinstance(part, GroupedTensor) else part.view(size)
+	return part
 
 
 def _flat_broadcast(func: Any, tensors: Sequence[Flat], *rest: Any, **options: Any) -> Any:

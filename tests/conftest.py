@@ -17,7 +17,7 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def inductor_cache():
-	"""A cache of compiled graphs for these sources: its keys do not see what ops do inside."""
+	"""Compiled graphs for these sources: its keys do not see what ops do inside."""
 	root = Path(__file__).parents[1]
 	digest = hashlib.sha256()
 	for package in ("cute_kernels", "grouped"):

@@ -29,7 +29,7 @@ def each(name, cases, ids=None):
 
 
 def has_compiler():
-	"""Whether there is a C++ compiler, for the emulator and for Inductor."""
+	"""For the emulator and for Inductor."""
 	return shutil.which(os.environ.get("CXX") or "g++") is not None
 
 
@@ -63,7 +63,6 @@ SPLITS = {
 
 
 def end_rows(splits):
-	"""End row of each group."""
 	return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
@@ -73,7 +72,6 @@ def ends(*rows):
 
 
 def offsets(splits):
-	"""End row of each group of ``splits`` rows, as ops take them."""
 	return ends(*end_rows(splits))
 
 
@@ -118,7 +116,6 @@ def weird_values(rows, cols, dtype):
 
 
 def saved(x, weights_only=True):
-	"""What comes back from a file."""
 	file = io.BytesIO()
 	torch.save(x, file)
 	file.seek(0)
@@ -193,10 +190,7 @@ def dtype_ulp(x, dtype):
 
 
 def assert_same_bytes(got, want, what="output", *, any_nan=False):
-	"""Bitwise equality; the message gives the first difference.
-
-	With ``any_nan`` one NaN is as good as another.
-	"""
+	"""The message gives the first difference; with ``any_nan`` one NaN is as good as another."""
 	assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
 	assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
 	if got.numel() == 0:
@@ -219,7 +213,6 @@ def assert_same_bytes(got, want, what="output", *, any_nan=False):
 
 
 def assert_all_same(got, want, *, any_nan=False):
-	"""Bitwise equality, one by one."""
 	for i, (a, b) in enumerate(zip(got, want, strict=True)):
 		assert_same_bytes(a, b, f"result {i}", any_nan=any_nan)
 

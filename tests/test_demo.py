@@ -30,7 +30,6 @@ TINY = (
 
 
 def run_demo(out, *arguments):
-	"""Exit status, standard output and results.json of a tiny run."""
 	printed = io.StringIO()
 	with contextlib.redirect_stdout(printed):
 		status = command.main([*TINY, "--out", str(out), *arguments])

@@ -1,5 +1,3 @@
-"""What the README says is what the package does."""
-
 import re
 import subprocess
 from pathlib import Path

@@ -19,7 +19,7 @@ are used.
 
 **What it models.** Warps of 32 lanes with divergence, clusters, distributed shared memory, named
 and cluster barriers, mbarriers with transaction counts, fences, ``cp.async``, ``cp.async.bulk``,
-TMA tiles (all ranks, swizzles, multicast, ``cta_group::2``), tensor maps in their 128-byte format,
+TMA tiles (all ranks, swizzles, multicast, ``cta_group::2``, ``gather4``), tensor maps in their 128-byte format,
 ``wgmma`` (f16, bf16, tf32, e4m3, e5m2; A from registers or shared memory), ``tcgen05`` (alloc, cp,
 ld, st, commit, and mma of the kinds f16, tf32, f8f6f4, mxf8f6f4, mxf4, mxf4nvf4 with one or two
 CTAs), the integer and floating-point instructions that the DSL's compiler emits,
@@ -52,7 +52,7 @@ bits, and the shape of the tile does not.
 
 - Time. The counts of ``stats`` compare designs; they do not predict microseconds.
 - Not modelled, and an error when a warp reaches it (``unsupported`` lists them by kernel): im2col
-  and gather TMA, TMA reductions, bulk copies between CTAs, ``tensormap.replace``, cluster launch
+  and scatter TMA, TMA reductions, bulk copies between CTAs, ``tensormap.replace``, cluster launch
   control, unpacked 4- and 6-bit operands, ``mma.sync``, sparse and ``.ws`` MMA, M = 128 with two
   CTAs, negated operands, 16x64b and 16x32bx2 tensor-memory shapes, 8-bit ``ldmatrix``,
   ``st.async``, doubles, 128-bit registers, carries, atomics of 16-bit floats or vectors, calls of

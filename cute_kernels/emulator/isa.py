@@ -72,6 +72,7 @@ class Flag(enum.IntFlag):
 	RELAXED = 1 << 26
 	LOAD = 1 << 27
 	IGNORE = 1 << 28
+	GATHER = 1 << 29
 
 
 # Modifiers that are flags of any instruction that carries them.

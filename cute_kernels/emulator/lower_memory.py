@@ -85,8 +85,9 @@ def _wait_group(op: Opcode, operands: list[str]) -> int:
 
 def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag) -> None:
 	b = op.builder
-	if any(m.startswith(("im2col", "tile::gather4", "tile::scatter4")) for m in op.modifiers):
-		raise NotModelledError("im2col and gather TMA")
+	if any(m.startswith(("im2col", "tile::scatter4")) for m in op.modifiers):
+		raise NotModelledError("im2col and scatter TMA")
+	flags |= op.flag("tile::gather4", Flag.GATHER)
 	if to_shared:
 		tensor_map, coordinates = b.tensor_address(operands[1])
 		mask = [b.value(operands[3])] if flags & Flag.MULTICAST else []

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.device.activations import activated, quick_from
-from cute_kernels.device.convert import pack_words, unpack_words
-from cute_kernels.device.ptx import asm, asm_volatile
-
+from ..device.activations import activated, quick_from
+from ..device.convert import pack_words, unpack_words
+from ..device.ptx import asm, asm_volatile
 from .operands import DTYPE_BYTES
 from .output import VECTOR_BYTES, EpilogueTensors, out_offset
 from .problem import GemmConfig

@@ -103,6 +103,7 @@ class LoadWarp:
 	  operand_n: loads of operand N.
 	  tiles: the tile records.
 	  ab_pipeline: the stages.
+	  gather: what copies rows by an index; None without.
 	"""
 
 	def __init__(
@@ -112,8 +113,10 @@ class LoadWarp:
 		operand_n: tuple[Any, ...],
 		tiles: TileReader,
 		ab_pipeline: Any,
+		gather: Any = None,
 	):
 		self.config = config
+		self.gather = gather
 		self.operand_m = operand_m
 		self.operand_n = operand_n
 		self.tiles = tiles
@@ -127,6 +130,8 @@ class LoadWarp:
 	def run(self) -> None:
 		for source in self.sources():
 			cpasync.prefetch_descriptor(source.atom)
+		if cutlass.const_expr(self.gather is not None):
+			cpasync.prefetch_descriptor(self.gather.atom)
 		tile_state = self.tiles.new_state()
 		ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
 		tile, tile_state = self.tiles.next(tile_state)
@@ -158,9 +163,15 @@ class LoadWarp:
 		for load in self.operand_n:
 			row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
 			copies.append((load, *load.copies(row, k_start, n_group)))
+		rows = None
+		if cutlass.const_expr(self.gather is not None):
+			rows = self.gather.start(tile, self.gather.cta_rows)
 		for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
 			self.ab_pipeline.producer_acquire(ab_state)
 			self.copy_stage(copies, k_tile, ab_state)
+			if cutlass.const_expr(self.gather is not None):
+				barrier = self.ab_pipeline.producer_get_barrier(ab_state)
+				self.gather.copy(rows, tile, k_tile, ab_state.index, barrier, self.gather.rows)
 			ab_state.advance()
 		return ab_state
 

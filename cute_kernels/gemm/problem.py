@@ -234,7 +234,7 @@ class GemmConfig(abc.ABC):
 			raise ValueError("transpose_b needs an m_grouped product of operands without a transposed copy")
 		if self.pow2_scales and not self.kind.has_row_scales:
 			raise ValueError(f"{self.operand} has no fp32 block scales")
-		if self.gathered and (self.kind.fmt is not None or self.b_kind.fmt is not None):
+		if self.gathered and (self.kind.fmt is not None or self.b_kind.fmt is not None and self.decoded_to is None):
 			raise ValueError("rows by an index are those of plain operands")
 		if self.kind.has_squares and self.b_kind.has_squares:
 			raise ValueError("one operand must have a scale for each row")

@@ -374,7 +374,7 @@ class MGroupedGemm(MGrouped):
 	    ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
 	    quantized, to a format whose scales are those of single rows. The bits are those of the
 	    product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
-	    Kernels for sm_90a of two plain operands read rows of ``a`` where they are, if that is
+	    Kernels of two plain operands read rows of ``a`` where they are, on sm_90a if that is
 	    faster (``launch.gathered``); others gather them into memory first.
 
 	Returns:

@@ -15,6 +15,13 @@ from .activation import activate, as_activation
 from .linear import GroupedLinear
 
 
+class Mixture:
+	"""What a mixture gives its experts beside rows: no tuple, for FSDP2 rounds the tensors in those to its dtype."""
+
+	def __init__(self, weights: Tensor, routing: Routing, style: Style) -> None:
+		self.weights, self.routing, self.style = weights, routing, style
+
+
 class GroupedMLP(nn.Module):
 	"""Experts: ``y = W2_g act(W1_g x)`` for the rows of group g.
 
@@ -84,11 +91,15 @@ class GroupedMLP(nn.Module):
 		self.gate_up.reset_parameters()
 		self.down.reset_parameters()
 
-	def forward(self, x: Tensor, offs: Offsets, *, is_first_microbatch: bool | None = None) -> Tensor:
+	def forward(self, x: Tensor, offs: Offsets | Mixture, *, is_first_microbatch: bool | None = None) -> Tensor:
 		"""Apply the experts; arguments as in ``GroupedLinear.forward``.
 
 		Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all experts.
 		"""
+		if isinstance(offs, Mixture):
+			if any(_hooks(layer) for layer in (self.gate_up, self.down)):
+				raise RuntimeError("the layers of a mixture's experts are not called: shard, or hook into, the experts")
+			return self.run(x, offs.weights, offs.routing, is_first_microbatch, offs.style)
 		if self.exchange is not None:
 			return self._exchanged(x, offs, is_first_microbatch)
 		if self._is_one():
@@ -156,5 +167,8 @@ class GroupedMLP(nn.Module):
 
 def _is_bare(layer: nn.Module) -> bool:
 	"""Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks into it."""
-	hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-	return type(layer) is GroupedLinear and not any(hooks) and "forward" not in layer.__dict__
+	return type(layer) is GroupedLinear and not _hooks(layer) and "forward" not in layer.__dict__
+
+
+def _hooks(layer: nn.Module) -> bool:
+	return any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks))

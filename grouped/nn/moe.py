@@ -11,7 +11,7 @@ from grouped.experts import Style, compute_routing
 from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
-from .mlp import GroupedMLP
+from .mlp import GroupedMLP, Mixture
 from .router import MoELosses, Router
 
 
@@ -175,12 +175,12 @@ class MoE(nn.Module):
 		routing = compute_routing(choice.expert_ids, self.num_experts)
 		mlp = self.experts
 		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
-		run = self._run_eager if mlp.is_watched else mlp.run
-		y = run(rows, choice.weights, routing, is_first_microbatch, style)
+		run = self._run_eager if mlp.is_watched else mlp
+		y = run(rows, Mixture(choice.weights, routing, style), is_first_microbatch=is_first_microbatch)
 		if self.shared is not None:
 			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
 			y = y + shared.to(y.dtype)
-		y = y.view(x.shape)
+		y = y if x.dim() == 2 else y.view(x.shape)
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
@@ -193,8 +193,9 @@ class MoE(nn.Module):
 		return num_tokens.view(1)
 
 	@eager_only("something looks at the experts, or takes their gradients")
-	def _run_eager(self, *arguments: Any) -> Tensor:
-		return self.experts.run(*arguments)
+	def _run_eager(self, rows: Tensor, mixture: Mixture, *, is_first_microbatch: bool | None) -> Tensor:
+		y: Tensor = self.experts(rows, mixture, is_first_microbatch=is_first_microbatch)
+		return y
 
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""

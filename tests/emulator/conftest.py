@@ -5,7 +5,6 @@ from cute_kernels import emulator
 
 @pytest.fixture(scope="session")
 def engine():
-	"""The compiled engine; without a compiler there is nothing to test."""
 	try:
 		return emulator.build()
 	except emulator.BuildError as e:
@@ -14,7 +13,6 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def clean_emulator(engine):
-	"""Every test starts with no watched memory and counts of zero."""
 	emulator.unwatch()
 	emulator.reset_stats()
 	yield

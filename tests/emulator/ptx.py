@@ -21,7 +21,6 @@ def wait(bar, parity=0, n=0):
 
 
 def fails(match):
-	"""The emulator raises an error that says so."""
 	return pytest.raises(emulator.EmulatorError, match=match)
 
 
@@ -47,7 +46,6 @@ def module(body, args, name, target):
 
 
 def run(body, *args, grid=1, block=32, cluster=None, dynamic_smem=0, name="kernel", target="sm_100a"):
-	"""Parse and launch ``body``."""
 	emulator.load_ptx(module(body, args, name, target))
 	clusters = None if cluster is None else (cluster,)
 	emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
@@ -84,5 +82,4 @@ def store_words(base, words):
 
 
 def registers(prefix, count, first=0):
-	"""``{%r0, %r1, ...}``."""
 	return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"

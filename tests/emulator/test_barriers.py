@@ -1,5 +1,3 @@
-"""Named barriers, mbarriers, clusters, and what they find wrong."""
-
 import numpy as np
 import pytest
 
@@ -69,7 +67,6 @@ def test_uninitialised_mbarrier(mode):
 
 @each("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
-	"""Every CTA writes its rank into its neighbour, and reads what it was sent."""
 	out = np.zeros((4, 32, 1), np.uint32)
 	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;

@@ -1,5 +1,3 @@
-"""CuTe DSL functions on the emulator."""
-
 from __future__ import annotations
 
 import os
@@ -121,7 +119,6 @@ def test_errors_reach_the_caller():
 
 
 def test_object_files(tmp_path):
-	"""A function of an object file runs where its PTX and cubin are known."""
 	pytest.importorskip("tvm_ffi")
 	emulator.install("sm_100a")
 	x = torch.zeros(32)

@@ -1,5 +1,3 @@
-"""Launching, options, watched memory, counts, building."""
-
 import ctypes
 import os
 import shutil

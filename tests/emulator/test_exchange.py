@@ -1,5 +1,3 @@
-"""Exchanges within a warp, and divergence."""
-
 import numpy as np
 import pytest
 

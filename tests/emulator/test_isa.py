@@ -16,7 +16,7 @@ HEADER = (Path(emulator.__file__).parent / "src" / "isa.h").read_text()
 
 
 def _enum(name):
-	"""(name, value or "") of the members of an enum in isa.h."""
+	"""(name, value or "") of each member."""
 	body = re.search(rf"enum {name} : \w+ {{(.*?)}}", HEADER, re.DOTALL)
 	assert body
 	text = re.sub(r"//[^\n]*", "", body.group(1))

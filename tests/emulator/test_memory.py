@@ -1,5 +1,3 @@
-"""Loads, stores, atomics, ordinary asynchronous copies, matrices, constants."""
-
 import numpy as np
 import pytest
 

@@ -78,7 +78,6 @@ def test_missing_wait_for_the_tensor_core():
 	],
 )
 def test_tensor_memory_shapes(shape, count, place):
-	"""Stored by one shape and loaded lane by lane."""
 	out = np.zeros((128, 8), np.uint32)
 	values = [f"%r{40 + i}" for i in range(count)]
 	fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))

@@ -1,5 +1,3 @@
-"""TMA and bulk copies against NumPy, and their checkers."""
-
 import types
 
 import numpy as np
@@ -91,6 +89,25 @@ def test_swizzle(swizzle):
 	assert (got == want).all()
 
 
+@each("mode", ["eager", "chaos"])
+@each(("swizzle", "at"), [(0, (16, 5, 0, 5, 19)), (64, (40, -1, 3, 20, 2**31 - 1)), (128, (0, 1, 2, 3, -(2**31)))])
+def test_gather4(swizzle, at, mode):
+	"""Four rows by their numbers, zeros for what is none and for columns past the last."""
+	array = _aligned(np.arange(20 * 48, dtype=np.float32).reshape(20, 48))
+	width = swizzle // 4 or 24
+	size = 16 * width
+	out, load = np.full(size, 0xEE, np.uint8), LOAD.replace(".tile.", ".tile::gather4.")
+	parts = [SETUP.format(smem=size), EXPECT.format(bytes=size), load.format(rank=2, coordinates=", ".join(map(str, at)))]
+	with emulator.options(mode=mode, races=True):
+		parts += [WAIT, DUMP.format(words=size // 4, to="%p1")]
+		run("".join(parts), emulator.tensor_map(array, (1, width), swizzle=swizzle), out)
+	want = np.concatenate([_box(array, (1, width), (at[0], row)) for row in at[1:]])
+	got = out.reshape(-1, 16)
+	chunks = np.arange(len(got)) * 16
+	moved = chunks ^ (chunks >> 3 & max(0, swizzle - 16))
+	assert (got[moved // 16] == want.view(np.uint8).reshape(-1, 16)).all()
+
+
 STORE = (
 	"@%q0 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%p1, {%r30, %r31}], [%r0];"
 	"@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read 0;"
@@ -157,7 +174,6 @@ def test_long_strides_of_a_tensor_map():
 
 
 def _head(rank=2, at="0, 0", dst="%r0", smem=256, expected=256):
-	"""Up to a TMA load of 256 bytes."""
 	load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
 	return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
 

@@ -46,7 +46,6 @@ def weight(groups=3, rows=48, cols=64):
 
 
 def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **kwargs):
-	"""A uniform GroupedTensor of both directions as a parameter."""
 	kwargs.setdefault("columnwise", True)
 	return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
 
@@ -57,7 +56,6 @@ def weights_quantized(counter):
 
 
 def bytes_of(x):
-	"""Copies of all plain tensors of ``x``, by name."""
 	inner = {"offs": x.offs}
 	for direction in ("rowwise", "columnwise"):
 		held = getattr(x, direction)
@@ -93,5 +91,4 @@ class OpCounter(TorchDispatchMode):
 		return Counter(name for name, _ in self.calls)
 
 	def arguments(self, name):
-		"""Positional arguments of each call of ``name``."""
 		return [args for called, args in self.calls if called == name]

@@ -1,5 +1,3 @@
-"""``grouped.quantize(activation=...)``: shapes, gradients, reuse of tensors, dbias, errors."""
-
 import pytest
 import torch
 

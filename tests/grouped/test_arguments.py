@@ -1,5 +1,3 @@
-"""Arguments that users mix up raise errors that say what to do instead."""
-
 import re
 
 import pytest
@@ -16,7 +14,6 @@ DELAYED = grouped.FP8(scaling="delayed")
 
 
 def quantize(x=X, fmt=None, **options):
-	"""``grouped.quantize`` of rows in three groups."""
 	return grouped.quantize(x, fmt or grouped.NVFP4(), offs=OFFS, **options)
 
 

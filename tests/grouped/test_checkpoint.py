@@ -46,7 +46,6 @@ def same_files(a, b):
 
 
 def decoded(tensors, name, layout):
-	"""The value of one projection of an expert, by NumPy."""
 	if layout == "deepseek":
 		codes, scales = tensors[f"{name}.weight"].float().numpy(), tensors[f"{name}.weight_scale_inv"].numpy()
 		return codes * scales.repeat(128, 0).repeat(128, 1)[: codes.shape[0], : codes.shape[1]]

@@ -1,5 +1,3 @@
-"""``torch.compile(fullgraph=True)``: one graph for all token counts and all boundaries."""
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +20,6 @@ def compiled(function):
 
 
 def boundaries(tokens):
-	"""An empty group, and a tail."""
 	return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
 
 
@@ -108,7 +105,6 @@ def test_microbatches():
 
 
 def test_a_quantized_weight():
-	"""Trained through its gradient, by an optimizer outside of the graph."""
 	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
 	module.weight = parameter()
 	function, frames = compiled(module)
@@ -173,16 +169,18 @@ def test_products_into_given_buffers():
 	assert (results[0][1][38:] == 5).all() and (results[0][0][1] == 1).all()
 
 
-def test_plain_products_are_differentiated():
-	def loss(x, w, offs):
-		return grouped.grouped_gemm(x, w, offs=offs, out_dtype=torch.float32).square().sum()
+@each("is_quantized", [False, True])
+def test_products_of_plain_rows_are_differentiated(is_quantized):
+	def loss(x, bias, w, offs):
+		return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=torch.float32).square().sum()
 
 	function, _ = compiled(loss)
 	grads = []
-	x, w, offs = sample(40, K), sample(3, N, K), boundaries(40)
+	x, w, bias, offs = sample(40, K), sample(3, N, K), torch.randn(3, N), boundaries(40)
+	held = [grouped.quantize(w, WEIGHT_FORMAT, columnwise=True)] if is_quantized else []
 	for run in (function, loss):
-		leaves = [t.clone().requires_grad_() for t in (x, w)]
-		run(*leaves, offs).backward()
+		leaves = [t.clone().requires_grad_() for t in ((x, bias) if held else (x, bias, w))]
+		run(*leaves, *held, offs).backward()
 		grads.append([leaf.grad for leaf in leaves])
 	assert_all_same(*grads)
 

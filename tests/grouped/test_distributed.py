@@ -21,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-	"""Where both processes have left their results and checkpoints."""
 	folder = tmp_path_factory.mktemp("ranks")
 	command = [sys.executable, "-m", "tests.grouped.two_ranks"]
 	options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True}

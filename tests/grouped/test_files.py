@@ -1,4 +1,4 @@
-"""``GroupedTensor.to_parts`` and ``from_parts``: codes and scales as plain tensors, as files have them."""
+"""``to_parts`` and ``from_parts``: codes and scales as plain tensors."""
 
 import pytest
 import torch

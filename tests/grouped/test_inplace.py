@@ -1,5 +1,3 @@
-"""In-place ops, ``nn.init`` and optimizers: requantize into the same storage and return self."""
-
 import warnings
 
 import pytest

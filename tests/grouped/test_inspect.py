@@ -1,5 +1,3 @@
-"""``grouped.debug.inspect``: its numbers against NumPy's, and that looking changes nothing."""
-
 import contextlib
 import copy
 import json
@@ -180,7 +178,6 @@ def test_nothing_finite_and_nothing_at_all():
 
 
 def totals(lens):
-	"""Rows of what was looked at, added up."""
 	return {(r["role"], r["direction"]): sum(r["rows"]) for r in lens.records()}
 
 

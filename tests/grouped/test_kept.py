@@ -1,5 +1,3 @@
-"""Quantized weights that a module keeps: when they serve again, and what ends that."""
-
 import copy
 import pickle
 

@@ -1,11 +1,9 @@
-"""``GroupedLinear``: numbers, gradients and what runs when; against per-expert ``nn.Linear``."""
-
 import pytest
 import torch
 from torch import nn
 
 import grouped
-from grouped.nn import GroupedLinear
+from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import Recipe
 from tests.helpers import SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample
 
@@ -315,10 +313,12 @@ def ragged_weight():
 	],
 )
 def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
-	layer = layer_of(RECIPES["row-scaled"])
-	layer.weight = nn.Parameter(make())
-	with pytest.raises(error, match=match):
-		layer(sample(40, K), ENDS)
+	mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=torch.bfloat16)
+	alone = layer_of(mlp.gate_up.recipe)
+	alone.weight = mlp.gate_up.weight = nn.Parameter(make())
+	for module in (alone, mlp):
+		with pytest.raises(error, match=match):
+			module(sample(40, K), ENDS)
 
 
 def test_bf16_activations_beside_a_quantized_weight():

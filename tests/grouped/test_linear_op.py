@@ -1,5 +1,3 @@
-"""``grouped.linear``, the op: its gradients wherever PyTorch takes it."""
-
 import io
 
 import pytest
@@ -23,7 +21,6 @@ def layer_of(recipe, **options):
 
 
 def gradients(function, module, x, dy):
-	"""y, dx, dw and db of ``function``, by backward."""
 	leaf = x.clone().requires_grad_()
 	module.zero_grad()
 	y = function(leaf)
@@ -106,7 +103,6 @@ def test_errors(change, error, match):
 
 @each("recipe", ALL_RECIPES)
 def test_functional_gradients(recipe, data):
-	"""func.grad, func.vjp and functional_call of a module, and of it exported."""
 	layer = layer_of(recipe)
 	x, dy = data
 	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)

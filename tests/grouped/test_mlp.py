@@ -1,5 +1,3 @@
-"""``GroupedMLP``: experts of two layers."""
-
 import pytest
 import torch
 from torch.nn import functional as F

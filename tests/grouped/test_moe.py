@@ -1,5 +1,3 @@
-"""``MoE`` against a loop over tokens; its bits, its memory, and what goes with grouped layers."""
-
 import copy
 
 import pytest
@@ -49,7 +47,6 @@ def tokens(count=T, seed=1, dtype=torch.bfloat16):
 
 
 def step(moe, x, **options):
-	"""y, and the gradients of the input and the parameters."""
 	leaf = x.clone().requires_grad_()
 	moe.zero_grad()
 	y = moe(leaf, **options)
@@ -62,8 +59,6 @@ def step(moe, x, **options):
 
 
 def expert_of(mlp, e, x):
-	"""One expert of one token, in fp64."""
-
 	def linear(layer, x):
 		y = layer.weight[e].double() @ x
 		return y if layer.bias is None else y + layer.bias[e].double()

@@ -1,5 +1,3 @@
-"""NaN and infinities in training: passed on if a recipe says so, and seen by ``grouped.debug``."""
-
 import dataclasses
 
 import pytest

@@ -1,5 +1,3 @@
-"""Group boundaries in every form, and ``compute_offsets``."""
-
 import numpy as np
 import pytest
 import torch

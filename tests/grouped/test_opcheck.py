@@ -1,5 +1,3 @@
-"""``torch.library.opcheck`` of the ops that take GroupedTensors."""
-
 import pytest
 import torch
 from torch.library import opcheck

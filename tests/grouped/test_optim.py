@@ -30,7 +30,6 @@ def same_bytes(p, q):
 
 
 def both(fmt=FORMATS[0], dtype=torch.bfloat16, **options):
-	"""A quantized parameter and its optimizer; an fp32 one and torch's."""
 	w = draw(0)
 	p = nn.Parameter(grouped.quantize(w.to(dtype), fmt, columnwise=True))
 	master = w.clone().requires_grad_()

@@ -1,5 +1,3 @@
-"""Weights whose codes have the order of bits that sm_90a multiplies fastest."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""``grouped.quantize``, ``member`` and ``dequantize``."""
-
 import pytest
 import torch
 
@@ -234,8 +232,6 @@ def test_quantize_does_not_track_gradients():
 
 
 class OnGpu(torch.Tensor):
-	"""A tensor that says that it is on a GPU."""
-
 	is_cuda = True
 
 

@@ -22,7 +22,6 @@ W = NVFP4(block=(16, 16))
 
 
 def output(recipe):
-	"""Of a layer, forward and backward."""
 	torch.manual_seed(1)
 	layer = GroupedLinear(2, 64, 96, recipe=recipe)
 	layer.weight = torch.nn.Parameter(sample(2, 96, 64))

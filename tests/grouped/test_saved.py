@@ -25,7 +25,6 @@ def plain(*shape, dtype=torch.bfloat16):
 
 
 def copy_of(fmt, shape, groups=GROUPS):
-	"""The columnwise copy: of ragged rows (T, K) or of weights (G, N, K)."""
 	specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
 	names = fmt.operand_names(columnwise=True)
 	return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in names]
@@ -110,11 +109,7 @@ def test_a_quantized_weight_is_kept_as_it_is(recipe):
 
 @each("recipe", ALL_RECIPES)
 def test_peak(recipe):
-	"""A quantized weight is gone before its gradient is made: it is not part of the peak.
-
-	What lives then are all gradients, the output, and of the first layer the gradient of its output
-	and what its weight's gradient is made of.
-	"""
+	"""Beside the gradients live the output and what the first layer's gradients are made of: no quantized weight."""
 	sizes = Sizes(experts=8, hidden=256, intermediate=128, tokens=64)
 	_, peak = measure(recipe, sizes)
 	rows, weight = 8 * 64, 8 * 256 * 128

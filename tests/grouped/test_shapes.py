@@ -1,5 +1,3 @@
-"""GroupedTensors whose groups have shapes of their own."""
-
 import copy
 import itertools
 import re

@@ -1,5 +1,3 @@
-"""State dicts, copies and moves of ``GroupedLinear``."""
-
 import copy
 import pickle
 

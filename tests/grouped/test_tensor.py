@@ -1,5 +1,3 @@
-"""``GroupedTensor`` as a tensor: metadata, views, copies, files, and what it refuses."""
-
 import copy
 import re
 
@@ -72,6 +70,7 @@ def test_flatten_and_unflatten(fmt, options):
 		back = GroupedTensor.__tensor_unflatten__(inner, context, x.shape, x.stride())
 		assert_same(back, x)
 		assert pointers(back) == pointers(x)
+		assert x.nbytes == sum(t.nbytes for t in inner.values())
 		hash(context)
 
 
@@ -122,14 +121,6 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 	assert pointers(got) == pointers(x)
 	got.mul_(2)
 	assert_same(got, x)
-
-
-@every_format
-def test_nbytes_counts_what_is_held(fmt):
-	for options in DIRECTIONS.values():
-		for x in (make(fmt, **options), make_weight(fmt, **options)):
-			names, _ = x.__tensor_flatten__()
-			assert x.nbytes == sum(getattr(x, name).nbytes for name in names)
 
 
 @each(

@@ -1,5 +1,3 @@
-"""What a GroupedTensor may be made of, what files hold, and errors that name the alternative."""
-
 import pickle
 
 import pytest
@@ -98,7 +96,6 @@ def test_prepacked_activations_are_refused():
 
 
 def reduced(**changes):
-	"""What a file holds of a tensor, with changes by position."""
 	rebuild, arguments = ragged().__reduce_ex__(2)
 	arguments = list(arguments)
 	for name, value in changes.items():

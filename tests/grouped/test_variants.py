@@ -1,5 +1,3 @@
-"""NVFP4's variants as tensors and in layers: seeds, members, saved files, recipes, compilation."""
-
 import dataclasses
 
 import pytest
@@ -81,7 +79,6 @@ def test_nothing_is_drawn_for_other_formats():
 
 
 def sample_of(*shape):
-	"""Numbers that draw nothing from the generator."""
 	return torch.linspace(-3, 3, shape[0] * shape[1]).view(shape).bfloat16()
 
 

@@ -47,13 +47,12 @@ def give_main_grads(layer, form="single", dtype=torch.float32, value=1.5):
 
 
 def main_grads(layer):
-	"""(G, N, K)"""
 	held = [p.main_grad for p in weights(layer)]
 	return held[0] if held[0].dim() == 3 else torch.stack(held)
 
 
 def fp32_wgrad(recipe, x, dy, ends=ENDS):
-	"""The fp32 gradient, from a layer with the same weights in fp32."""
+	"""From a layer with the same weights in fp32."""
 	layer = layer_of(recipe).float()
 	layer(x, ends).backward(dy)
 	return layer.weight.grad

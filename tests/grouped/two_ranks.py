@@ -1,7 +1,4 @@
-"""What each of two processes on gloo checks; ``test_distributed`` starts them and has the results.
-
-``python -m tests.grouped.two_ranks RANK FOLDER``
-"""
+"""Checks of two processes, which ``test_distributed`` starts: ``python -m tests.grouped.two_ranks RANK FOLDER``"""
 
 import copy
 import datetime
@@ -19,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -80,8 +77,10 @@ def data_parallel():
 	for train in (False, True):
 		module = layer(grouped.NVFP4(), recipes.NVFP4(), train)
 		module.weight = nn.Parameter(quantized(shift=RANK), requires_grad=train)
+		module.gain = nn.Parameter(torch.full((3,), float(RANK)), False)  # In the bucket of the codes.
 		parallel = nn.parallel.DistributedDataParallel(module)
 		assert_same(module.weight.data, quantized())
+		assert not module.gain.any()
 		x = rows()
 		parallel(x, ENDS).sum().backward()
 		if train:
@@ -248,6 +247,21 @@ def fully_sharded():
 	fully_shard(module, mesh=MESH)
 	with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
 		module(rows(), [3, 7, 10])
+
+
+@check
+def mixtures_fully_sharded():
+	"""The experts in a unit of their own, in which p stays fp32; each layer in one is refused."""
+	alone = mixture(recipes.BF16())
+	sharded, policy = copy.deepcopy(alone), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+	for module in (sharded.experts, sharded):
+		fully_shard(module, mesh=MESH, mp_policy=policy)
+	x, mine, dy = tokens(), tokens(), torch.randn(sum(TOKENS), H).bfloat16()
+	assert_same_bytes(step(sharded, mine, dy), step(alone, x, dy))
+	assert_same_bytes(mine.grad, x.grad)
+	fully_shard(alone.experts.down, mesh=MESH)
+	with pytest.raises(RuntimeError, match="not called: shard, or hook into, the experts"):
+		alone(x)
 
 
 @check
@@ -555,7 +569,6 @@ def a_rank_that_does_not_come_or_dies():
 
 
 def leave():
-	"""End without a word to the other ranks."""
 	write(dict.fromkeys(CHECKS, "") | RESULTS)
 	os._exit(0)
 

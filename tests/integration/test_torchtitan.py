@@ -1,5 +1,3 @@
-"""torchtitan's experts after conversion, where torchtitan and what it needs are installed."""
-
 import dataclasses
 
 import pytest

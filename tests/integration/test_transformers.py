@@ -133,7 +133,6 @@ def test_training_with_checkpointing_and_adamw(name, implementation):
 
 
 def experts_of(**options):
-	"""A layer of experts of its own, as a model's author writes it."""
 	gated = options.get("has_gate", True)
 
 	@moe.use_experts_implementation(**options)

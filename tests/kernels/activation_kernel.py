@@ -17,8 +17,6 @@ _THREADS, _EACH = 64, 2
 
 @dataclasses.dataclass(frozen=True)
 class ActivationConfig:
-	"""What the kernel is compiled for: both the value and the gradient."""
-
 	activation: str
 	arch: str
 
@@ -26,15 +24,13 @@ class ActivationConfig:
 
 
 class ActivationKernel:
-	"""Two numbers a thread."""
-
 	def __init__(self, config):
 		self.config = config
 		self.activation = parse_activation(config.activation)
 
 	@staticmethod
 	def fake_args(config):
-		"""Stand-ins for A, B, the gradient, three results (N,) and the stream."""
+		"""A, B, the gradient, three results (N,) and the stream."""
 		count = cute.sym_int(divisibility=_EACH)
 		return *(make_fake_compact_tensor(Float32, (count,)) for _ in range(6)), env_stream()
 

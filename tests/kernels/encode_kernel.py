@@ -18,8 +18,6 @@ _THREADS = 64
 
 @dataclasses.dataclass(frozen=True)
 class EncodeConfig:
-	"""What the kernel is compiled for."""
-
 	dtype: str
 	arch: str = "sm_90a"
 	is_stochastic: bool = False
@@ -28,15 +26,13 @@ class EncodeConfig:
 
 
 class EncodeKernel:
-	"""One block a thread."""
-
 	def __init__(self, config):
 		self.codec = codec_of("nvfp4", config.dtype, config.arch)
 		self.is_stochastic = config.is_stochastic
 
 	@staticmethod
 	def fake_args(config):
-		"""Stand-ins for words (N, W), factors, draws (N, 4), codes (N, 2), the stream."""
+		"""Words (N, W), factors, draws (N, 4), codes (N, 2), the stream."""
 		count, words = cute.sym_int(), 4 * DTYPE_BYTES[config.dtype]
 		factors = make_fake_compact_tensor(Float32, (count,))
 		blocks, draws, codes = (make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 4, 2))

@@ -51,7 +51,6 @@ if importlib.util.find_spec("cutlass") is None:
 
 
 def arch_of(config):
-	"""The architecture that a configuration is for."""
 	return "sm_90a" if isinstance(config, Sm90GemmConfig) else ARCH
 
 
@@ -61,19 +60,12 @@ def activations_of(config):
 
 
 def compiled(config, arch=ARCH, device="cpu"):
-	"""The compiled kernel of a configuration, for the emulator or for a GPU."""
 	return compile_kernel(config, architecture(arch if device == "cuda" else f"emulated:{arch}"))
 
 
 @dataclasses.dataclass
 class Operand:
-	"""One direction of a quantized tensor, or a plain matrix as codes.
-
-	Attributes:
-	  codes, scales, amax: what kernels take of it.
-	  fmt: its format; None if plain.
-	  columnwise: it is the columnwise copy.
-	"""
+	"""One direction of a quantized tensor, or a plain matrix (``fmt`` is None) as codes."""
 
 	codes: Tensor
 	scales: Tensor | None = None
@@ -82,7 +74,6 @@ class Operand:
 	columnwise: bool = False
 
 	def read(self):
-		"""The same for the reference."""
 		return reference.Operand(self.codes, self.fmt, self.scales, self.amax, self.columnwise)
 
 
@@ -91,7 +82,7 @@ PARTS = ("codes", "scales", "amax")
 
 
 def on_device_of(like, tensor):
-	"""A tensor on the device of another, with the strides that it has."""
+	"""On the device of another, with the strides that it has."""
 	if tensor is None or tensor.device == like.device:
 		return tensor
 	shape = (*tensor.shape[:-1], tensor.stride(-2)) if tensor.dim() > 1 else tensor.shape
@@ -117,7 +108,7 @@ def quantize(x, offs, fmt, columnwise=False):
 
 
 def formats_of(config):
-	"""Formats of A and B that a configuration multiplies; None of plain ones."""
+	"""Of A and B; None of plain ones."""
 	found = []
 	for kind in (config.kind, config.b_kind):
 		fmt = kind.fmt
@@ -138,16 +129,7 @@ def randn(*shape, seed):
 
 @dataclasses.dataclass
 class Product:
-	"""Operands and options of one grouped product, and what the output held before.
-
-	Attributes:
-	  config: the kernel that multiplies it.
-	  a, b: the operands.
-	  offs: (G,) int32 end rows.
-	  rows: T.
-	  before: the output's contents before the call.
-	  bias, alpha: options of the epilogue.
-	"""
+	"""Operands and options of one grouped product of T ``rows``, and what the output held ``before``."""
 
 	config: GemmConfig
 	a: Operand
@@ -159,18 +141,15 @@ class Product:
 	alpha: Tensor | None = None
 
 	def run(self, num_sms=NUM_SMS, device="cpu"):
-		"""The kernel's output, from the emulator or from a GPU."""
 		# A fresh tensor, also on the CPU.
 		out = self.before.to(device, copy=True)
 		self.run_into(out, num_sms)
 		return out.cpu()
 
 	def run_into(self, out, num_sms=NUM_SMS):
-		"""Launch on an output of the caller's, where that is."""
 		self.launch(self.prepared(out, num_sms))
 
 	def launch(self, arguments):
-		"""Launch the GEMM alone, on what ``prepared`` gave."""
 		kernel = compiled(self.config, arch_of(self.config), arguments.out.device.type)
 		kernel(*arguments)
 
@@ -213,7 +192,6 @@ class Product:
 		return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
 
 	def expected(self):
-		"""What a tensor core of the configuration's architecture gives, to the bit."""
 		out = self.before.clone()
 		config, groups = self.config, Groups.ragged(self.offs, self.rows)
 		options = {
@@ -234,7 +212,6 @@ class Product:
 		assert_same_bytes(self.run(num_sms, device), want, any_nan=any_nan)
 
 	def tensors(self):
-		"""Both operands' tensors."""
 		return [getattr(x, n) for x in (self.a, self.b) for n in PARTS]
 
 

@@ -28,7 +28,6 @@ def check(arch, call, **options):
 
 
 def array_of(x):
-	"""Its memory, since of a watched tensor the whole storage may be touched."""
 	return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
 
 

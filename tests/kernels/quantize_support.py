@@ -18,7 +18,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_buffers, poisoned
+from tests.helpers import assert_same_buffers, ends, poisoned
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -37,11 +37,22 @@ if importlib.util.find_spec("cutlass") is None:
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))
 
 
-def compiled(config):
-	"""The compiled kernel of a configuration, for the architecture that it names.
+def ragged_cases(odd, *cols):
+	"""(rows of the buffer, K, end rows) by what each is there to catch; ``odd`` says so of K beside odd rows."""
+	cases = {
+		"one group": (256, ends(256)),
+		"one row": (1, ends(1)),
+		odd: (300, ends(7, 136, 137, 300)),
+		"empty first, middle, last": (200, ends(0, 0, 65, 65, 65, 190, 200, 200)),
+		"all empty": (64, ends(0, 0, 0)),
+		"tail": (260, ends(3, 131, 219)),
+		"tile boundaries": (513, ends(127, 255, 384, 513)),
+	}
+	return {name: (rows, k, offs) for (name, (rows, offs)), k in zip(cases.items(), cols, strict=True)}
 
-	It takes CPU tensors. On a GPU they are copied there and back, all of them, whatever it wrote.
-	"""
+
+def compiled(config):
+	"""For its architecture; on a GPU CPU tensors are copied there and back, whatever it wrote."""
 	if ON_GPU:
 		name = device_architecture(0).name
 		if getattr(config, "arch", name) != name:
@@ -61,7 +72,6 @@ def _run_on_gpu(config, *arguments):
 
 
 def _to_gpu(value):
-	"""A copy with the same strides."""
 	extent = sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
 	there = torch.full((extent + 1,), 0, dtype=value.dtype, device="cuda")
 	return there.as_strided(value.shape, value.stride()).copy_(value)
@@ -69,19 +79,13 @@ def _to_gpu(value):
 
 @dataclasses.dataclass
 class Problem:
-	"""An input with its groups.
-
-	Attributes:
-	  x: (T, K), or (G, N, K) when uniform.
-	  offs: (G,) int32 end rows, None when uniform.
-	"""
+	"""x: (T, K), or (G, N, K) when uniform and ``offs`` is None."""
 
 	x: Tensor
 	offs: Tensor | None
 
 	@property
 	def inputs(self):
-		"""What kernels take first: no gradient."""
 		return self.x, None, self.offs
 
 	@property
@@ -95,7 +99,7 @@ class Problem:
 		return Groups.ragged(self.offs, len(self.x))
 
 	def buffers(self, fmt, rowwise, columnwise):
-		"""Outputs filled with garbage, so that a byte too many or too few shows."""
+		"""Full of garbage, so that a byte too many or too few shows."""
 		groups = None if self.offs is None else len(self.offs)
 		out = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
 		out |= dict.fromkeys(("amax", "amax_t"))
@@ -156,19 +160,16 @@ def run_rows(config, problem):
 
 
 def check_tiles(config, problem):
-	"""The tile quantizer writes what the reference does."""
 	want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
 	assert_same_buffers(run_tiles(config, problem), want)
 
 
 def check_rows(config, problem):
-	"""The quantizer by rows writes what the reference does."""
 	want = expected(problem, parse(config.format), True, False)
 	assert_same_buffers(run_rows(config, problem), want)
 
 
 def random_input(shape, dtype, seed=0):
-	"""Rows of very different sizes, with zero rows and zero blocks."""
 	generator = torch.Generator().manual_seed(seed)
 	x = torch.randn(shape, generator=generator)
 	x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
@@ -179,10 +180,7 @@ def random_input(shape, dtype, seed=0):
 
 
 def special_input(rows, cols, dtype):
-	"""Signed zeros, denormals, the smallest and largest numbers, infinities and NaN, row by row.
-
-	Each row has its own mixture, so rows of one group clash as well.
-	"""
+	"""Special values; each row has its own mixture, so rows of one group clash as well."""
 	info = torch.finfo(dtype)
 	generator = torch.Generator().manual_seed(1)
 	x = torch.randn(rows, cols, generator=generator)

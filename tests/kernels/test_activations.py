@@ -34,8 +34,6 @@ RAGGED = {
 
 
 def inputs(act, backward, lead, cols, fill=None, dtype=BF16):
-	"""x and the gradient of the result, for ``cols`` columns of elements."""
-
 	def make(width, seed):
 		wide = -(-width // 16) * 16
 		if fill is special_input:
@@ -49,7 +47,6 @@ def inputs(act, backward, lead, cols, fill=None, dtype=BF16):
 
 
 def quantize(text, act, x, grad, offs, way, amax=None):
-	"""The bytes of all that is written over poison."""
 	fmt, groups = parse(text), len(x) if offs is None else len(offs)
 	given = {"activation": act, "grad": grad, "amax": amax, "rowwise": way != "columnwise"}
 	given["columnwise"] = way != "rowwise"

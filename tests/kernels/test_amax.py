@@ -1,5 +1,3 @@
-"""Group amax and group offsets on the emulator, against the reference."""
-
 import torch
 
 from cute_kernels import emulator

@@ -1,7 +1,4 @@
-"""Formats of FP8 codes on the emulator, by tiles and by rows, byte for byte the reference's.
-
-Buffers are poisoned first and compared whole, so that what is to stay does.
-"""
+"""Formats of FP8 codes on the emulator: poisoned buffers, compared whole with the reference's."""
 
 import itertools
 import re
@@ -16,7 +13,7 @@ from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_buffers, each, ends, many_groups, poisoned
 from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
-from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, random_input, special_input
+from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, ragged_cases, random_input, special_input
 
 E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
@@ -32,20 +29,10 @@ FORMATS = {
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: One of each layout of scales.
 SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
-#: (rows of the buffer, K, end rows).
-RAGGED = {
-	"one group": (256, 128, ends(256)),
-	"one row": (1, 32, ends(1)),
-	"odd rows, odd K": (300, 288, ends(7, 136, 137, 300)),
-	"empty first, middle, last": (200, 96, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-	"all empty": (64, 32, ends(0, 0, 0)),
-	"tail": (260, 160, ends(3, 131, 219)),
-	"tile boundaries": (513, 64, ends(127, 255, 384, 513)),
-}
+RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)
 
 
 def scales_of(problem, fmt):
-	"""Scales of groups, of all sizes, where the format takes them."""
 	if not fmt.takes_scale:
 		return None
 	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3
@@ -59,7 +46,6 @@ def buffers_of(problem, fmt, rowwise, columnwise):
 
 
 def expected(problem, fmt, rowwise, columnwise):
-	"""What the reference writes over poison."""
 	out = buffers_of(problem, fmt, rowwise, columnwise)
 	given = reference.Given(None, scales_of(problem, fmt))
 	reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, given)
@@ -67,7 +53,7 @@ def expected(problem, fmt, rowwise, columnwise):
 
 
 def quantize(config, problem, num_sms=NUM_SMS):
-	"""What the kernel writes over poison; amaxes of groups are given as the reference has them."""
+	"""Over poison; amaxes of groups are given as the reference has them."""
 	fmt = parse(config.format)
 	out = buffers_of(problem, fmt, *directions_of(config))
 	given, amax = scales_of(problem, fmt), None

@@ -1,5 +1,3 @@
-"""Column sums of groups on the emulator, to the bit of the reference's order."""
-
 import re
 
 import torch

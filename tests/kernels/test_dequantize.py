@@ -1,5 +1,3 @@
-"""Dequantization on the emulator, to the bit of the reference, from arbitrary bytes."""
-
 import itertools
 import pickle
 import re
@@ -15,6 +13,7 @@ from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, dequantize_arguments, each, ends, many_groups, ops
 
 from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched, watching
+from .quantize_support import ragged_cases
 
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {
@@ -36,25 +35,12 @@ BYTE_KINDS = {
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
 each_kind = each("kind", [*KINDS])
-#: (rows of the buffer, K, end rows).
-RAGGED = {
-	"one group": (256, 128, ends(256)),
-	"one row": (1, 16, ends(1)),
-	"odd rows, K past two strips": (300, 272, ends(7, 136, 137, 300)),
-	"empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-	"all empty": (64, 32, ends(0, 0, 0)),
-	"tail": (260, 144, ends(3, 131, 219)),
-	"tile boundaries": (513, 16, ends(127, 255, 384, 513)),
-}
+RAGGED = ragged_cases("odd rows, K past two strips", 128, 16, 272, 48, 32, 144, 16)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (3, 129, 48)}
 
 
 def arguments(shape, offs, kind, dtype="bfloat16"):
-	"""Codes and what decodes them, offs, rows, dtype, text and direction of (T, K) or (G, N, K).
-
-	Random bytes, and fp32 numbers of all sizes. Half of the latter are finite in any dtype. K is
-	twice that of ``shape`` where codes are bytes.
-	"""
+	"""Random bytes, fp32 numbers of all sizes, half finite in any dtype; K of byte codes is twice that of ``shape``."""
 	text, columnwise = (KINDS | BYTE_KINDS)[kind]
 	if kind in BYTE_KINDS:
 		shape = (*shape[:-1], 2 * shape[-1])
@@ -77,7 +63,6 @@ def random_buffer(spec, generator):
 
 
 def dequantize(args, **out):
-	"""What the op makes of ``arguments``."""
 	*copy, offs, rows, dtype, text, columnwise = args
 	call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
 	if out:

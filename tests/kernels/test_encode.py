@@ -34,7 +34,6 @@ def near_ties(dtype):
 
 
 def check_codes(blocks, factors, dtype):
-	"""Compare the codes of blocks (N, 16) with the reference's."""
 	want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
 	assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
 

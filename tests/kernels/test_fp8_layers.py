@@ -1,5 +1,3 @@
-"""Ops and layers of FP8 codes on the emulated kernels of both architectures."""
-
 import itertools
 
 import pytest

@@ -32,14 +32,12 @@ SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 
 
 def parts_of(kind, mean=64, **options):
-	"""The parts of a product of 128 groups that is large enough to have some."""
 	base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
 	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
 	return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
 
 
 def run(product, parts, num_sms, device):
-	"""What all parts write into one output."""
 	out = product.before.to(device, copy=True)
 	for part in parts:
 		dataclasses.replace(product, config=part).run_into(out, num_sms)

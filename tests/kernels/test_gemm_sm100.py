@@ -1,5 +1,3 @@
-"""The grouped GEMM of sm_100a, bit for bit against the tensor-core reference."""
-
 import dataclasses
 
 import torch

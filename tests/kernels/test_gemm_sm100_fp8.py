@@ -1,5 +1,3 @@
-"""Products of FP8 codes on sm_100a, bit for bit against the tensor-core reference."""
-
 import functools
 
 from cute_kernels import emulator

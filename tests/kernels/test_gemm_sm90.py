@@ -1,7 +1,4 @@
-"""The grouped GEMM of sm_90a, bit for bit against the tensor-core reference.
-
-Runs on the emulator, and again on a Hopper GPU where there is one.
-"""
+"""sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where there is one."""
 
 import dataclasses
 

@@ -1,10 +1,4 @@
-"""Addresses past 2^31 bytes and elements, of every operand of the quantizers and their relatives.
-
-Memory that is never touched costs nothing, but instructions do: of the grid that such a tensor
-takes, the tests run the few CTAs that have its last rows. They do so in the kernels' own PTX, where
-a CTA's number and the size of the grid are replaced. Only the operands are watched, so an address
-that is cut to 32 bits is an error, or its bytes are missing where they belong.
-"""
+"""Addresses past 2^31: tensors of untouched memory, and of the grids the CTAs with the last rows, by edited PTX."""
 
 import contextlib
 import mmap
@@ -32,22 +26,13 @@ each_shape = each("name", [*SHAPES])
 
 
 def sparse(*shape, dtype=torch.bfloat16):
-	"""Zeros that take no memory before they are written."""
 	count = torch.Size(shape).numel()
 	flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 	return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
 
 
 def run_ctas(config, first, grid, *arguments, arch=ARCH):
-	"""Run the kernel's CTAs from ``first`` on, of a grid of ``grid``.
-
-	Args:
-	  config: the kernel.
-	  first: the first CTA.
-	  grid: CTAs that its work is shared by.
-	  *arguments: of the kernel; the SMs at the end are how many CTAs really run, or a part.
-	  arch: the architecture.
-	"""
+	"""CTAs from ``first`` on, of a ``grid``; the SMs at the end of ``arguments`` are how many really run, or a part."""
 	kernel = compile_for_emulator(config, arch)
 	register = r"mov\.u32\s+(%r\d+), %{};"
 	patched, count = re.subn(register.format(r"ctaid\.x"), rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first};", kernel.ptx)
@@ -69,14 +54,12 @@ def loaded(kernel, ptx):
 
 
 def at_the_end(x, before):
-	"""``x`` after ``before`` rows of zeros."""
 	out = sparse(before + len(x), *x.shape[1:], dtype=x.dtype)
 	out[before:] = x
 	return out
 
 
 def last_tile(before):
-	"""The slot tile of the last rows, which are all that it holds."""
 	return before // 128
 
 

@@ -1,9 +1,4 @@
-"""Launches cost what their rows cost, however many groups there are.
-
-As counts of the emulator's instructions on one SM, for the same rows in the same groups with more
-and more empty ones between them. Searching among G end rows takes log G steps, and the schedulers
-of the GEMMs read all of them once a CTA, 32 at a time.
-"""
+"""Launches cost what their rows cost: the emulator's instructions on one SM, with more and more empty groups."""
 
 import contextlib
 
@@ -34,7 +29,6 @@ def among(groups):
 
 
 def quantized(x, offs, columnwise=False):
-	"""The buffers of one direction."""
 	with cute_kernels.backend("reference"):
 		return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
@@ -75,7 +69,6 @@ READERS = {
 
 
 def cost(arch, op, arguments):
-	"""Warp instructions of a call."""
 	forced = op.startswith("m_grouped")
 	with (
 		cute_kernels.backend(f"emulated:{arch}", num_sms=1),

@@ -1,5 +1,3 @@
-"""What the compiler made of the quantizers, and what the configurations accept."""
-
 import re
 
 from cute_kernels.formats import NVFP4

@@ -1,5 +1,3 @@
-"""The NVFP4 quantizers on the emulator, byte for byte against the reference."""
-
 import dataclasses
 import functools
 import itertools
@@ -22,6 +20,7 @@ from .quantize_support import (
 	check_tiles,
 	compiled,
 	expected,
+	ragged_cases,
 	random_input,
 	run_rows,
 	run_tiles,
@@ -34,16 +33,7 @@ STOCHASTIC = NVFP4(stochastic_rounding=True).text
 Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
 #: With amaxes of groups, which only sm_90a has by rows.
 GivenRows = functools.partial(RowsConfig, "nvfp4", "bfloat16", arch="sm_90a")
-#: (rows of the buffer, K, end rows).
-RAGGED = {
-	"one group": (256, 128, ends(256)),
-	"one row": (1, 16, ends(1)),
-	"odd rows, K past a scale tile": (300, 80, ends(7, 136, 137, 300)),
-	"empty first, middle, last": (200, 48, ends(0, 0, 65, 65, 65, 190, 200, 200)),
-	"all empty": (64, 32, ends(0, 0, 0)),
-	"tail": (260, 144, ends(3, 131, 259 - 40)),
-	"tile boundaries": (513, 64, ends(127, 255, 384, 513)),
-}
+RAGGED = ragged_cases("odd rows, K past a scale tile", 128, 16, 80, 48, 32, 144, 64)
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
 #: Arguments of ``tiles``.
 VARIANTS = {
@@ -77,7 +67,6 @@ def ragged(case, dtype="bfloat16", seed=0):
 
 
 def in_any_order(cols):
-	"""Partial tiles and empty groups."""
 	return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
 
 

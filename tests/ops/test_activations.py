@@ -53,7 +53,6 @@ each_way = each("backward", [False, True], ids=["forward", "backward"])
 
 
 def case(act, rows, dtype, backward, cols=K):
-	"""x and grad, of ``cols`` columns of elements."""
 	if backward:
 		return sample(*rows, cols, dtype=dtype), sample(*rows, act.width(cols), dtype=dtype)
 	return sample(*rows, cols * 2 if act.is_gated else cols, dtype=dtype), None
@@ -168,7 +167,6 @@ def test_given_scale():
 
 
 def split(flat, shapes):
-	"""The matrices that lie one behind the other."""
 	parts = flat[: sum(m * n for m, n in shapes)].split([m * n for m, n in shapes])
 	return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -1,5 +1,3 @@
-"""Derivatives of the plain GEMMs against fp64 autograd; what has none says so."""
-
 import re
 
 import pytest
@@ -181,13 +179,11 @@ def arguments_of(call):
 
 
 def operand_of(arguments, operand):
-	"""A tensor argument, or the last one of a list."""
 	value = arguments[operand]
 	return value[-1] if isinstance(value, list) else value
 
 
 def replaced(arguments, operand, tensor):
-	"""Arguments with another tensor there."""
 	value = arguments[operand]
 	return arguments | {operand: [*value[:-1], tensor] if isinstance(value, list) else tensor}
 
@@ -197,13 +193,11 @@ def require_gradient(arguments, operand):
 
 
 def label_of(arguments, operand):
-	"""How messages name it."""
 	value = arguments[operand]
 	return f"{operand}[{len(value) - 1}]" if isinstance(value, list) else operand
 
 
 def outputs_of(name, arguments):
-	"""Zeros for the out form."""
 	return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 

@@ -46,7 +46,6 @@ def change(arguments, index, value):
 
 
 def offs_of(name, arguments):
-	"""Wrong offs among the arguments of an op."""
 	fields = list(getattr(ops, name).default._schema.arguments)
 	at = [field.name for field in fields].index("offs")
 	return [(name, change(arguments, at, offs), *rest) for offs, *rest in OFFS_RULES]

@@ -28,7 +28,6 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def planned(monkeypatch):
-	"""Names of the backends that calls were planned for."""
 	names, plan = [], registry.Op.plan
 
 	def noting(op, backend):

@@ -37,7 +37,6 @@ def defaults(dtype, device):
 
 
 def results(x, w, alpha, a, b):
-	"""Buffers, decoded values and products of ``x`` and ``w``."""
 	seed = {"seed": 5} if a.is_stochastic else {}
 	xq = grouped.quantize(x, a, offs=OFFS, columnwise=True, **seed)
 	wq = grouped.quantize(w, b, columnwise=True)

@@ -1,5 +1,3 @@
-"""The update of delayed scaling against a scalar transcription of the rule, and its errors."""
-
 import itertools
 import math
 
@@ -23,7 +21,7 @@ np.seterr(all="ignore")
 
 
 def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max"):
-	"""One column: a list of L numbers and a number in, the same out."""
+	"""One column."""
 	history = [f32(h) for h in history]
 	last = history[0] if amax is None or amax == 0 else abs(f32(amax))
 	if last == 0:

@@ -1,5 +1,3 @@
-"""FP8 with a scale a group, from ``grouped`` down to the kernels: the bytes of the reference."""
-
 import pytest
 import torch
 

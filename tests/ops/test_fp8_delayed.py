@@ -1,12 +1,7 @@
-"""FP8 whose scales the caller gives: bytes against NumPy and torch's conversions."""
-
 import pytest
 import torch
-from torch.library import opcheck
 
 import grouped
-from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
 	DTYPES,
 	SPLITS,
@@ -96,25 +91,6 @@ def test_many_groups_and_views():
 	x[:] = torch.nan
 	nothing = grouped.quantize(x, E4M3, offs=offs, scale=scale)
 	assert not nothing.amax.any() and nothing.dequantize().isnan().all()
-
-
-@each("directions", DIRECTIONS)
-def test_groups_that_have_shapes_of_their_own(directions):
-	shapes = [(5, 64), (0, 32), (130, 48), (1, 160)]
-	members = [sample(*shape) for shape in shapes]
-	scale = torch.tensor([2.0, 9.0, 300.0, 0.25])
-	flat = [size for shape in shapes for size in shape]
-	x = torch.cat([*(m.flatten() for m in members), torch.full((7,), torch.nan).bfloat16()])
-	asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-	out = ops.grouped_quantize(x, E4M3.text, None, None, *directions, scale=scale, shapes=flat)
-	names = tuple(buffers(E4M3, x.shape, None, shapes=shapes, **asked))
-	got, parts = dict(zip(names, out, strict=True)), member_parts(E4M3, shapes, **asked)
-	for i, member in enumerate(members):
-		given = scale[i : i + 1]
-		alone = ops.grouped_quantize(member[None], E4M3.text, None, None, *directions, scale=given)
-		for name, want in zip(names, alone, strict=True):
-			part = parts[name][i].of(got[name])
-			assert torch.equal(part.view(torch.uint8), want.view(torch.uint8)), name
 
 
 def test_every_bf16_value():
@@ -220,20 +196,3 @@ def test_the_fused_product_has_no_scale_to_give():
 	codes, scales_ = w.rowwise.operand
 	with pytest.raises(ValueError, match="quantize a first"):
 		ops.m_grouped_quantize_gemm(sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text)
-
-
-#: Not the one of schemas: it multiplies outputs, which torch does not do in float8.
-UTILS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@each("columnwise", [False, True])
-@each("dtype", [*FORMATS], IDS)
-def test_opcheck(dtype, columnwise):
-	text = FORMATS[dtype].text
-	assert parse(text).takes_scale
-	ragged = (sample(15, 48), text, offsets((5, 0, 8)), None, True, columnwise, torch.rand(3))
-	uniform = (sample(2, 5, 48), text, None, None, True, columnwise, torch.rand(2))
-	for call in (ragged, uniform):
-		opcheck(ops.grouped_quantize.default, call, test_utils=UTILS)
-	out = [torch.empty_like(t) for t in ops.grouped_quantize(*ragged)]
-	opcheck(ops.grouped_quantize_out.default, ragged, {"out": out}, test_utils=UTILS)

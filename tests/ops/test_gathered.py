@@ -7,6 +7,7 @@ import torch
 
 import cute_kernels
 from cute_kernels.gemm.sm90.config import Sm90Tile
+from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import gathered
 from cute_kernels.ops.launch.gemm import force_tile
@@ -17,7 +18,6 @@ TOKENS = 50
 
 
 def index_of(rows, tokens=TOKENS, seed=0):
-	"""Rows of tokens, some twice, and what is none."""
 	rng = torch.Generator().manual_seed(seed)
 	index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
 	wild = torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])
@@ -26,7 +26,6 @@ def index_of(rows, tokens=TOKENS, seed=0):
 
 
 def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False, transpose_b=False, seed=0):
-	"""Arguments of ``m_grouped_gemm`` up to ``out_dtype``, and rows."""
 	groups = len(sizes)
 	x, w = sample(tokens, k).to(dtype), sample(groups, *((k, n) if transpose_b else (n, k))).to(dtype)
 	arguments = (x, w, offsets(sizes), sample(groups, n) if bias else None, torch.rand(groups) if bias else None)
@@ -34,19 +33,18 @@ def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False
 
 
 def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
-	"""Likewise of ``k_grouped_gemm``."""
 	rows = sum(sizes) + tail
 	a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
 	a[sum(sizes) :] = float("nan")
 	return (a, b, offsets(sizes), None, F32), index_of(rows, tokens)
 
 
-def check(op, arguments, rows, **mode):
+def check(op, arguments, rows, arch="sm_90a", **mode):
 	side = "mk".index(op[0])
 	whole = list(arguments)
 	whole[side] = ops.moe_gather(whole[side], rows)
 	product = getattr(ops, f"{op}_grouped_gemm")
-	with cute_kernels.backend("reference:sm_90a"):
+	with cute_kernels.backend(f"reference:{arch}"):
 		want = product(*whole)
 		assert_same_bytes(product(*arguments, rows=rows), want)
 	if mode:
@@ -105,6 +103,26 @@ def test_sm90(case, mode, monkeypatch):
 	op, tile, (arguments, rows) = CASES[case]
 	with force_tile(tile):
 		check(op, arguments, rows, name="emulated:sm_90a", **mode)
+
+
+SM100_CASES = {
+	"pair, partial": ("m", Sm100Tile(256, 256, 2, swap_partial=True), fprop((60, 0, 257, 5), k=144, bias=True)),
+	"swapped": ("m", Sm100Tile(128, 32, swap_ab=True), fprop((100, 0, 5, 17), 72, dtype=F16)),
+	"many groups": ("m", Sm100Tile(128, 32, swap_ab=True), fprop((0, 1, 0, 2) * 260, 8, 16, dtype=F16, tokens=1)),
+	"wgrad": ("k", Sm100Tile(256, 128, 2), wgrad((100, 0, 5, 64, 300))),
+	"wgrad, one row": ("k", Sm100Tile(256, 128, 2), wgrad((1,), 8, 8, tail=0, tokens=1)),
+	"wgrad, empty": ("k", Sm100Tile(128, 128), wgrad((0, 130, 0), tokens=0)),
+}
+SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3)))
+
+
+@each("case", SM100_CASES)
+def test_sm100(case):
+	pytest.importorskip("cutlass")
+	op, tile, (arguments, rows) = case
+	for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
+		with force_tile(tile):
+			check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
 
 @each("arch", ["sm_90a", "sm_100a"])

@@ -61,7 +61,6 @@ def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None
 
 
 def expected(arch, given):
-	"""By the ops that it stands for."""
 	*product, activation, interleaved, keeps_z = given
 	with cute_kernels.backend(f"reference:{arch}".strip(":")):
 		z = ops.m_grouped_gemm(*product)

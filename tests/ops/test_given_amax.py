@@ -26,7 +26,6 @@ SIGNED = torch.tensor([-5.0, torch.nan, torch.inf, -torch.inf, -0.0, -1e-42, 3.0
 
 
 def on(name, call, x, offs, amax):
-	"""Buffers by name."""
 	text, rowwise, columnwise = call
 	with cute_kernels.backend(name):
 		found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)

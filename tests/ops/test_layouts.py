@@ -32,7 +32,6 @@ def dense(x):
 
 
 def spread(x, gap):
-	"""Strides with ``gap`` more elements from one row to the next."""
 	if x.dim() < 2:
 		return (2,)
 	strides = [1, x.shape[-1] + gap]
@@ -42,7 +41,6 @@ def spread(x, gap):
 
 
 def every_second(x):
-	"""Strides of ``y[::2]``."""
 	first, *rest = dense(x)
 	return (2 * first, *rest)
 
@@ -81,13 +79,11 @@ LAYOUTS = {
 
 
 def quantized(x, offs=OFFS, text="nvfp4", columnwise=False):
-	"""The buffers of one direction."""
 	with cute_kernels.backend("reference"):
 		return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
 
 
 def decoding(x, rows, dtype, offs=OFFS, **options):
-	"""Arguments of dequantize."""
 	codes, *scales = quantized(x, offs, **options)
 	options = {"text": "nvfp4", "columnwise": False} | options
 	return codes, scales, options["text"], rows, dtype, offs, options["columnwise"]

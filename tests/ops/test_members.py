@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import cute_kernels
-from cute_kernels.formats import NVFP4, parse
+from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import BUILT, SENTINEL, assert_all_same, assert_same_bytes, each, ops, poisoned, sample, weird_values
 
@@ -36,11 +36,11 @@ def live(shapes):
 	return sum(m * n for m, n in shapes)
 
 
-def alone(fmt, members, directions, amax=None):
+def alone(fmt, members, directions, amax=None, scale=None):
 	"""Buffers of each member quantized by itself, and what they decode to: an independent loop."""
 	for i, x in enumerate(members):
-		given = None if amax is None else amax[..., i : i + 1]
-		out = ops.grouped_quantize(x[None], fmt.text, None, given, *directions)
+		level, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
+		out = ops.grouped_quantize(x[None], fmt.text, None, level, *directions, factor)
 		names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
 		yield dict(zip(names, out, strict=True))
 
@@ -60,8 +60,9 @@ def check_against_members(fmt, members, directions, amax=None, tail=9):
 	shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
 	poison = torch.full((tail,), torch.nan, dtype=dtype)
 	x = torch.cat([*(member.flatten() for member in members), poison])
-	out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, shapes=flat(shapes))
-	got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax)
+	scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
+	out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
+	got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
 	asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
 	parts = member_parts(fmt, shapes, **asked)
 	decoded = {
@@ -80,7 +81,7 @@ def check_against_members(fmt, members, directions, amax=None, tail=9):
 
 
 @each_direction
-@each_format
+@each("fmt", BUILT | {"delayed": FP8(scaling="delayed")})
 def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
 	for shapes in SHAPES.values():
 		check_against_members(fmt, [sample(*shape) for shape in shapes], directions)

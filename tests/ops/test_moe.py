@@ -1,5 +1,3 @@
-"""Routing, gather and combine against loops over tokens; kernels against the reference."""
-
 import functools
 
 import pytest
@@ -27,7 +25,6 @@ def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
 
 
 def loop(ids, experts):
-	"""The same, in Python."""
 	top_k = ids.shape[1]
 	pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
 	offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]

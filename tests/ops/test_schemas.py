@@ -1,5 +1,3 @@
-"""``torch.library.opcheck`` of every op in both forms, and that the two forms agree."""
-
 import functools
 
 import pytest
@@ -34,12 +32,10 @@ BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
 def nvfp4(cols, text="nvfp4", columnwise=False):
-	"""The buffers of one direction of a ragged tensor."""
 	return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
 
 
 def weight(*shape, columnwise=False):
-	"""The buffers of one direction of a uniform tensor."""
 	return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
@@ -130,7 +126,6 @@ BOTH = (None, True, True)
 
 
 def everything():
-	"""Bias, alpha and the rest of a dgrad."""
 	return torch.rand(3, 16), torch.rand(3), True, F32
 
 
@@ -171,6 +166,16 @@ BY_OP = {
 		"row-scaled": lambda: (x(48), BY_ROW, OFFS),
 		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
 		"both, 2D": lambda: (x(48), SQUARE, OFFS, *BOTH),
+		"scale given": lambda: (x(48), "fp8:scaling=delayed", OFFS, *BOTH, torch.rand(3)),
+		"scale given, rowwise": lambda: (
+			w(2, 5, 48),
+			"fp8:dtype=e5m2,scaling=delayed",
+			None,
+			None,
+			True,
+			False,
+			torch.rand(2),
+		),
 		"amax given": lambda: (x(48), "nvfp4", OFFS, torch.ones(3)),
 		"uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
 		"stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
@@ -285,7 +290,6 @@ def mapped(function, arguments):
 
 
 def tensors(arguments):
-	"""The tensors of arguments or results, also those in lists."""
 	return [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
 
 
@@ -364,7 +368,6 @@ def test_out_form_takes_any_pitch():
 
 
 def test_compile_once_for_all_sizes_and_offsets():
-	"""One graph serves every number of rows."""
 	graphs = Graphs()
 
 	def step(a, b, offs):

@@ -1,7 +1,4 @@
-"""Tensors on a GPU that is not the current one: everything is made, chosen and launched there.
-
-There is no GPU: tensors on the CPU say that they are on one, and the kernels note their arguments.
-"""
+"""Tensors on a GPU that is not the current one: tensors of the CPU say so, and kernels note their arguments."""
 
 from types import SimpleNamespace
 
@@ -38,8 +35,6 @@ def on_second(value):
 
 
 class Kernels:
-	"""Takes the place of compiled kernels, and keeps what they are given."""
-
 	def __init__(self, arch):
 		self.arch = arch
 		self.architectures, self.calls = set(), []

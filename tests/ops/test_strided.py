@@ -12,7 +12,6 @@ pytest.importorskip("cutlass")
 
 
 def shifted(*shape, dtype):
-	"""A dense tensor of a pattern, one element off an aligned address."""
 	out = torch.full((torch.Size(shape).numel() + 1,), 0x25).to(dtype)[1:].view(shape)
 	assert out.data_ptr() % 16
 	return out

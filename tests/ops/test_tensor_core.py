@@ -1,7 +1,4 @@
-"""Backends ``reference:sm_90a`` and ``reference:sm_100a``: GEMMs with a tensor core's bits.
-
-The bits themselves: ``test_tensor_core.py`` of the reference, and the kernels' tests on the emulator.
-"""
+"""``reference:sm_90a`` and ``reference:sm_100a``; their bits are in reference/test_tensor_core.py."""
 
 import pytest
 import torch

@@ -64,5 +64,4 @@ def save_numerics(path, steps=2):
 
 @functools.cache
 def all_committed():
-	"""Those of the repository, read once."""
 	return load(RESULTS)

@@ -1,5 +1,3 @@
-"""Cases as data: models, shapes and routings."""
-
 import pytest
 
 from perf.cases import HEADLINE, MODELS, ROUTINGS, ends_of, split_rows

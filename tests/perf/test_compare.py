@@ -1,5 +1,3 @@
-"""Regressions: counts by themselves, times beyond their noise."""
-
 import dataclasses
 
 from perf import committed, compare

@@ -1,5 +1,3 @@
-"""The dashboard's bytes and what is in them; ``test_dashboard_browser.py`` looks at it."""
-
 import base64
 import dataclasses
 import gzip

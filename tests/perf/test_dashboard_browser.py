@@ -1,7 +1,4 @@
-"""The dashboard in a browser: every view is drawn, without an error.
-
-What the views show is the payload's, which ``test_dashboard.py`` checks.
-"""
+"""Every view is drawn, without an error; what views show is the payload's (``test_dashboard.py``)."""
 
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""The planner: its model on the committed records, the work that it counts, and what it prints."""
-
 import dataclasses
 import math
 import re

@@ -1,5 +1,3 @@
-"""Peers: what they are given and how their results are read, where that can be wrong."""
-
 import os
 from pathlib import Path
 

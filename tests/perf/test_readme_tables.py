@@ -1,5 +1,3 @@
-"""The README's tables are what the records say."""
-
 import dataclasses
 
 import pytest

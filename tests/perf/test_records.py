@@ -1,5 +1,3 @@
-"""Records: the one form in memory and on disk."""
-
 import dataclasses
 import json
 

@@ -1,5 +1,3 @@
-"""Running suites: contenders are checked, and only those that are right are measured."""
-
 import dataclasses
 import functools
 import re

@@ -79,7 +79,6 @@ def gelu(x):
 
 
 def curve(name, x, alpha=1.702, limit=7.0):
-	"""f(x) and f'(x)."""
 	with no_errors():
 		if name == "relu":
 			return relu(x), np.where(x > 0, F(1), relu(x))

@@ -1,8 +1,4 @@
-"""MXFP8 and FP8Block as the specification words them, in NumPy fp32.
-
-Shares nothing with the package. FP8 and E8M0 numbers are searched among all values that there are,
-and every buffer is written at the addresses that the layout gives.
-"""
+"""MXFP8 and FP8Block as specified, by search among all values; shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -47,7 +43,6 @@ def round_e8m0(v):
 
 
 def repeated(per_block, height, width, shape):
-	"""A number a block as a number an element."""
 	return per_block.repeat(height, 0).repeat(width, 1)[: shape[0], : shape[1]]
 
 
@@ -60,10 +55,7 @@ def block_amaxes(x, height, width):
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-	"""What a format is, in the words of the specification.
-
-	``rows`` is the height of a rowwise block: 1, or ``vec`` of a square one.
-	"""
+	"""What a format is; ``rows`` is the height of a rowwise block: 1, or ``vec`` of a square one."""
 
 	kind: str
 	element: str
@@ -109,17 +101,13 @@ class Rules:
 
 
 def filled(shape, dtype, fill):
-	"""An array every byte of which is ``fill``."""
 	size = np.dtype(dtype).itemsize * int(np.prod(shape))
 	return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
 
 
 @dataclasses.dataclass
 class Quantized:
-	"""Buffers as the contract lays them out, and the values (T, K) that each direction decodes to.
-
-	Bytes that nobody writes keep the fill value; values of the tail are zeros.
-	"""
+	"""As the contract lays them out, and the values (T, K) of each direction; other bytes keep the fill value."""
 
 	codes: np.ndarray
 	scales: np.ndarray
@@ -130,7 +118,6 @@ class Quantized:
 
 
 def quantize(x, groups, num_tiles, rules, dtype, fill=0):
-	"""Both copies of fp32 values (T, K) that were of ``dtype``, of ragged groups."""
 	rows, cols = x.shape
 	slots, vec = 128 * num_tiles, rules.vec
 	wide, padded = ceil_div(cols, vec), 128 * ceil_div(cols, 128)

@@ -1,8 +1,4 @@
-"""Products of quantized operands from their buffers, in Python and NumPy.
-
-Written from the layout contract and the order of sums that ``reference.dots`` states; nothing here
-calls the package, but for the records of formats.
-"""
+"""Products from buffers, by the layout contract and the order of sums of ``reference.dots``."""
 
 from __future__ import annotations
 
@@ -23,15 +19,7 @@ _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float
 
 
 class Member(NamedTuple):
-	"""One group of one direction: rows of what a product contracts.
-
-	Attributes:
-	  codes: (R, K) fp64 values of codes.
-	  scales: (R, blocks) fp64 values of block scales; None without blocks.
-	  level: the second level, fp32: an entry of the vector, or (R, 1); None without one.
-	  per_row: each row has a scale of its own.
-	  vec: elements of a block.
-	"""
+	"""One group: values of codes (R, K), of scales (R, blocks) or None; ``level``: fp32, (R, 1) or None."""
 
 	codes: np.ndarray
 	scales: np.ndarray | None
@@ -40,23 +28,13 @@ class Member(NamedTuple):
 	vec: int
 
 	def values(self):
-		"""(R, K) codes times block scales."""
 		if self.scales is None:
 			return self.codes
 		return self.codes * np.repeat(self.scales, self.vec, 1)[:, : self.codes.shape[1]]
 
 
 def member(text, copy, group, rows, start=None, columnwise=False):
-	"""One group of what a GEMM takes.
-
-	Args:
-	  text: the format.
-	  copy: codes, block scales if there are any, the decoding vector if there is one.
-	  group: which one.
-	  rows: how many rows it has.
-	  start: its first row; None if the tensor is uniform.
-	  columnwise: the copy is the columnwise one, so the rows are what is contracted.
-	"""
+	"""Group ``group`` of what a GEMM takes (codes, scales, level); without ``start`` the tensor is uniform."""
 	fmt, (codes, *rest) = parse(text), copy
 	slot = 0
 	if start is None:
@@ -107,7 +85,6 @@ def _scale_values(fmt, scales):
 
 
 def _place(fmt, row, block, columnwise):
-	"""Where the scale of a block is."""
 	if fmt.scale.layout == "tiles_128x4":
 		byte = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
 		return row // 128, block // 4, byte

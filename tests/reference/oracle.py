@@ -1,8 +1,4 @@
-"""NVFP4 as the specification words it: one scalar at a time, in NumPy fp32.
-
-Shares nothing with the package. Codes are searched among all values that there are, and every buffer
-is written byte by byte at the address that the layout gives. Slow, and meant to be read.
-"""
+"""NVFP4 as specified, scalar by scalar, by search among all values; shares nothing with the package."""
 
 from __future__ import annotations
 
@@ -33,7 +29,6 @@ ELEMENTS = {"e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
 
 
 def fp8_value(code, element):
-	"""Value of a finite FP8 code."""
 	_, mantissa_bits, bias, _ = ELEMENTS[element]
 	exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (1 << mantissa_bits) - 1
 	sign = -1.0 if code & 0x80 else 1.0
@@ -43,7 +38,6 @@ def fp8_value(code, element):
 
 
 def e4m3_value(byte):
-	"""Value of one E4M3 byte: no infinities, NaN at 0x7F and 0xFF."""
 	return math.nan if byte & 0x7F == 0x7F else fp8_value(byte, "e4m3")
 
 
@@ -64,12 +58,10 @@ _E4M3_MAGNITUDES = [e4m3_value(byte) for byte in range(0x7F)]
 
 
 def round_e4m3(v):
-	"""The E4M3 byte; NaN gives 0x7F."""
 	return nearest(v, _E4M3_MAGNITUDES, 0x80, 0x7F)
 
 
 def round_e2m1(y):
-	"""The E2M1 code; NaN gives +6."""
 	return nearest(y, E2M1_VALUES, 8, 7)
 
 
@@ -100,7 +92,6 @@ def second_level(g):
 
 
 def block_scale(a, g):
-	"""Stored byte and encode factor of a block of amax ``a``."""
 	s_dec, mult = second_level(g)
 	d = min(a * mult, FMAX)
 	byte = round_e4m3(min(max(d, f32(-448)), f32(448)))
@@ -135,8 +126,6 @@ def scale_byte(row, block, blocks):
 
 @dataclasses.dataclass
 class Group:
-	"""Rows ``[start, end)`` of the input, and where the group's tiles begin."""
-
 	start: int
 	end: int
 	tile: int
@@ -160,11 +149,7 @@ def uniform_groups(count, rows):
 
 @dataclasses.dataclass
 class Quantized:
-	"""Buffers as the contract lays them out; bytes that nobody writes keep the fill value.
-
-	The columnwise buffers list one (K, 64 * tiles) and (ceil(K / 128), 2 * tiles, 512) matrix per
-	member for uniform input, and a single one over all slots for ragged input.
-	"""
+	"""As the contract lays them out, of uniform input by member; bytes that nobody writes keep the fill value."""
 
 	codes: np.ndarray
 	scales: np.ndarray
@@ -191,10 +176,7 @@ def quantize(
 	rule=Rule(),  # noqa: B008  (it has no state)
 	fill=0,
 ):
-	"""Both copies of the fp32 values ``x`` (T, K).
-
-	``given_amax_t`` is that of the columnwise copy, where a rule transforms it.
-	"""
+	"""Both copies of fp32 values (T, K); ``given_amax_t`` is that of a transformed columnwise copy."""
 	rows, cols = x.shape
 	columns = [rule.columns(x[g.start : g.end]) for g in groups]
 	blocks = 4 * ceil_div(cols, 64)

@@ -1,6 +1,4 @@
-"""The variants of NVFP4 as the specification words them, for ``oracle.quantize``: one scalar at a
-time, sharing nothing with the package.
-"""
+"""The variants of NVFP4 as specified, for ``oracle.quantize``; shares nothing with the package."""
 
 import functools
 import math
@@ -50,8 +48,6 @@ def round_e2m1_stochastic(y, r):
 
 
 class Stochastic(Rule):
-	"""Codes rounded by bytes of a seed."""
-
 	def __init__(self, seed):
 		self.seed = seed
 
@@ -86,8 +82,6 @@ def butterflies(v):
 
 
 class Hadamard(Rule):
-	"""The columnwise copy is of transformed values, whole blocks of them."""
-
 	def columns(self, values):
 		rows, cols = values.shape
 		padded = np.zeros((-(-rows // 16) * 16, cols), f32)

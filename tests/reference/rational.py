@@ -5,7 +5,6 @@ from fractions import Fraction
 
 
 def fraction(value):
-	"""A finite number, exact."""
 	return Fraction(value)
 
 

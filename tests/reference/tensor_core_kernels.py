@@ -200,10 +200,7 @@ def _fragments(half):
 
 
 def wgmma(a, b, acc, edits=()):
-	"""``acc`` (64, 8) plus A (64, K) B (8, K)^T by sm_90a's wgmma.
-
-	``edits`` are pairs of what to replace in the PTX, and by what.
-	"""
+	"""``acc`` (64, 8) plus A (64, K) B (8, K)^T; ``edits`` replace parts of the PTX."""
 	half = acc.dtype == torch.float16
 	steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
 	name = _load("sm_90a", _wgmma_ptx, edits, steps, (64, 8), (a.dtype, b.dtype), half)
@@ -216,11 +213,7 @@ def wgmma(a, b, acc, edits=()):
 
 
 def tcgen05(a, b, acc, a_scales=None, b_scales=None, edits=(), flags=0):
-	"""``acc`` (128, 16) plus A (128, K) B (16, K)^T by sm_100a's tcgen05.mma.
-
-	uint8 operands are packed E2M1; scales are as ``tensor_core_gemm`` takes them. ``flags`` are
-	bits of the instruction descriptor.
-	"""
+	"""``acc`` (128, 16) plus A (128, K) B (16, K)^T; uint8 is packed E2M1, ``flags`` are bits of the descriptor."""
 	half, scaled, fp4 = acc.dtype == torch.float16, a_scales is not None, a.dtype == torch.uint8
 	steps = a.shape[1] * a.dtype.itemsize // STEP_BYTES
 	scale_words = torch.zeros(steps, 32, 2, 4, 4, dtype=torch.uint8)

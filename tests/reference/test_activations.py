@@ -1,5 +1,3 @@
-"""Activations and their gradients: the bits against NumPy, the values against fp64."""
-
 import math
 
 import torch
@@ -19,7 +17,6 @@ FUNCTIONS = {"exp": (exp, oracle.exp), "tanh": (tanh, oracle.tanh), "sigmoid": (
 
 
 def random_bits(count):
-	"""Numbers with uniform bits: as many of each exponent, NaN and infinities too."""
 	return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
 
 

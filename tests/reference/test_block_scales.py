@@ -1,5 +1,3 @@
-"""E8M0 and the scales of MXFP8 and FP8Block, over whole domains and against closed forms."""
-
 from fractions import Fraction
 
 import numpy as np

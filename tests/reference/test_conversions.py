@@ -1,5 +1,3 @@
-"""Every bf16 and fp16 number, and every boundary in fp32, through the conversions."""
-
 import math
 
 import numpy as np
@@ -15,7 +13,6 @@ E2M1 = oracle.E2M1_VALUES
 
 
 def around(values):
-	"""``beside`` of both signs."""
 	near = beside(values)
 	return torch.cat([near, -near])
 

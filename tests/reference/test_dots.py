@@ -1,5 +1,3 @@
-"""Dot products at the ends of the range, on rows that no quantizer makes."""
-
 import numpy as np
 import torch
 
@@ -20,7 +18,6 @@ each_core = each("core", [*BACKENDS], BACKENDS.values())
 
 
 def codes(values, dtype=E4M3):
-	"""Rows of FP8 codes of these values, which they hold."""
 	x = torch.as_tensor(values, dtype=torch.float64)
 	assert x.equal(x.to(dtype).double())
 	return x.to(dtype)
@@ -40,7 +37,6 @@ def exact_dot(a, b):
 
 
 def block_rows(x, scales=1.0, fmt=None):
-	"""Rows of FP8Block."""
 	shape = len(x), -(-x.shape[1] // 128)
 	return Rows(x, fmt or FP8Block(dtype=x.dtype), torch.as_tensor(scales).expand(shape).float())
 

@@ -1,5 +1,3 @@
-"""The exact fma of fp32 against rational arithmetic."""
-
 import itertools
 import math
 

@@ -1,5 +1,3 @@
-"""FP8 with a scale per group by the reference, against torch's conversions."""
-
 import torch
 
 from cute_kernels import ops

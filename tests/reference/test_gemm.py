@@ -1,5 +1,3 @@
-"""Grouped GEMMs of plain operands: exact products, epilogue, groups, tails, offsets."""
-
 import torch
 
 from tests.helpers import (

@@ -1,5 +1,3 @@
-"""Grouped GEMMs of quantized operands: fp64 bounds, bits of sums and epilogue, groups, tails."""
-
 import itertools
 
 import numpy as np
@@ -55,7 +53,6 @@ each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def multiply(pair, a, b, offs, bias=None, alpha=None, transpose_b=False):
-	"""The product of operands of a pair of formats, in fp32."""
 	texts = {"a_format": pair[0], "b_format": pair[1]}
 	options = (bias, alpha, transpose_b, F32)
 	return ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, *options, **texts))
@@ -67,12 +64,10 @@ def wgrad_of(pair, copies, offs):
 
 
 def columnwise(pair, tensors, offs):
-	"""Columnwise copies, A's and B's."""
 	return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
 
 
 def columns_of(pair, copies, group, start, end):
-	"""The oracle's operands of wgrad."""
 	return [
 		fp8_oracle.member(text, copy, group, end - start, start, True) for text, copy in zip(pair, copies, strict=True)
 	]
@@ -83,8 +78,6 @@ def spans(splits):
 
 
 class Product:
-	"""Quantized operands of ragged rows times a matrix a group, fprop or dgrad."""
-
 	def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
 		self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
 		self.offs, self.depth, self.cols = offsets(splits), depth, cols
@@ -107,7 +100,6 @@ class Product:
 		return out
 
 	def decoded(self):
-		"""A and the matrices of B as they decode, fp64."""
 		a = dequantize_arguments(self.a, self.pair[0], len(self.x), F32, self.offs)
 		shape = self.w.shape[1]
 		b = dequantize_arguments(self.b, self.pair[1], shape, F32, None, self.transpose_b)
@@ -115,7 +107,6 @@ class Product:
 		return ops.grouped_dequantize(*a).double(), b.mT if self.transpose_b else b
 
 	def members(self):
-		"""Group, rows and both operands of each group that has rows."""
 		for g, (start, end) in enumerate(spans(self.splits)):
 			if start < end:
 				a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)
@@ -125,8 +116,6 @@ class Product:
 
 
 class Wgrad:
-	"""Quantized operands of a product over common rows."""
-
 	def __init__(self, pair, splits, n=32, k=64, *, tail=2):
 		self.pair, self.splits, self.offs = pair, splits, offsets(splits)
 		self.tensors = [sample(sum(splits) + tail, cols) / 8 for cols in (n, k)]

@@ -1,5 +1,3 @@
-"""Products of NVFP4's variants: their codes as they are, each tensor's own bound, transforms."""
-
 import itertools
 
 import numpy as np
@@ -23,7 +21,6 @@ TRANSFORMED = "nvfp4:hadamard"
 
 
 def copy_of(text, *shape, columnwise=False):
-	"""One direction of a ragged tensor (T, K), or of a uniform one."""
 	fmt, offs = parse(text), OFFS if len(shape) == 2 else None
 	seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
 	return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)

@@ -1,5 +1,3 @@
-"""Properties of quantization and GEMM that hold for any input."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Quantization on the reference backend, byte for byte against the scalar oracles."""
-
 import numpy as np
 import torch
 
@@ -56,7 +54,6 @@ def buffer_names(text, rowwise=True, columnwise=True):
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-	"""Buffers of the op by name."""
 	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
 	return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
 

@@ -1,5 +1,3 @@
-"""Random bits of stochastic rounding: the generator, what it is keyed by, and rounding by bytes."""
-
 import itertools
 
 import numpy as np

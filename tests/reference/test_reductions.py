@@ -1,5 +1,3 @@
-"""Offsets, amax and dbias."""
-
 import numpy as np
 import torch
 from hypothesis import given

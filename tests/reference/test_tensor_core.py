@@ -1,8 +1,4 @@
-"""``tensor_core_gemm`` gives the bits of the hardware.
-
-Three oracles: exact rational arithmetic, written from the rules (every kind); an H200's answers
-(sm_90a); the emulator (every kind).
-"""
+"""``tensor_core_gemm`` against rational arithmetic, an H200's answers (sm_90a) and the emulator."""
 
 import dataclasses
 import hashlib
@@ -138,7 +134,6 @@ def floor_log2(v):
 
 
 def values(x):
-	"""Rows of Python floats."""
 	if x.dtype == E2M1:
 		magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 		nibbles = [[code >> s & 15 for code in row for s in (0, 4)] for row in x.tolist()]
@@ -160,13 +155,10 @@ def scale_values(x):
 
 
 class Oracle:
-	"""One result of one kind, by rational arithmetic."""
-
 	def __init__(self, kind):
 		self.kind = kind
 
 	def exponent(self, v, dtype):
-		"""Of a finite value; None if it has none."""
 		if v == 0:
 			return None if self.kind.arch == "sm_90a" else -126
 		return max(floor_log2(Fraction(v)), LOWEST[dtype])
@@ -183,7 +175,6 @@ class Oracle:
 		return value, exponent
 
 	def sixteen(self, x, y, sx, sy):
-		"""The term of sixteen FP4 products."""
 		scale = [Fraction(s) for s in (sx, sy)]
 		value = sum(Fraction(p) * Fraction(q) for p, q in zip(x, y, strict=True))
 		exponents = [-126 if s == 0 else max(floor_log2(s), -6) for s in scale]
@@ -192,7 +183,6 @@ class Oracle:
 		return value * scale[0] * scale[1], sum(exponents)
 
 	def terms(self, x, y, sx, sy):
-		"""(value, exponent) of one instruction's terms."""
 		each = 16 if self.kind.a == E2M1 else 1
 		for i in range(0, len(x), each):
 			scales = [s[i // self.kind.block] if s else 1.0 for s in (sx, sy)]

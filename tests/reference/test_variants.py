@@ -1,5 +1,3 @@
-"""NVFP4's variants, byte for byte against the scalar oracle."""
-
 from typing import NamedTuple
 
 import numpy as np
@@ -41,8 +39,6 @@ SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 
 
 class Variant(NamedTuple):
-	"""A format and what the oracle is told of it."""
-
 	text: str
 	rule: oracle.Rule
 	flags: dict[str, bool] = {}
@@ -74,7 +70,6 @@ EACH = each("variant", VARIANTS)
 
 
 def expected(x, offs, variant, amax=None):
-	"""The oracle's buffers by name."""
 	given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
 	options = {"rule": variant.rule} | variant.flags | dict(given)
 	rows = None if offs is None else offs.tolist()

@@ -6,7 +6,6 @@ from cute_kernels.runtime import cache, forget_kernels
 
 @pytest.fixture(autouse=True)
 def fresh_runtime(monkeypatch, tmp_path):
-	"""An empty cache folder, no kernels in memory, no warnings given yet."""
 	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "kernels"))
 	monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
 	monkeypatch.setattr(settings, "_warned", set())

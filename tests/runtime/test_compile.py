@@ -1,5 +1,3 @@
-"""Compiling toy kernels for GPUs that need not be there."""
-
 import contextlib
 import importlib
 import subprocess

@@ -237,7 +237,6 @@ def test_where_the_dsl_puts_its_files_is_not_in_the_key(monkeypatch):
 
 @pytest.fixture
 def other_package(tmp_path, monkeypatch):
-	"""Sources of a kernel that lives in another package."""
 	package = tmp_path / "others_kernels"
 	(package / "inner").mkdir(parents=True)
 	(package / "__init__.py").touch()

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def versions(monkeypatch):
-	"""Installed versions by pip name, instead of the real ones."""
 	installed = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2", "filelock": "4.0"}
 
 	def version(name):

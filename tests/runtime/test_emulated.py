@@ -1,5 +1,3 @@
-"""Kernels on the emulator: compiled here, loaded from the disk, and beside kernels for a GPU."""
-
 import json
 import subprocess
 import sys
@@ -81,7 +79,6 @@ def test_faults_and_wrong_arguments_raise():
 
 
 def other_ptx():
-	"""The PTX of another kernel."""
 	return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
 
 

@@ -45,7 +45,6 @@ class Recorder:
 
 
 def inputs():
-	"""Ragged and uniform inputs of every dtype, with rows from short to very long."""
 	lengths = [16, *(1 << i for i in range(8, 16)), 1 << 20]
 	for dtype, cols in itertools.product(DTYPES.values(), lengths):
 		yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
@@ -98,7 +97,6 @@ def products():
 
 
 def used(arch):
-	"""The kernels that any quantization op may ask for."""
 	recorder = Recorder(arch)
 	ops = list(quantizations())
 	ops += [GroupedAmax(x, offs) for x, offs in inputs()]

@@ -6,8 +6,6 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-	"""y = x * factor."""
-
 	factor: float
 	dtype: str = "Float32"
 

@@ -1,5 +1,3 @@
-"""The part of ``toy_kernels`` that needs the CuTe DSL."""
-
 import cutlass
 from cutlass import cute
 from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_stream

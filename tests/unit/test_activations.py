@@ -1,5 +1,3 @@
-"""Records of activations: their facts and texts, and which ones cannot be made."""
-
 import copy
 import dataclasses
 import pickle

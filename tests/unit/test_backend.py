@@ -1,5 +1,3 @@
-"""Which backend serves a call: device, environment, context manager."""
-
 import contextlib
 import threading
 

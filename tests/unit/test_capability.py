@@ -1,5 +1,3 @@
-"""The support table: answers, reasons, and that calls obey it."""
-
 import itertools
 
 import pytest

@@ -1,5 +1,3 @@
-"""Format records: what they hold, and which ones cannot be made."""
-
 import copy
 import dataclasses
 import itertools

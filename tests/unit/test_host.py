@@ -25,7 +25,6 @@ def no_warnings_given(monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path):
-	"""A folder with one file."""
 	write_file(tmp_path / "file", b"code")
 	return tmp_path
 

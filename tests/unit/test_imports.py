@@ -1,5 +1,3 @@
-"""Imports go one way, and the packages load without the CuTe DSL."""
-
 import ast
 import re
 import subprocess
@@ -35,7 +33,6 @@ REFERENCE_NEEDS_ONLY = {"activations", "formats", "layout", "reference"}
 
 
 def modules():
-	"""Every module of both packages by dotted name."""
 	found = {}
 	for package in ("cute_kernels", "grouped"):
 		for path in sorted((ROOT / package).rglob("*.py")):
@@ -129,11 +126,7 @@ def test_imports_go_down(name):
 
 
 def circles(imports):
-	"""Sets of modules each of which imports all others of its set, by way of some of them.
-
-	Args:
-	  imports: the names that each module imports.
-	"""
+	"""Sets of modules each of which imports all others of its set, by way of some of them."""
 	reached = {}
 	for name in imports:
 		pending, seen = [name], set()
@@ -156,16 +149,12 @@ def test_circles_are_found():
 
 
 def test_no_files_import_each_other():
-	"""Imports inside functions count; those for type checkers only do not.
-
-	Nor does a kernel that a configuration names: the runtime imports it, after the configuration.
-	"""
+	"""Imports inside functions count, those for type checkers and kernels that configurations name do not."""
 	found = circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 	assert not found
 
 
 def test_loading_the_packages_does_not_load_the_dsl():
-	"""Follows imports from both packages; no module on the way imports cutlass when it loads."""
 	pending, seen = ["cute_kernels", "grouped"], set()
 	while pending:
 		name = pending.pop()

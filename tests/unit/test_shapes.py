@@ -1,5 +1,3 @@
-"""The layout as integer maths, for any size."""
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

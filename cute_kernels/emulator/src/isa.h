@@ -90,6 +90,7 @@ enum Flag : u32 {
 	F_RELAXED = 1 << 26,
 	F_LOAD = 1 << 27,    // tcgen05.wait::ld
 	F_IGNORE = 1 << 28,  // cp.async with an ignore-src predicate
+	F_GATHER = 1 << 29,  // TMA of four rows
 };
 enum Rounding : u8 { RN, RZ, RM, RP, RNA, RNI, RZI, RMI, RPI, RS };
 enum Comparison : u8 {

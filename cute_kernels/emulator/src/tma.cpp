@@ -54,8 +54,12 @@ static void walk_box(const TensorMap& map, const Coordinates& at, F visit) {
 	}
 }
 
-static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const TensorMap& map) {
-	if (vector.count != map.rank) fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
+constexpr u32 GATHERED = 4;
+static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const TensorMap& map, bool gathers = false) {
+	if (gathers && (map.rank != 2 || map.box[1] != 1 || vector.count != 1 + GATHERED))
+		fail("gather4 takes a column and %u rows, through a rank-2 tensor map whose box is one row high", GATHERED);
+	if (!gathers && vector.count != map.rank)
+		fail("TMA with %d coordinates through a rank-%d tensor map", vector.count, map.rank);
 	Coordinates at{};
 	for (int i = 0; i < vector.count; i++) at[i] = (i32)value_of(w, element(vector, i), lane);
 	return at;
@@ -79,8 +83,9 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
 		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
 		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
 		const TensorMap map = tensor_map_at(w, address_of(w, operand(in, 1), lane));
-		const Coordinates at = coordinates(w, operand(in, 2), lane, map);
-		const u32 bytes = map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
+		const u32 boxes = in.flags & F_GATHER ? GATHERED : 1;
+		const Coordinates at = coordinates(w, operand(in, 2), lane, map, boxes > 1);
+		const u32 bytes = boxes * map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
 							barrier_rank = rank_of(barrier);
 		u32 ranks = 1u << rank_of(to);
 		if (multicast) ranks = (u32)value_of(w, operand(in, 4), lane) & 0xffff;
@@ -96,7 +101,9 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
 				CTA* d = cluster->ctas[rank].get();
 				if (d->exited) fail("TMA load into CTA rank %u, which has exited", rank);
 				need_in_smem(d, offset, bytes, "TMA load");
-				load_box(d, offset, map, at);
+				// Rows of gather4 lie one after the other, and swizzles are those of addresses.
+				for (u32 i = 0; i < boxes; i++)
+					load_box(d, offset + i * map.box_bytes(), map, boxes > 1 ? Coordinates{at[0], at[1 + i]} : at);
 				note_async_write(d, offset, bytes, me);
 				// A multicast signals the same barrier offset in every destination; with cta_group::2 the
 				// one of the barrier's own half of the pair.

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Any
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.loader import LoadWarp, StageLoad, TmaSource
-from cute_kernels.gemm.views import codes_view, paired_rows, row_scales_view, scale_words_view, squares_view
-from cute_kernels.layout.shapes import PIECE_K
-
+from ...layout.shapes import PIECE_K
+from ..loader import LoadWarp, StageLoad, TmaSource
+from ..views import codes_view, paired_rows, row_scales_view, scale_words_view, squares_view
 from .config import CODES_STAGES, K_BLOCKS, Sm100GemmConfig
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.scheduler import TileReader, WorkTile
-
+	from ..scheduler import TileReader, WorkTile
 	from .storage import Stages
 
 #: Operands M and N.

@@ -15,11 +15,10 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-from cute_kernels.formats import FP8, MXFP8
-from cute_kernels.gemm.operands import DTYPE_BYTES, OperandKind, operand_of
-from cute_kernels.gemm.problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
-
+from ...formats import FP8, MXFP8
+from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
+from ..operands import DTYPE_BYTES, OperandKind, operand_of
+from ..problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
 from .heuristics import estimated_cycles
 
 #: Columns of tensor memory, and the rows of block scales that share one.

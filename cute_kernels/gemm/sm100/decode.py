@@ -14,13 +14,12 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass._mlir.dialects import nvvm
 
-from cute_kernels.device.codecs.values import values_of
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.ptx import bits_as_f32
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
-
+from ...device.codecs.values import values_of
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_shared, store_shared
+from ...device.ptx import bits_as_f32
+from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
+from ..scheduler import TileReader, WorkTile
 from .config import CODES_STAGES, K_BLOCKS, Codes, Sm100GemmConfig
 
 if TYPE_CHECKING:

@@ -18,13 +18,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.convert import pack_words
-from cute_kernels.gemm.activated import apply
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
-from cute_kernels.gemm.problem import N_ALIGN
-from cute_kernels.gemm.scheduler import WorkTile
-
+from ...device.constants import WARP_SIZE
+from ...device.convert import pack_words
+from ..activated import apply
+from ..output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
+from ..problem import N_ALIGN
+from ..scheduler import WorkTile
 from .accumulators import AccReader
 
 if TYPE_CHECKING:

@@ -14,13 +14,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import load_shared
-from cute_kernels.device.ptx import asm_volatile
-from cute_kernels.gemm.activated import Window, store_activated
-from cute_kernels.gemm.output import EpilogueTensors, out_offset, vector_at
-from cute_kernels.gemm.scheduler import WorkTile
-
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_shared
+from ...device.ptx import asm_volatile
+from ..activated import Window, store_activated
+from ..output import EpilogueTensors, out_offset, vector_at
+from ..scheduler import WorkTile
 from .accumulators import AccReader
 from .config import SWAPPED_BLOCK, Sm100GemmConfig
 from .epilogue import OutputStore, pairwise

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import cutlass
 from cutlass import Int32, cute
 
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
+from ..output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
+from ..scheduler import TileReader, WorkTile
 
 if TYPE_CHECKING:
 	from .config import Sm100GemmConfig

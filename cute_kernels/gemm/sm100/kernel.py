@@ -33,13 +33,14 @@ from cutlass import Float32, Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
-from cute_kernels.device.launch import env_stream
-from cute_kernels.gemm.fakes import FakeArguments
-from cute_kernels.gemm.loader import LoadWarp, TmaSource, each, paired
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
-from cute_kernels.gemm.problem import Extents
-from cute_kernels.gemm.scheduler import TileReader, TileScheduler
-from cute_kernels.gemm.views import (
+from ...device.launch import env_stream
+from ...layout.slots import TILE_ROWS, most_rows
+from ..fakes import FakeArguments
+from ..loader import LoadWarp, TmaSource, each, paired
+from ..output import VECTOR_BYTES, EpilogueTensors
+from ..problem import Extents
+from ..scheduler import TileReader, TileScheduler
+from ..views import (
 	matrix_view,
 	output_view,
 	paired_rows,
@@ -49,14 +50,13 @@ from cute_kernels.gemm.views import (
 	scales_view,
 	squares_view,
 )
-from cute_kernels.layout.slots import TILE_ROWS, most_rows
-
 from .codes import codes_load_warp, codes_sources, squares_of
 from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
 from .decode import DecodeWarps
 from .epilogue import Epilogue, OutputStore
 from .epilogue_swapped import SwappedEpilogue
 from .epilogue_warps import EpilogueWarps
+from .gather import GatherLoad, row_source
 from .loader import RowBoxes, StageLoads, SwappedPartial, SwappingLoadWarp
 from .mma import MmaWarp, StageMma
 from .promotion import Promoter
@@ -64,14 +64,14 @@ from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import NamedBarrierId, WarpSchedule
 
 if TYPE_CHECKING:
-	from cute_kernels.gemm.operands import OperandKind
+	from ..operands import OperandKind
 
 
 class Sources(NamedTuple):
 	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
 	Attributes:
-	  m: elements of operand M; None if it is decoded.
+	  m: elements of operand M; None if it is decoded or gathered.
 	  n: elements of operand N; likewise.
 	  m_scales: block scales of operand M; None without, as the others after it.
 	  n_scales: block scales of operand N.
@@ -82,6 +82,7 @@ class Sources(NamedTuple):
 	  n_codes: those of operand N.
 	  m_codes_scales: their block scales; None without, and of squares.
 	  n_codes_scales: likewise.
+	  rows: what is gathered.
 	"""
 
 	m: Any
@@ -95,6 +96,7 @@ class Sources(NamedTuple):
 	n_codes: Any = None
 	m_codes_scales: Any = None
 	n_codes_scales: Any = None
+	rows: Any = None
 
 
 class Stores(NamedTuple):
@@ -145,7 +147,7 @@ class Sm100Gemm:
 		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
 		product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
 		(G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or P,
-		512) uint8. ``rows`` is None.
+		512) uint8.
 
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
 		"""
@@ -170,7 +172,9 @@ class Sm100Gemm:
 		if cutlass.const_expr(config.mma_kind.is_block_scaled):
 			m_scales = scales_view(m_scales, config.mma_kind)
 			n_scales = scales_view(n_scales, config.mma_kind)
-		if cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
+		if cutlass.const_expr(config.gathered):
+			num_rows = rows.shape[0]
+		elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
 			num_rows = a.shape[0]
 		else:
 			# T itself is not known here; the most rows that the slots hold give the same slots.
@@ -180,6 +184,8 @@ class Sm100Gemm:
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
+		if cutlass.const_expr(config.gathered):
+			sources = sources._replace(rows=row_source(config, b if config.grouping == "k_grouped" else a))
 		stores = self.stores(layouts, output_view(out), None if z is None else output_view(z))
 		num_clusters = num_sms // config.tile.num_ctas
 		self.kernel(
@@ -192,6 +198,7 @@ class Sm100Gemm:
 			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
 			promoted,
 			squares_of(config, scales),
+			rows,
 			offs,
 			extents,
 		).launch(
@@ -211,12 +218,14 @@ class Sm100Gemm:
 	def sources(
 		self, layouts: Layouts, m: cute.Tensor, n: cute.Tensor, m_scales: cute.Tensor | None, n_scales: cute.Tensor | None
 	) -> Sources:
-		"""The TMA copies of one stage of each tensor that is not decoded."""
+		"""The TMA copies of one stage of each tensor that is neither decoded nor gathered."""
 		staged, out = layouts.stages, Sources(None, None)
-		decoded = [codes.side for codes in self.config.codes]
-		if "m" not in decoded:
+		others = [codes.side for codes in self.config.codes]
+		if self.config.gathered:
+			others.append("n" if self.config.tile.swap_ab or self.config.grouping == "k_grouped" else "m")
+		if "m" not in others:
 			out = out._replace(m=self.source(layouts, m, staged.m, True))
-		if "n" not in decoded:
+		if "n" not in others:
 			out = out._replace(n=self.source(layouts, n, staged.n, False))
 		if self.config.mma_kind.is_block_scaled:
 			out = out._replace(
@@ -290,6 +299,7 @@ class Sm100Gemm:
 		epilogue_tensors: EpilogueTensors,
 		promoted: tuple[cute.Tensor, cute.Tensor] | None,
 		squares: tuple[cute.Tensor | None, ...],
+		rows: cute.Tensor | None,
 		offs: cute.Tensor,
 		extents: Extents,
 	) -> None:
@@ -318,7 +328,10 @@ class Sm100Gemm:
 		if warp == warps.load_warp_id:
 			sources = paired(Sources, source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
-			self.load_warp(loads, sources, shared, tiles, ab_pipeline).run()
+			gather = None
+			if cutlass.const_expr(config.gathered):
+				gather = GatherLoad(config, sources.rows.atom, rows, shared, cta)
+			self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
 		if cutlass.const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
 				sources = paired(Sources, source_atoms, source_tensors)
@@ -395,7 +408,13 @@ class Sm100Gemm:
 		return smem.allocate_tensor(dtype, layouts.out.outer, byte_alignment=1024, swizzle=layouts.out.inner)
 
 	def load_warp(
-		self, loads: StageLoads, sources: Sources, shared: Stages, tiles: TileReader, ab_pipeline: pipeline.PipelineTmaUmma
+		self,
+		loads: StageLoads,
+		sources: Sources,
+		shared: Stages,
+		tiles: TileReader,
+		ab_pipeline: pipeline.PipelineTmaUmma,
+		gather: GatherLoad | None,
 	) -> LoadWarp:
 		"""The load warp, with how each tensor gets into shared memory."""
 		operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
@@ -403,11 +422,13 @@ class Sm100Gemm:
 		if self.config.mma_kind.is_block_scaled:
 			operand_m.append(loads.m(sources.m_scales, shared.m_scales, is_scale=True))
 			operand_n.append(loads.n(sources.n_scales, shared.n_scales, is_scale=True))
-		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline)
-		if not self.config.tile.swap_partial or sources.m is None:
+		rest = (tuple(operand_m), tuple(operand_n), tiles, ab_pipeline, gather)
+		if not self.config.tile.swap_partial or sources.m is None and gather is None:
 			return LoadWarp(self.config, *rest)
-		boxes = cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer)
-		partial = SwappedPartial(RowBoxes(sources.partial_boxes, boxes), loads.cta)
+		boxes = None
+		if gather is None:
+			boxes = RowBoxes(sources.partial_boxes, cute.make_tensor(shared.m.iterator, loads.layouts.boxes.outer))
+		partial = SwappedPartial(boxes, loads.cta)
 		if self.config.mma_kind.is_block_scaled:
 			partial = partial._replace(
 				m_scales=loads.m(sources.partial_m_scales, shared.m_scales, is_scale=True),

@@ -8,10 +8,9 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from cute_kernels.gemm.loader import LoadWarp, TmaSource
-from cute_kernels.gemm.scheduler import TileReader, WorkTile
-from cute_kernels.layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
-
+from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
+from ..loader import LoadWarp, TmaSource
+from ..scheduler import TileReader, WorkTile
 from .config import BOX_ROWS, Sm100GemmConfig
 
 if TYPE_CHECKING:
@@ -157,13 +156,13 @@ class SwappedPartial(NamedTuple):
 	block scales of its own rows of operand M and of all rows of operand N, so these change places.
 
 	Attributes:
-	  boxes: elements of A.
+	  boxes: elements of A; None if they are gathered.
 	  cta: number of this CTA among those that share a tile.
 	  m_scales: block scales of B, now operand M; None without.
 	  n_scales: block scales of A, now operand N; None without.
 	"""
 
-	boxes: RowBoxes
+	boxes: RowBoxes | None
 	cta: Int32
 	m_scales: OperandLoad | None = None
 	n_scales: OperandLoad | None = None
@@ -178,6 +177,7 @@ class SwappingLoadWarp(LoadWarp):
 	  operand_n: loads of operand N.
 	  tiles: the tile records.
 	  ab_pipeline: the stages.
+	  gather: as for ``LoadWarp``.
 	"""
 
 	config: Sm100GemmConfig
@@ -190,13 +190,13 @@ class SwappingLoadWarp(LoadWarp):
 		operand_n: tuple[OperandLoad, ...],
 		tiles: TileReader,
 		ab_pipeline: pipeline.PipelineTmaUmma,
+		gather: Any = None,
 	):
-		super().__init__(config, operand_m, operand_n, tiles, ab_pipeline)
+		super().__init__(config, operand_m, operand_n, tiles, ab_pipeline, gather)
 		self.partial = partial
 
 	def sources(self) -> list[TmaSource]:
-		own = [load.source for load in (*self.operand_m, *self.operand_n)]
-		partial = self.partial
+		own, partial = super().sources(), self.partial
 		loads = (partial.boxes, partial.m_scales, partial.n_scales)
 		return own + [x.source for x in loads if x is not None]
 
@@ -216,7 +216,11 @@ class SwappingLoadWarp(LoadWarp):
 		# A CTA has half of the rows of a pair's instruction.
 		rows = config.instruction_n(tile.rows) // num_ctas
 		num_boxes = (rows + (BOX_ROWS - 1)) // BOX_ROWS
-		box_from, box_to = _box_copies(partial.boxes, tile.m_row + partial.cta * rows, config.mma_tiler_mnk[2])
+		box_from = box_to = listed = None
+		if cutlass.const_expr(self.gather is None):
+			box_from, box_to = _box_copies(partial.boxes, tile.m_row + partial.cta * rows, config.mma_tiler_mnk[2])
+		else:
+			listed = self.gather.start(tile, rows)
 		copies = [
 			(load, *load.copies(row, Int32(0), group))
 			for load, row, group in (
@@ -236,12 +240,16 @@ class SwappingLoadWarp(LoadWarp):
 			if self.ab_pipeline.is_leader_cta:
 				self.ab_pipeline.sync_object_full.arrive_and_expect_tx(ab_state.index, stage_bytes * num_ctas)
 			self.copy_stage(copies, k_tile, ab_state)
-			for box in cutlass.range(num_boxes, unroll=1):
-				cute.copy(
-					partial.boxes.source.atom,
-					box_from[None, box, k_tile],
-					box_to[None, ab_state.index * all_boxes + box],
-					tma_bar_ptr=self.ab_pipeline.producer_get_barrier(ab_state),
-				)
+			barrier = self.ab_pipeline.producer_get_barrier(ab_state)
+			if cutlass.const_expr(self.gather is not None):
+				self.gather.copy(listed, tile, k_tile, ab_state.index, barrier, num_boxes * BOX_ROWS)
+			else:
+				for box in cutlass.range(num_boxes, unroll=1):
+					cute.copy(
+						partial.boxes.source.atom,
+						box_from[None, box, k_tile],
+						box_to[None, ab_state.index * all_boxes + box],
+						tma_bar_ptr=barrier,
+					)
 			ab_state.advance()
 		return ab_state

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
 
-from cute_kernels.gemm.sm100 import umma
-
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 from ..scheduler import TileReader, WorkTile
+from . import umma
 from .config import K_BLOCKS, TMEM_LANES, Sm100GemmConfig
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.ptx import bits_as_f32, f32_as_bits
-from cute_kernels.gemm.promotion import scale_at
-from cute_kernels.gemm.scheduler import WorkTile
-
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_shared, store_shared
+from ...device.ptx import bits_as_f32, f32_as_bits
+from ..promotion import scale_at
+from ..scheduler import WorkTile
 from .accumulators import AccReader
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import compact, env_stream
-from cute_kernels.device.memory import store_global
-from cute_kernels.device.ptx import f32_as_bits
-from cute_kernels.gemm.views import scale_words_view, squares_view
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from ...device.constants import WARP_SIZE
+from ...device.launch import compact, env_stream
+from ...device.memory import store_global
+from ...device.ptx import f32_as_bits
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from ..views import scale_words_view, squares_view
 
 if TYPE_CHECKING:
 	from .config import ScaleTilesConfig

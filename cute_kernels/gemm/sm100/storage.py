@@ -9,12 +9,11 @@ from cutlass import Int32, Int64, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers, blockscaled_layout
 
-from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.launch import DSL_TYPES
-from cute_kernels.gemm.scheduler import TILE_WORDS
-from cute_kernels.gemm.views import element_type, scale_type
-from cute_kernels.layout.shapes import SF_TILE_ROWS, round_up
-
+from ...device.constants import WARP_SIZE
+from ...device.launch import DSL_TYPES
+from ...layout.shapes import SF_TILE_ROWS, round_up
+from ..scheduler import TILE_WORDS
+from ..views import element_type, scale_type
 from .config import BOX_ROWS, SWAPPED_BLOCK, Codes, Sm100GemmConfig
 from .warp_schedule import NamedBarrierId, WarpSchedule
 

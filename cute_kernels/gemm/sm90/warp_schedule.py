@@ -15,7 +15,7 @@ FIRST_EPILOGUE_BARRIER = 1
 FIRST_PING_PONG_BARRIER = 5
 #: Registers of a thread by the number of consumer warpgroups: of consumers, and of the others.
 #: Together no more than the CTA is launched with: a warp that asks for more waits forever.
-_REGISTERS = {2: (232, 40), 4: (104, 40)}
+_REGISTERS = {1: (128, 40), 2: (232, 40), 4: (104, 40)}
 #: Likewise where a warpgroup of its own stores, and of that one.
 _REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
 #: Likewise where a warpgroup of its own gathers.

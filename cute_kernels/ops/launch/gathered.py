@@ -27,15 +27,19 @@ _MOST_BYTES = 2**35
 
 
 def gathers_first(op: Any, side: str, arch: str) -> bool:
-	"""Whether those of operand ``side`` are: unless both are plain, on sm_90a, and it pays.
+	"""Whether those of operand ``side`` are.
 
-	What is gathered first is written and read once, whatever it is multiplied by, and multiplied by
-	kernels that are 1 to 20% faster: see ``_MOST_COLS``.
+	TMA of sm_100a reads four rows of plain operands by their numbers, where sm_90a has warps that
+	do, if both operands are plain. There what is gathered first is written and read once, whatever
+	it is multiplied by, and multiplied by kernels that are 1 to 20% faster: see ``_MOST_COLS``.
 	"""
 	if op.index is None:
 		return False
 	x: Tensor = getattr(op, side)
-	if arch != "sm_90a" or op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
+	if arch == "sm_100a":
+		# No tensor map is of no rows.
+		return op.a_record is not None or x.shape[0] == 0
+	if op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
 		return True
 	mean: int = op.num_rows // op.offs.shape[0]
 	cols: int = op.cols if side == "a" else op.width("a")

@@ -1,10 +1,6 @@
-"""Instructions whose answers on an H200 are kept in ``h200.npz``: PTX by name.
+"""PTX by name, whose answers on an H200 are in ``h200.npz`` as digests; the answers are in commit 913b744.
 
-Of each the digest of its 1024 results is kept; the results themselves, and those of approximations,
-are in this repository's history (``git show 913b744:tests/emulator/silicon/h200.xz``).
-
-A snippet reads the 32-bit registers %a, %b, %c (as floats %fa, %fb, %fc) and the 64-bit registers
-%A and %B ({a, b} and {c, d}) and leaves its result in %r (32 bits) or %R (64 bits).
+A snippet reads %a, %b, %c (as floats %fa, %fb, %fc), %A ({a, b}) and %B ({c, d}), and leaves 32 bits in %r or 64 in %R.
 """
 
 from __future__ import annotations
@@ -159,7 +155,6 @@ def _add_exchanges():
 
 
 def snippets():
-	"""All snippets, in the order of the stored answers."""
 	if not _snippets:
 		_add_integer_arithmetic()
 		_add_bits()
@@ -240,6 +235,5 @@ def digest(name, results):
 
 
 def answers():
-	"""``digest`` of what the H200 answered, by name."""
 	with np.load(_ANSWERS) as held:
 		return dict(zip(snippets(), held["digests"].tolist(), strict=True))
