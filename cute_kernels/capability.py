@@ -29,6 +29,7 @@ OPS = (
 	"moe_gather",
 	"moe_activate",
 	"moe_activate_gradient",
+	"moe_quantize_gradient",
 	"moe_combine",
 )
 _INTEGERS = (torch.int32, torch.int64)
@@ -53,6 +54,8 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 	("moe_gather", None): ARCHITECTURES,
 	("moe_activate", None): ARCHITECTURES,
 	("moe_activate_gradient", None): ARCHITECTURES,
+	("moe_quantize_gradient", "fp8_block"): ARCHITECTURES,
+	("moe_quantize_gradient", "mxfp8"): ARCHITECTURES,
 	("moe_combine", None): ARCHITECTURES,
 	("grouped_quantize", "nvfp4"): ARCHITECTURES,
 	("grouped_dequantize", "nvfp4"): ARCHITECTURES,
@@ -89,7 +92,7 @@ _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
-_ACTIVATES = ("grouped_quantize", "grouped_dbias", *_GEMMS)
+_ACTIVATES = ("grouped_quantize", *_GEMMS)
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 

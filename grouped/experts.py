@@ -16,13 +16,14 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from cute_kernels import ops
+from cute_kernels import ops, support
 from cute_kernels.activations import is_gated
 from cute_kernels.ops.activated import activates
 from cute_kernels.runtime.backend import chosen_backend
@@ -339,7 +340,15 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		g = z.new_zeros(z.shape[0], z.shape[1] // 2 if is_gated(style.activation) else z.shape[1])
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
 	act = (style.activation, offs, style.interleaved)
-	made_of_z: list[Any] = [None] if g is None else ops.moe_activate_gradient(z, g, *act, p, pair)
+	both = is_gathered and wgrad is not None and need_dx and tuple(of_first) == (True, False)
+	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
+	made_of_z: list[Any] = [None]
+	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
+		texts = call_1.recipe.texts[2], call_2.recipe.texts[0]
+		made_of_z = ops.moe_quantize_gradient(z, g, *texts, *act, p, pair)
+		made_of_z = [Copies(made_of_z[:2], made_of_z[2:4]), Copies(None, made_of_z[4:6]), made_of_z[6]]
+	elif g is not None:
+		made_of_z = ops.moe_activate_gradient(z, g, *act, p, pair)
 	dz, *more = made_of_z
 	del z, g, made_of_z
 	if is_gathered:
@@ -374,6 +383,13 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 		dw_1, db_1 = first.finish(call_1, wgrad, got.dbias, ctx.of_weights[0])
 		_record(first, amaxes_1, got.amax)
 	return dx, dp if need_dp else None, db_1, db_2, *dw_1, *dw_2
+
+
+@functools.lru_cache(maxsize=64)
+def _quantizes_gradients(first: Recipe, second: Recipe) -> bool:
+	"""Whether one op makes what is quantized of dz and p a."""
+	formats = first.grad_output, second.input
+	return all(f is not None and support("moe_quantize_gradient", f, "reference") for f in formats)
 
 
 def _again(

@@ -9,6 +9,7 @@ from cute_kernels import ops
 from cute_kernels.activations import Activation
 from cute_kernels.capability import require
 from cute_kernels.formats import Format
+from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
 
@@ -132,7 +133,8 @@ def quantize(
 	    [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first where the format
 	    truncates: all formats but FP8. ``cute_kernels.reference.activations`` states the bits.
 	  grad: the gradient of the activation's result, of its shape and of the dtype of ``x``. The
-	    gradient with respect to ``x``, of the shape of ``x``, is quantized instead.
+	    gradient with respect to ``x``, of the shape of ``x``, is quantized instead; it is made by
+	    a kernel before; not with ``shapes``.
 	  dbias: also return the column sums of each group of what is quantized, before it is
 	    rounded; not with ``shapes``.
 	  amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so that
@@ -180,7 +182,7 @@ def quantize(
 		return found  # type: ignore[no-any-return]
 	x, grad = x.detach(), None if grad is None else grad.detach()
 	act = _activation_text(activation)
-	shape = result_shape(x.shape, act, grad)
+	shape = tuple(x.shape) if grad is not None else result_shape(x.shape, act)
 	# Formats that no backend runs; what this backend runs is checked by the op.
 	require("grouped_quantize", fmt, "reference", columnwise=columnwise)
 	if offs is None and shapes is None and x.dim() in (1, 2):
@@ -192,30 +194,51 @@ def quantize(
 		raise ValueError(
 			"dbias has no meaning with shapes: the last dimension varies, and with it how many sums a group has"
 		)
+	if grad is not None and (shapes is not None or act is None):
+		raise ValueError(
+			"grad needs an activation: it is the gradient of the activation's result"
+			if act is None
+			else "grad goes with offs or uniform x, not with shapes"
+		)
 	members = None if shapes is None else as_shapes(shapes)
 	ends = None if offs is None else as_offs(offs, x.shape[0], x.device)
 	if ends is offs and ends is not None and out is None:
 		# The result owns its boundaries: ``out=`` writes them, and the caller may reuse its buffer.
 		ends = ends.clone()
 	numbers = as_seed(seed, fmt, x.device)
+	dtype, summed = x.dtype, x
+	if act is not None and (dbias or grad is not None):
+		summed = _made(x, grad, act, ends, dtype if fmt.truncates and not dbias else torch.float32).view(shape)
+		x, act = summed.to(dtype) if fmt.truncates else summed, None
 	if out is None:
 		flat = flat_shapes(members)
 		directions = (rowwise, columnwise)
-		given = (scale, numbers, act, grad, flat)
+		given = (scale, numbers, act, flat)
 		buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
 		if torch.compiler.is_compiling():
 			_allow_assemble()
-		out = assemble(shape, x.dtype, fmt.text, ends, buffers, *directions, members)
+		out = assemble(shape, dtype, fmt.text, ends, buffers, *directions, members)
 	else:
 		if fmt.takes_scale and scale is None:
 			raise ValueError(f"scale is missing: {fmt.text} takes (G,) fp32 scales")
 		_check_reused(out, fmt, shape, ends, members, rowwise, columnwise)
 		refuse_derivatives("quantize(out=)", [("out", out)], "write it under torch.no_grad()")
-		torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers, act, grad)
+		torch.ops.grouped.quantize_out(x, ends, amax, out, scale, numbers, act)
 	if not dbias:
 		return out
-	sums: Tensor = ops.grouped_dbias(x, ends, act, grad)
-	return out, sums.to(x.dtype)
+	sums: Tensor = ops.grouped_dbias(summed, ends)
+	return out, sums.to(dtype)
+
+
+def _made(x: Tensor, grad: Tensor | None, act: str, ends: Tensor | None, dtype: torch.dtype) -> Tensor:
+	"""What an activation makes of ``x``, or its gradient, rounded to ``dtype`` at once."""
+	rows = x.to(dtype).flatten(0, -2)
+	if grad is None:
+		made: Tensor = ops.moe_activate(rows, act, ends)
+		return made
+	check_tensor("grad", grad, dtypes=(x.dtype,), ndim=(x.dim(),))
+	(gradient,) = ops.moe_activate_gradient(rows, grad.to(dtype).flatten(0, -2), act, ends)
+	return gradient  # type: ignore[no-any-return]
 
 
 @constant_call
@@ -262,7 +285,7 @@ def _check_reused(
 _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
 	"quantize_out(Tensor x, Tensor? offs, Tensor? amax, Tensor(o!) out, Tensor? scale=None, "
-	"Tensor? seed=None, str? activation=None, Tensor? grad=None) -> ()"
+	"Tensor? seed=None, str? activation=None) -> ()"
 )
 
 

@@ -232,7 +232,7 @@ def _quantize(
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
 	given = (scale, draw_seed(fmt, x.device))
-	options = (*given, activation, None, None, index)
+	options = (*given, activation, None, index)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
 	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
 	names = [name for way in directions for name in fmt.buffer_names(way)]
@@ -439,7 +439,7 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 
 
 def wgrad_operand(
-	call: LinearCall, x: Tensor | Rows, offs: Tensor, scale: Tensor | None
+	call: LinearCall, x: Tensor | Rows | Copies, offs: Tensor, scale: Tensor | None
 ) -> tuple[list[Tensor], Tensor | None]:
 	"""What the gradient of the weight reads of the input, and its amax under delayed scaling.
 
@@ -447,10 +447,12 @@ def wgrad_operand(
 
 	Args:
 	  call: the call that is differentiated.
-	  x: (T, K), the input.
+	  x: (T, K), the input, or its columnwise copy.
 	  offs: (G,) end rows.
 	  scale: (G,) scales of ``x``, where its format takes them.
 	"""
+	if isinstance(x, Copies):
+		return x.columnwise or [], None
 	if not call.recipe.is_quantized:
 		if isinstance(x, Rows) and x.activation is None and x.at is not None:
 			return [low(x.x), x.at], None
@@ -465,9 +467,23 @@ def wgrad_operand(
 
 
 def backward(
-	call: LinearCall, needs: Sequence[bool], dy: Tensor | Rows, offs: Tensor, kept: Kept, scale: Tensor | None = None
+	call: LinearCall,
+	needs: Sequence[bool],
+	dy: Tensor | Rows | Copies,
+	offs: Tensor,
+	kept: Kept,
+	scale: Tensor | None = None,
 ) -> Gradients:
-	"""The gradients of x and bias and what that of the weight is made of, as far as needed."""
+	"""The gradients of x and bias and what that of the weight is made of, as far as needed.
+
+	dy may be quantized already, in both directions, for those of x and the weight alone.
+	"""
+	x, weight = kept
+	if isinstance(dy, Copies):
+		(a, *a_scales), (b, *b_scales) = dy.rowwise or [], weight or []
+		how = (call.recipe.texts[2], call.weight_format, call.prepacked)
+		product: Tensor = ops.m_grouped_gemm(a, b, offs, None, None, True, call.dtype, a_scales, b_scales, *how)
+		return Gradients(product, WgradOperands(dy.columnwise or [], x or [], offs), None)
 	amax = None
 	if needs[2] or call.probe is not None or not call.recipe.is_quantized:
 		dy = made(dy)
@@ -477,7 +493,6 @@ def backward(
 	else:
 		dx, of_dy = _plain_gradients(call, needs, made(dy), offs, kept)
 	dbias = ops.grouped_dbias(made(dy), offs).to(call.bias_dtype) if needs[2] else None
-	x, _ = kept
 	wgrad = None if of_dy is None or x is None else WgradOperands(of_dy, x, offs)
 	return Gradients(dx, wgrad, dbias, amax)
 

@@ -498,7 +498,6 @@ class GroupedTensor(Tensor):
 		scale: Tensor | None = None,
 		seed: Tensor | None = None,
 		activation: str | None = None,
-		grad: Tensor | None = None,
 	) -> None:
 		"""Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
@@ -518,7 +517,7 @@ class GroupedTensor(Tensor):
 			scale = held_scale.clone()
 		if seed is None:
 			seed = draw_seed(self.format, x.device)
-		given = (scale, seed, activation, grad, flat_shapes(self._shapes))
+		given = (scale, seed, activation, flat_shapes(self._shapes))
 		torch.ops.cute_kernels.grouped_quantize_out(*(x, self.format.text, offs, amax, *directions, *given), out=inner)
 		if self.prepacked:
 			for copy in copies:

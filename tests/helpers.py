@@ -13,6 +13,7 @@ from cute_kernels import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 ops = torch.ops.cute_kernels
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 #: Dtypes of plain operands, by the names that kernels have for them.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

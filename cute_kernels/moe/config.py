@@ -55,12 +55,13 @@ class RouterConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RouterGradientConfig:
-	"""The gradient of that, attributes as there; ``biased``: scores have a gradient, too."""
+	"""The gradient of that, attributes as there; ``biased``: of scores, too; ``in_parts``: as three bf16 numbers."""
 
 	score: str
 	renormalize: bool = True
 	per_lane: int = 4
 	biased: bool = False
+	in_parts: bool = False
 
 	#: The compiled function takes (dweights, dscores, ids, scores, dlogits, factor, num_sms), shapes as there.
 	kernel: ClassVar[str] = "cute_kernels.moe.router:RouterGradientKernel"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
 
 from ..device.activations import exponential
 from ..device.constants import WARP_SIZE
@@ -173,7 +173,8 @@ class RouterGradientKernel(GridKernel):
 	def fake_args(config: RouterGradientConfig) -> tuple[Any, ...]:
 		"""Stand-ins for what ``RouterGradientConfig`` says, and the stream."""
 		wide, narrow, ids = _matrices()
-		return (narrow, wide if config.biased else None, ids, wide, wide, Float32(1.0), Int32(1), env_stream())
+		out = compact(BFloat16, cute.sym_int(), cute.sym_int(), align=2) if config.in_parts else wide
+		return (narrow, wide if config.biased else None, ids, wide, out, Float32(1.0), Int32(1), env_stream())
 
 	@cute.kernel
 	def kernel(
@@ -225,7 +226,13 @@ class RouterGradientKernel(GridKernel):
 				if cutlass.const_expr(self.config.score == "sigmoid"):
 					made = mul_rn(mul_rn(d[i], s[i]), _op("sub", Float32(1.0), s[i]))
 				if i * WARP_SIZE + lane < experts:
-					out[token, i * WARP_SIZE + lane] = made
+					if cutlass.const_expr(self.config.in_parts):
+						for j in cutlass.range_constexpr(3):
+							part = made.to(BFloat16)
+							out[token, j * experts + i * WARP_SIZE + lane] = part
+							made = _op("sub", made, part.to(Float32))
+					else:
+						out[token, i * WARP_SIZE + lane] = made
 			token += cute.arch.grid_dim()[0] * _WARPS
 
 

@@ -24,6 +24,7 @@ __all__ = [
 	"moe_activate_gradient",
 	"moe_combine",
 	"moe_gather",
+	"moe_quantize_gradient",
 	"moe_route",
 	"moe_route_gradient",
 ]
@@ -44,5 +45,6 @@ moe_activate = moe.MoeActivate.invoke
 moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke
 moe_gather = moe.MoeGather.invoke
+moe_quantize_gradient = moe.MoeQuantizeGradient.invoke
 moe_route = router.MoeRoute.invoke
 moe_route_gradient = router.MoeRouteGradient.invoke

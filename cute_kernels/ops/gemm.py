@@ -486,11 +486,11 @@ class MGroupedQuantizeGemm(MGrouped):
 
 	@property
 	def depth(self) -> int:
-		return result_columns(self.a.shape[1], self.activation, None)
+		return result_columns(self.a.shape[1], self.activation)
 
 	def check(self) -> None:
 		super().check()
-		check_prologue("a", self.a, self.activation, None)
+		check_prologue("a", self.a, self.activation)
 		if self.rows is not None:
 			check_rows(self.rows, "a", self.a)
 
@@ -584,7 +584,7 @@ class _Activated(MGrouped):
 
 	def outputs(self) -> list[BufferSpec]:
 		(z,) = super().outputs()
-		width = result_columns(self.cols, self.epilogue, None)
+		width = result_columns(self.cols, self.epilogue)
 		return [z._replace(shape=(z.shape[0], width)), *[z] * self.keeps_z]
 
 

@@ -10,16 +10,20 @@ import torch
 from torch import Tensor
 
 from cute_kernels.activations import parse_activation
+from cute_kernels.capability import require
+from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import BufferSpec
 from cute_kernels.reference import moe as reference
 
 from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
 from .launch import moe as launch_moe
 from .prologue import check_prologue, result_columns
+from .quantize import GroupedQuantize
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
 	from cute_kernels.formats import Format
+	from cute_kernels.runtime.backend import Backend
 	from cute_kernels.runtime.launch import Launcher
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
@@ -203,7 +207,7 @@ class MoeCombine(Plain):
 
 def _check_activation(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> None:
 	check_tensor("x", x, dtypes=INPUT_DTYPES, ndim=(2,))
-	check_prologue("x", x, activation, None)
+	check_prologue("x", x, activation)
 	if interleaved and not parse_activation(activation).is_gated:
 		raise ValueError(f"interleaved is of gated activations, which {activation} is not")
 	if offs is not None:
@@ -257,7 +261,7 @@ class MoeActivate(Plain):
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
 
 	def outputs(self) -> list[BufferSpec]:
-		columns = result_columns(self.x.shape[1], self.activation, None)
+		columns = result_columns(self.x.shape[1], self.activation)
 		return [BufferSpec((self.x.shape[0], columns), self.x.dtype)]
 
 	def kernels(self, launch: Launcher) -> Runner:
@@ -331,3 +335,76 @@ class MoeActivateGradient(Plain):
 		act = parse_activation(self.activation)
 		given = (self.x, self.grad, act, self.offs, self.interleaved, self.weight, self.pair)
 		reference.activate_gradient(*given, outputs)
+
+
+@register
+@dataclasses.dataclass
+class MoeQuantizeGradient(Op):
+	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
+
+	What is quantized is rounded to the dtype of ``x`` first, but need not be in memory. The other
+	arguments are those of ``moe_activate_gradient``, all given.
+
+	Args:
+	  x: (R, W), what enters the activation; bf16, fp16 or fp32.
+	  grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+	  format: the text of the format of the gradient of ``x``, MXFP8 or FP8Block.
+	  scaled_format: likewise, of ``p * a``.
+
+	Returns:
+	  Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,
+	  and the gradient of ``weight``.
+	"""
+
+	x: Tensor
+	grad: Tensor
+	format: str
+	scaled_format: str
+	activation: str
+	offs: Tensor
+	interleaved: bool
+	weight: Tensor
+	pair: Tensor
+
+	name: ClassVar[str] = "moe_quantize_gradient"
+	returns_list: ClassVar[bool] = True
+
+	def passes(self, dx: Tensor, scaled: Tensor) -> tuple[MoeActivateGradient, GroupedQuantize, GroupedQuantize]:
+		"""What it does, by way of ``dx`` and ``scaled``."""
+		given = (self.activation, self.offs, self.interleaved, self.weight, self.pair)
+		return (
+			MoeActivateGradient(self.x, self.grad, *given),
+			GroupedQuantize(dx, self.format, self.offs, None, True, True),
+			GroupedQuantize(scaled, self.scaled_format, self.offs, None, False, True),
+		)
+
+	def outputs_of(self, outputs: Sequence[Tensor], dx: Tensor, scaled: Tensor) -> tuple[Sequence[Tensor], ...]:
+		"""The outputs of each of ``passes``."""
+		return [dx, scaled, outputs[-1]], outputs[:4], outputs[4:-1]
+
+	def check(self) -> None:
+		first, *others = self.passes(self.x, self.grad)
+		for op in others:
+			require(self.name, op.record, "reference")  # other formats ask for more arguments
+			op.check()
+		first.check()
+		same_device("x", self.device, offs=self.offs)
+
+	def require(self, backend: Backend) -> None:
+		for op in self.passes(self.x, self.grad)[1:]:
+			require(self.name, op.record, backend.arch, dtype=self.x.dtype)
+
+	def capability(self) -> tuple[str, Format | None]:
+		return self.name, parse(self.format)
+
+	def outputs(self) -> list[BufferSpec]:
+		first, *others = self.passes(self.x, self.grad)
+		return [spec for op in others for spec in op.outputs()] + first.outputs()[-1:]
+
+	def kernels(self, launch: Launcher) -> Runner:
+		return launch_moe.quantize_gradient(self, launch)
+
+	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
+		made = torch.zeros_like(self.x), torch.zeros_like(self.grad)
+		for op, into in zip(self.passes(*made), self.outputs_of(outputs, *made), strict=True):
+			op.run_reference(into)

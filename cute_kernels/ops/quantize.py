@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from ..reference.groups import Groups
 from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
-from .prologue import check_prologue, elements_of, grad_columns, input_columns, result_columns, result_shape
+from .prologue import check_prologue, elements_of, input_columns, result_columns, result_shape
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
@@ -34,8 +33,7 @@ class GroupedQuantize(Op):
 
 	Args:
 	  x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16 or
-	    fp32; K a multiple of what the format asks for. (..., 2K) of a gated activation without
-	    ``grad``.
+	    fp32; K a multiple of what the format asks for. (..., 2K) of a gated activation.
 	  format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
 	  offs: (G,) int32 end rows. Rows from the last on change nothing that is written.
 	  amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
@@ -55,15 +53,12 @@ class GroupedQuantize(Op):
 	  activation: the text of what is done to ``x`` first (``Activation.text``), such as
 	    ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates, rounded
 	    to the dtype of ``x``. ``cute_kernels.reference.activations`` states it to the bit.
-	  grad: of the shape of the activation's result and of the dtype of ``x``: the gradient with
-	    respect to ``x`` is quantized instead.
 	  shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
 	    varies or both do; each n a positive multiple of what the format asks for. The groups
 	    lie in ``x`` one after the other, contiguous; what is left of it is never read. Each has
 	    the codes and scales of a uniform tensor of this one group. With an activation these are
-	    the shapes of what is quantized: without ``grad`` a gated one reads (m, 2n) of ``x``
-	    for each; ``grad`` is flat, too.
-	  rows: (R,) int32 with ``offs``, without ``grad``: row r of what is quantized, of R rows, is
+	    the shapes of what is quantized: a gated one reads (m, 2n) of ``x`` for each.
+	  rows: (R,) int32 with ``offs``: row r of what is quantized, of R rows, is
 	    row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
 
 	Returns:
@@ -82,7 +77,6 @@ class GroupedQuantize(Op):
 	scale: Tensor | None = None
 	seed: Tensor | None = None
 	activation: str | None = None
-	grad: Tensor | None = None
 	shapes: list[int] | None = None
 	rows: Tensor | None = None
 
@@ -106,11 +100,11 @@ class GroupedQuantize(Op):
 		check_input("x", self.x, self.offs, self.shapes)
 		if self.rows is not None:
 			check_rows(self.rows, "x", self.x)
-			if self.offs is None or self.grad is not None:
-				raise ValueError("rows is for a ragged x: with offs and without grad")
+			if self.offs is None:
+				raise ValueError("rows is for a ragged x: with offs")
 		multiple = fmt.k_multiple
-		check_prologue("x", self.x, self.activation, self.grad, self.shapes)
-		columns = result_columns(self.x.shape[-1], self.activation, self.grad)
+		check_prologue("x", self.x, self.activation)
+		columns = result_columns(self.x.shape[-1], self.activation)
 		if self.shapes is not None:
 			check_shapes(pairs(self.shapes), columns, multiple, self.format)
 		else:
@@ -164,7 +158,7 @@ class GroupedQuantize(Op):
 		"""The buffers that are asked for, by name."""
 		return buffers(
 			self.record,
-			result_shape((*self.lead, self.x.shape[-1]), self.activation, self.grad),
+			result_shape((*self.lead, self.x.shape[-1]), self.activation),
 			None if self.offs is None else self.num_groups,
 			rowwise=self.rowwise,
 			columnwise=self.columnwise,
@@ -197,15 +191,11 @@ class GroupedQuantize(Op):
 		shapes = pairs(self.shapes or ())
 		directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
 		parts = member_parts(self.record, shapes, **directions)
-		of_x = [(m, input_columns(n, self.activation, self.grad)) for m, n in shapes]
-		grads: Iterable[Tensor | None] = itertools.repeat(None)
-		if self.grad is not None:
-			of_grad = [(m, grad_columns(n, self.activation)) for m, n in shapes]
-			grads = member_views(self.grad, of_grad)
-		for i, (x, grad) in enumerate(zip(member_views(self.x, of_x), grads, strict=False)):
+		of_x = [(m, input_columns(n, self.activation)) for m, n in shapes]
+		for i, x in enumerate(member_views(self.x, of_x)):
 			given = (self.amax, self.scale)
 			amax, scale = (v if v is None else v[..., i : i + 1] for v in given)
-			op = dataclasses.replace(self, x=x, grad=grad, shapes=None, amax=amax, scale=scale)
+			op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
 			into = zip(parts.values(), outputs, strict=True)
 			yield op, [of_members[i].of(buffer) for of_members, buffer in into]
 
@@ -238,7 +228,7 @@ class GroupedQuantize(Op):
 			x = x[self.rows.long().clamp(0, len(x) - 1)]
 		groups = Groups.of(x.shape, self.offs, self.device)
 		truncates = self.record.truncates
-		elements = elements_of(x, self.activation, self.grad, truncates=truncates)
+		elements = elements_of(x, self.activation, truncates=truncates)
 		draws = None
 		if self.seed is not None:
 			draws = reference.KeyedDraws(self.seed, elements.cols, drawn_before)

@@ -15,7 +15,6 @@ from ..layout.buffers import BufferSpec
 from ..reference.groups import Groups
 from .checks import check_dtype, check_input, check_tensor
 from .launch import quantize as launch_quantize
-from .prologue import check_prologue, elements_of, result_columns
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
@@ -112,13 +111,8 @@ class GroupedDbias(Op):
 	"""Column sums of each group in fp32, in a fixed order: the gradient of a bias.
 
 	Args:
-	  dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32. (..., 2N) of a gated
-	    activation without ``grad``.
+	  dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
 	  offs: (G,) int32 end rows.
-	  activation: the text of what is done to ``dy`` first, as ``grouped_quantize`` takes it; its
-	    fp32 results are summed, never rounded to the dtype of ``dy``.
-	  grad: the gradient of the activation's result; that with respect to ``dy``, which is the
-	    activation's input then, is summed instead.
 
 	Returns:
 	  (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the dtype
@@ -127,24 +121,16 @@ class GroupedDbias(Op):
 
 	dy: Tensor
 	offs: Tensor | None = None
-	activation: str | None = None
-	grad: Tensor | None = None
 
 	name: ClassVar[str] = "grouped_dbias"
 	out_name: ClassVar[str] = "dbias"
 
 	def check(self) -> None:
 		check_input("dy", self.dy, self.offs)
-		check_prologue("dy", self.dy, self.activation, self.grad)
 
 	def outputs(self) -> list[BufferSpec]:
 		groups = self.dy.shape[0] if self.offs is None else self.offs.shape[0]
-		columns = result_columns(self.dy.shape[-1], self.activation, self.grad)
-		return [BufferSpec((groups, columns), torch.float32)]
-
-	@property
-	def has_activation(self) -> bool:
-		return self.activation is not None
+		return [BufferSpec((groups, self.dy.shape[-1]), torch.float32)]
 
 	def capability(self) -> tuple[str, Format | None]:
 		return "grouped_dbias", None
@@ -155,5 +141,4 @@ class GroupedDbias(Op):
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(dbias,) = outputs
 		groups = Groups.of(self.dy.shape, self.offs, self.device)
-		elements = elements_of(self.dy, self.activation, self.grad)
-		reference.grouped_dbias(elements, groups, dbias)
+		reference.grouped_dbias(reference.Elements(self.dy), groups, dbias)

@@ -110,9 +110,10 @@ class MoeRouteGradient(Plain):
 	Args:
 	  dweights: (T, k) fp32.
 	  dscores: (T, E) fp32, or None for zeros.
+	  in_parts: as three bf16 numbers that add up to each fp32 number, for products of bf16.
 
 	Returns:
-	  (T, E) fp32.
+	  (T, E) fp32; in parts (T, 3 E) bf16, the largest of all first.
 	"""
 
 	dweights: Tensor
@@ -122,6 +123,7 @@ class MoeRouteGradient(Plain):
 	score: str = "softmax"
 	renormalize: bool = True
 	factor: float = 1.0
+	in_parts: bool = False
 
 	name: ClassVar[str] = "moe_route_gradient"
 
@@ -135,11 +137,17 @@ class MoeRouteGradient(Plain):
 		same_device("dweights", self.device, dscores=self.dscores, ids=self.ids, scores=self.scores)
 
 	def outputs(self) -> list[BufferSpec]:
-		return [BufferSpec(tuple(self.scores.shape), torch.float32)]
+		tokens, experts = self.scores.shape
+		return [
+			BufferSpec((tokens, 3 * experts), torch.bfloat16)
+			if self.in_parts
+			else BufferSpec((tokens, experts), torch.float32)
+		]
 
 	def kernels(self, launch: Launcher) -> Runner:
 		return launch_moe.route_gradient(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		how = (self.score, self.renormalize, self.factor)
-		reference.gradient(self.dweights, self.dscores, self.ids, self.scores, how, outputs[0])
+		dlogits = reference.gradient(self.dweights, self.dscores, self.ids, self.scores, how)
+		outputs[0].copy_(torch.cat(reference.bf16_parts(dlogits), 1) if self.in_parts else dlogits)

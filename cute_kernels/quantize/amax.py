@@ -45,7 +45,6 @@ class AmaxKernels:
 	def launch_amax(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -56,7 +55,7 @@ class AmaxKernels:
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
 		if cutlass.const_expr(group_amax is not None):
 			self.launch_clear(group_amax, num_sms, stream)
-		self.reduce(x, grad, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
+		self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
 
 	@cute.jit
 	def launch_clear(self, group_amax: cute.Tensor, num_sms: Int32, stream: Any) -> None:
@@ -73,12 +72,7 @@ class AmaxKernels:
 
 	@cute.kernel
 	def reduce(
-		self,
-		x: cute.Tensor,
-		grad: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		row_amax: cute.Tensor | None,
-		group_amax: cute.Tensor | None,
+		self, x: cute.Tensor, offs: cute.Tensor | None, row_amax: cute.Tensor | None, group_amax: cute.Tensor | None
 	) -> None:
 		row_bytes = x.shape[len(x.shape) - 1] * (x.element_type.width // 8)
 		groups = Grouping.of(x, offs)
@@ -97,32 +91,30 @@ class AmaxKernels:
 					group, group_end = groups.holding(row, group)
 					end = cutlass.min(stop, group_end)
 				if cutlass.const_expr(row_amax is None):
-					best = self.absmax(x, grad, row, end)
+					best = self.absmax(x, row, end)
 				else:
-					best = self.absmax_rows(x, grad, row_amax, row, end)
+					best = self.absmax_rows(x, row_amax, row, end)
 				if cutlass.const_expr(group_amax is not None):
 					self.merge(group_amax, group, best)
 				row = end
 			index -= warps
 
 	@cute.jit
-	def absmax_rows(
-		self, x: cute.Tensor, grad: cute.Tensor | None, row_amax: cute.Tensor, row: Int32, end: Int32
-	) -> Float32:
+	def absmax_rows(self, x: cute.Tensor, row_amax: cute.Tensor, row: Int32, end: Int32) -> Float32:
 		"""Write the amaxes of rows up to ``end``; gives the largest."""
 		best = Float32(0.0)
 		for r in cutlass.range(row, end, unroll=1):
-			a = warp_max(self.absmax(x, grad, r, r + 1))
+			a = warp_max(self.absmax(x, r, r + 1))
 			if cute.arch.lane_idx() == 0:
 				row_amax[r] = a
 			best = fmax(best, a)
 		return best
 
 	@cute.jit
-	def absmax(self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, end: Int32) -> Float32:
+	def absmax(self, x: cute.Tensor, row: Int32, end: Int32) -> Float32:
 		"""A lane's part of the absmax of rows up to ``end``, which follow each other."""
 		if cutlass.const_expr(self.maker is not None):
-			packed = self.absmax_made(x, grad, row, end)
+			packed = self.absmax_made(x, row, end)
 		else:
 			row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
 			source = x.iterator.toint() + Int64(row) * row_bytes
@@ -147,26 +139,20 @@ class AmaxKernels:
 		return packed
 
 	@cute.jit
-	def absmax_made(self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, end: Int32) -> Uint32:
+	def absmax_made(self, x: cute.Tensor, row: Int32, end: Int32) -> Uint32:
 		"""``absmax``, packed, of elements that are made; units that do not exist make zeros."""
 		cols = self.maker.cols(x)
-		units = (cols // 2 if self.maker.prologue.is_joint else cols) // self.maker.unit
-		x_bytes, grad_bytes = self.maker.row_bytes(cols)
+		units, x_bytes = cols // self.maker.unit, self.maker.row_bytes(cols)
 		x_at = x.iterator.toint() + Int64(row) * x_bytes
-		grad_at = x_at
-		if cutlass.const_expr(grad is not None):
-			grad_at = grad.iterator.toint() + Int64(row) * grad_bytes
 		packed, count = Uint32(0), (end - row) * units
 		for first in cutlass.range(cute.arch.lane_idx(), count, _UNROLL * WARP_SIZE, unroll=1):
 			inputs = []
 			for i in cutlass.range_constexpr(_UNROLL):
 				unit = first + i * WARP_SIZE
 				r = unit // units
-				rows_at = (x_at + r * x_bytes, grad_at + r * grad_bytes)
-				places = self.maker.places(*rows_at, (unit - r * units) * self.maker.unit, cols)
+				places = self.maker.places(x_at + r * x_bytes, (unit - r * units) * self.maker.unit, cols)
 				inputs.append([load_global_if(at, 16, unit, count) for at in places])
-			halves = [half for given in inputs for half in self.maker.words_of(given)]
-			words = [packed, *(word for half in halves for word in half)]
+			words = [packed, *(word for given in inputs for word in self.maker.make(given))]
 			packed = absmax_packed(words, self.dtype, self.arch)
 		return packed
 
@@ -194,7 +180,6 @@ class AmaxReducer(AmaxKernels):
 		fake = FakeBuffers(config.dtype, config.grouping)
 		return (
 			fake.x(config.prologue),
-			fake.grad(config.prologue),
 			fake.offs(),
 			fake.level(per_row=True) if config.per_row else None,
 			fake.level() if config.per_group else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, cute
 
 from ..device.absmax import absmax_packed, unpack_absmax
 from ..device.constants import WARP_SIZE
@@ -29,7 +29,6 @@ class ChunkAmaxKernels(AmaxKernels):
 	def launch_chunk_amax(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
 		column_amax: cute.Tensor,
@@ -41,16 +40,11 @@ class ChunkAmaxKernels(AmaxKernels):
 			self.launch_clear(group_amax, num_sms, stream)
 		self.launch_clear(column_amax, num_sms, stream)
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_WARPS * WARP_SIZE, 1, 1]
-		self.reduce_chunks(x, grad, offs, group_amax, column_amax).launch(grid=grid, block=block, stream=stream)
+		self.reduce_chunks(x, offs, group_amax, column_amax).launch(grid=grid, block=block, stream=stream)
 
 	@cute.kernel
 	def reduce_chunks(
-		self,
-		x: cute.Tensor,
-		grad: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		group_amax: cute.Tensor | None,
-		column_amax: cute.Tensor,
+		self, x: cute.Tensor, offs: cute.Tensor | None, group_amax: cute.Tensor | None, column_amax: cute.Tensor
 	) -> None:
 		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 		groups = Grouping.of(x, offs)
@@ -69,25 +63,20 @@ class ChunkAmaxKernels(AmaxKernels):
 			else:
 				if column >= cols:
 					count = Int32(0)
-				sources, is_second = self.sources(x, grad, first, column, cols)
-				plain, transformed = self.chunks(sources, is_second, count)
+				plain, transformed = self.chunks(self.sources(x, first, column, cols), count)
 				if cutlass.const_expr(group_amax is not None):
 					self.merge(group_amax, group, unpack_absmax(plain, self.dtype, self.arch))
 				self.merge(column_amax, group, unpack_absmax(transformed, self.dtype, self.arch))
 				item += step
 
-	def sources(
-		self, x: cute.Tensor, grad: cute.Tensor | None, row: Int32, col: Int32, cols: Int32
-	) -> tuple[list[tuple[Int64, Int64]], Boolean | None]:
+	def sources(self, x: cute.Tensor, row: Int32, col: Int32, cols: Int32) -> list[tuple[Int64, Int64]]:
 		"""``ElementMaker.sources``, also of elements that are the input's."""
 		if self.maker is not None:
-			return self.maker.sources(x, grad, row, col, cols)
-		return [(x.iterator.toint() + (Int64(row) * cols + col) * 2, Int64(cols) * 2)], None
+			return self.maker.sources(x, row, col, cols)
+		return [(x.iterator.toint() + (Int64(row) * cols + col) * 2, Int64(cols) * 2)]
 
 	@cute.jit
-	def chunks(
-		self, sources: list[tuple[Int64, Int64]], is_second: Boolean | None, count: Int32
-	) -> tuple[Uint32, Uint32]:
+	def chunks(self, sources: list[tuple[Int64, Int64]], count: Int32) -> tuple[Uint32, Uint32]:
 		"""Packed amaxes of a lane's columns in ``count`` rows, before and after the transform."""
 		plain, transformed = Uint32(0), Uint32(0)
 		for start in cutlass.range(0, count, CHUNK, unroll=1):
@@ -95,7 +84,7 @@ class ChunkAmaxKernels(AmaxKernels):
 			for r in cutlass.range_constexpr(CHUNK):
 				row = start + r
 				words = [load_global_if(at + pitch * row, 16, row, count) for at, pitch in sources]
-				rows.append(words[0] if self.maker is None else self.maker.make(words, is_second))
+				rows.append(words[0] if self.maker is None else self.maker.make(words))
 			for w in cutlass.range_constexpr(_LANE_COLS // 2):
 				words = [row[w] for row in rows]
 				plain = absmax_packed([plain, *words], self.dtype, self.arch)

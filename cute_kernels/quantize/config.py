@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from cute_kernels.activations import parse_activation
 from cute_kernels.capability import Support
 from cute_kernels.formats import Format, parse
 
@@ -111,12 +112,12 @@ class RowsConfig:
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
 
-	#: The compiled function takes (x, grad, offs, amax, codes, scales, scale_inv, scale, num_sms):
-	#: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; grad the gradient of its
-	#: result, None unless it takes one; offs (G,) int32, None when uniform; amax (T,) fp32 where it
-	#: is computed, (G,) where given, None where there is no second level; codes and scales as
-	#: ``layout.buffers`` says, scales None where blocks have none; scale_inv and scale (G,) fp32
-	#: results where the format keeps them, else None.
+	#: The compiled function takes (x, index, offs, amax, codes, scales, scale_inv, scale, num_sms):
+	#: x (T, K) or (G, N, K) contiguous, as wide as the prologue asks; index (R,) int32 where it
+	#: gathers, else None; offs (G,) int32, None when uniform; amax (T,) fp32 where it is computed,
+	#: (G,) where given, None where there is no second level; codes and scales as ``layout.buffers``
+	#: says, scales None where blocks have none; scale_inv and scale (G,) fp32 results where the
+	#: format keeps them, else None.
 	kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
 	#: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
 	teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
@@ -174,7 +175,7 @@ class RowsConfig:
 		"""The longest row that a team holds."""
 		size = DTYPE_BYTES[self.dtype]
 		if self.prologue is not None:
-			size = max(size * (1 + self.prologue.is_joint), self.prologue.bytes_read)
+			size = max(size, self.prologue.bytes_read)
 		return self.warps_per_row * self.bytes_per_warp // size // self.rows_per_warp
 
 	@classmethod
@@ -260,7 +261,7 @@ class TileConfig:
 	prologue: Prologue | None = None
 	is_member: bool = False
 
-	#: The compiled function takes (x, grad, offs, row_amax, group_amax, codes, scales, codes_t,
+	#: The compiled function takes (x, index, offs, row_amax, group_amax, codes, scales, codes_t,
 	#: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
 	#: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
 	#: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
@@ -366,6 +367,57 @@ class TileConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class GradientConfig:
+	"""The gradient of an activation in both directions and p times its result columnwise, from one read.
+
+	``format`` is that of the gradient, ``scaled_format`` that of p times the result; both are rounded
+	to ``dtype``, that of the inputs, first.
+	"""
+
+	format: str
+	scaled_format: str
+	dtype: str
+	activation: str
+	arch: str
+
+	#: The compiled function takes (x, grad, offs, weight, pair, codes, scales, codes_t, scales_t,
+	#: scaled_t, scaled_scales_t, sums, dweight, num_sms): x (R, W), grad (R, N), weight and dweight
+	#: (T * k,) fp32, pair (R,) int32, sums (tiles along N, R) fp32 to work in.
+	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.gradient:GradientQuantizer"
+	#: For the loader: all warps of a CTA have one tile of all inputs.
+	num_teams: ClassVar[int] = 1
+	num_stages: ClassVar[int] = 2
+	band: ClassVar[int] = TileConfig.band
+	has_own_columns: ClassVar[bool] = False
+
+	@property
+	def copies(self) -> tuple[TileConfig, TileConfig]:
+		"""What becomes of tiles of the gradient, and of those of p times the result."""
+		both = TileConfig(self.format, self.dtype, columnwise=True, arch=self.arch)
+		return both, dataclasses.replace(both, format=self.scaled_format, rowwise=False)
+
+	@property
+	def num_tiles(self) -> int:
+		"""128x128 tiles of the gradient to one of the result."""
+		return 1 + parse_activation(self.activation).is_gated
+
+	@property
+	def tile_bytes(self) -> int:
+		"""Bytes of all tiles of a stage."""
+		return (self.num_tiles + 1) * self.copies[0].tile_bytes
+
+	def can_implement(self, cols: int) -> Support:
+		"""Whether the kernel takes results of ``cols`` columns."""
+		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
+			return Support(False, "blocks have several rows")
+		if DTYPE_BYTES[self.dtype] != 2:
+			return Support(False, "inputs have 16 bits")
+		if self.num_tiles > 1 and cols % 128:
+			return Support(False, "halves are a multiple of 128 columns")
+		return Support(True)
+
+
+@dataclasses.dataclass(frozen=True)
 class AmaxConfig:
 	"""max |x| of each row, of each group, or both, from one read.
 
@@ -385,7 +437,7 @@ class AmaxConfig:
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
 
-	#: The compiled function takes (x, grad, offs, row_amax, group_amax, num_sms): row_amax (T,) and
+	#: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
 	#: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
 	#: group gives 0.
 	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
@@ -444,18 +496,13 @@ class DbiasConfig:
 	Attributes:
 	  dtype: name of the input's dtype.
 	  vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-	    element by element. So are halves, where there are some.
-	  prologue: what makes what is summed of the input; None if it is the input.
-	  arch: whose instructions that uses, None without.
+	    element by element.
 	"""
 
 	dtype: str
 	vectorized: bool = True
-	prologue: Prologue | None = None
-	arch: str | None = None
 
-	#: The compiled function takes (dy, grad, offs, dbias, num_sms): dy (T, N) contiguous, as wide
-	#: as the prologue asks; grad the gradient of its result, None unless it takes one; offs (G,)
+	#: The compiled function takes (dy, offs, dbias, num_sms): dy (T, N) contiguous, offs (G,)
 	#: int32, dbias (G, N) fp32.
 	kernel: ClassVar[str] = "cute_kernels.quantize.dbias:DbiasReducer"
 
@@ -465,11 +512,9 @@ class DbiasConfig:
 		return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
 
 	@classmethod
-	def choose(cls, dtype: str, cols: int, prologue: Prologue | None = None, arch: str | None = None) -> DbiasConfig:
+	def choose(cls, dtype: str, cols: int) -> DbiasConfig:
 		"""The configuration for sums of ``cols`` columns of an input of ``dtype``."""
-		halves = 2 if prologue is not None and prologue.is_joint else 1
-		is_whole = cols * DTYPE_BYTES[dtype] % (16 * halves) == 0
-		return cls(dtype, is_whole, prologue, None if prologue is None else arch)
+		return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
 	def can_implement(self, dtype: str, cols: int) -> Support:
 		"""Whether the kernel takes rows of ``cols`` elements of ``dtype``."""

@@ -18,11 +18,10 @@ Buffers:   sums of a round, one row a warp, two deep: a barrier of the CTA betwe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from ..device.constants import WARP_SIZE
 from ..device.convert import unpack_words
@@ -32,12 +31,10 @@ from ..device.memory import load_global_if, load_shared, store_global, store_sha
 from ..device.ptx import bits_as_f32, f32_as_bits
 from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DbiasConfig
-from .elements import ElementMaker
 
 _WARPS = 4
-#: Rows that a lane loads before it adds any: of the input, and of what an activation takes, which
-#: is so much code that it is in a loop.
-_BATCH, _BATCH_MADE = 16, 4
+#: Rows that a lane loads before it adds any.
+_BATCH = 16
 
 
 class DbiasReducer(GridKernel):
@@ -47,10 +44,6 @@ class DbiasReducer(GridKernel):
 
 	def __init__(self, config: DbiasConfig):
 		self.dtype = config.dtype
-		self.maker = None
-		if config.prologue is not None:
-			self.maker = ElementMaker(config.prologue, "float32", config.arch)
-			self.maker.unit = config.columns_per_lane
 		self.columns = config.columns_per_lane
 		self.lanes_per_row = 8 if config.vectorized else WARP_SIZE
 		#: Residue classes of rows, one a lane of each column.
@@ -63,18 +56,8 @@ class DbiasReducer(GridKernel):
 		element = DTYPE_BYTES[config.dtype]
 		rows, groups = cute.sym_int(), cute.sym_int()
 		cols = cute.sym_int(divisibility=config.columns_per_lane)
-		wide = half = cols
-		if config.prologue is not None and config.prologue.record.is_gated:
-			wide, half = cute.sym_int(), cute.sym_int(divisibility=config.columns_per_lane)
-			wide, half = (wide, None) if config.prologue.halves else (cols, half)
-
-		def plain(width: Any) -> Any:
-			return compact(DSL_TYPES[config.dtype], rows, width, align=config.columns_per_lane * element)
-
-		takes_grad = config.prologue is not None and config.prologue.is_gradient
 		return (
-			plain(wide),
-			plain(half) if takes_grad else None,
+			compact(DSL_TYPES[config.dtype], rows, cols, align=config.columns_per_lane * element),
 			compact(Int32, groups, align=4),
 			compact(Float32, groups, cols, align=4),
 			Int32(1),
@@ -82,7 +65,7 @@ class DbiasReducer(GridKernel):
 		)
 
 	@cute.kernel
-	def kernel(self, dy: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor, dbias: cute.Tensor) -> None:
+	def kernel(self, dy: cute.Tensor, offs: cute.Tensor, dbias: cute.Tensor) -> None:
 		smem = cutlass.memory.SmemAllocator()
 		sums = smem.allocate_array(Float32, 2 * _WARPS * self.strip, byte_alignment=16).toint()
 		num_rows, cols = dy.shape[0], dbias.shape[1]
@@ -100,7 +83,7 @@ class DbiasReducer(GridKernel):
 			while row < end:
 				base = sums + buffer * (4 * _WARPS * self.strip)
 				first = row + warp * TILE_ROWS
-				self.store_tile(dy, grad, cols, base, first, end, column, warp)
+				self.store_tile(dy, cols, base, first, end, column, warp)
 				cute.arch.sync_threads()
 				if tid < self.strip:
 					# Tiles past the end of the group are zeros, which change nothing.
@@ -116,15 +99,7 @@ class DbiasReducer(GridKernel):
 
 	@cute.jit
 	def store_tile(
-		self,
-		dy: cute.Tensor,
-		grad: cute.Tensor | None,
-		cols: Int32,
-		base: Int32,
-		row: Int32,
-		end: Int32,
-		column: Int32,
-		warp: Int32,
+		self, dy: cute.Tensor, cols: Int32, base: Int32, row: Int32, end: Int32, column: Int32, warp: Int32
 	) -> None:
 		"""A warp's tile: the sums of its columns to the warp's part of the buffer at ``base``."""
 		lane = cute.arch.lane_idx()
@@ -135,11 +110,9 @@ class DbiasReducer(GridKernel):
 			row += lane // self.lanes_per_row
 			if mine >= cols:
 				end = Int32(0)  # no loads
-			inputs, is_second = self.inputs(dy, grad, cols, row, mine)
-			if cutlass.const_expr(self.maker is None):
-				numbers = self.tree(inputs, is_second, row, end, 0, self.classes)
-			else:
-				numbers = self.made_tree(inputs, is_second, row, end)
+			pitch = Int64(cols) * DTYPE_BYTES[self.dtype]
+			at = dy.iterator.toint() + row * pitch + mine * DTYPE_BYTES[self.dtype]
+			numbers = self.tree(at, pitch, row, end, 0, self.classes)
 			for c in cutlass.range_constexpr(self.columns):
 				number = numbers[c]
 				lanes = WARP_SIZE // 2
@@ -153,88 +126,26 @@ class DbiasReducer(GridKernel):
 				count = min(4, self.columns)
 				store_shared(at + c * 4, [f32_as_bits(totals[c + i]) for i in range(count)])
 
-	def inputs(
-		self, dy: cute.Tensor, grad: cute.Tensor | None, cols: Int32, row: Int32, col: Int32
-	) -> tuple[list[tuple[Int64, Int64]], Boolean | None]:
-		"""A lane's place in each input and the bytes from row to row; and of which half it is."""
-		if self.maker is None:
-			pitch = Int64(cols) * DTYPE_BYTES[self.dtype]
-			at = dy.iterator.toint() + row * pitch + col * DTYPE_BYTES[self.dtype]
-			return [(at, pitch)], None
-		return self.maker.sources(dy, grad, row, col, cols)
-
-	def tree(
-		self, inputs: list[tuple[Int64, Int64]], is_second: Boolean | None, row: Int32, end: Int32, first: int, step: int
-	) -> list[Float32]:
+	def tree(self, at: Int64, pitch: Int64, row: Int32, end: Int32, first: int, step: int) -> list[Float32]:
 		"""Sums over the rows ``first``, ``first + step``, ... of the tile, one a column.
 
 		Args:
-		  inputs: address of the lane's first row, and bytes from one row to the next, of each.
-		  is_second: which half the columns are of, see ``ElementMaker.column``.
+		  at: address of the lane's first row.
+		  pitch: bytes from one row to the next.
 		  row: the lane's first row.
 		  end: rows from here on count as zeros.
 		  first: the first row, relative to ``row``.
 		  step: a power of two.
 		"""
 		if TILE_ROWS // step > _BATCH:
-			halves = [self.tree(inputs, is_second, row, end, start, 2 * step) for start in (first, first + step)]
-			return _added(*halves)
-		return self.leaf(inputs, is_second, row, end, range(first, TILE_ROWS, step))
-
-	@cute.jit
-	def made_tree(
-		self, inputs: list[tuple[Int64, Int64]], is_second: Boolean | None, row: Int32, end: Int32
-	) -> list[Float32]:
-		"""``tree`` of all rows of the lane, leaf by leaf.
-
-		A leaf is added to that of the last one that waits at its level, and so on up.
-		"""
-		levels = (TILE_ROWS // self.classes // _BATCH_MADE).bit_length() - 1
-		waiting = cute.make_rmem_tensor(levels * self.columns, Float32)
-		waiting.fill(0.0)
-		out = cute.make_rmem_tensor(self.columns, Float32)
-		for leaf in cutlass.range(1 << levels, unroll=1):
-			first = Int32(0)
-			for bit in cutlass.range_constexpr(levels):
-				first += (leaf >> (levels - 1 - bit)) % 2 * (self.classes << bit)
-			places = [first + i * (self.classes << levels) for i in range(_BATCH_MADE)]
-			sums = self.leaf(inputs, is_second, row, end, places)
-			for c in cutlass.range_constexpr(self.columns):
-				out[c] = sums[c]
-			is_alone = Boolean(False)
-			for level in cutlass.range_constexpr(levels):
-				if not is_alone:
-					is_alone = (leaf >> level) % 2 == 0
-					for c in cutlass.range_constexpr(self.columns):
-						at = level * self.columns + c
-						if is_alone:
-							waiting[at] = out[c]
-						else:
-							out[c] = waiting[at] + out[c]
-		return [out[c] for c in range(self.columns)]
-
-	def leaf(
-		self,
-		inputs: list[tuple[Int64, Int64]],
-		is_second: Boolean | None,
-		row: Int32,
-		end: Int32,
-		places: Sequence[Int32 | int],
-	) -> list[Float32]:
-		"""Sums over rows, a power of two of them, that are loaded before any are added."""
-		num_bytes = self.columns * DTYPE_BYTES[self.dtype]
-		loaded = [[load_global_if(at + pitch * i, num_bytes, row + i, end) for at, pitch in inputs] for i in places]
-		rows = [self.numbers(words, is_second)[: self.columns] for words in loaded]
+			return _added(*(self.tree(at, pitch, row, end, start, 2 * step) for start in (first, first + step)))
+		num_bytes, places = self.columns * DTYPE_BYTES[self.dtype], range(first, TILE_ROWS, step)
+		loaded = [load_global_if(at + pitch * i, num_bytes, row + i, end) for i in places]
+		rows = [unpack_words(words, self.dtype)[: self.columns] for words in loaded]
 		while len(rows) > 1:
 			half = len(rows) // 2
 			rows = [_added(rows[i], rows[i + half]) for i in range(half)]
 		return rows[0]
-
-	def numbers(self, words: list[list[Uint32]], is_second: Boolean | None) -> list[Float32]:
-		"""What is summed, of words of each input."""
-		if self.maker is None:
-			return unpack_words(words[0], self.dtype)
-		return self.maker.numbers(words, is_second)
 
 
 def _added(a: list[Float32], b: list[Float32]) -> list[Float32]:

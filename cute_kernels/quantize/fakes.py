@@ -57,19 +57,14 @@ class FakeBuffers:
 		"""(T, K), or (G, N, K); as wide as a prologue asks."""
 		if prologue is None:
 			return self._plain(self.dtype, self.cols)
-		wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.halves else self.cols
+		wide = cute.sym_int(divisibility=2 * K_MULTIPLE) if prologue.is_gated else self.cols
 		if prologue.gathered:
 			return _compact(DSL_TYPES[prologue.dtype], cute.sym_int(), wide)
 		return self._plain(prologue.dtype, wide)
 
-	def grad(self, prologue: Prologue | None) -> Any:
-		"""The gradient of what a prologue's activation gives, or an index; None if it takes neither."""
-		if prologue is not None and prologue.gathered:
-			return compact(Int32, self.rows, align=4)
-		if prologue is None or not prologue.is_gradient:
-			return None
-		half = cute.sym_int(divisibility=K_MULTIPLE // 2)
-		return self._plain(prologue.dtype, half if prologue.is_joint else self.cols)
+	def index(self, prologue: Prologue | None) -> Any:
+		"""(T,) int32 rows, None if a prologue takes none."""
+		return compact(Int32, self.rows, align=4) if prologue is not None and prologue.gathered else None
 
 	def _plain(self, dtype: str, cols: Any) -> Any:
 		lead = (self.groups, self.rows_each) if self.uniform else (self.rows,)

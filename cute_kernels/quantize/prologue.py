@@ -12,19 +12,16 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Prologue:
-	"""Elements are what an activation makes of rows of the input, or the gradient with respect to them.
+	"""Elements are what an activation makes of rows of the input.
 
 	Attributes:
 	  dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
 	  activation: text of the activation; None where elements are those of the input.
-	  is_gradient: elements are the gradient, and that of the result is read besides.
-	  gathered: row r is made of the input's row index[r]; kernels take the index in the place of
-	    the gradient of the result, beside which there is none.
+	  gathered: row r is made of the input's row index[r].
 	"""
 
 	dtype: str
 	activation: str | None
-	is_gradient: bool = False
 	gathered: bool = False
 
 	@property
@@ -35,28 +32,18 @@ class Prologue:
 
 	@property
 	def is_gated(self) -> bool:
-		"""Whether the activation is gated."""
+		"""Whether the activation is gated: the input has two columns an element."""
 		return self.activation is not None and self.record.is_gated
-
-	@property
-	def halves(self) -> bool:
-		"""Whether the input has two columns an element."""
-		return self.is_gated and not self.is_gradient
-
-	@property
-	def is_joint(self) -> bool:
-		"""Whether elements are two halves, of which each takes columns of both of the input's."""
-		return self.is_gated and self.is_gradient
 
 	@property
 	def num_inputs(self) -> int:
 		"""Numbers that an element is made of."""
-		return 1 + self.is_gated + self.is_gradient
+		return 1 + self.is_gated
 
 	@property
 	def bytes_read(self) -> int:
-		"""Bytes of all inputs that an element takes, the next power of two of them."""
-		return DTYPE_BYTES[self.dtype] * (2 if self.is_gated or self.is_gradient else 1)
+		"""Bytes of all inputs that an element takes."""
+		return DTYPE_BYTES[self.dtype] * self.num_inputs
 
 	@property
 	def unit(self) -> int:

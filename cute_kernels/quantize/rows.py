@@ -143,19 +143,16 @@ class RowsQuantizer:
 		self.maker = maker_of(config)
 		self.piece_words = self.piece * DTYPE_BYTES[config.dtype] // 4
 		prologue = config.prologue
-		self.gathered = prologue is not None and prologue.gathered
 		#: Bytes that a piece takes of each input.
 		self.piece_bytes = self.piece * DTYPE_BYTES[prologue.dtype if prologue else config.dtype]
 		self.team_threads = config.warps_per_row * WARP_SIZE
 		self.lanes_per_row = self.team_threads // config.rows_per_warp
 		self.pieces_per_lane = config.max_cols // self.piece // self.lanes_per_row
-		#: Bytes of the longest row of the input; of that and of the gradient of the result.
-		self.row_capacity = row_bytes = config.max_cols * self.piece_bytes // self.piece
+		#: Bytes of the longest row of the input.
+		self.row_pitch = config.max_cols * self.piece_bytes // self.piece
 		if self.maker:
-			wide, of_grad = self.maker.row_bytes(config.max_cols)
-			self.row_capacity, row_bytes = wide, wide + of_grad
-		self.row_pitch = row_bytes
-		self.stage_bytes = row_bytes * config.rows_per_warp
+			self.row_pitch = self.maker.row_bytes(config.max_cols)
+		self.stage_bytes = self.row_pitch * config.rows_per_warp
 		#: Bytes of a scale, and of those of a row.
 		self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
 		self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
@@ -170,33 +167,20 @@ class RowsQuantizer:
 	@staticmethod
 	def fake_args(config: RowsConfig) -> tuple[Any, ...]:
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
-		inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
+		inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs())
 		output = (fake.level(config.computes_amax), fake.codes(), fake.scales())
 		return (*inputs, *output, *fake.results()[:2], Int32(1), env_stream())
 
 	@cute.jit
-	def __call__(
-		self,
-		x: cute.Tensor,
-		grad: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		amax: cute.Tensor | None,
-		codes: cute.Tensor,
-		scales: cute.Tensor | None,
-		scale_inv: cute.Tensor | None,
-		scale: cute.Tensor | None,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
-		self.kernel(x, grad, offs, amax, codes, scales, scale_inv, scale).launch(
-			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
-		)
+	def __call__(self, *args: Any) -> None:
+		*given, num_sms, stream = args
+		self.kernel(*given).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
 
 	@cute.kernel
 	def kernel(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		amax: cute.Tensor | None,
 		codes: cute.Tensor,
@@ -226,7 +210,7 @@ class RowsQuantizer:
 		if warp == config.num_compute_warps:
 			team = tid % WARP_SIZE
 			if team < config.num_teams:
-				self.load(x, grad, offs, team, shared)
+				self.load(x, index, offs, team, shared)
 		else:
 			threads = config.num_compute_warps * WARP_SIZE
 			thread = cute.arch.block_idx()[0] * threads + tid
@@ -254,11 +238,11 @@ class RowsQuantizer:
 
 	@cute.jit
 	def load(
-		self, x: cute.Tensor, grad: cute.Tensor | None, offs: cute.Tensor | None, team: Int32, shared: SharedMemory
+		self, x: cute.Tensor, index: cute.Tensor | None, offs: cute.Tensor | None, team: Int32, shared: SharedMemory
 	) -> None:
 		"""The loader: a lane finds the packets of its team and starts the copies of their rows."""
 		config = self.config
-		groups = Grouping.of(x, offs, grad if self.gathered else None)
+		groups = Grouping.of(x, offs, index)
 		stage, phase, group = Int32(0), Int32(1), Int32(0)
 		step = cute.arch.grid_dim()[0] * config.num_teams
 		item = cute.arch.block_idx()[0] * config.num_teams + team
@@ -276,7 +260,7 @@ class RowsQuantizer:
 						if r == 0:
 							place = shared.packets.toint() + slot * 16
 							store_shared(place, [Uint32(v) for v in (item, first, count, group)])
-						self.load_rows(x, grad, packet, r, first, count, slot, shared)
+						self.load_rows(x, index, packet, r, first, count, slot, shared)
 						stage, phase = self.next_stage(stage, phase)
 				item += step
 		slot = team * config.num_stages + stage
@@ -288,7 +272,7 @@ class RowsQuantizer:
 	def load_rows(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		packet: Int32,
 		r: Int32,
 		first: Int32,
@@ -297,12 +281,12 @@ class RowsQuantizer:
 		shared: SharedMemory,
 	) -> None:
 		"""Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
-		row_bytes, grad_bytes = self.row_bytes(x)
+		row_bytes = self.row_bytes(x)
 		rows = [self.row_of(packet, r + i) for i in range(self.config.rows_per_warp)]
 		size = Int32(0)
 		for row in rows:
 			if row < count:
-				size += row_bytes + grad_bytes
+				size += row_bytes
 		bar = shared.full + slot
 		if size > 0:
 			cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
@@ -312,19 +296,15 @@ class RowsQuantizer:
 		for i in cutlass.range_constexpr(len(rows)):
 			if rows[i] < count:
 				of_x = first + rows[i]
-				if cutlass.const_expr(self.gathered):
-					of_x = indexed(grad, of_x, x.shape[0])
+				if cutlass.const_expr(index is not None):
+					of_x = indexed(index, of_x, x.shape[0])
 				source = x.iterator.toint() + Int64(of_x) * row_bytes
 				bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
-				if cutlass.const_expr(grad is not None and not self.gathered):
-					source = grad.iterator.toint() + Int64(first + rows[i]) * grad_bytes
-					place = target + (i * self.row_pitch + self.row_capacity)
-					bulk_load(place, source, grad_bytes, bar)
 
-	def row_bytes(self, x: cute.Tensor) -> tuple[Int32, Int32 | int]:
-		"""Bytes of a row of the input, and of the gradient of the result, or 0."""
+	def row_bytes(self, x: cute.Tensor) -> Int32:
+		"""Bytes of a row of the input."""
 		if self.maker is None:
-			return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype], 0
+			return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
 		return self.maker.row_bytes(self.cols(x))
 
 	@cute.jit
@@ -503,7 +483,8 @@ class RowsQuantizer:
 				else:
 					first = (lane.of_row + i * self.lanes_per_row) * self.piece
 					first += (twist ^ c) * self.maker.unit
-					chunk = self.make_chunk(row_at, first, lane.num_pieces * self.piece)
+					units = self.maker.places(row_at, first, lane.num_pieces * self.piece)
+					chunk = self.maker.make([load_shared(at, 4) for at in units])
 				for w in cutlass.range_constexpr(chunk_words):
 					words[i * self.piece_words + c * chunk_words + w] = chunk[w]
 		for i in cutlass.range_constexpr(self.pieces_per_lane):
@@ -514,12 +495,6 @@ class RowsQuantizer:
 			for bit in cutlass.range_constexpr(self.sharing.bit_length() - 1):
 				a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
 		return words, a
-
-	def make_chunk(self, row_at: Int32, col: Int32, cols: Int32) -> list[Uint32]:
-		"""A unit of elements of a row of a stage."""
-		of_half, is_second = self.maker.column(col, cols)
-		places = self.maker.places(row_at, row_at + self.row_capacity, of_half, cols)
-		return self.maker.make([load_shared(at, 4) for at in places], is_second)
 
 	def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
 		"""The words of a lane's i-th block."""

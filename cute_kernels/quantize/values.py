@@ -38,7 +38,7 @@ class RowValuesQuantizer(RowsQuantizer):
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
 		amax = fake.level(config.computes_amax)
 		nothing = (None, None, None)
-		inputs = (fake.x(config.prologue), fake.grad(config.prologue), fake.offs())
+		inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs())
 		return (*inputs, amax, fake.values(), *nothing, Int32(1), env_stream())
 
 	@cute.jit

@@ -15,6 +15,7 @@ from .config import (
 	DbiasConfig,
 	DelayedConfig,
 	DequantizeConfig,
+	GradientConfig,
 	Grouping,
 	OffsetsConfig,
 	Prologue,
@@ -24,7 +25,9 @@ from .config import (
 	ValuesConfig,
 )
 
-Config = AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | OffsetsConfig | RowsConfig | TileConfig
+Config = (
+	AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | GradientConfig | OffsetsConfig | RowsConfig | TileConfig
+)
 
 #: What is quantized to, row by row and tile by tile.
 _FORMATS: tuple[Format, ...] = (
@@ -38,7 +41,7 @@ _FROM_BF16: tuple[tuple[Format, Grouping], ...] = (
 	(FP8Block(), "ragged"),
 	(FP8Block(block=(128, 128)), "uniform"),
 )
-#: Of which SwiGLU and its gradient are quantized, in both directions as training has them.
+#: Of which SwiGLU is quantized, in both directions as training has them.
 _ACTIVATED: tuple[Format, ...] = (NVFP4(), NVFP4(row_scaled=True), FP8(), FP8Block(), MXFP8())
 _GROUPINGS: tuple[Grouping, ...] = ("ragged", "uniform")
 _DIRECTIONS = ((True, False), (False, True), (True, True))
@@ -70,14 +73,15 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 		if support("grouped_quantize", fmt, arch):
 			yield from _rows(fmt, "bfloat16", grouping, arch)
 			yield from _tiles(fmt, "bfloat16", grouping, arch)
-	for fmt, is_gradient in itertools.product(_ACTIVATED, (False, True)):
+	for fmt in _ACTIVATED:
 		if support("grouped_quantize", fmt, arch, activation=True):
 			made = QuantizeProblem(
-				dtype="bfloat16" if fmt.truncates else "float32",
-				cols=fmt.k_multiple,
-				prologue=Prologue("bfloat16", "swiglu", is_gradient),
+				dtype="bfloat16" if fmt.truncates else "float32", cols=fmt.k_multiple, prologue=Prologue("bfloat16", "swiglu")
 			)
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
+	for fmt in (FP8Block(), MXFP8()):
+		if support("moe_quantize_gradient", fmt, arch):
+			yield GradientConfig(fmt.text, fmt.text, "bfloat16", "swiglu", arch)
 	yield from _gathered(arch)
 
 

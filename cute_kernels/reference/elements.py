@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cute_kernels.activations import Activation
 
-from .activations import activate, activate_gradient
+from .activations import activate
 from .reductions import absmax
 
 #: Elements that are made at a time where the caller does not say which.
@@ -18,27 +18,22 @@ class Elements:
 	Args:
 	  x: (T, W), or (G, N, W) of uniform groups; bf16, fp16 or fp32.
 	  activation: elements are its result; None for ``x`` itself.
-	  grad: of the shape of the activation's result and of the dtype of ``x``; elements are the
-	    gradient with respect to ``x`` then.
 	  truncates: what an activation makes is rounded to the dtype of ``x``
 	    (``Format.truncates``).
 
 	Attributes:
 	  rows: T, or G * N.
-	  cols: W, or half of it where a gated activation has no ``grad``.
+	  cols: W, or half of it of a gated activation.
 	  dtype: dtype of ``x``.
 	  device: device of ``x``.
 	"""
 
-	def __init__(
-		self, x: Tensor, activation: Activation | None = None, grad: Tensor | None = None, *, truncates: bool = False
-	) -> None:
+	def __init__(self, x: Tensor, activation: Activation | None = None, *, truncates: bool = False) -> None:
 		self._x = x.flatten(0, -2)
 		self._activation = activation
-		self._grad = None if grad is None else grad.flatten(0, -2)
 		self._truncates = truncates
 		self.rows, self.cols = self._x.shape
-		if activation is not None and grad is None:
+		if activation is not None:
 			self.cols = activation.width(self.cols)
 		self.dtype: torch.dtype = x.dtype
 		self.device: torch.device = x.device
@@ -48,10 +43,7 @@ class Elements:
 		x = self._x[rows].float()
 		if self._activation is None:
 			return x
-		if self._grad is None:
-			made = activate(x, self._activation)
-		else:
-			made = activate_gradient(x, self._grad[rows].float(), self._activation)
+		made = activate(x, self._activation)
 		return made.to(self.dtype).float() if self._truncates else made
 
 	def absmax(self) -> Tensor:

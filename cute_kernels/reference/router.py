@@ -74,9 +74,9 @@ def route(
 
 
 def gradient(
-	d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float], out: Tensor
-) -> None:
-	"""Write the gradient of the logits."""
+	d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float]
+) -> Tensor:
+	"""The gradient of the logits."""
 	score, renormalize, factor = options
 	there = ids >= 0
 	at = ids.clamp_min(0)
@@ -89,6 +89,15 @@ def gradient(
 	into = torch.nn.functional.pad(torch.zeros_like(scores) if dscores is None else dscores, (0, 1))
 	into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
 	if score == "softmax":
-		out.copy_(scores * (into - warp_sum(into * scores).unsqueeze(1)))
-	else:
-		out.copy_((into * scores) * (1 - scores))
+		return scores * (into - warp_sum(into * scores).unsqueeze(1))
+	return (into * scores) * (1 - scores)
+
+
+def bf16_parts(x: Tensor) -> list[Tensor]:
+	"""Three bf16 numbers that add up to each fp32 number, but for what fp32 does not hold."""
+	parts, rest = [], x.float()
+	for _ in range(3):
+		part = rest.bfloat16()
+		parts.append(part)
+		rest = rest - part.float()
+	return parts

@@ -46,9 +46,8 @@ _QUANTIZERS = (
 	("fp8_block:block=128x128", Quantization("row+column", False)),
 	("mxfp8", Quantization("row", False)),
 	("mxfp8", Quantization("row+column", False)),
-	("mxfp8", Quantization("row+column", False, "swiglu")),
-	("mxfp8", Quantization("row+column", False, "dswiglu")),
-	("nvfp4:row_scaled", Quantization("row", False, "swiglu")),
+	("mxfp8", Quantization("row+column", False, True)),
+	("nvfp4:row_scaled", Quantization("row", False, True)),
 )
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {

@@ -42,10 +42,7 @@ _SUM_BOUND = 1e-5
 
 
 class Input:
-	"""A bf16 input of ragged groups whose rows differ in size.
-
-	``grad`` (rows, cols / 2) is the gradient of what a gated activation makes of ``x``.
-	"""
+	"""A bf16 input of ragged groups whose rows differ in size."""
 
 	def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:
 		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
@@ -55,8 +52,6 @@ class Input:
 		cuts = torch.rand(groups, device=device, generator=generator) + 0.5
 		self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
 		self.offs[-1] = rows
-		# After what the cases had before it, so that their groups stay where they were.
-		self.grad = self.x.new_empty(rows, cols // 2).normal_(generator=generator)
 		row_amax = self.x.abs().amax(1).float()
 		bounds = [0, *self.offs.tolist()]
 		self.amax = torch.stack(
@@ -74,12 +69,12 @@ class Quantization:
 	Attributes:
 	  directions: a key of ``DIRECTIONS``.
 	  gives_amax: the amaxes of groups are given.
-	  prologue: ``"swiglu"`` if that of the input is quantized, ``"dswiglu"`` if its gradient is.
+	  activates: SwiGLU of the input is quantized.
 	"""
 
 	directions: str
 	gives_amax: bool
-	prologue: str = ""
+	activates: bool = False
 
 	@property
 	def ways(self) -> list[bool]:
@@ -99,25 +94,19 @@ class Quantization:
 
 	def moved(self, data: Input, fmt: Format) -> float:
 		"""Bytes that are read and written at least."""
-		elements = data.x.numel() // (2 if self.prologue == "swiglu" else 1)
-		read = data.x.nbytes + (data.grad.nbytes if self.prologue == "dswiglu" else 0)
-		return read + elements * self.written(fmt)
+		return data.x.nbytes + data.x.numel() // (1 + self.activates) * self.written(fmt)
 
 	@property
 	def case(self) -> dict[str, str]:
 		amax = "given" if self.gives_amax else "computed"
-		op = f"{self.prologue}+quantize" if self.prologue else "quantize"
-		return {"op": op, "directions": self.directions, "amax": amax}
+		return {"op": "swiglu+quantize" if self.activates else "quantize", "directions": self.directions, "amax": amax}
 
 
 #: What users ask for, in the order of the tables.
 QUANTIZATIONS = tuple(
 	Quantization(directions, given) for directions, given in itertools.product(DIRECTIONS, (True, False))
 )
-_FUSED = tuple(
-	Quantization(directions, False, prologue)
-	for prologue, directions in itertools.product(("swiglu", "dswiglu"), ("row", "row+column"))
-)
+_FUSED = tuple(Quantization(directions, False, True) for directions in ("row", "row+column"))
 
 
 def given(
@@ -131,10 +120,8 @@ def given(
 
 def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
 	amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
-	fused: tuple[Any, ...] = (None, seed)
-	if asked.prologue:
-		fused += ("swiglu", data.grad if asked.prologue == "dswiglu" else None)
-	buffers: list[Tensor] = ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *fused)
+	options = (None, seed, "swiglu" if asked.activates else None)
+	buffers: list[Tensor] = ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *options)
 	return buffers
 
 
@@ -168,7 +155,7 @@ def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender
 	fmt = parse(text)
 
 	def prepare() -> Callable[[], Any]:
-		facts = {"columnwise": True in asked.ways, "activation": bool(asked.prologue)}
+		facts = {"columnwise": True in asked.ways, "activation": asked.activates}
 		require("grouped_quantize", fmt, meter.arch, **facts)
 		return functools.partial(_quantize, data, text, asked)
 
@@ -224,7 +211,7 @@ def quantize_task(
 		data = Input(*shape, meter.device, options.seed, copy)
 		fitting = [text for text in FORMATS if asked.fits(parse(text))]
 		found = [ours(data, text, asked, meter) for text in fitting]
-		if not asked.prologue:
+		if not asked.activates:
 			found += options.competing(meter, lambda peer: peer.quantizers(data, asked))
 		return found
 

@@ -76,6 +76,14 @@ X = sample(40, 128)
 @each(
 	("options", "error", "match"),
 	[
+		({"grad": X}, ValueError, "grad needs an activation: it is the gradient of"),
+		({"activation": "silu", "grad": X.float()}, TypeError, "grad must be bfloat16, got float32"),
+		({"activation": "swiglu", "grad": X}, ValueError, "grad must have size 64 in dimension 1"),
+		(
+			{"activation": "silu", "grad": X, "offs": None, "shapes": [(40, 128)]},
+			ValueError,
+			"grad goes with offs or uniform x, not with shapes",
+		),
 		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu' or a grouped"),
 		({"activation": "swish"}, ValueError, "activation must be one of gelu, silu"),
 		(
@@ -87,7 +95,7 @@ X = sample(40, 128)
 )
 def test_refused(options, error, match):
 	with pytest.raises(error, match=match):
-		grouped.quantize(X, grouped.NVFP4(), offs=OFFS, **options)
+		grouped.quantize(X, grouped.NVFP4(), **{"offs": OFFS} | options)
 
 
 def test_gradients_do_not_pass():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import each
+from tests.helpers import BF16, F32, each
 
 pytest.importorskip("safetensors")
 
@@ -29,7 +29,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 def moe(style="swiglu", seed=0, inner=INNER):
 	torch.manual_seed(seed)
-	return grouped.nn.MoE(HIDDEN, inner, EXPERTS, 2, dtype=torch.bfloat16, **STYLES[style])
+	return grouped.nn.MoE(HIDDEN, inner, EXPERTS, 2, dtype=BF16, **STYLES[style])
 
 
 def raw(t):
@@ -87,7 +87,7 @@ def test_files_decode_to_what_the_module_holds(layout, tmp_path):
 	checkpoint.save(moe(), tmp_path, layout)
 	checkpoint.load(model, tmp_path)
 	tensors = files_of(tmp_path)
-	weight = model.experts.gate_up.weight.dequantize(torch.float32)
+	weight = model.experts.gate_up.weight.dequantize(F32)
 	for expert in range(EXPERTS):
 		parts = [decoded(tensors, f"experts.{expert}.{name}", layout) for name in ("gate_proj", "up_proj")]
 		np.testing.assert_allclose(weight[expert].numpy(), np.concatenate(parts), rtol=3e-7)
@@ -128,7 +128,7 @@ def test_gate_and_up_of_different_second_levels_are_reconciled(tmp_path):
 	assert list(report.reconciled) == ["experts.1"] and 15 < report.reconciled["experts.1"] < 40
 	codes = model.experts.gate_up.weight.rowwise.codes
 	assert torch.equal(codes[1, :INNER], tensors["experts.1.gate_proj.weight"])
-	got = model.experts.gate_up.weight.dequantize(torch.float32)[1, INNER:].numpy()
+	got = model.experts.gate_up.weight.dequantize(F32)[1, INNER:].numpy()
 	want = decoded(tensors, "experts.1.up_proj", "modelopt")
 	noise = np.square(got - want).sum() / np.square(want).sum()
 	assert abs(-10 * np.log10(noise) - report.reconciled["experts.1"]) < 0.1
@@ -170,14 +170,14 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 	codes = np.stack([blocks.numpy() & 15, blocks.numpy() >> 4], -1).reshape(*blocks.shape[:3], 32)
 	values = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * np.exp2(exponents.numpy()[..., None] - 127.0)
 	want = values.reshape(EXPERTS, 2 * INNER, HIDDEN).astype(np.float32)
-	np.testing.assert_array_equal(model.experts.gate_up.weight.dequantize(torch.float32).numpy(), want)
+	np.testing.assert_array_equal(model.experts.gate_up.weight.dequantize(F32).numpy(), want)
 
 
 def test_faults(tmp_path):
 	model, other = moe(), tmp_path / "other"
 	checkpoint.save(model, other, "modelopt", shard_bytes=30_000)
 	checkpoint.load(model, other)
-	larger = grouped.nn.MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=torch.bfloat16)
+	larger = grouped.nn.MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=BF16)
 	before = larger.router.weight.clone()
 	mlp, renamed = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER), {"rename": {"^": "experts"}}
 	for call, arguments, error, message in (
@@ -202,7 +202,7 @@ def test_faults(tmp_path):
 
 def test_one_expert_in_one_tensor_and_tied_weights(tmp_path):
 	def model():
-		a, b = (grouped.nn.GroupedMLP(1, HIDDEN, INNER, dtype=torch.bfloat16) for _ in range(2))
+		a, b = (grouped.nn.GroupedMLP(1, HIDDEN, INNER, dtype=BF16) for _ in range(2))
 		b.down.weight = a.down.weight
 		return torch.nn.ModuleList([a, b])
 
@@ -385,19 +385,19 @@ def their_files(weights, quantize):
 
 def compare(quantize, dequantize, layout, tmp_path):
 	"""Their bytes load to what they decode to; ours decode in their package to what we hold."""
-	mlp = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16)
+	mlp = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	weights = {name: getattr(mlp, name).weight.detach().clone() for name in ("gate_up", "down")}
 	save_file(their_files(weights, quantize), tmp_path / "model.safetensors")
 	assert not checkpoint.load(mlp, tmp_path).reconciled
 	checkpoint.save(mlp, tmp_path / "again", layout)
 	assert same_files(tmp_path, tmp_path / "again")
-	plain = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16)
+	plain = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	checkpoint.save(plain, tmp_path / "ours", layout)
 	checkpoint.load(plain, tmp_path / "ours")
 	for module, folder in ((mlp, tmp_path), (plain, tmp_path / "ours")):
 		tensors = files_of(folder)
 		for g in range(EXPERTS):
-			want = module.gate_up.weight.dequantize(torch.float32)[g]
+			want = module.gate_up.weight.dequantize(F32)[g]
 			parts = []
 			for name in ("gate_proj", "up_proj"):
 				prefix = f"{g}.{name}."
@@ -432,10 +432,8 @@ def test_modelopt(tmp_path):
 		return {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": level}
 
 	def dequantize(t):
-		made = modelopt.NVFP4QTensor((len(t["weight"]), 2 * t["weight"].shape[1]), torch.float32, t["weight"])
-		return made.dequantize(
-			torch.float32, scale=t["weight_scale"], double_scale=t["weight_scale_2"], block_sizes={-1: 16}
-		)
+		made = modelopt.NVFP4QTensor((len(t["weight"]), 2 * t["weight"].shape[1]), F32, t["weight"])
+		return made.dequantize(F32, scale=t["weight_scale"], double_scale=t["weight_scale_2"], block_sizes={-1: 16})
 
 	compare(quantize, dequantize, "modelopt", tmp_path)
 

@@ -5,7 +5,17 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, needs_compiler, sample
+from tests.helpers import (
+	BF16,
+	F32,
+	Graphs,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	needs_compiler,
+	sample,
+)
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
 
@@ -35,11 +45,11 @@ def step(function, module, x, offs):
 
 def linear(recipe, **options):
 	cols = max(N, 3 * recipe.multiple)
-	return GroupedLinear(3, K, cols, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(3, K, cols, recipe=recipe, dtype=BF16, **options)
 
 
 def mlp(recipe, **options):
-	return GroupedMLP(3, K, 32, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedMLP(3, K, 32, recipe=recipe, dtype=BF16, **options)
 
 
 MODULES = {"linear": linear, "mlp": mlp}
@@ -172,7 +182,7 @@ def test_products_into_given_buffers():
 @each("is_quantized", [False, True])
 def test_products_of_plain_rows_are_differentiated(is_quantized):
 	def loss(x, bias, w, offs):
-		return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=torch.float32).square().sum()
+		return grouped.grouped_gemm(x, w, offs=offs, bias=bias, out_dtype=F32).square().sum()
 
 	function, _ = compiled(loss)
 	grads = []

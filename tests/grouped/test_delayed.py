@@ -9,7 +9,7 @@ import grouped
 from grouped import recipes
 from grouped.nn import DelayedScaling, GroupedLinear, GroupedMLP
 from grouped.recipes import ROLES
-from tests.helpers import Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import F16, F32, Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
 from tests.ops.test_delayed_update import by_column
 
 G, K, N = 3, 64, 48
@@ -344,10 +344,10 @@ def test_casts_leave_the_state_in_fp32():
 		run(layer, layer, x, dy)
 	before = state_of(layer)
 	layer.half()
-	assert layer.weight.dtype == torch.float16
+	assert layer.weight.dtype == F16
 	assert_same_buffers(state_of(layer), before)
 	layer.to("meta")
-	assert all(t.is_meta and t.dtype == torch.float32 for t in layer.scaling.buffers())
+	assert all(t.is_meta and t.dtype == F32 for t in layer.scaling.buffers())
 	layer.to_empty(device="cpu")
 	layer.reset_parameters()
 	assert_same_buffers(state_of(layer), fresh)

@@ -6,7 +6,7 @@ import torch
 import grouped
 from cute_kernels import formats
 from grouped import GroupedTensor
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
@@ -43,12 +43,12 @@ def test_linear_parts_are_matrices(fmt):
 	q = quantized(FORMATS[fmt], False)
 	parts = q.to_parts()
 	assert parts["scales"].dtype == torch.float8_e4m3fn
-	for g, values in enumerate(q.dequantize(torch.float32)):
+	for g, values in enumerate(q.dequantize(F32)):
 		assert_same_bytes(decode_member(*(parts[name][g] for name in ("codes", "scales", "amax")), 176), values)
 	by_scale = q.to_parts(global_scale=True)
 	torch.testing.assert_close(by_scale["global_scale"], parts["amax"] / 2688, rtol=2e-7, atol=0)
 	again = GroupedTensor.from_parts(q.format, **by_scale)
-	torch.testing.assert_close(again.dequantize(torch.float32), q.dequantize(torch.float32), rtol=4e-7, atol=0)
+	torch.testing.assert_close(again.dequantize(F32), q.dequantize(F32), rtol=4e-7, atol=0)
 	packed = by_scale | {"codes": by_scale["codes"].view(torch.float4_e2m1fn_x2)}
 	packed["scales"] = packed["scales"].view(torch.uint8)
 	assert_same_buffers(bytes_of(GroupedTensor.from_parts(q.format, **packed)), bytes_of(again))

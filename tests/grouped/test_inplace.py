@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, updates
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 
@@ -131,7 +131,7 @@ INITIALIZERS = {
 
 @each(("name", "options"), INITIALIZERS.items(), INITIALIZERS)
 def test_initializers_return_self(name, options):
-	p, dense = parameter(), torch.empty(3, 48, 64, dtype=torch.bfloat16)
+	p, dense = parameter(), torch.empty(3, 48, 64, dtype=BF16)
 	init = getattr(nn.init, name)
 	torch.manual_seed(2)
 	assert init(p, **options) is p

@@ -17,7 +17,7 @@ from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.helpers import assert_all_same, assert_same_bytes, each, sample
+from tests.helpers import F16, F32, assert_all_same, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -73,7 +73,7 @@ def decoded(q, direction):
 	"""Values of each group, and the largest that the scale of each stands for: every code the largest one."""
 	top = q.clone()
 	getattr(top, direction).codes.view(torch.uint8).fill_(LARGEST[q.format.element.name])
-	return [groups_of(t.dequantize(torch.float32, direction)) for t in (q, top)]
+	return [groups_of(t.dequantize(F32, direction)) for t in (q, top)]
 
 
 def expected(x, q, columnwise):
@@ -115,7 +115,7 @@ def test_against_numpy(name):
 			q = grouped.quantize(seen[role], fmt, offs=offs, columnwise=True, scale=scale)
 		if fmt is not None and columnwise and fmt.is_transformed:
 			assert record["saturated"] == record["underflow"] == [None] * 3
-			back = q.dequantize(torch.float32, "columnwise")
+			back = q.dequantize(F32, "columnwise")
 			pairs = zip(groups_of(seen[role]), groups_of(back), strict=True)
 			noise = [((a - b) ** 2).sum() for a, b in pairs]
 			assert record["noise"] == pytest.approx(noise, rel=1e-5)
@@ -255,21 +255,21 @@ def test_kinds_of_weights(kind):
 		other = by_copy(usual)[r["role"], r["direction"]]
 		if r["role"] == "weight" and kind in GIVEN:
 			assert r["second_level"] == other["second_level"] and r["snr_db"] == [None] * 3
-			decoded = layer.weight.dequantize(torch.float32, r["direction"])
+			decoded = layer.weight.dequantize(F32, r["direction"])
 			assert r["amax"] == decoded.abs().amax((1, 2)).tolist() and r["noise"] == [None] * 3
 		elif kind not in ("w4a16", "eval"):
 			assert r == other | {"layer": r["layer"]}
 
 
-@each("dtype", [torch.float16, torch.float32])
+@each("dtype", [F16, F32])
 def test_plain_copies(dtype):
-	layer = GroupedLinear(2, 4, 2, bias=False, dtype=torch.float32)
+	layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
 	with torch.no_grad():
 		layer.weight.fill_(1 + 2**-9), layer.weight[1, 0, 0].fill_(1e6)
 	with inspect(layer) as lens:
 		layer(torch.tensor([[1.0, 2, 3, 0]], dtype=dtype), [0, 1])
 	x, w = sorted(lens.records(), key=lambda r: r["role"])
-	is_half = dtype == torch.float16
+	is_half = dtype == F16
 	assert {x["format"], w["format"]} == {"float16" if is_half else "bfloat16"}
 	assert x["snr_db"] == [None, None] and x["signal"] == [0, 14] and x["rows"] == [0, 1]
 	assert w["saturated"] == [0, is_half / 8] and w["nonfinite_copy"] == [0, is_half]

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_all_same, assert_same_bytes, each, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
@@ -17,13 +17,13 @@ OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
 
 
 def layer_of(recipe, **options):
-	return GroupedLinear(3, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
 
 
-def gradients(function, module, x, dy):
+def gradients(module, x, dy, function=None):
 	leaf = x.clone().requires_grad_()
 	module.zero_grad()
-	y = function(leaf)
+	y = function(leaf) if function else module(leaf, OFFS)
 	y.backward(dy)
 	return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
 
@@ -37,15 +37,15 @@ def data():
 def test_it_is_what_the_module_computes(recipe, data):
 	layer = layer_of(recipe)
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 
 	def linear(x):
 		return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
 
-	assert_all_same(gradients(linear, layer, x, dy), want)
+	assert_all_same(gradients(layer, x, dy, linear), want)
 	deep = grouped.linear(x.view(2, 20, K), layer.weight, layer.bias, OFFS, recipe)
 	assert_same_bytes(deep.detach(), want[0].view(2, 20, N))
-	with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+	with torch.no_grad(), torch.autocast("cpu", BF16):
 		assert_same_bytes(grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0])
 	zeros = torch.zeros(3, N)
 	assert_same_bytes(
@@ -59,14 +59,14 @@ def test_it_is_what_the_module_computes(recipe, data):
 def test_a_quantized_weight(recipe, prepacked, data):
 	x, dy = data
 	layer = layer_of(recipe)
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
 	layer.weight = nn.Parameter(held.prepack() if prepacked else held)
 
 	def linear(x):
 		return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
 
-	assert_all_same(gradients(linear, layer, x, dy), want)
+	assert_all_same(gradients(layer, x, dy, linear), want)
 	got = torch.func.grad(lambda x: (linear(x).float() * dy.float()).sum())(x)
 	assert_same_bytes(got, want[1])
 
@@ -105,7 +105,7 @@ def test_errors(change, error, match):
 def test_functional_gradients(recipe, data):
 	layer = layer_of(recipe)
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	exported = torch.export.export(layer, (x, OFFS)).module()
 	for module in (layer, exported):
 		parameters = {k: p.detach() for k, p in module.named_parameters()}
@@ -133,7 +133,7 @@ def test_functional_gradients_beside_a_quantized_weight(data):
 	layer = layer_of(RECIPES["bf16"])
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	x, dy = data
-	want = gradients(lambda x: layer(x, OFFS), layer, x, dy)
+	want = gradients(layer, x, dy)
 	y, vjp = torch.func.vjp(lambda x: layer(x, OFFS), x)
 	assert_same_bytes(y, want[0])
 	assert_same_bytes(vjp(dy)[0], want[1])

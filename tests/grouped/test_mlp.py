@@ -5,7 +5,7 @@ from torch.nn import functional as F
 from cute_kernels.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
-from tests.helpers import assert_same_bytes, each, sample
+from tests.helpers import BF16, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, RECIPES
 
@@ -62,7 +62,7 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
 
 @each("recipe", ALL_RECIPES)
 def test_it_is_two_layers_and_a_gate(recipe):
-	mlp = mlp_of(recipe, dtype=torch.bfloat16)
+	mlp = mlp_of(recipe, dtype=BF16)
 	x = sample(40, HIDDEN)
 	gate, up = mlp.gate_up(x, ENDS).chunk(2, dim=-1)
 	want = mlp.down((F.silu(gate.float()) * up.float()).bfloat16(), ENDS)
@@ -75,7 +75,7 @@ def test_it_is_two_layers_and_a_gate(recipe):
 @each("recipe", ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
 	"""With a hook, they run one after the other."""
-	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=torch.bfloat16)
+	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
 	x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 
 	def step(first):

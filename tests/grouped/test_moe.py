@@ -148,8 +148,10 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 			assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
 
 
-def test_router_gradients_of_every_kind_of_input():
-	"""Also of dtypes that are split into parts; logits have the precision of fp32."""
+@each("many", [2, 2048])
+def test_router_gradients_of_every_kind_of_input(many, monkeypatch):
+	"""Also of dtypes that are split into parts, and of halves of the tokens; logits have the precision of fp32."""
+	monkeypatch.setattr("grouped.nn.router._MANY_TOKENS", many)
 	half, single = torch.bfloat16, torch.float32
 	for dtype, of_weight in ((half, half), (half, single), (single, single), (torch.float16, torch.float16)):
 		x, weight = tokens(dtype=dtype).requires_grad_(), (torch.randn(E, H) / 8).to(of_weight).requires_grad_()
@@ -206,6 +208,23 @@ def test_steps_repeat_and_recompute(recipe):
 	runs = [step(moe_of(recipe, bias=True, recompute=r), tokens()) for r in (False, False, True)]
 	assert_all_same(*runs[:2])
 	assert_all_same(*runs[::2])
+
+
+@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")})
+def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
+	"""With the bits of quantizing them after, unless something else reads them."""
+	calls, make = [], experts.ops.moe_quantize_gradient
+	monkeypatch.setattr(experts.ops, "moe_quantize_gradient", lambda *given: calls.append(1) or make(*given))
+	for options, by_one in (({}, 1), ({"activation": "srelu", "recompute": True}, 1), ({"bias": True}, 0)):
+		moe = moe_of(recipe, **options)
+		got = step(moe, tokens())
+		with grouped.debug.inspect(moe):
+			assert_all_same(step(moe, tokens()), got)
+		with monkeypatch.context() as patch:
+			patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
+			assert_all_same(step(moe, tokens()), got)
+		assert len(calls) == by_one
+		calls.clear()
 
 
 @each("name", ["mixtral", "gpt-oss", "squared relu"])

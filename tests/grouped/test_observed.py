@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from grouped.nn import GroupedLinear, MoE
-from tests.helpers import each, sample
+from tests.helpers import BF16, each, sample
 
 from .cases import RECIPES, WEIGHT_FORMAT
 
@@ -47,7 +47,7 @@ def test_flops_of_products_of_grouped_tensors():
 
 def test_flops_of_a_mixture():
 	# Fewer than eight experts are padded to eight columns of logits.
-	moe, x = MoE(K, N, num_experts=8, top_k=2, dtype=torch.bfloat16), sample(T, K)
+	moe, x = MoE(K, N, num_experts=8, top_k=2, dtype=BF16), sample(T, K)
 	want = 2 * T * 8 * K + 2 * T * 2 * 3 * N * K
 	exported = torch.export.export(moe, (x,)).module()
 	for module in (moe, exported):

@@ -3,7 +3,7 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.helpers import each, offsets, sample
+from tests.helpers import F16, F32, each, offsets, sample
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 
@@ -41,7 +41,7 @@ def experts(recipe, recompute=False):
 	p, bias = torch.rand(8, 2, requires_grad=True), (leaf(G, K), leaf(G, K))
 	layers = (leaf(G, K, K), bias[0], leaf(G, K, K // 2), bias[1])
 	flags = (recipe.propagate_nonfinite,) * 2
-	style = ("swiglu", False, recompute, torch.float32, False)
+	style = ("swiglu", False, recompute, F32, False)
 	return leaf(8, K), p, *routing, *layers, *recipe.texts, *recipe.texts, *flags, *style, *NONE
 
 
@@ -50,18 +50,18 @@ NONE = (None,) * 4
 BY_OP = {
 	"dequantize": {
 		"ragged": lambda: (ragged(), None, None),
-		"columnwise": lambda: (ragged(), torch.float32, "columnwise"),
-		"uniform, of a parameter": lambda: (uniform(True), torch.float16, "rowwise"),
+		"columnwise": lambda: (ragged(), F32, "columnwise"),
+		"uniform, of a parameter": lambda: (uniform(True), F16, "rowwise"),
 		"shapes": lambda: (shaped(), None, None),
-		"shapes, columnwise": lambda: (shaped(True), torch.float32, "columnwise"),
+		"shapes, columnwise": lambda: (shaped(True), F32, "columnwise"),
 	},
 	"gemm": {
 		"fprop": lambda: (ragged(), uniform(), None, None, False, BF16, None),
 		"dgrad with everything": lambda: (
 			*(ragged(N, FORMATS["row-scaled"]), uniform()),
-			*(torch.rand(3, K), torch.rand(3), True, torch.float32, None),
+			*(torch.rand(3, K), torch.rand(3), True, F32, None),
 		),
-		"wgrad": lambda: (ragged(N), ragged(K), None, None, False, torch.float32, None),
+		"wgrad": lambda: (ragged(N), ragged(K), None, None, False, F32, None),
 	},
 	"gemm_out": {
 		"fprop": lambda: (ragged(), uniform(), None, None, False, False, sample(ROWS, N)),
@@ -69,10 +69,7 @@ BY_OP = {
 	},
 	"gemm_w4a16": {
 		"fprop": lambda: (leaf(ROWS, K), uniform(True), OFFS, leaf(3, N), None, False, BF16),
-		"dgrad": lambda: (
-			*(leaf(ROWS, N, dtype=torch.float16), uniform(), OFFS),
-			*(None, torch.rand(3), True, torch.float32),
-		),
+		"dgrad": lambda: (*(leaf(ROWS, N, dtype=F16), uniform(), OFFS), *(None, torch.rand(3), True, F32)),
 	},
 	"gemm_w4a16_out": {
 		"fprop": lambda: (*(sample(ROWS, K), uniform(), OFFS, None, None), *(False, True, sample(ROWS, N)))
@@ -83,7 +80,7 @@ BY_OP = {
 	},
 	"router_logits": {
 		"bf16": lambda: (leaf(ROWS, K), leaf(6, K)),
-		"parts": lambda: (leaf(ROWS, K), leaf(6, K, dtype=torch.float32)),
+		"parts": lambda: (leaf(ROWS, K), leaf(6, K, dtype=F32)),
 	},
 	"linear": {
 		"W4A16": lambda: linear(RECIPES["bf16"], uniform(True), leaf(G, N)),

@@ -8,7 +8,7 @@ from torch import nn
 
 import grouped
 from grouped import optim
-from tests.helpers import each
+from tests.helpers import BF16, F32, each
 
 FORMATS = [
 	grouped.NVFP4(),
@@ -29,7 +29,7 @@ def same_bytes(p, q):
 	return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-def both(fmt=FORMATS[0], dtype=torch.bfloat16, **options):
+def both(fmt=FORMATS[0], dtype=BF16, **options):
 	w = draw(0)
 	p = nn.Parameter(grouped.quantize(w.to(dtype), fmt, columnwise=True))
 	master = w.clone().requires_grad_()
@@ -58,7 +58,7 @@ def test_bytes_are_those_of_torch_then_quantize(fmt, options):
 		step(*pair, seed)
 		assert same_bytes(p, quantized_like(p, master))
 	state = pair[1].state[p]
-	assert torch.equal(state["master"], master) and p.dtype == torch.bfloat16
+	assert torch.equal(state["master"], master) and p.dtype == BF16
 
 
 def test_a_master_by_default_and_the_version():
@@ -67,11 +67,11 @@ def test_a_master_by_default_and_the_version():
 	plain = nn.Parameter(w.clone())
 	unused = nn.Parameter(w.clone())
 	ours = optim.AdamW([{"params": [p]}, {"params": [plain, unused], "lr": 0.0}], lr=1e-3, master_weights=True)
-	start, version = p.dequantize(torch.float32), p._version
+	start, version = p.dequantize(F32), p._version
 	p.grad, plain.grad = torch.zeros_like(plain), torch.ones_like(plain)
 	assert ours.step(lambda: 7) == 7
 	assert torch.equal(ours.state[p]["master"], start * (1 - 1e-3 * 1e-2)) and p._version > version
-	assert torch.equal(plain, w) and ours.state[plain]["master"].dtype == torch.float32 and not ours.state[unused]
+	assert torch.equal(plain, w) and ours.state[plain]["master"].dtype == F32 and not ours.state[unused]
 
 
 def test_plain_parameters_without_masters_are_torchs():
@@ -80,7 +80,7 @@ def test_plain_parameters_without_masters_are_torchs():
 	for seed in range(2):
 		a.grad = b.grad = draw(seed).bfloat16()
 		ours.step(), theirs.step()
-	assert torch.equal(a, b) and ours.state[a]["exp_avg"].dtype == torch.bfloat16
+	assert torch.equal(a, b) and ours.state[a]["exp_avg"].dtype == BF16
 
 
 def test_state_dict_keeps_fp32():
@@ -92,7 +92,7 @@ def test_state_dict_keeps_fp32():
 	other.load_state_dict(ours.state_dict())
 	with torch.no_grad():
 		q.copy_(p)
-	assert {n: t.dtype for n, t in other.state[q].items()} == dict.fromkeys(ours.state[p], torch.float32)
+	assert {n: t.dtype for n, t in other.state[q].items()} == dict.fromkeys(ours.state[p], F32)
 	step(*pair, 2)
 	q.grad = p.grad
 	other.step()
@@ -110,7 +110,7 @@ def test_copies_and_states_of_torch():
 	for q in (p, plain):
 		ours = optim.AdamW([q], masters={q: w}, master_weights=True)
 		ours.load_state_dict(torchs.state_dict())
-		assert torch.equal(ours.state[q]["master"], w.float()) and ours.state[q]["exp_avg"].dtype == torch.float32
+		assert torch.equal(ours.state[q]["master"], w.float()) and ours.state[q]["exp_avg"].dtype == F32
 		copied = copy.deepcopy(ours)
 		(other,) = copied.param_groups[0]["params"]
 		q.grad = other.grad = draw(2).bfloat16()
@@ -121,7 +121,7 @@ def test_copies_and_states_of_torch():
 	without.param_groups[0]["amsgrad"] = True
 	without.step()
 	found = without.state[plain]
-	assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == torch.bfloat16
+	assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == BF16
 
 
 @each("plain", [True, False])
@@ -136,7 +136,7 @@ def test_strides_do_not_count(plain):
 
 
 def test_main_grad():
-	layer = grouped.nn.GroupedLinear(2, 32, 32, bias=False, fuse_wgrad_accumulation=True, dtype=torch.bfloat16)
+	layer = grouped.nn.GroupedLinear(2, 32, 32, bias=False, fuse_wgrad_accumulation=True, dtype=BF16)
 	layer.weight.main_grad = torch.zeros(2, 32, 32)
 	start = layer.weight.detach().float()
 	ours = optim.AdamW(layer.parameters(), lr=1e-2, master_weights=True)

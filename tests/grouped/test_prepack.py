@@ -3,7 +3,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_all_same, assert_same_bytes, each, sample, saved
+from tests.helpers import F32, assert_all_same, assert_same_bytes, each, sample, saved
 
 from .cases import FORMATS, WEIGHT_FORMAT, bytes_of
 
@@ -70,7 +70,7 @@ def test_readers_see_the_same_values():
 	w = weights()
 	packed = w.prepack()
 	for direction in ("rowwise", "columnwise"):
-		got, want = (x.dequantize(torch.float32, direction) for x in (packed, w))
+		got, want = (x.dequantize(F32, direction) for x in (packed, w))
 		assert_same_bytes(got, want)
 	for got, want in zip(packed.unbind(), w.unbind(), strict=True):
 		assert_same_bytes(got.codes, want.codes)

@@ -2,7 +2,18 @@ import pytest
 import torch
 
 import grouped
-from tests.helpers import SPLITS, assert_all_same, assert_same_buffers, assert_same_bytes, each, end_rows, sample
+from tests.helpers import (
+	BF16,
+	F16,
+	F32,
+	SPLITS,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	end_rows,
+	sample,
+)
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
@@ -20,7 +31,7 @@ def ceil_div(a, b):
 
 def of_fp8(m, k, dtype, scales, scales_t):
 	held = {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)}
-	return held | {"scales": (scales, torch.float32), "scales_t": (scales_t, torch.float32)}
+	return held | {"scales": (scales, F32), "scales_t": (scales_t, F32)}
 
 
 #: Shapes and dtypes of members of m rows and k columns.
@@ -28,18 +39,18 @@ MEMBERS = {
 	"1x16": lambda m, k: {
 		"codes": ((m, k // 2), torch.uint8),
 		"scales": ((m, k // 16), E4M3),
-		"amax": ((), torch.float32),
+		"amax": ((), F32),
 		"codes_t": ((k, ceil_div(m, 2)), torch.uint8),
 		"scales_t": ((k, ceil_div(m, 16)), E4M3),
-		"amax_t": ((), torch.float32),
+		"amax_t": ((), F32),
 	},
 	"16x16": lambda m, k: MEMBERS["1x16"](m, k),
 	# Whole blocks of rows.
 	"hadamard": lambda m, k: MEMBERS["1x16"](m, k) | {"codes_t": ((k, 8 * ceil_div(m, 16)), torch.uint8)},
-	"row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), torch.float32)},
+	"row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), F32)},
 	"fp8": lambda m, k: {
 		"codes": ((m, k), E4M3),
-		**dict.fromkeys(("scale_inv", "scale", "amax"), ((), torch.float32)),
+		**dict.fromkeys(("scale_inv", "scale", "amax"), ((), F32)),
 		"codes_t": ((k, m), E4M3),
 	},
 	"mxfp8": lambda m, k: {
@@ -80,8 +91,8 @@ def test_members_decode_to_what_dequantize_gives(uniform, fmt):
 	x = sample(3, 37, 48)
 	options = {} if uniform else {"offs": [37, 74, 111]}
 	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
-	row = xq.dequantize(torch.float32, "rowwise").view(3, 37, 48)
-	column = xq.dequantize(torch.float32, "columnwise").view(3, 37, 48)
+	row = xq.dequantize(F32, "rowwise").view(3, 37, 48)
+	column = xq.dequantize(F32, "columnwise").view(3, 37, 48)
 	for g, m in enumerate(xq.unbind()):
 		assert_same_bytes(decode_member(m.codes, m.scales, m.amax, 48), row[g])
 		assert_same_bytes(decode_member(m.codes_t, m.scales_t, m.amax_t, 37), column[g].T)
@@ -99,7 +110,7 @@ def test_members_of_fp8_codes_decode_to_what_dequantize_gives(uniform, name):
 	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
 	heights = {"32x32": 1, "128x128": 128}  # the scales of 32x32 blocks are repeated
 	for direction, suffix in (("rowwise", ""), ("columnwise", "_t")):
-		decoded = xq.dequantize(torch.float32, direction).view(3, rows, cols)
+		decoded = xq.dequantize(F32, direction).view(3, rows, cols)
 		for got, m in zip(decoded, xq.unbind(), strict=True):
 			codes = getattr(m, f"codes{suffix}").float()
 			if fmt.scale is None:
@@ -147,14 +158,14 @@ def test_member_indices():
 		xq.unbind(1)
 
 
-@each("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@each("dtype", [BF16, F16, F32])
 @every_format
 def test_dequantize_rounds_once(fmt, dtype):
 	x = sample(24, 32, dtype=dtype)
 	xq = grouped.quantize(x, fmt, offs=[20])
 	assert xq.dequantize().dtype == dtype
-	exact = xq.dequantize(torch.float32)
-	for out in (torch.bfloat16, torch.float16):
+	exact = xq.dequantize(F32)
+	for out in (BF16, F16):
 		assert_same_bytes(xq.dequantize(out), exact.to(out))
 	assert not exact[20:].any()
 	with pytest.raises(TypeError, match="dtype must be"):

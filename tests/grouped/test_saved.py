@@ -10,7 +10,7 @@ from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from grouped.passes import LinearCall
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.helpers import each, sample
+from tests.helpers import BF16, F32, each, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
@@ -20,7 +20,7 @@ DELAYED_TOO = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
 _OFFS = Saved((GROUPS,), torch.int32, 4 * GROUPS)
 
 
-def plain(*shape, dtype=torch.bfloat16):
+def plain(*shape, dtype=BF16):
 	return Saved(shape, dtype, torch.Size(shape).numel() * dtype.itemsize)
 
 
@@ -39,12 +39,12 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
 		return [plain(rows, k)] if x else []
 	kept = copy_of(recipe.input, (rows, k)) if x else []
 	if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
-		kept += [plain(GROUPS, dtype=torch.float32)] * 3
+		kept += [plain(GROUPS, dtype=F32)] * 3
 	return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
 @each("single", [True, False])
-@each("parameters", [torch.bfloat16, torch.float32])
+@each("parameters", [BF16, F32])
 @each("recipe", DELAYED_TOO)
 def test_mlp(recipe, parameters, single):
 	mlp = GroupedMLP(*(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single)
@@ -73,7 +73,7 @@ def test_bytes_by_hand(name, activations, weights):
 @each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
 	"""For a product that nobody wants; offs are for the bias, too."""
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
 	layer.weight.requires_grad_("weight" not in frozen)
 	layer.bias.requires_grad_("bias" not in frozen)
 	x = sample(ROWS, HIDDEN).requires_grad_("x" not in frozen)
@@ -87,7 +87,7 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
 @each("recipe", QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, delay):
 	"""The weight that several share is kept by the layer, once."""
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16, delay_wgrad=delay)
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
 	x = sample(ROWS, HIDDEN).requires_grad_()
 	with saved_by(layer) as saved:
 		for first in (True, False, False):
@@ -99,7 +99,7 @@ def test_microbatches_keep_their_rows(recipe, delay):
 
 @each("recipe", QUANTIZED)
 def test_a_quantized_weight_is_kept_as_it_is(recipe):
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=torch.bfloat16)
+	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
 	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
 	layer.weight = torch.nn.Parameter(held)
 	with saved_by(layer) as saved:
@@ -125,7 +125,7 @@ def test_peak(recipe):
 def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
 	"""Those of the second layer at its own, of the first at its: nothing else refers to them."""
 	sizes = (HIDDEN, WIDTH, GROUPS)
-	options = {"recipe": recipes.FP8Block(), "dtype": torch.bfloat16}
+	options = {"recipe": recipes.FP8Block(), "dtype": BF16}
 	layer = MoE(*sizes, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
 	alive, make = [], LinearCall.weight_gradient
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BUILT, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BUILT, F16, F32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import OpCounter, bytes_of
 
@@ -55,7 +55,7 @@ def assert_members_are(q, x, amax=None):
 	"""Each member has the codes and scales, and decodes to the values, that it has alone."""
 	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
 	ways = [way for way, is_held in options.items() if is_held]
-	decoded = {way: members(q.dequantize(torch.float32, way)) for way in ways}
+	decoded = {way: members(q.dequantize(F32, way)) for way in ways}
 	for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
 		given = None if amax is None else amax[g : g + 1]
 		alone = grouped.quantize(values[None], q.format, amax=given, **options)
@@ -67,7 +67,7 @@ def assert_members_are(q, x, amax=None):
 			else:
 				assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
 		for way in ways:
-			exact = alone.dequantize(torch.float32, way)[0]
+			exact = alone.dequantize(F32, way)[0]
 			assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
 	for way in ways:
 		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
@@ -166,7 +166,7 @@ COPIES = {
 	"deepcopy": copy.deepcopy,
 	"saved": saved,
 	"parameter": nn.Parameter,
-	"to": lambda x: x.to(torch.float32),
+	"to": lambda x: x.to(F32),
 	"parts": lambda x: GroupedTensor(*(x.shape, x.dtype, x.format, None, x.rowwise, x.columnwise), shapes=x.shapes),
 	"unflatten": lambda x: GroupedTensor.__tensor_unflatten__(
 		{name: getattr(x, name) for name in x.__tensor_flatten__()[0]}, x.__tensor_flatten__()[1], x.shape, x.stride()
@@ -186,8 +186,8 @@ def test_state_dicts_and_moves():
 	a, b = (nn.ParameterDict({"w": parameter()}) for _ in range(2))
 	b.load_state_dict(saved(a.state_dict()))
 	assert_same(b["w"], a["w"])
-	a.to(torch.float16)
-	assert a["w"].dtype == torch.float16
+	a.to(F16)
+	assert a["w"].dtype == F16
 	assert_same(a["w"], b["w"])
 	meta = copy.deepcopy(b).to("meta")
 	assert meta["w"].is_meta and meta["w"].shapes.is_meta and meta["w"].num_groups == 4

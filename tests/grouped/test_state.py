@@ -7,7 +7,7 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BF16, F16, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
@@ -16,7 +16,7 @@ OFFS = [13, 13, 35]
 
 
 def layer_of(single=True, bias=True, **options):
-	options.setdefault("dtype", torch.bfloat16)
+	options.setdefault("dtype", BF16)
 	options.setdefault("recipe", RECIPES["row-scaled"])
 	return GroupedLinear(G, K, N, bias, single_parameter=single, **options)
 
@@ -69,7 +69,7 @@ def test_a_partial_set_is_missing_keys(strict):
 
 
 def test_stacks_of_other_sizes_are_refused():
-	state = GroupedLinear(G + 1, K, N, dtype=torch.bfloat16).state_dict()
+	state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
 	with pytest.raises(RuntimeError, match="size mismatch for weight"):
 		layer_of().load_state_dict(state)
 	with pytest.raises(RuntimeError, match="Missing key"):
@@ -87,8 +87,8 @@ def test_a_bias_with_a_unit_dimension(single):
 
 
 def test_keys_carry_the_prefix_of_a_parent():
-	a = GroupedMLP(G, K, 32, bias=True, dtype=torch.bfloat16)
-	b = GroupedMLP(G, K, 32, bias=True, dtype=torch.bfloat16, single_parameter=False)
+	a = GroupedMLP(G, K, 32, bias=True, dtype=BF16)
+	b = GroupedMLP(G, K, 32, bias=True, dtype=BF16, single_parameter=False)
 	b.load_state_dict(a.state_dict())
 	same_output(a, b)
 	a.load_state_dict(b.state_dict())
@@ -129,7 +129,7 @@ def test_dense_and_quantized_weights_convert():
 
 def test_loading_and_moving_drop_the_kept_weight():
 	x = sample(40, K)
-	for change in (lambda layer: layer.load_state_dict(layer_of().state_dict()), lambda layer: layer.to(torch.float16)):
+	for change in (lambda layer: layer.load_state_dict(layer_of().state_dict()), lambda layer: layer.to(F16)):
 		layer = layer_of()
 		layer(x, OFFS, is_first_microbatch=True)
 		change(layer)
@@ -161,7 +161,7 @@ def test_moving_a_quantized_weight(requires_grad, swap):
 		torch.__future__.set_swap_module_params_on_conversion(False)
 	weight = layer.weight
 	assert isinstance(weight, nn.Parameter) and isinstance(weight, grouped.GroupedTensor)
-	assert weight.dtype == torch.float16 and weight.requires_grad is requires_grad
+	assert weight.dtype == F16 and weight.requires_grad is requires_grad
 	assert_same_buffers(bytes_of(weight), before)
 	assert layer.to("meta").weight.is_meta
 	restored = layer.to_empty(device="cpu")
@@ -175,7 +175,7 @@ def test_construction_on_meta(single):
 	eager = layer_of(single)
 	layer = layer_of(single, device="meta")
 	assert all(p.is_meta for p in layer.parameters())
-	x = torch.empty(40, K, dtype=torch.bfloat16, device="meta", requires_grad=True)
+	x = torch.empty(40, K, dtype=BF16, device="meta", requires_grad=True)
 	y = layer(x, torch.empty(G, dtype=torch.int32, device="meta"))
 	y.sum().backward()
 	assert y.is_meta and y.shape == (40, N) and x.grad.shape == (40, K)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BF16, F16, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
 
@@ -48,7 +48,7 @@ def pointers(x):
 def test_metadata():
 	x, w = make(), make_weight()
 	assert isinstance(x, torch.Tensor)
-	assert x.shape == (36, 64) and x.dtype == torch.bfloat16 and x.num_groups == 3
+	assert x.shape == (36, 64) and x.dtype == BF16 and x.num_groups == 3
 	assert w.shape == (3, 48, 64) and w.offs is None and w.num_groups == 3
 	assert x.offs.tolist() == [7, 7, 33] and x.format == FORMATS["row-scaled"]
 	assert x.amax.shape == (36,) and w.amax.shape == (3,)
@@ -56,7 +56,7 @@ def test_metadata():
 	for held in (x.rowwise, x.columnwise, w.rowwise, w.columnwise):
 		assert held._fields == ("codes", "scales", "amax")
 	with pytest.raises(ValueError, match="both None"):
-		GroupedTensor((1, 16), torch.bfloat16, FORMATS["1x16"], None, None, None)
+		GroupedTensor((1, 16), BF16, FORMATS["1x16"], None, None, None)
 
 
 @each("options", DIRECTIONS)
@@ -128,7 +128,7 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 	[
 		lambda p: parameter(False),
 		lambda p: p.data.prepack(),
-		lambda p: p.data.to(torch.float16),
+		lambda p: p.data.to(F16),
 		lambda p: make_weight(columnwise=False),
 		lambda p: grouped.quantize(sample(3, 48, 64), FORMATS["1x16"]),
 		lambda p: make_weight(EVERY_FORMAT["128x128"]),
@@ -194,7 +194,7 @@ def test_deepcopy_of_a_parameter(fmt):
 	assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
 
 
-@each("dtype", [torch.float16, torch.float32])
+@each("dtype", [F16, F32])
 @every_format
 def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
 	x = make(fmt)
@@ -220,7 +220,7 @@ NEW = {
 @each(("create", "shape"), NEW)
 def test_tensors_made_like_one_are_plain(create, shape):
 	got = create(parameter())
-	assert type(got) is torch.Tensor and got.shape == shape and got.dtype == torch.bfloat16
+	assert type(got) is torch.Tensor and got.shape == shape and got.dtype == BF16
 
 
 def test_those_that_are_filled_by_others_are_grouped():
@@ -229,7 +229,7 @@ def test_those_that_are_filled_by_others_are_grouped():
 	for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
 		assert type(made) is grouped.GroupedTensor and made.format == p.format and made.num_groups == groups
 	assert not p.new_zeros(2, 48, 64).dequantize().any()
-	assert type(torch.empty_like(p, dtype=torch.float32)) is torch.Tensor
+	assert type(torch.empty_like(p, dtype=F32)) is torch.Tensor
 
 
 # Files
@@ -244,16 +244,10 @@ def test_save_and_load(fmt, options, weights_only):
 	assert_same(got, x)
 	assert not got.requires_grad
 	assert_same_bytes(got.dequantize(), x.dequantize())
-
-
-@each("weights_only", [True, False])
-@each("requires_grad", [True, False])
-@every_format
-def test_save_and_load_a_parameter(fmt, requires_grad, weights_only):
-	p = parameter(requires_grad, fmt)
-	got = saved(p, weights_only)
-	assert isinstance(got, nn.Parameter) and got.requires_grad is requires_grad
-	assert_same(got.data, p.data)
+	for p in (parameter(requires_grad, fmt) for requires_grad in (True, False)):
+		got = saved(p, weights_only)
+		assert isinstance(got, nn.Parameter) and got.requires_grad is p.requires_grad
+		assert_same(got.data, p.data)
 
 
 @every_format
@@ -316,8 +310,8 @@ def test_gradients_pass_through_decoded_values():
 	(p * factor).sum().backward()
 	assert torch.equal(p.grad, factor)
 	p.grad = None
-	(p.dequantize(torch.float32) * factor).sum().backward()
-	assert p.grad.dtype == torch.bfloat16
+	(p.dequantize(F32) * factor).sum().backward()
+	assert p.grad.dtype == BF16
 	with torch.no_grad():
 		assert not p.dequantize().requires_grad
 

@@ -9,7 +9,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import each, offsets, sample, saved
+from tests.helpers import F16, F32, each, offsets, sample, saved
 
 STOCHASTIC = NVFP4(stochastic_rounding=True)
 SQUARES = NVFP4(block=(16, 16), stochastic_rounding=True)
@@ -161,7 +161,7 @@ def test_a_compiled_layer_draws_anew():
 		assert not any(map(torch.equal, first, other))
 
 
-@each("dtype", [torch.float32, torch.float16])
+@each("dtype", [F32, F16])
 def test_only_bf16_is_transformed(dtype):
 	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
 	with torch.no_grad():

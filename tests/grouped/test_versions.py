@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import grouped
-from tests.helpers import each, sample
+from tests.helpers import BF16, each, sample
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -39,7 +39,7 @@ def versions(w):
 @writes
 @each("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
-	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
 	layer.weight = frozen()
 	x = sample(40, K).requires_grad_()
 	y = layer(x, OFFS)
@@ -76,7 +76,7 @@ def test_assigning_data_between_forward_and_backward():
 	"""What the products saved is the old tensor's parts, or it raises."""
 	x = sample(40, K).requires_grad_()
 	for recipe in ("bf16", "nvfp4"):
-		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
 		layer.weight = frozen()
 		x.grad = None
 		layer(x, OFFS).sum().backward()
@@ -101,7 +101,7 @@ def test_inference_tensors_have_no_version():
 
 @each("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
-	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=torch.bfloat16)
+	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
 	layer.weight = frozen()
 	x = sample(40, K).requires_grad_()
 	y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, torch.tensor(OFFS, dtype=torch.int32))
@@ -150,13 +150,3 @@ def test_quantizing_into_a_leaf_that_requires_a_gradient():
 	with torch.no_grad():
 		assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
 	assert not torch.equal(p.rowwise.codes, before)
-
-
-@each("kind", ["W4A16", "plain"])
-@each("with_out", [False, True])
-def test_forward_mode_of_products_raises(kind, with_out):
-	a, b, options = OPERANDS[kind]()
-	if with_out:
-		options["out"] = torch.zeros(40, N)
-	with pytest.raises((RuntimeError, NotImplementedError), match="forward"):
-		torch.func.jvp(lambda x: grouped.grouped_gemm(x, b, **options), (a,), (a,))

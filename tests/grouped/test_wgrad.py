@@ -10,7 +10,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import FP8Delayed
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, F32, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -24,7 +24,7 @@ RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
 
 def layer_of(recipe, form="single", **options):
 	torch.manual_seed(3)
-	options.setdefault("dtype", torch.bfloat16)
+	options.setdefault("dtype", BF16)
 	single = form == "single"
 	return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=single, **options)
 
@@ -33,7 +33,7 @@ def weights(layer):
 	return [p for name, p in layer.named_parameters() if name.startswith("weight")]
 
 
-def give_main_grads(layer, form="single", dtype=torch.float32, value=1.5):
+def give_main_grads(layer, form="single", dtype=F32, value=1.5):
 	"""As Megatron does: views of one buffer, or else tensors of their own."""
 	parameters = weights(layer)
 	if form == "one buffer":
@@ -66,7 +66,7 @@ def data():
 # Main_grad
 
 
-@each("dtype", [torch.float32, torch.bfloat16])
+@each("dtype", [F32, BF16])
 @each(("name", "form"), RECIPES_AND_FORMS)
 def test_gradients_add_up_in_main_grad(name, form, dtype, data):
 	"""In fp32 before the one cast; the input's and the bias's are what they always are."""
@@ -158,34 +158,34 @@ def test_what_hooks_find(form, data):
 
 
 @each(
-	("main_grad", "error", "match"),
+	("make", "error", "match"),
 	[
-		(None, RuntimeError, r" is missing: fuse_wgrad_accumulation.*shape \(S"),
-		(torch.zeros(2), ValueError, r" does not fit.*shape \(S.*got shape \(2,\)"),
-		(torch.float16, TypeError, " has.*dtype torch.bfloat16 or torch.f.*16"),
-		("strided", ValueError, " does not fit: .*contiguous.*with strides"),
-		("meta", ValueError, " does not fit: .* on cpu; got.* on meta"),
-		("quantized", TypeError, " has the wrong type.*got GroupedTensor"),
+		(lambda p: None, RuntimeError, r" is missing: fuse_wgrad_accumulation.*shape \(S"),
+		(lambda p: torch.zeros(2), ValueError, r" does not fit.*shape \(S.*got shape \(2,\)"),
+		(lambda p: torch.zeros(p.shape, dtype=torch.float16), TypeError, " has.*dtype torch.bfloat16 or torch.f.*16"),
+		(
+			lambda p: torch.zeros(p.shape[::-1]).permute(*reversed(range(p.dim()))),
+			ValueError,
+			" does not fit: .*contiguous.*with strides",
+		),
+		(lambda p: torch.zeros(p.shape, device="meta"), ValueError, " does not fit: .* on cpu; got.* on meta"),
+		(
+			lambda p: grouped.quantize(torch.zeros(GROUPS, N, K), WEIGHT_FORMAT),
+			TypeError,
+			" has the wrong type.*got GroupedTensor",
+		),
 	],
 )
 @each("delay", [False, True])
 @each("single", [True, False])
-def test_a_main_grad_that_does_not_fit(single, delay, main_grad, error, match, data):
+def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
 	x, dy = data
 	options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
 	layer = layer_of(RECIPES["nvfp4"], "single" if single else "discrete", **options)
 	give_main_grads(layer)
 	name = "weight" if single else "weight1"
 	parameter = getattr(layer, name)
-	if isinstance(main_grad, torch.dtype):
-		main_grad = torch.zeros(parameter.shape, dtype=main_grad)
-	elif main_grad == "strided":
-		main_grad = torch.zeros(parameter.shape[::-1]).permute(*reversed(range(parameter.dim())))
-	elif main_grad == "meta":
-		main_grad = torch.zeros(parameter.shape, device="meta")
-	elif main_grad == "quantized":
-		main_grad = grouped.quantize(torch.zeros(GROUPS, N, K), WEIGHT_FORMAT)
-	parameter.main_grad = main_grad
+	parameter.main_grad = make(parameter)
 	y = layer(x, ENDS)
 	match = f"{name}.main_grad{match}".replace("(S", "(3, 96, 64" if single else "(96, 64")
 	counter = OpCounter()

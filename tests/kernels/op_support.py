@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from tests.helpers import assert_same_bytes
+from perf.compiled import compile_for_emulator
+from perf.cubin import read_resources
+from tests.helpers import BF16, assert_same_bytes
 
 if importlib.util.find_spec("cutlass") is None:
 	pytest.skip("needs the CuTe DSL", allow_module_level=True)
@@ -28,7 +31,7 @@ def check(arch, call, **options):
 
 
 def array_of(x):
-	return (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy()
+	return (x.view(torch.int16) if x.dtype == BF16 else x).numpy()
 
 
 @contextlib.contextmanager
@@ -39,6 +42,14 @@ def watching(*memory):
 		yield
 	finally:
 		emulator.unwatch()
+
+
+def check_code(config, arch, inexact=r"\.ftz|\.approx|\bfma\."):
+	"""No spills, and nothing ``inexact``; the PTX."""
+	kernel = compile_for_emulator(config, arch)
+	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+	assert not re.findall(inexact, kernel.ptx)
+	return kernel.ptx
 
 
 def check_touched(run, needed, others=()):

@@ -18,7 +18,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_buffers, ends, poisoned
+from tests.helpers import F32, assert_same_buffers, ends, poisoned
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -106,7 +106,7 @@ class Problem:
 		specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
 		for name, spec in specs.items():
 			value = spec.allocate(torch.device("cpu"), zeroed=False)
-			if spec.dtype == torch.float32:
+			if spec.dtype == F32:
 				out[name] = value.flatten().fill_(-7.0)
 			else:
 				value.untyped_storage().copy_(poisoned(value).untyped_storage())

@@ -33,22 +33,16 @@ RAGGED = {
 }
 
 
-def inputs(act, backward, lead, cols, fill=None, dtype=BF16):
-	def make(width, seed):
-		wide = -(-width // 16) * 16
-		if fill is special_input:
-			return special_input(*lead, wide, dtype)[:, :width].roll(seed, 0).contiguous()
-		return random_input((*lead, wide), dtype, seed)[..., :width].contiguous()
-
-	record = parse_activation(act)
-	if backward:
-		return make(cols, 0), make(record.width(cols), 1)
-	return make(cols * (2 if record.is_gated else 1), 0), None
+def inputs(act, lead, cols, fill=None, dtype=BF16):
+	width = cols * (2 if parse_activation(act).is_gated else 1)
+	wide = -(-width // 16) * 16
+	x = special_input(*lead, wide, dtype) if fill is special_input else random_input((*lead, wide), dtype)
+	return x[..., :width].contiguous()
 
 
-def quantize(text, act, x, grad, offs, way, amax=None):
+def quantize(text, act, x, offs, way, amax=None):
 	fmt, groups = parse(text), len(x) if offs is None else len(offs)
-	given = {"activation": act, "grad": grad, "amax": amax, "rowwise": way != "columnwise"}
+	given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
 	given["columnwise"] = way != "rowwise"
 	if fmt.takes_scale:
 		given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
@@ -87,69 +81,69 @@ def test_bits_of_every_curve(arch, act):
 		assert_same_bytes(ours, theirs.flatten(), any_nan=True)
 
 
-#: Each format with a unary activation and a gated one, its gradient or its value; each way, too.
+#: Each format with a unary activation and a gated one; each way, too.
 CASES = [
-	("sm_100a", "nvfp4", "silu", True, "both"),
-	("sm_90a", "nvfp4", "swiglu", False, "both"),
-	("sm_90a", "nvfp4:row_scaled", "gelu", False, "both"),
-	("sm_100a", "nvfp4:row_scaled", "swiglu", True, "rowwise"),
-	("sm_100a", "nvfp4:block=16x16", CLAMPED, False, "columnwise"),
-	("sm_90a", "nvfp4:stochastic_rounding", "swiglu", True, "columnwise"),
-	("sm_100a", "nvfp4:hadamard", "swiglu", False, "both"),
-	("sm_100a", "fp8", "swiglu", False, "both"),
-	("sm_90a", "fp8", CLAMPED, True, "rowwise"),
-	("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "swiglu", True, "both"),
-	("sm_100a", "fp8:scaling=delayed", "qgelu", False, "rowwise"),
-	("sm_90a", "fp8_block", "geglu", True, "both"),
-	("sm_100a", "fp8_block", "srelu", True, "rowwise"),
-	("sm_100a", "fp8_block:block=128x128", "reglu", False, "both"),
-	("sm_100a", "mxfp8", "swiglu", False, "both"),
-	("sm_90a", "mxfp8:block=32x32", "relu", True, "both"),
-	("sm_90a", "mxfp8", "swiglu", False, "rowwise"),
+	("sm_100a", "nvfp4", "silu", "both"),
+	("sm_90a", "nvfp4", "swiglu", "both"),
+	("sm_90a", "nvfp4:row_scaled", "gelu", "both"),
+	("sm_100a", "nvfp4:row_scaled", "swiglu", "rowwise"),
+	("sm_100a", "nvfp4:block=16x16", CLAMPED, "columnwise"),
+	("sm_90a", "nvfp4:stochastic_rounding", "swiglu", "columnwise"),
+	("sm_100a", "nvfp4:hadamard", "swiglu", "both"),
+	("sm_100a", "fp8", "swiglu", "both"),
+	("sm_90a", "fp8", CLAMPED, "rowwise"),
+	("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "swiglu", "both"),
+	("sm_100a", "fp8:scaling=delayed", "qgelu", "rowwise"),
+	("sm_90a", "fp8_block", "geglu", "both"),
+	("sm_100a", "fp8_block", "srelu", "rowwise"),
+	("sm_100a", "fp8_block:block=128x128", "reglu", "both"),
+	("sm_100a", "mxfp8", "swiglu", "both"),
+	("sm_90a", "mxfp8:block=32x32", "relu", "both"),
+	("sm_90a", "mxfp8", "swiglu", "rowwise"),
 ]
 
 
-@each(("arch", "text", "act", "backward", "way"), CASES)
-def test_codes(arch, text, act, backward, way):
+@each(("arch", "text", "act", "way"), CASES)
+def test_codes(arch, text, act, way):
 	for rows, cols, offs, fill in RAGGED.values():
-		x, grad = inputs(act, backward, (rows,), cols, fill)
+		x = inputs(act, (rows,), cols, fill)
 		x[int(offs[-1]) :] = float("nan")
-		check(arch, lambda x=x, grad=grad, offs=offs: quantize(text, act, x, grad, offs, way))
+		check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
 
 
 @each("dtype", ["float16", "float32"])
 def test_other_dtypes_and_uniform_groups(dtype):
-	for text, act, backward in (("mxfp8", "swiglu", False), ("fp8", "swiglu", True)):
-		x, grad = inputs(act, backward, (3, 70), 96, dtype=DTYPES[dtype])
-		check("sm_90a", lambda a=(text, act, x, grad): quantize(*a, None, "both"))
-	x, grad = inputs("swiglu", True, (150,), 272, dtype=DTYPES[dtype])
+	for text in ("mxfp8", "fp8"):
+		x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
+		check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
+	x = inputs("swiglu", (150,), 272, dtype=DTYPES[dtype])
 	offs = ends(20, 149)
-	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, grad, offs, "rowwise"))
+	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, offs, "rowwise"))
 
 
 @each("mode", MODES, MODE_IDS)
 def test_any_order(mode):
-	x, grad = inputs("swiglu", True, (300,), 272)
+	x = inputs("swiglu", (300,), 272)
 	offs = ends(0, 130, 131, 290)
 	for arch, text, way in (
 		("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
 		("sm_100a", "nvfp4:row_scaled", "rowwise"),
 		("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "both"),
 	):
-		check(arch, lambda a=(text, "swiglu", x, grad, offs, way): quantize(*a), **mode)
+		check(arch, lambda a=(text, "swiglu", x, offs, way): quantize(*a), **mode)
 
 
 def test_given_amaxes_and_many_groups():
 	offs = many_groups()
-	x, _ = inputs("swiglu", False, (int(offs[-1]) + 5,), 48)
+	x = inputs("swiglu", (int(offs[-1]) + 5,), 48)
 	amax = torch.rand(len(offs)) - 0.5
-	check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, None, offs, "both", amax))
+	check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, offs, "both", amax))
 
 
 def test_only_the_rows_of_groups_are_read():
 	offs = ends(3, 131, 219)
-	x, grad = inputs("swiglu", True, (260,), 160)
-	given = {"activation": "swiglu", "grad": grad}
+	x = inputs("swiglu", (260,), 160)
+	given = {"activation": "swiglu"}
 	for text, way in (("nvfp4:row_scaled", "rowwise"), ("fp8:dtype=e5m2,scaling=delayed", "both")):
 		given["scale"] = torch.ones(3) if "delayed" in text else None
 		given["columnwise"] = way == "both"
@@ -158,29 +152,15 @@ def test_only_the_rows_of_groups_are_read():
 		with cute_kernels.backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
 			check_touched(
 				lambda text=text, out=out: ops.grouped_quantize_out(x, text, offs, **given, out=out),
-				[array_of(x)[:219], array_of(grad)[:219]],
+				[array_of(x)[:219]],
 				others,
 			)
 
 
-@each(
-	("arch", "act", "backward", "cols"),
-	[("sm_90a", "swiglu", True, 272), ("sm_100a", CLAMPED, True, 14), ("sm_100a", "gelu", False, 24)],
-)
-def test_dbias(arch, act, backward, cols):
-	for dtype in (BF16,) if cols == 14 else (BF16, torch.float32):
-		for offs in (ends(7, 136, 137, 137, 700), ends(0)):
-			x, grad = inputs(act, backward, (705,), cols, dtype=dtype)
-			x[int(offs[-1]) :] = float("nan")
-			check(arch, lambda x=x, grad=grad, offs=offs: ops.grouped_dbias(x, offs, act, grad))
-	x, grad = inputs(act, backward, (3, 130), cols)
-	check(arch, lambda: ops.grouped_dbias(x, None, act, grad))
-
-
 def test_code():
 	"""Exact arithmetic and no spills, of what is compiled ahead of time."""
-	for arch, text, backward in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8"), (False, True)):
-		prologue = Prologue("bfloat16", "swiglu", backward)
+	for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
+		prologue = Prologue("bfloat16", "swiglu")
 		config = TileConfig.choose(
 			parse(text), QuantizeProblem("bfloat16", 256, "ragged", prologue), arch, columnwise=True, compute_amax=True
 		)

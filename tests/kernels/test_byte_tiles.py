@@ -1,7 +1,6 @@
 """Formats of FP8 codes on the emulator: poisoned buffers, compared whole with the reference's."""
 
 import itertools
-import re
 
 import torch
 
@@ -9,10 +8,8 @@ from cute_kernels import emulator, reference
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
-from perf.compiled import compile_for_emulator
-from perf.cubin import read_resources
-from tests.helpers import DTYPES, assert_same_buffers, each, ends, many_groups, poisoned
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES
+from tests.helpers import BF16, DTYPES, F32, assert_same_buffers, each, ends, many_groups, poisoned
+from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check_code
 from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, ragged_cases, random_input, special_input
 
 E5M2 = torch.float8_e5m2
@@ -125,7 +122,7 @@ def test_ragged_groups(arch, text, directions):
 def test_uniform_groups(text):
 	config = TileConfig(text, "bfloat16", "uniform", True, True, arch="sm_90a")
 	for shape in ((2, 100, 96), (1, 256, 64), (3, 129, 32)):
-		check(config, Problem(random_input(shape, torch.bfloat16), None))
+		check(config, Problem(random_input(shape, BF16), None))
 
 
 @each(
@@ -140,7 +137,7 @@ def test_amaxes_where_a_scale_changes():
 	"""Every exponent of fp32, beside 1.75, 1 and the largest mantissa, in blocks of their own."""
 	mantissas = torch.tensor([0, 1, 2, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF])
 	bits = (torch.arange(255)[:, None] << 23 | mantissas).flatten().int()
-	amaxes = torch.cat([bits, torch.arange(0x3FFFF8, 0x400008).int()]).view(torch.float32)
+	amaxes = torch.cat([bits, torch.arange(0x3FFFF8, 0x400008).int()]).view(F32)
 	for text, block in (("fp8_block", 128), ("fp8_block:dtype=e5m2", 128), ("mxfp8", 32)):
 		x = torch.zeros(1 << 8, -(-len(amaxes) // 256) * block)
 		x[:, 1::block] = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % 256)).view(256, -1)
@@ -150,7 +147,7 @@ def test_amaxes_where_a_scale_changes():
 @each("text", SOME)
 def test_many_groups(text):
 	offs = many_groups()
-	problem = Problem(random_input((int(offs[-1]) + 5, 32), torch.bfloat16), offs)
+	problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
@@ -158,7 +155,7 @@ def test_many_groups(text):
 @each("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
 	arch = ARCHITECTURES[mode.get("seed", 0) % 2]
-	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
+	problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch=arch), problem, **mode)
 	check(TileConfig(text, "bfloat16", arch=arch), problem, num_sms=1, **mode)
 
@@ -168,15 +165,7 @@ def test_any_order(text, mode):
 @each("arch", ARCHITECTURES)
 def test_code(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
-	check_code(config, FORMATS[text])
-
-
-def check_code(config, fmt):
-	"""Exact arithmetic, the hardware's conversions, no spills."""
-	kernel = compile_for_emulator(config, config.arch)
-	assert not re.findall(r"\.ftz|\.approx|\bfma\.", kernel.ptx)
-	assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in kernel.ptx
-	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+	assert f"cvt.rn.satfinite.{FORMATS[text].element.name}x2.f32" in check_code(config, arch)
 
 
 @each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
@@ -184,7 +173,7 @@ def check_code(config, fmt):
 def test_code_of_rows(arch, text):
 	fmt = parse(text)
 	config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
-	check_code(config, fmt)
+	assert f"cvt.rn.satfinite.{fmt.element.name}x2.f32" in check_code(config, arch)
 
 
 #: Format, dtype, warps a row and rows a warp: blocks of two lanes and of eight, several rows too.
@@ -213,6 +202,6 @@ def test_rows(text, dtype, warps, rows):
 
 @each("mode", MODES, MODE_IDS)
 def test_rows_in_any_order(mode):
-	problem = Problem(random_input((300, 544), torch.bfloat16), ends(0, 130, 131, 290))
+	problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
 	for text, arch in (("fp8_block", "sm_90a"), ("mxfp8", "sm_90a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")):
 		check(RowsConfig(text, "bfloat16", warps_per_row=2, arch=arch), problem, **mode)

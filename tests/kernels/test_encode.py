@@ -3,7 +3,7 @@
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, each
+from tests.helpers import DTYPES, F16, F32, each
 
 from .op_support import ARCHITECTURES
 from .quantize_support import compiled
@@ -20,14 +20,14 @@ def near_ties(dtype):
 	mantissa = torch.arange(128) / 128 + 1
 	meeting, mantissa, ulps = torch.meshgrid(torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij")
 	factors = (meeting / mantissa).flatten()
-	factors = (factors.view(torch.int32) + ulps.flatten().int()).view(torch.float32)
+	factors = (factors.view(torch.int32) + ulps.flatten().int()).view(F32)
 	count = len(factors)
 	blocks = torch.rand(count, 16, generator=generator) * 2 - 1
 	sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
 	place = torch.randint(0, 16, (count,), generator=generator)
 	blocks[::3, 5], blocks[1::3, 5] = 0.0, -0.0
 	blocks[torch.arange(count), place] = mantissa.flatten() * sign
-	power = 10 if dtype == torch.float16 else 100
+	power = 10 if dtype == F16 else 100
 	shift = torch.randint(-power, power + 1, (count,), generator=generator).float()
 	factors = (factors.double() * torch.exp2(-shift.double())).float()
 	return (blocks.to(dtype).double() * torch.exp2(shift.double())[:, None]).to(dtype), factors
@@ -54,7 +54,7 @@ def test_stochastic_codes_beside_every_border(arch):
 	step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
 	k, ulps = torch.arange(256), torch.arange(-2, 3, dtype=torch.int32)
 	y = (low[:, None] + step[:, None] * k / 256).flatten().clamp_min_(2.0**-100)
-	y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(torch.float32)
+	y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(F32)
 	draws = (256 - k.repeat(8))[:, None, None] + torch.tensor([-1, 0, 1, 100])
 	y, draws = y.expand(-1, -1, 4).flatten(), draws.expand(-1, 5, -1).flatten()
 	sign = 1.0 - 2.0 * (torch.arange(len(y)) % 3 == 0)
@@ -73,9 +73,9 @@ def test_codes_beside_every_tie(dtype):
 
 def test_codes_beside_every_border_of_fp16():
 	"""Where the fp16 number that stands for y changes, and two ulps to either side."""
-	halves = torch.arange(0x0E20, dtype=torch.int16).view(torch.float16).double()
+	halves = torch.arange(0x0E20, dtype=torch.int16).view(F16).double()
 	borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()
-	y = torch.cat([(borders.view(torch.int32) + ulps).view(torch.float32) for ulps in range(-2, 3)])
+	y = torch.cat([(borders.view(torch.int32) + ulps).view(F32) for ulps in range(-2, 3)])
 	blocks = torch.stack([y, -y]).T.flatten()
 	blocks = blocks[: len(blocks) // 16 * 16].view(-1, 16).contiguous()
 	check_codes(blocks, torch.ones(len(blocks)), "float32")

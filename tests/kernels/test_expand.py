@@ -4,7 +4,7 @@ import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import each, ends
+from tests.helpers import BF16, F16, each, ends
 
 from .gemm_support import compiled, quantize, randn
 from .op_support import array_of, check_touched, watching
@@ -33,7 +33,7 @@ def codes_and_scales():
 def test_expand_leaves_the_tail_alone():
 	codes, scales = codes_and_scales()
 	assert codes.shape == (ROWS, 160) and len(scales) > TILES
-	out = outputs(torch.float16)
+	out = outputs(F16)
 	kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
 	needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
 	check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
@@ -41,7 +41,7 @@ def test_expand_leaves_the_tail_alone():
 
 
 def test_arrange_leaves_the_tail_alone():
-	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
+	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
 	kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
 	needed = [x[:LIVE], OFFS, out[:LIVE]]
 	check_touched(lambda: kernel(x, OFFS, out, 2), [*map(array_of, needed)])
@@ -53,8 +53,8 @@ def test_end_rows_that_break_the_rules_do_no_harm(wild):
 	offs = WILD[wild]
 	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
 	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)
-	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(torch.bfloat16)
-	values = outputs(torch.float16)
+	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
+	values = outputs(F16)
 	with watching(codes, scales, offs, values, x, out):
 		compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
 		compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, offs, out, 2)

@@ -39,11 +39,3 @@ def test_quantizing_and_multiplying_in_one_op(name, arch):
 			apart = grouped.grouped_gemm(grouped.quantize(x, fmt, offs=offs), w)
 		assert_same_bytes(found[-1], apart)
 	assert_same_bytes(*found)
-
-
-RECIPES = {
-	"FP8Block": grouped.FP8Block(),
-	"FP8Current": grouped.FP8(),
-	"FP8Delayed": grouped.FP8(scaling="delayed"),
-	"MXFP8": grouped.MXFP8(),
-}

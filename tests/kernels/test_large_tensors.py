@@ -12,7 +12,7 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import assert_same_bytes, dequantize_arguments, each, ends, ops
+from tests.helpers import BF16, F32, assert_same_bytes, dequantize_arguments, each, ends, ops
 
 from .op_support import ARCHITECTURES, watching
 from .quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
@@ -25,7 +25,7 @@ SHAPES = {"long rows": (2**23, 8192), "many rows": (2**29, 64)}
 each_shape = each("name", [*SHAPES])
 
 
-def sparse(*shape, dtype=torch.bfloat16):
+def sparse(*shape, dtype=BF16):
 	count = torch.Size(shape).numel()
 	flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 	return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
@@ -66,12 +66,12 @@ def last_tile(before):
 @each_shape
 def test_amax(name):
 	before, cols = SHAPES[name]
-	x = random_input((ROWS, cols), torch.bfloat16)
+	x = random_input((ROWS, cols), BF16)
 	big = at_the_end(x, before)
-	rows, groups = sparse(len(big), dtype=torch.float32), torch.zeros(1)
+	rows, groups = sparse(len(big), dtype=F32), torch.zeros(1)
 	config = AmaxConfig("bfloat16", per_row=True)
 	# Runs of rows go from the last to the first.
-	run_ctas(config, 0, 2**20, big, None, ends(len(big)), rows, groups, 2)
+	run_ctas(config, 0, 2**20, big, ends(len(big)), rows, groups, 2)
 	assert torch.equal(rows[before:], x.float().abs().amax(1))
 	assert torch.equal(groups, x.float().abs().amax().view(1))
 
@@ -80,12 +80,12 @@ def test_amax(name):
 @each_shape
 def test_rows(name, arch):
 	before, cols = SHAPES[name]
-	x = random_input((ROWS, cols), torch.bfloat16)
+	x = random_input((ROWS, cols), BF16)
 	big, tile = at_the_end(x, before), last_tile(before)
 	want = expected(Problem(x, ends(ROWS)), NVFP4(row_scaled=True), True, False)
 	fmt = NVFP4(row_scaled=True)
 	config = RowsConfig(fmt.text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
-	amax = sparse(len(big), dtype=torch.float32)
+	amax = sparse(len(big), dtype=F32)
 	codes = sparse(len(big), code_pitch(cols // 2), dtype=torch.uint8)
 	scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
 	first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
@@ -109,14 +109,14 @@ def test_tiles(name, text, uniform, arch):
 	fmt, drawn = parse(text), (before * cols // 16, before // 16 * cols)
 	tiles = last_tile(before) + 1
 	each = 128 if uniform else ROWS
-	x = random_input((each, cols), torch.bfloat16)
+	x = random_input((each, cols), BF16)
 	big, offs, lead, groups = at_the_end(x, before), ends(before + ROWS), (), 1
 	if uniform:
 		big, offs, lead, groups, tiles = big.view(-1, each, cols), None, (tiles,), tiles, 1
 	want = expected(Problem(x, ends(each)), fmt, True, True, drawn=drawn)
 	grouping = "uniform" if uniform else "ragged"
 	config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
-	amax = sparse(groups, dtype=torch.float32)
+	amax = sparse(groups, dtype=F32)
 	amax[-1] = want["amax"][0]
 	codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=torch.uint8)[..., : cols // 2]
 	scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
@@ -141,19 +141,19 @@ def test_tiles(name, text, uniform, arch):
 @each("vectorized", [True, False])
 def test_dbias(vectorized):
 	before, cols = SHAPES["long rows"]
-	x = random_input((ROWS, cols), torch.bfloat16)
+	x = random_input((ROWS, cols), BF16)
 	big, offs = at_the_end(x, before), ends(before, before + ROWS)
 	want = ops.grouped_dbias(x, ends(ROWS))
 	config, out = DbiasConfig("bfloat16", vectorized), torch.zeros(2, cols)
 	items = 2 * cols // (64 if vectorized else 32)
-	run_ctas(config, items - 4, items, big, None, offs, out, 1)
+	run_ctas(config, items - 4, items, big, offs, out, 1)
 	assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
 	# Sums of many groups, of which the last has all rows.
 	offs = torch.zeros(2**19 + 1, dtype=torch.int32)
 	offs[-1] = ROWS
-	sums = sparse(len(offs), cols, dtype=torch.float32)
+	sums = sparse(len(offs), cols, dtype=F32)
 	items = len(offs) * cols // (64 if vectorized else 32)
-	run_ctas(config, items - 4, items, x, None, offs, sums, 1)
+	run_ctas(config, items - 4, items, x, offs, sums, 1)
 	assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 
@@ -164,7 +164,7 @@ def quantized(x, row_scaled, columnwise):
 
 def dequantized(copy, row_scaled, columnwise):
 	text = NVFP4(row_scaled=row_scaled).text
-	return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, torch.bfloat16, ends(ROWS), columnwise))
+	return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, BF16, ends(ROWS), columnwise))
 
 
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
@@ -177,7 +177,7 @@ def test_dequantize(name, direction, uniform):
 	row_scaled, columnwise = DIRECTIONS[direction]
 	before, cols = SHAPES[name]
 	tile = last_tile(before)
-	copy = quantized(random_input((ROWS, cols), torch.bfloat16), row_scaled, columnwise)
+	copy = quantized(random_input((ROWS, cols), BF16), row_scaled, columnwise)
 	want = dequantized(copy, row_scaled, columnwise)
 	codes, scales, amax = copy
 	total, groups, lead, tiles = before + ROWS, 1, (), tile + 1
@@ -193,7 +193,7 @@ def test_dequantize(name, direction, uniform):
 		big_codes[before : before + ROWS] = codes
 		big_scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
 		big_scales.flatten(0, -3)[-1] = scales[0]
-	big_amax = sparse(total if row_scaled else groups, dtype=torch.float32)
+	big_amax = sparse(total if row_scaled else groups, dtype=F32)
 	big_amax[before : before + ROWS] = amax
 	if not row_scaled:
 		big_amax[-1] = amax[0]

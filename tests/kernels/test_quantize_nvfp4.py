@@ -7,7 +7,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import DTYPES, each, ends, many_groups
+from tests.helpers import BF16, DTYPES, each, ends, many_groups
 
 from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
 from .quantize_support import (
@@ -67,7 +67,7 @@ def ragged(case, dtype="bfloat16", seed=0):
 
 
 def in_any_order(cols):
-	return Problem(random_input((300, cols), torch.bfloat16), ends(0, 130, 131, 290))
+	return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
 
 
 #: What columnwise copies do is in those of both directions.
@@ -84,7 +84,7 @@ def test_tiles_of_ragged_groups(arch, variant):
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
 	"""What a team keeps of its group serves all tiles of the group, and no other's."""
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
-	x = random_input((670, 560), torch.bfloat16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+	x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
 	x[400:530] *= 2.0**115
 	with emulator.options(num_sms=1):
 		check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
@@ -94,7 +94,7 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant):
 def test_tiles_of_uniform_groups(variant):
 	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
 	for shape in UNIFORM.values():
-		check_tiles(config, Problem(random_input(shape, torch.bfloat16), None))
+		check_tiles(config, Problem(random_input(shape, BF16), None))
 
 
 @each(
@@ -108,7 +108,7 @@ def test_tiles_of_uniform_groups(variant):
 def test_two_phases_compute_the_amaxes(variant, grouping, arch):
 	config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
 	if grouping == "uniform":
-		check_tiles(config, Problem(random_input((3, 40, 80), torch.bfloat16), None))
+		check_tiles(config, Problem(random_input((3, 40, 80), BF16), None))
 	else:
 		for case in ("tail", "empty first, middle, last", "all empty"):
 			check_tiles(config, ragged(case))
@@ -153,7 +153,7 @@ def test_rows_up_to_16384():
 def test_rows_of_uniform_groups(arch):
 	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
 	for shape in UNIFORM.values():
-		check_rows(config, Problem(random_input(shape, torch.bfloat16), None))
+		check_rows(config, Problem(random_input(shape, BF16), None))
 
 
 @each("dtype", [*DTYPES])
@@ -186,7 +186,7 @@ def test_a_given_amax_need_not_be_the_true_one():
 @each("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
-	problem = Problem(random_input((int(offs[-1]) + 5, 16), torch.bfloat16), offs)
+	problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
 	if kind == "rows":
 		check_rows(Rows(warps_per_row=1), problem)
 	else:
@@ -214,7 +214,7 @@ def test_bands_without_rows(arch):
 	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
 	band = TileConfig.band
 	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-	problem = Problem(random_input((1600, 272), torch.bfloat16), ends(*offs))
+	problem = Problem(random_input((1600, 272), BF16), ends(*offs))
 	config = tiles(columnwise=True, arch=arch)
 	want = expected(problem, NVFP4(), True, True)
 	for num_sms in (1, 3):
@@ -268,7 +268,7 @@ def test_only_the_live_rows_are_touched(kind):
 
 def test_bad_offsets_stay_in_the_buffer():
 	"""Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
-	x = random_input((140, 64), torch.bfloat16)
+	x = random_input((140, 64), BF16)
 	clamped = Problem(x, ends(0, 20, 140, 140))
 	config, rows = tiles(columnwise=True), Rows()
 	wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))

@@ -8,7 +8,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, each, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import DTYPES, F16, F32, each, ends, m_grouped_arguments, many_groups, ops, sample
 
 from .gemm_support import compiled, on_device_of
 from .op_support import MODE_IDS, MODES
@@ -37,7 +37,7 @@ def values(x, offs, amax, row_scaled):
 	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
 	assert config.can_implement(problem)
 	depth = -(-x.shape[1] // 128) * 128
-	out = torch.full((len(x), depth), float("nan"), dtype=torch.float16, device=x.device)
+	out = torch.full((len(x), depth), float("nan"), dtype=F16, device=x.device)
 	compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
 	return out
 
@@ -45,7 +45,7 @@ def values(x, offs, amax, row_scaled):
 def expanded(parts, offs, k):
 	codes, scales = parts[:2]
 	depth = -(-k // 128) * 128
-	out = torch.full((len(codes), depth), float("nan"), dtype=torch.float16, device=codes.device)
+	out = torch.full((len(codes), depth), float("nan"), dtype=F16, device=codes.device)
 	expand = compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)
 	expand(codes, scales, offs, out, NUM_SMS)
 	return out
@@ -110,7 +110,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
 	x, offs = sample(45, 144), ends(7, 7, 40)
 	w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
-	options = (sample(3, 40), torch.rand(3), False, torch.float32)
+	options = (sample(3, 40), torch.rand(3), False, F32)
 	arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
 
 	def fused():

@@ -98,6 +98,7 @@ DGRAD = m_grouped(Q[:3], TRANSPOSED, OFFS, None, None, True)
 WGRAD = k_grouped(Q[3:])
 X16 = X.bfloat16()
 W4A16 = m_grouped(X16)
+BLOCKS = ("fp8_block", "mxfp8")
 FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
 #: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
 M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
@@ -117,6 +118,7 @@ WRONG_TYPES = {
 	],
 	"moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
 	"moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
+	"moe_quantize_gradient": [((X, X.half(), *BLOCKS, "silu", OFFS, False, X, OFFS), "grad must be float32")],
 	"moe_combine": [((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32")],
 	"grouped_amax": [((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int")],
 	"grouped_dbias": [((X.int(), OFFS), "dy must be")],
@@ -163,6 +165,7 @@ WRONG_VALUES = {
 		((X, X, "silu", None, False, X), "weight and pair go together"),
 		((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
 	],
+	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0")],
 	"moe_combine": [
 		((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
 		((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),

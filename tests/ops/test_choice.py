@@ -11,7 +11,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import assert_same_bytes, each, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import BF16, F32, assert_same_bytes, each, m_grouped_arguments, offsets, ops, sample
 
 OFFS = offsets((3, 5))
 K, N = 512, 16
@@ -83,7 +83,7 @@ def gemms():
 	a, b = operands()
 	w = ops.grouped_quantize(b, "nvfp4")
 	x = ops.grouped_quantize(a, "nvfp4", OFFS)
-	options = (None, None, False, torch.float32)
+	options = (None, None, False, F32)
 	for pair in ((a, b), (x, w), (a, w)):
 		yield ops.m_grouped_gemm, m_grouped_arguments(*pair, OFFS, *options)
 	yield ops.m_grouped_quantize_gemm, (a, w[0], OFFS, w[1:], "nvfp4", "nvfp4", *options)
@@ -153,7 +153,7 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
 		with backend("emulated:sm_90a"):
 			wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
 			xq = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs)
-			out = torch.zeros(8, N, dtype=torch.bfloat16)
+			out = torch.zeros(8, N, dtype=BF16)
 			ops.m_grouped_gemm_out(x, w, offs, out=out)
 			return grouped.grouped_gemm(xq, wq) + out
 
@@ -169,7 +169,7 @@ def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
 	"""Whichever it was compiled under, and without another compilation."""
 
 	def product(x, w, offs):
-		return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, torch.float32)
+		return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
 	a, b = operands()
 	function = torch.compile(product, fullgraph=True, backend="aot_eager")

@@ -12,7 +12,7 @@ import grouped
 from cute_kernels import support
 from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
-from tests.helpers import assert_same_bytes, each, offsets, sample
+from tests.helpers import BF16, F32, assert_same_bytes, each, offsets, sample
 
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
@@ -47,13 +47,13 @@ def results(x, w, alpha, a, b):
 		*wq.rowwise,
 		*activated[0].rowwise,
 		activated[1],
-		xq.dequantize(torch.float32),
-		xq.dequantize(torch.float32, "columnwise"),
-		grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=torch.float32),
-		grouped.grouped_gemm(x, w, offs=OFFS, out_dtype=torch.float32),
+		xq.dequantize(F32),
+		xq.dequantize(F32, "columnwise"),
+		grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=F32),
+		grouped.grouped_gemm(x, w, offs=OFFS, out_dtype=F32),
 	]
 	if not (a.is_transformed or a.name == "fp8_block"):
-		found.append(grouped.grouped_gemm(xq, xq, out_dtype=torch.float32))
+		found.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
 	return found
 
 
@@ -66,7 +66,7 @@ def test_defaults_change_no_bit(a, b, backend):
 	operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
 	with cute_kernels.backend(backend):
 		want = results(*operands, a, b)
-		for dtype, device in ((torch.float64, "cpu"), (torch.bfloat16, "cpu"), (torch.float32, "meta")):
+		for dtype, device in ((torch.float64, "cpu"), (BF16, "cpu"), (F32, "meta")):
 			with defaults(dtype, device):
 				got = results(*operands, a, b)
 			for i, (g, w) in enumerate(zip(got, want, strict=True)):

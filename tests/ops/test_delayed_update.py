@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 import cute_kernels
 import grouped
-from tests.helpers import assert_all_same, assert_same_bytes, each, ops
+from tests.helpers import BF16, F16, assert_all_same, assert_same_bytes, each, ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
@@ -86,14 +86,14 @@ def arguments(**changes):
 		({"amax_history": torch.rand(0, 3)}, ValueError, "at least one row"),
 		({"amax_history": torch.rand(4, 3).double()}, TypeError, "amax_history must be float32"),
 		({"amax_history": torch.rand(3, 4).T}, ValueError, "amax_history is written in place"),
-		({"scale": torch.ones(3, dtype=torch.bfloat16)}, TypeError, "scale must be float32"),
+		({"scale": torch.ones(3, dtype=BF16)}, TypeError, "scale must be float32"),
 		({"amax": torch.ones(2)}, ValueError, "amax must have size 3"),
 		({"amax": torch.ones(3, device="meta")}, ValueError, "amax must be on the device"),
 		({"margin": 200}, ValueError, "margin must leave 448.0"),
 		({"margin": True}, TypeError, "margin must be an integer"),
 		({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent"),
 		({"fmt": grouped.FP8()}, ValueError, "must take scales from the caller"),
-		({"fmt": torch.float16}, ValueError, "dtype must be"),
+		({"fmt": F16}, ValueError, "dtype must be"),
 		({"fmt": "fp8"}, TypeError, "fmt must be a format record"),
 		({"scale": torch.ones(3, requires_grad=True)}, RuntimeError, "scale requires a gradient"),
 	],

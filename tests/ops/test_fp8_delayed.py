@@ -3,7 +3,9 @@ import torch
 
 import grouped
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F32,
 	SPLITS,
 	assert_same_bytes,
 	each,
@@ -26,7 +28,7 @@ def scales(groups):
 	"""Ordinary ones, one that saturates nearly everything, and the extremes."""
 	found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
 	found[0] = 1000.0
-	for i, value in enumerate((torch.finfo(torch.float32).max, 1e-38)):
+	for i, value in enumerate((torch.finfo(F32).max, 1e-38)):
 		if groups > i + 2:
 			found[-1 - i] = value
 	return found
@@ -94,7 +96,7 @@ def test_many_groups_and_views():
 
 
 def test_every_bf16_value():
-	x = torch.arange(1 << 16).int().to(torch.int16).view(torch.bfloat16).view(-1, 64)
+	x = torch.arange(1 << 16).int().to(torch.int16).view(BF16).view(-1, 64)
 	for dtype, fmt in FORMATS.items():
 		for number in (1.0, 0.7, 2.0**-120, 3e38):
 			scale = torch.tensor([number])

@@ -11,6 +11,7 @@ from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import (
 	DTYPES,
+	F16,
 	NVFP4_TEXTS,
 	assert_all_same,
 	each,
@@ -149,7 +150,7 @@ def test_rows_are_quantized_on_the_way(index, arch):
 	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
-		given = (a, codes, offs, scales, fmt, b_format, None, None, False, torch.float16, False, None, None, None, index)
+		given = (a, codes, offs, scales, fmt, b_format, None, None, False, F16, False, None, None, None, index)
 		with cute_kernels.backend(f"reference:{arch}"):
 			picked = a if index is None else ops.moe_gather(a, index)
 			z = ops.m_grouped_quantize_gemm(picked, *given[1:-1])

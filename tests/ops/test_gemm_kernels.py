@@ -12,6 +12,7 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.launch import launcher
 from tests.helpers import (
+	BF16,
 	NVFP4_TEXTS,
 	assert_all_same,
 	assert_same_bytes,
@@ -74,7 +75,7 @@ def test_a_given_output_keeps_its_tail():
 	arguments = PRODUCTS["row-scaled"]()
 	outputs = []
 	for backend in ("reference:sm_100a", "emulated:sm_100a"):
-		out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=torch.bfloat16)
+		out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=BF16)
 		for accumulate in (False, True):
 			with cute_kernels.backend(backend):
 				ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
@@ -112,11 +113,11 @@ def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
 
 
 def test_no_rows():
-	x, w = torch.ones(0, 64, dtype=torch.bfloat16), torch.ones(3, 40, 64, dtype=torch.bfloat16)
+	x, w = torch.ones(0, 64, dtype=BF16), torch.ones(3, 40, 64, dtype=BF16)
 	offs = ends(0, 0, 0)
 	with cute_kernels.backend("emulated:sm_100a"):
 		assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
-		dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=torch.bfloat16), x, offs)
+		dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=BF16), x, offs)
 	assert dw.shape == (3, 40, 64) and (dw == 0).all()
 
 

@@ -114,6 +114,10 @@ CALLS = {
 	"gather": ("moe_gather", lambda: (x(), torch.tensor([2, 0, -1], dtype=torch.int32))),
 	"activate": ("moe_activate", lambda: (x(), "swiglu", OFFS)),
 	"activate gradient": ("moe_activate_gradient", lambda: (x(), x(), "silu", OFFS, False, torch.rand(ROWS, 1), PAIRS)),
+	"quantize gradient": (
+		"moe_quantize_gradient",
+		lambda: (x(256), x(128), "fp8_block", "mxfp8", "swiglu", OFFS, False, torch.rand(ROWS, 1), PAIRS),
+	),
 	"combine": ("moe_combine", lambda: (x(), torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32), torch.rand(2, 2))),
 	"amax": ("grouped_amax", lambda: (x(), OFFS)),
 	"uniform amax": ("grouped_amax", lambda: (w(),)),

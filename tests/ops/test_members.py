@@ -9,7 +9,20 @@ import torch
 import cute_kernels
 from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
-from tests.helpers import BUILT, SENTINEL, assert_all_same, assert_same_bytes, each, ops, poisoned, sample, weird_values
+from tests.helpers import (
+	BF16,
+	BUILT,
+	F16,
+	F32,
+	SENTINEL,
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	ops,
+	poisoned,
+	sample,
+	weird_values,
+)
 
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: Shapes by the thing that each is there to catch.
@@ -50,7 +63,7 @@ def named(fmt, shapes, directions, out):
 	return dict(zip(buffers(fmt, (0,), None, shapes=shapes, **asked), out, strict=True))
 
 
-def decode(fmt, copy, rows, columnwise, shapes=None, dtype=torch.float32):
+def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
 	codes, *scales = (copy[name] for name in fmt.operand_names(columnwise))
 	return ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, None, columnwise, shapes)
 
@@ -87,7 +100,7 @@ def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
 		check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
 
 
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [BF16, F16], ids=str)
 @each_format
 def test_dtypes_and_strange_values(fmt, dtype):
 	try:
@@ -181,15 +194,15 @@ def test_rules_that_are_broken_name_the_member(case):
 def test_rules_of_decoding():
 	shapes = [5, 64, 2, 32]
 	codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
-	arguments = (codes, scales, "nvfp4", 384, torch.bfloat16)
+	arguments = (codes, scales, "nvfp4", 384, BF16)
 	assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
 	offs = torch.tensor([5, 6], dtype=torch.int32)
 	with pytest.raises(ValueError, match="offs and shapes are both given"):
 		ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
 	with pytest.raises(ValueError, match="must end within the 383 elements"):
-		ops.grouped_dequantize(codes, scales, "nvfp4", 383, torch.bfloat16, shapes=shapes)
+		ops.grouped_dequantize(codes, scales, "nvfp4", 383, BF16, shapes=shapes)
 	with pytest.raises(ValueError, match="codes must have size 2560 in dimension 0"):
-		ops.grouped_dequantize(*arguments[:3], 9999, torch.bfloat16, shapes=[5, 64, 70, 64])
+		ops.grouped_dequantize(*arguments[:3], 9999, BF16, shapes=[5, 64, 70, 64])
 	with pytest.raises(ValueError, match="codes must have 3 dimensions"):
 		ops.grouped_dequantize(*arguments)
 
@@ -242,7 +255,7 @@ def test_kernels(arch, text, act):
 	named = dict(zip(names, want, strict=True))
 	for way in directions:
 		codes, *scales = (named[name] for name in fmt.operand_names(way))
-		given = (codes, scales, text, count + 7, torch.bfloat16, None, way, arguments["shapes"])
+		given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])
 		decoded = ops.grouped_dequantize(*given)
 		with cute_kernels.backend(f"emulated:{arch}"):
 			assert_same_bytes(ops.grouped_dequantize(*given), decoded)

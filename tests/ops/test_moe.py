@@ -8,7 +8,18 @@ import cute_kernels
 import grouped
 from cute_kernels.moe import RoutingConfig
 from cute_kernels.ops import registry
-from tests.helpers import DTYPES, Graphs, assert_all_same, assert_same_bytes, each, ops, poisoned, sample
+from tests.helpers import (
+	DTYPES,
+	Graphs,
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	many_groups,
+	ops,
+	poisoned,
+	sample,
+	weird_values,
+)
 
 I32 = torch.int32
 ARCHITECTURES = ("sm_90a", "sm_100a")
@@ -98,8 +109,8 @@ def routed(case, tokens=7):
 		bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
 	out = ops.moe_route(logits, bias, end, k, *options)
 	dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
-	gradient = ops.moe_route_gradient(dweights, dscores, out[1], out[2], *options[:2], options[-1])
-	return [*out, gradient]
+	given = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
+	return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
 @each("case", ROUTERS)
@@ -251,6 +262,52 @@ def test_activation_kernels(arch, name, dtype, cols, interleaved):
 				# Of the tail nothing is said.
 				rows = live if len(got) == 40 else None
 				assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
+
+
+#: Columns, activation, interleaved, formats, dtype, end rows of 150 or many; some have no kernel.
+QUANTIZED = [
+	(256, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 1, 1, 130, 147)),
+	(128, "clamped_swiglu:limit=2.0", False, ("fp8_block:pow2_scales=false", "mxfp8"), "bfloat16", (149, 150, 150)),
+	(32, "srelu", False, ("mxfp8", "fp8_block:dtype=e5m2"), "float16", ()),
+	(96, "swiglu", True, ("fp8_block", "mxfp8:block=32x32"), "bfloat16", (150,)),
+	(144, "silu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0, 129)),
+	(128, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0)),
+]
+
+
+@each("case", QUANTIZED)
+@each("arch", ARCHITECTURES)
+def test_gradients_are_quantized_where_they_are_made(arch, case):
+	"""With the bits of the ops that this stands for, over poison."""
+	pytest.importorskip("cutlass")
+	cols, act, interleaved, formats, dtype, ends = case
+	rows = 150 if ends else 1300
+	x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
+	pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
+	pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
+	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+	x[int(offs[-1]) :] = torch.nan
+	given = (x, grad, *formats, act, offs, interleaved, weight, pair)
+
+	def run():
+		out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
+		torch.ops.cute_kernels.moe_quantize_gradient_out(*given, out=out)
+		return out
+
+	like = ops.moe_quantize_gradient(*given)
+	want = run()
+	dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
+	like = [*(poisoned(t) for t in like[:-1]), dp]
+	quantize = torch.ops.cute_kernels.grouped_quantize_out
+	quantize(dz, formats[0], offs, None, True, True, out=like[:4])
+	quantize(scaled, formats[1], offs, None, False, True, out=like[4:-1])
+	runs, at = [want], QUANTIZED.index(case)
+	for mode in MODES[at % 4 :] if arch == "sm_90a" else [MODES[at % 4]]:
+		with cute_kernels.backend(f"emulated:{arch}", **mode):
+			runs.append(run())
+	for made in runs:
+		for got, wanted in zip(made, like, strict=True):
+			assert_same_bytes(got, wanted, any_nan=True)
 
 
 GATHERED = [

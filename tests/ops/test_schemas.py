@@ -8,6 +8,9 @@ from torch.utils._pytree import tree_leaves
 import cute_kernels
 from cute_kernels.ops import registry
 from tests.helpers import (
+	BF16,
+	F16,
+	F32,
 	NVFP4_TEXTS,
 	Graphs,
 	assert_all_same,
@@ -39,12 +42,12 @@ def weight(*shape, columnwise=False):
 	return quantized(sample(*shape), "nvfp4", columnwise=columnwise)
 
 
-def x(cols=32, grad=False, dtype=torch.float32):
+def x(cols=32, grad=False, dtype=F32):
 	return sample(ROWS, cols, dtype=dtype).requires_grad_(grad)
 
 
 def w(*shape, grad=False):
-	return sample(*shape, dtype=torch.float32).requires_grad_(grad)
+	return sample(*shape, dtype=F32).requires_grad_(grad)
 
 
 def quantizing(a, b, *options, a_format="nvfp4"):
@@ -73,7 +76,7 @@ def fp8_cases(a, b):
 	"""Products of operands of two formats, of the second as weights."""
 	texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
 	accumulation = ("split",) if a == "fp8" else ()
-	everything = (torch.rand(3, 64), alpha, True, torch.float32)
+	everything = (torch.rand(3, 64), alpha, True, F32)
 
 	def weights(columnwise):
 		return copy_of(b, columnwise, (3, 32, 64) if columnwise else (3, 8, 32))
@@ -92,7 +95,7 @@ def fp8_cases(a, b):
 		left, right = (copy_of(text, True) for text in (a, a))
 		return k_grouped_arguments(left, right, OFFS, alpha, a_format=a, b_format=a)
 
-	half = functools.partial(x, dtype=torch.float16)
+	half = functools.partial(x, dtype=F16)
 	m, quantize, k = "m_grouped_gemm", "m_grouped_quantize_gemm", "k_grouped_gemm"
 	return [
 		(m, f"{a} fprop", lambda: (*fprop(copy_of(a), **texts), *accumulation)),
@@ -119,7 +122,6 @@ def weights_and_pairs():
 	return torch.rand(ROWS, 1), torch.randperm(ROWS).int()
 
 
-F32 = torch.float32
 HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
 #: No amax, and both directions.
 BOTH = (None, True, True)
@@ -142,24 +144,27 @@ BY_OP = {
 	},
 	"moe_route_gradient": {
 		"scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
-		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x()),
+		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x(), "sigmoid", True, 1.0, True),
 	},
 	"moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
 	"moe_activate": {
 		"halves": lambda: (x(grad=True), "swiglu", OFFS),
-		"interleaved": lambda: (x(dtype=torch.bfloat16), "clamped_swiglu:limit=3.0", None, True),
+		"interleaved": lambda: (x(dtype=BF16), "clamped_swiglu:limit=3.0", None, True),
 		"plain": lambda: (x(grad=True), "gelu"),
 	},
 	"moe_activate_gradient": {
 		"weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
 		"alone": lambda: (x(), x(), "silu"),
 	},
+	"moe_quantize_gradient": {
+		"halves": lambda: (x(64), x(32), "fp8_block", "mxfp8", "swiglu", OFFS, False, *weights_and_pairs())
+	},
 	"moe_combine": {
 		"weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
-		"sum": lambda: (x(dtype=torch.bfloat16), inverse(1)[1]),
+		"sum": lambda: (x(dtype=BF16), inverse(1)[1]),
 	},
 	"grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
-	"grouped_dbias": {"ragged": lambda: (x(dtype=torch.bfloat16), OFFS)},
+	"grouped_dbias": {"ragged": lambda: (x(dtype=BF16), OFFS)},
 	"grouped_quantize": {
 		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 5, OFFS),
 		"rowwise": lambda: (x(48), "nvfp4", OFFS),
@@ -185,29 +190,21 @@ BY_OP = {
 	},
 	"grouped_dequantize": {
 		"shapes": decoding_shapes,
-		"rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, torch.bfloat16, OFFS),
+		"rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, BF16, OFFS),
 		"row-scaled": lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
 		"columnwise": lambda: dequantize_arguments(nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True),
 		"uniform": lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
 	},
 	"m_grouped_gemm": {
 		"plain": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS),
-		"everything": lambda: (
-			x(16, True),
-			w(3, 16, 8, grad=True),
-			OFFS,
-			w(3, 8, grad=True),
-			torch.rand(3),
-			True,
-			torch.bfloat16,
-		),
+		"everything": lambda: (x(16, True), w(3, 16, 8, grad=True), OFFS, w(3, 8, grad=True), torch.rand(3), True, BF16),
 		"nvfp4 fprop": lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
 		"nvfp4 dgrad with everything": lambda: m_grouped_arguments(
 			nvfp4(48, BY_ROW), weight(3, 48, 16, columnwise=True), OFFS, *everything(), a_format=BY_ROW
 		),
-		"w4a16 fprop": lambda: m_grouped_arguments(x(48, dtype=torch.bfloat16), weight(3, 8, 48), OFFS),
+		"w4a16 fprop": lambda: m_grouped_arguments(x(48, dtype=BF16), weight(3, 8, 48), OFFS),
 		"w4a16 dgrad with everything": lambda: m_grouped_arguments(
-			x(48, dtype=torch.float16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
+			x(48, dtype=F16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
 		),
 		"prepacked": prepacked,
 		"rows": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS, *[None] * 2, False, *[None] * 5, False, None, INDEX),
@@ -223,7 +220,7 @@ BY_OP = {
 		),
 	},
 	"m_grouped_gemm_activate": {
-		"plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, torch.bfloat16),
+		"plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, BF16),
 		"keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
 	},
 	"m_grouped_quantize_gemm_activate": {
@@ -241,7 +238,7 @@ BY_OP = {
 	"m_grouped_quantize_gemm": {
 		"fprop": lambda: quantizing(x(48), weight(3, 8, 48)),
 		"row-scaled dgrad with everything": lambda: quantizing(
-			x(48, dtype=torch.bfloat16), weight(3, 48, 16, columnwise=True), *everything(), a_format=BY_ROW
+			x(48, dtype=BF16), weight(3, 48, 16, columnwise=True), *everything(), a_format=BY_ROW
 		),
 	},
 }

@@ -13,7 +13,7 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.registry import Allocator
 from cute_kernels.runtime import backend, launch
 from cute_kernels.runtime.arch import _index_architecture
-from tests.helpers import each, ops
+from tests.helpers import BF16, F32, each, ops
 
 from .test_layouts import CALLS
 
@@ -107,13 +107,13 @@ def test_plans_workspaces_and_launches(kernels, name, make):
 
 def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
 	"""Inductor's allocator makes them on the current device, so it serves that one alone."""
-	spec = BufferSpec((2, 3), torch.float32)
+	spec = BufferSpec((2, 3), F32)
 	(out,) = Allocator([spec], SECOND).make()
 	assert out.device == SECOND and out.shape == (2, 3)
 	made = []
 	monkeypatch.setattr(registry, "_empty_strided_cuda", lambda *args: made.append(args))
 	Allocator([spec], FIRST).make()
-	assert made == [((2, 3), (3, 1), torch.float32)]
+	assert made == [((2, 3), (3, 1), F32)]
 
 
 @needs_no_gpu
@@ -135,7 +135,7 @@ def test_fakes_are_on_the_device_of_the_operands(name, make):
 @needs_no_gpu
 def test_operands_of_two_devices_are_refused():
 	with FakeTensorMode():
-		x = torch.empty(8, 64, dtype=torch.bfloat16, device=SECOND)
+		x = torch.empty(8, 64, dtype=BF16, device=SECOND)
 		offs = torch.empty(2, dtype=torch.int32, device=FIRST)
 		with pytest.raises(ValueError, match="cuda:0"):
 			ops.grouped_amax(x, offs)

@@ -6,7 +6,7 @@ import torch
 import cute_kernels
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
-from tests.helpers import assert_all_same, dequantize_arguments, each, ends
+from tests.helpers import BF16, F32, assert_all_same, dequantize_arguments, each, ends
 
 pytest.importorskip("cutlass")
 
@@ -30,10 +30,10 @@ def written():
 		flat.grouped_quantize_out(x, text, offs, out=copy)
 		assert (copy[0][90:] == 0xA5).all()
 		yield from copy
-		out = shifted(100, 16, dtype=torch.bfloat16)
+		out = shifted(100, 16, dtype=BF16)
 		flat.grouped_dequantize_out(*dequantize_arguments(copy, text, 100, out.dtype, offs), out=out)
 		yield out
-	out = shifted(100, 32, dtype=torch.float32)
+	out = shifted(100, 32, dtype=F32)
 	flat.m_grouped_gemm_out(x, w, offs, out_dtype=out.dtype, out=out, accumulate=True)
 	assert (out[90:] == 0x25).all()
 	yield out

@@ -13,8 +13,18 @@ from cute_kernels import UnsupportedError, capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS
 from cute_kernels.formats import NVFP4
 from cute_kernels.layout.buffers import buffers
+from tests.helpers import (
+	BF16,
+	F32,
+	dequantize_arguments,
+	each,
+	k_grouped_arguments,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	sample,
+)
 from tests.helpers import DTYPES as FLOATS
-from tests.helpers import dequantize_arguments, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
 from tests.unit.test_capability import FORMATS
 
 #: Formats of which calls take the scales of each group.
@@ -23,7 +33,8 @@ SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 UNSAYABLE = {
 	*itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
 	*itertools.product(
-		("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8"), FORMATS[:1]
+		("grouped_quantize", "grouped_dequantize", "moe_quantize_gradient", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
+		FORMATS[:1],
 	),
 	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
 	*itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
@@ -83,7 +94,7 @@ def per_group(fmt):
 
 
 def grouped_quantize(fmt, dtype):
-	x = sample(len(OFFS), N, K, dtype=torch.float32).to(dtype)
+	x = sample(len(OFFS), N, K, dtype=F32).to(dtype)
 	for columnwise in (False, True):
 		if columnwise and not support("grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True):
 			with pytest.raises(TypeError, match="must be bfloat16"):
@@ -103,9 +114,9 @@ def grouped_dequantize(fmt, dtype):
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):
-	plain = sample(6, K, dtype=torch.float32).to(dtype)
+	plain = sample(6, K, dtype=F32).to(dtype)
 	if fmt is None:
-		b = sample(3, N, K, dtype=torch.float32).to(dtype)
+		b = sample(3, N, K, dtype=F32).to(dtype)
 		ops.m_grouped_gemm(plain, b, OFFS)
 		ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
 		ops.k_grouped_gemm(plain, plain, OFFS)
@@ -126,7 +137,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 
 
 def grouped_gemm_w4a16(fmt, dtype):
-	x = sample(6, K, dtype=torch.float32).to(dtype)
+	x = sample(6, K, dtype=F32).to(dtype)
 	with cute_kernels.backend("reference"):  # it quantizes what others only multiply
 		weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
 	grouped.grouped_gemm(x, weights, offs=OFFS)
@@ -156,6 +167,9 @@ CALLS = {
 	"moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
 	"moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
 		torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
+	),
+	"moe_quantize_gradient": lambda fmt, dtype: ops.moe_quantize_gradient(
+		*[torch.ones(6, K).to(dtype)] * 2, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), torch.arange(6).int()
 	),
 	"moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
 	"grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
@@ -192,7 +206,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
 @each("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
 	with cute_kernels.backend(f"reference:{core}"):
-		for fmt, dtype in ((NVFP4(), torch.bfloat16), (None, torch.float32)):
+		for fmt, dtype in ((NVFP4(), BF16), (None, F32)):
 			facts = {} if fmt is None else {"prepacked": True}
 			status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
 			if status:

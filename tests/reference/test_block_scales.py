@@ -6,11 +6,11 @@ import torch
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
 from cute_kernels.reference import conversions
 from cute_kernels.reference.codecs import codec_of
-from tests.helpers import DTYPES, assert_same_bytes, beside, each, every_16_bits
+from tests.helpers import BF16, DTYPES, F16, F32, assert_same_bytes, beside, each, every_16_bits
 from tests.reference import block_oracle
 
 both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
-FMAX = torch.finfo(torch.float32).max
+FMAX = torch.finfo(F32).max
 
 
 def finite(dtype):
@@ -20,7 +20,7 @@ def finite(dtype):
 
 
 @both_elements
-@each("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [BF16, F16])
 def test_every_16_bit_number_to_fp8(dtype, element):
 	values = every_16_bits(dtype).float()
 	got = conversions.encode(element, values)
@@ -54,7 +54,7 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
 
 
 @both_elements
-@each("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [BF16, F16])
 def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
 	"""The smallest power of two by which the amax becomes an FP8 number without saturating."""
 	amax = finite(dtype)
@@ -71,7 +71,7 @@ def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
 @each("pow2", [False, True])
 @each("dtype", DTYPES)
 def test_the_scale_of_every_amax_of_fp8_block(dtype, pow2, element):
-	amax = finite(torch.bfloat16 if dtype == torch.float32 else dtype)
+	amax = finite(BF16 if dtype == F32 else dtype)
 	amax = torch.cat([amax, torch.tensor([torch.inf])])
 	stored, scale = codec_of(FP8Block(dtype=element.dtype, pow2_scales=pow2), dtype).factors(amax, amax)
 	largest = torch.finfo(dtype).max

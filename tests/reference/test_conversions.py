@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.reference import conversions
-from tests.helpers import assert_same_bytes, beside, each, ends, every_16_bits, ops
+from tests.helpers import BF16, F16, assert_same_bytes, beside, each, ends, every_16_bits, ops
 from tests.reference import oracle
 
 E2M1 = oracle.E2M1_VALUES
@@ -21,13 +21,13 @@ def scalars(convert, values):
 	return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [BF16, F16])
 def test_every_16_bit_number_to_e2m1(dtype):
 	values = every_16_bits(dtype).float()
 	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
 
 
-@each("dtype", [torch.bfloat16, torch.float16])
+@each("dtype", [BF16, F16])
 def test_every_16_bit_number_to_e4m3(dtype):
 	values = every_16_bits(dtype).float()
 	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
@@ -72,8 +72,8 @@ def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
 @each("amax", [2688.0, 6.0, 1.7, 1e-36, 3e38, math.inf])
 def test_every_bf16_number_as_the_amax_of_a_block(amax):
 	"""One number a block: its scale is the rounding of the number itself."""
-	values = every_16_bits(torch.bfloat16).float()
-	x = torch.zeros(64, 1024, 16, dtype=torch.bfloat16)
+	values = every_16_bits(BF16).float()
+	x = torch.zeros(64, 1024, 16, dtype=BF16)
 	x[..., 5] = values.view(64, 1024).bfloat16()
 	given = torch.tensor([amax])
 	codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), given)

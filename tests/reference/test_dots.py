@@ -5,7 +5,7 @@ from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import assert_same_bytes, each
+from tests.helpers import F32, assert_same_bytes, each
 from tests.reference import fp8_oracle
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,7 +75,7 @@ def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
 	assert got[:, 2].isnan().all()
 	assert_same_bytes(got[:, [0, 3, 4]], clean[:, [0, 3, 4]])
 	if core is not None:
-		assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[torch.float32]).all()
+		assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[F32]).all()
 
 
 @each("pow2", [True, False])

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.helpers import dequantize_arguments, each, ends, k_grouped_arguments, m_grouped_arguments, ops
+from tests.helpers import F32, dequantize_arguments, each, ends, k_grouped_arguments, m_grouped_arguments, ops
 
 NO_ROWS = ends(0, 0, 0)
 TEXTS = (
@@ -19,7 +19,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
 	x = torch.ones(*((3, 0) if uniform else (0,)), 64)
 	offs = None if uniform else NO_ROWS
 	copy = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
-	arguments = dequantize_arguments(copy, text, 0, torch.float32, offs, columnwise)
+	arguments = dequantize_arguments(copy, text, 0, F32, offs, columnwise)
 	out = ops.grouped_dequantize(*arguments)
 	assert out.shape == x.shape
 

@@ -4,7 +4,7 @@ import math
 import torch
 
 from cute_kernels.reference.fma import fma, rounded_sum, two_sum
-from tests.helpers import assert_same_bytes
+from tests.helpers import F32, assert_same_bytes
 
 from .rational import fp32, fraction
 
@@ -20,7 +20,7 @@ def values(exponents, significands=SIGNIFICANDS):
 
 def assert_exact(a, b, c):
 	"""fma of three equally long lists, whose numbers are rounded to fp32 first."""
-	operands = [torch.tensor(v, dtype=torch.float32) for v in (a, b, c)]
+	operands = [torch.tensor(v, dtype=F32) for v in (a, b, c)]
 	got, want = fma(*operands), []
 	for x, y, z in zip(*(t.tolist() for t in operands), strict=True):
 		exact = fraction(x) * fraction(y) + fraction(z)
@@ -50,7 +50,7 @@ def test_ties_are_broken_by_what_lies_far_below():
 
 
 def test_subnormal_results_and_overflow():
-	tiny, huge = 2.0**-149, float(torch.finfo(torch.float32).max)
+	tiny, huge = 2.0**-149, float(torch.finfo(F32).max)
 	cases = [
 		(tiny, 0.5, tiny),  # 1.5 of the smallest: a tie, to even
 		(tiny, 0.5, 0.0),

@@ -3,7 +3,7 @@ import torch
 from cute_kernels import ops
 from cute_kernels.formats import FP8
 from cute_kernels.layout.buffers import buffers
-from tests.helpers import DTYPES, assert_same_bytes, each, ends, weird_values
+from tests.helpers import DTYPES, F32, assert_same_bytes, each, ends, weird_values
 
 FORMATS = {"e4m3": FP8(), "e5m2": FP8(torch.float8_e5m2)}
 OFFSETS = {"ragged": ends(0, 7, 136, 136, 290), "one row": ends(1), "uniform": None}
@@ -13,7 +13,7 @@ def quantized(x, fmt):
 	"""Codes, scale_inv, scale and amax of rows; NaN is 0x7F, and in no amax."""
 	magnitudes = x.float().abs().nan_to_num(0.0, torch.inf)
 	amax = magnitudes.amax() if len(x) else torch.tensor(0.0)
-	scale = (torch.tensor(fmt.element.max) / amax).clamp(max=torch.finfo(torch.float32).max)
+	scale = (torch.tensor(fmt.element.max) / amax).clamp(max=torch.finfo(F32).max)
 	if amax == 0 or not amax.isfinite():
 		scale = torch.tensor(1.0)
 	y = (x.float() * scale).clamp(-fmt.element.max, fmt.element.max)

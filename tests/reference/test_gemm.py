@@ -1,7 +1,9 @@
 import torch
 
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F32,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -50,7 +52,7 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
 		[ops.grouped_amax(x, offs) for offs in (given, legal)],
 		*[
 			[
-				ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, torch.bfloat16, offs, columnwise))
+				ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, BF16, offs, columnwise))
 				for offs in (given, legal)
 			]
 			for copy, columnwise in ((a[:3], False), (a[3:], True))
@@ -59,7 +61,7 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
 	for got, want in pairs:
 		assert_same_bytes(got, want)
 	out = torch.full((50, 24), 7.0)  # the operand ends at row 40 of a larger buffer
-	ops.m_grouped_gemm_out(x, w, given, out_dtype=torch.float32, out=out[:40])
+	ops.m_grouped_gemm_out(x, w, given, out_dtype=F32, out=out[:40])
 	assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
 
 

@@ -5,7 +5,9 @@ import torch
 
 from cute_kernels.formats import parse
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F16,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -266,7 +268,7 @@ def test_nan_stays_in_its_row_and_group(pair):
 
 @each_way
 @each_fp8
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [BF16, F16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
 	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
 	bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
@@ -285,7 +287,7 @@ def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
 def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
 	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
 	bias, alpha = torch.randn(3, 32), torch.rand(3)
-	for x, dtype in itertools.product((case.x, case.x.float()), (F32, torch.bfloat16)):
+	for x, dtype in itertools.product((case.x, case.x.float()), (F32, BF16)):
 		got = ops.m_grouped_quantize_gemm(*(x, case.b[0], case.offs, case.b[1:], *pair, bias, alpha, transpose_b, dtype))
 		assert_same_bytes(got, case.run(bias, alpha, dtype))
 

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from tests.helpers import (
+	BF16,
+	F32,
 	assert_same_bytes,
 	dequantize_arguments,
 	k_grouped_arguments,
@@ -18,7 +20,7 @@ from tests.helpers import (
 
 
 def every_result(x, w, offs):
-	by_row, square, fp32 = "nvfp4:row_scaled", "nvfp4:block=16x16", torch.float32
+	by_row, square, fp32 = "nvfp4:row_scaled", "nvfp4:block=16x16", F32
 	q = ops.grouped_quantize(x, "nvfp4", offs, columnwise=True)
 	r = ops.grouped_quantize(x, by_row, offs)
 	v = ops.grouped_quantize(w, square, columnwise=True)
@@ -28,11 +30,11 @@ def every_result(x, w, offs):
 		*q,
 		*r,
 		*v,
-		ops.grouped_dequantize(*dequantize_arguments(q[3:], "nvfp4", len(x), torch.bfloat16, offs, True)),
+		ops.grouped_dequantize(*dequantize_arguments(q[3:], "nvfp4", len(x), BF16, offs, True)),
 		ops.m_grouped_gemm(*fprop),
 		ops.k_grouped_gemm(*k_grouped_arguments(q[3:], q[3:], offs, out_dtype=fp32)),
-		ops.m_grouped_gemm(x, w, offs, out_dtype=torch.float32),
-		ops.k_grouped_gemm(x, x, offs, out_dtype=torch.float32),
+		ops.m_grouped_gemm(x, w, offs, out_dtype=F32),
+		ops.k_grouped_gemm(x, x, offs, out_dtype=F32),
 		ops.m_grouped_gemm(x.float(), w.float(), offs),
 		ops.grouped_dbias(x, offs),
 		ops.grouped_amax(x, offs),

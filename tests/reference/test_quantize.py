@@ -4,6 +4,7 @@ import torch
 from cute_kernels.formats import parse
 from tests.helpers import (
 	DTYPES,
+	F32,
 	SENTINEL,
 	SPLITS,
 	assert_same_buffers,
@@ -207,7 +208,7 @@ def decoded(buffers, text, columnwise, rows, dtype, offs):
 @every_format
 @each("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
-	x, offs = weird_values(205, 160, torch.float32), offsets((19, 0, 41, 130, 0))
+	x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
 	buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
 	want = expected(x, text, offs)[values].to(dtype)
 	arguments = decoded(buffers, text, columnwise, 205, dtype, offs)
@@ -224,7 +225,7 @@ def test_dequantize_uniform(rows, text):
 	x = sample(3, rows, 160)
 	buffers, want = quantize(x, text), expected(x, text, None)
 	for columnwise, values in ((False, "values"), (True, "values_t")):
-		arguments = decoded(buffers, text, columnwise, rows, torch.float32, None)
+		arguments = decoded(buffers, text, columnwise, rows, F32, None)
 		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
 
 
@@ -241,7 +242,7 @@ def test_given_amax(uniform, text):
 
 @each("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
-	x = weird_values(20, 32, torch.float32)
+	x = weird_values(20, 32, F32)
 	check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
 
 

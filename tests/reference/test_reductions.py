@@ -97,3 +97,9 @@ def test_dbias_order(splits, dtype):
 	out = poisoned(got)
 	ops.grouped_dbias_out(dy, offsets(splits), dbias=out)
 	assert_same_bytes(out, got)
+
+
+def test_dbias_of_uniform_groups():
+	dy = sample(3, 130, 7)
+	assert_same_bytes(ops.grouped_dbias(dy), ops.grouped_dbias(dy.flatten(0, 1), offsets((130,) * 3)))
+	assert_same_bytes(ops.grouped_dbias(dy[:, :0]), torch.zeros(3, 7))

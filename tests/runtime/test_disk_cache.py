@@ -66,25 +66,19 @@ def test_an_entry_comes_back(stored):
 	assert not list(stored.root.glob("*.part"))
 
 
-def damage(path, how):
-	data = path.read_bytes()
-	if how == "missing":
-		path.unlink()
-	elif how == "truncated":
-		path.write_bytes(data[:-1])
-	elif how == "empty":
-		path.write_bytes(b"")
-	elif how == "one bit":
-		path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-	elif how == "a folder":
-		path.unlink()
-		path.mkdir()
-
-
-@each("how", ["missing", "truncated", "empty", "one bit", "a folder"])
+@each(
+	"damage",
+	{
+		"missing": Path.unlink,
+		"truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+		"empty": lambda path: path.write_bytes(b""),
+		"one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+		"a folder": lambda path: (path.unlink(), path.mkdir()),
+	},
+)
 @each("suffix", ["o", "ptx", "json"])
-def test_a_damaged_entry_is_a_miss(stored, suffix, how):
-	damage(stored.root / f"{KEY.name}.{suffix}", how)
+def test_a_damaged_entry_is_a_miss(stored, suffix, damage):
+	damage(stored.root / f"{KEY.name}.{suffix}")
 	assert stored.load(KEY) is None
 
 

@@ -5,7 +5,7 @@ import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.ops.reductions import GroupedAmax
 from cute_kernels.runtime.plan import PlanCache, plan_key
-from tests.helpers import each, ends, m_grouped_arguments
+from tests.helpers import F16, each, ends, m_grouped_arguments
 
 
 @pytest.fixture
@@ -35,13 +35,7 @@ def test_a_hit_runs_no_check_again(plans, checks):
 
 @each(
 	"other",
-	[
-		torch.zeros(4, 8),
-		torch.zeros(8, 3).t(),
-		torch.zeros(3, 8, dtype=torch.float16),
-		torch.zeros(3, 8, device="meta"),
-		None,
-	],
+	[torch.zeros(4, 8), torch.zeros(8, 3).t(), torch.zeros(3, 8, dtype=F16), torch.zeros(3, 8, device="meta"), None],
 )
 def test_what_a_plan_may_depend_on_is_in_the_key(other):
 	def key(x):

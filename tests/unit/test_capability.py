@@ -6,7 +6,7 @@ import torch
 from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
-from tests.helpers import each, ends, ops
+from tests.helpers import BF16, F32, each, ends, ops
 
 FORMATS = (
 	None,
@@ -103,12 +103,12 @@ def test_a_reason_against_the_format_comes_first(no_mxfp8):
 
 
 def test_dtypes_that_an_op_does_not_take():
-	status = support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=torch.float32)
+	status = support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32)
 	assert not status and "bfloat16 or float16, not float32" in status.reason
-	status = support("grouped_gemm", None, "sm_90a", dtype=torch.float32)
+	status = support("grouped_gemm", None, "sm_90a", dtype=F32)
 	assert not status and "tf32" in status.reason
 	# Quantized on the way.
-	assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=torch.float32)
+	assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)
 
 
 @each("op", ["grouped_quantize", "grouped_dequantize"])
@@ -132,7 +132,7 @@ def test_a_class_stands_for_its_defaults():
 		(("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
 		(("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
 		(("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
-		(("grouped_gemm", torch.bfloat16, "reference"), TypeError, ["fmt", "bfloat16"]),
+		(("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
 	],
 )
 def test_unknown_names_raise(arguments, error, words):
@@ -152,8 +152,8 @@ def test_the_printed_table_says_what_support_says():
 			cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
 	assert len(cells) > 20
 	rows = {
-		"bf16": (None, torch.bfloat16),
-		"fp32": (None, torch.float32),
+		"bf16": (None, BF16),
+		"fp32": (None, F32),
 		"row-scaled NVFP4": (NVFP4(row_scaled=True), None),
 		"prepacked NVFP4": (NVFP4(), None),
 		"FP8": (FP8(), None),

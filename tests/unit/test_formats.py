@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
-from tests.helpers import each
+from tests.helpers import F16, each
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
 
@@ -90,7 +90,7 @@ def test_fp8_element_follows_the_dtype(cls, dtype, element):
 			ValueError,
 			["four_over_six_error", "mae or mse", "'max'"],
 		),
-		(lambda: MXFP8(dtype=torch.float16), ValueError, ["dtype", "torch.float16"]),
+		(lambda: MXFP8(dtype=F16), ValueError, ["dtype", "torch.float16"]),
 		(lambda: FP8Block(torch.float8_e5m2), TypeError, ["(1, 128) or (128, 128)", "as dtype="]),
 		(lambda: MXFP8(block=32), TypeError, ["block must be (1, 32) or (32, 32), got 32"]),
 		(lambda: FP8Block(pow2_scales=1), TypeError, ["pow2_scales", "1"]),

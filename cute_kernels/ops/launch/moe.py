@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
+from cute_kernels.layout.buffers import BufferSpec
+from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 from cute_kernels.ops.arguments import dense, dtype_name, readable
+from cute_kernels.ops.registry import Allocator
+from cute_kernels.quantize.config import GradientConfig
 
 from .rows import gatherer
 
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather
+	from cute_kernels.ops.moe import (
+		ComputeRouting,
+		MoeActivate,
+		MoeActivateGradient,
+		MoeCombine,
+		MoeGather,
+		MoeQuantizeGradient,
+	)
 	from cute_kernels.ops.registry import Runner
 	from cute_kernels.ops.router import MoeRoute, MoeRouteGradient
 	from cute_kernels.runtime.launch import Launcher
@@ -63,7 +77,8 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
 	tokens, experts = op.scores.shape
 	if not tokens or experts > MOST_EXPERTS:
 		return lambda op, outputs: op.run_reference(outputs)
-	config = RouterGradientConfig(op.score, op.renormalize, _per_lane(experts), op.dscores is not None)
+	facts = _per_lane(experts), op.dscores is not None, op.in_parts
+	config = RouterGradientConfig(op.score, op.renormalize, *facts)
 	kernel = launch.kernel(config)
 
 	def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
@@ -144,5 +159,34 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 		out, scaled, dweight = outputs
 		weight = op.weight.contiguous().view(-1)
 		kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
+
+	return run
+
+
+def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+	"""How ``moe_quantize_gradient`` runs."""
+	cols = op.grad.shape[1]
+	config = GradientConfig(op.format, op.scaled_format, dtype_name(op.x.dtype), op.activation, launch.arch)
+	if not op.x.numel() or op.interleaved or not config.can_implement(cols):
+		return _by_passes(op, launch)
+	kernel = launch.kernel(config)
+	workspace = Allocator([BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device)
+
+	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
+		weight = op.weight.contiguous().view(-1)
+		given = (readable(op.x), readable(op.grad), dense(op.offs), weight, dense(op.pair))
+		kernel(*given, *outputs[:-1], *workspace.make(), outputs[-1].view(-1), launch.num_sms)
+
+	return run
+
+
+def _by_passes(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
+	workspace = Allocator(op.passes(op.x, op.grad)[0].outputs()[:2], op.device)
+	runners = [one.kernels(launch) for one in op.passes(*workspace.make())]
+
+	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
+		made = workspace.make()
+		for one, into, runner in zip(op.passes(*made), op.outputs_of(outputs, *made), runners, strict=True):
+			runner(one, into)
 
 	return run

@@ -46,13 +46,6 @@ def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
 	return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
 
 
-def _prologue(x: Tensor, activation: str | None, grad: Tensor | None, gathered: bool = False) -> Prologue | None:
-	"""What an activation makes of ``x``, as a fact of kernels' configurations."""
-	if activation is None and not gathered:
-		return None
-	return Prologue(dtype_name(x.dtype), activation, grad is not None, gathered)
-
-
 def quantized(op: GroupedQuantize) -> QuantizeProblem:
 	"""What is quantized: ``x``, or its rows by an index, or the elements that an activation makes of it."""
 	problem = _problem(op.x, op.offs)
@@ -61,17 +54,14 @@ def quantized(op: GroupedQuantize) -> QuantizeProblem:
 	return dataclasses.replace(
 		problem,
 		dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
-		cols=result_columns(op.x.shape[-1], op.activation, op.grad),
-		prologue=_prologue(op.x, op.activation, op.grad, op.rows is not None),
+		cols=result_columns(op.x.shape[-1], op.activation),
+		prologue=Prologue(dtype_name(op.x.dtype), op.activation, op.rows is not None),
 	)
 
 
 def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
-	"""x, grad or the index of rows, and offs as kernels take them."""
-	if op.rows is not None:
-		return readable(op.x), dense(op.rows), dense(op.offs)
-	grad = None if op.grad is None else readable(op.grad)
-	return readable(op.x), grad, dense(op.offs)
+	"""x, the index of rows, and offs as kernels take them."""
+	return readable(op.x), dense(op.rows), dense(op.offs)
 
 
 def _zero(op: object, outputs: Sequence[Tensor]) -> None:
@@ -129,7 +119,7 @@ def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
 	kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, arch=launch.arch))
 
 	def run(op: GroupedAmax, outputs: Sequence[Tensor]) -> None:
-		kernel(readable(op.x), None, dense(op.offs), None, outputs[0], launch.num_sms)
+		kernel(readable(op.x), dense(op.offs), None, outputs[0], launch.num_sms)
 
 	return run
 
@@ -193,7 +183,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
 		out = dict(zip(names, outputs, strict=True))
 		inputs, amax = _inputs(op), out.get("amax")
 		if amax_kernel is not None:
-			amax_kernel(*inputs, None, amax, launch.num_sms)
+			amax_kernel(*inputs[::2], None, amax, launch.num_sms)
 		elif takes_amax and op.amax is not None:
 			_give(op.amax, amax)
 		scales = map(out.get, ("scales", "scale_inv", "scale"))
@@ -236,7 +226,7 @@ def _tiles(
 			if has_own:
 				_give(op.amax[1], amax_t)
 		if row_kernel is not None:
-			row_kernel(*inputs, row_amax, None, launch.num_sms)
+			row_kernel(*inputs[::2], row_amax, None, launch.num_sms)
 		buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
 		own = amax_t if has_own else None
 		is_own = has_own or amax_t is group_amax
@@ -256,23 +246,17 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
 	"""How ``grouped_dbias`` runs."""
 	if not op.dy.numel():
 		return _zero
-	prologue = _prologue(op.dy, op.activation, op.grad)
-	cols = result_columns(op.dy.shape[-1], op.activation, op.grad)
-	facts = (dtype_name(op.dy.dtype), cols, prologue, launch.arch)
-	kernel = launch.kernel(DbiasConfig.choose(*facts))
-
-	def inputs(op: GroupedDbias) -> list[Tensor | None]:
-		return [t if t is None else readable(t) for t in (op.dy, op.grad)]
+	kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[-1]))
 
 	def run(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
-		kernel(*inputs(op), dense(op.offs), outputs[0], launch.num_sms)
+		kernel(readable(op.dy), dense(op.offs), outputs[0], launch.num_sms)
 
 	def run_uniform(op: GroupedDbias, outputs: Sequence[Tensor]) -> None:
 		# Uniform groups are ragged ones of equal size.
-		flat, rows = [t if t is None else t.flatten(0, 1) for t in inputs(op)], op.dy.shape[1]
+		flat, rows = readable(op.dy).flatten(0, 1), op.dy.shape[1]
 		count = op.dy.shape[0] * rows
 		ends = torch.arange(rows, count + 1, rows, dtype=torch.int32, device=op.device)
-		kernel(*flat, ends, outputs[0], launch.num_sms)
+		kernel(flat, ends, outputs[0], launch.num_sms)
 
 	return run_uniform if op.offs is None else run
 

@@ -115,7 +115,7 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 		x = readable(a[0])
 		values, amax = workspace.make()
 		if amax_kernel is not None:
-			amax_kernel(x, None, offs, None, amax, launch.num_sms)
+			amax_kernel(x, offs, None, amax, launch.num_sms)
 		index = None if a[1] is None else dense(a[1])
 		kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
 		return (values, None, amax), b

@@ -35,7 +35,6 @@ class TileFiller:
 
 	def __init__(self, config: TileConfig, team: Team):
 		self.maker = ElementMaker(config.prologue, config.dtype, config.arch)
-		self.gathered = config.prologue.gathered
 		self.team = team
 		#: Chunks of a unit, units of a row, and rows that the team has at once.
 		self.chunks = self.maker.words // 4
@@ -52,7 +51,7 @@ class TileFiller:
 		return unit, thread // 4 % 2 + thread // (2 * self.units) * 2
 
 	@cute.jit
-	def fill(self, x: cute.Tensor, grad: cute.Tensor | None, what: Descriptor, team: Int32, tile_at: Int32) -> None:
+	def fill(self, x: cute.Tensor, index: cute.Tensor | None, what: Descriptor, team: Int32, tile_at: Int32) -> None:
 		"""Make the rows of a tile that exist; for the whole team."""
 		unit, row = self.place(in_place(self.team.thread(team)))
 		cols = in_place(self.maker.cols(x))
@@ -62,16 +61,15 @@ class TileFiller:
 		rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (self.rows_at_once * self.batch)
 		self.team.sync(team)  # until then a warp may still read the tile before
 		if col < cols:
-			origin = Int32(0) if self.gathered else what.first
-			sources, is_second = self.maker.sources(x, None if self.gathered else grad, origin, col, cols)
+			sources = self.maker.sources(x, what.first if index is None else Int32(0), col, cols)
 			for n in cutlass.range(rounds, unroll=1):
 				rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
 				rows = [cutlass.min(r, what.count - 1) for r in rows]
-				if cutlass.const_expr(self.gathered):
-					rows = [indexed(grad, what.first + r, x.shape[0]) for r in rows]
+				if cutlass.const_expr(index is not None):
+					rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
 				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
 				for i in cutlass.range_constexpr(self.batch):
-					self.store(to, n, i, self.maker.make(inputs[i], is_second))
+					self.store(to, n, i, self.maker.make(inputs[i]))
 		else:
 			for n in cutlass.range(rounds, unroll=1):
 				for i in cutlass.range_constexpr(self.batch):

@@ -102,7 +102,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
 		return (
 			fake.x(config.prologue),
-			fake.grad(config.prologue),
+			fake.index(config.prologue),
 			fake.offs(),
 			fake.level(per_row=True) if config.uses_row_amax else None,
 			fake.level() if config.uses_group_amax else None,
@@ -119,65 +119,31 @@ class TileQuantizer(ChunkAmaxKernels):
 		)
 
 	@cute.jit
-	def __call__(
-		self,
-		x: cute.Tensor,
-		grad: cute.Tensor | None,
-		offs: cute.Tensor | None,
-		row_amax: cute.Tensor | None,
-		group_amax: cute.Tensor | None,
-		codes: cute.Tensor | None,
-		scales: cute.Tensor | None,
-		codes_t: cute.Tensor | None,
-		scales_t: cute.Tensor | None,
-		scale_inv: cute.Tensor | None,
-		scale: cute.Tensor | None,
-		amax: cute.Tensor | None,
-		column_amax: cute.Tensor | None,
-		seed: cute.Tensor | None,
-		drawn: Int64 | None,
-		drawn_t: Int64 | None,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
+	def __call__(self, *args: Any) -> None:
+		*given, num_sms, stream = args
+		x, _, offs, row_amax, group_amax, *_, amax, column_amax, _, _, _ = given
 		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
-			self.launch_chunk_amax(x, grad, offs, *own, num_sms, stream)
+			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
 		elif cutlass.const_expr(self.config.compute_amax):
-			self.launch_amax(x, grad, offs, row_amax, group_amax, num_sms, stream)
+			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
 		if cutlass.const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
 		if cutlass.const_expr(self.filler is None):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
-		self.kernel(
-			x,
-			grad,
-			*copies,
-			offs,
-			row_amax,
-			group_amax,
-			codes,
-			scales,
-			codes_t,
-			scales_t,
-			scale_inv,
-			scale,
-			amax,
-			column_amax,
-			seed,
-			drawn,
-			drawn_t,
-		).launch(grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1)
+		self.kernel(*copies, *given).launch(
+			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
+		)
 
 	@cute.kernel
 	def kernel(
 		self,
-		x: cute.Tensor,
-		grad: cute.Tensor | None,
 		box_copy: cute.CopyAtom | None,
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
+		x: cute.Tensor,
+		index: cute.Tensor | None,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -215,7 +181,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		cute.arch.sync_threads()
 
 		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
-		index = grad if cutlass.const_expr(config.prologue is not None and config.prologue.gathered) else None
 		groups = Grouping.of(x, offs, index)
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		if warp == self.num_compute_warps:
@@ -235,13 +200,13 @@ class TileQuantizer(ChunkAmaxKernels):
 				# Both copies of square blocks have the same codes.
 				own = drawn_t if not config.is_2d else drawn
 				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
-			self.compute(x, grad, groups, cols, row_amax, out, amax, seeds, warp, shared)
+			self.compute(x, index, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
 	@cute.jit
 	def compute(
 		self,
 		x: cute.Tensor,
-		grad: cute.Tensor | None,
+		index: cute.Tensor | None,
 		groups: Grouping,
 		cols: Int32,
 		row_amax: cute.Tensor | None,
@@ -273,7 +238,7 @@ class TileQuantizer(ChunkAmaxKernels):
 					tile_at += stage * config.tile_bytes
 				else:
 					tile_at += team * config.tile_bytes
-					self.filler.fill(x, grad, what, team, tile_at)
+					self.filler.fill(x, index, what, team, tile_at)
 				if cutlass.const_expr(self.has_table):
 					if what.group != level_of:
 						levels, level_of = self.levels_of(what), what.group
