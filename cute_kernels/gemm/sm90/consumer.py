@@ -102,7 +102,10 @@ class Consumer:
 		# with all columns of a tile.
 		columns = cute.local_tile(self.stages.n, (width, config.stage_k), (part, 0, None))
 		shape = mma.partition_shape_C((config.tile.m, width))
-		acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape, stride=((1, 2, 4), config.tile.n // 2, 0)))
+		layout = cute.make_layout(shape)
+		if shape[1] > 1:
+			layout = cute.make_layout(shape, stride=((1, 2, 4), config.tile.n // 2, 0))
+		acc = cute.make_tensor(self.acc.iterator, layout)
 		return Product(tiled_mma, tiled_mma.make_fragment_B(mma.partition_B(columns)), acc)
 
 	@cute.jit
