@@ -1,7 +1,5 @@
 """``python -m cute_kernels``: versions, devices, backends and caches, for bug reports."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

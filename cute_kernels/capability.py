@@ -93,6 +93,8 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = ("grouped_quantize", *_GEMMS)
+#: Where the result of a GEMM with an activation is quantized to the format of its operands, rowwise.
+_QUANTIZED_RESULTS = {"fp8_block": ("reference", "sm_90a")}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -126,6 +128,7 @@ def support(
 	shapes: bool = False,
 	activation: bool = False,
 	gathered: bool = False,
+	result: Format | None = None,
 ) -> Support:
 	"""Say whether ``op`` runs for ``fmt`` on ``arch``.
 
@@ -146,6 +149,7 @@ def support(
 	  shapes: the groups have shapes of their own: the last dimension varies.
 	  activation: the input goes through an activation first, or the result of a GEMM last.
 	  gathered: rows of tokens come by an index.
+	  result: the format that the result is quantized to, after an activation.
 
 	Returns:
 	  A ``Support``, true if it runs, otherwise with the reason.
@@ -179,6 +183,8 @@ def support(
 		reason = _why_not_activation(op)
 	if gathered and not reason:
 		reason = _why_not_gathered(op, fmt, arch)
+	if result is not None and not reason:
+		reason = _why_not_result(op, fmt, arch, result)
 	return Support(False, reason) if reason else _YES
 
 
@@ -266,6 +272,13 @@ def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
 	if fmt is None or op == "grouped_gemm_w4a16" or arch == "reference":
 		return ""
 	return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
+
+
+def _why_not_result(op: str, fmt: Format | None, arch: str, result: Format) -> str:
+	if op != "grouped_gemm" or fmt is None or fmt.name != result.name or result.is_2d:
+		return f"its result is quantized to blocks of single rows of the operands' format, not to {result.text}"
+	archs = _QUANTIZED_RESULTS.get(fmt.name, ())
+	return "" if arch in archs else f"no {arch} kernel of {op} quantizes its result to {result.text}"
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

@@ -93,9 +93,9 @@ def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, 
 	if recipe.takes_scales:
 		raise ValueError(f"{recipe} keeps scales on each rank: pass to_local() instead of DTensors")
 	sharding.refuse_random(recipe.input, recipe.weight, recipe.grad_output)
-	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # noqa: PLR2004
+	rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 	y = sharding.product(lambda x, w, offs, b, _: linear(x, w, b, offs, recipe), rows, weight, offs, bias)
-	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])  # noqa: PLR2004
+	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])
 
 
 def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
@@ -203,7 +203,7 @@ class _Linear(torch.autograd.Function):
 	"""The product in eager mode, and where a compiler traces what it consists of."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any,
 		x: Tensor,
 		bias: Tensor | None,
@@ -229,7 +229,7 @@ class _Linear(torch.autograd.Function):
 		return y
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		if ctx.sink is not None:
 			ctx.sink.check()
 		offs, scale, of_x, of_weight, *kept = ctx.saved_tensors
@@ -278,7 +278,7 @@ class _TransformedLinear(torch.autograd.Function):
 	"""The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		x: Tensor,
 		weight: Tensor,
 		bias: Tensor | None,
@@ -305,7 +305,7 @@ class _TransformedLinear(torch.autograd.Function):
 		ctx.kept_for = needs
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 		needs = ctx.needs_input_grad[:3]
 		options = (ctx.call, ctx.kept_for, needs)
 		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
@@ -325,7 +325,7 @@ class _TransformedGradients(torch.autograd.Function):
 	"""The gradients under ``torch.func``, which differentiates again to no end."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor, scale: Tensor | None, *rest: Any
 	) -> tuple[Tensor, ...]:
 		*flat, call, kept_for, needs = rest

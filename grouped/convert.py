@@ -98,7 +98,7 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 	weight = tensor[None] if is_one else tensor.mT if transposed else tensor
 	is_plain = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 	multiple = layout.fmt.k_multiple
-	if weight.dim() != 3 or not is_plain or not weight.numel() or weight.shape[2] % multiple:  # noqa: PLR2004
+	if weight.dim() != 3 or not is_plain or not weight.numel() or weight.shape[2] % multiple:
 		raise ValueError(
 			f"{name} must be a plain matrix of experts with a multiple of {multiple} columns, got {weight.dtype} of shape "
 			f"{tuple(tensor.shape)}"
@@ -108,7 +108,7 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 
 def _finish(files: Reader, writer: Writer, target: Path, layout: Layout, plain: list[str]) -> None:
 	"""Write what is left, and copy the tokenizer and the like."""
-	ignored = [n.removesuffix(".weight") for n in plain if n.endswith(".weight") and len(files.shape(n)) == 2]  # noqa: PLR2004
+	ignored = [n.removesuffix(".weight") for n in plain if n.endswith(".weight") and len(files.shape(n)) == 2]
 	config = {**files.config(), "quantization_config": {**layout.config, "ignore": ignored}}
 	writer.close(lambda: {"config.json": config})
 	for path in files.folder.iterdir():

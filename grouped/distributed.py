@@ -7,6 +7,8 @@ collectives carry the rows, through NCCL or gloo. ``docs/distributed.md`` is the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -79,6 +81,7 @@ class Exchange:
 	  wire: the format in which tokens travel, or None for their own.
 	  gradient_wire: that of the gradients of outputs.
 	  capacity: pairs and tokens from each rank to each other, or None for as many as there are.
+	  overlap: what needs no exchange is computed while results travel.
 
 	Attributes:
 	  sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same of
@@ -94,21 +97,37 @@ class Exchange:
 		wire: Format | None = None,
 		gradient_wire: Format | None = None,
 		capacity: tuple[int, int] | None = None,
+		overlap: bool = True,
 	) -> None:
 		self.group: str = group.group_name
-		self.ranks, self.rank = group.size(), group.rank()
+		self.ranks, self.rank, self.overlap = group.size(), group.rank(), overlap
 		self.num_experts, self.wire, self.gradient_wire, self.capacity = num_experts, wire, gradient_wire, capacity
 		self.sent: Counter[str] = Counter()
 		self.dropped: Tensor | None = None
 
-	def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
-		"""As ``grouped.experts.experts``, of experts that are spread over the ranks."""
+	def __call__(
+		self,
+		x: Tensor,
+		p: Tensor,
+		routing: Routing,
+		first: Layer,
+		second: Layer,
+		style: Style,
+		meanwhile: Callable[[], object] | None = None,
+	) -> Tensor:
+		"""As ``grouped.experts.experts``, of experts that are spread over the ranks.
+
+		``meanwhile`` is called while results travel.
+		"""
 		places = self.places(routing, p)
 		rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
 		local = compute_routing(expert, self.num_experts // self.ranks)
 		h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
+		back = self._start(h.detach(), places.pairs.back, "combine")
+		if self.overlap and meanwhile is not None:
+			meanwhile()
 		# The gradient of the weights is what ``_Dispatch`` has.
-		y: Tensor = _Combine.apply(h, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
+		y: Tensor = _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
 		return y
 
 	def places(self, routing: Routing, p: Tensor) -> Places:
@@ -181,21 +200,34 @@ class Exchange:
 		return flat[:, :width], said
 
 	def _all_to_all(self, x: Tensor, splits: Splits | None, what: str, said: int = 0) -> Tensor:
+		return self._finish(self._start(x, splits, what, said))
+
+	def _start(self, x: Tensor, splits: Splits | None, what: str, said: int = 0) -> Tensor:
+		"""What comes from the others, to be read after ``_finish``."""
 		splits = splits or Splits([1] * self.ranks, [1] * self.ranks)
 		flat = x.contiguous().view(torch.uint8)
 		if not torch.compiler.is_compiling():
 			size = (len(x) - splits.send[self.rank]) * x.itemsize
 			self.sent[what] += size * (x.shape[1] - said)
 			self.sent["routing"] += size * said
-		try:
+		with self._named():
 			out: Tensor = _collectives.all_to_all_single(flat, splits.receive, splits.send, self.group)
-			out = _collectives.wait_tensor(out)
+		return out.view(x.dtype)
+
+	def _finish(self, x: Tensor) -> Tensor:
+		with self._named():
+			out: Tensor = _collectives.wait_tensor(x)
+		return out
+
+	@contextmanager
+	def _named(self) -> Iterator[None]:
+		try:
+			yield
 		except RuntimeError as error:
 			raise RuntimeError(
 				f"the exchange of rows between the {self.ranks} ranks of group {self.group!r} failed on rank {self.rank}: one "
 				f"of them is gone, or did not come before the group's timeout ({error})"
 			) from error
-		return out.view(x.dtype)
 
 
 def _slots(starts: Tensor, ends: Tensor, each: int, free: int) -> Tensor:
@@ -208,7 +240,7 @@ class _Dispatch(torch.autograd.Function):
 	"""Tokens to the ranks of their experts; gradients come back and are added up there."""
 
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, ...]:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, p: Tensor, places: Places, exchange: Exchange) -> tuple[Tensor, ...]:
 		ctx.save_for_backward(places.row)
 		ctx.back, ctx.exchange, ctx.dtype = places.pairs.back, exchange, x.dtype
 		tokens, said = exchange.move(x, places.token, places.tokens, "dispatch", exchange.wire, places.said)
@@ -217,7 +249,7 @@ class _Dispatch(torch.autograd.Function):
 		return ops.moe_gather(tokens, arrived), weight, expert, arrived
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 		(row,) = ctx.saved_tensors
 		exchange = ctx.exchange
 		dx = exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
@@ -229,23 +261,29 @@ class _Combine(torch.autograd.Function):
 	"""Results back to their tokens. The gradient that experts get is that of y, as ``Style.apart`` has it."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
-		ctx: Any, h: Tensor, p: Tensor, arrived: Tensor, places: Places, dtype: torch.dtype, exchange: Exchange
+	def forward(
+		ctx: Any,
+		h: Tensor,
+		back: Tensor,
+		p: Tensor,
+		arrived: Tensor,
+		places: Places,
+		dtype: torch.dtype,
+		exchange: Exchange,
 	) -> Tensor:
 		ctx.save_for_backward(arrived, places.token)
 		ctx.splits, ctx.exchange, ctx.dtype = places.tokens, exchange, h.dtype
-		h = exchange._all_to_all(h, places.pairs.back, "combine")
-		y: Tensor = ops.moe_combine(h, places.row, p, dtype)
+		y: Tensor = ops.moe_combine(exchange._finish(back), places.row, p, dtype)
 		return y
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		(arrived, token), exchange = ctx.saved_tensors, ctx.exchange
 		tokens, _ = exchange.move(dy.to(ctx.dtype), token, ctx.splits, "combine_gradient", exchange.gradient_wire)
-		return ops.moe_gather(tokens, arrived), None, None, None, None, None
+		return ops.moe_gather(tokens, arrived), None, None, None, None, None, None
 
 
-class _Style(ParallelStyle):  # type: ignore[misc]
+class _Style(ParallelStyle):
 	"""What both styles share: on which modules, and how their parameters are sharded."""
 
 	def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -306,6 +344,7 @@ class ExpertParallel(_Style):
 	    for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted
 	    in ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as there are,
 	    whose numbers the host reads once a call.
+	  overlap: the shared expert of a ``MoE`` computes while outputs of the others travel, with the same bits.
 
 	``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
@@ -322,6 +361,7 @@ class ExpertParallel(_Style):
 		wire: Format | None = None,
 		gradient_wire: Format | None = None,
 		capacity: int | tuple[int, int] | None = None,
+		overlap: bool = True,
 	) -> None:
 		super().__init__(mesh)
 		check_wire("wire", wire)
@@ -330,7 +370,7 @@ class ExpertParallel(_Style):
 			capacity = capacity, capacity
 		if capacity is not None and min(capacity) < 1:
 			raise ValueError(f"capacity must be positive, got {capacity}")
-		self.options = (wire, gradient_wire, capacity)
+		self.options = (wire, gradient_wire, capacity, overlap)
 
 	def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 		mlp = self._checked(module, device_mesh)
@@ -385,7 +425,9 @@ class _PartialSums:
 	def __init__(self, group: str) -> None:
 		self.group = group
 
-	def __call__(self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style) -> Tensor:
+	def __call__(
+		self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style, meanwhile: object = None
+	) -> Tensor:
 		x, p = _Copied.apply(x, self.group), _Copied.apply(p, self.group)  # type: ignore[no-untyped-call]
 		y = experts(x, p, routing, first, second, style._replace(dtype=torch.float32))
 		summed: Tensor = _Summed.apply(y, self.group)  # type: ignore[no-untyped-call]
@@ -399,20 +441,20 @@ def _sum(x: Tensor, group: str) -> Tensor:
 
 class _Copied(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
 		ctx.group = group
 		return x.view_as(x)
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
 		return _sum(dx, ctx.group), None
 
 
 class _Summed(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
 		return _sum(x, group)
 
 	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
 		return dx, None

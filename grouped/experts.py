@@ -34,6 +34,7 @@ from .passes import (
 	Copies,
 	Epilogue,
 	LinearCall,
+	Quantized,
 	Rows,
 	Scaling,
 	WgradOperands,
@@ -112,7 +113,7 @@ class Layer(NamedTuple):
 	flags: Tensor | None = None
 
 	def forward(
-		self, x: Tensor | Rows, offs: Tensor, needs: tuple[bool, bool], epilogue: Epilogue | None = None
+		self, x: Tensor | Rows | Quantized, offs: Tensor, needs: tuple[bool, bool], epilogue: Epilogue | None = None
 	) -> tuple[list[Tensor], _Saved]:
 		"""What the product gives, and what the gradients of x and the weight (``needs``) read."""
 		options = (self.copies, needs, self.scaling, self.probe, epilogue)
@@ -122,8 +123,8 @@ class Layer(NamedTuple):
 			debug.note(self.flags, made(rows), self.weights, y[-1], offs)
 		return y, _Saved(of_x or [], weight or [], amaxes)
 
-	def activates(self, rows: Tensor | Rows, offs: Tensor, style: Style, after: Layer, keeps_z: bool) -> bool:
-		"""Whether the product of ``rows`` activates in its epilogue, or else ``after`` does."""
+	def epilogue(self, rows: Tensor | Rows, offs: Tensor, style: Style, after: Layer, keeps_z: bool) -> Epilogue | None:
+		"""How the product of ``rows`` activates, and quantizes for ``after`` where that alone reads it."""
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
@@ -131,14 +132,18 @@ class Layer(NamedTuple):
 		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
 		if by_quantizer and keeps_z:
 			# As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
-			return False
+			return None
 		x, index = (rows.x, rows.at) if isinstance(rows, Rows) else (rows, None)
 		count, groups = (x if index is None else index).shape[0], offs.shape[0]
 		# A graph for any number of tokens is one for many.
 		mean = max(1, count // max(1, groups)) if type(count) is type(groups) is int else 1 << 20
 		act = (style.activation, style.interleaved, 1 << mean.bit_length() - 1)
 		facts = (x.device, x.dtype, (of_x, of_weight), tuple(map(int, weight.shape[-2:])), *act, by_quantizer)
-		return activates(chosen_backend(), *facts)
+		own, choice = (style.activation, style.interleaved), chosen_backend()
+		is_seen |= keeps_z or after.scaling is not None or self.flags is not None or after.flags is not None
+		if fmt is not None and not is_seen and activates(choice, *facts, fmt.text):
+			return Epilogue(*own, False, fmt.text)
+		return Epilogue(*own, keeps_z or self.flags is not None) if activates(choice, *facts) else None
 
 	def scale(self, role: int) -> Tensor | None:
 		"""A copy of the scale of a role, which the next step may overwrite."""
@@ -206,10 +211,11 @@ def _forward(
 	if r.token is not None:
 		dw = dw_2 = False
 	rows: Tensor | Rows = x if r.token is None else Rows(x, r.offs, r.token)
-	if first.activates(rows, r.offs, style, second, keeps_z):
-		epilogue = Epilogue(*act, keeps_z or first.flags is not None)
-		(a, *rest), saved = first.forward(rows, r.offs, (dx, dw), epilogue)
-		z = rest[0] if keeps_z else None
+	epilogue = first.epilogue(rows, r.offs, style, second, keeps_z)
+	if epilogue is not None:
+		made_of, saved = first.forward(rows, r.offs, (dx, dw), epilogue)
+		z = made_of[1] if keeps_z else None
+		a = made_of[0] if epilogue.quantize_to is None else Quantized(made_of, x.dtype)
 		(h,), saved_2 = second.forward(a, r.offs, (da, dw_2))
 	else:
 		(z,), saved = first.forward(rows, r.offs, (dx, dw))

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from cute_kernels.formats import BlockScale, Format
 from cute_kernels.layout.buffers import member_parts
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, slot_tile, uniform_tiles
 from cute_kernels.reference.scales import linear_column_scales, linear_row_scales
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import BlockScale, Format
 
 
 class QuantizedCopy:

@@ -72,7 +72,7 @@ class AdamW(Optimizer):
 		for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
 			if not isinstance(value, Tensor) and not value >= 0:
 				raise ValueError(f"{name} must be at least 0, got {value}")
-		if len(betas) != 2:  # noqa: PLR2004
+		if len(betas) != 2:
 			raise ValueError(f"betas must be two numbers, got {betas}")
 		for i, beta in enumerate(betas):
 			if not 0 <= beta < 1:
@@ -96,7 +96,7 @@ class AdamW(Optimizer):
 		return isinstance(local_part(p), GroupedTensor) or (self._master_weights and is_low)
 
 	@torch.no_grad()
-	def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+	def step(self, closure: Callable[[], Any] | None = None) -> Any:
 		"""Update the parameters that have a gradient.
 
 		Args:
@@ -181,7 +181,7 @@ class AdamW(Optimizer):
 
 	def __getstate__(self) -> dict[str, Any]:
 		# PyTorch's copies have no other attributes.
-		return {**super().__getstate__(), "_master_weights": self._master_weights}  # type: ignore[no-untyped-call]
+		return {**super().__getstate__(), "_master_weights": self._master_weights}
 
 
 def _gradient(p: Tensor) -> Tensor | None:

@@ -97,17 +97,25 @@ class Rows(NamedTuple):
 		return self
 
 
+class Quantized(NamedTuple):
+	"""Rows that the product before quantized: what a product reads of them, and the dtype that they had."""
+
+	copy: list[Tensor]
+	dtype: torch.dtype
+
+
 class Epilogue(NamedTuple):
 	"""What a product does to its result: see ``m_grouped_gemm_activate``."""
 
 	activation: str
 	interleaved: bool
 	keeps_z: bool
+	quantize_to: str | None = None
 
 
-def made(x: Tensor | Rows) -> Tensor:
+def made(x: Tensor | Rows | Quantized) -> Tensor:
 	"""``x`` in memory."""
-	return x.made() if isinstance(x, Rows) else x
+	return x.made() if isinstance(x, Rows) else cast("Tensor", x)
 
 
 #: What the gradients read: of x the tensor and of the weight the parameters if plain, all of the
@@ -162,7 +170,7 @@ class LinearCall(NamedTuple):
 
 	@classmethod
 	def of(
-		cls, x: Tensor | Rows, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
+		cls, x: Tensor | Rows | Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
 	) -> LinearCall:
 		"""Of the call with these operands, the first parameter of the weight among them."""
 		prepacked, weight_format = False, recipe.texts[1]
@@ -274,7 +282,7 @@ def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
 
 def _quantize_and_multiply(
 	role: str,
-	x: Tensor | Rows,
+	x: Tensor | Rows | Quantized,
 	weight: list[Tensor],
 	offs: Tensor,
 	bias: Tensor | None,
@@ -293,16 +301,21 @@ def _quantize_and_multiply(
 	codes, *scales = weight
 	options = (bias, None, transpose, call.dtype)
 	is_seen = call.recipe.propagate_nonfinite or call.probe is not None
-	if is_seen:
-		x = made(x)
-	if not columnwise and scale is None and not is_seen:
-		texts = (fmt.text, call.weight_format)
-		rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
-		last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
-		return _call("m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue), Copies()
-	copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
-	if call.probe is not None:
-		call.probe.see(role, made(x), copies, fmt, offs)
+	if isinstance(x, Quantized):
+		copies = Copies(x.copy)
+	else:
+		if is_seen:
+			x = made(x)
+		if not columnwise and scale is None and not is_seen:
+			texts = (fmt.text, call.weight_format)
+			rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
+			last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
+			return _call(
+				"m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue
+			), Copies()
+		copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
+		if call.probe is not None:
+			call.probe.see(role, made(x), copies, fmt, offs)
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
 	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None)
 	return _call("m_grouped_gemm", (a_codes, codes, offs, *options, *rest), epilogue), copies
@@ -345,7 +358,7 @@ def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-	x: Tensor | Rows,
+	x: Tensor | Rows | Quantized,
 	weights: Sequence[Tensor],
 	bias: Tensor | None,
 	offs: Tensor,

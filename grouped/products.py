@@ -1,7 +1,5 @@
 """``grouped_gemm``: products of grouped tensors, quantized and plain."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Shapes of groups that vary in the last dimension or in both: what users have, and on a device."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias

@@ -53,7 +53,7 @@ def product(
 ) -> DTensor:
 	"""``call(x, weight, offs, bias, alpha)`` of each rank's part; ``columns`` of the weight are those of y."""
 	mesh = _mesh_of(x, weight, *(t for t in (bias, alpha) if t is not None))
-	uniform = weight.dim() == 3  # noqa: PLR2004
+	uniform = weight.dim() == 3
 	groups = uniform and not (len(weight) % mesh.size() or isinstance(local_part(x), GroupedTensor))
 	pairs = zip(x.placements, weight.placements, strict=True)
 	rules = [_rule(*pair, groups, columns, bias is not None) if uniform else (_ALL,) * 6 for pair in pairs]
@@ -76,7 +76,7 @@ def product(
 def quantize(x: Any, fmt: Format, offs: Any, **options: Any) -> DTensor:
 	"""``grouped.quantize``: of whole groups ``Shard(0)``, if x has them so; else ``Replicate()``."""
 	refuse_random(fmt)
-	uniform = x.dim() == 3  # noqa: PLR2004
+	uniform = x.dim() == 3
 	placements = [p if uniform and p == Shard(0) else _ALL for p in x.placements]
 	made = grouped.quantize(_part(x, placements).detach(), fmt, offs=_ends(offs, x), **options)
 	return _whole(made, x.device_mesh, placements, tuple(x.shape))

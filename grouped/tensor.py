@@ -316,7 +316,7 @@ class GroupedTensor(Tensor):
 		return hashlib.blake2b(repr((facts, self.requires_grad, inner)).encode(), digest_size=16).hexdigest()
 
 	@property
-	def data(self) -> GroupedTensor:  # type: ignore[override]
+	def data(self) -> GroupedTensor:
 		"""The same storage without autograd's history.
 
 		Assigning another GroupedTensor of this shape makes this one hold what that one holds, with
@@ -342,9 +342,7 @@ class GroupedTensor(Tensor):
 		# A backward pass that was to read the old values must not take the new ones for them.
 		increment_version(self)
 
-	def dequantize(  # type: ignore[override]
-		self, dtype: torch.dtype | None = None, direction: str | None = None
-	) -> Tensor:
+	def dequantize(self, dtype: torch.dtype | None = None, direction: str | None = None) -> Tensor:
 		"""Decode to a plain tensor of this shape; rows of the tail are zeros.
 
 		Its gradient with respect to a parameter is the identity: that of the decoded values. The
@@ -445,7 +443,7 @@ class GroupedTensor(Tensor):
 		rest = gathered_inputs(self, 1, len(self))[len(outputs) :]
 		return gathered(self, [*outputs, *rest]), outputs
 
-	def share_memory_(self) -> GroupedTensor:  # type: ignore[override]
+	def share_memory_(self) -> GroupedTensor:
 		"""Move the plain tensors to shared memory; returns self."""
 		self._apply_inner(Tensor.share_memory_)
 		return self
@@ -626,7 +624,7 @@ def _rebuild(
 		*(shape, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), requires_grad), prepacked=prepacked, shapes=shapes
 	)
 	if is_parameter:
-		self._is_param = True  # type: ignore[attr-defined]
+		self._is_param = True
 	return self
 
 

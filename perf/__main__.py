@@ -17,7 +17,6 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-	"""Run a command; returns the exit status."""
 	parser = argparse.ArgumentParser(prog="python -m perf", description="Measurements.")
 	commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 	modules = {name: importlib.import_module(f"perf.{name}") for name in COMMANDS}

@@ -47,7 +47,6 @@ class GroupedShape:
 
 	@property
 	def case(self) -> dict[str, str | int]:
-		"""How records name it."""
 		return dataclasses.asdict(self)
 
 
@@ -123,5 +122,4 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
 
 
 def ends_of(sizes: list[int]) -> list[int]:
-	"""End row of each group."""
 	return list(itertools.accumulate(sizes))

@@ -19,7 +19,6 @@ RENEW = "python -m perf run counts --renew"
 
 
 def record_of(full: bool) -> Path:
-	"""The committed file: of CI, or of the tables of the README."""
 	return RESULTS / ("counts-readme.jsonl.xz" if full else "counts-ci.jsonl.xz")
 
 

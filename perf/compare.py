@@ -91,7 +91,6 @@ def _repeat_error(record: Record) -> float:
 
 
 def _sides(records: Iterable[Record]) -> dict[tuple[Any, ...], _Side]:
-	"""By key, the newest commit's runs of each thing."""
 	sides = {}
 	for key, found in by_key(records).items():
 		newest = max(found, key=lambda record: record.time)
@@ -141,7 +140,6 @@ def print_changes(changes: Sequence[Change], shown: Sequence[str]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	"""The options of ``perf compare``."""
 	parser.add_argument("old", type=Path, help="a file or folder of records")
 	parser.add_argument("new", type=Path, help="another")
 	parser.add_argument("--least", type=float, default=LEAST, help="smallest relative change")

@@ -1,14 +1,11 @@
 """What a suite hands to a meter: a task, and who competes in it."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 
 @dataclasses.dataclass
@@ -44,12 +41,10 @@ class Contender:
 
 	@property
 	def is_ours(self) -> bool:
-		"""Whether it is this package's."""
 		return self.name.startswith("ours")
 
 	@property
 	def key(self) -> tuple[str, str, str]:
-		"""What tells it from the others of a task."""
 		return self.name, self.format, self.what
 
 

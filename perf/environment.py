@@ -31,12 +31,10 @@ class Environment:
 
 
 def now() -> str:
-	"""This moment."""
 	return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def package_version(name: str) -> str | None:
-	"""Version of an installed package; None if there is none."""
 	try:
 		return importlib.metadata.version(name)
 	except importlib.metadata.PackageNotFoundError:

@@ -69,8 +69,6 @@ def refusal(layer: Layer, recipe: Recipe) -> str:
 
 
 def plan(layer: Layer, recipe: Recipe, gpu: Gpu, model: Model, counts: Counts) -> Plan:
-	"""The plan of a recipe that takes the layer's sizes."""
-
 	def time(kernels: Sequence[Kernel]) -> Time:
 		found = [(model.time(k, gpu)[0], *model.range(k, gpu)) for k in kernels]
 		return Time(*(sum(column) * 1e-3 for column in zip(*found, strict=True)))
@@ -104,7 +102,6 @@ def plan(layer: Layer, recipe: Recipe, gpu: Gpu, model: Model, counts: Counts) -
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	"""The options of ``perf explain``."""
 	add = parser.add_argument
 	add("--hidden", type=int, required=True, help="features of a token")
 	add("--intermediate", type=int, required=True, help="features inside an expert")
@@ -170,7 +167,6 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _digits(value: float) -> str:
-	"""Three significant digits."""
 	return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 

@@ -43,12 +43,10 @@ class Operands:
 
 	@property
 	def flops(self) -> float:
-		"""Useful operations."""
 		return 2.0 * self.rows * self.shape.n * self.shape.k
 
 	@property
 	def is_wgrad(self) -> bool:
-		"""Whether both operands are ragged."""
 		return self.product == "wgrad"
 
 	@property

@@ -38,7 +38,6 @@ _MARKS = ("", "¹", "²", "³", "⁴", "⁵", "⁶", "⁷", "⁸", "⁹")
 
 
 def _run_of(record: Record) -> tuple[str, str]:
-	"""Commit and day, as a table says them."""
 	commit = record.commit.removesuffix("-dirty")[:7] or "an unknown commit"
 	return commit + ", noted" * (record.origin == "noted"), record.time[:10]
 
@@ -102,7 +101,6 @@ class _Renderer:
 
 
 def _origin(used: Sequence[Record]) -> list[str]:
-	"""What the records of a table say of themselves, in sentences."""
 	kinds = {record.kind for record in used}
 	if len(kinds) > 1:
 		raise ValueError(f"a table mixes {' and '.join(sorted(kinds))}")
@@ -129,7 +127,6 @@ def _statistics(used: Sequence[Record]) -> list[str]:
 
 
 def render(table: Table, records: Sequence[Record]) -> str:
-	"""A table in Markdown, with where its numbers are from."""
 	renderer = _Renderer(table, records)
 	lines, runs = renderer.lines()
 	heads = (*table.heads, *(column.title for column in table.columns))
@@ -156,14 +153,12 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	"""The options of ``perf readme``."""
 	which = parser.add_mutually_exclusive_group(required=True)
 	which.add_argument("--check", action="store_true", help="1 if the README says anything else")
 	which.add_argument("--write", action="store_true", help="write the tables")
 
 
 def main(arguments: argparse.Namespace) -> int:
-	"""Check or write the tables."""
 	text = README.read_text(encoding="utf-8")
 	wanted = replace_tables(text, load(RESULTS))
 	if arguments.write:

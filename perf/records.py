@@ -125,13 +125,11 @@ class Record:
 
 	@property
 	def title(self) -> str:
-		"""Suite, case, contender and format, for people."""
 		case = " ".join(f"{name}={value}" for name, value in self.case.items())
 		return f"{self.suite} {case}: {self.contender} [{self.format}]"
 
 	@property
 	def is_count(self) -> bool:
-		"""Whether it does not vary between runs."""
 		return self.kind == "emulator"
 
 	@property
@@ -204,7 +202,6 @@ def _line(record: Record) -> str:
 
 
 def _open(path: Path, mode: str) -> IO[str]:
-	"""A file of records; one whose name ends in ``.xz`` is compressed."""
 	if path.suffix != ".xz":
 		return path.open(mode, encoding="utf-8")
 	opener: Any = lzma.open
@@ -297,7 +294,6 @@ class Writer:
 		self._path, self._start = path, _START
 
 	def add(self, records: Sequence[Record]) -> None:
-		"""Append records."""
 		with self._path.open("a", encoding="utf-8") as file:
 			file.writelines([self._start, *map(_line, records)])
 		self._start = ""

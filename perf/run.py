@@ -43,7 +43,6 @@ class Choice:
 	format: str = ""
 
 	def takes(self, contender: Contender) -> bool:
-		"""Whether a contender is chosen."""
 		pairs = ((self.contender, contender.name), (self.format, contender.format))
 		return all(re.search(pattern, text) for pattern, text in pairs)
 
@@ -58,7 +57,6 @@ class Report:
 	is_bad: bool = False
 
 	def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
-		"""Note what a contender raised."""
 		text = str(reason).strip().partition("\n")[0]
 		self.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
 		self.is_bad |= contender.is_ours
@@ -172,7 +170,6 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
 
 
 def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[list[Record]], object]) -> Report:
-	"""Run a suite."""
 	report = Report()
 	found = suite(name)
 	for meter in found.meters(options):
@@ -222,7 +219,6 @@ def _shares(record: Record) -> str:
 
 
 def _print(records: Iterable[Record]) -> None:
-	"""Records as lines for people: one for each contender of a case."""
 	lines: dict[str, list[str]] = {}
 	for record in records:
 		spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
@@ -234,7 +230,6 @@ def _print(records: Iterable[Record]) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	"""The options of ``perf run``."""
 	add = parser.add_argument
 	add("suites", nargs="+", choices=SUITES, metavar="SUITE", help=", ".join(SUITES))
 	add("--backend", default="", help="cuda, reference, emulated:sm_90a, emulated:sm_100a")

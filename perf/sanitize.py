@@ -53,7 +53,6 @@ class _Choice:
 	shares: int = 1
 
 	def fits(self, *texts: str) -> bool:
-		"""Whether one of the formats matches."""
 		return any(re.search(self.pattern, text) for text in texts)
 
 	@property
@@ -143,7 +142,6 @@ def _operand(
 
 
 def m_grouped() -> None:
-	"""Rows of groups times weights, in each format and tile."""
 	x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
 	bias, turned = _sample(len(_ENDS), _WIDTH), weight.transpose(1, 2).contiguous()
 	if _choice.fits(_PLAIN):
@@ -170,7 +168,6 @@ def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 
 
 def k_grouped() -> None:
-	"""Two ragged operands over their common rows, in each format and tile."""
 	x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
 	if _choice.fits(_PLAIN):
 		_in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
@@ -215,7 +212,6 @@ def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	"""The options of ``perf sanitize``."""
 	parser.add_argument("--tool", nargs="*", default=["memcheck", "racecheck"], choices=TOOLS)
 	parser.add_argument("--part", nargs="+", default=list(PARTS), choices=[*PARTS, "canary"])
 	parser.add_argument("--format", default="", help="formats that match this regular expression")

@@ -130,7 +130,6 @@ _QUANTIZERS = (
 
 
 def _each(what: str, digits: int = 2) -> Cell:
-	"""A count an element."""
 	return Cell({"what": what}, scale=1 / _ELEMENTS, digits=digits)
 
 
@@ -309,7 +308,6 @@ TABLES = {
 
 
 def matches(record: Record, where: Mapping[str, Any]) -> bool:
-	"""Whether a record has these fields and entries of its case."""
 	for name, wanted in where.items():
 		found = record.case[name] if name in record.case else getattr(record, name, None)
 		if found != wanted:

@@ -67,8 +67,11 @@ def end_rows(splits):
 	return torch.tensor(splits, dtype=torch.int64).cumsum(0).tolist()
 
 
+def spans(splits):
+	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
+
+
 def ends(*rows):
-	"""End rows as ops take them, of any order and size."""
 	return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -97,7 +100,6 @@ def every_16_bits(dtype):
 
 
 def beside(values):
-	"""fp32 numbers at, just below and just above each value."""
 	values, inf = torch.as_tensor(values, dtype=torch.float32), torch.tensor(torch.inf)
 	return torch.cat([values, values.nextafter(inf), values.nextafter(-inf)])
 
@@ -171,7 +173,6 @@ def m_grouped_arguments(
 
 
 def k_grouped_arguments(a, b, offs, alpha=None, out_dtype=None, *, a_format="nvfp4", b_format="nvfp4"):
-	"""Arguments of ``k_grouped_gemm``, likewise."""
 	left, a_scales, a_text = _operand(a, a_format)
 	right, b_scales, b_text = _operand(b, b_format)
 	return (left, right, offs, alpha, out_dtype, a_scales, b_scales, a_text, b_text)

@@ -1,5 +1,3 @@
-"""The demo: its model, its measurements, and the whole program at a tiny size."""
-
 import contextlib
 import csv
 import dataclasses

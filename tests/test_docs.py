@@ -104,7 +104,6 @@ def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
 
 
 def test_extras_that_are_named_exist():
-	"""In messages and in pages."""
 	folders = [path for top in ("cute_kernels", "grouped", "docs") for path in (ROOT / top).rglob("*.[pm][yd]")]
 	text = "".join(path.read_text() for path in (ROOT / "README.md", *folders))
 	named = set(re.findall(r"(?:grouped-kernels|\.)\[(\w+)\]'", text))

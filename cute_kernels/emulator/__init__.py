@@ -23,13 +23,8 @@ TMA tiles (all ranks, swizzles, multicast, ``cta_group::2``, ``gather4``), tenso
 ``wgmma`` (f16, bf16, tf32, e4m3, e5m2; A from registers or shared memory), ``tcgen05`` (alloc, cp,
 ld, st, commit, and mma of the kinds f16, tf32, f8f6f4, mxf8f6f4, mxf4, mxf4nvf4 with one or two
 CTAs), the integer and floating-point instructions that the DSL's compiler emits,
-e4m3/e5m2/e2m1/ue8m0 conversions. Tensor cores add as the silicon does: all
-products of one instruction and the accumulator are aligned to the largest exponent, truncated,
-added, and the sum is truncated to fp32 (rounded to nearest for FP16 accumulators). On Hopper 25
-fractional bits remain for f16 and bf16, and 13 for e4m3 and e5m2, whose accumulator keeps 13 bits
-as well. On Blackwell 25 remain for f16, bf16, tf32, fp8 and mxfp8; of FP4, sixteen products are
-added exactly, then scaled, then aligned with 35 bits. So the order of the K steps decides the
-bits, and the shape of the tile does not.
+e4m3/e5m2/e2m1/ue8m0 conversions. Tensor cores add to the bit as ``reference.tensor_core`` says, which
+is written apart from the engine.
 
 **What it finds.** Each is an ``EmulatorError`` that names the kernel, CTA, warp and PTX line:
 
@@ -74,16 +69,11 @@ rounded, from which an H200 was at most 2e-5 away (but for quotients of huge div
 flushes to zero).
 Every instruction class is tested against NumPy, and every checker by a kernel with its fault and a
 corrected twin. The rule by which Hopper adds gave an H200's fp32 results of whole GEMMs bit for
-bit (bf16, fp16, e4m3; K 512 to 4096), and those of single tiles of every kind with subnormals,
-zeros, Inf and NaN (``tests/reference/h200_wgmma.txt``). The rule for ``tcgen05`` is the one that
-arXiv 2511.10909 found on a B200; no B200 was at hand. NVIDIA's examples pass their own checks,
-eager, in chaos mode and without a data race: persistent GEMMs with one and two CTAs and the grouped
-block-scaled GEMM for MoE on sm_100a; the persistent and FP8 GEMMs on sm_90a.
+bit, too (bf16, fp16, e4m3; K 512 to 4096); no B200 was at hand. NVIDIA's examples pass their own
+checks, eager, in chaos mode and without a data race: persistent GEMMs with one and two CTAs and the
+grouped block-scaled GEMM for MoE on sm_100a; the persistent and FP8 GEMMs on sm_90a.
 
-**Limits of ``install``.** The architecture may change within a process, and ``import cutlass`` may
-come first. But CuTe DSL binds all functions of a process to the CUDA runtime that was loaded
-first: compiling for the emulator after compiling for a real device is an error (see
-``cutlass_hooks``). A process that never calls ``install`` is not touched. While the emulator is
+**Limits of ``install``** beside those that it names itself: while the emulator is
 installed, the DSL's ``from_dlpack`` takes CPU tensors only. Kernels are recognised by their cubin:
 an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin in this process
 (``call`` then runs it). Threads may use the emulator together: launches wait for each other,

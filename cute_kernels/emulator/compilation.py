@@ -102,7 +102,6 @@ def _run(command: list[str], directory: Path) -> None:
 
 
 def _compile(cxx: str, work: Path) -> Path:
-	"""Build in ``work``; returns the library's path there."""
 	flags = [*_FLAGS, "-I", str(_SOURCES)]
 	# Most of the time would go into the standard headers, once for every source.
 	(work / "prefix.h").write_text('#include "machine.h"\n#include <algorithm>\n#include <cmath>\n')
@@ -139,7 +138,6 @@ def _hash_file(library: Path) -> Path:
 
 
 def _install(built: Path, library: Path) -> None:
-	"""Move what was built to where it is kept."""
 	digest = hashlib.sha256(built.read_bytes()).hexdigest()
 	built.chmod(FILE_MODE)
 	built.replace(library)

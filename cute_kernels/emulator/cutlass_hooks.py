@@ -259,7 +259,6 @@ def _patch_executor() -> None:
 
 
 def _patch_device_queries() -> None:
-	"""Questions about the device are answered for the emulated one while it is installed."""
 	import cutlass.base_dsl.runtime.cuda as runtime_cuda
 	from cutlass.utils.hardware_info import HardwareInfo
 

@@ -1,22 +1,18 @@
 """The compiled engine: programs, launches, options, watched memory, counts."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..host.locks import ForkSafeLock
 from .compilation import build
 from .errors import EmulatorError
-
-if TYPE_CHECKING:
-	from .parser import Module
-	from .program import Kernel
+from .parser import Module
+from .program import Kernel
 
 unsupported: dict[str, set[str]] = {}
 """Opcodes that are not modelled, by kernel. They are errors only where a warp reaches them."""
@@ -88,7 +84,6 @@ def exclusive() -> Iterator[ctypes.CDLL]:
 
 
 def _config() -> _Config:
-	"""The options of this thread."""
 	config = _Config.from_buffer_copy(_defaults)
 	for name, value in _options.changed.items():
 		setattr(config, name, value)
@@ -121,18 +116,15 @@ def device_sms() -> int:
 
 
 def num_sms() -> int:
-	"""Multiprocessors of the emulated device."""
 	return int(_config().num_sms)
 
 
 def resident_ctas() -> int:
-	"""CTAs that run at the same time."""
 	config = _config()
 	return int(config.num_sms * config.ctas_per_sm)
 
 
 def clear_error() -> None:
-	"""Forget the last failure."""
 	library().emu_set_error(b"")
 
 
@@ -193,7 +185,6 @@ def _add_program(lib: ctypes.CDLL, key: str, k: Kernel) -> None:
 
 
 def _argument(value: Any, size: int) -> bytes:
-	"""The bytes of one kernel parameter."""
 	if isinstance(value, bytes):
 		raw = value
 	elif hasattr(value, "data_ptr"):  # a torch tensor

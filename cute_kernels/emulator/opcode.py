@@ -34,11 +34,9 @@ class Opcode:
 			self.flags |= MODIFIER_FLAGS.get(m, Flag(0))
 
 	def has(self, *modifiers: str) -> bool:
-		"""Whether any of these modifiers is there."""
 		return any(m in self.modifiers for m in modifiers)
 
 	def flag(self, modifier: str, flag: Flag) -> Flag:
-		"""The flag, if the modifier is there."""
 		return flag if modifier in self.modifiers else Flag(0)
 
 	def choose(self, names: list[str]) -> int:
@@ -46,7 +44,6 @@ class Opcode:
 		return names.index(next(m for m in self.modifiers if m in names))
 
 	def refuse(self, *modifiers: str) -> None:
-		"""Raise if a modifier that is not modelled is there."""
 		for m in modifiers:
 			if m in self.modifiers:
 				raise NotModelledError(f"{self.name}.{m}")

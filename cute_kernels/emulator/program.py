@@ -19,12 +19,10 @@ NO_OPERAND: Operand = (Kind.NONE, 0, 0, 0, 0)
 
 
 def align(n: int, to: int) -> int:
-	"""``n`` rounded up to a multiple of ``to``."""
 	return (n + to - 1) // to * to
 
 
 def immediate(value: int) -> Operand:
-	"""An operand with this value."""
 	return (Kind.IMM, 0, 0, 0, value)
 
 
@@ -120,13 +118,11 @@ class KernelBuilder:
 
 	# ---- scopes, registers, labels
 	def open_scope(self) -> None:
-		"""Enter a brace."""
 		self._scopes_made += 1
 		self._scope_path += (self._scopes_made,)
 		self._scopes.append({})
 
 	def close_scope(self) -> None:
-		"""Leave a brace."""
 		self._scope_path = self._scope_path[:-1]
 		self._scopes.pop()
 
@@ -161,7 +157,6 @@ class KernelBuilder:
 		return found[1].type if found else ""
 
 	def label(self, name: str) -> None:
-		"""Place a label before the next instruction."""
 		self._labels[(self._scope_path, name)] = len(self.rows)
 		self._last_label = name
 
@@ -199,7 +194,6 @@ class KernelBuilder:
 		return immediate(number) if number is not None else self._symbol(text)
 
 	def vector(self, text: str) -> Operand:
-		"""``{a, b, ...}``."""
 		items = [self.value(item) for item in split_operands(text.strip()[1:-1])]
 		self.operands.extend(items)
 		return (Kind.VEC, 0, len(items), len(self.operands) - len(items), 0)
@@ -272,7 +266,6 @@ class KernelBuilder:
 		aux2: int = 0,
 		guard: tuple[int, bool] = (-1, False),
 	) -> None:
-		"""Append an instruction."""
 		self.rows.append(
 			{
 				"op": self.opcodes[op],

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from ..device.absmax import absmax_packed, unpack_absmax
 from ..device.activations import activated, quick_from
+from ..device.codecs import codec_of
 from ..device.convert import pack_words, unpack_words
 from ..device.ptx import asm, asm_volatile
 from .operands import DTYPE_BYTES
@@ -16,7 +18,7 @@ from .problem import GemmConfig
 
 
 def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:
-	"""Store 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
+	"""Store 4, 8 or 16 bytes if there are more rows and more columns than given; never a branch."""
 	count = len(words)
 	names = ", ".join(f"${i + 1}" for i in range(count))
 	asm_volatile(
@@ -24,7 +26,7 @@ def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols:
         .reg .pred p;
         setp.gt.s32 p, ${count + 1}, {rows[1]};
         setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
-        @p st.global.v{count}.b32 [$0], {{{names}}};
+        @p st.global{f".v{count}" * (count > 1)}.b32 [$0], {{{names}}};
         }}""",
 		[address, *words, rows[0], cols[0]],
 	)
@@ -89,13 +91,19 @@ class Window(NamedTuple):
 		return Window(self.out.moved(row, narrow), z, self.rows - row, self.cols - col)
 
 
+def inputs_of(config: GemmConfig, vectors: list[list[Uint32]]) -> list[list[Float32]]:
+	"""x, or A and B, of vectors that follow each other in a row of the product."""
+	numbers = [number for words in vectors for number in unpack_words(words, config.out_dtype)]
+	halves = 1 + config.is_gated
+	return [numbers[half::halves] for half in range(halves)]
+
+
 def store_activated(
 	config: GemmConfig, vectors: list[list[Uint32]], window: Window, places: list[tuple[int, int]]
 ) -> None:
 	"""Store what an activation makes of vectors at rows and columns of the product."""
 	dtype, halves = config.out_dtype, 1 + config.is_gated
-	numbers = [number for words in vectors for number in unpack_words(words, dtype)]
-	inputs = [numbers[half::halves] for half in range(halves)]
+	inputs = inputs_of(config, vectors)
 	made, width = apply(config, inputs), DTYPE_BYTES[dtype]
 	count = VECTOR_BYTES // width // halves
 	for i, (words, (row, col)) in enumerate(zip(vectors, places, strict=True)):
@@ -108,6 +116,32 @@ def store_activated(
 			store_if(window.z[0].at(row, offset), words, *limits)
 		for target, some in targets:
 			store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
+
+
+class Quantizer:
+	"""What an activation makes of a row, as ``grouped_quantize`` would read it from memory, to codes."""
+
+	def __init__(self, config: GemmConfig):
+		self.config = config
+		self.dtype, self.arch = config.out_dtype, config.arch
+		self.codec: Any = codec_of(config.quantizes_to or "", self.dtype, self.arch)
+
+	def activate(self, vectors: list[list[Uint32]]) -> list[Uint32]:
+		"""Words of the activation's rounded result, of vectors that follow each other in a row of the product."""
+		return pack_words(apply(self.config, inputs_of(self.config, vectors)), self.dtype)
+
+	def amax(self, words: list[Uint32], offsets: tuple[int, ...] = ()) -> Float32:
+		"""The largest magnitude of a row's part that lanes have so far apart."""
+		packed = absmax_packed(words, self.dtype, self.arch)
+		for offset in offsets:
+			other = Uint32(cute.arch.shuffle_sync_bfly(packed, offset=offset))
+			packed = absmax_packed([packed, other], self.dtype, self.arch)
+		return unpack_absmax(packed, self.dtype, self.arch)
+
+	def encode(self, words: list[Uint32], amax: Float32) -> tuple[list[Uint32], Uint32]:
+		"""Words of codes of a block with that amax, or of a part of it, and its scale as it is stored."""
+		stored, factor = self.codec.block_scale(amax, ())
+		return self.codec.encode_row(words, factor), stored
 
 
 @cute.jit

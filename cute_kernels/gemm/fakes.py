@@ -12,8 +12,10 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..device.launch import DSL_TYPES, compact
+from ..formats import parse
 from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from ..layout.slots import TILE_ROWS
+from .operands import operand_of
 from .problem import N_ALIGN, GemmArguments, GemmConfig
 from .views import codes_type
 
@@ -99,8 +101,21 @@ class FakeArguments:
 		"""(G,) fp32."""
 		return _compact(cutlass.Float32, self.groups, align=4)
 
+	@property
+	def out_kind(self) -> OperandKind | None:
+		"""What the output is made of where it is quantized."""
+		text = self.config.quantizes_to
+		return None if text is None else operand_of(parse(text))
+
+	def out_scales(self) -> Any:
+		kind = self.out_kind
+		if kind is None:
+			return None
+		return self._row_scales(kind, cute.sym_int(divisibility=TILE_ROWS)) if kind.has_row_scales else _scale_tiles()
+
 	def out(self) -> Any:
-		dtype = DSL_TYPES[self.config.out_dtype]
+		kind = self.out_kind
+		dtype = DSL_TYPES[self.config.out_dtype] if kind is None else codes_type(kind)
 		if self.is_k_grouped:
 			return _pitched(dtype, self.groups, self.m, self.n)
 		return _pitched(dtype, self.rows, cute.sym_int(divisibility=N_ALIGN) if self.config.is_gated else self.n)
@@ -130,4 +145,5 @@ class FakeArguments:
 			out=self.out(),
 			num_sms=Int32(1),
 			z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n) if config.keeps_z else None,
+			out_scales=self.out_scales(),
 		)

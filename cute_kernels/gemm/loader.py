@@ -101,8 +101,6 @@ class LoadWarp:
 	Args:
 	  operand_m: loads of operand M: elements, then block scales if it has any.
 	  operand_n: loads of operand N.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
 	  gather: what copies rows by an index; None without.
 	"""
 

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from .problem import GemmConfig
+from .problem import GemmArguments, GemmConfig
+from .views import output_view
 
 #: Bytes that a thread stores at once.
 VECTOR_BYTES = 16
@@ -29,6 +30,7 @@ class EpilogueTensors(NamedTuple):
 	  alpha: (G,) fp32 or None.
 	  bias: (G, N) or None.
 	  z: (T, N) as (1, T, N): what goes into an activation; None if it is not kept.
+	  scales: block scales where ``out`` is codes.
 	"""
 
 	out: cute.Tensor
@@ -37,6 +39,13 @@ class EpilogueTensors(NamedTuple):
 	alpha: cute.Tensor | None
 	bias: cute.Tensor | None
 	z: cute.Tensor | None = None
+	scales: cute.Tensor | None = None
+
+	@classmethod
+	def of(cls, x: GemmArguments) -> EpilogueTensors:
+		"""Those among a kernel's arguments."""
+		z = None if x.z is None else output_view(x.z)
+		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales)
 
 	@cute.jit
 	def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:

@@ -34,6 +34,8 @@ from .operands import DTYPE_BYTES, OPERANDS, OperandKind
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
+#: Columns of a quantized output that a tile has whole: those of a column of scales, or of their tiles.
+QUANTIZED_COLS = 128
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
 RAGGED_ROWS = 2**30
 _MAX_INT32 = 2**31 - 1
@@ -122,8 +124,24 @@ class GemmProblem:
 class GemmArguments(NamedTuple):
 	"""Arguments of a grouped GEMM kernel, in its order; a stream follows where it is traced.
 
-	Their shapes are with ``__call__`` of the kernels, which have parameters of these names; there
-	``offs`` goes on to the scheduler.
+	Operands and block scales are those of sm_90a; what differs on sm_100a is with its kernel.
+
+	Attributes:
+	  a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
+	    they are quantized, or (M, 64 * tiles) codes.
+	  a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
+	  a_amax: (G,) fp32 second level, or (T,) when row-scaled.
+	  b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
+	    (N, slots).
+	  offs: (G,) int32 end rows.
+	  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied
+	    where they are ``gathered``.
+	  bias: (G, N).
+	  alpha: (G,) fp32.
+	  out: (T, N), or (G, M, N) of a k_grouped product.
+	  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+	  z: (T, N), where the output has what an activation makes of it, if it is kept.
+	  out_scales: block scales of a quantized output, see ``FakeArguments``.
 	"""
 
 	a: Any
@@ -139,6 +157,13 @@ class GemmArguments(NamedTuple):
 	out: Any
 	num_sms: Any
 	z: Any = None
+	out_scales: Any = None
+
+	def in_order(self, config: GemmConfig) -> tuple[Any, Any, Any, Any]:
+		"""Operands M and N, and block scales of both."""
+		if config.tile.swap_ab:
+			return self.b, self.a, self.b_scales, self.a_scales
+		return self.a, self.b, self.a_scales, self.b_scales
 
 
 class Extents(NamedTuple):
@@ -179,6 +204,8 @@ class GemmConfig(abc.ABC):
 	  interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are halves,
 	    whose rows a tile has by turns.
 	  keeps_z: what goes into the activation is stored, too, with columns as B has rows.
+	  quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``, is
+	    quantized to, rowwise: then the output is codes and block scales, whose rows lie in slots.
 	"""
 
 	operand: str
@@ -197,6 +224,7 @@ class GemmConfig(abc.ABC):
 	activation: str | None = None
 	interleaved: bool = False
 	keeps_z: bool = False
+	quantizes_to: str | None = None
 
 	#: What it runs on.
 	arch: ClassVar[str]
@@ -242,6 +270,8 @@ class GemmConfig(abc.ABC):
 			raise ValueError("activation needs an m_grouped product without accumulate and transpose_b")
 		if self.keeps_z and self.activation is None or self.interleaved and not self.is_gated:
 			raise ValueError("keeps_z needs an activation, and interleaved a gated one")
+		if self.quantizes_to is not None and (self.activation is None or self.keeps_z):
+			raise ValueError("quantizes_to needs an activation, and z is not kept")
 		if reason := self.refuses(self.tile):
 			raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 
@@ -274,7 +304,11 @@ class GemmConfig(abc.ABC):
 
 	def may_choose(self, tile: TileShape) -> bool:
 		"""Whether the choice of a tile considers this one."""
-		return self.takes(tile)
+		return self.takes(tile) and self.has_blocks(tile)
+
+	def has_blocks(self, tile: Any) -> bool:
+		"""Whether a tile of ``tile_shapes`` has whole blocks of what the output is quantized to, if it is."""
+		return self.quantizes_to is None
 
 	@abc.abstractmethod
 	def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
@@ -382,6 +416,10 @@ class GemmConfig(abc.ABC):
 		align = N_ALIGN * (1 + self.is_gated)
 		if problem.n < 1 or problem.n % align:
 			return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
+		if self.quantizes_to is not None and not (self.is_gated and self.has_blocks(self.tile)):
+			return Support(False, f"no whole blocks of {self.quantizes_to} after {self.activation} in {self.tile}")
+		if self.quantizes_to is not None and problem.n % (2 * QUANTIZED_COLS):
+			return Support(False, f"a quantized output has whole {QUANTIZED_COLS} columns, got {problem.n // 2}")
 		if self.pairs_rows and self.b_kind.is_block_scaled and not self.pairs_scales:
 			if self.b_kind.has_row_scales and not self.b_kind.has_squares:
 				return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")

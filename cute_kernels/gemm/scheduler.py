@@ -94,9 +94,7 @@ class TileScheduler:
 	"""The scheduler warp.
 
 	Args:
-	  ring: the ring of tile records.
 	  buffer: its (stages * 8,) int32 in shared memory.
-	  offs: (G,) int32 end rows.
 	  extents: the sizes; a grouping uses some of them.
 	"""
 

@@ -68,7 +68,7 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
 				base = cls(operand, tile=cls.any_tile("m_grouped"), zero_tail=True, activation="swiglu")
 				base = dataclasses.replace(base, row_scaled=kind.level_factor is not None)
 				# Tokens by their index, of which a mixture of bf16 experts reads those of the gradient of W1, too.
-				reads = (False, True) if arch == "sm_90a" else (False,)
+				reads = (False, True) if operand == "bfloat16" else (False,)
 				for gathered, tile, keeps_z in itertools.product(reads, cls.tile_shapes, (False, True)):
 					config = dataclasses.replace(base, gathered=gathered)
 					if config.may_choose(tile) and not (keeps_z and base.row_scaled):
@@ -101,8 +101,11 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
 				continue
 			bases = [dataclasses.replace(base, zero_tail=True)]
 			if base.b_kind.has_squares:
-				# Serving's first product of experts.
-				bases.append(dataclasses.replace(bases[0], activation="swiglu"))
+				# Serving's first product of experts, where its output is quantized and where it is not.
+				fmt = OPERANDS[operand].fmt
+				quantized = (operand,) if support("grouped_gemm", fmt, arch, activation=True, result=fmt) else ()
+				for text in (None, *quantized):
+					bases.append(dataclasses.replace(base, activation="swiglu", zero_tail=not text, quantizes_to=text))
 			for config in bases:
 				for tile in filter(config.may_choose, cls.tile_shapes):
 					yield dataclasses.replace(config, tile=tile)

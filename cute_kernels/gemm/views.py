@@ -11,10 +11,12 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS
-from .problem import RAGGED_ROWS
+from ..layout.slots import TILE_ROWS, most_rows
+from .problem import RAGGED_ROWS, Extents
 
 if TYPE_CHECKING:
 	from .operands import OperandKind
+	from .problem import GemmArguments, GemmConfig
 
 
 def element_type(kind: OperandKind) -> Any:
@@ -53,6 +55,19 @@ def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
 	wrap = cute.assume(Int64(_WRAP_STRIDE) - pitch, aligned)
 	layout = cute.make_layout((matrix.shape[1], RAGGED_ROWS, (2**31 - 1, 2**31 - 1)), stride=(1, pitch, (pitch, wrap)))
 	return cute.make_tensor(matrix.iterator, layout)
+
+
+def extents_of(config: GemmConfig, x: GemmArguments, m: cute.Tensor, n: cute.Tensor) -> Extents:
+	"""The sizes of a product of ``m`` and ``n``, views of its operands."""
+	if config.gathered:
+		num_rows = x.rows.shape[0]
+	elif config.grouping == "m_grouped" or config.ragged_k:
+		num_rows = x.a.shape[0]
+	else:
+		# T itself is not known here; the most rows that the slots hold give the same slots.
+		num_rows = most_rows(n.shape[1] // TILE_ROWS, x.offs.shape[0])
+	depth = (n if config.tile.swap_ab else m).shape[1]
+	return Extents(*(Int32(size) for size in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
 
 
 def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any = None) -> cute.Tensor:

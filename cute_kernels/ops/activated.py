@@ -26,6 +26,7 @@ def activates(
 	interleaved: bool,
 	rows: int,
 	quantizer: bool,
+	result: str | None = None,
 ) -> bool:
 	"""Whether to multiply by ``m_grouped_gemm_activate`` or ``m_grouped_quantize_gemm_activate``.
 
@@ -39,6 +40,7 @@ def activates(
 	  interleaved: likewise.
 	  rows: of a group, to a power of two below.
 	  quantizer: what comes next is a quantizer that could activate as well.
+	  result: text of the format that the result is to be quantized to.
 	"""
 	if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
 		return True  # Nothing is computed.
@@ -51,9 +53,9 @@ def activates(
 	with _disable_current_modes():  # They may look into tensors.
 		a, b = operand(formats[0], rows), operand(formats[1], shape[0]).unsqueeze(0)
 		offs = torch.empty(1, dtype=torch.int32, device="meta")
-	given: dict[str, Any] = {"out_dtype": dtype, "epilogue": activation, "interleaved": interleaved}
-	op = MGroupedGemmActivate(a, b, offs, **given, a_format=formats[0], b_format=formats[1])
+	given: dict[str, Any] = {"epilogue": activation, "interleaved": interleaved, "quantize_to": result}
+	op = MGroupedGemmActivate(a, b, offs, out_dtype=dtype, **given, a_format=formats[0], b_format=formats[1])
 	backend = resolve_backend(choice, device)
-	if not support(*op.capability(), backend.listed, activation=True):
+	if not support(*op.capability(), backend.listed, activation=True, result=op.result_record):
 		return False
 	return backend.arch == "reference" or launch_gemm.activates(op, backend.arch, quantizer)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-	import torch
-	from torch import Tensor
+import torch
+from torch import Tensor
 
 #: Bytes to which the quantizers' vector accesses ask their operands to be aligned.
 ALIGNMENT = 32

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from cute_kernels import reference
 
 from ..formats import Format, parse
 from ..layout.buffers import BufferSpec, member_parts
 from ..reference.groups import Groups
+from ..runtime.launch import Launcher
 from .checks import INPUT_DTYPES, check_copy, check_dtype, check_multiple, check_offs, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
 from .registry import Op, Runner, register
-
-if TYPE_CHECKING:
-	import torch
-	from torch import Tensor
-
-	from ..runtime.launch import Launcher
 
 
 @register

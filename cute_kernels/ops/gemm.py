@@ -22,7 +22,7 @@ from cute_kernels import reference
 from ..activations import parse_activation
 from ..capability import require
 from ..formats import Format, parse
-from ..layout.buffers import BufferSpec
+from ..layout.buffers import BufferSpec, buffers
 from ..layout.prepack import unpack
 from ..layout.shapes import PITCH_ALIGNMENT
 from ..layout.slots import TILE_ROWS, most_rows
@@ -157,6 +157,11 @@ class GroupedGemm(Op):
 		return _parse(self.b_format)
 
 	@property
+	def result_record(self) -> Format | None:
+		"""The format that the result is quantized to; None if it is not."""
+		return None
+
+	@property
 	def quantizes_a(self) -> bool:
 		"""Whether A is plain and quantized on the way."""
 		return "a" not in self.quantized_sides
@@ -188,6 +193,7 @@ class GroupedGemm(Op):
 			"prepacked": self.prepacked,
 			"activation": self.has_activation,
 			"gathered": self.index is not None,
+			"result": self.result_record,
 		}
 		require(name, fmt, arch, dtype=dtype, **facts)
 		if self.b_record not in (None, fmt):
@@ -563,14 +569,20 @@ class _Activated(MGrouped):
 	epilogue: str
 	interleaved: bool
 	keeps_z: bool
+	quantize_to: str | None
 
 	@property
 	def has_activation(self) -> bool:
 		return True
 
 	@property
-	def of_activation(self) -> tuple[str, bool, bool]:
-		return self.epilogue, self.interleaved, self.keeps_z
+	def of_activation(self) -> tuple[str, bool, bool, str | None]:
+		fmt = self.result_record
+		return self.epilogue, self.interleaved, self.keeps_z, None if fmt is None else fmt.text
+
+	@property
+	def result_record(self) -> Format | None:
+		return _parse(self.quantize_to)
 
 	def check(self) -> None:
 		super().check()
@@ -581,10 +593,16 @@ class _Activated(MGrouped):
 			raise ValueError(f"b (G, 2N, K) of {self.epilogue}, which is gated, must have an even N, got {self.cols} rows")
 		if self.interleaved and not is_gated:
 			raise ValueError(f"interleaved is of gated activations, which {self.epilogue} is not")
+		if (fmt := self.result_record) is not None:
+			if self.keeps_z:
+				raise ValueError("keeps_z is of results that are not quantized")
+			check_multiple("N", result_columns(self.cols, self.epilogue), fmt.k_multiple, f"quantize_to={fmt.text!r}")
 
 	def outputs(self) -> list[BufferSpec]:
 		(z,) = super().outputs()
 		width = result_columns(self.cols, self.epilogue)
+		if (fmt := self.result_record) is not None:
+			return list(buffers(fmt, (z.shape[0], width), self.offs.shape[0]).values())
 		return [z._replace(shape=(z.shape[0], width)), *[z] * self.keeps_z]
 
 
@@ -601,15 +619,17 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 	  epilogue: its text, as ``moe_activate`` takes it.
 	  interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation alternate, A first.
 	  keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
+	  quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized instead, without z.
 
 	Returns:
 	  a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form leaves
-	  them alone.
+	  them alone. Or what ``grouped_quantize`` of a with ``offs`` returns.
 	"""
 
 	epilogue: str = "swiglu"
 	interleaved: bool = False
 	keeps_z: bool = False
+	quantize_to: str | None = None
 
 	name: ClassVar[str] = "m_grouped_gemm_activate"
 
@@ -617,7 +637,11 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 		(spec,) = MGrouped.outputs(self)
 		z = outputs[1] if self.keeps_z else spec.allocate(self.device, True)
 		super().run_reference([z], **options)
-		activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, outputs[0])
+		width, text = result_columns(self.cols, self.epilogue), self.quantize_to
+		a = outputs[0] if text is None else z.new_zeros(z.shape[0], width)
+		activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, a)
+		if text is not None:
+			GroupedQuantize(a, text, self.offs).run_reference(outputs)
 
 
 @register
@@ -630,6 +654,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	  epilogue: as for ``m_grouped_gemm_activate``.
 	  interleaved: likewise.
 	  keeps_z: likewise.
+	  quantize_to: likewise.
 
 	Returns:
 	  As ``m_grouped_gemm_activate``.
@@ -638,6 +663,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	epilogue: str = "swiglu"
 	interleaved: bool = False
 	keeps_z: bool = False
+	quantize_to: str | None = None
 
 	name: ClassVar[str] = "m_grouped_quantize_gemm_activate"
 	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemmActivate

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 
 def pairs(shapes: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from cute_kernels import reference
 
+from ..formats import Format
 from ..layout.buffers import BufferSpec
 from ..reference.groups import Groups
+from ..runtime.launch import Launcher
 from .checks import check_dtype, check_input, check_tensor
 from .launch import quantize as launch_quantize
 from .registry import Op, Runner, register
-
-if TYPE_CHECKING:
-	from ..formats import Format
-	from ..runtime.launch import Launcher
 
 
 @register

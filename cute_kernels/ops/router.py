@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from torch import Tensor
 from ..layout.buffers import BufferSpec
 from ..records import check_choice
 from ..reference import router as reference
+from ..runtime.launch import Launcher
 from .checks import check_tensor, same_device
 from .launch import moe as launch_moe
 from .moe import Plain
 from .registry import Runner, register
-
-if TYPE_CHECKING:
-	from ..runtime.launch import Launcher
 
 _FP32 = (torch.float32,)
 SCORES = ("softmax", "sigmoid")

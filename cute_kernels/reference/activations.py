@@ -90,7 +90,6 @@ def _power_of_two(bits: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-	"""e^x of fp32, as the module's docstring states it."""
 	x = x.clamp(-104.0, 89.0)
 	z = (x * Numbers.LOG2E).add_(Numbers.MAGIC + 254)
 	n = z - (Numbers.MAGIC + 254)
@@ -102,7 +101,6 @@ def exp(x: Tensor) -> Tensor:
 
 
 def tanh(x: Tensor) -> Tensor:
-	"""The hyperbolic tangent of fp32, as the module's docstring states it."""
 	a = x.abs().clamp_max_(10.0)
 	n = (a * (2 * Numbers.LOG2E)).floor_()
 	z = n + (Numbers.MAGIC + 126)
@@ -115,7 +113,6 @@ def tanh(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-	"""1 / (1 + e^-x) of fp32, as the module's docstring states it."""
 	return exp(-x).add_(1.0).reciprocal_()
 
 

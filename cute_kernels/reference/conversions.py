@@ -21,7 +21,6 @@ _E8M0_MAX, _E8M0_NAN = 254, 255
 
 
 def f32(value: float) -> float:
-	"""``value`` rounded to fp32."""
 	return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 

@@ -240,7 +240,6 @@ def _of_rows(x: Rows, rows: slice) -> Rows:
 
 
 def _with_one_nan(acc: Tensor) -> Tensor:
-	"""``acc`` with the NaN of GPUs."""
 	acc.view(torch.int32).masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
 	return acc
 

@@ -68,13 +68,11 @@ class GivenDraws(Draws):
 		self._rowwise, self._columnwise = rowwise, columnwise
 
 	def rows(self, rows: Tensor) -> Tensor:
-		"""See ``Draws``."""
 		if self._rowwise is None:
 			raise ValueError("rowwise is None, but the rowwise copy is rounded by it")
 		return self._rowwise[rows]
 
 	def tiles(self, tiles: Tensor) -> Tensor:
-		"""See ``Draws``."""
 		if self._columnwise is None:
 			raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
 		slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
@@ -98,13 +96,11 @@ class KeyedDraws(Draws):
 		self._cols, self._before = cols, before
 
 	def rows(self, rows: Tensor) -> Tensor:
-		"""See ``Draws``."""
 		blocks = self._cols // BLOCK
 		block = rows.unsqueeze(-1) * blocks + torch.arange(blocks, device=rows.device)
 		return self._bytes(block + self._before[0], self._high).flatten(-2)
 
 	def tiles(self, tiles: Tensor) -> Tensor:
-		"""See ``Draws``."""
 		per_tile = TILE_ROWS // BLOCK
 		chunk = tiles[:, None] * per_tile + torch.arange(per_tile, device=tiles.device)
 		block = chunk.unsqueeze(-1) * self._cols + torch.arange(self._cols, device=tiles.device)

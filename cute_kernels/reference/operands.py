@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..formats import BlockScale, Format
 from ..layout.shapes import ceil_div
 from ..layout.slots import TILE_ROWS
 from .conversions import decode, f32
 from .scales import linear_column_scales, linear_scales, tile_view
-
-if TYPE_CHECKING:
-	from ..formats import BlockScale, Format
 
 
 class Rows(NamedTuple):
@@ -36,12 +34,10 @@ class Rows(NamedTuple):
 
 	@property
 	def scale(self) -> BlockScale:
-		"""What the block scales are."""
 		assert self.fmt is not None and self.fmt.scale is not None
 		return self.fmt.scale
 
 	def scale_values(self) -> Tensor:
-		"""Block scales, exact in fp32."""
 		assert self.scales is not None
 		return decode(self.scale.element, self.scales)
 

@@ -76,7 +76,6 @@ def route(
 def gradient(
 	d: Tensor, dscores: Tensor | None, ids: Tensor, scores: Tensor, options: tuple[str, bool, float]
 ) -> Tensor:
-	"""The gradient of the logits."""
 	score, renormalize, factor = options
 	there = ids >= 0
 	at = ids.clamp_min(0)

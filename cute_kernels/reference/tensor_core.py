@@ -133,7 +133,6 @@ class _Operand:
 
 	@property
 	def k(self) -> int:
-		"""Elements of a row."""
 		return self.elements.shape[1] * (2 if self.elements.dtype == _FP4 else 1)
 
 
@@ -236,7 +235,6 @@ def _exponent(v: Tensor, lowest: int, zero: int) -> Tensor:
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-	"""2^exponent, fp64."""
 	return exponent.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)
 
 

@@ -65,7 +65,6 @@ class Backend:
 
 	@property
 	def is_emulated(self) -> bool:
-		"""Whether its kernels are interpreted on the CPU."""
 		return self.name.startswith(_EMULATED)
 
 

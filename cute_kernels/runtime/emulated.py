@@ -125,7 +125,6 @@ class EmulatedKernel:
 		return self._emulator.call(self._function, *args)
 
 	def _load(self) -> None:
-		"""Hand the PTX to the emulator."""
 		with _load_lock:
 			if self._is_loaded:
 				return

@@ -67,14 +67,12 @@ class PlanCache(Generic[P]):
 		return self._plans.get(key)
 
 	def add(self, key: Hashable, plan: P) -> P:
-		"""Keep a plan, and return it."""
 		while len(self._plans) >= self._capacity:
 			self._plans.pop(next(iter(self._plans)), None)
 		self._plans[key] = plan
 		return plan
 
 	def clear(self) -> None:
-		"""Forget every plan."""
 		self._plans.clear()
 
 	def __len__(self) -> int:

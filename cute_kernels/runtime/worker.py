@@ -17,11 +17,10 @@ import sys
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Union
+from typing import Union
 
-if TYPE_CHECKING:
-	from .arch import Architecture
-	from .spec import KernelSpec
+from .arch import Architecture
+from .spec import KernelSpec
 
 #: What became of a kernel: what ``compile_to_disk`` returns, or the error as text.
 Answer = Union[bool, str, None]  # noqa: UP007  (evaluated by Python 3.10 too)

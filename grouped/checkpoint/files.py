@@ -21,7 +21,7 @@ _INDEX = "model.safetensors.index.json"
 def progress(items: Any, what: str) -> Any:
 	"""``items`` with a progress bar on a terminal, if tqdm is installed."""
 	try:
-		from tqdm import tqdm  # noqa: PLC0415
+		from tqdm import tqdm
 	except ImportError:
 		return items
 	return tqdm(items, what, disable=None)

@@ -130,7 +130,7 @@ def _read(layout: Layout | None, names: list[str], files: Reader, target: Tensor
 
 
 def _some(names: list[str]) -> str:
-	return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"  # noqa: PLR2004
+	return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
 
 
 def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

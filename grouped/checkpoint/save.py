@@ -73,7 +73,7 @@ def save(
 				continue
 			name = renamed(key, rename)
 			writer.add(name, t)
-			if name.endswith(".weight") and t.dim() == 2:  # noqa: PLR2004
+			if name.endswith(".weight") and t.dim() == 2:
 				ignored.append(name.removesuffix(".weight"))
 		for name, scale in (input_scales or {}).items():
 			writer.add(name, scale)

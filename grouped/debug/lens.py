@@ -44,7 +44,7 @@ class LayerLens:
 		return None if step is None else Probe(self._layer, self._lens._roles, step)
 
 
-class inspect:  # noqa: N801 - a context manager, named as detect_nonfinite is
+class inspect:
 	"""Look at what quantization does to the operands of the grouped layers of a model.
 
 	  lens = grouped.debug.inspect(model, every=10)

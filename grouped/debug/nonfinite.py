@@ -30,7 +30,7 @@ class Watched(nn.Module):
 	_lens: LayerLens | None = None
 
 
-class detect_nonfinite:  # noqa: N801 - a context manager, named as torch.autograd's are
+class detect_nonfinite:
 	"""Watch the grouped layers that run inside for NaN and infinities.
 
 	Low-precision codes cannot hold a NaN: under NVFP4 a NaN in an activation, a weight or a
@@ -160,15 +160,15 @@ def _holds_nonfinite(weight: Tensor) -> Tensor:
 
 class _WatchGradient(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, y: Tensor, flags: Tensor, live: Tensor) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, y: Tensor, flags: Tensor, live: Tensor) -> Tensor:
 		# Not saved for backward: other calls set flags in between.
 		ctx.flags = flags
 		ctx.save_for_backward(live)
 		return y.view_as(y)
 
 	@staticmethod
-	@once_differentiable  # type: ignore[untyped-decorator]
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	@once_differentiable
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		(live,) = ctx.saved_tensors
 		_set(ctx.flags, "grad_output", _rows_hold_nonfinite(dy, live))
 		return dy, None, None

@@ -1,7 +1,5 @@
 """Command line of the demo: ``python -m grouped.demo``."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -100,7 +100,7 @@ def _class_of(parent: Any) -> Any:
 			super().__init__(config)
 			self.recipe = config.recipe
 
-		def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:  # noqa: N803
+		def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
 			return grouped.linear(A, B_t.transpose(-2, -1), None, offs, self.recipe)
 
 	Experts.__name__ = Experts.__qualname__ = f"Cute{parent.__name__}"

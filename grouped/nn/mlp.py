@@ -1,5 +1,6 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,21 @@ from .linear import GroupedLinear
 
 
 class Mixture:
-	"""What a mixture gives its experts beside rows: no tuple, for FSDP2 rounds the tensors in those to its dtype."""
+	"""What a mixture gives its experts beside rows: no tuple, for FSDP2 rounds the tensors in those to its dtype.
 
-	def __init__(self, weights: Tensor, routing: Routing, style: Style) -> None:
+	``shared()`` is what ``make`` gives, the shared expert's rows: made where there is time, or where they are needed.
+	"""
+
+	def __init__(self, weights: Tensor, routing: Routing, style: Style, make: Callable[[], Tensor | None]) -> None:
 		self.weights, self.routing, self.style = weights, routing, style
+		self._make, self._made = make, False
+		self._shared: Tensor | None = None
+
+	def shared(self) -> Tensor | None:
+		"""Rows of the shared expert, if there is one."""
+		if not self._made:
+			self._shared, self._made = self._make(), True
+		return self._shared
 
 
 class GroupedMLP(nn.Module):
@@ -99,7 +111,7 @@ class GroupedMLP(nn.Module):
 		if isinstance(offs, Mixture):
 			if any(_hooks(layer) for layer in (self.gate_up, self.down)):
 				raise RuntimeError("the layers of a mixture's experts are not called: shard, or hook into, the experts")
-			return self.run(x, offs.weights, offs.routing, is_first_microbatch, offs.style)
+			return self.run(x, offs.weights, offs.routing, is_first_microbatch, offs.style, offs.shared)
 		if self.exchange is not None:
 			return self._exchanged(x, offs, is_first_microbatch)
 		if self._is_one():
@@ -143,8 +155,9 @@ class GroupedMLP(nn.Module):
 		routing: Routing | InPlace,
 		is_first_microbatch: bool | None,
 		style: Style,
+		meanwhile: Callable[[], object] | None = None,
 	) -> Tensor:
-		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does."""
+		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does, and ``meanwhile``."""
 		needs_dx = rows.requires_grad
 		layers = []
 		for layer in (self.gate_up, self.down):
@@ -152,8 +165,9 @@ class GroupedMLP(nn.Module):
 			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
 			if torch.is_grad_enabled():
 				needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
-		function: Any = self.exchange or experts
-		return function(rows, weights, routing, *layers, style)  # type: ignore[no-any-return]
+		if self.exchange is None:
+			return experts(rows, weights, routing, layers[0], layers[1], style)
+		return self.exchange(rows, weights, routing, *layers, style, meanwhile)  # type: ignore[no-any-return]
 
 	def extra_repr(self) -> str:
 		"""The activation."""

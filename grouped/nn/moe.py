@@ -176,10 +176,16 @@ class MoE(nn.Module):
 		mlp = self.experts
 		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
 		run = self._run_eager if mlp.is_watched else mlp
-		y = run(rows, Mixture(choice.weights, routing, style), is_first_microbatch=is_first_microbatch)
-		if self.shared is not None:
-			shared = self.shared(rows, ends, is_first_microbatch=is_first_microbatch)
-			y = y + shared.to(y.dtype)
+
+		def shared() -> Tensor | None:
+			mlp = self.shared
+			return None if mlp is None else mlp(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+
+		mixture = Mixture(choice.weights, routing, style, shared)
+		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
+		beside = mixture.shared()
+		if beside is not None:
+			y = y + beside.to(y.dtype)
 		y = y if x.dim() == 2 else y.view(x.shape)
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 

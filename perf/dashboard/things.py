@@ -136,7 +136,6 @@ def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
 
 
 def _order(record: Record) -> tuple[Any, ...]:
-	"""By suite and case, numbers as numbers, then by time."""
 	case = [(n, 0 if isinstance(v, str) else v, str(v)) for n, v in sorted(record.case.items())]
 	return (record.kind, record.suite, case, record.key[:8], record.time, repr(record))
 

@@ -31,12 +31,10 @@ class Measurement:
 
 
 def spread_of(values: Sequence[float]) -> float:
-	"""Largest minus smallest."""
 	return max(values) - min(values)
 
 
 def of_times(times: Sequence[float], what: str, protocol: str, **more: Any) -> Measurement:
-	"""A time in microseconds from its repeats."""
 	rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
 	return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
 
@@ -86,7 +84,6 @@ class Meter(abc.ABC):
 		yield [0.0]
 
 	def environment(self) -> Environment:
-		"""What holds for all measurements of this run."""
 		return environment(self.kind)
 
 	@abc.abstractmethod

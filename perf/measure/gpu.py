@@ -10,18 +10,16 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cute_kernels.runtime.arch import device_architecture
 
+from ..contender import Contender
 from .base import Measurement, Meter, of_times
 from .power import PowerMeter
 from .profile import details_of
-
-if TYPE_CHECKING:
-	from ..contender import Contender
 
 #: At the clock to which its power limit brings a busy GPU, and at that of one that was idle.
 PROTOCOLS = ("sustained", "burst")
@@ -92,7 +90,6 @@ class GpuMeter(Meter):
 		return found
 
 	def ceilings(self) -> dict[str, float]:
-		"""Rates of a copy kernel and of dense products, of the same protocol."""
 		elements = _COPY_ELEMENTS >> (5 if self.quick else 0)
 		size = _DENSE >> (2 if self.quick else 0)
 		found: dict[str, float] = {}
@@ -161,7 +158,6 @@ class _Timer:
 		self._cycle(self._count)
 
 	def microseconds(self) -> float:
-		"""Of one call, by events around a replay."""
 		start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 		start.record()
 		self._go()
@@ -177,8 +173,6 @@ class _Eager(_Timer):
 
 
 class _Graph(_Timer):
-	"""A replay is one CUDA graph."""
-
 	def _make(self, calls: int) -> None:
 		super()._make(calls)
 		stream = torch.cuda.Stream()

@@ -77,7 +77,6 @@ class HostMeter(Meter):
 
 	@contextlib.contextmanager
 	def _recording(self) -> Iterator[None]:
-		"""Ops launch their kernels by the recorder inside the block."""
 		stub = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
 		with stub:
 			registry.forget_plans()
@@ -102,7 +101,6 @@ class HostMeter(Meter):
 		return found
 
 	def _launches(self, run: Callable[[], Any]) -> list[Callable[[], object]]:
-		"""The launches of one call, ready to be done again."""
 		launches = self._recorder.launches = []
 		with cute_kernels.backend(self.backend), self._recording():
 			run()

@@ -16,7 +16,6 @@ _REPEATS, _SECONDS = 5, 0.05
 
 
 def details_of(run: Callable[[], Any]) -> list[Measurement]:
-	"""Eager time, and memory."""
 	return [
 		of_times(_eager(run), "eager time", "back to back, host included"),
 		Measurement("peak memory", peak_of(run), "byte", "allocated, eager", 0.0, 1),

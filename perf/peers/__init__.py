@@ -13,6 +13,5 @@ PEERS = ("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", 
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-	"""Every peer, whether it works here or not."""
 	modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
 	return [module.PEER(paths) for module in modules]

@@ -84,7 +84,6 @@ class Peer:
 
 	@property
 	def versions(self) -> dict[str, str]:
-		"""As ``Contender.versions``; of a checkout its commit."""
 		if self.path is not None:
 			command = ["git", "-C", str(self.path), "rev-parse", "--short=12", "HEAD"]
 			done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -150,7 +149,6 @@ class W4A16Peer(Peer, abc.ABC):
 		"""Quantize and arrange the weights; gives what multiplies."""
 
 	def products(self, work: Operands) -> Iterator[Contender]:
-		"""Fprop."""
 		if work.product == "fprop":
 			prepare = functools.partial(self.prepare, work)
 			yield self.product(work, "bfloat16 x nvfp4", prepare, b_bytes=element_bytes(NVFP4()))

@@ -44,7 +44,6 @@ class CutlassExample(Peer):
 	sources = "examples/python/CuTeDSL/cute"
 
 	def products(self, work: Operands) -> Iterator[Contender]:
-		"""Fprop of NVFP4 and of MXFP8 with each tile."""
 		if work.product != "fprop" or self.path is None:
 			return
 		assert isinstance(self.meter, EmulatorMeter)
@@ -59,8 +58,6 @@ class CutlassExample(Peer):
 
 
 class _Call:
-	"""One product with one tile."""
-
 	def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
 		self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
 		self._num_sms = num_sms

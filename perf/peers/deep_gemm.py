@@ -50,7 +50,6 @@ class _Call:
 		self.alignment = 0
 
 	def load(self) -> None:
-		"""Import the library and convert the weights."""
 		self.library = importlib.import_module("deep_gemm")
 		# Block scales are powers of two, packed, on Blackwell alone.
 		self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
@@ -65,7 +64,6 @@ class _Call:
 		return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
 
 	def rows(self, x: Tensor) -> Any:
-		"""Rows (..., K) as it takes them."""
 		if not self.is_fp8:
 			return x
 		flat = x.flatten(0, -2)
@@ -73,7 +71,6 @@ class _Call:
 		return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 	def error(self, out: Tensor) -> float:
-		"""As ``Contender.error``, of the rows that were asked for."""
 		sizes = self.work.sizes
 		if out.dim() == 3:
 			rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])

@@ -40,7 +40,6 @@ class FlashInfer(Peer):
 	sources = "flashinfer"
 
 	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		"""Rows, scales in 128x4 tiles."""
 		if asked.directions != "row":
 			return
 		if self.path is not None and self.meter.kind == "emulator":

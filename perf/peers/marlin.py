@@ -61,7 +61,6 @@ class Marlin(W4A16Peer):
 
 
 def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Tensor]:
-	"""Codes, block scales and second level of all experts in its layout."""
 	fp4 = importlib.import_module(f"{_UTILS}.marlin_utils_fp4")
 	codes, scales, level = linear_nvfp4(work.b)
 	sizes: dict[str, Any] = {"size_k": work.shape.k, "size_n": work.shape.n, "is_a_8bit": False}

@@ -33,7 +33,6 @@ class PyTorch(Peer):
 		return {"torch": torch.__version__}
 
 	def products(self, work: Operands) -> Iterator[Contender]:
-		"""In bf16, and of m_grouped ones in FP8 with a scale a row."""
 		plain = functools.partial(_grouped_mm, work)
 		yield self.product(work, "bfloat16", lambda: plain)
 		if work.device.type == "cuda" and work.product == "fprop":
@@ -59,7 +58,6 @@ class PyTorch(Peer):
 		return dataclasses.replace(made, name="torch.compile")
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		"""The layer in bf16, by ``torch._grouped_mm``."""
 		bound = 3 * NOISE["bfloat16"]
 		make = functools.partial(_layer, work)
 		yield work.contender("torch", "BF16", make, bound, versions=self.versions)
@@ -103,13 +101,11 @@ def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-	"""NVFP4 rows, each with its own amax."""
 	del amax
 	return nvfp4_given(x, x.abs().amax(-1).float())
 
 
 def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
-	"""What ``nvfp4_given`` stands for."""
 	table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
 	both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
 	blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
@@ -127,7 +123,6 @@ def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
-	"""What ``mxfp8_rows`` stands for."""
 	scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
 	values: Tensor = (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
 	return values

@@ -48,7 +48,6 @@ def _interface() -> Any:
 
 
 def _starts(offs: Tensor) -> Tensor:
-	"""Where groups begin, and the end."""
 	return F.pad(offs, (1, 0))
 
 

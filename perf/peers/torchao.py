@@ -48,7 +48,6 @@ class TorchAo(Peer):
 		yield self.quantizer(data, text, prepare, functools.partial(_error, data))
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		"""Its differentiable products of bf16 operands."""
 		if work.device.type != "cuda":
 			return
 		major = torch.cuda.get_device_capability()[0]
@@ -76,7 +75,6 @@ def _nvfp4(data: Input) -> Callable[[Tensor], Any]:
 
 
 def _error(data: Input, got: tuple[Tensor, ...]) -> float:
-	"""Of what was stored, beside the input."""
 	if len(got) == 2:
 		scales, codes = got
 		return relative_error(mxfp8_values(codes, scales.view(torch.uint8)), data.x)

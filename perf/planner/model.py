@@ -83,8 +83,6 @@ def _times(units: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 class _Problem:
-	"""Observations as tensors."""
-
 	def __init__(self, observed: Sequence[Observation]) -> None:
 		kernels = [(kernel, o.gpu) for o in observed for kernel in o.kernels]
 		names = [_names(kernel) for kernel, _ in kernels]
@@ -118,7 +116,6 @@ class Model:
 	spread: float
 
 	def is_known(self, kernel: Kernel) -> bool:
-		"""Whether kernels of its kind were measured."""
 		return all(name in self.values for name in _names(kernel) if name)
 
 	def _value(self, name: str, where: float) -> float:
@@ -153,7 +150,6 @@ class Model:
 
 
 def _solve(observed: Sequence[Observation]) -> dict[str, float]:
-	"""The coefficients that fit observations best."""
 	problem = _Problem(observed)
 	start = torch.tensor([_assumed(name) for name in problem.names]).double().log()
 	moved = torch.zeros_like(start, requires_grad=True)
@@ -164,7 +160,7 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
 		found = problem.errors(start + moved) / _OUTLIER
 		total = torch.nn.functional.huber_loss(found, torch.zeros_like(found), reduction="sum")
 		value: Tensor = total + _PRIOR * (moved / _DOUBT).square().sum()
-		value.backward()  # type: ignore[no-untyped-call]
+		value.backward()
 		return value
 
 	solver.step(loss)

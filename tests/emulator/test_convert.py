@@ -1,5 +1,3 @@
-"""Conversions, beside those that test_silicon.py and the quantizers have."""
-
 import numpy as np
 import pytest
 
@@ -58,7 +56,6 @@ def test_integers_to_bf16_round_once():
 
 
 def test_nan_to_integer():
-	"""0, or the most significant bit where the destination has 64 bits."""
 	single = np.full(32, np.nan, np.float32)
 	assert (elementwise("cvt.rni.s32.f32 %out, %a0;", single) == 0).all()
 	assert (elementwise("cvt.rni.s64.f32 %out, %a0;", single, out=np.uint64) == 1 << 63).all()

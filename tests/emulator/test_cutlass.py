@@ -51,7 +51,6 @@ def test_each_compiled_function_runs_its_own_kernel():
 
 
 def test_architectures_side_by_side():
-	"""Functions of two architectures, and one compiled without the DSL's own call."""
 	x = torch.zeros(32)
 	emulator.install("sm_90a", num_sms=3)
 	assert emulator.installed() == "sm_90a"
@@ -133,7 +132,6 @@ def test_object_files(tmp_path):
 
 
 def test_any_size_and_the_environment_stream():
-	"""Compiled from fake tensors with a symbolic size, called with tensors of several sizes."""
 	pytest.importorskip("tvm_ffi")
 
 	@cute.kernel

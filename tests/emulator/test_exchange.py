@@ -47,7 +47,6 @@ def test_elect_and_member_masks():
 
 
 def test_divergent_loop_reconverges():
-	"""Every lane runs a different number of turns, then all meet in a shuffle."""
 	ptx = """.reg .pred %p; .reg .b32 %i, %s; mov.b32 %i, 0; mov.b32 %s, 0;
     LOOP: setp.ge.u32 %p, %i, %a0; @%p bra DONE;
     add.u32 %i, %i, 1; add.u32 %s, %s, %i; bra LOOP;

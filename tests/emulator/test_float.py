@@ -1,5 +1,3 @@
-"""Floating-point instructions against NumPy, beside those that test_silicon.py has."""
-
 import numpy as np
 
 from tests.helpers import each

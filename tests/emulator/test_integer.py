@@ -1,5 +1,3 @@
-"""Integer and bit instructions against Python's integers, beside those that test_silicon.py has."""
-
 import numpy as np
 
 from tests.helpers import each

@@ -1,5 +1,3 @@
-"""The tables of the parser against those of the engine."""
-
 import re
 from pathlib import Path
 

@@ -29,7 +29,6 @@ def test_loads_extend_to_64_bits():
 
 
 def test_shared_static_and_dynamic_do_not_overlap():
-	"""The dynamic part follows a static variable that is declared after it."""
 	out = np.zeros((32, 2), np.uint32)
 	text = f"""
     .version 8.8
@@ -126,6 +125,10 @@ def test_compare_and_swap():
 	assert (old[1:, 0] == 9).all()
 
 
+def _words():
+	return np.arange(128, dtype=np.uint32).reshape(32, 4), np.zeros((32, 4), np.uint32)
+
+
 def _cp_async(tail, sizes="16", setup=""):
 	return f"""
     .shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
@@ -139,8 +142,7 @@ def _cp_async(tail, sizes="16", setup=""):
 @each("mode", ["eager", "chaos"])
 @each("tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"])
 def test_cp_async(mode, tail):
-	source = np.arange(128, dtype=np.uint32).reshape(32, 4)
-	out = np.zeros_like(source)
+	source, out = _words()
 	with emulator.options(mode=mode, seed=1):
 		run(_cp_async(tail), _aligned(source), out)
 	assert (out == source).all()
@@ -155,16 +157,15 @@ def _aligned(array, to=128):
 
 
 def test_cp_async_without_a_wait_reads_too_early():
-	source = np.arange(128, dtype=np.uint32).reshape(32, 4)
-	out = np.zeros_like(source)
+	source, out = _words()
 	with pytest.raises(emulator.EmulatorError, match="operations are in flight"):
 		run(_cp_async("cp.async.commit_group;"), _aligned(source), out)
 	assert not (out == source).all()
 
 
 def test_cp_async_fills_with_zeros():
-	source = np.arange(1, 129, dtype=np.uint32).reshape(32, 4)
-	out = np.zeros_like(source)
+	source, out = _words()
+	source += 1
 	wait = "cp.async.wait_all;"
 	run(_cp_async(wait, "16, 8"), _aligned(source), out)
 	assert (out[:, :2] == source[:, :2]).all()
@@ -184,8 +185,7 @@ def test_cp_async_fills_with_zeros():
 
 
 def test_cp_async_arrives_on_an_mbarrier():
-	source = np.arange(128, dtype=np.uint32).reshape(32, 4)
-	out = np.zeros_like(source)
+	source, out = _words()
 	setup = """mov.u32 %r8, bar; setp.eq.u32 %q0, %t, 0;
     @%q0 mbarrier.init.shared::cta.b64 [%r8], 32; bar.sync 0;"""
 	tail = """cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];
@@ -198,7 +198,6 @@ def test_cp_async_arrives_on_an_mbarrier():
 
 @each("transposed", [False, True])
 def test_matrices(transposed):
-	"""stmatrix of four 8x8 tiles, ldmatrix of the same, possibly transposed."""
 	out = np.zeros((32, 4), np.uint32)
 	trans = ".trans" if transposed else ""
 	body = f"""

@@ -1,5 +1,3 @@
-"""The emulator against what an H200 answered, instruction by instruction."""
-
 import numpy as np
 import pytest
 

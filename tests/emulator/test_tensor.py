@@ -14,9 +14,6 @@ from .test_memory import _aligned
 RNG = np.random.default_rng(0)
 
 
-# ---- wgmma
-
-
 def _integers(rows, columns):
 	"""FP16 numbers whose products any tensor core adds exactly."""
 	return torch.randint(-4, 5, (rows, columns)).half()
@@ -27,8 +24,6 @@ def test_wgmma_needs_a_proxy_fence():
 	with fails(r"wgmma A reads .* no fence.proxy.async"):
 		wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
 
-
-# ---- tcgen05
 
 ALLOCATE = """.shared .b32 tm; .shared .align 8 .b64 bar; mov.u32 %r110, tm; mov.u32 %r111, bar;
 setp.eq.u32 %q0, %t, 0; shr.u32 %r1, %t, 5; setp.eq.u32 %q1, %r1, 0;
@@ -100,7 +95,6 @@ def test_tensor_memory_shapes(shape, count, place):
 
 
 def test_copy_to_tensor_memory():
-	"""32x128b.warpx4: 32 rows of 16 bytes into all four quarters."""
 	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
 	out = np.zeros((128, 4), np.uint32)
 	body = f"""

@@ -40,7 +40,6 @@ def _load(array, box, at, swizzle=0):
 
 
 def _box(array, box, at):
-	"""The same by NumPy: zeros where the box leaves the array."""
 	out = np.zeros(box, array.dtype)
 	for index in np.ndindex(*box):
 		position = tuple(i + c for i, c in zip(index, reversed(at), strict=True))
@@ -135,9 +134,6 @@ def test_store_drops_what_is_outside(mode):
 	want = np.full((12, 16), -1, np.int32)
 	want[7:, 12:] = np.arange(64).reshape(8, 8)[:5, :4]
 	assert (target == want).all()
-
-
-# ---- faults
 
 
 def test_a_misaligned_tensor_map_in_memory():
@@ -266,7 +262,6 @@ def test_ring_of_stores(mode):
 
 
 def test_missing_wait_is_seen():
-	"""Without the wait the kernel reads what was in shared memory before."""
 	array = _aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
 	out = np.zeros((8, 8), np.float32)
 	head = _head()

@@ -1,5 +1,3 @@
-"""Recipes, formats and independent decoders that the tests of ``grouped`` share."""
-
 from collections import Counter
 
 import torch
@@ -8,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
+from tests.helpers import assert_same_buffers
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
@@ -62,6 +61,16 @@ def bytes_of(x):
 		if held is not None:
 			inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
 	return {name: t.clone() for name, t in inner.items() if t is not None}
+
+
+def pointers(x):
+	return [getattr(x, name).data_ptr() for name in x.__tensor_flatten__()[0]]
+
+
+def assert_same_tensor(got, want):
+	assert type(got) is type(want) is grouped.GroupedTensor and got.format == want.format
+	assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
+	assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
 def decode_member(codes, scales, amax, cols):

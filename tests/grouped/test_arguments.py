@@ -56,7 +56,6 @@ def test_what_is_no_recipe_is_named(recipe, message):
 
 
 def test_a_recipe_is_no_format():
-	"""Both are called MXFP8."""
 	with pytest.raises(TypeError, match="fmt must be a format record.*: a recipe, which has one"):
 		quantize(fmt=recipes.MXFP8())
 

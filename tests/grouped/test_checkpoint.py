@@ -1,5 +1,3 @@
-"""Checkpoints of other systems: bytes of files, an oracle that decodes them, and their own packages."""
-
 import json
 
 import numpy as np
@@ -313,7 +311,6 @@ def test_convert(to, stacked, tmp_path, capsys):
 
 @each("layout", LAYOUTS)
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
-	"""Attention of DeepSeek's own checkpoints, say; FP8 without scales is no weight."""
 	model, record = moe(), checkpoint.LAYOUTS[layout]
 	checkpoint.save(model, tmp_path / "a", layout)
 	weight = torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()

@@ -5,19 +5,9 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import (
-	BF16,
-	F32,
-	Graphs,
-	assert_all_same,
-	assert_same_buffers,
-	assert_same_bytes,
-	each,
-	needs_compiler,
-	sample,
-)
+from tests.helpers import BF16, F32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, sample
 
-from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, bytes_of, parameter
+from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
@@ -127,14 +117,6 @@ def test_a_quantized_weight():
 			assert_all_same(got, want)
 			optimizer.step()
 	assert len(frames) == 1
-
-
-def assert_same_tensor(got, want):
-	assert type(got) is grouped.GroupedTensor and got.format == want.format
-	assert got.shape == want.shape and got.dtype == want.dtype
-	a, b = bytes_of(got), bytes_of(want)
-	assert a.keys() == b.keys()
-	assert_same_buffers(a, b)
 
 
 #: One of each kind of buffers: the ops under them have tests of every format.

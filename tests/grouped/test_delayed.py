@@ -30,7 +30,6 @@ def step_data(steps, rows=40, seed=2):
 
 
 def run(function, module, x, dy, offs=OFFS, **options):
-	"""y, dx and the gradients of parameters."""
 	leaf = x.clone().requires_grad_()
 	y = function(leaf, offs, **options)
 	y.backward(dy)
@@ -47,9 +46,6 @@ def assert_same_state(got, want):
 	a, b = state_of(got), state_of(want)
 	assert a.keys() == b.keys() and a
 	assert_same_buffers(a, b)
-
-
-# Against by hand
 
 
 class ByHand:
@@ -129,9 +125,6 @@ def test_training_is_the_composition_by_hand(single, algorithm):
 		assert (layer.scaling.scale(role) != 1).sum() >= 2
 
 
-# When amaxes count
-
-
 def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
 	layer = layer_of()
 	for x, dy in step_data(3):
@@ -187,9 +180,6 @@ def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is()
 	assert not layer.scaling.amax_history("grad_output").any()
 
 
-# Kept weights
-
-
 def test_weights_kept_in_eval_follow_their_scale():
 	layer, (x, dy) = layer_of(), step_data(1)[0]
 	run(layer, layer, x, dy)
@@ -229,9 +219,6 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
 	assert_same_bytes(layer.weight.rowwise.scale, want)
 
 
-# Compiled code
-
-
 MODULES = {
 	"linear": lambda **options: layer_of(**options),
 	"mlp": lambda **options: GroupedMLP(G, K, 32, dtype=torch.bfloat16, recipe=RECIPE, **options),
@@ -259,12 +246,7 @@ def test_compiled_training_with_changing_token_counts(name, single):
 	assert len(frames) == 1
 
 
-# Checkpoints
-
-
 class Block(nn.Module):
-	"""Two layers, whose forward is run again in the backward pass where ``again`` says so."""
-
 	def __init__(self, again, compiled=False):
 		super().__init__()
 		torch.manual_seed(1)
@@ -302,9 +284,6 @@ def test_reentrant_recomputation_raises():
 	y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
 	with pytest.raises(RuntimeError, match="use_reentrant=False"):
 		y.backward(dy)
-
-
-# State
 
 
 def test_state_is_copied_saved_and_loaded():
@@ -354,9 +333,6 @@ def test_casts_leave_the_state_in_fp32():
 	layer.load_state_dict(before, strict=False)
 	layer.scaling.reset()
 	assert_same_buffers(state_of(layer), fresh)
-
-
-# Functional
 
 
 def test_the_functional_form_takes_the_state():
@@ -428,9 +404,6 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
 	assert newest[2] == finite[13:35].float().abs().max()
 
 
-# Recipe
-
-
 @each(
 	("options", "error", "match"),
 	[
@@ -457,7 +430,6 @@ def test_other_recipes_refuse_formats_that_take_scales():
 
 @each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
-	"""As for the last steps in BF16, or a model that serves in another recipe."""
 	torch.manual_seed(0)
 	layer = GroupedLinear(G, K, N, recipe=RECIPE)
 	plain = GroupedLinear(G, K, N, recipe=other)

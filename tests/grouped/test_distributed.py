@@ -48,7 +48,6 @@ def test_one_process_loads_what_two_have_saved(folder):
 
 
 def state_of():
-	"""Rows of codes that are padded to 16 bytes, every format, a weight in another order."""
 	return {
 		"tokens": grouped.quantize(sample(40, 48), FORMATS["row-scaled"], offs=[13, 40]),
 		**{name: parameter(fmt=fmt) for name, fmt in EVERY_FORMAT.items()},

@@ -1,5 +1,3 @@
-"""``to_parts`` and ``from_parts``: codes and scales as plain tensors."""
-
 import pytest
 import torch
 
@@ -57,7 +55,6 @@ def test_linear_parts_are_matrices(fmt):
 
 
 def test_parts_that_follow():
-	"""Of FP8 what no reader needs; of prepacked weights the order of the layout contract."""
 	q = quantized(grouped.FP8(), True)
 	codes, inverse = q.rowwise.codes, q.rowwise.scale_inv
 	again = GroupedTensor.from_parts(q.format, codes, global_scale=inverse, offs=ENDS)

@@ -3,7 +3,7 @@ import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.helpers import BF16, F16, SPLITS, assert_same_bytes, each, end_rows, sample
+from tests.helpers import BF16, F16, SPLITS, assert_same_bytes, each, end_rows, sample, spans
 
 from .cases import FORMATS, WEIGHT_FORMAT
 
@@ -33,10 +33,6 @@ def operands(splits=(7, 0, 26), tail=3, fmt=FORMATS["row-scaled"]):
 	w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
 	dy = grouped.quantize(sample(ends[-1] + tail, N), FORMATS["1x16"], offs=ends, columnwise=True)
 	return x, w, dy
-
-
-def spans(splits):
-	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
 
 
 def close(got, want):

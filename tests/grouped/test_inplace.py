@@ -8,7 +8,7 @@ import grouped
 from grouped import GroupedTensor, updates
 from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, sample
 
-from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
+from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, pointers, weight
 
 every_format = each("fmt", EVERY_FORMAT)
 
@@ -19,11 +19,6 @@ def assert_holds(p, dense):
 	want = grouped.quantize(dense.to(p.dtype), p.format, offs=p.offs, rowwise=rowwise, columnwise=columnwise)
 	got = bytes_of(p)
 	assert_same_buffers(got, bytes_of(want))
-
-
-def storage(p):
-	held = [t for copy in (p.rowwise, p.columnwise) if copy is not None for t in copy]
-	return [t.data_ptr() for t in held]
 
 
 IN_PLACE = {
@@ -45,7 +40,7 @@ IN_PLACE = {
 @every_format
 def test_in_place_ops(fmt, op):
 	x = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
-	other, dense, before = sample(40, 32), x.dequantize(), storage(x)
+	other, dense, before = sample(40, 32), x.dequantize(), pointers(x)
 	view = x.detach()
 	torch.manual_seed(1)
 	assert op(x, other) is x
@@ -55,7 +50,7 @@ def test_in_place_ops(fmt, op):
 	else:
 		dense = op(dense, other)
 	assert_holds(x, dense)
-	assert storage(x) == before
+	assert pointers(x) == before
 	assert_same_buffers(bytes_of(view), bytes_of(x))
 
 
@@ -101,10 +96,10 @@ def test_copying_equal_formats_keeps_the_bytes(fmt):
 def test_copying_another_format_requantizes(fmt):
 	source = grouped.quantize(weight(), FORMATS["row-scaled"])
 	target = parameter(False, fmt)
-	before = storage(target)
+	before = pointers(target)
 	target.copy_(source)
 	assert_holds(target, source.dequantize())
-	assert storage(target) == before
+	assert pointers(target) == before
 	both = parameter(False, fmt)
 	rowwise = grouped.quantize(weight(), fmt)
 	rowwise.copy_(both)
@@ -156,11 +151,10 @@ OPTIMIZERS = {
 @each("loop", ["foreach", "for loop"])
 @each(("optimizer", "options"), OPTIMIZERS)
 def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
-	"""With one update of the parameter a step, requantized, the bytes must agree."""
 	p = parameter()
 	dense = nn.Parameter(p.dequantize().detach().clone())
 	states = [optimizer([t], foreach=loop == "foreach", **options) for t in (p, dense)]
-	before = storage(p)
+	before = pointers(p)
 	for _ in range(2):
 		grad = weight()
 		for t, state in zip((p, dense), states, strict=True):
@@ -169,7 +163,7 @@ def test_optimizers_step_as_on_a_decoded_parameter(optimizer, options, loop):
 		assert_holds(p, dense)
 		with torch.no_grad():
 			dense.copy_(p.dequantize())
-	assert storage(p) == before
+	assert pointers(p) == before
 	assert isinstance(p, nn.Parameter) and type(p.data) is GroupedTensor
 	held = [v for v in states[0].state[p].values() if isinstance(v, torch.Tensor)]
 	assert all(type(v) is torch.Tensor for v in held)
@@ -196,7 +190,6 @@ def test_a_step_on_any_format(fmt, optimizer, options):
 
 
 def test_weight_decay_of_adamw_shrinks_then_updates():
-	"""Two writes a step: both are quantized, in order."""
 	p = parameter()
 	dense = p.dequantize().detach()
 	p.grad = torch.zeros(p.shape, dtype=p.dtype)
@@ -218,7 +211,6 @@ def test_clipping(foreach):
 
 @every_format
 def test_averaged_model(fmt):
-	"""EMA of quantized weights: deepcopy, then lerp_ of the copies."""
 	module = nn.Module()
 	module.w = parameter(fmt=fmt)
 	average = torch.optim.swa_utils.AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
@@ -248,7 +240,6 @@ def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
 
 
 def test_in_inference_mode():
-	"""Autograd, which otherwise hands self back, takes no part."""
 	with torch.inference_mode():
 		p = grouped.quantize(weight(), WEIGHT_FORMAT)
 		dense = p.dequantize()
@@ -256,8 +247,6 @@ def test_in_inference_mode():
 		assert_holds(p, dense * 3)
 		assert torch.add(p, 1).sub_(p).dtype == p.dtype
 
-
-# Lost updates
 
 TINY = {
 	"AdamW foreach": lambda p: torch.optim.AdamW([p], lr=1e-4, foreach=True),

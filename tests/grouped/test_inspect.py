@@ -77,7 +77,6 @@ def decoded(q, direction):
 
 
 def expected(x, q, columnwise):
-	"""The lists of ``records`` by the text of their definitions."""
 	lists = []
 	values, limits = (None, None) if q is None else decoded(q, "columnwise" if columnwise else "rowwise")
 	for g, a in enumerate(groups_of(x)):
@@ -187,7 +186,6 @@ WEIGHT = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 
 @each("reentrant", [None, False, True])
 def test_microbatches_and_checkpointing(reentrant):
-	"""Calls of a step add up; the weight, and what is computed again, counts once."""
 	layer = layer_of(recipes.NVFP4())
 	batches = [operands(seed=seed) for seed in (5, 6)]
 	lens = inspect(layer, every=2)

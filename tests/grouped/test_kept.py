@@ -65,7 +65,6 @@ def recipe(layer):
 
 
 def new_again_and_again(layer):
-	"""An address may come back, a storage does not."""
 	for _ in range(2):
 		data(layer)
 
@@ -190,7 +189,6 @@ def test_copies_have_their_own(copied, first):
 
 @each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first):
-	"""They keep nothing, whoever keeps something beside them."""
 	torch._dynamo.reset()
 	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
 	run = torch.compile(layer, fullgraph=True, backend="aot_eager")

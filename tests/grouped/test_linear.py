@@ -27,7 +27,6 @@ def spans(ends):
 
 
 def quantized(x, fmt, offs, direction):
-	"""fp64 values that a product reads."""
 	if fmt is None:
 		return x.bfloat16().double()
 	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
@@ -193,9 +192,6 @@ def test_autocast(recipe):
 	assert x.grad.dtype == layer.weight.grad.dtype == F32
 
 
-# What is quantized
-
-
 def directions(counter):
 	"""(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
 	return [
@@ -267,9 +263,6 @@ def test_a_later_microbatch_needs_a_kept_weight():
 		layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
-# Quantized weight
-
-
 def quantized_layer(recipe, requires_grad=True, **options):
 	layer = layer_of(recipe, dtype=BF16)
 	options.setdefault("columnwise", True)
@@ -328,9 +321,6 @@ def test_bf16_activations_beside_a_quantized_weight():
 	assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
 	want = grouped.grouped_gemm(dy, x.detach(), offs=ends, out_dtype=layer.weight.dtype)
 	assert_same_bytes(layer.weight.grad, want)
-
-
-# Errors
 
 
 @each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])

@@ -129,7 +129,6 @@ def test_functional_gradients(recipe, data):
 
 
 def test_functional_gradients_beside_a_quantized_weight(data):
-	"""W4A16, whose product is an op of its own."""
 	layer = layer_of(RECIPES["bf16"])
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	x, dy = data
@@ -180,9 +179,6 @@ def test_no_second_derivative(recipe, data):
 		function(argument)
 		with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
 			torch.func.grad(function)(argument)
-
-
-# Exported
 
 
 @each("strict", [False, True])

@@ -60,21 +60,9 @@ def test_bf16_against_one_expert_at_a_time(name, bias):
 		torch.testing.assert_close(a, b, rtol=0, atol=2e-2 * float(b.abs().max()))
 
 
-@each("recipe", ALL_RECIPES)
-def test_it_is_two_layers_and_a_gate(recipe):
-	mlp = mlp_of(recipe, dtype=BF16)
-	x = sample(40, HIDDEN)
-	gate, up = mlp.gate_up(x, ENDS).chunk(2, dim=-1)
-	want = mlp.down((F.silu(gate.float()) * up.float()).bfloat16(), ENDS)
-	assert_same_bytes(mlp(x, ENDS).detach(), want.detach())
-	assert mlp.gate_up.out_features == 2 * WIDTH and mlp.down.in_features == WIDTH
-	assert not mlp.gate_up.has_bias and not mlp.down.has_bias
-
-
 @each("activation, interleaved, bias", [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)])
 @each("recipe", ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
-	"""With a hook, they run one after the other."""
 	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
 	x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 

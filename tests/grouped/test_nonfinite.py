@@ -49,7 +49,6 @@ def run(recipe, place, value=torch.nan, single=True, compiled=False):
 
 
 def assert_all_or_none(values, wanted, found=torch.isnan):
-	"""Each row (or group) is NaN everywhere, or finite everywhere."""
 	flat = values.flatten(1)
 	assert found(flat).all(1).tolist() == list(map(bool, wanted))
 	assert flat.isfinite().all(1).tolist() == [not w for w in wanted]
@@ -116,7 +115,6 @@ FP8_REACHED = {
 @each("place", [*FP8_REACHED])
 @each("name", [*FP8_RECIPES])
 def test_fp8_codes_keep_it_in_its_row_or_column(name, place, value):
-	"""A NaN always, an infinity, as NaN, if the recipe says so."""
 	for recipe in (PROPAGATING, FP8_RECIPES) if value != value else (PROPAGATING,):
 		for got, where in zip(run(recipe[name], place, value), FP8_REACHED[place], strict=True):
 			want = torch.zeros(got.shape, dtype=torch.bool)
@@ -135,7 +133,6 @@ def test_without_the_option_a_nan_disappears_as_documented(name, place):
 @each("value", [torch.inf, -torch.inf])
 @each("name", [*QUANTIZED])
 def test_infinities_need_no_option(name, value, place):
-	"""They are in the amax: everything that was quantized with one is NaN or infinite."""
 	assert_reached(run(QUANTIZED[name], place, value), place, name == "row-scaled", lambda flat: ~flat.isfinite())
 
 

@@ -1,5 +1,3 @@
-"""What PyTorch's own tools see of this package: FLOPs, profiles, caches of graphs, import time."""
-
 import os
 import subprocess
 import sys

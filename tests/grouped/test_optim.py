@@ -1,5 +1,3 @@
-"""AdamW with fp32 masters: the bytes are those of torch's AdamW, then ``quantize``."""
-
 import copy
 
 import pytest
@@ -126,7 +124,6 @@ def test_copies_and_states_of_torch():
 
 @each("plain", [True, False])
 def test_strides_do_not_count(plain):
-	"""The fused kernel takes elements as they lie in memory."""
 	w, grad = draw(0, 3, 64, 80).mT, draw(1)
 	p, want = nn.Parameter(w if plain else grouped.quantize(w, FORMATS[0])), nn.Parameter(w.contiguous())
 	ours = optim.AdamW([p], masters=None if plain else {p: w})

@@ -5,19 +5,13 @@ import cute_kernels
 import grouped
 from tests.helpers import F32, assert_all_same, assert_same_bytes, each, sample, saved
 
-from .cases import FORMATS, WEIGHT_FORMAT, bytes_of
+from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
 
 K, N, ENDS = 96, 48, [7, 7, 33]
 
 
 def weights():
 	return grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, columnwise=True)
-
-
-def same_tensor(a, b):
-	assert a.format == b.format
-	for (name, got), want in zip(bytes_of(a).items(), bytes_of(b).values(), strict=True):
-		assert_same_bytes(got, want, name)
 
 
 def test_every_bit_is_where_it_is_said_to_be():
@@ -60,10 +54,10 @@ def test_there_and_back():
 	assert packed.prepacked and packed.format == w.format and packed.shape == w.shape and packed.dtype == w.dtype
 	assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
 	assert packed.prepack() is packed and w.unpack() is w
-	same_tensor(packed.unpack(), w)
+	assert_same_tensor(packed.unpack(), w)
 	written = packed.clone()
 	written.copy_(w.dequantize())
-	same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
+	assert_same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
 
 
 def test_readers_see_the_same_values():
@@ -79,7 +73,7 @@ def test_readers_see_the_same_values():
 
 def test_save_and_load():
 	packed = weights().prepack()
-	same_tensor(saved(packed), packed)
+	assert_same_tensor(saved(packed), packed)
 
 
 @each("compiled", [False, True], ids=["eager", "compiled"])

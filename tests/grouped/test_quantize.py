@@ -87,7 +87,6 @@ def test_members_equal_tensors_quantized_alone(splits, name):
 @each("fmt", FORMATS)
 @each("uniform", [True, False])
 def test_members_decode_to_what_dequantize_gives(uniform, fmt):
-	"""With a decoder written from the format's text: codes, linear scales, amax; both ways."""
 	x = sample(3, 37, 48)
 	options = {} if uniform else {"offs": [37, 74, 111]}
 	xq = grouped.quantize(x if uniform else x.flatten(0, 1), fmt, columnwise=True, **options)
@@ -103,7 +102,6 @@ def test_members_decode_to_what_dequantize_gives(uniform, fmt):
 @each("name", ["fp8", "mxfp8", "32x32", "fp8_block", "128x128"])
 @each("uniform", [True, False])
 def test_members_of_fp8_codes_decode_to_what_dequantize_gives(uniform, name):
-	"""Codes times scales, those of a block repeated over its rows and columns."""
 	rows, cols, fmt = 150, 160, EVERY_FORMAT[name]
 	x = sample(3, rows, cols)
 	options = {} if uniform else {"offs": [rows, 2 * rows, 3 * rows]}

@@ -1,5 +1,3 @@
-"""Recipes: what they refuse, and that what they do not refuse is honoured."""
-
 import dataclasses
 import pickle
 
@@ -39,7 +37,6 @@ def assert_honoured(recipe, plain):
 @each("roles", [("input", "grad_output"), ("grad_output",), ("input",), ("weight",)], ids=str)
 @each("flag", ["hadamard", "stochastic_rounding", "four_over_six", "row_scaled"])
 def test_a_flag_is_refused_or_honoured(flag, roles):
-	"""It is never dropped: a recipe with the flag does not give the bits of one without."""
 	fmt, formats = NVFP4(**{flag: True}), dict.fromkeys(recipes.ROLES, NVFP4())
 	changed = formats | dict.fromkeys(roles, fmt)
 	status = support("grouped_quantize", fmt, "reference")
@@ -58,7 +55,6 @@ def test_a_flag_is_refused_or_honoured(flag, roles):
 
 
 def variants(recipe, **options):
-	"""Of each option, beside the recipe with its default."""
 	return [(recipe, name, value) for name, value in options.items()]
 
 
@@ -126,36 +122,34 @@ def test_products_that_are_not_multiplied(roles, error, match):
 		Recipe(*roles)
 
 
-@each("fmt", [grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8])
-def test_a_class_is_no_record(fmt):
-	name = fmt.__name__
-	with pytest.raises(TypeError, match=rf"weight must be a format record: {name}\(\), not {name}"):
+@each(
+	("fmt", "message"),
+	[
+		*((cls, rf": {cls.__name__}\(\), not {cls.__name__}") for cls in (NVFP4, MXFP8, FP8Block, FP8)),
+		*((fmt, " such as") for fmt in ("nvfp4", 4, E4M3, recipes.NVFP4())),
+	],
+)
+def test_what_is_no_format_is_refused(fmt, message):
+	with pytest.raises(TypeError, match=f"weight must be a format record{message}"):
 		Recipe(NVFP4(), fmt, NVFP4())
-	with pytest.raises(TypeError, match=rf"fmt must be a format record: {name}\(\), not {name}"):
+	with pytest.raises(TypeError, match=f"fmt must be a format record{message}"):
 		grouped.quantize(sample(2, 48, 64), fmt)
 
 
-@each("fmt", ["nvfp4", 4, torch.float8_e4m3fn, recipes.NVFP4()])
-def test_what_is_no_format_is_refused(fmt):
-	with pytest.raises(TypeError, match="input must be a format record such as"):
-		Recipe(fmt, NVFP4(), NVFP4())
-	with pytest.raises(TypeError, match="fmt must be a format record such as"):
-		grouped.quantize(sample(2, 48, 64), fmt)
-
-
-def test_other_errors():
-	with pytest.raises(ValueError, match=r"all roles or none; no format for \['weight'\]"):
-		Recipe(NVFP4(), None, NVFP4())
-	with pytest.raises(TypeError, match="propagate_nonfinite must be a bool, got 1"):
-		recipes.NVFP4(propagate_nonfinite=1)
-	with pytest.raises(TypeError, match="float8_e5m2; options have names: grad_dtype, pow2"):
-		recipes.FP8Block(torch.float8_e5m2)
-	with pytest.raises(TypeError, match="hadamard must be a bool, got 1"):
-		recipes.NVFP4(hadamard=1)
-	with pytest.raises(TypeError, match="unexpected keyword argument 'input'"):
-		recipes.NVFP4(input=NVFP4())
-	with pytest.raises(ValueError, match="dtype must be"):
-		recipes.MXFP8(grad_dtype=torch.bfloat16)
+@each(
+	("make", "error", "match"),
+	[
+		(lambda: Recipe(NVFP4(), None, NVFP4()), ValueError, r"all roles or none; no format for \['weight'\]"),
+		(lambda: recipes.NVFP4(propagate_nonfinite=1), TypeError, "propagate_nonfinite must be a bool, got 1"),
+		(lambda: recipes.FP8Block(E5M2), TypeError, "float8_e5m2; options have names: grad_dtype, pow2"),
+		(lambda: recipes.NVFP4(hadamard=1), TypeError, "hadamard must be a bool, got 1"),
+		(lambda: recipes.NVFP4(input=NVFP4()), TypeError, "unexpected keyword argument 'input'"),
+		(lambda: recipes.MXFP8(grad_dtype=torch.bfloat16), ValueError, "dtype must be"),
+	],
+)
+def test_other_errors(make, error, match):
+	with pytest.raises(error, match=match):
+		make()
 
 
 def test_messages_say_what_differs_from_the_defaults():
@@ -167,7 +161,6 @@ def test_messages_say_what_differs_from_the_defaults():
 
 @each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
-	"""Where dgrad would read it; a product forward may."""
 	layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
 	q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
 	layer.weight = torch.nn.Parameter(q, requires_grad=False)

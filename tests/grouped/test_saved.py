@@ -72,7 +72,6 @@ def test_bytes_by_hand(name, activations, weights):
 @each("recipe", ALL_RECIPES)
 @each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
-	"""For a product that nobody wants; offs are for the bias, too."""
 	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
 	layer.weight.requires_grad_("weight" not in frozen)
 	layer.bias.requires_grad_("bias" not in frozen)
@@ -86,7 +85,6 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
 @each("delay", [True, False])
 @each("recipe", QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, delay):
-	"""The weight that several share is kept by the layer, once."""
 	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
 	x = sample(ROWS, HIDDEN).requires_grad_()
 	with saved_by(layer) as saved:

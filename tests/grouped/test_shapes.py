@@ -12,7 +12,8 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import BUILT, F16, F32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import OpCounter, bytes_of
+from .cases import OpCounter, bytes_of, pointers
+from .test_inplace import IN_PLACE as GENERAL
 
 DIRECTIONS = {
 	"rowwise": {"rowwise": True, "columnwise": False},
@@ -27,7 +28,6 @@ each_format = each("fmt", BUILT)
 
 
 def members(x, shapes=SHAPES):
-	"""(m, n) of each member: an oracle of where they lie."""
 	found, start = [], 0
 	for m, n in shapes:
 		found.append(x[start : start + m * n].reshape(m, n))
@@ -43,16 +43,11 @@ def make(fmt=NVFP4, shapes=SHAPES):
 	return quantize(sample(CAPACITY), fmt, shapes)
 
 
-def pointers(q):
-	return [t.data_ptr() for t in (*q.rowwise, *q.columnwise)]
-
-
 def parameter(fmt=NVFP4, requires_grad=True):
 	return nn.Parameter(make(fmt), requires_grad)
 
 
 def assert_members_are(q, x, amax=None):
-	"""Each member has the codes and scales, and decodes to the values, that it has alone."""
 	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
 	ways = [way for way, is_held in options.items() if is_held]
 	decoded = {way: members(q.dequantize(F32, way)) for way in ways}
@@ -71,9 +66,6 @@ def assert_members_are(q, x, amax=None):
 			assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
 	for way in ways:
 		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
-
-
-# What it is
 
 
 def test_metadata():
@@ -126,9 +118,6 @@ def test_forms_of_shapes(given):
 	assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
 
 
-# Its numbers
-
-
 @each("options", DIRECTIONS)
 @each_format
 def test_members_are_those_of_each_alone(fmt, options):
@@ -146,9 +135,6 @@ def test_members_are_views():
 	assert_same_bytes(q.member(-2).codes, first)
 	with pytest.raises(IndexError, match=r"\[0, 4\)"):
 		q.member(4)
-
-
-# Copies and files
 
 
 def assert_same(got, want):
@@ -207,14 +193,8 @@ def test_files_say_what_they_hold():
 		rebuild(shape, dtype, name, fields | {"shapes": ((5, 64),)}, *rest)
 
 
-# In place
-
-IN_PLACE = {
-	"add_": lambda t, other: t.add_(other),
-	"mul_": lambda t, _: t.mul_(3),
-	"copy_": lambda t, other: t.copy_(other),
+IN_PLACE = {name: op for name, op in GENERAL.items() if name not in ("chain", "copy_ broadcast")} | {
 	"copy_ broadcast": lambda t, other: t.copy_(other[:1]),
-	"normal_": lambda t, _: t.normal_(),
 	"foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
 }
 
@@ -265,9 +245,6 @@ def test_out_is_written():
 		grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
 
 
-# Compiled
-
-
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 	graphs = Graphs()
 
@@ -286,7 +263,6 @@ def test_compiled_quantize_of_every_capacity(fresh_dynamo):
 
 
 def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
-	"""Else a tensor would come back with the shapes of an earlier call."""
 	graphs = Graphs()
 
 	@torch.compile(fullgraph=True, backend=graphs)
@@ -314,8 +290,6 @@ def test_fake_tensors_read_nothing():
 	for fake, t in zip((*q.rowwise, *q.columnwise), (*real.rowwise, *real.columnwise), strict=True):
 		assert (fake.shape, fake.stride(), fake.dtype) == (t.shape, t.stride(), t.dtype)
 
-
-# Errors
 
 #: What is passed beside x (400,) and shapes, by the message.
 TYPE_ERRORS = {

@@ -1,5 +1,3 @@
-"""Modules whose parameters are DTensors: FSDP2 from the meta device, and weights kept beside it."""
-
 import math
 import warnings
 
@@ -36,7 +34,6 @@ alone = pytest.mark.parametrize("mesh", [1], indirect=True)
 
 
 def assert_initialized(parameter, fan_in):
-	"""Uniform in the range of ``nn.Linear``, each group other than the next."""
 	values = parameter.to_local().detach()
 	bound = 1 / math.sqrt(fan_in)
 	assert values.numel() and values.abs().max() <= bound * (1 + 1e-6)

@@ -11,7 +11,7 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import BF16, F16, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import EVERY_FORMAT, FORMATS, OpCounter, bytes_of, parameter
+from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter, pointers
 
 DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}, "both": {"columnwise": True}}
 
@@ -27,22 +27,6 @@ def make(fmt=FORMATS["row-scaled"], **options):
 def make_weight(fmt=FORMATS["16x16"], **options):
 	options.setdefault("columnwise", True)
 	return grouped.quantize(sample(3, 48, 64), fmt, **options)
-
-
-def assert_same(got, want):
-	assert type(got) is GroupedTensor and type(want) is GroupedTensor
-	assert (got.shape, got.dtype, got.format, got.device) == ((want.shape, want.dtype, want.format, want.device))
-	a, b = bytes_of(got), bytes_of(want)
-	assert a.keys() == b.keys()
-	assert_same_buffers(a, b)
-
-
-def pointers(x):
-	names, _ = x.__tensor_flatten__()
-	return [getattr(x, name).data_ptr() for name in names]
-
-
-# Metadata
 
 
 def test_metadata():
@@ -68,7 +52,7 @@ def test_flatten_and_unflatten(fmt, options):
 		inner = {name: getattr(x, name) for name in names}
 		assert all(type(t) is torch.Tensor for t in inner.values())
 		back = GroupedTensor.__tensor_unflatten__(inner, context, x.shape, x.stride())
-		assert_same(back, x)
+		assert_same_tensor(back, x)
 		assert pointers(back) == pointers(x)
 		assert x.nbytes == sum(t.nbytes for t in inner.values())
 		hash(context)
@@ -80,7 +64,7 @@ def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
 	assert [type(leaf) for leaf in leaves] == [GroupedTensor] * 2
 	assert pytree.tree_unflatten(leaves, spec)["a"][0] is tree["a"][0]
 	copied = pytree.tree_map_only(torch.Tensor, torch.clone, tree)
-	assert_same(copied["b"][0], tree["b"][0])
+	assert_same_tensor(copied["b"][0], tree["b"][0])
 
 
 @each("x", [make(), make_weight(), parameter()], ids=("x", "w", "parameter"))
@@ -94,8 +78,6 @@ def test_repr_reads_no_values(x):
 	assert str(x) == f"{x}"
 	repr(x.to("meta"))
 
-
-# Views and copies
 
 SAME_SHAPE = {
 	"detach": lambda x: x.detach(),
@@ -117,10 +99,10 @@ SAME_SHAPE = {
 def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 	x = make_one(fmt)
 	got = view(x)
-	assert_same(got, x)
+	assert_same_tensor(got, x)
 	assert pointers(got) == pointers(x)
 	got.mul_(2)
-	assert_same(got, x)
+	assert_same_tensor(got, x)
 
 
 @each(
@@ -143,9 +125,9 @@ def test_assigning_data(other, requires_grad):
 	detached, old, new = p.detach(), p.data.clone(), other(p).detach()
 	p.data = new
 	assert isinstance(p, nn.Parameter) and p.requires_grad is requires_grad and p.is_leaf
-	assert_same(p.data, new)
+	assert_same_tensor(p.data, new)
 	assert pointers(p) == pointers(new)
-	assert_same(detached, old)
+	assert_same_tensor(detached, old)
 	p.dequantize().sum()
 
 
@@ -178,7 +160,7 @@ def test_views_of_parameters(requires_grad):
 def test_copies_have_their_own_storage(fmt, copied, options):
 	for x in (make(fmt, **options), make_weight(fmt, **options)):
 		got = copied(x)
-		assert_same(got, x)
+		assert_same_tensor(got, x)
 		assert not set(pointers(got)) & set(pointers(x))
 
 
@@ -188,7 +170,7 @@ def test_deepcopy_of_a_parameter(fmt):
 	p.grad = torch.ones(p.shape, dtype=p.dtype)
 	got = copy.deepcopy(p)
 	assert isinstance(got, nn.Parameter) and got.requires_grad
-	assert_same(got.data, p.data)
+	assert_same_tensor(got.data, p.data)
 	assert torch.equal(got.grad, p.grad) and got.grad.data_ptr() != p.grad.data_ptr()
 	frozen = copy.deepcopy(parameter(False, fmt))
 	assert isinstance(frozen, nn.Parameter) and not frozen.requires_grad
@@ -224,15 +206,11 @@ def test_tensors_made_like_one_are_plain(create, shape):
 
 
 def test_those_that_are_filled_by_others_are_grouped():
-	"""``empty_like`` for collectives, ``new_zeros`` for the padding of shards."""
 	p = parameter()
 	for made, groups in ((torch.empty_like(p), 3), (p.new_zeros(5, 48, 64), 5)):
 		assert type(made) is grouped.GroupedTensor and made.format == p.format and made.num_groups == groups
 	assert not p.new_zeros(2, 48, 64).dequantize().any()
 	assert type(torch.empty_like(p, dtype=F32)) is torch.Tensor
-
-
-# Files
 
 
 @each("weights_only", [True, False])
@@ -241,13 +219,13 @@ def test_those_that_are_filled_by_others_are_grouped():
 def test_save_and_load(fmt, options, weights_only):
 	x = make(fmt, **options)
 	got = saved({"x": x}, weights_only)["x"]
-	assert_same(got, x)
+	assert_same_tensor(got, x)
 	assert not got.requires_grad
 	assert_same_bytes(got.dequantize(), x.dequantize())
 	for p in (parameter(requires_grad, fmt) for requires_grad in (True, False)):
 		got = saved(p, weights_only)
 		assert isinstance(got, nn.Parameter) and got.requires_grad is p.requires_grad
-		assert_same(got.data, p.data)
+		assert_same_tensor(got.data, p.data)
 
 
 @every_format
@@ -265,9 +243,6 @@ def test_shared_memory(fmt):
 	assert p.share_memory_() is p and p.is_shared()
 	assert all(t.is_shared() for t in (*p.rowwise, *p.columnwise))
 	assert_same_bytes(p.dequantize(), before)
-
-
-# Values
 
 
 @every_format

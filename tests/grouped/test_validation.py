@@ -92,9 +92,6 @@ def test_prepacked_activations_are_refused():
 		GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
-# Files
-
-
 def reduced(**changes):
 	rebuild, arguments = ragged().__reduce_ex__(2)
 	arguments = list(arguments)
@@ -134,9 +131,6 @@ def test_a_file_whose_parts_do_not_fit_is_refused():
 		saved(x, weights_only=False)
 	with pytest.raises(ValueError, match="rowwise codes must have size 36"):
 		pickle.loads(pickle.dumps(x))
-
-
-# The alternative is named
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():

@@ -25,9 +25,6 @@ def same(a, b):
 	return all(map(torch.equal, bytes_of(a), bytes_of(b)))
 
 
-# Seeds
-
-
 @each("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_an_int_is_itself_and_zero(seed):
 	x = sample(40, 32)
@@ -100,9 +97,6 @@ def test_into_a_tensor_and_in_place(fmt):
 	assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
-# Saved files
-
-
 def test_records_of_old_files():
 	"""Written before the bound and the error of four over six were fields."""
 	fields = {
@@ -121,9 +115,6 @@ def test_saved_and_loaded(fmt):
 	q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
 	loaded = saved(q)
 	assert loaded.format == fmt and same(loaded, q)
-
-
-# Recipes
 
 
 def gradients(layer, x, dy, offs, state=0):

@@ -1,5 +1,3 @@
-"""A GroupedTensor that a backward pass was to read and that was written since must raise."""
-
 import pytest
 import torch
 from torch import nn
@@ -73,7 +71,6 @@ def test_offsets_that_were_written_count_and_others_do_not():
 
 
 def test_assigning_data_between_forward_and_backward():
-	"""What the products saved is the old tensor's parts, or it raises."""
 	x = sample(40, K).requires_grad_()
 	for recipe in ("bf16", "nvfp4"):
 		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
@@ -116,8 +113,6 @@ def test_compiled(recipe):
 	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
 		y.sum().backward()
 
-
-# Derivatives that would go
 
 OPERANDS = {
 	"W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),

@@ -1,5 +1,3 @@
-"""Gradients of parameters that go into ``main_grad``, and those that wait for ``backward_dw``."""
-
 import copy
 import pickle
 
@@ -52,7 +50,6 @@ def main_grads(layer):
 
 
 def fp32_wgrad(recipe, x, dy, ends=ENDS):
-	"""From a layer with the same weights in fp32."""
 	layer = layer_of(recipe).float()
 	layer(x, ends).backward(dy)
 	return layer.weight.grad
@@ -61,9 +58,6 @@ def fp32_wgrad(recipe, x, dy, ends=ENDS):
 @pytest.fixture
 def data():
 	return sample(40, K), sample(40, N)
-
-
-# Main_grad
 
 
 @each("dtype", [F32, BF16])
@@ -95,7 +89,6 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, data):
 @each("form", FORMS)
 @each("way", ["is_first_microbatch", "overwrite_main_grad"])
 def test_overwriting(way, form, data):
-	"""What was there is not read, and experts without tokens get zeros."""
 	x, dy = data
 	recipe = RECIPES["row-scaled"]
 	layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
@@ -130,7 +123,6 @@ def test_one_expert_overwrites_and_one_is_frozen(data):
 
 @each("form", FORMS)
 def test_what_hooks_find(form, data):
-	"""Megatron-LM's: a tensor in ``.grad``, which it drops as the flag is set."""
 	x, dy = data
 	layer = layer_of(RECIPES["nvfp4"], form, fuse_wgrad_accumulation=True)
 	give_main_grads(layer, form)
@@ -219,9 +211,6 @@ def test_frozen_weights_need_no_main_grad(data):
 	assert layer.bias.grad.any() and layer.weight.grad is None
 
 
-# Delayed wgrad
-
-
 def gradients(layer):
 	return {name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
 
@@ -229,7 +218,6 @@ def gradients(layer):
 @each("fuse", [False, True])
 @each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
-	"""Several microbatches wait; each call computes the oldest."""
 	recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
 	delayed, plain = (layer_of(recipe, form, fuse_wgrad_accumulation=fuse, delay_wgrad=delay) for delay in (True, False))
 	for layer in (delayed, plain) if fuse else ():
@@ -334,9 +322,6 @@ def test_copies_wait_for_nothing(copied, data):
 	with pytest.raises(RuntimeError, match="nothing to compute"):
 		copied(layer).backward_dw()
 	layer.backward_dw()
-
-
-# MLP, transforms
 
 
 @each("single", [True, False])

@@ -1,5 +1,6 @@
 """Checks of two processes, which ``test_distributed`` starts: ``python -m tests.grouped.two_ranks RANK FOLDER``"""
 
+import contextlib
 import copy
 import datetime
 import json
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
@@ -354,7 +356,9 @@ def spread(name, part):
 	wire, gradient_wire = options.get("wire"), options.get("gradient_wire")
 	alone, moe = mixture(recipe), parallelize_module(mixture(recipe), MESH, ExpertParallel(**options))
 	if wire is not None:
-		alone.experts.exchange = lambda x, *rest: Wire.apply(experts(Wire.apply(x, wire, None), *rest), None, gradient_wire)
+		alone.experts.exchange = lambda x, *rest: Wire.apply(
+			experts(Wire.apply(x, wire, None), *rest[:5]), None, gradient_wire
+		)
 	x, mine = tokens(), tokens().detach()[part].requires_grad_()
 	dy = torch.randn(sum(TOKENS), H).bfloat16()
 	y, got = step(alone, x, dy), step(moe, mine, dy[part])
@@ -439,6 +443,37 @@ def spread_experts_in_odd_cases():
 		step(moe, mine := tokens(), dy)
 		kept = 1 if capacity == 1 else 2
 		assert moe.exchange.dropped == 2 * sum(TOKENS) - kept and mine.grad.isfinite().all()
+
+
+@check
+def the_shared_expert_overlaps():
+	"""It computes while results travel, with the same bits; with a capacity nothing is read on the host."""
+	for capacity, exchanges in ((None, 2), (18, 1)):
+		found = []
+		for overlap in (True, False):
+			moe = parallelize_module(mixture(recipes.BF16()), MESH, ExpertParallel(capacity=capacity, overlap=overlap))
+			log = []
+			for module, name in ((moe.exchange, "_start"), (moe.exchange, "_finish"), (moe.shared, "forward")):
+				setattr(module, name, logged(log, getattr(module, name)))
+			x = tokens().detach()[: TOKENS[RANK]].requires_grad_()
+			with NothingRead() if capacity else contextlib.nullcontext():
+				found.append((step(moe, x, torch.ones_like(x)), x.grad, moe.shared.down.weight.grad))
+			until = log[: log.index("forward")]
+			assert until[-1] == "_finish" if not overlap else until == [*["_start", "_finish"] * exchanges, "_start"], log
+		assert_all_same(*found)
+
+
+def logged(log, function):
+	return lambda *args, **options: log.append(function.__name__) or function(*args, **options)
+
+
+class NothingRead(TorchDispatchMode):
+	"""Values are not read on the host, nor shapes made of them."""
+
+	def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+		read = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+		assert func.overloadpacket.__name__ not in read
+		return func(*args, **(kwargs or {}))
 
 
 @check

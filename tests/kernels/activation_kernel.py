@@ -1,5 +1,3 @@
-"""A kernel that does nothing but apply an activation, or its gradient, for the tests."""
-
 from __future__ import annotations
 
 import dataclasses

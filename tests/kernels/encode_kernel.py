@@ -1,5 +1,3 @@
-"""A kernel that does nothing but encode one block a thread, for the tests."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Ops on emulated backends against the reference backend, to the bit; what kernels touch."""
-
 import contextlib
 import importlib.util
 import re

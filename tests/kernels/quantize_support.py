@@ -1,5 +1,3 @@
-"""Compiled quantizers, random inputs, and output buffers of the layout contract for the tests."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -115,7 +113,6 @@ class Problem:
 
 
 def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
-	"""What the reference writes, ``drawn`` blocks before its own."""
 	out = problem.buffers(fmt, rowwise, columnwise)
 	asked = {name: value for name, value in out.items() if value is not None}
 	draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
@@ -125,7 +122,6 @@ def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
 
 
 def run_tiles(config, problem, given=None):
-	"""Outputs of the tile quantizer; without ``compute_amax`` the reference gives the amaxes."""
 	fmt = parse(config.format)
 	out = problem.buffers(fmt, config.rowwise, config.columnwise)
 	groups = len(problem.groups)
@@ -149,7 +145,6 @@ def run_tiles(config, problem, given=None):
 
 
 def run_rows(config, problem):
-	"""Outputs of the quantizer by rows; the reference gives it amaxes of groups."""
 	fmt = parse(config.format)
 	out = problem.buffers(fmt, True, False)
 	if not config.computes_amax:

@@ -74,13 +74,6 @@ def test_offsets(splits, out):
 			assert torch.equal(got, want)
 
 
-def test_offsets_past_32_bits():
-	sizes = torch.full((40,), 1 << 28, dtype=torch.int64)
-	got = torch.empty(40, dtype=torch.int64)
-	compiled(OffsetsConfig("int64", "int64"))(sizes, got, 3)
-	assert torch.equal(got, sizes.cumsum(0) * 3)
-
-
 @each("out", [torch.int32, torch.int64])
 @each("splits", [torch.int32, torch.int64])
 def test_offsets_saturate(splits, out):

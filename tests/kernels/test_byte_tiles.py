@@ -1,5 +1,3 @@
-"""Formats of FP8 codes on the emulator: poisoned buffers, compared whole with the reference's."""
-
 import itertools
 
 import torch
@@ -103,7 +101,6 @@ def special(dtype, cols):
 
 
 def kernels():
-	"""Every format on both architectures, every direction on one of them at least."""
 	for i, text in enumerate(FORMATS):
 		yield "sm_90a", text, "both"
 		yield "sm_100a", text, list(DIRECTIONS)[i % 3]

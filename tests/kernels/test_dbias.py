@@ -62,7 +62,6 @@ def test_more_than_a_thousand_groups(arch):
 
 
 def test_special_values():
-	"""Signed zeros, infinities of both signs, NaN, denormals, and sums that overflow."""
 	for dtype in DTYPES.values():
 		info = torch.finfo(dtype)
 		numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]

@@ -144,7 +144,6 @@ def test_only_the_rows_of_groups_are_touched(kind):
 
 @each("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
-	"""The kernel writes it, so that nobody has to clear the rest first."""
 	args = arguments((260, 144), ends(0, 0, live), "row-scaled")
 	want = dequantize(args)
 	storage = torch.full((2, 260, 144), -7.0, dtype=BF16)

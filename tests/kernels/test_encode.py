@@ -1,5 +1,3 @@
-"""Codes of E2M1 as sm_90a computes them, beside every border between two, against the reference."""
-
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
@@ -15,7 +13,6 @@ _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
 
 
 def near_ties(dtype):
-	"""Blocks (N, 16), and factors (N,) that take one element within two ulps of a tie."""
 	generator = torch.Generator().manual_seed(4)
 	mantissa = torch.arange(128) / 128 + 1
 	meeting, mantissa, ulps = torch.meshgrid(torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij")
@@ -39,7 +36,6 @@ def check_codes(blocks, factors, dtype):
 
 
 def encoded(config, blocks, factors, draws=None):
-	"""Codes of blocks (N, 16); zeros where there are none."""
 	out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
 	drawn = torch.zeros(len(blocks), 16, dtype=torch.uint8) if draws is None else draws
 	words = (blocks.view(torch.uint32), factors, drawn.view(torch.uint32))

@@ -1,5 +1,3 @@
-"""What the passes before sm_90a's GEMMs read and write: the rows of groups, and nothing else."""
-
 import torch
 
 from cute_kernels.formats import NVFP4

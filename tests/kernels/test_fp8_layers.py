@@ -19,7 +19,6 @@ FORMATS = {
 
 
 def where_supported(cases):
-	"""Names of cases and architectures that multiply their formats."""
 	pairs = itertools.product(cases, ARCHITECTURES)
 	return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
 

@@ -1,5 +1,3 @@
-"""What the compiler made of the grouped GEMMs, over the variants that recipes use."""
-
 import dataclasses
 import re
 from typing import Any

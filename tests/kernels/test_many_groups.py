@@ -22,7 +22,6 @@ BF16 = torch.bfloat16
 
 
 def among(groups):
-	"""End rows of ``SIZES`` among so many groups."""
 	sizes = torch.zeros(groups, dtype=torch.int64)
 	sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
 	return sizes.cumsum(0).int()

@@ -55,7 +55,6 @@ UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4ove
 
 
 def tiles(dtype="bfloat16", grouping="ragged", **changes):
-	"""A configuration for one level a group, unless ``changes`` has another format."""
 	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
@@ -82,7 +81,6 @@ def test_tiles_of_ragged_groups(arch, variant):
 
 @each("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
-	"""What a team keeps of its group serves all tiles of the group, and no other's."""
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
 	x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
 	x[400:530] *= 2.0**115
@@ -159,7 +157,6 @@ def test_rows_of_uniform_groups(arch):
 @each("dtype", [*DTYPES])
 @each("arch", ARCHITECTURES)
 def test_special_values(arch, dtype):
-	"""NaN, infinities, denormals, groups that are all tiny; factors from the smallest to FMAX."""
 	x = special_input(150, 128, DTYPES[dtype])
 	x[8::7, 48:64] = -float("nan")
 	# The last group is all tiny: its S_enc is clamped to FMAX.
@@ -211,7 +208,6 @@ def test_tiles_in_any_order(arch, variant, cols, mode):
 
 @each("arch", ARCHITECTURES)
 def test_bands_without_rows(arch):
-	"""Bands of slot tiles of which all are empty, some, or only the first ones."""
 	band = TileConfig.band
 	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
 	problem = Problem(random_input((1600, 272), BF16), ends(*offs))
@@ -267,7 +263,6 @@ def test_only_the_live_rows_are_touched(kind):
 
 
 def test_bad_offsets_stay_in_the_buffer():
-	"""Ends outside the buffer are clamped to it; decreasing ones give empty groups, not a fault."""
 	x = random_input((140, 64), BF16)
 	clamped = Problem(x, ends(0, 20, 140, 140))
 	config, rows = tiles(columnwise=True), Rows()

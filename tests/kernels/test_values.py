@@ -1,5 +1,3 @@
-"""Quantizing to the fp16 operand of sm_90a's GEMM: the bits of quantizing, then expanding."""
-
 import pytest
 import torch
 

@@ -50,7 +50,6 @@ def assert_near(got, want, dtype):
 
 
 def check_gradients(product, exact, *shapes, dtype):
-	"""Operands whose gradients, like the product, are near those of the exact one."""
 	operands = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
 	inputs = [doubled(t) for t in operands]
 	out, want = product(*operands), exact(*inputs)

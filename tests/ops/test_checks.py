@@ -52,7 +52,6 @@ def offs_of(name, arguments):
 
 
 def operand_cases(name, arguments, index, label):
-	"""Wrong dtype, rank, shape and device of one tensor argument, or of one in a list."""
 	fine = arguments[index[0]][index[1]] if isinstance(index, tuple) else arguments[index]
 	other = torch.int16 if fine.dtype != torch.int16 else U8
 	return [
@@ -63,7 +62,6 @@ def operand_cases(name, arguments, index, label):
 
 
 def copy_cases(name, arguments, codes, scales, label, ending=""):
-	"""Likewise of each buffer of a copy: its codes, and the list of the rest."""
 	rest = ((0, f"scales{ending}"), (1, f"amax{ending}"))
 	lists = "scales" if label == "codes" else f"{label}_scales"
 	return [
@@ -373,7 +371,6 @@ def no_work(monkeypatch):
 
 
 def nothing_to_write(name):
-	"""Outputs that fit no call, for the out form."""
 	schema = getattr(ops, f"{name}_out").default._schema
 	(out,) = (a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 	return {out.name: [] if str(out.type) == "List[Tensor]" else torch.zeros(0)}

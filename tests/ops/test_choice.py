@@ -1,5 +1,3 @@
-"""The backend of a call: chosen once, when the op runs, also inside compiled functions."""
-
 import contextlib
 import importlib.util
 import threading
@@ -147,8 +145,6 @@ def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
 
 @needs_dsl
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
-	"""Dynamo stays out of the ops' own code, down to the compiler of kernels."""
-
 	def product(x, w, offs):
 		with backend("emulated:sm_90a"):
 			wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
@@ -166,8 +162,6 @@ def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
 
 
 def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
-	"""Whichever it was compiled under, and without another compilation."""
-
 	def product(x, w, offs):
 		return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 

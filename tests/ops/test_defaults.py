@@ -1,5 +1,3 @@
-"""Settings of torch say nothing about the bits of an op, or are not silent about it."""
-
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -74,7 +72,6 @@ def test_defaults_change_no_bit(a, b, backend):
 
 
 def test_defaults_when_imported():
-	"""What is made once, when the package is imported, is of its own dtype, too."""
 	code = (
 		"import torch; torch.set_default_dtype(torch.float64); import grouped; "
 		"x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "

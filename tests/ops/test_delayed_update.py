@@ -21,7 +21,6 @@ np.seterr(all="ignore")
 
 
 def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max"):
-	"""One column."""
 	history = [f32(h) for h in history]
 	last = history[0] if amax is None or amax == 0 else abs(f32(amax))
 	if last == 0:
@@ -110,7 +109,6 @@ def test_errors(change, error, match):
 @each("algorithm", ["max", "most_recent"])
 @each("arch", ["sm_90a", "sm_100a"])
 def test_kernels(arch, algorithm):
-	"""Histories shorter and longer than a CTA has threads, step by step."""
 	pytest.importorskip("cutlass")
 	rng = torch.Generator().manual_seed(3)
 	specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])

@@ -44,7 +44,6 @@ def codes_of(x, scale, dtype):
 
 
 def amax_of(x):
-	"""Largest magnitude of the unscaled values; NaN is passed over, Inf kept."""
 	numbers = x.float().abs().flatten()
 	numbers = numbers[~numbers.isnan()]
 	return float(numbers.max()) if len(numbers) else 0.0
@@ -118,9 +117,6 @@ def test_it_decodes_to_code_times_the_inverse(dtype, direction):
 		assert not got[68:].any()
 
 
-# GroupedTensor
-
-
 def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
 	w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
 	q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
@@ -173,9 +169,6 @@ def test_it_is_saved_compiled_and_read_by_members():
 		lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
 	)
 	assert_same_bytes(compiled(x, scale), q.dequantize())
-
-
-# Refusals
 
 
 @each(

@@ -14,10 +14,12 @@ from tests.helpers import (
 	F16,
 	NVFP4_TEXTS,
 	assert_all_same,
+	assert_same_bytes,
 	each,
 	m_grouped_arguments,
 	offsets,
 	ops,
+	poisoned,
 	quantized,
 	sample,
 )
@@ -125,9 +127,44 @@ def test_kernels(i, arch, args, tile, options):
 	assert_all_same([t[:live] for t in outputs], [t[:live] for t in want], any_nan=True)
 
 
+BLOCKS = f"fp8_block {SQUARES}"
+QUANTIZED = {
+	"sm_90a, 128 rows": ("fp8_block", (BLOCKS, 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
+	"sm_90a, 32": ("fp8_block:pow2_scales=false,amax_epsilon=0.1", (BLOCKS, 512, 144, "geglu"), "256x32 swapped", {}),
+	"sm_90a, 8": (
+		"fp8_block:dtype=e5m2",
+		(BLOCKS, 256, 48, "swiglu"),
+		"256x8 swapped",
+		{"interleaved": True, "dtype": "float16", "bias": "float32"},
+	),
+	"sm_90a, groups": ("fp8_block", (BLOCKS, 256, 16, "swiglu"), "256x8 swapped", {"sizes": (0, 1, 0, 2) * 260}),
+}
+
+
+@each(("arch", "case"), [(name.split(",")[0], case) for name, case in QUANTIZED.items()], ids=list(QUANTIZED))
+def test_quantized_output(arch, case):
+	"""Every byte that ``grouped_quantize`` writes of what is activated, and no other."""
+	pytest.importorskip("cutlass")
+	text, args, tile, options = case
+	given = arguments(*args, **{"keeps_z": False} | options)
+	offs, live = given[2], given[2][-1]
+	with cute_kernels.backend(f"reference:{arch}"):
+		(a,) = ops.m_grouped_gemm_activate(*given)
+		want = ops.grouped_quantize(a, text, offs)
+		assert_all_same(ops.m_grouped_gemm_activate(*given, text), want)
+	with cute_kernels.backend(f"emulated:{arch}"):
+		quantized = [poisoned(t) for t in want]
+		ops.grouped_quantize_out(a, text, offs, out=quantized)
+	assert_same_bytes(quantized[0][:live], want[0][:live])
+	for mode in MODES if len(offs) < 9 else MODES[:1]:
+		outputs = [poisoned(t) for t in want]
+		with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
+			ops.m_grouped_gemm_activate_out(*given, text, out=outputs)
+		assert_all_same(outputs, quantized)
+
+
 @each("activation", ACTIVATIONS)
 def test_every_activation(activation):
-	"""Of the reference backend, beside all kinds of operands."""
 	for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
 		given = arguments(kind, 48, 64, activation, is_gated(activation) and kind != "mxfp8 mxfp8", dtype="float16")
 		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
@@ -174,12 +211,15 @@ def test_nothing_to_do():
 		({"activation": "silu", "interleaved": True}, "interleaved is of gated activations, which silu is not"),
 		({"activation": "swish"}, "activation"),
 		({"n": 7}, "must have an even N, got 7 rows"),
+		({"to": "fp8_block"}, "keeps_z is of results that are not quantized"),
+		({"to": "fp8_block", "keeps_z": False}, "N must be a positive multiple of 16"),
 	],
 )
 def test_refuses(change, message):
 	given = {"kind": "plain plain", "n": 16, "k": 16, "activation": "swiglu"} | change
+	to = given.pop("to", None)
 	with pytest.raises(ValueError, match=message):
-		ops.m_grouped_gemm_activate(*arguments(**given))
+		ops.m_grouped_gemm_activate(*arguments(**given), to)
 
 
 def test_what_no_kernel_takes_says_so():
@@ -194,6 +234,15 @@ def test_what_no_kernel_takes_says_so():
 	for arch, kind, n, message in cases:
 		with cute_kernels.backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
+	for backend, kind, n, activation, text, message in (
+		("emulated:sm_90a", BLOCKS, 384, "silu", "fp8_block", "no whole blocks of fp8_block after silu"),
+		("emulated:sm_90a", BLOCKS, 512, "swiglu", "mxfp8", "blocks of single rows of the operands' format, not to mxfp8"),
+		("emulated:sm_100a", BLOCKS, 512, "swiglu", "fp8_block", "no sm_100a kernel of grouped_gemm quantizes"),
+		("reference", "plain plain", 512, "swiglu", "fp8_block", "blocks of single rows"),
+	):
+		given = arguments(kind, n, 128, activation, keeps_z=False)
+		with cute_kernels.backend(backend), pytest.raises(UnsupportedError, match=message):
+			ops.m_grouped_gemm_activate(*given, text)
 	given = arguments("plain plain", 16, 16, "swiglu")
 	given[0].requires_grad_()
 	with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):

@@ -30,7 +30,6 @@ SPLITS, TAIL = (5, 0, 70), 60
 
 @pytest.fixture
 def garbage():
-	"""Fresh memory holds NaN."""
 	torch.use_deterministic_algorithms(True)
 	yield
 	torch.use_deterministic_algorithms(False)
@@ -93,7 +92,6 @@ def test_a_given_output_keeps_its_tail():
 	],
 )
 def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
-	"""Decoded on the way or into memory; with the second level alpha has its place after it."""
 	shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
 	directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
 	made = ops.grouped_quantize(sample(*shape), text, **directions)

@@ -1,5 +1,3 @@
-"""A second level that the caller gives: a magnitude, and one answer on every backend."""
-
 import importlib.util
 
 import torch

@@ -17,11 +17,7 @@ WEIGHTS = "nvfp4:block=16x16"
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
-# Layouts, of any tensor
-
-
 def placed(x, strides, offset):
-	"""The values of ``x`` in a buffer of its own, between bytes that are no one's."""
 	extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
 	buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=torch.uint8)
 	return buffer.view(x.dtype).as_strided(x.shape, strides, offset).copy_(x)
@@ -46,7 +42,6 @@ def every_second(x):
 
 
 def flat(tensors):
-	"""Slices of one buffer for each dtype, which begin at an odd element: flat parameters."""
 	sizes = {}
 	for x in tensors:
 		sizes[x.dtype] = sizes.get(x.dtype, 1) + x.numel()
@@ -73,9 +68,6 @@ LAYOUTS = {
 	"expanded": to_each(lambda x: x[:1].expand(x.shape) if x.dim() > 1 else x),
 	"expanded from one": to_each(lambda x: x.flatten()[:1].expand(x.shape) if x.is_floating_point() else x),
 }
-
-
-# Calls
 
 
 def quantized(x, offs=OFFS, text="nvfp4", columnwise=False):
@@ -198,7 +190,6 @@ def test_every_op_has_a_call():
 
 @pytest.fixture(autouse=True)
 def same_garbage():
-	"""Fresh memory holds the same everywhere, also where an op writes nothing."""
 	torch.use_deterministic_algorithms(True)
 	yield
 	torch.use_deterministic_algorithms(False)

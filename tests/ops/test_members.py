@@ -50,7 +50,6 @@ def live(shapes):
 
 
 def alone(fmt, members, directions, amax=None, scale=None):
-	"""Buffers of each member quantized by itself, and what they decode to: an independent loop."""
 	for i, x in enumerate(members):
 		level, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
 		out = ops.grouped_quantize(x[None], fmt.text, None, level, *directions, factor)
@@ -69,7 +68,6 @@ def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
 
 
 def check_against_members(fmt, members, directions, amax=None, tail=9):
-	"""Quantize members in one tensor with a tail of poison, and compare each with it alone."""
 	shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
 	poison = torch.full((tail,), torch.nan, dtype=dtype)
 	x = torch.cat([*(member.flatten() for member in members), poison])
@@ -208,7 +206,6 @@ def test_rules_of_decoding():
 
 
 def test_other_shapes_are_another_plan():
-	"""What is kept for a call is not taken for one with other shapes."""
 	x = sample(256)
 	call = functools.partial(ops.grouped_quantize, x, "fp8")
 	first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
@@ -234,7 +231,6 @@ def test_other_shapes_are_another_plan():
 	],
 )
 def test_kernels(arch, text, act):
-	"""Over poison, groups of all sizes, and NaN behind the last one."""
 	shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
 	count = sum(m * n for m, n in shapes)
 	x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])

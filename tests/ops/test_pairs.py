@@ -1,5 +1,3 @@
-"""Which formats GEMMs refuse together, before any work, and what they say."""
-
 import itertools
 import re
 
@@ -19,7 +17,6 @@ E5M2 = torch.float8_e5m2
 
 
 def zeros(fmt, columnwise=False, uniform=False):
-	"""What a reader needs of one direction of (8, 32) rows, or of (2, 32, 32) weights."""
 	shape, groups = ((2, 32, 32), None) if uniform else ((8, 32), 2)
 	specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
 	device = torch.device("cpu")

@@ -67,13 +67,11 @@ def decoding_shapes():
 
 
 def copy_of(text, columnwise=False, uniform=None):
-	"""One direction of ragged rows of 32 columns, or of weights of a shape."""
 	x, offs = (sample(ROWS, 32), OFFS) if uniform is None else (sample(*uniform), None)
 	return quantized(x, text, offs, columnwise=columnwise)
 
 
 def fp8_cases(a, b):
-	"""Products of operands of two formats, of the second as weights."""
 	texts, alpha = {"a_format": a, "b_format": b}, torch.rand(3)
 	accumulation = ("split",) if a == "fp8" else ()
 	everything = (torch.rand(3, 64), alpha, True, F32)
@@ -109,7 +107,6 @@ def fp8_cases(a, b):
 
 
 def inverse(top_k):
-	"""What ``moe_gather`` takes for rows that were turned around, but for one without a token."""
 	order = torch.arange(ROWS * top_k - 1, -1, -1, dtype=torch.int32)
 	row = order.clone().view(ROWS, top_k)
 	row[4, 0] = -1
@@ -269,7 +266,6 @@ each_case = each(("name", "make"), [(name, make) for name, _, make in CASES], id
 
 
 def outputs_like(name, results, make=poisoned):
-	"""Buffers for the out form, poisoned ones, by the name of its argument."""
 	schema = getattr(ops, f"{name}_out").default._schema
 	(out,) = (a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
 	if isinstance(results, torch.Tensor):
@@ -278,7 +274,6 @@ def outputs_like(name, results, make=poisoned):
 
 
 def mapped(function, arguments):
-	"""Arguments with ``function`` of each tensor, also of those in lists."""
 	if isinstance(arguments, torch.Tensor):
 		return function(arguments)
 	if isinstance(arguments, (list, tuple)):

@@ -1,5 +1,3 @@
-"""Buffers that kernels cannot take as they are: strided vectors, dense codes, odd addresses."""
-
 import pytest
 import torch
 

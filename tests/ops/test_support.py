@@ -67,7 +67,6 @@ def combinations():
 
 
 def given_of(fmt):
-	"""What calls give beside a tensor: a scale a group, or what seeds the rounding."""
 	return {
 		"scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
 		"seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
@@ -89,7 +88,6 @@ def held(fmt, uniform=False, columnwise=False):
 
 
 def per_group(fmt):
-	"""The format of weights that go with it: one that has no level per row."""
 	return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
 
 

@@ -1,5 +1,3 @@
-"""Writes into given tensors reach autograd: a buffer that it keeps must not change unseen."""
-
 import pytest
 import torch
 

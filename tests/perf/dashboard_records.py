@@ -1,5 +1,3 @@
-"""Made-up records for the tests of the dashboard: one of each kind, with known regressions."""
-
 import dataclasses
 import functools
 

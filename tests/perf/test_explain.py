@@ -42,7 +42,6 @@ def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitt
 
 
 def test_an_h100_differs_by_its_bandwidth(records, fitted):
-	"""No record of one is fitted."""
 	errors = [error(fitted, one) for one in observed.ours(records, "H100")]
 	assert len(errors) > 20
 	assert statistics.median(errors) < 0.1 and max(errors) < 0.25

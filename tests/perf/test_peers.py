@@ -86,7 +86,6 @@ def test_weights_for_other_libraries_are_ours():
 
 
 def test_torchao_quantizers():
-	"""With the library itself, where it is installed."""
 	pytest.importorskip("torchao")
 	from perf.peers import torchao
 

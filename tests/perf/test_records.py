@@ -87,7 +87,6 @@ def test_lines_inherit_as_the_docs_say(tmp_path):
 
 
 def test_files_are_joined_by_appending(tmp_path):
-	"""What an older file shares is not that of what comes after it."""
 	path, more = tmp_path / "r.jsonl", tmp_path / "more.jsonl"
 	path.write_text('{"shared":{"suite":"s","note":"old","spread":1.0,"kind":"gpu","unit":"us"}}\n')
 	plain = dataclasses.replace(BASE, spread=None)

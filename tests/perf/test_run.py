@@ -162,7 +162,6 @@ def test_gemm_on_the_reference():
 
 
 def test_layers_are_compared_with_fp32():
-	"""A gradient that is off by little fails the check."""
 	work = layer.LayerWork("mlp", layer._TINY, 20, "7 0 6 7", layer.PASSES[1], CPU)
 	results = [t.clone() for t in work.expected]
 	assert work.error(results) == 0.0 and len(results) == 4
@@ -206,7 +205,6 @@ def test_a_count_needs_the_emulator():
 
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
-	"""What CI compares in full, of the smallest kernels: they are where they were."""
 	pytest.importorskip("cutlass")
 	assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
 

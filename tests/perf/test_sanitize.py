@@ -1,5 +1,3 @@
-"""What runs under compute-sanitizer on a GPU runs, in every format."""
-
 import cute_kernels
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize

@@ -63,7 +63,6 @@ def relu(x):
 
 
 def logistic(x, v):
-	"""The value and the slope of x * sigmoid(v)."""
 	s = sigmoid(v)
 	w = clamp(v, -(2.0**32), 2.0**32)
 	return np.maximum(x, -FMAX) * s, (w * s) * (F(1) - s) + s
@@ -97,7 +96,6 @@ def curve(name, x, alpha=1.702, limit=7.0):
 
 
 def elements(act, x, grad=None):
-	"""What ``act`` makes of (..., W) fp32, or the gradient with respect to it."""
 	with no_errors():
 		if not act.is_gated:
 			value, slope = curve(act.curve, x)

@@ -47,7 +47,6 @@ def repeated(per_block, height, width, shape):
 
 
 def block_amaxes(x, height, width):
-	"""Largest magnitude of each block of valid elements; NaN is passed over."""
 	padded = np.pad(np.abs(x), [(0, -n % b) for n, b in zip(x.shape, (height, width), strict=True)])
 	by_block = padded.reshape(-1, height, padded.shape[1] // width, width)
 	return np.fmax.reduce(by_block, axis=(1, 3), initial=f32(0)).astype(f32)
@@ -73,7 +72,6 @@ class Rules:
 		return np.uint8 if self.is_mx else f32
 
 	def scales(self, a, dtype):
-		"""Stored scales of blocks of amaxes ``a``, and what their elements are multiplied by."""
 		largest = fp8_max(self.element)
 		if self.is_mx:
 			code = round_e8m0(a * f32(1 / float(largest)))
@@ -90,7 +88,6 @@ class Rules:
 		return POWERS[stored].astype(f32) if self.is_mx else stored
 
 	def blocks(self, x, height, width, dtype):
-		"""Codes of a group, stored scales of its blocks of height x width, and decoded values."""
 		scales, enc = self.scales(block_amaxes(x, height, width), dtype)
 		codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
 		magnitudes = fp8_magnitudes(self.element)

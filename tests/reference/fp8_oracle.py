@@ -94,7 +94,6 @@ def _place(fmt, row, block, columnwise):
 
 
 def dot_fp64(a, b):
-	"""A B^T in fp64, rounded to fp32 once."""
 	return (a.values() @ b.values().T).astype(np.float32)
 
 

@@ -21,9 +21,6 @@ def ceil_div(a, b):
 	return -(-a // b)
 
 
-# ---- number formats
-
-
 #: Exponent bits, mantissa bits, bias and largest finite code.
 ELEMENTS = {"e4m3": (4, 3, 7, 0x7E), "e5m2": (5, 2, 15, 0x7B)}
 
@@ -69,9 +66,6 @@ def e2m1_value(code):
 	return -E2M1_VALUES[code & 7] if code & 8 else E2M1_VALUES[code]
 
 
-# ---- scaling
-
-
 def absmax(values):
 	"""Largest magnitude; NaN is passed over; 0 of nothing."""
 	largest = f32(0)
@@ -82,7 +76,6 @@ def absmax(values):
 
 
 def second_level(g):
-	"""S_dec and Mult of an amax."""
 	s_enc = f32(2688) / g
 	if not s_enc <= FMAX:
 		s_enc = FMAX
@@ -113,9 +106,6 @@ class Rule:
 	def columns(self, values):
 		"""What the columnwise copy of a group's rows is of."""
 		return values
-
-
-# ---- layout
 
 
 def scale_byte(row, block, blocks):
@@ -226,7 +216,6 @@ def buffers(x, offs, **options):
 
 
 def _square_scales(values, amax, rule):
-	"""Stored byte and encode factor by row of blocks and column of blocks."""
 	rows, cols = values.shape
 
 	def scale(r, c):
@@ -279,9 +268,6 @@ def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, square
 			for i, code in enumerate(rule.encode(chunk, enc, places)):
 				at = 64 * first_tile + (16 * block + i) // 2
 				codes_t[column, at] |= code << 4 * (i % 2)
-
-
-# ---- decoding
 
 
 def dequantize(result, groups, cols, *, row_scaled=False, columnwise=False, bound=448.0):

@@ -12,9 +12,6 @@ WORD = 0xFFFFFFFF
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-# ---- random numbers
-
-
 def philox4x32(counter, key, rounds):
 	"""Salmon et al. 2011, as the paper draws it."""
 	c0, c1, c2, c3 = counter
@@ -59,9 +56,6 @@ class Stochastic(Rule):
 		return block_bytes(self.seed, columnwise, number)[element]
 
 
-# ---- Hadamard
-
-
 def round_bf16(v):
 	"""To nearest even, with infinities beyond the largest; NaN stays."""
 	if math.isnan(v):
@@ -96,7 +90,6 @@ class Hadamard(Rule):
 
 
 def undo_hadamard(chunk):
-	"""A transformed chunk, transformed back in fp32."""
 	mixed = butterflies([y * f32(0.25) for y in chunk])
 	return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
 

@@ -62,7 +62,6 @@ def _vector(prefix, count, first=0):
 
 
 def _descriptors(rows, step, steps):
-	"""Set %da and %db for one step: A's steps lie one after the other, then B's."""
 	start = step * rows[0] * STEP_BYTES, (steps * rows[0] + step * rows[1]) * STEP_BYTES
 	return " ".join(f"add.u64 %d{x}, %base, {at >> 4};" for x, at in zip("ab", start, strict=True))
 
@@ -180,7 +179,6 @@ def _load(arch, ptx, edits, steps, rows, *args):
 
 
 def _image(x):
-	"""(R, bytes of K) as core matrices, step after step."""
 	steps = x.view(torch.uint8).unflatten(1, (-1, STEP_BYTES)).unflatten(2, (2, 16))
 	return steps.unflatten(0, (-1, 8)).permute(2, 0, 3, 1, 4).flatten()
 
@@ -192,7 +190,6 @@ def _launch(name, a, b, acc, scales, out):
 
 
 def _fragments(half):
-	"""Row and column of each element of a thread's registers for m64n8."""
 	thread = torch.arange(128)[:, None, None]
 	h, e = torch.arange(2)[:, None], torch.arange(2)
 	row = (thread // 32 * 16 + thread % 32 // 4 + 8 * h).expand(128, 2, 2)

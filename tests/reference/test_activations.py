@@ -69,9 +69,6 @@ def test_bits(act):
 	assert_same_bytes(g, before[1], "grad")
 
 
-# What users expect, in fp64
-
-
 def clamped(x, act):
 	a, b = x.chunk(2, -1)
 	a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)

@@ -14,7 +14,6 @@ FMAX = torch.finfo(F32).max
 
 
 def finite(dtype):
-	"""All finite numbers of a 16-bit dtype from 0 on, as fp32."""
 	values = every_16_bits(dtype).float()
 	return values[values.isfinite() & ~values.signbit()]
 

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -21,29 +22,19 @@ def scalars(convert, values):
 	return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
 
 
-@each("dtype", [BF16, F16])
-def test_every_16_bit_number_to_e2m1(dtype):
-	values = every_16_bits(dtype).float()
-	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
+#: The conversion, the oracle's, its finite magnitudes, and numbers past them.
+ELEMENTS = {
+	"e2m1": (conversions.encode_e2m1, oracle.round_e2m1, E2M1, []),
+	"e4m3": (conversions.encode_e4m3, oracle.round_e4m3, [*map(oracle.e4m3_value, range(0x7F))], [464.0, 480.0]),
+}
 
 
-@each("dtype", [BF16, F16])
-def test_every_16_bit_number_to_e4m3(dtype):
-	values = every_16_bits(dtype).float()
-	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
-
-
-def test_e2m1_at_and_beside_every_boundary():
-	middles = [(a + b) / 2 for a, b in zip(E2M1, E2M1[1:], strict=False)]
-	values = around([*E2M1, *middles, 1e-45, 1e38])
-	assert_same_bytes(conversions.encode_e2m1(values), scalars(oracle.round_e2m1, values))
-
-
-def test_e4m3_at_and_beside_every_boundary():
-	table = [oracle.e4m3_value(byte) for byte in range(0x7F)]
-	middles = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
-	values = around([*table, *middles, 464.0, 480.0, 1e-45, 1e38])
-	assert_same_bytes(conversions.encode_e4m3(values), scalars(oracle.round_e4m3, values))
+@each(("encode", "want", "table", "past"), ELEMENTS)
+def test_every_16_bit_number_and_beside_every_boundary(encode, want, table, past):
+	middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
+	every = (every_16_bits(dtype).float() for dtype in (BF16, F16))
+	for values in (*every, around([*table, *middles, *past, 1e-45, 1e38])):
+		assert_same_bytes(encode(values), scalars(want, values))
 
 
 @given(st.floats(width=32))

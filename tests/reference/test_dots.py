@@ -24,13 +24,11 @@ def codes(values, dtype=E4M3):
 
 
 def finite_codes(rows, depth, dtype):
-	"""Any finite codes, each as likely."""
 	x = torch.randint(0, 256, (rows, depth), dtype=torch.uint8).view(dtype)
 	return torch.where(x.float().isfinite(), x.float(), 0.0).to(dtype)
 
 
 def exact_dot(a, b):
-	"""``dot_blocks`` of codes with scales of 1."""
 	ones = [np.ones((len(x), -(-x.shape[1] // 128))) for x in (a, b)]
 	sides = [fp8_oracle.Member(x.double().numpy(), s, None, True, 128) for x, s in zip((a, b), ones, strict=True)]
 	return torch.from_numpy(fp8_oracle.dot_blocks(*sides))

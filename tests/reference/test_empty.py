@@ -1,5 +1,3 @@
-"""Nothing to do is a legal amount of work: no rows, no live rows, no columns, no depth."""
-
 import torch
 
 from tests.helpers import F32, dequantize_arguments, each, ends, k_grouped_arguments, m_grouped_arguments, ops

@@ -13,13 +13,11 @@ SIGNIFICANDS = (1, 3, 2**12 + 1, 2**23 + 1, 2**24 - 1)
 
 
 def values(exponents, significands=SIGNIFICANDS):
-	"""Numbers of fp32 of both signs: a significand times 2^exponent, cut to what fp32 can hold."""
 	found = {m * 2.0**e * s for m in significands for e in exponents for s in (1, -1)}
 	return sorted(v for v in found if v == fp32(fraction(v)))
 
 
 def assert_exact(a, b, c):
-	"""fma of three equally long lists, whose numbers are rounded to fp32 first."""
 	operands = [torch.tensor(v, dtype=F32) for v in (a, b, c)]
 	got, want = fma(*operands), []
 	for x, y, z in zip(*(t.tolist() for t in operands), strict=True):

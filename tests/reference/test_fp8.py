@@ -10,7 +10,6 @@ OFFSETS = {"ragged": ends(0, 7, 136, 136, 290), "one row": ends(1), "uniform": N
 
 
 def quantized(x, fmt):
-	"""Codes, scale_inv, scale and amax of rows; NaN is 0x7F, and in no amax."""
 	magnitudes = x.float().abs().nan_to_num(0.0, torch.inf)
 	amax = magnitudes.amax() if len(x) else torch.tensor(0.0)
 	scale = (torch.tensor(fmt.element.max) / amax).clamp(max=torch.finfo(F32).max)

@@ -11,7 +11,6 @@ from tests.helpers import (
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
-	end_rows,
 	k_grouped_arguments,
 	m_grouped_arguments,
 	many_groups,
@@ -20,6 +19,7 @@ from tests.helpers import (
 	poisoned,
 	quantized,
 	sample,
+	spans,
 )
 from tests.reference import fp8_oracle
 
@@ -73,10 +73,6 @@ def columns_of(pair, copies, group, start, end):
 	return [
 		fp8_oracle.member(text, copy, group, end - start, start, True) for text, copy in zip(pair, copies, strict=True)
 	]
-
-
-def spans(splits):
-	return [(end - rows, end) for rows, end in zip(splits, end_rows(splits), strict=True)]
 
 
 class Product:
@@ -208,7 +204,6 @@ def test_k_need_not_fill_a_block(pair, transpose_b, depth):
 
 @each_kind
 def test_1500_groups(pair):
-	"""Each against its rows by themselves, a few groups at a time."""
 	offs = many_groups()
 	rows = int(offs[-1])
 	x, w = sample(rows, 32), sample(len(offs), 16, 32)
@@ -293,7 +288,6 @@ def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
 
 
 def test_delayed_scales_meet_current_ones():
-	"""Codes made with given scales decode, and so multiply, by their own inverses."""
 	case = Product(KINDS["fp8"], (20, 0, 12))
 	scale = torch.tensor([3.0, 1.0, 0.25])
 	codes, scale_inv, *_ = ops.grouped_quantize(case.x, "fp8:scaling=delayed", case.offs, scale=scale)

@@ -1,5 +1,3 @@
-"""Vectors worked out by hand from the formulas, with the steps in the comments."""
-
 import math
 
 import torch

@@ -60,7 +60,6 @@ def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
 
 
 def expected(x, text, offs, fill=0, amax=None):
-	"""The oracle's buffers by name, as the op returns them, and the values that they decode to."""
 	if text in NVFP4:
 		return expected_nvfp4(x, text, offs, fill, amax)
 	return expected_blocks(x, text, offs, fill)
@@ -105,7 +104,6 @@ def expected_blocks(x, text, offs, fill):
 
 
 def check(x, text, offs=None, amax=None):
-	"""Functional and out form, each direction alone and both together, against the oracle."""
 	whole, before = expected(x, text, offs, amax=amax), x.clone()
 	want = {name: whole[name] for name in buffer_names(text)}
 	got = quantize(x, text, offs, amax=amax)
@@ -227,9 +225,6 @@ def test_dequantize_uniform(rows, text):
 	for columnwise, values in ((False, "values"), (True, "values_t")):
 		arguments = decoded(buffers, text, columnwise, rows, F32, None)
 		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
-
-
-# ---- NVFP4
 
 
 @every_nvfp4

@@ -79,7 +79,6 @@ def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
 
 
 def representative():
-	"""Codes, their midpoints, both sides of all 256ths between codes, and numbers of all sizes."""
 	codes = VALUES.double()
 	between = [a + (b - a) * i / 256 for a, b in itertools.pairwise(codes) for i in range(257)]
 	exact = torch.stack(between).float()

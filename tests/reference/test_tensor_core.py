@@ -105,7 +105,6 @@ def random_scales(dtype, rows, blocks, sort):
 
 
 def arguments(kind, m, n, k, sort):
-	"""A, B and keyword arguments of ``tensor_core_gemm``."""
 	a, b = random_bits(kind.a, m, k, sort), random_bits(kind.b, n, k, sort)
 	if sort == "cancelling":  # neighbours are opposite, but for the last bit of a few
 		a[:, 1::2] = a[:, : k - 1 : 2] ^ (torch.rand(m, k // 2) < 0.3) ^ 1 << width(kind.a) - 1
@@ -147,7 +146,6 @@ def tf32(x):
 
 
 def scale_values(x):
-	"""Rows of floats, powers of two for E8M0."""
 	if x.dtype == E8M0:
 		codes = x.view(torch.uint8).tolist()
 		return [[math.nan if c == 255 else 2.0 ** (c - 127) for c in row] for row in codes]
@@ -192,7 +190,6 @@ class Oracle:
 				yield self.product(x[i], y[i], *scales)
 
 	def step(self, c, x, y, sx, sy):
-		"""One instruction: the float that it leaves in the accumulator."""
 		kind = self.kind
 		if not all(map(math.isfinite, (c, *x, *y, *sx, *sy))):
 			return c + sum((p * q for p, q in zip(x, y, strict=True)), 0.0 * sum(sx + sy))

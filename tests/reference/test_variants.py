@@ -82,7 +82,6 @@ def expected(x, offs, variant, amax=None):
 
 
 def check(x, offs, variant, amax=None):
-	"""Both directions together and each alone, and into given buffers."""
 	fmt = parse(variant.text)
 	want = expected(x, offs, variant, amax)
 	for rowwise, columnwise in ((True, True), (True, False), (False, True)):

@@ -9,7 +9,6 @@ from tests.helpers import each
 
 @pytest.fixture
 def gpu(monkeypatch):
-	"""Pretend that there are GPUs; returns a list of the capability queries."""
 	queries = []
 	capabilities = {0: (9, 0), 1: (10, 0), 2: (10, 3), 3: (8, 0), 4: (12, 0), 5: (11, 0)}
 

@@ -26,7 +26,6 @@ SPEC = Scale(2.0)
 
 @pytest.fixture
 def traced(monkeypatch):
-	"""Returns how many kernels were compiled since it was last called."""
 	monkeypatch.setattr(Scale, "traced", 0)
 	before = 0
 
@@ -40,7 +39,6 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def on_disk(traced):
-	"""``traced`` after a kernel was compiled that memory does not hold."""
 	compile_kernel(SPEC, SM90)
 	forget_kernels()
 	traced()
@@ -86,7 +84,6 @@ def test_what_does_not_load_is_compiled_again(on_disk):
 
 
 def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
-	"""Someone exchanges the object file right after it was read."""
 	load = cache.DiskCache.load
 
 	def load_and_exchange(self, key):
@@ -234,9 +231,6 @@ def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
 	with Worker() as worker:
 		assert worker.compile(SPEC, SM90) == "the compiler process died with status -9"
 		assert worker.compile(SPEC, SM90) is True
-
-
-# Ahead of time
 
 
 def test_precompile_in_processes(traced, capsys):

@@ -1,5 +1,3 @@
-"""The on-disk cache without the CuTe DSL: entries are any bytes."""
-
 import dataclasses
 import enum
 import json
@@ -39,7 +37,6 @@ def stored(disk):
 
 @pytest.fixture
 def unprivileged():
-	"""Permission bits bind root too while its effective user is another."""
 	if os.geteuid() != 0:
 		yield
 		return
@@ -52,7 +49,6 @@ def unprivileged():
 
 @pytest.fixture
 def read_only_folder():
-	"""A folder outside pytest's own, which is closed to other users."""
 	folder = Path(tempfile.mkdtemp())
 	DiskCache(folder).store(KEY, FILES)
 	folder.chmod(0o555)
@@ -89,7 +85,6 @@ def test_a_json_file_of_another_form_is_a_miss(stored, text):
 
 
 def test_an_entry_names_no_files_elsewhere(stored, tmp_path):
-	"""The file beside the folder has the right hash; it is not part of the entry all the same."""
 	meta = stored.root / f"{KEY.name}.json"
 	entry = json.loads(meta.read_text())
 	(stored.root / f"{KEY.name}.").mkdir()
@@ -176,18 +171,12 @@ def test_the_environment_chooses_the_folder(monkeypatch, tmp_path):
 	assert default_cache().root == tmp_path / "home" / ".cache" / "cute_kernels"
 
 
-# Locks
-
-
 def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
 	monkeypatch.setattr(cache, "_LOCK_TIMEOUT_S", 0.05)
 	entered = False
 	with disk.lock(KEY), pytest.warns(RuntimeWarning, match="was held for"), disk.lock(KEY):
 		entered = True
 	assert entered
-
-
-# Keys
 
 
 @each(
@@ -285,9 +274,6 @@ def test_our_kernel_sources_count_and_our_ops_do_not():
 	for name in ("reference", "ops", "emulator"):
 		assert not [path for path in read if path.is_relative_to(package / name)]
 	assert package / "runtime" / "backend.py" not in read
-
-
-# The text of a spec
 
 
 class Color(enum.IntEnum):

@@ -29,7 +29,6 @@ def built_engine(fresh_runtime, tmp_path):
 
 
 def results():
-	"""Whether each kernel computes what it should; all have the same name in the DSL."""
 	x, y = torch.arange(1000.0, requires_grad=True), torch.zeros(1000)
 	kernels = {(s.factor, str(a)): compile_kernel(s, a) for s in SPECS for a in EMULATED}
 	outcome = {}
@@ -42,7 +41,6 @@ def results():
 
 
 def run_python(program, *arguments):
-	"""What ``program`` prints in a process of its own."""
 	command = [sys.executable, "-c", program, *arguments]
 	root = Path(__file__).parents[2]
 	process = subprocess.run(command, cwd=root, capture_output=True, text=True)

@@ -17,7 +17,6 @@ def plans(monkeypatch):
 
 @pytest.fixture
 def checks(monkeypatch):
-	"""Calls of the op's check."""
 	calls = []
 	check = GroupedAmax.check
 	monkeypatch.setattr(GroupedAmax, "check", lambda op: (calls.append(op), check(op)))
@@ -86,7 +85,6 @@ def test_lists_are_told_from_their_tensors():
 
 
 def test_scales_have_a_part_in_the_plan(plans):
-	"""The same codes with block scales that are further apart: another plan, the same result."""
 	x, offs = torch.randn(40, 32), ends(10, 40)
 	a = cute_kernels.ops.grouped_quantize(x, "nvfp4", offs)
 	b = cute_kernels.ops.grouped_quantize(torch.randn(2, 16, 32), "nvfp4")

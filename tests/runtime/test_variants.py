@@ -1,5 +1,3 @@
-"""What is compiled ahead of time is what the ops ask for."""
-
 import itertools
 
 import pytest
@@ -31,8 +29,6 @@ TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
-	"""A launcher that notes which kernels it is asked for."""
-
 	num_sms = 148
 
 	def __init__(self, arch="sm_100a"):

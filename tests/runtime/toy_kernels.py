@@ -1,5 +1,3 @@
-"""A kernel small enough to compile in a tenth of a second, for tests of the machinery around it."""
-
 import dataclasses
 from typing import ClassVar
 

@@ -1,5 +1,3 @@
-"""Shapes of the buffers of every format: the layout contract, cell by cell."""
-
 import torch
 
 from cute_kernels.formats import FP8, NVFP4, parse
@@ -26,8 +24,6 @@ def test_rows_of_codes_are_16_bytes_apart(fmt, cols):
 def test_a_shared_level_is_there_once():
 	assert list(buffers(FP8(), (T, K), G, columnwise=True)) == [*("codes", "scale_inv", "scale", "amax"), "codes_t"]
 
-
-# Groups that have shapes of their own
 
 SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
 #: format -> entries of each member's part of each buffer, worked out by hand for SHAPES: rows of

@@ -70,7 +70,6 @@ def test_what_runs_is_a_row_of_the_table():
 
 @pytest.fixture
 def no_mxfp8(monkeypatch):
-	"""A table from before MXFP8 was built."""
 	rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
 	monkeypatch.setattr(capability, "_RUNS", rows)
 

@@ -1,5 +1,3 @@
-"""Settings, trust in files, and locks: what every part needs of the host."""
-
 import importlib.metadata
 import os
 import signal
@@ -37,9 +35,6 @@ def read(folder, name="file"):
 		os.close(descriptor)
 
 
-# Settings
-
-
 @each("text", ["", "2", "y", "none", "enabled"])
 def test_what_is_no_boolean_is_an_error(text):
 	with pytest.raises(ValueError, match=f"NAME must be one of .*, got '{text}'"):
@@ -61,9 +56,6 @@ def test_a_cache_folder_of_an_unknown_user(monkeypatch, variable):
 	monkeypatch.setenv(variable, "~nosuchuser/cache")
 	with pytest.warns(RuntimeWarning, match="would be in ~nosuchuser/cache.*home directory"):
 		assert settings.cache_root() is None
-
-
-# Files
 
 
 def test_a_file_comes_back(folder):
@@ -112,9 +104,6 @@ def test_what_is_no_file_is_not_read(folder):
 	for name in ("pipe", "inner"):
 		with pytest.raises(OSError, match="not a regular file"):
 			read(folder, name)
-
-
-# Locks
 
 
 def in_child(work):

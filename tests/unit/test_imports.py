@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.helpers import each
+from tests.helpers import each, needs_compiler
 
 ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
@@ -67,7 +67,6 @@ def imported_names(nodes):
 
 
 def names_in_strings(nodes):
-	"""Modules that strings name with a class, as configurations name their kernels."""
 	for node in nodes:
 		if isinstance(node, ast.Constant) and isinstance(node.value, str):
 			named = NAMED.fullmatch(node.value)
@@ -76,7 +75,6 @@ def names_in_strings(nodes):
 
 
 def all_imports(tree, *, with_names=False):
-	"""Names imported anywhere in a module, except for type checkers only."""
 	pending, found = [tree], []
 	while pending:
 		node = pending.pop()
@@ -86,21 +84,6 @@ def all_imports(tree, *, with_names=False):
 		found.append(node)
 		pending.extend(ast.iter_child_nodes(node))
 	return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
-
-
-def imports_at_load(tree):
-	"""Names imported when the module is: those outside functions."""
-	pending, found = list(tree.body), []
-	while pending:
-		node = pending.pop()
-		if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-			continue
-		if is_type_checking(node):
-			pending.extend(node.orelse)
-			continue
-		found.append(node)
-		pending.extend(ast.iter_child_nodes(node))
-	return set(imported_names(found))
 
 
 def parse(name):
@@ -154,41 +137,36 @@ def test_no_files_import_each_other():
 	assert not found
 
 
-def test_loading_the_packages_does_not_load_the_dsl():
-	pending, seen = ["cute_kernels", "grouped"], set()
-	while pending:
-		name = pending.pop()
-		if name in seen:
-			continue
-		seen.add(name)
-		for target in imports_at_load(parse(name)):
-			assert target.split(".")[0] not in ("cutlass", "cuda", "tvm_ffi"), name
-			parts = target.split(".")
-			parents = (".".join(parts[: i + 1]) for i in range(len(parts)))
-			pending.extend(parent for parent in parents if parent in MODULES)
-	known = {"cute_kernels.ops.gemm", "cute_kernels.reference.codecs.nvfp4", "grouped.tensor"}
-	assert known <= seen
-
-
-def test_both_packages_work_where_the_dsl_cannot_be_imported():
-	code = """
-import sys
-for name in ("cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"):
-    sys.modules[name] = None  # importing it raises ImportError
-import torch, cute_kernels, grouped
+@each("is_blocked", [False, True])
+def test_the_packages_do_not_load_the_dsl_and_work_without_it(is_blocked):
+	code = f"""
+import sys, torch
+names = {{"cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"}}
+fresh = names.difference(sys.modules)
+if {is_blocked}:
+    sys.modules |= dict.fromkeys(names)  # importing them raises ImportError
+import cute_kernels, grouped, cute_kernels.runtime.aot
 x = torch.ones(4, 32, dtype=torch.bfloat16)
 q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
-assert q.dequantize().equal(x)
+assert q.dequantize().equal(x) and not any(map(sys.modules.get, fresh))
 """
 	done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
 	assert done.returncode == 0, done.stderr
 
 
-def test_the_emulator_works_without_torch():
-	program = (
-		"import sys; sys.modules['torch'] = None\n"
-		"import cute_kernels\n"
-		"assert cute_kernels.__all__ == ['__version__', 'emulator']\n"
-		"assert cute_kernels.emulator.installed() is None\n"
-	)
-	subprocess.run([sys.executable, "-c", program], check=True)
+@needs_compiler
+def test_the_emulator_works_without_torch_and_the_dsl():
+	code = """
+import sys
+sys.modules["torch"] = sys.modules["cutlass"] = None
+import cute_kernels, numpy
+assert cute_kernels.__all__ == ["__version__", "emulator"]
+cute_kernels.emulator.load_ptx('''.version 8.8
+.target sm_100a
+.visible .entry k(.param .u64 p) {
+.reg .b64 %d; ld.param.u64 %d, [p]; st.global.b32 [%d], 7; }''')
+x = numpy.zeros(1, numpy.uint32)
+cute_kernels.emulator.launch("k", (1,), (1,), (x,))
+assert x[0] == 7 and cute_kernels.emulator.installed() is None
+"""
+	subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -21,9 +21,7 @@ class AccReader:
 
 	Args:
 	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-	  columns: columns of a block.
 	  load: the instruction; it decides which elements of a block a thread gets.
-	  acc_pipeline: the accumulators.
 	  is_partial: of kernels that promote, partial sums are read, otherwise the sums.
 	"""
 

@@ -27,15 +27,7 @@ def codes_sources(
 	scales: tuple[cute.Tensor | None, cute.Tensor | None],
 	depth: Any,
 ) -> dict[str, TmaSource]:
-	"""The TMA copies of a stage of codes and their block scales, by their names in ``Stages``.
-
-	Args:
-	  config: the kernel's configuration.
-	  staged: layouts of the stages.
-	  operands: operands M and N as they are given.
-	  scales: their block scales.
-	  depth: K, see ``matrix_view``.
-	"""
+	"""The TMA copies of a stage of codes and block scales of operands M and N, by their names in ``Stages``."""
 
 	def copy(name: str, tensor: cute.Tensor, tiler: tuple[Any, ...]) -> TmaSource:
 		stage = cute.slice_(getattr(staged, name), (*[None] * len(tiler), 0))

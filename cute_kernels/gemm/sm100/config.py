@@ -48,11 +48,7 @@ class Sm100Tile(TileShape):
 	"""What the tensor core works on at a time.
 
 	Attributes:
-	  m: rows of operand M.
-	  n: rows of operand N.
-	  num_ctas: CTAs that share the tile; each holds half of both operands.
-	  swap_ab: operand M is B and operand N is A.
-	  swap_partial: the same, only in the last tile of a group and if that is partial.
+	  swap_partial: as ``swap_ab``, only in the last tile of a group and if that is partial.
 	"""
 
 	swap_partial: bool = False

@@ -36,12 +36,7 @@ class _Side:
 	"""A lane's part of one operand.
 
 	Args:
-	  codes: the operand.
-	  shared: the stages.
 	  squares: fp32 scales of squares, (blocks along rows, along K, G or 1); None without.
-	  cta: number of this CTA among those that share a tile.
-	  warp: number of this warp in its team.
-	  team_warps: warps of a team.
 	"""
 
 	def __init__(
@@ -104,15 +99,7 @@ class _Side:
 		return scale
 
 	def decode(self, codes_stage: Int32, half: int, stage: Int32, tile: WorkTile, square: Float32) -> None:
-		"""Decode this lane's part of half a stage of codes into a stage.
-
-		Args:
-		  codes_stage: the stage of codes.
-		  half: which half.
-		  stage: the stage of what is multiplied.
-		  tile: the tile.
-		  square: the scale of all of it, where one square has it.
-		"""
+		"""Decode this lane's part of half a stage of codes into a stage; ``square`` is the scale of all if one has it."""
 		word = self.scales(codes_stage, half, tile)
 		source = self.codes_at + codes_stage * (self.codes.rows * self.codes.row_bytes)
 		target = self.target_at + stage * self.target_bytes
@@ -163,13 +150,7 @@ class DecodeWarps:
 	"""The warps that decode.
 
 	Args:
-	  warps: which warps those are.
-	  shared: the stages.
 	  squares: fp32 scales of squares of operands M and N, see ``_Side``.
-	  cta: number of this CTA among those that share a tile.
-	  tiles: the tile records.
-	  codes_pipeline: the stages of codes.
-	  ab_pipeline: the stages of what is multiplied.
 	"""
 
 	def __init__(

@@ -35,12 +35,9 @@ _AT_ONCE = 16
 
 
 class OutputStore(NamedTuple):
-	"""TMA stores of blocks of 32 rows.
+	"""TMA stores of blocks of 32 rows, staged as (32, columns, stages) of all warps.
 
-	Attributes:
-	  atom: the copy.
-	  tensor: coordinates of (rows, N, G or 1), the last of them of halves where columns are two.
-	  shared: staged blocks, (32, columns, stages), of all warps.
+	Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
 	"""
 
 	atom: cute.CopyAtom
@@ -69,16 +66,7 @@ def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute
 
 
 class Block(NamedTuple):
-	"""What a thread stores of its row.
-
-	Attributes:
-	  values: elements of the tensor.
-	  store: TMA stores of 32 rows of them.
-	  tensor: where to, (1 or G, rows, columns).
-	  col: the first column.
-	  part: in which group or half.
-	  end: columns of a half, or of all.
-	"""
+	"""What a thread stores of its row from column ``col`` on, of a group or half that has ``end`` columns."""
 
 	values: cute.Tensor
 	store: OutputStore
@@ -99,12 +87,7 @@ class Epilogue:
 	"""What becomes of a tile whose operands are not swapped.
 
 	Args:
-	  tensors: what is read and written in global memory.
-	  store: the TMA stores of the output.
-	  z_store: those of what goes into an activation; None if it is not kept.
-	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-	  cta_row: first row of a tile that this CTA holds.
-	  acc_pipeline: the accumulators.
+	  z_store: TMA stores of what goes into an activation; None if it is not kept.
 	"""
 
 	def __init__(

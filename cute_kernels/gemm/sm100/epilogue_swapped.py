@@ -34,13 +34,9 @@ class SwappedEpilogue:
 	"""What becomes of a tile whose operands are swapped.
 
 	Args:
-	  tensors: what is read and written in global memory.
 	  staged: staged blocks of all warps in shared memory; this warp's begin at its share.
 	  block_store: TMA stores of them; None if none leave by TMA. Then a warp has one of them,
 	    otherwise it uses two by turns.
-	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-	  cta_row: first row of a tile's accumulator that this CTA holds.
-	  acc_pipeline: the accumulators.
 	"""
 
 	def __init__(

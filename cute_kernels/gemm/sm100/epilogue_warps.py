@@ -21,11 +21,8 @@ class EpilogueWarps:
 	"""The four epilogue warps.
 
 	Args:
-	  tensors: what is read and written in global memory.
 	  direct: what becomes of tiles whose operands are not swapped; None if there are none.
-	  swapped: what becomes of those whose operands are; None if there are none.
-	  cta_row: first row of a tile's accumulator that this CTA holds.
-	  tiles: the tile records.
+	  swapped: of those whose operands are, likewise.
 	  promoter: what makes the sums of a tile; None if accumulators have them.
 	"""
 

@@ -47,11 +47,8 @@ class GatherLoad:
 	"""This CTA's part of the load of rows by an index.
 
 	Args:
-	  config: the kernel's configuration.
 	  atom: copies of parts of a row of the matrix.
 	  index: (T,) int32, the row of the matrix of each row of the product.
-	  shared: the stages.
-	  cta: number of this CTA among those that share a tile.
 	"""
 
 	def __init__(self, config: Sm100GemmConfig, atom: Any, index: cute.Tensor, shared: Stages, cta: Int32):

@@ -34,15 +34,14 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
 from ...device.launch import env_stream
-from ...layout.slots import TILE_ROWS, most_rows
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, TmaSource, each, paired
 from ..output import VECTOR_BYTES, EpilogueTensors
-from ..problem import Extents
+from ..problem import Extents, GemmArguments
 from ..scheduler import TileReader, TileScheduler
 from ..views import (
+	extents_of,
 	matrix_view,
-	output_view,
 	paired_rows,
 	ragged_rows_view,
 	row_scales_view,
@@ -71,17 +70,11 @@ class Sources(NamedTuple):
 	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
 	Attributes:
-	  m: elements of operand M; None if it is decoded or gathered.
-	  n: elements of operand N; likewise.
-	  m_scales: block scales of operand M; None without, as the others after it.
-	  n_scales: block scales of operand N.
-	  partial_m_scales: block scales of operand M of partial tiles with swapped operands.
-	  partial_n_scales: those of operand N.
+	  m: elements of operand M as those of N after it; None if they are decoded or gathered.
+	  m_scales: block scales, as those of N; None without, as the others after them.
+	  partial_m_scales: those of partial tiles with swapped operands.
 	  partial_boxes: elements of A of such tiles, by boxes of rows.
-	  m_codes: codes of operand M where they are decoded.
-	  n_codes: those of operand N.
-	  m_codes_scales: their block scales; None without, and of squares.
-	  n_codes_scales: likewise.
+	  m_codes: codes where they are decoded, then their block scales; None of squares.
 	  rows: what is gathered.
 	"""
 
@@ -102,10 +95,7 @@ class Sources(NamedTuple):
 class Stores(NamedTuple):
 	"""Something of each way in which TMA writes the output: the copies, or their coordinates.
 
-	Attributes:
-	  direct: of tiles whose operands are not swapped; None if there are none.
-	  swapped: of those whose operands are; None if none leave by TMA.
-	  z: of what goes into an activation, of the first.
+	``swapped`` is of tiles whose operands are, ``z`` of what goes into an activation; None if there are none.
 	"""
 
 	direct: Any = None
@@ -125,24 +115,8 @@ class Sm100Gemm:
 		return (*FakeArguments(config).arguments(), env_stream())
 
 	@cute.jit
-	def __call__(
-		self,
-		a: cute.Tensor,
-		a_scales: cute.Tensor | None,
-		a_amax: cute.Tensor | None,
-		b: cute.Tensor,
-		b_scales: cute.Tensor | None,
-		b_amax: cute.Tensor | None,
-		offs: cute.Tensor,
-		rows: cute.Tensor | None,
-		bias: cute.Tensor | None,
-		alpha: cute.Tensor | None,
-		out: cute.Tensor,
-		num_sms: Int32,
-		z: cute.Tensor | None,
-		stream: Any,
-	) -> None:
-		"""Launch the kernel: arguments as those of ``Sm90Gemm``, but for operands and block scales.
+	def __call__(self, *args: Any) -> None:
+		"""Launch the kernel: ``GemmArguments``, and the stream where.
 
 		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
 		product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
@@ -152,13 +126,12 @@ class Sm100Gemm:
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
 		"""
 		config, layouts = self.config, Layouts(self.config)
-		m, n, m_scales, n_scales = a, b, a_scales, b_scales
-		if cutlass.const_expr(config.tile.swap_ab):
-			m, n, m_scales, n_scales = b, a, b_scales, a_scales
+		x, stream = GemmArguments(*args[:-1]), args[-1]
+		m, n, m_scales, n_scales = x.in_order(config)
 		operands, depth = (m, n), None
 		if cutlass.const_expr(config.grouping == "m_grouped"):
 			# B may be padded along K, A never is.
-			depth = a.shape[1] * (a.element_type.width // config.kind.bits)
+			depth = x.a.shape[1] * (x.a.element_type.width // config.kind.bits)
 		m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
 		n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
 		if cutlass.const_expr(config.pairs_rows):
@@ -172,22 +145,15 @@ class Sm100Gemm:
 		if cutlass.const_expr(config.mma_kind.is_block_scaled):
 			m_scales = scales_view(m_scales, config.mma_kind)
 			n_scales = scales_view(n_scales, config.mma_kind)
-		if cutlass.const_expr(config.gathered):
-			num_rows = rows.shape[0]
-		elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
-			num_rows = a.shape[0]
-		else:
-			# T itself is not known here; the most rows that the slots hold give the same slots.
-			num_rows = most_rows(m.shape[1] // TILE_ROWS, offs.shape[0])
-		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), m.shape[1])))
 		scales = (m_scales, n_scales)
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
 		if cutlass.const_expr(config.gathered):
-			sources = sources._replace(rows=row_source(config, b if config.grouping == "k_grouped" else a))
-		stores = self.stores(layouts, output_view(out), None if z is None else output_view(z))
-		num_clusters = num_sms // config.tile.num_ctas
+			sources = sources._replace(rows=row_source(config, x.b if config.grouping == "k_grouped" else x.a))
+		tensors = EpilogueTensors.of(x)
+		stores = self.stores(layouts, tensors.out, tensors.z)
+		num_clusters = x.num_sms // config.tile.num_ctas
 		self.kernel(
 			layouts.tiled_mma,
 			layouts.tiled_mma_sf,
@@ -195,12 +161,12 @@ class Sm100Gemm:
 			each(Sources, sources, "tensor"),
 			each(Stores, stores, "atom"),
 			each(Stores, stores, "tensor"),
-			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
+			tensors,
 			promoted,
 			squares_of(config, scales),
-			rows,
-			offs,
-			extents,
+			x.rows,
+			x.offs,
+			extents_of(config, x, m, n),
 		).launch(
 			grid=[num_clusters * config.tile.num_ctas, 1, 1],
 			block=[self.warps.num_threads, 1, 1],

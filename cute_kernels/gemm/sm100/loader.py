@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
 from ..loader import LoadWarp, TmaSource
-from ..scheduler import TileReader, WorkTile
+from ..scheduler import WorkTile
 from .config import BOX_ROWS, Sm100GemmConfig
 
 if TYPE_CHECKING:
@@ -21,14 +21,10 @@ class OperandLoad(NamedTuple):
 	"""How one tensor of one operand gets into shared memory.
 
 	Attributes:
-	  source: where it comes from, see ``views``.
 	  shared: its stages, (MMA, MMA_MN, MMA_K, STAGE).
 	  tiler: rows and K of a tile.
 	  partition: the part of a tile that this CTA loads, a method of a ThrMma.
-	  cta_coord: number of this CTA among those that share a multicast.
-	  cta_layout: the CTAs that share one.
-	  mcast_mask: who receives it; None without a cluster.
-	  is_scale: it holds block scales.
+	  cta_coord: number of this CTA among those of ``cta_layout``, which share a multicast.
 	"""
 
 	source: TmaSource
@@ -71,14 +67,7 @@ def _tile_copies(load: OperandLoad, row: Int32, k_start: Int32, group: Any) -> t
 
 
 class StageLoads:
-	"""How this CTA takes part in the loads of each operand.
-
-	Args:
-	  layouts: layouts of the configuration.
-	  tiled_mma: the MMA, whose partition of M and N is that of the elements.
-	  tiled_mma_sf: the MMA whose partition of N is that of operand N's block scales.
-	  cta: number of this CTA among those that share a tile.
-	"""
+	"""How this CTA takes part in the loads of each operand. ``tiled_mma_sf`` parts N of operand N's block scales."""
 
 	def __init__(self, layouts: Layouts, tiled_mma: cute.TiledMma, tiled_mma_sf: cute.TiledMma, cta: Int32):
 		self.layouts = layouts
@@ -127,12 +116,7 @@ class StageLoads:
 
 
 class RowBoxes(NamedTuple):
-	"""How the first rows of a tile of A get into its stages, and no others.
-
-	Attributes:
-	  source: TMA copies of ``BOX_ROWS`` rows.
-	  shared: the stages, (rows, K, boxes of all stages).
-	"""
+	"""How the first rows of a tile of A get into its stages: ``shared`` are (rows, K, boxes of all stages)."""
 
 	source: TmaSource
 	shared: cute.Tensor
@@ -154,12 +138,7 @@ class SwappedPartial(NamedTuple):
 
 	Elements stay where they are: only the instructions take one operand for the other. A CTA needs
 	block scales of its own rows of operand M and of all rows of operand N, so these change places.
-
-	Attributes:
-	  boxes: elements of A; None if they are gathered.
-	  cta: number of this CTA among those that share a tile.
-	  m_scales: block scales of B, now operand M; None without.
-	  n_scales: block scales of A, now operand N; None without.
+	``boxes`` are elements of A, unless they are gathered.
 	"""
 
 	boxes: RowBoxes | None
@@ -169,30 +148,12 @@ class SwappedPartial(NamedTuple):
 
 
 class SwappingLoadWarp(LoadWarp):
-	"""The load warp where partial tiles have swapped operands.
-
-	Args:
-	  partial: what differs for partial tiles.
-	  operand_m: loads of operand M: elements, then block scales.
-	  operand_n: loads of operand N.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
-	  gather: as for ``LoadWarp``.
-	"""
+	"""The load warp where partial tiles have swapped operands, with what differs for them."""
 
 	config: Sm100GemmConfig
 
-	def __init__(
-		self,
-		config: Sm100GemmConfig,
-		partial: SwappedPartial,
-		operand_m: tuple[OperandLoad, ...],
-		operand_n: tuple[OperandLoad, ...],
-		tiles: TileReader,
-		ab_pipeline: pipeline.PipelineTmaUmma,
-		gather: Any = None,
-	):
-		super().__init__(config, operand_m, operand_n, tiles, ab_pipeline, gather)
+	def __init__(self, config: Sm100GemmConfig, partial: SwappedPartial, *rest: Any):
+		super().__init__(config, *rest)
 		self.partial = partial
 
 	def sources(self) -> list[TmaSource]:

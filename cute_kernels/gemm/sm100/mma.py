@@ -23,9 +23,7 @@ class _StartedTile(NamedTuple):
 	"""What the stages of a tile have in common.
 
 	Attributes:
-	  acc: the accumulator.
-	  m: descriptor of operand M in the first stage.
-	  n: descriptor of operand N in the first stage.
+	  m: descriptor of operand M in the first stage, as that of N after it.
 	  instruction: descriptor of the instruction.
 	  blocks: units from one K block of operands M and N to the next.
 	  scales: block scales of operands M and N in tensor memory, if they have any.
@@ -43,10 +41,8 @@ class _StagedScales(NamedTuple):
 	"""The block scales of one operand, in shared and in tensor memory.
 
 	Attributes:
-	  descriptor: of the first stage in shared memory.
 	  column: the first in tensor memory, from its start on.
-	  tiles: tiles of them side by side along M or N.
-	  k_tiles: tiles of them along K of one stage.
+	  tiles: tiles of them side by side along M or N, and ``k_tiles`` along K of one stage.
 	"""
 
 	descriptor: Int64
@@ -156,15 +152,7 @@ class StageMma:
 
 
 class MmaWarp:
-	"""The MMA warp; only that of the leading CTA of a pair issues.
-
-	Args:
-	  mma: the instructions.
-	  is_leader: whether this CTA issues.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
-	  acc_pipeline: the accumulators.
-	"""
+	"""The MMA warp; only that of the leading CTA of a pair issues."""
 
 	def __init__(
 		self,
@@ -197,15 +185,8 @@ class MmaWarp:
 				if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
 					which = acc_state.phase ^ 1
 				started = self.mma.start(tile, which)
-				# A shift: a division of a signed number takes more instructions.
-				k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
-				for k_tile in cutlass.range(k_tiles, unroll=1):
-					# What lies behind the last K block belongs to another group or to nobody.
-					left = tile.k_blocks - k_tile * K_BLOCKS
-					self.ab_pipeline.consumer_wait(ab_state)
-					self.mma.multiply(started, ab_state.index, k_tile, left)
-					self.ab_pipeline.consumer_release(ab_state)
-					ab_state.advance()
+				for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
+					ab_state = self.multiply(started, tile, ab_state, k_tile, k_tile)
 				self.acc_pipeline.producer_commit(acc_state)
 				acc_state.advance()
 			tile, tile_state = self.tiles.next(tile_state)
@@ -214,15 +195,24 @@ class MmaWarp:
 	@cute.jit
 	def multiply_apart(self, tile: WorkTile, ab_state: Any, acc_state: Any) -> Any:
 		"""Multiply each stage of a tile into an accumulator of its own; the next states."""
-		k_tiles = (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
-		for k_tile in cutlass.range(k_tiles, unroll=1):
+		for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):
 			self.acc_pipeline.producer_acquire(acc_state)
 			started = self.mma.start(tile, acc_state.index)
-			self.ab_pipeline.consumer_wait(ab_state)
-			left = tile.k_blocks - k_tile * K_BLOCKS
-			self.mma.multiply(started, ab_state.index, Int32(0), left)
-			self.ab_pipeline.consumer_release(ab_state)
-			ab_state.advance()
+			ab_state = self.multiply(started, tile, ab_state, k_tile, Int32(0))
 			self.acc_pipeline.producer_commit(acc_state)
 			acc_state.advance()
 		return ab_state, acc_state
+
+	def k_tiles(self, tile: WorkTile) -> Int32:
+		"""Stages of a tile, by a shift: a division of a signed number takes more instructions."""
+		return (tile.k_blocks + (K_BLOCKS - 1)) >> (K_BLOCKS.bit_length() - 1)
+
+	@cute.jit
+	def multiply(self, started: _StartedTile, tile: WorkTile, state: Any, k_tile: Int32, accumulate: Int32) -> Any:
+		"""Multiply a tile's ``k_tile``-th stage; the next state."""
+		self.ab_pipeline.consumer_wait(state)
+		# What lies behind the last K block belongs to another group or to nobody.
+		self.mma.multiply(started, state.index, accumulate, tile.k_blocks - k_tile * K_BLOCKS)
+		self.ab_pipeline.consumer_release(state)
+		state.advance()
+		return state

@@ -39,7 +39,6 @@ class Promoter:
 	  scales: those of operands M and N, (rows or squares, blocks along K, groups).
 	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
 	  staged: shared memory for scales of columns; None if they have none.
-	  cta_row: first row of a tile that this CTA holds.
 	  acc_pipeline: the partial sums.
 	"""
 

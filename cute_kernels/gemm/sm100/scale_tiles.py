@@ -64,15 +64,10 @@ class ScaleTilesKernel:
 	) -> None:
 		"""Launch the kernel.
 
-		Args:
-		  a: (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K); None if
-		    there are tiles.
-		  a_tiles: (ceil(rows / 128), blocks along K, 512) uint8, written.
-		  b: likewise, with the groups first if uniform; its tiles if there are.
-		  b_tiles: likewise.
-		  half: rows of half a matrix of B, where they are paired.
-		  num_sms: SMs of the device.
-		  stream: where to launch.
+		``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and its
+		tiles, which are written, are (ceil(rows / 128), blocks along K, 512) uint8; None if there are
+		tiles. Likewise ``b``, with the groups first if uniform, or its tiles if there are. ``half`` are
+		the rows of half a matrix of B, where they are paired.
 		"""
 		view = scale_words_view if self.config.has_tiles else squares_view
 		self.kernel(None if a is None else view(a), a_tiles, view(b), b_tiles, half).launch(

@@ -22,14 +22,10 @@ class Stages(NamedTuple):
 	"""Stages in shared memory, or their layouts.
 
 	Attributes:
-	  m: elements of operand M.
-	  n: elements of operand N.
-	  m_scales: block scales of operand M; None without.
-	  n_scales: block scales of operand N; None without.
-	  m_codes: codes of operand M, (rows, bytes, STAGE), where they are decoded.
-	  n_codes: those of operand N.
+	  m: elements of operand M, as those of N after it.
+	  m_scales: block scales; None without.
+	  m_codes: codes, (rows, bytes, STAGE), where they are decoded.
 	  m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
-	  n_codes_scales: likewise.
 	"""
 
 	m: Any
@@ -164,13 +160,10 @@ class Barriers(NamedTuple):
 	"""Barriers and small exchanges in shared memory.
 
 	Attributes:
-	  ab: full and empty barriers of the stages.
-	  acc: full and empty barriers of the accumulators.
-	  sched: full and empty barriers of the tile records.
+	  ab: full and empty barriers of the stages, as others of what passes between warps.
 	  tmem: where the address of tensor memory is put.
 	  tmem_free: barrier of a CTA pair before tensor memory is freed.
-	  tiles: the tile records.
-	  codes: full and empty barriers of the stages of codes; None if none are decoded.
+	  codes: those of the stages of codes; None if none are decoded.
 	"""
 
 	ab: cute.Pointer
@@ -199,15 +192,7 @@ class Barriers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-	"""What warps pass to each other.
-
-	Attributes:
-	  ab: stages.
-	  acc: accumulators.
-	  ring: tile records.
-	  tmem: the allocator of tensor memory.
-	  codes: stages of codes; None if none are decoded.
-	"""
+	"""What warps pass to each other."""
 
 	ab: pipeline.PipelineTmaUmma
 	acc: pipeline.PipelineUmmaAsync

@@ -30,13 +30,10 @@ _F32_ACCUMULATORS = 1 << 4
 
 
 def _descriptor(start: cute.Pointer, leading: int, stride: int, span: int) -> Int64:
-	"""A matrix in shared memory that starts at ``start``; distances are bytes.
+	"""A matrix in shared memory that starts at ``start``.
 
-	Args:
-	  start: where.
-	  leading: from one atom to the next in the direction in which atoms are contiguous.
-	  stride: from one atom to the next across it.
-	  span: bytes of an atom in that direction; 0 without a swizzle.
+	From one atom to the next there are ``leading`` bytes in the direction in which atoms are contiguous
+	and ``stride`` across it; an atom has ``span`` bytes in that direction, 0 without a swizzle.
 	"""
 	fields = leading // UNIT << 16 | stride // UNIT << 32 | _VERSION | _SWIZZLES[span] << 61
 	return Int64((start.toint() >> 4) & _ADDRESS_MASK) | Int64(fields)
@@ -46,10 +43,8 @@ class ElementStages(NamedTuple):
 	"""The elements of one operand in the stages.
 
 	Attributes:
-	  kind: what they are.
 	  first: descriptor of the first K block of the first stage.
-	  block: units from one K block to the next.
-	  stage: units from one stage to the next.
+	  block: units from one K block to the next, as ``stage`` from one stage to the next.
 	  mn_major: they are contiguous along M or N instead of along K.
 	"""
 
@@ -128,16 +123,10 @@ def multiply(
 ) -> None:
 	"""One MMA instruction; one thread issues.
 
-	Args:
-	  kind: of one of the operands.
-	  acc: the accumulator in tensor memory.
-	  operands: descriptors of operands M and N.
-	  descriptor: see ``instruction_descriptor``.
-	  scales: their block scales in tensor memory, if they have any.
-	  num_ctas: CTAs that share the instruction.
-	  accumulate: 0 to overwrite the accumulator; None to add to it.
-	  more_than: two numbers; multiply only if the first is larger. A predicate, because branches
-	    around single instructions cost more, and CuTe DSL 4.8 fails to compile some.
+	``operands`` are descriptors of operands M and N, ``scales`` their block scales in tensor memory. With
+	``accumulate`` 0 it overwrites the accumulator. It multiplies only if the first number of ``more_than``
+	is larger: a predicate, because branches around single instructions cost more, and CuTe DSL 4.8 fails
+	to compile some.
 	"""
 	assert kind.tcgen05 is not None
 	values = [acc, *operands, descriptor, *scales]

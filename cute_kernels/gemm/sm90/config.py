@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
-from cute_kernels.gemm.problem import N_ALIGN, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
+from cute_kernels.gemm.problem import N_ALIGN, QUANTIZED_COLS, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
@@ -181,6 +181,11 @@ class Sm90GemmConfig(GemmConfig):
 		if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
 			return "only products of operands that are decoded have this tile"
 		return ""
+
+	def has_blocks(self, tile: Any) -> bool:
+		# The warps that store a tile have them, or all warpgroups of its CTA.
+		is_whole = (tile.m if tile.swap_ab else tile.n) == 2 * QUANTIZED_COLS and tile.swap_ab == (tile.consumers == 4)
+		return self.quantizes_to is None or is_whole and self.promotes and self.out_dtype != "float32"
 
 	def can_implement(self, problem: GemmProblem) -> Support:
 		if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:
@@ -396,7 +401,9 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def factor_words(self) -> int:
-		"""Words of shared memory for the factors of a tile's rows."""
+		"""Words of shared memory for the factors of a tile's rows, or amaxes of those of two blocks."""
+		if self.quantizes_to is not None:
+			return 2 * self.consumers * self.block_shape[0]
 		return self.consumers * self.tile.n if self.row_scaled else 0
 
 	@property

@@ -39,11 +39,6 @@ class Consumer:
 	"""A consumer warpgroup.
 
 	Args:
-	  layouts: its layouts.
-	  stages: stages of both operands.
-	  tiles: the tile records.
-	  ab_pipeline: the stages.
-	  epilogue: what becomes of the accumulators.
 	  promoter: what promotes the sums of each stage; None if nothing does.
 	"""
 

@@ -21,6 +21,7 @@ from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 from .config import WARPGROUP_M, Sm90GemmConfig
+from .quantized import QuantizedRows
 from .warp_schedule import (
 	FIRST_EPILOGUE_BARRIER,
 	FIRST_FREE_BARRIER,
@@ -91,11 +92,9 @@ class Epilogue:
 	single buffer there are two.
 
 	Args:
-	  tensors: what is read and written in global memory.
 	  blocks: buffers of all warpgroups in shared memory, bytes.
 	  factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
 	    unless there is one a row.
-	  cta: number of the CTA in its cluster.
 	  group: number of the consumer warpgroup; None of the one that runs this.
 	"""
 
@@ -121,7 +120,9 @@ class Epilogue:
 		size = config.num_store_stage * config.block_bytes
 		self.blocks = blocks.iterator.toint() + group * size
 		if cutlass.const_expr(factors is not None):
-			self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+			#: Of all warpgroups amaxes of rows, or of this one the factors.
+			self.amaxes = factors.iterator.toint()
+			self.factors = self.amaxes + group * (config.tile.n * 4)
 		#: Elements of a vector, and vectors of a block.
 		self.vector = VECTOR_BYTES * 8 // self.staged_element.width
 		self.vectors = self.block_rows * self.block_cols // self.vector
@@ -135,6 +136,8 @@ class Epilogue:
 		self.first_m = cta * config.tile.m + group * WARPGROUP_M
 		self.step = config.consumers * WARPGROUP_M
 		self.repeats = config.tile.m // self.step
+		if config.quantizes_to is not None:
+			self.quantized = QuantizedRows(config, self)
 
 	@cute.jit
 	def load_factors(self, tile: WorkTile) -> cute.Tensor:
@@ -173,7 +176,10 @@ class Epilogue:
 				if local < config.tile.n:
 					store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
 		# The factors are there, and the blocks of the tile before have been read.
-		self.sync()
+		if cutlass.const_expr(config.quantizes_to is not None and config.tile.swap_ab):
+			self.quantized.begin(tile)
+		else:
+			self.sync()
 		slot, window = Int32(0), self.window(tile)
 		block_n = self.block_n
 		for repeat in cutlass.range_constexpr(self.repeats):
@@ -189,7 +195,10 @@ class Epilogue:
 						self.stage(values, buffer, first)
 					if cutlass.const_expr(not config.stores_apart):
 						self.sync()
-						self.copy(buffer, window, repeat, block * block_n)
+						if cutlass.const_expr(config.quantizes_to is None):
+							self.copy(buffer, window, repeat, block * block_n)
+						else:
+							self.quantized.store_block(tile, buffer, window, slot, block * block_n)
 						if cutlass.const_expr(config.num_store_stage == 1):
 							self.sync()
 						else:
@@ -213,10 +222,19 @@ class Epilogue:
 		cute.arch.barrier_arrive(barrier_id=FIRST_FREE_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
 
 	@cute.jit
-	def copy_tile(self, tile: WorkTile) -> None:
-		"""Copy what the consumer warpgroup staged of a tile, by another one: one loop, little code."""
-		config, swapped = self.config, self.config.tile.swap_ab
+	def store_staged(self, tile: WorkTile) -> None:
+		"""Store what the consumer warpgroup staged of a tile, by another one."""
 		cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
+		if cutlass.const_expr(self.config.quantizes_to is None):
+			self.copy_tile(tile)
+		else:
+			self.quantized.store_tile(tile)
+		self.free()
+
+	@cute.jit
+	def copy_tile(self, tile: WorkTile) -> None:
+		"""Copy a staged tile: one loop, little code."""
+		config, swapped = self.config, self.config.tile.swap_ab
 		window, blocks = self.window(tile), config.tile.n // self.block_n
 		live = Int32(blocks)
 		if cutlass.const_expr(swapped):
@@ -228,7 +246,6 @@ class Epilogue:
 			moved = window.moved(row, col, self.staged_element.width // 8, 1 + config.is_gated)
 			buffer = self.blocks + (index + repeat * (blocks - live)) * config.block_bytes
 			self.copy(buffer, moved, 0, 0)
-		self.free()
 
 	def sync(self) -> None:
 		"""Wait for the whole warpgroup."""
@@ -406,8 +423,6 @@ class StoreWarps:
 	"""The warpgroup that stores what consumer warpgroups staged.
 
 	Args:
-	  config: the kernel's configuration.
-	  tiles: the tile records.
 	  epilogues: makes the epilogue of a consumer warpgroup.
 	"""
 
@@ -424,5 +439,5 @@ class StoreWarps:
 		tile, state = self.tiles.next(state)
 		while tile.group >= 0:
 			for group in cutlass.range(self.config.consumers, unroll=1):
-				self.epilogues(group).copy_tile(tile)
+				self.epilogues(group).store_staged(tile)
 			tile, state = self.tiles.next(state)

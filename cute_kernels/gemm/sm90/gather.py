@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 	from .config import Sm90GemmConfig
 	from .storage import Stages
 
-__all__ = ["GatherWarp", "Gathered"]
-
 #: Bytes that a lane copies at once, and of a row of a panel.
 _COPY_BYTES, _PANEL_BYTES = 16, 128
 #: Rows that a warp copies at once, a panel wide.
@@ -51,16 +49,7 @@ def _copy(shared: Int32, source: Int64, is_there: Any) -> None:
 
 
 class GatherWarp:
-	"""One of the gather warps, which take rows by turns.
-
-	Args:
-	  config: the kernel's configuration.
-	  gathered: what is gathered from.
-	  stages: the stages.
-	  tiles: the tile records.
-	  ab_pipeline: the stages' barriers.
-	  warp: number of this warp among the gather warps.
-	"""
+	"""One of the gather warps, which take rows by turns."""
 
 	def __init__(
 		self, config: Sm90GemmConfig, gathered: Gathered, stages: Stages, tiles: TileReader, ab_pipeline: Any, warp: Int32

@@ -20,17 +20,16 @@ from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...device.launch import env_stream
-from ...layout.slots import TILE_ROWS, most_rows
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, StageLoad, TmaSource, each, paired
 from ..operands import OPERANDS
 from ..output import EpilogueTensors
-from ..problem import Extents
+from ..problem import Extents, GemmArguments
 from ..scheduler import TileReader, TileScheduler
 from ..views import (
 	codes_view,
+	extents_of,
 	matrix_view,
-	output_view,
 	paired_rows,
 	ragged_rows_view,
 	row_scales_view,
@@ -84,53 +83,17 @@ class Sm90Gemm:
 		return (*arguments, env_stream())
 
 	@cute.jit
-	def __call__(
-		self,
-		a: cute.Tensor,
-		a_scales: cute.Tensor | None,
-		a_amax: cute.Tensor | None,
-		b: cute.Tensor,
-		b_scales: cute.Tensor | None,
-		b_amax: cute.Tensor | None,
-		offs: cute.Tensor,
-		rows: cute.Tensor | None,
-		bias: cute.Tensor | None,
-		alpha: cute.Tensor | None,
-		out: cute.Tensor,
-		num_sms: Int32,
-		z: cute.Tensor | None,
-		stream: Any,
-	) -> None:
-		"""Launch the kernel.
-
-		Args:
-		  a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
-		    they are quantized, or (M, 64 * tiles) codes.
-		  a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
-		  a_amax: (G,) fp32 second level, or (T,) when row-scaled.
-		  b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-		    (N, slots).
-		  b_scales: likewise.
-		  b_amax: (G,) fp32.
-		  offs: (G,) int32 end rows.
-		  rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied,
-		    where they are ``gathered``; None otherwise.
-		  bias: (G, N), or None.
-		  alpha: (G,) fp32, or None.
-		  out: (T, N), or (G, M, N) of a k_grouped product.
-		  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-		  z: (T, N), where the output has what an activation makes of it; None if it is not kept.
-		  stream: where to launch.
+	def __call__(self, *args: Any) -> None:
+		"""Launch the kernel: ``GemmArguments``, and the stream where.
 
 		What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
 		multiple of 128.
 		"""
 		config, layouts = self.config, Layouts(self.config)
-		m, n, m_scales, n_scales = a, b, a_scales, b_scales
-		if cutlass.const_expr(config.tile.swap_ab):
-			m, n, m_scales, n_scales = b, a, b_scales, a_scales
+		x, stream = GemmArguments(*args[:-1]), args[-1]
+		m, n, m_scales, n_scales = x.in_order(config)
 		# Codes of B may be padded along K.
-		depth = a.shape[1] if config.grouping == "m_grouped" else None
+		depth = x.a.shape[1] if config.grouping == "m_grouped" else None
 		m, n = self.views(m, n, depth)
 		sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
 		if cutlass.const_expr(not config.gathered):
@@ -147,26 +110,17 @@ class Sm90Gemm:
 			sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
 		gathered = None
 		if cutlass.const_expr(config.gathered):
-			gathered = Gathered(b if config.grouping == "k_grouped" else a, rows)
-		if cutlass.const_expr(config.gathered):
-			num_rows = rows.shape[0]
-		elif cutlass.const_expr(config.grouping == "m_grouped" or config.ragged_k):
-			num_rows = a.shape[0]
-		else:
-			# T itself is not known here; the most rows that the slots hold give the same slots.
-			num_rows = most_rows(n.shape[1] // TILE_ROWS, offs.shape[0])
-		depth = (n if config.tile.swap_ab else m).shape[1]
-		extents = Extents(*(Int32(x) for x in (num_rows, cute.size(m, mode=[0]), cute.size(n, mode=[0]), depth)))
+			gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
 		self.kernel(
 			each(Sources, sources, "atom"),
 			each(Sources, sources, "tensor"),
 			squares,
-			EpilogueTensors(output_view(out), a_amax, b_amax, alpha, bias, None if z is None else output_view(z)),
+			EpilogueTensors.of(x),
 			gathered,
-			offs,
-			extents,
+			x.offs,
+			extents_of(config, x, m, n),
 		).launch(
-			grid=[num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
+			grid=[x.num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
 			block=[self.warps.num_threads, 1, 1],
 			cluster=[config.tile.num_ctas, 1, 1],
 			stream=stream,

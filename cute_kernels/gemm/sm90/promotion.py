@@ -66,7 +66,6 @@ class Promoter:
 	  stages: the stages, whose scales of single rows are read.
 	  squares: scales of squares of operands M and N, (blocks along rows, blocks along K, groups);
 	    None each where there are none.
-	  cta: number of the CTA in its cluster.
 	"""
 
 	def __init__(self, config: Sm90GemmConfig, stages: Stages, squares: tuple[cute.Tensor | None, ...], cta: Int32):

@@ -48,7 +48,6 @@ class Layouts:
 	Attributes:
 	  elements: types of the elements of operands M and N that are multiplied.
 	  tiled_mma: the MMA.
-	  stages: stages of both operands.
 	  tilers: extents of one stage, without the last.
 	"""
 
@@ -111,9 +110,8 @@ class Barriers(NamedTuple):
 	Attributes:
 	  ab: full and empty barriers of the stages.
 	  sched: full and empty barriers of the tile records.
-	  tiles: the tile records.
 	  blocks: what the epilogue stages, bytes.
-	  factors: factors of a tile's rows for each warpgroup, fp32, or None.
+	  factors: factors of a tile's rows for each warpgroup, or amaxes of rows, fp32, or None.
 	"""
 
 	ab: cute.Pointer
@@ -127,7 +125,7 @@ class Barriers(NamedTuple):
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
 		blocks = config.consumers * config.num_store_stage * config.block_bytes
 		factors = None
-		if config.row_scaled:
+		if config.factor_words:
 			layout = cute.make_layout(config.factor_words)
 			factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 		return Barriers(
@@ -140,12 +138,7 @@ class Barriers(NamedTuple):
 
 
 class Pipelines(NamedTuple):
-	"""What warps pass to each other.
-
-	Attributes:
-	  ab: stages.
-	  ring: tile records.
-	"""
+	"""What warps pass to each other."""
 
 	ab: pipeline.PipelineTmaAsync
 	ring: pipeline.PipelineAsync

@@ -20,6 +20,8 @@ _REGISTERS = {1: (128, 40), 2: (232, 40), 4: (104, 40)}
 _REGISTERS_APART, _STORE_REGISTERS = (216, 24), 56
 #: Likewise where a warpgroup of its own gathers.
 _REGISTERS_GATHERING = 216, 40
+#: The barrier of all four consumer warpgroups.
+CONSUMERS_BARRIER = 5
 #: The first warpgroup's barriers where another one stores: its blocks are full, and free.
 FIRST_FULL_BARRIER, FIRST_FREE_BARRIER = 7, 9
 

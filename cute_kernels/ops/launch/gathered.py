@@ -10,9 +10,6 @@ from cute_kernels.ops.moe import MoeGather
 from cute_kernels.ops.registry import Allocator, Runner
 from cute_kernels.runtime.launch import Launcher
 
-__all__ = ["gathers_first", "multiply_gathered"]
-
-
 #: Columns of the other operand from which on gathering first is as fast. Products of 256 and 2048
 #: rows a group by 1536 columns take 18 and 10% less by an index, and by 4096 columns 1% more; those
 #: of few rows a group wait for weights. Weight gradients of 1536 columns take 5% more of 256 rows a

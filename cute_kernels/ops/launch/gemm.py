@@ -98,20 +98,20 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 
 def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
 	"""What an ``m_grouped`` product asks for: a configuration but for its tile, and sizes."""
-	spec, cls = op.outputs()[0], CONFIGS[arch]
+	cls = CONFIGS[arch]
 	base = cls(
 		**_operands(op, arch),
 		tile=cls.any_tile("m_grouped"),
-		out_dtype=dtype_name(spec.dtype),
+		out_dtype=dtype_name(op.result_dtype),
 		row_scaled=op.row_scaled,
 		bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
 		has_alpha=op.alpha is not None,
 		transpose_b=op.is_b_mn_major,
 		gathered=op.index is not None,
-		**dict(zip(("activation", "interleaved", "keeps_z"), op.of_activation, strict=False)),
+		**dict(zip(("activation", "interleaved", "keeps_z", "quantizes_to"), op.of_activation, strict=False)),
 		**(_sm90_fields(op) if arch == "sm_90a" else {}),
 	)
-	sizes = (op.offs.shape[0], spec.shape[0], op.cols)
+	sizes = (op.offs.shape[0], op.num_rows, op.cols)
 	return base, GemmProblem(base.operand, "m_grouped", base.out_dtype, *sizes, k=op.depth)
 
 
@@ -190,11 +190,12 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 	vectors = (op.offs, op.index, getattr(op, "bias", None), op.alpha)
 	is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
-	keeps_z = config.keeps_z
+	keeps_z, is_quantized = config.keeps_z, config.quantizes_to is not None
 	parts = (config,) if _forced else config.parts(problem, launch.num_sms)
 
 	@functools.cache
 	def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
+		zero_tail = zero_tail and not is_quantized
 		return [launch.kernel(dataclasses.replace(part, accumulate=accumulate, zero_tail=zero_tail)) for part in parts]
 
 	def run(op: GroupedGemm, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
@@ -209,9 +210,10 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 		if prepare is not None:
 			a, b = prepare(a, b, offs)
 		out, z = outputs if keeps_z else (outputs[0], None)
+		out_scales = outputs[1] if is_quantized else None
 		for kernel in kernels(accumulate, fresh):
 			# As GemmArguments names them; making one takes half a microsecond of every call.
-			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z)
+			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales)
 
 	return run
 

@@ -65,7 +65,10 @@ class GradientLoader(TileLoader):
 				if at >= 0 and at < inputs.weight.shape[0]:
 					p = inputs.weight[at]
 			store_shared(shared.factors.toint() + (stage * TILE_ROWS + row) * 4, [f32_as_bits(p)])
-		cute.arch.sync_warp()
+
+	@cute.jit
+	def announce(self, shared: SharedMemory, full: Int32) -> None:
+		cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights
 
 
 class GradientQuantizer:
@@ -161,7 +164,7 @@ class GradientQuantizer:
 		)
 		tid = cute.arch.thread_idx()[0]
 		if tid < 2:
-			cute.arch.mbarrier_init(shared.full + tid, 1)
+			cute.arch.mbarrier_init(shared.full + tid, WARP_SIZE)
 		if tid < stages:
 			cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
 		cute.arch.mbarrier_init_fence()

@@ -20,8 +20,6 @@ _FMAX = torch.finfo(torch.float32).max
 
 
 class FP8Codec(Codec):
-	"""See the module's docstring."""
-
 	format = FP8
 
 	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:

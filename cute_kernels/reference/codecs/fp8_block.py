@@ -23,8 +23,6 @@ _NO_MANTISSA = ~0x7FFFFF
 
 
 class FP8BlockCodec(Codec):
-	"""See the module's docstring."""
-
 	format = FP8Block
 
 	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:

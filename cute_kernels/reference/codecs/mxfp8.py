@@ -23,8 +23,6 @@ _INVERSE = 254
 
 
 class MXFP8Codec(Codec):
-	"""See the module's docstring."""
-
 	format = MXFP8
 
 	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:

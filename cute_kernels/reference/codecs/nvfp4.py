@@ -38,8 +38,6 @@ _RCP_ELEMENT_MAX = f32(1.0 / NVFP4.element.max)
 
 
 class NVFP4Codec(Codec):
-	"""See the module's docstring."""
-
 	format = NVFP4
 	fmt: NVFP4
 
