@@ -98,8 +98,8 @@ def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, 
 	return y if x.dim() == 2 else y.reshape(*x.shape[:-1], weight.shape[1])
 
 
-def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
-	"""``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
+def rows_of(x: Tensor, depth: int) -> Tensor:
+	"""``x`` as (T, K) rows of the dtype of the computation."""
 	if x.dim() < 2 or x.shape[-1] != depth:
 		raise ValueError(f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}")
 	rows = x.reshape(-1, depth)
@@ -107,6 +107,12 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
 	# Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
 	if kind != "meta" and torch.is_autocast_enabled(kind):
 		rows = rows.to(torch.get_autocast_dtype(kind))
+	return rows
+
+
+def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Tensor, Tensor]:
+	"""``x`` as (T, K) rows of the dtype of the computation, and ``offs`` as a tensor."""
+	rows = rows_of(x, depth)
 	ends = as_offs(offs, rows.shape[0], x.device)
 	differs = ends.shape[0] != groups
 	if torch.compiler.is_compiling():

@@ -17,7 +17,7 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,6 +26,8 @@ from torch import Tensor
 from cute_kernels import ops, support
 from cute_kernels.activations import is_gated
 from cute_kernels.ops.activated import activates
+from cute_kernels.ops.registry import PLAIN
+from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
@@ -191,12 +193,67 @@ def experts(
 	return _differentiable(x, p, routing, first, second, style)
 
 
+def without_gradients(
+	key: Hashable, given: Sequence[Tensor | None], layers: tuple[Layer, Layer], run: Callable[[], Tensor]
+) -> Tensor:
+	"""``run()``, replayed where no gradients are wanted: ``key`` and ``given`` say what it reads besides layers."""
+	is_one = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(layer.scaling for layer in layers))
+	found = _facts(layers) if is_one else None
+	if found is None:
+		return run()
+	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda: ([run()], None), TAKEN)[0][0]
+	return y
+
+
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
 _Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
 _NOTHING: _Needs = ((False, False), (False, False))
+#: Classes of tensors that kernels take.
+TAKEN = PLAIN | {GroupedTensor}
 
 
-def _forward(
+_Result: TypeAlias = "tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]"
+
+
+def _facts(layers: Sequence[Layer]) -> tuple[Hashable, list[Tensor | None]] | None:
+	"""What decides how layers multiply, and all tensors that they read; None if somebody looks on."""
+	key: list[Any] = []
+	tensors: list[Tensor | None] = []
+	for weights, bias, recipe, copies, _, scaling, probe, flags in layers:
+		if probe is not None or flags is not None:
+			return None
+		key += (recipe.texts, recipe.propagate_nonfinite, len(weights))
+		tensors += (bias, *weights, *(scaling.scales if scaling else ()))
+		weight = weights[0]
+		if isinstance(weight, GroupedTensor):
+			inner = weight._inner()
+			key += (weight.format.text, weight.prepacked, *inner)
+			tensors += inner.values()
+		elif copies is not None:
+			key += (copy and len(copy) for copy in copies[:2])
+			tensors += (*(copies.rowwise or ()), *(copies.columnwise or ()), copies.amax)
+	return tuple(key), tensors
+
+
+def _forward(*given: Any) -> _Result:
+	"""``_run``, replayed where it can be."""
+	x, p, r, layers, *rest = given
+	facts = _facts(layers)
+	if facts is None:
+		return _run(*given)
+
+	def run() -> tuple[list[Tensor | None], list[int]]:
+		y, z, left = _run(*given)
+		parts = [part for seen in left for part in seen]
+		return [y, z, *(t for part in parts for t in part)], [len(part) for part in parts]
+
+	(y, z, *flat), counts = replayed(("experts", facts[0], *rest), [x, p, *r, *facts[1]], run, TAKEN)
+	found = iter(flat)
+	parts: list[Any] = [[next(found) for _ in range(count)] for count in counts]
+	return y, z, (_Saved(*parts[:3]), _Saved(*parts[3:]))
+
+
+def _run(
 	x: Tensor,
 	p: Tensor | None,
 	r: Routing | InPlace,
@@ -204,7 +261,7 @@ def _forward(
 	style: Style,
 	needs: _Needs = _NOTHING,
 	keeps_z: bool = False,
-) -> tuple[Tensor, Tensor | None, tuple[_Saved, _Saved]]:
+) -> _Result:
 	"""y, z if kept, and what each layer leaves; of tokens that are gathered gradients make it again."""
 	(first, second), act = layers, (style.activation, style.interleaved)
 	(dx, dw), (da, dw_2) = needs

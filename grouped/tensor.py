@@ -75,12 +75,6 @@ class GroupedTensor(Tensor):
 	Attributes:
 	  format: the format record; every fact that a reader of the bytes needs.
 	  prepacked: the codes have the order of bits of ``prepack``.
-	  offs: (G,) int32 end rows of a ragged tensor, else None.
-	  shapes: (G, 2) int64 rows and columns of groups that have shapes of their own, else None.
-	  num_groups: G.
-	  rowwise: the copy with blocks along K, or None.
-	  columnwise: the copy with blocks along the rows of each group, or None.
-	  amax: second level of the rowwise copy, or of the columnwise one if that is all there is.
 	"""
 
 	format: Format
@@ -281,12 +275,12 @@ class GroupedTensor(Tensor):
 
 	@property
 	def rowwise(self) -> QuantizedCopy | None:
-		"""The copy with blocks along K."""
+		"""The copy with blocks along K; None if it is not held."""
 		return self._copy(columnwise=False)
 
 	@property
 	def columnwise(self) -> QuantizedCopy | None:
-		"""The copy with blocks along the rows of each group."""
+		"""The copy with blocks along the rows of each group; None if it is not held."""
 		return self._copy(columnwise=True)
 
 	def _copy(self, columnwise: bool) -> QuantizedCopy | None:

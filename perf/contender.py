@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
+#: What does a task once; and what makes operands of its own and gives that.
+Run = Callable[[], Any]
+Prepare = Callable[[], Run]
+
 
 @dataclasses.dataclass
 class Contender:
 	"""One way to do a task; what is not said here is as in ``Record``.
 
 	Attributes:
-	  prepare: makes operands of its own and returns what does the task once with them. May raise
-	    whatever its library raises: that is reported, and nobody else is disturbed.
+	  prepare: may raise whatever its library raises: that is reported, and nobody else is disturbed.
 	  error: relative error of what a call returned; NaN is as wrong as anything.
 	  bound: the largest error that is right.
 	  capturable: whether it can be captured in a CUDA graph.
@@ -25,7 +28,7 @@ class Contender:
 
 	name: str
 	format: str
-	prepare: Callable[[], Callable[[], Any]]
+	prepare: Prepare
 	error: Callable[[Any], float]
 	bound: float = 0.0
 	bytes: float | None = None
@@ -48,7 +51,7 @@ class Contender:
 		return self.name, self.format, self.what
 
 
-def unchecked(name: str, text: str, run: Callable[[], Any], what: str = "time") -> Contender:
+def unchecked(name: str, text: str, run: Run, what: str = "time") -> Contender:
 	"""One of whose result nothing is to be checked: it is measured for something else."""
 	return Contender(name, text, lambda: run, lambda got: 0.0, what=what)
 

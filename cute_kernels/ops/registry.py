@@ -41,7 +41,10 @@ _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda
 _get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+#: Classes of tensors that no call has to go to the dispatcher for.
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+#: Ops by what the dispatcher calls.
+FUNCTIONAL: dict[Any, type[Op]] = {}
 _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 _SCHEMA_TYPES = {
 	"Tensor": "Tensor",
@@ -79,9 +82,10 @@ class Allocator:
 
 	def make(self) -> list[Tensor]:
 		"""The tensors, in the order of the specs."""
-		is_cuda = self._cuda_index is not None and _empty_strided_cuda is not None
+		# A mode sees what goes through the dispatcher.
+		is_cuda = self._cuda_index is not None and not torch._C._len_torch_dispatch_stack()
 		# There are tensors on the device, so that CUDA has been initialized.
-		if is_cuda and (_get_device or torch.cuda.current_device)() == self._cuda_index:
+		if is_cuda and _empty_strided_cuda and (_get_device or torch.cuda.current_device)() == self._cuda_index:
 			return [_empty_strided_cuda(*b) for b in self._buffers]
 		device = self._device
 		return [torch.empty_strided(b[0], b[1], dtype=b[2], device=device) for b in self._buffers]
@@ -140,7 +144,7 @@ def _copy(given: Tensor, spec: BufferSpec) -> Tensor:
 	return spec.allocate(given.device, False).copy_(given)
 
 
-_plans: PlanCache[_Plan] = PlanCache()
+_plans: PlanCache[Any] = PlanCache()
 
 
 def forget_plans() -> None:
@@ -237,21 +241,22 @@ class Op(abc.ABC):
 			op, fmt, backend.arch, columnwise=self.uses_columnwise, shapes=self.has_shapes, activation=self.has_activation
 		)
 
-	def plan(self, backend: Backend) -> _Plan:
-		"""Check the arguments and decide what runs; the same for every call with this metadata."""
+	def plan(self, backend: Backend, through: Callable[[Launcher], Any] = lambda launch: launch) -> _Plan:
+		"""Check the arguments and decide what runs, the same for all calls with this metadata, ``through`` a launcher."""
 		self.check()
 		self.require(backend)
 		if backend.arch == "reference":
 			reference = functools.partial(_run_reference, tensor_core=backend.tensor_core)
 			return _Plan(self, self.outputs(), reference, zeroed=True)
-		run = self.kernels(launcher(backend, self.device))
+		run = self.kernels(through(launcher(backend, self.device)))
 		return _Plan(self, self.outputs(), run, fills_fresh=self.fills_fresh)
 
 	def cached_plan(self) -> _Plan:
 		"""``plan``, from the cache if a call with the same metadata went before."""
 		choice = chosen_backend()
 		key = plan_key(type(self), choice, vars(self).values())
-		return _plans.get(key) or _plans.add(key, self._new_plan(choice))
+		plan: _Plan = _plans.get(key) or _plans.add(key, self._new_plan(choice))
+		return plan
 
 	def _new_plan(self, choice: Any) -> _Plan:
 		if self.device.type == "meta":
@@ -433,6 +438,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 	that require gradients or have no data.
 	"""
 	dispatched = getattr(torch.ops.cute_kernels, cls.name).default
+	FUNCTIONAL[dispatched] = cls
 
 	def invoke(*args: Any) -> Any:
 		if is_observed(args):
@@ -452,7 +458,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 	return invoke
 
 
-def is_observed(args: Sequence[Any], plain: frozenset[type] = _PLAIN) -> bool:
+def is_observed(args: Sequence[Any], plain: frozenset[type] = PLAIN) -> bool:
 	"""Whether something must see a call with these arguments, so it must go to the dispatcher.
 
 	Args:

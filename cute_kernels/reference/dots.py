@@ -3,8 +3,7 @@
 Values are codes times block scales. Without a tensor core:
 
 - Plain operands, FP8, MXFP8, plain operands beside quantized ones, and codes of a byte beside NVFP4
-  (W4A8): values are exact in fp64.
-  They are multiplied and added there, and the sum is rounded to fp32 once.
+  (W4A8): values, exact in fp64, are multiplied and added there; the sum is rounded to fp32 once.
 - NVFP4: values have at most 6 significant bits, so the products of one block of 16 add exactly in
   fp32 in any order. The accumulator takes one block after the other in ascending order, each with
   one fp32 rounding.
@@ -46,13 +45,11 @@ here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which
 How the kernels feed them decides two things:
 
 - The side that they decode in registers (the weights; A of a k_grouped product) is 2^-14 times its
-  values, as the bits of a code, dropped into fp16, are the code times 2^-14; the sum is multiplied
-  by 2^14. (Beside bf16 activations the weights are bf16, 2^-7 times their values.) A value below 1
-  then is subnormal in fp16 and its exponent counts as that of 1, so E may come out too high, by 10
-  at most. The products cannot lose bits to that: they are multiples of 2^(E - 25) all the same. An
-  accumulator far smaller than the other side's values can.
-- K is cut into pieces of 128, filled up with zeros. Instruction ``4 p + 2 w + h`` of a piece takes
-  elements ``e = 8 w + 2 h + {0, 1, 4, 5}`` of the four blocks ``2 j + p``.
+  values (``layout.pieces``), beside bf16 activations 2^-7 times; the sum is multiplied by the inverse.
+  A value below 1 then is subnormal in fp16 and its exponent counts as that of 1, so E may come out
+  too high, by 10 at most. The products cannot lose bits to that: they are multiples of 2^(E - 25)
+  all the same. An accumulator far smaller than the other side's values can.
+- The order of K is that of ``layout.pieces``.
 """
 
 from collections.abc import Callable, Iterator

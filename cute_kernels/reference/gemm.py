@@ -119,16 +119,8 @@ def k_grouped_gemm(
 	An empty group gives zeros, or leaves ``out[g]`` alone when accumulating. With ``tensor_core``
 	instructions start at the group's first row, and rows past its last count as zeros.
 
-	Args:
-	  a: (T, N), plain or a columnwise ragged copy.
-	  b: (T, K), likewise, in the same slots; a plain one may have an index.
-	  groups: where the groups lie.
-	  out: (G, N, K), any floating dtype.
-	  alpha: (G,) fp32.
-	  accumulate: add to what ``out`` holds.
-	  tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
-	  split: where the operands have no block scales, and that matters to the tensor core, sums
-	    move to fp32 every 128 of K.
+	``a`` is (T, N), plain or a columnwise ragged copy; ``b`` (T, K), likewise, in the same slots, and a
+	plain one may have an index; ``out`` (G, N, K), any floating dtype. The others: ``m_grouped_gemm``.
 	"""
 	adder = Adder(tensor_core, "a", split)
 	first_tile = groups.first_tile.tolist()

@@ -4,9 +4,8 @@ The emulator serves the CUDA calls of a kernel's host code and interprets the ke
 code comes from an object file like any other. The PTX is kept beside it and handed over here, with
 the cubin in the object file, by which the emulator tells kernels of the same name apart.
 
-The DSL's own loader looks CUDA's functions up by name in the whole process, where the library that
-was loaded first wins, be it the real runtime or the emulator's. So that both kinds of kernels can
-live in one process, in any order, emulated host code is linked into a shared library of its own,
+So that kernels of both runtimes can live in one process, in any order, which the DSL's own loader
+prevents (``emulator.cutlass_hooks``), emulated host code is linked into a shared library of its own,
 which prefers the emulator's functions (RTLD_DEEPBIND).
 """
 

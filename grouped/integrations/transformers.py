@@ -26,7 +26,7 @@ import grouped
 from cute_kernels import active_backend, ops, support
 from cute_kernels.capability import require
 from grouped import recipes
-from grouped.experts import Layer, Style, compute_routing
+from grouped.experts import Layer, Style, compute_routing, without_gradients
 from grouped.experts import experts as mixture
 from grouped.recipes import Recipe, check_recipe
 from grouped.tensor import GroupedTensor
@@ -196,21 +196,26 @@ def _forward_of(recipe: Recipe) -> Forward:
 	"""The forward pass of experts in ``recipe``."""
 
 	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-		# The sentinels of expert parallelism are no expert's ids: they have no rows.
-		routing = compute_routing(top_k_index, self.num_experts)
 		first, second = _weight_names(self)
-		p, dtype = top_k_weights.float(), hidden_states.dtype
+		dtype, experts = hidden_states.dtype, self.num_experts
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
 		if _is_swiglu(self) and not has_norm:
 			up, down = (Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second)))
-			x = hidden_states.to(up.weights[0].dtype)
-			return mixture(x, p, routing, up, down, Style("swiglu", False, False, dtype))
+			style = Style("swiglu", False, False, dtype)
+
+			def run() -> Tensor:
+				x, routing = hidden_states.to(up.weights[0].dtype), compute_routing(top_k_index, experts)
+				return mixture(x, top_k_weights.float(), routing, up, down, style)
+
+			return without_gradients((experts, style), (hidden_states, top_k_index, top_k_weights), (up, down), run)
+		# The sentinels of expert parallelism are no expert's ids: they have no rows.
+		routing = compute_routing(top_k_index, experts)
 		offs, token, _, row = routing
 		hidden = _linear(self, ops.moe_gather(hidden_states, token, row), first, offs, recipe)
 		rows = _linear(self, _activated(self, hidden), second, offs, recipe)
 		if has_norm:
 			rows = self.post_expert_norm(rows)
-		y: Tensor = ops.moe_combine(rows, row, p, dtype)
+		y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), dtype)
 		return y
 
 	return forward

@@ -83,7 +83,7 @@ class KeptWeight:
 
 	def change(self, sources: Sequence[Tensor], recipe: Recipe) -> str | None:
 		"""What differs from the weight that was quantized; None if nothing does."""
-		if _weight_options(recipe) != _weight_options(self._recipe):
+		if recipe is not self._recipe and _weight_options(recipe) != _weight_options(self._recipe):
 			return f"the recipe is {recipe}, and was {self._recipe}"
 		if len(sources) != len(self._tensors):
 			return "it is another tensor"

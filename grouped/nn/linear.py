@@ -196,21 +196,19 @@ class GroupedLinear(debug.Watched):
 		if self._takes_gradients():
 			y: Tensor = self._train_apart(x, offs, is_first_microbatch)
 			return y
-		return self._apply_to(x, offs, is_first_microbatch, None)
+		return self._apply_to(x, offs, is_first_microbatch)
 
 	@eager_only(EAGER_ONLY)
 	def _train_apart(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
 		"""``forward`` where gradients of parameters do not go to autograd, or not at once."""
-		return self._apply_to(x, offs, is_first_microbatch, self.sink(is_first_microbatch))
+		return self._apply_to(x, offs, is_first_microbatch)
 
 	def _has_trainable(self) -> bool:
 		return any(p.requires_grad for p in self.parameters())
 
-	def _apply_to(
-		self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None, sink: ParameterGradients | None
-	) -> Tensor:
+	def _apply_to(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
 		rows, ends = self.rows_and_ends(x, offs)
-		call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch, sink)
+		call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch)
 		options = (call.copies, call.sink, call.scaling, call.probe)
 		y = multiply(rows, call.weights, call.bias, ends, self.recipe, *options)
 		if call.flags is not None:
@@ -227,17 +225,15 @@ class GroupedLinear(debug.Watched):
 			groups = len(weight)
 		return rows_and_ends(x, offs, groups, self.in_features)
 
-	def prepare(
-		self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None, sink: ParameterGradients | None
-	) -> Layer:
+	def prepare(self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None) -> Layer:
 		"""What a call multiplies by, and what takes notes of it.
 
 		Args:
 		  device: of the rows.
 		  needs_dx: the rows require a gradient.
 		  is_first_microbatch: as in ``forward``.
-		  sink: what takes the gradients of the parameters, if not autograd.
 		"""
+		sink = self._sink(is_first_microbatch)
 		sources = self._sources("weight")
 		weights = [local(w) for w in sources]
 		self._check_shape(weights[0])
@@ -256,7 +252,7 @@ class GroupedLinear(debug.Watched):
 	def _takes_gradients(self) -> bool:
 		return self._wgrads.active and torch.is_grad_enabled() and self._has_trainable()
 
-	def sink(self, is_first_microbatch: bool | None) -> ParameterGradients | None:
+	def _sink(self, is_first_microbatch: bool | None) -> ParameterGradients | None:
 		"""What takes the gradients of the parameters of a call, if not autograd."""
 		if not self._takes_gradients():
 			return None
@@ -279,6 +275,8 @@ class GroupedLinear(debug.Watched):
 
 	def _sources(self, name: str) -> list[Tensor]:
 		"""The parameters that ``name`` consists of."""
+		if self.single_parameter:
+			return [getattr(self, name)]
 		return list(self._named(name).values())
 
 	def _named(self, name: str) -> dict[str, Tensor]:

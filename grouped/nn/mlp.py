@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
 from grouped.autograd import rows_and_ends
-from grouped.experts import InPlace, Routing, Style, compute_routing, experts
+from grouped.experts import InPlace, Layer, Routing, Style, compute_routing, experts
 from grouped.offsets import Offsets, as_offs
 from grouped.recipes import Recipe
 
@@ -141,7 +141,7 @@ class GroupedMLP(nn.Module):
 				return False
 		elif torch._C._functorch.peek_interpreter_stack() is not None or nn.modules.module._has_any_global_hook():
 			return False
-		return _is_bare(self.gate_up) and _is_bare(self.down)
+		return is_bare(self.gate_up) and is_bare(self.down)
 
 	@property
 	def is_watched(self) -> bool:
@@ -158,16 +158,19 @@ class GroupedMLP(nn.Module):
 		meanwhile: Callable[[], object] | None = None,
 	) -> Tensor:
 		"""``grouped.experts.experts`` with both layers, or ``exchange``, which takes what it does, and ``meanwhile``."""
-		needs_dx = rows.requires_grad
-		layers = []
-		for layer in (self.gate_up, self.down):
-			sink = layer.sink(is_first_microbatch)
-			layers.append(layer.prepare(rows.device, needs_dx, is_first_microbatch, sink))
-			if torch.is_grad_enabled():
-				needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		layers = self.layers(rows, weights, is_first_microbatch)
 		if self.exchange is None:
-			return experts(rows, weights, routing, layers[0], layers[1], style)
+			return experts(rows, weights, routing, *layers, style)
 		return self.exchange(rows, weights, routing, *layers, style, meanwhile)  # type: ignore[no-any-return]
+
+	def layers(self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None) -> tuple[Layer, Layer]:
+		"""What a call multiplies by."""
+		trains = torch.is_grad_enabled()
+		needs_dx = rows.requires_grad
+		first = self.gate_up.prepare(rows.device, needs_dx, is_first_microbatch)
+		if trains:
+			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
+		return first, self.down.prepare(rows.device, needs_dx, is_first_microbatch)
 
 	def extra_repr(self) -> str:
 		"""The activation."""
@@ -179,10 +182,10 @@ class GroupedMLP(nn.Module):
 		self.gate_up.backward_dw()
 
 
-def _is_bare(layer: nn.Module) -> bool:
+def is_bare(layer: nn.Module, cls: type[nn.Module] = GroupedLinear) -> bool:
 	"""Whether calling a layer does what its class does: nobody wrapped it, shards it alone or hooks into it."""
-	return type(layer) is GroupedLinear and not _hooks(layer) and "forward" not in layer.__dict__
+	return type(layer) is cls and not _hooks(layer) and "forward" not in layer.__dict__
 
 
 def _hooks(layer: nn.Module) -> bool:
-	return any((layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks))
+	return bool(layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks)

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
-from grouped.autograd import rows_and_ends
-from grouped.experts import Style, compute_routing
+from grouped.autograd import rows_and_ends, rows_of
+from grouped.experts import Style, compute_routing, experts, without_gradients
 from grouped.recipes import Recipe
 from grouped.tracing import eager_only
 
-from .mlp import GroupedMLP, Mixture
+from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
 
 
@@ -162,8 +162,12 @@ class MoE(nn.Module):
 		  ValueError, TypeError: an argument that breaks a rule.
 		  RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
 		"""
-		if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+		is_eager = not torch.compiler.is_compiling()
+		if is_eager and torch._C._functorch.peek_interpreter_stack():
 			raise RuntimeError("grouped.nn.MoE has no torch.func transforms")
+		if is_eager and num_tokens is None and not losses and not torch.is_grad_enabled() and self._is_one():
+			y = self._infer(x, is_first_microbatch)
+			return y if x.dim() == 2 else y.view(x.shape)
 		end = self._end(x, num_tokens)
 		rows, ends = rows_and_ends(x, end, 1, self.hidden_size)
 		flat, live = x.reshape(-1, self.hidden_size), None
@@ -173,21 +177,42 @@ class MoE(nn.Module):
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
 		choice = self.router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
-		mlp = self.experts
-		style = Style(mlp.activation.text, mlp.interleaved, self.recompute, x.dtype)
-		run = self._run_eager if mlp.is_watched else mlp
+		run = self._run_eager if self.experts.is_watched else self.experts
 
 		def shared() -> Tensor | None:
 			mlp = self.shared
 			return None if mlp is None else mlp(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
 
-		mixture = Mixture(choice.weights, routing, style, shared)
+		mixture = Mixture(choice.weights, routing, self._style(x.dtype), shared)
 		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
 		beside = mixture.shared()
 		if beside is not None:
 			y = y + beside.to(y.dtype)
 		y = y if x.dim() == 2 else y.view(x.shape)
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
+
+	def _style(self, dtype: torch.dtype) -> Style:
+		return Style(self.experts.activation.text, self.experts.interleaved, self.recompute, dtype)
+
+	def _is_one(self) -> bool:
+		"""Whether all is one function: nothing needs its parts."""
+		mlp = self.experts
+		if self.shared is not None or mlp.exchange is not None or nn.modules.module._has_any_global_hook():
+			return False
+		return is_bare(self.router, Router) and is_bare(mlp, GroupedMLP) and is_bare(mlp.gate_up) and is_bare(mlp.down)
+
+	def _infer(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
+		"""``forward`` of all tokens without gradients: (T, H)."""
+		rows, router, count = rows_of(x, self.hidden_size), self.router, self.num_experts
+		flat = rows if rows.dtype == x.dtype else x.reshape(rows.shape)
+		layers, style = self.experts.layers(rows, None, is_first_microbatch), self._style(x.dtype)
+
+		def run() -> Tensor:
+			choice = router(flat)
+			return experts(rows, choice.weights, compute_routing(choice.expert_ids, count), *layers, style)
+
+		given = (flat, None if rows is flat else rows, router.weight, router.bias, router.selection_bias)
+		return without_gradients((router.options, count, style), given, layers, run)
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
 		"""(1,) where the tokens end."""

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
 from cute_kernels.ops.derivatives import register_autograd
+from cute_kernels.ops.replay import replayed
 from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice
 from cute_kernels.reference.router import TINY, bf16_parts
@@ -126,9 +127,14 @@ class Router(nn.Module):
 			self.selection_bias = kept.to(moved.device)
 		return self
 
+	@property
+	def options(self) -> tuple[Any, ...]:
+		"""What ``moe_route`` takes besides tensors."""
+		return self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor
+
 	def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
 		"""Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
-		options = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor)
+		options = self.options
 		if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
 			logits: Tensor = torch.ops.grouped.router_logits(x, self.weight, end)
 			if self.bias is not None:
@@ -136,12 +142,12 @@ class Router(nn.Module):
 			weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
 			return Choice(ids, weights, scores, logits)
 		weight, bias = self.weight, self.bias
-		given = (x, weight, bias, self.selection_bias, _end(x) if end is None else end, options)
+		given = (x, weight, bias, self.selection_bias, end, options)
 		is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 		if is_differentiable and torch.is_grad_enabled():
 			weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
 		else:
-			weights, ids, scores, logits = _routed(*given)
+			weights, ids, scores, logits, _ = _routed(*given)
 		return Choice(ids, weights, scores, logits)
 
 	def losses(self, choice: Choice, offs: Tensor, live: Tensor | None) -> MoELosses:
@@ -182,16 +188,17 @@ class _Routed(torch.autograd.Function):
 		weight: Tensor,
 		bias: Tensor | None,
 		selection_bias: Tensor | None,
-		end: Tensor,
+		end: Tensor | None,
 		options: tuple[Any, ...],
 	) -> tuple[Tensor, ...]:
-		weights, ids, scores, logits = out = _routed(x, weight, bias, selection_bias, end, options)
+		*out, end = _routed(x, weight, bias, selection_bias, end, options)
+		_, ids, scores, _ = out
 		ctx.save_for_backward(x, weight, end, ids, scores)
 		ctx.mark_non_differentiable(ids)
 		ctx.set_materialize_grads(False)
 		_, score, renormalize, _, _, factor = options
 		ctx.options, ctx.bias_dtype = (score, renormalize, factor), None if bias is None else bias.dtype
-		return out
+		return tuple(out)
 
 	@staticmethod
 	@once_differentiable  # type: ignore[untyped-decorator]
@@ -216,15 +223,18 @@ class _Routed(torch.autograd.Function):
 		return dx, dweight, dbias, None, None, None
 
 
-def _routed(
-	x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, end: Tensor, options: tuple[Any, ...]
-) -> tuple[Tensor, ...]:
-	"""Weights, ids, scores and logits."""
-	logits = _logits(x, weight, end)
-	if bias is not None:
-		logits = logits + bias.float()
-	weights, ids, scores = ops.moe_route(logits, selection_bias, end, *options)
-	return weights, ids, scores, logits
+def _routed(*given: Any) -> Sequence[Any]:
+	"""Weights, ids, scores, logits, and where tokens end."""
+	x, weight, bias, selection_bias, end, options = given
+
+	def route() -> tuple[tuple[Tensor, ...], None]:
+		ends = _end(x) if end is None else end
+		logits = _logits(x, weight, ends)
+		if bias is not None:
+			logits = logits + bias.float()
+		return (*ops.moe_route(logits, selection_bias, ends, *options), logits, ends), None
+
+	return replayed(("router", options), given[:5], route)[0]
 
 
 # ---- as ops

@@ -5,14 +5,14 @@ import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 import cute_kernels
-from perf.contender import Contender
+from perf.contender import Contender, Run
 from perf.environment import Environment, environment
 
 
@@ -60,7 +60,7 @@ class Meter(abc.ABC):
 		"""What calls of contenders happen in; operands are made outside of it."""
 		return cute_kernels.backend(self.backend)
 
-	def call(self, run: Callable[[], Any]) -> Any:
+	def call(self, run: Run) -> Any:
 		"""What one call returns, to be checked before it is measured."""
 		with self.active():
 			return run()
@@ -87,7 +87,5 @@ class Meter(abc.ABC):
 		return environment(self.kind)
 
 	@abc.abstractmethod
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		"""What is found of contenders, measured together, by calls of each for each set of operands."""

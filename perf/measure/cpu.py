@@ -1,12 +1,11 @@
 """Times of the reference backend on a CPU."""
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from perf.contender import Contender
+from perf.contender import Contender, Run
 
 from .base import Measurement, Meter, of_times
 
@@ -25,9 +24,7 @@ class CpuMeter(Meter):
 		self.device = torch.device("cpu")
 		self.quick = quick
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		repeats = _QUICK_REPEATS if self.quick else _REPEATS
 		times: list[list[float]] = [[] for _ in contenders]
 		with self.active():
@@ -39,7 +36,7 @@ class CpuMeter(Meter):
 		return [[of_times(mine, contender.what, protocol)] for contender, mine in zip(contenders, times, strict=True)]
 
 
-def _seconds(run: Callable[[], Any], calls: int) -> float:
+def _seconds(run: Run, calls: int) -> float:
 	start = time.perf_counter()
 	for _ in range(calls):
 		run()

@@ -1,7 +1,7 @@
 """Counts of kernels on the emulator."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from perf.contender import Contender
+from perf.contender import Contender, Run
 from perf.environment import Environment, environment
 
 from .base import Measurement, Meter
@@ -31,7 +31,7 @@ COUNTS = {
 _DEFAULT_SMS = 4
 
 
-def count(run: Callable[[], Any]) -> dict[str, int]:
+def count(run: Run) -> dict[str, int]:
 	"""What the kernels that ``run`` launches on the emulator execute and move.
 
 	Raises:
@@ -83,12 +83,12 @@ class EmulatorMeter(Meter):
 		self._options = {"num_sms": _DEFAULT_SMS, **options}
 		self.num_sms = int(self._options["num_sms"])
 		#: Of calls that were checked, and so counted.
-		self._counted: dict[Callable[[], Any], dict[str, int]] = {}
+		self._counted: dict[Run, dict[str, int]] = {}
 
 	def active(self) -> AbstractContextManager[None]:
 		return cute_kernels.backend(self.backend, **self._options)
 
-	def call(self, run: Callable[[], Any]) -> Any:
+	def call(self, run: Run) -> Any:
 		returned: list[Any] = []
 		with self.active():
 			self._counted[run] = count(lambda: returned.append(run()))
@@ -97,9 +97,7 @@ class EmulatorMeter(Meter):
 	def environment(self) -> Environment:
 		return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		del contenders
 		with self.active():
 			counted = [self._counted.get(run) or count(run) for run, *_ in runs]

@@ -16,7 +16,7 @@ import torch
 
 from cute_kernels.runtime.arch import device_architecture
 
-from ..contender import Contender
+from ..contender import Contender, Run
 from .base import Measurement, Meter, of_times
 from .power import PowerMeter
 from .profile import details_of
@@ -74,9 +74,7 @@ class GpuMeter(Meter):
 		yield found
 		found.append(float(torch.cuda.max_memory_allocated() - before))
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		timers = [
 			(_Graph if contender.capturable else _Eager)(mine, self._calls)
 			for contender, mine in zip(contenders, runs, strict=True)
@@ -137,7 +135,7 @@ class _Timer:
 
 	suffix = ""
 
-	def __init__(self, runs: Sequence[Callable[[], Any]], calls_for: Callable[[float], int]) -> None:
+	def __init__(self, runs: Sequence[Run], calls_for: Callable[[float], int]) -> None:
 		for run in runs:
 			run()
 		torch.cuda.synchronize()
@@ -185,20 +183,20 @@ class _Graph(_Timer):
 		self._graph.replay()
 
 
-def _copy(elements: int) -> tuple[Callable[[], Any], float]:
+def _copy(elements: int) -> tuple[Run, float]:
 	"""A kernel that reads and writes; ``copy_`` would become a slower memory copy in a graph."""
 	source = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
 	target = torch.empty_like(source)
 	return functools.partial(torch.neg, source, out=target), 4.0 * elements
 
 
-def _dense(size: int) -> tuple[Callable[[], Any], float]:
+def _dense(size: int) -> tuple[Run, float]:
 	# Random numbers: constant ones draw less power and run faster.
 	a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
 	return functools.partial(torch.mm, a, b.t(), out=torch.empty_like(a)), 2.0 * size**3
 
 
-def _dense_fp8(size: int) -> tuple[Callable[[], Any], float]:
+def _dense_fp8(size: int) -> tuple[Run, float]:
 	a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
 	scale = torch.ones((), device="cuda")
 	options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}

@@ -13,7 +13,7 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
-from perf.contender import Contender
+from perf.contender import Contender, Run
 
 from .base import Measurement, Meter, spread_of
 
@@ -83,9 +83,7 @@ class HostMeter(Meter):
 			yield
 		registry.forget_plans()
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		found = []
 		for contender, (run, *_) in zip(contenders, runs, strict=True):
 			launches = self._launches(run)
@@ -100,14 +98,14 @@ class HostMeter(Meter):
 			found.append(mine)
 		return found
 
-	def _launches(self, run: Callable[[], Any]) -> list[Callable[[], object]]:
+	def _launches(self, run: Run) -> list[Callable[[], object]]:
 		launches = self._recorder.launches = []
 		with cute_kernels.backend(self.backend), self._recording():
 			run()
 		self._recorder.launches = None
 		return launches
 
-	def _time(self, run: Callable[[], Any], what: str) -> Measurement:
+	def _time(self, run: Run, what: str) -> Measurement:
 		"""The smallest median over the rounds."""
 		medians = []
 		for _ in range(self._rounds):

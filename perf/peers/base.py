@@ -15,7 +15,7 @@ import grouped
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.reference.scales import untile_scales
-from perf.contender import Contender
+from perf.contender import Contender, Prepare
 from perf.environment import package_version
 from perf.measure import Meter
 from perf.operands import Operands
@@ -91,14 +91,7 @@ class Peer:
 		return {self.name: package_version(self.distribution) or "unknown"}
 
 	def quantizer(
-		self,
-		data: Input,
-		text: str,
-		prepare: Callable[[], Callable[[], Any]],
-		error: Callable[[Any], float],
-		*,
-		copies: int = 1,
-		note: str = "",
+		self, data: Input, text: str, prepare: Prepare, error: Callable[[Any], float], *, copies: int = 1, note: str = ""
 	) -> Contender:
 		"""One of its quantizers, to the format ``text``, of which it writes so many copies."""
 		fmt = parse(text)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender, relative_error
+from perf.contender import Contender, Prepare, Run, relative_error
 from perf.measure.emulator import EmulatorMeter, installed
 from perf.operands import Operands
 from perf.suites.quantize import Input, Quantization
@@ -56,7 +56,7 @@ class FlashInfer(Peer):
 			yield self._quantizer(data, "nvfp4:row_scaled", by_row)
 			yield self._quantizer(data, "mxfp8", functools.partial(_mxfp8, data))
 
-	def _quantizer(self, data: Input, text: str, prepare: Callable[[], Callable[[], Any]]) -> Contender:
+	def _quantizer(self, data: Input, text: str, prepare: Prepare) -> Contender:
 		return self.quantizer(data, text, prepare, functools.partial(_error, data))
 
 	def products(self, work: Operands) -> Iterator[Contender]:
@@ -71,7 +71,7 @@ class FlashInfer(Peer):
 		yield self.product(work, "bfloat16", prepare)
 
 
-def _nvfp4(data: Input, by_row: bool) -> Callable[[], Any]:
+def _nvfp4(data: Input, by_row: bool) -> Run:
 	quantize = importlib.import_module("flashinfer").nvfp4_quantize
 	if by_row:
 		level = torch.tensor([1 / _LARGEST], device=data.x.device)
@@ -79,7 +79,7 @@ def _nvfp4(data: Input, by_row: bool) -> Callable[[], Any]:
 	return functools.partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
 
 
-def _mxfp8(data: Input) -> Callable[[], Any]:
+def _mxfp8(data: Input) -> Run:
 	return functools.partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
 
 
@@ -103,7 +103,7 @@ class _OnDevice(Tensor):
 	is_cuda = True
 
 
-def _emulated(path: Path, data: Input, by_row: bool, num_sms: int) -> Callable[[], Any]:
+def _emulated(path: Path, data: Input, by_row: bool, num_sms: int) -> Run:
 	"""Its CuTe DSL quantizers of a checkout, compiled here and run on CPU tensors."""
 	kernels = _import_kernels(path)
 	kernels.get_num_sm = lambda device: num_sms

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender, relative_error
+from perf.contender import Contender, Run, relative_error
 from perf.operands import Operands
 from perf.suites.layer import LayerWork, Step
 from perf.suites.quantize import Input, Quantization
@@ -50,7 +50,7 @@ class PyTorch(Peer):
 			yield self._compiled(data, "mxfp8", mxfp8_rows, mxfp8_values)
 
 	def _compiled(self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]) -> Contender:
-		def prepare() -> Callable[[], Any]:
+		def prepare() -> Run:
 			amax = data.amax.amax().view(1)
 			return functools.partial(torch.compile(quantize, dynamic=False), data.x, amax)
 

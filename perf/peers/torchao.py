@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.contender import Contender, relative_error
+from perf.contender import Contender, Run, relative_error
 from perf.suites.layer import LayerWork, Step
 from perf.suites.quantize import Input, Quantization
 
@@ -39,7 +39,7 @@ class TorchAo(Peer):
 		text = "nvfp4" if asked.gives_amax else "mxfp8"
 		make = _nvfp4 if asked.gives_amax else _mxfp8
 
-		def prepare() -> Callable[[], Any]:
+		def prepare() -> Run:
 			quantize = make(data)
 			if data.x.device.type == "cuda":
 				quantize = torch.compile(quantize, dynamic=False)

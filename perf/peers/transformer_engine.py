@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.contender import Contender, relative_error
+from perf.contender import Contender, Run, relative_error
 from perf.suites.layer import LayerWork, Step
 from perf.suites.quantize import Input, Quantization
 
@@ -44,7 +44,7 @@ class TransformerEngine(Peer):
 			if not _runs(text):
 				continue
 
-			def prepare(make: Any = make) -> Callable[[], Any]:
+			def prepare(make: Any = make) -> Run:
 				te = importlib.import_module(_PYTORCH)
 				quantizer = make(te, rowwise=False in asked.ways, columnwise=True in asked.ways)
 				return functools.partial(quantizer, data.x)

@@ -245,21 +245,6 @@ def test_activations_in_epilogues(recipe, name, monkeypatch):
 	assert_all_same(*runs)
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block")})
-def test_kernels(recipe):
-	pytest.importorskip("cutlass")
-	x, w, v = tokens(), torch.randn(E, 256, H).bfloat16() / 8, torch.randn(E, H, 128).bfloat16() / 8
-	choice = moe_of().router(x)
-	layers = [experts.Layer([t], None, recipe) for t in (w, v)]
-	style = experts.Style("swiglu", False, False, torch.bfloat16)
-	runs = []
-	for backend in ("reference", "emulated"):
-		with cute_kernels.backend(f"{backend}:sm_90a"), torch.no_grad():
-			routing = experts.compute_routing(choice.expert_ids, E)
-			runs.append([experts.experts(x, choice.weights, routing, *layers, style)])
-	assert_all_same(*runs)
-
-
 def test_recompute_of_weights_that_were_kept():
 	for recipe in (recipes.NVFP4RowScaled(), recipes.BF16()):
 		runs = []

@@ -5,6 +5,7 @@ import torch
 
 import cute_kernels
 import grouped
+from tests.helpers import each
 
 if not torch.cuda.is_available():
 	pytest.skip("needs a GPU", allow_module_level=True)
@@ -53,8 +54,8 @@ def assert_same(got, want):
 		assert torch.equal(a.cpu(), b.cpu())
 
 
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("split", SPLITS)
+@each("recipe", RECIPES)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, split):
 	got = step(make_layer(recipe), make_input(), ends(split))
 	cpu = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, split):
 		assert (a.cpu().float() - b.float()).norm() <= 0.02 * b.float().norm()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_a_layer_has_the_bits_of_the_tensor_core_reference(recipe):
 	torch.manual_seed(0)
 	layer = grouped.nn.GroupedLinear(4, FEATURES, 96, recipe=recipe())
@@ -74,7 +75,7 @@ def test_a_layer_has_the_bits_of_the_tensor_core_reference(recipe):
 	assert_same(step(layer.to(CUDA), make_input(), ends(SPLITS[0])), want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_a_step_reads_nothing_on_the_host(recipe, request):
 	layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
 	want = step(layer, x, offs)  # compiles
@@ -84,7 +85,7 @@ def test_a_step_reads_nothing_on_the_host(recipe, request):
 	assert_same(got, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_graph_replay_with_other_offsets(recipe):
 	layer, x, offs = make_layer(recipe), make_input(), ends(SPLITS[0])
 	expected = [step(layer, x, ends(split)) for split in SPLITS]
@@ -102,7 +103,7 @@ def test_graph_replay_with_other_offsets(recipe):
 		assert_same(out, want)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_two_streams(recipe):
 	layer = make_layer(recipe, bias=False)
 	inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
@@ -139,7 +140,7 @@ def test_dequantize_and_members_on_the_gpu():
 			assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@each("recipe", RECIPES)
 def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
 	def looked(device):
 		layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)

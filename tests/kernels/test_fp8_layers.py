@@ -8,7 +8,6 @@ import grouped
 from tests.helpers import assert_same_bytes, each, offsets, sample
 
 pytest.importorskip("cutlass")
-ARCHITECTURES = ("sm_90a", "sm_100a")
 #: Formats of activations and gradients, and of weights.
 FORMATS = {
 	"block": (grouped.FP8Block(), grouped.FP8Block(block=(128, 128))),
@@ -18,12 +17,10 @@ FORMATS = {
 }
 
 
-def where_supported(cases):
-	pairs = itertools.product(cases, ARCHITECTURES)
-	return [(n, a) for n, a in pairs if cute_kernels.support("grouped_gemm", cases[n], a)]
+PAIRS = itertools.product(FORMATS, ("sm_90a", "sm_100a"))
 
 
-@each(("name", "arch"), where_supported({n: f[0] for n, f in FORMATS.items()}))
+@each(("name", "arch"), [(n, a) for n, a in PAIRS if cute_kernels.support("grouped_gemm", FORMATS[n][0], a)])
 def test_quantizing_and_multiplying_in_one_op(name, arch):
 	fmt, weight = FORMATS[name]
 	torch.manual_seed(0)

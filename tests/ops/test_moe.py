@@ -323,7 +323,7 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 	x, _, _, _, _ = operands(50, 320 if act else 160, dtype=torch.bfloat16)
 	offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
 	scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
-	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None, None)
+	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
 	into = torch.ops.cute_kernels.grouped_quantize_out
 	given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
 	like = ops.grouped_quantize(*given[0])
@@ -334,7 +334,6 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 	if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
 		return
 	want, got = ([poisoned(t) for t in like] for _ in given)
-	into = torch.ops.cute_kernels.grouped_quantize_out
 	into(*given[0], out=want)
 	with cute_kernels.backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
 		into(*given[1], out=got)

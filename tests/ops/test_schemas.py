@@ -163,7 +163,7 @@ BY_OP = {
 	"grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
 	"grouped_dbias": {"ragged": lambda: (x(dtype=BF16), OFFS)},
 	"grouped_quantize": {
-		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 5, OFFS),
+		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 4, OFFS),
 		"rowwise": lambda: (x(48), "nvfp4", OFFS),
 		"row-scaled": lambda: (x(48), BY_ROW, OFFS),
 		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
@@ -183,7 +183,7 @@ BY_OP = {
 		"stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
 		"hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
 		"4over6": lambda: (w(2, 5, 48), "nvfp4:four_over_six"),
-		"shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 4, [2, 16, 0, 32, 1, 32]),
+		"shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 3, [2, 16, 0, 32, 1, 32]),
 	},
 	"grouped_dequantize": {
 		"shapes": decoding_shapes,

@@ -1,0 +1,150 @@
+"""Calls of several ops that are repeated: the bits of calls that are not, whatever changed in between."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import cute_kernels
+import grouped
+from cute_kernels.ops import registry, replay
+from tests.helpers import assert_all_same, each, ops
+
+EMULATED = "emulated:sm_90a"
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+	"""Calls that were repeated."""
+	pytest.importorskip("cutlass")
+	found, repeat = [], replay.Recording.repeat
+	monkeypatch.setattr(replay.Recording, "repeat", lambda *args: (found.append(args[0]), repeat(*args))[1])
+	registry.forget_plans()
+	yield found
+	registry.forget_plans()
+
+
+def moe_of(recipe=None, **options):
+	torch.manual_seed(3)
+	return grouped.nn.MoE(64, 32, 8, 2, recipe=recipe, dtype=torch.bfloat16, **options)
+
+
+def tokens(seed, count=9):
+	return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def check(function):
+	"""Kernels and the reference that adds like them give the same."""
+	found = []
+	for backend in ("reference:sm_90a", EMULATED):
+		with cute_kernels.backend(backend):
+			found.append([t.detach() for t in function()])
+	assert_all_same(*found)
+
+
+def step(moe, x):
+	x = x.clone().requires_grad_()
+	y = moe(x)
+	return [y, *torch.autograd.grad(y.float().square().sum(), [x, *moe.parameters()])]
+
+
+every_recipe = each("recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()], ids=["bf16", "fp8-block"])
+
+
+@every_recipe
+def test_a_layer_that_serves(recordings, recipe):
+	moe = moe_of(recipe, bias=True).eval()
+
+	@torch.no_grad()
+	def serve(x):
+		return [moe(x)]
+
+	def serves(seed, count=9):
+		before = len(recordings)
+		check(lambda: serve(tokens(seed, count)))
+		return len(recordings) - before
+
+	assert [serves(seed) for seed in range(4)] == [0, 0, 1, 1]
+	with torch.no_grad():
+		moe.experts.gate_up.weight.mul_(1.5)
+		moe.router.weight.copy_(moe.router.weight.flip(0))
+	assert serves(5) == 1
+	moe.experts.down.weight.data = moe.experts.down.weight.data.neg()
+	assert serves(6) == 1
+	moe.router.renormalize = False
+	assert serves(7) == 0
+	assert serves(8, count=5) == 0
+	moe.router.renormalize = True
+	seen = []
+	hook = moe.router.register_forward_hook(lambda *args: seen.append(args))
+	assert [serves(seed) for seed in range(3)] == [1, 1, 2]  # experts and, with where tokens end, the router
+	hook.remove()
+	assert len(seen) == 6
+	check(lambda: serve(tokens(1, 18)[::2]))
+	before = len(recordings)
+	with cute_kernels.backend(EMULATED):
+		with FlopCounterMode(display=False) as flops:
+			serve(tokens(1))
+		with torch.profiler.profile() as profile:
+			serve(tokens(1))
+		with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+			assert serve(mode.from_tensor(tokens(1)))[0].fake_mode is mode
+	assert flops.get_total_flops() > 0
+	assert "cute_kernels::moe_combine" in {e.name for e in profile.events()}
+	assert len(recordings) == before
+
+
+@every_recipe
+def test_steps(recordings, recipe):
+	moe = moe_of(recipe)
+	for seed in range(3):
+		check(lambda seed=seed: step(moe, tokens(seed)))
+		with torch.no_grad():
+			moe.experts.down.weight.add_(0.1)
+	assert recordings
+
+
+def count(ids, rows):
+	offs, token, _, row = ops.compute_routing(ids, 3)
+	made = ops.moe_gather(rows, token) + 1
+	return [ops.moe_combine(made, row, None, torch.float32), offs], "more"
+
+
+def values():
+	return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, 16).bfloat16()
+
+
+@each("what", ["reads", "foreign", "same", "aligned"])
+def test_what_is_not_repeated(recordings, what):
+	foreign = torch.ones(())
+
+	def function(ids, rows):
+		found, more = count(ids, rows)
+		if what == "reads" and found[1][0].item() < 0:
+			return [found[0]], more
+		if what == "foreign":
+			found[0] = found[0] * foreign
+		return found, more
+
+	with cute_kernels.backend(EMULATED):
+		for i in range(4):
+			ids, rows = values()
+			tensors = [ids, rows, rows] if what == "same" else [ids, rows]
+			if what == "aligned" and i == 3:
+				tensors[1] = rows = torch.empty(49, dtype=rows.dtype)[1:].view(3, 16).copy_(rows)
+			got, more = replay.replayed(what, tensors, lambda ids=ids, rows=rows: function(ids, rows))
+			assert more == "more"
+			assert_all_same(got, count(ids, rows)[0])
+	assert len(recordings) == (what == "aligned")
+
+
+def test_memory_ends_where_it_did(recordings):
+	"""Temporary tensors of a repeated call are let go as they are read."""
+	with cute_kernels.backend(EMULATED):
+		for _ in range(3):
+			ids, rows = values()
+			replay.replayed("memory", [ids, rows], lambda ids=ids, rows=rows: count(ids, rows))
+	(recording,) = recordings
+	made = [step[2] for step in recording.steps if step[2]]
+	ended = [i for step in recording.steps for i in step[3]]
+	assert len(set(ended)) == len(ended) == len(made) - 2
