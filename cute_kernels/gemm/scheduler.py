@@ -6,9 +6,8 @@ one a lane, with a running count of tiles, and moves it forward only. The whole 
 once, however many tiles there are. Where several kernels share a product, each takes the tiles
 whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
 
-Groups of one row tile wait for memory, those of several for the tensor cores: after the first,
-tiles find their part of B in L2. If a configuration ``mixes_groups`` the window has a list of
-each, a cluster goes through both at the same pace, and memory and tensor cores are busy at a time.
+Groups of one row tile wait for memory, those of several for the tensor cores. A configuration that
+``mixes_groups`` has a list of each in a window, and a cluster goes through both at the same pace.
 
 Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
 """
@@ -174,12 +173,7 @@ class TileScheduler:
 
 	@cute.jit
 	def window(self, first: Int32, col_tiles: Int32) -> Any:
-		"""This lane's group of the 32 from ``first`` on.
-
-		Returns:
-		  Its first row and row count; for each list the tiles of the window before it and up to its
-		  end, and those of the whole window.
-		"""
+		"""This lane's group of the 32 from ``first`` on: first row, row count, and ``listed`` of each list."""
 		start, rows = self.group_rows(first + cute.arch.lane_idx())
 		row_tiles, _ = self.row_tiles(rows)
 		tiles = row_tiles * col_tiles
@@ -192,7 +186,7 @@ class TileScheduler:
 
 	@cute.jit
 	def listed(self, tiles: Int32) -> tuple[Int32, Int32, Int32]:
-		"""Of the tiles of this lane's group in a list: those before, up to them, and of all lanes."""
+		"""Tiles of a list before this lane's group, up to its end, and of all lanes."""
 		lane = cute.arch.lane_idx()
 		upto = tiles
 		for shift in cutlass.range_constexpr(5):
@@ -227,7 +221,7 @@ class TileScheduler:
 		indices = (position,)
 		places = indices
 		if cutlass.const_expr(self.config.mixes_groups):
-			# Who gets more of one list gets less of the other.
+			# More of one list, less of the other.
 			indices = (position, step - 1 - position)
 			places = indices
 		while first < self.num_listed():
@@ -276,10 +270,9 @@ class TileScheduler:
 
 	@cute.jit
 	def advance(self, which: Int32, indices: tuple[Int32, ...], places: tuple[Int32, ...], step: Int32) -> Any:
-		"""Numbers of the tiles after one of a list: a whole turn of all clusters further.
+		"""After a tile of a list, a turn of all clusters further: numbers, and places in the turn.
 
-		In lists of two a cluster's place in a turn changes: else it would always get the last,
-		partial tiles of groups if these alternate with others.
+		Of two lists a cluster's place changes, or it might get partial tiles only.
 		"""
 		if cutlass.const_expr(not self.config.mixes_groups):
 			return (indices[0] + step,), places
