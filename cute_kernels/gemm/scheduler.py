@@ -217,7 +217,7 @@ class TileScheduler:
 			self.prefetch_offs()
 		start, rows, lists = self.window(first, col_tiles)
 		position, step = self.position()
-		# Of each list the number of the cluster's next tile, from the window's first on.
+		# The cluster's next tile of each list, from the window's first on.
 		indices = (position,)
 		places = indices
 		if cutlass.const_expr(self.config.mixes_groups):
@@ -257,13 +257,12 @@ class TileScheduler:
 
 	@cute.jit
 	def next_list(self, indices: tuple[Int32, ...], lists: Any) -> Int32:
-		"""Of which list of a window this cluster takes the next tile; -1 if it has none there."""
+		"""Of which list the next tile is; -1 if there is none."""
 		which = Int32(-1)
 		if indices[0] < lists[0][2]:
 			which = Int32(0)
 		if cutlass.const_expr(self.config.mixes_groups):
 			if indices[1] < lists[1][2]:
-				# The list of which a smaller part is done.
 				if which < 0 or Int64(indices[1]) * lists[0][2] <= Int64(indices[0]) * lists[1][2]:
 					which = Int32(1)
 		return which

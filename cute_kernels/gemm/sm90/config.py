@@ -201,8 +201,8 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def mixes_groups(self) -> bool:
-		# Measured (H200): Zipf's law at 128 rows 6 to 9% faster. Others lose as much where groups are
-		# large: tiles of unlike length drift apart, and one's part of B is no longer in L2 for the next.
+		# Zipf's law at 128 rows: 2 to 9% faster. Others lose as much: tiles of unlike length drift
+		# apart, so that L2 has no longer what the next one reads (H200).
 		mixes = self.kind.has_short_sums and self.tile.rows == _MIXED_ROWS and (self.tile.swap_ab or self.promotes)
 		return mixes and self.grouping == "m_grouped"
 
