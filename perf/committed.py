@@ -1,18 +1,13 @@
 """The committed counts: renewing them on purpose, and comparing with them in CI."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from perf import compare
 
 from .records import RESULTS, Record, Writer, latest, read, write
-
-if TYPE_CHECKING:
-	from .run import Choice
-	from .suites.base import Options
+from .run import Choice, measure_suite, print_report
+from .suites.base import Options
 
 #: How to accept other counts.
 RENEW = "python -m perf run counts --renew"
@@ -23,8 +18,6 @@ def record_of(full: bool) -> Path:
 
 
 def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:
-	from .run import measure_suite, print_report
-
 	records: list[Record] = []
 	writer = Writer(out) if out else None
 

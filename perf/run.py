@@ -12,22 +12,20 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from cute_kernels.capability import UnsupportedError
 
+from .contender import Contender, Task
+from .measure import Meter
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
 from .records import Record, Writer, merged
 from .suites import SUITES, suite
 from .suites.base import Options
-
-if TYPE_CHECKING:
-	from .contender import Contender, Task
-	from .measure import Meter
 
 _LOG_SECONDS = 30.0
 #: What else is a time of all of a task's work.

@@ -77,7 +77,9 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 			raise ValueError(f"no experts to convert: {skips} pass over all of {[name for name, *_ in found]}")
 		for _, config, parent, attribute in chosen:
 			given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-			new = _class_of(type(config)._owner).Config(**given, recipe=self.recipe)
+			owner = type(config)._owner
+			kind = owner if "recipe" in given else _class_of(owner)  # A later converter's recipe counts.
+			new = kind.Config(**given | {"recipe": self.recipe})
 			if parent is None:
 				model_config = new
 			elif isinstance(parent, list):

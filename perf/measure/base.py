@@ -67,7 +67,6 @@ class Meter(abc.ABC):
 
 	def copies(self, smallest: float) -> int:
 		"""How many sets of operands of ``smallest`` bytes a cache must not hold."""
-		del smallest
 		return 1
 
 	def ceilings(self) -> dict[str, float]:

@@ -98,7 +98,6 @@ class EmulatorMeter(Meter):
 		return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
 	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
-		del contenders
 		with self.active():
 			counted = [self._counted.get(run) or count(run) for run, *_ in runs]
 		self._counted.clear()

@@ -121,16 +121,13 @@ class Peer:
 		return Contender(*done, versions=self.versions, note=note)
 
 	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		del data, asked
 		yield from ()
 
 	def products(self, work: Operands) -> Iterator[Contender]:
 		"""Its grouped products of bf16 operands, whose conversion is not timed."""
-		del work
 		yield from ()
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		del work
 		yield from ()
 
 

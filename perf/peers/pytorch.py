@@ -101,7 +101,6 @@ def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-	del amax
 	return nvfp4_given(x, x.abs().amax(-1).float())
 
 
@@ -115,7 +114,6 @@ def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
 
 def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 	"""MXFP8 rows: E4M3 codes and the exponent of each block, rounded up."""
-	del amax
 	blocks = x.float().unflatten(-1, (-1, 32))
 	exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).clamp(min=2.0**-126) / _FP8_MAX))
 	codes = (blocks * torch.exp2(-exponent).unsqueeze(-1)).to(torch.float8_e4m3fn)

@@ -58,7 +58,6 @@ class TorchAo(Peer):
 
 
 def _mxfp8(data: Input) -> Callable[[Tensor], Any]:
-	del data
 	tensor = importlib.import_module(f"{_FORMATS}.mx_tensor")
 	return lambda x: tensor.to_mx(x, torch.float8_e4m3fn, 32)
 
