@@ -289,6 +289,11 @@ class GemmConfig(abc.ABC):
 		"""The row tiles of an m_grouped product that this kernel takes: all, as a rule."""
 		return RowPart(self.tile.rows, 0, self.tile.rows)
 
+	@property
+	def mixes_groups(self) -> bool:
+		"""Whether tiles of groups of several row tiles and of one are multiplied by turns."""
+		return False
+
 	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
 		"""The kernels that share a product among them, in the order in which they run."""
 		return (self,)

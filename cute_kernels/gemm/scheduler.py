@@ -6,6 +6,9 @@ one a lane, with a running count of tiles, and moves it forward only. The whole 
 once, however many tiles there are. Where several kernels share a product, each takes the tiles
 whose rows are in its range. In a k_grouped product all groups have the same number of tiles.
 
+Groups of one row tile wait for memory, those of several for the tensor cores. A configuration that
+``mixes_groups`` has a list of each in a window, and a cluster goes through both at the same pace.
+
 Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
 """
 
@@ -169,22 +172,28 @@ class TileScheduler:
 		return count, first
 
 	@cute.jit
-	def window(self, first: Int32, col_tiles: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-		"""This lane's group of the 32 from ``first`` on.
-
-		Returns:
-		  Its first row and row count, and the tiles of the window before it and up to its end.
-		"""
-		lane = cute.arch.lane_idx()
-		start, rows = self.group_rows(first + lane)
+	def window(self, first: Int32, col_tiles: Int32) -> Any:
+		"""This lane's group of the 32 from ``first`` on: first row, row count, and ``listed`` of each list."""
+		start, rows = self.group_rows(first + cute.arch.lane_idx())
 		row_tiles, _ = self.row_tiles(rows)
 		tiles = row_tiles * col_tiles
+		if cutlass.const_expr(not self.config.mixes_groups):
+			return start, rows, (self.listed(tiles),)
+		large = Int32(0)
+		if row_tiles > 1:
+			large = tiles
+		return start, rows, (self.listed(tiles - large), self.listed(large))
+
+	@cute.jit
+	def listed(self, tiles: Int32) -> tuple[Int32, Int32, Int32]:
+		"""Tiles of a list before this lane's group, up to its end, and of all lanes."""
+		lane = cute.arch.lane_idx()
 		upto = tiles
 		for shift in cutlass.range_constexpr(5):
 			below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
 			if lane >= 1 << shift:
 				upto += below
-		return start, rows, upto - tiles, upto
+		return upto - tiles, upto, cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
 
 	@cute.jit
 	def prefetch_offs(self) -> None:
@@ -203,15 +212,25 @@ class TileScheduler:
 		col_tiles = (num_cols + (self.tile.cols - 1)) // self.tile.cols
 		instruction_k = self.config.instruction_k
 		k_blocks = (self.extents.k + (instruction_k - 1)) // instruction_k
-		first, passed = Int32(0), Int32(0)
+		first = Int32(0)
 		if cutlass.const_expr(self.config.rows_taken.least > 0):
 			self.prefetch_offs()
-		start, rows, before, upto = self.window(first, col_tiles)
-		in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
-		index, step = self.position()
+		start, rows, lists = self.window(first, col_tiles)
+		position, step = self.position()
+		# The cluster's next tile of each list, from the window's first on.
+		indices = (position,)
+		places = indices
+		if cutlass.const_expr(self.config.mixes_groups):
+			# More of one list, less of the other.
+			indices = (position, step - 1 - position)
+			places = indices
 		while first < self.num_listed():
-			if index < passed + in_window:
-				local = index - passed
+			which = self.next_list(indices, lists)
+			if which >= 0:
+				local, before, upto = indices[0], lists[0][0], lists[0][1]
+				if cutlass.const_expr(self.config.mixes_groups):
+					if which == 1:
+						local, before, upto = indices[1], lists[1][0], lists[1][1]
 				owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= local))
 				group_start = cute.arch.shuffle_sync(start, owner)
 				group_rows = cute.arch.shuffle_sync(rows, owner)
@@ -229,13 +248,46 @@ class TileScheduler:
 				if cutlass.const_expr(self.tile.swap_ab):
 					ragged, uniform = uniform, ragged
 				state = self.put(state, WorkTile(group, *ragged, *uniform, Int32(0), tile_k_blocks, group_rows - row))
-				index += step
+				indices, places = self.advance(which, indices, places, step)
 			else:
-				passed += in_window
+				indices = tuple(index - count for index, (_, _, count) in zip(indices, lists, strict=True))
 				first += WARP_SIZE
-				start, rows, before, upto = self.window(first, col_tiles)
-				in_window = cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
+				start, rows, lists = self.window(first, col_tiles)
 		return state
+
+	@cute.jit
+	def next_list(self, indices: tuple[Int32, ...], lists: Any) -> Int32:
+		"""Of which list the next tile is; -1 if there is none."""
+		which = Int32(-1)
+		if indices[0] < lists[0][2]:
+			which = Int32(0)
+		if cutlass.const_expr(self.config.mixes_groups):
+			if indices[1] < lists[1][2]:
+				if which < 0 or Int64(indices[1]) * lists[0][2] <= Int64(indices[0]) * lists[1][2]:
+					which = Int32(1)
+		return which
+
+	@cute.jit
+	def advance(self, which: Int32, indices: tuple[Int32, ...], places: tuple[Int32, ...], step: Int32) -> Any:
+		"""After a tile of a list, a turn of all clusters further: numbers, and places in the turn.
+
+		Of two lists a cluster's place changes, or it might get partial tiles only.
+		"""
+		if cutlass.const_expr(not self.config.mixes_groups):
+			return (indices[0] + step,), places
+		index, place = indices[0], places[0]
+		if which == 1:
+			index, place = indices[1], places[1]
+		index += step - 1
+		place -= 1
+		if place < 0:
+			index += step
+			place += step
+		if which == 1:
+			indices, places = (indices[0], index), (places[0], place)
+		else:
+			indices, places = (index, indices[1]), (place, places[1])
+		return indices, places
 
 	@cute.jit
 	def walk_uniform(self, state: Any) -> Any:

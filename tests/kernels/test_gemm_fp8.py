@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
@@ -69,6 +70,12 @@ FPROPS = {
 	"unswapped": UNSWAPPED,
 	"unswapped fast, all": UNSWAPPED_ALL,
 }
+MIXED = {
+	"fast": dataclasses.replace(FAST, tile=M_TILES["256x128x2"]),
+	"fast, all": FAST_ALL,
+	"block": dataclasses.replace(UNSWAPPED, tile=K_TILES["128x256"]),
+	"block, all": dataclasses.replace(BLOCK_ALL, tile=K_TILES["128x128"]),
+}
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
 	"fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
@@ -92,6 +99,24 @@ WGRADS = {
 @pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
 def device(request):
 	return request.param
+
+
+@each("sizes", [[257, 0, 1, 64, 129, 0, 65, 128], [1] * 33 + [130] + [0] * 30 + [7]], ["each", "two windows"])
+@each("config", MIXED)
+def test_uneven_groups(config, sizes, device):
+	m_grouped(config, sizes, 264, 48, tail=3).check(4, device)
+
+
+def test_tiles_of_few_rows_multiply_half():
+	for config in (MIXED["fast"], MIXED["block"]):
+		whole, half = (mma_flops(m_grouped(config, [rows], 512, 32)) for rows in (65, 64))
+		assert half == whole / 2
+
+
+def mma_flops(product):
+	emulator.reset_stats()
+	product.run(2)
+	return int(emulator.stats()["mma_flops"])
 
 
 @each("shape", [*SHAPES])
@@ -141,6 +166,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
 		(m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
 		(m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
+		*((m_grouped(MIXED[name], [130, 0, 5], 264, 272, tail=1), 2) for name in ("fast", "block")),
 		(k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
 	)
 	check_modes(mode, products)
@@ -168,7 +194,7 @@ def test_partial_sums_are_promoted_in_order():
 
 
 def test_more_groups_than_a_window_of_the_scheduler():
-	for config in (FAST, UNSWAPPED):
+	for config in (FAST, UNSWAPPED, MIXED["fast"], MIXED["block"]):
 		check_many_groups(config)
 
 
@@ -189,10 +215,14 @@ def test_meaningless_configurations_are_refused(fields, message):
 		Sm90GemmConfig(**{"tile": M_TILES["128x128"], **fields})
 
 
-@each("rows_each, tile, swapped", [(1, "256x8", True), (128, "128x256", False), (4096, "128x256x2", False)])
-def test_the_tile_follows_the_rows_of_a_group(rows_each, tile, swapped):
-	problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-	chosen = choose_config(BLOCK, problem, 132).tile
+CHOICES = [(BLOCK, 1, "256x8", True), (BLOCK, 128, "128x256", False), (BLOCK, 4096, "128x256x2", False)]
+CHOICES += [(FAST, 128, "256x128x2", True), (FAST, 256, "128x256", False)]
+
+
+@each("config, rows_each, tile, swapped", CHOICES)
+def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile, swapped):
+	problem = GemmProblem(config.operand, "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+	chosen = choose_config(config, problem, 132).tile
 	assert (name_of(chosen), chosen.swap_ab) == (tile, swapped)
 
 

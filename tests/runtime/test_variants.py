@@ -11,6 +11,7 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize import GroupedDequantize
 from cute_kernels.ops.gemm import MGroupedQuantizeGemm
+from cute_kernels.ops.moe import MoeQuantizeGradient
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 from cute_kernels.runtime import aot, architecture
@@ -97,6 +98,9 @@ def used(arch):
 	ops += [GroupedAmax(x, offs) for x, offs in inputs()]
 	ops += dequantizations()
 	ops += products()
+	both, row = torch.empty(2, 256, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+	given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
+	ops += [MoeQuantizeGradient(*given[0], text, text, *given[1]) for text in ("fp8_block", "mxfp8")]
 	ops += [
 		GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2))
 		for dtype, cols in itertools.product(DTYPES.values(), (1, 8))

@@ -93,10 +93,14 @@ class Consumer:
 		config, tiled_mma = self.config, self.layouts.mma_of(width)
 		tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 		mma = self.mma(width)
-		# Columns follow each other, in registers as well as in shared memory.
+		# Columns follow each other, in registers as well as in shared memory; instructions along M do
+		# with all columns of a tile.
 		columns = cute.local_tile(self.stages.n, (width, config.stage_k), (part, 0, None))
 		shape = mma.partition_shape_C((config.tile.m, width))
-		acc = cute.make_tensor(self.acc.iterator, cute.make_layout(shape))
+		layout = cute.make_layout(shape)
+		if shape[1] > 1:
+			layout = cute.make_layout(shape, stride=((1, 2, 4), config.tile.n // 2, 0))
+		acc = cute.make_tensor(self.acc.iterator, layout)
 		return Product(tiled_mma, tiled_mma.make_fragment_B(mma.partition_B(columns)), acc)
 
 	@cute.jit
@@ -109,10 +113,13 @@ class Consumer:
 		while tile.group >= 0:
 			self.acc.fill(0.0)
 			factors = self.epilogue.load_factors(tile)
-			if cutlass.const_expr(self.config.promotes):
-				ab_state = self.multiply_promoted(tile, ab_state)
+			if cutlass.const_expr(self.config.skips_rows):
+				if tile.rows > self.epilogue.first_m:
+					ab_state = self.multiply_tile(tile, ab_state)
+				else:
+					ab_state = self.pass_by(tile, ab_state)
 			else:
-				ab_state = self.multiply_fitted(tile, ab_state, 0)
+				ab_state = self.multiply_tile(tile, ab_state)
 			if cutlass.const_expr(self.config.is_ping_pong):
 				self.ping_pong.begin()
 			self.epilogue.store(self.acc, factors, tile)
@@ -130,6 +137,25 @@ class Consumer:
 		self.ab_pipeline.consumer_wait(state)
 		if self.config.gathered:
 			cute.arch.fence_view_async_shared()
+
+	@cute.jit
+	def multiply_tile(self, tile: WorkTile, state: Any) -> Any:
+		"""Add a tile's products to the sums; the next state of the stages."""
+		if cutlass.const_expr(self.config.promotes):
+			state = self.multiply_promoted(tile, state)
+		else:
+			state = self.multiply_fitted(tile, state, 0)
+		return state
+
+	@cute.jit
+	def pass_by(self, tile: WorkTile, state: Any) -> Any:
+		"""Free the stages of a tile in which this warpgroup has no row."""
+		k_blocks = self.config.k_blocks
+		for _ in cutlass.range((tile.k_blocks + (k_blocks - 1)) // k_blocks, unroll=1):
+			self.ab_pipeline.consumer_wait(state)
+			self.ab_pipeline.consumer_release(state)
+			state.advance()
+		return state
 
 	@cute.jit
 	def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:

@@ -36,6 +36,11 @@ _FILL_CYCLES = 3000
 #: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
 #: what it takes with equal ones (H200).
 _UNEVEN_GROUPS = 1.07
+#: Rows of a group that have more than one tile, unless all are of one size.
+_LARGE_GROUP = 128
+#: What FP8 tiles take that mix groups beside those that do not, which are 128 x 256: of groups of
+#: up to a tile on average, and of more, which take 3 to 8% longer (H200).
+_MIXED = (0.95, 1.1)
 
 
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
@@ -43,8 +48,9 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	live = min(problem.groups, problem.rows)
 	mean = ceil_div(problem.rows, live)
 	if config.grouping == "m_grouped":
-		# A group of more than a tile ends half-way through one on average.
-		row_tiles = 1.0 if mean <= tile.rows else mean / tile.rows + 0.5
+		# A group of more than a tile ends half-way through one on average. So do large ones that have
+		# the rows of one tile on average: some have more, others less.
+		row_tiles = 1.0 if mean <= min(tile.rows, _LARGE_GROUP) else max(1.0, mean / tile.rows + 0.5)
 		depth = problem.k
 	else:
 		row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
@@ -52,7 +58,7 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	clusters = num_sms // tile.num_ctas
 	# Whole waves while there are few of them; many even out.
 	waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
-	width = next((w for w in config.widths if mean <= w), tile.n)
+	width = next((w for w in config.widths if mean <= w), tile.n) if tile.fitted else tile.n
 	multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
 	if config.is_decoded:
 		multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
@@ -66,8 +72,10 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	# Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
 	stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
 	cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
-	holds_more = len(config.widths) > 1 or tile.rows >= 2 * mean
+	holds_more = tile.fitted or tile.rows >= 2 * mean
 	if config.grouping == "m_grouped" and not holds_more:
 		# Groups are rarely of one size. That is not known here, but what it may cost is.
 		cycles *= _UNEVEN_GROUPS
+	if config.mixes_groups and not config.promotes and 2 * mean >= tile.rows:
+		cycles *= _MIXED[mean > tile.rows]
 	return cycles

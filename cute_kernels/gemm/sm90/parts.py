@@ -6,9 +6,8 @@ empty. Several kernels in a row, each with the tiles that suit some groups, cost
 what they multiply: each starts on the SMs that are done with the one before, and where groups are
 even only the first finds something to do.
 
-Only operands that are decoded are shared. What decoding a tile costs does not depend on its
-columns, what multiplying it costs does. Other operands wait for memory where groups are small, and
-one kernel does that while it multiplies large ones: two kernels took 0 to 10% longer (H200).
+Only operands that are decoded are shared: what decoding costs does not depend on a tile's columns.
+Others wait for memory where groups are small: see ``mixes_groups``.
 """
 
 from __future__ import annotations
