@@ -81,6 +81,8 @@ def _combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
 
 def _mixture(work: MoEWork) -> Step:
 	compiled: Any = torch.compile if work.device.type == "cuda" else lambda f: f
+	# For these shapes: what a task before left would make them dynamic ones, which take longer.
+	torch._dynamo.reset()
 	activate, combine = compiled(_activate), compiled(_combine)
 
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
