@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import Format
-from cute_kernels.layout.buffers import buffers
+from ..formats import Format
+from ..layout.buffers import buffers
 
 #: Dtypes of plain operands.
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from cute_kernels.activations import parse_activation
-from cute_kernels.capability import require
-from cute_kernels.formats import parse
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.reference import moe as reference
-
+from ..activations import parse_activation
+from ..capability import require
+from ..formats import parse
+from ..layout.buffers import BufferSpec
+from ..reference import moe as reference
 from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
 from .launch import moe as launch_moe
 from .prologue import check_prologue, result_columns
@@ -22,9 +21,9 @@ from .quantize import GroupedQuantize
 from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-	from cute_kernels.runtime.backend import Backend
-	from cute_kernels.runtime.launch import Launcher
+	from ..formats import Format
+	from ..runtime.backend import Backend
+	from ..runtime.launch import Launcher
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 

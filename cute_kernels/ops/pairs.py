@@ -1,6 +1,6 @@
 """Which formats a GEMM multiplies with which, and how it may add their products."""
 
-from cute_kernels.formats import Format
+from ..formats import Format
 
 #: Sums in one accumulator; or in a fresh one every 128 of K, each added to an fp32 sum.
 ACCUMULATIONS = ("fast", "split")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cute_kernels import reference
-from cute_kernels.activations import is_gated, parse_activation
 
+from ..activations import is_gated, parse_activation
 from .checks import check_tensor, same_device
 
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import Format
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..formats import Format
+from ..layout.slots import TILE_ROWS
 from .groups import Groups
 
 #: Elements that are converted at a time: bounds the memory, and stays in the cache.

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from cute_kernels.formats import Format
-from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 
+from ..formats import Format
+from ..layout.slots import TILE_ROWS
 from .codecs import Codec, codec_of
 from .codecs.base import scaled
 from .conversions import decode

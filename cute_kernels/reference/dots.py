@@ -58,10 +58,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import E4M3, E8M0, F32, ElementType
-from cute_kernels.layout.pieces import DECODED_SCALE, in_pieces
-from cute_kernels.layout.shapes import ceil_div
-
+from ..formats import E4M3, E8M0, F32, ElementType
+from ..layout.pieces import DECODED_SCALE, in_pieces
+from ..layout.shapes import ceil_div
 from .fma import fma, rounded_sum, two_sum
 from .operands import Rows
 from .tensor_core import NAN_BITS, tensor_core_gemm

@@ -31,8 +31,7 @@ import abc
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..layout.slots import TILE_ROWS
 from .philox import philox4x32
 
 #: Elements that one call of the generator serves.

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from cute_kernels.activations import Activation
-
+from ..activations import Activation
 from .activations import activate
 from .reductions import absmax
 

@@ -13,9 +13,8 @@ A factor is that of the operand's own record, and a vector that of the copy that
 
 from torch import Tensor
 
-from cute_kernels.layout.shapes import round_up
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..layout.shapes import round_up
+from ..layout.slots import TILE_ROWS
 from .dots import Adder, dot
 from .groups import Groups
 from .operands import Operand, Rows

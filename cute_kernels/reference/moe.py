@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cute_kernels.activations import Activation
-from cute_kernels.layout.slots import TILE_ROWS
-
+from ..activations import Activation
+from ..layout.slots import TILE_ROWS
 from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import Format
-from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.reference import hadamard
 
+from ..formats import Format
+from ..layout.shapes import ceil_div
+from ..layout.slots import TILE_ROWS
 from .codecs import Codec, codec_of
 from .conversions import pack
 from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts

@@ -10,9 +10,9 @@ how scales are laid out.
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import BlockScale, Format
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, ceil_div, scale_tiles
-from cute_kernels.layout.slots import TILE_ROWS
+from ..formats import BlockScale, Format
+from ..layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, ceil_div, scale_tiles
+from ..layout.slots import TILE_ROWS
 
 
 def tile_scales(linear: Tensor) -> Tensor:

@@ -25,9 +25,8 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cute_kernels.host.settings import cache_root, kernel_cache_is_on, warn_once
-from cute_kernels.host.trust import distrust, make_folder, open_folder, read_file, write_file
-
+from ..host.settings import cache_root, kernel_cache_is_on, warn_once
+from ..host.trust import distrust, make_folder, open_folder, read_file, write_file
 from .arch import Architecture
 from .dsl import installed_versions
 from .spec import KernelSpec, canonical_text, short_name

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.formats import Format
-from grouped.tensor import GroupedTensor
 
+from ..tensor import GroupedTensor
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
 from .parts import Parts, parts_of, quantized, split_rows

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import grouped
-from grouped.recipes import Recipe
+
+from ..recipes import Recipe
 
 _NUM_BYTES = 256
 

@@ -1,6 +1,6 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from grouped.integrations.transformers import prepare, register
+  from .transformers import prepare, register
 
   register()
   model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
@@ -26,10 +26,11 @@ import grouped
 from cute_kernels import active_backend, ops, support
 from cute_kernels.capability import require
 from grouped import recipes
-from grouped.experts import Layer, Style, compute_routing, without_gradients
-from grouped.experts import experts as mixture
-from grouped.recipes import Recipe, check_recipe
-from grouped.tensor import GroupedTensor
+
+from ..experts import Layer, Style, compute_routing, without_gradients
+from ..experts import experts as mixture
+from ..recipes import Recipe, check_recipe
+from ..tensor import GroupedTensor
 
 if TYPE_CHECKING:
 	from collections.abc import Callable, Iterator

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
-from grouped.autograd import rows_and_ends
-from grouped.experts import InPlace, Layer, Routing, Style, compute_routing, experts
-from grouped.offsets import Offsets, as_offs
-from grouped.recipes import Recipe
 
+from ..autograd import rows_and_ends
+from ..experts import InPlace, Layer, Routing, Style, compute_routing, experts
+from ..offsets import Offsets, as_offs
+from ..recipes import Recipe
 from .activation import activate, as_activation
 from .linear import GroupedLinear
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
-from grouped.autograd import rows_and_ends, rows_of
-from grouped.experts import Style, compute_routing, experts, without_gradients
-from grouped.recipes import Recipe
-from grouped.tracing import eager_only
 
+from ..autograd import rows_and_ends, rows_of
+from ..experts import Style, compute_routing, experts, without_gradients
+from ..recipes import Recipe
+from ..tracing import eager_only
 from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 from xml.sax.saxutils import escape
 
-from perf.records import Record
+from ..records import Record
 
 _SIDES = (("ours", "nvfp4:row_scaled x nvfp4"), ("torch", "bfloat16"))
 _SVG = """\

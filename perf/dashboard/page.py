@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from perf.records import Record
-
+from ..records import Record
 from .things import payload
 
 ASSETS = Path(__file__).parent / "assets"

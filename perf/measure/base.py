@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 import cute_kernels
-from perf.contender import Contender, Run
-from perf.environment import Environment, environment
+
+from ..contender import Contender, Run
+from ..environment import Environment, environment
 
 
 @dataclasses.dataclass(frozen=True)

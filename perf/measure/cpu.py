@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from perf.contender import Contender, Run
-
+from ..contender import Contender, Run
 from .base import Measurement, Meter, of_times
 
 _REPEATS, _QUICK_REPEATS = 7, 2

@@ -9,9 +9,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import emulator
-from perf.contender import Contender, Run
-from perf.environment import Environment, environment
 
+from ..contender import Contender, Run
+from ..environment import Environment, environment
 from .base import Measurement, Meter
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division

@@ -13,8 +13,8 @@ import torch
 import cute_kernels
 from cute_kernels.ops import registry
 from cute_kernels.runtime.launch import launcher
-from perf.contender import Contender, Run
 
+from ..contender import Contender, Run
 from .base import Measurement, Meter, spread_of
 
 _ROUNDS, _CALLS = 25, 100

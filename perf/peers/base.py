@@ -15,14 +15,15 @@ import grouped
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.reference.scales import untile_scales
-from perf.contender import Contender, Prepare
-from perf.environment import package_version
-from perf.measure import Meter
-from perf.operands import Operands
-from perf.suites.base import element_bytes
-from perf.suites.layer import LayerWork
-from perf.suites.moe import MoEWork
-from perf.suites.quantize import Input, Quantization
+
+from ..contender import Contender, Prepare
+from ..environment import package_version
+from ..measure import Meter
+from ..operands import Operands
+from ..suites.base import element_bytes
+from ..suites.layer import LayerWork
+from ..suites.moe import MoEWork
+from ..suites.quantize import Input, Quantization
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
 #: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong

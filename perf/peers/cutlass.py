@@ -20,11 +20,11 @@ import grouped
 from cute_kernels.formats import MXFP8, NVFP4, Format
 from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.layout.slots import slot_tile
-from perf.contender import Contender
-from perf.measure.emulator import EmulatorMeter, installed
-from perf.operands import Operands
-from perf.suites.base import element_bytes
 
+from ..contender import Contender
+from ..measure.emulator import EmulatorMeter, installed
+from ..operands import Operands
+from ..suites.base import element_bytes
 from .base import NOISE, Peer, padded_rows, unpadded_rows
 
 _ROW_MULTIPLE = 16

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.contender import Contender
-from perf.operands import Operands
-
+from ..contender import Contender
+from ..operands import Operands
 from .base import Peer, padded_rows, unpadded_rows
 
 _BLOCK = 128

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender, Prepare, Run, relative_error
-from perf.measure.emulator import EmulatorMeter, installed
-from perf.operands import Operands
-from perf.suites.quantize import Input, Quantization
-
+from ..contender import Contender, Prepare, Run, relative_error
+from ..measure.emulator import EmulatorMeter, installed
+from ..operands import Operands
+from ..suites.quantize import Input, Quantization
 from .base import Peer, row_scales
 from .pytorch import mxfp8_values, nvfp4_values
 

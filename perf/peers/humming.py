@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.operands import Operands
-
+from ..operands import Operands
 from .base import W4A16Peer, linear_nvfp4
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.operands import Operands
-
+from ..operands import Operands
 from .base import W4A16Peer, linear_nvfp4
 
 _UTILS = "vllm.model_executor.layers.quantization.utils"

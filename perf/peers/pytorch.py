@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender, Run, relative_error
-from perf.operands import Operands
-from perf.suites.layer import LayerWork, Step
-from perf.suites.moe import PEER_BOUND, MoEWork
-from perf.suites.quantize import Input, Quantization
-
+from ..contender import Contender, Run, relative_error
+from ..operands import Operands
+from ..suites.layer import LayerWork, Step
+from ..suites.moe import PEER_BOUND, MoEWork
+from ..suites.quantize import Input, Quantization
 from .base import NOISE, Peer
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from perf.contender import Contender
-from perf.operands import Operands
-from perf.suites.layer import LayerWork
-
+from ..contender import Contender
+from ..operands import Operands
+from ..suites.layer import LayerWork
 from .base import NOISE, Peer
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.contender import Contender, Run, relative_error
-from perf.suites.layer import LayerWork, Step
-from perf.suites.quantize import Input, Quantization
-
+from ..contender import Contender, Run, relative_error
+from ..suites.layer import LayerWork, Step
+from ..suites.quantize import Input, Quantization
 from .base import Peer
 from .pytorch import grouped_mlp
 

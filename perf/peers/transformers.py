@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perf.contender import Contender
-from perf.suites.layer import Step
-from perf.suites.moe import PEER_BOUND, MoEWork
-
+from ..contender import Contender
+from ..suites.layer import Step
+from ..suites.moe import PEER_BOUND, MoEWork
 from .base import Peer
 
 

@@ -8,8 +8,8 @@ from cute_kernels.capability import support
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.layout.shapes import ceil_div
 from grouped.recipes import Recipe
-from perf.measure.memory import Sizes, bytes_of_step
 
+from ..measure.memory import Sizes, bytes_of_step
 from .gpus import Gpu
 from .work import Counts, Kernel, Product, gate, product, quantization
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles
-from perf.records import Record
-from perf.suites.base import element_bytes
-from perf.suites.quantize import DIRECTIONS
 
+from ..records import Record
+from ..suites.base import element_bytes
+from ..suites.quantize import DIRECTIONS
 from .gpus import Gpu
 
 _BF16 = 2.0

@@ -12,13 +12,13 @@ from typing import Any
 from cute_kernels.gemm.problem import TileShape
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from perf.cases import GroupedShape
-from perf.contender import Contender, Task
-from perf.measure import Meter
-from perf.measure.emulator import EmulatorMeter
-from perf.operands import Operands
 from perf.suites import gemm, quantize
 
+from ..cases import GroupedShape
+from ..contender import Contender, Task
+from ..measure import Meter
+from ..measure.emulator import EmulatorMeter
+from ..operands import Operands
 from .base import Options, Suite
 from .gemm import Pair
 from .quantize import Quantization

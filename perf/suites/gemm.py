@@ -12,11 +12,11 @@ from torch import Tensor
 import grouped
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
-from perf.cases import DECODE_TOKENS, HEADLINE, MODELS, TRAINING_ROWS, GroupedShape
-from perf.contender import Contender, Task
-from perf.measure import Meter
-from perf.operands import Operands
 
+from ..cases import DECODE_TOKENS, HEADLINE, MODELS, TRAINING_ROWS, GroupedShape
+from ..contender import Contender, Task
+from ..measure import Meter
+from ..operands import Operands
 from .base import Options, Suite, default_meters, element_bytes
 
 #: Rounding to bf16 is 1.7e-3; the sums are of exact products in fp32.

@@ -9,10 +9,10 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.formats import parse
-from perf.contender import Contender, Task, unchecked
-from perf.measure import Meter
-from perf.measure.host import HostMeter
 
+from ..contender import Contender, Task, unchecked
+from ..measure import Meter
+from ..measure.host import HostMeter
 from .base import Options, Suite
 from .layer import PASSES
 from .moe import MoEShape, MoEWork

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import grouped
-from perf.cases import MODELS, ends_of, split_rows
-from perf.contender import Contender, Task, relative_error
-from perf.measure import Meter
 
+from ..cases import MODELS, ends_of, split_rows
+from ..contender import Contender, Task, relative_error
+from ..measure import Meter
 from .base import Options, Suite, default_meters
 
 LAYERS = ("linear", "mlp")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import grouped
-from perf.cases import MODELS
-from perf.contender import Contender, Task
-from perf.measure import Meter
 
+from ..cases import MODELS
+from ..contender import Contender, Task
+from ..measure import Meter
 from .base import Options, Suite, default_meters
 from .layer import PASSES, LayerShape, LayerWork, Step, contenders_of, of_expert
 

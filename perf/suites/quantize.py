@@ -13,9 +13,9 @@ import cute_kernels
 from cute_kernels import ops
 from cute_kernels.capability import require
 from cute_kernels.formats import Format, parse
-from perf.contender import Contender, Task, relative_error
-from perf.measure import Meter
 
+from ..contender import Contender, Task, relative_error
+from ..measure import Meter
 from .base import Options, Suite, default_meters, element_bytes
 
 FORMATS = (

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from cute_kernels.ops.moe import MoeGather
-from cute_kernels.ops.registry import Allocator, Runner
-from cute_kernels.runtime.launch import Launcher
+from ...runtime.launch import Launcher
+from ..moe import MoeGather
+from ..registry import Allocator, Runner
 
 #: Columns of the other operand from which on gathering first is as fast. Products of 256 and 2048
 #: rows a group by 1536 columns take 18 and 10% less by an index, and by 4096 columns 1% more; those

@@ -7,30 +7,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.layout.shapes import ceil_div
-from cute_kernels.layout.slots import TILE_ROWS
-from cute_kernels.moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
-from cute_kernels.ops.arguments import dense, dtype_name, readable
-from cute_kernels.ops.registry import Allocator
-from cute_kernels.quantize.config import GradientConfig
-
+from ...layout.buffers import BufferSpec
+from ...layout.shapes import ceil_div
+from ...layout.slots import TILE_ROWS
+from ...moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
+from ...quantize.config import GradientConfig
+from ..arguments import dense, dtype_name, readable
+from ..registry import Allocator
 from .rows import gatherer
 
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.moe import (
-		ComputeRouting,
-		MoeActivate,
-		MoeActivateGradient,
-		MoeCombine,
-		MoeGather,
-		MoeQuantizeGradient,
-	)
-	from cute_kernels.ops.registry import Runner
-	from cute_kernels.ops.router import MoeRoute, MoeRouteGradient
-	from cute_kernels.runtime.launch import Launcher
+	from ...runtime.launch import Launcher
+	from ..moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather, MoeQuantizeGradient
+	from ..registry import Runner
+	from ..router import MoeRoute, MoeRouteGradient
 
 
 #: Of the kernels that choose: 32 scores of a lane.

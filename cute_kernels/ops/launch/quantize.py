@@ -12,12 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from cute_kernels.layout.buffers import BufferSpec, code_pitch
-from cute_kernels.layout.shapes import PITCH_ALIGNMENT
-from cute_kernels.ops.arguments import ALIGNMENT, dense, dtype_name, readable
-from cute_kernels.ops.prologue import result_columns
-from cute_kernels.ops.registry import Allocator, Runner
-from cute_kernels.quantize.config import (
+from ...layout.buffers import BufferSpec, code_pitch
+from ...layout.shapes import PITCH_ALIGNMENT
+from ...quantize.config import (
 	AmaxConfig,
 	DbiasConfig,
 	DelayedConfig,
@@ -28,18 +25,20 @@ from cute_kernels.quantize.config import (
 	RowsConfig,
 	TileConfig,
 )
-from cute_kernels.quantize.prologue import Prologue
-from cute_kernels.reference.codecs import codec_of
-
+from ...quantize.prologue import Prologue
+from ...reference.codecs import codec_of
+from ..arguments import ALIGNMENT, dense, dtype_name, readable
+from ..prologue import result_columns
+from ..registry import Allocator, Runner
 from .rows import gatherer
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-	from cute_kernels.ops.delayed import DelayedScalingUpdate
-	from cute_kernels.ops.dequantize import GroupedDequantize
-	from cute_kernels.ops.quantize import GroupedQuantize
-	from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
-	from cute_kernels.runtime.launch import Launcher
+	from ...formats import Format
+	from ...runtime.launch import Launcher
+	from ..delayed import DelayedScalingUpdate
+	from ..dequantize import GroupedDequantize
+	from ..quantize import GroupedQuantize
+	from ..reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cute_kernels.moe.config import GatherConfig
-from cute_kernels.ops.arguments import dense, readable
-from cute_kernels.runtime.launch import Launcher
+from ...moe.config import GatherConfig
+from ...runtime.launch import Launcher
+from ..arguments import dense, readable
 
 
 def gatherer(x: Tensor, launch: Launcher) -> Callable[[Tensor, Tensor, Tensor], None]:

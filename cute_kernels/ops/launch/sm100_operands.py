@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from cute_kernels.gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
-from cute_kernels.layout.buffers import BufferSpec
-from cute_kernels.layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
-from cute_kernels.ops.registry import Allocator
-
+from ...gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
+from ...layout.buffers import BufferSpec
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+from ..registry import Allocator
 from .sm90_operands import rows_first
 
 if TYPE_CHECKING:
 	from torch import Tensor
 
-	from cute_kernels.ops.gemm import GroupedGemm, MGrouped
-	from cute_kernels.runtime.launch import Launcher
-
+	from ...runtime.launch import Launcher
+	from ..gemm import GroupedGemm, MGrouped
 	from .sm90_operands import Parts, Prepare
 
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from cute_kernels.formats import Format
-
+from ...formats import Format
 from .base import Codec
 from .fp8 import FP8Codec
 from .fp8_block import FP8BlockCodec

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cute_kernels.formats import BlockScale, Format
-from cute_kernels.reference.conversions import decode, encode, encode_e2m1_stochastic, f32
+from ...formats import BlockScale, Format
+from ..conversions import decode, encode, encode_e2m1_stochastic, f32
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
