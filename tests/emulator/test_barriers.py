@@ -4,10 +4,11 @@ import pytest
 from cute_kernels import emulator
 from tests.helpers import each
 
-from .ptx import fails, run, store_words, wait
+from .ptx import fails, outcome, run, wait
 
 INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
 @%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
+CLUSTER_WAIT = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
 def test_differing_thread_counts():
@@ -67,19 +68,14 @@ def test_uninitialised_mbarrier(mode):
 
 @each("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
-	out = np.zeros((4, 32, 1), np.uint32)
 	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
-    mapa.shared::cluster.u32 %r4, %r0, %r3;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    ld.shared.b32 %r5, [%r0]; mov.u32 %r7, %ctaid.x; mul.wide.u32 %d0, %r7, 128;
-    add.u64 %d1, %p0, %d0;"""
+    mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
+    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait} ld.shared.b32 %r5, [%r0];"""
 	with emulator.options(mode=mode, races=True):
-		run(body + store_words("%d1", ["%r5"]), out, grid=4, cluster=4)
+		out = outcome(body.format(wait=CLUSTER_WAIT), "%r5", grid=4, cluster=4)
 	ranks = np.arange(4)
-	assert (out[:, :, 0] == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
+	assert (out.reshape(4, 32) == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
 
 
 def test_exited_cta_is_out_of_reach():
@@ -89,5 +85,4 @@ def test_exited_cta_is_out_of_reach():
     mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
 	with fails("CTA rank 1, which has exited"):
 		run(body.format(wait=""), grid=2, cluster=2)
-	stay = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-	run(body.format(wait=stay), grid=2, cluster=2)
+	run(body.format(wait=CLUSTER_WAIT), grid=2, cluster=2)
