@@ -1,8 +1,11 @@
 """Inputs and comparisons that tests of several layers share."""
 
 import contextlib
+import copy
+import dataclasses
 import io
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -39,6 +42,14 @@ def raises(error, words):
 	with pytest.raises(error) as caught:
 		yield
 	assert not [word for word in words if word not in str(caught.value)], caught.value
+
+
+def assert_is_value(record):
+	again = dataclasses.replace(record)
+	assert again == record and again is not record and hash(again) == hash(record)
+	assert copy.deepcopy(record) == record and pickle.loads(pickle.dumps(record)) == record
+	with pytest.raises(dataclasses.FrozenInstanceError):
+		record.name = "other"
 
 
 def run_python(program, *arguments):

@@ -6,7 +6,7 @@ import torch
 from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
-from tests.helpers import BF16, F32, each, ends, ops
+from tests.helpers import BF16, F32, each, ends, ops, raises
 
 FORMATS = (
 	None,
@@ -38,10 +38,8 @@ def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
 			require(op, fmt, arch, **facts)
 			continue
 		assert status.reason
-		with pytest.raises(UnsupportedError) as caught:
+		with raises(UnsupportedError, [op, arch, status.reason]):
 			require(op, fmt, arch, **facts)
-		for word in (op, arch, status.reason):
-			assert word in str(caught.value)
 
 
 def test_unsupported_is_not_implemented():
@@ -135,10 +133,8 @@ def test_a_class_stands_for_its_defaults():
 	],
 )
 def test_unknown_names_raise(arguments, error, words):
-	with pytest.raises(error) as caught:
+	with raises(error, words):
 		support(*arguments)
-	for word in words:
-		assert word in str(caught.value)
 
 
 def test_the_printed_table_says_what_support_says():
