@@ -78,14 +78,13 @@ def test_atomics(op, type_name, dtype, reference, space):
 	size = np.dtype(dtype).itemsize
 	values = RNG.integers(-1000, 1000, 33).astype(dtype)
 	result = values[32:].copy()
-	value = "%r0" if size == 4 else "%d2"
+	value, copy = ("%r0", "%r3") if size == 4 else ("%d2", "%d5")
 	bits = size * 8
 	body = f"""mul.wide.u32 %d0, %t, {size}; add.u64 %d1, %p0, %d0;
     ld.global.b{bits} {value}, [%d1];"""
 	if space == "global":
 		body += f"red.global.{op}.{type_name} [%p1], {value};"
 	else:
-		copy = "%r3" if size == 4 else "%d5"
 		body += f"""
         .shared .align 8 .b8 s[8]; mov.u32 %r1, s; setp.eq.u32 %q0, %t, 0;
         ld.global.b{bits} {copy}, [%p1]; @%q0 st.shared.b{bits} [%r1], {copy}; bar.sync 0;

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.helpers import each
+from tests.helpers import F16, F32, each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 from .ptx import aligned, fails, outcome, run, wait
@@ -130,11 +130,11 @@ def test_tensor_memory_faults(ptx, message):
 @each(
 	("dtype", "acc", "flags", "message"),
 	[
-		(torch.float16, torch.float32, 1 << 2, "sparse"),
-		(torch.float16, torch.float32, 1 << 13, "negated"),
-		(torch.float16, torch.float32, 3 << 7, "operand format 3"),
-		(torch.float8_e4m3fn, torch.float32, 5 << 7, "unpacked 4- and 6-bit"),
-		(torch.float16, torch.float16, 2 << 4, "integer accumulators"),
+		(F16, F32, 1 << 2, "sparse"),
+		(F16, F32, 1 << 13, "negated"),
+		(F16, F32, 3 << 7, "operand format 3"),
+		(torch.float8_e4m3fn, F32, 5 << 7, "unpacked 4- and 6-bit"),
+		(F16, F16, 2 << 4, "integer accumulators"),
 	],
 )
 def test_mma_faults(dtype, acc, flags, message):

@@ -38,13 +38,10 @@ def test_from_nothing_to_something_is_worse():
 
 def test_times_within_their_noise_are_the_same():
 	# Runs differ by 1 % (sigma), so three sigma of a difference of two are 4.2 %.
-	assert verdict(TIME, 104.0) == "same"
-	assert verdict(TIME, 106.0) == "worse"
-	assert verdict(TIME, 94.0) == "better"
+	assert [verdict(TIME, value) for value in (104.0, 106.0, 94.0)] == ["same", "worse", "better"]
 	# A range of 30 % of seven repeats: sigma is 30 / 2.70, that of the median 0.47 of it.
 	wide = replace(TIME, spread=30.0)
-	assert verdict(wide, 120.0) == "same"
-	assert verdict(wide, 130.0) == "worse"
+	assert [verdict(wide, value) for value in (120.0, 130.0)] == ["same", "worse"]
 
 
 def test_runs_that_differ_widen_the_noise():
@@ -115,6 +112,4 @@ def test_renewing_is_of_the_whole_record():
 
 def test_more_of_a_rate_or_of_a_signal_is_better():
 	for unit in ("TB/s", "TFLOP/s", "dB"):
-		old = replace(TIME, unit=unit)
-		assert verdict(old, 120.0) == "better"
-		assert verdict(old, 80.0) == "worse"
+		assert [verdict(replace(TIME, unit=unit), value) for value in (120.0, 80.0)] == ["better", "worse"]

@@ -19,6 +19,7 @@ from tests.helpers import DAMAGE, each
 
 from .toy_kernels import Scale
 
+SPEC = Scale(2.0)
 KEY, NEW = CacheKey("kernel", {"spec": "s", "arch": "sm_100a"}), CacheKey("new", {})
 FILES = {"o": b"object code" * 100, "ptx": b".version 9.0"}
 
@@ -35,23 +36,15 @@ def stored(disk):
 
 
 @pytest.fixture
-def unprivileged():
-	if os.geteuid() != 0:
-		yield
-		return
-	os.seteuid(65534)
-	try:
-		yield
-	finally:
-		os.seteuid(0)
-
-
-@pytest.fixture
 def read_only_folder():
+	"""Of root, who may write everywhere, and who is nobody as long as it is there."""
 	folder = Path(tempfile.mkdtemp())
 	DiskCache(folder).store(KEY, FILES)
 	folder.chmod(0o555)
+	if os.geteuid() == 0:
+		os.seteuid(65534)
 	yield folder
+	os.seteuid(os.getuid())
 	folder.chmod(0o755)
 	shutil.rmtree(folder)
 
@@ -138,7 +131,7 @@ def test_a_writer_that_dies_leaves_a_miss(disk, monkeypatch):
 	assert disk.load(KEY) == FILES
 
 
-def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder, unprivileged):
+def test_a_read_only_folder_serves_hits_and_warns_once(read_only_folder):
 	disk = DiskCache(read_only_folder)
 	assert disk.load(KEY) == FILES
 	with pytest.warns(RuntimeWarning, match="not kept on disk.*denied") as caught:
@@ -169,7 +162,7 @@ def test_a_lock_that_is_never_released_is_passed_by(disk, monkeypatch):
 	assert entered
 
 
-def key_name(spec=Scale(2.0), arch="sm_100a"):
+def key_name(spec=SPEC, arch="sm_100a"):
 	return cache_key(spec, architecture(arch)).name
 
 
