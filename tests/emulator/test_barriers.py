@@ -1,13 +1,13 @@
 import numpy as np
-import pytest
 
 from cute_kernels import emulator
-from tests.helpers import each
+from tests.helpers import each, raises
 
 from .ptx import fails, outcome, run, wait
 
-INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
-@%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
+BARRIER = ".shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;"
+INIT = f"""{BARRIER}
+@%q0 mbarrier.init.shared::cta.b64 [%r0], {{count}}; bar.sync 0;"""
 CLUSTER_WAIT = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
@@ -20,19 +20,29 @@ def test_differing_thread_counts():
 
 def test_deadlock_names_every_warp():
 	body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
-	with pytest.raises(emulator.EmulatorError) as error:
+	with raises(emulator.EmulatorError, ["deadlock", "warp 1 at line", "named barrier 2: 32 of 64 threads"]):
 		run(body, block=64)
-	assert "deadlock" in str(error.value)
-	assert "warp 1 at line" in str(error.value)
-	assert "named barrier 2: 32 of 64 threads" in str(error.value)
 	run("setp.lt.u32 %q0, %t, 32; bar.sync 2, 64;", block=64)
 
 
-def test_deadlock_on_an_mbarrier():
-	body = INIT.format(count=2) + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0];" + wait("%r0")
-	with fails(r"waits for mbarrier at shared offset \d+"):
-		run(body)
-	run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r0]"
+
+
+@each("mode", ["eager", "chaos"])
+@each(
+	("faulty", "message"),
+	[
+		(INIT.format(count=2) + f"@%q0 {ARRIVE};", r"waits for mbarrier at shared offset \d+"),
+		(INIT.format(count=1) + f"@%q0 {ARRIVE}, 2;", "2 arrivals but only 1 were pending"),
+		(BARRIER + f"{ARRIVE};", "not initialised"),
+	],
+)
+def test_faulty_arrivals(faulty, message, mode):
+	with emulator.options(mode=mode):
+		run(INIT.format(count=32) + f"{ARRIVE};" + wait("%r0"))
+		run(INIT.format(count=2) + f"@%q0 {ARRIVE}, 2;" + wait("%r0"))
+		with fails(message):
+			run(faulty + wait("%r0"))
 
 
 @each(
@@ -47,23 +57,7 @@ def test_polling_for_nothing(limit, message):
 	with emulator.options(**limit):
 		with fails(message):
 			run(body)
-		run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
-
-
-def test_too_many_arrivals():
-	body = INIT.format(count="{}") + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0], 2;"
-	run(body.replace("{}", "2") + wait("%r0"))
-	with fails("2 arrivals but only 1 were pending"):
-		run(body.replace("{}", "1"))
-
-
-@each("mode", ["eager", "chaos"])
-def test_uninitialised_mbarrier(mode):
-	body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
-	with emulator.options(mode=mode):
-		run(body)
-		with fails("not initialised"):
-			run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
+		run(body.replace("SPIN:", f"@%q0 {ARRIVE}; SPIN:"))
 
 
 @each("mode", ["eager", "chaos"])

@@ -168,6 +168,7 @@ sys.modules["cute_kernels"] = package
 """
 _NUM_SMS = f"""{_STUB}
 import os, signal, threading
+from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from cute_kernels import emulator
 from cute_kernels.emulator import engine
@@ -196,9 +197,7 @@ def work(own):
                 wrong.append(own)
         if num_sms() != 4:
             wrong.append(4)
-threads = [threading.Thread(target=work, args=(own,)) for own in range(5, 11)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+list(ThreadPoolExecutor(6).map(work, range(5, 11)))
 print(wrong, emulator.stats()["ctas"])
 """)
 	assert printed.split() == ["[]", str(6 * 30 * 2 * 4)]

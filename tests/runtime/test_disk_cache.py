@@ -37,11 +37,10 @@ def stored(disk):
 
 @pytest.fixture
 def read_only_folder():
-	"""Of root, who may write everywhere, and who is nobody as long as it is there."""
 	folder = Path(tempfile.mkdtemp())
 	DiskCache(folder).store(KEY, FILES)
 	folder.chmod(0o555)
-	if os.geteuid() == 0:
+	if os.geteuid() == 0:  # who may write everywhere
 		os.seteuid(65534)
 	yield folder
 	os.seteuid(os.getuid())

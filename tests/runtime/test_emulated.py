@@ -109,7 +109,8 @@ def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
 
 
 THREADS = """
-import threading, torch
+import torch
+from concurrent.futures import ThreadPoolExecutor
 from cute_kernels.runtime import architecture, launcher
 from cute_kernels.runtime.backend import Backend
 from tests.runtime.toy_kernels import Scale
@@ -125,9 +126,7 @@ def work(number):
         launch.kernel(Scale(factor))(x, y.zero_())
         if not torch.equal(y, factor * x):
             wrong.append(number)
-threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-for thread in threads: thread.start()
-for thread in threads: thread.join()
+list(ThreadPoolExecutor(4).map(work, range(4)))
 print(wrong)
 """
 
