@@ -1,8 +1,15 @@
 """Inputs and comparisons that tests of several layers share."""
 
+import contextlib
+import copy
+import dataclasses
 import io
 import os
+import pickle
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +34,38 @@ def each(name, cases, ids=None):
 	if isinstance(cases, dict):
 		cases, ids = list(cases.values()), list(cases)
 	return pytest.mark.parametrize(name, cases, ids=ids)
+
+
+@contextlib.contextmanager
+def raises(error, words):
+	"""The message of the error has all of ``words``."""
+	with pytest.raises(error) as caught:
+		yield
+	assert not [word for word in words if word not in str(caught.value)], caught.value
+
+
+def assert_is_value(record):
+	again = dataclasses.replace(record)
+	assert again == record and again is not record and hash(again) == hash(record)
+	assert copy.deepcopy(record) == record and pickle.loads(pickle.dumps(record)) == record
+	with pytest.raises(dataclasses.FrozenInstanceError):
+		record.name = "other"
+
+
+def run_python(program, *arguments):
+	"""What a Python process in the root of the repository prints."""
+	command = [sys.executable, "-c", program, *arguments]
+	done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=200)
+	assert done.returncode == 0, done.stderr
+	return done.stdout
+
+
+#: What may happen to a file of a cache.
+DAMAGE = {
+	"missing": Path.unlink,
+	"truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+	"one bit": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+}
 
 
 def has_compiler():

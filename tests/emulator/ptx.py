@@ -24,29 +24,27 @@ def fails(match):
 	return pytest.raises(emulator.EmulatorError, match=match)
 
 
-def module(body, args, name, target):
+def module(body, args, name, header):
 	"""A kernel whose parameters arrive in %p0, %p1, ... (b64; b32 for ints) and tid.x in %t."""
 	params, loads = [], []
 	for i, arg in enumerate(args):
 		if isinstance(arg, bytes):
 			params.append(f".param .align 64 .b8 p{i}[{len(arg)}]")
 			loads.append(f".reg .b64 %p{i}; mov.b64 %p{i}, p{i}; cvta.param.u64 %p{i}, %p{i};")
-		elif isinstance(arg, int):
-			params.append(f".param .u32 p{i}")
-			loads.append(f".reg .b32 %p{i}; ld.param.u32 %p{i}, [p{i}];")
 		else:
-			params.append(f".param .u64 p{i}")
-			loads.append(f".reg .b64 %p{i}; ld.param.u64 %p{i}, [p{i}];")
+			bits = 32 if isinstance(arg, int) else 64
+			params.append(f".param .u{bits} p{i}")
+			loads.append(f".reg .b{bits} %p{i}; ld.param.u{bits} %p{i}, [p{i}];")
 	return (
-		f".version 8.8\n.target {target}\n.address_size 64\n"
+		f".version 8.8\n.target sm_100a\n.address_size 64\n{header}"
 		f".visible .entry {name}({', '.join(params)}) {{{_REGISTERS}"
 		+ "\n".join(loads)
 		+ f"\nmov.u32 %t, %tid.x;\n{body}\nret;\n}}\n"
 	)
 
 
-def run(body, *args, grid=1, block=32, cluster=None, dynamic_smem=0, name="kernel", target="sm_100a"):
-	emulator.load_ptx(module(body, args, name, target))
+def run(body, *args, grid=1, block=32, cluster=None, dynamic_smem=0, name="kernel", header=""):
+	emulator.load_ptx(module(body, args, name, header))
 	clusters = None if cluster is None else (cluster,)
 	emulator.launch(name, (grid,), (block,), args, cluster=clusters, dynamic_smem=dynamic_smem)
 
@@ -74,12 +72,20 @@ def elementwise(ptx, *inputs, out=np.uint32):
 	return result
 
 
-def store_words(base, words):
-	"""Store the words of thread t at base[t * len(words)...], base being a b64 register."""
-	lines = [f"mul.wide.u32 %d60, %t, {4 * len(words)}; add.u64 %d60, %d60, {base};"]
-	lines += [f"st.global.b32 [%d60+{4 * i}], {word};" for i, word in enumerate(words)]
-	return "\n".join(lines)
+def outcome(body, names, *args, grid=1, block=32, **launch):
+	"""What the 32-bit registers ``names`` of every thread hold after ``body``, thread by thread."""
+	names = names.split()
+	out = np.zeros((grid * block, len(names)), np.uint32)
+	stores = "".join(f"st.global.b32 [%d60+{4 * i}], {name};" for i, name in enumerate(names))
+	body += f"""mov.u32 %r298, %ctaid.x; mad.lo.u32 %r299, %r298, {block}, %t;
+mul.wide.u32 %d60, %r299, {4 * len(names)}; add.u64 %d60, %d60, %p{len(args)}; {stores}"""
+	run(body, *args, out, grid=grid, block=block, **launch)
+	return out
 
 
-def registers(prefix, count, first=0):
-	return "{" + ", ".join(f"%{prefix}{first + i}" for i in range(count)) + "}"
+def aligned(array, to=128):
+	raw = np.zeros(array.nbytes + to, np.uint8)
+	start = -raw.ctypes.data % to
+	view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+	view[:] = array
+	return view

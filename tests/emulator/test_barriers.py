@@ -1,13 +1,14 @@
 import numpy as np
-import pytest
 
 from cute_kernels import emulator
-from tests.helpers import each
+from tests.helpers import each, raises
 
-from .ptx import fails, run, store_words, wait
+from .ptx import fails, outcome, run, wait
 
-INIT = """.shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;
-@%q0 mbarrier.init.shared::cta.b64 [%r0], {count}; bar.sync 0;"""
+BARRIER = ".shared .align 8 .b64 bar; mov.u32 %r0, bar; setp.eq.u32 %q0, %t, 0;"
+INIT = f"""{BARRIER}
+@%q0 mbarrier.init.shared::cta.b64 [%r0], {{count}}; bar.sync 0;"""
+CLUSTER_WAIT = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 
 def test_differing_thread_counts():
@@ -19,19 +20,29 @@ def test_differing_thread_counts():
 
 def test_deadlock_names_every_warp():
 	body = "setp.lt.u32 %q0, %t, 32; @%q0 bra DONE; bar.sync 2, 64; DONE:"
-	with pytest.raises(emulator.EmulatorError) as error:
+	with raises(emulator.EmulatorError, ["deadlock", "warp 1 at line", "named barrier 2: 32 of 64 threads"]):
 		run(body, block=64)
-	assert "deadlock" in str(error.value)
-	assert "warp 1 at line" in str(error.value)
-	assert "named barrier 2: 32 of 64 threads" in str(error.value)
 	run("setp.lt.u32 %q0, %t, 32; bar.sync 2, 64;", block=64)
 
 
-def test_deadlock_on_an_mbarrier():
-	body = INIT.format(count=2) + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0];" + wait("%r0")
-	with fails(r"waits for mbarrier at shared offset \d+"):
-		run(body)
-	run(body.replace("@%q0 mbarrier.arrive", "mbarrier.arrive").replace("], 2", "], 32"))
+ARRIVE = "mbarrier.arrive.shared::cta.b64 _, [%r0]"
+
+
+@each("mode", ["eager", "chaos"])
+@each(
+	("faulty", "message"),
+	[
+		(INIT.format(count=2) + f"@%q0 {ARRIVE};", r"waits for mbarrier at shared offset \d+"),
+		(INIT.format(count=1) + f"@%q0 {ARRIVE}, 2;", "2 arrivals but only 1 were pending"),
+		(BARRIER + f"{ARRIVE};", "not initialised"),
+	],
+)
+def test_faulty_arrivals(faulty, message, mode):
+	with emulator.options(mode=mode):
+		run(INIT.format(count=32) + f"{ARRIVE};" + wait("%r0"))
+		run(INIT.format(count=2) + f"@%q0 {ARRIVE}, 2;" + wait("%r0"))
+		with fails(message):
+			run(faulty + wait("%r0"))
 
 
 @each(
@@ -46,40 +57,19 @@ def test_polling_for_nothing(limit, message):
 	with emulator.options(**limit):
 		with fails(message):
 			run(body)
-		run(body.replace("SPIN:", "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0]; SPIN:"))
-
-
-def test_too_many_arrivals():
-	body = INIT.format(count="{}") + "@%q0 mbarrier.arrive.shared::cta.b64 _, [%r0], 2;"
-	run(body.replace("{}", "2") + wait("%r0"))
-	with fails("2 arrivals but only 1 were pending"):
-		run(body.replace("{}", "1"))
-
-
-@each("mode", ["eager", "chaos"])
-def test_uninitialised_mbarrier(mode):
-	body = INIT.format(count=32) + "mbarrier.arrive.shared::cta.b64 %d0, [%r0];" + wait("%r0")
-	with emulator.options(mode=mode):
-		run(body)
-		with fails("not initialised"):
-			run(body.replace("@%q0 mbarrier.init.shared::cta.b64 [%r0], 32;", ""))
+		run(body.replace("SPIN:", f"@%q0 {ARRIVE}; SPIN:"))
 
 
 @each("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
-	out = np.zeros((4, 32, 1), np.uint32)
 	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
     add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
-    mapa.shared::cluster.u32 %r4, %r0, %r3;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6;
-    barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
-    ld.shared.b32 %r5, [%r0]; mov.u32 %r7, %ctaid.x; mul.wide.u32 %d0, %r7, 128;
-    add.u64 %d1, %p0, %d0;"""
+    mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
+    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait} ld.shared.b32 %r5, [%r0];"""
 	with emulator.options(mode=mode, races=True):
-		run(body + store_words("%d1", ["%r5"]), out, grid=4, cluster=4)
+		out = outcome(body.format(wait=CLUSTER_WAIT), "%r5", grid=4, cluster=4)
 	ranks = np.arange(4)
-	assert (out[:, :, 0] == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
+	assert (out.reshape(4, 32) == (ranks * 10 + (ranks - 1) % 4)[:, None]).all()
 
 
 def test_exited_cta_is_out_of_reach():
@@ -89,5 +79,4 @@ def test_exited_cta_is_out_of_reach():
     mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
 	with fails("CTA rank 1, which has exited"):
 		run(body.format(wait=""), grid=2, cluster=2)
-	stay = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-	run(body.format(wait=stay), grid=2, cluster=2)
+	run(body.format(wait=CLUSTER_WAIT), grid=2, cluster=2)

@@ -15,6 +15,8 @@ from cutlass.cute.runtime import from_dlpack  # noqa: E402
 from cute_kernels import emulator  # noqa: E402
 from cute_kernels.emulator import cutlass_hooks as hooks  # noqa: E402
 
+from .ptx import fails  # noqa: E402
+
 
 @pytest.fixture(autouse=True)
 def uninstalled():
@@ -40,25 +42,37 @@ class AddConstant:
 		x[thread] = x[thread] + cutlass.Float32(self.constant)
 
 
-def test_each_compiled_function_runs_its_own_kernel():
+def adder(view, constant=1.0, options=""):
+	return cute.compile(AddConstant(constant), view, options=options)
+
+
+@pytest.fixture
+def x():
+	return torch.zeros(32)
+
+
+@pytest.fixture
+def view(x):
+	"""Made where the emulator of Blackwell is installed."""
 	emulator.install("sm_100a")
-	x = torch.zeros(32)
-	view = from_dlpack(x)
-	one, two = (cute.compile(AddConstant(c), view) for c in (1.0, 2.0))
+	return from_dlpack(x)
+
+
+def test_each_compiled_function_runs_its_own_kernel(x, view):
+	one, two = adder(view, 1.0), adder(view, 2.0)
 	for function, want in ((one, 1), (two, 3), (one, 4)):
 		function(view)
 		assert (x == want).all()
 
 
-def test_architectures_side_by_side():
-	x = torch.zeros(32)
+def test_architectures_side_by_side(x):
 	emulator.install("sm_90a", num_sms=3)
 	assert emulator.installed() == "sm_90a"
 	view = from_dlpack(x)
-	hopper = cute.compile(AddConstant(1.0), view)
+	hopper = adder(view)
 	assert ".target sm_90a" in hopper.__ptx__
 	emulator.install("sm_100a", num_sms=5)
-	blackwell = cute.compile(AddConstant(10.0), view)
+	blackwell = adder(view, 10.0)
 	assert ".target sm_100a" in blackwell.__ptx__
 	assert cutlass.utils.HardwareInfo().get_max_active_clusters(2) == 2
 	assert cutlass.utils.HardwareInfo().get_device_multiprocessor_count() == 5
@@ -67,7 +81,7 @@ def test_architectures_side_by_side():
 	assert (x == 11).all()
 
 
-def test_uninstall_restores_the_dsl():
+def test_uninstall_restores_the_dsl(x):
 	from cutlass.base_dsl.dsl import DSLSingletonMeta
 
 	names = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_KEEP", "CUTE_DSL_DUMP_DIR")
@@ -79,9 +93,8 @@ def test_uninstall_restores_the_dsl():
 
 	before = state()
 	emulator.install("sm_90a")
-	x = torch.zeros(32)
 	view = from_dlpack(x)
-	compiled = cute.compile(AddConstant(1.0), view)
+	compiled = adder(view)
 	emulator.install("sm_100a")
 	assert state() != before
 	emulator.uninstall()
@@ -91,43 +104,37 @@ def test_uninstall_restores_the_dsl():
 	assert (x == 1).all()
 
 
-def test_host_tensors_stay_host_tensors_unless_installed():
-	emulator.install("sm_100a")
+def test_host_tensors_stay_host_tensors_unless_installed(x, view):
+	assert view.memspace == cute.AddressSpace.gmem
 	emulator.uninstall()
-	assert from_dlpack(torch.zeros(32)).memspace != cute.AddressSpace.gmem
+	assert from_dlpack(x).memspace != cute.AddressSpace.gmem
 
 
-def test_errors_reach_the_caller():
+def test_errors_reach_the_caller(x, view):
 	pytest.importorskip("tvm_ffi")
-	emulator.install("sm_100a")
-	x = torch.zeros(32)
-	view = from_dlpack(x)
-	plain = cute.compile(AddConstant(1.0), view)
-	ffi = cute.compile(AddConstant(1.0), view, options="--enable-tvm-ffi")
+	plain, ffi = adder(view), adder(view, options="--enable-tvm-ffi")
 	plain(view)
 	ffi(x)
 	assert (x == 2).all()
 	emulator.watch(torch.zeros(4))
-	for call in (lambda: plain(view), lambda: ffi(x)):
-		with pytest.raises(emulator.EmulatorError, match="global load out of bounds"):
-			call()
+	for call, given in ((plain, view), (ffi, x)):
+		with fails("global load out of bounds"):
+			call(given)
 	emulator.unwatch()
 	plain(view)
 	ffi(x)
 	assert (x == 4).all()
 
 
-def test_object_files(tmp_path):
+def test_object_files(tmp_path, x, view):
 	pytest.importorskip("tvm_ffi")
-	emulator.install("sm_100a")
-	x = torch.zeros(32)
-	compiled = cute.compile(AddConstant(1.0), from_dlpack(x), options="--enable-tvm-ffi")
+	compiled = adder(view, options="--enable-tvm-ffi")
 	compiled.export_to_c(str(tmp_path / "add.o"), function_name="add")
 	module = cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
 	emulator.call(module.add, x)
 	assert (x == 1).all()
 	emulator.watch(torch.zeros(4))
-	with pytest.raises(emulator.EmulatorError, match="global load out of bounds"):
+	with fails("global load out of bounds"):
 		emulator.call(module.add, x)
 
 
@@ -154,13 +161,13 @@ def test_any_size_and_the_environment_stream():
 		assert (x == 3).all()
 
 
-def test_real_functions_come_too_early(monkeypatch):
+def test_real_functions_come_too_early(monkeypatch, x):
 	"""The C library stands for the real CUDA runtime."""
 	monkeypatch.setattr(hooks, "_REAL_RUNTIME", "libc.so")
 	monkeypatch.setattr(hooks._State, "is_first_runtime", False)
 	emulator.install("sm_100a")
-	with pytest.raises(emulator.EmulatorError, match="Use another process"):
-		cute.compile(AddConstant(1.0), from_dlpack(torch.zeros(32)))
+	with fails("Use another process"):
+		adder(from_dlpack(x))
 
 
 def test_invalid_architecture():

@@ -1,3 +1,5 @@
+import operator
+
 import numpy as np
 
 from tests.helpers import each
@@ -61,27 +63,20 @@ def test_arithmetic(op, kind, bits):
 @each("op", ["and", "or", "xor"])
 def test_logic_with_a_negative_literal_fits_its_register(op):
 	"""The upper half of the 64-bit result shows whether a 32-bit register holds more."""
-	reference = {
-		"and": lambda a: a & (1 << 32) - 8,
-		"or": lambda a: a | (1 << 32) - 8,
-		"xor": lambda a: a ^ (1 << 32) - 8,
-	}[op]
+	reference = getattr(operator, f"__{op}__")
 	ptx = f".reg .b32 %v; {op}.b32 %v, %a0, -8; cvt.u64.u32 %out, %v; add.u64 %out, %out, 0;"
-	_check(ptx, 32, reference, 1, 64)
+	_check(ptx, 32, lambda a: reference(a, (1 << 32) - 8), 1, 64)
 
 
 @each("bits", [16, 32, 64])
 def test_shifts_clamp(bits):
-	def amount(b):
-		return min(b & 0xFFFFFFFF, bits)
-
-	shift = ".reg .b32 %n; cvt.u32.u64 %n, %w;" if bits == 64 else ".reg .b32 %n; mov.b32 %n, %w;"
-	if bits == 16:
-		shift = ".reg .b32 %n; cvt.u32.u16 %n, %w;"
-	shift = shift.replace("%w", "%a1")
-	_check(f"{shift} shl.b{bits} %out, %a0, %n;", bits, lambda a, b: a << amount(b))
-	_check(f"{shift} shr.u{bits} %out, %a0, %n;", bits, lambda a, b: a >> amount(b))
-	_check(f"{shift} shr.s{bits} %out, %a0, %n;", bits, lambda a, b: _signed(a, bits) >> amount(b))
+	for op, reference in {
+		"shl.b": lambda a, n: a << n,
+		"shr.u": lambda a, n: a >> n,
+		"shr.s": lambda a, n: _signed(a, bits) >> n,
+	}.items():
+		ptx = f".reg .b32 %n; cvt.u32.u{bits} %n, %a1; {op}{bits} %out, %a0, %n;"
+		_check(ptx, bits, lambda a, b, shift=reference: shift(a, min(b & 0xFFFFFFFF, bits)))
 
 
 def test_integer_conversions():

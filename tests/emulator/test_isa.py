@@ -47,13 +47,9 @@ def test_layouts():
 
 
 def test_literals():
-	assert literal("0f3F800000") == 0x3F800000
-	assert literal("0dBFF0000000000000") == 0xBFF0000000000000
-	assert literal("-0x10") == -16
-	assert literal("017") == 15
-	assert literal("12U") == 12
-	assert literal("1.5") == 0x3FC00000
-	assert literal("%r1") is None
+	wanted = {"0f3F800000": 0x3F800000, "0dBFF0000000000000": 0xBFF0000000000000}
+	wanted |= {"-0x10": -16, "017": 15, "12U": 12, "1.5": 0x3FC00000, "%r1": None}
+	assert {text: literal(text) for text in wanted} == wanted
 
 
 def test_operands_and_statements():

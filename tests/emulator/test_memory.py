@@ -1,20 +1,19 @@
 import numpy as np
-import pytest
 
 from cute_kernels import emulator
 from tests.helpers import each
 
-from .ptx import run, store_words
+from .ptx import aligned, fails, outcome, run, wait
 
 RNG = np.random.default_rng(0)
+LANES = np.arange(32, dtype=np.uint32)
 
 
 def test_narrow_loads_extend():
 	source = np.arange(256, dtype=np.uint8)[::-8].copy()
-	out = np.zeros((32, 2), np.uint32)
 	body = """cvt.u64.u32 %d0, %t; add.u64 %d0, %p0, %d0;
     ld.global.s8 %r0, [%d0]; ld.global.u8 %r1, [%d0];"""
-	run(body + store_words("%p1", ["%r0", "%r1"]), source, out)
+	out = outcome(body, "%r0 %r1", source)
 	assert (out[:, 0].view(np.int32) == source.view(np.int8)).all()
 	assert (out[:, 1] == source).all()
 
@@ -29,25 +28,14 @@ def test_loads_extend_to_64_bits():
 
 
 def test_shared_static_and_dynamic_do_not_overlap():
-	out = np.zeros((32, 2), np.uint32)
-	text = f"""
-    .version 8.8
-    .target sm_100a
-    .address_size 64
-    .extern .shared .align 16 .b8 dynamic[];
-    .visible .entry k(.param .u64 p0) {{
-    .reg .b32 %t, %r<8>; .reg .b64 %p0, %d<64>;
-    .shared .align 4 .b8 fixed[128];
-    ld.param.u64 %p0, [p0]; mov.u32 %t, %tid.x; shl.b32 %r0, %t, 2;
+	body = """.shared .align 4 .b8 fixed[128]; shl.b32 %r0, %t, 2;
     mov.u32 %r1, dynamic; add.u32 %r1, %r1, %r0; mov.u32 %r2, fixed; add.u32 %r2, %r2, %r0;
     st.shared.b32 [%r1], %t; not.b32 %r3, %t; st.shared.b32 [%r2], %r3;
-    ld.shared.b32 %r4, [%r1]; ld.shared.b32 %r5, [%r2];
-    {store_words("%p0", ["%r4", "%r5"])} ret; }}"""
-	emulator.load_ptx(text)
-	emulator.launch("k", (1,), (32,), (out,), dynamic_smem=128)
-	lanes = np.arange(32, dtype=np.uint32)
-	assert (out[:, 0] == lanes).all()
-	assert (out[:, 1] == ~lanes).all()
+    ld.shared.b32 %r4, [%r1]; ld.shared.b32 %r5, [%r2];"""
+	dynamic = ".extern .shared .align 16 .b8 dynamic[];"
+	out = outcome(body, "%r4 %r5", header=dynamic, dynamic_smem=128)
+	assert (out[:, 0] == LANES).all()
+	assert (out[:, 1] == ~LANES).all()
 
 
 def test_bank_conflicts_are_counted():
@@ -61,26 +49,16 @@ def test_bank_conflicts_are_counted():
 
 
 def test_constants_and_local_memory():
-	out = np.zeros((32, 2), np.uint32)
-	text = f"""
-    .version 8.8
-    .target sm_100a
-    .address_size 64
-    .const .align 4 .b32 table[4] = {{3, 5, 0x10, 7}};
-    .visible .entry k(.param .u64 p0) {{
-    .reg .b32 %t, %r<8>; .reg .b64 %p0, %d<64>; .local .align 4 .b8 frame[16];
-    ld.param.u64 %p0, [p0]; mov.u32 %t, %tid.x; and.b32 %r0, %t, 3;
-    mov.u64 %d0, table; mul.wide.u32 %d1, %r0, 4; add.u64 %d0, %d0, %d1;
-    ld.const.b32 %r1, [%d0];
-    mov.u64 %d2, frame; cvta.local.u64 %d2, %d2; add.u64 %d2, %d2, %d1;
-    st.b32 [%d2], %t; ld.b32 %r2, [%d2];
-    {store_words("%p0", ["%r1", "%r2"])} ret; }}"""
-	emulator.load_ptx(text)
-	emulator.watch(out)  # constants belong to the module and need no watch
-	emulator.launch("k", (1,), (32,), (out,))
-	lanes = np.arange(32)
-	assert (out[:, 0] == np.array([3, 5, 16, 7])[lanes % 4]).all()
-	assert (out[:, 1] == lanes).all()
+	body = """.local .align 4 .b8 frame[16]; and.b32 %r0, %t, 3; mul.wide.u32 %d1, %r0, 4;
+    mov.u64 %d0, table; add.u64 %d0, %d0, %d1; ld.const.b32 %r1, [%d0];
+    mov.u64 %d2, frame; cvta.local.u64 %d2, %d2; add.u64 %d2, %d2, %d1; st.b32 [%d2], %t; ld.b32 %r2, [%d2];"""
+	table = ".const .align 4 .b32 table[4] = {3, 5, 0x10, 7};"
+	out = outcome(body, "%r1 %r2", header=table)
+	assert (out[:, 0] == np.array([3, 5, 16, 7])[LANES % 4]).all()
+	assert (out[:, 1] == LANES).all()
+	emulator.watch(LANES)
+	with fails("global store out of bounds"):  # Constants belong to the module and need no watch.
+		outcome(body, "%r1 %r2", header=table)
 
 
 @each(
@@ -100,14 +78,13 @@ def test_atomics(op, type_name, dtype, reference, space):
 	size = np.dtype(dtype).itemsize
 	values = RNG.integers(-1000, 1000, 33).astype(dtype)
 	result = values[32:].copy()
-	value = "%r0" if size == 4 else "%d2"
+	value, copy = ("%r0", "%r3") if size == 4 else ("%d2", "%d5")
 	bits = size * 8
 	body = f"""mul.wide.u32 %d0, %t, {size}; add.u64 %d1, %p0, %d0;
     ld.global.b{bits} {value}, [%d1];"""
 	if space == "global":
 		body += f"red.global.{op}.{type_name} [%p1], {value};"
 	else:
-		copy = "%r3" if size == 4 else "%d5"
 		body += f"""
         .shared .align 8 .b8 s[8]; mov.u32 %r1, s; setp.eq.u32 %q0, %t, 0;
         ld.global.b{bits} {copy}, [%p1]; @%q0 st.shared.b{bits} [%r1], {copy}; bar.sync 0;
@@ -119,96 +96,70 @@ def test_atomics(op, type_name, dtype, reference, space):
 
 def test_compare_and_swap():
 	words = np.array([5], np.uint32)
-	old = np.zeros((32, 1), np.uint32)
-	run("atom.global.cas.b32 %r0, [%p0], 5, 9;" + store_words("%p1", ["%r0"]), words, old)
+	old = outcome("atom.global.cas.b32 %r0, [%p0], 5, 9;", "%r0", words)
 	assert words[0] == 9
-	assert (old[1:, 0] == 9).all()
+	assert (old[1:] == 9).all()
 
 
-def _words():
-	return np.arange(128, dtype=np.uint32).reshape(32, 4), np.zeros((32, 4), np.uint32)
+WORDS = aligned(np.arange(1, 129, dtype=np.uint32).reshape(32, 4))
 
 
-def _cp_async(tail, sizes="16", setup=""):
-	return f"""
-    .shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
-    shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1; cvt.u64.u32 %d0, %r1; add.u64 %d1, %p0, %d0;
-    {setup}
-    cp.async.ca.shared.global [%r2], [%d1], {sizes}; {tail}
-    ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r2];
-    """ + store_words("%p1", ["%r4", "%r5", "%r6", "%r7"])
+def _cp_async(tail, sizes="16", setup="", hint=""):
+	body = f""".shared .align 128 .b8 s[512]; .shared .align 8 .b64 bar; mov.u32 %r0, s;
+    shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1; cvt.u64.u32 %d0, %r1; add.u64 %d1, %p0, %d0; {setup}
+    cp.async.ca.shared.global{hint} [%r2], [%d1], {sizes}; {tail}
+    ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r2];"""
+	return outcome(body, "%r4 %r5 %r6 %r7", WORDS)
 
 
 @each("mode", ["eager", "chaos"])
 @each("tail", ["cp.async.commit_group; cp.async.wait_group 0;", "cp.async.wait_all;"])
 def test_cp_async(mode, tail):
-	source, out = _words()
 	with emulator.options(mode=mode, seed=1):
-		run(_cp_async(tail), _aligned(source), out)
-	assert (out == source).all()
+		assert (_cp_async(tail) == WORDS).all()
 
 
-def _aligned(array, to=128):
-	raw = np.zeros(array.nbytes + to, np.uint8)
-	start = -raw.ctypes.data % to
-	view = raw[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-	view[:] = array
-	return view
+def test_cp_async_needs_a_wait():
+	with fails("operations are in flight"):
+		_cp_async("cp.async.commit_group;")
 
 
-def test_cp_async_without_a_wait_reads_too_early():
-	source, out = _words()
-	with pytest.raises(emulator.EmulatorError, match="operations are in flight"):
-		run(_cp_async("cp.async.commit_group;"), _aligned(source), out)
-	assert not (out == source).all()
-
-
-def test_cp_async_fills_with_zeros():
-	source, out = _words()
-	source += 1
-	wait = "cp.async.wait_all;"
-	run(_cp_async(wait, "16, 8"), _aligned(source), out)
-	assert (out[:, :2] == source[:, :2]).all()
-	assert (out[:, 2:] == 0).all()
-	# With a cache policy the size of the source comes before it.
-	policy = "createpolicy.fractional.L2::evict_first.b64 %d9;"
-	hinted = _cp_async(wait, "16, 4, %d9", policy).replace(
-		"cp.async.ca.shared.global [", "cp.async.ca.shared.global.L2::cache_hint ["
-	)
-	run(hinted, _aligned(source), out)
-	assert (out[:, 0] == source[:, 0]).all()
-	assert (out[:, 1:] == 0).all()
-	# ignore-src is a predicate.
-	run(_cp_async(wait, "16, %q1", "setp.lt.u32 %q1, %t, 4;"), _aligned(source), out)
-	assert (out[:4] == 0).all()
-	assert (out[4:] == source[4:]).all()
+@each(
+	("sizes", "setup", "hint", "is_copied"),
+	[
+		("16, 8", "", "", lambda t, i: i < 2),
+		# With a cache policy the size of the source comes before it.
+		("16, 4, %d9", "createpolicy.fractional.L2::evict_first.b64 %d9;", ".L2::cache_hint", lambda t, i: i < 1),
+		# ignore-src is a predicate.
+		("16, %q1", "setp.lt.u32 %q1, %t, 4;", "", lambda t, i: t >= 4),
+	],
+)
+def test_cp_async_fills_with_zeros(sizes, setup, hint, is_copied):
+	out = _cp_async("cp.async.wait_all;", sizes, setup, hint)
+	assert (out == WORDS * is_copied(*np.ogrid[:32, :4])).all()
 
 
 def test_cp_async_arrives_on_an_mbarrier():
-	source, out = _words()
 	setup = """mov.u32 %r8, bar; setp.eq.u32 %q0, %t, 0;
     @%q0 mbarrier.init.shared::cta.b64 [%r8], 32; bar.sync 0;"""
-	tail = """cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];
-    W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r8], 0; @!%q2 bra W;"""
+	tail = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r8];" + wait("%r8")
 	for seed in range(3):
 		with emulator.options(mode="chaos", seed=seed):
-			run(_cp_async(tail, setup=setup), _aligned(source), out)
-		assert (out == source).all()
+			assert (_cp_async(tail, setup=setup) == WORDS).all()
 
 
 @each("transposed", [False, True])
 def test_matrices(transposed):
-	out = np.zeros((32, 4), np.uint32)
 	trans = ".trans" if transposed else ""
 	body = f"""
     .shared .align 128 .b8 s[512]; mov.u32 %r0, s; shl.b32 %r1, %t, 4; add.u32 %r2, %r0, %r1;
-    shl.b32 %r3, %t, 1; add.u32 %r4, %r3, 1; shl.b32 %r4, %r4, 16; or.b32 %r5, %r3, %r4;
-    add.u32 %r6, %r5, 0x00400040; add.u32 %r7, %r6, 0x00400040; add.u32 %r8, %r7, 0x00400040;
+    mad.lo.u32 %r5, %t, 0x00020002, 0x00010000; add.u32 %r6, %r5, 0x00400040;
+    add.u32 %r7, %r6, 0x00400040; add.u32 %r8, %r7, 0x00400040;
     stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r2], {{%r5, %r6, %r7, %r8}};
     bar.sync 0;
     ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r10, %r11, %r12, %r13}}, [%r2];
     """
-	run(body + store_words("%p0", ["%r10", "%r11", "%r12", "%r13"]), out)
+	out = outcome(body, "%r10 %r11 %r12 %r13")
 	# Lane l of tile i holds elements 2 l and 2 l + 1 of the row-major 8x8 tile.
 	tiles = np.arange(256, dtype=np.uint16).reshape(4, 8, 8)
 	got = out.view(np.uint16).reshape(32, 4, 2).transpose(1, 0, 2).reshape(4, 8, 8)
@@ -216,14 +167,11 @@ def test_matrices(transposed):
 
 
 def test_generic_addresses():
-	out = np.zeros((32, 1), np.uint32)
 	body = """.shared .align 4 .b8 s[128]; mov.u64 %d0, s; cvta.shared.u64 %d1, %d0;
     mul.wide.u32 %d2, %t, 4; add.u64 %d1, %d1, %d2; st.b32 [%d1], %t; ld.b32 %r0, [%d1];"""
-	run(body + store_words("%p0", ["%r0"]), out)
-	assert (out[:, 0] == np.arange(32)).all()
+	assert (outcome(body, "%r0")[:, 0] == LANES).all()
 
 
 def test_line_information_is_no_statement():
-	out = np.zeros((32, 1), np.uint32)
-	run("mov.b32 %r0, 3;\n.loc 1 20 3\nadd.u32 %r0, %r0, %t;\n" + store_words("%p0", ["%r0"]), out)
-	assert (out[:, 0] == 3 + np.arange(32)).all()
+	out = outcome("mov.b32 %r0, 3;\n.loc 1 20 3\nadd.u32 %r0, %r0, %t;\n", "%r0")
+	assert (out[:, 0] == 3 + LANES).all()

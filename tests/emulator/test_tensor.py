@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.helpers import each
+from tests.helpers import F16, F32, each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
-from .ptx import fails, run, store_words, wait
-from .test_memory import _aligned
+from .ptx import aligned, fails, outcome, run, wait
 
 RNG = np.random.default_rng(0)
 
@@ -73,30 +72,24 @@ def test_missing_wait_for_the_tensor_core():
 	],
 )
 def test_tensor_memory_shapes(shape, count, place):
-	out = np.zeros((128, 8), np.uint32)
 	values = [f"%r{40 + i}" for i in range(count)]
 	fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
-	clear = ", ".join(["%r60"] * 8)
+	clear, got = ", ".join(["%r60"] * 8), " ".join(f"%r{70 + i}" for i in range(8))
 	body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
     tcgen05.st.sync.aligned.32x32b.x8.b32 [%r114], {{{clear}}};
     tcgen05.wait::st.sync.aligned;
     tcgen05.st.sync.aligned.{shape}.b32 [%r114], {{{", ".join(values)}}};
     tcgen05.wait::st.sync.aligned;
-    tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{", ".join(f"%r{70 + i}" for i in range(8))}}}, [%r114];
+    tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{got.replace(" ", ", ")}}}, [%r114];
     tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-	run(body + store_words("%p0", [f"%r{70 + i}" for i in range(8)]), out, block=128)
-	want = np.zeros((128, 8), np.uint32)
-	for warp in range(4):
-		for t in range(32):
-			for i in range(count):
-				lane, column = place(t, i)
-				want[warp * 32 + lane, column] = (warp * 32 + t) * count + i
-	assert (out == want).all()
+	want = np.zeros((4, 32, 8), np.uint32)
+	for warp, t, i in np.ndindex(4, 32, count):
+		want[(warp, *place(t, i))] = (warp * 32 + t) * count + i
+	assert (outcome(body, got, block=128) == want.reshape(128, 8)).all()
 
 
 def test_copy_to_tensor_memory():
 	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
-	out = np.zeros((128, 4), np.uint32)
 	body = f"""
     .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
     add.u32 %r203, %r100, %r202;
@@ -109,8 +102,7 @@ def test_copy_to_tensor_memory():
     tcgen05.fence::after_thread_sync;
     tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
     tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-	body += store_words("%p1", [f"%r{40 + i}" for i in range(4)])
-	run(body, _aligned(source), out, block=128)
+	out = outcome(body, "%r40 %r41 %r42 %r43", aligned(source), block=128)
 	assert (out == np.tile(source, (4, 1))).all()
 
 
@@ -138,11 +130,11 @@ def test_tensor_memory_faults(ptx, message):
 @each(
 	("dtype", "acc", "flags", "message"),
 	[
-		(torch.float16, torch.float32, 1 << 2, "sparse"),
-		(torch.float16, torch.float32, 1 << 13, "negated"),
-		(torch.float16, torch.float32, 3 << 7, "operand format 3"),
-		(torch.float8_e4m3fn, torch.float32, 5 << 7, "unpacked 4- and 6-bit"),
-		(torch.float16, torch.float16, 2 << 4, "integer accumulators"),
+		(F16, F32, 1 << 2, "sparse"),
+		(F16, F32, 1 << 13, "negated"),
+		(F16, F32, 3 << 7, "operand format 3"),
+		(torch.float8_e4m3fn, F32, 5 << 7, "unpacked 4- and 6-bit"),
+		(F16, F16, 2 << 4, "integer accumulators"),
 	],
 )
 def test_mma_faults(dtype, acc, flags, message):

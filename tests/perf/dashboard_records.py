@@ -1,5 +1,5 @@
-import dataclasses
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -28,20 +28,20 @@ def _made():
 			product = Record("gemm", case, contender, "time", first, "us", "gpu", fmt, **_GPU)
 			work = {"bytes": 500_000 + tokens, "flops": 2 * 4 * tokens * 512 * 256}
 			ceilings = {"copy": 4.0, "bfloat16": 700.0}
-			product = dataclasses.replace(product, ceilings=ceilings, **work)
+			product = replace(product, ceilings=ceilings, **work)
 			now = first * (1 + tokens / 8)
 			for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
 				more = {"value": value, "spread": value / 100, "commit": commit, "time": time}
-				yield dataclasses.replace(product, **more)
+				yield replace(product, **more)
 	case = {"op": "quantize", "rows": 256, "cols": 512, "groups": 2, "directions": "row"}
 	run = {"commit": NEW[0], "time": NEW[1]}
 	quantize = Record("quantize", case, "ours", "time", 5.0, "us", "gpu", "nvfp4", bytes=3e6, **run)
-	yield dataclasses.replace(quantize, spread=0.5, ceilings={"copy": 4.0}, **_GPU)
-	yield dataclasses.replace(quantize, kind="cpu", machine="A machine", value=9000.0)
+	yield replace(quantize, spread=0.5, ceilings={"copy": 4.0}, **_GPU)
+	yield replace(quantize, kind="cpu", machine="A machine", value=9000.0)
 	for arch, factor in (("sm_90a", 1), ("sm_100a", 2)):
 		for what, count in COUNTS.items():
 			counts = {"suite": "counts", "kind": "emulator", "gpu": f"{arch}, 8 SMs", "unit": "1"}
-			yield dataclasses.replace(quantize, what=what, value=count * factor, **counts)
+			yield replace(quantize, what=what, value=count * factor, **counts)
 
 
 RECORDS = list(_made())

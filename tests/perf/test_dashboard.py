@@ -1,9 +1,9 @@
 import base64
-import dataclasses
 import gzip
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -63,10 +63,7 @@ def test_history_says_what_compare_says():
 
 def test_runs_of_one_commit_are_one_step():
 	runs = [(100, "a" * 12), (102, "a" * 7), (101, "b" * 12 + "-dirty"), (120, "")]
-	made = [
-		dataclasses.replace(RECORDS[0], value=value, spread=0.0, commit=commit, time=str(i))
-		for i, (value, commit) in enumerate(runs)
-	]
+	made = [replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i)) for i, (v, c) in enumerate(runs)]
 	commits = commits_of(made)
 	assert list(commits.items()) == [("aaaaaaa", "0"), ("bbbbbbb-dirty", "2"), ("unknown", "3")]
 	steps = history_of(made, list(commits))
@@ -105,7 +102,7 @@ def test_the_badge_compares_what_was_measured_on_one_commit():
 	torch = [r for r in RECORDS if r.contender == "torch"]
 	assert speedups([*ours, *(r for r in torch if r.commit == OLD[0])])[1] == [4.0] * 3
 	for commit in ("ccccccc", ""):
-		assert speedups([*ours, *(dataclasses.replace(r, commit=commit) for r in torch)])[1] == []
+		assert speedups([*ours, *(replace(r, commit=commit) for r in torch)])[1] == []
 
 
 def test_publish(tmp_path, capsys):

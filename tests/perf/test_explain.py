@@ -1,7 +1,7 @@
-import dataclasses
 import math
 import re
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_published_times_on_a_b200(records, fitted):
 def test_times_follow_the_formula(fitted):
 	names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
 	values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
-	found = dataclasses.replace(fitted, values=values, spread=0.0)
+	found = replace(fitted, values=values, spread=0.0)
 	memory, core = 300.0, 400.0
 	kernel = Kernel(*("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"), waves=10)
 	total, by = found.time(kernel, H200)
@@ -76,12 +76,12 @@ def test_times_follow_the_formula(fitted):
 	bounds = {
 		"power": kernel,
 		# Half of what is multiplied is padding.
-		"tensor core": dataclasses.replace(kernel, useful=kernel.useful / 4),
-		"memory": dataclasses.replace(kernel, bytes=kernel.bytes * 2),
+		"tensor core": replace(kernel, useful=kernel.useful / 4),
+		"memory": replace(kernel, bytes=kernel.bytes * 2),
 		"launch": Kernel("", "product", 1.0),
 	}
 	assert [bound(k) for k in bounds.values()] == list(bounds)
-	decoded = dataclasses.replace(kernel, instructions=1e11, decode="decode x")
+	decoded = replace(kernel, instructions=1e11, decode="decode x")
 	assert bound(decoded) == "issue rate"
 	# What no record knows has a range.
 	low, high = found.range(decoded, H200)

@@ -1,4 +1,4 @@
-import dataclasses
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +9,7 @@ from perf.tables import Cell, Column, Row, Table
 from .test_records import BASE
 
 _RUN = {"commit": "cd73e60abcdef", "protocol": "sustained", "value": 141.4, "spread": 3.0}
-RECORD = dataclasses.replace(BASE, case={"rows": 32, "routing": "balanced"}, **_RUN)
+RECORD = replace(BASE, case={"rows": 32, "routing": "balanced"}, **_RUN)
 TABLE = Table(
 	"t",
 	("tokens",),
@@ -24,7 +24,7 @@ TABLE = Table(
 
 
 def changed(**fields):
-	return dataclasses.replace(RECORD, **fields)
+	return replace(RECORD, **fields)
 
 
 def test_the_readme_is_up_to_date():
@@ -68,7 +68,7 @@ def test_the_newest_record_counts_and_other_runs_are_marked():
 
 
 def test_kinds_never_mix():
-	any_kind = dataclasses.replace(TABLE, where={"suite": "gemm"})
+	any_kind = replace(TABLE, where={"suite": "gemm"})
 	with pytest.raises(ValueError, match="mixes cpu and gpu"):
 		readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
 	with pytest.raises(ValueError, match="no record"):

@@ -1,12 +1,8 @@
-import copy
-import dataclasses
-import pickle
-
 import pytest
 
 import grouped
 from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
-from tests.helpers import each
+from tests.helpers import assert_is_value, each, raises
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
@@ -14,24 +10,16 @@ GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 @each("name", ACTIVATIONS)
 def test_records_are_values(name):
 	act = Activation(name)
-	assert act == Activation(name) and hash(act) == hash(Activation(name))
-	assert copy.deepcopy(act) == act and pickle.loads(pickle.dumps(act)) == act
+	assert_is_value(act)
 	assert act.text == name and parse_activation(name) == act
 	assert act.is_gated == is_gated(act.text) == (name in GATED)
 	assert act.width(64) == (32 if act.is_gated else 64)
 	assert act.is_clamped == (name == "clamped_swiglu")
-	with pytest.raises(dataclasses.FrozenInstanceError):
-		act.name = "other"
 
 
 def test_gated_ones_have_the_curve_of_one_without_a_gate():
-	for gated, plain in {
-		"geglu": "gelu",
-		"swiglu": "silu",
-		"reglu": "relu",
-		"qgeglu": "qgelu",
-		"sreglu": "srelu",
-	}.items():
+	pairs = {"geglu": "gelu", "swiglu": "silu", "reglu": "relu", "qgeglu": "qgelu", "sreglu": "srelu"}
+	for gated, plain in pairs.items():
 		assert Activation(gated).curve == Activation(plain).curve == plain
 
 
@@ -75,10 +63,8 @@ def test_defaults_of_the_clamped_one():
 	],
 )
 def test_texts_of_nothing(text, words):
-	with pytest.raises(ValueError, match="activation") as caught:
+	with raises(ValueError, ["activation", *words]):
 		parse_activation(text)
-	for word in words:
-		assert word in str(caught.value)
 
 
 @each(

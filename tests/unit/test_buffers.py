@@ -26,6 +26,7 @@ def test_a_shared_level_is_there_once():
 
 
 SHAPES = [(5, 48), (0, 32), (130, 16), (1, 160)]
+_CODES, _CODES_T = [5 * 48, 0, 130 * 16, 160], [48 * 128, 0, 16 * 256, 160 * 128]
 #: format -> entries of each member's part of each buffer, worked out by hand for SHAPES: rows of
 #: codes are padded to 16 bytes, and columnwise rows to whole tiles of 128.
 PARTS = {
@@ -38,22 +39,18 @@ PARTS = {
 		"amax_t": [1, 1, 1, 1],
 	},
 	"mxfp8": {
-		"codes": [5 * 48, 0, 130 * 16, 160],
+		"codes": _CODES,
 		"scales": [512, 0, 2 * 512, 2 * 512],
 		"codes_t": [128 * 48, 0, 256 * 16, 128 * 160],
 		"scales_t": [512, 0, 2 * 512, 2 * 512],
 	},
 	"fp8_block": {
-		"codes": [5 * 48, 0, 130 * 16, 160],
+		"codes": _CODES,
 		"scales": [128, 0, 256, 2 * 128],
-		"codes_t": [48 * 128, 0, 16 * 256, 160 * 128],
+		"codes_t": _CODES_T,
 		"scales_t": [48, 0, 2 * 16, 160],
 	},
-	"fp8": {
-		"codes": [5 * 48, 0, 130 * 16, 160],
-		**dict.fromkeys(("scale_inv", "scale", "amax"), [1, 1, 1, 1]),
-		"codes_t": [48 * 128, 0, 16 * 256, 160 * 128],
-	},
+	"fp8": {"codes": _CODES, **dict.fromkeys(("scale_inv", "scale", "amax"), [1] * 4), "codes_t": _CODES_T},
 }
 
 

@@ -1,10 +1,8 @@
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.helpers import each, needs_compiler
+from tests.helpers import each, needs_compiler, run_python
 
 ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
@@ -150,8 +148,7 @@ x = torch.ones(4, 32, dtype=torch.bfloat16)
 q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
 assert q.dequantize().equal(x) and not any(map(sys.modules.get, fresh))
 """
-	done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-	assert done.returncode == 0, done.stderr
+	run_python(code)
 
 
 @needs_compiler
@@ -169,4 +166,4 @@ x = numpy.zeros(1, numpy.uint32)
 cute_kernels.emulator.launch("k", (1,), (1,), (x,))
 assert x[0] == 7 and cute_kernels.emulator.installed() is None
 """
-	subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+	run_python(code)
