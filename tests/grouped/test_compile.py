@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +7,17 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, sample
+from tests.helpers import (
+	BF16,
+	F32,
+	Graphs,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	needs_compiler,
+	sample,
+)
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
 
@@ -44,20 +56,23 @@ def mlp(recipe, **options):
 
 MODULES = {"linear": linear, "mlp": mlp}
 #: All recipes, and both forms of the parameters; an MLP is two linear layers.
-TRAINED = ALL_RECIPES | {"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True)}
+TRAINED = ALL_RECIPES | {
+	"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True),
+	"delayed": recipes.FP8Delayed(history_length=4),
+}
 CASES = [("mlp", name, True) for name in TRAINED] + [("mlp", "row-scaled", False)]
-CASES += [("linear", "nvfp4", True), ("linear", "bf16", False)]
+CASES += [("linear", "nvfp4", True), ("linear", "bf16", False), ("linear", "delayed", False)]
 
 
 @each(("kind", "name", "single"), CASES)
 def test_training_with_changing_token_counts(kind, name, single):
 	module = MODULES[kind](TRAINED[name], single_parameter=single)
-	function, frames = compiled(module)
+	twin, (function, frames) = copy.deepcopy(module), compiled(module)
 	with torch._dynamo.config.patch(error_on_recompile=True):
 		for tokens in TOKENS:
 			x, offs = sample(tokens, K), boundaries(tokens)
-			got = step(function, module, x, offs)
-			assert_all_same(got, step(module, module, x, offs))
+			assert_all_same(step(function, module, x, offs), step(twin, twin, x, offs))
+			assert_same_buffers(module.state_dict(), twin.state_dict())
 	assert len(frames) == 1
 
 
