@@ -38,6 +38,11 @@ def files_of(folder):
 	return {name: t for path in sorted(folder.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
+def write(tensors, folder):
+	folder.mkdir(exist_ok=True)
+	save_file(tensors, folder / "model.safetensors")
+
+
 def same_files(a, b):
 	first, second = files_of(a), files_of(b)
 	return first.keys() == second.keys() and all(torch.equal(raw(t), raw(second[n])) for n, t in first.items())
@@ -95,12 +100,11 @@ def test_files_decode_to_what_the_module_holds(layout, tmp_path):
 
 def test_other_names_and_scales_of_activations(tmp_path):
 	checkpoint.save(moe(), tmp_path, "modelopt", rename={"^experts": "block_sparse_moe.experts"})
-	path = tmp_path / "model.safetensors"
-	tensors = load_file(path)
+	tensors = files_of(tmp_path)
 	to = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 	tensors = {n.replace(p, to[p]) if (p := n.split(".")[-2]) in to else n: t for n, t in tensors.items()}
 	scale = "block_sparse_moe.experts.0.w1.input_scale"
-	save_file({**tensors, scale: torch.tensor(0.5)}, path)
+	write({**tensors, scale: torch.tensor(0.5)}, tmp_path)
 	model = moe(seed=1)
 	report = checkpoint.load(model, tmp_path, rename={"^experts": "block_sparse_moe.experts"})
 	assert report.input_scales == {scale: torch.tensor(0.5)} and not report.unexpected
@@ -120,8 +124,7 @@ def test_gate_and_up_of_different_second_levels_are_reconciled(tmp_path):
 	up = model.experts.gate_up.weight[1:2, INNER:].detach()
 	alone = quantized(up, grouped.NVFP4()).expert(0)
 	tensors |= {f"experts.1.up_proj{s}": t for s, t in checkpoint.LAYOUTS["modelopt"].stored(alone).items()}
-	(tmp_path / "b").mkdir()
-	save_file(tensors, tmp_path / "b" / "model.safetensors")
+	write(tensors, tmp_path / "b")
 	report = checkpoint.load(model, tmp_path / "b")
 	assert list(report.reconciled) == ["experts.1"] and 15 < report.reconciled["experts.1"] < 40
 	codes = model.experts.gate_up.weight.rowwise.codes
@@ -159,7 +162,7 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 	biases["experts.down_proj_bias"] = plain.pop("experts.0.down_proj.bias")
 	down, _ = plain.pop("experts.0.down_proj.weight"), plain.pop("experts.gate_up.weight")
 	gate_up = {"experts.gate_up_proj_blocks": blocks, "experts.gate_up_proj_scales": exponents}
-	save_file({**plain, **biases, **gate_up, "experts.down_proj": down}, tmp_path / "model.safetensors")
+	write({**plain, **biases, **gate_up, "experts.down_proj": down}, tmp_path)
 	if span > 17:
 		with pytest.raises(ValueError, match=rf"more than 2\^17 below .* {span - 17} powers of two too large"):
 			checkpoint.load(model, tmp_path)
@@ -228,9 +231,7 @@ def test_what_a_file_has_wrong_is_found(fault, tmp_path):
 	checkpoint.save(moe(), tmp_path, "deepseek")
 	tensors = files_of(tmp_path)
 	tensors |= change(tensors)
-	save_file(
-		{n: t for n, t in tensors.items() if fault != "no scales" or "_inv" not in n}, tmp_path / "model.safetensors"
-	)
+	write({n: t for n, t in tensors.items() if fault != "no scales" or "_inv" not in n}, tmp_path)
 	with pytest.raises(ValueError, match=message):
 		checkpoint.load(moe(), tmp_path, strict=False)
 
@@ -283,7 +284,6 @@ def test_at_most_a_shard_is_held(tmp_path, monkeypatch):
 @each("stacked", [False, True], ["experts", "stacked"])
 def test_convert(to, stacked, tmp_path, capsys):
 	model, source = moe(), tmp_path / "source"
-	source.mkdir()
 	gate_up, down = model.experts.gate_up.weight.detach(), model.experts.down.weight.detach()
 	tensors = {"router.weight": model.router.weight.detach()}
 	if stacked:
@@ -293,7 +293,7 @@ def test_convert(to, stacked, tmp_path, capsys):
 			gate, up = gate_up[g].chunk(2)
 			rows = {"gate_proj": gate, "up_proj": up, "down_proj": down[g]}
 			tensors |= {f"experts.{g}.{name}.weight": t.contiguous() for name, t in rows.items()}
-	save_file(tensors, source / "model.safetensors")
+	write(tensors, source)
 	(source / "tokenizer.json").write_text("{}")
 	(source / "config.json").write_text('{"model_type": "x"}')
 	options = ["--report", str(tmp_path / "r.html"), *["--transposed"] * stacked]
@@ -317,13 +317,11 @@ def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
 	parts = quantized(weight[None], record.fmt).expert(0)
 	tensors = files_of(tmp_path / "a")
 	del tensors["router.weight"]
-	(tmp_path / "b").mkdir()
-	path = tmp_path / "b" / "model.safetensors"
-	save_file({**tensors, **{f"router{s}": t for s, t in record.stored(parts).items()}}, path)
+	write({**tensors, **{f"router{s}": t for s, t in record.stored(parts).items()}}, tmp_path / "b")
 	checkpoint.load(model, tmp_path / "b")
 	want = decoded(files_of(tmp_path / "b"), "router", layout)
 	np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
-	save_file({**tensors, "router.weight": weight.to(torch.float8_e4m3fn)}, path)
+	write({**tensors, "router.weight": weight.to(torch.float8_e4m3fn)}, tmp_path / "b")
 	with pytest.raises(ValueError, match="router.weight is torch.float8_e4m3fn without the scales"):
 		checkpoint.load(model, tmp_path / "b")
 	with pytest.raises(ValueError, match="meta device"):
@@ -339,15 +337,14 @@ def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
 
 	checkpoint.save(experts(), tmp_path, "modelopt", stacked=True)
 	tensors = {n: t for n, t in files_of(tmp_path).items() if "down" not in n}
-	save_file({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path / "model.safetensors")
+	write({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path)
 	with pytest.raises(ValueError, match=r"x.down_proj is plain, other weights"):
 		checkpoint.load(experts(), tmp_path)
 
 
 def test_convert_of_odd_files(tmp_path):
 	def converted(tensors, name):
-		(tmp_path / name).mkdir()
-		save_file(tensors, tmp_path / name / "model.safetensors")
+		write(tensors, tmp_path / name)
 		convert.convert(tmp_path / name, tmp_path / f"{name}-to")
 		return files_of(tmp_path / f"{name}-to")
 
@@ -384,7 +381,7 @@ def compare(quantize, dequantize, layout, tmp_path):
 	"""Their bytes load to what they decode to; ours decode in their package to what we hold."""
 	mlp = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	weights = {name: getattr(mlp, name).weight.detach().clone() for name in ("gate_up", "down")}
-	save_file(their_files(weights, quantize), tmp_path / "model.safetensors")
+	write(their_files(weights, quantize), tmp_path)
 	assert not checkpoint.load(mlp, tmp_path).reconciled
 	checkpoint.save(mlp, tmp_path / "again", layout)
 	assert same_files(tmp_path, tmp_path / "again")

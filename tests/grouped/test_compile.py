@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -5,7 +7,17 @@ from torch import nn
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, sample
+from tests.helpers import (
+	BF16,
+	F32,
+	Graphs,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	needs_compiler,
+	sample,
+)
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
 
@@ -42,28 +54,30 @@ def mlp(recipe, **options):
 	return GroupedMLP(3, K, 32, recipe=recipe, dtype=BF16, **options)
 
 
-MODULES = {"linear": linear, "mlp": mlp}
 #: All recipes, and both forms of the parameters; an MLP is two linear layers.
-TRAINED = ALL_RECIPES | {"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True)}
-CASES = [("mlp", name, True) for name in TRAINED] + [("mlp", "row-scaled", False)]
-CASES += [("linear", "nvfp4", True), ("linear", "bf16", False)]
+TRAINED = ALL_RECIPES | {
+	"stochastic": recipes.NVFP4(hadamard=True, stochastic_rounding=True),
+	"delayed": recipes.FP8Delayed(history_length=4),
+}
+CASES = [(mlp, name, True) for name in TRAINED] + [(mlp, "row-scaled", False)]
+CASES += [(linear, "nvfp4", True), (linear, "bf16", False), (linear, "delayed", False)]
 
 
-@each(("kind", "name", "single"), CASES)
-def test_training_with_changing_token_counts(kind, name, single):
-	module = MODULES[kind](TRAINED[name], single_parameter=single)
-	function, frames = compiled(module)
+@each(("make", "name", "single"), CASES)
+def test_training_with_changing_token_counts(make, name, single):
+	module = make(TRAINED[name], single_parameter=single)
+	twin, (function, frames) = copy.deepcopy(module), compiled(module)
 	with torch._dynamo.config.patch(error_on_recompile=True):
 		for tokens in TOKENS:
 			x, offs = sample(tokens, K), boundaries(tokens)
-			got = step(function, module, x, offs)
-			assert_all_same(got, step(module, module, x, offs))
+			assert_all_same(step(function, module, x, offs), step(twin, twin, x, offs))
+			assert_same_buffers(module.state_dict(), twin.state_dict())
 	assert len(frames) == 1
 
 
 @needs_compiler
 def test_inductor():
-	module = MODULES["mlp"](recipe=RECIPES["row-scaled"])
+	module = mlp(RECIPES["row-scaled"])
 	function = torch.compile(module, fullgraph=True)
 	with torch._dynamo.config.patch(error_on_recompile=True):
 		for tokens in TOKENS:
@@ -75,7 +89,7 @@ def test_inductor():
 
 
 def test_host_boundaries():
-	module = MODULES["linear"](recipe=RECIPES["nvfp4"])
+	module = linear(RECIPES["nvfp4"])
 	function, frames = compiled(module)
 	for ends in ([13, 20, 35], [14, 21, 36], [2, 30, 40], [17, 17, 39]):
 		x = sample(40, K)
@@ -85,13 +99,13 @@ def test_host_boundaries():
 
 
 def test_host_boundaries_are_checked():
-	function, _ = compiled(MODULES["linear"](recipe=RECIPES["nvfp4"]))
+	function, _ = compiled(linear(RECIPES["nvfp4"]))
 	with pytest.raises(Exception, match="must not decrease"):
 		function(sample(40, K), [13, 12, 35])
 
 
 def test_microbatches():
-	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+	module = linear(RECIPES["row-scaled"])
 	function, _ = compiled(module)
 	offs = boundaries(40)
 	for flags in ((True, False, False), (True, False, None)):
@@ -105,7 +119,7 @@ def test_microbatches():
 
 
 def test_a_quantized_weight():
-	module = MODULES["linear"](recipe=RECIPES["row-scaled"])
+	module = linear(RECIPES["row-scaled"])
 	module.weight = parameter()
 	function, frames = compiled(module)
 	optimizer = torch.optim.SGD([module.weight], lr=1.0)

@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.nn import DelayedScaling, GroupedLinear, GroupedMLP
+from grouped.nn import DelayedScaling, GroupedLinear
 from grouped.recipes import ROLES
-from tests.helpers import F16, F32, Graphs, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import F16, F32, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
 from tests.ops.test_delayed_update import by_column
 
 G, K, N = 3, 64, 48
@@ -29,13 +29,24 @@ def step_data(steps, rows=40, seed=2):
 	return [(sample(rows, K) * a, sample(rows, N) * b) for a, b in factors]
 
 
-def run(function, module, x, dy, offs=OFFS, **options):
+def run(module, x, dy, function=None):
 	leaf = x.clone().requires_grad_()
-	y = function(leaf, offs, **options)
+	y = (module if function is None else function)(leaf, OFFS)
 	y.backward(dy)
 	gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
 	module.zero_grad()
 	return [y.detach(), leaf.grad, *gradients]
+
+
+def with_data():
+	return layer_of(), *step_data(1)[0]
+
+
+def trained():
+	layer, data = layer_of(), step_data(3)
+	for x, dy in data:
+		run(layer, x, dy)
+	return layer, data
 
 
 def state_of(module):
@@ -126,15 +137,13 @@ def test_training_is_the_composition_by_hand(single, algorithm):
 
 
 def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
-	layer = layer_of()
-	for x, dy in step_data(3):
-		run(layer, layer, x, dy)
+	layer, [*_, (x, dy)] = trained()
 	before = state_of(layer)
 	with torch.no_grad():
 		y = layer(x, OFFS)
 	layer.eval()
 	assert_same_bytes(layer(x, OFFS).detach(), y)
-	run(layer, layer, x, dy)
+	run(layer, x, dy)
 	with torch.inference_mode():
 		assert_same_bytes(layer(x, OFFS).clone(), y)
 	assert_same_buffers(state_of(layer), before)
@@ -145,11 +154,9 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
 
 
 def test_a_backward_pass_has_the_scale_of_its_forward():
-	layer, data = layer_of(), step_data(3)
-	for x, dy in data:
-		run(layer, layer, x, dy)
+	layer, data = trained()
 	hand = copy.deepcopy(layer)
-	want = run(hand, hand, *data[0])
+	want = run(hand, *data[0])
 	leaf = data[0][0].clone().requires_grad_()
 	y = layer(leaf, OFFS)
 	layer(data[1][0], OFFS)  # a step of its own: nothing new was seen
@@ -159,7 +166,7 @@ def test_a_backward_pass_has_the_scale_of_its_forward():
 
 
 def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer, x, dy = with_data()
 	layer(x, OFFS)
 	assert not any(layer.scaling.amax_history(role).any() for role in ROLES)
 	layer.requires_grad_(False)
@@ -181,8 +188,8 @@ def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is()
 
 
 def test_weights_kept_in_eval_follow_their_scale():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
-	run(layer, layer, x, dy)
+	layer, x, dy = with_data()
+	run(layer, x, dy)
 	layer.eval()
 	with torch.no_grad():
 		y = layer(x, OFFS)
@@ -198,7 +205,7 @@ def test_weights_kept_in_eval_follow_their_scale():
 
 
 def test_a_weight_that_is_quantized_already_has_its_own_scales():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer, x, dy = with_data()
 	scale = torch.tensor([100.0, 200.0, 300.0])
 	held = grouped.quantize(layer.weight, RECIPE.weight, columnwise=True, scale=scale)
 	layer.weight = nn.Parameter(held)
@@ -217,33 +224,6 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
 		grouped.delayed_scaling_update(history, layer.weight.rowwise.scale, RECIPE.weight, amax=layer.weight.amax)
 	want = torch.full((G,), 448.0).div_(layer.weight.amax)
 	assert_same_bytes(layer.weight.rowwise.scale, want)
-
-
-MODULES = {
-	"linear": lambda **options: layer_of(**options),
-	"mlp": lambda **options: GroupedMLP(G, K, 32, dtype=torch.bfloat16, recipe=RECIPE, **options),
-}
-
-
-@each(("name", "single"), [("linear", True), ("linear", False), ("mlp", True)])
-def test_compiled_training_with_changing_token_counts(name, single):
-	module = MODULES[name](single_parameter=single)
-	twin, frames = copy.deepcopy(module), Graphs()
-	compiled = torch.compile(module, fullgraph=True, backend=frames)
-	cols = N if name == "linear" else K
-	with torch._dynamo.config.patch(error_on_recompile=True):
-		for tokens in (40, 7, 300):
-			x, dy = sample(tokens, K), sample(tokens, cols)
-			offs = torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
-			leaves = [x.clone().requires_grad_() for _ in range(2)]
-			torch._dynamo.mark_dynamic(leaves[0], 0)
-			for function, leaf in zip((compiled, twin), leaves, strict=True):
-				function(leaf, offs).backward(dy)
-			assert_same_bytes(leaves[0].grad, leaves[1].grad)
-			for p, q in zip(module.parameters(), twin.parameters(), strict=True):
-				assert_same_bytes(p.grad, q.grad)
-			assert_same_state(module, twin)
-	assert len(frames) == 1
 
 
 class Block(nn.Module):
@@ -275,21 +255,19 @@ def test_recomputation_changes_nothing(compiled):
 	if compiled == "outside":
 		function = torch.compile(again, fullgraph=True, backend="aot_eager")
 	for x, dy in step_data(4):
-		assert_all_same(run(function, again, x, dy), run(plain, plain, x, dy))
+		assert_all_same(run(again, x, dy, function), run(plain, x, dy))
 		assert_same_state(again, plain)
 
 
 def test_reentrant_recomputation_raises():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer, x, dy = with_data()
 	y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
 	with pytest.raises(RuntimeError, match="use_reentrant=False"):
 		y.backward(dy)
 
 
 def test_state_is_copied_saved_and_loaded():
-	layer, data = layer_of(), step_data(3)
-	for x, dy in data:
-		run(layer, layer, x, dy)
+	layer, data = trained()
 	discrete = layer_of(single_parameter=False)
 	discrete.load_state_dict(layer.state_dict())
 	other = layer_of()
@@ -297,9 +275,9 @@ def test_state_is_copied_saved_and_loaded():
 	twins = [copy.deepcopy(layer), saved(layer, weights_only=False), other]
 	for twin in (*twins, discrete):
 		assert_same_state(twin, layer)
-	want = run(layer, layer, *data[0])
+	want = run(layer, *data[0])
 	for twin in twins:
-		assert_all_same(run(twin, twin, *data[0]), want)
+		assert_all_same(run(twin, *data[0]), want)
 		assert_same_state(twin, layer)
 	assert state_of(discrete)["scaling.input_amax_history"][0].any()
 
@@ -317,10 +295,10 @@ def test_state_dict_keys_and_shapes():
 
 
 def test_casts_leave_the_state_in_fp32():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer, x, dy = with_data()
 	fresh = state_of(layer)
 	for _ in range(2):
-		run(layer, layer, x, dy)
+		run(layer, x, dy)
 	before = state_of(layer)
 	layer.half()
 	assert layer.weight.dtype == F16
@@ -340,7 +318,7 @@ def test_the_functional_form_takes_the_state():
 	scaling = DelayedScaling(RECIPE, G)
 	weight, bias = (p.detach().clone().requires_grad_() for p in layer.parameters())
 	for x, dy in data:
-		want = run(layer, layer, x, dy)
+		want = run(layer, x, dy)
 		leaf = x.clone().requires_grad_()
 		scaling.update()
 		y = grouped.linear(leaf, weight, bias, OFFS, RECIPE, scaling=scaling)
@@ -371,11 +349,11 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
 
 
 def test_transforms_take_an_evaluated_layer():
-	layer, (x, dy) = layer_of(), step_data(1)[0]
+	layer, x, dy = with_data()
 	for _ in range(2):
-		run(layer, layer, x, dy)
+		run(layer, x, dy)
 	layer.eval()
-	want = run(layer, layer, x, dy)[1]
+	want = run(layer, x, dy)[1]
 
 	def loss(x):
 		return (layer(x, OFFS).float() * dy.float()).sum()
@@ -397,7 +375,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
 	finite[20, 3] = 0
 	x[20, 3] = value
 	for _ in range(2):
-		y, dx, dw, _ = run(layer, layer, x, dy)
+		y, dx, dw, _ = run(layer, x, dy)
 		assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
 		assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
 	newest = layer.scaling.amax_history("input")[-1]

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -26,11 +28,12 @@ def spans(ends):
 	return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def quantized(x, fmt, offs, direction):
+def decoded(x, fmt, offs):
+	"""Both copies in fp64."""
 	if fmt is None:
-		return x.bfloat16().double()
-	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
-	return grouped.quantize(x, fmt, offs=offs, **only).dequantize(F32).double()
+		return [x.bfloat16().double()] * 2
+	q = grouped.quantize(x, fmt, offs=offs, columnwise=True)
+	return [q.dequantize(F32, way).double() for way in ("rowwise", "columnwise")]
 
 
 def expected(layer, x, ends, dy):
@@ -39,12 +42,9 @@ def expected(layer, x, ends, dy):
 	live = ends[-1]
 	w = layer._stacked("weight").detach()
 	bias = layer._stacked("bias").detach() if layer.has_bias else None
-	fprop_x = quantized(x, recipe.input, ends, "rowwise")
-	wgrad_x = quantized(x, recipe.input, ends, "columnwise")
-	dgrad_dy = quantized(dy, recipe.grad_output, ends, "rowwise")
-	wgrad_dy = quantized(dy, recipe.grad_output, ends, "columnwise")
-	fprop_w = quantized(w, recipe.weight, None, "rowwise")
-	dgrad_w = quantized(w, recipe.weight, None, "columnwise")
+	fprop_x, wgrad_x = decoded(x, recipe.input, ends)
+	dgrad_dy, wgrad_dy = decoded(dy, recipe.grad_output, ends)
+	fprop_w, dgrad_w = decoded(w, recipe.weight, None)
 	cols, depth = w.shape[1:]
 	y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
 	dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
@@ -201,19 +201,12 @@ def directions(counter):
 	]
 
 
-@each("grad_mode", [torch.no_grad, torch.inference_mode])
-@each("first", [None, True])
-def test_inference_quantizes_rowwise_only(first, grad_mode):
-	layer = layer_of(RECIPES["row-scaled"])
-	x = sample(40, K).requires_grad_()
-	with grad_mode(), OpCounter() as counter:
-		y = layer(x, OFFS, is_first_microbatch=first)
-	assert sorted(directions(counter)) == [(False, True, False), (True, True, False)]
-	assert not y.requires_grad
-
-
 def test_only_what_the_gradients_need_is_quantized():
 	layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
+	for grad_mode, first in itertools.product((torch.no_grad, torch.inference_mode), (None, True)):
+		with grad_mode(), OpCounter() as counter:
+			y = layer(sample(40, K).requires_grad_(), offs, is_first_microbatch=first)
+		assert sorted(directions(counter)) == [(False, True, False), (True, True, False)] and not y.requires_grad
 	with OpCounter() as counter:
 		layer(sample(40, K).requires_grad_(), offs).sum().backward()
 	assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
@@ -315,6 +308,8 @@ def test_bf16_activations_beside_a_quantized_weight():
 	x, dy = sample(40, K).requires_grad_(), sample(40, N)
 	y = layer(x, ends)
 	y.backward(dy)
+	got, vjp = torch.func.vjp(lambda x: layer(x, ends), x.detach())
+	assert_all_same((got, *vjp(dy)), (y, x.grad))
 	options = {"offs": ends, "out_dtype": BF16}
 	held, bias = layer.weight.detach(), layer.bias.detach()
 	assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))

@@ -128,16 +128,6 @@ def test_functional_gradients(recipe, data):
 		assert weights_quantized(counter) == recipe.is_quantized
 
 
-def test_functional_gradients_beside_a_quantized_weight(data):
-	layer = layer_of(RECIPES["bf16"])
-	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
-	x, dy = data
-	want = gradients(layer, x, dy)
-	y, vjp = torch.func.vjp(lambda x: layer(x, OFFS), x)
-	assert_same_bytes(y, want[0])
-	assert_same_bytes(vjp(dy)[0], want[1])
-
-
 @each("recipe", RECIPES)
 def test_what_has_no_derivative_says_so(recipe, data):
 	layer = layer_of(recipe)

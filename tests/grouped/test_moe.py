@@ -46,12 +46,15 @@ def tokens(count=T, seed=1, dtype=torch.bfloat16):
 	return torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def gradient_like(y):
+	return torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+
+
 def step(moe, x, **options):
 	leaf = x.clone().requires_grad_()
 	moe.zero_grad()
 	y = moe(leaf, **options)
-	dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
-	y.backward(dy)
+	y.backward(gradient_like(y))
 	return [y.detach(), leaf.grad, *(p.grad for p in moe.parameters())]
 
 
@@ -140,8 +143,7 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 	if recipe.takes_scales:
 		return  # A step changes the scales.
 	moe.zero_grad()
-	dy = torch.randn(got[0].shape, generator=torch.Generator().manual_seed(9)).bfloat16()
-	want.backward(dy)
+	want.backward(gradient_like(want))
 	lost = {torch.float32: 0.2, None: 2e-2}[None if recipe.weight is None else torch.float32]
 	for p, gradient in zip(moe.parameters(), got[2:], strict=True):
 		if p.grad is not None:
@@ -308,7 +310,7 @@ def test_gradients_that_go_another_way(recipe, single, options):
 	want = step(plain, tokens())
 	leaf = tokens().requires_grad_()
 	y = other(leaf)
-	y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).bfloat16())
+	y.backward(gradient_like(y))
 	if not fused:
 		assert all(p.grad is None for name, p in named.items() if "router" not in name)
 		other.backward_dw()

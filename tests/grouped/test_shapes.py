@@ -356,13 +356,3 @@ def test_no_product_takes_them():
 	):
 		with pytest.raises(ValueError, match=message):
 			call()
-
-
-def test_equal_groups_never_lose_rows():
-	"""Nothing divides rows by groups: equal groups are a 3D tensor, or say where each ends."""
-	with pytest.raises(ValueError, match="uniform x is 3D"):
-		grouped.quantize(sample(10, 64), NVFP4)
-	q = make()
-	for split in (lambda: q.view(4, -1), lambda: q.unflatten(0, (4, -1))):
-		with pytest.raises(TypeError, match="does not work on a GroupedTensor"):
-			split()

@@ -294,6 +294,7 @@ def test_gradients_pass_through_decoded_values():
 REFUSED = {
 	"reshape": lambda w: w.reshape(3, -1),
 	"view": lambda w: w.view(-1, 64),
+	"unflatten": lambda w: w.unflatten(0, (3, 1)),
 	"view dtype": lambda w: w.view(torch.int16),
 	"transpose": lambda w: w.transpose(0, 1),
 	"mT": lambda w: w.mT,

@@ -92,30 +92,18 @@ def test_prepacked_activations_are_refused():
 		GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
-def reduced(**changes):
-	rebuild, arguments = ragged().__reduce_ex__(2)
-	arguments = list(arguments)
-	for name, value in changes.items():
-		names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
-		arguments[names.index(name)] = value
-	return rebuild, arguments
-
-
 def test_a_file_of_a_newer_version_says_which_field_it_has():
-	rebuild, arguments = reduced(version="9.9")
-	arguments[3] = {**arguments[3], "swizzle": 7}
-	with pytest.raises(ValueError, match=r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"):
-		rebuild(*arguments)
-	rebuild, arguments = reduced(name="nvfp5", version="9.9")
-	with pytest.raises(ValueError, match=r"got 'nvfp5'.*written by grouped-kernels 9\.9"):
-		rebuild(*arguments)
-	rebuild, arguments = reduced(version="9.9")
-	arguments[4] = {**arguments[4], "_zeros": torch.zeros(3)}
-	with pytest.raises(ValueError, match=r"no field _zeros.*9\.9, this is"):
-		rebuild(*arguments)
-	rebuild, arguments = reduced(version="9.9")
-	with pytest.raises(ValueError, match=r"no field 'more'.*9\.9, this is"):
-		rebuild(*arguments, "more")
+	rebuild, arguments = ragged().__reduce_ex__(2)
+	names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
+	given = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}
+	for change, more, message in (
+		({"fields": given["fields"] | {"swizzle": 7}}, (), r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"),
+		({"name": "nvfp5"}, (), r"got 'nvfp5'.*written by grouped-kernels 9\.9"),
+		({"inner": given["inner"] | {"_zeros": torch.zeros(3)}}, (), r"no field _zeros.*9\.9, this is"),
+		({}, ("more",), r"no field 'more'.*9\.9, this is"),
+	):
+		with pytest.raises(ValueError, match=message):
+			rebuild(*(given | change).values(), *more)
 
 
 def test_a_file_without_a_version_is_read():

@@ -30,6 +30,12 @@ def frozen(fmt=WEIGHT_FORMAT):
 	return nn.Parameter(grouped.quantize(weight(), fmt, columnwise=True), False)
 
 
+def frozen_layer(recipe):
+	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
+	layer.weight = frozen()
+	return layer
+
+
 def versions(w):
 	return [w._version, *(t._version for copy in (w.rowwise, w.columnwise) for t in copy)]
 
@@ -37,8 +43,7 @@ def versions(w):
 @writes
 @each("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
-	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
-	layer.weight = frozen()
+	layer = frozen_layer(recipe)
 	x = sample(40, K).requires_grad_()
 	y = layer(x, OFFS)
 	with torch.no_grad():
@@ -73,8 +78,7 @@ def test_offsets_that_were_written_count_and_others_do_not():
 def test_assigning_data_between_forward_and_backward():
 	x = sample(40, K).requires_grad_()
 	for recipe in ("bf16", "nvfp4"):
-		layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
-		layer.weight = frozen()
+		layer = frozen_layer(recipe)
 		x.grad = None
 		layer(x, OFFS).sum().backward()
 		want, y = x.grad.clone(), layer(x, OFFS)
@@ -98,8 +102,7 @@ def test_inference_tensors_have_no_version():
 
 @each("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
-	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
-	layer.weight = frozen()
+	layer = frozen_layer(recipe)
 	x = sample(40, K).requires_grad_()
 	y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, torch.tensor(OFFS, dtype=torch.int32))
 	before = versions(layer.weight)

@@ -13,6 +13,7 @@ from tests.helpers import BF16, F32, assert_same_buffers, assert_same_bytes, eac
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
 K, N, GROUPS, ENDS = 64, 96, 3, [13, 13, 35]
+NVFP4 = RECIPES["nvfp4"]
 FORMS = ("single", "discrete", "one buffer")
 #: Every recipe, and every form of the parameters.
 RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
@@ -108,7 +109,7 @@ def test_overwriting(way, form, data):
 
 def test_one_expert_overwrites_and_one_is_frozen(data):
 	x, dy = data
-	recipe = RECIPES["nvfp4"]
+	recipe = NVFP4
 	layer = layer_of(recipe, "discrete", fuse_wgrad_accumulation=True)
 	give_main_grads(layer)
 	layer.weight0.overwrite_main_grad = True
@@ -124,7 +125,7 @@ def test_one_expert_overwrites_and_one_is_frozen(data):
 @each("form", FORMS)
 def test_what_hooks_find(form, data):
 	x, dy = data
-	layer = layer_of(RECIPES["nvfp4"], form, fuse_wgrad_accumulation=True)
+	layer = layer_of(NVFP4, form, fuse_wgrad_accumulation=True)
 	give_main_grads(layer, form)
 	seen, kept = [], []
 
@@ -173,7 +174,7 @@ def test_what_hooks_find(form, data):
 def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
 	x, dy = data
 	options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
-	layer = layer_of(RECIPES["nvfp4"], "single" if single else "discrete", **options)
+	layer = layer_of(NVFP4, "single" if single else "discrete", **options)
 	give_main_grads(layer)
 	name = "weight" if single else "weight1"
 	parameter = getattr(layer, name)
@@ -194,21 +195,13 @@ def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
 
 def test_a_quantized_parameter(data):
 	x, dy = data
-	recipe = RECIPES["nvfp4"]
+	recipe = NVFP4
 	layer = layer_of(recipe, fuse_wgrad_accumulation=True)
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	give_main_grads(layer)
 	layer(x, ENDS).backward(dy)
 	assert_same_bytes(main_grads(layer), fp32_wgrad(recipe, x, dy) + 1.5)
 	assert not layer.weight.grad.any() and type(layer.weight.grad) is torch.Tensor
-
-
-def test_frozen_weights_need_no_main_grad(data):
-	x, dy = data
-	layer = layer_of(RECIPES["nvfp4"], fuse_wgrad_accumulation=True)
-	layer.weight.requires_grad_(False)
-	layer(x, ENDS).backward(dy)
-	assert layer.bias.grad.any() and layer.weight.grad is None
 
 
 def gradients(layer):
@@ -260,7 +253,9 @@ def test_delayed_beside_frozen_parameters(form, frozen, data):
 	x, dy = data
 	results = []
 	for delay in (True, False):
-		layer = layer_of(RECIPES["row-scaled"], form, delay_wgrad=delay)
+		# Frozen weights need no main_grad.
+		options = {"delay_wgrad": delay, "fuse_wgrad_accumulation": "weight" in frozen}
+		layer = layer_of(RECIPES["row-scaled"], form, **options)
 		for name, p in layer.named_parameters():
 			p.requires_grad_(name.rstrip("012") not in frozen)
 		leaf = x.clone().requires_grad_("x" not in frozen)
@@ -277,7 +272,7 @@ def test_delayed_beside_frozen_parameters(form, frozen, data):
 
 def test_hooks_run_when_the_gradients_are_there(data):
 	x, dy = data
-	layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+	layer = layer_of(NVFP4, delay_wgrad=True)
 	assert all(p.skip_backward_post_hook for p in layer.parameters())
 	seen = []
 	layer.weight.register_hook(lambda grad: seen.append("weight") or grad * 2)
@@ -288,17 +283,17 @@ def test_hooks_run_when_the_gradients_are_there(data):
 	assert seen == ["layer"]
 	layer.backward_dw()
 	assert seen == ["layer", "weight", "accumulated", "reduce"]
-	want = layer_of(RECIPES["nvfp4"])
+	want = layer_of(NVFP4)
 	want(x, ENDS).backward(dy)
 	assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
 
 
 def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(data):
 	x, dy = data
-	plain = layer_of(RECIPES["nvfp4"])
+	plain = layer_of(NVFP4)
 	plain(x, ENDS).backward(dy)
 	for reentrant in (True, False):
-		layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+		layer = layer_of(NVFP4, delay_wgrad=True)
 		leaf = x.clone().requires_grad_()
 		y = torch.utils.checkpoint.checkpoint(layer, leaf, ENDS, use_reentrant=reentrant)
 		y.backward(dy)
@@ -317,7 +312,7 @@ def test_without_the_option_and_without_parameters_to_train(data):
 
 @each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_wait_for_nothing(copied, data):
-	layer = layer_of(RECIPES["nvfp4"], delay_wgrad=True)
+	layer = layer_of(NVFP4, delay_wgrad=True)
 	layer(data[0], ENDS).backward(data[1])
 	with pytest.raises(RuntimeError, match="nothing to compute"):
 		copied(layer).backward_dw()
@@ -351,7 +346,7 @@ def test_compiled_and_transformed(options, data):
 	"""A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
 	torch._dynamo.reset()
 	x, dy = data
-	recipe, offs = RECIPES["nvfp4"], torch.tensor(ENDS)
+	recipe, offs = NVFP4, torch.tensor(ENDS)
 	layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
 	for module in (layer, eager):
 		give_main_grads(module)

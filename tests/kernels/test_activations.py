@@ -1,7 +1,6 @@
 """Activations in front of kernels on the emulator, to the bit of the reference backend."""
 
 import itertools
-import re
 
 import torch
 
@@ -10,11 +9,9 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from perf.compiled import compile_for_emulator
-from perf.cubin import read_resources
 from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops, poisoned
 
-from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_touched
+from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_code, check_touched
 from .quantize_support import compiled, random_input, special_input
 
 from .activation_kernel import ActivationConfig  # isort: skip
@@ -164,6 +161,4 @@ def test_code():
 		config = TileConfig.choose(
 			parse(text), QuantizeProblem("bfloat16", 256, "ragged", prologue), arch, columnwise=True, compute_amax=True
 		)
-		kernel = compile_for_emulator(config, arch)
-		assert not re.findall(r"\.ftz|\.approx", kernel.ptx)
-		assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+		check_code(config, arch, r"\.ftz|\.approx")

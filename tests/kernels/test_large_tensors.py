@@ -157,16 +157,6 @@ def test_dbias(vectorized):
 	assert_same_bytes(sums[-1, -64:], want[0, -64:], any_nan=True)
 
 
-def quantized(x, row_scaled, columnwise):
-	text = NVFP4(row_scaled=row_scaled).text
-	return ops.grouped_quantize(x, text, ends(ROWS), None, not columnwise, columnwise)
-
-
-def dequantized(copy, row_scaled, columnwise):
-	text = NVFP4(row_scaled=row_scaled).text
-	return ops.grouped_dequantize(*dequantize_arguments(copy, text, ROWS, BF16, ends(ROWS), columnwise))
-
-
 DIRECTIONS = {"rowwise": (False, False), "row-scaled": (True, False), "columnwise": (False, True)}
 
 
@@ -177,8 +167,9 @@ def test_dequantize(name, direction, uniform):
 	row_scaled, columnwise = DIRECTIONS[direction]
 	before, cols = SHAPES[name]
 	tile = last_tile(before)
-	copy = quantized(random_input((ROWS, cols), BF16), row_scaled, columnwise)
-	want = dequantized(copy, row_scaled, columnwise)
+	fmt, rows = NVFP4(row_scaled=row_scaled), ends(ROWS)
+	copy = ops.grouped_quantize(random_input((ROWS, cols), BF16), fmt.text, rows, None, not columnwise, columnwise)
+	want = ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, ROWS, BF16, rows, columnwise))
 	codes, scales, amax = copy
 	total, groups, lead, tiles = before + ROWS, 1, (), tile + 1
 	if uniform:
@@ -201,7 +192,7 @@ def test_dequantize(name, direction, uniform):
 	if uniform:
 		out, offs = out.view(groups, 128, cols), None
 		big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
-	fmt, grouping = NVFP4(row_scaled=row_scaled), "uniform" if uniform else "ragged"
+	grouping = "uniform" if uniform else "ragged"
 	config = DequantizeConfig.choose(fmt, "bfloat16", grouping, columnwise)
 	parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
 	first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2

@@ -210,29 +210,19 @@ def test_what_has_no_derivative_says_so(case, operand):
 		result.sum().backward()
 
 
-@each(("case", "operand"), OPERANDS)
-def test_out_forms_refuse_operands_that_require_a_gradient(case, operand):
+@each(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
+def test_out_forms_refuse_what_requires_a_gradient(case, operand):
+	"""An operand, or without one an output."""
 	name, arguments = OUT_FORMS[case][0], arguments_of(case)
 	outputs = outputs_of(name, arguments)
-	label = re.escape(label_of(arguments, operand))
-	arguments = require_gradient(arguments, operand)
+	if operand is None:
+		(label,) = outputs
+		next(t for t in tensors(outputs) if t.is_floating_point()).requires_grad_()
+	else:
+		label, arguments = re.escape(label_of(arguments, operand)), require_gradient(arguments, operand)
 	with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
-	assert not any(t.view(torch.uint8).any() for t in tensors(outputs)), "nothing is written"
-	with torch.no_grad():
-		getattr(ops, f"{name}_out")(**arguments, **outputs)
-
-
-@each("case", [*OUT_FORMS])
-def test_out_forms_refuse_a_leaf_that_requires_a_gradient(case):
-	name, arguments = OUT_FORMS[case][0], arguments_of(case)
-	outputs = outputs_of(name, arguments)
-	(argument,) = outputs
-	leaf = next(t for t in tensors(outputs) if t.is_floating_point())
-	leaf.requires_grad_()
-	with pytest.raises(RuntimeError, match=f"{name}_out.*{argument} requires a gradient"):
-		getattr(ops, f"{name}_out")(**arguments, **outputs)
-	assert not leaf.detach().any()
+	assert not any(t.detach().view(torch.uint8).any() for t in tensors(outputs)), "nothing is written"
 	with torch.no_grad():
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
 

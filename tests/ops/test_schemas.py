@@ -304,49 +304,30 @@ def test_every_op_has_a_case():
 
 @pytest.mark.usefixtures("comparable")
 @each_case
-def test_functional_form(name, make):
+def test_opcheck(name, make):
 	opcheck(getattr(ops, name).default, make())
-
-
-@pytest.mark.usefixtures("comparable")
-@each_case
-def test_out_form(name, make):
 	arguments = detached(make())
 	outputs = outputs_like(name, getattr(ops, name)(*arguments))
 	opcheck(getattr(ops, f"{name}_out").default, arguments, outputs)
 
 
 @each_case
-def test_both_forms_agree_and_inputs_stay(name, make):
+def test_all_forms_agree_and_inputs_stay(name, make):
+	"""The functional one, that without the dispatcher, that of fake tensors, and that into given outputs."""
 	arguments = detached(make())
 	before = mapped(torch.Tensor.clone, arguments)
 	results = getattr(ops, name)(*arguments)
-	outputs = outputs_like(name, results)
-	for tensor in tensors(outputs):
-		tensor.zero_()  # where an op does not write, the functional form has zeros
-	assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
-	assert_all_same(tensors(outputs), tensors(results))
-	assert_all_same(tensors(arguments), tensors(before))
-
-
-@each_case
-def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(name, make):
-	arguments = detached(make())
-	results = getattr(ops, name)(*arguments)
+	direct = getattr(cute_kernels.ops, name)(*arguments)
 	fakes = getattr(ops, name)(*mapped(lambda t: t.to("meta"), arguments))
-	assert type(fakes) is type(results)
+	assert type(direct) is type(fakes) is type(results)
+	assert_all_same(tensors(direct), tensors(results))
 	for fake, real in zip(tensors(fakes), tensors(results), strict=True):
 		assert fake.device.type == "meta"
 		assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-@each_case
-def test_the_function_without_the_dispatcher_is_the_op(name, make):
-	arguments = detached(make())
-	got = getattr(cute_kernels.ops, name)(*arguments)
-	want = getattr(ops, name)(*arguments)
-	assert type(got) is type(want)
-	assert_all_same(tensors(got), tensors(want))
+	outputs = outputs_like(name, results, torch.zeros_like)  # where an op does not write, the functional form has zeros
+	assert getattr(ops, f"{name}_out")(*arguments, **outputs) is None
+	assert_all_same(tensors(outputs), tensors(results))
+	assert_all_same(tensors(arguments), tensors(before))
 
 
 def test_out_form_takes_any_pitch():

@@ -153,31 +153,38 @@ def delayed_scaling_update(fmt, dtype):
 	ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
 
 
-CALLS = {
-	"delayed_scaling_update": delayed_scaling_update,
-	"compute_offsets": lambda fmt, dtype: ops.compute_offsets(torch.tensor([4, 0, 2]).to(dtype)),
-	"compute_routing": lambda fmt, dtype: ops.compute_routing(torch.ones(3, 2).to(dtype), 4),
-	"moe_route": lambda fmt, dtype: ops.moe_route(torch.ones(6, K).to(dtype), None, None, 2),
-	"moe_route_gradient": lambda fmt, dtype: ops.moe_route_gradient(
-		torch.ones(6, 2).to(dtype), None, torch.ones(6, 2).long(), torch.ones(6, K).to(dtype)
-	),
-	"moe_gather": lambda fmt, dtype: ops.moe_gather(torch.ones(6, K).to(dtype), OFFS),
-	"moe_activate": lambda fmt, dtype: ops.moe_activate(torch.ones(6, K).to(dtype), "swiglu"),
-	"moe_activate_gradient": lambda fmt, dtype: ops.moe_activate_gradient(
-		torch.ones(6, K).to(dtype), torch.ones(6, K).to(dtype), "silu"
-	),
-	"moe_quantize_gradient": lambda fmt, dtype: ops.moe_quantize_gradient(
-		*[torch.ones(6, K).to(dtype)] * 2, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), torch.arange(6).int()
-	),
-	"moe_combine": lambda fmt, dtype: ops.moe_combine(torch.ones(6, K).to(dtype), OFFS[:, None]),
-	"grouped_amax": lambda fmt, dtype: ops.grouped_amax(torch.ones(6, K).to(dtype), OFFS),
-	"grouped_dbias": lambda fmt, dtype: ops.grouped_dbias(torch.ones(6, K).to(dtype), OFFS),
-	"grouped_quantize": grouped_quantize,
-	"grouped_dequantize": grouped_dequantize,
-	"grouped_gemm": grouped_gemm,
-	"grouped_gemm_w4a16": grouped_gemm_w4a16,
-	"grouped_gemm_w4a8": grouped_gemm_w4a8,
+#: Arguments of ops of plain tensors, made from one.
+PLAIN = {
+	"compute_offsets": lambda x: (x[:, 0],),
+	"compute_routing": lambda x: (x[:, :2], 4),
+	"moe_route": lambda x: (x, None, None, 2),
+	"moe_route_gradient": lambda x: (x[:, :2], None, torch.ones(6, 2).long(), x),
+	"moe_gather": lambda x: (x, OFFS),
+	"moe_activate": lambda x: (x, "swiglu"),
+	"moe_activate_gradient": lambda x: (x, x, "silu"),
+	"moe_combine": lambda x: (x, OFFS[:, None]),
+	"grouped_amax": lambda x: (x, OFFS),
+	"grouped_dbias": lambda x: (x, OFFS),
 }
+
+
+def moe_quantize_gradient(fmt, dtype):
+	x, pair = torch.ones(6, K).to(dtype), torch.arange(6).int()
+	ops.moe_quantize_gradient(x, x, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), pair)
+
+
+_CALLS = (
+	*(delayed_scaling_update, moe_quantize_gradient, grouped_quantize, grouped_dequantize),
+	*(grouped_gemm, grouped_gemm_w4a16, grouped_gemm_w4a8),
+)
+CALLS = {call.__name__: call for call in _CALLS}
+
+
+def call(op, fmt, dtype, **options):
+	if op in PLAIN:
+		getattr(ops, op)(*PLAIN[op](torch.ones(6, K).to(dtype)))
+	else:
+		CALLS[op](fmt, dtype, **options)
 
 
 @each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
@@ -190,15 +197,15 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
 	options = facts if prepacked else {}
 	with cute_kernels.backend(name):
 		if status:
-			CALLS[op](fmt, dtype, **options)
+			call(op, fmt, dtype, **options)
 		elif support(op, fmt, arch, **facts):
 			# Nothing takes this dtype, or no tensor core does.
 			error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
 			with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
-				CALLS[op](fmt, dtype, **options)
+				call(op, fmt, dtype, **options)
 		else:
 			with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-				CALLS[op](fmt, dtype, **options)
+				call(op, fmt, dtype, **options)
 
 
 @each("core", ["sm_90a", "sm_100a"])

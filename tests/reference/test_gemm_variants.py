@@ -5,7 +5,16 @@ import torch
 
 import cute_kernels
 from cute_kernels.formats import parse
-from tests.helpers import assert_same_bytes, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import (
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	k_grouped_arguments,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	sample,
+)
 from tests.reference import fp8_oracle
 
 from .test_gemm_fp8 import Product, Wgrad
@@ -70,8 +79,7 @@ def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
 				ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, **texts)),
 				ops.k_grouped_gemm(*k_grouped_arguments(a_t, b_t, OFFS, **texts)),
 			)
-	for got, want in zip(*found.values(), strict=True):
-		assert_same_bytes(got, want)
+	assert_all_same(*found.values())
 
 
 def test_w4a16_reads_variants():
