@@ -27,14 +27,6 @@ each_trio = each("trio", TRIOS)
 each_split = each("splits", SPLITS)
 
 
-def operands(splits=(7, 0, 26), tail=3, fmt=FORMATS["row-scaled"]):
-	ends = end_rows(splits)
-	x = grouped.quantize(sample(ends[-1] + tail, K), fmt, offs=ends, columnwise=True)
-	w = grouped.quantize(sample(len(splits), N, K), WEIGHT_FORMAT, columnwise=True)
-	dy = grouped.quantize(sample(ends[-1] + tail, N), FORMATS["1x16"], offs=ends, columnwise=True)
-	return x, w, dy
-
-
 def close(got, want):
 	"""fp32 accumulation over at most a few hundred products, and one factor."""
 	scale = want.abs().max().clamp_min(1e-30)
@@ -52,6 +44,10 @@ def quantized(trio, splits, held):
 		grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
 		for t, fmt in zip(held, trio, strict=True)
 	]
+
+
+def operands(splits=(7, 0, 26)):
+	return quantized(TRIOS["row-scaled"], splits, tensors(splits))
 
 
 def products(x, w, dy, **options):

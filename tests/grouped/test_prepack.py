@@ -55,25 +55,15 @@ def test_there_and_back():
 	assert not torch.equal(packed.rowwise.codes, w.rowwise.codes)
 	assert packed.prepack() is packed and w.unpack() is w
 	assert_same_tensor(packed.unpack(), w)
-	written = packed.clone()
-	written.copy_(w.dequantize())
-	assert_same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
-
-
-def test_readers_see_the_same_values():
-	w = weights()
-	packed = w.prepack()
+	assert_same_tensor(saved(packed), packed)
 	for direction in ("rowwise", "columnwise"):
-		got, want = (x.dequantize(F32, direction) for x in (packed, w))
-		assert_same_bytes(got, want)
+		assert_same_bytes(packed.dequantize(F32, direction), w.dequantize(F32, direction))
 	for got, want in zip(packed.unbind(), w.unbind(), strict=True):
 		assert_same_bytes(got.codes, want.codes)
 		assert_same_bytes(got.codes_t, want.codes_t)
-
-
-def test_save_and_load():
-	packed = weights().prepack()
-	assert_same_tensor(saved(packed), packed)
+	written = packed.clone()
+	written.copy_(w.dequantize())
+	assert_same_tensor(written, grouped.quantize(w.dequantize(), w.format, columnwise=True).prepack())
 
 
 @each("compiled", [False, True], ids=["eager", "compiled"])

@@ -15,26 +15,21 @@ from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmC
 from cute_kernels.runtime.spec import resolve
 from tests.helpers import each
 
-CONFIGS = [
-	Sm100GemmConfig(operand, out_dtype=out, tile=tile)
-	for operand, kind in OPERANDS.items()
-	if support("grouped_gemm", kind.fmt, "sm_100a") and not kind.has_squares
-	for out in ("bfloat16", "float32")
-	for tile in SM100_TILES
-	if Sm100GemmConfig(operand).takes(tile)
+BASES = [
+	*(
+		Sm100GemmConfig(operand, out_dtype=out)
+		for operand, kind in OPERANDS.items()
+		if support("grouped_gemm", kind.fmt, "sm_100a") and not kind.has_squares
+		for out in ("bfloat16", "float32")
+	),
+	*(
+		Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32")
+		for operand, kind in OPERANDS.items()
+		if kind.fmt is not None
+	),
+	*(Sm100GemmConfig(operand, b_operand="nvfp4") for operand in ("fp8", "fp8_block", "mxfp8")),
 ]
-CONFIGS += [
-	Sm100GemmConfig("bfloat16", b_operand=operand, out_dtype="float32", tile=tile)
-	for operand, kind in OPERANDS.items()
-	for tile in SM100_TILES
-	if kind.fmt is not None
-]
-CONFIGS += [
-	Sm100GemmConfig(operand, b_operand="nvfp4", tile=tile)
-	for operand in ("fp8", "fp8_block", "mxfp8")
-	for tile in SM100_TILES
-	if Sm100GemmConfig(operand, b_operand="nvfp4").takes(tile)
-]
+CONFIGS = [dataclasses.replace(base, tile=tile) for base in BASES for tile in SM100_TILES if base.takes(tile)]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
 

@@ -8,16 +8,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES, each
 
-from .gemm_support import (
-	SHAPES,
-	check_far_rows,
-	check_live_rows,
-	check_many_groups,
-	check_modes,
-	check_zeroed_tails,
-	m_grouped,
-	quantize,
-)
+from .gemm_support import SHAPES, check_modes, m_grouped, quantize
 from .op_support import MODE_IDS, MODES
 
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
@@ -104,15 +95,6 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 	check_modes(mode, [(product, product.config.tile.num_ctas) for product in products])
 
 
-def test_the_tail_can_be_zeroed():
-	check_zeroed_tails(CONFIGS["nvfp4 few rows"], modes=({}, MODES[1], MODES[-1]))
-
-
-@each("name", ["nvfp4", "nvfp4 few rows"])
-def test_only_rows_of_groups_are_touched(name):
-	check_live_rows(CONFIGS[name])
-
-
 @each("name", ["nvfp4 256x256", "nvfp4 few rows", "fp8_block squares", "mxfp8"])
 def test_banks_of_shared_memory_take_few_turns(name):
 	"""Codes and values none; scale words are read 32 rows at a time, which lie on 8 banks."""
@@ -125,8 +107,3 @@ def test_banks_of_shared_memory_take_few_turns(name):
 		turns.append((stats["smem_wavefronts"], stats["smem_accesses"]))
 	wavefronts, accesses = (after - before for before, after in zip(*turns, strict=True))
 	assert wavefronts <= 1.1 * accesses
-
-
-def test_many_groups_and_offsets_past_2_to_the_31():
-	check_many_groups(CONFIGS["nvfp4 256x128"])
-	check_far_rows(CONFIGS["nvfp4 few rows"])

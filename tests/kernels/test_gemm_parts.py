@@ -13,7 +13,6 @@ from tests.helpers import assert_same_bytes, each
 
 from .gemm_support import m_grouped
 from .op_support import MODE_IDS, MODES
-from .test_gemm_sm90 import DEVICES
 
 NUM_SMS = 132
 KINDS = {
@@ -65,17 +64,16 @@ def test_parts_take_every_row_once(kind, mean):
 
 
 def test_small_products_and_single_groups_have_one_part():
-	base = Sm90GemmConfig("nvfp4", tile=Sm90Tile(128, 128, swap_ab=True))
-	for groups, rows, n in ((128, 1024, 256), (1, 8192, 8192)):
-		problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups, rows, n, k=2048)
+	for operand, grouping, groups, rows, n, depth in (
+		("nvfp4", "m_grouped", 128, 1024, 256, {"k": 2048}),
+		("nvfp4", "m_grouped", 1, 8192, 8192, {"k": 2048}),
+		("bfloat16", "m_grouped", 128, 8192, 5760, {"k": 2880}),
+		("nvfp4", "k_grouped", 8, 8192, 4096, {"m": 7168}),
+	):
+		base = Sm90GemmConfig(operand, grouping, tile=Sm90Tile(128, 128, swap_ab=grouping == "m_grouped"))
+		problem = GemmProblem(operand, grouping, "bfloat16", groups, rows, n, **depth)
 		config = choose_config(base, problem, NUM_SMS)
 		assert config.parts(problem, NUM_SMS) == (config,)
-	problem = GemmProblem("bfloat16", "m_grouped", "bfloat16", 128, 8192, 5760, k=2880)
-	config = choose_config(Sm90GemmConfig("bfloat16", tile=Sm90Tile(128, 128, swap_ab=True)), problem, NUM_SMS)
-	assert config.parts(problem, NUM_SMS) == (config,)
-	problem = GemmProblem("nvfp4", "k_grouped", "bfloat16", 8, 8192, 4096, m=7168)
-	config = choose_config(Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128)), problem, NUM_SMS)
-	assert config.parts(problem, NUM_SMS) == (config,)
 
 
 def test_a_tile_must_hold_what_its_part_has():
@@ -87,7 +85,6 @@ def test_a_tile_must_hold_what_its_part_has():
 		Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
-@each("device", DEVICES)
 @each("kind", [*KINDS])
 def test_bits_are_those_of_one_kernel(kind, device):
 	parts = parts_of(kind)
@@ -100,7 +97,6 @@ def test_bits_are_those_of_one_kernel(kind, device):
 	assert_same_bytes(run(product, parts, 4, device), want)
 
 
-@each("device", DEVICES)
 @each("sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ["all in one", "all empty", "many groups"])
 def test_routings(sizes, device):
 	parts = parts_of("nvfp4")

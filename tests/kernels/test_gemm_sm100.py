@@ -6,18 +6,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes, each
 
-from .gemm_support import (
-	SHAPES,
-	WGRAD_SHAPES,
-	check_far_rows,
-	check_live_rows,
-	check_many_groups,
-	check_modes,
-	check_zeroed_tails,
-	k_grouped,
-	m_grouped,
-	product_of,
-)
+from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
 from .op_support import MODE_IDS, MODES
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
@@ -137,19 +126,6 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched():
 	assert_same_bytes(product.run()[1], product.before[1])
 
 
-def test_more_than_a_thousand_groups():
-	for tile in (FPROP_ALL.tile, TILED["128x128 partial"].tile):
-		check_many_groups(dataclasses.replace(FPROP_ALL, tile=tile))
-
-
-@each(
-	"tile", [Sm100Tile(256, 128, 2), Sm100Tile(128, 32, swap_ab=True), Sm100Tile(256, 256, 2, swap_partial=True)], str
-)
-def test_the_tail_can_be_zeroed(tile):
-	config = dataclasses.replace(FPROP_FP32, tile=tile)
-	check_zeroed_tails(config, modes=({}, MODES[1], MODES[-1]))
-
-
 @each("mode", MODES, MODE_IDS)
 def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs, so that every ring of stages is gone through more than once.
@@ -165,20 +141,6 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(k_grouped(PLAIN_WGRAD, [100, 0, 5, 400], 8, 136, tail=1), 2),
 	)
 	check_modes(mode, products)
-
-
-@each(
-	"config",
-	[FPROP, FPROP_ALL, dataclasses.replace(FPROP, tile=TILED["128x128 partial"].tile)],
-	["overwrite", "accumulate", "tails"],
-)
-def test_only_rows_of_groups_are_touched(config):
-	check_live_rows(config)
-
-
-@each("config", [FPROP, TILED["swapped 128x64"]], ["direct", "swapped"])
-def test_offsets_past_2_to_the_31(config):
-	check_far_rows(config)
 
 
 @each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])

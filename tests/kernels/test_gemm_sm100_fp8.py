@@ -4,17 +4,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import each
 
-from .gemm_support import (
-	SHAPES,
-	WGRAD_SHAPES,
-	check_far_rows,
-	check_live_rows,
-	check_many_groups,
-	check_zeroed_tails,
-	k_grouped,
-	m_grouped,
-	wild,
-)
+from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, wild
 from .op_support import MODE_IDS, MODES
 from .test_gemm_sm100 import TAILS
 
@@ -122,23 +112,3 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		product, want = several(config)
 		with emulator.options(**mode):
 			product.check(config.tile.num_ctas, want=want)
-
-
-@each("name", ["mxfp8", "fp8 few", "promoted"])
-def test_the_tail_can_be_zeroed(name):
-	check_zeroed_tails(M_GROUPED[name], modes=({}, MODES[1]))
-
-
-@each("name", ["mxfp8 all", "fp8", "promoted", "promoted all"])
-def test_only_rows_of_groups_are_touched(name):
-	check_live_rows(M_GROUPED[name])
-
-
-@each("config", [M_GROUPED["mxfp8 all"], K_GROUPED["mxfp8 add"], M_GROUPED["promoted all"]])
-def test_more_groups_than_a_window_of_the_scheduler(config):
-	check_many_groups(config)
-
-
-@each("name", ["mxfp8", "fp8 few", "promoted"])
-def test_offsets_past_2_to_the_31(name):
-	check_far_rows(M_GROUPED[name])

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 import cute_kernels
@@ -10,7 +9,6 @@ from tests.helpers import DTYPES, F16, F32, each, ends, m_grouped_arguments, man
 
 from .gemm_support import compiled, on_device_of
 from .op_support import MODE_IDS, MODES
-from .test_gemm_sm90 import DEVICES
 
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).
@@ -22,11 +20,6 @@ SHAPES = {
 	"two warps a row": ([5, 1], 1, 4096),
 	"all empty": ([0, 0], 4, 64),
 }
-
-
-@pytest.fixture(params=DEVICES, ids=["emulated", "gpu"][: len(DEVICES)])
-def device(request):
-	return request.param
 
 
 def values(x, offs, amax, row_scaled):

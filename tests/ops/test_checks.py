@@ -33,10 +33,6 @@ OFFS_RULES = [
 ]
 
 
-def offs_cases(name, *before, after=()):
-	return [(name, (*before, offs, *after), *rest) for offs, *rest in OFFS_RULES]
-
-
 def change(arguments, index, value):
 	"""Arguments with another one at ``index``, or within the list at the first of two indices."""
 	if isinstance(index, tuple):
@@ -100,6 +96,9 @@ BLOCKS = ("fp8_block", "mxfp8")
 FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
 #: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
 M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
+#: Where formats are in the arguments of products.
+FORMATS_AT = [("m_grouped_gemm", FPROP, 10), ("m_grouped_quantize_gemm", FUSED, 5)]
+FORMATS_AT += [("k_grouped_gemm", WGRAD, at) for at in (7, 8)]
 
 #: Arguments that raise a TypeError, and its message, by op.
 WRONG_TYPES = {
@@ -178,7 +177,14 @@ WRONG_VALUES = {
 		((X, NVFP4), "x must have 3 dimensions, got shape (8, 32)"),
 		((X, "nvfp4:row_scaled,block=16x16", OFFS), "row_scaled needs block=(1, 16), got block=(16, 16)"),
 		((X, NVFP4, OFFS, None, False, False), "rowwise and columnwise are both False"),
-		((X, ROWS, OFFS, torch.ones(2)), "amax is the second level of groups, which nvfp4:row_scaled does not use"),
+		*(
+			((X, text, OFFS, torch.ones(2)), f"amax is the second level of groups, which {text} does not use")
+			for text in (ROWS, "mxfp8", "fp8_block")
+		),
+		*(
+			((torch.ones(8, k), NVFP4, OFFS), f"K must be a positive multiple of 16 (nvfp4, x is (..., K)), got {k}")
+			for k in (0, 1, 8, 24, 31)
+		),
 		((X, NVFP4, OFFS, torch.ones(3)), "amax must have size 2 in dimension 0, got shape (3,)"),
 	],
 	"grouped_dequantize": [
@@ -245,27 +251,9 @@ CASES = [
 		)
 		for multiplier, dtype in ((0, None), (-1, I32), (1 << 31, None), (1 << 40, I32), (-1, torch.int64))
 	],
-	*offs_cases("grouped_amax", X),
-	*offs_cases("grouped_dbias", X),
+	*offs_of("grouped_amax", (X, OFFS)),
+	*offs_of("grouped_dbias", (X, OFFS)),
 	*offs_of("grouped_quantize", (X, NVFP4, OFFS)),
-	*[
-		(
-			"grouped_quantize",
-			(torch.ones(8, cols), NVFP4, OFFS),
-			ValueError,
-			f"K must be a positive multiple of 16 (nvfp4, x is (..., K)), got {cols}",
-		)
-		for cols in (0, 1, 8, 24, 31)
-	],
-	*[
-		(
-			"grouped_quantize",
-			(X, text, OFFS, torch.ones(2)),
-			ValueError,
-			f"amax is the second level of groups, which {text} does not use",
-		)
-		for text in ("mxfp8", "fp8_block")
-	],
 	*offs_of("grouped_dequantize", dequantized(Q[:3])),
 	*copy_cases("grouped_dequantize", dequantized(Q[:3]), 0, 1, "codes"),
 	*copy_cases("grouped_dequantize", dequantized(Q[3:], columnwise=True), 0, 1, "codes", "_t"),
@@ -278,10 +266,10 @@ CASES = [
 		)
 		for copy in (Q[:1], Q[:2], Q[:4])
 	],
-	*offs_cases("m_grouped_gemm", X, W),
+	*offs_of("m_grouped_gemm", (X, W, OFFS)),
 	*operand_cases("m_grouped_gemm", (X, W, OFFS), 0, "a"),
 	*operand_cases("m_grouped_gemm", (X, W, OFFS), 1, "b"),
-	*offs_cases("k_grouped_gemm", X, X),
+	*offs_of("k_grouped_gemm", (X, X, OFFS)),
 	*operand_cases("k_grouped_gemm", (X, X, OFFS), 0, "a"),
 	*operand_cases("k_grouped_gemm", (X, X, OFFS), 1, "b"),
 	*offs_of("m_grouped_gemm", FPROP),
@@ -306,23 +294,21 @@ CASES = [
 		for case in copy_cases("k_grouped_gemm", WGRAD, codes, K_SCALES[side], side, "_t")
 	],
 	*[
-		("m_grouped_gemm", change(FPROP, at, None), ValueError, f"{side}_scales and {side}_format")
-		for side, ats in (("a", (7, 9)), ("b", (8, 10)))
-		for at in ats
-	],
-	*[
-		("k_grouped_gemm", change(WGRAD, at, None), ValueError, f"{side}_scales and {side}_format")
-		for side, ats in (("a", (5, 7)), ("b", (6, 8)))
-		for at in ats
+		(name, change(arguments, first + i, None), ValueError, f"{side}_scales and {side}_format")
+		for name, arguments, first in (("m_grouped_gemm", FPROP, 7), ("k_grouped_gemm", WGRAD, 5))
+		for i, side in enumerate("abab")
 	],
 	*[
 		(name, change(arguments, at, "mxfp8"), ValueError, "a and b must have formats of one kind")
-		for name, arguments, ats in (
-			("m_grouped_gemm", FPROP, (10,)),
-			("m_grouped_quantize_gemm", FUSED, (5,)),
-			("k_grouped_gemm", WGRAD, (7, 8)),
+		for name, arguments, at in FORMATS_AT
+	],
+	*[
+		(name, change(arguments, at, "NVFP4"), ValueError, "got 'NVFP4'")
+		for name, arguments, at in (
+			*FORMATS_AT,
+			("grouped_quantize", (X, NVFP4, OFFS), 1),
+			("grouped_dequantize", dequantized(Q[:3]), 2),
 		)
-		for at in ats
 	],
 	*[
 		(
@@ -340,18 +326,6 @@ CASES = [
 			("k_grouped_gemm", WGRAD, "b", 6, "scales_t, amax_t"),
 		)
 		for is_short in (True, False)
-	],
-	*[
-		(name, change(arguments, at, text), ValueError, message)
-		for name, arguments, ats in (
-			("grouped_quantize", (X, NVFP4, OFFS), (1,)),
-			("grouped_dequantize", dequantized(Q[:3]), (2,)),
-			("m_grouped_gemm", FPROP, (10,)),
-			("m_grouped_quantize_gemm", FUSED, (5,)),
-			("k_grouped_gemm", WGRAD, (7, 8)),
-		)
-		for at in ats
-		for text, message in (("NVFP4", "got 'NVFP4'"),)
 	],
 ]
 

@@ -120,8 +120,7 @@ def test_router_kernels(case):
 	for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
 		for mode in MODES[at % 2 :: 2]:
 			with cute_kernels.backend(f"emulated:{arch}", **mode):
-				for got, wanted in zip(routed(case), want, strict=True):
-					assert_same_bytes(got, wanted, any_nan=True)
+				assert_all_same(routed(case), want, any_nan=True)
 
 
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=torch.float32, seed=0):
@@ -306,8 +305,7 @@ def test_gradients_are_quantized_where_they_are_made(arch, case):
 		with cute_kernels.backend(f"emulated:{arch}", **mode):
 			runs.append(run())
 	for made in runs:
-		for got, wanted in zip(made, like, strict=True):
-			assert_same_bytes(got, wanted, any_nan=True)
+		assert_all_same(made, like, any_nan=True)
 
 
 GATHERED = [

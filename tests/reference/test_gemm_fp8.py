@@ -24,6 +24,7 @@ from tests.helpers import (
 from tests.reference import fp8_oracle
 
 from .oracle import RCP_2688
+from .test_gemm import check_empty_wgrad
 
 F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
@@ -54,15 +55,12 @@ each_fp8 = each("pair", FP8_KINDS)
 each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
-def multiply(pair, a, b, offs, bias=None, alpha=None, transpose_b=False):
-	texts = {"a_format": pair[0], "b_format": pair[1]}
-	options = (bias, alpha, transpose_b, F32)
-	return ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, *options, **texts))
+def texts(pair):
+	return {"a_format": pair[0], "b_format": pair[1]}
 
 
 def wgrad_of(pair, copies, offs):
-	texts = {"a_format": pair[0], "b_format": pair[1]}
-	return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts))
+	return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts(pair)))
 
 
 def columnwise(pair, tensors, offs):
@@ -86,8 +84,7 @@ class Product:
 
 	def arguments(self, *options):
 		bias, alpha, dtype = options or (None, None, F32)
-		texts = {"a_format": self.pair[0], "b_format": self.pair[1]}
-		return m_grouped_arguments(self.a, self.b, self.offs, bias, alpha, self.transpose_b, dtype, **texts)
+		return m_grouped_arguments(self.a, self.b, self.offs, bias, alpha, self.transpose_b, dtype, **texts(self.pair))
 
 	def run(self, *options):
 		return ops.m_grouped_gemm(*self.arguments(*options))
@@ -120,8 +117,7 @@ class Wgrad:
 		self.copies = columnwise(pair, self.tensors, self.offs)
 
 	def arguments(self, alpha=None, dtype=F32):
-		texts = {"a_format": self.pair[0], "b_format": self.pair[1]}
-		return k_grouped_arguments(*self.copies, self.offs, alpha, dtype, **texts)
+		return k_grouped_arguments(*self.copies, self.offs, alpha, dtype, **texts(self.pair))
 
 	def run(self, alpha=None, dtype=F32):
 		return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
@@ -208,7 +204,7 @@ def test_1500_groups(pair):
 	rows = int(offs[-1])
 	x, w = sample(rows, 32), sample(len(offs), 16, 32)
 	a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
-	got = multiply(pair, a, b, offs)
+	got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
 	copies = columnwise(pair, (x, x), offs)
 	wgrad = wgrad_of(pair, copies, offs)
 	start = 0
@@ -236,15 +232,7 @@ def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
 	untouched = out.clone()
 	case.run_out(out, accumulate=accumulate)
 	assert_same_bytes(out, torch.cat([functional[:32], untouched[32:]]))
-	wgrad = Wgrad(pair, (20, 0, 12))
-	functional = wgrad.run()
-	assert not functional[1].any()
-	written = poisoned(functional)
-	ops.k_grouped_gemm_out(*wgrad.arguments(), out=written)
-	assert_same_bytes(written, functional)
-	kept = poisoned(functional)
-	ops.k_grouped_gemm_out(*wgrad.arguments(), out=kept, accumulate=True)
-	assert_same_bytes(kept[1], poisoned(functional)[1])
+	check_empty_wgrad(*Wgrad(pair, (20, 0, 12)).arguments())
 
 
 @each_fp8

@@ -1,4 +1,4 @@
-"""End rows that break every rule: no GEMM leaves its buffers, on either architecture."""
+"""Which rows of its buffers a GEMM touches, on either architecture: with end rows that break every rule, too."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from tests.kernels import test_gemm_sm90 as sm90
 from tests.kernels import test_gemm_sm100 as sm100
 from tests.kernels import test_gemm_sm100_fp8 as sm100_fp8
 
-from .gemm_support import product_of
-from .op_support import watching
+from .gemm_support import arch_of, check_far_rows, check_live_rows, check_many_groups, check_zeroed_tails, product_of
+from .op_support import MODES, watching
 
 SMALLEST, LARGEST = -(2**31), 2**31 - 1
 #: For groups of 130, 10 and 60 rows in a buffer of 211.
@@ -38,6 +38,8 @@ CONFIGS = {
 	"sm_90a w4a16": sm90.W4A16,
 	"sm_90a fp8_block": dataclasses.replace(fp8.UNSWAPPED, zero_tail=True),
 	"sm_90a squares x rows": fp8.TURNED,
+	"sm_90a uneven fp8": fp8.MIXED["fast"],
+	"sm_90a uneven fp8_block": fp8.MIXED["block"],
 	"sm_90a wgrad": sm90.WGRAD_ADD,
 	"sm_90a rows x squares wgrad": fp8.WGRADS["rows x squares"],
 	"sm_90a bf16 wgrad": sm90.PLAIN_WGRAD,
@@ -54,6 +56,38 @@ CONFIGS = {
 	"sm_100a wgrad": sm100.WGRAD_ADD,
 	"sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,
 }
+ONE_TILE = dataclasses.replace(sm90.FPROP, out_dtype="float32", bias_dtype="bfloat16")
+ZEROED = [
+	*(dataclasses.replace(ONE_TILE, tile=sm90.M_TILES[tile]) for tile in ("256x32", "256x128x2")),
+	*(dataclasses.replace(config, bias_dtype="float32") for config in (fp8.FAST, fp8.BLOCK, fp8.UNSWAPPED)),
+	*(
+		dataclasses.replace(sm100.FPROP_FP32, tile=sm100.TILED[tile].tile)
+		for tile in ("256x128", "swapped 128x32", "256x256 partial")
+	),
+	*(sm100_fp8.M_GROUPED[name] for name in ("mxfp8", "fp8 few", "promoted")),
+	decoded.CONFIGS["nvfp4 few rows"],
+]
+FAR = [sm100.FPROP, sm100.TILED["swapped 128x64"], *ZEROED[-4:]]
+
+
+@each("config", ZEROED, str)
+def test_the_tail_can_be_zeroed(config, device):
+	check_zeroed_tails(config, device if arch_of(config) == "sm_90a" else "cpu", (MODES[1], MODES[-1]))
+
+
+@each("config", {name: c for name, c in CONFIGS.items() if c.grouping == "m_grouped" and not c.zero_tail})
+def test_only_rows_of_groups_are_touched(config):
+	check_live_rows(config)
+
+
+@each("config", CONFIGS)
+def test_more_groups_than_a_window_of_the_scheduler(config):
+	check_many_groups(config)
+
+
+@each("config", FAR, str)
+def test_offsets_past_2_to_the_31(config):
+	check_far_rows(config)
 
 
 @each("config", CONFIGS)
