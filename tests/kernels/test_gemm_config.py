@@ -1,7 +1,6 @@
 """Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
 
 import dataclasses
-import inspect
 
 import pytest
 
@@ -9,10 +8,8 @@ from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, operand_of
-from cute_kernels.gemm.problem import GemmArguments, GemmProblem
-from cute_kernels.gemm.sm90.config import Sm90GemmConfig
+from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
-from cute_kernels.runtime.spec import resolve
 from tests.helpers import each
 
 BASES = [
@@ -70,13 +67,6 @@ def test_a_format_finds_its_kind_by_element_and_scale():
 	other.scale = NVFP4.scale
 	with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
 		operand_of(other())
-
-
-@each("cls", [Sm90GemmConfig, Sm100GemmConfig])
-def test_arguments_are_named_as_the_kernel_names_them(cls):
-	pytest.importorskip("cutlass")
-	parameters = inspect.signature(resolve(cls.kernel).__call__).parameters
-	assert [*parameters] == ["self", *GemmArguments._fields, "stream"]
 
 
 @each(
