@@ -111,6 +111,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
 		(m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
 		(m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
+		(m_grouped(dataclasses.replace(PLAIN, tile=M_TILES["64x32"]), [33, 0, 5], 136, 1320, tail=1), 1),
 		(m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
 		(m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
 		(m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
