@@ -5,7 +5,7 @@ where nothing observes the call (``registry.Op.invoke``). Each op is documented 
 """
 
 # flops counts.
-from cute_kernels.ops import delayed, dequantize, flops, gemm, moe, quantize, reductions, router  # noqa: F401
+from cute_kernels.ops import delayed, dequantize, flops, fused_gemm, gemm, moe, quantize, reductions, router  # noqa: F401
 
 __all__ = [
 	"compute_offsets",
@@ -38,9 +38,9 @@ grouped_dequantize = dequantize.GroupedDequantize.invoke
 grouped_quantize = quantize.GroupedQuantize.invoke
 k_grouped_gemm = gemm.KGroupedGemm.invoke
 m_grouped_gemm = gemm.MGroupedGemm.invoke
-m_grouped_gemm_activate = gemm.MGroupedGemmActivate.invoke
-m_grouped_quantize_gemm = gemm.MGroupedQuantizeGemm.invoke
-m_grouped_quantize_gemm_activate = gemm.MGroupedQuantizeGemmActivate.invoke
+m_grouped_gemm_activate = fused_gemm.MGroupedGemmActivate.invoke
+m_grouped_quantize_gemm = fused_gemm.MGroupedQuantizeGemm.invoke
+m_grouped_quantize_gemm_activate = fused_gemm.MGroupedQuantizeGemmActivate.invoke
 moe_activate = moe.MoeActivate.invoke
 moe_activate_gradient = moe.MoeActivateGradient.invoke
 moe_combine = moe.MoeCombine.invoke

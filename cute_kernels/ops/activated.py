@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..capability import support
 from ..formats import parse
 from ..runtime.backend import Choice, resolve_backend
-from .gemm import MGroupedGemmActivate
+from .fused_gemm import MGroupedGemmActivate
 from .launch import gemm as launch_gemm
 
 

@@ -10,15 +10,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from ..layout.slots import TILE_ROWS
-from .gemm import (
-	GroupedGemm,
-	KGroupedGemm,
-	MGrouped,
-	MGroupedGemm,
-	MGroupedGemmActivate,
-	MGroupedQuantizeGemm,
-	MGroupedQuantizeGemmActivate,
-)
+from .fused_gemm import MGroupedGemmActivate, MGroupedQuantizeGemm, MGroupedQuantizeGemmActivate
+from .gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
 
 
 def register_flops(namespace: Any, count: Callable[..., int], *names: str) -> None:

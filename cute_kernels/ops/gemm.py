@@ -12,29 +12,26 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cute_kernels import reference
 
-from ..activations import parse_activation
 from ..capability import require
 from ..formats import Format, parse
-from ..layout.buffers import BufferSpec, buffers
+from ..layout.buffers import BufferSpec
 from ..layout.prepack import unpack
 from ..layout.shapes import PITCH_ALIGNMENT
 from ..layout.slots import TILE_ROWS, most_rows
 from ..reference.groups import Groups
-from ..reference.moe import activate
 from .checks import (
 	INPUT_DTYPES,
 	check_copy,
 	check_dtype,
 	check_multiple,
 	check_offs,
-	check_rows,
 	check_seed,
 	check_tensor,
 	same_device,
@@ -42,9 +39,7 @@ from .checks import (
 from .derivatives import not_differentiable
 from .launch import gemm as launch_gemm
 from .pairs import check_accumulation, check_pair, check_transforms, is_w4a8
-from .prologue import check_prologue, result_columns
-from .quantize import GroupedQuantize
-from .registry import Allocator, Op, Runner, register
+from .registry import Op, Runner, register
 
 if TYPE_CHECKING:
 	from ..runtime.backend import Backend
@@ -53,7 +48,8 @@ if TYPE_CHECKING:
 _FP32 = (torch.float32,)
 
 
-def _parse(text: str | None) -> Format | None:
+def parse_given(text: str | None) -> Format | None:
+	"""The format of a text; None for none."""
 	return None if text is None else parse(text)
 
 
@@ -149,12 +145,12 @@ class GroupedGemm(Op):
 	@property
 	def a_record(self) -> Format | None:
 		"""The format of A; None if plain."""
-		return _parse(self.a_format)
+		return parse_given(self.a_format)
 
 	@property
 	def b_record(self) -> Format | None:
 		"""The format of B; None if plain."""
-		return _parse(self.b_format)
+		return parse_given(self.b_format)
 
 	@property
 	def result_record(self) -> Format | None:
@@ -434,239 +430,6 @@ class MGroupedGemm(MGrouped):
 		if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
 			dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
 		return da, db, None, dbias, *(None,) * 10
-
-
-@register
-@dataclasses.dataclass
-class MGroupedQuantizeGemm(MGrouped):
-	"""``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of that in one op.
-
-	The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the NVFP4 A
-	never exists as codes: the quantizer writes code times block scale, the operand of the GEMM.
-
-	Args:
-	  a: (T, K) bf16, fp16 or fp32.
-	  b: as for ``m_grouped_gemm``, quantized.
-	  offs: (G,) int32 end rows.
-	  b_scales: as for ``m_grouped_gemm``.
-	  a_format: the text of the format that ``a`` is quantized to.
-	  b_format: the text of the format of ``b``.
-	  bias: (G, N), added in fp32.
-	  alpha: (G,) fp32 factors.
-	  transpose_b: as for ``m_grouped_gemm``.
-	  out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
-	  prepacked: as for ``m_grouped_gemm``.
-	  seed: as for ``grouped_quantize``.
-	  accumulation: as for ``m_grouped_gemm``.
-	  activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
-	  rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
-
-	Returns:
-	  (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
-	"""
-
-	a: Tensor
-	b: Tensor
-	offs: Tensor
-	b_scales: list[Tensor]
-	a_format: str
-	b_format: str
-	bias: Tensor | None = None
-	alpha: Tensor | None = None
-	transpose_b: bool = False
-	out_dtype: torch.dtype | None = None
-	prepacked: bool = False
-	seed: Tensor | None = None
-	accumulation: str | None = None
-	activation: str | None = None
-	rows: Tensor | None = None
-
-	name: ClassVar[str] = "m_grouped_quantize_gemm"
-	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemm
-	quantized_sides: ClassVar[str] = "b"
-	a_scales: ClassVar[None] = None  # type: ignore[misc]
-
-	def require(self, backend: Backend) -> None:
-		super().require(backend)
-		self.quantizer().require(backend)
-
-	@property
-	def depth(self) -> int:
-		return result_columns(self.a.shape[1], self.activation)
-
-	def check(self) -> None:
-		super().check()
-		check_prologue("a", self.a, self.activation)
-		if self.rows is not None:
-			check_rows(self.rows, "a", self.a)
-
-	def reader(self) -> Callable[[GroupedGemm], tuple[Parts, Parts]]:
-		read = super().reader()
-		if self.rows is None:
-			return read
-		# Where codes have scales, for what quantizes A to them.
-		return lambda op: ((op.a, cast("MGroupedQuantizeGemm", op).rows, None), read(op)[1])
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
-
-	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-		quantizer = self.quantizer()
-		a = [s.allocate(self.device, True) for s in quantizer.outputs()]
-		quantizer.run_reference(a)
-		self.product(a).run_reference(outputs, **options)
-
-	def quantizer(self) -> GroupedQuantize:
-		"""What quantizes A."""
-		given: dict[str, Any] = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
-		return GroupedQuantize(self.a, self.a_format, self.offs, **given)
-
-	def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
-		"""The GEMM of what the quantizer made of A."""
-		read = len(parse(self.a_format).operand_names(columnwise=False))
-		return self.product_type(
-			a[0],
-			self.b,
-			self.offs,
-			self.bias,
-			self.alpha,
-			self.transpose_b,
-			self.result_dtype,
-			list(a[1:read]),
-			self.b_scales,
-			self.a_format,
-			self.b_format,
-			self.prepacked,
-			self.accumulation,
-			None,
-			*self.of_activation,
-		)
-
-
-def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
-	"""Quantizing to codes in memory, and the GEMM of those."""
-	quantizer = op.quantizer()
-	quantize = quantizer.kernels(launch)
-	codes = Allocator(quantizer.outputs(), op.device)
-	multiply = op.product(codes.make()).kernels(launch)
-
-	def run(op: MGroupedQuantizeGemm, outputs: Sequence[Tensor], **options: bool) -> None:
-		a = codes.make()
-		quantize(op.quantizer(), a)
-		multiply(op.product(a), outputs, **options)
-
-	return run
-
-
-class _Activated(MGrouped):
-	"""What m_grouped GEMMs with an activation share."""
-
-	accumulates: ClassVar[bool] = False
-	returns_list: ClassVar[bool] = True
-	setup_context = None
-	backward = None
-
-	epilogue: str
-	interleaved: bool
-	keeps_z: bool
-	quantize_to: str | None
-
-	@property
-	def has_activation(self) -> bool:
-		return True
-
-	@property
-	def of_activation(self) -> tuple[str, bool, bool, str | None]:
-		fmt = self.result_record
-		return self.epilogue, self.interleaved, self.keeps_z, None if fmt is None else fmt.text
-
-	@property
-	def result_record(self) -> Format | None:
-		return _parse(self.quantize_to)
-
-	def check(self) -> None:
-		super().check()
-		is_gated = parse_activation(self.epilogue).is_gated
-		if self.transpose_b:
-			raise ValueError("transpose_b is of dgrad, whose result goes through no activation")
-		if is_gated and self.cols % 2:
-			raise ValueError(f"b (G, 2N, K) of {self.epilogue}, which is gated, must have an even N, got {self.cols} rows")
-		if self.interleaved and not is_gated:
-			raise ValueError(f"interleaved is of gated activations, which {self.epilogue} is not")
-		if (fmt := self.result_record) is not None:
-			if self.keeps_z:
-				raise ValueError("keeps_z is of results that are not quantized")
-			check_multiple("N", result_columns(self.cols, self.epilogue), fmt.k_multiple, f"quantize_to={fmt.text!r}")
-
-	def outputs(self) -> list[BufferSpec]:
-		(z,) = super().outputs()
-		width = result_columns(self.cols, self.epilogue)
-		if (fmt := self.result_record) is not None:
-			return list(buffers(fmt, (z.shape[0], width), self.offs.shape[0]).values())
-		return [z._replace(shape=(z.shape[0], width)), *[z] * self.keeps_z]
-
-
-@register
-@dataclasses.dataclass
-class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
-	"""``m_grouped_gemm`` and ``moe_activate`` of that in one kernel, with the bits of the two.
-
-	So z, the product with its factors and bias, is rounded to ``out_dtype`` before the activation.
-
-	Args:
-	  a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
-	  b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
-	  epilogue: its text, as ``moe_activate`` takes it.
-	  interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation alternate, A first.
-	  keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
-	  quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized instead, without z.
-
-	Returns:
-	  a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form leaves
-	  them alone. Or what ``grouped_quantize`` of a with ``offs`` returns.
-	"""
-
-	epilogue: str = "swiglu"
-	interleaved: bool = False
-	keeps_z: bool = False
-	quantize_to: str | None = None
-
-	name: ClassVar[str] = "m_grouped_gemm_activate"
-
-	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-		(spec,) = MGrouped.outputs(self)
-		z = outputs[1] if self.keeps_z else spec.allocate(self.device, True)
-		super().run_reference([z], **options)
-		width, text = result_columns(self.cols, self.epilogue), self.quantize_to
-		a = outputs[0] if text is None else z.new_zeros(z.shape[0], width)
-		activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, a)
-		if text is not None:
-			GroupedQuantize(a, text, self.offs).run_reference(outputs)
-
-
-@register
-@dataclasses.dataclass
-class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
-	"""``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
-
-	Args:
-	  a: as for ``m_grouped_quantize_gemm``, and so all up to ``rows``.
-	  epilogue: as for ``m_grouped_gemm_activate``.
-	  interleaved: likewise.
-	  keeps_z: likewise.
-	  quantize_to: likewise.
-
-	Returns:
-	  As ``m_grouped_gemm_activate``.
-	"""
-
-	epilogue: str = "swiglu"
-	interleaved: bool = False
-	keeps_z: bool = False
-	quantize_to: str | None = None
-
-	name: ClassVar[str] = "m_grouped_quantize_gemm_activate"
-	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemmActivate
 
 
 @register

@@ -10,7 +10,7 @@ from cute_kernels.gemm.problem import GemmConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize import GroupedDequantize
-from cute_kernels.ops.gemm import MGroupedQuantizeGemm
+from cute_kernels.ops.fused_gemm import MGroupedQuantizeGemm
 from cute_kernels.ops.moe import MoeQuantizeGradient
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 	from torch import Tensor
 
 	from ...runtime.launch import Launcher
-	from ..gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm, MGroupedQuantizeGemm
+	from ..fused_gemm import MGroupedQuantizeGemm
+	from ..gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
 	from ..registry import Runner
 	from .sm90_operands import Parts
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 	from ...gemm.problem import GemmConfig
 	from ...gemm.sm90.config import Sm90GemmConfig
 	from ...runtime.launch import Launcher
-	from ..gemm import GroupedGemm, MGroupedQuantizeGemm
+	from ..fused_gemm import MGroupedQuantizeGemm
+	from ..gemm import GroupedGemm
 
 	#: Codes or values, block scales, and second level of an operand.
 	Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
