@@ -10,7 +10,7 @@ CTA* cta_at(Cluster* cluster, u32 rank, const char* what) {
 
 void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what) {
 	if (offset < SMEM_BASE || offset + bytes > c->smem.size())
-		fail("%s out of bounds: shared offset %u + %llu bytes, CTA has %u..%zu", what, offset, (unsigned long long)bytes,
+		fail("%s out of bounds: shared offset %u + %llu bytes, CTA has %u..%zu", what, offset, bytes,
 				 SMEM_BASE, c->smem.size());
 }
 
@@ -23,10 +23,18 @@ u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner) {
 	return c->smem.data() + offset_of(address);
 }
 
-u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner, u32* offset) {
+SharedPlace shared_place(Warp& w, const Operand& o, int lane, u32 bytes) {
 	const u32 address = shared_address(address_of(w, o, lane));
-	*offset = offset_of(address);
-	return shared_pointer(w, address, bytes, owner);
+	SharedPlace place{nullptr, offset_of(address), nullptr};
+	place.pointer = shared_pointer(w, address, bytes, &place.owner);
+	return place;
+}
+
+u32 destinations(Warp& w, const Instruction& in, int i, int lane, u32 address, const char* what) {
+	const u32 ranks = in.flags & F_MULTICAST ? (u32)value_of(w, operand(in, i), lane) & 0xffff : 1u << rank_of(address);
+	const size_t ctas = w.cta->cluster->ctas.size();
+	if (!ranks || ranks >> ctas) fail("%s to CTA mask %#x of a cluster of %zu", what, ranks, ctas);
+	return ranks;
 }
 
 bool Machine::within(const std::map<u64, u64>& ranges, u64 address, u64 bytes) {
@@ -40,7 +48,7 @@ bool Machine::within(const std::map<u64, u64>& ranges, u64 address, u64 bytes) {
 }
 
 void Machine::check_range(u64 address, u64 bytes, const char* what) {
-	if (address < 65536) fail("%s through a null or tiny pointer %#llx", what, (unsigned long long)address);
+	if (address < 65536) fail("%s through a null or tiny pointer %#llx", what, address);
 	if (ranges.empty() || (address >= last_low_ && address + bytes <= last_high_)) return;
 	if (within(ranges, address, bytes) || within(module_ranges, address, bytes)) return;
 	if (params && address >= (u64)params && address + bytes <= (u64)params + program->param_bytes) return;
@@ -49,21 +57,21 @@ void Machine::check_range(u64 address, u64 bytes, const char* what) {
 	if (it != ranges.begin()) {
 		--it;
 		snprintf(near, sizeof near, "; %lld bytes past the end of an allocation of %llu",
-						 (long long)(address + bytes - it->second), (unsigned long long)(it->second - it->first));
+						 (address + bytes - it->second), (it->second - it->first));
 	}
-	fail("%s out of bounds: address %#llx + %llu%s", what, (unsigned long long)address, (unsigned long long)bytes, near);
+	fail("%s out of bounds: address %#llx + %llu%s", what, address, bytes, near);
 }
 
 static u8* local_pointer(Warp& w, u64 offset, u32 bytes, int lane) {
 	const u32 size = machine.program->local_bytes;
 	if (offset + bytes > size)
-		fail("local memory access out of bounds: offset %llu + %u of %u bytes", (unsigned long long)offset, bytes, size);
+		fail("local memory access out of bounds: offset %llu + %u of %u bytes", offset, bytes, size);
 	return w.local.data() + (size_t)lane * size + offset;
 }
 
 u8* resolve(Warp& w, u8 space, u64 address, u32 bytes, int lane, bool write) {
 	if (bytes > 1 && (bytes & (bytes - 1)) == 0 && (address & (bytes - 1)))
-		fail("misaligned %u-byte access at %#llx", bytes, (unsigned long long)address);
+		fail("misaligned %u-byte access at %#llx", bytes, address);
 	if (space == SHARED) return shared_pointer(w, shared_address(address), bytes);
 	if (space == LOCAL || address >= LOCAL_WINDOW)
 		return local_pointer(w, address >= LOCAL_WINDOW ? address - LOCAL_WINDOW : address, bytes, lane);

@@ -6,12 +6,9 @@
 
 void float_arithmetic(Warp& w, const Instruction& in, u32 mask);  // float.cpp
 float float_minmax(const Instruction& in, float a, float b, bool minimum);
-void convert(Warp& w, const Instruction& in, u32 mask);             // convert.cpp
 bool compare(const Instruction& in, u8 type, u64 a, u64 b);         // compare.cpp
-void set_predicate(Warp& w, const Instruction& in, u32 mask);       // compare.cpp
 double number_of(u8 type, u64 bits);                                // convert.cpp
 void integer_arithmetic(Warp& w, const Instruction& in, u32 mask);  // integer.cpp
-bool bit_manipulation(Warp& w, const Instruction& in, u32 mask);    // bits.cpp
 
 // d = f(a, b, c, e, lane) for every lane of the mask, from operands 1..count.
 template <class F>

@@ -18,7 +18,7 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 		if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %u bytes", bytes);
 		if (filled > bytes) fail("cp.async reads %u bytes and writes %u", filled, bytes);
 		if (to % bytes || from % bytes)
-			fail("misaligned cp.async of %u bytes from %#llx to shared offset %u", bytes, (unsigned long long)from,
+			fail("misaligned cp.async of %u bytes from %#llx to shared offset %u", bytes, from,
 					 offset_of(to));
 		u8* p = shared_pointer(w, to, bytes);
 		if (filled) machine.check_range(from, filled, "cp.async");
@@ -38,14 +38,16 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 				&w.copy_time[lane]);
 	}
 }
+EXECUTES(copy, CP_ASYNC)
 
-static void commit(Warp& w, u32 mask) {
+static void commit(Warp& w, const Instruction&, u32 mask) {
 	FOR_LANES (lane, mask) {
 		CopyGroupPtr& open = w.open_copy_group[lane];
 		w.copy_groups[lane].push_back(open ? open : std::make_shared<CopyGroup>());
 		open = nullptr;
 	}
 }
+EXECUTES(commit, CP_ASYNC_COMMIT)
 
 // aux: how many groups may stay pending; -1 waits for everything, committed or not.
 static Status wait(Warp& w, const Instruction& in, u32 mask) {
@@ -66,32 +68,22 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
+EXECUTES(wait, CP_ASYNC_WAIT)
 
 // cp.async.mbarrier.arrive: arrives once the lane's earlier copies have landed.
 static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	const bool counted = in.sub;  // .noinc: the arrival is one of those that init counted
 	FOR_LANES (lane, mask) {
-		CTA* c;
-		u32 offset;
-		shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset);
-		if (!counted) mbarrier_expect_arrival(c, offset);
+		const SharedPlace barrier = shared_place(w, operand(in, 0), lane, 8);
+		if (!counted) mbarrier_expect_arrival(barrier.owner, barrier.offset);
 		const Actor me = races_on ? warp_actor(w) : Actor();
 		machine.post(
 				[=] {
-					if (races_on) race_join(c->mbarrier_sync[offset].gathering, me.clock);
-					mbarrier_arrive(c, offset, 1);
+					if (races_on) race_join(barrier.owner->mbarrier_sync[barrier.offset].gathering, me.clock);
+					mbarrier_arrive(barrier.owner, barrier.offset, 1);
 				},
 				&w.copy_time[lane]);
 	}
 	if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }
-
-Status execute_copy(Warp& w, const Instruction& in, u32 mask) {
-	switch (in.op) {
-		case CP_ASYNC: copy(w, in, mask); return OK;
-		case CP_ASYNC_COMMIT: commit(w, mask); return OK;
-		case CP_ASYNC_WAIT: return wait(w, in, mask);
-		case CP_ASYNC_MBAR: arrive(w, in, mask); return OK;
-	}
-	fail("instruction class %d is not a cp.async instruction", in.op);
-}
+EXECUTES(arrive, CP_ASYNC_MBAR)

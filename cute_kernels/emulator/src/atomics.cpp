@@ -28,14 +28,13 @@ static u64 integer_result(u8 op, u8 type, u64 a, u64 b, u64 swap) {
 
 static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
 	if (in.type == T_F32) return float_result(in.sub, old, value);
-	if (is_float(in.type) || in.type == T_F16X2 || in.type == T_BF16X2)
-		fail("atomics on type %d are not modelled", in.type);
+	if (is_float(in.type) || half_of(in.type)) fail("atomics on type %d are not modelled", in.type);
 	const int bits = type_bits(in.type);
 	return zero_extend(
 			integer_result(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)), bits);
 }
 
-void atomics(Warp& w, const Instruction& in, u32 mask) {
+static void atomics(Warp& w, const Instruction& in, u32 mask) {
 	const int first = in.op == ATOM ? 1 : 0;
 	const u32 bytes = type_bytes(in.type);
 	if (in.vec > 1) fail("vector atomics are not modelled");
@@ -57,3 +56,4 @@ void atomics(Warp& w, const Instruction& in, u32 mask) {
 	machine.stats.atomics += __builtin_popcount(mask);
 	machine.epoch++;
 }
+EXECUTES(atomics, ATOM, RED)

@@ -65,6 +65,7 @@ static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
 	race_acquire(w, b.sync);
 	return OK;
 }
+EXECUTES(named_barrier, BAR)
 
 static Status cluster_arrive(Warp& w, const Instruction& in, u32 mask) {
 	if (mask != w.alive) return CONVERGE;
@@ -77,7 +78,9 @@ static Status cluster_arrive(Warp& w, const Instruction& in, u32 mask) {
 	cluster_barrier_settle(cluster);
 	return OK;
 }
-static Status cluster_wait(Warp& w, u32 mask) {
+EXECUTES(cluster_arrive, CLUSTER_ARRIVE)
+
+static Status cluster_wait(Warp& w, const Instruction&, u32 mask) {
 	if (mask != w.alive) return CONVERGE;
 	Cluster* cluster = w.cta->cluster;
 	if (!w.cluster_arrived) fail("barrier.cluster.wait without an arrive");
@@ -89,25 +92,27 @@ static Status cluster_wait(Warp& w, u32 mask) {
 	race_acquire(w, cluster->sync);
 	return OK;
 }
+EXECUTES(cluster_wait, CLUSTER_WAIT)
 
-Status execute_sync(Warp& w, const Instruction& in, u32 mask) {
-	switch (in.op) {
-		case BAR: return named_barrier(w, in, mask);
-		case BARWARP: {
-			const u32 members = (u32)value_of(w, operand(in, 0), first_lane(mask));
-			return members & w.alive & ~mask ? CONVERGE : OK;
-		}
-		case CLUSTER_ARRIVE: return cluster_arrive(w, in, mask);
-		case CLUSTER_WAIT: return cluster_wait(w, mask);
-		case SETMAXNREG:
-			if (in.aux % 8 || in.aux < 24 || in.aux > 256) fail("setmaxnreg %lld", (long long)in.aux);
-			return OK;
-		case FENCE:
-		case NOP:
-		case NANOSLEEP: return OK;
-		case TRAP: fail("trap");
-		case UNSUPPORTED:
-			fail("instruction not modelled: %s", machine.program->text[&in - machine.program->instructions.data()].c_str());
-	}
-	fail("instruction class %d", in.op);
+// bar.warp.sync: the lanes that it names meet.
+static Status meet(Warp& w, const Instruction& in, u32 mask) {
+	const u32 members = (u32)value_of(w, operand(in, 0), first_lane(mask));
+	return members & w.alive & ~mask ? CONVERGE : OK;
 }
+EXECUTES(meet, BARWARP)
+
+static void set_registers(Warp&, const Instruction& in, u32) {
+	if (in.aux % 8 || in.aux < 24 || in.aux > 256) fail("setmaxnreg %lld", in.aux);
+}
+EXECUTES(set_registers, SETMAXNREG)
+
+static void nothing(Warp&, const Instruction&, u32) {}
+EXECUTES(nothing, FENCE, NOP, NANOSLEEP, TC_FENCE, WGMMA_FENCE)
+
+static void trap(Warp&, const Instruction&, u32) { fail("trap"); }
+EXECUTES(trap, TRAP)
+
+static void refuse(Warp&, const Instruction& in, u32) {
+	fail("instruction not modelled: %s", machine.program->text[&in - machine.program->instructions.data()].c_str());
+}
+EXECUTES(refuse, UNSUPPORTED)

@@ -47,13 +47,10 @@ static u32 funnel_shift(const Instruction& in, u32 low, u32 high, u32 amount) {
 	return (in.flags & F_LEFT) ? (u32)((v << n) >> 32) : (u32)(v >> n);
 }
 
-bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
+static void bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
 	const int bits = type_bits(in.type);
 	const bool with_sign = is_signed(in.type);
-	auto set = [&](auto f) {
-		each_lane(w, in, mask, f);
-		return true;
-	};
+	auto set = [&](auto f) { each_lane(w, in, mask, f); };
 	switch (in.op) {
 		case AND: return set([=](u64 a, u64 b) { return zero_extend(a & b, bits); });
 		case OR: return set([=](u64 a, u64 b) { return zero_extend(a | b, bits); });
@@ -88,5 +85,5 @@ bool bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
 				return insert_field(a, base, position & 0xff, length & 0xff, bits);
 			});
 	}
-	return false;
 }
+EXECUTES(bit_manipulation, AND, OR, XOR, NOT, LOP3, SHL, SHR, SHF, PRMT, POPC, CLZ, BREV, BFE, BFI)

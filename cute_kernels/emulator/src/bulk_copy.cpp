@@ -32,7 +32,7 @@ void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<voi
 static void need_16(u32 bytes, u64 from, u64 to, const char* what) {
 	if (bytes % 16 || from % 16 || to % 16)
 		fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes,
-				 (unsigned long long)from, (unsigned long long)to);
+				 from, to);
 }
 
 // Operands: destination, source, size, mbarrier, [CTA mask].
@@ -45,9 +45,7 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
 		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
 		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
 		need_16(bytes, from, to, "bulk load");
-		const u32 ranks = multicast ? (u32)value_of(w, operand(in, 4), lane) & 0xffff : 1u << rank_of(to);
-		if (!ranks || ranks >> cluster->ctas.size())
-			fail("bulk load to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
+		const u32 ranks = destinations(w, in, 4, lane, to, "bulk load");
 		machine.stats.tma_load_bytes += bytes;
 		const u32 offset = offset_of(to);
 		const Actor me = issue_async(w, LOAD_AGENT);
@@ -65,6 +63,7 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
 		});
 	}
 }
+EXECUTES(global_to_shared, BULK_G2S)
 
 // Operands: destination, source, size.
 static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
@@ -91,13 +90,15 @@ static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
 				});
 	}
 }
+EXECUTES(shared_to_global, BULK_S2G)
 
-static void commit(Warp& w, u32 mask) {
+static void commit(Warp& w, const Instruction&, u32 mask) {
 	FOR_LANES (lane, mask) {
 		w.bulk_groups[lane].push_back(open_bulk_group(w, lane));
 		w.open_bulk_group[lane] = nullptr;
 	}
 }
+EXECUTES(commit, BULK_COMMIT)
 
 // aux: how many groups may stay pending; .read waits for their sources only.
 static Status wait(Warp& w, const Instruction& in, u32 mask) {
@@ -123,15 +124,4 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
-
-Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask) {
-	switch (in.op) {
-		case BULK_G2S: global_to_shared(w, in, mask); return OK;
-		case BULK_S2G: shared_to_global(w, in, mask); return OK;
-		case TMA_G2S: tma_load(w, in, mask); return OK;
-		case TMA_S2G: tma_store(w, in, mask); return OK;
-		case BULK_COMMIT: commit(w, mask); return OK;
-		case BULK_WAIT: return wait(w, in, mask);
-	}
-	fail("instruction class %d is not a bulk copy", in.op);
-}
+EXECUTES(wait, BULK_WAIT)

@@ -2,28 +2,8 @@
 #include "alu.h"
 #include "numbers.h"
 
-static bool compare_floats(u8 comparison, double x, double y) {
-	const bool unordered = x != x || y != y;
-	switch (comparison) {
-		case CMP_EQ: return x == y;
-		case CMP_NE: return !unordered && x != y;
-		case CMP_LT: return x < y;
-		case CMP_LE: return x <= y;
-		case CMP_GT: return x > y;
-		case CMP_GE: return x >= y;
-		case CMP_EQU: return unordered || x == y;
-		case CMP_NEU: return unordered || x != y;
-		case CMP_LTU: return unordered || x < y;
-		case CMP_LEU: return unordered || x <= y;
-		case CMP_GTU: return unordered || x > y;
-		case CMP_GEU: return unordered || x >= y;
-		case CMP_NUM: return !unordered;
-		case CMP_NAN: return unordered;
-	}
-	fail("comparison %d of floats", comparison);
-}
 template <class T>
-static bool compare_integers(u8 comparison, T x, T y) {
+static bool compare_ordered(u8 comparison, T x, T y) {
 	switch (comparison) {
 		case CMP_EQ: return x == y;
 		case CMP_NE: return x != y;
@@ -32,7 +12,13 @@ static bool compare_integers(u8 comparison, T x, T y) {
 		case CMP_GT: return x > y;
 		case CMP_GE: return x >= y;
 	}
-	fail("comparison %d of integers", comparison);
+	fail("comparison %d", comparison);
+}
+static bool compare_floats(u8 comparison, double x, double y) {
+	const bool unordered = x != x || y != y;
+	if (comparison == CMP_NUM || comparison == CMP_NAN) return unordered == (comparison == CMP_NAN);
+	const bool if_unordered = comparison >= CMP_EQU;
+	return unordered ? if_unordered : compare_ordered(if_unordered ? comparison - CMP_EQU : comparison, x, y);
 }
 
 bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
@@ -42,8 +28,8 @@ bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
 		return compare_floats(in.sub, x, y);
 	}
 	const int bits = type_bits(type);
-	if (is_signed(type)) return compare_integers(in.sub, sign_extend(a, bits), sign_extend(b, bits));
-	return compare_integers(in.sub, zero_extend(a, bits), zero_extend(b, bits));
+	if (is_signed(type)) return compare_ordered(in.sub, sign_extend(a, bits), sign_extend(b, bits));
+	return compare_ordered(in.sub, zero_extend(a, bits), zero_extend(b, bits));
 }
 
 // setp p|q, a, b {, c}: q is the comparison's opposite.
@@ -69,3 +55,4 @@ void set_predicate(Warp& w, const Instruction& in, u32 mask) {
 		if (q) q[lane] = combine(!v, other);
 	}
 }
+EXECUTES(set_predicate, SETP)

@@ -103,19 +103,8 @@ struct Packed {
 	int count;
 };
 static Packed packed_mini(u8 type) {
-	switch (type) {
-		case T_E4M3X2: return {T_E4M3, 2};
-		case T_E5M2X2: return {T_E5M2, 2};
-		case T_E2M1X2: return {T_E2M1, 2};
-		case T_E2M3X2: return {T_E2M3, 2};
-		case T_E3M2X2: return {T_E3M2, 2};
-		case T_UE8M0X2: return {T_UE8M0, 2};
-		case T_E4M3X4: return {T_E4M3, 4};
-		case T_E5M2X4: return {T_E5M2, 4};
-		case T_E2M1X4: return {T_E2M1, 4};
-		case T_E2M3X4: return {T_E2M3, 4};
-		case T_E3M2X4: return {T_E3M2, 4};
-	}
+	if (type >= T_E4M3X4) return {u8(type - T_E4M3X4 + T_E4M3), 4};
+	if (type >= T_E4M3X2) return {u8(type - T_E4M3X2 + T_E4M3), 2};
 	return {T_NONE, 0};
 }
 
@@ -146,18 +135,16 @@ static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to)
 	auto encode = [&](double x) -> u64 {
 		return encode_mini(relu(in, x), to.element, in.rounding, in.flags & F_SATFINITE, 0);
 	};
-	if (in.type2 == T_F16X2 || in.type2 == T_BF16X2) {
-		const u8 from = in.type2 == T_F16X2 ? T_F16 : T_BF16;
+	if (const u8 from = half_of(in.type2))
 		return each_lane(w, in, mask, [&](u64 a) {
 			return encode(number_of(from, (u16)(a >> 16))) << bits | encode(number_of(from, (u16)a));
 		});
-	}
 	if (in.type2 != T_F32) fail("conversion of type %d to a narrow float is not modelled", in.type2);
 	each_lane(w, in, mask, [&](u64 a, u64 b) { return encode(bits_float(a)) << bits | encode(bits_float(b)); });
 }
 
 static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from) {
-	if (in.type != T_F16X2 && in.type != T_BF16X2)
+	if (!half_of(in.type))
 		fail("conversion of a narrow float to type %d is not modelled", in.type);
 	const int bits = from == T_E2M1 ? 4 : 8;
 	const u32 low_mask = (1u << bits) - 1;
@@ -170,11 +157,10 @@ void convert(Warp& w, const Instruction& in, u32 mask) {
 	if (to.count) return convert_to_mini(w, in, mask, to);
 	if (from.count) return convert_from_mini(w, in, mask, from.element);
 	if (in.rounding == RS) fail("stochastic rounding to type %d is not modelled", in.type);
-	if (in.type == T_F16X2 || in.type == T_BF16X2) {
-		const u8 type = in.type == T_F16X2 ? T_F16 : T_BF16;
+	if (const u8 type = half_of(in.type))
 		return each_lane(w, in, mask, [&](u64 a, u64 b) {
 			return convert_scalar(in, type, in.type2, b) | convert_scalar(in, type, in.type2, a) << 16;
 		});
-	}
 	each_lane(w, in, mask, [&](u64 a) { return convert_scalar(in, in.type, in.type2, a); });
 }
+EXECUTES(convert, CVT)

@@ -99,11 +99,12 @@ static void redux(Warp& w, const Instruction& in, u32 mask, u32 active) {
 	FOR_LANES (lane, mask) d[lane] = r;
 }
 
-Status execute_exchange(Warp& w, const Instruction& in, u32 mask) {
-	if (in.op == ACTIVEMASK) {
-		each_lane(w, in, mask, 0, [=](u64, u64, u64, u64, int) -> u64 { return mask; });
-		return OK;
-	}
+static void active_mask(Warp& w, const Instruction& in, u32 mask) {
+	each_lane(w, in, mask, 0, [=](u64, u64, u64, u64, int) -> u64 { return mask; });
+}
+EXECUTES(active_mask, ACTIVEMASK)
+
+static Status exchange(Warp& w, const Instruction& in, u32 mask) {
 	const int members_operand = in.op == SHFL ? 5 : in.op == MATCH ? 3 : 2;
 	const u32 members = value_of(w, operand(in, members_operand), first_lane(mask));
 	if (!gathered(w, members, mask)) return CONVERGE;
@@ -118,3 +119,4 @@ Status execute_exchange(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
+EXECUTES(exchange, SHFL, VOTE, MATCH, ELECT, REDUX)

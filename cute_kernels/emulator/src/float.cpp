@@ -68,7 +68,6 @@ static u32 single(const Instruction& in, u32 a_bits, u32 b_bits, u32 c_bits) {
 	return r != r && !keeps_nan_bits(in.op) ? FLOAT_NAN : float_bits(r);
 }
 
-static double half_value(u8 type, u16 h) { return type == T_F16 ? half_to_float(h) : bf16_to_float(h); }
 static bool half_is_nan(u8 type, u16 h) { return (h & 0x7fff) > (type == T_F16 ? 0x7c00 : 0x7f80); }
 
 static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
@@ -76,7 +75,7 @@ static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
 	if (in.op == NEG || in.op == ABS) return half_is_nan(type, a) ? 0x7fff : in.op == NEG ? a ^ 0x8000 : a & 0x7fff;
 	const bool ftz = (in.flags & F_FTZ) && type == T_F16;
 	auto flush = [=](u16 h) -> u16 { return ftz && !(h & 0x7c00) ? h & 0x8000 : h; };
-	const double x = half_value(type, flush(a)), y = half_value(type, flush(b)), z = half_value(type, flush(c));
+	const double x = number_of(type, flush(a)), y = number_of(type, flush(b)), z = number_of(type, flush(c));
 	double r, residue = 0;
 	auto exact_sum = [&](double p, double q) {  // r + residue == p + q
 		r = p + q;
@@ -111,7 +110,7 @@ void float_arithmetic(Warp& w, const Instruction& in, u32 mask) {
 		case T_BF16: return apply([&](u64 a, u64 b, u64 c) { return (u64)half(in, in.type, a, b, c); });
 		case T_F16X2:
 		case T_BF16X2: {
-			const u8 type = in.type == T_F16X2 ? T_F16 : T_BF16;
+			const u8 type = half_of(in.type);
 			return apply([&](u64 a, u64 b, u64 c) {
 				return half(in, type, a, b, c) | (u64)half(in, type, a >> 16, b >> 16, c >> 16) << 16;
 			});
@@ -122,3 +121,4 @@ void float_arithmetic(Warp& w, const Instruction& in, u32 mask) {
 	}
 	fail("floating-point instruction on type %d is not modelled", in.type);
 }
+EXECUTES(float_arithmetic, FMA, RCP, SQRT, RSQRT, EX2, LG2, TANH)

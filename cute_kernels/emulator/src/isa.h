@@ -9,11 +9,11 @@
 using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
-using u64 = uint64_t;
+using u64 = unsigned long long;  // as printf knows it
 using i8 = int8_t;
 using i16 = int16_t;
 using i32 = int32_t;
-using i64 = int64_t;
+using i64 = long long;
 
 // By class: arithmetic, memory, tensor cores, synchronization, flow.
 // clang-format off
@@ -39,6 +39,7 @@ enum Opcode : u16 {
 			NUM_OPCODES
 };
 
+// The packed narrow floats are in the order of their elements.
 // clang-format off
 #define TYPES(X) \
   X(NONE) X(PRED) X(B8) X(B16) X(B32) X(B64) X(U8) X(U16) X(U32) X(U64) X(S8) X(S16) \
@@ -100,7 +101,7 @@ enum Comparison : u8 {
 	CMP_LE,
 	CMP_GT,
 	CMP_GE,
-	CMP_EQU,
+	CMP_EQU,  // true of NaN, and so on in the order of those above
 	CMP_NEU,
 	CMP_LTU,
 	CMP_LEU,
@@ -157,6 +158,7 @@ inline int type_bits(u8 type) {
 		default: return 32;
 	}
 }
+inline u8 half_of(u8 type) { return type == T_F16X2 ? T_F16 : type == T_BF16X2 ? T_BF16 : T_NONE; }
 inline u32 type_bytes(u8 type) { return (type_bits(type) + 7) / 8; }
 inline bool is_signed(u8 type) { return type >= T_S8 && type <= T_S64; }
 inline bool is_float(u8 type) { return type >= T_F16 && type <= T_TF32; }

@@ -119,7 +119,7 @@ void Machine::check_progress() {
 		busy_epoch = epoch;
 		busy_insns = stats.warp_insns;
 	} else if (stats.warp_insns - busy_insns > config.max_idle_insns) {
-		fail("livelock: no warp has changed anything for %llu instructions\n%s", (unsigned long long)config.max_idle_insns,
+		fail("livelock: no warp has changed anything for %llu instructions\n%s", config.max_idle_insns,
 				 report().c_str());
 	}
 }

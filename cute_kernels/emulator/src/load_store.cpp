@@ -76,7 +76,7 @@ static void store_element(Warp& w, const Instruction& in, const Operand& from, c
 	}
 }
 
-void load_store(Warp& w, const Instruction& in, u32 mask) {
+static void load_store(Warp& w, const Instruction& in, u32 mask) {
 	const bool store = in.op == ST;
 	const u32 bytes = type_bytes(in.type), count = std::max<u32>(in.vec, 1), total = bytes * count;
 	const Operand& where = operand(in, store ? 0 : 1);
@@ -90,7 +90,7 @@ void load_store(Warp& w, const Instruction& in, u32 mask) {
 	if (in.space != PARAM && in.space != LOCAL)
 		FOR_LANES (lane, mask)
 			if (address[lane] % total && address[lane] < LOCAL_WINDOW)
-				fail("misaligned %u-byte %s at %#llx", total, store ? "store" : "load", (unsigned long long)address[lane]);
+				fail("misaligned %u-byte %s at %#llx", total, store ? "store" : "load", address[lane]);
 	for (u32 i = 0; i < count; i++) {
 		if (store)
 			store_element(w, in, element(values, i), address, (u64)i * bytes, bytes, mask);
@@ -99,6 +99,7 @@ void load_store(Warp& w, const Instruction& in, u32 mask) {
 	}
 	if (store) machine.epoch++;
 }
+EXECUTES(load_store, LD, ST)
 
 // ---- ldmatrix, stmatrix: lane 8 i + r holds the address of row r of matrix i.
 static void store_bytes_transposed(Warp& w, const u64* registers, const u32* rows) {
@@ -130,7 +131,7 @@ static void move_matrix(Warp& w, const Instruction& in, u64* registers, const u3
 		}
 }
 
-Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
+static Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
 	const bool store = in.op == STMATRIX;
 	if (Status s = need_full_warp(w, mask, store ? "stmatrix" : "ldmatrix")) return s;
 	u32 address[32];
@@ -154,3 +155,4 @@ Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
 	if (store) machine.epoch++;
 	return OK;
 }
+EXECUTES(matrix_load_store, LDMATRIX, STMATRIX)

@@ -230,11 +230,21 @@ Status need_full_warp(const Warp& w, u32 mask, const char* what);
 	for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
 			 rest_##lane &= rest_##lane - 1)
 
-// ---- instruction classes
-Status execute_alu(Warp& w, const Instruction& in, u32 mask);       // alu.cpp
-Status execute_exchange(Warp& w, const Instruction& in, u32 mask);  // exchange.cpp
-Status execute_memory(Warp& w, const Instruction& in, u32 mask);    // memory.cpp
-Status execute_tensor(Warp& w, const Instruction& in, u32 mask);    // tensor.cpp
-Status execute_sync(Warp& w, const Instruction& in, u32 mask);      // barriers.cpp
+// ---- instructions: EXECUTES(f, ADD, SUB) behind f(w, in, mask), which returns a Status or nothing.
+using Execute = Status (*)(Warp& w, const Instruction& in, u32 mask);
+extern Execute executions[NUM_OPCODES];
+template <auto f>
+struct Executes {
+	Executes(std::initializer_list<Opcode> opcodes) {
+		for (Opcode op : opcodes)
+			executions[op] = [](Warp& w, const Instruction& in, u32 mask) {
+				if constexpr (std::is_same_v<decltype(f(w, in, mask)), Status>) return f(w, in, mask);
+				f(w, in, mask);
+				return OK;
+			};
+	}
+};
+#define EXECUTES(f, ...) static const Executes<f> executes_##f{__VA_ARGS__};
+
 void barrier_settle(CTA* c, NamedBarrier& b);
 void cluster_barrier_settle(Cluster* cluster);

@@ -57,7 +57,7 @@ void mbarrier_transaction(CTA* c, u32 offset, i64 bytes) {
 	Mbarrier* m = mbarrier_at(c, offset);
 	const i64 left = m->transactions + bytes;
 	if (left > MAX_TRANSACTIONS || left < -MAX_TRANSACTIONS)
-		fail("mbarrier at shared offset %u: transaction count %lld is out of range", offset, (long long)left);
+		fail("mbarrier at shared offset %u: transaction count %lld is out of range", offset, left);
 	m->transactions = left;
 	if (bytes < 0) complete_if_done(c, offset, m);
 }
@@ -69,13 +69,11 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by) {
 
 static void initialise(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		CTA* c;
-		u32 offset;
-		u8* p = shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset);
+		const auto [c, offset, p] = shared_place(w, operand(in, 0), lane, 8);
 		if (offset % 8) fail("misaligned mbarrier at shared offset %u", offset);
 		const u64 count = value_of(w, operand(in, 1), lane);
-		if (count < 1 || count > MAX_COUNT) fail("mbarrier.init with count %llu", (unsigned long long)count);
-		if (count > FIELD_LIMIT) fail("mbarrier.init with count %llu is not modelled", (unsigned long long)count);
+		if (count < 1 || count > MAX_COUNT) fail("mbarrier.init with count %llu", count);
+		if (count > FIELD_LIMIT) fail("mbarrier.init with count %llu is not modelled", count);
 		c->mbarrier_sync.erase(offset);
 		Mbarrier m;
 		m.transactions = 0;
@@ -85,13 +83,13 @@ static void initialise(Warp& w, const Instruction& in, u32 mask) {
 		memcpy(p, &m, 8);
 	}
 }
+EXECUTES(initialise, MBAR_INIT)
 
 // With or without expect_tx.  Operands: state, address, count or bytes.
 static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		CTA* c;
-		u32 offset, count = 1;
-		shared_pointer_of_lane(w, operand(in, 1), lane, 8, &c, &offset);
+		const auto [c, offset, _] = shared_place(w, operand(in, 1), lane, 8);
+		u32 count = 1;
 		const u32 argument = in.num_operands > 2 ? (u32)value_of(w, operand(in, 2), lane) : 1;
 		if (in.flags & F_EXPECT_TX)
 			mbarrier_transaction(c, offset, argument);
@@ -103,23 +101,21 @@ static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	}
 	if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }
+EXECUTES(arrive, MBAR_ARRIVE)
 
 static void expect_transactions(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		CTA* c;
-		u32 offset;
-		shared_pointer_of_lane(w, operand(in, 0), lane, 8, &c, &offset);
+		const auto [c, offset, _] = shared_place(w, operand(in, 0), lane, 8);
 		mbarrier_transaction(c, offset, (u32)value_of(w, operand(in, 1), lane));
 	}
 }
+EXECUTES(expect_transactions, MBAR_EXPECT_TX)
 
 // Operands: predicate, address, state or parity.
 static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	u32 done = 0;
 	FOR_LANES (lane, mask) {
-		CTA* c;
-		u32 offset;
-		shared_pointer_of_lane(w, operand(in, 1), lane, 8, &c, &offset);
+		const auto [c, offset, _] = shared_place(w, operand(in, 1), lane, 8);
 		if (!mbarrier_done(c, offset, value_of(w, operand(in, 2), lane))) continue;
 		if (races_on && !(in.flags & F_RELAXED)) race_acquire(w, c->mbarrier_sync[offset]);
 		done |= 1u << lane;
@@ -138,13 +134,4 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 		FOR_LANES (lane, mask) d[lane] = done >> lane & 1;
 	return OK;
 }
-
-Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask) {
-	switch (in.op) {
-		case MBAR_INIT: initialise(w, in, mask); return OK;
-		case MBAR_ARRIVE: arrive(w, in, mask); return OK;
-		case MBAR_EXPECT_TX: expect_transactions(w, in, mask); return OK;
-		case MBAR_WAIT: return wait(w, in, mask);
-	}
-	fail("instruction class %d is not an mbarrier instruction", in.op);
-}
+EXECUTES(wait, MBAR_WAIT)

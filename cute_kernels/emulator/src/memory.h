@@ -18,7 +18,14 @@ inline u8* shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner = nullptr
 	if (owner) *owner = c;
 	return c->smem.data() + offset;
 }
-u8* shared_pointer_of_lane(Warp& w, const Operand& o, int lane, u32 bytes, CTA** owner, u32* offset);
+struct SharedPlace {
+	CTA* owner;
+	u32 offset;
+	u8* pointer;
+};
+SharedPlace shared_place(Warp& w, const Operand& o, int lane, u32 bytes);
+// The CTAs that a multicast names by a mask, operand i, or the one of an address where it is none.
+u32 destinations(Warp& w, const Instruction& in, int i, int lane, u32 address, const char* what);
 // Any space; checks alignment and bounds.
 u8* resolve(Warp& w, u8 space, u64 address, u32 bytes, int lane, bool write);
 void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what);
@@ -30,7 +37,6 @@ void note_generic_write(Warp& w, int lane, u32 address, u32 bytes);
 void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes);  // atomics
 void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what);
 void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by);
-void proxy_fence(Warp& w, u32 mask);
 
 // ---- mbarriers (mbarrier.cpp)
 bool mbarrier_done(CTA* c, u32 offset, u64 phase_parity);
@@ -40,18 +46,9 @@ u64 mbarrier_arrive(CTA* c, u32 offset, u32 count);
 void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
 // An asynchronous operation's bytes have landed.
 void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
-Status execute_mbarrier(Warp& w, const Instruction& in, u32 mask);
 
-// ---- classes of memory instructions
-void load_store(Warp& w, const Instruction& in, u32 mask);           // load_store.cpp
-void atomics(Warp& w, const Instruction& in, u32 mask);              // atomics.cpp
-Status matrix_load_store(Warp& w, const Instruction& in, u32 mask);  // load_store.cpp
-Status execute_copy(Warp& w, const Instruction& in, u32 mask);       // async_copy.cpp
-Status execute_bulk_copy(Warp& w, const Instruction& in, u32 mask);  // bulk_copy.cpp
-void tma_load(Warp& w, const Instruction& in, u32 mask);             // tma.cpp
-void tma_store(Warp& w, const Instruction& in, u32 mask);            // tma.cpp
-void tensor_map_address(Warp& w, const Instruction& in, u32 mask);   // tensor_map.cpp
-CopyGroupPtr open_bulk_group(Warp& w, int lane);                     // bulk_copy.cpp
+// ---- bulk stores (bulk_copy.cpp)
+CopyGroupPtr open_bulk_group(Warp& w, int lane);
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write);
@@ -67,9 +64,9 @@ struct TensorMap {
 
 	u32 element_bits() const;
 	u32 box_bytes() const;
+	u32 swizzle_span() const { return 16u << swizzle; }
 };
 bool tensor_map_decode(const void* memory, TensorMap* map);
 TensorMap tensor_map_at(Warp& w, u64 address);
-inline u32 swizzle_128b(u32 a) { return a ^ ((a >> 3) & 0x70); }
-inline u32 swizzle_64b(u32 a) { return a ^ ((a >> 3) & 0x30); }
-inline u32 swizzle_32b(u32 a) { return a ^ ((a >> 3) & 0x10); }
+// Swizzles of 32, 64 and 128 bytes permute 16-byte granules; one of 16 bytes moves nothing.
+inline u32 swizzled(u32 address, u32 span) { return address ^ (address >> 3 & (span - 16)); }

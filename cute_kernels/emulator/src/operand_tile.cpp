@@ -12,7 +12,7 @@ MatrixDescriptor decode_descriptor(u64 bits, const char* what) {
 	return {field(0), field(16), field(32), (u8)(bits >> 61)};
 }
 
-u32 swizzle_span(u8 swizzle) {
+static u32 swizzle_span(u8 swizzle) {
 	switch (swizzle) {
 		case 0: return 16;
 		case 2: return 128;
@@ -21,25 +21,18 @@ u32 swizzle_span(u8 swizzle) {
 	}
 	fail("matrix descriptor: swizzle mode %d is not modelled", swizzle);
 }
-static u32 swizzled(u32 address, u8 swizzle) {
-	switch (swizzle) {
-		case 2: return swizzle_128b(address);
-		case 4: return swizzle_64b(address);
-		case 6: return swizzle_32b(address);
-	}
-	return address;
-}
 
 // Both kinds of tile are made of 8-row (or 8-deep) atoms; unswizzled atoms are 16 bytes wide.
 u32 k_major_address(const MatrixDescriptor& d, u32 row, u32 granule) {
 	if (!d.swizzle) return d.start + (row / 8) * d.stride + (row % 8) * 16 + granule * d.leading;
-	return swizzled(d.start + (row / 8) * d.stride + (row % 8) * swizzle_span(d.swizzle) + granule * 16, d.swizzle);
+	const u32 span = swizzle_span(d.swizzle);
+	return swizzled(d.start + (row / 8) * d.stride + (row % 8) * span + granule * 16, span);
 }
 static u32 mn_major_address(const MatrixDescriptor& d, u32 row, u32 depth, u32 bytes) {
 	const u32 span = swizzle_span(d.swizzle), per_span = span / bytes;
 	const u32 within = (row % per_span) * bytes, span_index = row / per_span;
 	if (!d.swizzle) return d.start + within + span_index * d.stride + (depth % 8) * 16 + (depth / 8) * d.leading;
-	return swizzled(d.start + within + span_index * d.leading + (depth % 8) * span + (depth / 8) * d.stride, d.swizzle);
+	return swizzled(d.start + within + span_index * d.leading + (depth % 8) * span + (depth / 8) * d.stride, span);
 }
 
 int element_bits(u8 type) {

@@ -44,8 +44,9 @@ void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by) {
 		memset(&c->proxy_shadow[offset / 4], 0, (word_after(offset, bytes) - offset / 4) * 8);
 }
 
-void proxy_fence(Warp& w, u32 mask) {
+static void proxy_fence(Warp& w, const Instruction&, u32 mask) {
 	machine.writes++;
 	FOR_LANES (lane, mask) w.fenced[lane] = machine.writes;
 	machine.writes++;
 }
+EXECUTES(proxy_fence, FENCE_PROXY_ASYNC)

@@ -3,15 +3,10 @@
 
 #include "machine.h"
 
+Execute executions[NUM_OPCODES];
+
 namespace {
 bool is_flow(const Instruction& in) { return in.op >= BRA; }
-
-Status execute(Warp& w, const Instruction& in, u32 mask) {
-	if (in.op < LD) return execute_alu(w, in, mask);
-	if (in.op < WGMMA) return execute_memory(w, in, mask);
-	if (in.op < TRAP) return execute_tensor(w, in, mask);
-	return execute_sync(w, in, mask);
-}
 
 void cta_exit(CTA* c) {
 	Cluster* cluster = c->cluster;
@@ -168,7 +163,7 @@ bool Machine::visit(Warp& w) {
 		warp = &w;
 		const u32 taken = guarded(w, in, mask);
 		const bool flow = is_flow(in);
-		const Status status = flow || !taken ? OK : execute(w, in, taken);
+		const Status status = flow || !taken ? OK : executions[in.op](w, in, taken);
 		if (status != OK) {
 			if (status == CONVERGE) w.waits_for = "the other lanes of the warp to converge";
 			if (w.converged) {
@@ -193,7 +188,7 @@ bool Machine::visit(Warp& w) {
 		try_converge(w);
 		if (in.op == NANOSLEEP) return true;
 		if (stats.warp_insns > config.max_insns)
-			fail("instruction budget of %llu exhausted\n%s", (unsigned long long)config.max_insns, report().c_str());
+			fail("instruction budget of %llu exhausted\n%s", config.max_insns, report().c_str());
 	}
 	return ran;
 }

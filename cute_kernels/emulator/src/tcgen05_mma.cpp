@@ -1,4 +1,4 @@
-// tcgen05.mma: one or two CTAs, with or without block scales.
+// tcgen05.mma: one or two CTAs, with or without block scales; and tcgen05.commit.
 #include <vector>
 
 #include "memory.h"
@@ -157,7 +157,7 @@ void run(CTA* lead, const MmaArguments& m) {
 }  // namespace
 
 // Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate.
-void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
+static void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
 		auto value = [&](int i) { return value_of(w, operand(in, i), lane); };
 		auto address = [&](int i) { return address_of(w, operand(in, i), lane); };
@@ -191,3 +191,24 @@ void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
 				&c->tensor_core_time);
 	}
 }
+EXECUTES(tensor_mma, TC_MMA)
+
+// Arrives on an mbarrier once all earlier tensor-core work of this CTA is done.
+static void commit(Warp& w, const Instruction& in, u32 mask) {
+	Cluster* cluster = w.cta->cluster;
+	FOR_LANES (lane, mask) {
+		const u32 address = shared_address(address_of(w, operand(in, 0), lane));
+		const u32 offset = offset_of(address), ranks = destinations(w, in, 1, lane, address, "tcgen05.commit");
+		const Actor me = issue_tensor(w);
+		machine.post(
+				[=] {
+					FOR_LANES (rank, ranks) {
+						CTA* c = cluster->ctas[rank].get();
+						if (races_on) race_join(c->mbarrier_sync[offset].gathering, me.clock);
+						mbarrier_arrive(c, offset, 1);
+					}
+				},
+				&w.cta->tensor_core_time);
+	}
+}
+EXECUTES(commit, TC_COMMIT)

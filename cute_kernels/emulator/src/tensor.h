@@ -8,7 +8,6 @@ struct MatrixDescriptor {
 	u8 swizzle;  // 0 none, 2 128 bytes, 4 64 bytes, 6 32 bytes
 };
 MatrixDescriptor decode_descriptor(u64 bits, const char* what);
-u32 swizzle_span(u8 swizzle);
 // The address of 16-byte granule g of row r of a K-major tile.
 u32 k_major_address(const MatrixDescriptor& d, u32 row, u32 granule);
 int element_bits(u8 type);
@@ -49,10 +48,3 @@ void multiply_add_fp4(const Operands& ops, const Scale* scale_a, const Scale* sc
 
 void need_columns(CTA* c, u32 column, u32 count, const char* what);
 CTA* pair_peer(CTA* c, const char* what);
-Status execute_wgmma(Warp& w, const Instruction& in, u32 mask);  // wgmma.cpp
-Status tmem_allocate(Warp& w, const Instruction& in, u32 mask);  // tmem.cpp
-Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask);
-Status tmem_load_store(Warp& w, const Instruction& in, u32 mask);
-void tmem_wait_stores(Warp& w);
-void tmem_copy(Warp& w, const Instruction& in, u32 mask);
-void tensor_mma(Warp& w, const Instruction& in, u32 mask);  // tcgen05_mma.cpp

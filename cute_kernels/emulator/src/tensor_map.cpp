@@ -62,14 +62,14 @@ static const u8* map_memory(Warp& w, u64 address) {
 static void check_global_address(const char* what, u64 address) {
 	if (address % ADDRESS_ALIGNMENT)
 		fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be", what,
-				 (unsigned long long)address, (unsigned long long)ADDRESS_ALIGNMENT);
+				 address, ADDRESS_ALIGNMENT);
 }
 
 TensorMap tensor_map_at(Warp& w, u64 address) {
-	if (address % 64) fail("tensor map at %#llx is not 64-byte aligned", (unsigned long long)address);
+	if (address % 64) fail("tensor map at %#llx is not 64-byte aligned", address);
 	TensorMap map;
 	if (!tensor_map_decode(map_memory(w, address), &map))
-		fail("TMA through memory that holds no tensor map (%#llx)", (unsigned long long)address);
+		fail("TMA through memory that holds no tensor map (%#llx)", address);
 	check_global_address("TMA", map.address);
 	if (map.type >= FIRST_UNPACKED_TYPE) fail("TMA: unpacked 4- and 6-bit element types are not modelled");
 	const u32 inner = map.box[0] * map.element_bits() / 8;
@@ -81,13 +81,14 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
 
 // A kernel that makes a tensor map by itself keeps the address bits that the format has room for,
 // by an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
-void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
+static void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
 		const u64 address = value_of(w, operand(in, 1), lane);
 		check_global_address("tensor map made by the kernel", address);
 		target(w, operand(in, 0))[lane] = address & value_of(w, operand(in, 2), lane);
 	}
 }
+EXECUTES(tensor_map_address, TMAP_ADDRESS)
 
 // What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
 // why the map is invalid.

@@ -10,15 +10,6 @@ using Coordinates = std::array<i32, 5>;
 constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one
 constexpr u32 SMEM_ALIGNMENT = 128;  // of a box in shared memory, swizzled or not
 
-static u32 swizzled(u32 address, u8 mode) {
-	switch (mode) {
-		case 1: return swizzle_32b(address);
-		case 2: return swizzle_64b(address);
-		case 3: return swizzle_128b(address);
-	}
-	return address;
-}
-
 // The part of one granule that lies inside the tensor.
 struct Piece {
 	u32 offset;   // of the granule, from the start of the box, before swizzling
@@ -67,7 +58,7 @@ static Coordinates coordinates(Warp& w, const Operand& vector, int lane, const T
 
 static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates& at) {
 	walk_box(map, at, [&](const Piece& piece) {
-		u8* p = d->smem.data() + swizzled(offset + piece.offset, map.swizzle);
+		u8* p = d->smem.data() + swizzled(offset + piece.offset, map.swizzle_span());
 		if (piece.bytes < GRANULE) memset(p, 0, GRANULE);
 		if (!piece.bytes) return;
 		machine.check_range(piece.address, piece.bytes, "TMA load");
@@ -76,7 +67,7 @@ static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates
 }
 
 // Operands: destination, tensor map, coordinates, mbarrier, [CTA mask].
-void tma_load(Warp& w, const Instruction& in, u32 mask) {
+static void tma_load(Warp& w, const Instruction& in, u32 mask) {
 	Cluster* cluster = w.cta->cluster;
 	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
 	FOR_LANES (lane, mask) {
@@ -87,11 +78,7 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
 		const Coordinates at = coordinates(w, operand(in, 2), lane, map, boxes > 1);
 		const u32 bytes = boxes * map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
 							barrier_rank = rank_of(barrier);
-		u32 ranks = 1u << rank_of(to);
-		if (multicast) ranks = (u32)value_of(w, operand(in, 4), lane) & 0xffff;
-		if (!ranks) fail("TMA multicast with an empty CTA mask");
-		if (ranks >> cluster->ctas.size())
-			fail("TMA multicast to CTA mask %#x of a cluster of %zu", ranks, cluster->ctas.size());
+		const u32 ranks = destinations(w, in, 4, lane, to, "TMA load");
 		if (offset % SMEM_ALIGNMENT)
 			fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
 		machine.stats.tma_load_bytes += bytes;
@@ -114,6 +101,7 @@ void tma_load(Warp& w, const Instruction& in, u32 mask) {
 		});
 	}
 }
+EXECUTES(tma_load, TMA_G2S)
 
 static void store_box(const TensorMap& map, const Coordinates& at, const std::vector<u8>& data) {
 	walk_box(map, at, [&](const Piece& piece) {
@@ -124,7 +112,7 @@ static void store_box(const TensorMap& map, const Coordinates& at, const std::ve
 }
 
 // Operands: tensor map, coordinates, source.
-void tma_store(Warp& w, const Instruction& in, u32 mask) {
+static void tma_store(Warp& w, const Instruction& in, u32 mask) {
 	for (u32 left = mask; left;) {
 		const int lane = first_lane(left);
 		const u64 map_address = address_of(w, operand(in, 0), lane);
@@ -159,8 +147,9 @@ void tma_store(Warp& w, const Instruction& in, u32 mask) {
 				[=](std::vector<u8>& data) {
 					data.resize(bytes);
 					for (u32 b = 0; b < bytes; b += GRANULE)
-						memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle), GRANULE);
+						memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle_span()), GRANULE);
 				},
 				[=](const std::vector<u8>& data) { store_box(map, at, data); });
 	}
 }
+EXECUTES(tma_store, TMA_S2G)

@@ -13,7 +13,7 @@ static u32 lane_of(u32 address) { return (address >> 16) & 0x7f; }
 CTA* pair_peer(CTA* c, const char* what) { return cta_at(c->cluster, c->rank ^ 1, what); }
 
 // Operands: where in shared memory to write the address, columns.
-Status tmem_allocate(Warp& w, const Instruction& in, u32 mask) {
+static Status allocate(Warp& w, const Instruction& in, u32 mask) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.alloc")) return s;
 	CTA* c = w.cta;
 	const u32 columns = (u32)value_of(w, operand(in, 1), 0);
@@ -41,8 +41,9 @@ Status tmem_allocate(Warp& w, const Instruction& in, u32 mask) {
 	w.waits_for = "tcgen05.alloc";
 	return BLOCK;
 }
+EXECUTES(allocate, TC_ALLOC)
 
-Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask) {
+static Status deallocate(Warp& w, const Instruction& in, u32 mask) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.dealloc")) return s;
 	CTA* c = w.cta;
 	const u32 first = column_of((u32)value_of(w, operand(in, 0), 0));
@@ -58,6 +59,7 @@ Status tmem_deallocate(Warp& w, const Instruction& in, u32 mask) {
 	machine.epoch++;
 	return OK;
 }
+EXECUTES(deallocate, TC_DEALLOC)
 
 void need_columns(CTA* c, u32 column, u32 count, const char* what) {
 	bool allocated = !c->tmem.empty() && column + count <= TMEM_COLUMNS;
@@ -123,7 +125,7 @@ void store(Warp& w, const Access& a, const Operand& from) {
 }  // namespace
 
 // sub: the shape; aux: repetitions.
-Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
+static Status load_store(Warp& w, const Instruction& in, u32 mask) {
 	const bool is_store = in.op == TC_ST;
 	const char* what = is_store ? "tcgen05.st" : "tcgen05.ld";
 	if (Status s = need_full_warp(w, mask, what)) return s;
@@ -151,11 +153,14 @@ Status tmem_load_store(Warp& w, const Instruction& in, u32 mask) {
 		load(w, a, values);
 	return OK;
 }
+EXECUTES(load_store, TC_LD, TC_ST)
 
-void tmem_wait_stores(Warp& w) {
+static void wait(Warp& w, const Instruction& in, u32) {
+	if (in.flags & F_LOAD) return;
 	for (auto& write : w.tmem_stores) write();
 	w.tmem_stores.clear();
 }
+EXECUTES(wait, TC_WAIT)
 
 namespace {
 enum CopyShape { C32x128b, C128x256b, C128x128b, C4x256b, C64x128b_02_13, C64x128b_01_23 };
@@ -187,9 +192,12 @@ void copy(CTA* c, u32 address, u64 descriptor, CopyShape shape, u64 fenced) {
 }
 }  // namespace
 
+static void give_up_permit(Warp& w, const Instruction&, u32) { w.cta->tmem_permit_given_up = true; }
+EXECUTES(give_up_permit, TC_RELINQUISH)
+
 // Operands: tensor memory address, descriptor.  With cta_group::2 each CTA of the pair copies from
 // its own shared memory.
-void tmem_copy(Warp& w, const Instruction& in, u32 mask) {
+static void start_copy(Warp& w, const Instruction& in, u32 mask) {
 	const bool pair = in.flags & F_CTA2;
 	const auto shape = (CopyShape)in.sub;
 	CTA* c = w.cta;
@@ -206,3 +214,4 @@ void tmem_copy(Warp& w, const Instruction& in, u32 mask) {
 				&c->tensor_core_time);
 	}
 }
+EXECUTES(start_copy, TC_CP)

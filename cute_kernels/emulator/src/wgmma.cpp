@@ -104,6 +104,7 @@ Status issue(Warp& w, const Instruction& in, u32 mask) {
 		w.open_wgmmas.push_back(op);
 	return OK;
 }
+EXECUTES(issue, WGMMA)
 
 void drain(Warp& w, size_t keep) {
 	while (w.wgmma_groups.size() > keep) {
@@ -111,26 +112,23 @@ void drain(Warp& w, size_t keep) {
 		w.wgmma_groups.pop_front();
 	}
 }
-}  // namespace
 
-Status execute_wgmma(Warp& w, const Instruction& in, u32 mask) {
-	switch (in.op) {
-		case WGMMA: return issue(w, in, mask);
-		case WGMMA_FENCE: return OK;
-		case WGMMA_COMMIT:
-			if (races_on) w.wgmma_clocks.push_back(w.cta->tensor_core.clock[agent_of(w, WGMMA_AGENT)]);
-			w.wgmma_groups.push_back(std::move(w.open_wgmmas));
-			w.open_wgmmas.clear();
-			if (machine.chance(2)) drain(w, 0);
-			return OK;
-		case WGMMA_WAIT:
-			drain(w, (size_t)in.aux);
-			while (races_on && w.wgmma_clocks.size() > (size_t)in.aux) {
-				u32& known = w.clock[agent_of(w, WGMMA_AGENT)];
-				known = std::max(known, w.wgmma_clocks.front());
-				w.wgmma_clocks.pop_front();
-			}
-			return OK;
-	}
-	fail("instruction class %d is not a wgmma instruction", in.op);
+void commit(Warp& w, const Instruction&, u32) {
+	if (races_on) w.wgmma_clocks.push_back(w.cta->tensor_core.clock[agent_of(w, WGMMA_AGENT)]);
+	w.wgmma_groups.push_back(std::move(w.open_wgmmas));
+	w.open_wgmmas.clear();
+	if (machine.chance(2)) drain(w, 0);
 }
+EXECUTES(commit, WGMMA_COMMIT)
+
+void wait(Warp& w, const Instruction& in, u32) {
+	const size_t keep = in.aux;
+	drain(w, keep);
+	while (races_on && w.wgmma_clocks.size() > keep) {
+		u32& known = w.clock[agent_of(w, WGMMA_AGENT)];
+		known = std::max(known, w.wgmma_clocks.front());
+		w.wgmma_clocks.pop_front();
+	}
+}
+EXECUTES(wait, WGMMA_WAIT)
+}  // namespace
