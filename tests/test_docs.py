@@ -93,7 +93,6 @@ def test_blocks_run(page, tmp_path, monkeypatch):
 
 
 def test_the_emulated_example_gives_the_bits_of_a_tensor_core():
-	pytest.importorskip("cutlass")
 	names = {"cute_kernels": cute_kernels}
 	first, *_, emulated = PAGES["README.md"]
 	exec(smaller("README.md", first.split("layer =")[0] + emulated), names)

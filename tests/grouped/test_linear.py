@@ -150,22 +150,6 @@ def test_initialization_is_that_of_linear():
 
 
 @each("recipe", RECIPES)
-def test_leading_dimensions_are_flattened(recipe):
-	layer = layer_of(recipe)
-	x = sample(40, K)
-	flat = x.clone().requires_grad_()
-	deep = x.view(2, 4, 5, K).clone().requires_grad_()
-	y, z = layer(flat, ENDS), layer(deep, ENDS)
-	assert z.shape == (2, 4, 5, N)
-	y.sum().backward()
-	z.sum().backward()
-	assert_same_bytes(z.detach().view(40, N), y.detach())
-	assert_same_bytes(deep.grad.view(40, K), flat.grad)
-	strided = x.T.contiguous().T
-	assert_same_bytes(layer(strided, ENDS).detach(), y.detach())
-
-
-@each("recipe", RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
 	layer = layer_of(recipe)
 	x = sample(40, K).requires_grad_()

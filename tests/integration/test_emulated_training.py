@@ -3,14 +3,11 @@
 import functools
 import itertools
 
-import pytest
 import torch
 
 import cute_kernels
 import grouped
 from tests.helpers import each
-
-pytest.importorskip("cutlass")
 
 OFFS = torch.tensor([40, 40, 57, 96], dtype=torch.int32)
 BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]

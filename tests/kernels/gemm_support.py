@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -45,9 +43,6 @@ WGRAD_SHAPES = {
 }
 #: NaN as an E4M3 scale, as an amax, and as a code of FP8; as two codes of FP4, finite.
 _POISON = 0xFF
-
-if importlib.util.find_spec("cutlass") is None:
-	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 
 def arch_of(config):

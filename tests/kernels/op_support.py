@@ -1,5 +1,4 @@
 import contextlib
-import importlib.util
 import re
 
 import numpy as np
@@ -11,9 +10,6 @@ from cute_kernels import emulator
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import BF16, assert_same_bytes
-
-if importlib.util.find_spec("cutlass") is None:
-	pytest.skip("needs the CuTe DSL", allow_module_level=True)
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
 
 import pytest
@@ -26,10 +25,6 @@ NO_RESULTS = (None, None)
 NO_TILE_RESULTS = (None,) * 7
 #: Of stochastic formats: all bits of both numbers matter but the last.
 SEED = torch.tensor([-0x0123456789ABCDF, 0x7EDCBA9876543210])
-
-if importlib.util.find_spec("cutlass") is None:
-	pytest.skip("needs the CuTe DSL", allow_module_level=True)
-
 
 #: Run what this GPU can run on it; for configurations of its architecture.
 ON_GPU = bool(os.environ.get("CUTE_KERNELS_TEST_GPU"))

@@ -2,7 +2,6 @@
 
 import contextlib
 
-import pytest
 import torch
 
 import cute_kernels
@@ -11,8 +10,6 @@ from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import dequantize_arguments, each, m_grouped_arguments, ops, sample
-
-pytest.importorskip("cutlass")
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64

@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from torch.library import opcheck
 
 import cute_kernels
 from cute_kernels import support
@@ -15,18 +14,7 @@ from cute_kernels.capability import ARCHITECTURES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.activations import activate
-from tests.helpers import (
-	DTYPES,
-	SPLITS,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	many_groups,
-	offsets,
-	ops,
-	poisoned,
-	sample,
-)
+from tests.helpers import DTYPES, SPLITS, assert_all_same, assert_same_bytes, each, many_groups, offsets, ops, sample
 
 _RECORDS = (
 	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(four_over_six=True)),
@@ -205,21 +193,3 @@ def test_ops_that_take_none_say_so():
 	assert all(support("grouped_quantize", FP8(), arch, activation=True) for arch in ARCHITECTURES)
 	assert support("grouped_gemm", NVFP4(), "sm_90a", activation=True)
 	assert support("grouped_gemm", NVFP4(), "sm_100a", activation=True)
-
-
-# The dispatcher
-
-
-RAGGED = (sample(13, 96), "nvfp4:block=16x16", offsets((5, 8)), None, True, True)
-OPCHECKS = {
-	"forward": (RAGGED, {"activation": "swiglu"}),
-	"uniform": ((sample(2, 5, 64), "nvfp4"), {"activation": "gelu"}),
-	"shapes": ((sample(500), "nvfp4", None, None, True, True), {"activation": "swiglu", "shapes": [5, 32, 2, 32]}),
-}
-
-
-@each(("arguments", "options"), OPCHECKS)
-def test_opcheck(arguments, options):
-	opcheck(ops.grouped_quantize.default, arguments, options)
-	out = [poisoned(t) for t in ops.grouped_quantize(*arguments, **options)]
-	opcheck(ops.grouped_quantize_out.default, arguments, options | {"out": out})

@@ -1,5 +1,4 @@
 import contextlib
-import importlib.util
 import threading
 
 import pytest
@@ -13,7 +12,6 @@ from tests.helpers import BF16, F32, assert_same_bytes, each, m_grouped_argument
 
 OFFS = offsets((3, 5))
 K, N = 512, 16
-needs_dsl = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +141,6 @@ def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
 	assert planned == ["reference:sm_90a"]
 
 
-@needs_dsl
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
 	def product(x, w, offs):
 		with backend("emulated:sm_90a"):

@@ -109,7 +109,6 @@ def test_errors(change, error, match):
 @each("algorithm", ["max", "most_recent"])
 @each("arch", ["sm_90a", "sm_100a"])
 def test_kernels(arch, algorithm):
-	pytest.importorskip("cutlass")
 	rng = torch.Generator().manual_seed(3)
 	specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])
 	for length in (1, 2, 3, 600):

@@ -5,8 +5,6 @@ import cute_kernels
 import grouped
 from tests.helpers import sample
 
-pytest.importorskip("cutlass")
-
 
 def test_given_amaxes_and_groups_without_rows():
 	fmt = grouped.FP8()

@@ -98,7 +98,6 @@ MODES = {
 
 @each(("case", "mode"), [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))], ids=str)
 def test_sm90(case, mode, monkeypatch):
-	pytest.importorskip("cutlass")
 	monkeypatch.setattr(gathered, "_MANY_ROWS", 0)
 	op, tile, (arguments, rows) = CASES[case]
 	with force_tile(tile):
@@ -118,7 +117,6 @@ SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed i
 
 @each("case", SM100_CASES)
 def test_sm100(case):
-	pytest.importorskip("cutlass")
 	op, tile, (arguments, rows) = case
 	for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
 		with force_tile(tile):
@@ -128,7 +126,6 @@ def test_sm100(case):
 @each("arch", ["sm_90a", "sm_100a"])
 def test_every_architecture(arch, monkeypatch):
 	"""By the choice of a tile; strided operands, and rows that are gathered first."""
-	pytest.importorskip("cutlass")
 	(x, w, *rest), rows = fprop((9, 0, 5), 24, 64, tail=2)
 	check("m", (sample(TOKENS, 131)[:, 3:67], w, *rest), torch.stack([rows, rows], 1)[:, 0], name=f"emulated:{arch}")
 	(a, b, *rest), rows = wgrad((9, 0, 5), 24, 64)

@@ -111,7 +111,6 @@ ALL = [
 
 @each(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
-	pytest.importorskip("cutlass")
 	mode = MODES[i % len(MODES)]
 	given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
 	want = expected(arch, given)
@@ -144,7 +143,6 @@ QUANTIZED = {
 @each(("arch", "case"), [(name.split(",")[0], case) for name, case in QUANTIZED.items()], ids=list(QUANTIZED))
 def test_quantized_output(arch, case):
 	"""Every byte that ``grouped_quantize`` writes of what is activated, and no other."""
-	pytest.importorskip("cutlass")
 	text, args, tile, options = case
 	given = arguments(*args, **{"keeps_z": False} | options)
 	offs, live = given[2], given[2][-1]
@@ -172,7 +170,6 @@ def test_every_activation(activation):
 
 @each(("tile", "mode"), [("256x16 swapped", {"races": True}), ("256x128 swapped", {"mode": "chaos", "seed": 1})])
 def test_rows_by_an_index(tile, mode):
-	pytest.importorskip("cutlass")
 	given = arguments("plain plain", 272, 72, "swiglu")
 	rows = index_of(len(given[0]), len(given[0]))
 	want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
@@ -183,7 +180,6 @@ def test_rows_by_an_index(tile, mode):
 @each("arch", ["sm_90a", "sm_100a"])
 @each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
-	pytest.importorskip("cutlass")
 	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
@@ -198,7 +194,6 @@ def test_rows_are_quantized_on_the_way(index, arch):
 
 
 def test_nothing_to_do():
-	pytest.importorskip("cutlass")
 	for sizes, n in (((0, 0), 16), ((3, 0), 0)):
 		given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
 		with cute_kernels.backend("emulated:sm_90a"):

@@ -1,7 +1,5 @@
 """The GEMM ops on emulated sm_100a kernels: the same bits as the reference that adds like them."""
 
-import importlib.util
-
 import pytest
 import torch
 
@@ -24,7 +22,6 @@ from tests.helpers import (
 	sample,
 )
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="needs the CuTe DSL")
 SPLITS, TAIL = (5, 0, 70), 60
 
 

@@ -5,16 +5,28 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import cute_kernels
+from cute_kernels.formats import parse
+from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops import registry
-from tests.helpers import assert_all_same, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
-
-pytest.importorskip("cutlass")
+from tests.helpers import (
+	BF16,
+	F16,
+	F32,
+	assert_all_same,
+	dequantize_arguments,
+	each,
+	ends,
+	k_grouped_arguments,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	sample,
+)
 
 OFFS = offsets((5, 0, 28, 7))
 ROWS, K, N = 43, 64, 48  # three rows of tail
 GROUPS = len(OFFS)
 WEIGHTS = "nvfp4:block=16x16"
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 def placed(x, strides, offset):
@@ -221,3 +233,39 @@ def test_any_layout_gives_the_bits_of_a_dense_copy(name, layout, backend):
 	assert_all_same(got, want)
 	for i, old in zip(at, before, strict=True):
 		assert torch.equal(storage_bytes(leaves[i]), old), f"argument {i} was written"
+
+
+def shifted(*shape, dtype):
+	out = torch.full((torch.Size(shape).numel() + 1,), 0x25).to(dtype)[1:].view(shape)
+	assert out.data_ptr() % 16
+	return out
+
+
+def written():
+	"""Outputs over a pattern: of 8 bytes a row where kernels need 16, or with odd addresses."""
+	torch.manual_seed(0)
+	x, w = torch.randn(100, 16).bfloat16(), torch.randn(3, 32, 16).bfloat16()
+	offs = ends(10, 40, 90)
+	for text in ("nvfp4:row_scaled", "nvfp4"):
+		codes, *rest = buffers(parse(text), x.shape, 3).values()
+		copy = [torch.full(codes.shape, 0xA5, dtype=codes.dtype)]
+		copy += [shifted(*spec.shape, dtype=spec.dtype) for spec in rest]
+		ops.grouped_quantize_out(x, text, offs, out=copy)
+		assert (copy[0][90:] == 0xA5).all()
+		yield from copy
+		out = shifted(100, 16, dtype=BF16)
+		ops.grouped_dequantize_out(*dequantize_arguments(copy, text, 100, out.dtype, offs), out=out)
+		yield out
+	out = shifted(100, 32, dtype=F32)
+	ops.m_grouped_gemm_out(x, w, offs, out_dtype=out.dtype, out=out, accumulate=True)
+	assert (out[90:] == 0x25).all()
+	yield out
+
+
+@each("arch", ["sm_90a", "sm_100a"])
+def test_outputs_that_kernels_cannot_write_keep_the_rest(arch):
+	with cute_kernels.backend(f"reference:{arch}"):
+		want = list(written())
+	with cute_kernels.backend(f"emulated:{arch}"):
+		got = list(written())
+	assert_all_same(got, want)

@@ -62,7 +62,6 @@ def test_routing(tokens, top_k, experts, dtype):
 @each("arch", ARCHITECTURES)
 def test_routing_kernels(arch, dtype, monkeypatch):
 	"""One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
-	pytest.importorskip("cutlass")
 	registry.forget_plans()
 	# As many warps as the race detector follows.
 	choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
@@ -83,9 +82,8 @@ def test_extremes_of_int64_are_no_experts():
 	ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
 	want = loop(ids, 2)
 	assert_all_same(ops.compute_routing(ids, 2), want)
-	if pytest.importorskip("cutlass"):
-		with cute_kernels.backend("emulated:sm_90a"):
-			assert_all_same(ops.compute_routing(ids, 2), want)
+	with cute_kernels.backend("emulated:sm_90a"):
+		assert_all_same(ops.compute_routing(ids, 2), want)
 
 
 ROUTERS = [
@@ -115,7 +113,6 @@ def routed(case, tokens=7):
 
 @each("case", ROUTERS)
 def test_router_kernels(case):
-	pytest.importorskip("cutlass")
 	want, at = routed(case), ROUTERS.index(case)
 	for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
 		for mode in MODES[at % 2 :: 2]:
@@ -160,7 +157,6 @@ def test_what_is_no_row_is_left_out():
 @each("arch", ARCHITECTURES)
 def test_gather_and_combine_kernels(arch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
-	pytest.importorskip("cutlass")
 	cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
 	for i, (dtype, cols) in enumerate(cases):
 		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
@@ -252,7 +248,6 @@ def test_activations(name, dtype, cols, interleaved):
 @each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
 @each("arch", ARCHITECTURES)
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
-	pytest.importorskip("cutlass")
 	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
 	for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
 		want = call()
@@ -278,7 +273,6 @@ QUANTIZED = [
 @each("arch", ARCHITECTURES)
 def test_gradients_are_quantized_where_they_are_made(arch, case):
 	"""With the bits of the ops that this stands for, over poison."""
-	pytest.importorskip("cutlass")
 	cols, act, interleaved, formats, dtype, ends = case
 	rows = 150 if ends else 1300
 	x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
@@ -328,7 +322,6 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 	if arch == "reference":
 		assert_all_same(ops.grouped_quantize(*given[1]), like)
 		return
-	pytest.importorskip("cutlass")
 	if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
 		return
 	want, got = ([poisoned(t) for t in like] for _ in given)

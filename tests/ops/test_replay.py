@@ -16,7 +16,6 @@ EMULATED = "emulated:sm_90a"
 @pytest.fixture
 def recordings(monkeypatch):
 	"""Calls that were repeated."""
-	pytest.importorskip("cutlass")
 	found, repeat = [], replay.Recording.repeat
 	monkeypatch.setattr(replay.Recording, "repeat", lambda *args: (found.append(args[0]), repeat(*args))[1])
 	registry.forget_plans()

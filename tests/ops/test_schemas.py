@@ -26,6 +26,8 @@ from tests.helpers import (
 	sample,
 )
 
+from .test_layouts import CALLS
+
 OFFS = offsets((5, 0, 8))
 ROWS = 15  # two rows of tail
 INDEX = torch.tensor([3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1], dtype=torch.int32)
@@ -128,13 +130,9 @@ def everything():
 	return torch.rand(3, 16), torch.rand(3), True, F32
 
 
-#: Arguments of each case, by op.
+#: Arguments of the cases that are not among ``CALLS``, by op: gradients, other options.
 BY_OP = {
-	"compute_offsets": {
-		"default": lambda: (torch.tensor([3, 0, 4]),),
-		"int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64),
-	},
-	"compute_routing": {"wild ids": lambda: (torch.tensor([[3, 0], [-1, 2], [7, 3]]), 4)},
+	"compute_offsets": {"int64": lambda: (torch.tensor([3, 0, 4]), 16, torch.int64)},
 	"moe_route": {
 		"softmax": lambda: (x(grad=True), None, None, 2),
 		"groups": lambda: (x(grad=True), w(32).flatten(), OFFS[:1], 2, "sigmoid", True, 4, 2, 2.5),
@@ -143,7 +141,7 @@ BY_OP = {
 		"scores": lambda: (x(2), x(), torch.zeros(ROWS, 2).long() + torch.arange(2), x(), "sigmoid", False, 2.0),
 		"weights": lambda: (x(2), None, torch.zeros(ROWS, 2).long() - torch.arange(2), x(), "sigmoid", True, 1.0, True),
 	},
-	"moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2)), "alone": lambda: (x(), OFFS)},
+	"moe_gather": {"inverse": lambda: (x(grad=True), *inverse(2))},
 	"moe_activate": {
 		"halves": lambda: (x(grad=True), "swiglu", OFFS),
 		"interleaved": lambda: (x(dtype=BF16), "clamped_swiglu:limit=3.0", None, True),
@@ -153,21 +151,16 @@ BY_OP = {
 		"weights": lambda: (x(), x(16), "swiglu", OFFS, True, *weights_and_pairs()),
 		"alone": lambda: (x(), x(), "silu"),
 	},
-	"moe_quantize_gradient": {
-		"halves": lambda: (x(64), x(32), "fp8_block", "mxfp8", "swiglu", OFFS, False, *weights_and_pairs())
-	},
 	"moe_combine": {
 		"weights": lambda: (w(30, 8, grad=True), inverse(2)[1], w(15, 2, grad=True), F32),
 		"sum": lambda: (x(dtype=BF16), inverse(1)[1]),
 	},
-	"grouped_amax": {"ragged": lambda: (x(), OFFS), "uniform": lambda: (w(2, 5, 16),)},
-	"grouped_dbias": {"ragged": lambda: (x(dtype=BF16), OFFS)},
 	"grouped_quantize": {
 		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 4, OFFS),
-		"rowwise": lambda: (x(48), "nvfp4", OFFS),
-		"row-scaled": lambda: (x(48), BY_ROW, OFFS),
 		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
-		"both, 2D": lambda: (x(48), SQUARE, OFFS, *BOTH),
+		"activation, 2D": lambda: (x(96), SQUARE, OFFS, *BOTH, None, None, "swiglu"),
+		"activation, uniform": lambda: (w(2, 5, 64), "nvfp4", None, None, True, False, None, None, "gelu"),
+		"activation, shapes": lambda: (w(500), "nvfp4", None, *BOTH, None, None, "swiglu", [5, 32, 2, 32]),
 		"scale given": lambda: (x(48), "fp8:scaling=delayed", OFFS, *BOTH, torch.rand(3)),
 		"scale given, rowwise": lambda: (
 			w(2, 5, 48),
@@ -178,28 +171,16 @@ BY_OP = {
 			False,
 			torch.rand(2),
 		),
-		"amax given": lambda: (x(48), "nvfp4", OFFS, torch.ones(3)),
 		"uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
 		"stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
 		"hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
 		"4over6": lambda: (w(2, 5, 48), "nvfp4:four_over_six"),
 		"shapes": lambda: (w(70), "nvfp4", None, *BOTH, *[None] * 3, [2, 16, 0, 32, 1, 32]),
 	},
-	"grouped_dequantize": {
-		"shapes": decoding_shapes,
-		"rowwise": lambda: dequantize_arguments(nvfp4(48), "nvfp4", ROWS, BF16, OFFS),
-		"row-scaled": lambda: dequantize_arguments(nvfp4(48, BY_ROW), BY_ROW, ROWS, F32, OFFS),
-		"columnwise": lambda: dequantize_arguments(nvfp4(48, columnwise=True), "nvfp4", ROWS, F32, OFFS, columnwise=True),
-		"uniform": lambda: dequantize_arguments(weight(2, 5, 48), "nvfp4", 5, F32),
-	},
+	"grouped_dequantize": {"shapes": decoding_shapes},
 	"m_grouped_gemm": {
 		"plain": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS),
 		"everything": lambda: (x(16, True), w(3, 16, 8, grad=True), OFFS, w(3, 8, grad=True), torch.rand(3), True, BF16),
-		"nvfp4 fprop": lambda: m_grouped_arguments(nvfp4(48), weight(3, 8, 48), OFFS),
-		"nvfp4 dgrad with everything": lambda: m_grouped_arguments(
-			nvfp4(48, BY_ROW), weight(3, 48, 16, columnwise=True), OFFS, *everything(), a_format=BY_ROW
-		),
-		"w4a16 fprop": lambda: m_grouped_arguments(x(48, dtype=BF16), weight(3, 8, 48), OFFS),
 		"w4a16 dgrad with everything": lambda: m_grouped_arguments(
 			x(48, dtype=F16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
 		),
@@ -216,30 +197,20 @@ BY_OP = {
 			*(None, INDEX),
 		),
 	},
-	"m_grouped_gemm_activate": {
-		"plain": lambda: (x(16), w(3, 8, 16), OFFS, None, None, False, BF16),
-		"keeps z": lambda: (*prepacked(), None, None, "geglu", True, True),
-	},
-	"m_grouped_quantize_gemm_activate": {
-		"row-scaled": lambda: (*quantizing(x(48), weight(3, 8, 48), None, None, False, F32, a_format=BY_ROW),)
-	},
+	"m_grouped_gemm_activate": {"keeps z": lambda: (*prepacked(), None, None, "geglu", True, True)},
 	"k_grouped_gemm": {
 		"plain": lambda: (x(8, True), x(16, True), OFFS),
 		"alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
 		"rows": lambda: (x(8, True), w(7, 16, grad=True), OFFS, None, F32, *[None] * 5, INDEX),
-		"nvfp4": lambda: k_grouped_arguments(nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS),
-		"nvfp4 with alpha": lambda: k_grouped_arguments(
-			nvfp4(16, columnwise=True), nvfp4(32, columnwise=True), OFFS, torch.rand(3), F32
-		),
 	},
 	"m_grouped_quantize_gemm": {
-		"fprop": lambda: quantizing(x(48), weight(3, 8, 48)),
 		"row-scaled dgrad with everything": lambda: quantizing(
 			x(48, dtype=BF16), weight(3, 48, 16, columnwise=True), *everything(), a_format=BY_ROW
-		),
+		)
 	},
 }
 CASES = [
+	*[(op, name, make) for name, (op, make) in CALLS.items()],
 	*[(op, name, make) for op, cases in BY_OP.items() for name, make in cases.items()],
 	*fp8_cases("fp8", "fp8:dtype=e5m2"),
 	*fp8_cases("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
@@ -261,8 +232,7 @@ for text in TEXTS:
 		("grouped_dequantize", f"{text}, columnwise", lambda t=text: decoding(t, True)),
 	]
 CASES.append(("grouped_quantize", "fp8_block, uniform", lambda: (w(2, 5, 160), "fp8_block")))
-IDS = [f"{name}: {case}" for name, case, _ in CASES]
-each_case = each(("name", "make"), [(name, make) for name, _, make in CASES], ids=IDS)
+each_case = each(("name", "make"), {f"{name}: {case}": (name, make) for name, case, make in CASES})
 
 
 def outputs_like(name, results, make=poisoned):
@@ -355,3 +325,37 @@ def test_compile_once_for_all_sizes_and_offsets():
 		a, offs = sample(sum(splits) + 3, 32), offsets(splits)
 		assert_all_same(compiled(a, b, offs), step(a, b, offs))
 	assert len(graphs) == 1
+
+
+@each_case
+def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name, make):
+	"""Whatever computes: PyTorch counts writes of the reference by itself, not those of kernels."""
+	arguments = detached(make())
+	outputs = outputs_like(name, getattr(ops, name)(*arguments))
+	monkeypatch.setattr(registry._Plan, "compute_into", lambda *args, **options: None)
+	given = tensors(outputs)
+	before = [t._version for t in given]
+	read = [t._version for t in tensors(arguments)]
+	getattr(ops, f"{name}_out")(*arguments, **outputs)
+	assert all(t._version > v for t, v in zip(given, before, strict=True))
+	assert [t._version for t in tensors(arguments)] == read
+
+
+@each("backend", ["reference", "reference:sm_90a", "emulated:sm_100a"])
+def test_a_buffer_saved_for_backward_and_then_overwritten_raises(backend):
+	x = sample(15, 32)
+	amax = torch.ones(3)
+	factor = torch.rand(3, requires_grad=True)
+	y = (factor * amax).sum()
+	with cute_kernels.backend(backend):
+		ops.grouped_amax_out(x, OFFS, amax=amax)
+	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+		y.backward()
+
+
+def test_inference_tensors_have_no_version():
+	x = sample(15, 32)
+	with torch.inference_mode():
+		amax = torch.ones(3)
+		ops.grouped_amax_out(x, OFFS, amax=amax)
+	assert torch.equal(amax, ops.grouped_amax(x, OFFS))

@@ -219,7 +219,6 @@ def test_a_count_needs_the_emulator():
 
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
-	pytest.importorskip("cutlass")
 	assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
 
 

@@ -1,6 +1,5 @@
 import itertools
 
-import pytest
 import torch
 
 import cute_kernels
@@ -154,7 +153,6 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, 
 def test_listed_kernels_name_classes_that_exist_and_have_keys_of_their_own(arch):
 	listed = aot.declared_specs(arch)
 	assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)
-	pytest.importorskip("cutlass")
 	names = {spec.kernel for spec in listed}
 	assert len(names) > 5
 	for name in names:

@@ -6,7 +6,7 @@ import torch
 from cute_kernels import capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
-from tests.helpers import BF16, F32, each, ends, ops, raises
+from tests.helpers import BF16, F32, each, raises
 
 FORMATS = (
 	None,
@@ -159,17 +159,3 @@ def test_the_printed_table_says_what_support_says():
 		if op.startswith("compute_") and fmt is None:
 			title = "int32"
 		assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
-
-
-def test_ops_ask_the_table(monkeypatch):
-	asked = []
-
-	def no(op, fmt, arch, **facts):
-		asked.append((op, fmt, arch, facts))
-		return capability.Support(False, "because of the test")
-
-	monkeypatch.setattr(capability, "support", no)
-	with pytest.raises(UnsupportedError, match="because of the test"):
-		ops.grouped_quantize(torch.ones(4, 16), "nvfp4:row_scaled", ends(4))
-	facts = {"columnwise": False, "shapes": False, "activation": False}
-	assert asked == [("grouped_quantize", NVFP4(row_scaled=True), "reference", facts)]

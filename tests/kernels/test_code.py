@@ -1,8 +1,13 @@
+import dataclasses
+import re
+
 from cute_kernels.formats import NVFP4
+from cute_kernels.gemm.variants import kernel_specs
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig, QuantizeProblem, RowsConfig, TileConfig
+from perf.compiled import compile_for_emulator
 from tests.helpers import DTYPES, each
 
-from .op_support import check_code
+from .op_support import ARCHITECTURES, check_code
 from .quantize_support import ARCH
 
 BY_ROW = NVFP4(row_scaled=True)
@@ -58,3 +63,31 @@ def test_configurations_say_what_they_take():
 	assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
 	assert not AmaxConfig("float64").can_implement(QuantizeProblem("float64", 64))
 	assert not OffsetsConfig("int16", "int32").can_implement("int16", "int32")
+
+
+def facts(spec):
+	"""What a variant has that another may not: its class with each field and value."""
+	fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+	return {(type(spec), *field) for field in fields.items()}
+
+
+def sample(specs):
+	"""Few variants, which have every tile and every value of every option among them."""
+	left, chosen = list(specs), []
+	missing = set().union(*map(facts, left))
+	while missing:
+		best = max(left, key=lambda spec: len(facts(spec) & missing))
+		chosen.append(best)
+		missing -= facts(best)
+	return chosen
+
+
+GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(arch))]
+
+
+@each(("arch", "spec"), GEMMS, str)
+def test_arithmetic_of_products_is_exact(arch, spec):
+	"""No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
+	ptx = compile_for_emulator(spec, arch).ptx
+	assert ".entry" in ptx
+	assert not re.findall(r"^.*(?:\.ftz|\.approx).*$", ptx.replace("rcp.approx.ftz", ""), re.MULTILINE)
