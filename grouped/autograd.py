@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
 
+from .debug import Probe
 from .offsets import Offsets, as_offs
 from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
@@ -20,7 +21,6 @@ from .tensor import GroupedTensor, handler
 from .validation import check_is_tensor
 
 if TYPE_CHECKING:
-	from .debug import Probe
 	from .nn.delayed import DelayedScaling
 
 

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 
 from cute_kernels import ops
+from cute_kernels.formats import Format
 
+from .members import QuantizedCopy
 from .products import w4a16_operands
 from .recipes import ROLES, Recipe
 from .seeds import draw_seed
 from .tensor import GroupedTensor
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-
 	from .debug import Probe
-	from .members import QuantizedCopy
 
 
 class Copies(NamedTuple):

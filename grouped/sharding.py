@@ -12,26 +12,21 @@ redistributed: weights whose groups the ranks do not divide and those beside qua
 operands of ragged products. ``offs`` are those of all rows, the same on each rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import grouped
+from cute_kernels.formats import Format
 
 from .offsets import as_offs
 from .shards import local_part
 from .tensor import GroupedTensor
-
-if TYPE_CHECKING:
-	from torch.distributed.device_mesh import DeviceMesh
-
-	from cute_kernels.formats import Format
 
 _ALL, _SUM = Replicate(), Partial()
 

@@ -12,10 +12,11 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.graph import increment_version
 
 from cute_kernels import prepack, unpack
@@ -28,10 +29,6 @@ from .seeds import draw_seed
 from .shapes import MemberShapes, Shapes, as_shapes, flat_shapes, shape_tensors
 from .shards import gathered, gathered_inputs
 from .validation import check_is_tensor, check_parts, saved_format, version
-
-if TYPE_CHECKING:
-	from torch._ops import OpOverload
-
 
 #: What a tensor is beside the plain tensors that it holds.
 Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"

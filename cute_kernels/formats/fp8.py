@@ -1,7 +1,5 @@
 """FP8 with one fp32 scale per group: TransformerEngine's current and delayed scaling."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 

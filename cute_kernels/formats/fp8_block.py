@@ -1,7 +1,5 @@
 """FP8 with fp32 scales of 1x128 or 128x128 blocks, as DeepSeek-V3 trains."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 

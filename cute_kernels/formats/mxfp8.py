@@ -1,7 +1,5 @@
 """MXFP8: FP8 codes with power-of-two block scales. Source: OCP Microscaling Formats v1.0."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 

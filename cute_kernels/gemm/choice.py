@@ -1,12 +1,9 @@
 """The choice of a tile: the one that an architecture's model of time says is fastest."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-	from .problem import GemmConfig, GemmProblem, TileShape
+from .problem import GemmConfig, GemmProblem, TileShape
 
 ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 

@@ -5,7 +5,7 @@ Extents that must agree at run time share one symbol; the compiled function chec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -15,12 +15,9 @@ from ..device.launch import DSL_TYPES, compact
 from ..formats import parse
 from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from ..layout.slots import TILE_ROWS
-from .operands import operand_of
+from .operands import OperandKind, operand_of
 from .problem import N_ALIGN, GemmArguments, GemmConfig
 from .views import codes_type
-
-if TYPE_CHECKING:
-	from .operands import OperandKind
 
 
 def _compact(dtype: Any, *shape: Any, align: int = PITCH_ALIGNMENT) -> Any:

@@ -7,8 +7,6 @@ operands of a product have codes of one width and the same block scales; E4M3 ma
 scales of rows those of squares.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Literal
 

@@ -5,18 +5,15 @@ Row pitches and group strides are 64-bit; a mode that the grouping lacks has ext
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS
 from ..layout.slots import TILE_ROWS, most_rows
-from .problem import RAGGED_ROWS, Extents
-
-if TYPE_CHECKING:
-	from .operands import OperandKind
-	from .problem import GemmArguments, GemmConfig
+from .operands import OperandKind
+from .problem import RAGGED_ROWS, Extents, GemmArguments, GemmConfig
 
 
 def element_type(kind: OperandKind) -> Any:

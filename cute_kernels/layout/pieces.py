@@ -6,16 +6,10 @@
   bits of a code are put.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from .shapes import PIECE_K
-
-if TYPE_CHECKING:
-	from torch import Tensor
 
 #: By the dtype that values are decoded to.
 DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}

@@ -4,15 +4,10 @@ Only the order of the bits in each 32-bit word of eight codes changes, so shapes
 the results' bits stay. ``decode`` needs fewer instructions for it than for codes one after another.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 #: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is
 #: alike in the high half. To get them to bit 15 and bits 11 to 9, where fp16 has them, takes left

@@ -7,8 +7,6 @@ strides ``((16, 4), (0, 1))``). Tiles that follow each other along K are adjacen
 Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.compile``.
 """
 
-from __future__ import annotations
-
 #: Elements of K in the pieces in which kernels decode codes that they do not multiply as they are;
 #: those for sm_90a change the order of NVFP4 products within one.
 PIECE_K = 128

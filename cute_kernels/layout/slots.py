@@ -8,8 +8,6 @@ slot from its own start row alone, without a prefix sum and without the host. A 
 Every function takes and returns plain ints, or ``torch.SymInt`` under ``torch.compile``.
 """
 
-from __future__ import annotations
-
 from .shapes import ceil_div
 
 #: Rows of one slot tile; every group starts on a multiple of this in slot order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from cute_kernels import reference
 from ..formats import Format, parse
 from ..layout.buffers import BufferSpec
 from ..records import check_choice
+from ..runtime.launch import Launcher
 from .checks import check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .registry import Op, Runner, register_inplace
-
-if TYPE_CHECKING:
-	from ..runtime.launch import Launcher
 
 #: What the scale follows from: the largest amax of the history, or the last one.
 ALGORITHMS = ("max", "most_recent")

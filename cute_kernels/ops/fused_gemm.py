@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -16,16 +16,14 @@ from ..activations import parse_activation
 from ..formats import Format, parse
 from ..layout.buffers import BufferSpec, buffers
 from ..reference.moe import activate
+from ..runtime.backend import Backend
+from ..runtime.launch import Launcher
 from .checks import check_multiple, check_rows
 from .gemm import GroupedGemm, MGrouped, MGroupedGemm, Parts, parse_given
 from .launch import gemm as launch_gemm
 from .prologue import check_prologue, result_columns
 from .quantize import GroupedQuantize
 from .registry import Allocator, Runner, register
-
-if TYPE_CHECKING:
-	from ..runtime.backend import Backend
-	from ..runtime.launch import Launcher
 
 
 @register

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,14 +16,12 @@ from ..layout.buffers import BufferSpec, buffers, member_parts
 from ..layout.slots import TILE_ROWS, uniform_tiles
 from ..reference.draws import BLOCK as DRAWN
 from ..reference.groups import Groups
+from ..runtime.launch import Launcher
 from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
 from .prologue import check_prologue, elements_of, input_columns, result_columns, result_shape
 from .registry import Op, Runner, register
-
-if TYPE_CHECKING:
-	from ..runtime.launch import Launcher
 
 
 @register

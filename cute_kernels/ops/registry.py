@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,16 +22,14 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ..capability import require
+from ..formats import Format
 from ..host.settings import warn_once
+from ..layout.buffers import BufferSpec
 from ..layout.shapes import PITCH_ALIGNMENT
 from ..runtime.backend import Backend, chosen_backend, resolve_backend
 from ..runtime.launch import Launcher, launcher
 from ..runtime.plan import INERT, PlanCache, plan_key
 from .derivatives import not_differentiable, refuse_derivatives, register_autograd
-
-if TYPE_CHECKING:
-	from ..formats import Format
-	from ..layout.buffers import BufferSpec
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
 #: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it

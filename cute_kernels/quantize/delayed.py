@@ -6,7 +6,7 @@ threads: it reads the rows after them before it writes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -15,9 +15,7 @@ from ..device.absmax import fmax, warp_max
 from ..device.constants import WARP_SIZE
 from ..device.launch import compact, env_stream
 from ..device.ptx import asm
-
-if TYPE_CHECKING:
-	from .config import DelayedConfig
+from .config import DelayedConfig
 
 _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE

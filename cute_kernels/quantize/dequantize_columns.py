@@ -6,11 +6,12 @@ are transposed, rows come out by taking one number of each column's: decoding is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from ..device.codecs import Codec
 from ..device.convert import pack_words
 from ..device.hadamard import CHUNK, undo
 from ..device.memory import load_global, load_global_if, store_global
@@ -18,9 +19,6 @@ from ..device.ptx import bits_as_f32
 from ..layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
 from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DequantizeConfig
-
-if TYPE_CHECKING:
-	from ..device.codecs import Codec
 
 #: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
 #: columns of a warp.

@@ -5,7 +5,7 @@ Extents that must agree at run time share one symbol; the compiled function chec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutlass import Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_tensor
@@ -16,9 +16,7 @@ from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, scale_tiles
 from ..layout.slots import TILE_ROWS
 from .config import K_MULTIPLE
 from .levels import LEVEL_RESULTS
-
-if TYPE_CHECKING:
-	from .prologue import Prologue
+from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32

@@ -5,16 +5,14 @@ Offsets saturate at the ends of their type.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..device.constants import WARP_SIZE
 from ..device.launch import DSL_TYPES, compact, env_stream
-
-if TYPE_CHECKING:
-	from .config import OffsetsConfig
+from .config import OffsetsConfig
 
 _WARPS = 32
 _THREADS = WARP_SIZE * _WARPS

@@ -1,7 +1,5 @@
 """What becomes of an input before it is quantized or summed, as a fact of a configuration."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ..activations import Activation, parse_activation

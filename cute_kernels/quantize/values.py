@@ -6,7 +6,7 @@ being written and read again. The same rows are read in the same way as by the q
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
@@ -17,11 +17,9 @@ from ..device.launch import env_stream
 from ..device.memory import store_global, transpose_four
 from ..device.ptx import select
 from ..layout.shapes import PIECE_K
+from .config import ValuesConfig
 from .fakes import FakeBuffers
 from .rows import Lane, RowsQuantizer
-
-if TYPE_CHECKING:
-	from .config import ValuesConfig
 
 
 class RowValuesQuantizer(RowsQuantizer):

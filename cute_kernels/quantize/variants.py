@@ -1,7 +1,5 @@
 """Every quantization kernel that the ops use, for compilation ahead of time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

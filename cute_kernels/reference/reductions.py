@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ..layout.slots import TILE_ROWS
+from .groups import Groups
 
 if TYPE_CHECKING:
 	from .elements import Elements
-	from .groups import Groups
 
 
 def absmax(x: Tensor, dim: int = -1) -> Tensor:

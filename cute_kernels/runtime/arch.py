@@ -1,7 +1,5 @@
 """Which kernels run on a device, and what they are compiled for."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -5,23 +5,19 @@ from the disk, what runs is the exported object, loaded back, so both run the sa
 goes straight into it, without the DSL's Python wrapper.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..host.locks import ForkSafeLock
 from ..host.settings import warn_once
+from .arch import Architecture
 from .cache import CacheKey, DiskCache, cache_key, default_cache
 from .dsl import require_dsl
 from .emulated import load_emulated, real_device
 from .spec import KernelSpec, resolve, short_name
-
-if TYPE_CHECKING:
-	from .arch import Architecture
 
 _kernels: dict[tuple[KernelSpec, Architecture], Callable[..., object]] = {}
 # cute.compile may not run in two threads at once.

@@ -4,8 +4,6 @@
 ``require_dsl`` first, so a missing or wrong package is reported by its pip name.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.metadata

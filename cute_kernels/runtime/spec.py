@@ -1,7 +1,5 @@
 """Kernel variants as data, and the text that identifies one in the on-disk cache."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import hashlib

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-
-if TYPE_CHECKING:
-	from torch import Tensor
+from torch import Tensor
 
 #: The most bytes of a file, by default.
 SHARD_BYTES = 5 * 10**9

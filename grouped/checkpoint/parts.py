@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import grouped
+from cute_kernels.formats import Format
 
 from ..tensor import GroupedTensor
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import Format
 
 
 class Parts(NamedTuple):

@@ -6,22 +6,19 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import cute_kernels
 from cute_kernels import ops
+from cute_kernels.formats import ElementType, Format
 from cute_kernels.reference.conversions import decode, encode, pack
 from cute_kernels.reference.groups import Groups
 
+from ..passes import Copies
 from ..tensor import GroupedTensor
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import ElementType, Format
-
-	from ..passes import Copies
 
 #: What is added up over the calls of a step, and what the largest is taken of.
 SUMS = ("rows", "signal", "noise", "saturated", "underflow", "nonfinite", "nonfinite_copy")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -18,9 +19,6 @@ import grouped
 from grouped import recipes
 
 from ..recipes import Recipe, check_recipe
-
-if TYPE_CHECKING:
-	from torch import Tensor
 
 
 class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]

@@ -12,10 +12,9 @@ weights, biases, gates of its own (interleaved, clamped), without a gate, and wi
 its expert parallelism.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -25,6 +24,7 @@ from transformers.integrations import moe as hf
 import grouped
 from cute_kernels import active_backend, ops, support
 from cute_kernels.capability import require
+from cute_kernels.formats import Format
 from grouped import recipes
 
 from ..experts import Layer, Style, compute_routing, without_gradients
@@ -32,12 +32,7 @@ from ..experts import experts as mixture
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
-if TYPE_CHECKING:
-	from collections.abc import Callable, Iterator
-
-	from cute_kernels.formats import Format
-
-	Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
+Forward: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
 
 #: Names of experts implementations, and the recipe of each.
 RECIPES: dict[str, Recipe] = {

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..passes import Copies
+from ..recipes import Recipe
 from ..shards import local_part
-
-if TYPE_CHECKING:
-	from ..passes import Copies
-	from ..recipes import Recipe
 
 
 def can_keep(sources: Sequence[Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from grouped import debug
 
 from ..autograd import multiply, rows_and_ends
 from ..experts import Layer
+from ..offsets import Offsets
 from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from ..tensor import GroupedTensor
@@ -22,9 +23,6 @@ from .delayed import DelayedScaling
 from .forms import convert
 from .kept import KeptWeight, can_keep, is_static, local
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
-
-if TYPE_CHECKING:
-	from ..offsets import Offsets
 
 
 class GroupedLinear(debug.Watched):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-if TYPE_CHECKING:
-	from ..passes import LinearCall, WgradOperands
+from ..passes import LinearCall, WgradOperands
 
 EAGER_ONLY = (
 	"a layer with fuse_wgrad_accumulation or delay_wgrad trains in eager mode only: it writes "

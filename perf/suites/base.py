@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cute_kernels.formats import Format
+
+from ..contender import Contender, Task
 from ..measure import Meter, meter_of
 
 if TYPE_CHECKING:
-	from cute_kernels.formats import Format
-
-	from ..contender import Contender, Task
 	from ..peers.base import Peer
 
 

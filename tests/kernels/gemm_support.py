@@ -1,7 +1,5 @@
 """Compiled grouped GEMMs, and problems in the layout contract's buffers with poison around them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

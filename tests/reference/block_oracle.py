@@ -1,7 +1,5 @@
 """MXFP8 and FP8Block as specified, by search among all values; shares nothing with the package."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Products from buffers, by the layout contract and the order of sums of ``reference.dots``."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import NamedTuple

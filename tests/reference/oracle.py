@@ -1,7 +1,5 @@
 """NVFP4 as specified, scalar by scalar, by search among all values; shares nothing with the package."""
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import math

@@ -4,8 +4,6 @@ What only one architecture needs stands beside it, in a file that is named after
 what a codec has to offer, ``bytes`` what formats of FP8 codes share.
 """
 
-from __future__ import annotations
-
 from ...formats import parse
 from .base import Codec, Level
 from .fp8 import FP8Codec

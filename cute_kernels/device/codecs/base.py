@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-	from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass import Float32, Int32, Uint16, Uint32
 
-	from ...formats import Format
+from ...formats import Format
 
 #: What the codes of a row or of a group are relative to: DSL scalars that only the codec reads, so
 #: that a skeleton can carry them through loops.

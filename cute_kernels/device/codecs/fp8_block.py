@@ -12,16 +12,12 @@ with the carry of 0x1FFFFF into the exponent just if the mantissa is above that 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cutlass import Float32, Uint32
 
+from ...formats import FP8Block
 from ..ptx import asm, bits_as_f32, f32_as_bits
+from .base import Level
 from .bytes import ByteCodec
-
-if TYPE_CHECKING:
-	from ...formats import FP8Block
-	from .base import Level
 
 _MANTISSA, _BIAS = 23, 127
 #: The largest number of each dtype of inputs: what an infinite quotient becomes.

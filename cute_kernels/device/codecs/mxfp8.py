@@ -5,15 +5,11 @@ e = e8m0(fl(a * fl(1 / FP8_MAX))), rounded up; code = sat_rn_fp8(fl(x * 2^(127 -
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cutlass import Float32, Uint32
 
 from ..ptx import asm, bits_as_f32
+from .base import Level
 from .bytes import ByteCodec
-
-if TYPE_CHECKING:
-	from .base import Level
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
 #: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.

@@ -6,20 +6,18 @@ sm_100a encodes with its own instruction, sm_90a as ``nvfp4_sm90`` says.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cutlass import Float32, Int32, Uint16, Uint32, cute
 
 from cute_kernels.device.codecs import nvfp4_sm90, nvfp4_stochastic
 from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair, unpack_words
 from cute_kernels.device.ptx import asm, bits_as_f32
+from cute_kernels.formats import NVFP4
 
 from .base import Codec
 from .nvfp4_four_over_six import Candidate, FourOverSixLevel, better, candidates, error, is_far
 from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
-
-if TYPE_CHECKING:
-	from cute_kernels.formats import NVFP4
 
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"

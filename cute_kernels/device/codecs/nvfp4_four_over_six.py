@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cutlass import Float32, Int32, Uint32
 
+from ...formats import NVFP4
 from ..ptx import asm, bits_as_f32
-
-if TYPE_CHECKING:
-	from ...formats import NVFP4
 
 #: Amaxes between which the two instructions give the quotient.
 _NEAR = (2.0**-50, 2.0**100)

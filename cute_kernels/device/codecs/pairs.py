@@ -3,8 +3,6 @@
 ``REGISTERS`` are what the texts use; they declare nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -8,18 +8,16 @@ the ends of its range.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
 
+from ...formats import Format
 from ..convert import pack_words
 from ..ptx import asm
-
-if TYPE_CHECKING:
-	from ...formats import Format
-	from .base import Codec
+from .base import Codec
 
 #: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.
 _SCALE = """{{

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
+from .config import Sm100GemmConfig
 
 
 class AccReader:

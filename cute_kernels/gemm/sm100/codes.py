@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...layout.shapes import PIECE_K
 from ..loader import LoadWarp, StageLoad, TmaSource
+from ..scheduler import TileReader, WorkTile
 from ..views import codes_view, paired_rows, row_scales_view, scale_words_view, squares_view
 from .config import CODES_STAGES, K_BLOCKS, Sm100GemmConfig
-
-if TYPE_CHECKING:
-	from ..scheduler import TileReader, WorkTile
-	from .storage import Stages
+from .storage import Stages
 
 #: Operands M and N.
 _SIDES = ("m", "n")

@@ -8,7 +8,7 @@ eight rows apart, so neither takes turns at a bank.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
@@ -21,10 +21,8 @@ from ...device.ptx import bits_as_f32
 from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS
 from ..scheduler import TileReader, WorkTile
 from .config import CODES_STAGES, K_BLOCKS, Codes, Sm100GemmConfig
-
-if TYPE_CHECKING:
-	from .storage import Stages
-	from .warp_schedule import WarpSchedule
+from .storage import Stages
+from .warp_schedule import WarpSchedule
 
 #: Elements of K of one of the two stages for one of codes.
 _HALF_K = PIECE_K // CODES_STAGES

@@ -7,7 +7,7 @@ group's last have the number -1 there: of numbers that are none of the rows ther
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -21,10 +21,8 @@ from ...layout.shapes import PITCH_ALIGNMENT
 from ..loader import TmaSource
 from ..scheduler import WorkTile
 from ..views import element_type
-
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
-	from .storage import Stages
+from .config import Sm100GemmConfig
+from .storage import Stages
 
 #: Rows of a copy, and bytes of each.
 _ROWS, _ROW_BYTES = 4, 128

@@ -12,9 +12,9 @@ import math
 from typing import TYPE_CHECKING
 
 from ...layout.shapes import ceil_div
+from ..problem import GemmProblem
 
 if TYPE_CHECKING:
-	from ..problem import GemmProblem
 	from .config import Sm100GemmConfig
 
 #: Multiply-adds of FP4 that one SM does in a cycle: 9 PFLOP/s over 148 SMs at 1.85 GHz.

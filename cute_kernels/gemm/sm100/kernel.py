@@ -26,7 +26,7 @@ MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute, pipeline
@@ -36,6 +36,7 @@ from cutlass.utils import blackwell_helpers
 from ...device.launch import env_stream
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, TmaSource, each, paired
+from ..operands import OperandKind
 from ..output import VECTOR_BYTES, EpilogueTensors
 from ..problem import Extents, GemmArguments
 from ..scheduler import TileReader, TileScheduler
@@ -61,9 +62,6 @@ from .mma import MmaWarp, StageMma
 from .promotion import Promoter
 from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import NamedBarrierId, WarpSchedule
-
-if TYPE_CHECKING:
-	from ..operands import OperandKind
 
 
 class Sources(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, cute, pipeline
@@ -12,9 +12,7 @@ from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
 from ..loader import LoadWarp, TmaSource
 from ..scheduler import WorkTile
 from .config import BOX_ROWS, Sm100GemmConfig
-
-if TYPE_CHECKING:
-	from .storage import Layouts
+from .storage import Layouts
 
 
 class OperandLoad(NamedTuple):

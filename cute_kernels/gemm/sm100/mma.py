@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute, pipeline
@@ -11,9 +11,7 @@ from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 from ..scheduler import TileReader, WorkTile
 from . import umma
 from .config import K_BLOCKS, TMEM_LANES, Sm100GemmConfig
-
-if TYPE_CHECKING:
-	from .storage import Stages
+from .storage import Stages
 
 #: Columns of tensor memory of one tile of block scales.
 _TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES

@@ -10,8 +10,6 @@ K ahead; those of columns, which every thread needs, go through shared memory.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
@@ -22,9 +20,7 @@ from ...device.ptx import bits_as_f32, f32_as_bits
 from ..promotion import scale_at
 from ..scheduler import WorkTile
 from .accumulators import AccReader
-
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
+from .config import Sm100GemmConfig
 
 #: Columns that are read from tensor memory at a time.
 _COLUMNS = 32

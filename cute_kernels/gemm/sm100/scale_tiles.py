@@ -9,7 +9,7 @@ of fp32 has the bias of E8M0; that of 2^-127, a subnormal, is 0 in both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
@@ -21,9 +21,7 @@ from ...device.memory import store_global
 from ...device.ptx import f32_as_bits
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 from ..views import scale_words_view, squares_view
-
-if TYPE_CHECKING:
-	from .config import ScaleTilesConfig
+from .config import ScaleTilesConfig
 
 _WARPS = 8
 _CTAS_PER_SM = 4

@@ -7,15 +7,13 @@ Bit fields: PTX ISA, "tcgen05 matrix descriptor" and "instruction descriptor".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from cutlass import Int32, Int64, cute
 
 from ...device.ptx import asm_volatile
 from ...layout.shapes import SF_TILE_BYTES
-
-if TYPE_CHECKING:
-	from ..operands import OperandKind
+from ..operands import OperandKind
 
 #: Bytes of the unit in which descriptors of shared memory count.
 UNIT = 16

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
 from ..scheduler import TileReader, WorkTile
+from .config import Sm90GemmConfig
 from .epilogue import Epilogue, PingPong
 from .fp4.decode import FragmentDecoder
+from .promotion import Promoter
+from .storage import Layouts, Stages
 from .warp_schedule import WARPGROUP_SIZE
-
-if TYPE_CHECKING:
-	from .config import Sm90GemmConfig
-	from .promotion import Promoter
-	from .storage import Layouts, Stages
 
 
 class Product(NamedTuple):

@@ -10,7 +10,7 @@ is read there.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute, pipeline
@@ -19,10 +19,8 @@ from ...device.constants import WARP_SIZE
 from ...device.memory import load_global_if
 from ...device.ptx import asm_volatile, select
 from ..scheduler import TileReader, WorkTile
-
-if TYPE_CHECKING:
-	from .config import Sm90GemmConfig
-	from .storage import Stages
+from .config import Sm90GemmConfig
+from .storage import Stages
 
 #: Bytes that a lane copies at once, and of a row of a panel.
 _COPY_BYTES, _PANEL_BYTES = 16, 128

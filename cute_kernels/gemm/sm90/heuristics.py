@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...layout.shapes import ceil_div
+from ..problem import GemmProblem
 
 if TYPE_CHECKING:
-	from ..problem import GemmProblem
 	from .config import Sm90GemmConfig
 
 #: Bits of operand M times rows of operand N that one SM multiplies in a cycle.

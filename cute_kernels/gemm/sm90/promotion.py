@@ -18,7 +18,7 @@ were 5% slower (H200).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, cute
 
@@ -26,12 +26,10 @@ from ...device.constants import WARP_SIZE
 from ...device.memory import load_shared
 from ...device.ptx import add_rn, asm, bits_as_f32, mul_rn
 from ..promotion import scale_at
+from ..scheduler import WorkTile
 from .config import WARPGROUP_M, Sm90GemmConfig
+from .storage import Stages
 from .warp_schedule import WARPGROUP_SIZE
-
-if TYPE_CHECKING:
-	from ..scheduler import WorkTile
-	from .storage import Stages
 
 #: Rows and columns of a square.
 _SQUARE = 128

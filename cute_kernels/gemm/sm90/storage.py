@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
@@ -13,11 +14,7 @@ from ..scheduler import TILE_WORDS
 from ..views import element_type
 from .config import WARPGROUP_M, Sm90GemmConfig
 from .fp4.operand import codes_stages, scale_stages
-
-if TYPE_CHECKING:
-	import cutlass
-
-	from .warp_schedule import WarpSchedule
+from .warp_schedule import WarpSchedule
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.

@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from ...layout.buffers import BufferSpec
+from ...runtime.launch import Launcher
 from ..dequantize import GroupedDequantize
 from ..registry import Allocator, Runner
 
 if TYPE_CHECKING:
-	from torch import Tensor
-
-	from ...runtime.launch import Launcher
 	from ..gemm import MGrouped, MGroupedGemm
 
 

@@ -8,6 +8,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import Tensor
+
 from cute_kernels.ops import registry
 
 from ...capability import UnsupportedError
@@ -18,20 +20,17 @@ from ...gemm.sm90.config import Sm90GemmConfig
 from ...gemm.sm100.config import Sm100GemmConfig
 from ...gemm.variants import CONFIGS
 from ...layout.shapes import PITCH_ALIGNMENT
+from ...runtime.launch import Launcher
 from ..arguments import aligned, dense, dtype_name, readable
+from ..registry import Runner
 from .decoded import decodes_first, multiply_decoded
 from .gathered import gathers_first, multiply_gathered
-from .sm90_operands import sm90_preparation, values_config
+from .sm90_operands import Parts, sm90_preparation, values_config
 from .sm100_operands import sm100_preparation
 
 if TYPE_CHECKING:
-	from torch import Tensor
-
-	from ...runtime.launch import Launcher
 	from ..fused_gemm import MGroupedQuantizeGemm
 	from ..gemm import GroupedGemm, KGroupedGemm, MGrouped, MGroupedGemm
-	from ..registry import Runner
-	from .sm90_operands import Parts
 
 _forced: list[TileShape] = []
 #: Rows of a group: see ``activates``.

@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import ceil_div
 from ...layout.slots import TILE_ROWS
 from ...moe.config import ActivateConfig, CombineConfig, RouterConfig, RouterGradientConfig, RoutingConfig
 from ...quantize.config import GradientConfig
+from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
-from ..registry import Allocator
+from ..registry import Allocator, Runner
 from .rows import gatherer
 
 if TYPE_CHECKING:
-	from torch import Tensor
-
-	from ...runtime.launch import Launcher
 	from ..moe import ComputeRouting, MoeActivate, MoeActivateGradient, MoeCombine, MoeGather, MoeQuantizeGradient
-	from ..registry import Runner
 	from ..router import MoeRoute, MoeRouteGradient
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from ...formats import Format
 from ...layout.buffers import BufferSpec, code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...quantize.config import (
@@ -27,14 +28,13 @@ from ...quantize.config import (
 )
 from ...quantize.prologue import Prologue
 from ...reference.codecs import codec_of
+from ...runtime.launch import Launcher
 from ..arguments import ALIGNMENT, dense, dtype_name, readable
 from ..prologue import result_columns
 from ..registry import Allocator, Runner
 from .rows import gatherer
 
 if TYPE_CHECKING:
-	from ...formats import Format
-	from ...runtime.launch import Launcher
 	from ..delayed import DelayedScalingUpdate
 	from ..dequantize import GroupedDequantize
 	from ..quantize import GroupedQuantize

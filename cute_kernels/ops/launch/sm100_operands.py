@@ -5,19 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
+from torch import Tensor
 
 from ...gemm.sm100.config import ScaleTilesConfig, Sm100GemmConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, ceil_div
+from ...runtime.launch import Launcher
 from ..registry import Allocator
-from .sm90_operands import rows_first
+from .sm90_operands import Parts, Prepare, rows_first
 
 if TYPE_CHECKING:
-	from torch import Tensor
-
-	from ...runtime.launch import Launcher
 	from ..gemm import GroupedGemm, MGrouped
-	from .sm90_operands import Parts, Prepare
 
 
 def scale_tiles(scales: Tensor, is_square: bool) -> BufferSpec:

@@ -6,34 +6,32 @@ Values have their elements in the order in which instructions contract them, see
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
+from torch import Tensor
 
 from ...formats import parse
+from ...gemm.problem import GemmConfig
+from ...gemm.sm90.config import Sm90GemmConfig
 from ...gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import PIECE_K, ceil_div
 from ...quantize.config import AmaxConfig, ValuesConfig
+from ...runtime.launch import Launcher
 from ..arguments import dense, readable
 from ..registry import Allocator
 from .quantize import quantized
 
 if TYPE_CHECKING:
-	from collections.abc import Callable
-
-	from torch import Tensor
-
-	from ...gemm.problem import GemmConfig
-	from ...gemm.sm90.config import Sm90GemmConfig
-	from ...runtime.launch import Launcher
 	from ..fused_gemm import MGroupedQuantizeGemm
 	from ..gemm import GroupedGemm
 
-	#: Codes or values, block scales, and second level of an operand.
-	Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-	#: Turns both operands, given with offs, into what the GEMM takes.
-	Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
+#: Codes or values, block scales, and second level of an operand.
+Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
+#: Turns both operands, given with offs, into what the GEMM takes.
+Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:

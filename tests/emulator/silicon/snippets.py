@@ -3,8 +3,6 @@
 A snippet reads %a, %b, %c (as floats %fa, %fb, %fc), %A ({a, b}) and %B ({c, d}), and leaves 32 bits in %r or 64 in %R.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

@@ -7,7 +7,7 @@ lane q writes elements q and q + 4 of all four.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
@@ -21,9 +21,7 @@ from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import PIECE_K
 
 from ...problem import N_ALIGN
-
-if TYPE_CHECKING:
-	from .config import ArrangeConfig
+from .config import ArrangeConfig
 
 _ROWS = 8
 _QUAD = 4

@@ -1,7 +1,5 @@
 """What the kernels before the GEMM of sm_90a are compiled for, that prepare its FP4 operands."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar
 

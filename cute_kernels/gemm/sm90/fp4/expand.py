@@ -10,7 +10,7 @@ what goes into 16 bytes of every 64 that the quad stores together.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
@@ -25,8 +25,7 @@ from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 from cute_kernels.layout.slots import TILE_ROWS
 
-if TYPE_CHECKING:
-	from .config import ExpandConfig
+from .config import ExpandConfig
 
 _ROWS = 8
 #: Of codes.

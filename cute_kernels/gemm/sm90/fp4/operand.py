@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cutlass import cute
 
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS, SF_TILE_WORDS
 
-if TYPE_CHECKING:
-	from ..config import Sm90GemmConfig
+from ..config import Sm90GemmConfig
 
 
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
