@@ -15,8 +15,8 @@ class RoutingConfig:
 
 	Attributes:
 	  ids: ``"int32"`` or ``"int64"``.
-	  ctas: CTAs of the one cluster that sorts.
-	  warps: of each, at most 32.
+	  ctas: of a cluster, each of which counts all pairs.
+	  warps: of each CTA, at most 32.
 	"""
 
 	ids: str = "int64"

@@ -27,7 +27,7 @@ _NONE = 0xFFFFFFFF
 class RouterKernel(GridKernel):
 	"""Chooses experts, see the module."""
 
-	ctas_per_sm, num_threads = 4, _WARPS * WARP_SIZE
+	ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 
 	def __init__(self, config: RouterConfig):
 		self.config = config
@@ -163,7 +163,7 @@ class RouterKernel(GridKernel):
 class RouterGradientKernel(GridKernel):
 	"""The gradient of the logits, see the module."""
 
-	ctas_per_sm, num_threads = 4, _WARPS * WARP_SIZE
+	ctas_per_sm, num_threads = 12, _WARPS * WARP_SIZE
 
 	def __init__(self, config: RouterGradientConfig):
 		self.config = config

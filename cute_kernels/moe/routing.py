@@ -1,12 +1,16 @@
-"""Tokens sorted by expert: a stable counting sort in one launch of one cluster.
+"""Tokens sorted by expert: a stable counting sort in one launch.
 
-Pairs of a token and an expert are numbered token by token. Each warp of the cluster has a run of
+Pairs of a token and an expert are numbered token by token. Each warp of a cluster has a run of
 consecutive ones. It counts its experts in shared memory, the cluster adds up, and each warp goes
 through its run once more, which now knows where its first pair of each expert goes. More than
 ``_WINDOW`` experts are sorted so many at a time.
 
-Shared memory:  counts of one warp a row, turned into the places of its pairs; the counts of each
-        CTA, which it writes to all of them between two barriers of the cluster.
+Scattered stores of four bytes take longest, so many clusters share them: each counts all pairs, and
+places those of its share of each run.
+
+Shared memory:  counts of one warp a row, of its share and of what lies before it in the run, turned
+        into the places of its pairs; the counts of each CTA, which it writes to all of its cluster
+        between two barriers.
 """
 
 from __future__ import annotations
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
 
 #: Experts that are counted at a time, if there is a thread for each.
 _WINDOW = 512
+#: Clusters, as many as an H200 holds at once. None waits for another.
+_CLUSTERS = 16
+#: Ids that a lane loads at once.
+_LOADS = 4
 
 
 class RoutingKernel:
@@ -53,8 +61,10 @@ class RoutingKernel:
 		top_k: Int32,
 		stream: Any,
 	) -> None:
+		rounds = cute.ceil_div(ids.shape[0], self.ctas * self.threads)
+		clusters = cutlass.max(1, cutlass.min(rounds, _CLUSTERS))
 		self.kernel(ids, offs, token, pair, row, top_k).launch(
-			grid=[self.ctas, 1, 1], block=[self.threads, 1, 1], cluster=[self.ctas, 1, 1], stream=stream
+			grid=[self.ctas * clusters, 1, 1], block=[self.threads, 1, 1], cluster=[self.ctas, 1, 1], stream=stream
 		)
 
 	@cute.kernel
@@ -62,37 +72,39 @@ class RoutingKernel:
 		self, ids: cute.Tensor, offs: cute.Tensor, token: cute.Tensor, pair: cute.Tensor, row: cute.Tensor, top_k: Int32
 	) -> None:
 		smem = cutlass.memory.SmemAllocator()
-		layout = cute.make_layout((self.window, self.warps))
+		layout = cute.make_layout((self.window, self.warps, 2))
 		counts = smem.allocate_tensor(Int32, layout, byte_alignment=16)
 		layout = cute.make_layout((self.window, self.ctas))
 		of_ctas = smem.allocate_tensor(Int32, layout, byte_alignment=16)
 		sums = smem.allocate_tensor(Int32, cute.make_layout(WARP_SIZE), byte_alignment=16)
-		tid, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+		tid, block = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+		cta, blocks = block % self.ctas, cute.arch.grid_dim()[0]
 		warp, lane = tid // WARP_SIZE, tid % WARP_SIZE
 		experts, pairs = offs.shape[0], ids.shape[0]
-		runs = self.ctas * self.warps
-		# Whole rounds of a warp.
-		length = (pairs + runs * WARP_SIZE - 1) // (runs * WARP_SIZE) * WARP_SIZE
-		first = cutlass.min((cta * self.warps + warp) * length, pairs)
-		end = cutlass.min(first + length, pairs)
+		# Whole rounds of a warp, of which this cluster places some.
+		rounds = cute.ceil_div(pairs, self.ctas * self.threads)
+		first = cutlass.min((cta * self.warps + warp) * rounds * WARP_SIZE, pairs)
+		end = cutlass.min(first + rounds * WARP_SIZE, pairs)
+		share = cute.ceil_div(rounds, blocks // self.ctas) * WARP_SIZE
+		mine = cutlass.min(first + block // self.ctas * share, end)
 		placed, base = Int32(0), Int32(0)
 		while base < experts:
 			width = cutlass.min(experts - base, Int32(self.window))
 			at = tid
-			while at < self.window * self.warps:
-				counts[at % self.window, at // self.window] = Int32(0)
+			while at < cute.size(counts):
+				counts[at] = Int32(0)
 				at += self.threads
 			cute.arch.sync_threads()
-			self.count(ids, counts, base, width, first, end)
+			self.count(ids, counts, base, width, first, mine, end)
 			cute.arch.sync_threads()
-			mine, before, total = Int32(0), Int32(0), Int32(0)
+			of_cta, before, total = Int32(0), Int32(0), Int32(0)
 			if tid < self.window:
 				for w in cutlass.range(self.warps, unroll=8):
-					mine += counts[tid, w]
+					of_cta += counts[tid, w, 0] + counts[tid, w, 1]
 			# The others run, and have read what they got of the window before.
 			self.cluster_sync()
 			if tid < self.window:
-				self.tell(of_ctas, tid, cta, mine)
+				self.tell(of_ctas, tid, cta, of_cta)
 			self.cluster_sync()
 			if tid < self.window:
 				for c in cutlass.range_constexpr(self.ctas):
@@ -113,36 +125,47 @@ class RoutingKernel:
 			upto += placed
 			placed += cute.arch.shuffle_sync(of_warps, WARP_SIZE - 1)
 			if tid < width:
-				if cta == 0:
+				if block == 0:
 					offs[base + tid] = upto
 				place = upto - total + before
 				for w in cutlass.range(self.warps, unroll=8):
-					count = counts[tid, w]
-					counts[tid, w] = place
+					count = counts[tid, w, 0]
+					place += counts[tid, w, 1]
+					counts[tid, w, 0] = place
 					place += count
 			cute.arch.sync_threads()
-			self.place(ids, counts, token, pair, row, top_k, base, width, first, end)
+			self.place(ids, counts, token, pair, row, top_k, base, width, mine, cutlass.min(mine + share, end))
 			cute.arch.sync_threads()
 			base += self.window
 		# The tail: as many rows as there are pairs of no expert.
-		at = placed + cta * self.threads + tid
+		at = placed + block * self.threads + tid
 		while at < pairs:
 			token[at] = Int32(-1)
 			pair[at] = Int32(-1)
-			at += self.ctas * self.threads
+			at += blocks * self.threads
 
 	@cute.jit
-	def count(self, ids: cute.Tensor, counts: cute.Tensor, base: Int32, width: Int32, first: Int32, end: Int32) -> None:
-		"""Count a warp's pairs by expert."""
+	def count(
+		self, ids: cute.Tensor, counts: cute.Tensor, base: Int32, width: Int32, first: Int32, mine: Int32, end: Int32
+	) -> None:
+		"""Count a warp's pairs by expert, those before ``mine`` apart."""
 		warp = cute.arch.thread_idx()[0] // WARP_SIZE
-		at = first + cute.arch.lane_idx()
-		while at < end:
-			local = ids[at] - base
-			if local >= 0:
-				if local < width:
-					pointer = counts.iterator + (Int32(local) + warp * self.window)
+		keys = cute.make_rmem_tensor(_LOADS, Int32)
+		start = first + cute.arch.lane_idx()
+		while start < end:
+			for i in cutlass.range_constexpr(_LOADS):
+				keys[i] = Int32(-1)
+				if start + i * WARP_SIZE < end:
+					local = ids[start + i * WARP_SIZE] - base
+					if local >= 0:
+						if local < width:
+							keys[i] = Int32(local)
+			for i in cutlass.range_constexpr(_LOADS):
+				if keys[i] >= 0:
+					before = Int32(start + i * WARP_SIZE < mine)
+					pointer = counts.iterator + (keys[i] + (warp + before * self.warps) * self.window)
 					cute.arch.atomic_add(pointer, Int32(1), sem="relaxed", scope="cta")
-			at += WARP_SIZE
+			start += _LOADS * WARP_SIZE
 
 	@cute.jit
 	def place(
@@ -177,11 +200,11 @@ class RoutingKernel:
 			rank = cute.arch.popc(alike & ((1 << lane) - 1))
 			place = Int32(0)
 			if key >= 0:
-				place = counts[key, warp] + rank
+				place = counts[key, warp, 0] + rank
 			cute.arch.sync_warp()
 			if key >= 0:
 				if rank == cute.arch.popc(alike) - 1:
-					counts[key, warp] = place + 1
+					counts[key, warp, 0] = place + 1
 				row[at] = place
 				pair[place] = at
 				token[place] = at // top_k
