@@ -223,13 +223,6 @@ def _operand(x, text):
 	return x[0], list(x[1:]), text
 
 
-def dtype_ulp(x, dtype):
-	"""Distance from |x| to the next larger number of ``dtype``, fp64."""
-	info = torch.finfo(dtype)
-	magnitude = x.abs().double().clamp_min(info.tiny)
-	return magnitude.log2().floor().exp2() * info.eps
-
-
 def assert_same_bytes(got, want, what="output", *, any_nan=False):
 	"""The message gives the first difference; with ``any_nan`` one NaN is as good as another."""
 	assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}"

@@ -55,7 +55,7 @@ def weights_quantized(counter):
 
 
 def bytes_of(x):
-	inner = {"offs": x.offs}
+	inner = {name: getattr(x, name) for name in ("offs", "shapes", "element_offsets")}
 	for direction in ("rowwise", "columnwise"):
 		held = getattr(x, direction)
 		if held is not None:

@@ -16,7 +16,9 @@ every_format = each("fmt", EVERY_FORMAT)
 def assert_holds(p, dense):
 	"""The bytes of ``p`` are those of ``dense`` quantized."""
 	rowwise, columnwise = p.rowwise is not None, p.columnwise is not None
-	want = grouped.quantize(dense.to(p.dtype), p.format, offs=p.offs, rowwise=rowwise, columnwise=columnwise)
+	want = grouped.quantize(
+		dense.to(p.dtype), p.format, offs=p.offs, shapes=p.member_shapes, rowwise=rowwise, columnwise=columnwise
+	)
 	got = bytes_of(p)
 	assert_same_buffers(got, bytes_of(want))
 
@@ -26,7 +28,8 @@ IN_PLACE = {
 	"add_ scalar": lambda t, _: t.add_(1),
 	"mul_": lambda t, _: t.mul_(3),
 	"copy_": lambda t, other: t.copy_(other),
-	"copy_ broadcast": lambda t, other: t.copy_(other[:, :1]),
+	"copy_ broadcast": lambda t, other: t.copy_(other[..., :1]),
+	"foreach": lambda t, other: torch._foreach_add_([t], [other])[0],
 	"zero_": lambda t, _: t.zero_(),
 	"clamp_": lambda t, _: t.clamp_(-0.5, 0.5),
 	"lerp_": lambda t, other: t.lerp_(other, 0.25),
@@ -37,16 +40,18 @@ IN_PLACE = {
 
 
 @each("op", IN_PLACE)
+@each("groups", {"ragged": {"offs": [13, 40]}, "shapes": {"shapes": [(5, 64), (0, 32), (13, 64)]}})
 @every_format
-def test_in_place_ops(fmt, op):
-	x = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
-	other, dense, before = sample(40, 32), x.dequantize(), pointers(x)
+def test_in_place_ops(fmt, groups, op):
+	shape = (40, 32) if "offs" in groups else (1280,)
+	x = grouped.quantize(sample(*shape), fmt, columnwise=True, **groups)
+	other, dense, before = sample(*shape), x.dequantize(), pointers(x)
 	view = x.detach()
 	torch.manual_seed(1)
 	assert op(x, other) is x
 	torch.manual_seed(1)
 	if op is IN_PLACE["chain"]:  # Each op of it quantizes; the others have one step.
-		dense = grouped.quantize(other, fmt, offs=x.offs).dequantize() * 2
+		dense = grouped.quantize(other, fmt, **groups).dequantize() * 2
 	else:
 		dense = op(dense, other)
 	assert_holds(x, dense)

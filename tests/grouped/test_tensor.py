@@ -29,6 +29,14 @@ def make_weight(fmt=FORMATS["16x16"], **options):
 	return grouped.quantize(sample(3, 48, 64), fmt, **options)
 
 
+def make_shaped(fmt=FORMATS["row-scaled"], **options):
+	options.setdefault("columnwise", True)
+	return grouped.quantize(sample(4700), fmt, shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], **options)
+
+
+MAKES = {"ragged": make, "uniform": make_weight, "shapes": make_shaped}
+
+
 def test_metadata():
 	x, w = make(), make_weight()
 	assert isinstance(x, torch.Tensor)
@@ -46,7 +54,8 @@ def test_metadata():
 @each("options", DIRECTIONS)
 @every_format
 def test_flatten_and_unflatten(fmt, options):
-	for x in (make(fmt, **options), make_weight(fmt, **options)):
+	for made in MAKES.values():
+		x = made(fmt, **options)
 		assert is_traceable_wrapper_subclass(x)
 		names, context = x.__tensor_flatten__()
 		inner = {name: getattr(x, name) for name in names}
@@ -55,7 +64,7 @@ def test_flatten_and_unflatten(fmt, options):
 		assert_same_tensor(back, x)
 		assert pointers(back) == pointers(x)
 		assert x.nbytes == sum(t.nbytes for t in inner.values())
-		hash(context)
+		assert hash(back.__tensor_flatten__()[1]) == hash(context)
 
 
 def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
@@ -94,7 +103,7 @@ SAME_SHAPE = {
 
 
 @each("view", SAME_SHAPE)
-@each("make_one", [make, make_weight], ids=["ragged", "uniform"])
+@each("make_one", MAKES)
 @every_format
 def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 	x = make_one(fmt)
@@ -158,7 +167,8 @@ def test_views_of_parameters(requires_grad):
 @each("copied", [torch.clone, copy.deepcopy], ids=["clone", "deepcopy"])
 @every_format
 def test_copies_have_their_own_storage(fmt, copied, options):
-	for x in (make(fmt, **options), make_weight(fmt, **options)):
+	for made in MAKES.values():
+		x = made(fmt, **options)
 		got = copied(x)
 		assert_same_tensor(got, x)
 		assert not set(pointers(got)) & set(pointers(x))
@@ -179,10 +189,11 @@ def test_deepcopy_of_a_parameter(fmt):
 @each("dtype", [F16, F32])
 @every_format
 def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
-	x = make(fmt)
-	got = x.to(dtype)
-	assert got.dtype == dtype and got.dequantize().dtype == dtype
-	assert_same_buffers(bytes_of(got), bytes_of(x))
+	for made in MAKES.values():
+		x = made(fmt)
+		got = x.to(dtype)
+		assert got.dtype == dtype and got.dequantize().dtype == dtype
+		assert_same_buffers(bytes_of(got), bytes_of(x))
 	for refused in (torch.float64, torch.int32):
 		with pytest.raises(TypeError, match="dtype must be bfloat16 or float16 or float32"):
 			x.to(refused)
@@ -217,11 +228,12 @@ def test_those_that_are_filled_by_others_are_grouped():
 @each("options", DIRECTIONS)
 @every_format
 def test_save_and_load(fmt, options, weights_only):
-	x = make(fmt, **options)
-	got = saved({"x": x}, weights_only)["x"]
-	assert_same_tensor(got, x)
-	assert not got.requires_grad
-	assert_same_bytes(got.dequantize(), x.dequantize())
+	for made in MAKES.values():
+		x = made(fmt, **options)
+		got = saved({"x": x}, weights_only)["x"]
+		assert_same_tensor(got, x)
+		assert not got.requires_grad
+		assert_same_bytes(got.dequantize(), x.dequantize())
 	for p in (parameter(requires_grad, fmt) for requires_grad in (True, False)):
 		got = saved(p, weights_only)
 		assert isinstance(got, nn.Parameter) and got.requires_grad is p.requires_grad

@@ -204,9 +204,6 @@ class Product:
 		want = self.expected() if want is None else want
 		assert_same_bytes(self.run(num_sms, device), want, any_nan=any_nan)
 
-	def tensors(self):
-		return [getattr(x, n) for x in (self.a, self.b) for n in PARTS]
-
 
 def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
 	"""Ragged rows, the ``tail`` included, times a matrix a group (fprop; dgrad if columnwise)."""

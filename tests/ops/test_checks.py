@@ -20,7 +20,6 @@ ROW = torch.zeros(3, 2, dtype=I32)
 META_OFFS = OFFS.to("meta")
 NVFP4, ROWS = "nvfp4", "nvfp4:row_scaled"
 Q = ops.grouped_quantize(X, NVFP4, OFFS, columnwise=True)
-R = ops.grouped_quantize(X, ROWS, OFFS)
 V = ops.grouped_quantize(W, NVFP4, columnwise=True)
 U = ops.grouped_quantize(torch.ones(2, 5, 32), NVFP4)
 

@@ -10,7 +10,6 @@ from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import F32, FP8_KINDS, Product, scaled
 
 CORES = ("sm_90a", "sm_100a")
-SPLITS = (37, 0, 129, 5)
 
 every_core = each("core", CORES)
 

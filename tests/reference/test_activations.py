@@ -1,5 +1,3 @@
-import math
-
 import torch
 import torch.nn.functional as F
 
@@ -8,8 +6,6 @@ from cute_kernels.reference.activations import activate, activate_gradient, exp,
 from tests.helpers import assert_same_bytes, each, every_16_bits
 from tests.reference import activation_oracle as oracle
 
-INF, NAN = math.inf, math.nan
-FMAX = torch.finfo(torch.float32).max
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
 every_activation = each("act", EVERY, lambda a: a.text)

@@ -9,7 +9,6 @@ from tests.helpers import (
 	DTYPES,
 	F16,
 	assert_same_bytes,
-	dequantize_arguments,
 	each,
 	k_grouped_arguments,
 	m_grouped_arguments,
@@ -94,13 +93,6 @@ class Product:
 		ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
 		return out
 
-	def decoded(self):
-		a = dequantize_arguments(self.a, self.pair[0], len(self.x), F32, self.offs)
-		shape = self.w.shape[1]
-		b = dequantize_arguments(self.b, self.pair[1], shape, F32, None, self.transpose_b)
-		b = ops.grouped_dequantize(*b).double()
-		return ops.grouped_dequantize(*a).double(), b.mT if self.transpose_b else b
-
 	def members(self):
 		for g, (start, end) in enumerate(spans(self.splits)):
 			if start < end:
@@ -121,11 +113,6 @@ class Wgrad:
 
 	def run(self, alpha=None, dtype=F32):
 		return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
-
-	def decoded(self):
-		for copy, text, x in zip(self.copies, self.pair, self.tensors, strict=True):
-			arguments = dequantize_arguments(copy, text, len(x), F32, self.offs, True)
-			yield ops.grouped_dequantize(*arguments).double()
 
 	def members(self):
 		for g, (start, end) in enumerate(spans(self.splits)):

@@ -5,7 +5,6 @@ from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import each
 
 T, K, G, N = 300, 416, 5, 200
-E5M2 = torch.float8_e5m2
 
 
 def test_a_row_scaled_uniform_tensor_has_one_level_a_row():
