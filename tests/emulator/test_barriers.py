@@ -13,7 +13,7 @@ CLUSTER_WAIT = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
 
 def test_differing_thread_counts():
 	body = """shr.u32 %r0, %t, 5; setp.eq.u32 %q0, %r0, 0;
-    @%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
+	@%q0 bar.sync 1, 64; @!%q0 bar.sync 1, 96;"""
 	with fails("differs from the"):
 		run(body, block=96)
 
@@ -63,9 +63,9 @@ def test_polling_for_nothing(limit, message):
 @each("mode", ["eager", "chaos"])
 def test_distributed_shared_memory(mode):
 	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; shl.b32 %r1, %t, 2;
-    add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
-    mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
-    mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait} ld.shared.b32 %r5, [%r0];"""
+	add.u32 %r0, %r0, %r1; mov.u32 %r2, %cluster_ctarank; add.u32 %r3, %r2, 1; and.b32 %r3, %r3, 3;
+	mapa.shared::cluster.u32 %r4, %r0, %r3; {wait}
+	mad.lo.u32 %r6, %r3, 10, %r2; st.shared::cluster.b32 [%r4], %r6; {wait} ld.shared.b32 %r5, [%r0];"""
 	with emulator.options(mode=mode, races=True):
 		out = outcome(body.format(wait=CLUSTER_WAIT), "%r5", grid=4, cluster=4)
 	ranks = np.arange(4)
@@ -74,9 +74,9 @@ def test_distributed_shared_memory(mode):
 
 def test_exited_cta_is_out_of_reach():
 	body = """.shared .align 4 .b8 s[128]; mov.u32 %r0, s; mov.u32 %r2, %cluster_ctarank;
-    setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
-    SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
-    mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
+	setp.eq.u32 %q0, %r2, 1; @%q0 bra DONE; mov.b32 %r5, 0;
+	SPIN: add.u32 %r5, %r5, 1; setp.lt.u32 %q1, %r5, 30000; @%q1 bra SPIN;
+	mapa.shared::cluster.u32 %r4, %r0, 1; st.shared::cluster.b32 [%r4], %r2; DONE:{wait}"""
 	with fails("CTA rank 1, which has exited"):
 		run(body.format(wait=""), grid=2, cluster=2)
 	run(body.format(wait=CLUSTER_WAIT), grid=2, cluster=2)

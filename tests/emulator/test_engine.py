@@ -129,21 +129,21 @@ def test_stats():
 		# A barrier that the reader does not wait at orders nothing.
 		"read after write": (
 			"""shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
-    st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
+	st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
 			"bar.sync 0;",
 			("", "bar.arrive 1, 128;"),
 		),
 		"write after read": (
 			"""and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
-    @%q1 st.shared.b32 [%r0], %t; bar.sync 0; @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
+	@%q1 st.shared.b32 [%r0], %t; bar.sync 0; @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
 			"bar.sync 0;",
 			("",),
 		),
 		"relaxed arrival": (
 			"""mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
-    @!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t; @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
-    READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
-    ld.shared.b32 %r2, [%r0]; DONE:""",
+	@!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t; @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
+	READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
+	ld.shared.b32 %r2, [%r0]; DONE:""",
 			"",
 			(".relaxed.cta",),
 		),
@@ -181,9 +181,9 @@ LOOP: add.u32 %r0, %r0, 1; setp.lt.u32 %q, %r0, 300; @%q bra LOOP;
 mov.u32 %r1, %nsmid; st.global.b32 [%d], %r1; }}''')
 
 def num_sms():
-    x = np.zeros(1, np.uint32)
-    emulator.launch("k", (4,), (64,), (x,))
-    return int(x[0])
+	x = np.zeros(1, np.uint32)
+	emulator.launch("k", (4,), (64,), (x,))
+	return int(x[0])
 """
 
 
@@ -191,12 +191,12 @@ def test_threads_launch_with_options_of_their_own():
 	printed = run_python(f"""{_NUM_SMS}
 wrong = []
 def work(own):
-    for i in range(30):
-        with emulator.options(num_sms=own, mode="chaos" if i % 2 else "eager", seed=i):
-            if num_sms() != own:
-                wrong.append(own)
-        if num_sms() != 4:
-            wrong.append(4)
+	for i in range(30):
+		with emulator.options(num_sms=own, mode="chaos" if i % 2 else "eager", seed=i):
+			if num_sms() != own:
+				wrong.append(own)
+		if num_sms() != 4:
+			wrong.append(4)
 list(ThreadPoolExecutor(6).map(work, range(5, 11)))
 print(wrong, emulator.stats()["ctas"])
 """)
@@ -207,16 +207,16 @@ def test_a_child_forked_while_a_thread_launches_can_launch():
 	printed = run_python(f"""{_NUM_SMS}
 inside, leave = threading.Event(), threading.Event()
 def hold():
-    with engine.exclusive():
-        inside.set()
-        leave.wait()
+	with engine.exclusive():
+		inside.set()
+		leave.wait()
 thread = threading.Thread(target=hold)
 thread.start()
 inside.wait()
 child = os.fork()
 if not child:
-    signal.alarm(60)  # ends a child that hangs
-    os._exit(num_sms())
+	signal.alarm(60)  # ends a child that hangs
+	os._exit(num_sms())
 status = os.waitpid(child, 0)[1]
 leave.set()
 thread.join()

@@ -5,7 +5,7 @@ from tests.helpers import each
 from .ptx import elementwise
 
 _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x007FFFFF,
-            0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
+			0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
 
 
 def _floats(count, dtype=np.float32, seed=0):
@@ -56,7 +56,7 @@ def test_approximate(op, reference):
 
 def test_two_floats_at_once():
 	a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
-               for i in range(3))  # fmt: skip
+			   for i in range(3))  # fmt: skip
 	packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
 	got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
 	product = a.astype(np.float64) * b

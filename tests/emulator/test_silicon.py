@@ -13,9 +13,9 @@ def recorded(engine):
 	return silicon.inputs(), silicon.answers()
 
 
-@each(("index", "name"), list(enumerate(silicon.snippets())))
-def test_equals_h200(recorded, index, name):
+@each(("index", "snippet"), list(enumerate(silicon.SNIPPETS)))
+def test_equals_h200(recorded, index, snippet):
 	x, answers = recorded
 	out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
 	emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))
-	assert silicon.digest(name, out) == answers[name]
+	assert silicon.digest(snippet, out) == answers[index]

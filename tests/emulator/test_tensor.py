@@ -76,12 +76,12 @@ def test_tensor_memory_shapes(shape, count, place):
 	fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
 	clear, got = ", ".join(["%r60"] * 8), " ".join(f"%r{70 + i}" for i in range(8))
 	body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
-    tcgen05.st.sync.aligned.32x32b.x8.b32 [%r114], {{{clear}}};
-    tcgen05.wait::st.sync.aligned;
-    tcgen05.st.sync.aligned.{shape}.b32 [%r114], {{{", ".join(values)}}};
-    tcgen05.wait::st.sync.aligned;
-    tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{got.replace(" ", ", ")}}}, [%r114];
-    tcgen05.wait::ld.sync.aligned; {RELEASE}"""
+	tcgen05.st.sync.aligned.32x32b.x8.b32 [%r114], {{{clear}}};
+	tcgen05.wait::st.sync.aligned;
+	tcgen05.st.sync.aligned.{shape}.b32 [%r114], {{{", ".join(values)}}};
+	tcgen05.wait::st.sync.aligned;
+	tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{got.replace(" ", ", ")}}}, [%r114];
+	tcgen05.wait::ld.sync.aligned; {RELEASE}"""
 	want = np.zeros((4, 32, 8), np.uint32)
 	for warp, t, i in np.ndindex(4, 32, count):
 		want[(warp, *place(t, i))] = (warp * 32 + t) * count + i
@@ -91,17 +91,17 @@ def test_tensor_memory_shapes(shape, count, place):
 def test_copy_to_tensor_memory():
 	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
 	body = f"""
-    .shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
-    add.u32 %r203, %r100, %r202;
-    cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
-    st.shared.b32 [%r203], %r204;
-    fence.proxy.async.shared::cta; {ALLOCATE}
-    shr.u32 %r200, %r100, 4; or.b32 %r200, %r200, {128 >> 4 << 16};
-    mov.b64 %d1, {{%r200, {8 * 16 >> 4 | 1 << 14}}};
-    @%q0 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r112], %d1; {COMMIT} {wait("%r111")}
-    tcgen05.fence::after_thread_sync;
-    tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
-    tcgen05.wait::ld.sync.aligned; {RELEASE}"""
+	.shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
+	add.u32 %r203, %r100, %r202;
+	cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
+	st.shared.b32 [%r203], %r204;
+	fence.proxy.async.shared::cta; {ALLOCATE}
+	shr.u32 %r200, %r100, 4; or.b32 %r200, %r200, {128 >> 4 << 16};
+	mov.b64 %d1, {{%r200, {8 * 16 >> 4 | 1 << 14}}};
+	@%q0 tcgen05.cp.cta_group::1.32x128b.warpx4 [%r112], %d1; {COMMIT} {wait("%r111")}
+	tcgen05.fence::after_thread_sync;
+	tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
+	tcgen05.wait::ld.sync.aligned; {RELEASE}"""
 	out = outcome(body, "%r40 %r41 %r42 %r43", aligned(source), block=128)
 	assert (out == np.tile(source, (4, 1))).all()
 
@@ -113,15 +113,15 @@ def test_leaked_tensor_memory():
 
 
 @each(("ptx", "message"), [
-        ("add.u32 %r9, %r114, 64; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
-         "columns 64..64, outside any allocation"),
-        ("add.u32 %r9, %r112, 0x400000; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
-         "may only reach lanes"),
-        ("@%q1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r112, 128;", "free tensor memory"),
-        ("@%q1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r110], 32;",
-         "after relinquish_alloc_permit"),
-        ("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r114];", "not modelled"),
-    ])  # fmt: skip
+		("add.u32 %r9, %r114, 64; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
+		 "columns 64..64, outside any allocation"),
+		("add.u32 %r9, %r112, 0x400000; tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r2}, [%r9];",
+		 "may only reach lanes"),
+		("@%q1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r112, 128;", "free tensor memory"),
+		("@%q1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r110], 32;",
+		 "after relinquish_alloc_permit"),
+		("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r114];", "not modelled"),
+	])  # fmt: skip
 def test_tensor_memory_faults(ptx, message):
 	with fails(message):
 		run(ALLOCATE + ptx + RELEASE, block=128)

@@ -225,13 +225,13 @@ def test_ring_of_stores(mode):
 	body = (
 		SETUP.format(smem=256)
 		+ """mov.b32 %r3, 0; shl.b32 %r4, %t, 2; cvt.u64.u32 %d0, %r4;
-    add.u64 %d1, %p0, %d0; mov.u64 %d2, %p1;
-    TURN: and.b32 %r5, %r3, 1; mad.lo.u32 %r6, %r5, 128, %r0; add.u32 %r7, %r6, %r4;
-    ld.global.b32 %r8, [%d1]; st.shared.b32 [%r7], %r8; fence.proxy.async.shared::cta; bar.sync 0;
-    @%q0 cp.async.bulk.global.shared::cta.bulk_group [%d2], [%r6], 128;
-    @%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read {pending}; bar.sync 0;
-    add.u64 %d1, %d1, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 1; setp.lt.u32 %q1, %r3, 4;
-    @%q1 bra TURN; @%q0 cp.async.bulk.wait_group 0;"""
+	add.u64 %d1, %p0, %d0; mov.u64 %d2, %p1;
+	TURN: and.b32 %r5, %r3, 1; mad.lo.u32 %r6, %r5, 128, %r0; add.u32 %r7, %r6, %r4;
+	ld.global.b32 %r8, [%d1]; st.shared.b32 [%r7], %r8; fence.proxy.async.shared::cta; bar.sync 0;
+	@%q0 cp.async.bulk.global.shared::cta.bulk_group [%d2], [%r6], 128;
+	@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read {pending}; bar.sync 0;
+	add.u64 %d1, %d1, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 1; setp.lt.u32 %q1, %r3, 4;
+	@%q1 bra TURN; @%q0 cp.async.bulk.wait_group 0;"""
 	)
 	with emulator.options(mode=mode, races=True):
 		run(body.replace("{pending}", "1"), source, target)

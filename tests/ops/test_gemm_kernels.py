@@ -67,19 +67,6 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
 	assert_same_bytes(got, want)
 
 
-def test_a_given_output_keeps_its_tail():
-	arguments = PRODUCTS["row-scaled"]()
-	outputs = []
-	for backend in ("reference:sm_100a", "emulated:sm_100a"):
-		out = torch.full((sum(SPLITS) + TAIL, 40), 3.0, dtype=BF16)
-		for accumulate in (False, True):
-			with cute_kernels.backend(backend):
-				ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
-			outputs.append(out.clone())
-	assert (outputs[0][sum(SPLITS) :] == 3).all()
-	assert_all_same(outputs[2:], outputs[:2])
-
-
 @each("transpose_b", [False, True], ["fprop", "dgrad"])
 @each(
 	("arch", "text"),

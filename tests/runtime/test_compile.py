@@ -153,11 +153,11 @@ from tests.runtime.toy_kernels import Scale
 compiling, go_on = threading.Event(), threading.Event()
 
 class Slow(Scale):
-    @property
-    def kernel(self):
-        compiling.set()
-        go_on.wait(100)
-        return Scale.kernel
+	@property
+	def kernel(self):
+		compiling.set()
+		go_on.wait(100)
+		return Scale.kernel
 
 arch = architecture("sm_90a")
 thread = threading.Thread(target=compile_kernel, args=(Slow(2.0), arch))
@@ -165,8 +165,8 @@ thread.start()
 assert compiling.wait(100)
 child = os.fork()
 if not child:
-    signal.alarm(100)  # ends a child that hangs
-    os._exit(0 if callable(compile_kernel(Scale(3.0), arch)) else 1)
+	signal.alarm(100)  # ends a child that hangs
+	os._exit(0 if callable(compile_kernel(Scale(3.0), arch)) else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()

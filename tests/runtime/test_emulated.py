@@ -117,15 +117,15 @@ from tests.runtime.toy_kernels import Scale
 
 wrong = []
 def work(number):
-    name = ("emulated:sm_90a", "emulated:sm_100a")[number % 2]
-    options = (("mode", "chaos"), ("num_sms", 1 + number), ("seed", number))
-    launch = launcher(Backend(name, name[9:], emulation=options), torch.device("cpu"))
-    x, y = torch.arange(1000.0), torch.zeros(1000)
-    for i in range(20):
-        factor = float(2 + i % 2)
-        launch.kernel(Scale(factor))(x, y.zero_())
-        if not torch.equal(y, factor * x):
-            wrong.append(number)
+	name = ("emulated:sm_90a", "emulated:sm_100a")[number % 2]
+	options = (("mode", "chaos"), ("num_sms", 1 + number), ("seed", number))
+	launch = launcher(Backend(name, name[9:], emulation=options), torch.device("cpu"))
+	x, y = torch.arange(1000.0), torch.zeros(1000)
+	for i in range(20):
+		factor = float(2 + i % 2)
+		launch.kernel(Scale(factor))(x, y.zero_())
+		if not torch.equal(y, factor * x):
+			wrong.append(number)
 list(ThreadPoolExecutor(4).map(work, range(4)))
 print(wrong)
 """
@@ -146,9 +146,9 @@ kernels = {arch: compile_kernel(Scale(2.0), architecture(arch)) for arch in sys.
 kernels["emulated:sm_90a"](x, y)
 assert y.eq(2).all()
 try:
-    kernels["sm_90a"](*map(_device_view, (x, y)))
+	kernels["sm_90a"](*map(_device_view, (x, y)))
 except RuntimeError as error:
-    print(error)
+	print(error)
 """
 
 

@@ -142,7 +142,7 @@ import sys, torch
 names = {{"cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"}}
 fresh = names.difference(sys.modules)
 if {is_blocked}:
-    sys.modules |= dict.fromkeys(names)  # importing them raises ImportError
+	sys.modules |= dict.fromkeys(names)  # importing them raises ImportError
 import cute_kernels, grouped, cute_kernels.runtime.aot
 x = torch.ones(4, 32, dtype=torch.bfloat16)
 q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
