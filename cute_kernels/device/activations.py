@@ -49,13 +49,7 @@ _Operand = _Number | float
 
 
 class _Text:
-	"""PTX under construction, of one number or of two at once.
-
-	Args:
-	  width: 1 or 2.
-	  num_operands: how many registers come in before the constants.
-	  num_results: how many come out, before all others.
-	"""
+	"""PTX under construction, of one number or of two at once: ``width``. Operands come in before the constants."""
 
 	def __init__(self, width: int, num_operands: int, num_results: int):
 		self.width = width

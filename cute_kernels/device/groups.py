@@ -72,9 +72,7 @@ class Grouping:
 	def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
 		"""The first slot tile at or after ``tile`` that holds rows, and what it holds.
 
-		Args:
-		  tile: a slot tile.
-		  hint: the group that an earlier, lower tile was found in, or 0.
+		``hint`` is the group that an earlier, lower tile was found in, or 0.
 
 		Returns:
 		  The tile, its group, the matrix row of its first row, and how many rows it holds: 1 to
@@ -100,11 +98,9 @@ class Grouping:
 		return group_end(self.offs, self.num_groups - 1, self.num_rows)
 
 	def holding(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
-		"""The group that holds ``row`` and the group's end row.
+		"""The group that holds ``row``, one before ``last_row()``, and the group's end row.
 
-		Args:
-		  row: a row before ``last_row()``.
-		  hint: a group that is not after the one that holds the row, such as 0.
+		``hint`` is a group that is not after that one, such as 0.
 		"""
 		if self.offs is None:
 			group = row // self.rows_each

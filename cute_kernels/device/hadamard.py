@@ -25,12 +25,7 @@ _LANES: dict[str, tuple[type, str]] = {"sm_90a": (Float32, "f32"), "sm_100a": (U
 
 
 def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
-	"""Two bf16 columns of a chunk, transformed in fp32 and rounded to bf16.
-
-	Args:
-	  words: 16 words of two columns.
-	  arch: whose instructions it uses.
-	"""
+	"""Two bf16 columns of a chunk, 16 words, transformed in fp32 and rounded to bf16."""
 	if arch == "sm_100a":
 		columns = [[_widen(word) for word in words]]
 	else:

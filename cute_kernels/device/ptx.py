@@ -21,15 +21,9 @@ def _constraints(results: Sequence[type], operands: Sequence[Any]) -> list[str]:
 
 
 def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
-	"""PTX without side effects: results are ``$0``, ``$1``, ...; operands follow.
+	"""PTX without side effects: results of DSL types are ``$0``, ``$1``, ...; operands, DSL scalars, follow.
 
-	Args:
-	  text: the PTX; braces open a scope for its own registers.
-	  results: DSL types of the results.
-	  operands: DSL scalars.
-
-	Returns:
-	  The result, or a tuple when there are several.
+	Braces open a scope for its own registers. Gives the result, or a tuple when there are several.
 	"""
 	values = [v.ir_value() for v in operands]
 	types = [t.mlir_type for t in results]

@@ -54,12 +54,9 @@ def matching_brace(text: str, start: int) -> int:
 
 @dataclass(frozen=True)
 class Statement:
-	"""One step of a function body.
+	"""One step of a function body: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
 
-	Attributes:
-	  kind: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
-	  text: The label's name, or the statement without its semicolon.
-	  line: Line of the PTX text.
+	``text`` is the label's name, or the statement without its semicolon; ``line`` that of the PTX text.
 	"""
 
 	kind: str

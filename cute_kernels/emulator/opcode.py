@@ -17,12 +17,7 @@ class NotModelledError(Exception):
 class Opcode:
 	"""``mnemonic.modifier.modifier...`` of one instruction.
 
-	Attributes:
-	  builder: Where the instruction goes.
-	  name: The mnemonic.
-	  modifiers: Everything behind it.
-	  types: The modifiers that are types, in order.
-	  flags: Those that are flags of any instruction.
+	Of the modifiers ``types`` are types, in order, and ``flags`` flags of any instruction.
 	"""
 
 	def __init__(self, builder: KernelBuilder, text: str) -> None:

@@ -31,17 +31,13 @@ class Kernel:
 	"""One ``.entry`` in the engine's form.
 
 	Attributes:
-	  name: Name of the entry.
-	  instructions: Array of ``isa.INSTRUCTION``.
-	  operands: Array of ``isa.OPERAND``.
+	  instructions: array of ``isa.INSTRUCTION``.
+	  operands: array of ``isa.OPERAND``.
 	  text: PTX of each instruction, for reports.
-	  param_offset: Byte offset of each parameter.
-	  param_size: Bytes of each parameter.
-	  param_bytes: Bytes of all parameters.
 	  num_regs: 64-bit registers a lane.
-	  static_smem: Bytes of shared memory before the dynamic part.
-	  local_bytes: Bytes of local memory a lane.
-	  unsupported: Opcodes in it that are not modelled.
+	  static_smem: bytes of shared memory before the dynamic part.
+	  local_bytes: bytes of local memory a lane.
+	  unsupported: opcodes in it that are not modelled.
 	"""
 
 	name: str

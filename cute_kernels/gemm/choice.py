@@ -9,18 +9,9 @@ ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 
 
 def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileShape | None = None) -> ConfigT:
-	"""The configuration with the tile that suits a problem best.
+	"""``base`` with the tile that suits a problem best, or with the one that is given.
 
 	Deterministic: the same sizes give the same tile, and every tile gives the same bits.
-
-	Args:
-	  base: everything but the tile.
-	  problem: the call's sizes.
-	  num_sms: SMs of the device.
-	  tile: use this one, whatever the sizes.
-
-	Returns:
-	  ``base`` with its tile replaced.
 
 	Raises:
 	  ValueError: no tile takes the problem, or not the one asked for; says why.

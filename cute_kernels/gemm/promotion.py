@@ -10,13 +10,8 @@ def scale_at(scales: cute.Tensor, row: Int32, block: Int32, group: Int32 | None)
 	"""One scale of (rows or squares, blocks along K, groups), see ``views``.
 
 	Tiles may reach past the last row, end rows that break the rules anywhere; and there is a block
-	after the last, and a group after the last, the tail. Then it is that of the last.
-
-	Args:
-	  scales: the scales.
-	  row: the row, or the square that holds it.
-	  block: the block along K.
-	  group: the group; None of a tensor that has all groups in its rows.
+	after the last, and a group after the last, the tail. Then it is that of the last. ``group`` is None
+	of a tensor that has all groups in its rows.
 	"""
 	group = Int32(0) if group is None else cutlass.min(group, scales.shape[2] - 1)
 	row, block = (cutlass.min(x, n - 1) for x, n in zip((row, block), scales.shape, strict=False))

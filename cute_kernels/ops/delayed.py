@@ -11,13 +11,12 @@ from torch import Tensor
 
 from cute_kernels import reference
 
-from ..formats import Format, parse
+from ..formats import Format
 from ..layout.buffers import BufferSpec
 from ..records import check_choice
-from ..runtime.launch import Launcher
 from .checks import check_tensor, same_device
 from .launch import quantize as launch_quantize
-from .registry import Op, Runner, register_inplace
+from .registry import OfFormat, register_inplace
 
 #: What the scale follows from: the largest amax of the history, or the last one.
 ALGORITHMS = ("max", "most_recent")
@@ -36,7 +35,7 @@ def check_margin(margin: int, fmt: Format) -> None:
 
 @register_inplace
 @dataclasses.dataclass
-class DelayedScalingUpdate(Op):
+class DelayedScalingUpdate(OfFormat):
 	"""Roll the amax history of each slot, and make its next scale; both are written in place.
 
 	A slot is a column of the history: a group of one tensor. For each, with fl() one rounding to
@@ -73,11 +72,7 @@ class DelayedScalingUpdate(Op):
 	name: ClassVar[str] = "delayed_scaling_update"
 	written: ClassVar[tuple[str, ...]] = ("amax_history", "scale")
 	alignment: ClassVar[int] = 4
-
-	@property
-	def record(self) -> Format:
-		"""The format."""
-		return parse(self.format)
+	kernels = launch_quantize.delayed_scaling_update
 
 	@property
 	def largest(self) -> float:
@@ -105,12 +100,6 @@ class DelayedScalingUpdate(Op):
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec(tuple(t.shape), t.dtype) for t in (self.amax_history, self.scale)]
-
-	def capability(self) -> tuple[str, Format | None]:
-		return "delayed_scaling_update", self.record
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.delayed_scaling_update(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		history, scale = outputs

@@ -11,19 +11,17 @@ from torch import Tensor
 
 from cute_kernels import reference
 
-from ..formats import Format, parse
 from ..layout.buffers import BufferSpec, member_parts
 from ..reference.groups import Groups
-from ..runtime.launch import Launcher
 from .checks import INPUT_DTYPES, check_copy, check_dtype, check_multiple, check_offs, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
-from .registry import Op, Runner, register
+from .registry import OfFormat, register
 
 
 @register
 @dataclasses.dataclass
-class GroupedDequantize(Op):
+class GroupedDequantize(OfFormat):
 	"""Decode one direction of a quantized tensor.
 
 	Args:
@@ -54,11 +52,7 @@ class GroupedDequantize(Op):
 
 	name: ClassVar[str] = "grouped_dequantize"
 	fills_fresh: ClassVar[bool] = True
-
-	@property
-	def record(self) -> Format:
-		"""The format."""
-		return parse(self.format)
+	kernels = launch_quantize.dequantize
 
 	@property
 	def shape(self) -> tuple[int, ...]:
@@ -108,9 +102,6 @@ class GroupedDequantize(Op):
 		has_tail = self.offs is not None or self.shapes is not None
 		return [BufferSpec(self.shape, self.dtype, zeroed=has_tail)]
 
-	def capability(self) -> tuple[str, Format | None]:
-		return "grouped_dequantize", self.record
-
 	@property
 	def uses_columnwise(self) -> bool:
 		return self.columnwise
@@ -118,9 +109,6 @@ class GroupedDequantize(Op):
 	@property
 	def has_shapes(self) -> bool:
 		return self.shapes is not None
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.dequantize(self, launch)
 
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its output: views."""

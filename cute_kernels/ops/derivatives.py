@@ -46,12 +46,7 @@ def register_autograd(
 	"""``torch.library.register_autograd``, and an error for operands that carry a tangent.
 
 	PyTorch's own kernel passes over tangents, so forward-mode AD would take the op for a constant.
-
-	Args:
-	  name: an op of ``library`` without namespace.
-	  backward: as there.
-	  setup_context: as there.
-	  library: where the op is defined.
+	``name`` is that of an op of ``library`` without namespace.
 	"""
 	op = getattr(getattr(torch.ops, library.ns), name).default
 	kernel = make_autograd_impl(op, Info(backward, setup_context))

@@ -11,22 +11,20 @@ from torch import Tensor
 
 from cute_kernels import reference
 
-from ..formats import Format, parse
 from ..layout.buffers import BufferSpec, buffers, member_parts
 from ..layout.slots import TILE_ROWS, uniform_tiles
 from ..reference.draws import BLOCK as DRAWN
 from ..reference.groups import Groups
-from ..runtime.launch import Launcher
 from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
 from .prologue import check_prologue, elements_of, input_columns, result_columns, result_shape
-from .registry import Op, Runner, register
+from .registry import OfFormat, register
 
 
 @register
 @dataclasses.dataclass
-class GroupedQuantize(Op):
+class GroupedQuantize(OfFormat):
 	"""Quantize the groups of ``x``.
 
 	Args:
@@ -80,11 +78,7 @@ class GroupedQuantize(Op):
 
 	name: ClassVar[str] = "grouped_quantize"
 	returns_list: ClassVar[bool] = True
-
-	@property
-	def record(self) -> Format:
-		"""The format."""
-		return parse(self.format)
+	kernels = launch_quantize.quantize
 
 	@property
 	def num_groups(self) -> int:
@@ -166,9 +160,6 @@ class GroupedQuantize(Op):
 	def outputs(self) -> list[BufferSpec]:
 		return list(self.specs().values())
 
-	def capability(self) -> tuple[str, Format | None]:
-		return "grouped_quantize", self.record
-
 	@property
 	def uses_columnwise(self) -> bool:
 		return self.columnwise
@@ -180,9 +171,6 @@ class GroupedQuantize(Op):
 	@property
 	def has_activation(self) -> bool:
 		return self.activation is not None
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.quantize(self, launch)
 
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedQuantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its outputs: views."""

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from cute_kernels import reference
 
-from ..formats import Format
 from ..layout.buffers import BufferSpec
 from ..reference.groups import Groups
-from ..runtime.launch import Launcher
 from .checks import check_dtype, check_input, check_tensor
 from .launch import quantize as launch_quantize
-from .registry import Op, Runner, register
+from .registry import Op, register
 
 
 @register
@@ -40,6 +38,7 @@ class ComputeOffsets(Op):
 
 	name: ClassVar[str] = "compute_offsets"
 	out_name: ClassVar[str] = "offs"
+	kernels = launch_quantize.compute_offsets
 
 	def check(self) -> None:
 		integers = (torch.int32, torch.int64)
@@ -53,12 +52,6 @@ class ComputeOffsets(Op):
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec(tuple(self.splits.shape), self.dtype or torch.int32)]
-
-	def capability(self) -> tuple[str, Format | None]:
-		return "compute_offsets", None
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.compute_offsets(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(offs,) = outputs
@@ -83,6 +76,7 @@ class GroupedAmax(Op):
 
 	name: ClassVar[str] = "grouped_amax"
 	out_name: ClassVar[str] = "amax"
+	kernels = launch_quantize.grouped_amax
 
 	def check(self) -> None:
 		check_input("x", self.x, self.offs)
@@ -90,12 +84,6 @@ class GroupedAmax(Op):
 	def outputs(self) -> list[BufferSpec]:
 		groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
 		return [BufferSpec((groups,), torch.float32)]
-
-	def capability(self) -> tuple[str, Format | None]:
-		return "grouped_amax", None
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.grouped_amax(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(amax,) = outputs
@@ -122,6 +110,7 @@ class GroupedDbias(Op):
 
 	name: ClassVar[str] = "grouped_dbias"
 	out_name: ClassVar[str] = "dbias"
+	kernels = launch_quantize.grouped_dbias
 
 	def check(self) -> None:
 		check_input("dy", self.dy, self.offs)
@@ -129,12 +118,6 @@ class GroupedDbias(Op):
 	def outputs(self) -> list[BufferSpec]:
 		groups = self.dy.shape[0] if self.offs is None else self.offs.shape[0]
 		return [BufferSpec((groups, self.dy.shape[-1]), torch.float32)]
-
-	def capability(self) -> tuple[str, Format | None]:
-		return "grouped_dbias", None
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_quantize.grouped_dbias(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(dbias,) = outputs

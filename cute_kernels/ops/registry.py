@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from ..capability import require
-from ..formats import Format
+from ..formats import Format, parse
 from ..host.settings import warn_once
 from ..layout.buffers import BufferSpec
 from ..layout.shapes import PITCH_ALIGNMENT
@@ -90,12 +90,7 @@ class Allocator:
 
 
 class _Plan:
-	"""What the metadata of a call decides.
-
-	Attributes:
-	  outputs: the outputs.
-	  run: what computes them.
-	  options: options of ``run`` for fresh outputs.
+	"""What the metadata of a call decides: the outputs, and ``run``, what computes them.
 
 	Args:
 	  op: a call.
@@ -209,9 +204,9 @@ class Op(abc.ABC):
 		  **options: ``tensor_core`` of the backend, and ``accumulate``.
 		"""
 
-	@abc.abstractmethod
 	def capability(self) -> tuple[str, Format | None]:
 		"""The op and format under which the capability table lists this call."""
+		return self.name, None
 
 	def kernels(self, launch: Launcher) -> Runner:
 		"""What runs calls with this metadata on kernels; for ops that the table lists with some."""
@@ -262,6 +257,21 @@ class Op(abc.ABC):
 			self.check()
 			return _Plan(self, self.outputs(), _run_nothing)
 		return self.plan(resolve_backend(choice, self.device))
+
+
+class OfFormat(Op):
+	"""An op of tensors of one format, whose text is an argument."""
+
+	format: str
+
+	@property
+	def record(self) -> Format:
+		"""The format."""
+		return parse(self.format)
+
+	def capability(self) -> tuple[str, Format | None]:
+		"""The op of this format."""
+		return self.name, self.record
 
 
 def _run_nothing(op: Op, outputs: Sequence[Tensor | None], **options: Any) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor
 from ..layout.buffers import BufferSpec
 from ..records import check_choice
 from ..reference import router as reference
-from ..runtime.launch import Launcher
 from .checks import check_tensor, same_device
 from .launch import moe as launch_moe
 from .moe import Plain
-from .registry import Runner, register
+from .registry import register
 
 _FP32 = (torch.float32,)
 SCORES = ("softmax", "sigmoid")
@@ -70,6 +69,7 @@ class MoeRoute(Plain):
 	returns_list: ClassVar[bool] = True
 	setup_context = staticmethod(_context)
 	backward = staticmethod(_backward)
+	kernels = launch_moe.route
 
 	def check(self) -> None:
 		check_tensor("logits", self.logits, dtypes=_FP32, ndim=(2,))
@@ -90,9 +90,6 @@ class MoeRoute(Plain):
 		shape = (self.logits.shape[0], self.top_k)
 		scores = BufferSpec(tuple(self.logits.shape), torch.float32)
 		return [BufferSpec(shape, torch.float32), BufferSpec(shape, torch.int64), scores]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.route(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		how = (self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.factor)
@@ -124,6 +121,7 @@ class MoeRouteGradient(Plain):
 	in_parts: bool = False
 
 	name: ClassVar[str] = "moe_route_gradient"
+	kernels = launch_moe.route_gradient
 
 	def check(self) -> None:
 		check_choice("score", self.score, SCORES)
@@ -141,9 +139,6 @@ class MoeRouteGradient(Plain):
 			if self.in_parts
 			else BufferSpec((tokens, experts), torch.float32)
 		]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.route_gradient(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		how = (self.score, self.renormalize, self.factor)

@@ -129,13 +129,7 @@ class DbiasReducer(GridKernel):
 	def tree(self, at: Int64, pitch: Int64, row: Int32, end: Int32, first: int, step: int) -> list[Float32]:
 		"""Sums over the rows ``first``, ``first + step``, ... of the tile, one a column.
 
-		Args:
-		  at: address of the lane's first row.
-		  pitch: bytes from one row to the next.
-		  row: the lane's first row.
-		  end: rows from here on count as zeros.
-		  first: the first row, relative to ``row``.
-		  step: a power of two.
+		They count from the lane's first row, at address ``at``; those from ``end`` on are zeros.
 		"""
 		if TILE_ROWS // step > _BATCH:
 			return _added(*(self.tree(at, pitch, row, end, start, 2 * step) for start in (first, first + step)))

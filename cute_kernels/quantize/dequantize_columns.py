@@ -99,12 +99,8 @@ class ColumnDecoder:
 	) -> tuple[Int64, Int64]:
 		"""The address of a lane's first code, and the bytes from one column, or row, to the next.
 
-		Args:
-		  codes: all of them.
-		  cols: K.
-		  column: the first of the lane's columns.
-		  quarter: its quarter of the tile's rows.
-		  place: the slot tile; of uniform groups, each has a matrix of its own.
+		Of the lane's columns ``column`` is the first; ``quarter`` is that of the tile's rows. Uniform groups
+		have a matrix each.
 		"""
 		rank = len(codes.shape)
 		pitch, matrix = Int64(codes.shape[rank - 1]), Int64(0)

@@ -31,13 +31,7 @@ def _compact(dtype: Any, *shape: Any) -> Any:
 
 
 class FakeBuffers:
-	"""The buffers of one quantization with shared symbols, made on demand.
-
-	Args:
-	  dtype: name of the plain side's dtype.
-	  grouping: ``"ragged"`` or ``"uniform"``.
-	  format: canonical text of the format; None where there is only a plain side.
-	"""
+	"""The buffers of one quantization with shared symbols, made on demand; without a format only the plain side."""
 
 	def __init__(self, dtype: str, grouping: str, format: str | None = None):
 		self.dtype = dtype

@@ -29,15 +29,7 @@ class LevelWriter:
 		thread: Int32,
 		num_threads: Int32,
 	) -> None:
-		"""Write them, if the format keeps any.
-
-		Args:
-		  amax: (G,) fp32; None where there is no second level.
-		  scale_inv: (G,) fp32, None where not kept.
-		  scale: likewise.
-		  thread: which of the threads that write this is.
-		  num_threads: how many write.
-		"""
+		"""Write them, (G,) fp32 each, if the format keeps any; which of ``num_threads`` this is says ``thread``."""
 		if cutlass.const_expr(len(self.codec.level_names) > 0):
 			for group in cutlass.range(thread, amax.shape[0], num_threads, unroll=1):
 				self.write_group(amax, scale_inv, scale, group)

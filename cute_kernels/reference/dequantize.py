@@ -19,14 +19,8 @@ from .scales import linear_row_scales, linear_scales, tile_view
 def dequantize(groups: Groups, fmt: Format, copy: Sequence[Tensor], columnwise: bool, out: Tensor) -> None:
 	"""Decode one direction into ``out``; rows of the tail are left as they are.
 
-	Of a transformed copy the transform is undone, in fp32, before the only rounding.
-
-	Args:
-	  groups: where the groups lie.
-	  fmt: the format.
-	  copy: the direction's buffers that a reader needs, in the order of ``fmt.operand_names``.
-	  columnwise: which direction it is.
-	  out: (T, K) or (G, N, K), any floating dtype; one rounding from fp32.
+	Of a transformed copy the transform is undone, in fp32, before the only rounding. ``copy`` are the
+	direction's buffers that a reader needs, in the order of ``fmt.operand_names``.
 	"""
 	codec, out = codec_of(fmt), out.flatten(0, -2)
 	buffers = by_name(fmt.operand_names(columnwise=False), copy)

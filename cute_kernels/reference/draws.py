@@ -56,12 +56,7 @@ class Draws(abc.ABC):
 
 
 class GivenDraws(Draws):
-	"""Bytes that the caller made.
-
-	Args:
-	  rowwise: (rows, K) uint8.
-	  columnwise: (slot rows, K) uint8.
-	"""
+	"""Bytes that the caller made: (rows, K) and (slot rows, K) uint8."""
 
 	def __init__(self, rowwise: Tensor | None = None, columnwise: Tensor | None = None) -> None:
 		self._rowwise, self._columnwise = rowwise, columnwise
@@ -80,12 +75,9 @@ class GivenDraws(Draws):
 
 
 class KeyedDraws(Draws):
-	"""Bytes made from a seed; see the module's docstring.
+	"""Bytes made from a (2,) int64 seed; see the module's docstring.
 
-	Args:
-	  seed: (2,) int64.
-	  cols: K, a multiple of 16.
-	  before: blocks that come before the first one, rowwise and columnwise.
+	``before`` are blocks that come before the first one, rowwise and columnwise. K is a multiple of 16.
 	"""
 
 	def __init__(self, seed: Tensor, cols: int, before: tuple[int, int] = (0, 0)) -> None:

@@ -42,13 +42,10 @@ class Rows(NamedTuple):
 		return decode(self.scale.element, self.scales)
 
 	def values(self, dtype: torch.dtype = torch.float64) -> Tensor:
-		"""(R, K) plain values, or codes times block scales.
+		"""(R, K) plain values, or codes times block scales, in fp32 or fp64.
 
 		They are exact in fp64, and those of NVFP4 in fp32. The last block may have fewer elements
 		than the others.
-
-		Args:
-		  dtype: fp32 or fp64.
 		"""
 		if self.fmt is None:
 			return self.codes.to(dtype)
@@ -97,12 +94,9 @@ class Operand(NamedTuple):
 		return Operand(self.codes[group], self.fmt, scales, None, self.columnwise)
 
 	def rows(self, rows: slice, first_slot: int, depth: int) -> Rows:
-		"""Rows of a rowwise copy, contracted over K.
+		"""Rows of a rowwise copy, contracted over K = ``depth``.
 
-		Args:
-		  rows: which rows.
-		  first_slot: the slot row of the first of them, the first one of a tile.
-		  depth: K.
+		``first_slot`` is the slot row of the first of them, the first one of a tile.
 		"""
 		fmt = self.fmt
 		if self.row_index is not None:
@@ -117,11 +111,9 @@ class Operand(NamedTuple):
 		return Rows(codes, fmt, scales[: len(codes)])
 
 	def columns(self, first_slot: int, depth: int) -> Rows:
-		"""Columns of a columnwise copy, contracted over its slot rows.
+		"""Columns of a columnwise copy, contracted over ``depth`` slot rows from the first one of a tile on.
 
-		Args:
-		  first_slot: the first slot row of the group, the first one of a tile.
-		  depth: how many of them, those of the last block that the group does not fill included.
+		Those of the last block that the group does not fill are included.
 		"""
 		fmt = self.fmt
 		assert fmt is not None

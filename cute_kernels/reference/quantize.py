@@ -48,14 +48,10 @@ def quantize(
 	out: Mapping[str, Tensor],
 	given: Given = Given(),  # noqa: B008  (immutable)
 ) -> None:
-	"""Quantize groups into the buffers of one or both directions.
+	"""Quantize groups of elements into the buffers of one or both directions.
 
-	Args:
-	  elements: what is quantized.
-	  groups: where the groups lie in its rows.
-	  fmt: the format.
-	  out: buffers by name, as ``layout.buffers`` has them for the directions that are asked for.
-	  given: what is not to be computed.
+	They are named as in ``layout.buffers`` for the directions that are asked for. What is ``given`` is not
+	computed.
 	"""
 	codec = codec_of(fmt, elements.dtype)
 	rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))

@@ -43,16 +43,7 @@ def _scale_of(fmt: Format) -> BlockScale:
 
 
 def tile_view(fmt: Format, scales: Tensor, columnwise: bool) -> Tensor:
-	"""A view of a buffer of scales with the slot tile first.
-
-	Args:
-	  fmt: its format.
-	  scales: the scales of one direction, as ``layout.buffers`` has them.
-	  columnwise: which direction.
-
-	Returns:
-	  ([G,] tiles, ...), G of uniform groups.
-	"""
+	"""A view of a buffer of scales with the slot tile first: ([G,] tiles, ...), G of uniform groups."""
 	scale = _scale_of(fmt)
 	if scale.layout == "tiles_128x4":
 		if not columnwise:
@@ -106,13 +97,9 @@ def linear_scales(fmt: Format, tiles: Tensor, columnwise: bool, cols: int) -> Te
 
 
 def linear_row_scales(fmt: Format, scales: Tensor, slots: Tensor, cols: int) -> Tensor:
-	"""Scales (R, ceil(cols / block)) of slot rows of a rowwise copy.
+	"""Scales (R, ceil(cols / block)) of (R,) slot rows of a rowwise copy.
 
-	Args:
-	  fmt: the format.
-	  scales: its scales, as ``layout.buffers`` has them.
-	  slots: (R,) int64 slot rows, those of uniform groups counted on from group to group.
-	  cols: K.
+	Those of uniform groups are counted on from group to group.
 	"""
 	tiles = tile_view(fmt, scales, columnwise=False)
 	tile, where = torch.unique(slots // TILE_ROWS, return_inverse=True)
@@ -122,14 +109,9 @@ def linear_row_scales(fmt: Format, scales: Tensor, slots: Tensor, cols: int) -> 
 
 
 def linear_column_scales(fmt: Format, scales_t: Tensor, cols: int, tiles: slice = slice(None)) -> Tensor:
-	"""Scales (cols, blocks along the rows) of slot tiles of a columnwise copy.
+	"""Scales (cols, blocks along the rows) of slot tiles, all by default, of a columnwise copy.
 
-	Args:
-	  fmt: the format.
-	  scales_t: its scales, as ``layout.buffers`` has them for a ragged tensor or for one group of
-	    a uniform one.
-	  cols: K.
-	  tiles: the slot tiles that are wanted, all by default.
+	``scales_t`` are those of a ragged tensor or of one group of a uniform one.
 	"""
 	by_tile = linear_scales(fmt, tile_view(fmt, scales_t, columnwise=True)[tiles], True, cols)
 	return by_tile.movedim(0, 1).flatten(1)

@@ -129,11 +129,7 @@ class DiskCache:
 		return files
 
 	def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
-		"""Write an entry; its JSON file comes last and makes it valid.
-
-		Args:
-		  key: what the entry is found by.
-		  files: contents by suffix.
+		"""Write an entry of files by suffix; its JSON file comes last and makes it valid.
 
 		Returns:
 		  Whether it was written. A folder that cannot be written is worth one warning, not an

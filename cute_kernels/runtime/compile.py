@@ -27,10 +27,6 @@ _compile_lock = ForkSafeLock()
 def compile_kernel(spec: KernelSpec, arch: Architecture) -> Callable[..., object]:
 	"""The compiled kernel of a spec; compiled at most once a process, and once a cache folder.
 
-	Args:
-	  spec: which kernel.
-	  arch: what it is compiled for, from ``device_architecture`` or ``architecture``.
-
 	Returns:
 	  A function that takes torch tensors and Python numbers by position, checks them against the
 	  extents, strides, dtypes and alignments that the spec declares (ValueError or TypeError),
@@ -179,14 +175,10 @@ def _load_entry(cache: DiskCache, key: CacheKey, spec: KernelSpec, arch: Archite
 def _load(
 	files: Mapping[str, bytes], spec: KernelSpec, arch: Architecture, renew: Callable[[], Any] | None = None
 ) -> Callable[..., object]:
-	"""Link a kernel's object file into this process.
+	"""Link the object file of a cache entry into this process.
 
-	Args:
-	  files: of a cache entry.
-	  spec: which kernel.
-	  arch: what it was compiled for.
-	  renew: compiles the kernel anew, for when a part of the files that is looked at only later
-	    turns out to be damaged; None for files that were just compiled.
+	``renew`` compiles the kernel anew, for when a part of the files that is looked at only later turns
+	out to be damaged; None for files that were just compiled.
 	"""
 	if arch.emulated:
 		return load_emulated(files, _symbol(spec), renew)

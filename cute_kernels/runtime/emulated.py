@@ -50,13 +50,10 @@ def real_device() -> Iterator[None]:
 def load_emulated(
 	files: Mapping[str, bytes], symbol: str, renew: Callable[[], EmulatedKernel] | None = None
 ) -> EmulatedKernel:
-	"""Load a kernel's host code, bound to the emulator.
+	"""Load a kernel's host code, exported as ``symbol``, bound to the emulator.
 
-	Args:
-	  files: ``"o"``, the object file that the DSL exported, and the device code of every kernel
-	    that it launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
-	  symbol: the name that the host function was exported under.
-	  renew: see ``EmulatedKernel``.
+	``files`` are ``"o"``, the object file that the DSL exported, and the device code of every kernel that it
+	launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
 
 	Raises:
 	  ValueError: the object file gives another cubin to the CUDA runtime.
@@ -84,12 +81,8 @@ def load_emulated(
 class EmulatedKernel:
 	"""A compiled kernel on the emulator: takes CPU tensors and numbers, runs before it returns.
 
-	Args:
-	  function: the host function.
-	  ptx: see below.
-	  cubin: see below.
-	  renew: compiles the kernel anew; called once if the PTX, which is parsed when the kernel is
-	    first called, turns out to be damaged. Without it that is an error.
+	``renew`` compiles the kernel anew; called once if the PTX, which is parsed when the kernel is first
+	called, turns out to be damaged. Without it that is an error.
 
 	Attributes:
 	  ptx: the PTX of every kernel that it launches.

@@ -21,13 +21,8 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
 	"""What the plan of a call may depend on, equal for calls that can share one.
 
 	Of a tensor that is its dtype, device, shape and strides; never its contents or its address, so
-	a plan assumes no alignment.
-
-	Args:
-	  op: which op.
-	  backend: which backend, for tensors on a device.
-	  arguments: the op's arguments in order: tensors, lists of them or of integers, and what is
-	    hashable.
+	a plan assumes no alignment. Arguments are in the op's order: tensors, lists of them or of integers,
+	and what is hashable.
 	"""
 	# One expression rather than a function a tensor, and looks at types before at classes: this is
 	# a quarter of a call's host time.
@@ -48,11 +43,9 @@ def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Ha
 
 
 class PlanCache(Generic[P]):
-	"""Plans of one op by tensor metadata.
+	"""Plans of one op by tensor metadata, as many as ``capacity``: past it the oldest goes first.
 
-	Args:
-	  capacity: how many plans are kept; past it the oldest goes first. A plan is small, but a
-	    program may never see the same number of tokens twice.
+	A plan is small, but a program may never see the same number of tokens twice.
 	"""
 
 	def __init__(self, capacity: int = 4096) -> None:

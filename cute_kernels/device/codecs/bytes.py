@@ -94,12 +94,9 @@ class ByteCodec(Codec):
 		return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
 	def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Any:
-		"""Four elements as a code word, or eight as two in one register pair.
+		"""Four elements, pairs of the operands ``words``, as a code word, or eight as two in one register pair.
 
-		Args:
-		  pairs: two elements each, of the operands ``words``.
-		  words: words that hold them.
-		  factors: ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
+		``factors`` are ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
 		"""
 		assert self.arch is not None
 		given = [] if self.multiplies_bf16 else list(factors)

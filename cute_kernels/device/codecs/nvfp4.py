@@ -215,13 +215,7 @@ def _row_places(words: int) -> list[tuple[int, int]]:
 
 
 def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> Uint32:
-	"""Eight elements as one word of codes, by the instruction of sm_100a.
-
-	Args:
-	  pairs: two elements each.
-	  words: their operands.
-	  factor: the block's encode factor.
-	"""
+	"""Eight elements, pairs of the operands ``words``, as one word of codes, by the instruction of sm_100a."""
 	body = ""
 	for i, pair in enumerate(products(pairs, "f")):
 		body += f"{pair.text}\ncvt.rn.satfinite.e2m1x2.f32 b{i}, {pair.high}, {pair.low};\n"

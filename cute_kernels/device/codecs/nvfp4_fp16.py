@@ -37,11 +37,9 @@ _TWO_TO_14 = 0x74007400
 
 
 def high_bytes(codes: Uint32, is_odd: bool) -> Uint32:
-	"""The high byte of fp16, value times 2^-14, of one code in each of four bytes.
+	"""The high byte of fp16, value times 2^-14, of one code in each of four bytes of two codes.
 
-	Args:
-	  codes: bytes of two codes each.
-	  is_odd: take the second code of each, which is the high nibble.
+	It is the second of both, the high nibble, if ``is_odd``.
 	"""
 	return asm(_ODD_CODES if is_odd else _EVEN_CODES, [Uint32], [codes])
 

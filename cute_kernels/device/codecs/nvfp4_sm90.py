@@ -52,12 +52,8 @@ def encode(
 ) -> Uint32:
 	"""Eight elements as one word of codes, the first in the low nibble.
 
-	Args:
-	  words: words that hold the elements.
-	  places: where each element is: which word, and which part of it.
-	  factor: the block's encode factor.
-	  dtype: the elements' type.
-	  twist: 0, 2, 4 or 6: element i is that of nibble i ^ twist.
+	``places`` say where each is: which word, and which part of it. With ``twist``, 0, 2, 4 or 6, element i
+	is that of nibble i ^ twist.
 	"""
 	factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
 	elements = [(f"${word + 1}", part) for word, part in places]
@@ -81,12 +77,8 @@ def encode(
 def _bytes_of_codes(name: str, elements: Sequence[tuple[str, int]], factor: str, order: str, dtype: str) -> str:
 	"""PTX that sets register ``name`` to the codes of four elements, the high nibbles of its bytes.
 
-	Args:
-	  name: a 32-bit register.
-	  elements: the name of an element's word, and which part of the word it is.
-	  factor: the operand that is the encode factor.
-	  order: the operand that says which byte comes from which element.
-	  dtype: the elements' type.
+	``elements`` are the name of an element's word, and which part of the word it is; the operand ``order``
+	says which byte comes from which element.
 	"""
 	body = ""
 	for p in range(2):

@@ -56,17 +56,7 @@ def encode(
 	arch: str,
 	twist: Int32 | int = 0,
 ) -> Uint32:
-	"""Eight elements as one word of codes, the first in the low nibble.
-
-	Args:
-	  words: words that hold the elements.
-	  places: where each element is: which word, and which part of it.
-	  factor: the block's encode factor.
-	  draws: two words, a byte an element.
-	  dtype: the elements' type.
-	  arch: whose instructions it uses.
-	  twist: 0, 2, 4 or 6: element i is that of nibble i ^ twist.
-	"""
+	"""As ``nvfp4_sm90.encode``, with two words of ``draws``, a byte an element."""
 	first = len(words) + 1
 	*draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
 	factors: list[Float32 | Uint64] = [factor]

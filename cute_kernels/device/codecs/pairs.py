@@ -71,13 +71,7 @@ def row_pairs(dtype: str, count: int) -> list[Pair]:
 
 
 def column_pairs(dtype: str, count: int, part: int) -> list[Pair]:
-	"""One element of each of ``count`` words, operands ``$1`` and on.
-
-	Args:
-	  dtype: the elements' type.
-	  count: how many words.
-	  part: which of a word's two 16-bit elements; 0 for fp32.
-	"""
+	"""One element of each of ``count`` words, operands ``$1`` and on: of two 16-bit ones the ``part``-th."""
 	words = [(f"${i + 1}", f"${i + 2}") for i in range(0, count, 2)]
 	if dtype == "float32":
 		return [Pair("", a, b) for a, b in words]

@@ -47,11 +47,7 @@ _TIMES = {
 
 
 class NibbleValues:
-	"""E2M1 codes with E4M3 scales, by instructions of sm_100a.
-
-	Args:
-	  dtype: ``"bfloat16"`` or ``"float16"``.
-	"""
+	"""E2M1 codes with E4M3 scales as bf16 or fp16, by instructions of sm_100a."""
 
 	def __init__(self, dtype: str):
 		self.dtype = dtype
@@ -75,12 +71,7 @@ class NibbleValues:
 
 
 class ByteValues:
-	"""Codes of a byte with or without block scales of any kind, by way of fp32.
-
-	Args:
-	  codec: how they are read.
-	  dtype: ``"bfloat16"`` or ``"float16"``.
-	"""
+	"""Codes of a byte with or without block scales of any kind as bf16 or fp16, by way of fp32."""
 
 	def __init__(self, codec: Codec, dtype: str):
 		self.codec = codec

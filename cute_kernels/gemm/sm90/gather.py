@@ -110,12 +110,9 @@ class GatherWarp:
 
 	@cute.jit
 	def list_rows(self, ids: cute.Tensor, first: Int32, left: Int32) -> None:
-		"""Read which rows are copied: of every 32 of this warp each lane reads one.
+		"""Read to ``ids`` which rows are copied: of every 32 of this warp each lane reads one.
 
-		Args:
-		  ids: where to.
-		  first: the place of a stage's first row in the index.
-		  left: rows of the group from there on.
+		A stage's rows are in the index from ``first`` on, where ``left`` are left of the group.
 		"""
 		for i in cutlass.range_constexpr(cute.size(ids)):
 			local = self.listed_row + i * (8 * self.step)

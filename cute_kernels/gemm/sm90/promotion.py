@@ -151,15 +151,9 @@ class Promoter:
 		scales: StageScales | None,
 		columns: list[tuple[Float32, Float32]],
 	) -> None:
-		"""Add partial sums to those of the ``part``-th ``partial_n`` columns.
+		"""Add partial sums to those of the ``part``-th ``partial_n`` columns of ``acc``, of compact layout.
 
-		Args:
-		  acc: sums, of compact layout.
-		  partial: partial sums.
-		  part: which columns.
-		  stage: number of the stage.
-		  scales: its scales; None where there are none.
-		  columns: what ``first_columns`` gave.
+		``scales`` are the stage's, None where there are none; ``columns`` what ``first_columns`` gave.
 		"""
 		size, eights = cute.size(partial), self.config.partial_n // 8
 		for j in range(eights):

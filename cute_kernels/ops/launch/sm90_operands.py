@@ -73,13 +73,7 @@ def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | 
 
 
 def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
-	"""What turns codes into fp16 values, of one operand.
-
-	Args:
-	  op: a call.
-	  side: the operand, "a" or "b".
-	  launch: the launcher.
-	"""
+	"""What turns codes into fp16 values, of operand "a" or "b"."""
 	kernel = launch.kernel(ExpandConfig(is_ragged=side == "a"))
 	rows, width = op.operands()["ab".index(side)][0].shape
 	workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)

@@ -54,12 +54,9 @@ class ArrangeKernel(GridKernel):
 
 	@cute.kernel
 	def kernel(self, x: cute.Tensor, offs: cute.Tensor, out: cute.Tensor) -> None:
-		"""The pass.
+		"""The pass of (rows, K) fp16 or bf16 with (G,) int32 end rows.
 
-		Args:
-		  x: (rows, K) fp16 or bf16.
-		  offs: (G,) int32 end rows.
-		  out: (rows, K) with K filled up to a multiple of 128; rows of the tail are not written.
+		K of ``out`` is filled up to a multiple of 128; rows of the tail are not written.
 		"""
 		rows, wide = out.shape
 		last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()

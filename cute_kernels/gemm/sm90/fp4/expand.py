@@ -64,13 +64,9 @@ class ExpandKernel(GridKernel):
 
 	@cute.kernel
 	def kernel(self, codes: cute.Tensor, scales: cute.Tensor, offs: cute.Tensor | None, out: cute.Tensor) -> None:
-		"""The pass.
+		"""The pass of (rows, K / 2) codes and (row tiles, K tiles, 512) scales, with (G,) int32 end rows if ragged.
 
-		Args:
-		  codes: (rows, K / 2) uint8.
-		  scales: (row tiles, K tiles, 512) uint8.
-		  offs: (G,) int32 end rows if ragged, else None.
-		  out: (rows, K) fp16 with K filled up to a multiple of 128; rows of the tail are not written.
+		K of ``out``, fp16, is filled up to a multiple of 128; rows of the tail are not written.
 		"""
 		rows, width = codes.shape
 		last = rows
