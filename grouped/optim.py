@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
-from .shards import local_part
+from .shards import local_part, part_of, sharded_as
 from .tensor import GroupedTensor
 
 __all__ = ["AdamW"]
@@ -88,8 +88,12 @@ class AdamW(Optimizer):
 				raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
 			if master.shape != p.shape:
 				raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
-			held = local_part(master).detach().to(local_part(p).device, torch.float32, copy=True)
+			held = sharded_as(p, master.detach().to(p.device, torch.float32, copy=True))
 			self.state[p]["master"] = held.contiguous()
+		# Those of the others as well: PyTorch's checkpoints take a state that is not empty for whole.
+		for group in self.param_groups if masters else ():
+			for p in group["params"]:
+				self._state(p, group)
 
 	def _has_master(self, p: Tensor) -> bool:
 		is_low = p.dtype in (torch.bfloat16, torch.float16)
@@ -123,16 +127,13 @@ class AdamW(Optimizer):
 		for p, grad in held:
 			if grad.is_sparse:
 				raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
-			state, target = self.state[p], self._target(p)
-			if "step" not in state:
-				state["step"] = torch.zeros((), dtype=torch.float32, device=target.device)
+			state = self._state(p, group)
+			target = self._target(p)
 			columns["step"].append(state["step"])
 			columns["target"].append(target)
 			columns["grad"].append(local_part(grad).to(target.dtype).contiguous())
-			for name in _MOMENTS if group["amsgrad"] else _MOMENTS[:2]:
-				if name not in state:
-					state[name] = torch.zeros_like(target)
-				columns[name].append(state[name])
+			for name in _MOMENTS[: 2 + group["amsgrad"]]:
+				columns[name].append(local_part(state[name]))
 		if not held:
 			return
 		lists: list[Any] = [columns[name] for name in ("target", "grad", *_MOMENTS, "step")]
@@ -143,20 +144,28 @@ class AdamW(Optimizer):
 			if target is not local_part(p):
 				_write(local_part(p), target)
 
+	@torch.no_grad()
+	def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+		"""The state of a parameter, what is missing made; of a DTensor of DTensors, so that checkpoints have all shards."""
+		state, part = self.state[p], local_part(p)
+		if self._has_master(p) and "master" not in state:
+			is_quantized = isinstance(part, GroupedTensor)
+			master = part.dequantize(torch.float32) if is_quantized else part.detach().float().contiguous()
+			state["master"] = part_of(p, master)
+		if "step" not in state:
+			state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)
+		for name in _MOMENTS[: 2 + group["amsgrad"]]:
+			if name not in state:
+				state[name] = part_of(p, torch.zeros_like(self._target(p)))
+		return state
+
 	def _target(self, p: Tensor) -> Tensor:
-		"""What a step updates: the master, made where there is none yet, or the parameter.
+		"""What a step updates: the master or the parameter.
 
 		Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
 		"""
-		target: Any = local_part(p)
-		if not self._has_master(p):
-			return target.contiguous()  # type: ignore[no-any-return]
-		state = self.state[p]
-		if "master" not in state:
-			is_quantized = isinstance(target, GroupedTensor)
-			state["master"] = target.dequantize(torch.float32) if is_quantized else target.detach().float().contiguous()
-		target = state["master"]
-		return target  # type: ignore[no-any-return]
+		target: Tensor = local_part(self.state[p]["master"] if self._has_master(p) else p).contiguous()
+		return target
 
 	def load_state_dict(self, state_dict: dict[str, Any]) -> None:
 		"""Load what ``state_dict`` gave, also that of ``torch.optim.AdamW``.
@@ -170,10 +179,13 @@ class AdamW(Optimizer):
 		pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
 		for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
 			saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
-			dtype = torch.float32 if held else local_part(p).dtype
+			dtype = torch.float32 if held else p.dtype
 			for name in {"master", "step", *_MOMENTS} & saved_state.keys():
-				value, kept = torch.as_tensor(saved_state[name]).detach(), torch.float32 if name == "step" else dtype
-				self.state[p][name] = value.to(local_part(p).device, kept, copy=True).contiguous()
+				value = torch.as_tensor(saved_state[name]).detach()
+				if name == "step":
+					self.state[p][name] = value.to(p.device, torch.float32, copy=True)
+				else:
+					self.state[p][name] = part_of(p, local_part(value).to(p.device, dtype, copy=True).contiguous())
 			if not held:
 				self.state[p].pop("master", None)
 			elif p in masters:

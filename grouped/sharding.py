@@ -65,7 +65,7 @@ def product(
 		y = call(rows, part, ends, *vectors).index_select(0, (row - start) % count)
 	else:
 		y = call(rows, part, ends, *vectors)
-	return _whole(y, mesh, of_y, (len(x), weight.shape[columns]) if uniform else tuple(y.shape))
+	return whole(y, mesh, of_y, (len(x), weight.shape[columns]) if uniform else tuple(y.shape))
 
 
 def quantize(x: Any, fmt: Format, offs: Any, **options: Any) -> DTensor:
@@ -74,7 +74,7 @@ def quantize(x: Any, fmt: Format, offs: Any, **options: Any) -> DTensor:
 	uniform = x.dim() == 3
 	placements = [p if uniform and p == Shard(0) else _ALL for p in x.placements]
 	made = grouped.quantize(_part(x, placements).detach(), fmt, offs=_ends(offs, x), **options)
-	return _whole(made, x.device_mesh, placements, tuple(x.shape))
+	return whole(made, x.device_mesh, placements, tuple(x.shape))
 
 
 def refuse_random(*formats: Format | None) -> None:
@@ -96,7 +96,8 @@ def _part(t: Any, placements: Any, gradient: Any = None) -> Tensor:
 	return part
 
 
-def _whole(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:
+def whole(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:
+	"""The tensor of which ``part`` is this rank's."""
 	strides = torch.empty(shape, device="meta").stride()
 	return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 

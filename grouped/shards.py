@@ -22,6 +22,26 @@ def is_spread(*tensors: Any) -> bool:
 	return any(hasattr(t, "_local_tensor") for t in tensors)
 
 
+def part_of(p: Tensor, part: Tensor) -> Tensor:
+	"""``part`` as this rank's part of a tensor that is sharded as ``p``; itself if that is no DTensor."""
+	if not is_spread(p):
+		return part
+	from . import sharding
+
+	spread: Any = p
+	return sharding.whole(part, spread.device_mesh, spread.placements, tuple(p.shape))
+
+
+def sharded_as(p: Any, t: Any) -> Tensor:
+	"""``t``, the same on all ranks if it is no DTensor, sharded as ``p``."""
+	if is_spread(p):
+		from torch.distributed.tensor import distribute_tensor
+
+		where = (p.device_mesh, p.placements)
+		t = t.redistribute(*where) if is_spread(t) else distribute_tensor(t, *where, src_data_rank=None)
+	return t  # type: ignore[no-any-return]
+
+
 def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, ...]:
 	"""The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
 
