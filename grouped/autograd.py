@@ -102,6 +102,11 @@ def rows_of(x: Tensor, depth: int) -> Tensor:
 	"""``x`` as (T, K) rows of the dtype of the computation."""
 	if x.dim() < 2 or x.shape[-1] != depth:
 		raise ValueError(f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}")
+	if type(x) is not Tensor and is_spread(x):
+		raise TypeError(
+			"x is a DTensor: modules of grouped.nn take a rank's rows, its to_local(), which PrepareModuleInputOutput of "
+			"torch.distributed.tensor.parallel gives them"
+		)
 	rows = x.reshape(-1, depth)
 	kind = x.device.type
 	# Not torch.amp.is_autocast_available: torch 2.11 does not trace it.

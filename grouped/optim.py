@@ -147,7 +147,8 @@ class AdamW(Optimizer):
 	@torch.no_grad()
 	def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
 		"""The state of a parameter, what is missing made; of a DTensor of DTensors, so that checkpoints have all shards."""
-		state, part = self.state[p], local_part(p)
+		state: dict[str, Any] = self.state[p]
+		part = local_part(p)
 		if self._has_master(p) and "master" not in state:
 			is_quantized = isinstance(part, GroupedTensor)
 			master = part.dequantize(torch.float32) if is_quantized else part.detach().float().contiguous()

@@ -447,7 +447,10 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 	if weight.rowwise is None:
 		raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
 	if weight.columnwise is None and need_dx:
-		raise RuntimeError(f"weight has no columnwise copy, which dgrad reads: {weight!r}")
+		raise RuntimeError(
+			f"weight has no columnwise copy, which dgrad reads: {weight!r}; quantize it with columnwise=True, or serve it "
+			"under torch.no_grad()"
+		)
 
 
 def wgrad_operand(

@@ -22,14 +22,15 @@ def flops(call):
 
 
 @each("recipe", RECIPES)
-def test_flops_of_a_step_are_three_products(recipe):
-	layer, x = GroupedLinear(3, K, N, recipe=recipe), sample(T, K).requires_grad_()
-	product = 2 * T * N * K
-	assert flops(lambda: layer(x, OFFS).sum().backward()) == 3 * product
-	exported = torch.export.export(layer, (x, OFFS)).module()
-	assert flops(lambda: exported(x, OFFS)) == product
+@each("ends", [[100, 100, 256], [0, 30, 30], [100, 100, 300]], str)
+def test_flops_of_a_step_are_three_products(recipe, ends):
+	layer, offs = GroupedLinear(3, K, N, recipe=recipe), torch.tensor(ends, dtype=torch.int32)
+	x, product = sample(ends[-1], K).requires_grad_(), 2 * ends[-1] * N * K
+	assert flops(lambda: layer(x, offs).sum().backward()) == 3 * product
+	exported = torch.export.export(layer, (x, offs)).module()
+	assert flops(lambda: exported(x, offs)) == product
 	with torch.inference_mode():
-		assert flops(lambda: exported(x.detach(), OFFS)) == product
+		assert flops(lambda: exported(x.detach(), offs)) == product
 
 
 def test_flops_of_products_of_grouped_tensors():

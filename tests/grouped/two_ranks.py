@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import PrepareModuleInputOutput, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
@@ -255,16 +256,68 @@ def fully_sharded():
 @check
 def mixtures_fully_sharded():
 	"""The experts in a unit of their own, in which p stays fp32; each layer in one is refused."""
-	alone = mixture(recipes.BF16())
-	sharded, policy = copy.deepcopy(alone), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-	for module in (sharded.experts, sharded):
-		fully_shard(module, mesh=MESH, mp_policy=policy)
-	x, mine, dy = tokens(), tokens(), torch.randn(sum(TOKENS), H).bfloat16()
-	assert_same_bytes(step(sharded, mine, dy), step(alone, x, dy))
-	assert_same_bytes(mine.grad, x.grad)
+	policy, dy = MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.randn(sum(TOKENS), H).bfloat16()
+	for recipe, train in ((recipes.BF16(), None), (recipes.BF16(), False), (recipes.NVFP4RowScaled(), True)):
+		alone = with_low_experts(mixture(recipe), train)
+		sharded = copy.deepcopy(alone)
+		for module in (sharded.experts, sharded):
+			fully_shard(module, mesh=MESH, mp_policy=policy)
+		assert type(sharded.experts.down.weight.to_local()) is type(alone.experts.down.weight.data)
+		x, mine = tokens(), tokens()
+		assert_same_bytes(step(sharded, mine, dy), step(alone, x, dy))
+		assert_same_bytes(mine.grad, x.grad)
+		if train is not False:
+			assert_same_bytes(*(full(m.experts.down.weight.grad) for m in (sharded, alone)))
 	fully_shard(alone.experts.down, mesh=MESH)
 	with pytest.raises(RuntimeError, match="not called: shard, or hook into, the experts"):
 		alone(x)
+
+
+@check
+def spread_experts_fully_sharded():
+	"""Expert parallelism along one dimension of a mesh, FSDP2 along the other; gradients are means over all ranks."""
+	dy = torch.randn(sum(TOKENS), H).bfloat16()
+	for sizes in ((1, 2), (2, 1)):
+		mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
+		for train in (None, False, True):
+			alone = with_low_experts(mixture(recipes.BF16()), train)
+			moe = parallelize_module(copy.deepcopy(alone), mesh["ep"], ExpertParallel())
+			fully_shard(moe.experts, mesh=mesh["dp"]).set_gradient_divide_factor(2)
+			x, mine = tokens(), tokens().detach()[of_rank()].requires_grad_()
+			y, got = step(alone, x, dy), step(moe, mine, dy[of_rank()])
+			assert_same_bytes(got, y[of_rank()])
+			assert_same_bytes(mine.grad, x.grad[of_rank()])
+			if train is not False:
+				both = [full(m.experts.down.weight.grad).float() for m in (moe, alone)]
+				assert (2 * both[0] - both[1]).norm() <= 0.01 * both[1].norm()
+
+
+@check
+def sequence_parallel():
+	"""PyTorch's styles around a mixture, which takes all tokens for tensor parallelism, else those of a rank."""
+	dy = torch.randn(2, 8, H).bfloat16()
+	for style, layout in ((ExpertTensorParallel(), Replicate()), (ExpertParallel(), Shard(1))):
+		alone = nn.Sequential(nn.RMSNorm(H, dtype=torch.bfloat16), mixture(recipes.BF16()))
+		block = parallelize_module(copy.deepcopy(alone), MESH, {"0": SequenceParallel(), "1": style})
+		x = tokens().detach().view(2, 8, H).requires_grad_()
+		mine = distribute_tensor(x.detach(), MESH, [Shard(1)]).requires_grad_()
+		with pytest.raises(TypeError, match="x is a DTensor.*PrepareModuleInputOutput"):
+			block(mine)
+		around = PrepareModuleInputOutput(
+			input_layouts=(Shard(1),),
+			desired_input_layouts=(layout,),
+			use_local_input=True,
+			output_layouts=(layout,),
+			desired_output_layouts=(Shard(1),),
+			use_local_output=False,
+		)
+		parallelize_module(block, MESH, {"1": around})
+		y, got = alone(x), block(mine)
+		y.backward(dy)
+		got.backward(distribute_tensor(dy, MESH, [Shard(1)]))
+		assert got.placements == (Shard(1),)
+		for a, b in ((got, y), (mine.grad, x.grad), (block[0].weight.grad, alone[0].weight.grad)):
+			assert (full(a) - b).norm() < 0.01 * b.norm()
 
 
 @check
@@ -312,6 +365,38 @@ def checkpoints():
 	dist.barrier()
 
 
+@check
+def optimizer_states():
+	"""Masters and moments are DTensors: checkpoints have all shards, also for another number of processes."""
+
+	def trained(mesh):
+		module = layer(None, recipes.NVFP4(), True)
+		if mesh is not None:
+			fully_shard(module, mesh=mesh)
+		masters = {module.weight: plain_weight()}
+		return module, grouped.optim.AdamW(module.parameters(), lr=0.1, masters=masters, master_weights=True)
+
+	def steps(module, optimizer, count):
+		for _ in range(count):
+			module(rows(), ENDS).square().sum().backward()
+			optimizer.step()
+			optimizer.zero_grad()
+		return [full(t.detach()) for t in (module.weight, module.bias)]
+
+	first, *others = trained(MESH), trained(MESH), trained(None)
+	steps(*first, 2)
+	dcp.save(dict(zip("mo", get_state_dict(*first), strict=True)), checkpoint_id=FOLDER / "trained")
+	want = steps(*first, 1)
+	for other, alone in zip(others, (False, True), strict=True):
+		state = dict(zip("mo", get_state_dict(*other), strict=True))
+		dcp.load(state, checkpoint_id=FOLDER / "trained", no_dist=alone)
+		set_state_dict(*other, model_state_dict=state["m"], optim_state_dict=state["o"])
+		weight, bias = steps(*other, 1)
+		assert_same(weight, want[0])
+		assert_same_bytes(bias, want[1])
+	dist.barrier()
+
+
 H, I, TOKENS = 128, 128, (9, 7)  # noqa: E741
 SPREAD = {
 	"bf16": (recipes.BF16(), {}),
@@ -328,6 +413,22 @@ def mixture(recipe, **options):
 	# Gradients share a scale in NVFP4RowScaled, in a shared expert those of a rank's tokens alone.
 	shared = 0 if isinstance(recipe, recipes.NVFP4RowScaled) else I
 	return MoE(H, I, 4, 2, recipe=recipe, dtype=torch.bfloat16, shared_intermediate_size=shared, **options)
+
+
+def with_low_experts(moe, train=False):
+	"""``moe`` with experts that are quantized; as it is if ``train`` is None."""
+	for layer in (moe.experts.gate_up, moe.experts.down) if train is not None else ():
+		layer.weight = nn.Parameter(grouped.quantize(layer.weight, grouped.NVFP4(), columnwise=True), train)
+	return moe
+
+
+def of_rank():
+	"""Where the tokens of this rank are."""
+	return slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+
+
+def full(t):
+	return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def tokens():
@@ -377,9 +478,8 @@ def spread(name, part):
 
 @check
 def experts_are_spread():
-	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
 	for name in SPREAD:
-		moe = spread(name, part)
+		moe = spread(name, of_rank())
 		sent, options = moe.exchange.sent, SPREAD[name][1]
 		assert sent["combine"] == sent["dispatch_gradient"] and sent["combine"] % (2 * H) == 0
 		rows = sent["combine"] // (2 * H)
@@ -412,9 +512,7 @@ def other_experts_are_spread():
 		for want, t in zip(wants, (got, b.grad), strict=True):
 			assert (want[which] - t).norm() <= (0 if which is not order else 0.02) * want.norm()
 	for recipe in (recipes.BF16(), recipes.NVFP4RowScaled()):
-		alone = mixture(recipe).requires_grad_(False)
-		for layer in (alone.experts.gate_up, alone.experts.down):
-			layer.weight = nn.Parameter(grouped.quantize(layer.weight, grouped.NVFP4(), columnwise=True), False)
+		alone = with_low_experts(mixture(recipe).requires_grad_(False))
 		moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel())
 		assert moe.experts.down.weight.to_local().nbytes * 2 == alone.experts.down.weight.nbytes
 		x, mine = tokens(), tokens().detach()[part].requires_grad_()
@@ -479,7 +577,7 @@ class NothingRead(TorchDispatchMode):
 
 @check
 def spread_experts_compile():
-	part = slice(TOKENS[0], None) if RANK else slice(0, TOKENS[0])
+	part = of_rank()
 	dy = torch.randn(sum(TOKENS), H).bfloat16()[part]
 	found = []
 	for compiled in (False, True):
