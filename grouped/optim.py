@@ -88,7 +88,8 @@ class AdamW(Optimizer):
 				raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
 			if master.shape != p.shape:
 				raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
-			held = sharded_as(p, master.detach().to(p.device, torch.float32, copy=True))
+			# Copied last: what is sharded may be a view of the whole.
+			held = sharded_as(p, master.detach()).to(p.device, torch.float32, copy=True)
 			self.state[p]["master"] = held.contiguous()
 		# Those of the others as well: PyTorch's checkpoints take a state that is not empty for whole.
 		for group in self.param_groups if masters else ():

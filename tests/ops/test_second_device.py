@@ -63,6 +63,7 @@ def kernels(monkeypatch, request):
 		return SimpleNamespace(multi_processor_count=NUM_SMS[torch.device(device)])
 
 	monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+	monkeypatch.setattr(registry, "_get_device", None)  # What CUDA builds have in its place.
 	monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
 	monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
 	monkeypatch.setattr(torch, "empty_strided", allocate)
