@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, SplitPoint, pipeline
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInputOutput, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,22 +75,27 @@ def layer(fmt, recipe, train):
 	return module
 
 
+def gradients(module):
+	return [p.grad for p in module.parameters() if p.requires_grad]
+
+
 @check
 def data_parallel():
 	"""DDP broadcasts the bytes of the first rank, and sums gradients."""
-	for train in (False, True):
+	for make, train in ((quantized, False), (quantized, True), (plain_weight, True)):
 		module = layer(grouped.NVFP4(), recipes.NVFP4(), train)
-		module.weight = nn.Parameter(quantized(shift=RANK), requires_grad=train)
+		module.weight = nn.Parameter(make(shift=RANK), requires_grad=train)
 		module.gain = nn.Parameter(torch.full((3,), float(RANK)), False)  # In the bucket of the codes.
 		parallel = nn.parallel.DistributedDataParallel(module)
-		assert_same(module.weight.data, quantized())
+		alone = layer(None, recipes.NVFP4(), train)
+		alone.weight = nn.Parameter(make(), train)
+		if make is quantized:
+			assert_same(module.weight.data, quantized())
 		assert not module.gain.any()
-		x = rows()
+		x, y = rows(), rows()
 		parallel(x, ENDS).sum().backward()
-		if train:
-			mine = torch.autograd.grad(layer(None, recipes.NVFP4(), True)(x, ENDS).sum(), x)[0]
-			assert_same_bytes(x.grad, mine)
-			assert type(module.weight.grad) is torch.Tensor
+		alone(y, ENDS).sum().backward()
+		assert_all_same([x.grad, *gradients(module)], [y.grad, *gradients(alone)])
 
 
 @check
@@ -318,6 +324,24 @@ def sequence_parallel():
 		assert got.placements == (Shard(1),)
 		for a, b in ((got, y), (mine.grad, x.grad), (block[0].weight.grad, alone[0].weight.grad)):
 			assert (full(a) - b).norm() < 0.01 * b.norm()
+
+
+@check
+def pipelined():
+	"""Stages of modules, and of plain weights those that PyTorch cuts from a traced model."""
+	dy = torch.randn(16, H).bfloat16()
+	for train in (None, False, True):
+		alone = nn.Sequential(*(with_low_experts(mixture(recipes.FP8Block()), train) for _ in range(2)))
+		stages = [PipelineStage(copy.deepcopy(alone)[RANK], RANK, 2, torch.device("cpu"))]
+		if train is None:
+			cut = pipeline(copy.deepcopy(alone), (tokens()[:8],), split_spec={"1": SplitPoint.BEGINNING})
+			stages.append(cut.build_stage(RANK, torch.device("cpu")))
+		for x, dx in zip(tokens().chunk(2), dy.chunk(2), strict=True):
+			alone(x).backward(dx)
+		for stage in stages:
+			schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y * t).float().sum(), scale_grads=False)
+			schedule.step(*(() if RANK else (tokens(),)), target=dy if RANK else None)
+			assert_all_same(gradients(stage.submod), gradients(alone[RANK]))
 
 
 @check
