@@ -36,6 +36,9 @@ def each(name, cases, ids=None):
 	return pytest.mark.parametrize(name, cases, ids=ids)
 
 
+each_arch = each("arch", ("sm_90a", "sm_100a"))
+
+
 @contextlib.contextmanager
 def raises(error, words):
 	"""The message of the error has all of ``words``."""

@@ -9,11 +9,11 @@ import cute_kernels
 from cute_kernels import emulator
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
-from tests.helpers import BF16, assert_same_bytes
+from tests.helpers import BF16, assert_same_bytes, each
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{"mode": "chaos", "seed": seed} for seed in range(5)] + [{"races": True}]
-MODE_IDS = [f"chaos {seed}" for seed in range(5)] + ["races"]
+each_mode = each("mode", MODES, lambda mode: f"chaos {mode['seed']}" if "seed" in mode else "races")
 
 
 def check(arch, call, **options):

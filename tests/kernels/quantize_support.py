@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import reference
+from cute_kernels import emulator, reference
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
+from cute_kernels.quantize import TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import F32, assert_same_buffers, ends, poisoned
+from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -90,71 +91,67 @@ class Problem:
 		return Groups.ragged(self.offs, len(self.x))
 
 	def buffers(self, fmt, rowwise, columnwise):
-		"""Full of garbage, so that a byte too many or too few shows."""
+		"""Full of garbage, so that a byte too many or too few shows; amaxes are vectors."""
 		groups = None if self.offs is None else len(self.offs)
-		out = dict.fromkeys(("codes", "scales", "codes_t", "scales_t"))
-		out |= dict.fromkeys(("amax", "amax_t"))
 		specs = buffers(fmt, self.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
-		for name, spec in specs.items():
-			value = spec.allocate(torch.device("cpu"), zeroed=False)
-			if spec.dtype == F32:
-				out[name] = value.flatten().fill_(-7.0)
-			else:
-				value.untyped_storage().copy_(poisoned(value).untyped_storage())
-				out[name] = value
-		return out
+		made = {name: poisoned(spec.allocate(torch.device("cpu"), False)) for name, spec in specs.items()}
+		return {name: t.flatten() if name.startswith("amax") else t for name, t in made.items()}
+
+	def scales(self, fmt):
+		"""Of groups, if the format takes them."""
+		return torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3 if fmt.takes_scale else None
+
+
+def ragged(rows, cols, offs, dtype="bfloat16", seed=0):
+	"""Of a case of ``ragged_cases``; NaN in the tail."""
+	x = random_input((rows, cols), DTYPES[dtype], seed)
+	x[int(offs[-1]) :] = float("nan")
+	return Problem(x, offs)
 
 
 def expected(problem, fmt, rowwise, columnwise, given=None, drawn=(0, 0)):
 	out = problem.buffers(fmt, rowwise, columnwise)
-	asked = {name: value for name, value in out.items() if value is not None}
 	draws = reference.KeyedDraws(SEED, problem.x.shape[-1], drawn) if fmt.is_stochastic else None
-	elements = reference.Elements(problem.x)
-	reference.quantize(elements, problem.groups, fmt, asked, reference.Given(given, draws=draws))
+	beside = reference.Given(given, problem.scales(fmt), draws)
+	reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, beside)
 	return out
 
 
-def run_tiles(config, problem, given=None):
-	fmt = parse(config.format)
-	out = problem.buffers(fmt, config.rowwise, config.columnwise)
-	groups = len(problem.groups)
-	group_amax = torch.full((groups,), -7.0) if config.uses_group_amax else None
-	row_amax = torch.full((len(problem.matrix),), -7.0) if config.uses_row_amax else None
-	column_amax = torch.full((groups,), -7.0) if config.has_own_columns else None
-	if not config.compute_amax:
-		known = expected(problem, fmt, config.rowwise, True, given)
-		group_amax = known["amax_t"] if config.uses_group_amax else None
-		if column_amax is not None:
-			column_amax, group_amax = group_amax, known["amax"]
-		row_amax = known["amax"] if config.uses_row_amax else None
-	copies = [out[name] for name in ("codes", "scales", "codes_t", "scales_t")]
-	rest = (*NO_RESULTS, None, column_amax, SEED if fmt.is_stochastic else None, None, None, NUM_SMS)
-	compiled(config)(*problem.inputs, row_amax, group_amax, *copies, *rest)
-	if config.rowwise:
-		out["amax"] = row_amax if config.uses_row_amax else group_amax
-	if config.columnwise:
-		out["amax_t"] = group_amax if column_amax is None else column_amax
+def directions_of(config):
+	return (config.rowwise, config.columnwise) if isinstance(config, TileConfig) else (True, False)
+
+
+def quantize(config, problem, given=None):
+	"""What the kernel makes; amaxes that it does not compute are those of the reference."""
+	fmt, is_tiles = parse(config.format), isinstance(config, TileConfig)
+	out = problem.buffers(fmt, *directions_of(config))
+	computes = config.compute_amax if is_tiles else config.computes_amax
+	if fmt.second_level is not None and not (computes or fmt.takes_scale):
+		known = expected(problem, fmt, directions_of(config)[0], is_tiles, given)
+		out |= {name: known[name] for name in ("amax", "amax_t") if name in out}
+	amax, amax_t = map(out.get, ("amax", "amax_t"))
+	results = map(out.get, ("scale_inv", "scale"))
+	if not is_tiles:
+		compiled(config)(*problem.inputs, amax, out["codes"], out.get("scales"), *results, NUM_SMS)
+		return out
+	group = amax if amax_t is None or config.has_own_columns else amax_t
+	if group is amax_t and amax is not None and not config.uses_row_amax:
+		out["amax"] = group
+	levels = (
+		amax if config.uses_row_amax else None,
+		(problem.scales(fmt) if fmt.takes_scale else group) if config.uses_group_amax else None,
+	)
+	copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
+	own = (amax if fmt.takes_scale else None, amax_t if config.has_own_columns else None)
+	seed = SEED if fmt.is_stochastic else None
+	compiled(config)(*problem.inputs, *levels, *copies, *results, *own, seed, None, None, NUM_SMS)
 	return out
 
 
-def run_rows(config, problem):
-	fmt = parse(config.format)
-	out = problem.buffers(fmt, True, False)
-	if not config.computes_amax:
-		out["amax"] = expected(problem, fmt, True, False)["amax"]
-	copy = (out["amax"], out["codes"], out["scales"])
-	compiled(config)(*problem.inputs, *copy, *NO_RESULTS, NUM_SMS)
-	return out
-
-
-def check_tiles(config, problem):
-	want = expected(problem, parse(config.format), config.rowwise, config.columnwise)
-	assert_same_buffers(run_tiles(config, problem), want)
-
-
-def check_rows(config, problem):
-	want = expected(problem, parse(config.format), True, False)
-	assert_same_buffers(run_rows(config, problem), want)
+def check(config, problem, given=None, **options):
+	want = expected(problem, parse(config.format), *directions_of(config), given)
+	with emulator.options(**options):
+		assert_same_buffers(quantize(config, problem, given), want)
 
 
 def random_input(shape, dtype, seed=0):

@@ -9,9 +9,9 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops, poisoned
+from tests.helpers import DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
 
-from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_code, check_touched
+from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
 
 from .activation_kernel import ActivationConfig  # isort: skip
@@ -62,7 +62,7 @@ def every_number():
 
 
 @each("act", [*CURVES, "gelu"])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_bits_of_every_curve(arch, act):
 	a, record = every_number(), parse_activation(act)
 	a = a[: len(a) // 2 * 2]
@@ -118,7 +118,7 @@ def test_other_dtypes_and_uniform_groups(dtype):
 	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, offs, "rowwise"))
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_any_order(mode):
 	x = inputs("swiglu", (300,), 272)
 	offs = ends(0, 130, 131, 290)

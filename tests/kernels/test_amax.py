@@ -3,9 +3,9 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import BF16, DTYPES, each, ends, many_groups
+from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups
 
-from .op_support import ARCHITECTURES, MODES
+from .op_support import MODES
 from .quantize_support import Problem, compiled, random_input, special_input
 
 
@@ -25,7 +25,7 @@ def check(config, problem, num_sms=2):
 
 
 @each("dtype", [*DTYPES])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_rows_and_groups(arch, dtype):
 	config = AmaxConfig(dtype, per_row=True, arch=arch)
 	for rows, cols, offs in (

@@ -2,13 +2,12 @@ import itertools
 
 import torch
 
-from cute_kernels import emulator, reference
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
-from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, F32, assert_same_buffers, each, ends, many_groups, poisoned
-from tests.kernels.op_support import ARCHITECTURES, MODE_IDS, MODES, check_code
-from tests.kernels.quantize_support import NUM_SMS, Problem, compiled, ragged_cases, random_input, special_input
+from tests.helpers import BF16, DTYPES, F32, each, each_arch, ends, many_groups
+
+from .op_support import ARCHITECTURES, check_code, each_mode
+from .quantize_support import Problem, check, ragged, ragged_cases, random_input, special_input
 
 E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
@@ -25,64 +24,6 @@ DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (Tr
 #: One of each layout of scales.
 SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
 RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)
-
-
-def scales_of(problem, fmt):
-	if not fmt.takes_scale:
-		return None
-	return torch.exp2(torch.arange(len(problem.groups)) % 17 - 8.0) * 1.3
-
-
-def buffers_of(problem, fmt, rowwise, columnwise):
-	groups = None if problem.offs is None else len(problem.offs)
-	specs = buffers(fmt, problem.x.shape, groups, rowwise=rowwise, columnwise=columnwise)
-	cpu = torch.device("cpu")
-	return {name: poisoned(spec.allocate(cpu, False)) for name, spec in specs.items()}
-
-
-def expected(problem, fmt, rowwise, columnwise):
-	out = buffers_of(problem, fmt, rowwise, columnwise)
-	given = reference.Given(None, scales_of(problem, fmt))
-	reference.quantize(reference.Elements(problem.x), problem.groups, fmt, out, given)
-	return out
-
-
-def quantize(config, problem, num_sms=NUM_SMS):
-	"""Over poison; amaxes of groups are given as the reference has them."""
-	fmt = parse(config.format)
-	out = buffers_of(problem, fmt, *directions_of(config))
-	given, amax = scales_of(problem, fmt), None
-	if fmt.takes_scale:
-		amax = out["amax"]
-	elif fmt.second_level is not None:
-		given = expected(problem, fmt, True, False)["amax"]
-		out["amax"] = given
-	if isinstance(config, RowsConfig):
-		copies = map(out.get, ("codes", "scales", "scale_inv", "scale"))
-		compiled(config)(*problem.inputs, given, *copies, num_sms)
-		return out
-	copies = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-	compiled(config)(*problem.inputs, None, given, *copies, amax, *[None] * 4, num_sms)
-	return out
-
-
-def directions_of(config):
-	if isinstance(config, TileConfig):
-		return config.rowwise, config.columnwise
-	return True, False
-
-
-def check(config, problem, **options):
-	want = expected(problem, parse(config.format), *directions_of(config))
-	with emulator.options(**options):
-		assert_same_buffers(quantize(config, problem), want)
-
-
-def ragged(case, dtype="bfloat16"):
-	rows, cols, offs = RAGGED[case]
-	x = random_input((rows, cols), DTYPES[dtype])
-	x[int(offs[-1]) :] = float("nan")
-	return Problem(x, offs)
 
 
 def special(dtype, cols):
@@ -111,8 +52,8 @@ def kernels():
 @each(("arch", "text", "directions"), list(kernels()))
 def test_ragged_groups(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
-	for case in RAGGED:
-		check(config, ragged(case))
+	for case in RAGGED.values():
+		check(config, ragged(*case))
 
 
 @each("text", [*SOME, DELAYED])
@@ -148,7 +89,7 @@ def test_many_groups(text):
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 @each("text", [*SOME, DELAYED])
 def test_any_order(text, mode):
 	arch = ARCHITECTURES[mode.get("seed", 0) % 2]
@@ -159,14 +100,14 @@ def test_any_order(text, mode):
 
 @each("directions", ["rowwise", "both"])
 @each("text", SOME)
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_code(arch, text, directions):
 	config = TileConfig(text, "bfloat16", "ragged", *DIRECTIONS[directions], arch=arch)
 	assert f"cvt.rn.satfinite.{FORMATS[text].element.name}x2.f32" in check_code(config, arch)
 
 
 @each("text", ["fp8", "fp8:dtype=e5m2", "fp8_block", "mxfp8"])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_code_of_rows(arch, text):
 	fmt = parse(text)
 	config = RowsConfig.choose(fmt, QuantizeProblem("bfloat16", 4096), arch)
@@ -184,9 +125,9 @@ ROWS = [
 
 @each(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text, dtype, warps, rows):
-	for i, case in enumerate(RAGGED):
+	for i, case in enumerate(RAGGED.values()):
 		arch = ARCHITECTURES[i % 3 == 2]
-		problem = ragged(case, dtype)
+		problem = ragged(*case, dtype)
 		config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=arch)
 		if config.can_implement(QuantizeProblem(dtype, problem.x.shape[1])):
 			check(config, problem)
@@ -197,7 +138,7 @@ def test_rows(text, dtype, warps, rows):
 	check(RowsConfig(text, dtype, "uniform", warps, rows_per_warp=rows), uniform)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_rows_in_any_order(mode):
 	problem = Problem(random_input((300, 544), BF16), ends(0, 130, 131, 290))
 	for text, arch in (("fp8_block", "sm_90a"), ("mxfp8", "sm_90a"), ("fp8", "sm_90a"), ("fp8", "sm_100a")):

@@ -2,9 +2,9 @@ import torch
 
 import cute_kernels
 from cute_kernels.quantize import DbiasConfig
-from tests.helpers import DTYPES, assert_same_bytes, each, ends, many_groups, ops
+from tests.helpers import DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops
 
-from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_code, check_touched, watching
+from .op_support import array_of, check, check_code, check_touched, each_mode, watching
 
 dbias = ops.grouped_dbias
 #: (rows of the buffer, N, end rows).
@@ -31,14 +31,14 @@ def gradient(rows, cols, offs, dtype="bfloat16"):
 
 
 @each("dtype", [*DTYPES])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_sums(arch, dtype):
 	for rows, cols, offs in CASES.values():
 		dy = gradient(rows, cols, offs, dtype)
 		check(arch, lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_uniform_groups(arch):
 	dy = gradient(3 * 130, 72, ends(390)).view(3, 130, 72)
 	check(arch, lambda: dbias(dy))
@@ -46,7 +46,7 @@ def test_uniform_groups(arch):
 	check(arch, lambda: dbias(dy[:, :0]))
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 @each("cols", [72, 9])
 def test_any_order_of_warps(cols, mode):
 	offs = ends(0, 700, 700, 701, 1990)
@@ -54,7 +54,7 @@ def test_any_order_of_warps(cols, mode):
 	check("sm_90a", lambda: dbias(dy, offs), num_sms=1, **mode)
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_more_than_a_thousand_groups(arch):
 	offs = many_groups()
 	dy = gradient(int(offs[-1]) + 5, 16, offs)

@@ -8,9 +8,20 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import BF16, DTYPES, F32, assert_same_bytes, dequantize_arguments, each, ends, many_groups, ops
+from tests.helpers import (
+	BF16,
+	DTYPES,
+	F32,
+	assert_same_bytes,
+	dequantize_arguments,
+	each,
+	each_arch,
+	ends,
+	many_groups,
+	ops,
+)
 
-from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check, check_code, check_touched, watching
+from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode, watching
 from .quantize_support import ragged_cases
 
 #: Text of the format, and whether it is the columnwise copy.
@@ -76,7 +87,7 @@ def check_case(arch, kind, dtype, case, **options):
 
 
 @each_kind
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_ragged_groups(arch, kind):
 	for case in RAGGED:
 		check_case(arch, kind, "bfloat16", case)
@@ -104,7 +115,7 @@ def test_uniform_groups(kind):
 		check(arch, lambda args=args: dequantize(args))
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 @each("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind, mode):
 	check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)

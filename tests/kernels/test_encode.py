@@ -1,9 +1,8 @@
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, F16, F32, each
+from tests.helpers import DTYPES, F16, F32, each, each_arch
 
-from .op_support import ARCHITECTURES
 from .quantize_support import compiled
 
 from .encode_kernel import EncodeConfig  # isort: skip
@@ -43,7 +42,7 @@ def encoded(config, blocks, factors, draws=None):
 	return out
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_stochastic_codes_beside_every_border(arch):
 	"""Numbers k/256 between two codes, and two ulps to either side, with bytes about 256 - k."""
 	low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -9,7 +9,7 @@ from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import DTYPES, each
 
 from .gemm_support import SHAPES, check_modes, m_grouped, quantize
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 
 BF16, FP16 = (Sm100GemmConfig(dtype, b_operand="nvfp4") for dtype in ("bfloat16", "float16"))
 PAIR, NARROW_PAIR = Sm100Tile(256, 256, 2), Sm100Tile(256, 128, 2)
@@ -88,7 +88,7 @@ def test_every_code_and_scale(name):
 	product.check(config.tile.num_ctas, any_nan=True)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	names = ("nvfp4 256x256", "nvfp4 partial", "nvfp4 few rows", "mxfp8", "fp8 x nvfp4")
 	products = [m_grouped(CONFIGS[name], [3, 0, 70], 392, 560, 1) for name in names]

@@ -12,7 +12,7 @@ from cute_kernels.gemm.sm90.parts import all_parts
 from tests.helpers import assert_same_bytes, each
 
 from .gemm_support import m_grouped
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 
 NUM_SMS = 132
 KINDS = {
@@ -104,7 +104,7 @@ def test_routings(sizes, device):
 	assert_same_bytes(run(product, parts, 4, device), product.expected())
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	parts = parts_of("nvfp4")
 	product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)

@@ -7,7 +7,7 @@ from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import assert_same_bytes, each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 
 FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True)
@@ -126,7 +126,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched():
 	assert_same_bytes(product.run()[1], product.before[1])
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs, so that every ring of stages is gone through more than once.
 	products = (

@@ -5,7 +5,7 @@ from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, wild
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 from .test_gemm_sm100 import TAILS
 
 PARTIAL, WIDE = Sm100Tile(128, 128, swap_partial=True), Sm100Tile(256, 256, 2, swap_partial=True)
@@ -105,7 +105,7 @@ def several(config):
 	return product, product.expected()
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
 	for config in dict.fromkeys(configs):

@@ -12,7 +12,7 @@ from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 
 
 def name_of(tile):
@@ -104,7 +104,7 @@ def test_every_tile(tile, kind, device):
 		product.check(tile.num_ctas, device)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	# One or two CTAs and more stages than fit, so that every ring is gone through again.
 	products = (

@@ -12,9 +12,9 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import BF16, F32, assert_same_bytes, dequantize_arguments, each, ends, ops
+from tests.helpers import BF16, F32, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
 
-from .op_support import ARCHITECTURES, watching
+from .op_support import watching
 from .quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
 
 #: Linux's number of what ``mmap`` has from Python 3.13 on.
@@ -76,7 +76,7 @@ def test_amax(name):
 	assert torch.equal(groups, x.float().abs().amax().view(1))
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 @each_shape
 def test_rows(name, arch):
 	before, cols = SHAPES[name]
@@ -96,7 +96,7 @@ def test_rows(name, arch):
 	assert torch.equal(scales[tile], want["scales"][0])
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 @each(
 	("text", "uniform"),
 	[("nvfp4", False), ("nvfp4", True), ("nvfp4:stochastic_rounding", False)],

@@ -9,7 +9,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import dequantize_arguments, each, m_grouped_arguments, ops, sample
+from tests.helpers import dequantize_arguments, each, each_arch, m_grouped_arguments, ops, sample
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
@@ -75,7 +75,7 @@ def cost(arch, op, arguments):
 		return emulator.stats()["warp_insns"]
 
 
-@each("arch", ["sm_90a", "sm_100a"])
+@each_arch
 @each("name", [*READERS])
 def test_empty_groups_cost_nothing(name, arch):
 	op, make, most = READERS[name]

@@ -7,23 +7,22 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, each, ends, many_groups
+from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups
 
-from .op_support import ARCHITECTURES, MODE_IDS, MODES, array_of, check_touched, watching
+from .op_support import ARCHITECTURES, array_of, check_touched, each_mode, watching
 from .quantize_support import (
 	ARCH,
 	NO_RESULTS,
 	NO_TILE_RESULTS,
 	Problem,
 	assert_same_buffers,
-	check_rows,
-	check_tiles,
+	check,
 	compiled,
 	expected,
+	quantize,
+	ragged,
 	ragged_cases,
 	random_input,
-	run_rows,
-	run_tiles,
 	special_input,
 )
 
@@ -58,13 +57,6 @@ def tiles(dtype="bfloat16", grouping="ragged", **changes):
 	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
-def ragged(case, dtype="bfloat16", seed=0):
-	rows, cols, offs = RAGGED[case]
-	x = random_input((rows, cols), DTYPES[dtype], seed)
-	x[int(offs[-1]) :] = float("nan")
-	return Problem(x, offs)
-
-
 def in_any_order(cols):
 	return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
 
@@ -75,8 +67,8 @@ PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 @each(("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)])
 def test_tiles_of_ragged_groups(arch, variant):
-	for case in RAGGED:
-		check_tiles(tiles(arch=arch, **VARIANTS[variant]), ragged(case))
+	for case in RAGGED.values():
+		check(tiles(arch=arch, **VARIANTS[variant]), ragged(*case))
 
 
 @each("variant", ["row-scaled and columnwise", "square, both"])
@@ -84,15 +76,14 @@ def test_teams_go_from_tile_to_tile_of_a_group(variant):
 	config = tiles(arch="sm_90a", **VARIANTS[variant])
 	x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
 	x[400:530] *= 2.0**115
-	with emulator.options(num_sms=1):
-		check_tiles(config, Problem(x, ends(400, 400, 530, 660)))
+	check(config, Problem(x, ends(400, 400, 530, 660)), num_sms=1)
 
 
 @each("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant):
 	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
 	for shape in UNIFORM.values():
-		check_tiles(config, Problem(random_input(shape, BF16), None))
+		check(config, Problem(random_input(shape, BF16), None))
 
 
 @each(
@@ -106,25 +97,25 @@ def test_tiles_of_uniform_groups(variant):
 def test_two_phases_compute_the_amaxes(variant, grouping, arch):
 	config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
 	if grouping == "uniform":
-		check_tiles(config, Problem(random_input((3, 40, 80), BF16), None))
+		check(config, Problem(random_input((3, 40, 80), BF16), None))
 	else:
 		for case in ("tail", "empty first, middle, last", "all empty"):
-			check_tiles(config, ragged(case))
+			check(config, ragged(*RAGGED[case]))
 
 
 @each("dtype", [*DTYPES])
 @each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch, warps, dtype):
 	config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
-	for case in RAGGED:
-		check_rows(config, ragged(case, dtype))
+	for case in RAGGED.values():
+		check(config, ragged(*case, dtype))
 
 
 @each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps, rows):
 	config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
-	for case in RAGGED:
-		check_rows(config, ragged(case))
+	for case in RAGGED.values():
+		check(config, ragged(*case))
 
 
 @each("dtype", ["bfloat16", "float32"])
@@ -136,7 +127,7 @@ def test_several_rows_a_warp(dtype, rows):
 		# Ends that leave the last packets of a tile with each number of rows.
 		offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
 		x = random_input((int(offs[-1]) + 3, cols), DTYPES[dtype])
-		check_rows(config, Problem(x, offs))
+		check(config, Problem(x, offs))
 
 
 def test_rows_up_to_16384():
@@ -144,18 +135,18 @@ def test_rows_up_to_16384():
 		config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
 		assert config.max_cols == 16384
 		x = random_input((10, 16384), DTYPES[dtype])
-		check_rows(config, Problem(x, ends(9, 10)))
+		check(config, Problem(x, ends(9, 10)))
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_rows_of_uniform_groups(arch):
 	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
 	for shape in UNIFORM.values():
-		check_rows(config, Problem(random_input(shape, BF16), None))
+		check(config, Problem(random_input(shape, BF16), None))
 
 
 @each("dtype", [*DTYPES])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_special_values(arch, dtype):
 	x = special_input(150, 128, DTYPES[dtype])
 	x[8::7, 48:64] = -float("nan")
@@ -164,20 +155,16 @@ def test_special_values(arch, dtype):
 	tiny[:, ::3] *= -0.5
 	offs = ends(1, 2, 3, 40, 60, 150, 170)
 	problem = Problem(torch.cat([x, tiny]), offs)
-	check_tiles(tiles(dtype, columnwise=True, arch=arch), problem)
-	check_tiles(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
+	check(tiles(dtype, columnwise=True, arch=arch), problem)
+	check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
 	if dtype == "bfloat16":
 		for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
-			check_tiles(tiles(arch=arch, **VARIANTS[variant]), problem)
-	check_rows(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
+			check(tiles(arch=arch, **VARIANTS[variant]), problem)
+	check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
 def test_a_given_amax_need_not_be_the_true_one():
-	problem = ragged("tail")
-	given = torch.tensor([1e-3, 3.0, 1e30])
-	config = tiles(columnwise=True)
-	want = expected(problem, NVFP4(), True, True, given)
-	assert_same_buffers(run_tiles(config, problem, given), want)
+	check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
 
 
 @each("kind", ["rows", "tiles"])
@@ -185,12 +172,12 @@ def test_more_than_a_thousand_groups(kind):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
 	if kind == "rows":
-		check_rows(Rows(warps_per_row=1), problem)
+		check(Rows(warps_per_row=1), problem)
 	else:
-		check_tiles(tiles(columnwise=True, compute_amax=True), problem)
+		check(tiles(columnwise=True, compute_amax=True), problem)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 @each(
 	("arch", "variant", "cols"),
 	[
@@ -202,11 +189,10 @@ def test_more_than_a_thousand_groups(kind):
 )
 def test_tiles_in_any_order(arch, variant, cols, mode):
 	config = tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant])
-	with emulator.options(**mode):
-		check_tiles(config, in_any_order(cols))
+	check(config, in_any_order(cols), **mode)
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_bands_without_rows(arch):
 	band = TileConfig.band
 	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
@@ -215,7 +201,7 @@ def test_bands_without_rows(arch):
 	want = expected(problem, NVFP4(), True, True)
 	for num_sms in (1, 3):
 		with emulator.options(num_sms=num_sms):
-			assert_same_buffers(run_tiles(config, problem), want)
+			assert_same_buffers(quantize(config, problem), want)
 
 
 @each("dtype", ["bfloat16", "float32"])
@@ -226,10 +212,10 @@ def test_loads_that_land_out_of_order(dtype):
 	want = expected(problem, NVFP4(), True, False)
 	for seed in range(12):
 		with emulator.options(mode="chaos", seed=seed, num_sms=1):
-			assert_same_buffers(run_tiles(config, problem), want)
+			assert_same_buffers(quantize(config, problem), want)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 @each(
 	"config",
 	[
@@ -239,14 +225,13 @@ def test_loads_that_land_out_of_order(dtype):
 	str,
 )
 def test_rows_in_any_order(config, mode):
-	with emulator.options(**mode):
-		check_rows(config, in_any_order(496))
+	check(config, in_any_order(496), **mode)
 
 
 @each("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind):
 	"""Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
-	problem = ragged("tail")
+	problem = ragged(*RAGGED["tail"])
 	live = int(problem.offs[-1]) if kind == "rows" else int(problem.offs[-2]) + 128
 	if kind == "rows":
 		config = Rows(warps_per_row=2)
@@ -267,9 +252,9 @@ def test_bad_offsets_stay_in_the_buffer():
 	clamped = Problem(x, ends(0, 20, 140, 140))
 	config, rows = tiles(columnwise=True), Rows()
 	wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
-	assert_same_buffers(run_tiles(config, wild), expected(clamped, NVFP4(), True, True))
+	assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
 	fmt = NVFP4(row_scaled=True)
-	assert_same_buffers(run_rows(rows, wild), expected(clamped, fmt, True, False))
+	assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
 	falling = Problem(x, ends(100, 20, -7, 130))
 	out = falling.buffers(fmt, True, True)
 	names = ("amax_t", "codes", "scales", "codes_t", "scales_t")

@@ -5,10 +5,10 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, F16, F32, each, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import DTYPES, F16, F32, each, each_arch, ends, m_grouped_arguments, many_groups, ops, sample
 
 from .gemm_support import compiled, on_device_of
-from .op_support import MODE_IDS, MODES
+from .op_support import each_mode
 
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).
@@ -89,14 +89,14 @@ def test_special_numbers(row_scaled, device):
 	check_values(x, ends(4, 4, 12), row_scaled, device)
 
 
-@each("mode", MODES, MODE_IDS)
+@each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
 	for k in (272, 2064):
 		with emulator.options(**mode):
 			check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
 
 
-@each("arch", ["sm_90a", "sm_100a"])
+@each_arch
 @each("row_scaled", [False, True], ["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
 	x, offs = sample(45, 144), ends(7, 7, 40)

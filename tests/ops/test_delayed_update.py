@@ -8,7 +8,7 @@ from torch.library import opcheck
 
 import cute_kernels
 import grouped
-from tests.helpers import BF16, F16, assert_all_same, assert_same_bytes, each, ops
+from tests.helpers import BF16, F16, assert_all_same, assert_same_bytes, each, each_arch, ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
@@ -107,7 +107,7 @@ def test_errors(change, error, match):
 
 
 @each("algorithm", ["max", "most_recent"])
-@each("arch", ["sm_90a", "sm_100a"])
+@each_arch
 def test_kernels(arch, algorithm):
 	rng = torch.Generator().manual_seed(3)
 	specials = torch.tensor([*SPECIALS, *torch.rand(5, generator=rng).exp()])

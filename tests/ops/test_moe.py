@@ -14,6 +14,7 @@ from tests.helpers import (
 	assert_all_same,
 	assert_same_bytes,
 	each,
+	each_arch,
 	many_groups,
 	ops,
 	poisoned,
@@ -59,7 +60,7 @@ def test_routing(tokens, top_k, experts, dtype):
 
 
 @each("dtype", [torch.int32, torch.int64])
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
 	"""One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
 	registry.forget_plans()
@@ -154,7 +155,7 @@ def test_what_is_no_row_is_left_out():
 	assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_gather_and_combine_kernels(arch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
 	cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
@@ -246,7 +247,7 @@ def test_activations(name, dtype, cols, interleaved):
 
 
 @each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
 	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
 	for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
@@ -270,7 +271,7 @@ QUANTIZED = [
 
 
 @each("case", QUANTIZED)
-@each("arch", ARCHITECTURES)
+@each_arch
 def test_gradients_are_quantized_where_they_are_made(arch, case):
 	"""With the bits of the ops that this stands for, over poison."""
 	cols, act, interleaved, formats, dtype, ends = case
