@@ -269,9 +269,7 @@ def mixtures_fully_sharded():
 		for module in (sharded.experts, sharded):
 			fully_shard(module, mesh=MESH, mp_policy=policy)
 		assert type(sharded.experts.down.weight.to_local()) is type(alone.experts.down.weight.data)
-		x, mine = tokens(), tokens()
-		assert_same_bytes(step(sharded, mine, dy), step(alone, x, dy))
-		assert_same_bytes(mine.grad, x.grad)
+		x = step_of_both(alone, sharded, slice(None), dy)
 		if train is not False:
 			assert_same_bytes(*(full(m.experts.down.weight.grad) for m in (sharded, alone)))
 	fully_shard(alone.experts.down, mesh=MESH)
@@ -289,10 +287,7 @@ def spread_experts_fully_sharded():
 			alone = with_low_experts(mixture(recipes.BF16()), train)
 			moe = parallelize_module(copy.deepcopy(alone), mesh["ep"], ExpertParallel())
 			fully_shard(moe.experts, mesh=mesh["dp"]).set_gradient_divide_factor(2)
-			x, mine = tokens(), tokens().detach()[of_rank()].requires_grad_()
-			y, got = step(alone, x, dy), step(moe, mine, dy[of_rank()])
-			assert_same_bytes(got, y[of_rank()])
-			assert_same_bytes(mine.grad, x.grad[of_rank()])
+			step_of_both(alone, moe, of_rank(), dy)
 			if train is not False:
 				both = [full(m.experts.down.weight.grad).float() for m in (moe, alone)]
 				assert (2 * both[0] - both[1]).norm() <= 0.01 * both[1].norm()
@@ -466,6 +461,15 @@ def step(moe, x, dy):
 	return y.detach()
 
 
+def step_of_both(alone, moe, part, dy):
+	"""One step of one process, and of this rank's ``part`` of the tokens: the same bits. All tokens."""
+	x, mine = tokens(), tokens().detach()[part].requires_grad_()
+	y, got = step(alone, x, dy), step(moe, mine, dy[part])
+	assert_same_bytes(got, y[part])
+	assert_same_bytes(mine.grad, x.grad[part])
+	return x
+
+
 def rounded(x, fmt):
 	return x.clone() if fmt is None else grouped.quantize(x, fmt, offs=[len(x)]).dequantize()
 
@@ -485,11 +489,7 @@ def spread(name, part):
 		alone.experts.exchange = lambda x, *rest: Wire.apply(
 			experts(Wire.apply(x, wire, None), *rest[:5]), None, gradient_wire
 		)
-	x, mine = tokens(), tokens().detach()[part].requires_grad_()
-	dy = torch.randn(sum(TOKENS), H).bfloat16()
-	y, got = step(alone, x, dy), step(moe, mine, dy[part])
-	assert_same_bytes(got, y[part])
-	assert_same_bytes(mine.grad, x.grad[part], name)
+	step_of_both(alone, moe, part, torch.randn(sum(TOKENS), H).bfloat16())
 	for layer in ("gate_up", "down"):
 		weight = getattr(moe.experts, layer).weight
 		assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == 2
@@ -518,7 +518,7 @@ def experts_are_spread():
 @check
 def other_experts_are_spread():
 	"""A ``GroupedMLP``, whose rows lie by expert on each rank; and weights that are quantized."""
-	sizes, part = torch.tensor([[3, 0, 4, 2], [2, 2, 0, 3]]), slice(9, None) if RANK else slice(9)
+	sizes, part = torch.tensor([[3, 0, 4, 2], [2, 2, 0, 3]]), of_rank()
 	x, dy = torch.randn(16, H).bfloat16(), torch.randn(16, H).bfloat16()
 	# Where the rows of both are where one process has them all.
 	order = torch.repeat_interleave(torch.arange(4).repeat(2), sizes.flatten()).argsort(stable=True)
@@ -539,10 +539,7 @@ def other_experts_are_spread():
 		alone = with_low_experts(mixture(recipe).requires_grad_(False))
 		moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel())
 		assert moe.experts.down.weight.to_local().nbytes * 2 == alone.experts.down.weight.nbytes
-		x, mine = tokens(), tokens().detach()[part].requires_grad_()
-		y, got = step(alone, x, torch.ones_like(x)), step(moe, mine, torch.ones_like(mine))
-		assert_same_bytes(got, y[part])
-		assert_same_bytes(mine.grad, x.grad[part])
+		step_of_both(alone, moe, part, torch.ones(16, H).bfloat16())
 
 
 @check
@@ -554,11 +551,7 @@ def spread_experts_in_odd_cases():
 			alone = mixture(recipes.BF16(), selection_bias=True)
 			alone.router.selection_bias[list(chosen)] = 100.0
 			moe = parallelize_module(copy.deepcopy(alone), MESH, ExpertParallel(capacity=capacity))
-			x, part = tokens(), slice(0) if RANK else slice(None)
-			mine = x.detach()[part].requires_grad_()
-			y, got = step(alone, x, dy), step(moe, mine, dy[part])
-			assert_same_bytes(got, y[part])
-			assert_same_bytes(mine.grad, x.grad[part])
+			step_of_both(alone, moe, slice(0) if RANK else slice(None), dy)
 			assert_same_bytes(moe.experts.down.weight.grad.full_tensor(), alone.experts.down.weight.grad)
 	for capacity in (1, (99, 1)):
 		moe = parallelize_module(mixture(recipes.BF16(), selection_bias=True), MESH, ExpertParallel(capacity=capacity))

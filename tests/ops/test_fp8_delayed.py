@@ -14,6 +14,7 @@ from tests.helpers import (
 	ops,
 	sample,
 	saved,
+	spans,
 	weird_values,
 )
 
@@ -49,8 +50,8 @@ def amax_of(x):
 	return float(numbers.max()) if len(numbers) else 0.0
 
 
-def check(q, x, scale, dtype, spans):
-	for g, (start, end) in enumerate(spans):
+def check(q, x, scale, dtype, bounds):
+	for g, (start, end) in enumerate(bounds):
 		rows = x[start:end] if q.offs is not None else x[g]
 		want, member = codes_of(rows, scale[g], dtype), q.member(g)
 		if q.rowwise is not None:
@@ -58,6 +59,10 @@ def check(q, x, scale, dtype, spans):
 		if q.columnwise is not None:
 			got = member.codes_t.view(torch.uint8).contiguous()
 			assert_same_bytes(got, want.T.contiguous(), f"codes_t of {g}")
+			columns = q.columnwise.codes.view(torch.uint8)
+			columns, slot = (columns[g], 0) if q.offs is None else (columns, 128 * (start // 128 + g))
+			padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
+			assert not padding.any()
 		held = q.rowwise or q.columnwise
 		assert held.amax[g].item() == amax_of(rows)
 		assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
@@ -70,12 +75,26 @@ def check(q, x, scale, dtype, spans):
 def test_ragged(splits, directions, dtype):
 	offs, total = offsets(splits), sum(splits)
 	options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-	spans = list(zip([0, *offs.tolist()], offs.tolist(), strict=False))
 	scale = scales(len(splits))
 	for source in DTYPES.values():
 		x = weird_values(total + 3, 48, source)  # three rows of tail
 		q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
-		check(q, x, scale, dtype, spans)
+		check(q, x, scale, dtype, spans(splits))
+
+
+@each("dtype", [*FORMATS], IDS)
+@each("splits", {"ragged": (0, 7, 129, 0, 154), "one row": (1,), "uniform": None})
+def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
+	"""Of zeros and infinities by 1, of denormals by the largest scale."""
+	for source in DTYPES.values():
+		x = weird_values(300, 144, source)
+		x[:7] = torch.finfo(source).tiny / 4
+		x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offsets(splits))
+		bounds = spans(splits or (100,) * 3)
+		amax = torch.tensor([amax_of(x[g] if offs is None else x[slice(*span)]) for g, span in enumerate(bounds)])
+		scale = (torch.tensor(torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(F32).max)
+		scale[(amax == 0) | ~amax.isfinite()] = 1.0
+		check(grouped.quantize(x, FP8(dtype), offs=offs, columnwise=True), x, scale, dtype, bounds)
 
 
 def test_many_groups_and_views():
