@@ -21,6 +21,7 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 
 ops = torch.ops.cute_kernels
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 #: Dtypes of plain operands, by the names that kernels have for them.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -78,7 +79,6 @@ def has_compiler():
 
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
 
-E5M2 = torch.float8_e5m2
 _RECORDS = (
 	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
 	*(NVFP4(hadamard=True), NVFP4(four_over_six=True)),
@@ -179,6 +179,15 @@ def poisoned(like):
 	"""A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
 	storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
 	return storage.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+
+
+def e2m1_values(codes):
+	"""fp64 values of bytes that are two E2M1 codes, the lower half first."""
+	nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+	return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
 
 
 def quantized(x, text, offs=None, *, columnwise=False):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-from tests.helpers import assert_same_buffers
+from tests.helpers import assert_same_buffers, e2m1_values
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
@@ -36,7 +36,6 @@ EVERY_FORMAT = {
 	"fp8_block": grouped.FP8Block(),
 	"128x128": grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False),
 }
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def weight(groups=3, rows=48, cols=64):
@@ -75,11 +74,9 @@ def assert_same_tensor(got, want):
 
 def decode_member(codes, scales, amax, cols):
 	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
-	nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1).long()
-	values = torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
 	second = amax.reshape(-1, 1) if amax.dim() else amax
 	factor = scales.float() * second * torch.tensor(1 / 2688, dtype=torch.float32)
-	return values[:, :cols] * factor.repeat_interleave(16, dim=1)[:, :cols]
+	return e2m1_values(codes)[:, :cols].float() * factor.repeat_interleave(16, dim=1)[:, :cols]
 
 
 class OpCounter(TorchDispatchMode):

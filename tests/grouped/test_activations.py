@@ -4,12 +4,11 @@ import torch
 import grouped
 from cute_kernels.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import assert_all_same, assert_same_bytes, each, ops, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ops, sample
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
 SWIGLU = Activation("swiglu")
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(params=FORMATS.values(), ids=FORMATS)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import BF16, F32, each
+from tests.helpers import BF16, F32, e2m1_values, each
 
 pytest.importorskip("safetensors")
 
@@ -22,7 +22,6 @@ STYLES = {
 	"plain": {"activation": "gelu"},
 }
 LAYOUTS = ("modelopt", "compressed-tensors", "deepseek")
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def moe(style="swiglu", seed=0, inner=INNER):
@@ -52,9 +51,7 @@ def decoded(tensors, name, layout):
 	if layout == "deepseek":
 		codes, scales = tensors[f"{name}.weight"].float().numpy(), tensors[f"{name}.weight_scale_inv"].numpy()
 		return codes * scales.repeat(128, 0).repeat(128, 1)[: codes.shape[0], : codes.shape[1]]
-	packed = tensors[f"{name}.{'weight' if layout == 'modelopt' else 'weight_packed'}"].numpy()
-	codes = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
-	values = np.where(codes & 8, -1, 1) * E2M1[codes & 7]
+	values = e2m1_values(tensors[f"{name}.{'weight' if layout == 'modelopt' else 'weight_packed'}"]).float().numpy()
 	scales = tensors[f"{name}.weight_scale"].float().numpy().repeat(16, 1)
 	if layout == "modelopt":
 		return values * scales * tensors[f"{name}.weight_scale_2"].numpy()
@@ -168,8 +165,7 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 			checkpoint.load(model, tmp_path)
 		return
 	checkpoint.load(model, tmp_path)
-	codes = np.stack([blocks.numpy() & 15, blocks.numpy() >> 4], -1).reshape(*blocks.shape[:3], 32)
-	values = np.where(codes & 8, -1, 1) * E2M1[codes & 7] * np.exp2(exponents.numpy()[..., None] - 127.0)
+	values = e2m1_values(blocks).numpy() * np.exp2(exponents.numpy()[..., None] - 127.0)
 	want = values.reshape(EXPERTS, 2 * INNER, HIDDEN).astype(np.float32)
 	np.testing.assert_array_equal(model.experts.gate_up.weight.dequantize(F32).numpy(), want)
 

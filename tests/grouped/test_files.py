@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels import formats
 from grouped import GroupedTensor
-from tests.helpers import F32, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import E4M3, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
@@ -67,7 +67,6 @@ def test_parts_that_follow():
 	assert empty["scales"].shape == (0, 4) and GroupedTensor.from_parts(FORMATS["1x16"], **empty).shape == (0, 64)
 
 
-E4M3 = torch.float8_e4m3fn
 #: What changes of the parts of an NVFP4 tensor (3, 130, 176), and what is said of it.
 WRONG = {
 	"codes of FP8": ({"codes": torch.zeros(3, 130, 88).to(E4M3)}, TypeError, "codes must be float4_e2m1fn_x2 or uint8"),

@@ -3,12 +3,11 @@ import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.helpers import BF16, F16, SPLITS, assert_same_bytes, each, end_rows, sample, spans
+from tests.helpers import BF16, E5M2, F16, F32, SPLITS, assert_same_bytes, each, end_rows, sample, spans
 
 from .cases import FORMATS, WEIGHT_FORMAT
 
 N, K = 96, 160
-E5M2, F32 = torch.float8_e5m2, torch.float32
 SQUARE = (128, 128)
 #: Formats of activations, weights and gradients.
 TRIOS = {

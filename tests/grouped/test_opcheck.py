@@ -3,13 +3,12 @@ import torch
 from torch.library import opcheck
 
 import grouped
-from tests.helpers import F16, F32, each, offsets, sample
+from tests.helpers import BF16, F16, F32, each, offsets, sample
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, weight
 
 OFFS = offsets((5, 0, 8))
 ROWS, G, K, N = 15, 3, 64, 48  # two rows of tail
-BF16 = torch.bfloat16
 ops = torch.ops.grouped
 
 

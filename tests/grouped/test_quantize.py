@@ -4,6 +4,8 @@ import torch
 import grouped
 from tests.helpers import (
 	BF16,
+	E4M3,
+	E5M2,
 	F16,
 	F32,
 	SPLITS,
@@ -18,7 +20,6 @@ from tests.helpers import (
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
 every_format = each("fmt", EVERY_FORMAT)
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def assert_same_member(got, want):

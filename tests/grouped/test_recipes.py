@@ -10,12 +10,11 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import each, sample
+from tests.helpers import E4M3, E5M2, each, sample
 
 from .cases import ALL_RECIPES
 
 NVFP4, MXFP8, FP8Block, FP8 = grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 W = NVFP4(block=(16, 16))
 
 

@@ -9,7 +9,7 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
+from tests.helpers import BF16, DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
@@ -17,7 +17,6 @@ from .quantize_support import compiled, random_input, special_input
 from .activation_kernel import ActivationConfig  # isort: skip
 
 
-BF16 = torch.bfloat16
 CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
 CURVES = ("geglu", "swiglu", "qgeglu", "reglu", "sreglu", CLAMPED)
 #: (rows of the buffer, K, end rows), and what is in them. Halves of 136 and 144 columns.

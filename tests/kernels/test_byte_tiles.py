@@ -4,12 +4,11 @@ import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, F32, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DTYPES, E5M2, F32, each, each_arch, ends, many_groups
 
 from .op_support import ARCHITECTURES, check_code, each_mode
 from .quantize_support import Problem, check, ragged, ragged_cases, random_input, special_input
 
-E5M2 = torch.float8_e5m2
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
 FORMATS = {

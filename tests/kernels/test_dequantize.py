@@ -11,6 +11,7 @@ from perf.compiled import compile_for_emulator
 from tests.helpers import (
 	BF16,
 	DTYPES,
+	E5M2,
 	F32,
 	assert_same_bytes,
 	dequantize_arguments,
@@ -31,7 +32,6 @@ KINDS = {
 	"columnwise": ("nvfp4", True),
 	"transformed": ("nvfp4:hadamard", True),
 }
-E5M2 = torch.float8_e5m2
 _BYTES = (
 	*(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
 	*(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),

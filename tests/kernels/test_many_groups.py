@@ -9,13 +9,12 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import dequantize_arguments, each, each_arch, m_grouped_arguments, ops, sample
+from tests.helpers import BF16, dequantize_arguments, each, each_arch, m_grouped_arguments, ops, sample
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
 #: Tiles must not follow the number of groups.
 TILES = {"sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4), "sm_100a": Sm100Tile(128, 32, swap_ab=True)}
-BF16 = torch.bfloat16
 
 
 def among(groups):

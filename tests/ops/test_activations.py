@@ -14,7 +14,18 @@ from cute_kernels.capability import ARCHITECTURES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.activations import activate
-from tests.helpers import DTYPES, SPLITS, assert_all_same, assert_same_bytes, each, many_groups, offsets, ops, sample
+from tests.helpers import (
+	BF16,
+	DTYPES,
+	SPLITS,
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	many_groups,
+	offsets,
+	ops,
+	sample,
+)
 
 _RECORDS = (
 	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(four_over_six=True)),
@@ -25,7 +36,6 @@ FORMATS = [fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "referenc
 EVERY = [*map(Activation, ACTIVATIONS), Activation("clamped_swiglu", alpha=1.0, limit=0.5)]
 #: One of each shape, for what does not depend on the arithmetic.
 SOME = [Activation("gelu"), Activation("swiglu"), Activation("clamped_swiglu", limit=0.5)]
-BF16 = torch.bfloat16
 K = 64
 
 

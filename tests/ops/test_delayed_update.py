@@ -8,9 +8,8 @@ from torch.library import opcheck
 
 import cute_kernels
 import grouped
-from tests.helpers import BF16, F16, assert_all_same, assert_same_bytes, each, each_arch, ops
+from tests.helpers import BF16, E4M3, E5M2, F16, assert_all_same, assert_same_bytes, each, each_arch, ops
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
 f32 = np.float32

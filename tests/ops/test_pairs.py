@@ -9,11 +9,10 @@ from cute_kernels.formats.base import SecondLevel
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.pairs import check_pair
 from cute_kernels.reference import Operand
-from tests.helpers import each, k_grouped_arguments, m_grouped_arguments, offsets, ops
+from tests.helpers import E5M2, each, k_grouped_arguments, m_grouped_arguments, offsets, ops
 
 OFFS = offsets((5, 3))
 KINDS = (NVFP4(), MXFP8(), FP8Block(), FP8())
-E5M2 = torch.float8_e5m2
 
 
 def zeros(fmt, columnwise=False, uniform=False):

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from cute_kernels.formats import parse
+from tests.helpers import e2m1_values
 
 from .rational import fp32
 
 #: Codes are multiples of this.
 _UNIT = Fraction(1, 2**16)
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 
 
 class Member(NamedTuple):
@@ -66,11 +66,8 @@ def member(text, copy, group, rows, start=None, columnwise=False):
 
 
 def _code_values(codes):
-	"""fp64 values; bytes are two E2M1 codes, the lower half first."""
-	if codes.dtype != torch.uint8:
-		return codes.double()
-	nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
-	return torch.where(nibbles > 7, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
+	"""fp64."""
+	return e2m1_values(codes) if codes.dtype == torch.uint8 else codes.double()
 
 
 def _scale_values(fmt, scales):

@@ -4,10 +4,6 @@ import math
 from fractions import Fraction
 
 
-def fraction(value):
-	return Fraction(value)
-
-
 def fp32(value):
 	"""``value`` rounded to fp32, to nearest even; ±inf from halfway above the largest number on."""
 	if value == 0:

@@ -5,10 +5,9 @@ from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import F32, assert_same_bytes, each
+from tests.helpers import E4M3, E5M2, F32, assert_same_bytes, each
 from tests.reference import fp8_oracle
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
 BACKENDS = {None: "none", "sm_90a": "sm_90a", "sm_100a": "sm_100a"}
 

@@ -1,12 +1,13 @@
 import itertools
 import math
+from fractions import Fraction
 
 import torch
 
 from cute_kernels.reference.fma import fma, rounded_sum, two_sum
 from tests.helpers import F32, assert_same_bytes
 
-from .rational import fp32, fraction
+from .rational import fp32
 
 #: Significands of few bits, of all bits, and next to those.
 SIGNIFICANDS = (1, 3, 2**12 + 1, 2**23 + 1, 2**24 - 1)
@@ -14,14 +15,14 @@ SIGNIFICANDS = (1, 3, 2**12 + 1, 2**23 + 1, 2**24 - 1)
 
 def values(exponents, significands=SIGNIFICANDS):
 	found = {m * 2.0**e * s for m in significands for e in exponents for s in (1, -1)}
-	return sorted(v for v in found if v == fp32(fraction(v)))
+	return sorted(v for v in found if v == fp32(Fraction(v)))
 
 
 def assert_exact(a, b, c):
 	operands = [torch.tensor(v, dtype=F32) for v in (a, b, c)]
 	got, want = fma(*operands), []
 	for x, y, z in zip(*(t.tolist() for t in operands), strict=True):
-		exact = fraction(x) * fraction(y) + fraction(z)
+		exact = Fraction(x) * Fraction(y) + Fraction(z)
 		want.append(fp32(exact) if exact else x * y + z)
 	assert_same_bytes(got, torch.tensor(want))
 
@@ -95,7 +96,7 @@ def test_the_two_parts_of_a_sum():
 	y = torch.randn(2000, dtype=torch.float64) * torch.randint(-60, 60, (2000,)).double().exp2()
 	total, rest = two_sum(x, y)
 	for one in zip(*(t.tolist() for t in (x, y, total, rest)), strict=True):
-		p, q, s, r = map(fraction, one)
+		p, q, s, r = map(Fraction, one)
 		assert p + q == s + r
-	want = [fp32(fraction(p) + fraction(q)) for p, q in zip(x.tolist(), y.tolist(), strict=True)]
+	want = [fp32(Fraction(p) + Fraction(q)) for p, q in zip(x.tolist(), y.tolist(), strict=True)]
 	assert_same_bytes(rounded_sum(x, y), torch.tensor(want))

@@ -8,6 +8,7 @@ from tests.helpers import (
 	BF16,
 	DTYPES,
 	F16,
+	F32,
 	assert_same_bytes,
 	each,
 	k_grouped_arguments,
@@ -25,7 +26,6 @@ from tests.reference import fp8_oracle
 from .oracle import RCP_2688
 from .test_gemm import check_empty_wgrad
 
-F32 = torch.float32
 #: Formats of A and B (m_grouped), by what they are there to catch.
 FP8_PAIRS = {
 	"fp8": ("fp8", "fp8"),

@@ -6,6 +6,7 @@ import torch
 import cute_kernels
 from cute_kernels.formats import parse
 from tests.helpers import (
+	F32,
 	assert_all_same,
 	assert_same_bytes,
 	each,
@@ -22,7 +23,6 @@ from .test_gemm_fp8 import Product, Wgrad
 SPLITS = (5, 0, 18)
 OFFS = offsets(SPLITS)
 N, K = 16, 48
-F32 = torch.float32
 BOUNDS = {256: "nvfp4:four_over_six", 448: "nvfp4:four_over_six,e4m3_max=448"}
 SQUARES = "nvfp4:block=16x16,four_over_six"
 STOCHASTIC = "nvfp4:stochastic_rounding"

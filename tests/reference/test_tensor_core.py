@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from tests.helpers import assert_same_bytes, each
+from tests.helpers import BF16, E4M3, E5M2, F16, F32, assert_same_bytes, e2m1_values, each
 
-F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8
+E2M1 = torch.uint8
 E8M0 = torch.float8_e8m0fnu
 NAN = {F32: 0x7FFFFFFF, F16: 0x7FFF}
 
@@ -133,11 +132,7 @@ def floor_log2(v):
 
 
 def values(x):
-	if x.dtype == E2M1:
-		magnitudes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-		nibbles = [[code >> s & 15 for code in row for s in (0, 4)] for row in x.tolist()]
-		return [[math.copysign(magnitudes[c & 7], 7.5 - c) for c in row] for row in nibbles]
-	return x.double().tolist()
+	return (e2m1_values(x) if x.dtype == E2M1 else x.double()).tolist()
 
 
 def tf32(x):
