@@ -185,9 +185,5 @@ def test_construction_on_meta(single):
 	same_output(layer, eager)
 
 
-def test_functional_call_and_repr():
-	a, b = layer_of(), layer_of()
-	x = sample(40, K)
-	got = torch.func.functional_call(a, dict(b.named_parameters()), (x, OFFS))
-	assert_same_bytes(got.detach(), b(x, OFFS).detach())
-	assert "in_features=64, out_features=48" in repr(a) and "recipe=NVFP4RowScaled" in repr(a)
+def test_repr():
+	assert "in_features=64, out_features=48" in repr(layer_of()) and "recipe=NVFP4RowScaled" in repr(layer_of())

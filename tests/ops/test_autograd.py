@@ -5,21 +5,9 @@ import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import (
-	BF16,
-	DTYPES,
-	F16,
-	F32,
-	assert_same_bytes,
-	dequantize_arguments,
-	each,
-	k_grouped_arguments,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	sample,
-)
+from tests.helpers import BF16, DTYPES, F16, F32, assert_same_bytes, each, offsets, ops
 
+from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
 
 SPLITS = [(9, 0, 20), (0, 30), (16, 5, 3, 0)]
@@ -137,45 +125,27 @@ def test_alpha_has_no_derivative(name):
 		out.sum().backward()
 
 
-#: Calls: of which op, and their operands that could require gradients, of lists the last tensor.
+#: Operands of calls that could require gradients, of lists the last tensor.
 OUT_FORMS = {
-	"plain": ("m_grouped_gemm", ("a", "b", "bias", "alpha")),
-	"plain wgrad": ("k_grouped_gemm", ("a", "b", "alpha")),
-	"nvfp4": ("m_grouped_gemm", ("a_scales", "b_scales", "bias", "alpha")),
-	"w4a16": ("m_grouped_gemm", ("a", "b_scales", "bias", "alpha")),
-	"quantizing": ("m_grouped_quantize_gemm", ("a", "b_scales", "bias", "alpha")),
-	"nvfp4 wgrad": ("k_grouped_gemm", ("a_scales", "b_scales", "alpha")),
-	"quantize": ("grouped_quantize", ("x", "amax")),
-	"dequantize": ("grouped_dequantize", ("scales",)),
-	"amax": ("grouped_amax", ("x",)),
-	"dbias": ("grouped_dbias", ("dy",)),
-	"quantized activation": ("grouped_quantize", ("x",)),
+	"fprop": ("a", "b", "bias", "alpha"),
+	"wgrad": ("a", "b", "alpha"),
+	"nvfp4 fprop": ("a_scales", "b_scales", "bias", "alpha"),
+	**dict.fromkeys(("w4a16", "quantizing fprop"), ("a", "b_scales", "bias", "alpha")),
+	"nvfp4 wgrad": ("a_scales", "b_scales", "alpha"),
+	"quantize with amax": ("x", "amax"),
+	"quantize activated": ("x",),
+	"dequantize": ("scales",),
+	"amax": ("x",),
+	"dbias": ("dy",),
 }
-OPERANDS = [(call, operand) for call, (_, operands) in OUT_FORMS.items() for operand in operands]
+OPERANDS = [(call, operand) for call, operands in OUT_FORMS.items() for operand in operands]
 
 
 def arguments_of(call):
-	"""Arguments by name that give each operand which the op can take; none requires a gradient."""
-	offs, x, a16 = offsets((5, 3)), sample(8, 32, dtype=F32), sample(8, 32)
-	codes = ops.grouped_quantize(x, "nvfp4", offs, columnwise=True)
-	w = sample(2, 16, 32)
-	held = ops.grouped_quantize(w, "nvfp4")
-	vectors = (torch.zeros(2, 16), torch.ones(2))
-	per_call = {
-		"plain": m_grouped_arguments(a16, w, offs, *vectors),
-		"plain wgrad": k_grouped_arguments(x, x.clone(), offs, vectors[1]),
-		"nvfp4": m_grouped_arguments(codes[:3], held, offs, *vectors),
-		"w4a16": m_grouped_arguments(a16, held, offs, *vectors),
-		"quantizing": (a16, held[0], offs, held[1:], "nvfp4", "nvfp4", *vectors),
-		"nvfp4 wgrad": k_grouped_arguments(codes[3:], codes[3:], offs, vectors[1]),
-		"quantize": (x, "nvfp4", offs, torch.ones(2)),
-		"dequantize": dequantize_arguments(codes[:3], "nvfp4", 8, F32, offs),
-		"amax": (x, offs),
-		"dbias": (x, offs),
-		"quantized activation": (x, "nvfp4", offs, *(None, True, False, None, None), "silu"),
-	}
-	fields = getattr(ops, OUT_FORMS[call][0]).default._schema.arguments
-	return {f.name: value for f, value in zip(fields, per_call[call], strict=False)}
+	"""The op, and its arguments by name; none requires a gradient."""
+	name, make = CALLS[call]
+	fields = getattr(ops, name).default._schema.arguments
+	return name, {f.name: value for f, value in zip(fields, make(), strict=False)}
 
 
 def operand_of(arguments, operand):
@@ -201,9 +171,10 @@ def outputs_of(name, arguments):
 	return outputs_like(name, getattr(ops, name)(**arguments), torch.zeros_like)
 
 
-@each(("case", "operand"), [(c, operand) for c, operand in OPERANDS if "plain" not in c])
+@each(("case", "operand"), [(c, operand) for c, operand in OPERANDS if c not in ("fprop", "wgrad")])
 def test_what_has_no_derivative_says_so(case, operand):
-	name, arguments = OUT_FORMS[case][0], require_gradient(arguments_of(case), operand)
+	name, arguments = arguments_of(case)
+	arguments = require_gradient(arguments, operand)
 	results = tensors(getattr(ops, name)(**arguments))
 	result = next(t for t in results if t.requires_grad)
 	with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
@@ -213,7 +184,7 @@ def test_what_has_no_derivative_says_so(case, operand):
 @each(("case", "operand"), [*OPERANDS, *((case, None) for case in OUT_FORMS)])
 def test_out_forms_refuse_what_requires_a_gradient(case, operand):
 	"""An operand, or without one an output."""
-	name, arguments = OUT_FORMS[case][0], arguments_of(case)
+	name, arguments = arguments_of(case)
 	outputs = outputs_of(name, arguments)
 	if operand is None:
 		(label,) = outputs
@@ -231,7 +202,7 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
 @each("way", ["func.jvp", "dual level"])
 def test_forward_mode_is_refused(case, operand, way):
 	"""A zero tangent would be the derivative of a constant."""
-	name, arguments = OUT_FORMS[case][0], arguments_of(case)
+	name, arguments = arguments_of(case)
 	primal = operand_of(arguments, operand)
 	tangent = torch.ones_like(primal)
 
@@ -258,7 +229,7 @@ def test_forward_mode_is_refused(case, operand, way):
 
 
 def test_operands_without_a_tangent_pass_in_a_dual_level():
-	arguments = arguments_of("plain")
+	_, arguments = arguments_of("fprop")
 	with forward_ad.dual_level():
 		assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 

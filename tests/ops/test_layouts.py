@@ -130,6 +130,7 @@ CALLS = {
 	"quantize": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, None, True, True)),
 	"quantize rows": ("grouped_quantize", lambda: (x(dtype=F16), "nvfp4:row_scaled", OFFS)),
 	"quantize with amax": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, alpha())),
+	"quantize activated": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, None, True, False, None, None, "silu")),
 	"quantize weights": ("grouped_quantize", lambda: (w(), WEIGHTS, None, None, True, True)),
 	"dequantize": ("grouped_dequantize", lambda: decoding(x(), ROWS, BF16)),
 	"dequantize rows": ("grouped_dequantize", lambda: decoding(x(), ROWS, F32, text="nvfp4:row_scaled")),
