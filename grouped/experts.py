@@ -201,7 +201,7 @@ def without_gradients(
 	found = _facts(layers) if is_one else None
 	if found is None:
 		return run()
-	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda: ([run()], None), TAKEN)[0][0]
+	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda _: ([run()], None), TAKEN)[0][0]
 	return y
 
 
@@ -242,7 +242,7 @@ def _forward(*given: Any) -> _Result:
 	if facts is None:
 		return _run(*given)
 
-	def run() -> tuple[list[Tensor | None], list[int]]:
+	def run(_: object) -> tuple[list[Tensor | None], list[int]]:
 		y, z, left = _run(*given)
 		parts = [part for seen in left for part in seen]
 		return [y, z, *(t for part in parts for t in part)], [len(part) for part in parts]

@@ -473,19 +473,22 @@ def is_observed(args: Sequence[Any], plain: frozenset[type] = PLAIN) -> bool:
 	  args: the arguments; tensors may be in lists.
 	  plain: classes of tensors that the callee takes without the dispatcher.
 	"""
-	if (
+	return is_any_observed() or is_any_watched(args, plain, torch.is_grad_enabled())
+
+
+def is_any_observed() -> bool:
+	"""Whether something must see all calls."""
+	return bool(
 		torch.compiler.is_compiling()
 		or torch._C._len_torch_dispatch_stack()
 		or torch._C._functorch.peek_interpreter_stack()
 		or forward_ad._current_level >= 0
 		# The dispatcher is what names an op to a profiler.
 		or _profiler_enabled()
-	):
-		return True
-	return _any_watched(args, plain, torch.is_grad_enabled())
+	)
 
 
-def _any_watched(args: Sequence[Any], plain: frozenset[type], gradients: bool) -> bool:
+def is_any_watched(args: Sequence[Any], plain: frozenset[type], gradients: bool) -> bool:
 	"""Whether an argument requires a gradient, if those are on, or is a tensor of another class."""
 	for a in args:
 		kind = type(a)
@@ -495,7 +498,7 @@ def _any_watched(args: Sequence[Any], plain: frozenset[type], gradients: bool) -
 			if gradients and a.requires_grad:
 				return True
 		elif isinstance(a, (list, tuple)):
-			if _any_watched(a, plain, gradients):
+			if is_any_watched(a, plain, gradients):
 				return True
 		elif isinstance(a, Tensor):
 			return True

@@ -227,14 +227,14 @@ def _routed(*given: Any) -> Sequence[Any]:
 	"""Weights, ids, scores, logits, and where tokens end."""
 	x, weight, bias, selection_bias, end, options = given
 
-	def route() -> tuple[tuple[Tensor, ...], None]:
+	def route(_: object) -> tuple[tuple[Tensor, ...], None]:
 		ends = _end(x) if end is None else end
 		logits = _logits(x, weight, ends)
 		if bias is not None:
 			logits = logits + bias.float()
 		return (*ops.moe_route(logits, selection_bias, ends, *options), logits, ends), None
 
-	return replayed(("router", options), given[:5], route)[0]
+	return replayed(("router", options), list(given[:5]), route)[0]
 
 
 # ---- as ops
