@@ -332,12 +332,14 @@ class _Experts(torch.autograd.Function):
 		need_g = need_dz or needed[1]
 		needs = (needed[0], of_first[0]), (need_g, of_second[0])
 		y, z, left = _forward(x, p, routing, layers, style, needs, not style.recompute)
-		# What makes z again; of quantized weights the copies that were given, if there were.
+		# What makes z again; of quantized weights the copies that were given, if there were. Weights are saved once.
 		again: list[Tensor | None] = []
 		if style.recompute:
 			rowwise = first.copies and first.copies.rowwise
 			again = [first.bias, first.scale(1), *(rowwise or first.weights)]
-			ctx.has_copies = rowwise is not None
+			if again[2] is next(iter(left[0].weight), None):
+				del again[2:]
+		ctx.has_copies = bool(again) and rowwise is not None
 		saved: list[Sequence[Tensor | None]] = [
 			# The weight's gradient of the first layer, or z again.
 			[x if (of_first[0] and routing.token is not None) or style.recompute else None],
@@ -347,7 +349,7 @@ class _Experts(torch.autograd.Function):
 			*[part for seen in left for part in seen[:2]],
 			again,
 		]
-		ctx.counts = [len(part) for part in saved]
+		ctx.counts = tuple(len(part) for part in saved)
 		ctx.save_for_backward(*(t for part in saved for t in part))
 		ctx.layers = [layer._replace(weights=(), bias=None, copies=None) for layer in layers]
 		ctx.calls = [LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe) for layer in layers]
@@ -359,10 +361,10 @@ class _Experts(torch.autograd.Function):
 		for layer in ctx.layers:
 			if layer.sink is not None:
 				layer.sink.check()
-		parts = _parts(ctx)
+		given = [dy, *ctx.saved_tensors]
 		ctx.maybe_clear_saved_tensors()
 		with torch.no_grad():
-			gradients = _gradients(ctx, dy, parts)
+			gradients = _backward(ctx, given)
 		if torch.is_grad_enabled():
 			refuse: Any = torch._C._functions.DelayedError(b"grouped.nn.MoE cannot be differentiated twice", len(gradients))
 			gradients = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
@@ -374,13 +376,21 @@ class _Experts(torch.autograd.Function):
 		raise RuntimeError("grouped.nn.MoE has no forward-mode derivative; use reverse mode")
 
 
-def _parts(ctx: Any) -> list[list[Any]]:
-	flat = iter(ctx.saved_tensors)
-	return [[next(flat) for _ in range(count)] for count in ctx.counts]
+def _backward(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
+	"""The gradients of dy and saved tensors, which ``given`` holds no longer; replayed where nothing else is written."""
+	if any(layer.sink or layer.scaling or layer.probe or layer.flags is not None for layer in ctx.layers):
+		return _gradients(ctx, given)
+	calls = [(c.recipe.texts, c.recipe.propagate_nonfinite, *c[1:]) for c in ctx.calls]
+	key = ("gradients", ctx.style, ctx.needs, ctx.counts, ctx.has_copies, *ctx.of_weights, *calls)
+	return replayed(key, given, lambda given: (_gradients(ctx, given), None), TAKEN)[0]
 
 
-def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | None, ...]:
-	"""The gradients; ``parts`` are gone then, each once it was read."""
+def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
+	"""The gradients; what was given is gone then, each once it was read."""
+	dy, *flat = given
+	given.clear()
+	flat.reverse()
+	parts: list[list[Any]] = [[flat.pop() for _ in range(count)] for count in ctx.counts]
 	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
 	amaxes_1, amaxes_2, of_x, weight_1, of_a, weight_2, again = rest
 	del rest
@@ -390,7 +400,7 @@ def _gradients(ctx: Any, dy: Tensor, parts: list[list[Any]]) -> tuple[Tensor | N
 	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
 	dtype, is_gathered = call_1.dtype, token is not None
 	if z is None:
-		z = _again(ctx, first, x, offs, token, scales_1[0], again)
+		z = _again(ctx, first, x, offs, token, scales_1[0], again, weight_1)
 	rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
 	if second.flags is not None:
 		rows = made(rows)
@@ -456,10 +466,18 @@ def _quantizes_gradients(first: Recipe, second: Recipe) -> bool:
 
 
 def _again(
-	ctx: Any, layer: Layer, x: Tensor, offs: Tensor, token: Tensor | None, scale: Tensor | None, again: list[Any]
+	ctx: Any,
+	layer: Layer,
+	x: Tensor,
+	offs: Tensor,
+	token: Tensor | None,
+	scale: Tensor | None,
+	again: list[Any],
+	of_dx: list[Any],
 ) -> Tensor:
 	"""z, by the first product of the forward pass."""
 	bias, weight_scale, *weights = again
+	weights = weights or of_dx[: len(ctx.of_weights[0])]
 	copies = Copies(weights) if ctx.has_copies else None
 	scaling = None
 	if scale is not None:

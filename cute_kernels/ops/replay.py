@@ -38,6 +38,10 @@ _aten = torch.ops.aten
 #: The same without the dispatcher's reading of schemas, which takes a microsecond.
 _QUICK: dict[Any, Callable[..., Any]] = {
 	_aten.view.default: Tensor.view,
+	_aten.view.dtype: Tensor.view,
+	_aten.zero_.default: Tensor.zero_,
+	_aten.repeat.default: Tensor.repeat,
+	_aten.sum.dim_IntList: torch.sum,
 	_aten.unsqueeze.default: Tensor.unsqueeze,
 	_aten.full.default: torch.full,
 	_aten.empty_strided.default: torch.empty_strided,
@@ -51,10 +55,7 @@ _SEEN, _NEVER = object(), object()
 
 
 def replayed(
-	key: Hashable,
-	given: list[Any],
-	function: Callable[[list[Any]], Found],
-	plain: frozenset[type] = registry.PLAIN,
+	key: Hashable, given: list[Any], function: Callable[[list[Any]], Found], plain: frozenset[type] = registry.PLAIN
 ) -> Found:
 	"""``function(given)``, repeated where nothing observes the call.
 
@@ -232,6 +233,8 @@ class _Recorder(TorchDispatchMode):
 		leaves, spec = tree_flatten((args, kwargs))
 		if func is _aten.empty_strided.default and result.is_cuda and registry._empty_strided_cuda:
 			function, args = registry._empty_strided_cuda, (tuple(args[0]), tuple(args[1]), result.dtype)
+		elif func is _aten._to_copy.default and list(kwargs) == ["dtype"]:
+			function = functools.partial(Tensor.to, dtype=kwargs["dtype"], copy=True)
 		elif sum(isinstance(t, Tensor) for t in leaves) > sum(isinstance(t, Tensor) for t in args):
 			function, args = functools.partial(_unflattened, function, spec), leaves
 		elif kwargs:

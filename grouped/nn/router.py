@@ -205,22 +205,37 @@ class _Routed(torch.autograd.Function):
 	def backward(  # type: ignore[override]
 		ctx: Any, dweights: Tensor | None, _: None, dscores: Tensor | None, dlogits: Tensor | None
 	) -> tuple[Tensor | None, ...]:
-		x, weight, end, ids, scores = ctx.saved_tensors
-		if dweights is None and dscores is not None:
-			dweights = scores.new_zeros(ids.shape)
-		needs_dx, needs_dweight, needs_dbias = needs = ctx.needs_input_grad[:3]
-		if dweights is not None:
-			given = (dweights, dscores, ids, scores, *ctx.options)
-			if dlogits is None and not needs_dbias and _takes_parts(x, weight):
-				parts = ops.moe_route_gradient(*given, True)
-				return *_gradients_of_parts(x, weight, parts, end, needs_dx, needs_dweight), *(None,) * 4
-			d = ops.moe_route_gradient(*given)
-			dlogits = d if dlogits is None else d + dlogits
-		if dlogits is None:
-			return (None,) * 6
-		dx, dweight = _logits_gradients(x, weight, dlogits, end, needs)
-		dbias = dlogits.sum(0).to(ctx.bias_dtype) if needs_dbias else None
-		return dx, dweight, dbias, None, None, None
+		given = [*ctx.saved_tensors, dweights, dscores, dlogits]
+		key = ("router gradients", ctx.options, ctx.bias_dtype, *ctx.needs_input_grad[:3])
+		return *replayed(key, given, lambda given: (_gradients(ctx, *given), None))[0], None, None, None
+
+
+def _gradients(
+	ctx: Any,
+	x: Tensor,
+	weight: Tensor,
+	end: Tensor,
+	ids: Tensor,
+	scores: Tensor,
+	dweights: Tensor | None,
+	dscores: Tensor | None,
+	dlogits: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+	"""The gradients of x, weight and bias."""
+	if dweights is None and dscores is not None:
+		dweights = scores.new_zeros(ids.shape)
+	needs_dx, needs_dweight, needs_dbias = needs = ctx.needs_input_grad[:3]
+	if dweights is not None:
+		given = (dweights, dscores, ids, scores, *ctx.options)
+		if dlogits is None and not needs_dbias and _takes_parts(x, weight):
+			parts = ops.moe_route_gradient(*given, True)
+			return *_gradients_of_parts(x, weight, parts, end, needs_dx, needs_dweight), None
+		d = ops.moe_route_gradient(*given)
+		dlogits = d if dlogits is None else d + dlogits
+	if dlogits is None:
+		return None, None, None
+	dx, dweight = _logits_gradients(x, weight, dlogits, end, needs)
+	return dx, dweight, dlogits.sum(0).to(ctx.bias_dtype) if needs_dbias else None
 
 
 def _routed(*given: Any) -> Sequence[Any]:

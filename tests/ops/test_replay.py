@@ -1,5 +1,7 @@
 """Calls of several ops that are repeated: the bits of calls that are not, whatever changed in between."""
 
+import threading
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -41,10 +43,12 @@ def check(function):
 	assert_all_same(*found)
 
 
-def step(moe, x):
+def step(moe, x, dy=lambda y: y.detach() * 0.5):
 	x = x.clone().requires_grad_()
-	y = moe(x)
-	return [y, *torch.autograd.grad(y.float().square().sum(), [x, *moe.parameters()])]
+	for p in moe.parameters():
+		p.main_grad = torch.zeros(p.shape)
+	y, leaves = moe(x), [x, *(p for p in moe.parameters() if p.requires_grad)]
+	return [y, *torch.autograd.grad(y, leaves, dy(y))]
 
 
 every_recipe = each("recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()], ids=["bf16", "fp8-block"])
@@ -93,14 +97,63 @@ def test_a_layer_that_serves(recordings, recipe):
 	assert len(recordings) == before
 
 
+WAYS = {
+	"plain": {},
+	"recompute": {"recompute": True, "bias": True},
+	"fused": {"fuse_wgrad_accumulation": True},
+	"apart": {"single_parameter": False},
+}
+
+
 @every_recipe
-def test_steps(recordings, recipe):
-	moe = moe_of(recipe)
-	for seed in range(3):
-		check(lambda seed=seed: step(moe, tokens(seed)))
+@each("way", list(WAYS))
+def test_steps(recordings, recipe, way):
+	"""Forward and backward of router and experts; those of experts not where they are written, or cut, elsewhere."""
+	moe, passes = moe_of(recipe, **WAYS[way]), 4 if way in ("plain", "recompute") else 3
+
+	def steps(seed, **options):
+		before = len(recordings)
+		check(lambda: step(moe, tokens(seed), **options) + [p.main_grad for p in moe.parameters()])
 		with torch.no_grad():
-			moe.experts.down.weight.add_(0.1)
+			next(moe.experts.down.parameters()).add_(0.1)
+		return len(recordings) - before
+
+	assert [steps(seed) for seed in range(4)] == [0, 0, passes, passes]
+	if way != "plain":
+		return
+	# Gradients that lie otherwise in memory, and of frozen parameters.
+	assert [steps(seed, dy=lambda y: y.T.contiguous().T) for seed in range(3)] == [3, 3, 4]
+	moe.router.requires_grad_(False)
+	assert [steps(seed) for seed in range(3)] == [3, 3, 4]
+	moe.router.requires_grad_(True)
+	seen = []
+	hook = moe.experts.register_full_backward_hook(lambda *args: seen.append(args))
+	assert steps(5) == passes and len(seen) == 2
+	hook.remove()
+	with cute_kernels.backend(EMULATED):
+		x = tokens(0).requires_grad_()
+		(dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
+		with pytest.raises(RuntimeError, match="differentiated twice"):
+			dx.sum().backward()
+
+
+def test_steps_of_two_threads(recordings):
+	moe, found = moe_of(), {}
+
+	def run(seed):
+		found[seed] = [step(moe, tokens(seed)) for _ in range(3)]
+
+	with cute_kernels.backend(EMULATED):
+		expected = {seed: step(moe, tokens(seed)) for seed in range(2)}
+		threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
+		for thread in threads:
+			thread.start()
+		for thread in threads:
+			thread.join()
 	assert recordings
+	for seed, made in found.items():
+		for one in made:
+			assert_all_same(one, expected[seed])
 
 
 def count(ids, rows):

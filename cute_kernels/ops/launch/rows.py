@@ -15,9 +15,12 @@ def gatherer(x: Tensor, launch: Launcher) -> Callable[[Tensor, Tensor, Tensor], 
 	config = GatherConfig.choose(x.shape[1] * x.itemsize)
 	kernel = launch.kernel(config)
 	kind = torch.int16 if config.width == 2 else torch.int32
+	# One row may have any stride, which a view of another dtype asks to be whole.
+	is_one = x.shape[0] == 1
 
 	def run(x: Tensor, index: Tensor, out: Tensor) -> None:
-		of_x, of_out = (t.flatten().view(kind).view(len(t), -1) for t in (readable(x), out))
-		kernel(of_x, dense(index), of_out, launch.num_sms)
+		x = readable(x)
+		words = x.view(-1).view(kind).view(1, -1) if is_one else x.view(kind)
+		kernel(words, dense(index), out.view(kind), launch.num_sms)
 
 	return run
