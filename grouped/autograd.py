@@ -107,7 +107,7 @@ def rows_of(x: Tensor, depth: int) -> Tensor:
 			"x is a DTensor: modules of grouped.nn take a rank's rows, its to_local(), which PrepareModuleInputOutput of "
 			"torch.distributed.tensor.parallel gives them"
 		)
-	rows = x.reshape(-1, depth)
+	rows = x if x.dim() == 2 else x.reshape(-1, depth)
 	kind = x.device.type
 	# Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
 	if kind != "meta" and torch.is_autocast_enabled(kind):

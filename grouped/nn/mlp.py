@@ -114,7 +114,7 @@ class GroupedMLP(nn.Module):
 			return self.run(x, offs.weights, offs.routing, is_first_microbatch, offs.style, offs.shared)
 		if self.exchange is not None:
 			return self._exchanged(x, offs, is_first_microbatch)
-		if self._is_one():
+		if self.is_one():
 			rows, ends = self.gate_up.rows_and_ends(x, offs)
 			style = Style(self.activation.text, self.interleaved, False, rows.dtype)
 			y = self.run(rows, None, InPlace(ends), is_first_microbatch, style)
@@ -134,14 +134,15 @@ class GroupedMLP(nn.Module):
 		ones = torch.ones(expert.shape, device=x.device)
 		return self.run(rows, ones, compute_routing(expert, groups), is_first_microbatch, style).view(x.shape)
 
-	def _is_one(self) -> bool:
+	def is_one(self) -> bool:
 		"""Whether both layers run as one function, the bits of which are theirs: nothing needs each."""
 		if torch.compiler.is_compiling():
 			if self.is_watched:
 				return False
 		elif torch._C._functorch.peek_interpreter_stack() is not None or nn.modules.module._has_any_global_hook():
 			return False
-		return is_bare(self.gate_up) and is_bare(self.down)
+		layers: Any = self._modules
+		return is_bare(layers["gate_up"]) and is_bare(layers["down"])
 
 	@property
 	def is_watched(self) -> bool:
@@ -165,12 +166,12 @@ class GroupedMLP(nn.Module):
 
 	def layers(self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None) -> tuple[Layer, Layer]:
 		"""What a call multiplies by."""
-		trains = torch.is_grad_enabled()
-		needs_dx = rows.requires_grad
-		first = self.gate_up.prepare(rows.device, needs_dx, is_first_microbatch)
-		if trains:
-			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or self.gate_up._has_trainable()
-		return first, self.down.prepare(rows.device, needs_dx, is_first_microbatch)
+		modules: Any = self._modules
+		gate_up, down, needs_dx, device = modules["gate_up"], modules["down"], rows.requires_grad, rows.device
+		first = gate_up.prepare(device, needs_dx, is_first_microbatch)
+		if torch.is_grad_enabled():
+			needs_dx = needs_dx or (weights is not None and weights.requires_grad) or gate_up._has_trainable()
+		return first, down.prepare(device, needs_dx, is_first_microbatch)
 
 	def extra_repr(self) -> str:
 		"""The activation."""

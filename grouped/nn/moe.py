@@ -192,26 +192,34 @@ class MoE(nn.Module):
 		return (y, self.router.losses(choice, routing.offs, live)) if losses else y
 
 	def _style(self, dtype: torch.dtype) -> Style:
-		return Style(self.experts.activation.text, self.experts.interleaved, self.recompute, dtype)
+		mlp = self._parts[1]
+		return Style(mlp.activation.text, mlp.interleaved, self.recompute, dtype)
+
+	@property
+	def _parts(self) -> tuple[Any, Any]:
+		"""``router`` and ``experts``, found sooner."""
+		modules = self._modules
+		return modules["router"], modules["experts"]
 
 	def _is_one(self) -> bool:
 		"""Whether all is one function: nothing needs its parts."""
-		mlp = self.experts
-		if self.shared is not None or mlp.exchange is not None or nn.modules.module._has_any_global_hook():
+		router, mlp = self._parts
+		if self.shared is not None or mlp.exchange is not None:
 			return False
-		return is_bare(self.router, Router) and is_bare(mlp, GroupedMLP) and is_bare(mlp.gate_up) and is_bare(mlp.down)
+		return is_bare(router, Router) and is_bare(mlp, GroupedMLP) and mlp.is_one()
 
 	def _infer(self, x: Tensor, is_first_microbatch: bool | None) -> Tensor:
 		"""``forward`` of all tokens without gradients: (T, H)."""
-		rows, router, count = rows_of(x, self.hidden_size), self.router, self.num_experts
+		router, mlp = self._parts
+		rows, count = rows_of(x, self.hidden_size), self.num_experts
 		flat = rows if rows.dtype == x.dtype else x.reshape(rows.shape)
-		layers, style = self.experts.layers(rows, None, is_first_microbatch), self._style(x.dtype)
+		layers, style = mlp.layers(rows, None, is_first_microbatch), self._style(x.dtype)
 
 		def run() -> Tensor:
 			choice = router(flat)
 			return experts(rows, choice.weights, compute_routing(choice.expert_ids, count), *layers, style)
 
-		given = (flat, None if rows is flat else rows, router.weight, router.bias, router.selection_bias)
+		given = (flat, None if rows is flat else rows, *router.tensors)
 		return without_gradients((router.options, count, style), given, layers, run)
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:

@@ -132,6 +132,14 @@ class Router(nn.Module):
 		"""What ``moe_route`` takes besides tensors."""
 		return self.top_k, self.score, self.renormalize, self.expert_groups, self.top_groups, self.scaling_factor
 
+	@property
+	def tensors(self) -> tuple[Any, Any, Any]:
+		"""Weight, bias and selection bias."""
+		held = {**self._parameters, **self._buffers}
+		if len(held) < 3:
+			return self.weight, self.bias, self.selection_bias
+		return held["weight"], held["bias"], held["selection_bias"]
+
 	def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
 		"""Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
 		options = self.options
@@ -141,8 +149,8 @@ class Router(nn.Module):
 				logits = logits + self.bias.float()
 			weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
 			return Choice(ids, weights, scores, logits)
-		weight, bias = self.weight, self.bias
-		given = (x, weight, bias, self.selection_bias, end, options)
+		weight, bias, selection_bias = self.tensors
+		given = (x, weight, bias, selection_bias, end, options)
 		is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 		if is_differentiable and torch.is_grad_enabled():
 			weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
