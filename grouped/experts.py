@@ -77,7 +77,10 @@ class InPlace(NamedTuple):
 def compute_routing(expert_ids: Tensor, num_experts: int) -> Routing:
 	"""Sort tokens by expert: ``torch.ops.cute_kernels.compute_routing``."""
 	check_is_tensor("expert_ids", expert_ids)
-	return Routing(*ops.compute_routing(expert_ids, num_experts))
+	if torch.compiler.is_compiling():
+		return Routing(*ops.compute_routing(expert_ids, num_experts))
+	given, key = [expert_ids], ("routing", num_experts)
+	return Routing(*replayed(key, given, lambda _: (ops.compute_routing(expert_ids, num_experts), None))[0])
 
 
 class Style(NamedTuple):

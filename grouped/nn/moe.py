@@ -168,8 +168,11 @@ class MoE(nn.Module):
 		if is_eager and num_tokens is None and not losses and not torch.is_grad_enabled() and self._is_one():
 			y = self._infer(x, is_first_microbatch)
 			return y if x.dim() == 2 else y.view(x.shape)
-		end = self._end(x, num_tokens)
-		rows, ends = rows_and_ends(x, end, 1, self.hidden_size)
+		if is_eager and num_tokens is None and self.shared is None:
+			# The router makes what it reads of them, where that is replayed.
+			rows, ends = rows_of(x, self.hidden_size), None
+		else:
+			rows, ends = rows_and_ends(x, self._end(x, num_tokens), 1, self.hidden_size)
 		flat, live = x.reshape(-1, self.hidden_size), None
 		if num_tokens is not None:
 			live = torch.arange(flat.shape[0], device=x.device) < ends
