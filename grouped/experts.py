@@ -200,8 +200,8 @@ def without_gradients(
 	key: Hashable, given: Sequence[Tensor | None], layers: tuple[Layer, Layer], run: Callable[[], Tensor]
 ) -> Tensor:
 	"""``run()``, replayed where no gradients are wanted: ``key`` and ``given`` say what it reads besides layers."""
-	is_one = not (torch.is_grad_enabled() or torch.compiler.is_compiling() or any(layer.scaling for layer in layers))
-	found = _facts(layers) if is_one else None
+	is_scaled = layers[0].scaling or layers[1].scaling
+	found = None if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled else _facts(layers)
 	if found is None:
 		return run()
 	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda _: ([run()], None), TAKEN)[0][0]

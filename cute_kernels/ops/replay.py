@@ -74,7 +74,8 @@ def replayed(
 	short = (key, choice, state, len(given), given[0].shape)
 	guarded = plans.get(short)
 	if guarded is not None:
-		check, recording = guarded
+		check: Any = guarded[0]
+		recording: Recording = guarded[1]
 		if recording.fits(given, check):
 			return recording.repeat(given)
 	if registry.is_any_watched(given, plain, state[0]):

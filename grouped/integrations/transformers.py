@@ -29,6 +29,7 @@ from grouped import recipes
 
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
+from ..nn.kept import lookup
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -196,14 +197,14 @@ def _forward_of(recipe: Recipe) -> Forward:
 		dtype, experts = hidden_states.dtype, self.num_experts
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
 		if _is_swiglu(self) and not has_norm:
-			up, down = (Layer([w], b, recipe) for w, b in (_operands(self, name) for name in (first, second)))
+			layers = (_layer(self, first, recipe), _layer(self, second, recipe))
 			style = Style("swiglu", False, False, dtype)
 
 			def run() -> Tensor:
-				x, routing = hidden_states.to(up.weights[0].dtype), compute_routing(top_k_index, experts)
-				return mixture(x, top_k_weights.float(), routing, up, down, style)
+				x, routing = hidden_states.to(layers[0].weights[0].dtype), compute_routing(top_k_index, experts)
+				return mixture(x, top_k_weights.float(), routing, *layers, style)
 
-			return without_gradients((experts, style), (hidden_states, top_k_index, top_k_weights), (up, down), run)
+			return without_gradients((experts, style), (hidden_states, top_k_index, top_k_weights), layers, run)
 		# The sentinels of expert parallelism are no expert's ids: they have no rows.
 		routing = compute_routing(top_k_index, experts)
 		offs, token, _, row = routing
@@ -219,7 +220,12 @@ def _forward_of(recipe: Recipe) -> Forward:
 
 def _operands(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:
 	bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-	return _as_linear(experts, getattr(experts, name)), bias
+	return _as_linear(experts, lookup(experts, name)), bias
+
+
+def _layer(experts: Any, name: str, recipe: Recipe) -> Layer:
+	weight, bias = _operands(experts, name)
+	return Layer([weight], bias, recipe)
 
 
 def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) -> Tensor:
@@ -227,8 +233,11 @@ def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) ->
 	return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
+_SILU = (nn.SiLU, SiLUActivation)
+
+
 def _is_swiglu(experts: Any) -> bool:
-	is_silu = isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+	is_silu = isinstance(experts._modules.get("act_fn"), _SILU)
 	return bool(experts.has_gate and is_silu and type(experts)._apply_gate is hf._default_apply_gate)
 
 

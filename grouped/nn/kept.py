@@ -26,10 +26,7 @@ def can_keep(sources: Sequence[Tensor]) -> bool:
 	"""
 	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
 		return False
-	for t in sources:
-		if (type(t) not in _PLAIN and type(local_part(t)) not in _PLAIN) or t.is_inference():
-			return False
-	return True
+	return all((type(t) in _PLAIN or type(local_part(t)) in _PLAIN) and not t.is_inference() for t in sources)
 
 
 def is_static(sources: Sequence[Tensor]) -> bool:
@@ -52,7 +49,7 @@ def local(t: Any) -> Tensor:
 	return part
 
 
-def parameter(module: nn.Module, name: str) -> Any:
+def lookup(module: nn.Module, name: str) -> Any:
 	"""``getattr``, which finds a parameter half a microsecond later, when it has looked everywhere else."""
 	found = module._parameters.get(name)
 	return getattr(module, name) if found is None else found

@@ -21,7 +21,7 @@ from ..tensor import GroupedTensor
 from ..tracing import eager_only
 from .delayed import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_static, local, parameter
+from .kept import KeptWeight, can_keep, is_static, local, lookup
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
 
@@ -218,7 +218,7 @@ class GroupedLinear(debug.Watched):
 		"""``grouped.autograd.rows_and_ends`` for the groups that are here."""
 		groups = self.num_groups
 		if self.single_parameter:
-			weight = local(parameter(self, "weight"))
+			weight = local(lookup(self, "weight"))
 			self._check_shape(weight)
 			groups = len(weight)
 		return rows_and_ends(x, offs, groups, self.in_features)
@@ -274,7 +274,7 @@ class GroupedLinear(debug.Watched):
 	def _sources(self, name: str) -> list[Tensor]:
 		"""The parameters that ``name`` consists of."""
 		if self.single_parameter:
-			return [parameter(self, name)]
+			return [lookup(self, name)]
 		return list(self._named(name).values())
 
 	def _named(self, name: str) -> dict[str, Tensor]:

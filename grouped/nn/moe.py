@@ -174,7 +174,7 @@ class MoE(nn.Module):
 		else:
 			rows, ends = rows_and_ends(x, self._end(x, num_tokens), 1, self.hidden_size)
 		flat, live = x.reshape(-1, self.hidden_size), None
-		if num_tokens is not None:
+		if num_tokens is not None and ends is not None:
 			live = torch.arange(flat.shape[0], device=x.device) < ends
 			# A NaN in the tail times 0 would be one in the gradient of the router.
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
@@ -199,9 +199,9 @@ class MoE(nn.Module):
 		return Style(mlp.activation.text, mlp.interleaved, self.recompute, dtype)
 
 	@property
-	def _parts(self) -> tuple[Any, Any]:
+	def _parts(self) -> tuple[Router, GroupedMLP]:
 		"""``router`` and ``experts``, found sooner."""
-		modules = self._modules
+		modules: dict[str, Any] = self._modules
 		return modules["router"], modules["experts"]
 
 	def _is_one(self) -> bool:
