@@ -135,10 +135,10 @@ class Router(nn.Module):
 	@property
 	def tensors(self) -> tuple[Any, Any, Any]:
 		"""Weight, bias and selection bias."""
-		held = {**self._parameters, **self._buffers}
-		if len(held) < 3:
+		weight = self._parameters.get("weight")
+		if weight is None or "bias" not in self._parameters or "selection_bias" not in self._buffers:
 			return self.weight, self.bias, self.selection_bias
-		return held["weight"], held["bias"], held["selection_bias"]
+		return weight, self._parameters["bias"], self._buffers["selection_bias"]
 
 	def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
 		"""Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
