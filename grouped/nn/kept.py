@@ -14,7 +14,6 @@ from ..passes import Copies
 from ..recipes import Recipe
 from ..shards import local_part
 
-
 _PLAIN = (Tensor, nn.Parameter)
 
 
