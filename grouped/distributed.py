@@ -22,6 +22,8 @@ from cute_kernels import ops
 
 from .experts import Layer, Routing, Style, compute_routing, experts
 from .nn import GroupedLinear, GroupedMLP, MoE
+from .shards import local_part
+from .tensor import GroupedTensor
 from .wire import check_wire, pack, unpack
 
 if TYPE_CHECKING:
@@ -397,8 +399,8 @@ class ExpertTensorParallel(_Style):
 
 	Raises:
 	  TypeError: no such module.
-	  ValueError: ranks that do not divide I into multiples of what the recipe asks for, biases, or
-	    what ``ExpertParallel`` refuses.
+	  ValueError: ranks that do not divide I into multiples of what the recipe asks for, biases,
+	    quantized weights, or what ``ExpertParallel`` refuses.
 	"""
 
 	def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -411,6 +413,8 @@ class ExpertTensorParallel(_Style):
 			)
 		if first.has_bias:
 			raise ValueError("experts with biases have no tensor parallelism: each rank would add the second one")
+		if any(isinstance(local_part(layer.weight), GroupedTensor) for layer in (first, second)):
+			raise ValueError("quantized experts have no tensor parallelism: they are cut between groups, by ExpertParallel")
 		halves = first.out_features // second.in_features
 		rows = Shard(1) if halves == 1 or mlp.interleaved else _StridedShard(1, split_factor=halves)
 		self._shard(first, device_mesh, rows)

@@ -111,6 +111,15 @@ def test_extras_that_are_named_exist():
 	assert named <= toml.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
 
 
+def test_tests_that_are_named_exist():
+	text = (ROOT / "docs" / "pytorch.md").read_text()
+	files, checks = re.findall(r"`(?:tests/(integration)/)?(test_\w+)`", text), re.findall(r" \*(\w+)\*", text)
+	assert len(files) > 15
+	assert all((ROOT / "tests" / (folder or "grouped") / f"{name}.py").exists() for folder, name in files)
+	two_ranks = (ROOT / "tests" / "grouped" / "two_ranks.py").read_text()
+	assert len(checks) > 15 and not [name for name in checks if f"@check\ndef {name}(" not in two_ranks]
+
+
 def test_every_page_is_named_in_the_readme():
 	text = (ROOT / "README.md").read_text()
 	assert not [path.name for path in (ROOT / "docs").glob("*.md") if f"(docs/{path.name})" not in text]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
@@ -26,6 +27,13 @@ def gradients(module, x, dy, function=None):
 	y = function(leaf) if function else module(leaf, OFFS)
 	y.backward(dy)
 	return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
+
+
+def saved_and_loaded(program):
+	saved = io.BytesIO()
+	torch.export.save(program, saved)
+	saved.seek(0)
+	return torch.export.load(saved).module()
 
 
 @pytest.fixture
@@ -68,8 +76,18 @@ def test_a_quantized_weight(recipe, prepacked, data):
 		return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
 
 	assert_all_same(gradients(layer, x, dy, linear), want)
-	got = torch.func.grad(lambda x: (linear(x).float() * dy.float()).sum())(x)
-	assert_same_bytes(got, want[1])
+	exported = saved_and_loaded(torch.export.export(layer, (x, OFFS)))
+	assert_all_same(gradients(exported, x, dy), want)
+	again = gradients(layer, x, dy, lambda x: checkpoint(layer, x, OFFS, use_reentrant=False))
+	assert_all_same(again, want)
+	with torch.no_grad(), torch.autocast("cpu", BF16):
+		assert_same_bytes(layer(x.float(), OFFS), want[0])
+
+	def loss(parameters, x):
+		return (torch.func.functional_call(layer, parameters, (x, OFFS)).float() * dy.float()).sum()
+
+	by_name, dx = torch.func.grad(loss, argnums=(0, 1))({k: p.detach() for k, p in layer.named_parameters()}, x)
+	assert_all_same((dx, by_name["weight"], by_name["bias"]), want[1:])
 
 
 @each(
@@ -180,10 +198,7 @@ def test_backward_through_an_exported_module(recipe, single, strict):
 	mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
 	tokens = torch.export.Dim("tokens", min=2, max=4096)
 	program = torch.export.export(mlp, (sample(40, K), OFFS), dynamic_shapes=({0: tokens}, None), strict=strict)
-	saved = io.BytesIO()
-	torch.export.save(program, saved)
-	saved.seek(0)
-	exported = torch.export.load(saved).module()
+	exported = saved_and_loaded(program)
 	targets = [str(node.target) for node in program.graph.nodes]
 	assert targets.count("grouped.experts.default") == 1
 	x, dy = sample(77, K), sample(77, K)

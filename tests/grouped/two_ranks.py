@@ -644,7 +644,8 @@ def what_cannot_be_spread():
 		("spread over processes already", lambda: ExpertParallel(MESH)(ExpertParallel(MESH)(mixture(plain)))),
 		("single_parameter=True", lambda: ExpertParallel(MESH)(MoE(H, I, 4, 2, single_parameter=False))),
 		("keeps scales of all experts", lambda: ExpertParallel(MESH)(mixture(delayed))),
-		("have no tensor parallelism", lambda: ExpertTensorParallel(MESH)(MoE(H, I, 4, 2, bias=True))),
+		("biases have no tensor parallelism", lambda: ExpertTensorParallel(MESH)(MoE(H, I, 4, 2, bias=True))),
+		("cut between groups", lambda: ExpertTensorParallel(MESH)(with_low_experts(mixture(plain)))),
 		("must be a multiple of 16 on each", lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4()))),
 	):
 		with pytest.raises(ValueError, match=message):
