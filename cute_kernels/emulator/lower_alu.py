@@ -3,15 +3,10 @@
 from .isa import COMPARISONS, REDUCTIONS, SPACES, Flag, Kind
 from .lexer import literal
 from .opcode import Lowering, NotModelledError, Opcode
-from .program import Operand
-
-
-def _values(op: Opcode, operands: list[str]) -> list[Operand]:
-	return [op.builder.value(text) for text in operands]
 
 
 def _plain(op: Opcode, operands: list[str]) -> None:
-	op.emit(op.name.upper(), _values(op, operands))
+	op.emit(op.name.upper(), operands)
 
 
 #: Bits 4 to 56, those of a tensor map's global address. Where a kernel makes the map (the DSL's
@@ -21,26 +16,23 @@ _TENSOR_MAP_ADDRESS_BITS = (1 << 57) - 16
 
 def _and(op: Opcode, operands: list[str]) -> None:
 	is_address = op.types == ["b64"] and literal(operands[-1]) == _TENSOR_MAP_ADDRESS_BITS
-	op.emit("TMAP_ADDRESS" if is_address else "AND", _values(op, operands))
+	op.emit("TMAP_ADDRESS" if is_address else "AND", operands)
 
 
 def _mov(op: Opcode, operands: list[str]) -> None:
 	b = op.builder
-	to, source = operands
-	if to.startswith("{"):
-		return op.emit("UNPACK", [b.vector(to), b.value(source)])
-	if source.startswith("{"):
-		return op.emit("PACK", [b.value(to), b.vector(source)])
-	d, s = b.value(to), b.value(source)
-	if s[0] in (Kind.SHARED_SYM, Kind.LOCAL_SYM):
-		return op.emit("MOV", [d, s], type=b.types["b64"])
-	op.emit("MOV", [d, s])
+	to, text = operands
+	if "{" in to + text:
+		return op.emit("UNPACK" if to.startswith("{") else "PACK", operands)
+	source = b.value(text)
+	is_place = source[0] in (Kind.SHARED_SYM, Kind.LOCAL_SYM)
+	op.emit("MOV", [to, source], type=b.types["b64"] if is_place else op.type_id(0))
 
 
 def _cvta(op: Opcode, operands: list[str]) -> None:
 	if op.space == SPACES["param"]:
-		return op.emit("MOV", _values(op, operands), type=op.builder.types["b64"])
-	op.emit("CVTA", _values(op, operands), sub=int(op.has("to")))
+		return op.emit("MOV", operands, type=op.builder.types["b64"])
+	op.emit("CVTA", operands, sub=int(op.has("to")))
 
 
 def _arithmetic(op: Opcode, operands: list[str]) -> None:
@@ -57,7 +49,7 @@ def _lop3(op: Opcode, operands: list[str]) -> None:
 	table = literal(operands[4])
 	if table is None:
 		raise ValueError(operands[4])
-	op.emit("LOP3", _values(op, operands[:4]), sub=table)
+	op.emit("LOP3", operands[:4], sub=table)
 
 
 def _prmt(op: Opcode, operands: list[str]) -> None:
@@ -67,41 +59,38 @@ def _prmt(op: Opcode, operands: list[str]) -> None:
 
 def _setp(op: Opcode, operands: list[str]) -> None:
 	op.refuse("f16x2", "bf16x2")
-	first, second = op.builder.pair(operands[0])
+	both = op.builder.pair(operands[0])
 	combine = 1 if op.has("and") else 2 if op.has("or") else 3 if op.has("xor") else 0
-	op.emit("SETP", [first, second, *_values(op, operands[1:])], sub=op.choose(COMPARISONS), aux=combine)
+	op.emit("SETP", [*both, *operands[1:]], sub=op.choose(COMPARISONS), aux=combine)
 
 
 def _cvt(op: Opcode, operands: list[str]) -> None:
 	op.refuse("pack")
 	if any("scale" in m for m in op.modifiers):
 		raise NotModelledError("scaled cvt")
-	op.emit("CVT", _values(op, operands))
+	op.emit("CVT", operands)
 
 
 def _shfl(op: Opcode, operands: list[str]) -> None:
-	d, p = op.builder.pair(operands[0])
 	modes = ["idx", "up", "down", "bfly"]
-	op.emit("SHFL", [d, p, *_values(op, operands[1:])], sub=modes.index(op.modifiers[1]))
+	op.emit("SHFL", [*op.builder.pair(operands[0]), *operands[1:]], sub=modes.index(op.modifiers[1]))
 
 
 def _vote(op: Opcode, operands: list[str]) -> None:
 	modes = ["all", "any", "uni", "ballot"]
-	op.emit("VOTE", _values(op, operands), sub=modes.index(op.modifiers[1]))
+	op.emit("VOTE", operands, sub=modes.index(op.modifiers[1]))
 
 
 def _match(op: Opcode, operands: list[str]) -> None:
-	d, p = op.builder.pair(operands[0])
-	op.emit("MATCH", [d, p, *_values(op, operands[1:])], sub=int(op.has("all")))
+	op.emit("MATCH", [*op.builder.pair(operands[0]), *operands[1:]], sub=int(op.has("all")))
 
 
 def _elect(op: Opcode, operands: list[str]) -> None:
-	d, p = op.builder.pair(operands[0])
-	op.emit("ELECT", [d, p, op.builder.value(operands[1])])
+	op.emit("ELECT", [*op.builder.pair(operands[0]), operands[1]])
 
 
 def _redux(op: Opcode, operands: list[str]) -> None:
-	op.emit("REDUX", _values(op, operands), sub=op.choose(REDUCTIONS))
+	op.emit("REDUX", operands, sub=op.choose(REDUCTIONS))
 
 
 _ARITHMETIC = (
@@ -125,7 +114,7 @@ ALU: dict[str, Lowering] = {
 	"match": _match,
 	"elect": _elect,
 	"redux": _redux,
-	"shf": lambda op, a: op.emit("SHF", _values(op, a), flags=op.flags | op.flag("l", Flag.LEFT)),
+	"shf": lambda op, a: op.emit("SHF", a, flags=op.flags | op.flag("l", Flag.LEFT)),
 }
 ALU |= dict.fromkeys(_ARITHMETIC, _arithmetic)
 ALU |= dict.fromkeys(_PLAIN, _plain)

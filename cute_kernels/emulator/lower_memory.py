@@ -18,62 +18,43 @@ def _is_call_param(op: Opcode, address: str) -> bool:
 
 
 def _load(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
-	to = b.value(operands[0])
 	if _is_call_param(op, operands[1]):
-		return op.emit("MOV", [to, immediate(0)])
+		return op.emit("MOV", [operands[0], immediate(0)])
 	first = operands[0].strip("{} ").split(",")[0]
 	# A signed value fills the register, however wide it is.
-	wide = Flag.WIDE if b.register_type(first).endswith("64") else Flag(0)
-	op.emit("LD", [to, b.address(operands[1])], vec=op.vector_width, flags=op.flags | wide)
+	wide = Flag.WIDE if op.builder.register_type(first).endswith("64") else Flag(0)
+	op.emit("LD", operands[:2], vec=op.vector_width, flags=op.flags | wide)
 
 
 def _store(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	op.refuse("async", "bulk")
 	if _is_call_param(op, operands[0]):
 		return op.emit("NOP")
-	op.emit("ST", [b.address(operands[0]), b.value(operands[1])], vec=op.vector_width)
+	op.emit("ST", operands[:2], vec=op.vector_width)
 
 
 def _atomic(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	op.refuse("async")
 	sub = op.choose(REDUCTIONS)
-	has_result = op.name == "atom"
-	result = [b.value(operands[0])] if has_result else []
-	address, *values = operands[1:] if has_result else operands
-	count = 2 if REDUCTIONS[sub] == "cas" else 1  # behind them: a cache policy
-	op.emit(op.name.upper(), [*result, b.address(address), *map(b.value, values[:count])], sub=sub, vec=op.vector_width)
+	count = 2 + (op.name == "atom") + (REDUCTIONS[sub] == "cas")  # behind them: a cache policy
+	op.emit(op.name.upper(), operands[:count], sub=sub, vec=op.vector_width)
 
 
 def _matrix(op: Opcode, operands: list[str]) -> None:
-	b, load = op.builder, op.name == "ldmatrix"
-	bytes_transposed = not load and op.has("m16n8") and op.has("trans")
+	bytes_transposed = op.name == "stmatrix" and op.has("m16n8") and op.has("trans")
 	if not op.has("m8n8") and not bytes_transposed:
 		raise NotModelledError("8-bit ldmatrix")
 	count = next(int(m[1]) for m in op.modifiers if re.fullmatch(r"x[124]", m))
-	values, address = operands if load else reversed(operands)
-	pair = [b.value(values), b.address(address)]
-	op.emit(
-		op.name.upper(),
-		pair if load else pair[::-1],
-		vec=count,
-		flags=op.flag("trans", Flag.TRANS),
-		type=b.types["b8" if bytes_transposed else "b16"],
-	)
+	kind = op.builder.types["b8" if bytes_transposed else "b16"]
+	op.emit(op.name.upper(), operands, vec=count, flags=op.flag("trans", Flag.TRANS), type=kind)
 
 
 def _copy_async(op: Opcode, operands: list[str]) -> None:
 	"""``cp.async [to], [from], size{, source size or ignore-src}{, policy}``."""
-	b = op.builder
 	if any("cache_hint" in m for m in op.modifiers):
 		operands = operands[:-1]
-	to, source, *sizes = operands
-	ignore = len(sizes) > 1 and b.register_type(sizes[1]) == "pred"
-	op.emit(
-		"CP_ASYNC", [b.address(to), b.address(source), *map(b.value, sizes)], flags=Flag.IGNORE if ignore else Flag(0)
-	)
+	ignore = len(operands) > 3 and op.builder.register_type(operands[3]) == "pred"
+	op.emit("CP_ASYNC", operands, flags=Flag.IGNORE if ignore else Flag(0))
 
 
 def _wait_group(op: Opcode, operands: list[str]) -> int:
@@ -84,29 +65,21 @@ def _wait_group(op: Opcode, operands: list[str]) -> int:
 
 
 def _tensor_copy(op: Opcode, operands: list[str], to_shared: bool, flags: Flag) -> None:
-	b = op.builder
 	if any(m.startswith(("im2col", "tile::scatter4")) for m in op.modifiers):
 		raise NotModelledError("im2col and scatter TMA")
 	flags |= op.flag("tile::gather4", Flag.GATHER)
 	if to_shared:
-		tensor_map, coordinates = b.tensor_address(operands[1])
-		mask = [b.value(operands[3])] if flags & Flag.MULTICAST else []
-		loads = [b.address(operands[0]), tensor_map, coordinates, b.address(operands[2]), *mask]
-		return op.emit("TMA_G2S", loads, flags=flags)
-	tensor_map, coordinates = b.tensor_address(operands[0])
-	op.emit("TMA_S2G", [tensor_map, coordinates, b.address(operands[1])], flags=flags)
+		return op.emit("TMA_G2S", operands[: 4 if flags & Flag.MULTICAST else 3], flags=flags)
+	op.emit("TMA_S2G", operands[:2], flags=flags)
 
 
 def _contiguous_copy(op: Opcode, operands: list[str], to_shared: bool, from_global: bool, flags: Flag) -> None:
-	b = op.builder
 	op.refuse("cp_mask", "ignore_oob")
-	head = [b.address(operands[0]), b.address(operands[1]), b.value(operands[2])]
 	if not to_shared:
-		return op.emit("BULK_S2G", head)
+		return op.emit("BULK_S2G", operands[:3])
 	if not from_global:
 		raise NotModelledError("a bulk copy between CTAs")
-	mask = [b.value(operands[4])] if flags & Flag.MULTICAST else []
-	op.emit("BULK_G2S", [*head, b.address(operands[3]), *mask], flags=flags)
+	op.emit("BULK_G2S", operands[: 5 if flags & Flag.MULTICAST else 4], flags=flags)
 
 
 def _bulk(op: Opcode, operands: list[str], modifiers: list[str]) -> None:
@@ -139,7 +112,7 @@ def _cp(op: Opcode, operands: list[str]) -> None:
 	if modifiers[0] == "wait_all":
 		return op.emit("CP_ASYNC_WAIT", aux=-1)
 	if modifiers[0] == "mbarrier":
-		return op.emit("CP_ASYNC_MBAR", [op.builder.address(operands[0])], sub=int(op.has("noinc")))
+		return op.emit("CP_ASYNC_MBAR", operands[:1], sub=int(op.has("noinc")))
 	_copy_async(op, operands)
 
 
@@ -153,5 +126,5 @@ MEMORY: dict[str, Lowering] = {
 	"stmatrix": _matrix,
 	"cp": _cp,
 	# A cache policy decides nothing here.
-	"createpolicy": lambda op, a: op.emit("MOV", [op.builder.value(a[0]), immediate(0)], type=op.builder.types["b64"]),
+	"createpolicy": lambda op, a: op.emit("MOV", [a[0], immediate(0)], type=op.builder.types["b64"]),
 }

@@ -13,8 +13,7 @@ def _bra(op: Opcode, operands: list[str]) -> None:
 
 def _brx(op: Opcode, operands: list[str]) -> None:
 	b = op.builder
-	labels = b.branch_tables[operands[1]]
-	op.emit("BRX", [b.value(operands[0]), b.table(labels)])
+	op.emit("BRX", [operands[0], b.table(b.branch_tables[operands[1]])])
 
 
 def _call(op: Opcode, operands: list[str]) -> None:
@@ -28,14 +27,13 @@ def _call(op: Opcode, operands: list[str]) -> None:
 
 
 def _bar(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	if op.modifiers[0] == "warp":
-		return op.emit("BARWARP", [b.value(operands[0])])
+		return op.emit("BARWARP", operands[:1])
 	if op.modifiers[0] == "cluster":
 		return op.emit("CLUSTER_ARRIVE" if op.modifiers[1] == "arrive" else "CLUSTER_WAIT")
 	op.refuse("red")
-	values = [b.value(text) for text in operands]
-	op.emit("BAR", [values[0], *(values[1:] or [NO_OPERAND])], sub=int(op.has("arrive")))
+	no_count = [NO_OPERAND] if len(operands) == 1 else []
+	op.emit("BAR", [*operands, *no_count], sub=int(op.has("arrive")))
 
 
 def _fence(op: Opcode, operands: list[str]) -> None:
@@ -46,25 +44,21 @@ def _fence(op: Opcode, operands: list[str]) -> None:
 
 
 def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	op.refuse("noComplete")
 	flags = op.flags | op.flag("expect_tx", Flag.EXPECT_TX)
-	has_state = not operands[0].startswith("[")
-	state = b.value(operands[0]) if has_state else NO_OPERAND
-	address, *count = operands[1:] if has_state else operands
-	op.emit("MBAR_ARRIVE", [state, b.address(address), *map(b.value, count)], flags=flags)
+	state = [NO_OPERAND] if operands[0].startswith("[") else []
+	op.emit("MBAR_ARRIVE", [*state, *operands], flags=flags)
 
 
 def _mbarrier(op: Opcode, operands: list[str]) -> None:
-	b, kind = op.builder, op.modifiers[0]
+	kind = op.modifiers[0]
 	if kind == "arrive":
 		return _mbarrier_arrive(op, operands)
 	if kind in ("init", "expect_tx"):
-		return op.emit(f"MBAR_{kind.upper()}", [b.address(operands[0]), b.value(operands[1])])
+		return op.emit(f"MBAR_{kind.upper()}", operands[:2])
 	if kind in ("try_wait", "test_wait"):
 		flags = op.flags | op.flag("try_wait", Flag.TRY)
-		values = [b.value(operands[0]), b.address(operands[1]), b.value(operands[2])]
-		return op.emit("MBAR_WAIT", values, flags=flags)
+		return op.emit("MBAR_WAIT", operands[:3], flags=flags)
 	raise ValueError(kind)
 
 

@@ -27,15 +27,7 @@ def _wgmma(op: Opcode, operands: list[str]) -> None:
 	d, type_a, type_b = op.types[:3]
 	if d not in ("f16", "f32"):
 		raise NotModelledError(f"wgmma with {d} accumulators")
-	op.emit(
-		"WGMMA",
-		[b.value(text) for text in operands],
-		type=b.types[d],
-		type2=b.types[type_a],
-		sub=b.types[type_b],
-		aux=int(n),
-		aux2=int(k),
-	)
+	op.emit("WGMMA", operands, type=b.types[d], type2=b.types[type_a], sub=b.types[type_b], aux=int(n), aux2=int(k))
 
 
 def _pair(op: Opcode) -> Flag:
@@ -43,38 +35,27 @@ def _pair(op: Opcode) -> Flag:
 
 
 def _alloc(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
-	op.emit("TC_ALLOC", [b.address(operands[0]), b.value(operands[1])], flags=_pair(op))
-
-
-def _dealloc(op: Opcode, operands: list[str]) -> None:
-	op.emit("TC_DEALLOC", [op.builder.value(text) for text in operands], flags=_pair(op))
+	op.emit(f"TC_{op.modifiers[0].upper()}", operands, flags=_pair(op))
 
 
 def _load_store(op: Opcode, operands: list[str]) -> None:
-	b, load = op.builder, op.modifiers[0] == "ld"
 	op.refuse("red", "spp", "pack::16b", "unpack::16b")
 	repetitions = next(int(m[1:]) for m in op.modifiers if re.fullmatch(r"x\d+", m))
-	values, address = operands if load else reversed(operands)
-	pair = [b.value(values), b.address(address)]
-	op.emit("TC_LD" if load else "TC_ST", pair if load else pair[::-1], sub=op.choose(_LOAD_SHAPES), aux=repetitions)
+	op.emit(f"TC_{op.modifiers[0].upper()}", operands, sub=op.choose(_LOAD_SHAPES), aux=repetitions)
 
 
 def _copy(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	if any(m.startswith("b8x16") for m in op.modifiers):
 		raise NotModelledError("decompressing tcgen05.cp")
 	shape = op.choose(_COPY_SHAPES)
 	if _COPY_SHAPES[shape] == "64x128b" and op.has("warpx2::01_23"):
 		shape = _COPY_64_01_23
-	op.emit("TC_CP", [b.address(operands[0]), b.value(operands[1])], sub=shape, flags=_pair(op))
+	op.emit("TC_CP", operands, sub=shape, flags=_pair(op))
 
 
 def _commit(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	multicast = op.flag("multicast::cluster", Flag.MULTICAST)
-	mask = [b.value(operands[1])] if multicast else []
-	op.emit("TC_COMMIT", [b.address(operands[0]), *mask], flags=_pair(op) | multicast)
+	op.emit("TC_COMMIT", operands[: 2 if multicast else 1], flags=_pair(op) | multicast)
 
 
 def _scale_block(op: Opcode, kind: str) -> int:
@@ -85,30 +66,20 @@ def _scale_block(op: Opcode, kind: str) -> int:
 
 
 def _mma(op: Opcode, operands: list[str]) -> None:
-	b = op.builder
 	op.refuse("ws", "sp", "ashift")
 	kind = next(m for m in op.modifiers if m.startswith("kind::"))[len("kind::") :]
-	a_in_tmem = operands[1].startswith("[")
-	flags = _pair(op) | (Flag.ATMEM if a_in_tmem else Flag(0))
-	a = b.address(operands[1]) if a_in_tmem else b.value(operands[1])
-	head = [b.address(operands[0]), a, b.value(operands[2]), b.value(operands[3])]
+	fields = {"sub": _KINDS.index(kind), "flags": _pair(op) | (Flag.ATMEM if operands[1].startswith("[") else Flag(0))}
 	if op.has("block_scale"):
-		scales = [b.address(operands[4]), b.address(operands[5])]
-		return op.emit(
-			"TC_MMA",
-			[*head, *scales, b.value(operands[6])],
-			sub=_KINDS.index(kind),
-			flags=flags | Flag.BLOCKSCALE,
-			aux=_scale_block(op, kind),
-		)
-	if len(operands) > 5:
+		fields["flags"] |= Flag.BLOCKSCALE
+		fields["aux"] = _scale_block(op, kind)
+	elif len(operands) > 5:
 		raise NotModelledError("disable-output-lane and scale-input-d")
-	op.emit("TC_MMA", [*head, b.value(operands[4])], sub=_KINDS.index(kind), flags=flags)
+	op.emit("TC_MMA", operands[:7], **fields)
 
 
 _TCGEN05: dict[str, Lowering] = {
 	"alloc": _alloc,
-	"dealloc": _dealloc,
+	"dealloc": _alloc,
 	"relinquish_alloc_permit": lambda op, _: op.emit("TC_RELINQUISH"),
 	"ld": _load_store,
 	"st": _load_store,

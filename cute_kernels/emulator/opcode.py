@@ -1,7 +1,7 @@
 """An opcode taken apart: mnemonic, modifiers, and what they mean to every instruction."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .isa import MODIFIER_FLAGS, ROUNDINGS, SPACES, Flag
@@ -66,8 +66,9 @@ class Opcode:
 		"""The engine's number of the type at this position, 0 where there is none."""
 		return self.builder.types[self.types[index]] if len(self.types) > index else 0
 
-	def emit(self, op: str, operands: tuple[Operand, ...] | list[Operand] = (), **fields: Any) -> None:
-		"""Append an instruction with the meaning of the modifiers, or what ``fields`` says."""
+	def emit(self, op: str, operands: Iterable[Operand | str] = (), **fields: Any) -> None:
+		"""Append an instruction with the meaning of the modifiers, or what ``fields`` says; texts are read."""
+		read = [o for given in operands for o in (self.builder.read(given) if isinstance(given, str) else [given])]
 		common: dict[str, Any] = {
 			"type": self.type_id(0),
 			"type2": self.type_id(1),
@@ -75,4 +76,4 @@ class Opcode:
 			"rounding": self.rounding,
 			"space": self.space,
 		}
-		self.builder.emit(op, operands, **(common | fields))
+		self.builder.emit(op, read, **(common | fields))

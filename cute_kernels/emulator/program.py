@@ -203,10 +203,7 @@ class KernelBuilder:
 		return (Kind.VEC, 0, len(labels), base, 0)
 
 	def address(self, text: str) -> Operand:
-		"""``[register + offset]`` or ``[symbol + offset]``."""
-		text = text.strip()
-		if text.startswith("["):
-			text = text[1:-1].strip()
+		"""``register + offset`` or ``symbol + offset``."""
 		m = _ADDRESS.fullmatch(text)
 		if not m:
 			raise PtxError(f"address {text}")
@@ -219,10 +216,12 @@ class KernelBuilder:
 			return (Kind.ADDR_ABS, 0, 0, 0, number + offset)
 		return self._symbol(base, offset)
 
-	def tensor_address(self, text: str) -> tuple[Operand, Operand]:
-		"""``[map, {c0, c1}]``: the map's address and the coordinates."""
-		tensor_map, coordinates = split_operands(text.strip()[1:-1])
-		return self.address(tensor_map), self.vector(coordinates)
+	def read(self, text: str) -> list[Operand]:
+		"""``[address]``; ``[map, {c0, c1}]``, the map's address and the coordinates; or a value."""
+		if not text.startswith("["):
+			return [self.value(text)]
+		address, *coordinates = split_operands(text[1:-1])
+		return [self.address(address), *map(self.vector, coordinates)]
 
 	def pair(self, text: str) -> tuple[Operand, Operand]:
 		"""``d|p``: both destinations."""

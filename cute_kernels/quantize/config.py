@@ -58,7 +58,7 @@ def _one_copy(fmt: Format, columnwise: bool) -> Format:
 	return fmt
 
 
-def _takes_copies(config: DequantizeConfig | TileConfig, problem: QuantizeProblem, columnwise: bool) -> Support:
+def _takes_copies(config: CopyConfig, problem: QuantizeProblem, columnwise: bool) -> Support:
 	"""Whether kernels handle how copies of the format lie, and ``_takes``."""
 	fmt = parse(config.format)
 	if fmt.element.bits < 8:
@@ -69,9 +69,7 @@ def _takes_copies(config: DequantizeConfig | TileConfig, problem: QuantizeProble
 	return _takes(config, problem, fmt.k_multiple)
 
 
-def _takes(
-	config: AmaxConfig | DequantizeConfig | RowsConfig | TileConfig, problem: QuantizeProblem, k_multiple: int
-) -> Support:
+def _takes(config: AmaxConfig | CopyConfig, problem: QuantizeProblem, k_multiple: int) -> Support:
 	"""Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
 	if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
 		return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
@@ -86,16 +84,28 @@ def _takes(
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsConfig:
+class CopyConfig:
+	"""What all kernels of copies of a format are compiled for.
+
+	Attributes:
+	  format: canonical text of the format.
+	  dtype: name of the dtype of the plain side.
+	  grouping: how the rows fall into groups.
+	"""
+
+	format: str
+	dtype: str
+	grouping: Grouping = "ragged"
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsConfig(CopyConfig):
 	"""The rowwise copy, row by row, from one read of the input.
 
 	A second level per row is a result; one per group is given. A team of ``warps_per_row`` warps
 	holds one row in registers at a time, or a team of one warp holds several short rows.
 
 	Attributes:
-	  format: canonical text of the format.
-	  dtype: name of the input's dtype.
-	  grouping: how the rows fall into groups.
 	  warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
 	  num_stages: how many times what a team holds is in flight.
 	  rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
@@ -103,9 +113,6 @@ class RowsConfig:
 	  prologue: what makes the elements of the input; None if they are the input's.
 	"""
 
-	format: str
-	dtype: str
-	grouping: Grouping = "ragged"
 	warps_per_row: int = 4
 	num_stages: int = 3
 	rows_per_warp: int = 1
@@ -235,13 +242,10 @@ class ValuesConfig(RowsConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class TileConfig:
+class TileConfig(CopyConfig):
 	"""One or both copies, tile by tile, from one read once the amaxes are known.
 
 	Attributes:
-	  format: canonical text of the format.
-	  dtype: name of the input's dtype.
-	  grouping: how the rows fall into groups.
 	  rowwise: write the rowwise copy.
 	  columnwise: write the columnwise copy.
 	  compute_amax: the amaxes are results: a first kernel computes them, so the input is read
@@ -251,9 +255,6 @@ class TileConfig:
 	  is_member: others are quantized by the same seed, and have blocks before it.
 	"""
 
-	format: str
-	dtype: str
-	grouping: Grouping = "ragged"
 	rowwise: bool = True
 	columnwise: bool = False
 	compute_amax: bool = False
@@ -529,19 +530,9 @@ class DbiasConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DequantizeConfig:
-	"""One copy of a quantized tensor back to a plain one.
+class DequantizeConfig(CopyConfig):
+	"""One copy of a quantized tensor, columnwise or rowwise, back to a plain one."""
 
-	Attributes:
-	  format: canonical text of the format.
-	  dtype: name of the result's dtype.
-	  grouping: how the rows fall into groups.
-	  columnwise: which copy.
-	"""
-
-	format: str
-	dtype: str
-	grouping: Grouping = "ragged"
 	columnwise: bool = False
 
 	#: The compiled function takes (codes, scales, level, offs, out, fresh, num_sms): codes and

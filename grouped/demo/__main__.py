@@ -25,6 +25,21 @@ _LEGEND = """\
 Losses are in nats a byte. A model without context reaches {entropy:.3f} (unigram entropy).
 SNR: signal-to-quantization-noise ratio in the last step. max/mean: tokens of the busiest expert
 over the mean. idle: experts without a token. ms/step: median."""
+#: Of the options that are fields of both configurations.
+_HELP = {
+	"steps": "optimizer steps",
+	"batch": "sequences a step",
+	"learning_rate": "maximum",
+	"seed": "of initial weights and batches",
+	"device": "cpu or cuda",
+	"hidden": "width of the model",
+	"intermediate": "width of an expert",
+	"layers": "transformer blocks",
+	"heads": "attention heads",
+	"experts": "experts of each block",
+	"top_k": "experts of each token",
+	"context": "bytes of a sequence",
+}
 _INTERRUPTED = 130  # as shells report a process that Ctrl-C ended
 
 
@@ -60,19 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 		help="write what quantization does by step, layer, role and expert: JSON lines of "
 		"grouped.debug.inspect, which python -m perf dashboard draws",
 	)
-	train_config, model_config = TrainConfig(), ModelConfig()
-	add("--steps", type=int, default=train_config.steps, help="optimizer steps")
-	add("--batch", type=int, default=train_config.batch, help="sequences a step")
-	add("--learning-rate", type=float, default=train_config.learning_rate, help="maximum")
-	add("--seed", type=int, default=train_config.seed, help="of initial weights and batches")
-	add("--device", default=train_config.device, help="cpu or cuda")
-	add("--context", type=int, default=model_config.context, help="bytes of a sequence")
-	add("--hidden", type=int, default=model_config.hidden, help="width of the model")
-	add("--intermediate", type=int, default=model_config.intermediate, help="width of an expert")
-	add("--layers", type=int, default=model_config.layers, help="transformer blocks")
-	add("--heads", type=int, default=model_config.heads, help="attention heads")
-	add("--experts", type=int, default=model_config.experts, help="experts of each block")
-	add("--top-k", type=int, default=model_config.top_k, help="experts of each token")
+	for config in (TrainConfig(), ModelConfig()):
+		for name, default in dataclasses.asdict(config).items():
+			add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=_HELP[name])
 	# At these sizes a second thread saves nothing, and costs much where other programs run.
 	add("--threads", type=int, default=1, help="CPU threads")
 	return parser

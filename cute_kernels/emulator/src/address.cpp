@@ -23,15 +23,15 @@ u8* remote_shared_pointer(Warp& w, u32 address, u32 bytes, CTA** owner) {
 	return c->smem.data() + offset_of(address);
 }
 
-SharedPlace shared_place(Warp& w, const Operand& o, int lane, u32 bytes) {
-	const u32 address = shared_address(address_of(w, o, lane));
+SharedPlace shared_place(Warp& w, const Instruction& in, int i, int lane, u32 bytes) {
+	const u32 address = shared_address(w, in, i, lane);
 	SharedPlace place{nullptr, offset_of(address), nullptr};
 	place.pointer = shared_pointer(w, address, bytes, &place.owner);
 	return place;
 }
 
 u32 destinations(Warp& w, const Instruction& in, int i, int lane, u32 address, const char* what) {
-	const u32 ranks = in.flags & F_MULTICAST ? (u32)value_of(w, operand(in, i), lane) & 0xffff : 1u << rank_of(address);
+	const u32 ranks = in.flags & F_MULTICAST ? (u32)value_of(w, in, i, lane) & 0xffff : 1u << rank_of(address);
 	const size_t ctas = w.cta->cluster->ctas.size();
 	if (!ranks || ranks >> ctas) fail("%s to CTA mask %#x of a cluster of %zu", what, ranks, ctas);
 	return ranks;

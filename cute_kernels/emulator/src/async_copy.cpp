@@ -7,12 +7,12 @@
 // Operands: destination, source, size, [size of the source, or a predicate to ignore it].
 static void copy(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-		const u64 from = address_of(w, operand(in, 1), lane);
-		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
+		const u32 to = shared_address(w, in, 0, lane);
+		const u64 from = address_of(w, in, 1, lane);
+		const u32 bytes = (u32)value_of(w, in, 2, lane);
 		u32 filled = bytes;
 		if (in.num_operands > 3) {
-			const u32 v = (u32)value_of(w, operand(in, 3), lane);
+			const u32 v = (u32)value_of(w, in, 3, lane);
 			filled = !(in.flags & F_IGNORE) ? v : (v & 1) ^ operand(in, 3).negated ? 0 : bytes;
 		}
 		if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %u bytes", bytes);
@@ -74,7 +74,7 @@ EXECUTES(wait, CP_ASYNC_WAIT)
 static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	const bool counted = in.sub;  // .noinc: the arrival is one of those that init counted
 	FOR_LANES (lane, mask) {
-		const SharedPlace barrier = shared_place(w, operand(in, 0), lane, 8);
+		const SharedPlace barrier = shared_place(w, in, 0, lane, 8);
 		if (!counted) mbarrier_expect_arrival(barrier.owner, barrier.offset);
 		const Actor me = races_on ? warp_actor(w) : Actor();
 		machine.post(

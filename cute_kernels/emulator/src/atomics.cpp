@@ -44,7 +44,7 @@ static void atomics(Warp& w, const Instruction& in, u32 mask) {
 	const Source swap = swaps ? source(w, operand(in, first + 2), scratch[1]) : Source{scratch[1], 0};
 	u64* d = in.op == ATOM ? target(w, operand(in, 0)) : nullptr;
 	FOR_LANES (lane, mask) {
-		const u64 a = address_of(w, operand(in, first), lane);
+		const u64 a = address_of(w, in, first, lane);
 		u8* p = resolve(w, in.space, a, bytes, lane, true);
 		u64 old = 0;
 		memcpy(&old, p, bytes);

@@ -41,8 +41,8 @@ static void arrive(Warp& w, NamedBarrier& b, u32 id, u32 count) {
 // sub: 1 for bar.arrive.  Operands: id, [count].
 static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
 	if (mask != w.alive) return CONVERGE;
-	const u32 id = (u32)value_of(w, operand(in, 0), first_lane(mask));
-	const u32 count = (u32)value_of(w, operand(in, 1), first_lane(mask));
+	const u32 id = (u32)value_of(w, in, 0, first_lane(mask));
+	const u32 count = (u32)value_of(w, in, 1, first_lane(mask));
 	if (id > 15) fail("bar with barrier id %u", id);
 	if (count % 32) fail("bar thread count %u is not a multiple of the warp size", count);
 	NamedBarrier& b = w.cta->barriers[id];
@@ -96,7 +96,7 @@ EXECUTES(cluster_wait, CLUSTER_WAIT)
 
 // bar.warp.sync: the lanes that it names meet.
 static Status meet(Warp& w, const Instruction& in, u32 mask) {
-	const u32 members = (u32)value_of(w, operand(in, 0), first_lane(mask));
+	const u32 members = (u32)value_of(w, in, 0, first_lane(mask));
 	return members & w.alive & ~mask ? CONVERGE : OK;
 }
 EXECUTES(meet, BARWARP)

@@ -40,10 +40,10 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
 	Cluster* cluster = w.cta->cluster;
 	const bool multicast = in.flags & F_MULTICAST;
 	FOR_LANES (lane, mask) {
-		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-		const u64 from = address_of(w, operand(in, 1), lane);
-		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
-		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
+		const u32 to = shared_address(w, in, 0, lane);
+		const u64 from = address_of(w, in, 1, lane);
+		const u32 bytes = (u32)value_of(w, in, 2, lane);
+		const u32 barrier = shared_address(w, in, 3, lane);
 		need_16(bytes, from, to, "bulk load");
 		const u32 ranks = destinations(w, in, 4, lane, to, "bulk load");
 		machine.stats.tma_load_bytes += bytes;
@@ -68,9 +68,9 @@ EXECUTES(global_to_shared, BULK_G2S)
 // Operands: destination, source, size.
 static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const u64 to = address_of(w, operand(in, 0), lane);
-		const u32 from = shared_address(address_of(w, operand(in, 1), lane));
-		const u32 bytes = (u32)value_of(w, operand(in, 2), lane);
+		const u64 to = address_of(w, in, 0, lane);
+		const u32 from = shared_address(w, in, 1, lane);
+		const u32 bytes = (u32)value_of(w, in, 2, lane);
 		need_16(bytes, from, to, "bulk store");
 		CTA* c;
 		const u8* memory = shared_pointer(w, from, bytes, &c);

@@ -106,7 +106,7 @@ EXECUTES(active_mask, ACTIVEMASK)
 
 static Status exchange(Warp& w, const Instruction& in, u32 mask) {
 	const int members_operand = in.op == SHFL ? 5 : in.op == MATCH ? 3 : 2;
-	const u32 members = value_of(w, operand(in, members_operand), first_lane(mask));
+	const u32 members = value_of(w, in, members_operand, first_lane(mask));
 	if (!gathered(w, members, mask)) return CONVERGE;
 	const u32 active = mask & members;
 	if (!active) fail("no executing lane is in the member mask %#x", members);

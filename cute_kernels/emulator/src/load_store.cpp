@@ -135,7 +135,7 @@ static Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
 	const bool store = in.op == STMATRIX;
 	if (Status s = need_full_warp(w, mask, store ? "stmatrix" : "ldmatrix")) return s;
 	u32 address[32];
-	for (int lane = 0; lane < 32; lane++) address[lane] = shared_address(address_of(w, operand(in, store ? 0 : 1), lane));
+	for (int lane = 0; lane < 32; lane++) address[lane] = shared_address(w, in, store ? 0 : 1, lane);
 	const Operand& values = operand(in, store ? 1 : 0);
 	for (int i = 0; i < in.vec; i++) {
 		const u32* rows = address + 8 * i;

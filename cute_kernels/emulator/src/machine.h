@@ -221,6 +221,9 @@ inline const Operand& element(const Operand& o, u32 i) {
 }
 u64 value_of(Warp& w, const Operand& o, int lane);
 u64 address_of(Warp& w, const Operand& o, int lane);
+// Of operand i.
+inline u64 value_of(Warp& w, const Instruction& in, int i, int lane) { return value_of(w, operand(in, i), lane); }
+inline u64 address_of(Warp& w, const Instruction& in, int i, int lane) { return address_of(w, operand(in, i), lane); }
 inline u64* target(Warp& w, const Operand& o) { return o.kind == K_REG ? w.reg(o.reg) : nullptr; }
 inline int first_lane(u32 mask) { return __builtin_ctz(mask); }
 // For instructions that a whole warp executes: CONVERGE while lanes are elsewhere, an error if some

@@ -69,9 +69,9 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by) {
 
 static void initialise(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const auto [c, offset, p] = shared_place(w, operand(in, 0), lane, 8);
+		const auto [c, offset, p] = shared_place(w, in, 0, lane, 8);
 		if (offset % 8) fail("misaligned mbarrier at shared offset %u", offset);
-		const u64 count = value_of(w, operand(in, 1), lane);
+		const u64 count = value_of(w, in, 1, lane);
 		if (count < 1 || count > MAX_COUNT) fail("mbarrier.init with count %llu", count);
 		if (count > FIELD_LIMIT) fail("mbarrier.init with count %llu is not modelled", count);
 		c->mbarrier_sync.erase(offset);
@@ -88,9 +88,9 @@ EXECUTES(initialise, MBAR_INIT)
 // With or without expect_tx.  Operands: state, address, count or bytes.
 static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const auto [c, offset, _] = shared_place(w, operand(in, 1), lane, 8);
+		const auto [c, offset, _] = shared_place(w, in, 1, lane, 8);
 		u32 count = 1;
-		const u32 argument = in.num_operands > 2 ? (u32)value_of(w, operand(in, 2), lane) : 1;
+		const u32 argument = in.num_operands > 2 ? (u32)value_of(w, in, 2, lane) : 1;
 		if (in.flags & F_EXPECT_TX)
 			mbarrier_transaction(c, offset, argument);
 		else
@@ -105,8 +105,8 @@ EXECUTES(arrive, MBAR_ARRIVE)
 
 static void expect_transactions(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const auto [c, offset, _] = shared_place(w, operand(in, 0), lane, 8);
-		mbarrier_transaction(c, offset, (u32)value_of(w, operand(in, 1), lane));
+		const auto [c, offset, _] = shared_place(w, in, 0, lane, 8);
+		mbarrier_transaction(c, offset, (u32)value_of(w, in, 1, lane));
 	}
 }
 EXECUTES(expect_transactions, MBAR_EXPECT_TX)
@@ -115,17 +115,17 @@ EXECUTES(expect_transactions, MBAR_EXPECT_TX)
 static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	u32 done = 0;
 	FOR_LANES (lane, mask) {
-		const auto [c, offset, _] = shared_place(w, operand(in, 1), lane, 8);
-		if (!mbarrier_done(c, offset, value_of(w, operand(in, 2), lane))) continue;
+		const auto [c, offset, _] = shared_place(w, in, 1, lane, 8);
+		if (!mbarrier_done(c, offset, value_of(w, in, 2, lane))) continue;
 		if (races_on && !(in.flags & F_RELAXED)) race_acquire(w, c->mbarrier_sync[offset]);
 		done |= 1u << lane;
 	}
 	if (done != mask && (in.flags & F_TRY) && !w.timed_out) {
 		const int lane = first_lane(mask & ~done);
-		const u32 address = shared_address(address_of(w, operand(in, 1), lane));
+		const u32 address = shared_address(w, in, 1, lane);
 		char why[96];
 		snprintf(why, sizeof why, "mbarrier at shared offset %u (CTA rank %u), phase %u", offset_of(address),
-						 rank_of(address), (u32)value_of(w, operand(in, 2), lane) & 1);
+						 rank_of(address), (u32)value_of(w, in, 2, lane) & 1);
 		w.waits_for = why;
 		return BLOCK;
 	}

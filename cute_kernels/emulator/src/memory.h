@@ -6,6 +6,9 @@
 constexpr u32 OFFSET_MASK = 0xffffff;  // a shared::cluster address is CTA rank << 24 | offset
 inline bool is_shared_window(u64 a) { return a >= SHARED_WINDOW && a < LOCAL_WINDOW; }
 inline u32 shared_address(u64 a) { return (u32)(a >= SHARED_WINDOW ? a - SHARED_WINDOW : a); }
+inline u32 shared_address(Warp& w, const Instruction& in, int i, int lane) {
+	return shared_address(address_of(w, in, i, lane));
+}
 inline u32 offset_of(u32 shared) { return shared & OFFSET_MASK; }
 inline u32 rank_of(u32 shared) { return shared >> 24; }
 CTA* cta_at(Cluster* cluster, u32 rank, const char* what);
@@ -23,7 +26,7 @@ struct SharedPlace {
 	u32 offset;
 	u8* pointer;
 };
-SharedPlace shared_place(Warp& w, const Operand& o, int lane, u32 bytes);
+SharedPlace shared_place(Warp& w, const Instruction& in, int i, int lane, u32 bytes);
 // The CTAs that a multicast names by a mask, operand i, or the one of an address where it is none.
 u32 destinations(Warp& w, const Instruction& in, int i, int lane, u32 address, const char* what);
 // Any space; checks alignment and bounds.

@@ -66,7 +66,7 @@ void branch(Warp& w, const Instruction& in, u32 mask, u32 taken, u32 pc) {
 	}
 	u64 index[32];
 	if (in.op == BRX)
-		FOR_LANES (lane, taken) index[lane] = value_of(w, operand(in, 0), lane);
+		FOR_LANES (lane, taken) index[lane] = value_of(w, in, 0, lane);
 	if (mask & ~taken) set_pc(w, mask & ~taken, pc + 1);
 	if (!taken) return;
 	switch (in.op) {

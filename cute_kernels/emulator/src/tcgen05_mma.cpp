@@ -159,8 +159,8 @@ void run(CTA* lead, const MmaArguments& m) {
 // Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate.
 static void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		auto value = [&](int i) { return value_of(w, operand(in, i), lane); };
-		auto address = [&](int i) { return address_of(w, operand(in, i), lane); };
+		auto value = [&](int i) { return value_of(w, in, i, lane); };
+		auto address = [&](int i) { return address_of(w, in, i, lane); };
 		MmaArguments m{};
 		m.kind = (Kind)in.sub;
 		m.d = (u32)address(0);
@@ -197,7 +197,7 @@ EXECUTES(tensor_mma, TC_MMA)
 static void commit(Warp& w, const Instruction& in, u32 mask) {
 	Cluster* cluster = w.cta->cluster;
 	FOR_LANES (lane, mask) {
-		const u32 address = shared_address(address_of(w, operand(in, 0), lane));
+		const u32 address = shared_address(w, in, 0, lane);
 		const u32 offset = offset_of(address), ranks = destinations(w, in, 1, lane, address, "tcgen05.commit");
 		const Actor me = issue_tensor(w);
 		machine.post(

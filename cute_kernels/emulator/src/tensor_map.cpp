@@ -83,9 +83,9 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
 // by an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
 static void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
 	FOR_LANES (lane, mask) {
-		const u64 address = value_of(w, operand(in, 1), lane);
+		const u64 address = value_of(w, in, 1, lane);
 		check_global_address("tensor map made by the kernel", address);
-		target(w, operand(in, 0))[lane] = address & value_of(w, operand(in, 2), lane);
+		target(w, operand(in, 0))[lane] = address & value_of(w, in, 2, lane);
 	}
 }
 EXECUTES(tensor_map_address, TMAP_ADDRESS)

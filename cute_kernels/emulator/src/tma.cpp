@@ -71,9 +71,9 @@ static void tma_load(Warp& w, const Instruction& in, u32 mask) {
 	Cluster* cluster = w.cta->cluster;
 	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
 	FOR_LANES (lane, mask) {
-		const u32 to = shared_address(address_of(w, operand(in, 0), lane));
-		const u32 barrier = shared_address(address_of(w, operand(in, 3), lane));
-		const TensorMap map = tensor_map_at(w, address_of(w, operand(in, 1), lane));
+		const u32 to = shared_address(w, in, 0, lane);
+		const u32 barrier = shared_address(w, in, 3, lane);
+		const TensorMap map = tensor_map_at(w, address_of(w, in, 1, lane));
 		const u32 boxes = in.flags & F_GATHER ? GATHERED : 1;
 		const Coordinates at = coordinates(w, operand(in, 2), lane, map, boxes > 1);
 		const u32 bytes = boxes * map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
@@ -115,10 +115,10 @@ static void store_box(const TensorMap& map, const Coordinates& at, const std::ve
 static void tma_store(Warp& w, const Instruction& in, u32 mask) {
 	for (u32 left = mask; left;) {
 		const int lane = first_lane(left);
-		const u64 map_address = address_of(w, operand(in, 0), lane);
+		const u64 map_address = address_of(w, in, 0, lane);
 		const TensorMap map = tensor_map_at(w, map_address);
 		const Coordinates at = coordinates(w, operand(in, 1), lane, map);
-		const u32 from = shared_address(address_of(w, operand(in, 2), lane));
+		const u32 from = shared_address(w, in, 2, lane);
 		const u32 offset = offset_of(from), bytes = map.box_bytes();
 		CTA* c;
 		shared_pointer(w, from, bytes, &c);
@@ -129,8 +129,8 @@ static void tma_store(Warp& w, const Instruction& in, u32 mask) {
 		std::vector<CopyGroupPtr> groups;
 		FOR_LANES (other, left) {
 			if ((int)other != lane) {
-				if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, operand(in, 0), other) != map_address ||
-						shared_address(address_of(w, operand(in, 2), other)) != from)
+				if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, in, 0, other) != map_address ||
+						shared_address(w, in, 2, other) != from)
 					continue;
 			}
 			groups.push_back(open_bulk_group(w, other));

@@ -16,7 +16,7 @@ CTA* pair_peer(CTA* c, const char* what) { return cta_at(c->cluster, c->rank ^ 1
 static Status allocate(Warp& w, const Instruction& in, u32 mask) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.alloc")) return s;
 	CTA* c = w.cta;
-	const u32 columns = (u32)value_of(w, operand(in, 1), 0);
+	const u32 columns = (u32)value_of(w, in, 1, 0);
 	if (columns < TMEM_UNIT || columns > TMEM_COLUMNS || (columns & (columns - 1)))
 		fail("tcgen05.alloc of %u columns: must be a power of two in 32..512", columns);
 	if (c->tmem_permit_given_up) fail("tcgen05.alloc after relinquish_alloc_permit");
@@ -32,7 +32,7 @@ static Status allocate(Warp& w, const Instruction& in, u32 mask) {
 		for (u32 i = 0; i < units; i++) c->tmem_used[first + i] = 1;
 		c->tmem_columns += columns;
 		const u32 address = first * TMEM_UNIT;
-		const u32 to = shared_address(address_of(w, operand(in, 0), 0));
+		const u32 to = shared_address(w, in, 0, 0);
 		memcpy(shared_pointer(w, to, 4), &address, 4);
 		note_generic_write(w, 0, to, 4);
 		machine.epoch++;
@@ -46,8 +46,8 @@ EXECUTES(allocate, TC_ALLOC)
 static Status deallocate(Warp& w, const Instruction& in, u32 mask) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.dealloc")) return s;
 	CTA* c = w.cta;
-	const u32 first = column_of((u32)value_of(w, operand(in, 0), 0));
-	const u32 columns = (u32)value_of(w, operand(in, 1), 0);
+	const u32 first = column_of((u32)value_of(w, in, 0, 0));
+	const u32 columns = (u32)value_of(w, in, 1, 0);
 	if (c->tmem.empty() || columns < TMEM_UNIT || columns % TMEM_UNIT || first % TMEM_UNIT ||
 			first + columns > TMEM_COLUMNS)
 		fail("tcgen05.dealloc of column %u, %u columns, which was never allocated", first, columns);
@@ -202,8 +202,8 @@ static void start_copy(Warp& w, const Instruction& in, u32 mask) {
 	const auto shape = (CopyShape)in.sub;
 	CTA* c = w.cta;
 	FOR_LANES (lane, mask) {
-		const u32 address = (u32)address_of(w, operand(in, 0), lane);
-		const u64 descriptor = value_of(w, operand(in, 1), lane), fenced = w.fenced[lane];
+		const u32 address = (u32)address_of(w, in, 0, lane);
+		const u64 descriptor = value_of(w, in, 1, lane), fenced = w.fenced[lane];
 		const Actor me = issue_tensor(w);
 		machine.post(
 				[=] {

@@ -78,7 +78,7 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
 // Operands: D, A (descriptor or registers), B, scale-d, scale-a, scale-b, [trans-a, trans-b].
 Status issue(Warp& w, const Instruction& in, u32 mask) {
 	if (Status s = need_full_warp(w, mask, "wgmma")) return s;
-	auto value = [&](int i) { return value_of(w, operand(in, i), 0); };
+	auto value = [&](int i) { return value_of(w, in, i, 0); };
 	const bool a_in_registers = operand(in, 1).kind == K_VEC;
 	WgmmaArguments args{};
 	args.descriptor_a = a_in_registers ? 0 : value(1);

@@ -12,6 +12,7 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 from ...device.constants import WARP_SIZE
 from ...device.launch import DSL_TYPES
 from ...layout.shapes import SF_TILE_ROWS, round_up
+from ..pipelines import make_pipeline, stage_barriers
 from ..scheduler import TILE_WORDS
 from ..views import element_type, scale_type
 from .config import BOX_ROWS, SWAPPED_BLOCK, Codes, Sm100GemmConfig
@@ -179,11 +180,11 @@ class Barriers(NamedTuple):
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
 		codes = None
 		if config.codes:
-			codes = smem.allocate_array(Int64, 2 * config.num_codes_stage, byte_alignment=8)
+			codes = stage_barriers(smem, config.num_codes_stage)
 		return Barriers(
-			ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
-			acc=smem.allocate_array(Int64, 2 * config.num_acc_stage, byte_alignment=8),
-			sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+			ab=stage_barriers(smem, config.num_ab_stage),
+			acc=stage_barriers(smem, config.num_acc_stage),
+			sched=stage_barriers(smem, config.num_sched_stage),
 			tmem=smem.allocate_array(Int32, 1, byte_alignment=8),
 			tmem_free=smem.allocate_array(Int64, 1, byte_alignment=8),
 			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
@@ -202,33 +203,17 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layouts, barriers: Barriers) -> Pipelines:
-	def threads(count: int) -> pipeline.CooperativeGroup:
-		return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
-
-	ab_pipeline = pipeline.PipelineTmaUmma.create(
-		barrier_storage=barriers.ab,
-		num_stages=config.num_ab_stage,
-		producer_group=threads(warps.stage_arrivals),
-		consumer_group=threads(1),
+	ab_pipeline = make_pipeline(
+		*(pipeline.PipelineTmaUmma, barriers.ab, config.num_ab_stage, warps.stage_arrivals, 1),
 		tx_count=layouts.stage_bytes(),
 		cta_layout_vmnk=layouts.cluster,
-		defer_sync=True,
 	)
-	acc_pipeline = pipeline.PipelineUmmaAsync.create(
-		barrier_storage=barriers.acc,
-		num_stages=config.num_acc_stage,
-		producer_group=threads(1),
-		consumer_group=threads(warps.acc_consumer_arrivals),
+	acc_pipeline = make_pipeline(
+		*(pipeline.PipelineUmmaAsync, barriers.acc, config.num_acc_stage, 1, warps.acc_consumer_arrivals),
 		cta_layout_vmnk=layouts.cluster,
-		defer_sync=True,
 	)
-	ring = pipeline.PipelineAsync.create(
-		barrier_storage=barriers.sched,
-		num_stages=config.num_sched_stage,
-		producer_group=threads(1),
-		consumer_group=threads(warps.tile_consumer_arrivals),
-		defer_sync=True,
-	)
+	stages, consumers = config.num_sched_stage, warps.tile_consumer_arrivals
+	ring = make_pipeline(pipeline.PipelineAsync, barriers.sched, stages, 1, consumers)
 	tmem = cutlass.memory.TmemAllocator(
 		barriers.tmem,
 		barrier_for_retrieve=pipeline.NamedBarrier(barrier_id=int(NamedBarrierId.TMEM), num_threads=warps.num_tmem_threads),
@@ -239,13 +224,9 @@ def make_pipelines(config: Sm100GemmConfig, warps: WarpSchedule, layouts: Layout
 	codes_pipeline = None
 	if barriers.codes is not None:
 		# Those of one CTA are nobody else's.
-		codes_pipeline = pipeline.PipelineTmaAsync.create(
-			barrier_storage=barriers.codes,
-			num_stages=config.num_codes_stage,
-			producer_group=threads(1),
-			consumer_group=threads(warps.num_decode_warps),
+		codes_pipeline = make_pipeline(
+			*(pipeline.PipelineTmaAsync, barriers.codes, config.num_codes_stage, 1, warps.num_decode_warps),
 			tx_count=config.codes_stage_bytes,
 			cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
-			defer_sync=True,
 		)
 	return Pipelines(ab_pipeline, acc_pipeline, ring, tmem, codes_pipeline)

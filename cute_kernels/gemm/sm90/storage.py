@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, cute, pipeline
+from cutlass import Float32, Int32, Uint8, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.utils import hopper_helpers
 
 from ...device.launch import DSL_TYPES
+from ..pipelines import make_pipeline, stage_barriers
 from ..scheduler import TILE_WORDS
 from ..views import element_type
 from .config import WARPGROUP_M, Sm90GemmConfig
@@ -126,8 +127,8 @@ class Barriers(NamedTuple):
 			layout = cute.make_layout(config.factor_words)
 			factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
 		return Barriers(
-			ab=smem.allocate_array(Int64, 2 * config.num_ab_stage, byte_alignment=8),
-			sched=smem.allocate_array(Int64, 2 * config.num_sched_stage, byte_alignment=8),
+			ab=stage_barriers(smem, config.num_ab_stage),
+			sched=stage_barriers(smem, config.num_sched_stage),
 			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
 			blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
 			factors=factors,
@@ -142,24 +143,12 @@ class Pipelines(NamedTuple):
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
-	def threads(count: int) -> pipeline.CooperativeGroup:
-		return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
-
-	ab_pipeline = pipeline.PipelineTmaAsync.create(
-		barrier_storage=barriers.ab,
-		num_stages=config.num_ab_stage,
-		producer_group=threads(warps.stage_arrivals),
+	ab_pipeline = make_pipeline(
+		*(pipeline.PipelineTmaAsync, barriers.ab, config.num_ab_stage, warps.stage_arrivals),
 		# A stage that several CTAs write is free when the consumers of all of them are done.
-		consumer_group=threads(warps.num_consumer_warps * config.tile.num_ctas),
+		warps.num_consumer_warps * config.tile.num_ctas,
 		tx_count=config.stage_bytes - (config.n_stage_bytes[0] if config.gathered else 0),
 		cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
-		defer_sync=True,
 	)
-	ring = pipeline.PipelineAsync.create(
-		barrier_storage=barriers.sched,
-		num_stages=config.num_sched_stage,
-		producer_group=threads(1),
-		consumer_group=threads(warps.tile_consumer_arrivals),
-		defer_sync=True,
-	)
-	return Pipelines(ab_pipeline, ring)
+	stages, consumers = config.num_sched_stage, warps.tile_consumer_arrivals
+	return Pipelines(ab_pipeline, make_pipeline(pipeline.PipelineAsync, barriers.sched, stages, 1, consumers))
