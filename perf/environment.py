@@ -72,7 +72,6 @@ def gpu_uuid() -> str:
 
 
 def _gpu() -> dict[str, Any]:
-	"""Name, driver, clocks and power limit of the GPU in use."""
 	command = ["nvidia-smi", f"--id={gpu_uuid()}", f"--query-gpu={_QUERY}"]
 	command.append("--format=csv,noheader,nounits")
 	line = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -171,7 +171,6 @@ def _digits(value: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-	"""Columns of text, the first to the left."""
 	widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
 	for first, *rest in (heads, ["-" * width for width in widths], *rows):
 		cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))

@@ -146,12 +146,10 @@ class Record:
 
 	@property
 	def tbs(self) -> float | None:
-		"""TB/s of the least bytes, of a time."""
 		return self._rate(self.bytes)
 
 	@property
 	def tflops(self) -> float | None:
-		"""TFLOP/s of the useful operations, of a time."""
 		return self._rate(self.flops)
 
 	def _rate(self, work: float | None) -> float | None:
@@ -274,7 +272,6 @@ def pooled(runs: Sequence[Record]) -> Record:
 
 
 def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:
-	"""The records of each thing, in the order of their first."""
 	found: dict[tuple[Any, ...], list[Record]] = {}
 	for record in records:
 		found.setdefault(record.key, []).append(record)

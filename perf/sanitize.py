@@ -57,7 +57,6 @@ class _Choice:
 
 	@property
 	def options(self) -> list[str]:
-		"""The same as options of ``perf sanitize``."""
 		return ["--format", self.pattern, "--share", str(self.share), str(self.shares)]
 
 

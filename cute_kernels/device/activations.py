@@ -59,7 +59,6 @@ class _Text:
 		self._count = 0
 
 	def register(self, kind: str) -> str:
-		"""A new register."""
 		self._count += 1
 		self.lines.append(f".reg .{kind} r{self._count};")
 		return f"r{self._count}"
@@ -129,11 +128,9 @@ class _Text:
 		return self.all("fma.rn", a, b, c)
 
 	def low(self, a: _Operand, b: float) -> _Number:
-		"""The smaller one, or NaN."""
 		return self.each("min.NaN.f32 {0}, {1}, {2}", a, b)
 
 	def high(self, a: _Operand, b: float) -> _Number:
-		"""The larger one, or NaN."""
 		return self.each("max.NaN.f32 {0}, {1}, {2}", a, b)
 
 	def power(self, z: _Number) -> _Number:

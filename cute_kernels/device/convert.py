@@ -22,7 +22,6 @@ def unpack_pair(word: Uint32, dtype: str) -> tuple[Float32, Float32]:
 
 
 def unpack_words(words: Sequence[Uint32], dtype: str) -> list[Float32]:
-	"""All numbers of words of ``dtype``, in memory order."""
 	if dtype == "float32":
 		return [bits_as_f32(word) for word in words]
 	return [number for word in words for number in unpack_pair(word, dtype)]

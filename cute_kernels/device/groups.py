@@ -60,7 +60,6 @@ class Grouping:
 		return cls(offs, offs.shape[0], (x if index is None else index).shape[0], Int32(0))
 
 	def tiles_each(self) -> Int32:
-		"""Slot tiles of a uniform group."""
 		return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
 
 	def num_tiles(self) -> Int32:

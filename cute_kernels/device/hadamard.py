@@ -87,7 +87,6 @@ def _constant(number: float, arch: str) -> Any:
 
 
 def _widen(word: Uint32) -> Uint64:
-	"""Two bf16 numbers as fp32."""
 	text = """{
         .reg .b32 lo, hi;
         shl.b32 lo, $1, 16; and.b32 hi, $1, 0xFFFF0000; mov.b64 $0, {lo, hi};
@@ -96,6 +95,5 @@ def _widen(word: Uint32) -> Uint64:
 
 
 def _narrow(pair: Uint64) -> Uint32:
-	"""The reverse, rounded to nearest even."""
 	text = "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, $1; cvt.rn.bf16x2.f32 $0, hi, lo; }"
 	return asm(text, [Uint32], [pair])

@@ -12,7 +12,6 @@ DSL_TYPES = {"bfloat16": BFloat16, "float16": Float16, "float32": Float32, "int3
 
 
 def compact(dtype: Any, *shape: Any, align: int | None = None) -> Any:
-	"""A fake row-major tensor."""
 	order = tuple(reversed(range(len(shape))))
 	return make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 

@@ -59,12 +59,10 @@ def draw_block(seed: Seed, block: Int64) -> list[Uint32]:
 
 
 def _words(number: Int64) -> tuple[Uint32, Uint32]:
-	"""The low and the high word."""
 	return asm("mov.b64 {$0, $1}, $2;", [Uint32, Uint32], [Int64(number)])
 
 
 def _product(a: Uint32, b: int) -> tuple[Uint32, Uint32]:
-	"""The high and the low word of a * b."""
 	text = f"{{ .reg .b64 p; mul.wide.u32 p, $2, {b:#x}; mov.b64 {{$1, $0}}, p; }}"
 	return asm(text, [Uint32, Uint32], [a])
 

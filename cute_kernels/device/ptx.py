@@ -79,12 +79,10 @@ def in_place(value: Int32) -> Int32:
 
 
 def bits_as_f32(bits: Uint32) -> Float32:
-	"""The fp32 number with these bits."""
 	return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))
 
 
 def f32_as_bits(value: Float32) -> Uint32:
-	"""The bits of an fp32 number."""
 	return Uint32(llvm.bitcast(Uint32.mlir_type, value.ir_value()))
 
 

@@ -64,7 +64,6 @@ _lock = ForkSafeLock(on_orphaned=_recover_after_fork)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-	"""The engine, compiled and loaded on first use."""
 	lib = ctypes.CDLL(str(build()))
 	for name in ("emu_opcodes", "emu_types", "emu_statistics", "emu_last_error", "emu_cubin_hash"):
 		getattr(lib, name).restype = ctypes.c_char_p
@@ -103,7 +102,6 @@ def set_device(arch: str, num_sms: int) -> None:
 
 
 def device_attribute(attribute: int) -> int:
-	"""What ``cudaDeviceGetAttribute`` answers for the emulated device."""
 	value = ctypes.c_int()
 	with exclusive() as lib:
 		lib._cudaDeviceGetAttribute(ctypes.byref(value), int(attribute), 0)

@@ -26,7 +26,6 @@ def strip_comments(text: str) -> str:
 
 
 def split_operands(text: str) -> list[str]:
-	"""Split at commas outside of all brackets."""
 	parts: list[str] = []
 	depth = start = 0
 	for i, ch in enumerate(text):
@@ -43,7 +42,6 @@ def split_operands(text: str) -> list[str]:
 
 
 def matching_brace(text: str, start: int) -> int:
-	"""Index of the brace that closes the one at ``start``."""
 	depth = 0
 	for m in re.compile(r"[{}]").finditer(text, start):
 		depth += 1 if m.group() == "{" else -1
@@ -65,7 +63,6 @@ class Statement:
 
 
 def statements(body: str, line: int) -> Iterator[Statement]:
-	"""The statements of a function body that starts on ``line``."""
 	pos = 0
 	while pos < len(body):
 		ch = body[pos]
@@ -108,7 +105,6 @@ def literal(text: str) -> int | None:
 
 
 def literals(text: str) -> list[int]:
-	"""All literals of an initialiser."""
 	pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"
 	found = re.findall(pattern, text)
 	return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in found]

@@ -59,7 +59,6 @@ def _commit(op: Opcode, operands: list[str]) -> None:
 
 
 def _scale_block(op: Opcode, kind: str) -> int:
-	"""Elements of K that share a scale."""
 	k = 32 if kind == "mxf8f6f4" else 64
 	sizes = {"block16": 16, "block32": 32, "scale_vec::1X": k, "scale_vec::2X": k // 2, "scale_vec::4X": k // 4}
 	return next((sizes[m] for m in op.modifiers if m in sizes), 32)

@@ -49,7 +49,6 @@ class Declaration:
 		self.alignment = max(int(alignment.group(1)) if alignment else 0, self.element_bytes)
 
 	def initial_bytes(self) -> bytes:
-		"""The initialiser, little-endian."""
 		mask = (1 << 8 * self.element_bytes) - 1
 		return b"".join((v & mask).to_bytes(self.element_bytes, "little") for v in literals(self.initialiser))
 

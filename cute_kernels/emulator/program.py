@@ -83,7 +83,6 @@ class Symbols:
 		self.shared_end = self.shared[name] + size
 
 	def add_local(self, name: str, size: int, alignment: int) -> None:
-		"""Place a variable in the frame of each lane."""
 		self.local[name] = align(self.local_end, alignment)
 		self.local_end = self.local[name] + size
 
@@ -157,7 +156,6 @@ class KernelBuilder:
 		self._last_label = name
 
 	def branch_targets(self, names: list[str]) -> None:
-		"""The table that the last label stands for."""
 		self.branch_tables[self._last_label] = names
 
 	def branch_to(self, name: str) -> None:
@@ -195,7 +193,6 @@ class KernelBuilder:
 		return (Kind.VEC, 0, len(items), len(self.operands) - len(items), 0)
 
 	def table(self, labels: list[str]) -> Operand:
-		"""A vector of the positions of labels."""
 		base = len(self.operands)
 		for i, name in enumerate(labels):
 			self.operands.append(immediate(0))

@@ -40,7 +40,6 @@ class Target(NamedTuple):
 
 	@classmethod
 	def of(cls, config: GemmConfig, x: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Target:
-		"""A place in a tensor."""
 		width = x.element_type.width // 8
 		offset = out_offset(config, x, group, row, col)
 		return cls(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)

@@ -95,7 +95,6 @@ class FakeArguments:
 		return _pitched(DSL_TYPES[dtype], rows, cute.sym_int(divisibility=PIECE_K))
 
 	def per_group(self) -> Any:
-		"""(G,) fp32."""
 		return _compact(cutlass.Float32, self.groups, align=4)
 
 	@property
@@ -118,7 +117,6 @@ class FakeArguments:
 		return _pitched(dtype, self.rows, cute.sym_int(divisibility=N_ALIGN) if self.config.is_gated else self.n)
 
 	def arguments(self) -> GemmArguments:
-		"""All of them, both operands as they are stored."""
 		config = self.config
 		bias = None
 		a, b = self.operands()

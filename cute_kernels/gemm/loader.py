@@ -121,7 +121,6 @@ class LoadWarp:
 		self.ab_pipeline = ab_pipeline
 
 	def sources(self) -> list[TmaSource]:
-		"""All that it copies from."""
 		return [load.source for load in (*self.operand_m, *self.operand_n)]
 
 	@cute.jit
@@ -144,7 +143,6 @@ class LoadWarp:
 
 	@cute.jit
 	def load(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-		"""Fill the stages of a tile."""
 		k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
 		if cutlass.const_expr(self.config.ragged_k):
 			k_start = RAGGED_ROWS - tile.rows
@@ -174,7 +172,6 @@ class LoadWarp:
 		return ab_state
 
 	def num_k_tiles(self, tile: WorkTile) -> Int32:
-		"""Stages of a tile."""
 		return (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
 
 	def copy_stage(

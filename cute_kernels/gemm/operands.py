@@ -85,7 +85,6 @@ class OperandKind:
 
 	@property
 	def element(self) -> str:
-		"""Name of the elements' type."""
 		return self.name if self.fmt is None else self.fmt.element.name
 
 	@property

@@ -43,7 +43,6 @@ class EpilogueTensors(NamedTuple):
 
 	@classmethod
 	def of(cls, x: GemmArguments) -> EpilogueTensors:
-		"""Those among a kernel's arguments."""
 		z = None if x.z is None else output_view(x.z)
 		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales)
 

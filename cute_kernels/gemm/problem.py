@@ -61,7 +61,6 @@ class TileShape:
 
 	@property
 	def cluster_m(self) -> int:
-		"""Rows of operand M that a cluster covers."""
 		return self.m
 
 	@property
@@ -160,7 +159,6 @@ class GemmArguments(NamedTuple):
 	out_scales: Any = None
 
 	def in_order(self, config: GemmConfig) -> tuple[Any, Any, Any, Any]:
-		"""Operands M and N, and block scales of both."""
 		if config.tile.swap_ab:
 			return self.b, self.a, self.b_scales, self.a_scales
 		return self.a, self.b, self.a_scales, self.b_scales
@@ -303,7 +301,6 @@ class GemmConfig(abc.ABC):
 		return not self.refuses(tile)
 
 	def may_choose(self, tile: TileShape) -> bool:
-		"""Whether the choice of a tile considers this one."""
 		return self.takes(tile) and self.has_blocks(tile)
 
 	def has_blocks(self, tile: Any) -> bool:
@@ -316,17 +313,14 @@ class GemmConfig(abc.ABC):
 
 	@property
 	def kind(self) -> OperandKind:
-		"""What A is made of."""
 		return OPERANDS[self.operand]
 
 	@property
 	def b_kind(self) -> OperandKind:
-		"""What B is made of."""
 		return OPERANDS[self.b_operand or self.operand]
 
 	@property
 	def act(self) -> Activation | None:
-		"""The record of ``activation``."""
 		return None if self.activation is None else parse_activation(self.activation)
 
 	@property
@@ -360,12 +354,10 @@ class GemmConfig(abc.ABC):
 
 	@property
 	def m_kind(self) -> OperandKind:
-		"""What operand M is made of."""
 		return self.b_kind if self.tile.swap_ab else self.kind
 
 	@property
 	def n_kind(self) -> OperandKind:
-		"""What operand N is made of."""
 		return self.kind if self.tile.swap_ab else self.b_kind
 
 	@property

@@ -17,7 +17,6 @@ from .problem import RAGGED_ROWS, Extents, GemmArguments, GemmConfig
 
 
 def element_type(kind: OperandKind) -> Any:
-	"""The DSL's type of an operand's elements."""
 	return getattr(cutlass, kind.dsl_types[0])
 
 
@@ -27,7 +26,6 @@ def codes_type(kind: OperandKind) -> Any:
 
 
 def scale_type(kind: OperandKind) -> Any:
-	"""The DSL's type of an operand's block scales."""
 	name = kind.dsl_types[1]
 	assert name is not None
 	return getattr(cutlass, name)
@@ -55,7 +53,6 @@ def ragged_rows_view(matrix: cute.Tensor) -> cute.Tensor:
 
 
 def extents_of(config: GemmConfig, x: GemmArguments, m: cute.Tensor, n: cute.Tensor) -> Extents:
-	"""The sizes of a product of ``m`` and ``n``, views of its operands."""
 	if config.gathered:
 		num_rows = x.rows.shape[0]
 	elif config.grouping == "m_grouped" or config.ragged_k:

@@ -51,7 +51,6 @@ class AmaxKernels:
 		num_sms: Int32,
 		stream: Any,
 	) -> None:
-		"""Write the amaxes whose buffers are given."""
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
 		if cutlass.const_expr(group_amax is not None):
 			self.launch_clear(group_amax, num_sms, stream)
@@ -176,7 +175,6 @@ class AmaxReducer(AmaxKernels):
 
 	@staticmethod
 	def fake_args(config: AmaxConfig) -> tuple[Any, ...]:
-		"""Stand-ins for the arguments of ``launch_amax``."""
 		fake = FakeBuffers(config.dtype, config.grouping)
 		return (
 			fake.x(config.prologue),

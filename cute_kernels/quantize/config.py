@@ -174,7 +174,6 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def num_teams(self) -> int:
-		"""Rows that a CTA works on at the same time."""
 		return self.num_compute_warps // self.warps_per_row
 
 	@property
@@ -288,7 +287,6 @@ class TileConfig(CopyConfig):
 
 	@property
 	def is_2d(self) -> bool:
-		"""Whether square blocks have one scale in both directions."""
 		return parse(self.format).is_2d
 
 	@property
@@ -306,7 +304,6 @@ class TileConfig(CopyConfig):
 
 	@property
 	def has_scale_tiles(self) -> bool:
-		"""Whether block scales lie in 128x4 tiles."""
 		scale = parse(self.format).scale
 		return scale is not None and scale.layout == "tiles_128x4"
 
@@ -317,7 +314,6 @@ class TileConfig(CopyConfig):
 
 	@property
 	def tile_bytes(self) -> int:
-		"""Bytes of a 128x128 tile of the input."""
 		return 128 * 128 * DTYPE_BYTES[self.dtype]
 
 	@property
@@ -346,7 +342,6 @@ class TileConfig(CopyConfig):
 
 	@property
 	def uses_row_amax(self) -> bool:
-		"""Whether the rowwise copy has one amax a row."""
 		return _is_per_row(self.format)
 
 	@property
@@ -357,7 +352,6 @@ class TileConfig(CopyConfig):
 		return self.columnwise or not self.uses_row_amax
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
-		"""Whether the kernel takes ``problem``."""
 		if not (self.rowwise or self.columnwise):
 			return Support(False, "neither direction is asked for")
 		if self.prologue is not None and self.prologue.gathered and self.compute_amax:
@@ -404,7 +398,6 @@ class GradientConfig:
 
 	@property
 	def tile_bytes(self) -> int:
-		"""Bytes of all tiles of a stage."""
 		return (self.num_tiles + 1) * self.copies[0].tile_bytes
 
 	def can_implement(self, cols: int) -> Support:
@@ -444,7 +437,6 @@ class AmaxConfig:
 	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
-		"""Whether the kernel takes ``problem``."""
 		return _takes(self, problem, K_MULTIPLE)
 
 
@@ -465,7 +457,6 @@ class OffsetsConfig:
 	kernel: ClassVar[str] = "cute_kernels.quantize.offsets:OffsetsKernel"
 
 	def can_implement(self, splits: str, out: str) -> Support:
-		"""Whether the kernel takes these dtypes."""
 		if (splits, out) != (self.splits, self.out):
 			return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
 		if {splits, out} <= {"int32", "int64"}:
@@ -509,7 +500,6 @@ class DbiasConfig:
 
 	@property
 	def columns_per_lane(self) -> int:
-		"""Columns that one load covers."""
 		return 16 // DTYPE_BYTES[self.dtype] if self.vectorized else 1
 
 	@classmethod
@@ -518,7 +508,6 @@ class DbiasConfig:
 		return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
 	def can_implement(self, dtype: str, cols: int) -> Support:
-		"""Whether the kernel takes rows of ``cols`` elements of ``dtype``."""
 		if dtype != self.dtype:
 			return Support(False, f"compiled for {self.dtype}")
 		if dtype not in DTYPE_BYTES:
@@ -553,7 +542,6 @@ class DequantizeConfig(CopyConfig):
 
 	@property
 	def row_level(self) -> bool:
-		"""Whether the second level is per row."""
 		return _is_per_row(self.format, self.columnwise)
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:

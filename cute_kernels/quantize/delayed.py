@@ -47,7 +47,6 @@ class DelayedKernel:
 
 	@staticmethod
 	def fake_args(config: DelayedConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (amax_history, scale, amax, largest, stream)."""
 		slots = cute.sym_int()
 		history = compact(Float32, cute.sym_int(), slots)
 		vectors = [compact(Float32, slots, align=4) for _ in range(2)]

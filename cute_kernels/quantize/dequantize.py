@@ -83,7 +83,6 @@ class Dequantizer(GridKernel):
 
 	@staticmethod
 	def fake_args(config: DequantizeConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (codes, scales, level, offs, out, fresh, num_sms, stream)."""
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
 		copy = (fake.codes_t(), fake.scales_t()) if config.columnwise else None
 		codes, scales = copy or (fake.codes(), fake.scales())
@@ -134,7 +133,6 @@ class Dequantizer(GridKernel):
 
 	@cute.jit
 	def clear_tail(self, out: cute.Tensor, first: Int32) -> None:
-		"""Write zeros to the rows from ``first`` on."""
 		row_bytes = Int64(out.shape[1]) * self.element
 		stop = out.iterator.toint() + out.shape[0] * row_bytes
 		thread = cute.arch.block_idx()[0] * self.num_threads + cute.arch.thread_idx()[0]
@@ -227,7 +225,6 @@ class Dequantizer(GridKernel):
 		return [word for line in lines for word in line]
 
 	def load_levels(self, at: RowPlaces, rows: list[Int32]) -> list[Float32 | None]:
-		"""The second level of each row."""
 		if not self.config.row_level:
 			return [at.level] * len(rows)
 		return [bits_as_f32(load_global_if(at.levels + r * 4, 4, r, at.count)[0]) for r in rows]

@@ -43,7 +43,6 @@ class SlotTile(NamedTuple):
 
 
 def store_row(address: Int64, numbers: list[Float32], dtype: str) -> None:
-	"""Round and store a lane's columns of one row."""
 	words = pack_words(numbers, dtype)
 	for i in range(0, len(words), 4):
 		store_global(address + 4 * i, words[i : i + 4])

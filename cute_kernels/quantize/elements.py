@@ -33,12 +33,10 @@ class ElementMaker:
 		self.words = self.unit * DTYPE_BYTES[dtype] // 4
 
 	def cols(self, x: cute.Tensor) -> Int32:
-		"""Columns of the elements that ``x`` becomes."""
 		width = x.shape[len(x.shape) - 1]
 		return width // 2 if self.prologue.is_gated else width
 
 	def row_bytes(self, cols: Any) -> Any:
-		"""Bytes of a row of the input."""
 		return cols * (self.size * self.prologue.num_inputs)
 
 	def places(self, x_at: Any, col: Int32, cols: Int32) -> list[Any]:

@@ -63,7 +63,6 @@ class FakeBuffers:
 		return _compact(DSL_TYPES[dtype], *lead, cols)
 
 	def offs(self) -> Any:
-		"""(G,) int32, or None."""
 		if self.uniform:
 			return None
 		return compact(Int32, self.groups, align=4)
@@ -77,7 +76,6 @@ class FakeBuffers:
 		return compact(Float32, extent, align=4)
 
 	def seed(self) -> Any:
-		"""(2,) int64."""
 		return compact(Int64, 2, align=8)
 
 	def results(self) -> tuple[Any, ...]:
@@ -157,7 +155,6 @@ class FakeBuffers:
 		return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
 
 	def _bytes(self, elements: int) -> int:
-		"""Bytes of the codes of so many elements."""
 		return elements * self.fmt.element.bits // 8
 
 	def _code_dtype(self) -> Any:

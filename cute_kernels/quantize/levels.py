@@ -37,7 +37,6 @@ class LevelWriter:
 	def write_group(
 		self, amax: cute.Tensor, scale_inv: cute.Tensor | None, scale: cute.Tensor | None, group: Int32
 	) -> None:
-		"""Write those of one group."""
 		results = dict(zip(LEVEL_RESULTS, (scale_inv, scale), strict=True))
 		numbers = self.codec.level_results(self.codec.second_level(amax[group]))
 		for name, number in zip(self.codec.level_names, numbers, strict=True):

@@ -26,7 +26,6 @@ class OffsetsKernel:
 
 	@staticmethod
 	def fake_args(config: OffsetsConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (splits, out, multiplier, stream)."""
 		groups = cute.sym_int()
 		splits, out = (compact(DSL_TYPES[name], groups) for name in (config.splits, config.out))
 		return (splits, out, Int64(1), env_stream())
@@ -71,7 +70,6 @@ class OffsetsKernel:
 
 	@cute.jit
 	def warp_scan(self, value: Int64, lane: Int32) -> Int64:
-		"""Inclusive sum over the lanes up to this one."""
 		for i in cutlass.range_constexpr(5):
 			lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
 			if lane >= 1 << i:

@@ -24,7 +24,6 @@ class Prologue:
 
 	@property
 	def record(self) -> Activation:
-		"""The activation."""
 		assert self.activation is not None
 		return parse_activation(self.activation)
 
@@ -35,12 +34,10 @@ class Prologue:
 
 	@property
 	def num_inputs(self) -> int:
-		"""Numbers that an element is made of."""
 		return 1 + self.is_gated
 
 	@property
 	def bytes_read(self) -> int:
-		"""Bytes of all inputs that an element takes."""
 		return DTYPE_BYTES[self.dtype] * self.num_inputs
 
 	@property

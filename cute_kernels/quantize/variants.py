@@ -46,7 +46,6 @@ _DIRECTIONS = ((True, False), (False, True), (True, True))
 
 
 def kernel_specs(arch: str) -> Iterator[Config]:
-	"""Configurations of the kernels for ``"sm_90a"`` or ``"sm_100a"``."""
 	if support("compute_offsets", None, arch):
 		for splits, out in itertools.product(("int32", "int64"), repeat=2):
 			yield OffsetsConfig(splits, out)

@@ -138,7 +138,6 @@ def _block_scaled(a: Rows, b: Rows, adder: Adder) -> Tensor:
 
 
 def _stored_scales(x: Rows) -> Tensor:
-	"""Block scales as tensor cores take them."""
 	assert x.scales is not None
 	if x.scale.element != F32:
 		return x.scales.view(x.scale.element.dtype)
@@ -226,7 +225,6 @@ def _parts(x: Rows, depth: int) -> Iterator[slice]:
 
 
 def _cut(x: Rows, part: slice) -> Rows:
-	"""A part of K without its scales."""
 	return x._replace(codes=x.codes[:, part], scales=None)
 
 

@@ -71,7 +71,6 @@ def _halves(x: Tensor, interleaved: bool) -> Tensor:
 
 
 def _live(x: Tensor, offs: Tensor | None) -> slice:
-	"""The rows before the tail."""
 	return slice(0, len(x) if offs is None else min(len(x), max(0, int(offs[-1]))))
 
 

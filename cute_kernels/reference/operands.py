@@ -29,7 +29,6 @@ class Rows(NamedTuple):
 
 	@property
 	def elements(self) -> Tensor:
-		"""Codes in the dtype of their element, or plain values."""
 		return self.codes if self.fmt is None else self.codes.view(self.fmt.element.dtype)
 
 	@property

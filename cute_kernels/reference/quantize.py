@@ -94,7 +94,6 @@ def _group_amaxes(
 
 
 def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
-	"""(G,) amaxes of the transformed values."""
 	out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
 	for _, group, row in tile_parts(groups, elements.cols):
 		per_tile = absmax(_tile_values(elements, row, is_transformed=True).flatten(1))

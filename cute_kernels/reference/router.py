@@ -28,7 +28,6 @@ TINY = 1e-20
 
 
 def _order(scores: Tensor) -> Tensor:
-	"""Columns by falling score, the first of equal ones first."""
 	return scores.sort(stable=True, dim=-1, descending=True).indices
 
 

@@ -109,7 +109,6 @@ def _compile_and_load(
 
 
 def _compile(spec: KernelSpec, arch: Architecture) -> Any:
-	"""Compile a kernel now, in this process."""
 	from cutlass import cute
 
 	kernel = resolve(spec.kernel)
@@ -194,5 +193,4 @@ def _load(
 
 
 def _symbol(spec: KernelSpec) -> str:
-	"""The name of the kernel's host function in its object file."""
 	return f"cute_kernels_{short_name(spec)}"

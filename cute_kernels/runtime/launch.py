@@ -45,7 +45,6 @@ class Launcher:
 
 @functools.lru_cache(maxsize=256)
 def launcher(backend: Backend, device: torch.device) -> Launcher:
-	"""The launcher of a backend that runs kernels, for tensors on ``device``."""
 	if backend.is_emulated:
 		options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
 		return Launcher(architecture(backend.name), options["num_sms"], options)

@@ -73,7 +73,6 @@ class Worker:
 
 
 def main() -> None:
-	"""Compile what standard input asks for until it ends."""
 	# Whatever the compiler prints must not end up among the answers.
 	answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
 	os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -106,7 +106,6 @@ class HostMeter(Meter):
 		return launches
 
 	def _time(self, run: Run, what: str) -> Measurement:
-		"""The smallest median over the rounds."""
 		medians = []
 		for _ in range(self._rounds):
 			times = []

@@ -120,7 +120,6 @@ def _peak_on_gpu(step: Callable[[], None], leaves: list[Tensor]) -> int:
 
 
 def peak_of(run: Callable[[], object]) -> int:
-	"""The most bytes that a call allocates on the GPU at once."""
 	torch.cuda.synchronize()
 	torch.cuda.reset_peak_memory_stats()
 	before = torch.cuda.memory_allocated()

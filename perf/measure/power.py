@@ -31,7 +31,6 @@ class PowerMeter:
 			raise RuntimeError(f"NVML failed with {status}")
 
 	def _sample(self) -> tuple[int, float]:
-		"""MHz and watts."""
 		values = ctypes.c_uint(), ctypes.c_uint()
 		clock, power = map(ctypes.byref, values)
 		self._check(self._nvml.nvmlDeviceGetClockInfo(self._device, _NVML_CLOCK_SM, clock))

@@ -133,7 +133,6 @@ class Peer:
 		yield from ()
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		"""Its mixtures of experts."""
 		del work
 		yield from ()
 
@@ -165,7 +164,6 @@ def padded_rows(x: Tensor, sizes: list[int], multiple: int) -> tuple[Tensor, Ten
 
 
 def unpadded_rows(x: Tensor, sizes: list[int], multiple: int) -> Tensor:
-	"""The rows that ``padded_rows`` was given."""
 	room = [round_up(size, multiple) for size in sizes]
 	return torch.cat([part[:n] for part, n in zip(x.split(room), sizes, strict=True)])
 

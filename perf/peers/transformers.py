@@ -22,7 +22,6 @@ class Transformers(Peer):
 	kinds = ("gpu", "cpu")
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		"""The layer in bf16."""
 		yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND, versions=self.versions)
 
 

@@ -25,7 +25,6 @@ class Layer:
 
 	@property
 	def linears(self) -> tuple[tuple[str, int, int], ...]:
-		"""Name, N and K of the products."""
 		up = ("up", 2 * self.intermediate, self.hidden)
 		return (up, ("down", self.hidden, self.intermediate)) if self.is_mlp else (up,)
 

@@ -95,7 +95,6 @@ class _Problem:
 		self._wanted = torch.tensor([o.microseconds for o in observed], dtype=torch.float64)
 
 	def errors(self, logs: Tensor) -> Tensor:
-		"""Logarithms of predicted over measured."""
 		values = torch.cat([logs.exp(), logs.new_zeros(1)])
 		times, _ = _times(self._units, values[self._of])
 		sums = torch.zeros_like(self._wanted).index_add(0, self._owner, times)
@@ -169,7 +168,6 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
 
 
 def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list[float]:
-	"""Logarithms of predicted over measured."""
 	problem = _Problem(observed)
 	known = [values.get(name) or _assumed(name) for name in problem.names]
 	found: list[float] = problem.errors(torch.tensor(known).double().log()).tolist()

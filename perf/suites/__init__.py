@@ -9,7 +9,6 @@ SUITES = ("quantize", "gemm", "layer", "moe", "memory", "host", "compile", "coun
 
 
 def suite(name: str) -> Suite:
-	"""A suite by its name."""
 	import importlib
 
 	found: Suite = importlib.import_module(f"perf.suites.{name}").SUITE

@@ -32,7 +32,6 @@ class Options:
 	emulation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 	def competing(self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]) -> Iterator[Contender]:
-		"""What the peers that work here offer."""
 		for peer in self.peers:
 			if meter.kind in peer.kinds and not peer.missing(meter):
 				peer.meter = meter
@@ -51,7 +50,6 @@ class Suite:
 
 
 def default_meters(options: Options) -> list[Meter]:
-	"""The one meter of the backend that was asked for."""
 	return [meter_of(options.backend, options.protocol, options.quick, options.emulation)]
 
 

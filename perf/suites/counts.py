@@ -87,12 +87,10 @@ def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
 
 
 def _is_one_of(texts: list[str], contender: Contender) -> bool:
-	"""Whether it is a peer, or ours in one of these formats."""
 	return contender.name != "ours" or contender.format in texts
 
 
 def _only(task: Task, takes: Callable[[Contender], bool]) -> Task:
-	"""A task with some of its contenders."""
 
 	def contenders(copy: int) -> list[Contender]:
 		return [c for c in task.contenders(copy) if takes(c)]

@@ -67,7 +67,6 @@ class Pair:
 
 	@property
 	def formats(self) -> tuple[Format | None, Format | None]:
-		"""The records of both."""
 		return (self.a and parse(self.a)) or None, (self.b and parse(self.b)) or None
 
 
@@ -93,7 +92,6 @@ _SMALL_ROWS = 200
 
 
 def ours(pair: Pair, work: Operands, meter: Meter) -> Contender:
-	"""A product by this package."""
 	return Contender(
 		name=f"ours{pair.variant}",
 		format=pair.text(work.product),
@@ -114,7 +112,6 @@ def _bytes(pair: Pair, work: Operands) -> tuple[float, float]:
 
 
 def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
-	"""Both operands as ``grouped_gemm`` takes them."""
 	a_fmt, b_fmt = pair.formats
 	a, b = work.a, work.b
 	if work.is_wgrad:
@@ -173,7 +170,6 @@ def _values(x: Tensor, direction: str | None) -> Tensor:
 def task(
 	meter: Meter, options: Options, shape: GroupedShape, rows: int, product: str, routing: str, suite: str = "gemm"
 ) -> Task:
-	"""All who can multiply a shape."""
 
 	def contenders(copy: int) -> list[Contender]:
 		work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
@@ -185,7 +181,6 @@ def task(
 
 
 def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
-	"""Shapes, rows, products and routings of a run on a GPU."""
 	for model, layer in HEADLINE:
 		shape = MODELS[model].shape(layer)
 		for tokens in _TOKENS:

@@ -64,7 +64,6 @@ class Step:
 	parameters: Sequence[Sequence[Tensor]]
 
 	def run(self) -> Tensor:
-		"""Do it, into fresh gradients; returns the output."""
 		if self.dy is None:
 			with torch.no_grad():
 				return self.forward(self.x)
@@ -142,7 +141,6 @@ class LayerWork:
 		return [nn.Parameter(w, self.backward) for w in self.weights]
 
 	def ours(self, recipe: grouped.recipes.Recipe) -> tuple[nn.Module, list[Any]]:
-		"""The layer of this package, and what has its weights."""
 		shape = self.shape
 		sizes = (shape.experts, shape.hidden)
 		options: dict[str, Any] = {"recipe": recipe, "device": self.device, "dtype": torch.bfloat16}
@@ -154,11 +152,9 @@ class LayerWork:
 
 	@property
 	def arguments(self) -> tuple[Tensor, ...]:
-		"""What our layer takes beside rows."""
 		return (self.offs,)
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
-		"""The pass of a layer on these rows."""
 		x = self.x.detach().clone().requires_grad_(self.backward)
 		return Step(forward, x, self.dy, parameters)
 
@@ -175,12 +171,10 @@ class LayerWork:
 		return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 	def exact(self, x: Tensor, *weights: Tensor) -> Tensor:
-		"""The output, of operands of any dtype."""
 		parts = zip(x.split(self.sizes), *(w.unbind() for w in weights), strict=True)
 		return torch.cat([of_expert(*part) for part in parts])
 
 	def error(self, results: Sequence[Tensor]) -> float:
-		"""Largest relative error of results."""
 		errors = [relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]
 		return next((e for e in errors if e != e), max(errors))
 
@@ -194,7 +188,6 @@ class LayerWork:
 		capturable: bool = True,
 		versions: Mapping[str, str] | None = None,
 	) -> Contender:
-		"""One who does this pass."""
 		made: list[Pass] = []
 
 		def prepare() -> Callable[[], Any]:
@@ -225,7 +218,6 @@ def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:
 
 
 def recipes() -> dict[str, grouped.recipes.Recipe]:
-	"""All recipes by name."""
 	names = (name for name in grouped.recipes.__all__ if name != "Recipe")
 	return {name: getattr(grouped.recipes, name)() for name in names}
 
@@ -248,7 +240,6 @@ def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, compiled:
 def contenders_of(
 	work: LayerWork, meter: Meter, options: Options, names: Iterable[str], offered: Callable[[Any], Iterator[Contender]]
 ) -> Iterator[Contender]:
-	"""Ours in recipes of these names, and peers."""
 	for name in names:
 		recipe = getattr(grouped.recipes, name)()
 		bound = _BOUND if recipe.is_quantized else _BF16_BOUND

@@ -34,7 +34,6 @@ class MoEShape(LayerShape):
 
 	@classmethod
 	def of(cls, model: str) -> "MoEShape":
-		"""What is measured of a model."""
 		found = MODELS[model]
 		return cls(model, found.experts // SLICES[model], found.hidden, found.intermediate, found.top_k)
 
@@ -94,7 +93,6 @@ class MoEWork(LayerWork):
 		return self.step(lambda x: experts(x, *self.choose(x, router), *weights), [[p] for p in leaves])
 
 	def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:
-		"""Ours in the recipes of most interest, and peers."""
 		return contenders_of(self, meter, options, _RECIPES, lambda peer: peer.mixtures(self))
 
 

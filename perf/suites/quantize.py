@@ -151,7 +151,6 @@ def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list
 
 
 def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
-	"""A quantizer of this package."""
 	fmt = parse(text)
 
 	def prepare() -> Callable[[], Any]:
@@ -186,7 +185,6 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
 
 
 def _reduction(data: Input, op: str, meter: Meter) -> Contender:
-	"""``grouped_amax`` or ``grouped_dbias``."""
 	run = getattr(ops, f"grouped_{op}")
 
 	def prepare() -> Callable[[], Any]:
@@ -205,7 +203,6 @@ def _reduction(data: Input, op: str, meter: Meter) -> Contender:
 def quantize_task(
 	meter: Meter, options: Options, shape: tuple[int, int, int], asked: Quantization, suite: str = "quantize"
 ) -> Task:
-	"""All who can quantize an input."""
 
 	def contenders(copy: int) -> list[Contender]:
 		data = Input(*shape, meter.device, options.seed, copy)
@@ -223,7 +220,6 @@ def _shape_case(shape: tuple[int, int, int]) -> dict[str, Any]:
 
 
 def tasks_of(meter: Meter, options: Options, shape: tuple[int, int, int], suite: str = "quantize") -> Iterator[Task]:
-	"""Everything that is done to one input."""
 	for asked in (*QUANTIZATIONS, *_FUSED):
 		yield quantize_task(meter, options, shape, asked, suite)
 	size = _shape_case(shape)

@@ -91,7 +91,6 @@ class Codec(abc.ABC):
 		raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")
 
 	def encode_factor(self, index: Uint32, level: Level) -> Float32:
-		"""The encode factor of scale byte ``index`` less than ``table_size``."""
 		raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")
 
 	@abc.abstractmethod

@@ -49,12 +49,10 @@ class AccReader:
 		self.shape = self.thread_copy.partition_D(whole).shape
 
 	def new_state(self) -> pipeline.PipelineState:
-		"""The first accumulator."""
 		return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.acc_pipeline.num_stages)
 
 	@cute.jit
 	def wait(self, state: pipeline.PipelineState) -> None:
-		"""Wait until there is something to read."""
 		if cutlass.const_expr(self.own is None):
 			self.acc_pipeline.consumer_wait(state)
 

@@ -55,7 +55,6 @@ class Sm100Tile(TileShape):
 
 	@property
 	def may_swap(self) -> bool:
-		"""Whether some tiles have swapped operands."""
 		return self.swap_ab or self.swap_partial
 
 
@@ -90,12 +89,10 @@ class Codes:
 
 	@property
 	def tiler(self) -> tuple[Any, int]:
-		"""Rows and bytes in a stage."""
 		return (2, self.rows // 2) if self.pairs_rows else self.rows, self.row_bytes
 
 	@property
 	def row_bytes(self) -> int:
-		"""Bytes of codes of a row in a stage of them."""
 		return PIECE_K * self.kind.bits // 8
 
 	@property
@@ -112,7 +109,6 @@ class Codes:
 
 	@property
 	def scale_bytes(self) -> int:
-		"""Shared memory of the block scales of a stage."""
 		return 4 * math.prod(self.scales) if self.scales else 0
 
 	@property
@@ -199,7 +195,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def multiplied(self) -> tuple[OperandKind, OperandKind]:
-		"""What operands M and N are made of there."""
 		return self._taken(self.m_kind), self._taken(self.n_kind)
 
 	@property
@@ -240,14 +235,12 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def k_scale_tiles(self) -> int:
-		"""Tiles of block scales of a stage along K."""
 		if not self.mma_kind.is_block_scaled:
 			return 0
 		return K_BLOCKS // self.mma_kind.k_blocks_of_scale_tile
 
 	@property
 	def stage_bytes(self) -> int:
-		"""Shared memory of one stage of both operands in one CTA."""
 		scales = sum(self.scale_tiles) * self.k_scale_tiles * SF_TILE_BYTES
 		return sum(self.element_stage_bytes) + scales
 
@@ -276,7 +269,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def num_codes_stage(self) -> int:
-		"""Stages of codes: those for which the others leave room."""
 		left = self._stage_capacity - self.num_ab_stage * self.stage_bytes
 		return left // self.codes_stage_bytes
 
@@ -293,7 +285,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def num_ab_stage(self) -> int:
-		"""Stages of both operands that fit in shared memory."""
 		of_codes, left = self.codes_stage_bytes, self._stage_capacity
 		balanced = left // (self.stage_bytes + of_codes // CODES_STAGES)
 		return min(balanced, (left - _LEAST_STAGES * of_codes) // self.stage_bytes)

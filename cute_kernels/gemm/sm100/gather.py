@@ -121,7 +121,6 @@ class GatherLoad:
 
 
 def _address(atom: cute.CopyAtom) -> Int64:
-	"""Where the tensor map of a copy is."""
 	copy = cute_nvgpu.atom_make_exec_tma(atom._trait.value)
 	kind = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
 	return Int64(cute_nvgpu.get_tma_desc_addr(kind, copy).toint())

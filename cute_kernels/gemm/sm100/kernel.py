@@ -174,7 +174,6 @@ class Sm100Gemm:
 		)
 
 	def matrix(self, x: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any) -> cute.Tensor:
-		"""An operand as (rows, K, groups)."""
 		if self.config.ragged_k:
 			return ragged_rows_view(x)
 		return matrix_view(x, kind, mn_major, depth)
@@ -222,7 +221,6 @@ class Sm100Gemm:
 		return TmaSource(*make(op, tensor, stage, tiler, mma, cluster.shape, internal_type=kind))
 
 	def box_source(self, layouts: Layouts, tensor: cute.Tensor) -> TmaSource:
-		"""The TMA copy of a box of rows of operand M."""
 		box = cute.slice_(layouts.boxes, (None, None, 0))
 		op = cpasync.CopyBulkTensorTileG2SOp(layouts.tiled_mma.op.cta_group)
 		shape = (BOX_ROWS, layouts.tiler[2])
@@ -338,7 +336,6 @@ class Sm100Gemm:
 			tmem.free(pointer)
 
 	def allocate_stages(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> Stages:
-		"""Stages of both operands and their block scales in shared memory."""
 		staged = layouts.stages
 		out = Stages(
 			*(
@@ -364,7 +361,6 @@ class Sm100Gemm:
 		return out
 
 	def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts, out: cute.Tensor) -> cute.Tensor:
-		"""Blocks of the output in shared memory."""
 		dtype = out.element_type
 		if self.config.tile.swap_ab:
 			layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
@@ -401,6 +397,5 @@ class Sm100Gemm:
 		return SwappingLoadWarp(self.config, partial, *rest)
 
 	def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
-		"""How a stage is multiplied."""
 		acc_stride = self.config.tile.n - self.config.acc_overlap
 		return StageMma(self.config, shared, tmem, acc_stride, layouts.sf_first_columns())

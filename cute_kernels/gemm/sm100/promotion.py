@@ -157,7 +157,6 @@ class Promoter:
 
 	@cute.jit
 	def put(self, sums: cute.Tensor) -> None:
-		"""Store the sums into tensor memory."""
 		thread = self.store.get_slice(cute.arch.thread_idx()[0])
 		whole = cute.make_identity_tensor((128, _COLUMNS))
 		shape = thread.partition_S(whole).shape

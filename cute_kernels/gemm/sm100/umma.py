@@ -54,10 +54,8 @@ class ElementStages(NamedTuple):
 
 	@classmethod
 	def of(cls, kind: OperandKind, stages: cute.Tensor, mn_major: bool) -> ElementStages:
-		"""Those of ``stages``, ((rows, K of an instruction), 1, K blocks, stages)."""
 
 		def distance(row: int = 0, k: int = 0, block: int = 0, stage: int = 0) -> int:
-			"""Bytes from the first element to another."""
 			index = cute.crd2idx(((row, k), 0, block, stage), stages.layout)
 			return int(index) * kind.bits // 8
 

@@ -220,7 +220,6 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def stage_k(self) -> int:
-		"""Elements along K of one stage."""
 		if not self.is_decoded:
 			return _STAGE_ROW_BYTES * 8 // self.multiplied_bits
 		return _LONG_STAGE_K if self.tile.n <= _LONG_STAGE_N else PIECE_K
@@ -281,14 +280,12 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def multiplied(self) -> str:
-		"""Name of the type of the elements that are multiplied."""
 		if not self.is_decoded:
 			return self.operand
 		return self.activations or "float16"
 
 	@property
 	def multiplied_bits(self) -> int:
-		"""Bits of those elements."""
 		return OPERANDS[self.multiplied].bits
 
 	@property
@@ -338,7 +335,6 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def stage_bytes(self) -> int:
-		"""Shared memory of one stage of both operands."""
 		return sum(self.m_stage_bytes) + sum(self.n_stage_bytes)
 
 	@property
@@ -395,7 +391,6 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def block_bytes(self) -> int:
-		"""Shared memory of one block of one warpgroup."""
 		rows, cols = self.block_shape
 		return rows * cols * DTYPE_BYTES[self.staged_type]
 
@@ -408,10 +403,8 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def epilogue_bytes(self) -> int:
-		"""Shared memory of the epilogue."""
 		return self.consumers * self.num_store_stage * self.block_bytes + self.factor_words * 4
 
 	@property
 	def num_ab_stage(self) -> int:
-		"""Stages of both operands that fit in shared memory."""
 		return (_SMEM_CAPACITY - _SMEM_RESERVED - self.epilogue_bytes) // self.stage_bytes

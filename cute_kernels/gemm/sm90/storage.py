@@ -78,7 +78,6 @@ class Layouts:
 			)
 
 	def mma_of(self, width: int) -> cute.TiledMma:
-		"""The MMA of all consumer warpgroups for ``width`` columns."""
 		config, source = self.config, warpgroup.OperandSource
 		return hopper_helpers.make_trivial_tiled_mma(
 			*self.elements,
@@ -98,7 +97,6 @@ class Layouts:
 		return cute.tile_to_shape(atom, (*tiler, self.config.num_ab_stage), order)
 
 	def _scales(self, rows: int) -> cute.Layout:
-		"""Stages of fp32 scales of single rows."""
 		return cute.make_layout((rows, 1, self.config.num_ab_stage), stride=(1, rows, rows))
 
 

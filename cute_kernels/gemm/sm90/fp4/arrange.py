@@ -40,7 +40,6 @@ class ArrangeKernel(GridKernel):
 
 	@staticmethod
 	def fake_args(config: ArrangeConfig) -> tuple[Any, ...]:
-		"""Stand-ins for the arguments of ``kernel``, num_sms and stream."""
 		dtype = DSL_TYPES[config.dtype]
 		rows, depth, pitch = (cute.sym_int(divisibility=d) for d in (1, N_ALIGN, N_ALIGN))
 		wide = cute.sym_int(divisibility=PIECE_K)
@@ -70,7 +69,6 @@ class ArrangeKernel(GridKernel):
 
 	@cute.jit
 	def arrange(self, x: cute.Tensor, out: cute.Tensor, row: Int32, span: Int32) -> None:
-		"""Rearrange ``_CHUNKS`` chunks of a row."""
 		lane = cute.arch.lane_idx()
 		quad_lane = lane % _QUAD
 		first = (span * _CHUNKS + lane // _QUAD) * PIECE_K

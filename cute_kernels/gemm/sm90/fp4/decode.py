@@ -110,7 +110,6 @@ class _PrepackedCodes:
 	scales = staticmethod(scales_as_fp16)
 
 	def pair(self, codes: Uint32, t: int, at: int) -> Uint32:
-		"""Codes t and t + 4 of a word."""
 		return asm(_PREPACKED_PAIRS[t], [Uint32], [codes])
 
 
@@ -121,7 +120,6 @@ class _Bf16Codes:
 	scales = staticmethod(scales_as_bf16)
 
 	def pair(self, codes: Uint32, t: int, at: int) -> Uint32:
-		"""Codes t and t + 4 of a word."""
 		return asm(_BF16_PAIRS[t], [Uint32], [codes])
 
 

@@ -49,7 +49,6 @@ class ExpandKernel(GridKernel):
 
 	@staticmethod
 	def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
-		"""Stand-ins for the arguments of ``kernel``, num_sms and stream."""
 		rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
 		wide = cute.sym_int(divisibility=PIECE_K)
 		tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
@@ -86,7 +85,6 @@ class ExpandKernel(GridKernel):
 
 	@cute.jit
 	def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
-		"""A row's place among the block scales."""
 		slot = row
 		if cutlass.const_expr(self.config.is_ragged):
 			groups = Grouping(offs, offs.shape[0], rows, Int32(0))
@@ -99,7 +97,6 @@ class ExpandKernel(GridKernel):
 	def expand(
 		self, codes: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, row: Int32, slot: Int32, span: Int32
 	) -> None:
-		"""Expand ``_CHUNKS`` chunks of a row."""
 		lane = cute.arch.lane_idx()
 		half, odd = lane // 2 % 2, lane % 2
 		chunk = span * _CHUNKS + lane // 4
