@@ -270,7 +270,7 @@ def _run(
 	(dx, dw), (da, dw_2) = needs
 	if r.token is not None:
 		dw = dw_2 = False
-	rows: Tensor | Rows = x if r.token is None else Rows(x, r.offs, r.token)
+	rows: Tensor | Rows = x if r.token is None else Rows(x, r.offs, r.token, r.row)
 	epilogue = first.epilogue(rows, r.offs, style, second, keeps_z)
 	if epilogue is not None:
 		made_of, saved = first.forward(rows, r.offs, (dx, dw), epilogue)
@@ -279,7 +279,7 @@ def _run(
 		(h,), saved_2 = second.forward(a, r.offs, (da, dw_2))
 	else:
 		(z,), saved = first.forward(rows, r.offs, (dx, dw))
-		(h,), saved_2 = second.forward(Rows(z, r.offs, None, *act), r.offs, (da, dw_2))
+		(h,), saved_2 = second.forward(Rows(z, r.offs, None, None, *act), r.offs, (da, dw_2))
 	y = h if r.row is None else ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
 	return y, z if keeps_z else None, (saved, saved_2)
 
@@ -403,8 +403,8 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	need_dx, need_dp, need_dz, of_first, of_second = ctx.needs
 	dtype, is_gathered = call_1.dtype, token is not None
 	if z is None:
-		z = _again(ctx, first, x, offs, token, scales_1[0], again, weight_1)
-	rows: Tensor | Rows = Rows(dy.to(dtype), offs, token)
+		z = _again(ctx, first, Rows(x, offs, token, row), scales_1[0], again, weight_1)
+	rows: Tensor | Rows = Rows(dy.to(dtype), offs, token, row)
 	if second.flags is not None:
 		rows = made(rows)
 		debug.note_gradient(second.flags, rows, offs)
@@ -451,7 +451,7 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 		del dz, weight_1, of_x
 		wgrad = got.wgrad
 		if wgrad is not None and is_gathered:
-			operand, _ = wgrad_operand(call_1, Rows(x, offs, token), offs, scales_1[0])
+			operand, _ = wgrad_operand(call_1, Rows(x, offs, token, row), offs, scales_1[0])
 			wgrad = wgrad._replace(x=operand)
 		dx = got.dx
 		if dx is not None and is_gathered:
@@ -468,16 +468,7 @@ def _quantizes_gradients(first: Recipe, second: Recipe) -> bool:
 	return all(f is not None and support("moe_quantize_gradient", f, "reference") for f in formats)
 
 
-def _again(
-	ctx: Any,
-	layer: Layer,
-	x: Tensor,
-	offs: Tensor,
-	token: Tensor | None,
-	scale: Tensor | None,
-	again: list[Any],
-	of_dx: list[Any],
-) -> Tensor:
+def _again(ctx: Any, layer: Layer, rows: Rows, scale: Tensor | None, again: list[Any], of_dx: list[Any]) -> Tensor:
 	"""z, by the first product of the forward pass."""
 	bias, weight_scale, *weights = again
 	weights = weights or of_dx[: len(ctx.of_weights[0])]
@@ -487,7 +478,7 @@ def _again(
 		scaling = Scaling([scale, weight_scale, scale])
 	sources = [weights[0].new_empty(())] if ctx.has_copies else weights
 	layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
-	return layer.forward(Rows(x, offs, token), offs, (False, False))[0][0]
+	return layer.forward(rows, rows.offs, (False, False))[0][0]
 
 
 def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor | None) -> None:

@@ -65,6 +65,7 @@ class Rows(NamedTuple):
 	  x: (T, W).
 	  offs: (G,) end rows.
 	  at: (R,) int32, the row of ``x`` of each; None for all in order.
+	  inverse: (T, k) int32, the rows of each row of ``x``: with ``at``.
 	  activation: text of what is done to them; None for nothing.
 	  interleaved: as ``moe_activate`` takes it.
 	"""
@@ -72,6 +73,7 @@ class Rows(NamedTuple):
 	x: Tensor
 	offs: Tensor
 	at: Tensor | None = None
+	inverse: Tensor | None = None
 	activation: str | None = None
 	interleaved: bool = False
 
@@ -82,7 +84,7 @@ class Rows(NamedTuple):
 
 	def made(self) -> Tensor:
 		"""The rows in memory."""
-		x = self.x if self.at is None else ops.moe_gather(self.x, self.at)
+		x = self.x if self.at is None else ops.moe_gather(self.x, self.at, self.inverse)
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
 	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
@@ -127,7 +129,7 @@ class WgradOperands(NamedTuple):
 
 	Attributes:
 	  dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
-	  x: the input, likewise; if plain, an index of its rows may follow.
+	  x: the input, likewise; if plain, an index of its rows may follow, and its inverse.
 	  offs: (G,) end rows.
 	"""
 
@@ -186,7 +188,7 @@ class LinearCall(NamedTuple):
 			_, _, dy_format = self.recipe.texts
 			options += (a_scales, b_scales, dy_format, self.recipe.texts[0])
 		elif b_scales:
-			options += (*(None,) * 5, b_scales[0])
+			options += (*(None,) * 5, *b_scales)
 		if out is None:
 			dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
 			return dweight
@@ -232,14 +234,14 @@ def _quantize(
 	scale: Tensor | None,
 ) -> Copies:
 	"""Quantize rowwise, columnwise or both."""
-	activation = index = None
+	activation = index = inverse = None
 	if isinstance(x, Rows):
-		x, _, index, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
+		x, _, index, inverse, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
 	if recipe.propagate_nonfinite and fmt.element.holds_nan:
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
 	given = (scale, draw_seed(fmt, x.device))
-	options = (*given, activation, None, index)
+	options = (*given, activation, None, index, inverse)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
 	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
 	names = [name for way in directions for name in fmt.buffer_names(way)]
@@ -308,7 +310,7 @@ def _quantize_and_multiply(
 		if not columnwise and scale is None and not is_seen:
 			texts = (fmt.text, call.weight_format)
 			rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
-			last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at)
+			last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at, rows.inverse)
 			return _call(
 				"m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue
 			), Copies()
@@ -316,7 +318,7 @@ def _quantize_and_multiply(
 		if call.probe is not None:
 			call.probe.see(role, made(x), copies, fmt, offs)
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
-	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None)
+	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None, None)
 	return _call("m_grouped_gemm", (a_codes, codes, offs, *options, *rest), epilogue), copies
 
 
@@ -335,13 +337,13 @@ def _plain_product(
 	offs: Tensor,
 	transpose: bool,
 	out_dtype: torch.dtype,
-	index: Tensor | None = None,
+	index: tuple[Tensor | None, Tensor | None] = (None, None),
 	epilogue: Epilogue | None = None,
 ) -> list[Tensor]:
 	operands: tuple[object, ...] = (x, weight, offs, bias, None, transpose, out_dtype, *(None,) * 4)
 	if isinstance(weight, GroupedTensor):
 		_, operands = w4a16_operands(x, weight, offs, bias, None, transpose, out_dtype)
-	return _call("m_grouped_gemm", (*operands, False, None, index), epilogue)
+	return _call("m_grouped_gemm", (*operands, False, None, *index), epilogue)
 
 
 def low(x: Tensor) -> Tensor:
@@ -380,9 +382,9 @@ def forward(
 	if isinstance(weight, GroupedTensor):
 		_check_grouped(weight, need_dx)
 	if not recipe.is_quantized:
-		index: Tensor | None = None
+		index: tuple[Tensor | None, Tensor | None] = (None, None)
 		if isinstance(x, Rows) and x.activation is None and probe is None and not need_dweight:
-			index, x = x.at, x.x
+			index, x = (x.at, x.inverse), x.x
 		x = made(x)
 		low_x = x if isinstance(weight, GroupedTensor) else low(x)
 		low_weight = _low_weight(weights, low_x.dtype)
@@ -470,7 +472,7 @@ def wgrad_operand(
 		return x.columnwise or [], None
 	if not call.recipe.is_quantized:
 		if isinstance(x, Rows) and x.activation is None and x.at is not None:
-			return [low(x.x), x.at], None
+			return [low(x.x), x.at, *([] if x.inverse is None else [x.inverse])], None
 		return [low(made(x))], None
 	if call.probe is not None:
 		x = made(x)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+	from typing_extensions import Self
 
 #: Pairs of a token and an expert that one CTA sorts before a cluster of them is faster.
 _ONE_CTA = 4096
@@ -82,9 +85,17 @@ class GatherConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.rows:GatherKernel"
 
 	@classmethod
-	def choose(cls, row_bytes: int) -> GatherConfig:
+	def choose(cls, row_bytes: int) -> Self:
 		"""The configuration for rows of so many bytes."""
 		return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class SpreadConfig(GatherConfig):
+	"""The same token by token: one read of each row of x."""
+
+	#: The compiled function takes (x, index, row, out, num_sms), row (T, k) int32.
+	kernel: ClassVar[str] = "cute_kernels.moe.rows:SpreadKernel"
 
 
 @dataclasses.dataclass(frozen=True)

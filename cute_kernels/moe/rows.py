@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int16, Int32, Int64, cute
+from cutlass import Float32, Int16, Int32, Int64, Uint32, cute
 
 from ..device.constants import WARP_SIZE
 from ..device.convert import pack_words, unpack_words
@@ -33,6 +33,7 @@ class GatherKernel(GridKernel):
 
 	def __init__(self, config: GatherConfig):
 		self.width = config.width
+		self.strip = WARP_SIZE * _LOADS * config.width
 
 	@staticmethod
 	def fake_args(config: GatherConfig) -> tuple[Any, ...]:
@@ -49,28 +50,86 @@ class GatherKernel(GridKernel):
 		tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
 		warp = cute.arch.block_idx()[0] * _WARPS + tid // WARP_SIZE
 		row_bytes = x.shape[1] * (x.element_type.width // 8)
-		strip = WARP_SIZE * _LOADS * self.width
-		strips = (row_bytes + strip - 1) // strip
+		strips = (row_bytes + self.strip - 1) // self.strip
 		items = Int64(out.shape[0]) * strips
 		item, step = Int64(warp), cute.arch.grid_dim()[0] * _WARPS
 		while item < items:
 			r = Int32(item // strips)
-			at = Int32(item - Int64(r) * strips) * strip + lane * self.width
+			at = Int32(item - Int64(r) * strips) * self.strip + lane * self.width
 			source = index[r]
 			end = row_bytes
 			if source < 0 or source >= x.shape[0]:
 				source, end = Int32(0), Int32(0)
-			from_ = x.iterator.toint() + Int64(source) * row_bytes + at
-			to = out.iterator.toint() + Int64(r) * row_bytes + at
-			ats = [at + i * (WARP_SIZE * self.width) for i in range(_LOADS)]
-			loaded = [load_global_if(from_ + (a - at), self.width, a, end) for a in ats]
-			for i in cutlass.range_constexpr(_LOADS):
-				if ats[i] < row_bytes:
-					if cutlass.const_expr(self.width == 2):
-						store_global_half(to + (ats[i] - at), loaded[i][0])
-					else:
-						store_global(to + (ats[i] - at), loaded[i])
+			self.store(out, r, at, self.load(x, source, at, end))
 			item += step
+
+	def load(self, x: cute.Tensor, row: Int32, at: Int32, end: Int32) -> list[list[Uint32]]:
+		"""A lane's part of a strip of a row from byte ``at`` on; zeros from ``end`` on."""
+		from_ = x.iterator.toint() + Int64(row) * (x.shape[1] * (x.element_type.width // 8))
+		ats = [at + i * (WARP_SIZE * self.width) for i in range(_LOADS)]
+		return [load_global_if(from_ + a, self.width, a, end) for a in ats]
+
+	@cute.jit
+	def store(self, out: cute.Tensor, row: Int32, at: Int32, strip: list[list[Uint32]]) -> None:
+		"""Write that to a row of the output."""
+		row_bytes = out.shape[1] * (out.element_type.width // 8)
+		to = out.iterator.toint() + Int64(row) * row_bytes + at
+		for i in cutlass.range_constexpr(_LOADS):
+			after = i * (WARP_SIZE * self.width)
+			if at + after < row_bytes:
+				if cutlass.const_expr(self.width == 2):
+					store_global_half(to + after, strip[i][0])
+				else:
+					store_global(to + after, strip[i])
+
+
+class SpreadKernel(GatherKernel):
+	"""The same token by token: ``out[row[t, k]] = x[t]``, where the index names a row of x."""
+
+	@classmethod
+	def fake_args(cls, config: GatherConfig) -> tuple[Any, ...]:
+		"""Stand-ins for (x, index, row, out, num_sms, stream)."""
+		x, index, *rest = super().fake_args(config)
+		return (x, index, compact(Int32, x.shape[0], cute.sym_int(), align=4), *rest)
+
+	@cute.kernel
+	def kernel(self, x: cute.Tensor, index: cute.Tensor, row: cute.Tensor, out: cute.Tensor) -> None:
+		tid, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+		warp, step = cute.arch.block_idx()[0] * _WARPS + tid // WARP_SIZE, cute.arch.grid_dim()[0] * _WARPS
+		row_bytes = x.shape[1] * (x.element_type.width // 8)
+		strips = (row_bytes + self.strip - 1) // self.strip
+		items, item, top_k = Int64(x.shape[0]) * strips, Int64(warp), row.shape[1]
+		while item < items:
+			t = Int32(item // strips)
+			at = Int32(item - Int64(t) * strips) * self.strip + lane * self.width
+			strip, k = self.load(x, t, at, row_bytes), Int32(0)
+			while k < top_k:
+				# All before the first store, which could be to them as far as a compiler knows.
+				rows = []
+				for i in cutlass.range_constexpr(_LOADS):
+					r = Int32(-1)
+					if k + i < top_k:
+						r = row[t, k + i]
+					rows.append(r)
+				for i in cutlass.range_constexpr(_LOADS):
+					if rows[i] >= 0 and rows[i] < out.shape[0]:
+						self.store(out, rows[i], at, strip)
+				k += _LOADS
+			item += step
+		# Rows of no token: which of 32 they are.
+		first, zeros = Int32(warp) * WARP_SIZE, [[Uint32(0)] * max(1, self.width // 4)] * _LOADS
+		while first < out.shape[0]:
+			is_none = False
+			if first + lane < out.shape[0]:
+				token = index[first + lane]
+				is_none = token < 0 or token >= x.shape[0]
+			left = Uint32(cute.arch.vote_ballot_sync(is_none))
+			while left != 0:
+				r = first + (31 - cute.arch.clz(left & (~left + 1)))
+				for at in cutlass.range(lane * self.width, row_bytes, self.strip, unroll=1):
+					self.store(out, r, at, zeros)
+				left = left & (left - 1)
+			first += step * WARP_SIZE
 
 
 class CombineKernel(GridKernel):

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..capability import support
-from .config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RouterGradientConfig, RoutingConfig
+from .config import (
+	ActivateConfig,
+	CombineConfig,
+	GatherConfig,
+	RouterConfig,
+	RouterGradientConfig,
+	RoutingConfig,
+	SpreadConfig,
+)
 
 Config = ActivateConfig | CombineConfig | GatherConfig | RouterConfig | RouterGradientConfig | RoutingConfig
 
@@ -19,7 +27,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 			yield RouterConfig(score, per_lane=8 if grouped else 4, biased=grouped, grouped=grouped)
 			yield RouterGradientConfig(score, per_lane=8 if grouped else 4)
 	if support("moe_gather", None, arch):
-		yield GatherConfig()
+		yield from (GatherConfig(), SpreadConfig())
 	if support("moe_activate", None, arch):
 		yield ActivateConfig("swiglu", arch)
 		yield ActivateConfig("swiglu", arch, gradient=True)

@@ -57,6 +57,15 @@ def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
 		raise ValueError(f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries")
 
 
+def check_inverse(inverse: Tensor | None, rows: Tensor | None, name: str, x: Tensor) -> None:
+	"""``inverse`` of ``rows`` must be (T, k) int32 of T rows of ``x``, where it is given."""
+	if inverse is not None:
+		if rows is None:
+			raise ValueError("inverse is that of rows: give both")
+		check_tensor("inverse", inverse, dtypes=(torch.int32,), shape=(x.shape[0], None))
+		same_device(name, x.device, inverse=inverse)
+
+
 def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
 	"""``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
 	check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class MGroupedQuantizeGemm(MGrouped):
 	  accumulation: as for ``m_grouped_gemm``.
 	  activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
 	  rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
+	  inverse: likewise.
 
 	Returns:
 	  (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -70,6 +71,7 @@ class MGroupedQuantizeGemm(MGrouped):
 	accumulation: str | None = None
 	activation: str | None = None
 	rows: Tensor | None = None
+	inverse: Tensor | None = None
 
 	name: ClassVar[str] = "m_grouped_quantize_gemm"
 	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemm
@@ -95,7 +97,7 @@ class MGroupedQuantizeGemm(MGrouped):
 		if self.rows is None:
 			return read
 		# Where codes have scales, for what quantizes A to them.
-		return lambda op: ((op.a, cast("MGroupedQuantizeGemm", op).rows, None), read(op)[1])
+		return lambda op: ((op.a, op.rows, op.inverse), read(op)[1])
 
 	def kernels(self, launch: Launcher) -> Runner:
 		return launch_gemm.quantizing(self, launch) or _one_after_the_other(self, launch)
@@ -108,7 +110,7 @@ class MGroupedQuantizeGemm(MGrouped):
 
 	def quantizer(self) -> GroupedQuantize:
 		"""What quantizes A."""
-		given: dict[str, Any] = {"seed": self.seed, "activation": self.activation, "rows": self.rows}
+		given: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "activation", "rows", "inverse")}
 		return GroupedQuantize(self.a, self.a_format, self.offs, **given)
 
 	def product(self, a: Sequence[Tensor]) -> MGroupedGemm:
@@ -128,6 +130,7 @@ class MGroupedQuantizeGemm(MGrouped):
 			self.b_format,
 			self.prepacked,
 			self.accumulation,
+			None,
 			None,
 			*self.of_activation,
 		)
@@ -240,7 +243,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	"""``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
 
 	Args:
-	  a: as for ``m_grouped_quantize_gemm``, and so all up to ``rows``.
+	  a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
 	  epilogue: as for ``m_grouped_gemm_activate``.
 	  interleaved: likewise.
 	  keeps_z: likewise.

@@ -30,6 +30,7 @@ from .checks import (
 	INPUT_DTYPES,
 	check_copy,
 	check_dtype,
+	check_inverse,
 	check_multiple,
 	check_offs,
 	check_seed,
@@ -108,11 +109,11 @@ def _sum_at(rows: Tensor, terms: Tensor, like: Tensor) -> Tensor:
 	return sums.index_put_((place,), terms.float(), accumulate=True)[:-1].to(like.dtype)
 
 
-def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
 	"""What ``setup_context`` saved; nothing of quantized operands."""
 	if not ctx.saved_tensors:
 		not_differentiable(f"{name} of quantized operands")(ctx)
-	saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None] = ctx.saved_tensors
+	saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None] = ctx.saved_tensors
 	return saved
 
 
@@ -136,6 +137,7 @@ class GroupedGemm(Op):
 	prepacked: bool = False
 	accumulation: str | None = None
 	rows: Tensor | None = None
+	inverse: Tensor | None = None
 
 	@property
 	def index(self) -> Tensor | None:
@@ -277,6 +279,7 @@ class MGrouped(GroupedGemm):
 		if self.index is not None:
 			check_tensor("rows", self.index, dtypes=(torch.int32,), ndim=(1,))
 			_check_own_scales(self.a_record)
+		check_inverse(self.inverse, self.rows, "a", self.a)
 		a, b = self.a_record, self.b_record
 		if a is None or self.quantizes_a:
 			check_dtype("a", self.a.dtype, self.plain_dtypes)
@@ -378,6 +381,7 @@ class MGroupedGemm(MGrouped):
 	    product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
 	    Kernels of two plain operands read rows of ``a`` where they are, on sm_90a if that is
 	    faster (``launch.gathered``); others gather them into memory first.
+	  inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into memory.
 
 	Returns:
 	  (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
@@ -397,21 +401,22 @@ class MGroupedGemm(MGrouped):
 	prepacked: bool = False
 	accumulation: str | None = None
 	rows: Tensor | None = None
+	inverse: Tensor | None = None
 
 	name: ClassVar[str] = "m_grouped_gemm"
 
 	@staticmethod
 	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-		a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_, rows = inputs
+		a, b, offs, bias, alpha, transpose_b, _, a_scales, b_scales, *_, rows, inverse = inputs
 		if a_scales is not None or b_scales is not None:
 			return
-		ctx.save_for_backward(a, b, offs, alpha, rows)
+		ctx.save_for_backward(a, b, offs, alpha, rows, inverse)
 		ctx.transpose_b = transpose_b
 		ctx.bias_dtype = None if bias is None else bias.dtype
 
 	@staticmethod
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-		a, b, offs, alpha, rows = _saved(ctx, "m_grouped_gemm")
+		a, b, offs, alpha, rows, inverse = _saved(ctx, "m_grouped_gemm")
 		if alpha is not None and ctx.needs_input_grad[4]:
 			raise RuntimeError("alpha of m_grouped_gemm has no derivative; detach it")
 		ops = torch.ops.cute_kernels
@@ -423,13 +428,13 @@ class MGroupedGemm(MGrouped):
 				da = _sum_at(rows, da, a)
 		if ctx.needs_input_grad[1]:
 			if ctx.transpose_b:
-				left = a if rows is None else ops.moe_gather(a, rows)
+				left = a if rows is None else ops.moe_gather(a, rows, inverse)
 				db = ops.k_grouped_gemm(left, dy_a, offs, alpha, b.dtype)
 			else:
-				db = ops.k_grouped_gemm(dy_a, a, offs, alpha, b.dtype, rows=rows)
+				db = ops.k_grouped_gemm(dy_a, a, offs, alpha, b.dtype, rows=rows, inverse=inverse)
 		if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
 			dbias = ops.grouped_dbias(dy, offs).to(ctx.bias_dtype)
-		return da, db, None, dbias, *(None,) * 10
+		return da, db, None, dbias, *(None,) * 11
 
 
 @register
@@ -455,6 +460,7 @@ class KGroupedGemm(GroupedGemm):
 	  accumulation: as for ``m_grouped_gemm``; "split" by default.
 	  rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
 	    ``m_grouped_gemm``; of plain operands.
+	  inverse: likewise.
 
 	Returns:
 	  (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when accumulating.
@@ -471,6 +477,7 @@ class KGroupedGemm(GroupedGemm):
 	b_format: str | None = None
 	accumulation: str | None = None
 	rows: Tensor | None = None
+	inverse: Tensor | None = None
 
 	name: ClassVar[str] = "k_grouped_gemm"
 
@@ -513,8 +520,9 @@ class KGroupedGemm(GroupedGemm):
 			check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=(rows if self.rows is None else None, None))
 			if self.rows is not None:
 				check_tensor("rows", self.rows, dtypes=(torch.int32,), shape=(rows,))
+			check_inverse(self.inverse, self.rows, "b", self.b)
 		else:
-			if self.rows is not None:
+			if self.rows is not None or self.inverse is not None:
 				raise ValueError(f"rows is of plain operands: blocks of {self.a_format} run along the rows of a group")
 			check_multiple("slot rows", self._slots(), TILE_ROWS, "a is a columnwise copy")
 			if self._slots() // TILE_ROWS < groups:
@@ -558,23 +566,23 @@ class KGroupedGemm(GroupedGemm):
 
 	@staticmethod
 	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-		a, b, offs, alpha, _, a_scales, *_, rows = inputs
+		a, b, offs, alpha, _, a_scales, *_, rows, inverse = inputs
 		if a_scales is not None:
 			return
-		ctx.save_for_backward(a, b, offs, alpha, rows)
+		ctx.save_for_backward(a, b, offs, alpha, rows, inverse)
 
 	@staticmethod
 	def backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
-		a, b, offs, alpha, rows = _saved(ctx, "k_grouped_gemm")
+		a, b, offs, alpha, rows, inverse = _saved(ctx, "k_grouped_gemm")
 		if alpha is not None and ctx.needs_input_grad[3]:
 			raise RuntimeError("alpha of k_grouped_gemm has no derivative; detach it")
 		ops = torch.ops.cute_kernels
 		dw = dw.to(a.dtype)
 		da = db = None
 		if ctx.needs_input_grad[0]:
-			da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype, rows=rows)
+			da = ops.m_grouped_gemm(b, dw, offs, None, alpha, False, a.dtype, rows=rows, inverse=inverse)
 		if ctx.needs_input_grad[1]:
 			db = ops.m_grouped_gemm(a, dw, offs, None, alpha, True, b.dtype)
 			if rows is not None:
 				db = _sum_at(rows, db, b)
-		return da, db, *(None,) * 9
+		return da, db, *(None,) * 10

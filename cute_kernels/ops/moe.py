@@ -103,7 +103,7 @@ class MoeGather(Plain):
 	  x: (T, H) bf16, fp16 or fp32.
 	  index: (R,) int32; where it is none of the rows of ``x``, ``out`` is zeros.
 	  row: (T, k) int32, the inverse: the rows of ``out`` that each row of ``x`` went to, -1 for
-	    none. Only the gradient reads it, and has to have it.
+	    none. The gradient has to have it, and with it and k > 1 kernels read ``x`` once, not k times.
 
 	Returns:
 	  (R, H) of the dtype of ``x``.

@@ -15,7 +15,7 @@ from ..layout.buffers import BufferSpec, buffers, member_parts
 from ..layout.slots import TILE_ROWS, uniform_tiles
 from ..reference.draws import BLOCK as DRAWN
 from ..reference.groups import Groups
-from .checks import check_input, check_multiple, check_rows, check_seed, check_tensor, same_device
+from .checks import check_input, check_inverse, check_multiple, check_rows, check_seed, check_tensor, same_device
 from .launch import quantize as launch_quantize
 from .members import check_shapes, member_views, pairs
 from .prologue import check_prologue, elements_of, input_columns, result_columns, result_shape
@@ -56,6 +56,9 @@ class GroupedQuantize(OfFormat):
 	    the shapes of what is quantized: a gated one reads (m, 2n) of ``x`` for each.
 	  rows: (R,) int32 with ``offs``: row r of what is quantized, of R rows, is
 	    row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
+	  inverse: (T, k) int32, which of these R rows each row of ``x`` is, others than those for none:
+	    what ``compute_routing`` gives as ``row``. The bits do not depend on it. With it and k > 1 rows
+	    that share no scale with others are read once, not k times (``launch.rows.by_token``).
 
 	Returns:
 	  The buffers of the directions that are asked for, in the order of ``Format.buffer_names``
@@ -75,6 +78,7 @@ class GroupedQuantize(OfFormat):
 	activation: str | None = None
 	shapes: list[int] | None = None
 	rows: Tensor | None = None
+	inverse: Tensor | None = None
 
 	name: ClassVar[str] = "grouped_quantize"
 	returns_list: ClassVar[bool] = True
@@ -94,6 +98,7 @@ class GroupedQuantize(OfFormat):
 			check_rows(self.rows, "x", self.x)
 			if self.offs is None:
 				raise ValueError("rows is for a ragged x: with offs")
+		check_inverse(self.inverse, self.rows, "x", self.x)
 		multiple = fmt.k_multiple
 		check_prologue("x", self.x, self.activation)
 		columns = result_columns(self.x.shape[-1], self.activation)

@@ -10,6 +10,8 @@ from .config import (
 	QuantizeProblem,
 	RowsConfig,
 	TileConfig,
+	TokensConfig,
+	TokenValuesConfig,
 	ValuesConfig,
 )
 
@@ -23,5 +25,7 @@ __all__ = [
 	"QuantizeProblem",
 	"RowsConfig",
 	"TileConfig",
+	"TokenValuesConfig",
+	"TokensConfig",
 	"ValuesConfig",
 ]

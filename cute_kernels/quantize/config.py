@@ -126,6 +126,8 @@ class RowsConfig(CopyConfig):
 	#: says, scales None where blocks have none; scale_inv and scale (G,) fp32 results where the
 	#: format keeps them, else None.
 	kernel: ClassVar[str] = "cute_kernels.quantize.rows:RowsQuantizer"
+	#: Whether ``x`` is read in the order of tokens that rows are made of.
+	by_token: ClassVar[bool] = False
 	#: What ``choose`` chooses from, by rising ``max_cols``: (warps_per_row, rows_per_warp).
 	teams: ClassVar[tuple[tuple[int, int], ...]] = (*((1, 8), (1, 4), (1, 2), (1, 1)), *((2, 1), (4, 1), (8, 1), (16, 1)))
 
@@ -238,6 +240,32 @@ class ValuesConfig(RowsConfig):
 		if self.rows_per_warp > 4:
 			return Support(False, "values of a row take at least eight lanes")
 		return super().can_implement(problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensConfig(RowsConfig):
+	"""``RowsConfig`` of rows by an index, but token by token: one read of each for all of its rows."""
+
+	#: The compiled function takes what that of ``RowsConfig`` does, and for the index its inverse (T, k) int32.
+	kernel: ClassVar[str] = "cute_kernels.quantize.tokens:TokensQuantizer"
+	by_token: ClassVar[bool] = True
+	teams: ClassVar[tuple[tuple[int, int], ...]] = tuple(team for team in RowsConfig.teams if team[1] == 1)
+
+	def can_implement(self, problem: QuantizeProblem) -> Support:
+		if self.prologue is None or not self.prologue.gathered:
+			return Support(False, "tokens are rows by an index")
+		if self.rows_per_warp > 1:
+			return Support(False, "a team has one token at a time")
+		if self.takes_amax:
+			return Support(False, f"rows of a token differ in {self.format}, by their groups")
+		return super().can_implement(problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenValuesConfig(TokensConfig, ValuesConfig):
+	"""``ValuesConfig``, token by token."""
+
+	kernel: ClassVar[str] = "cute_kernels.quantize.tokens:TokenValuesQuantizer"
 
 
 @dataclasses.dataclass(frozen=True)

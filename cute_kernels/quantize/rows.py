@@ -112,6 +112,8 @@ class Lane(NamedTuple):
 	  of_row: which of the lanes that share that row.
 	  num_pieces: pieces of a row.
 	  staged: where in shared memory the team's scale bytes are.
+	  places: likewise, where rows of a token go that is written to several.
+	  num_places: how many those are.
 	"""
 
 	team: Int32
@@ -121,6 +123,8 @@ class Lane(NamedTuple):
 	of_row: Int32
 	num_pieces: Int32
 	staged: Int32
+	places: Int32 | int = 0
+	num_places: Int32 | int = 0
 
 
 class RowsQuantizer:
@@ -156,6 +160,9 @@ class RowsQuantizer:
 		#: Bytes of a scale, and of those of a row.
 		self.scale_bytes = self.codec.fmt.scale.element.bits // 8 if self.codec.has_scales else 1
 		self.scale_pitch = config.max_cols // self.codec.block * self.scale_bytes
+		self.num_slots = config.num_teams * config.num_stages
+		#: Words that ``SharedMemory.packets`` takes.
+		self.table_words = 4 * self.num_slots
 		self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
 		#: Whether rows are taken in the order of scales in 128x4 tiles.
 		self.is_tiled = self.codec.fmt.scale.layout == "tiles_128x4" if self.codec.has_scales else not config.is_light
@@ -189,12 +196,12 @@ class RowsQuantizer:
 		scale: cute.Tensor | None,
 	) -> None:
 		config = self.config
-		num_slots = config.num_teams * config.num_stages
+		num_slots = self.num_slots
 		smem = cutlass.memory.SmemAllocator()
 		shared = SharedMemory(
 			rows=smem.allocate_array(Uint8, num_slots * self.stage_bytes, byte_alignment=128),
 			scales=smem.allocate_array(Uint8, config.num_teams * _PACKET_ROWS * self.scale_pitch, byte_alignment=16),
-			packets=smem.allocate_array(Int32, num_slots * 4, byte_alignment=16),
+			packets=smem.allocate_array(Int32, self.table_words, byte_alignment=16),
 			partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
 			full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
 			empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
@@ -217,7 +224,7 @@ class RowsQuantizer:
 			step = cute.arch.grid_dim()[0] * threads
 			self.levels.write(amax, scale_inv, scale, thread, step)
 			lane = self.lane_of(warp, self.cols(x), shared)
-			self.compute(Output(amax, codes, scales), lane, shared)
+			self.compute(index, offs, Output(amax, codes, scales), lane, shared)
 
 	def cols(self, x: cute.Tensor) -> Int32:
 		"""K."""
@@ -329,7 +336,9 @@ class RowsQuantizer:
 		return Lane(team, warp, lane, part, of_row, num_pieces, staged)
 
 	@cute.jit
-	def compute(self, out: Output, lane: Lane, shared: SharedMemory) -> None:
+	def compute(
+		self, index: cute.Tensor | None, offs: cute.Tensor | None, out: Output, lane: Lane, shared: SharedMemory
+	) -> None:
 		"""A team's packets: rows to codes, scale bytes to shared memory, then out."""
 		if cutlass.const_expr(self.writes_scales and self.is_tiled):
 			self.clear_scale_padding(lane)
@@ -420,7 +429,7 @@ class RowsQuantizer:
 			end = self.scale_words(lane) * SF_TILE_COLS
 			for b in cutlass.range(blocks, end, unroll=1):
 				store_shared_byte(lane.staged + lane.lane * self.scale_pitch + b, Uint32(0))
-		cute.arch.sync_warp()
+		self.sync_team(lane.team)
 
 	@cute.jit
 	def clear_row_scales(self, scales_at: Int32, lane: Lane) -> None:
@@ -578,9 +587,13 @@ class RowsQuantizer:
 		else:
 			codes = self.codec.encode_row(block, factor)
 			size = 4 * len(codes)
-			store_global(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)))
+			self.put(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)), lane)
 		if cutlass.const_expr(self.writes_scales):
 			self.stage(stored, scales_at, lane.of_row + after)
+
+	def put(self, at: Int64, words: list[Uint32], lane: Lane) -> None:
+		"""Store what is ``at`` a place of the output, as ``write_row`` takes it."""
+		store_global(at, words)
 
 	def scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
 		"""Scales as they are stored, and encode factors, of blocks with amaxes ``a`` and ``b``."""

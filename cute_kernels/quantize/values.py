@@ -14,7 +14,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from ..device.codecs.base import Level
 from ..device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
 from ..device.launch import env_stream
-from ..device.memory import store_global, transpose_four
+from ..device.memory import transpose_four
 from ..device.ptx import select
 from ..layout.shapes import PIECE_K
 from .config import ValuesConfig
@@ -63,4 +63,4 @@ class RowValuesQuantizer(RowsQuantizer):
 					codes = select(block < lane.num_pieces, codes, Uint32(0))
 					values = transpose_four(fp16_values(codes, scales, j - i), 2)
 					if live and first < lane.num_pieces:
-						store_global(at + w * 64, values)
+						self.put(at + w * 64, values, lane)

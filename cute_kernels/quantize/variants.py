@@ -20,6 +20,8 @@ from .config import (
 	QuantizeProblem,
 	RowsConfig,
 	TileConfig,
+	TokensConfig,
+	TokenValuesConfig,
 	ValuesConfig,
 )
 
@@ -83,13 +85,15 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 
 
 def _gathered(arch: str) -> Iterator[Config]:
-	"""Rows of tokens by an index, of 1025 columns to 8192."""
+	"""Tokens that have several rows each, of 1025 columns to 8192."""
 	prologue = Prologue("bfloat16", None, gathered=True)
 	for fmt in (FP8Block(), NVFP4(row_scaled=True)):
 		if not support("grouped_quantize", fmt, arch):
 			continue
 		is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1
-		kinds = [RowsConfig, ValuesConfig] if is_expanded and support("grouped_gemm", fmt, arch) else [RowsConfig]
+		kinds = [TokensConfig]
+		if is_expanded and support("grouped_gemm", fmt, arch):
+			kinds.append(TokenValuesConfig)
 		for kind, warps in itertools.product(kinds, (1, 2, 4)):
 			yield kind(fmt.text, "bfloat16", warps_per_row=warps, arch=arch, prologue=prologue)
 		if fmt.second_level is None:

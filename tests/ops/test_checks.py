@@ -73,8 +73,8 @@ def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *rest, **formats):
 	return m_grouped_arguments(a, b, offs, *rest, **formats)
 
 
-def rows_of(a, b, rows):
-	return (a, b, OFFS, None, None, False, *[None] * 5, False, None, rows)
+def rows_of(a, b, rows, inverse=None):
+	return (a, b, OFFS, None, None, False, *[None] * 5, False, None, rows, inverse)
 
 
 def k_grouped(a, b=tuple(Q[3:]), offs=OFFS, *rest):
@@ -121,6 +121,7 @@ WRONG_TYPES = {
 	"grouped_quantize": [
 		((X.int(), NVFP4, OFFS), "x must be"),
 		((X, NVFP4, OFFS, torch.ones(2).double()), "amax must be float32, got float64"),
+		((X, BLOCKS[0], OFFS, None, True, False, *[None] * 4, OFFS, ROW.long()), "inverse must be int32, got int64"),
 	],
 	"grouped_dequantize": [(dequantized(Q[:3], dtype=I32), "dtype must be bfloat16 or float16 or float32, got int32")],
 	"m_grouped_gemm": [
@@ -214,6 +215,8 @@ WRONG_VALUES = {
 		(m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
 		(m_grouped(Q[:3], b_format=ROWS), "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'"),
 		(rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
+		(rows_of(X, W, OFFS, ROW), "inverse must have size 8 in dimension 0, got shape (3, 2)"),
+		(rows_of(X, W, None, ROW), "inverse is that of rows: give both"),
 		((*FPROP, None, OFFS), "rows needs an a_format whose scales are those of single rows, got 'nvfp4'"),
 		((*m_grouped(X, W)[:-1], True), "prepacked is of weights of packed codes, got None"),
 	],

@@ -60,7 +60,7 @@ def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None
 		vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
 		vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
 	given = m_grouped_arguments(x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts)
-	return (*given[:11], bool(prepacked), None, None, activation, interleaved, keeps_z)
+	return (*given[:11], bool(prepacked), None, None, None, activation, interleaved, keeps_z)
 
 
 def expected(arch, given):
@@ -183,10 +183,10 @@ def test_rows_are_quantized_on_the_way(index, arch):
 	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
-		given = (a, codes, offs, scales, fmt, b_format, None, None, False, F16, False, None, None, None, index)
+		given = (a, codes, offs, scales, fmt, b_format, None, None, False, F16, False, None, None, None, index, None)
 		with cute_kernels.backend(f"reference:{arch}"):
 			picked = a if index is None else ops.moe_gather(a, index)
-			z = ops.m_grouped_quantize_gemm(picked, *given[1:-1])
+			z = ops.m_grouped_quantize_gemm(picked, *given[1:-2])
 			want = [ops.moe_activate(z, "swiglu"), z]
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
 		with cute_kernels.backend(f"emulated:{arch}"):

@@ -111,7 +111,7 @@ def alpha():
 
 PAIRS = torch.arange(ROWS, dtype=torch.int32)
 #: Options that are left out, and the last ones: what is made of the product.
-NONE, SWIGLU = (False, None, False, *[None] * 4), ("swiglu", False, True)
+NONE, SWIGLU = (False, None, False, *[None] * 5), ("swiglu", False, True)
 CALLS = {
 	"offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
 	"routing": ("compute_routing", lambda: (torch.tensor([[3, 0], [4, 1]]), 4)),
@@ -170,7 +170,7 @@ CALLS = {
 	),
 	"activating": (
 		"m_grouped_gemm_activate",
-		lambda: (x(), w(), OFFS, bias(), alpha(), False, *[None] * 5, *NONE[2:5], *SWIGLU),
+		lambda: (x(), w(), OFFS, bias(), alpha(), False, *[None] * 5, *NONE[2:6], *SWIGLU),
 	),
 	"activating, quantizing": (
 		"m_grouped_quantize_gemm_activate",

@@ -6,8 +6,10 @@ from torch.nn import functional as F
 
 import cute_kernels
 import grouped
+from cute_kernels.emulator import reset_stats, stats
 from cute_kernels.moe import RoutingConfig
 from cute_kernels.ops import registry
+from cute_kernels.ops.launch import rows
 from tests.helpers import (
 	DTYPES,
 	Graphs,
@@ -156,8 +158,10 @@ def test_what_is_no_row_is_left_out():
 
 
 @each_arch
-def test_gather_and_combine_kernels(arch):
+def test_gather_and_combine_kernels(arch, monkeypatch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
+	monkeypatch.setattr(rows, "_MANY_BYTES", 0)
+	registry.forget_plans()
 	cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
 	for i, (dtype, cols) in enumerate(cases):
 		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
@@ -167,15 +171,18 @@ def test_gather_and_combine_kernels(arch):
 		out = torch.float32 if i % 2 else dtype
 		calls = (
 			lambda a=(x, wild): ops.moe_gather(*a),
+			lambda a=(x, token, row): ops.moe_gather(*a),
 			lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
 			lambda a=(h, row, None): ops.moe_combine(*a),
 			# Elsewhere than kernels read, and not dense.
 			lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
 		)
-		for call in calls[: 4 if arch == "sm_90a" else 2]:
+		for call in calls[: 5 if arch == "sm_90a" else 3]:
 			want = call()
 			with cute_kernels.backend(f"emulated:{arch}", **MODES[i]):
 				assert_same_bytes(call(), want, any_nan=True)
+		with cute_kernels.backend(f"emulated:{arch}"):  # What is no row is nowhere.
+			ops.moe_gather(x, token, torch.where(row % 4 == 0, 2**31 - 1, row - 1))
 	none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
 	with cute_kernels.backend(f"emulated:{arch}"):
 		assert not ops.moe_combine(*none).any()
@@ -336,6 +343,48 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 			product = (codes, offs, scales, text, of_weight, None, None, False, None, False, None, None, act)
 			want = ops.m_grouped_quantize_gemm(given[0][0], *product)
 			assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
+
+
+#: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and experts.
+BY_TOKEN = [
+	("fp8_block", torch.bfloat16, None, (50, 160, 3, 5)),
+	("fp8_block", torch.float32, None, (1, 16, 2, 3)),
+	("fp8_block:pow2_scales=false", torch.float16, None, (3, 2064, 40, 900)),
+	("mxfp8", torch.bfloat16, None, (40, 4128, 2, 3)),
+	("mxfp8", torch.float32, "swiglu", (5, 96, 3, 1)),
+	("nvfp4:row_scaled", torch.bfloat16, None, (140, 272, 2, 2)),
+	("nvfp4:row_scaled", torch.bfloat16, "silu", (1, 7168, 8, 300)),
+	("nvfp4:row_scaled", torch.float32, None, (9, 2064, 3, 4)),
+]
+
+
+@each("case", BY_TOKEN)
+@each_arch
+def test_tokens_are_read_once(arch, case):
+	"""With the bits of one read a row, poison where that leaves it; as a GEMM's operand, too."""
+	pytest.importorskip("cutlass")
+	text, dtype, act, (tokens, cols, top_k, experts) = case
+	at = BY_TOKEN.index(case)
+	x = sample(tokens, cols * (1 + (act == "swiglu")), dtype=dtype)
+	x[-1, :8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 3e38, -1e-39]).to(dtype)
+	for ids in (ids_of(tokens, top_k, experts, seed=at), torch.full((tokens, top_k), -1)):
+		offs, token, _, row = ops.compute_routing(ids, experts)
+		facts = (x, text, offs, None, True, False, None, None, act, None, token)
+		got, want = ([poisoned(t) for t in ops.grouped_quantize(*facts)] for _ in range(2))
+		with cute_kernels.backend(f"emulated:{arch}", **MODES[at % 4]):
+			torch.ops.cute_kernels.grouped_quantize_out(*facts, out=want)
+			reset_stats()
+			torch.ops.cute_kernels.grouped_quantize_out(*facts, row, out=got)
+			assert stats()["tma_load_bytes"] == x.nbytes
+			assert_all_same(got, want)
+			if text == "nvfp4:row_scaled" and arch == "sm_90a":
+				codes, *scales = ops.grouped_quantize(sample(experts, 16, cols, dtype=torch.bfloat16), "nvfp4")
+				product = (codes, offs, scales, text, "nvfp4", None, None, False, None, False, None, None, act, token)
+				assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, row), ops.m_grouped_quantize_gemm(x, *product))
+			# What is no row is nowhere, and rows of the tail are left alone.
+			wild = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
+			row.view(-1)[: len(wild)] = wild
+			torch.ops.cute_kernels.grouped_quantize_out(*facts, row, out=got)
 
 
 def test_gradients():

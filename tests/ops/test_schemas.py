@@ -156,7 +156,7 @@ BY_OP = {
 		"sum": lambda: (x(dtype=BF16), inverse(1)[1]),
 	},
 	"grouped_quantize": {
-		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 4, OFFS),
+		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 4, *inverse(2)),
 		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
 		"activation, 2D": lambda: (x(96), SQUARE, OFFS, *BOTH, None, None, "swiglu"),
 		"activation, uniform": lambda: (w(2, 5, 64), "nvfp4", None, None, True, False, None, None, "gelu"),
@@ -185,7 +185,17 @@ BY_OP = {
 			x(48, dtype=F16), weight(3, 48, 16, columnwise=True), OFFS, *everything()
 		),
 		"prepacked": prepacked,
-		"rows": lambda: (x(16, True), w(3, 8, 16, grad=True), OFFS, *[None] * 2, False, *[None] * 5, False, None, INDEX),
+		"rows": lambda: (
+			x(16, True),
+			w(3, 8, 16, grad=True),
+			OFFS,
+			*[None] * 2,
+			False,
+			*[None] * 5,
+			False,
+			None,
+			*inverse(1),
+		),
 		"fp8_block rows": lambda: (
 			*m_grouped_arguments(
 				quantized(sample(7, 128), "fp8_block", offsets((7,))),
@@ -197,11 +207,11 @@ BY_OP = {
 			*(None, INDEX),
 		),
 	},
-	"m_grouped_gemm_activate": {"keeps z": lambda: (*prepacked(), None, None, "geglu", True, True)},
+	"m_grouped_gemm_activate": {"keeps z": lambda: (*prepacked(), None, None, None, "geglu", True, True)},
 	"k_grouped_gemm": {
 		"plain": lambda: (x(8, True), x(16, True), OFFS),
 		"alpha": lambda: (x(8, True), x(16, True), OFFS, torch.rand(3), F32),
-		"rows": lambda: (x(8, True), w(7, 16, grad=True), OFFS, None, F32, *[None] * 5, INDEX),
+		"rows": lambda: (x(8, True), w(ROWS, 16, grad=True), OFFS, None, F32, *[None] * 5, *inverse(1)),
 	},
 	"m_grouped_quantize_gemm": {
 		"row-scaled dgrad with everything": lambda: quantizing(

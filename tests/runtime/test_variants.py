@@ -64,11 +64,12 @@ def quantizations():
 	for text in ACTIVATED:
 		yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
 	for cols in (2048, 4096, 8192):
-		tokens, rows = torch.empty(2, cols, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+		tokens, rows = torch.empty(1, cols, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+		of = {"rows": rows, "inverse": rows[None]}
 		for text, columnwise in (("fp8_block", False), ("fp8_block", True), ("nvfp4:row_scaled", False)):
-			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, rows=rows)
+			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
 			if columnwise:
-				yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, rows=rows)
+				yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **of)
 
 
 def dequantizations():
@@ -87,8 +88,9 @@ def products():
 			scales = [torch.empty(0), torch.empty(2)]
 			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
 			if x.dtype == torch.bfloat16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
-				rows = torch.zeros(2, dtype=torch.int32)
-				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", rows=rows)
+				rows = torch.zeros(4, dtype=torch.int32)
+				given = {"rows": rows, "inverse": rows.view(2, 2)}
+				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", **given)
 
 
 def used(arch):

@@ -51,10 +51,10 @@ def multiply_gathered(op: Any, side: str, launch: Launcher, multiply: Callable[[
 	"""How that runs, with ``multiply`` for the rows of operand ``side`` one after the other."""
 
 	def gathering(op: Any) -> MoeGather:
-		return MoeGather(getattr(op, side), op.index)
+		return MoeGather(getattr(op, side), op.index, op.inverse)
 
 	def product(op: Any, rows: Tensor) -> Any:
-		return dataclasses.replace(op, rows=None, **{side: rows})
+		return dataclasses.replace(op, rows=None, inverse=None, **{side: rows})
 
 	gather = gathering(op).kernels(launch)
 	buffer = Allocator(gathering(op).outputs(), op.device)

@@ -84,8 +84,8 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
 		return lambda op, outputs: None
 	if not op.x.numel():
 		return lambda op, outputs: outputs[0].zero_()
-	run = gatherer(op.x, launch)
-	return lambda op, outputs: run(op.x, op.index, outputs[0])
+	run = gatherer(op.x, launch, op.row)
+	return lambda op, outputs: run(op.x, op.index, op.row, outputs[0])
 
 
 def combine(op: MoeCombine, launch: Launcher) -> Runner:

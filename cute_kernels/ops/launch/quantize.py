@@ -25,6 +25,7 @@ from ...quantize.config import (
 	QuantizeProblem,
 	RowsConfig,
 	TileConfig,
+	TokensConfig,
 )
 from ...quantize.prologue import Prologue
 from ...reference.codecs import codec_of
@@ -32,7 +33,7 @@ from ...runtime.launch import Launcher
 from ..arguments import ALIGNMENT, dense, dtype_name, readable
 from ..prologue import result_columns
 from ..registry import Allocator, Runner
-from .rows import gatherer
+from .rows import by_token, gatherer
 
 if TYPE_CHECKING:
 	from ..delayed import DelayedScalingUpdate
@@ -58,9 +59,9 @@ def quantized(op: GroupedQuantize) -> QuantizeProblem:
 	)
 
 
-def _inputs(op: GroupedQuantize) -> tuple[Tensor | None, ...]:
-	"""x, the index of rows, and offs as kernels take them."""
-	return readable(op.x), dense(op.rows), dense(op.offs)
+def _inputs(op: GroupedQuantize, by_token: bool = False) -> tuple[Tensor | None, ...]:
+	"""x, the index of rows or its inverse, and offs as kernels take them."""
+	return readable(op.x), dense(op.inverse if by_token else op.rows), dense(op.offs)
 
 
 def _zero(op: object, outputs: Sequence[Tensor]) -> None:
@@ -132,23 +133,34 @@ def quantize(op: GroupedQuantize, launch: Launcher, drawn: tuple[int, int] | Non
 		return _no_elements(op)
 	fmt, problem = op.record, quantized(op)
 	if op.rowwise and not op.columnwise:
-		rows = RowsConfig.choose(fmt, problem, launch.arch)
+		rows = choose_rows(op, problem, launch, RowsConfig, TokensConfig)
 		computes_first = op.rows is not None and rows.takes_amax and op.amax is None
 		if (rows.is_preferred or op.rows is not None) and not computes_first and rows.can_implement(problem):
 			return _rows(op, rows, launch)
 	return _tiles(op, fmt, problem, launch, drawn)
 
 
+def choose_rows(
+	op: GroupedQuantize, problem: QuantizeProblem, launch: Launcher, kind: type[RowsConfig], tokens: type[TokensConfig]
+) -> RowsConfig:
+	"""The configuration by rows; by tokens where those have several rows which share nothing with others."""
+	if by_token(op.inverse):
+		config = tokens.choose(op.record, problem, launch.arch)
+		if config.can_implement(problem):
+			return config
+	return kind.choose(op.record, problem, launch.arch)
+
+
 def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
 	"""Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
-	gather = gatherer(op.x, launch)
+	gather = gatherer(op.x, launch, op.inverse)
 	workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
-	after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None), launch)
+	after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None, inverse=None), launch)
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		(x,) = workspace.make()
-		gather(op.x, cast("Tensor", op.rows), x)
-		after(dataclasses.replace(op, x=x, rows=None), outputs)
+		gather(op.x, cast("Tensor", op.rows), op.inverse, x)
+		after(dataclasses.replace(op, x=x, rows=None, inverse=None), outputs)
 
 	return run
 
@@ -180,7 +192,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		out = dict(zip(names, outputs, strict=True))
-		inputs, amax = _inputs(op), out.get("amax")
+		inputs, amax = _inputs(op, config.by_token), out.get("amax")
 		if amax_kernel is not None:
 			amax_kernel(*inputs[::2], None, amax, launch.num_sms)
 		elif takes_amax and op.amax is not None:

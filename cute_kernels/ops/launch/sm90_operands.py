@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ...formats import parse
 from ...gemm.problem import GemmConfig
 from ...gemm.sm90.config import Sm90GemmConfig
 from ...gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
 from ...layout.buffers import BufferSpec
 from ...layout.shapes import PIECE_K, ceil_div
-from ...quantize.config import AmaxConfig, ValuesConfig
+from ...quantize.config import AmaxConfig, RowsConfig, TokenValuesConfig, ValuesConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, readable
 from ..registry import Allocator
-from .quantize import quantized
+from .quantize import choose_rows, quantized
 
 if TYPE_CHECKING:
 	from ..fused_gemm import MGroupedQuantizeGemm
@@ -64,10 +63,11 @@ def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
 	return run
 
 
-def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> ValuesConfig | None:
+def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | None:
 	"""The quantizer of A to values; None where no kernel can."""
-	problem = quantized(op.quantizer())
-	config = ValuesConfig.choose(parse(op.a_format), problem, launch.arch)
+	quantizer = op.quantizer()
+	problem = quantized(quantizer)
+	config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)
 	computes_first = op.rows is not None and config.takes_amax
 	return config if config.can_implement(problem) and not computes_first else None
 
@@ -94,7 +94,7 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 	"""What quantizes A to fp16 values."""
 	# There is one: ``quantizing`` has looked.
-	config = cast("ValuesConfig", values_config(op, launch))
+	config = cast("RowsConfig", values_config(op, launch))
 	kernel = launch.kernel(config)
 	amax_kernel = None
 	if not config.computes_amax:
@@ -109,7 +109,7 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 		values, amax = workspace.make()
 		if amax_kernel is not None:
 			amax_kernel(x, offs, None, amax, launch.num_sms)
-		index = None if a[1] is None else dense(a[1])
+		index = dense(a[2] if config.by_token else a[1])
 		kernel(x, index, offs, amax, values, None, None, None, launch.num_sms)
 		return (values, None, amax), b
 
