@@ -354,7 +354,7 @@ class _Experts(torch.autograd.Function):
 		]
 		ctx.counts = tuple(len(part) for part in saved)
 		ctx.save_for_backward(*(t for part in saved for t in part))
-		ctx.layers = [layer._replace(weights=(), bias=None, copies=None) for layer in layers]
+		ctx.layers = [Layer((), None, layer.recipe, None, *layer[4:]) for layer in layers]
 		ctx.calls = [LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe) for layer in layers]
 		ctx.style = style
 		return y
