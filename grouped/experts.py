@@ -17,6 +17,7 @@ so the gradient of W2 is the product of dy, quantized once for both of its produ
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -251,9 +252,14 @@ def _forward(*given: Any) -> _Result:
 		return [y, z, *(t for part in parts for t in part)], [len(part) for part in parts]
 
 	(y, z, *flat), counts = replayed(("experts", facts[0], *rest), [x, p, *r, *facts[1]], run, TAKEN)
-	found = iter(flat)
-	parts: list[Any] = [[next(found) for _ in range(count)] for count in counts]
+	parts = _parted(flat, counts)
 	return y, z, (_Saved(*parts[:3]), _Saved(*parts[3:]))
+
+
+def _parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+	"""So many values at a time."""
+	rest = iter(flat)
+	return [list(itertools.islice(rest, count)) for count in counts]
 
 
 def _run(
@@ -288,10 +294,9 @@ def _differentiable(
 	x: Tensor, p: Tensor | None, routing: Routing | InPlace, first: Layer, second: Layer, style: Style
 ) -> Tensor:
 	anchors = (first.anchor, second.anchor)
-	layers = tuple(
-		layer if anchor is None else layer.cut_off() for layer, anchor in zip((first, second), anchors, strict=True)
-	)
-	first, second = layers
+	first = first if anchors[0] is None else first.cut_off()
+	second = second if anchors[1] is None else second.cut_off()
+	layers = (first, second)
 	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
 		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
@@ -392,8 +397,8 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	"""The gradients; what was given is gone then, each once it was read."""
 	dy, *flat = given
 	given.clear()
-	flat.reverse()
-	parts: list[list[Any]] = [[flat.pop() for _ in range(count)] for count in ctx.counts]
+	parts = _parted(flat, ctx.counts)
+	del flat
 	(x,), (p, z, offs, token, pair, row, bias), scales_1, scales_2, *rest = parts
 	amaxes_1, amaxes_2, of_x, weight_1, of_a, weight_2, again = rest
 	del rest

@@ -109,7 +109,7 @@ class GroupedMLP(nn.Module):
 		Where they are spread over processes, ``x`` are this rank's rows, and ``offs`` is of all experts.
 		"""
 		if isinstance(offs, Mixture):
-			if any(_hooks(layer) for layer in (self.gate_up, self.down)):
+			if _hooks(self.gate_up) or _hooks(self.down):
 				raise RuntimeError("the layers of a mixture's experts are not called: shard, or hook into, the experts")
 			return self.run(x, offs.weights, offs.routing, is_first_microbatch, offs.style, offs.shared)
 		if self.exchange is not None:
@@ -147,7 +147,8 @@ class GroupedMLP(nn.Module):
 	@property
 	def is_watched(self) -> bool:
 		"""Whether something looks at the layers, or takes their gradients: not to be traced as one."""
-		return any(layer.is_eager_only or layer._nonfinite is not None for layer in (self.gate_up, self.down))
+		first, second = self.gate_up, self.down
+		return any((first.is_eager_only, second.is_eager_only, first._nonfinite is not None, second._nonfinite is not None))
 
 	def run(
 		self,

@@ -173,18 +173,19 @@ class MoE(nn.Module):
 			rows, ends = rows_of(x, self.hidden_size), None
 		else:
 			rows, ends = rows_and_ends(x, self._end(x, num_tokens), 1, self.hidden_size)
-		flat, live = x.reshape(-1, self.hidden_size), None
+		flat, live = rows if rows.dtype == x.dtype else x.reshape(rows.shape), None
 		if num_tokens is not None and ends is not None:
 			live = torch.arange(flat.shape[0], device=x.device) < ends
 			# A NaN in the tail times 0 would be one in the gradient of the router.
 			flat = flat.masked_fill(~live.unsqueeze(1), 0)
-		choice = self.router(flat, ends)
+		router, mlp = self._parts
+		choice = router(flat, ends)
 		routing = compute_routing(choice.expert_ids, self.num_experts)
-		run = self._run_eager if self.experts.is_watched else self.experts
+		run = self._run_eager if mlp.is_watched else mlp
 
 		def shared() -> Tensor | None:
-			mlp = self.shared
-			return None if mlp is None else mlp(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+			beside = self.shared
+			return None if beside is None else beside(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
 
 		mixture = Mixture(choice.weights, routing, self._style(x.dtype), shared)
 		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
