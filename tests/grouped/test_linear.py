@@ -66,9 +66,9 @@ def close(got, want, tolerance):
 @each("recipe", EVERY_RECIPE)
 @each("splits", SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
-	"""fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy."""
+	"""fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy; both forms of the parameters."""
 	ends = end_rows(splits)
-	layer = layer_of(recipe, len(splits))
+	layer = layer_of(recipe, len(splits), single_parameter=len(splits) % 3 == 1, bias=len(splits) != 4)
 	x, dy = (sample(ends[-1] + 6, width, dtype=F32) for width in (K, N))
 	want = expected(layer, x, ends, dy)
 	x[ends[-1] :] = torch.nan
@@ -76,14 +76,16 @@ def test_against_one_linear_per_expert(splits, recipe):
 	x.requires_grad_()
 	y = layer(x, torch.tensor(ends))
 	y.backward(dy)
-	assert y.dtype == x.grad.dtype == layer.weight.grad.dtype == F32
-	got = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad)
-	for a, b in zip(got, want, strict=True):
+	gradients = [p.grad for p in layer.parameters()]
+	if not layer.single_parameter:
+		gradients = [torch.stack(gradients[i : i + len(splits)]) for i in range(0, len(gradients), len(splits))]
+	assert {t.dtype for t in (y, x.grad, *gradients)} == {F32}
+	for a, b in zip((y.detach(), x.grad, *gradients), want, strict=layer.has_bias):
 		close(a, b, 1e-5)
 	assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
 	for g, rows in enumerate(splits):
 		if not rows:
-			assert not layer.weight.grad[g].any() and not layer.bias.grad[g].any()
+			assert not any(t[g].any() for t in gradients)
 
 
 OTHERS = {"hadamard": ALL_RECIPES["hadamard"]}
@@ -113,40 +115,19 @@ def test_dtypes(recipe, dtype, parameters):
 		close(layer.bias.grad, want[3], tolerance[parameters])
 
 
-@each("recipe", EVERY_RECIPE)
+@each("single", [True, False])
 @each("bias", [True, False])
-def test_both_parameter_forms_agree(bias, recipe):
-	layers = []
-	for single in (True, False):
-		torch.manual_seed(5)
-		layers.append(layer_of(recipe, single_parameter=single, bias=bias))
-	single, discrete = layers
-	names = {name for name, _ in discrete.named_parameters()}
-	assert names == {f"weight{g}" for g in range(3)} | {f"bias{g}" for g in range(3) if bias}
-	assert {n for n, _ in single.named_parameters()} == {"weight"} | ({"bias"} if bias else set())
-	x = sample(40, K)
-	outputs = []
-	for layer in layers:
-		leaf = x.clone().requires_grad_()
-		y = layer(leaf, ENDS)
-		y.float().square().sum().backward()
-		outputs.append((y.detach(), leaf.grad))
-	assert_all_same(*outputs)
-	for g in range(3):
-		assert_same_bytes(single.weight[g].detach(), getattr(discrete, f"weight{g}").detach())
-		assert_same_bytes(single.weight.grad[g], getattr(discrete, f"weight{g}").grad)
-		if bias:
-			assert_same_bytes(single.bias.grad[g], getattr(discrete, f"bias{g}").grad)
-
-
-def test_initialization_is_that_of_linear():
+def test_names_and_initialization_are_those_of_linear(bias, single):
 	torch.manual_seed(5)
-	layer = layer_of(RECIPES["bf16"])
+	layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
+	names = ["weight"] + ["bias"] * bias
+	wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
+	assert [name for name, _ in layer.named_parameters()] == wanted
 	torch.manual_seed(5)
 	for g in range(3):
-		expert = nn.Linear(K, N)
-		assert_same_bytes(layer.weight[g].detach(), expert.weight.detach())
-		assert_same_bytes(layer.bias[g].detach(), expert.bias.detach())
+		expert = nn.Linear(K, N, bias)
+		for name in names:
+			assert_same_bytes(layer._stacked(name)[g].detach(), getattr(expert, name).detach())
 
 
 @each("recipe", RECIPES)
