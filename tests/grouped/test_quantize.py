@@ -71,13 +71,21 @@ MEMBERS = {
 @each("name", [*MEMBERS])
 @each("splits", SPLITS)
 def test_members_equal_tensors_quantized_alone(splits, name):
+	"""Groups of rows, and those with shapes of their own."""
 	ends, k, fmt = end_rows(splits), 160, EVERY_FORMAT.get(name, grouped.NVFP4(hadamard=True))
 	x = sample(ends[-1] + 5, k)
+	x[ends[-1] :] = torch.nan
 	xq = grouped.quantize(x, fmt, offs=ends, columnwise=True)
-	assert xq.num_groups == len(splits)
+	shaped = grouped.quantize(x.flatten(), fmt, shapes=[(rows, k) for rows in splits], columnwise=True)
+	assert xq.num_groups == shaped.num_groups == len(splits)
+	for way in ("rowwise", "columnwise"):
+		values = shaped.dequantize(F32, way).view_as(x)
+		assert_same_bytes(values, xq.dequantize(F32, way))
+		assert not values[ends[-1] :].any()
 	for g, (rows, end) in enumerate(zip(splits, ends, strict=True)):
 		part = x[end - rows : end].contiguous()
 		got = xq.member(g)
+		assert_same_member(shaped.member(g), got)
 		shapes = {n: (tuple(t.shape), t.dtype) for n, t in vars(got).items()}
 		assert shapes == MEMBERS[name](rows, k)
 		assert_same_member(got, grouped.quantize(part, fmt, offs=[rows], columnwise=True).member(0))

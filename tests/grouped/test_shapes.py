@@ -10,28 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BUILT, F16, F32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import F16, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import OpCounter, assert_same_tensor, bytes_of, pointers
 
-DIRECTIONS = {
-	"rowwise": {"rowwise": True, "columnwise": False},
-	"columnwise": {"rowwise": False, "columnwise": True},
-	"both": {"rowwise": True, "columnwise": True},
-}
 NVFP4, BY_ROW = grouped.NVFP4(), grouped.NVFP4(row_scaled=True)
 SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
 STARTS = [0, 320, 320, 4480, 4640]
 LIVE, CAPACITY = STARTS[-1], 4700
-each_format = each("fmt", BUILT)
-
-
-def members(x, shapes=SHAPES):
-	found, start = [], 0
-	for m, n in shapes:
-		found.append(x[start : start + m * n].reshape(m, n))
-		start += m * n
-	return found
 
 
 def quantize(x, fmt=NVFP4, shapes=SHAPES, **options):
@@ -44,27 +30,6 @@ def make(fmt=NVFP4, shapes=SHAPES):
 
 def parameter(fmt=NVFP4, requires_grad=True):
 	return nn.Parameter(make(fmt), requires_grad)
-
-
-def assert_members_are(q, x, amax=None):
-	options = {"rowwise": q.rowwise is not None, "columnwise": q.columnwise is not None}
-	ways = [way for way, is_held in options.items() if is_held]
-	decoded = {way: members(q.dequantize(F32, way)) for way in ways}
-	for g, (got, values) in enumerate(zip(q.unbind(), members(x), strict=True)):
-		given = None if amax is None else amax[g : g + 1]
-		alone = grouped.quantize(values[None], q.format, amax=given, **options)
-		(want,) = alone.unbind()
-		assert vars(got).keys() == vars(want).keys()
-		for name, tensor in vars(want).items():
-			if tensor is None:
-				assert getattr(got, name) is None
-			else:
-				assert_same_bytes(getattr(got, name), tensor, f"{name} of member {g}")
-		for way in ways:
-			exact = alone.dequantize(F32, way)[0]
-			assert_same_bytes(decoded[way][g], exact, f"{way} {g}")
-	for way in ways:
-		assert not q.dequantize(direction=way)[LIVE:].any(), "the tail is zeros"
 
 
 def test_metadata():
@@ -115,14 +80,6 @@ def test_forms_of_shapes(given):
 	q = make(shapes=given)
 	assert q.member_shapes == tuple(SHAPES)
 	assert all(type(size) is int for size in itertools.chain(*q.member_shapes))
-
-
-@each("options", DIRECTIONS)
-@each_format
-def test_members_are_those_of_each_alone(fmt, options):
-	x = sample(CAPACITY)
-	x[LIVE:] = torch.nan
-	assert_members_are(grouped.quantize(x, fmt, shapes=SHAPES, **options), x)
 
 
 def test_members_are_views():
