@@ -1,13 +1,9 @@
-import os
-import subprocess
-import sys
-
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from grouped.nn import GroupedLinear, MoE
-from tests.helpers import BF16, each, sample
+from tests.helpers import BF16, each, run_python, sample
 
 from .cases import RECIPES, WEIGHT_FORMAT
 
@@ -76,12 +72,11 @@ print(grouped.quantize(torch.ones(2, 16, 32), grouped.NVFP4(block=(16, 16)))._st
 """
 
 
-def test_another_process():
+def test_another_process(monkeypatch):
 	"""Importing this leaves the compiler alone; what its caches know a tensor by is the same."""
 	found = [weight(), weight((2, 32, 32)), weight(fmt=grouped.NVFP4()), weight(columnwise=True), weight().prepack()]
 	found += [weight().bfloat16(), weight().requires_grad_(), weight().to("meta")]
 	hashes = [q._stable_hash_for_caching() for q in found]
 	assert len(set(hashes)) == len(hashes)
-	env = os.environ | {"PYTHONHASHSEED": "7"}
-	done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, check=True, env=env)
-	assert done.stdout.split() == ["[]", hashes[0]]
+	monkeypatch.setenv("PYTHONHASHSEED", "7")
+	assert run_python(PROCESS).split() == ["[]", hashes[0]]

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
@@ -10,7 +8,7 @@ import grouped
 from cute_kernels import support
 from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
-from tests.helpers import BF16, F32, assert_same_bytes, each, offsets, sample
+from tests.helpers import BF16, F32, assert_same_bytes, each, offsets, ops, run_python, sample
 
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
@@ -34,21 +32,23 @@ def defaults(dtype, device):
 		torch.set_default_dtype(before)
 
 
-def results(x, w, alpha, a, b):
+def results(x, w, alpha, a, b, offs=OFFS):
 	seed = {"seed": 5} if a.is_stochastic else {}
-	xq = grouped.quantize(x, a, offs=OFFS, columnwise=True, **seed)
+	xq = grouped.quantize(x, a, offs=offs, columnwise=True, **seed)
 	wq = grouped.quantize(w, b, columnwise=True)
-	activated = grouped.quantize(x, a, offs=OFFS, activation="gelu", dbias=True, **seed)
+	activated = grouped.quantize(x, a, offs=offs, activation="gelu", dbias=True, **seed)
 	found = [
 		*xq.rowwise,
 		*xq.columnwise,
-		*wq.rowwise,
+		*(*wq.rowwise, *wq.columnwise),
 		*activated[0].rowwise,
 		activated[1],
 		xq.dequantize(F32),
 		xq.dequantize(F32, "columnwise"),
 		grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=F32),
-		grouped.grouped_gemm(x, w, offs=OFFS, out_dtype=F32),
+		grouped.grouped_gemm(x, w, offs=offs, out_dtype=F32),
+		grouped.grouped_gemm(x, x, offs=offs, out_dtype=F32),
+		ops.grouped_amax(x, offs),
 	]
 	if not (a.is_transformed or a.name == "fp8_block"):
 		found.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
@@ -77,9 +77,8 @@ def test_defaults_when_imported():
 		"x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
 		"q = grouped.quantize(x, grouped.NVFP4()); print(q.dequantize().sum().item())"
 	)
-	found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 	x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
-	assert float(found.stdout) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
+	assert float(run_python(code)) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
 
 
 def test_flushed_subnormals_are_not_silent(monkeypatch):
