@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
+from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
 
 from .debug import Probe
 from .offsets import Offsets, as_offs
@@ -112,6 +113,7 @@ def rows_of(x: Tensor, depth: int) -> Tensor:
 	# Not torch.amp.is_autocast_available: torch 2.11 does not trace it.
 	if kind != "meta" and torch.is_autocast_enabled(kind):
 		rows = rows.to(torch.get_autocast_dtype(kind))
+	check_dtype("x", rows.dtype, INPUT_DTYPES)
 	return rows
 
 

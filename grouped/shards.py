@@ -63,9 +63,9 @@ def _with_padding(t: Tensor) -> Tensor:
 	return torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
 
 
-def gathered(x: GroupedTensor, outputs: Sequence[Tensor]) -> GroupedTensor:
-	"""The tensor of all groups over what was gathered of shards like ``x``: views."""
+def gathered(x: GroupedTensor, outputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+	"""The tensor of all groups over what was gathered of shards like ``x``, or of another dtype: views."""
 	wholes = zip(x._inner().items(), outputs, strict=True)
 	inner = {name: whole if t.dim() == 1 else whole[..., : t.shape[-1]] for (name, t), whole in wholes}
-	_, context = x.__tensor_flatten__()
-	return x.__tensor_unflatten__(inner, context, (len(outputs[0]), *x.shape[1:]), ())
+	_, (fmt, own, prepacked, shapes) = x.__tensor_flatten__()
+	return x.__tensor_unflatten__(inner, (fmt, dtype or own, prepacked, shapes), (len(outputs[0]), *x.shape[1:]), ())

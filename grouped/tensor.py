@@ -426,13 +426,13 @@ class GroupedTensor(Tensor):
 	def fsdp_post_all_gather(
 		self, outputs: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
 	) -> tuple[GroupedTensor, tuple[Tensor, ...]] | None:
-		"""The parameter of all groups over what FSDP2 gathered."""
+		"""The parameter of all groups over what FSDP2 gathered; as of plain ones its gradient has ``param_dtype``."""
 		# FSDP gathers into the same memory again, which ``out`` consists of.
 		if out is not None:
 			return None
 		# Of a single rank it passes on the first tensor alone; this one has them all.
 		rest = gathered_inputs(self, 1, len(self))[len(outputs) :]
-		return gathered(self, [*outputs, *rest]), outputs
+		return gathered(self, [*outputs, *rest], param_dtype), outputs
 
 	def share_memory_(self) -> GroupedTensor:
 		"""Move the plain tensors to shared memory; returns self."""

@@ -31,6 +31,7 @@ def quantize(x=X, fmt=None, **options):
 		(lambda: grouped.grouped_gemm(X, W, offs=OFFS, alpha=2.0), "alpha must be a tensor"),
 		(lambda: grouped.grouped_gemm(X, W, offs=OFFS, bias=2.0), "bias must be a tensor"),
 		(lambda: grouped.linear(X, W, 2.0, OFFS, recipes.BF16()), "bias must be a tensor"),
+		(lambda: grouped.linear(X.double(), W, None, OFFS, recipes.BF16()), "x must be bfloat16 or float16 or float32"),
 		(lambda: grouped.linear(X, None, None, OFFS, recipes.BF16()), "weight must be a tensor"),
 		(lambda: quantize().dequantize("rowwise"), "dtype must be a torch.dtype, got 'rowwise'"),
 	],

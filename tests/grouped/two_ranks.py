@@ -252,6 +252,10 @@ def fully_sharded():
 					optimizer.step()
 					optimizer.zero_grad()
 			assert_same(module.weight.full_tensor(), alone.weight.data)
+	policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+	module = fully_shard(layer(None, recipes.NVFP4(), True).float(), mesh=MESH, mp_policy=policy)
+	module(rows(), ENDS).sum().backward()  # Gradients of one unit have one dtype, that of the policy.
+	assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
 	module = GroupedLinear(3, K, N, bias=False)
 	module.weight = nn.Parameter(quantized(groups=3), False)
 	fully_shard(module, mesh=MESH)
