@@ -94,7 +94,6 @@ def convert(
 
 
 def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: Layout) -> Tensor:
-	"""The weights (E, N, K) of a tensor."""
 	weight = tensor[None] if is_one else tensor.mT if transposed else tensor
 	is_plain = weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 	multiple = layout.fmt.k_multiple

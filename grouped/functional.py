@@ -248,7 +248,6 @@ def _allow_assemble() -> None:
 
 
 def _activation_text(activation: str | Activation | None) -> str | None:
-	"""What the flat ops take."""
 	if isinstance(activation, Activation):
 		return activation.text
 	if activation is None or isinstance(activation, str):

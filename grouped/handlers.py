@@ -152,7 +152,6 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-	"""Tensors one after the other, with the strides of the first."""
 	groups = sum(len(t) for t in parts)
 	out = torch.empty_strided(
 		(groups, *parts[0].shape[1:]), parts[0].stride(), dtype=parts[0].dtype, device=parts[0].device

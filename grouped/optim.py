@@ -199,7 +199,6 @@ class AdamW(Optimizer):
 
 
 def _gradient(p: Tensor) -> Tensor | None:
-	"""The gradient of a parameter, where the product that made it left it."""
 	main: Tensor | None = getattr(p, "main_grad", None)
 	return main if main is not None and getattr(p, "grad_added_to_main_grad", False) else p.grad
 

@@ -233,7 +233,6 @@ def _quantize(
 	columnwise: bool,
 	scale: Tensor | None,
 ) -> Copies:
-	"""Quantize rowwise, columnwise or both."""
 	activation = index = inverse = None
 	if isinstance(x, Rows):
 		x, _, index, inverse, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)

@@ -227,7 +227,6 @@ def _quantized_operands(
 	dtype: torch.dtype,
 	accumulation: str | None = None,
 ) -> tuple[str, tuple[object, ...]]:
-	"""The op that multiplies ``a`` by ``b``, and its operands."""
 	if a.offs is None:
 		raise ValueError(f"a must be ragged (made with offs), got {a!r}")
 	formats = (a.format.text, b.format.text)

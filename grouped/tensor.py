@@ -469,7 +469,6 @@ class GroupedTensor(Tensor):
 		return GroupedTensor._of(outer_size, dtype, fmt, *parts, prepacked, shapes)
 
 	def _inner(self) -> dict[str, Tensor]:
-		"""The plain tensors that it holds, by attribute."""
 		named = ((name, getattr(self, name)) for name in _inner_names(self.format))
 		return {name: t for name, t in named if t is not None}
 
@@ -596,7 +595,6 @@ def _rebuild(
 	written_by: str = "0.1.0 or older",
 	*more: object,
 ) -> GroupedTensor:
-	"""Make a tensor from what ``torch.save`` wrote."""
 	fields = dict(fields)
 	prepacked, shapes = fields.pop("prepacked", False), fields.pop("shapes", None)
 	fmt = saved_format(format_name, fields, written_by)

@@ -87,7 +87,6 @@ def check_parts(
 def _check_groups(
 	shape: Sequence[int], fmt: Format, offs: Tensor | None, shapes: Sequence[tuple[int, int]] | None
 ) -> None:
-	"""Check ``shape`` against what cuts it into groups."""
 	if shapes is not None:
 		if offs is not None:
 			raise ValueError("offs and shapes are both given: groups are cut by one of them")

@@ -53,7 +53,6 @@ class Record:
 	  what: ``"time"``, ``"warp instructions"``, ``"rate"``.
 	  value: the number; of repeated measurements their median.
 	  unit: of value and spread; ``"1"`` for a count or a ratio.
-	  kind: one of ``KINDS``.
 	  protocol: how it was measured, such as ``"sustained, L2-cold"``.
 	  spread: largest minus smallest of the ``repeats``; None if it was not kept.
 	  error: relative error that the check before the measurement found; 0 if the bits are equal,
@@ -62,15 +61,12 @@ class Record:
 	  flops: useful operations; padding is none.
 	  ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
 	    ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
-	  gpu: name of the GPU, or what is emulated.
+	  gpu: its name, or what is emulated.
 	  machine: the host's processor.
 	  clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
 	  power: watts: ``"draw"`` while it was measured, ``"limit"``.
 	  versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-	  seed: of random inputs.
 	  time: when, UTC, ISO 8601; a date alone where no more is known.
-	  origin: one of ``ORIGINS``.
-	  note: what else a reader must know.
 	"""
 
 	suite: str

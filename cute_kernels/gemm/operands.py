@@ -25,10 +25,8 @@ _INSTRUCTION_BYTES = 32
 class Tcgen05Kind:
 	"""Instructions of sm_100a that kernels write out themselves.
 
-	Attributes:
-	  qualifiers: the kind and what follows it.
-	  element: number of the elements' type in the descriptor of an instruction.
-	  scale: number of the block scales' type there; None without.
+	``qualifiers`` are the kind and what follows it; the others are numbers of types in the descriptor of an
+	instruction, of the elements and of the block scales.
 	"""
 
 	qualifiers: str
@@ -73,11 +71,9 @@ _SHORT_SUMS = ("e4m3", "e5m2")
 
 @dataclasses.dataclass(frozen=True)
 class OperandKind:
-	"""An operand of a product, as tensor cores see it.
+	"""An operand of a product, as tensor cores see it; without a format it is plain.
 
-	Attributes:
-	  name: how configurations name it: the text of a format, or a dtype.
-	  fmt: a format of such operands; None if they are plain.
+	``name`` is that of configurations: the text of the format, or a dtype.
 	"""
 
 	name: str

@@ -45,13 +45,10 @@ GemmGrouping = Literal["m_grouped", "k_grouped"]
 
 @dataclasses.dataclass(frozen=True)
 class TileShape:
-	"""What the tensor core works on at a time; architectures add to it.
+	"""What the tensor core works on at a time, rows of operands M and N; architectures add to it.
 
-	Attributes:
-	  m: rows of operand M.
-	  n: rows of operand N.
-	  num_ctas: CTAs that share a tile, or neighbouring tiles: a cluster.
-	  swap_ab: operand M is B and operand N is A, see the module.
+	``num_ctas`` CTAs share a tile, or neighbouring tiles: a cluster. With ``swap_ab`` operand M is B and
+	operand N is A, see the module.
 	"""
 
 	m: int
@@ -105,9 +102,9 @@ class GemmProblem:
 	  out_dtype: name of the output's dtype.
 	  groups: G.
 	  rows: T, the rows of the buffer; in a k_grouped product of slots, the most they hold.
-	  m: columns of A in a k_grouped product; otherwise unused.
 	  n: columns of the output.
-	  k: K of an m_grouped product; otherwise unused.
+	  m: columns of A in a k_grouped product.
+	  k: K of an m_grouped product.
 	"""
 
 	operand: str
@@ -165,13 +162,9 @@ class GemmArguments(NamedTuple):
 
 
 class Extents(NamedTuple):
-	"""Sizes of a product inside a kernel.
+	"""Sizes of a product inside a kernel: rows of the buffer, M and N of one group, and K.
 
-	Attributes:
-	  rows: rows of the buffer.
-	  m: rows of operand M, of one group.
-	  n: rows of operand N, of one group.
-	  k: K; unused in a k_grouped product.
+	K is unused in a k_grouped product.
 	"""
 
 	rows: Any

@@ -171,7 +171,6 @@ def member_parts(
 
 
 def _vectors(fmt: Format) -> set[str]:
-	"""The buffers of the second level of either direction."""
 	levels = ((way, fmt.level(way)) for way in (False, True))
 	return {name for way, level in levels if level is not None for name in fmt.buffer_names(way)[-len(level.buffers) :]}
 

@@ -110,7 +110,6 @@ class _Plan:
 		self._zeroed = [i for i, s in enumerate(self.outputs) if zeroed or s.zeroed and not fills_fresh]
 
 	def compute(self, op: Op) -> list[Tensor]:
-		"""Fresh outputs of ``op``."""
 		outputs = self._allocator.make()
 		for i in self._zeroed:
 			outputs[i].zero_()
@@ -313,7 +312,6 @@ def _check_outputs(op: Op, specs: Sequence[BufferSpec], given: Sequence[Tensor])
 
 
 def _arguments(cls: type[Op]) -> str:
-	"""The arguments of an op, as schemas have them."""
 	parts = []
 	for field in dataclasses.fields(cls):  # type: ignore[arg-type]
 		kind = _SCHEMA_TYPES[str(field.type)]

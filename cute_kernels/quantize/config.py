@@ -30,8 +30,7 @@ class QuantizeProblem:
 	"""The facts of a call that decide which kernels can run it.
 
 	Attributes:
-	  dtype: name of the plain side's dtype, such as ``"bfloat16"``; of the elements if there is a
-	    prologue.
+	  dtype: name of the dtype of the plain side, or of what its prologue makes.
 	  cols: K.
 	  grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
 	  prologue: what makes the elements of the input, None if they are the input's.
@@ -441,16 +440,7 @@ class GradientConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AmaxConfig:
-	"""max |x| of each row, of each group, or both, from one read.
-
-	Attributes:
-	  dtype: name of the input's dtype.
-	  grouping: how the rows fall into groups.
-	  per_row: write one amax a row.
-	  per_group: write one amax a group.
-	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-	  prologue: what makes the elements of the input; None if they are the input's.
-	"""
+	"""max |x| of each row, of each group, or both, from one read; the rest as ``RowsConfig``."""
 
 	dtype: str
 	grouping: Grouping = "ragged"
@@ -470,12 +460,7 @@ class AmaxConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OffsetsConfig:
-	"""End offsets of groups from their sizes.
-
-	Attributes:
-	  splits: ``"int32"`` or ``"int64"``.
-	  out: likewise.
-	"""
+	"""End offsets of groups, ``"int32"`` or ``"int64"`` as their sizes."""
 
 	splits: str = "int64"
 	out: str = "int32"
@@ -513,10 +498,8 @@ class DelayedConfig:
 class DbiasConfig:
 	"""Column sums of ragged groups.
 
-	Attributes:
-	  dtype: name of the input's dtype.
-	  vectorized: rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
-	    element by element.
+	With ``vectorized`` rows are a multiple of 16 bytes long and are read 16 bytes at a time; otherwise
+	element by element.
 	"""
 
 	dtype: str

@@ -26,7 +26,6 @@ def progress(items: Any, what: str) -> Any:
 
 
 def _indexed(path: Path) -> dict[str, str] | None:
-	"""The file of each tensor; None without an index."""
 	if not path.exists():
 		return None
 	try:

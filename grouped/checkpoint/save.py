@@ -124,7 +124,6 @@ def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tup
 
 
 def _split(held: Tensor, weight: ExpertWeight, fmt: Format) -> Iterator[list[Parts]]:
-	"""The projections of each expert."""
 	count = len(weight.projections)
 	if isinstance(held, GroupedTensor):
 		whole = parts_of(held)

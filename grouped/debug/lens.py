@@ -238,7 +238,6 @@ class inspect:
 
 
 def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Watched]:
-	"""The grouped layers of a model that are asked for, by name."""
 	found = {name or type(layer).__name__: layer for name, layer in model.named_modules() if isinstance(layer, Watched)}
 	if not found:
 		raise ValueError("model holds no grouped layers")

@@ -255,7 +255,6 @@ def _saturated(parts: list[tuple[slice, Tensor]], limit: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, byte: int) -> Tensor:
-	"""A buffer of equal shape and strides."""
 	place, dtype = codes.device, torch.uint8
 	filled = torch.empty_strided(codes.shape, codes.stride(), dtype=dtype, device=place)
 	return filled.fill_(byte).view(codes.dtype)

@@ -63,7 +63,6 @@ def make_progress(total: int, title: str) -> Progress:
 
 
 def _gap(run: Run, runs: Sequence[Run]) -> float | None:
-	"""End loss relative to the BF16 run's, in percent."""
 	baseline = next((r.end_loss for r in runs if r.recipe == _BASELINE), None)
 	if run.end_loss is None or baseline is None:
 		return None

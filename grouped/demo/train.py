@@ -214,6 +214,5 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _evaluate(model: LanguageModel, batches: list[Batch]) -> float:
-	"""Mean loss in nats a byte."""
 	losses = [_cross_entropy(model(inputs).logits, targets) for inputs, targets in batches]
 	return torch.stack(losses).mean().item()

@@ -89,7 +89,6 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 
 @functools.cache
 def _class_of(parent: Any) -> Any:
-	"""The class of experts that multiplies in a recipe, from torchtitan's."""
 
 	class Experts(parent):  # type: ignore[misc]
 		@dataclasses.dataclass(kw_only=True, slots=True)

@@ -175,7 +175,6 @@ def _weight_names(experts: Any) -> tuple[str, str]:
 
 
 def _as_linear(experts: Any, weight: Tensor) -> Tensor:
-	"""A weight as (G, N, K), a view."""
 	return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
@@ -190,7 +189,6 @@ def _for_inference(weight: Tensor, fmt: Format, recipe: Recipe) -> GroupedTensor
 
 
 def _forward_of(recipe: Recipe) -> Forward:
-	"""The forward pass of experts in ``recipe``."""
 
 	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
 		first, second = _weight_names(self)

@@ -272,13 +272,11 @@ class GroupedLinear(debug.Watched):
 		return self.scaling.of_call(self.recipe, self.num_groups)
 
 	def _sources(self, name: str) -> list[Tensor]:
-		"""The parameters that ``name`` consists of."""
 		if self.single_parameter:
 			return [lookup(self, name)]
 		return list(self._named(name).values())
 
 	def _named(self, name: str) -> dict[str, Tensor]:
-		"""The same by their names."""
 		if self.single_parameter:
 			return {name: getattr(self, name)}
 		names = (f"{name}{group}" for group in range(self.num_groups))

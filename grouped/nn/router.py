@@ -229,7 +229,6 @@ def _gradients(
 	dscores: Tensor | None,
 	dlogits: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-	"""The gradients of x, weight and bias."""
 	if dweights is None and dscores is not None:
 		dweights = scores.new_zeros(ids.shape)
 	needs_dx, needs_dweight, needs_dbias = needs = ctx.needs_input_grad[:3]
@@ -247,7 +246,6 @@ def _gradients(
 
 
 def _routed(*given: Any) -> Sequence[Any]:
-	"""Weights, ids, scores, logits, and where tokens end."""
 	x, weight, bias, selection_bias, end, options = given
 
 	def route(_: object) -> tuple[tuple[Tensor, ...], None]:
@@ -277,7 +275,6 @@ _MANY_TOKENS = 2048
 
 
 def _end(x: Tensor) -> Tensor:
-	"""(1,) the number of rows."""
 	return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
 
 
@@ -315,7 +312,6 @@ def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor |
 def _logits_gradients(
 	x: Tensor, weight: Tensor, dlogits: Tensor, end: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-	"""The gradients of x and weight."""
 	if _takes_parts(x, weight):
 		return _gradients_of_parts(x, weight, torch.cat(bf16_parts(dlogits), 1), end, *needs[:2])
 	dx = dweight = None

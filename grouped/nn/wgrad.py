@@ -215,7 +215,6 @@ class _Accumulate(torch.autograd.Function):
 
 
 def _main_grad(name: str, parameter: Tensor) -> Tensor:
-	"""``parameter.main_grad``, checked."""
 	shape, dtypes = tuple(parameter.shape), sorted({torch.float32, parameter.dtype}, key=str)
 	rule = (
 		f"fuse_wgrad_accumulation writes the gradient of {name} into {name}.main_grad, a "

@@ -158,13 +158,9 @@ class Layouts:
 
 
 class Barriers(NamedTuple):
-	"""Barriers and small exchanges in shared memory.
+	"""Full and empty barriers of what passes between warps, and small exchanges, in shared memory.
 
-	Attributes:
-	  ab: full and empty barriers of the stages, as others of what passes between warps.
-	  tmem: where the address of tensor memory is put.
-	  tmem_free: barrier of a CTA pair before tensor memory is freed.
-	  codes: those of the stages of codes; None if none are decoded.
+	The address of tensor memory is put to ``tmem``; a CTA pair meets at ``tmem_free`` before it is freed.
 	"""
 
 	ab: cute.Pointer

@@ -24,14 +24,10 @@ _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _
 
 
 class Stages(NamedTuple):
-	"""Stages in shared memory, or their layouts.
+	"""Stages of operands M and N, (rows, K, STAGE), in shared memory, or their layouts; bytes if M is decoded.
 
-	Attributes:
-	  m: operand M, (rows, K, STAGE); bytes if it is decoded.
-	  n: operand N, (rows, K, STAGE).
-	  m_scales: operand M's block scales, (row tiles, K tiles, words, STAGE) if it is decoded, and
-	    (rows, 1, STAGE) of single rows; None without.
-	  n_scales: operand N's, of single rows; None without.
+	Block scales of M are (row tiles, K tiles, words, STAGE) if it is decoded; those of single rows are
+	(rows, 1, STAGE).
 	"""
 
 	m: Any
@@ -43,10 +39,7 @@ class Stages(NamedTuple):
 class Layouts:
 	"""The tiled MMA and the layouts of a configuration; made while tracing.
 
-	Attributes:
-	  elements: types of the elements of operands M and N that are multiplied.
-	  tiled_mma: the MMA.
-	  tilers: extents of one stage, without the last.
+	``elements`` are types of what is multiplied, ``tilers`` extents of one stage, without the last.
 	"""
 
 	def __init__(self, config: Sm90GemmConfig):
@@ -101,13 +94,10 @@ class Layouts:
 
 
 class Barriers(NamedTuple):
-	"""Barriers and small exchanges in shared memory.
+	"""Full and empty barriers of the stages and of the tile records, and small exchanges, in shared memory.
 
-	Attributes:
-	  ab: full and empty barriers of the stages.
-	  sched: full and empty barriers of the tile records.
-	  blocks: what the epilogue stages, bytes.
-	  factors: factors of a tile's rows for each warpgroup, or amaxes of rows, fp32, or None.
+	``blocks`` are what the epilogue stages, bytes; ``factors`` those of a tile's rows for each warpgroup, or
+	amaxes of rows, fp32, or None.
 	"""
 
 	ab: cute.Pointer

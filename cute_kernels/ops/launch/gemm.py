@@ -166,7 +166,6 @@ def _nothing(op: object, outputs: Sequence[Tensor], accumulate: bool = False, fr
 
 
 def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
-	"""All groups are empty."""
 	if not accumulate:
 		outputs[0].zero_()
 
@@ -219,7 +218,6 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 
 
 def _is_misaligned(parts: Parts) -> bool:
-	"""Whether TMA cannot address an operand where it is."""
 	values, scales, level = parts
 	address = values.data_ptr()
 	if scales is not None:

@@ -42,7 +42,6 @@ def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
 
 
 def _per_lane(experts: int) -> int:
-	"""Scores of a lane: a power of two."""
 	return 1 << max(0, (experts - 1) // 32).bit_length()
 
 

@@ -92,7 +92,6 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 
 
 def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
-	"""What quantizes A to fp16 values."""
 	# There is one: ``quantizing`` has looked.
 	config = cast("RowsConfig", values_config(op, launch))
 	kernel = launch.kernel(config)
@@ -132,5 +131,4 @@ def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
 
 
 def _pieces(rows: int, depth: int, dtype: torch.dtype) -> BufferSpec:
-	"""A buffer of rows of whole pieces of K."""
 	return BufferSpec((rows, ceil_div(depth, PIECE_K) * PIECE_K), dtype)
