@@ -13,15 +13,10 @@ Offsets: TypeAlias = Tensor | Sequence[int] | np.ndarray[tuple[int], np.dtype[np
 
 
 def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
-	"""``offs`` as an int32 tensor on ``device``.
+	"""(G,) end rows of a tensor of so many rows, as an int32 tensor on its device.
 
 	Host values are checked here; values on a device are never read, and the kernels clamp them.
 	int64 values that int32 cannot hold saturate.
-
-	Args:
-	  offs: (G,) end rows, non-decreasing, at most ``rows``.
-	  rows: rows of the tensor that is cut into groups.
-	  device: device of that tensor.
 
 	Raises:
 	  TypeError: not integers.

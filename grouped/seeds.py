@@ -17,12 +17,7 @@ def draw_seed(fmt: Format, device: torch.device) -> Tensor | None:
 
 
 def as_seed(seed: int | Tensor | None, fmt: Format, device: torch.device) -> Tensor | None:
-	"""A seed as ops take it.
-
-	Args:
-	  seed: (2,) int64; an int, which stands for itself and 0; or None for ``draw_seed``.
-	  fmt: what is quantized to.
-	  device: where the seed is read.
+	"""A seed as ops take it: (2,) int64; of an int, itself and 0; of None, ``draw_seed``.
 
 	Raises:
 	  TypeError: ``seed`` is none of these.

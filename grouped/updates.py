@@ -54,8 +54,8 @@ def warn_if_lost(
 	  before: its ``snapshot``; where it is None, say once what may happen.
 	  name: the op.
 	  arguments: its arguments, decoded, by name.
-	  position: where ``x`` is in the op's list of tensors; 0 if it takes no lists.
-	  dense: the decoded values after the update, before they were quantized.
+	  position: where ``x`` is in the op's list of tensors, if it takes one.
+	  dense: the decoded values after the update.
 	"""
 	held = x.rowwise or x.columnwise
 	if before is None or held is None:

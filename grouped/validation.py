@@ -114,12 +114,7 @@ def version() -> str:
 
 
 def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
-	"""The format record of a file.
-
-	Args:
-	  name: the format's name.
-	  fields: the fields of its record.
-	  written_by: the version of this package that wrote the file.
+	"""The format record of a file, of its name and fields, written by a version of this package.
 
 	Raises:
 	  ValueError: this version knows no such format or field.

@@ -60,7 +60,6 @@ class Plan:
 
 
 def refusal(layer: Layer, recipe: Recipe) -> str:
-	"""Why a recipe does not take a layer's sizes; empty if it does."""
 	multiple = math.lcm(recipe.multiple, N_ALIGN)
 	for name in ("hidden", "intermediate"):
 		if getattr(layer, name) % multiple:

@@ -51,7 +51,6 @@ class _Renderer:
 		self.used: list[Record] = []
 
 	def _number(self, row: Row, cell: Cell) -> tuple[float, float | None] | None:
-		"""Value and half of its spread, as the cell shows them."""
 		record = newest(self._records, {**row.where, **cell.where})
 		if record is None:
 			return None

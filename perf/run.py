@@ -191,7 +191,6 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 
 
 def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
-	"""The tasks, with a progress bar on standard error if tqdm is installed."""
 	try:
 		from tqdm import tqdm
 	except ImportError:
@@ -208,7 +207,6 @@ def _shown(tasks: Sequence[Task], title: str) -> Iterator[Task]:
 
 
 def _shares(record: Record) -> str:
-	"""What a time is of the ceilings of its run."""
 	if record.unit != "us":
 		return ""
 	shares = ((name, record.share(name)) for name in record.ceilings)

@@ -117,7 +117,6 @@ def _in_all_tiles(*calls: Any) -> None:
 
 
 def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None]) -> None:
-	"""Run with the formats of the operands, and a width and a K that they take."""
 	pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
 	for a, b in pairs:
 		if a is None or b is None or not _choice.fits(a.text, b.text):

@@ -40,11 +40,8 @@ def group_start(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
 class Grouping:
 	"""How the rows of a matrix fall into groups; a trace-time object.
 
-	Attributes:
-	  offs: (G,) int32 end rows, or None for uniform groups.
-	  num_groups: G.
-	  num_rows: T, the rows of the buffer.
-	  rows_each: rows of each uniform group; unused when ragged.
+	``offs`` are (G,) int32 end rows, or None for uniform groups of ``rows_each`` rows; ``num_rows`` is T, those
+	of the buffer.
 	"""
 
 	offs: cute.Tensor | None

@@ -127,7 +127,6 @@ def clear_error() -> None:
 
 
 def last_error() -> str:
-	"""The last failure's message, empty where there was none."""
 	message: bytes = library().emu_last_error()
 	return message.decode(errors="replace")
 

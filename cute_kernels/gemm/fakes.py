@@ -67,7 +67,6 @@ class FakeArguments:
 		return _pitched(a, self.tokens, self.k), _pitched(b, self.groups, *rows)
 
 	def scales(self) -> tuple[Any, Any]:
-		"""Block scales of both; None without."""
 		# Of slots, or of the columns of a columnwise copy.
 		rows = [cute.sym_int(divisibility=N_ALIGN) for _ in range(2)]
 		lead = (self.groups,)
@@ -99,7 +98,6 @@ class FakeArguments:
 
 	@property
 	def out_kind(self) -> OperandKind | None:
-		"""What the output is made of where it is quantized."""
 		text = self.config.quantizes_to
 		return None if text is None else operand_of(parse(text))
 

@@ -61,12 +61,10 @@ class StageLoad(NamedTuple):
 
 	@property
 	def mcast_mask(self) -> Int16 | None:
-		"""Who receives what this CTA loads; None without a cluster."""
 		return Int16((1 << self.sharers) - 1) if self.sharers > 1 else None
 
 	@cute.jit
 	def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-		"""Source tiles along K from ``k_start`` on, and stages to put them in."""
 		k_start = k_start // self.k_divisor
 		row += self.first_row
 		modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
@@ -177,7 +175,6 @@ class LoadWarp:
 	def copy_stage(
 		self, copies: list[tuple[Any, cute.Tensor, cute.Tensor]], k_tile: Int32, ab_state: pipeline.PipelineState
 	) -> None:
-		"""Fill a stage with ``k_tile``-th tiles along K."""
 		barrier = self.ab_pipeline.producer_get_barrier(ab_state)
 		for load, from_global, to_shared in copies:
 			cute.copy(

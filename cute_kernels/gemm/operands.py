@@ -89,12 +89,10 @@ class OperandKind:
 
 	@property
 	def scale(self) -> BlockScale | None:
-		"""The block scales beside the elements; None without."""
 		return None if self.fmt is None else self.fmt.scale
 
 	@property
 	def is_block_scaled(self) -> bool:
-		"""Whether block scales are read beside the elements."""
 		return self.scale is not None
 
 	@property

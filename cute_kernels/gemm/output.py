@@ -60,7 +60,6 @@ class EpilogueTensors(NamedTuple):
 
 	@property
 	def has_factor(self) -> bool:
-		"""Whether there is anything to multiply by."""
 		return self.amax_b is not None or self.alpha is not None
 
 
@@ -74,7 +73,6 @@ def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
 
 
 def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
-	"""Element offset into the output."""
 	offset = Int64(row) * out.stride[1] + col
 	if config.grouping == "k_grouped":
 		offset += Int64(group) * out.stride[0]

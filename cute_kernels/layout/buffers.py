@@ -141,18 +141,12 @@ def buffers(
 def member_parts(
 	fmt: Format, shapes: Sequence[Sequence[int]], *, rowwise: bool = True, columnwise: bool = False
 ) -> dict[str, list[MemberPart]]:
-	"""Where each member lies in the flat buffers of groups that have shapes of their own.
+	"""Where each member (m, n) lies in the flat buffers of groups that have shapes of their own.
 
 	A member's part of a buffer is that buffer of a uniform tensor of this one group, row pitch
 	included: ``buffers(fmt, (1, m, n), None)``. Codes and scales of a member start at the next
 	multiple of ``MEMBER_ALIGNMENT`` bytes, and so does what would come after the last one. Vectors
 	of the second level have no gaps: (G,), or one entry for each row of each member.
-
-	Args:
-	  fmt: the format.
-	  shapes: (m, n) of each member.
-	  rowwise: the copy with blocks along n is there.
-	  columnwise: the copy with blocks along m is there.
 
 	Returns:
 	  The parts in the order of the members, by the name of the buffer.

@@ -157,7 +157,6 @@ class AmaxKernels:
 
 	@cute.jit
 	def merge(self, group_amax: cute.Tensor, group: Int32, best: Float32) -> None:
-		"""Fold a warp's maximum into its group's."""
 		best = warp_max(best)
 		if best > 0.0:
 			if cute.arch.lane_idx() == 0:

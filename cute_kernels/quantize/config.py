@@ -43,7 +43,6 @@ class QuantizeProblem:
 
 
 def _is_per_row(format: str, columnwise: bool = False) -> bool:
-	"""Whether one copy of a format has a second level a row."""
 	level = parse(format).level(columnwise)
 	return level is not None and level.per == "row"
 
@@ -303,7 +302,6 @@ class TileConfig(CopyConfig):
 
 	@classmethod
 	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool) -> TileConfig:
-		"""The configuration that writes copies of ``fmt``; ``what`` are the flags."""
 		facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
 		config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
 		if fmt.second_level is None or fmt.takes_scale:
@@ -428,7 +426,6 @@ class GradientConfig:
 		return (self.num_tiles + 1) * self.copies[0].tile_bytes
 
 	def can_implement(self, cols: int) -> Support:
-		"""Whether the kernel takes results of ``cols`` columns."""
 		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
 			return Support(False, "blocks have several rows")
 		if DTYPE_BYTES[self.dtype] != 2:
@@ -515,7 +512,6 @@ class DbiasConfig:
 
 	@classmethod
 	def choose(cls, dtype: str, cols: int) -> DbiasConfig:
-		"""The configuration for sums of ``cols`` columns of an input of ``dtype``."""
 		return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
 	def can_implement(self, dtype: str, cols: int) -> Support:

@@ -37,19 +37,16 @@ _ITEM_ROWS, _UNROLL = 8, 2
 
 
 class RowPlaces(NamedTuple):
-	"""Where a lane reads and writes its columns of a rowwise slot tile.
+	"""Where a lane reads and writes its columns of a rowwise slot tile, addresses of first rows and pitches.
 
 	Attributes:
-	  codes: address of the tile's first row.
-	  pitch: bytes from one row of codes to the next.
-	  scales: address of the scale tile, or of the scale of the first row's block; None where
+	  scales: that of the scale tile, or of the scale of the first row's block; None where
 	    blocks have no scales.
 	  scale_step: bytes from there to that of the next row, where scales are not in tiles.
 	  selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
-	  levels: address of the first row's second level, where rows have one.
+	  levels: that of the first row's second level, where rows have one.
 	  level: the second level of the group, where there is one.
-	  out: address of the first row of the result.
-	  out_pitch: elements from one row of the result to the next.
+	  out_pitch: elements, not bytes.
 	  count: rows that exist.
 	"""
 
@@ -157,7 +154,6 @@ class Dequantizer(GridKernel):
 				j += _UNROLL
 
 	def row_places(self, copy: Copy, cols: Int32, target: Int64, place: SlotTile, column: Int32) -> RowPlaces:
-		"""Where a lane's columns, from ``column`` on, are."""
 		scales, selector, levels, level = None, None, None, None
 		step = 0 if self.codec.fmt.is_2d else 4
 		if self.is_tiled:

@@ -210,7 +210,6 @@ _CURVES: dict[str, Callable[[Activation], _Curve]] = {
 
 
 def _gate(b: Tensor, act: Activation) -> Tensor:
-	"""What the activated half is multiplied by."""
 	if not act.is_clamped:
 		return b
 	limit = f32(act.limit)
@@ -218,15 +217,7 @@ def _gate(b: Tensor, act: Activation) -> Tensor:
 
 
 def activate(x: Tensor, act: Activation) -> Tensor:
-	"""Elements of ``x``: ``act(x)``, or ``act(A) * B`` of a gated activation.
-
-	Args:
-	  x: (..., W) fp32; W is 2 N of a gated activation.
-	  act: the activation.
-
-	Returns:
-	  (..., W) fp32, or (..., N) of a gated activation.
-	"""
+	"""Elements of ``x``, (..., W) fp32: ``act(x)``, or ``act(A) * B`` of a gated activation, (..., W / 2)."""
 	curve = _CURVES[act.curve](act)
 	if not act.is_gated:
 		return curve.value(x, curve.core(x))
@@ -235,16 +226,7 @@ def activate(x: Tensor, act: Activation) -> Tensor:
 
 
 def activate_gradient(x: Tensor, grad: Tensor, act: Activation) -> Tensor:
-	"""The gradient of ``activate(x, act)`` with respect to ``x``.
-
-	Args:
-	  x: (..., W) fp32; W is 2 N of a gated activation.
-	  grad: (..., W) fp32, or (..., N) of a gated activation: the gradient of its result.
-	  act: the activation.
-
-	Returns:
-	  (..., W) fp32.
-	"""
+	"""The gradient of ``activate(x, act)``, of which ``grad`` is the gradient, with respect to ``x``; fp32."""
 	curve = _CURVES[act.curve](act)
 	if not act.is_gated:
 		return curve.slope(x, curve.core(x)).mul_(grad)

@@ -11,15 +11,11 @@ _FMAX = torch.finfo(torch.float32).max
 def delayed_scaling_update(
 	amax_history: Tensor, scale: Tensor, amax: Tensor | None, largest: float, is_max: bool
 ) -> None:
-	"""Roll the history of each slot and make its next scale, in place.
+	"""Roll the (L, n) history of each slot and make its next (n,) scale, in place.
 
-	Args:
-	  amax_history: (L, n) fp32; row 0 is that of the present step.
-	  scale: (n,) fp32.
-	  amax: (n,) fp32, the amax of the step where it is not 0; its sign is dropped. Row 0 where
-	    it is 0, and without it.
-	  largest: what the amax is to be scaled to, an fp32 number.
-	  is_max: the scale follows from the largest of the last L amaxes, else from the last.
+	``amax`` is that of the step where it is not 0; its sign is dropped. Row 0 is where it is 0, and without
+	it. ``largest`` is what the amax is to be scaled to, an fp32 number; with ``is_max`` that of the last L,
+	else the last.
 	"""
 	last = amax_history[0]
 	if amax is not None:

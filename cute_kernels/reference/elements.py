@@ -12,19 +12,13 @@ _CHUNK = 1 << 19
 
 
 class Elements:
-	"""(rows, cols) elements of a plain tensor, or of what an activation makes of one.
+	"""(rows, cols) elements of a plain tensor (T, W) or (G, N, W), or of what an activation makes of one.
 
-	Args:
-	  x: (T, W), or (G, N, W) of uniform groups; bf16, fp16 or fp32.
-	  activation: elements are its result; None for ``x`` itself.
-	  truncates: what an activation makes is rounded to the dtype of ``x``
-	    (``Format.truncates``).
+	With ``truncates`` that is rounded to the dtype of ``x`` (``Format.truncates``).
 
 	Attributes:
 	  rows: T, or G * N.
 	  cols: W, or half of it of a gated activation.
-	  dtype: dtype of ``x``.
-	  device: device of ``x``.
 	"""
 
 	def __init__(self, x: Tensor, activation: Activation | None = None, *, truncates: bool = False) -> None:

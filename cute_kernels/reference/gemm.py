@@ -88,7 +88,6 @@ def m_grouped_gemm(
 
 
 def _matrix(b: Operand, depth: int, transpose_b: bool) -> Rows:
-	"""One group's matrix of B, rows of K elements."""
 	if b.fmt is None:
 		return Rows(b.codes.T if transpose_b else b.codes)
 	if b.columnwise:

@@ -137,6 +137,5 @@ def _picked(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _tiles(first_slot: int, count: int) -> slice:
-	"""The slot tiles of ``count`` slot rows."""
 	first = first_slot // TILE_ROWS
 	return slice(first, first + ceil_div(count, TILE_ROWS))

@@ -81,7 +81,6 @@ def _index_architecture(index: int) -> Architecture:
 
 
 def _missing(major: int) -> str:
-	"""What a compute capability without kernels lacks."""
 	if major < 9:
 		return "it has no TMA and no warpgroup MMA, which all kernels use"
 	if major == 12:

@@ -259,7 +259,6 @@ def _source_digest(module: str) -> str | None:
 
 @functools.cache
 def _host() -> str:
-	"""The CPU that host code is generated for."""
 	features = ""
 	with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
 		named = (line for line in lines if line.startswith(("flags", "Features")))

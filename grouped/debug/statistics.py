@@ -98,15 +98,9 @@ class Probe:
 	def see(
 		self, role: str, x: Tensor | Sequence[Tensor], copies: Copies, fmt: Format | None, offs: Tensor | None = None
 	) -> None:
-		"""Look at an operand.
+		"""Look at an operand: (T, K) with ``offs``, or without (G, N, K), or (N, K) of each group.
 
-		Args:
-		  role: which it is.
-		  x: (T, K) with ``offs``, or without (G, N, K), or (N, K) of each group; a GroupedTensor
-		    is what it was quantized from.
-		  copies: what the products read.
-		  fmt: the format; None if the copy is plain, in ``copies.rowwise``.
-		  offs: (G,) end rows.
+		A GroupedTensor is what it was quantized from. Without a format the copy is plain, in ``copies.rowwise``.
 
 		Raises:
 		  RuntimeError: the stream is being captured into a CUDA graph.

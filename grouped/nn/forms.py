@@ -9,15 +9,9 @@ from ..tensor import GroupedTensor
 
 
 def convert(state_dict: dict[str, Any], key: str, num_groups: int, stacked: bool) -> None:
-	"""Turn the other form of a parameter into a layer's, in place.
+	"""Turn the other form of a parameter, all groups ``stacked`` or one a group, into a layer's, in place.
 
 	A partial set of per-group keys is left alone, and reported as missing keys.
-
-	Args:
-	  state_dict: what is loaded.
-	  key: the parameter's name for all groups.
-	  num_groups: G.
-	  stacked: the layer has one parameter for all groups.
 	"""
 	keys = [f"{key}{group}" for group in range(num_groups)]
 	discrete = all(k in state_dict for k in keys)

@@ -55,16 +55,14 @@ def lookup(module: nn.Module, name: str) -> Any:
 
 
 class KeptWeight:
-	"""Quantized copies of a weight.
+	"""Quantized copies of a weight, of the format of a recipe.
 
 	A change of the weight is seen on the host, without reading it: it is another tensor, has
 	another storage (``.data = ...``), or was written in place, which its version counts. Writes
 	through ``.data`` count no version, in all of PyTorch, and are not seen.
 
-	Args:
-	  sources: the parameters that the weight consists of, and those that it was gathered from:
-	    FSDP gathers into one tensor again and again without counting a version.
-	  recipe: the recipe whose format the copies have.
+	Its sources are the parameters that it consists of, and those that it was gathered from: FSDP
+	gathers into one tensor again and again without counting a version.
 	"""
 
 	def __init__(self, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> None:

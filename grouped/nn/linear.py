@@ -224,13 +224,7 @@ class GroupedLinear(debug.Watched):
 		return rows_and_ends(x, offs, groups, self.in_features)
 
 	def prepare(self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None) -> Layer:
-		"""What a call multiplies by, and what takes notes of it.
-
-		Args:
-		  device: of the rows.
-		  needs_dx: the rows require a gradient.
-		  is_first_microbatch: as in ``forward``.
-		"""
+		"""What a call on ``device`` multiplies by, and what takes notes of it; ``needs_dx``: rows require a gradient."""
 		sink = self._sink(is_first_microbatch)
 		sources = self._sources("weight")
 		weights = [local(w) for w in sources]

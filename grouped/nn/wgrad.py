@@ -30,12 +30,8 @@ EAGER_ONLY = (
 class Wgrads:
 	"""What a layer was told about the gradients of its parameters, and those that wait.
 
-	Args:
-	  fuse: the weight's gradients are written into ``main_grad``.
-	  delay: they wait until they are asked for.
-
-	Attributes:
-	  hooks: what runs after waiting gradients were computed.
+	With ``fuse`` the weight's are written into ``main_grad``, with ``delay`` they wait until they are asked
+	for; ``hooks`` run after those were computed.
 	"""
 
 	def __init__(self, fuse: bool, delay: bool) -> None:
@@ -92,7 +88,7 @@ class ParameterGradients:
 	  biases: likewise of the bias; empty if there is none.
 	  fuse: the weight's gradient is written into ``main_grad``.
 	  overwrite: what ``main_grad`` held is dropped.
-	  store: where the gradients wait until they are asked for; None if they are due at once.
+	  store: where they wait until they are asked for; None if they are due at once.
 	"""
 
 	weights: dict[str, Tensor]

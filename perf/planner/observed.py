@@ -106,7 +106,6 @@ def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
 
 
 def published(records: Sequence[Record], gpu: str) -> list[Observation]:
-	"""Times of others on a GPU that was not measured here."""
 	every = latest(records)
 	counts = Counts(every, gpu_of(gpu).arch)
 	found = (r for r in every if gpu in r.gpu and r.protocol == "published")

@@ -48,7 +48,6 @@ class Pair:
 
 	@property
 	def variant(self) -> str:
-		"""What the contender's name says of it."""
 		said = {"prepacked": self.prepacked, "tokens quantized too": self.quantizes}
 		said["accumulating"] = self.accumulates
 		return "".join(f", {text}" for text, is_so in said.items() if is_so)
@@ -152,7 +151,6 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 
 
 def _error(pair: Pair, work: Operands, out: Tensor) -> float:
-	"""Against the fp32 product of what the operands decode to."""
 	if pair.quantizes:
 		a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
 	else:

@@ -120,7 +120,6 @@ class LayerWork:
 
 	@property
 	def weight_sizes(self) -> list[tuple[int, ...]]:
-		"""Of the weights, the last that of the output."""
 		groups, hidden, wide = self.shape.experts, self.shape.hidden, self.shape.intermediate
 		sizes: list[tuple[int, ...]] = [(groups, 2 * wide, hidden), (groups, hidden, wide)]
 		return sizes[:1] if self.layer == "linear" else sizes
@@ -137,7 +136,6 @@ class LayerWork:
 		return 2.0 * values * (2 if self.backward else 1)
 
 	def leaves(self) -> list[nn.Parameter]:
-		"""The weights where they are, with gradients of their own."""
 		return [nn.Parameter(w, self.backward) for w in self.weights]
 
 	def ours(self, recipe: grouped.recipes.Recipe) -> tuple[nn.Module, list[Any]]:

@@ -89,11 +89,9 @@ class Quantization:
 		return has_group_level or not self.gives_amax
 
 	def written(self, fmt: Format) -> float:
-		"""Bytes that an element takes in all copies."""
 		return len(self.ways) * element_bytes(fmt)
 
 	def moved(self, data: Input, fmt: Format) -> float:
-		"""Bytes that are read and written at least."""
 		return data.x.nbytes + data.x.numel() // (1 + self.activates) * self.written(fmt)
 
 	@property

@@ -139,17 +139,14 @@ class ByteCodec(Codec):
 		return [number for word in words for number in asm(text, [Float32] * 4, [word])]
 
 	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-		"""The scale of the block, or that of the group."""
 		return level if scale is None else scale
 
 
 def _bf16_pair(low: Float32, high: Float32) -> Uint32:
-	"""Two numbers that bf16 holds, in a word."""
 	return asm("prmt.b32 $0, $1, $2, 0x7632;", [Uint32], [f32_as_bits(low), f32_as_bits(high)])
 
 
 def _products(words: Sequence[Uint32], factors: Uint32) -> list[Uint32]:
-	"""Words of two bf16 times two factors."""
 	return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
 
 

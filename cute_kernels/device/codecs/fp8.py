@@ -58,5 +58,4 @@ class FP8Codec(ByteCodec):
 		return tuple(getattr(level, name) for name in self.level_names)
 
 	def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
-		"""No scale; the group's factor."""
 		return None, level.scale

@@ -207,7 +207,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def mma_tiler_mnk(self) -> tuple[int, int, int]:
-		"""M, N and K of one pipeline stage's tile."""
 		return self.tile.m, self.tile.n, K_BLOCKS * self.instruction_k
 
 	def instruction_n(self, rows: Any) -> Any:
@@ -252,7 +251,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def codes(self) -> tuple[Codes, ...]:
-		"""Operands that come as codes and are decoded."""
 		if self.decoded_to is None:
 			return ()
 		sides = ((self.m_kind, self.tile.m), (self.n_kind, self.tile.n))
@@ -296,7 +294,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def sf_columns(self) -> tuple[int, int]:
-		"""Columns of tensor memory for the block scales of operands M and N."""
 		each = self.k_scale_tiles * SF_TILE_ROWS // TMEM_LANES
 		m_tiles, n_tiles = self.scale_tiles
 		return each * m_tiles, each * n_tiles

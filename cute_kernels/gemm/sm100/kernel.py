@@ -376,7 +376,6 @@ class Sm100Gemm:
 		ab_pipeline: pipeline.PipelineTmaUmma,
 		gather: GatherLoad | None,
 	) -> LoadWarp:
-		"""The load warp, with how each tensor gets into shared memory."""
 		operand_m = [] if sources.m is None else [loads.m(sources.m, shared.m)]
 		operand_n = [] if sources.n is None else [loads.n(sources.n, shared.n)]
 		if self.config.mma_kind.is_block_scaled:

@@ -35,7 +35,6 @@ class OperandLoad(NamedTuple):
 	is_scale: bool
 
 	def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-		"""Source tiles along K from ``k_start`` on, and stages to put them in."""
 		return _tile_copies(self, row, k_start, group)
 
 

@@ -62,11 +62,8 @@ class _StagedScales(NamedTuple):
 class StageMma:
 	"""Instructions that multiply a stage.
 
-	Args:
-	  shared: stages of both operands and of their block scales.
-	  tmem: start of tensor memory.
-	  acc_stride: columns from the first accumulator to the second.
-	  scale_columns: first columns of the block scales of operands M and N.
+	``acc_stride`` are columns from the first accumulator in tensor memory to the second, ``scale_columns`` the
+	first columns of the block scales of operands M and N.
 	"""
 
 	def __init__(
@@ -207,7 +204,6 @@ class MmaWarp:
 
 	@cute.jit
 	def multiply(self, started: _StartedTile, tile: WorkTile, state: Any, k_tile: Int32, accumulate: Int32) -> Any:
-		"""Multiply a tile's ``k_tile``-th stage; the next state."""
 		self.ab_pipeline.consumer_wait(state)
 		# What lies behind the last K block belongs to another group or to nobody.
 		self.mma.multiply(started, state.index, accumulate, tile.k_blocks - k_tile * K_BLOCKS)

@@ -31,11 +31,9 @@ _VECTOR = 4
 class Promoter:
 	"""Promotes the partial sums of the 32 rows of a warp.
 
-	Args:
-	  scales: those of operands M and N, (rows or squares, blocks along K, groups).
-	  acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE), the sums' last.
-	  staged: shared memory for scales of columns; None if they have none.
-	  acc_pipeline: the partial sums.
+	Scales of operands M and N are (rows or squares, blocks along K, groups), accumulators in tensor memory
+	(MMA, MMA_M, MMA_N, STAGE), the sums' last. ``staged`` is shared memory for scales of columns, if they have
+	some.
 	"""
 
 	def __init__(
@@ -100,7 +98,6 @@ class Promoter:
 
 	@cute.jit
 	def run(self, tile: WorkTile, state: pipeline.PipelineState) -> pipeline.PipelineState:
-		"""Add up the partial sums of a tile; the next state of them."""
 		k_blocks = self.config.k_blocks
 		k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
 		block = tile.k_start // self.config.mma_tiler_mnk[2]

@@ -226,7 +226,6 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def pieces(self) -> int:
-		"""Pieces of K of one stage where operand M is decoded."""
 		return self.stage_k // PIECE_K
 
 	@property
@@ -348,7 +347,6 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def _multiplied_row_bytes(self) -> int:
-		"""Bytes of the elements of one stage that are multiplied, of one row."""
 		return self.stage_k * self.multiplied_bits // 8
 
 	@property

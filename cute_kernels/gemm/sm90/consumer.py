@@ -18,14 +18,7 @@ from .warp_schedule import WARPGROUP_SIZE
 
 
 class Product(NamedTuple):
-	"""What a product of one width needs beside operand M.
-
-	Attributes:
-	  tiled_mma: the MMA.
-	  n: stages of operand N.
-	  acc: the accumulators.
-	  fresh: the MMA that overwrites them.
-	"""
+	"""What a product of one width needs beside operand M; ``fresh`` is the MMA that overwrites accumulators."""
 
 	tiled_mma: cute.TiledMma
 	n: cute.Tensor
@@ -77,7 +70,6 @@ class Consumer:
 			self.m = layouts.tiled_mma.make_fragment_A(thread.partition_A(stages.m))
 
 	def mma(self, width: int) -> Any:
-		"""This warpgroup's part of the MMA for ``width`` columns."""
 		return self.layouts.mma_of(width).get_slice(self.thread)
 
 	def part(self, part: int) -> Product:
@@ -87,7 +79,6 @@ class Consumer:
 		return product._replace(acc=self.partial, fresh=self.layouts.mma_of(width))
 
 	def product(self, width: int, part: int = 0) -> Product:
-		"""The product of the ``part``-th ``width`` columns of a tile."""
 		config, tiled_mma = self.config, self.layouts.mma_of(width)
 		tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
 		mma = self.mma(width)
@@ -210,7 +201,6 @@ class Consumer:
 
 	@cute.jit
 	def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:
-		"""Add the tile's products to the accumulators; the next state of the stages."""
 		k_blocks = self.config.k_blocks
 		k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
 		if k_tiles > 0:

@@ -82,7 +82,6 @@ class GatherWarp:
 
 	@cute.jit
 	def fill(self, tile: WorkTile, state: Any) -> Any:
-		"""This warp's part of the stages of a tile."""
 		config = self.config
 		first, left, column = tile.n_row, tile.rows, Int32(0)
 		if cutlass.const_expr(self.along_k):

@@ -172,7 +172,6 @@ class Promoter:
 				acc[at] = self.scaled(value, scales.m[i // 2], n, total)
 
 	def scaled(self, value: Float32, m: Float32, n: Float32, total: Float32) -> Float32:
-		"""``total`` plus a partial sum times both scales."""
 		if self.folds:
 			return _fma(value, mul_rn(m, n), total)
 		first, second = (m, n) if self.m_is_first else (n, m)

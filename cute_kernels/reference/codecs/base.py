@@ -22,11 +22,8 @@ class Codec(abc.ABC):
 	"""The arithmetic of one format, each step rounded to fp32; it knows no layout.
 
 	Blocks are the last dimension of what ``encode`` takes; amaxes and scales have the shape of
-	what is left. Where the format has no blocks, all elements of a group in a row are one.
-
-	Args:
-	  fmt: the format's record.
-	  dtype: what the elements were before they became fp32.
+	what is left. Where the format has no blocks, all elements of a group in a row are one. ``dtype`` is
+	what the elements were before they became fp32.
 	"""
 
 	#: The class of the records that it serves.
@@ -36,22 +33,18 @@ class Codec(abc.ABC):
 		self.fmt, self.dtype = fmt, dtype
 
 	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-		"""The vectors of the second level, as the record names them.
+		"""The vectors of the second level, as the record names them, of amaxes of rows or groups.
 
-		Args:
-		  amax: amaxes of rows or groups.
-		  scale: the scales of groups, where the format takes them from the caller.
+		Or of the scales of groups, where the format takes them from the caller.
 		"""
 		return ()
 
 	@abc.abstractmethod
 	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor | None, Tensor]:
-		"""What blocks are encoded with.
+		"""What blocks of amaxes ``a`` are encoded with.
 
-		Args:
-		  a: amaxes of the blocks.
-		  g: amaxes of their rows or groups, for the second level; broadcast to ``a``. The scales
-		    of their groups where the format takes them from the caller.
+		``g`` are amaxes of their rows or groups, for the second level; broadcast to ``a``. Or the scales of
+		their groups where the format takes them from the caller.
 
 		Returns:
 		  The block scales as they are stored, None if there are none; and the fp32 factors that
@@ -61,11 +54,8 @@ class Codec(abc.ABC):
 	def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
 		"""Codes of fp32 ``blocks``, one an element and not yet packed, and stored scales.
 
-		Args:
-		  blocks: (..., block). Square blocks are (..., K, rows of a block).
-		  a: as for ``factors``.
-		  g: as for ``factors``.
-		  draws: random bytes (uint8) of the elements, where the format is stochastic.
+		Square blocks are (..., K, rows of a block). ``a`` and ``g`` are as for ``factors``; ``draws`` random
+		bytes (uint8) of the elements, where the format is stochastic.
 		"""
 		stored, enc = self.factors(a, g)
 		y = blocks * enc.unsqueeze(-1)
@@ -78,11 +68,9 @@ class Codec(abc.ABC):
 		"""Exact fp32 values of stored block scales."""
 
 	def decode_factor(self, stored: Tensor | None, level: Tensor | None) -> Tensor:
-		"""What codes are multiplied by to decode.
+		"""What codes are multiplied by to decode, of stored block scales where the format has them.
 
-		Args:
-		  stored: block scales as they are stored, where the format has them.
-		  level: the first vector of the second level, where the format has one, broadcast.
+		``level`` is the first vector of the second level, where it has one, broadcast.
 		"""
 		factor = None if stored is None else self.scale_values(stored)
 		if level is None:
@@ -97,9 +85,7 @@ class Codec(abc.ABC):
 	def values(self, codes: Tensor, stored: Tensor | None) -> Tensor:
 		"""Code times block scale (R, K), exact in fp32: what tensor cores multiply.
 
-		Args:
-		  codes: (R, K) codes as they are stored.
-		  stored: (R, ceil(K / block)) block scales as they are stored, where the format has them.
+		Both are as they are stored; of scales (R, ceil(K / block)).
 		"""
 		values = decode(self.fmt.element, codes)
 		scale: BlockScale | None = self.fmt.scale

@@ -171,7 +171,6 @@ class FragmentDecoder:
 		return row * self.row_bytes + quad_lane * _LANE_BYTES
 
 	def scale_offset(self, row: Int32, quad_lane: Int32) -> Int32:
-		"""The thread's first block scales in a stage."""
 		lanes_of_tile = SF_TILE_COLS // _LANE_SCALES
 		tile = row // SF_TILE_ROWS
 		if self.pairs:
@@ -185,7 +184,6 @@ class FragmentDecoder:
 		)
 
 	def load(self, stage: Int32, piece: int) -> None:
-		"""Read the thread's codes and block scales of a piece of a stage."""
 		codes = self.codes_address + stage * self.stage_bytes[0] + piece * self.piece_bytes
 		scales = self.scale_address + stage * self.stage_bytes[1]
 		scales += piece * self.piece_scale_bytes
