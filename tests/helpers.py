@@ -26,6 +26,9 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Dtypes of plain operands, by the names that kernels have for them.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
+#: Copies to make: (rowwise, columnwise).
+DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
+
 #: The texts of NVFP4 by second level and block shape.
 NVFP4_TEXTS = {"1x16": "nvfp4", "16x16": "nvfp4:block=16x16", "row-scaled": "nvfp4:row_scaled"}
 

@@ -69,34 +69,6 @@ def test_compiled_once_for_all_token_counts():
 	torch._dynamo.reset()
 
 
-X = sample(40, 128)
-
-
-@each(
-	("options", "error", "match"),
-	[
-		({"grad": X}, ValueError, "grad needs an activation: it is the gradient of"),
-		({"activation": "silu", "grad": X.float()}, TypeError, "grad must be bfloat16, got float32"),
-		({"activation": "swiglu", "grad": X}, ValueError, "grad must have size 64 in dimension 1"),
-		(
-			{"activation": "silu", "grad": X, "offs": None, "shapes": [(40, 128)]},
-			ValueError,
-			"grad goes with offs or uniform x, not with shapes",
-		),
-		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu' or a grouped"),
-		({"activation": "swish"}, ValueError, "activation must be one of gelu, silu"),
-		(
-			{"activation": "swiglu", "out": grouped.quantize(X, grouped.NVFP4(), offs=OFFS)},
-			ValueError,
-			"out was made with another shape",
-		),
-	],
-)
-def test_refused(options, error, match):
-	with pytest.raises(error, match=match):
-		grouped.quantize(X, grouped.NVFP4(), **{"offs": OFFS} | options)
-
-
 def test_gradients_do_not_pass():
 	x, grad = sample(40, 128).requires_grad_(), sample(40, 64).requires_grad_()
 	q, dbias = grouped.quantize(x, grouped.FP8(), offs=OFFS, activation="swiglu", grad=grad, dbias=True)

@@ -7,6 +7,8 @@ import grouped
 from grouped import recipes
 from tests.helpers import each
 
+from .cases import EVERY_FORMAT
+
 OFFS = torch.tensor([4, 4, 9], dtype=torch.int32)
 X = torch.zeros(9, 64, dtype=torch.bfloat16)
 W = torch.zeros(3, 32, 64, dtype=torch.bfloat16)
@@ -61,6 +63,43 @@ def test_a_recipe_is_no_format():
 		quantize(fmt=recipes.MXFP8())
 
 
-def test_a_scale_that_the_format_computes():
-	with pytest.raises(ValueError, match=r"leave it away, or take FP8\(scaling='delayed'\)"):
-		quantize(fmt=grouped.FP8(), scale=torch.ones(3))
+BOTH = {"scale": torch.ones(3), "amax": torch.ones(3)}
+STOCHASTIC = grouped.NVFP4(stochastic_rounding=True)
+#: What is changed in a call of ``quantize``, and the message.
+WRONG_TYPES = [
+	({"x": quantize()}, r"\.dequantize\(\)"),
+	({"fmt": DELAYED, "scale": torch.ones(3).double()}, "scale must be float32"),
+	({"activation": "silu", "grad": X.float()}, "grad must be bfloat16, got float32"),
+	({"activation": 3}, "activation must be a name such as 'swiglu' or a grouped"),
+	({"fmt": STOCHASTIC, "seed": True}, "seed must be an int, a .* got True"),
+	({"fmt": STOCHASTIC, "seed": 1.0}, "seed must be an int, a .* got 1.0"),
+	({"fmt": STOCHASTIC, "seed": torch.tensor([1.0, 2.0])}, "seed must be int64, got float32"),
+]
+WRONG_VALUES = [
+	({"offs": None}, "offs is missing.*uniform x is 3D"),
+	({"x": X[:, :16], "fmt": EVERY_FORMAT["mxfp8"]}, " 32 .*16"),
+	({"x": X[:, :48], "fmt": EVERY_FORMAT["32x32"]}, " 32 .*48"),
+	({"x": X[:, :24], "fmt": EVERY_FORMAT["fp8_block"]}, " 16 .*24"),
+	({"fmt": DELAYED}, "scale is missing: fp8:scaling=delayed"),
+	({"fmt": DELAYED, "scale": torch.ones(4)}, "scale must have size 3"),
+	({"fmt": DELAYED, **BOTH}, "takes its scale, not its amax"),
+	({"fmt": grouped.FP8(), "scale": torch.ones(3)}, "scale is for formats that take one"),
+	({"fmt": grouped.FP8(), "scale": torch.ones(3)}, r"leave it away, or take FP8\(scaling='delayed'\)"),
+	({"grad": X}, "grad needs an activation: it is the gradient of"),
+	({"activation": "swiglu", "grad": X}, "grad must have size 32 in dimension 1"),
+	({"activation": "silu", "grad": X, "offs": None, "shapes": [(9, 64)]}, "grad goes with offs or uniform x, not with"),
+	({"activation": "swish"}, "activation must be one of gelu, silu"),
+	({"activation": "swiglu", "out": quantize()}, "out was made with another shape"),
+	({"fmt": STOCHASTIC, "seed": 2**63}, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
+	({"fmt": STOCHASTIC, "seed": torch.tensor([1])}, "seed must have size 2"),
+]
+
+
+@each(
+	("error", "change", "message"),
+	[*((TypeError, *wrong) for wrong in WRONG_TYPES), *((ValueError, *wrong) for wrong in WRONG_VALUES)],
+)
+def test_what_quantize_refuses(error, change, message):
+	given = {"x": X, "fmt": grouped.NVFP4(), "offs": OFFS} | change
+	with pytest.raises(error, match=message):
+		grouped.quantize(given.pop("x"), **given)

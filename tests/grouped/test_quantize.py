@@ -205,26 +205,6 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
 	assert_same_buffers(bytes_of(out), before)
 
 
-@each(
-	("x", "options", "error", "match"),
-	[
-		(sample(40, 32), {}, ValueError, "offs is missing.*uniform x is 3D"),
-		*(
-			(sample(40, k), {"offs": [40], "fmt": EVERY_FORMAT[name]}, ValueError, f" {of} .*{k}")
-			for name, k, of in (("mxfp8", 16, 32), ("32x32", 48, 32), ("fp8_block", 24, 16))
-		),
-	],
-)
-def test_quantize_refuses(x, options, error, match):
-	with pytest.raises(error, match=match):
-		grouped.quantize(x, **({"fmt": FORMATS["1x16"]} | options))
-
-
-def test_quantizing_twice_is_refused():
-	with pytest.raises(TypeError, match=r"\.dequantize\(\)"):
-		grouped.quantize(_out(), FORMATS["1x16"], offs=[10, 40])
-
-
 def test_quantize_does_not_track_gradients():
 	x = sample(40, 32).requires_grad_()
 	assert not grouped.quantize(x, FORMATS["1x16"], offs=[40]).requires_grad

@@ -33,21 +33,6 @@ def test_an_int_is_itself_and_zero(seed):
 	assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=pair))
 
 
-@each(
-	("seed", "error", "words"),
-	[
-		(2**63, ValueError, r"seed must be in \[-2\^63, 2\^63\), got 9223372036854775808"),
-		(True, TypeError, "seed must be an int, a .* got True"),
-		(1.0, TypeError, "seed must be an int, a .* got 1.0"),
-		(torch.tensor([1]), ValueError, "seed must have size 2"),
-		(torch.tensor([1.0, 2.0]), TypeError, "seed must be int64, got float32"),
-	],
-)
-def test_what_is_no_seed(seed, error, words):
-	with pytest.raises(error, match=words):
-		grouped.quantize(sample(40, 32), STOCHASTIC, offs=[40], seed=seed)
-
-
 @each("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
 	with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):

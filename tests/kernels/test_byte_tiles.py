@@ -4,7 +4,7 @@ import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, E5M2, F32, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DIRECTIONS, DTYPES, E5M2, F32, each, each_arch, ends, many_groups
 
 from .op_support import ARCHITECTURES, check_code, each_mode
 from .quantize_support import Problem, check, ragged, ragged_cases, random_input, special_input
@@ -19,7 +19,6 @@ FORMATS = {
 		*(MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
 	)
 }
-DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: One of each layout of scales.
 SOME = ("fp8_block", "fp8_block:block=128x128", "mxfp8", "mxfp8:block=32x32")
 RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)

@@ -4,6 +4,7 @@ import torch
 import grouped
 from tests.helpers import (
 	BF16,
+	DIRECTIONS,
 	DTYPES,
 	F32,
 	SPLITS,
@@ -21,7 +22,6 @@ from tests.helpers import (
 FP8 = grouped.FP8
 FORMATS = {d: FP8(d, "delayed") for d in (torch.float8_e4m3fn, torch.float8_e5m2)}
 IDS = [str(d).removeprefix("torch.") for d in FORMATS]
-DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 E4M3 = FORMATS[torch.float8_e4m3fn]
 
 
@@ -188,21 +188,6 @@ def test_it_is_saved_compiled_and_read_by_members():
 		lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
 	)
 	assert_same_bytes(compiled(x, scale), q.dequantize())
-
-
-@each(
-	("fmt", "change", "error", "match"),
-	[
-		(E4M3, {}, ValueError, "scale is missing: fp8:scaling=delayed"),
-		(E4M3, {"scale": torch.ones(3)}, ValueError, "scale must have size 2"),
-		(E4M3, {"scale": torch.ones(2).double()}, TypeError, "scale must be float32"),
-		(E4M3, {"scale": torch.ones(2), "amax": torch.ones(2)}, ValueError, "takes its scale, not its amax"),
-		(FP8(), {"scale": torch.ones(2)}, ValueError, "scale is for formats that take one"),
-	],
-)
-def test_errors(fmt, change, error, match):
-	with pytest.raises(error, match=match):
-		grouped.quantize(sample(8, 32), fmt, offs=[4, 8], **change)
 
 
 def test_the_fused_product_has_no_scale_to_give():

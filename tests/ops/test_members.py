@@ -12,6 +12,7 @@ from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
 	BF16,
 	BUILT,
+	DIRECTIONS,
 	F16,
 	F32,
 	SENTINEL,
@@ -24,7 +25,6 @@ from tests.helpers import (
 	weird_values,
 )
 
-DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
 #: Shapes by the thing that each is there to catch.
 SHAPES = {
 	"both vary": [(5, 64), (130, 32), (1, 160), (33, 96)],

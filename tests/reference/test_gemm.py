@@ -32,7 +32,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_unchanged():
 	check_empty_wgrad(x, x, offsets((20, 0, 12)))
 
 
-GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1]]
+GARBAGE = [[-5, 30], [30, 10], [10, 999], [2**31 - 1, -(2**31)], [-1, -1], [0, 0]]
 
 
 @each("rows", GARBAGE, str)
