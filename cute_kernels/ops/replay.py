@@ -50,6 +50,8 @@ _QUICK: dict[Any, Callable[..., Any]] = {
 _OF_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 #: What Dynamo guards tensors with, in one call of C++: 2 us for 14 of them, whose metadata take 9 in Python.
 _Guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+#: Recordings that share a key without metadata, such as those of a mixture's experts and its shared one.
+_ALIKE = 8
 #: Plans of calls that are to be recorded, and of those that cannot be.
 _SEEN, _NEVER = object(), object()
 
@@ -69,13 +71,11 @@ def replayed(
 	if registry.is_any_observed():
 		return function(given)
 	choice, plans = chosen_backend(), registry._plans
-	# What is likely to have the recording, which then looks at all tensors at once.
+	# What few recordings share, which then look at all tensors at once.
 	state = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 	short = (key, choice, state, len(given), given[0].shape)
-	guarded = plans.get(short)
-	if guarded is not None:
-		check: Any = guarded[0]
-		recording: Recording = guarded[1]
+	guarded: Sequence[tuple[Any, Recording]] = plans.get(short) or ()
+	for check, recording in guarded:
 		if recording.fits(given, check):
 			return recording.repeat(given)
 	if registry.is_any_watched(given, plain, state[0]):
@@ -86,7 +86,7 @@ def replayed(
 		if not plan.fits(given, _anything):
 			return function(given)
 		if _Guards is not None and _are_distinct(given):
-			plans.add(short, (plan.guard(given), plan))
+			plans.add(short, ((plan.guard(given), plan), *guarded[: _ALIKE - 1]))
 		return plan.repeat(given)
 	if plan is None:
 		device = given[0].device

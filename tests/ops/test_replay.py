@@ -162,8 +162,8 @@ def count(ids, rows):
 	return [ops.moe_combine(made, row, None, torch.float32), offs], "more"
 
 
-def values():
-	return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, 16).bfloat16()
+def values(width=16):
+	return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, width).bfloat16()
 
 
 @each("what", ["reads", "foreign", "same", "aligned"])
@@ -188,6 +188,19 @@ def test_what_is_not_repeated(recordings, what):
 			assert more == "more"
 			assert_all_same(got, count(ids, rows)[0])
 	assert len(recordings) == (what == "aligned")
+
+
+def test_guards_of_calls_alike(recordings, monkeypatch):
+	"""They are made once, though calls differ by turns in what their key leaves out."""
+	made, guard = [], replay.Recording.guard
+	monkeypatch.setattr(replay.Recording, "guard", lambda *args: (made.append(args[0]), guard(*args))[1])
+	with cute_kernels.backend(EMULATED):
+		for _ in range(6):
+			for width in (16, 32):
+				ids, rows = values(width)
+				got, _ = replay.replayed("alike", [ids, rows], lambda given: count(*given))
+				assert_all_same(got, count(ids, rows)[0])
+	assert len(made) == 2 and len(recordings) == 8
 
 
 def test_memory_ends_where_it_did(recordings):
