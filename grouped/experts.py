@@ -345,7 +345,7 @@ class _Experts(torch.autograd.Function):
 		if style.recompute:
 			rowwise = first.copies and first.copies.rowwise
 			again = [first.bias, first.scale(1), *(rowwise or first.weights)]
-			if again[2] is next(iter(left[0].weight), None):
+			if rowwise is None and first.weights[0] is next(iter(left[0].weight), None):
 				del again[2:]
 		ctx.has_copies = bool(again) and rowwise is not None
 		saved: list[Sequence[Tensor | None]] = [
