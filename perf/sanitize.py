@@ -18,7 +18,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ import torch
 import cute_kernels
 from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format, parse
-from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.gemm.operands import operand_of
+from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
 
@@ -41,6 +42,8 @@ _DEVICE = "cuda"
 _PLAIN = "bfloat16"
 _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
+#: Columns of more tiles than there are CTAs.
+_WIDE = 16384
 _FLAT: Any = torch.ops.cute_kernels
 
 
@@ -107,8 +110,11 @@ def _in_all_tiles(*calls: Any) -> None:
 	if _choice.share == 0:
 		for call in calls:
 			call()
-	tiles = SM90_TILES[_choice.share :: _choice.shares]
-	for tile, call in itertools.product(tiles, calls):
+	_in_tiles(SM90_TILES, *calls)
+
+
+def _in_tiles(tiles: Sequence[Sm90Tile], *calls: Any) -> None:
+	for tile, call in itertools.product(tiles[_choice.share :: _choice.shares], calls):
 		with force_tile(tile):
 			try:
 				call()
@@ -147,6 +153,7 @@ def m_grouped() -> None:
 			lambda: ops.m_grouped_gemm(x, weight, offs, bias), lambda: ops.m_grouped_gemm(x, turned, offs, None, None, True)
 		)
 	_in_all_formats("fprop", _m_grouped)
+	_in_all_formats("fprop", _counted)
 
 
 def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
@@ -162,6 +169,22 @@ def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 		lambda: ops.m_grouped_gemm(a, b, offs, bias, alpha, False, bf16, *plain[5:]),
 		lambda: _FLAT.m_grouped_gemm_out(a, b, *plain, out=out, accumulate=True),
 		lambda: ops.m_grouped_gemm(a, b_t, offs, None, None, True, bf16, a_scales, t_scales, *texts),
+	)
+
+
+def _counted(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
+	"""Products whose CTAs take tiles from a counter, and that quantize what they activate."""
+	if not operand_of(a_fmt).has_short_sums:
+		return
+	offs = _offs()
+	a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
+	b, b_scales = _operand(b_fmt, _sample(len(_ENDS), _WIDE, cols), None)
+	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
+	given = (a, b, offs, None, None, False, bf16, a_scales, b_scales, *texts, False, None, None)
+	_in_tiles(
+		[tile for tile in SM90_TILES if tile.rows == 128],
+		lambda: ops.m_grouped_gemm(*given),
+		lambda: ops.m_grouped_gemm_activate(*given, "swiglu", False, False, a_fmt.text),
 	)
 
 

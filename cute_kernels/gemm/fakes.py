@@ -139,4 +139,5 @@ class FakeArguments:
 			num_sms=Int32(1),
 			z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n) if config.keeps_z else None,
 			out_scales=self.out_scales(),
+			counter=_compact(cutlass.Int32, 1, align=4) if config.mixes_groups else None,
 		)

@@ -12,6 +12,9 @@ from ..layout.shapes import SF_TILE_ROWS
 from .problem import RAGGED_ROWS, GemmConfig
 from .scheduler import TileReader, WorkTile
 
+#: Stages left to load of a tile when the next one is taken from a counter: others may need it sooner.
+_AHEAD = 8
+
 
 class TmaSource(NamedTuple):
 	"""A tensor in global memory that TMA reads tiles of.
@@ -129,10 +132,13 @@ class LoadWarp:
 			cpasync.prefetch_descriptor(self.gather.atom)
 		tile_state = self.tiles.new_state()
 		ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
-		tile, tile_state = self.tiles.next(tile_state)
+		keeps = self.config.mixes_groups
+		tile, tile_state = self.tiles.next(tile_state, keeps)
 		while tile.group >= 0:
 			ab_state = self.fill(tile, ab_state)
-			tile, tile_state = self.tiles.next(tile_state)
+			tile, tile_state = self.tiles.next(tile_state, keeps)
+		if cutlass.const_expr(keeps):
+			self.tiles.free(tile_state)
 		self.ab_pipeline.producer_tail(ab_state)
 
 	def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
@@ -160,7 +166,14 @@ class LoadWarp:
 		rows = None
 		if cutlass.const_expr(self.gather is not None):
 			rows = self.gather.start(tile, self.gather.cta_rows)
-		for k_tile in cutlass.range(self.num_k_tiles(tile), unroll=1):
+		num_k_tiles = self.num_k_tiles(tile)
+		if cutlass.const_expr(self.config.mixes_groups):
+			if num_k_tiles < _AHEAD:
+				self.tiles.free(self.tiles.new_state())
+		for k_tile in cutlass.range(num_k_tiles, unroll=1):
+			if cutlass.const_expr(self.config.mixes_groups):
+				if k_tile == num_k_tiles - _AHEAD:
+					self.tiles.free(self.tiles.new_state())
 			self.ab_pipeline.producer_acquire(ab_state)
 			self.copy_stage(copies, k_tile, ab_state)
 			if cutlass.const_expr(self.gather is not None):

@@ -138,6 +138,7 @@ class GemmArguments(NamedTuple):
 	  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
 	  z: (T, N), where the output has what an activation makes of it, if it is kept.
 	  out_scales: block scales of a quantized output, see ``FakeArguments``.
+	  counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
 	"""
 
 	a: Any
@@ -154,6 +155,7 @@ class GemmArguments(NamedTuple):
 	num_sms: Any
 	z: Any = None
 	out_scales: Any = None
+	counter: Any = None
 
 	def in_order(self, config: GemmConfig) -> tuple[Any, Any, Any, Any]:
 		if config.tile.swap_ab:
@@ -282,7 +284,7 @@ class GemmConfig(abc.ABC):
 
 	@property
 	def mixes_groups(self) -> bool:
-		"""Whether tiles of groups of several row tiles and of one are multiplied by turns."""
+		"""Whether tiles of groups of several row tiles and of one are multiplied by turns, by a ``counter``."""
 		return False
 
 	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:

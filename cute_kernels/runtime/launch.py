@@ -9,6 +9,7 @@ import torch
 from .arch import Architecture, architecture, device_architecture
 from .backend import Backend
 from .compile import compile_kernel
+from .counters import counters
 from .spec import KernelSpec
 
 #: SMs of the emulated GPU unless the user says otherwise: enough for persistent CTAs to share work.
@@ -23,7 +24,10 @@ class Launcher:
 	  arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
 	"""
 
-	def __init__(self, arch: Architecture, num_sms: int, emulation: dict[str, Any]) -> None:
+	def __init__(
+		self, arch: Architecture, num_sms: int, emulation: dict[str, Any], device: torch.device | None = None
+	) -> None:
+		self._counters = None if device is None else counters(device)
 		self.num_sms = num_sms
 		self.arch = arch.name
 		self._arch = arch
@@ -32,11 +36,19 @@ class Launcher:
 	def kernel(self, spec: KernelSpec) -> Callable[..., object]:
 		"""The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
 		kernel = compile_kernel(spec, self._arch)
+		# Then that is its last argument.
+		has_counter = getattr(spec, "mixes_groups", False)
 		if not self._arch.emulated:
-			return kernel
+			if not has_counter or self._counters is None:
+				return kernel
+			# A call that is recorded may be repeated on another stream.
+			current = self._counters.current
+			return lambda *arguments: kernel(*arguments[:-1], current())
 		from cute_kernels import emulator
 
 		def run(*arguments: Any) -> object:
+			if has_counter:
+				arguments = *arguments[:-1], torch.zeros(1, dtype=torch.int32)
 			with emulator.options(**self._emulation):
 				return kernel(*arguments)
 
@@ -49,4 +61,4 @@ def launcher(backend: Backend, device: torch.device) -> Launcher:
 		options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
 		return Launcher(architecture(backend.name), options["num_sms"], options)
 	properties = torch.cuda.get_device_properties(device)
-	return Launcher(device_architecture(device), properties.multi_processor_count, {})
+	return Launcher(device_architecture(device), properties.multi_processor_count, {}, device)

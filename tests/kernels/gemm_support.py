@@ -145,6 +145,8 @@ class Product:
 	def launch(self, arguments):
 		kernel = compiled(self.config, arch_of(self.config), arguments.out.device.type)
 		kernel(*arguments)
+		# As the next launch wants it.
+		assert arguments.counter is None or not arguments.counter.any()
 
 	def prepared(self, out, num_sms=NUM_SMS):
 		"""The GEMM's arguments where the output is, operands as it takes them."""
@@ -182,7 +184,9 @@ class Product:
 			made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
 			compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
 			tensors[1], tensors[4] = made
-		return GemmArguments(*tensors, offs=offs, rows=None, bias=bias, alpha=alpha, out=out, num_sms=num_sms)
+		counter = offs.new_zeros(1) if self.config.mixes_groups else None
+		given = {"offs": offs, "rows": None, "bias": bias, "alpha": alpha, "out": out}
+		return GemmArguments(*tensors, **given, num_sms=num_sms, counter=counter)
 
 	def expected(self):
 		out = self.before.clone()

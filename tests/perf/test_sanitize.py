@@ -17,6 +17,7 @@ def test_parts_run(monkeypatch, capsys, part):
 		return op(*arguments)
 
 	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+	monkeypatch.setattr(sanitize, "_WIDE", 512)
 	monkeypatch.setattr(sanitize.ops, name, run)
 	with cute_kernels.backend("reference"):
 		sanitize.PARTS[part]()

@@ -6,6 +6,7 @@ Roles of a CTA and what passes between them:
 pipeline   from -> to               full; empty
 ========== ======================== =======================================================
 tile ring  scheduler -> all others  one arrival; one a warp
+numbers    scheduler -> other CTA's one arrival; one
 ab         load -> consumers        the bytes of a stage; one a consumer warp of the cluster
 ab         gather -> consumers      one a lane, once its copies are there
 ========== ======================== =======================================================
@@ -119,6 +120,7 @@ class Sm90Gemm:
 			gathered,
 			x.offs,
 			extents_of(config, x, m, n),
+			x.counter,
 		).launch(
 			grid=[x.num_sms // config.tile.num_ctas * config.tile.num_ctas, 1, 1],
 			block=[self.warps.num_threads, 1, 1],
@@ -177,6 +179,7 @@ class Sm90Gemm:
 		gathered: Gathered | None,
 		offs: cute.Tensor,
 		extents: Extents,
+		counter: cute.Tensor | None,
 	) -> None:
 		config, warps = self.config, self.warps
 		layouts = Layouts(config)
@@ -185,7 +188,7 @@ class Sm90Gemm:
 
 		smem = cutlass.memory.SmemAllocator()
 		barriers = Barriers.allocate(config, smem)
-		ab_pipeline, ring = make_pipelines(config, warps, barriers)
+		ab_pipeline, ring, numbers = make_pipelines(config, warps, barriers)
 		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
 		shared = self.allocate_stages(smem, layouts)
 		pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
@@ -217,7 +220,7 @@ class Sm90Gemm:
 			else:
 				cute.arch.setmaxregister_decrease(other_registers)
 			if warp == warps.scheduler_warp_id:
-				TileScheduler(config, ring, barriers.tiles, offs, extents).run()
+				TileScheduler(config, ring, barriers.tiles, offs, extents, counter, numbers).run()
 			if warp == warps.load_warp_id:
 				sources = paired(Sources, atoms, tensors)
 				loads = self.stage_loads(layouts, sources, shared, cta)

@@ -97,7 +97,7 @@ class Barriers(NamedTuple):
 	"""Full and empty barriers of the stages and of the tile records, and small exchanges, in shared memory.
 
 	``blocks`` are what the epilogue stages, bytes; ``factors`` those of a tile's rows for each warpgroup, or
-	amaxes of rows, fp32, or None.
+	amaxes of rows, fp32, or None; ``numbers`` of those of tiles that a cluster's first CTA passes on, or None.
 	"""
 
 	ab: cute.Pointer
@@ -105,10 +105,11 @@ class Barriers(NamedTuple):
 	tiles: cute.Tensor
 	blocks: cute.Tensor
 	factors: cute.Tensor | None
+	numbers: cute.Pointer | None
 
 	@staticmethod
 	def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
-		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
+		words = cute.make_layout(config.num_sched_stage * TILE_WORDS + 4 * config.mixes_groups)
 		blocks = config.consumers * config.num_store_stage * config.block_bytes
 		factors = None
 		if config.factor_words:
@@ -120,6 +121,7 @@ class Barriers(NamedTuple):
 			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
 			blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
 			factors=factors,
+			numbers=stage_barriers(smem, 1) if config.mixes_groups and config.tile.num_ctas > 1 else None,
 		)
 
 
@@ -128,6 +130,7 @@ class Pipelines(NamedTuple):
 
 	ab: pipeline.PipelineTmaAsync
 	ring: pipeline.PipelineAsync
+	numbers: pipeline.PipelineAsync | None
 
 
 def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barriers) -> Pipelines:
@@ -139,4 +142,8 @@ def make_pipelines(config: Sm90GemmConfig, warps: WarpSchedule, barriers: Barrie
 		cta_layout_vmnk=cute.make_layout((1, config.tile.num_ctas, 1, 1)),
 	)
 	stages, consumers = config.num_sched_stage, warps.tile_consumer_arrivals
-	return Pipelines(ab_pipeline, make_pipeline(pipeline.PipelineAsync, barriers.sched, stages, 1, consumers))
+	ring = make_pipeline(pipeline.PipelineAsync, barriers.sched, stages, 1, consumers)
+	numbers = None
+	if barriers.numbers is not None:
+		numbers = make_pipeline(pipeline.PipelineAsync, barriers.numbers, 1, 1, 1)
+	return Pipelines(ab_pipeline, ring, numbers)

@@ -212,7 +212,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 		out_scales = outputs[1] if is_quantized else None
 		for kernel in kernels(accumulate, fresh):
 			# As GemmArguments names them; making one takes half a microsecond of every call.
-			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales)
+			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales, None)
 
 	return run
 
