@@ -106,7 +106,6 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 
 
 def _finish(files: Reader, writer: Writer, target: Path, layout: Layout, plain: list[str]) -> None:
-	"""Write what is left, and copy the tokenizer and the like."""
 	ignored = [n.removesuffix(".weight") for n in plain if n.endswith(".weight") and len(files.shape(n)) == 2]
 	config = {**files.config(), "quantization_config": {**layout.config, "ignore": ignored}}
 	writer.close(lambda: {"config.json": config})

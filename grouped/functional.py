@@ -264,7 +264,6 @@ def _check_reused(
 	rowwise: bool,
 	columnwise: bool,
 ) -> None:
-	"""Check that ``out`` was made by the call that is to write it now."""
 	if not isinstance(out, GroupedTensor):
 		raise TypeError(f"out must be a GroupedTensor, got {type(out).__name__}")
 	for name, got, want in (

@@ -95,7 +95,6 @@ def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any)
 
 
 def _regrouped(x: GroupedTensor, groups: int, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
-	"""A uniform tensor of another number of groups over ``change`` of the plain tensors."""
 	names, context = x.__tensor_flatten__()
 	inner = {name: change(getattr(x, name)) for name in names}
 	return GroupedTensor.__tensor_unflatten__(inner, context, (groups, *x.shape[1:]), ())

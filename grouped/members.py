@@ -48,15 +48,12 @@ class QuantizedCopy:
 
 	@property
 	def _fields(self) -> tuple[str, ...]:
-		"""The names of the buffers."""
 		return tuple(self._buffers)
 
 	def _asdict(self) -> dict[str, Tensor]:
-		"""The buffers by name."""
 		return dict(self._buffers)
 
 	def _replace(self, **buffers: Tensor) -> QuantizedCopy:
-		"""A copy with other tensors under the given names."""
 		return QuantizedCopy(self._format, list((self._buffers | buffers).values()))
 
 	@property

@@ -105,7 +105,6 @@ def _is_matrix(fmt: Format, scale: BlockScale, offs: Tensor | None) -> bool:
 def _tiled(
 	fmt: Format, scale: BlockScale, linear: Tensor, shape: Sequence[int], offs: Tensor | None, spec: BufferSpec
 ) -> Tensor:
-	"""A matrix of scales in the layout of buffers."""
 	is_matrix, width = _is_matrix(fmt, scale, offs), ceil_div(shape[-1], scale.vec_size)
 	check_tensor("scales", linear, shape=spec.shape if is_matrix else (*shape[:-1], width))
 	if is_matrix:
@@ -133,7 +132,6 @@ def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int]
 def _second_level(
 	fmt: Format, codes: Tensor, given: Mapping[str, Tensor | None], offs: Tensor | None, groups: int
 ) -> list[Tensor]:
-	"""The vectors of the second level, from those that are given."""
 	level, vectors = fmt.second_level, {name: t for name, t in given.items() if t is not None}
 	if level is None:
 		if vectors:

@@ -271,7 +271,6 @@ def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: F
 
 
 def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
-	"""Whether each group holds one of the ``rows`` that are true."""
 	if offs is None:
 		return rows.any(dim=-1)
 	# How many rows before each one do; those of the tail are in no difference.
@@ -516,7 +515,6 @@ def backward(
 def _plain_gradients(
 	call: LinearCall, needs: Sequence[bool], dy: Tensor, offs: Tensor, kept: Kept
 ) -> tuple[Tensor | None, list[Tensor] | None]:
-	"""The gradient of x, and of dy what that of the weight reads."""
 	_, weight = kept
 	low_dy = dy.to(torch.float16 if call.dtype == torch.float16 else torch.bfloat16)
 	dx = None

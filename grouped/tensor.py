@@ -473,7 +473,6 @@ class GroupedTensor(Tensor):
 		return {name: t for name, t in named if t is not None}
 
 	def _apply_inner(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
-		"""The same tensor over ``function`` of the plain tensors."""
 		inner = {name: function(t) for name, t in self._inner().items()}
 		context = (self.format, dtype or self.dtype, self.prepacked, self._shapes)
 		return self.__tensor_unflatten__(inner, context, self.shape, self.stride())
@@ -573,7 +572,6 @@ class GroupedTensor(Tensor):
 
 
 def _copies(fmt: Format, inner: dict[str, Tensor]) -> tuple[QuantizedCopy | None, QuantizedCopy | None]:
-	"""The rowwise and the columnwise copy of plain tensors by attribute."""
 
 	def copy(columnwise: bool) -> QuantizedCopy | None:
 		names = [f"_{name}" for name in fmt.buffer_names(columnwise)]

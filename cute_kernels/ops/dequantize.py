@@ -88,7 +88,6 @@ class GroupedDequantize(OfFormat):
 		same_device("codes", self.device, **self.tensors())
 
 	def _check_matrices(self) -> None:
-		"""Check what the shape of the result is worked out from."""
 		fmt = self.record
 		if self.offs is not None:
 			check_offs(self.offs)

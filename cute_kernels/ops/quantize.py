@@ -119,7 +119,6 @@ class GroupedQuantize(OfFormat):
 		self._check_given()
 
 	def _check_given(self) -> None:
-		"""What is given for the second level must be what the format takes."""
 		takes = self.record.takes_scale
 		if takes and self.scale is None:
 			raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")

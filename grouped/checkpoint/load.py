@@ -151,7 +151,6 @@ class _Plan(NamedTuple):
 
 
 def _plan(weight: ExpertWeight, files: Reader, missing: list[str]) -> _Plan | None:
-	"""Where a weight is; None if that is ``missing``."""
 	groups = weight.shape[0]
 	plain = (".bias",) if weight.is_bias else (".weight",)
 	quantized = [] if weight.is_bias else [(layout, layout.suffixes) for layout in LAYOUTS.values()]

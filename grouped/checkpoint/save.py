@@ -82,7 +82,6 @@ def save(
 
 
 def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:
-	"""Raise ``ValueError`` unless the layout can hold a weight."""
 	fmt, held = layout.fmt, weight.parameter
 	if not isinstance(held, GroupedTensor):
 		return

@@ -250,7 +250,6 @@ def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str,
 
 
 def _columns(found: Found) -> dict[str, list[float]]:
-	"""What was found, read on the host: a list for each name."""
 	both = torch.cat([found.sums, found.maxima], dim=1).T.tolist()
 	return dict(zip((*SUMS, *MAXIMA), both, strict=True))
 

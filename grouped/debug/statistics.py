@@ -201,7 +201,6 @@ def _largest_of_groups(values: Tensor, group_of_row: Tensor, num_groups: int) ->
 
 
 def _parts(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
-	"""All rows of an operand in parts, and where they are."""
 	tensors = [x.flatten(0, -2)] if isinstance(x, Tensor) else [t.detach() for t in x]
 	step, found, start = max(1, _PART // shape[-1]), [], 0
 	for t in tensors:

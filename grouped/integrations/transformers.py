@@ -118,7 +118,6 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
 
 
 def _checked_format(experts: Any, fmt: Format | None) -> Format:
-	"""The format of the weights of a layer, after all checks that quantizing them makes."""
 	recipe = _recipe_in_use(experts)
 	weight = fmt or recipe.weight
 	if weight is None:

@@ -131,7 +131,6 @@ class DelayedScaling(nn.Module):
 			self.update()
 
 	def _counts(self) -> bool:
-		"""Whether calls change the state."""
 		if not (self.training and torch.is_grad_enabled()):
 			return False
 		if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():

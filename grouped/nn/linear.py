@@ -245,7 +245,6 @@ class GroupedLinear(debug.Watched):
 		return self._wgrads.active and torch.is_grad_enabled() and self._has_trainable()
 
 	def _sink(self, is_first_microbatch: bool | None) -> ParameterGradients | None:
-		"""What takes the gradients of the parameters of a call, if not autograd."""
 		if not self._takes_gradients():
 			return None
 		self._wgrads.check_eager(sharded=bool(self._shards))

@@ -159,12 +159,10 @@ class ParameterGradients:
 		torch._foreach_copy_(held, sums)
 
 	def _main_grads(self) -> list[Tensor | None]:
-		"""``main_grad`` of each parameter of the weight, None of frozen ones."""
 		named = self.weights.items()
 		return [_main_grad(name, p) if p.requires_grad else None for name, p in named]
 
 	def _fresh(self) -> list[bool]:
-		"""Whether ``main_grad`` of each parameter is to be overwritten."""
 		parameters = self.weights.values()
 		return [self.overwrite or getattr(p, "overwrite_main_grad", False) for p in parameters]
 

@@ -25,8 +25,7 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 		machine.stats.ld_global_bytes += filled;
 		machine.stats.ld_global_sectors += (filled + 31) / 32;
 		note_generic_write(w, lane, to, bytes);
-		if (!w.open_copy_group[lane]) w.open_copy_group[lane] = std::make_shared<CopyGroup>();
-		CopyGroupPtr group = w.open_copy_group[lane];
+		CopyGroupPtr group = w.copies.opened(lane);
 		group->writes++;
 		machine.post(
 				[=] {
@@ -41,11 +40,7 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 EXECUTES(copy, CP_ASYNC)
 
 static void commit(Warp& w, const Instruction&, u32 mask) {
-	FOR_LANES (lane, mask) {
-		CopyGroupPtr& open = w.open_copy_group[lane];
-		w.copy_groups[lane].push_back(open ? open : std::make_shared<CopyGroup>());
-		open = nullptr;
-	}
+	FOR_LANES (lane, mask) w.copies.commit(lane);
 }
 EXECUTES(commit, CP_ASYNC_COMMIT)
 
@@ -54,8 +49,8 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	const bool all = in.aux < 0;
 	const size_t keep = all ? 0 : (size_t)in.aux;
 	FOR_LANES (lane, mask) {
-		const auto& groups = w.copy_groups[lane];
-		bool pending = all && w.open_copy_group[lane] && w.open_copy_group[lane]->writes;
+		const auto& groups = w.copies.committed[lane];
+		bool pending = all && w.copies.open[lane] && w.copies.open[lane]->writes;
 		for (size_t i = 0; i + keep < groups.size(); i++) pending |= groups[i]->writes > 0;
 		if (pending) {
 			w.waits_for = "cp.async.wait_group";
@@ -63,7 +58,7 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 		}
 	}
 	FOR_LANES (lane, mask) {
-		auto& groups = w.copy_groups[lane];
+		auto& groups = w.copies.committed[lane];
 		while (!groups.empty() && !groups.front()->writes) groups.pop_front();
 	}
 	return OK;

@@ -5,12 +5,6 @@
 #include "memory.h"
 #include "races.h"
 
-CopyGroupPtr open_bulk_group(Warp& w, int lane) {
-	CopyGroupPtr& open = w.open_bulk_group[lane];
-	if (!open) open = std::make_shared<CopyGroup>();
-	return open;
-}
-
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write) {
 	for (auto& g : groups) g->reads++, g->writes++;
@@ -76,7 +70,7 @@ static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
 		const u8* memory = shared_pointer(w, from, bytes, &c);
 		machine.stats.tma_store_bytes += bytes;
 		const Actor me = issue_async(w, STORE_AGENT);
-		CopyGroupPtr group = open_bulk_group(w, lane);
+		CopyGroupPtr group = w.bulk_stores.opened(lane);
 		if (races_on) group->clock = me.clock[me.agent];
 		{
 			ActingScope scope(me);
@@ -93,10 +87,7 @@ static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
 EXECUTES(shared_to_global, BULK_S2G)
 
 static void commit(Warp& w, const Instruction&, u32 mask) {
-	FOR_LANES (lane, mask) {
-		w.bulk_groups[lane].push_back(open_bulk_group(w, lane));
-		w.open_bulk_group[lane] = nullptr;
-	}
+	FOR_LANES (lane, mask) w.bulk_stores.commit(lane);
 }
 EXECUTES(commit, BULK_COMMIT)
 
@@ -105,7 +96,7 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	const size_t keep = (size_t)in.aux;
 	const bool only_reads = in.flags & F_READ;
 	FOR_LANES (lane, mask) {
-		const auto& groups = w.bulk_groups[lane];
+		const auto& groups = w.bulk_stores.committed[lane];
 		for (size_t i = 0; i + keep < groups.size(); i++)
 			if (groups[i]->reads || (!only_reads && groups[i]->writes)) {
 				w.waits_for = "cp.async.bulk.wait_group";
@@ -113,7 +104,7 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 			}
 	}
 	FOR_LANES (lane, mask) {
-		auto& groups = w.bulk_groups[lane];
+		auto& groups = w.bulk_stores.committed[lane];
 		const size_t waited = groups.size() > keep ? groups.size() - keep : 0;
 		if (races_on) {
 			u32& known = w.clock[agent_of(w, STORE_AGENT)];

@@ -20,10 +20,6 @@ static void make_warps(CTA* c, u32 threads) {
 		w.alive = lanes == 32 ? ~0u : (1u << lanes) - 1;
 		w.registers.assign((size_t)program.num_regs * 32 + 64, 0);
 		w.local.assign((size_t)32 * program.local_bytes, 0xcd);
-		w.bulk_groups.resize(32);
-		w.open_bulk_group.resize(32);
-		w.copy_groups.resize(32);
-		w.open_copy_group.resize(32);
 		w.copy_time.assign(32, 0);
 		w.fenced.assign(32, 0);
 	}

@@ -46,6 +46,18 @@ struct CopyGroup {
 	u32 clock = 0;              // race detection: the newest operation of the group
 };
 using CopyGroupPtr = std::shared_ptr<CopyGroup>;
+struct CopyGroups {  // of each lane: those that were committed, and the one that is open
+	std::deque<CopyGroupPtr> committed[32];
+	CopyGroupPtr open[32];
+	const CopyGroupPtr& opened(int lane) {
+		if (!open[lane]) open[lane] = std::make_shared<CopyGroup>();
+		return open[lane];
+	}
+	void commit(int lane) {
+		committed[lane].push_back(opened(lane));
+		open[lane] = nullptr;
+	}
+};
 
 // What became of an instruction: executed; to be tried again once something has changed; to be
 // tried again once the other lanes of the warp have come here.
@@ -65,8 +77,7 @@ struct Warp {
 	std::string waits_for;
 	std::vector<u64> registers;
 	std::vector<u8> local;
-	std::vector<std::deque<CopyGroupPtr>> bulk_groups, copy_groups;  // by lane, committed
-	std::vector<CopyGroupPtr> open_bulk_group, open_copy_group;
+	CopyGroups bulk_stores, copies;
 	std::vector<u64> copy_time;  // when the last cp.async of a lane lands
 	std::vector<Deferred> open_wgmmas;
 	std::deque<std::vector<Deferred>> wgmma_groups;

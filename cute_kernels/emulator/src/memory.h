@@ -51,7 +51,6 @@ void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
 void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 
 // ---- bulk stores (bulk_copy.cpp)
-CopyGroupPtr open_bulk_group(Warp& w, int lane);
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write);

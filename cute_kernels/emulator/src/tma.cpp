@@ -133,7 +133,7 @@ static void tma_store(Warp& w, const Instruction& in, u32 mask) {
 						shared_address(w, in, 2, other) != from)
 					continue;
 			}
-			groups.push_back(open_bulk_group(w, other));
+			groups.push_back(w.bulk_stores.opened(other));
 			if (races_on) groups.back()->clock = me.clock[me.agent];
 			left &= ~(1u << other);
 		}
