@@ -11,13 +11,7 @@ from cute_kernels.runtime.spec import KernelSpec
 
 @dataclasses.dataclass
 class Compiled:
-	"""One compiled variant.
-
-	Attributes:
-	  run: takes CPU tensors and numbers, as the variant's kernel says.
-	  ptx: its PTX.
-	  cubin: its machine code.
-	"""
+	"""A kernel's PTX and machine code; ``run`` takes CPU tensors and numbers, as the variant's kernel says."""
 
 	run: Callable[..., object]
 	ptx: str

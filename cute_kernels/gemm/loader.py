@@ -97,12 +97,8 @@ class LoadWarp:
 
 	How one tensor of an operand gets into shared memory is an architecture's own: its ``source``,
 	a ``TmaSource``; ``copies(row, k_start, group)``, source tiles along K and stages to put them
-	in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales.
-
-	Args:
-	  operand_m: loads of operand M: elements, then block scales if it has any.
-	  operand_n: loads of operand N.
-	  gather: what copies rows by an index; None without.
+	in; ``mcast_mask``, who receives them; and ``is_scale``, whether it holds block scales. Loads of an
+	operand are of its elements, then of block scales if it has any; ``gather`` copies rows by an index.
 	"""
 
 	def __init__(

@@ -21,15 +21,15 @@ VECTOR_BYTES = 16
 
 
 class EpilogueTensors(NamedTuple):
-	"""What the epilogue reads and writes in global memory.
+	"""What the epilogue reads and writes beside accumulators; None for what there is not.
 
 	Attributes:
 	  out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
-	  amax_a: (G,) or (T,) fp32, None if A is plain.
-	  amax_b: (G,) fp32, None if B is plain.
-	  alpha: (G,) fp32 or None.
-	  bias: (G, N) or None.
-	  z: (T, N) as (1, T, N): what goes into an activation; None if it is not kept.
+	  amax_a: (G,) or (T,) fp32.
+	  amax_b: (G,) fp32.
+	  alpha: (G,) fp32.
+	  bias: (G, N).
+	  z: (T, N) as (1, T, N): what goes into an activation, if it is kept.
 	  scales: block scales where ``out`` is codes.
 	"""
 

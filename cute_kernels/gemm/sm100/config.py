@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 from ...formats import FP8, MXFP8
 from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 from ..operands import DTYPE_BYTES, OperandKind, operand_of
-from ..problem import GemmConfig, GemmGrouping, GemmProblem, TileShape
-from .heuristics import estimated_cycles
+from ..problem import GemmConfig, GemmGrouping, TileShape
+from . import heuristics
 
 #: Columns of tensor memory, and the rows of block scales that share one.
 TMEM_COLUMNS = 512
@@ -125,6 +125,7 @@ class Sm100GemmConfig(GemmConfig):
 	arch: ClassVar[str] = "sm_100a"
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm100.kernel:Sm100Gemm"
 	tile_shapes: ClassVar[tuple[TileShape, ...]] = SM100_TILES
+	estimated_cycles = heuristics.estimated_cycles
 
 	@classmethod
 	def any_tile(cls, grouping: GemmGrouping) -> Sm100Tile:
@@ -151,9 +152,6 @@ class Sm100GemmConfig(GemmConfig):
 		"""
 		fits = tile.may_swap or self.grouping == "k_grouped" or len(self.codes) > 1
 		return (fits or self.promotes) and self.takes(tile)
-
-	def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-		return estimated_cycles(self, problem, num_sms)
 
 	@property
 	def takes_scale_tiles(self) -> bool:

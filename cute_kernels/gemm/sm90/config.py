@@ -28,7 +28,7 @@ from cute_kernels.gemm.problem import N_ALIGN, QUANTIZED_COLS, GemmConfig, GemmG
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
-from .heuristics import estimated_cycles
+from . import heuristics
 from .parts import parts_of
 
 #: Bytes along K of one stage: one swizzle atom. Where operand M is decoded a stage has a piece that
@@ -121,6 +121,8 @@ class Sm90GemmConfig(GemmConfig):
 	arch: ClassVar[str] = "sm_90a"
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm90.kernel:Sm90Gemm"
 	tile_shapes: ClassVar[tuple[TileShape, ...]] = SM90_TILES
+	estimated_cycles = heuristics.estimated_cycles
+	parts = parts_of
 
 	def __post_init__(self) -> None:
 		super().__post_init__()
@@ -192,9 +194,6 @@ class Sm90GemmConfig(GemmConfig):
 			return Support(False, "a tile must have whole tiles of block scales of both halves of B")
 		return super().can_implement(problem)
 
-	def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-		return estimated_cycles(self, problem, num_sms)
-
 	@property
 	def rows_taken(self) -> RowPart:
 		return self.part or super().rows_taken
@@ -215,9 +214,6 @@ class Sm90GemmConfig(GemmConfig):
 	def skips_rows(self) -> bool:
 		"""Whether a warpgroup multiplies nothing of a tile that ends before its rows."""
 		return self.mixes_groups and not self.tile.swap_ab
-
-	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
-		return parts_of(self, problem, num_sms)
 
 	@property
 	def instruction_k(self) -> int:

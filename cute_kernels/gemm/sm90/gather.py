@@ -29,12 +29,7 @@ _COPY_ROWS = WARP_SIZE * _COPY_BYTES // _PANEL_BYTES
 
 
 class Gathered(NamedTuple):
-	"""What is gathered from.
-
-	Attributes:
-	  matrix: (rows, width) of any pitch of whole 16 bytes.
-	  index: (T,) int32, the row of ``matrix`` of each row of the product.
-	"""
+	"""(rows, width) of any pitch of whole 16 bytes, and (T,) int32, which row each row of the product is."""
 
 	matrix: cute.Tensor
 	index: cute.Tensor
