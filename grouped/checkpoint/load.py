@@ -90,7 +90,10 @@ def load(
 		report.unexpected.remove(name)
 		report.input_scales[name] = files[name]
 	if missing or (strict and report.unexpected):
-		raise KeyError(f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}")
+		raise KeyError(
+			f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}: where modules "
+			"have other names there, say rename={'mlp': 'block_sparse_moe'}"
+		)
 	turned = {id(plan.weight.owner) for plan in plans if plan.layout is not None and plan.weight.transposed}
 	for weight in (plan.weight for plan in plans if plan.layout is None and not plan.weight.is_bias):
 		if id(weight.owner) in turned:
