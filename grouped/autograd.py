@@ -287,7 +287,17 @@ def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
 _TWICE = "grouped.linear cannot be differentiated twice"
 
 
-class _TransformedLinear(torch.autograd.Function):
+class _ReverseOnly(torch.autograd.Function):
+	@staticmethod
+	def jvp(ctx: Any, *tangents: Any) -> Any:
+		_refuse_forward_mode()
+
+	@staticmethod
+	def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+		raise RuntimeError("grouped.linear has no vmap: it takes many groups and leading dimensions at once")
+
+
+class _TransformedLinear(_ReverseOnly):
 	"""The same in the form that ``torch.func`` takes, where what is kept is an output."""
 
 	@staticmethod
@@ -325,16 +335,8 @@ class _TransformedLinear(torch.autograd.Function):
 		rest = (None,) * (3 + ctx.scales)
 		return *(next(gradients) if need else None for need in needs), *rest
 
-	@staticmethod
-	def jvp(ctx: Any, *tangents: Any) -> Any:
-		_refuse_forward_mode()
 
-	@staticmethod
-	def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-		_refuse_vmap()
-
-
-class _TransformedGradients(torch.autograd.Function):
+class _TransformedGradients(_ReverseOnly):
 	"""The gradients under ``torch.func``, which differentiates again to no end."""
 
 	@staticmethod
@@ -357,14 +359,6 @@ class _TransformedGradients(torch.autograd.Function):
 	def backward(ctx: Any, *_: Any) -> Any:
 		raise RuntimeError(_TWICE)
 
-	@staticmethod
-	def jvp(ctx: Any, *tangents: Any) -> Any:
-		_refuse_forward_mode()
-
-	@staticmethod
-	def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-		_refuse_vmap()
-
 
 def _unpacked(weight: Tensor) -> Tensor:
 	return weight.unpack() if isinstance(weight, GroupedTensor) else weight
@@ -372,10 +366,6 @@ def _unpacked(weight: Tensor) -> Tensor:
 
 def _refuse_forward_mode() -> None:
 	raise RuntimeError("grouped.linear has no forward-mode derivative; use reverse mode")
-
-
-def _refuse_vmap() -> None:
-	raise RuntimeError("grouped.linear has no vmap: it takes many groups and leading dimensions at once")
 
 
 def _differentiable(

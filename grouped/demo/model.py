@@ -18,14 +18,8 @@ _NUM_BYTES = 256
 class ModelConfig:
 	"""Sizes of the model.
 
-	Args:
-	  hidden: width of the residual stream; a multiple of 16 and of ``heads``.
-	  intermediate: width inside each expert; a multiple of 16.
-	  layers: transformer blocks.
-	  heads: attention heads.
-	  experts: experts of each block.
-	  top_k: experts that each token is sent to.
-	  context: the most bytes that a position can look back on, itself included.
+	``hidden``, the width of the residual stream, is a multiple of 16 and of ``heads``, ``intermediate``, that
+	inside each expert, of 16. A position looks back on at most ``context`` bytes, itself included.
 
 	Raises:
 	  ValueError: a size that breaks a rule.

@@ -30,14 +30,10 @@ _HELD_OUT_SEED = 1234
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-	"""How to train.
+	"""How to train: steps of the optimizer, of ``batch`` sequences each.
 
-	Args:
-	  steps: optimizer steps.
-	  batch: sequences a step.
-	  learning_rate: its maximum, after a warmup over the first tenth of the steps.
-	  seed: of the initial weights and the batches; the same for every recipe.
-	  device: where to train.
+	The learning rate is its maximum, after a warmup over the first tenth of the steps; the seed is of the
+	initial weights and the batches, the same for every recipe.
 
 	Raises:
 	  ValueError: a number that breaks a rule.
@@ -128,10 +124,10 @@ def train(
 	on_step: Callable[[float], None] = lambda loss: None,
 	inspect: Path | None = None,
 ) -> Run:
-	"""Train a fresh model in one recipe.
+	"""Train a fresh model in one recipe, named as in ``grouped.recipes``.
 
 	Args:
-	  recipe: name of a class in ``grouped.recipes``.
+	  recipe: its name.
 	  corpus: the text.
 	  model_config: sizes of the model.
 	  config: how to train.

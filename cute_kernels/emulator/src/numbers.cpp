@@ -12,18 +12,8 @@ RoundingScope::RoundingScope(u8 rounding) : saved_(fegetround()) {
 }
 RoundingScope::~RoundingScope() { fesetround(saved_); }
 
-float half_to_float(u16 h) {
-	_Float16 v;
-	memcpy(&v, &h, 2);
-	return (float)v;
-}
-u16 float_to_half(float f) {
-	if (f != f) return HALF_NAN;
-	_Float16 v = (_Float16)f;
-	u16 h;
-	memcpy(&h, &v, 2);
-	return h;
-}
+float half_to_float(u16 h) { return (float)bits_as<_Float16>(h); }
+u16 float_to_half(float f) { return f != f ? HALF_NAN : bits_as<u16>((_Float16)f); }
 u16 float_to_bf16(float f) {
 	if (f != f) return HALF_NAN;
 	u32 x = float_bits(f);

@@ -5,26 +5,16 @@
 
 #include "isa.h"
 
-inline u32 float_bits(float f) {
-	u32 x;
-	memcpy(&x, &f, 4);
-	return x;
+template <class To, class From>
+To bits_as(From from) {
+	To to;
+	memcpy(&to, &from, sizeof to);
+	return to;
 }
-inline float bits_float(u32 x) {
-	float f;
-	memcpy(&f, &x, 4);
-	return f;
-}
-inline u64 double_bits(double d) {
-	u64 x;
-	memcpy(&x, &d, 8);
-	return x;
-}
-inline double bits_double(u64 x) {
-	double d;
-	memcpy(&d, &x, 8);
-	return d;
-}
+inline u32 float_bits(float f) { return bits_as<u32>(f); }
+inline float bits_float(u32 x) { return bits_as<float>(x); }
+inline u64 double_bits(double d) { return bits_as<u64>(d); }
+inline double bits_double(u64 x) { return bits_as<double>(x); }
 inline float flush_subnormal(float f) { return std::fpclassify(f) == FP_SUBNORMAL ? std::copysign(0.f, f) : f; }
 // Of normal doubles only.
 inline double pow2(int e) { return bits_double((u64)(e + 1023) << 52); }
