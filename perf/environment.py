@@ -83,7 +83,6 @@ def _gpu() -> dict[str, Any]:
 
 @functools.cache
 def _processor() -> str:
-	"""The host's processor and how much of it this process may use."""
 	cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 	info = Path("/proc/cpuinfo")
 	found = re.search(r"model name\s*:\s*(.*)", info.read_text()) if info.exists() else None

@@ -138,7 +138,6 @@ def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None
 def _operand(
 	fmt: Format, x: torch.Tensor, offs: torch.Tensor | None, columnwise: bool = False
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-	"""One copy of ``x``: its codes, and its scales as products read them."""
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
 	named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
 	codes, *scales = (named[name] for name in fmt.operand_names(columnwise))

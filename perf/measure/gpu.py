@@ -101,7 +101,6 @@ class GpuMeter(Meter):
 		return f"{self._protocol}, L2-cold{timer.suffix}{', quick' if self.quick else ''}"
 
 	def _calls(self, one: float) -> int:
-		"""Calls of a replay, of a contender that takes ``one`` second."""
 		if self._protocol == "burst":
 			return _BURST_CALLS
 		seconds = _QUICK_SECONDS if self.quick else _REPLAY_SECONDS

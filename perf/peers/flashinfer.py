@@ -59,7 +59,6 @@ class FlashInfer(Peer):
 		return self.quantizer(data, text, prepare, functools.partial(_error, data))
 
 	def products(self, work: Operands) -> Iterator[Contender]:
-		"""Fprop in bf16, by cuDNN."""
 		if self.meter.kind == "emulator" or work.product != "fprop":
 			return
 

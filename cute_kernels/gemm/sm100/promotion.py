@@ -71,7 +71,6 @@ class Promoter:
 		return (tile.group, None) if self.config.tile.swap_ab else (None, tile.group)
 
 	def of_row(self, tile: WorkTile, block: Int32) -> Float32:
-		"""The scale of this thread's row of operand M in a block of K."""
 		row = tile.m_sf_row + self.row
 		if not self.has_rows:
 			row = self.square(0, row) if self.config.tile.swap_ab else row // self.config.kind.sf_vec_size
