@@ -179,7 +179,7 @@ class LoadWarp:
 		return ab_state
 
 	def num_k_tiles(self, tile: WorkTile) -> Int32:
-		return (tile.k_blocks + (self.config.k_blocks - 1)) // self.config.k_blocks
+		return tile.k_tiles(self.config)
 
 	def copy_stage(
 		self, copies: list[tuple[Any, cute.Tensor, cute.Tensor]], k_tile: Int32, ab_state: pipeline.PipelineState

@@ -8,11 +8,13 @@ is one of what was cast, so that its bits are those of a kernel that reads it fr
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
 
+from .loader import TmaSource
 from .problem import GemmArguments, GemmConfig
 from .views import output_view
 
@@ -61,6 +63,41 @@ class EpilogueTensors(NamedTuple):
 	@property
 	def has_factor(self) -> bool:
 		return self.amax_b is not None or self.alpha is not None
+
+
+class OutputStore(NamedTuple):
+	"""TMA stores of blocks of some rows, staged as (rows, columns, stages) of all warps.
+
+	Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
+	"""
+
+	atom: cute.CopyAtom
+	tensor: cute.Tensor
+	shared: cute.Tensor
+
+	@cute.jit
+	def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
+		"""Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
+		origin = cute.domain_offset((row, col, group), self.tensor)
+		shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
+		target = cute.local_tile(origin, shape, (0, 0, 0))
+		source, target = cpasync.tma_partition(
+			self.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(target, 0, 2)
+		)
+		cute.copy(self.atom, source[None, slot], target)
+
+
+def store_source(out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
+	"""The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of N."""
+	groups, rows, cols = out.shape
+	apart, *stride = out.stride
+	if halves > 1:
+		groups, cols = halves, cols // halves
+		apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
+	tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart)))
+	block = cute.slice_(staged, (None, None, 0))
+	shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
+	return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
 
 
 def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:

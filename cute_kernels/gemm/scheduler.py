@@ -56,6 +56,10 @@ class WorkTile(NamedTuple):
 	k_blocks: Int32
 	rows: Int32
 
+	def k_tiles(self, config: GemmConfig) -> Int32:
+		"""Stages along K."""
+		return (self.k_blocks + (config.k_blocks - 1)) // config.k_blocks
+
 
 def _record(buffer: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
 	"""Both 16-byte halves of a tile record in shared memory."""

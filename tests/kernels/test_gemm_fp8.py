@@ -153,6 +153,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
 		*((m_grouped(MIXED[name], [130, 0, 5], 264, 272, tail=1), 2) for name in ("fast", "block")),
 		(k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
+		(k_grouped(dataclasses.replace(WGRADS["block, wide"], out_dtype="float16"), [100, 0, 400], 264, 264), 2),
 	)
 	check_modes(mode, products)
 

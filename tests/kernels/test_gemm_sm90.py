@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
@@ -34,6 +35,7 @@ WGRAD_16 = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x25
 PLAIN = Sm90GemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = Sm90GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"])
 PLAIN_WGRAD = Sm90GemmConfig("bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"])
+PLAIN_WGRAD_16 = Sm90GemmConfig("bfloat16", "k_grouped", tile=K_TILES["128x256"])
 
 FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
 PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
@@ -80,6 +82,15 @@ def test_wgrad(config, shape, device):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
+def test_wgrad_multiplies_no_rows_past_the_last():
+	def flops(rows):
+		emulator.reset_stats()
+		k_grouped(PLAIN_WGRAD_16, [rows], 128, 256).run(2)
+		return emulator.stats()["mma_flops"]
+
+	assert [flops(rows) / flops(16) for rows in (80, 81, 128)] == [5, 6, 8]
+
+
 @each("shape", ["one row", "whole tiles", "tails"])
 @each("config", [PLAIN, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "dgrad", "wgrad"])
 def test_plain_operands(config, shape, device):
@@ -118,6 +129,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
 		(m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
 		(k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
+		(k_grouped(PLAIN_WGRAD_16, [33, 0, 300], 136, 520), 1),
 	)
 	check_modes(mode, products)
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, pipeline
-from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
 from ...device.convert import pack_words
 from ..activated import apply
-from ..output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
+from ..output import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vector_at
 from ..problem import N_ALIGN
 from ..scheduler import WorkTile
 from .accumulators import AccReader
@@ -32,28 +32,6 @@ if TYPE_CHECKING:
 _SWIZZLE_ROWS = 8
 #: Numbers that an activation makes at a time: warps that decode leave no registers for more.
 _AT_ONCE = 16
-
-
-class OutputStore(NamedTuple):
-	"""TMA stores of blocks of 32 rows, staged as (32, columns, stages) of all warps.
-
-	Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
-	"""
-
-	atom: cute.CopyAtom
-	tensor: cute.Tensor
-	shared: cute.Tensor
-
-	@cute.jit
-	def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
-		"""Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
-		origin = cute.domain_offset((row, col, group), self.tensor)
-		shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
-		target = cute.local_tile(origin, shape, (0, 0, 0))
-		source, target = cpasync.tma_partition(
-			self.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(target, 0, 2)
-		)
-		cute.copy(self.atom, source[None, slot], target)
 
 
 def read_vector(tensor: cute.Tensor, offset: Int64, size: int = N_ALIGN) -> cute.Tensor:

@@ -18,11 +18,11 @@ from ...device.constants import WARP_SIZE
 from ...device.memory import load_shared
 from ...device.ptx import asm_volatile
 from ..activated import Window, store_activated
-from ..output import EpilogueTensors, out_offset, vector_at
+from ..output import EpilogueTensors, OutputStore, out_offset, vector_at
 from ..scheduler import WorkTile
 from .accumulators import AccReader
 from .config import SWAPPED_BLOCK, Sm100GemmConfig
-from .epilogue import OutputStore, pairwise
+from .epilogue import pairwise
 
 _CHUNK_BYTES = 16
 #: Rows and columns of a fragment, and of those the rows and columns of a block.

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, pipeline
+from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
@@ -37,7 +37,7 @@ from ...device.launch import env_stream
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, TmaSource, each, paired
 from ..operands import OperandKind
-from ..output import VECTOR_BYTES, EpilogueTensors
+from ..output import EpilogueTensors, OutputStore, store_source
 from ..problem import Extents, GemmArguments
 from ..scheduler import TileReader, TileScheduler
 from ..views import (
@@ -53,7 +53,7 @@ from ..views import (
 from .codes import codes_load_warp, codes_sources, squares_of
 from .config import BOX_ROWS, TMEM_COLUMNS, Sm100GemmConfig
 from .decode import DecodeWarps
-from .epilogue import Epilogue, OutputStore
+from .epilogue import Epilogue
 from .epilogue_swapped import SwappedEpilogue
 from .epilogue_warps import EpilogueWarps
 from .gather import GatherLoad, row_source
@@ -230,24 +230,12 @@ class Sm100Gemm:
 		"""The TMA stores of one block of the output, and of what goes into an activation."""
 		stores, config = Stores(), self.config
 		if not config.tile.swap_ab:
-			stores = stores._replace(direct=self.store(out, layouts.halves if config.is_gated else layouts.out))
+			stores = stores._replace(direct=store_source(out, layouts.halves if config.is_gated else layouts.out))
 			if z is not None:
-				stores = stores._replace(z=self.store(z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))))
+				stores = stores._replace(z=store_source(z, *((layouts.halves, 2) if config.pairs_rows else (layouts.out,))))
 		if layouts.swapped_out is not None:
-			stores = stores._replace(swapped=self.store(out, layouts.swapped_out))
+			stores = stores._replace(swapped=store_source(out, layouts.swapped_out))
 		return stores
-
-	def store(self, out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
-		"""The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of N."""
-		groups, rows, cols = out.shape
-		apart, *stride = out.stride
-		if halves > 1:
-			groups, cols = halves, cols // halves
-			apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
-		tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart)))
-		block = cute.slice_(staged, (None, None, 0))
-		shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
-		return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
 
 	@cute.kernel
 	def kernel(

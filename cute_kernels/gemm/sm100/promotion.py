@@ -97,8 +97,7 @@ class Promoter:
 
 	@cute.jit
 	def run(self, tile: WorkTile, state: pipeline.PipelineState) -> pipeline.PipelineState:
-		k_blocks = self.config.k_blocks
-		k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
+		k_tiles = tile.k_tiles(self.config)
 		block = tile.k_start // self.config.mma_tiler_mnk[2]
 		live = Int32(self.columns)
 		if cutlass.const_expr(self.config.tile.swap_ab):

@@ -117,6 +117,8 @@ class Consumer:
 			tile, tile_state = self.tiles.next(tile_state)
 		if cutlass.const_expr(self.config.is_ping_pong):
 			self.ping_pong.finish()
+		if cutlass.const_expr(self.config.stores_by_tma):
+			cute.arch.cp_async_bulk_wait_group(0, read=True)
 		if cutlass.const_expr(self.config.stores_apart):
 			# So that no barrier is left half-way.
 			self.epilogue.wait_free()
@@ -139,8 +141,7 @@ class Consumer:
 	@cute.jit
 	def pass_by(self, tile: WorkTile, state: Any) -> Any:
 		"""Free the stages of a tile in which this warpgroup has no row."""
-		k_blocks = self.config.k_blocks
-		for _ in cutlass.range((tile.k_blocks + (k_blocks - 1)) // k_blocks, unroll=1):
+		for _ in cutlass.range(tile.k_tiles(self.config), unroll=1):
 			self.ab_pipeline.consumer_wait(state)
 			self.ab_pipeline.consumer_release(state)
 			state.advance()
@@ -164,11 +165,9 @@ class Consumer:
 
 		One warpgroup's sums are promoted while another one's products run.
 		"""
-		k_blocks = self.config.k_blocks
-		k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
 		promoter: Any = self.promoter
 		promoter.read_squares(tile, Int32(0))
-		for k_tile in cutlass.range(k_tiles, unroll=1):
+		for k_tile in cutlass.range(tile.k_tiles(self.config), unroll=1):
 			self.promote_stage(tile, state, k_tile)
 			state.advance()
 		return state
@@ -201,8 +200,7 @@ class Consumer:
 
 	@cute.jit
 	def multiply(self, tile: WorkTile, state: Any, product: Product) -> Any:
-		k_blocks = self.config.k_blocks
-		k_tiles = (tile.k_blocks + (k_blocks - 1)) // k_blocks
+		k_tiles = tile.k_tiles(self.config)
 		if k_tiles > 0:
 			# Stages whose products are complete, one behind those that are being multiplied.
 			done = state.clone()
@@ -210,15 +208,21 @@ class Consumer:
 			if cutlass.const_expr(self.config.is_decoded):
 				self.decoder.decode(self.fragments[0], state.index, 0)
 			for k_tile in cutlass.range(k_tiles - 1, unroll=1):
-				state, done = self.multiply_stage(product, state, done, k_tile > 0, False)
-			state, done = self.multiply_stage(product, state, done, k_tiles > 1, True)
+				state, done = self.multiply_stage(product, state, done, k_tile > 0)
+			left = tile.k_blocks - (k_tiles - 1) * self.config.k_blocks
+			state, done = self.multiply_stage(product, state, done, k_tiles > 1, left)
 			warpgroup.wait_group(0)
 			self.ab_pipeline.consumer_release(done)
 		return state
 
+	def gemm(self, product: Product, block: Any, stage: Int32, m: cute.Tensor) -> None:
+		cute.gemm(product.tiled_mma, product.acc, m, product.n[None, None, block, stage], product.acc)
+
 	@cute.jit
-	def multiply_stage(self, product: Product, state: Any, done: Any, is_behind: Boolean, is_last: bool) -> Any:
-		"""Multiply a stage and, unless it is the tile's last, wait for the next one.
+	def multiply_stage(
+		self, product: Product, state: Any, done: Any, is_behind: Boolean, left: Int32 | None = None
+	) -> Any:
+		"""Multiply a stage and, unless it is the tile's last with ``left`` instructions, wait for the next one.
 
 		Operand M of a group of instructions is decoded while the group before it is multiplied.
 		That includes the next stage's first group: the compiler would not let a product run on
@@ -231,13 +235,16 @@ class Consumer:
 		first = 0
 		for group, count in enumerate(config.instruction_groups):
 			warpgroup.fence()
-			for block in cutlass.range_constexpr(count):
-				at = (None, None, first + block, stage)
-				if cutlass.const_expr(config.is_decoded):
-					m = self.fragments[group % 2][None, None, block]
-				else:
-					m = self.m[at]
-				cute.gemm(product.tiled_mma, product.acc, m, product.n[at], product.acc)
+			if cutlass.const_expr(left is not None and first > 0 and config.skips_k):
+				for block in cutlass.range(first, cutlass.min(left, config.k_blocks), unroll=1):
+					self.gemm(product, block, stage, self.m[None, None, block, stage])
+			else:
+				for block in cutlass.range_constexpr(count):
+					if cutlass.const_expr(config.is_decoded):
+						m = self.fragments[group % 2][None, None, block]
+					else:
+						m = self.m[None, None, first + block, stage]
+					self.gemm(product, first + block, stage, m)
 			warpgroup.commit_group()
 			first += count
 			if cutlass.const_expr(config.is_decoded or group == 0):
@@ -250,7 +257,7 @@ class Consumer:
 			if cutlass.const_expr(config.is_decoded and group + 1 < config.k_groups):
 				self.decoder.decode(self.fragments[(group + 1) % 2], stage, group + 1)
 		state.advance()
-		if cutlass.const_expr(not is_last):
+		if cutlass.const_expr(left is None):
 			self.wait(state)
 			if cutlass.const_expr(config.is_decoded):
 				self.decoder.decode(self.fragments[0], state.index, 0)

@@ -8,6 +8,7 @@ of a row, and rows outside of the group are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -16,7 +17,7 @@ from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
 from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
 from cute_kernels.gemm.activated import Window, store_activated, store_if
-from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors
+from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, OutputStore
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.pieces import DECODED_SCALE
 
@@ -28,6 +29,7 @@ from .warp_schedule import (
 	FIRST_FULL_BARRIER,
 	FIRST_PING_PONG_BARRIER,
 	WARPGROUP_SIZE,
+	WARPS,
 )
 
 #: Bytes of a row of a panel, and the rows after which the swizzle of its vectors repeats.
@@ -96,6 +98,7 @@ class Epilogue:
 	  factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
 	    unless there is one a row.
 	  group: number of the consumer warpgroup; None of the one that runs this.
+	  output_store: TMA stores of a warp's part of a block, if they leave by TMA.
 	"""
 
 	def __init__(
@@ -106,8 +109,10 @@ class Epilogue:
 		factors: cute.Tensor | None,
 		cta: Int32,
 		group: Int32 | None = None,
+		output_store: OutputStore | None = None,
 	):
 		self.config = config
+		self.output_store: Any = output_store
 		self.tensors = tensors
 		thread = cute.arch.thread_idx()[0]
 		if group is None:
@@ -167,6 +172,31 @@ class Epilogue:
 		config = self.config
 		shape = (2, 2, config.tile.n // 8, self.repeats)
 		acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
+		if cutlass.const_expr(config.stores_by_tma):
+			self.store_by_tma(acc, factors[0], tile)
+		else:
+			self.store_blocks(acc, factors, tile)
+
+	@cute.jit
+	def store_by_tma(self, acc: cute.Tensor, factor: Float32, tile: WorkTile) -> None:
+		buffers = self.config.num_store_stage
+		rows, blocks = self.block_rows // WARPS, self.config.tile.n // self.block_n
+		for index in cutlass.range_constexpr(self.repeats * blocks):
+			repeat, first_n = index // blocks, index % blocks * self.block_n
+			cute.arch.cp_async_bulk_wait_group(buffers - 1, read=True)
+			cute.arch.sync_warp()
+			buffer = self.blocks + index % buffers * self.config.block_bytes
+			self.stage_block(buffer, first_n, acc, factor, None, repeat, tile)
+			cute.arch.fence_proxy("async.shared", space="cta")
+			cute.arch.sync_warp()
+			row = tile.m_row + self.first_m + repeat * self.step + self.warp * rows
+			slot = (self.group * buffers + index % buffers) * WARPS + self.warp
+			self.output_store.copy(slot, row, tile.n_row + first_n, tile.group)
+			cute.arch.cp_async_bulk_commit_group()
+
+	@cute.jit
+	def store_blocks(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
+		config = self.config
 		if cutlass.const_expr(config.stores_apart):
 			# Then every thread is done with the factors of the tile before, too.
 			self.wait_free()
@@ -188,11 +218,7 @@ class Epilogue:
 				# The same for all threads: no row of a block that is left out is the group's.
 				if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
 					buffer = self.blocks + slot * config.block_bytes
-					for first in cutlass.range_constexpr(0, block_n, 16):
-						at = (block * block_n + first) // 8
-						columns = range(at, at + min(2, block_n // 8))
-						values = [self.finish(acc, factors[0], bias, repeat, j, tile) for j in columns]
-						self.stage(values, buffer, first)
+					self.stage_block(buffer, block * block_n, acc, factors[0], bias, repeat, tile)
 					if cutlass.const_expr(not config.stores_apart):
 						self.sync()
 						if cutlass.const_expr(config.quantizes_to is None):
@@ -279,7 +305,7 @@ class Epilogue:
 
 	@cute.jit
 	def finish(
-		self, acc: cute.Tensor, factor: Float32, bias: cute.Tensor | None, repeat: int, j: int, tile: WorkTile
+		self, acc: cute.Tensor, j: int, factor: Float32, bias: cute.Tensor | None, repeat: int, tile: WorkTile
 	) -> cute.Tensor:
 		"""The thread's values of the ``j``-th eight columns: (column, row) of two each.
 
@@ -316,6 +342,13 @@ class Epilogue:
 			col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
 			addends[i] = addends[i + 2] = self.bias_of(tile, col)
 		_each("add.rn.f32", values, addends)
+
+	def stage_block(self, buffer: Int32, first_n: int, acc: cute.Tensor, *of_row: Any) -> None:
+		"""``finish`` and stage the block of columns from ``first_n`` on."""
+		for first in range(0, self.block_n, 16):
+			at = (first_n + first) // 8
+			columns = range(at, at + min(2, self.block_n // 8))
+			self.stage([self.finish(acc, j, *of_row) for j in columns], buffer, first)
 
 	def stage(self, values: list[cute.Tensor], buffer: Int32, first: int) -> None:
 		"""Write eight or sixteen columns of accumulators, ``first`` and on, into a block."""

@@ -88,8 +88,7 @@ class GatherWarp:
 		self.list_rows(ids, first, left)
 		if cutlass.const_expr(not self.along_k):
 			self.find_rows(vectors, ids, left)
-		k_tiles = (tile.k_blocks + (config.k_blocks - 1)) // config.k_blocks
-		for k_tile in cutlass.range(k_tiles, unroll=1):
+		for k_tile in cutlass.range(tile.k_tiles(config), unroll=1):
 			if cutlass.const_expr(self.along_k):
 				# The next ones are on their way while these are copied.
 				self.find_rows(vectors, ids, left)

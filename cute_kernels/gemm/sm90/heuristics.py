@@ -32,6 +32,8 @@ _HBM_BYTES_PER_CYCLE = 19
 _LOST_OVERLAP = 0.1
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
 _FILL_CYCLES = 3000
+#: That of promoted sums whose whole tile TMA stores.
+_FILL_CYCLES_WHOLE = 2500
 #: What a tile may cost more that does not fit itself to the rows of each group and does not hold
 #: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
 #: what it takes with equal ones (H200).
@@ -71,7 +73,8 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE
 	# Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
 	stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
-	cycles = waves * (ceil_div(depth, config.stage_k) * stage + _FILL_CYCLES)
+	fill = _FILL_CYCLES_WHOLE if config.promotes and config.stores_whole_tiles else _FILL_CYCLES
+	cycles = waves * (ceil_div(depth, config.stage_k) * stage + fill)
 	holds_more = tile.fitted or tile.rows >= 2 * mean
 	if config.grouping == "m_grouped" and not holds_more:
 		# Groups are rarely of one size. That is not known here, but what it may cost is.

@@ -24,7 +24,7 @@ from ...device.launch import env_stream
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, StageLoad, TmaSource, each, paired
 from ..operands import OPERANDS
-from ..output import EpilogueTensors
+from ..output import EpilogueTensors, OutputStore, store_source
 from ..problem import Extents, GemmArguments
 from ..scheduler import TileReader, TileScheduler
 from ..views import (
@@ -49,19 +49,21 @@ if TYPE_CHECKING:
 
 
 class Sources(NamedTuple):
-	"""Something of each tensor that TMA reads: the copies, their coordinates, or both.
+	"""Something of each tensor that TMA moves: the copies, their coordinates, or both.
 
 	Attributes:
 	  m: operand M.
 	  n: operand N.
 	  m_scales: operand M's block scales, of tiles or of single rows; None without.
 	  n_scales: operand N's, of single rows; None without.
+	  out: the output, which TMA writes; None if it does not.
 	"""
 
 	m: Any
 	n: Any
 	m_scales: Any = None
 	n_scales: Any = None
+	out: Any = None
 
 
 class Sm90Gemm:
@@ -109,6 +111,8 @@ class Sm90Gemm:
 		if cutlass.const_expr(config.kind.has_row_scales):
 			rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
 			sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
+		if cutlass.const_expr(config.stores_by_tma):
+			sources = sources._replace(out=store_source(x.out, layouts.out))
 		gathered = None
 		if cutlass.const_expr(config.gathered):
 			gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
@@ -187,7 +191,7 @@ class Sm90Gemm:
 		cta = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
 
 		smem = cutlass.memory.SmemAllocator()
-		barriers = Barriers.allocate(config, smem)
+		barriers = Barriers.allocate(config, layouts, smem)
 		ab_pipeline, ring, numbers = make_pipelines(config, warps, barriers)
 		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
 		shared = self.allocate_stages(smem, layouts)
@@ -201,7 +205,8 @@ class Sm90Gemm:
 		if warp < warps.num_consumer_warps:
 			cute.arch.setmaxregister_increase(consumer_registers)
 			buffers = (barriers.blocks, barriers.factors)
-			epilogue = Epilogue(config, epilogue_tensors, *buffers, cta)
+			store = OutputStore(atoms.out, tensors.out, barriers.blocks)
+			epilogue = Epilogue(config, epilogue_tensors, *buffers, cta, output_store=store)
 			promoter = None
 			if cutlass.const_expr(config.promotes):
 				promoter = Promoter(config, shared, squares, cta)

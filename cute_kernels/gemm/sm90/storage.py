@@ -15,7 +15,7 @@ from ..scheduler import TILE_WORDS
 from ..views import element_type
 from .config import WARPGROUP_M, Sm90GemmConfig
 from .fp4.operand import codes_stages, scale_stages
-from .warp_schedule import WarpSchedule
+from .warp_schedule import WARPS, WarpSchedule
 
 _Kind = warpgroup.SmemLayoutAtomKind
 #: Swizzles that keep the rows of a tile apart, by the bytes of a row.
@@ -63,6 +63,13 @@ class Layouts:
 			rows = config.row_scales
 			self.tilers = Stages(m_tiler, n_tiler, *((r, 1) if r else None for r in rows))
 			self.stages = Stages(m, n, *(self._scales(r) if r else None for r in rows))
+		#: Blocks of output, of one warp each, that TMA stores; None if it stores none.
+		self.out = None
+		if config.stores_by_tma:
+			rows, cols = config.block_shape
+			atom = warpgroup.make_smem_layout_atom(_Kind.K_SW128, DSL_TYPES[config.out_dtype])
+			blocks = config.consumers * config.num_store_stage * WARPS
+			self.out = cute.tile_to_shape(atom, (rows // WARPS, cols, blocks), (0, 1, 2))
 		if config.pairs_rows:
 			names = ("m", "m_scales") if tile.swap_ab else ("n", "n_scales")
 			given = {name: getattr(self.tilers, name) for name in names}
@@ -96,8 +103,9 @@ class Layouts:
 class Barriers(NamedTuple):
 	"""Full and empty barriers of the stages and of the tile records, and small exchanges, in shared memory.
 
-	``blocks`` are what the epilogue stages, bytes; ``factors`` those of a tile's rows for each warpgroup, or
-	amaxes of rows, fp32, or None; ``numbers`` of those of tiles that a cluster's first CTA passes on, or None.
+	``blocks`` are what the epilogue stages, bytes or ``Layouts.out``; ``factors`` those of a tile's rows for each
+	warpgroup, or amaxes of rows, fp32, or None; ``numbers`` of those of tiles that a cluster's first CTA passes
+	on, or None.
 	"""
 
 	ab: cute.Pointer
@@ -108,18 +116,21 @@ class Barriers(NamedTuple):
 	numbers: cute.Pointer | None
 
 	@staticmethod
-	def allocate(config: Sm90GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+	def allocate(config: Sm90GemmConfig, layouts: Layouts, smem: cutlass.memory.SmemAllocator) -> Barriers:
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS + 4 * config.mixes_groups)
-		blocks = config.consumers * config.num_store_stage * config.block_bytes
+		size = config.consumers * config.num_store_stage * config.block_bytes
 		factors = None
 		if config.factor_words:
 			layout = cute.make_layout(config.factor_words)
 			factors = smem.allocate_tensor(Float32, layout, byte_alignment=16)
+		blocks = (Uint8, cute.make_layout(size), 128)
+		if layouts.out is not None:
+			blocks = (DSL_TYPES[config.out_dtype], layouts.out.outer, 1024, layouts.out.inner)
 		return Barriers(
 			ab=stage_barriers(smem, config.num_ab_stage),
 			sched=stage_barriers(smem, config.num_sched_stage),
 			tiles=smem.allocate_tensor(Int32, words, byte_alignment=16),
-			blocks=smem.allocate_tensor(Uint8, cute.make_layout(blocks), byte_alignment=128),
+			blocks=smem.allocate_tensor(*blocks),
 			factors=factors,
 			numbers=stage_barriers(smem, 1) if config.mixes_groups and config.tile.num_ctas > 1 else None,
 		)

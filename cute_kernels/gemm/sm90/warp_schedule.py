@@ -7,8 +7,8 @@ import dataclasses
 from ...device.constants import WARP_SIZE
 
 #: Warps of a warpgroup.
-_WARPS = 4
-WARPGROUP_SIZE = _WARPS * WARP_SIZE
+WARPS = 4
+WARPGROUP_SIZE = WARPS * WARP_SIZE
 #: The first warpgroup's hardware barrier in the epilogue; 0 is the one of ``sync_threads``.
 FIRST_EPILOGUE_BARRIER = 1
 #: The first of the two barriers that let a warpgroup begin its epilogue.
@@ -60,26 +60,26 @@ class WarpSchedule:
 	@property
 	def num_consumer_warps(self) -> int:
 		"""Warps that multiply; one arrival of each frees a stage."""
-		return self.consumers * _WARPS
+		return self.consumers * WARPS
 
 	@property
 	def num_threads(self) -> int:
 		"""Threads of a CTA; two warps of the last warpgroup gather, or do nothing."""
-		return (self.consumers + 1 + self.stores_apart + self.gather_warps // _WARPS) * WARPGROUP_SIZE
+		return (self.consumers + 1 + self.stores_apart + self.gather_warps // WARPS) * WARPGROUP_SIZE
 
 	@property
 	def first_store_warp(self) -> int:
-		return self.num_consumer_warps + _WARPS
+		return self.num_consumer_warps + WARPS
 
 	@property
 	def tile_consumer_arrivals(self) -> int:
 		"""Arrivals that free a tile record: one of each consumer and store warp and of those that load."""
-		return self.num_consumer_warps + 1 + self.gather_warps + _WARPS * self.stores_apart
+		return self.num_consumer_warps + 1 + self.gather_warps + WARPS * self.stores_apart
 
 	@property
 	def registers(self) -> tuple[int, int]:
 		"""Registers of a thread: of consumers, and of the others."""
-		if self.gather_warps == _WARPS:
+		if self.gather_warps == WARPS:
 			return _REGISTERS_GATHERING
 		return _REGISTERS_APART if self.stores_apart else _REGISTERS[self.consumers]
 
