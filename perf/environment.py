@@ -1,6 +1,5 @@
 """What a measurement depends on beside the code: the machine, its GPU and the versions."""
 
-import dataclasses
 import datetime
 import functools
 import importlib.metadata
@@ -14,20 +13,6 @@ from typing import Any
 import torch
 
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
-
-
-@dataclasses.dataclass(frozen=True)
-class Environment:
-	"""Fields of ``Record`` that all measurements of a run share."""
-
-	machine: str
-	commit: str
-	time: str
-	versions: dict[str, str]
-	gpu: str = ""
-	driver: str = ""
-	clocks: dict[str, float] = dataclasses.field(default_factory=dict)
-	power: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def now() -> str:
@@ -53,17 +38,16 @@ def commit() -> str:
 	return done.stdout.strip()
 
 
-def environment(kind: str, gpu: str = "") -> Environment:
-	"""What holds now, of measurements of one of ``records.KINDS``."""
+def environment(kind: str, gpu: str = "") -> dict[str, Any]:
+	"""What holds now, of measurements of one of ``records.KINDS``: fields of ``Record`` that those of a run share."""
 	names = {"torch": "torch", "dsl": "nvidia-cutlass-dsl"}
 	found = {name: package_version(package) for name, package in names.items()}
 	versions = {name: version for name, version in found.items() if version}
 	versions["python"] = platform.python_version()
-	common: dict[str, Any] = {"machine": _processor(), "commit": commit(), "time": now()}
-	if kind != "gpu":
-		return Environment(**common, versions=versions, gpu=gpu)
-	versions["cuda"] = str(torch.version.cuda)
-	return Environment(**common, versions=versions, **_gpu())
+	if kind == "gpu":
+		versions["cuda"] = str(torch.version.cuda)
+	of_gpu = _gpu() if kind == "gpu" else {"gpu": gpu}
+	return {"machine": _processor(), "commit": commit(), "time": now(), "versions": versions, **of_gpu}
 
 
 def gpu_uuid() -> str:

@@ -8,8 +8,10 @@ from torch import Tensor
 from .cases import PRODUCTS, GroupedShape, ends_of, split_rows
 from .contender import relative_error
 
-#: Seed of one set of operands from that of another.
-_SEED_STEP = 1000
+
+def generator_of(device: torch.device, seed: int, copy: int) -> torch.Generator:
+	"""What draws one set of operands, so that others differ."""
+	return torch.Generator(device).manual_seed(seed + 1000 * copy)
 
 
 class Operands:
@@ -31,7 +33,7 @@ class Operands:
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.ends = ends_of(self.sizes)
 		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+		generator = generator_of(device, seed, copy)
 
 		def draw(*sizes: int) -> Tensor:
 			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
@@ -50,9 +52,11 @@ class Operands:
 		return self.product == "wgrad"
 
 	@property
-	def used_groups(self) -> int:
-		"""Groups with rows; the weights of the others are not read."""
-		return sum(map(bool, self.sizes))
+	def factors(self) -> tuple[Tensor, Tensor]:
+		"""The operands as matrices of a grouped product have them: rows x inner and inner x columns."""
+		if self.is_wgrad:
+			return self.a.t(), self.b
+		return self.a, self.b if self.product == "dgrad" else self.b.transpose(1, 2)
 
 	def least_bytes(self, a_bytes: float, b_bytes: float, out_bytes: float = 2.0) -> float:
 		"""Bytes of operands and output, each once, by those of their elements, scales included."""
@@ -62,7 +66,8 @@ class Operands:
 			return self.a.numel() * a_bytes + self.b.numel() * b_bytes + out
 		cols = self.shape.n if self.product == "fprop" else self.shape.k
 		tokens = self.a.numel() * a_bytes + out_bytes * self.rows * cols
-		return tokens + self.used_groups * weights * b_bytes
+		# Weights of groups without rows are not read.
+		return tokens + sum(map(bool, self.sizes)) * weights * b_bytes
 
 	def error(self, out: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> float:
 		"""Largest relative error of ``out`` in the groups that are looked at.

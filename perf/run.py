@@ -176,8 +176,7 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 			continue
 		if options.paths and isinstance(meter, EmulatorMeter):
 			claim(meter.arch)
-		facts = dataclasses.asdict(meter.environment())
-		facts |= {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind}
+		facts = {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind, **meter.environment()}
 		for task in _shown(tasks, f"{name} {meter.backend}"):
 			keep(measure_task(task, meter, facts, choice, report))
 			gc.collect()
@@ -258,16 +257,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
 			raise ValueError(f"--path must be PEER=FOLDER, got {item!r}")
 		paths[name] = Path(folder)
 	emulation = {"num_sms": arguments.num_sms} if arguments.num_sms else {}
-	return Options(
-		backend=arguments.backend,
-		protocol=arguments.protocol,
-		quick=arguments.quick,
-		full=arguments.full,
-		seed=arguments.seed,
-		peers=() if arguments.no_peers else all_peers(paths),
-		paths=paths,
-		emulation=emulation,
-	)
+	peers = () if arguments.no_peers else all_peers(paths)
+	same = {name: getattr(arguments, name) for name in ("backend", "protocol", "quick", "full", "seed")}
+	return Options(**same, peers=peers, paths=paths, emulation=emulation)
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -10,10 +10,12 @@ from typing import Any
 from ..records import Record
 from .things import payload
 
-ASSETS = Path(__file__).parent / "assets"
 #: In the order in which they need each other.
-_NAMES = "dom data filters canvas plot tables plots views numerics main"
-SCRIPTS = tuple(_NAMES.split())
+SCRIPTS = ("dom", "data", "filters", "canvas", "plot", "tables", "plots", "views", "numerics", "main")
+
+
+def _asset(name: str) -> str:
+	return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
@@ -24,13 +26,12 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
 	"""
 	text = json.dumps(payload(records, numerics), separators=(",", ":"))
 	packed = gzip.compress(text.encode(), mtime=0)
-	scripts = [(ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS]
 	parts = {
-		"style": (ASSETS / "style.css").read_text(encoding="utf-8"),
+		"style": _asset("style.css"),
 		"records": base64.b64encode(packed).decode(),
-		"script": "\n".join(scripts),
+		"script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
 		"data": f'<a href="{data}" download>All records</a>' if data else "",
 	}
 	# One pass: no part is looked at for the marks of another.
-	pieces = (ASSETS / "page.html").read_text(encoding="utf-8").split("@@")
+	pieces = _asset("page.html").split("@@")
 	return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from .base import Measurement, Meter, spread_of
+from .base import Meter
 
-__all__ = ["Measurement", "Meter", "meter_of", "spread_of"]
+__all__ = ["Meter", "meter_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:

@@ -1,6 +1,5 @@
 """What all meters are."""
 
-import abc
 import contextlib
 import dataclasses
 import math
@@ -14,7 +13,7 @@ import torch
 import cute_kernels
 
 from ..contender import Contender, Run
-from ..environment import Environment, environment
+from ..environment import environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ def of_times(times: Sequence[float], what: str, protocol: str, **more: Any) -> M
 	return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
 
 
-class Meter(abc.ABC):
+class Meter:
 	"""Measures contenders.
 
 	Attributes:
@@ -83,9 +82,13 @@ class Meter(abc.ABC):
 		"""Gives a list, and adds to it the bytes that what happens inside takes at most."""
 		yield [0.0]
 
-	def environment(self) -> Environment:
+	def environment(self) -> dict[str, Any]:
 		return environment(self.kind)
 
-	@abc.abstractmethod
 	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
 		"""What is found of contenders, measured together, by calls of each for each set of operands."""
+		return [self.measure_one(one, run) for one, (run, *_) in zip(contenders, runs, strict=True)]
+
+	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+		"""What is found of one, where they are not measured together."""
+		raise NotImplementedError

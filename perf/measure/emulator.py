@@ -1,7 +1,7 @@
 """Counts of kernels on the emulator."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,7 +11,7 @@ import cute_kernels
 from cute_kernels import emulator
 
 from ..contender import Contender, Run
-from ..environment import Environment, environment
+from ..environment import environment
 from .base import Measurement, Meter
 
 #: What is kept of ``emulator.stats``: its name there, by ours. Instructions are of PTX: a division
@@ -94,11 +94,12 @@ class EmulatorMeter(Meter):
 			self._counted[run] = count(lambda: returned.append(run()))
 		return returned[0]
 
-	def environment(self) -> Environment:
+	def environment(self) -> dict[str, Any]:
 		return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
-	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
-		with self.active():
-			counted = [self._counted.get(run) or count(run) for run, *_ in runs]
-		self._counted.clear()
-		return [[Measurement(name, value, "1", "counted", 0.0, 1) for name, value in counts.items()] for counts in counted]
+	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+		del contender
+		if run not in self._counted:
+			self.call(run)
+		counts = self._counted.pop(run)
+		return [Measurement(name, value, "1", "counted", 0.0, 1) for name, value in counts.items()]

@@ -5,7 +5,7 @@ import functools
 import statistics
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,25 +77,21 @@ class HostMeter(Meter):
 
 	@contextlib.contextmanager
 	def _recording(self) -> Iterator[None]:
-		stub = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
-		with stub:
+		with unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder):
 			registry.forget_plans()
 			yield
 		registry.forget_plans()
 
-	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
-		found = []
-		for contender, (run, *_) in zip(contenders, runs, strict=True):
-			launches = self._launches(run)
-			with self.active():
-				run()
-				mine = [self._time(run, contender.what)]
-				if contender.is_ours:
-					mine.append(Measurement("launches", len(launches), "1", mine[0].protocol))
-				if self.kind == "gpu" and launches:
-					again = functools.partial(_call_all, launches)
-					mine.append(self._time(again, f"{contender.what} of launches"))
-			found.append(mine)
+	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+		launches = self._launches(run)
+		with self.active():
+			run()
+			found = [self._time(run, contender.what)]
+			if contender.is_ours:
+				found.append(Measurement("launches", len(launches), "1", found[0].protocol))
+			if self.kind == "gpu" and launches:
+				again = functools.partial(_call_all, launches)
+				found.append(self._time(again, f"{contender.what} of launches"))
 		return found
 
 	def _launches(self, run: Run) -> list[Callable[[], object]]:

@@ -28,10 +28,10 @@ from grouped.nn import GroupedMLP, MoE
 class Sizes:
 	"""Of the step; ``tokens`` are rows of each expert, or with a ``top_k`` those of a mixture."""
 
-	experts: int = 32
-	hidden: int = 7168
-	intermediate: int = 2048
-	tokens: int = 512
+	experts: int
+	hidden: int
+	intermediate: int
+	tokens: int
 	top_k: int = 0
 
 
@@ -42,10 +42,6 @@ class Saved:
 	shape: tuple[int, ...]
 	dtype: torch.dtype
 	nbytes: int
-
-	def __str__(self) -> str:
-		dtype = str(self.dtype).removeprefix("torch.")
-		return f"{dtype} {tuple(self.shape)}, {self.nbytes / 2**20:.1f} MiB"
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """DeepGEMM 2.6: m_grouped bf16 and FP8 (1x128 rows, 128x128 weights), contiguous and masked."""
 
-import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cute_kernels.layout.shapes import ceil_div, round_up
 
 from ..contender import Contender
 from ..operands import Operands
@@ -30,30 +31,47 @@ class DeepGemm(Peer):
 		"""Fprop; padding and conversion are not timed."""
 		if work.product != "fprop":
 			return
-		masked = work.rows < _MASKED_BELOW * work.shape.experts
-		layout = "masked" if masked else "contiguous"
-		make = _masked if masked else _contiguous
+		layout = "masked" if work.rows < _MASKED_BELOW * work.shape.experts else "contiguous"
 		for text, is_fp8, sizes in (("bfloat16", False, (2.0, 2.0)), ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0))):
-			call = _Call(work, is_fp8)
-			prepare = functools.partial(make, call)
-			note = f"{layout}, padded before"
-			yield self.product(work, text, prepare, *sizes, error=call.error, note=note)
+			call = _Call(work, is_fp8, layout)
+			yield self.product(work, text, call.prepare, *sizes, error=call.error, note=f"{layout}, padded before")
 
 
 class _Call:
 	"""Operands of one product, and where its rows are in a padded result."""
 
-	def __init__(self, work: Operands, is_fp8: bool) -> None:
-		self.work, self.is_fp8 = work, is_fp8
+	def __init__(self, work: Operands, is_fp8: bool, layout: str) -> None:
+		self.work, self.is_fp8, self.layout = work, is_fp8, layout
 		self.library: Any = None
 		self.alignment = 0
 
-	def load(self) -> None:
-		self.library = importlib.import_module("deep_gemm")
+	def prepare(self) -> Callable[[], Tensor]:
+		work, library = self.work, importlib.import_module("deep_gemm")
+		self.library = library
 		# Block scales are powers of two, packed, on Blackwell alone.
 		self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
-		self.options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
-		self.prefix = "m_grouped_fp8_gemm_nt" if self.is_fp8 else "m_grouped_bf16_gemm_nt"
+		options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
+		multiply = getattr(library, f"m_grouped_{'fp8' if self.is_fp8 else 'bf16'}_gemm_nt_{self.layout}")
+		routing: tuple[Any, ...]
+		if self.layout == "masked":
+			a = work.a.new_zeros(work.shape.experts, round_up(max(work.sizes), _BLOCK), work.shape.k)
+			for group, part in enumerate(work.a.split(work.sizes)):
+				a[group, : len(part)] = part
+			sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
+			routing = (sizes, max(1, ceil_div(work.rows, work.shape.experts)))
+		else:
+			self.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
+			library.set_mk_alignment_for_contiguous_layout(self.alignment)
+			a, owner = padded_rows(work.a, work.sizes, self.alignment)
+			routing = (owner,)
+		rows, weights = self.rows(a), self.weights()
+		out = torch.empty(*a.shape[:-1], work.shape.n, dtype=torch.bfloat16, device=a.device)
+
+		def run() -> Tensor:
+			multiply(rows, weights, out, *routing, **options)
+			return out
+
+		return run
 
 	def weights(self) -> Any:
 		if not self.is_fp8:
@@ -76,44 +94,6 @@ class _Call:
 		else:
 			rows = unpadded_rows(out, sizes, self.alignment)
 		return self.work.error(rows)
-
-
-def _contiguous(call: _Call) -> Callable[[], Tensor]:
-	call.load()
-	work, library = call.work, call.library
-	call.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
-	library.set_mk_alignment_for_contiguous_layout(call.alignment)
-	a, owner = padded_rows(work.a, work.sizes, call.alignment)
-	rows, weights = call.rows(a), call.weights()
-	out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16, device=a.device)
-	multiply = getattr(library, f"{call.prefix}_contiguous")
-
-	def run() -> Tensor:
-		multiply(rows, weights, out, owner, **call.options)
-		return out
-
-	return run
-
-
-def _masked(call: _Call) -> Callable[[], Tensor]:
-	call.load()
-	work = call.work
-	most = -(-max(work.sizes) // _BLOCK) * _BLOCK
-	experts = work.shape.experts
-	a = work.a.new_zeros(experts, most, work.shape.k)
-	for group, part in enumerate(work.a.split(work.sizes)):
-		a[group, : len(part)] = part
-	rows, weights = call.rows(a), call.weights()
-	sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
-	expected = max(1, -(-work.rows // experts))
-	out = torch.empty(experts, most, work.shape.n, dtype=torch.bfloat16, device=a.device)
-	multiply = getattr(call.library, f"{call.prefix}_masked")
-
-	def run() -> Tensor:
-		multiply(rows, weights, out, sizes, expected, **call.options)
-		return out
-
-	return run
 
 
 PEER = DeepGemm

@@ -97,11 +97,7 @@ def _mixture(work: MoEWork) -> Step:
 
 
 def _grouped_mm(work: Operands) -> Tensor:
-	if work.is_wgrad:
-		left, right = work.a.t(), work.b
-	else:
-		left, right = work.a, work.b if work.product == "dgrad" else work.b.transpose(1, 2)
-	out: Tensor = torch._grouped_mm(left, right, offs=work.offs)
+	out: Tensor = torch._grouped_mm(*work.factors, offs=work.offs)
 	return out
 
 

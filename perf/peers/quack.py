@@ -25,12 +25,8 @@ class Quack(Peer):
 
 	def products(self, work: Operands) -> Iterator[Contender]:
 		def prepare() -> Any:
-			multiply = _interface().gemm
-			ends = _starts(work.offs)
-			if work.is_wgrad:
-				return functools.partial(multiply, work.a.T, work.b, cu_seqlens_k=ends)
-			right = work.b if work.product == "dgrad" else work.b.transpose(1, 2)
-			return functools.partial(multiply, work.a, right, cu_seqlens_m=ends)
+			groups = {"cu_seqlens_k" if work.is_wgrad else "cu_seqlens_m": _starts(work.offs)}
+			return functools.partial(_interface().gemm, *work.factors, **groups)
 
 		yield self.product(work, "bfloat16", prepare)
 

@@ -13,7 +13,7 @@ from cute_kernels.layout.slots import TILE_ROWS, num_slot_tiles
 
 from ..records import Record
 from ..suites.base import element_bytes
-from ..suites.quantize import DIRECTIONS
+from ..suites.quantize import Quantization
 from .gpus import Gpu
 
 _BF16 = 2.0
@@ -185,17 +185,15 @@ def quantization(
 	to_values: bool = False,
 ) -> Kernel:
 	"""The kernels that quantize bf16; ``to_values`` to fp16, where a product would expand codes."""
-	ways = [way for way, on in zip((False, True), DIRECTIONS[directions], strict=True) if on]
-	levels = [fmt.level(way) for way in ways]
-	needs_amax = any(level is not None and level.per == "group" for level in levels)
-	reads_twice = needs_amax and not gives_amax and not fmt.takes_scale
+	asked = Quantization(directions, gives_amax)
+	reads_twice = asked.has_group_level(fmt) and not gives_amax and not fmt.takes_scale
 	computed = counts.of(fmt, "quantize", directions, "computed")
 	given = counts.of(fmt, "quantize", directions, "given")
 	if reads_twice and computed is None and given is not None:
 		computed = given + (counts.of(None, "amax") or 0.0)
 	first, second = (computed, given) if reads_twice else (given, computed)
 	each = next((count for count in (first, second) if count is not None), 0.0)
-	written = _BF16 if to_values else len(ways) * element_bytes(fmt)
+	written = _BF16 if to_values else len(asked.ways) * element_bytes(fmt)
 	moved = elements * (_BF16 * (1 + reads_twice) + written)
 	return stream(name, "quantize", moved, elements * each, 1 + reads_twice)
 

@@ -4,8 +4,7 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
@@ -17,7 +16,7 @@ from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
 
-from ..contender import Contender, Task, unchecked
+from ..contender import Contender, Run, Task, unchecked
 from ..cubin import read_resources
 from ..measure.base import Measurement, Meter, of_times
 from .base import Options, Suite
@@ -37,12 +36,8 @@ class _CompileMeter(Meter):
 		self.device = torch.device("cpu")
 		self.quick = quick
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
-		return [self._measure(run) for _, (run, *_) in zip(contenders, runs, strict=True)]
-
-	def _measure(self, run: Callable[[], Any]) -> list[Measurement]:
+	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+		del contender
 		cold, warm = [], []
 		for _ in range(1 if self.quick else _REPEATS):
 			with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
@@ -61,7 +56,7 @@ class _CompileMeter(Meter):
 		return found
 
 
-def _microseconds(run: Callable[[], Any]) -> float:
+def _microseconds(run: Run) -> float:
 	forget_kernels()
 	start = time.perf_counter()
 	run()

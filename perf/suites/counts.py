@@ -6,7 +6,7 @@ They do not vary between runs, so any difference is a change of a kernel or of w
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cute_kernels.gemm.problem import TileShape
@@ -29,26 +29,20 @@ _ARCHES = ("sm_90a", "sm_100a")
 
 #: Rows, columns and groups of what is quantized, in CI and for the README.
 _INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
-#: What is quantized: format, copies, whether amaxes are given.
-_QUANTIZERS = (
-	("nvfp4", Quantization("row", True)),
-	("nvfp4:row_scaled", Quantization("row", False)),
-	("nvfp4", Quantization("column", True)),
-	("nvfp4", Quantization("row+column", True)),
-	("nvfp4:row_scaled", Quantization("row+column", False)),
-	("nvfp4:block=16x16", Quantization("row+column", True)),
-	("nvfp4:stochastic_rounding", Quantization("row+column", True)),
-	("nvfp4:hadamard", Quantization("row+column", True)),
-	("fp8", Quantization("row", True)),
-	("fp8", Quantization("row+column", False)),
-	("fp8_block", Quantization("row", False)),
-	("fp8_block", Quantization("row+column", False)),
-	("fp8_block:block=128x128", Quantization("row+column", False)),
-	("mxfp8", Quantization("row", False)),
-	("mxfp8", Quantization("row+column", False)),
-	("mxfp8", Quantization("row+column", False, True)),
-	("nvfp4:row_scaled", Quantization("row", False, True)),
-)
+_NVFP4, _ROW_SCALED = "nvfp4", "nvfp4:row_scaled"
+#: What is quantized, and to which formats.
+_QUANTIZERS = {
+	Quantization("row", True): (_NVFP4, "fp8"),
+	Quantization("row", False): (_ROW_SCALED, "fp8_block", "mxfp8"),
+	Quantization("column", True): (_NVFP4,),
+	Quantization("row+column", True): (
+		_NVFP4,
+		*(f"nvfp4:{how}" for how in ("block=16x16", "stochastic_rounding", "hadamard")),
+	),
+	Quantization("row+column", False): (_ROW_SCALED, "fp8", "fp8_block", "fp8_block:block=128x128", "mxfp8"),
+	Quantization("row+column", False, True): ("mxfp8",),
+	Quantization("row", False, True): (_ROW_SCALED,),
+}
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {
 	"balanced": "256 256 256 256 256 256 256 256",
@@ -60,10 +54,10 @@ _FULL_SHAPE = GroupedShape("counted", "up", 8, 2048, 2048)
 _SHAPE = GroupedShape("counted", "up", 4, 512, 512)
 _RAGGED = "37 150 1 68"
 _PAIRS = (
-	Pair("nvfp4:row_scaled", "nvfp4"),
-	Pair("nvfp4:row_scaled", "nvfp4", prepacked=True),
-	Pair("nvfp4", "nvfp4:block=16x16"),
-	Pair(None, "nvfp4"),
+	Pair(_ROW_SCALED, _NVFP4),
+	Pair(_ROW_SCALED, _NVFP4, prepacked=True),
+	Pair(_NVFP4, "nvfp4:block=16x16"),
+	Pair(None, _NVFP4),
 	Pair("mxfp8", "mxfp8"),
 	Pair(None, None),
 )
@@ -75,25 +69,21 @@ _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap
 
 def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
 	shape = _FULL_INPUT if options.full else _INPUT
-	for asked in dict.fromkeys(asked for _, asked in _QUANTIZERS):
-		texts = [text for text, other in _QUANTIZERS if other == asked]
+	for asked, texts in _QUANTIZERS.items():
 		made = quantize.quantize_task(meter, options, shape, asked, "counts")
-		yield _only(made, functools.partial(_is_one_of, texts))
+		yield _only(texts, made)
 	for made in quantize.tasks_of(meter, options, shape, "counts"):
 		if made.case["op"] == "dequantize":
-			yield _only(made, lambda c: c.format in ("nvfp4", "nvfp4:row_scaled", "fp8"))
+			yield _only((_NVFP4, _ROW_SCALED, "fp8"), made)
 		elif not made.case["op"].endswith("quantize"):
 			yield made
 
 
-def _is_one_of(texts: list[str], contender: Contender) -> bool:
-	return contender.name != "ours" or contender.format in texts
-
-
-def _only(task: Task, takes: Callable[[Contender], bool]) -> Task:
+def _only(texts: Sequence[str], task: Task) -> Task:
+	"""The task in these formats of ours, and with all peers."""
 
 	def contenders(copy: int) -> list[Contender]:
-		return [c for c in task.contenders(copy) if takes(c)]
+		return [c for c in task.contenders(copy) if c.name != "ours" or c.format in texts]
 
 	return dataclasses.replace(task, contenders=contenders)
 

@@ -20,12 +20,10 @@ from .moe import MoEShape, MoEWork
 _BY_ROW, _SQUARE = "nvfp4:row_scaled", "nvfp4:block=16x16"
 _ENDS, _COLS, _WIDTH = (80, 128, 128, 256), 2048, 1024
 _MOE, _TOKENS = MoEShape("small", 16, 512, 128, 8), 64
-#: A case, and who is called for it in which format.
-_Calls = dict[tuple[tuple[str, str], ...], list[tuple[str, str, "Callable[[], Any]"]]]
 
 
-def _calls(device: torch.device) -> _Calls:
-	"""Ops at a size where a kernel takes little time."""
+def _calls(device: torch.device) -> dict[tuple[str, str], list[Contender]]:
+	"""Ops at a size where a kernel takes little time, and their directions; who is called in which format."""
 	x = torch.randn(_ENDS[-1], _COLS, device=device).bfloat16()
 	offs = torch.tensor(_ENDS, dtype=torch.int32, device=device)
 	weight = torch.randn(len(_ENDS), _WIDTH, _COLS, device=device).bfloat16()
@@ -39,65 +37,50 @@ def _calls(device: torch.device) -> _Calls:
 	quantize, bf16 = ops.grouped_quantize, torch.bfloat16
 	# As modules do: lists and options are made for each call.
 	options = (None, None, False, bf16)
-	calls: _Calls = {
-		(("call", "quantize"), ("directions", "row")): [
-			("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs)),
-			("ours", "nvfp4", lambda: quantize(x, "nvfp4", offs)),
-			("ours, dispatched", _BY_ROW, lambda: flat.grouped_quantize(x, _BY_ROW, offs)),
-		],
-		(("call", "quantize"), ("directions", "row+column")): [
-			("ours", _BY_ROW, lambda: quantize(x, _BY_ROW, offs, None, True, True))
-		],
-		(("call", "dequantize"), ("directions", "row")): [
-			("ours", _BY_ROW, lambda: ops.grouped_dequantize(a[0], a[1:rowwise], _BY_ROW, len(x), bf16, offs))
-		],
-		(("call", "m_grouped_gemm"),): [
-			(
-				"ours",
-				f"{_BY_ROW} x {_SQUARE}",
-				lambda: ops.m_grouped_gemm(a[0], b[0], offs, *options, a[1:rowwise], b[1:], _BY_ROW, _SQUARE),
-			),
-			("ours", "bfloat16", lambda: ops.m_grouped_gemm(x, weight, offs)),
-			("ours", f"{fp8} x {fp8_square}", lambda: ops.m_grouped_gemm(a8, b8, offs, *options, s8, t8, fp8, fp8_square)),
-		],
-		(("call", "m_grouped_quantize_gemm"),): [
-			(
-				"ours",
-				f"{fmt} x {square}",
-				functools.partial(ops.m_grouped_quantize_gemm, x, codes, offs, scales, fmt, square, *options),
-			)
-			for fmt, square, codes, scales in ((_BY_ROW, _SQUARE, b[0], b[1:]), (fp8, fp8_square, b8, t8))
-		],
-		(("call", "k_grouped_gemm"),): [
-			(
-				"ours",
-				f"{_BY_ROW} x {_BY_ROW}",
-				lambda: ops.k_grouped_gemm(
-					a[rowwise], a[rowwise], offs, None, bf16, a[rowwise + 1 :], a[rowwise + 1 :], _BY_ROW, _BY_ROW
-				),
-			)
-		],
-		(("call", "dbias"),): [("ours", "bfloat16", lambda: ops.grouped_dbias(x, offs))],
-		(("call", "compute_offsets"),): [("ours", "int32", lambda: ops.compute_offsets(offs))],
-	}
+	found: dict[tuple[str, str], list[Contender]] = {}
+
+	# What is timed is the call; that results are right is checked where kernels are timed.
+	def add(call: str, text: str, run: Callable[[], Any], directions: str = "", who: str = "ours") -> None:
+		found.setdefault((call, directions), []).append(unchecked(who, text, run, what="host time"))
+
+	add("quantize", _BY_ROW, lambda: quantize(x, _BY_ROW, offs), "row")
+	add("quantize", "nvfp4", lambda: quantize(x, "nvfp4", offs), "row")
+	add("quantize", _BY_ROW, lambda: flat.grouped_quantize(x, _BY_ROW, offs), "row", "ours, dispatched")
+	add("quantize", _BY_ROW, lambda: quantize(x, _BY_ROW, offs, None, True, True), "row+column")
+	add("dequantize", _BY_ROW, lambda: ops.grouped_dequantize(a[0], a[1:rowwise], _BY_ROW, len(x), bf16, offs), "row")
+	product, fp8_pair = f"{_BY_ROW} x {_SQUARE}", f"{fp8} x {fp8_square}"
+	m_grouped = ops.m_grouped_gemm
+	add("m_grouped_gemm", product, lambda: m_grouped(a[0], b[0], offs, *options, a[1:rowwise], b[1:], _BY_ROW, _SQUARE))
+	add("m_grouped_gemm", "bfloat16", lambda: m_grouped(x, weight, offs))
+	add("m_grouped_gemm", fp8_pair, lambda: m_grouped(a8, b8, offs, *options, s8, t8, fp8, fp8_square))
 	if device.type == "cuda":
 		columns = weight.transpose(1, 2)
-		run = functools.partial(torch._grouped_mm, x, columns, offs=offs)
-		calls[(("call", "m_grouped_gemm"),)].append(("torch", "bfloat16", run))
-	return calls
+		add("m_grouped_gemm", "bfloat16", functools.partial(torch._grouped_mm, x, columns, offs=offs), who="torch")
+	for fmt, square, codes, scales in ((_BY_ROW, _SQUARE, b[0], b[1:]), (fp8, fp8_square, b8, t8)):
+		run = functools.partial(ops.m_grouped_quantize_gemm, x, codes, offs, scales, fmt, square, *options)
+		add("m_grouped_quantize_gemm", f"{fmt} x {square}", run)
+	k_grouped, way = ops.k_grouped_gemm, rowwise
+
+	def gradient() -> Any:
+		return k_grouped(a[way], a[way], offs, None, bf16, a[way + 1 :], a[way + 1 :], _BY_ROW, _BY_ROW)
+
+	add("k_grouped_gemm", f"{_BY_ROW} x {_BY_ROW}", gradient)
+	add("dbias", "bfloat16", lambda: ops.grouped_dbias(x, offs))
+	add("compute_offsets", "int32", lambda: ops.compute_offsets(offs))
+	return found
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	with meter.active():
 		calls = _calls(meter.device)
+	for (call, directions), found in calls.items():
+		case = {"call": call, "directions": directions} if directions else {"call": call}
 
-	# What is timed is the call; that results are right is checked where kernels are timed.
-	def contenders(copy: int, found: list[tuple[str, str, Callable[[], Any]]]) -> list[Contender]:
-		del copy
-		return [unchecked(*who, what="host time") for who in found]
+		def contenders(copy: int, found: list[Contender] = found) -> list[Contender]:
+			del copy
+			return found
 
-	for case, found in calls.items():
-		yield Task("host", dict(case), functools.partial(contenders, found=found))
+		yield Task("host", case, contenders)
 
 	def mixtures(copy: int) -> list[Contender]:
 		work = MoEWork("moe", _MOE, _TOKENS, "random", PASSES[0], meter.device, options.seed, copy)

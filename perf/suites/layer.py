@@ -15,16 +15,16 @@ import grouped
 from ..cases import MODELS, ends_of, split_rows
 from ..contender import Contender, Task, relative_error
 from ..measure import Meter
+from ..operands import generator_of
 from .base import Options, Suite, default_meters
 
-LAYERS = ("linear", "mlp")
+_LAYERS = ("linear", "mlp")
 PASSES = ("forward", "forward+backward")
 _TOKENS = (128, 512, 2048)
 _UNEVEN = ("zipf", "empty")
 #: Relative errors of results and gradients that are more than a recipe's: random data gives 0.15
 #: for a linear layer and 0.26 for an MLP in NVFP4, a quarter of that in FP8.
 _BOUND, _BF16_BOUND = 0.4, 0.012
-_SEED_STEP = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +105,8 @@ class LayerWork:
 		self.device, self.routing = device, routing
 		self.backward = passes == PASSES[1]
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
-		self.ends = ends_of(self.sizes)
-		self.offs = torch.tensor(self.ends, dtype=torch.int32, device=device)
-		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+		self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
+		generator = generator_of(device, seed, copy)
 
 		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
 			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
@@ -252,13 +251,13 @@ def contenders_of(
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
 	if meter.kind != "gpu" or options.quick:
-		for layer, passes in itertools.product(LAYERS, PASSES):
+		for layer, passes in itertools.product(_LAYERS, PASSES):
 			yield layer, _TINY, 200, "random", passes
 		return
 	big = MODELS["DeepSeek-V3"]
 	local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
 	shapes = [local, _SMALL]
-	for shape, layer, passes, tokens in itertools.product(shapes, LAYERS, PASSES, _TOKENS):
+	for shape, layer, passes, tokens in itertools.product(shapes, _LAYERS, PASSES, _TOKENS):
 		yield layer, shape, tokens * shape.experts, "balanced", passes
 	for routing in _UNEVEN:
 		yield "mlp", local, 512 * local.experts, routing, PASSES[1]

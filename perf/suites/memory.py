@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
-from ..contender import Contender, Task, unchecked
+from ..contender import Contender, Run, Task, unchecked
 from ..measure.base import Measurement, Meter
 from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
@@ -28,14 +27,10 @@ class _MemoryMeter(Meter):
 		self.arch = self.backend
 		self.quick = quick
 
-	def measure(
-		self, contenders: Sequence[Contender], runs: Sequence[Sequence[Callable[[], Any]]]
-	) -> list[list[Measurement]]:
+	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+		del contender
 		protocol = "allocated" if self.kind == "gpu" else "fake tensors"
-		del contenders
-		with self.active():
-			found = [run() for run, *_ in runs]
-		return [[Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in of.items()] for of in found]
+		return [Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in self.call(run).items()]
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:

@@ -16,6 +16,7 @@ from cute_kernels.formats import Format, parse
 
 from ..contender import Contender, Task, relative_error
 from ..measure import Meter
+from ..operands import generator_of
 from .base import Options, Suite, default_meters, element_bytes
 
 FORMATS = (
@@ -36,7 +37,6 @@ DIRECTIONS = {"row": (True, False), "column": (False, True), "row+column": (True
 #: Rows, columns and groups, by the kind of what measures.
 _SHAPES = {"gpu": ((65536, 7168, 8), (131072, 2048, 8)), "cpu": ((4096, 4096, 8),), "emulator": ((512, 4096, 4),)}
 _QUICK = ((320, 512, 3),)
-_SEED_STEP = 1000
 #: Sums of columns differ by the order in which they are added.
 _SUM_BOUND = 1e-5
 
@@ -45,7 +45,7 @@ class Input:
 	"""A bf16 input of ragged groups whose rows differ in size."""
 
 	def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:
-		generator = torch.Generator(device).manual_seed(seed + _SEED_STEP * copy)
+		generator = generator_of(device, seed, copy)
 		self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
 		self.x.normal_(generator=generator)
 		self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
@@ -54,12 +54,8 @@ class Input:
 		self.offs[-1] = rows
 		row_amax = self.x.abs().amax(1).float()
 		bounds = [0, *self.offs.tolist()]
-		self.amax = torch.stack(
-			[
-				row_amax[start:end].amax() if start < end else row_amax.new_zeros(())
-				for start, end in itertools.pairwise(bounds)
-			]
-		)
+		parts = (row_amax[start:end] for start, end in itertools.pairwise(bounds))
+		self.amax = torch.stack([part.amax() if len(part) else part.new_zeros(()) for part in parts])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +80,15 @@ class Quantization:
 
 	def fits(self, fmt: Format) -> bool:
 		"""Whether it makes sense for a format: amaxes are given to what has one a group."""
-		levels = [fmt.level(way) for way in self.ways]
-		has_group_level = any(level is not None and level.per == "group" for level in levels)
-		return has_group_level or not self.gives_amax
+		return not self.gives_amax or self.has_group_level(fmt)
 
-	def written(self, fmt: Format) -> float:
-		return len(self.ways) * element_bytes(fmt)
+	def has_group_level(self, fmt: Format) -> bool:
+		levels = [fmt.level(way) for way in self.ways]
+		return any(level is not None and level.per == "group" for level in levels)
 
 	def moved(self, data: Input, fmt: Format) -> float:
-		return data.x.nbytes + data.x.numel() // (1 + self.activates) * self.written(fmt)
+		written = len(self.ways) * element_bytes(fmt)
+		return data.x.nbytes + data.x.numel() // (1 + self.activates) * written
 
 	@property
 	def case(self) -> dict[str, str]:
@@ -101,9 +97,7 @@ class Quantization:
 
 
 #: What users ask for, in the order of the tables.
-QUANTIZATIONS = tuple(
-	Quantization(directions, given) for directions, given in itertools.product(DIRECTIONS, (True, False))
-)
+QUANTIZATIONS = tuple(itertools.starmap(Quantization, itertools.product(DIRECTIONS, (True, False))))
 _FUSED = tuple(Quantization(directions, False, True) for directions in ("row", "row+column"))
 
 
@@ -129,11 +123,15 @@ def named_buffers(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> di
 	return dict(zip(dict.fromkeys(names), buffers, strict=True))
 
 
-def _decode(data: Input, fmt: Format, named: dict[str, Tensor], way: bool) -> Tensor:
+def _decoding(
+	data: Input, fmt: Format, named: dict[str, Tensor], way: bool, dtype: torch.dtype
+) -> Callable[[], Tensor]:
 	codes, *rest = (named[name] for name in fmt.operand_names(way))
-	facts = (fmt.text, len(data.x), torch.float32, data.offs, way)
-	values: Tensor = ops.grouped_dequantize(codes, rest, *facts)
-	return values
+	return functools.partial(ops.grouped_dequantize, codes, rest, fmt.text, len(data.x), dtype, data.offs, way)
+
+
+def _bit_error(got: Tensor, want: Tensor) -> float:
+	return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
 
 
 def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
@@ -141,11 +139,8 @@ def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list
 	with cute_kernels.backend("reference"):
 		got = named_buffers(fmt, asked, buffers)
 		want = named_buffers(fmt, asked, _quantize(data, fmt.text, asked))
-		errors = []
-		for way in asked.ways:
-			left, right = (_decode(data, fmt, named, way) for named in (got, want))
-			errors.append(0.0 if torch.equal(left, right) else relative_error(left, right) or 1.0)
-	return max(errors)
+		ways = ([_decoding(data, fmt, of, way, torch.float32)() for of in (got, want)] for way in asked.ways)
+		return max(itertools.starmap(_bit_error, ways))
 
 
 def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
@@ -169,14 +164,11 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
 		require("grouped_dequantize", fmt, meter.arch, columnwise=way)
 		with cute_kernels.backend("reference"):
 			named = named_buffers(fmt, asked, _quantize(data, text, asked))
-		codes, *rest = (named[name] for name in fmt.operand_names(way))
-		facts = (text, len(data.x), torch.bfloat16, data.offs, way)
-		return functools.partial(ops.grouped_dequantize, codes, rest, *facts)
+		return _decoding(data, fmt, named, way, torch.bfloat16)
 
 	def error(got: Tensor) -> float:
 		with cute_kernels.backend("reference"):
-			want = prepare()()
-		return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
+			return _bit_error(got, prepare()())
 
 	moved = data.x.element_size() + element_bytes(fmt)
 	return Contender("ours", text, prepare, error, bytes=data.x.numel() * moved)

@@ -51,7 +51,7 @@ def compiled(config):
 			pytest.skip(f"a kernel for {config.arch}, and this GPU has {name}")
 		return functools.partial(_run_on_gpu, config)
 	arch = getattr(config, "arch", ARCH)
-	return compile_for_emulator(config, arch).run
+	return compile_for_emulator(config, arch)
 
 
 def _run_on_gpu(config, *arguments):

@@ -38,8 +38,8 @@ def run_ctas(config, first, grid, *arguments, arch=ARCH):
 	patched, count = re.subn(register.format(r"ctaid\.x"), rf"mov.u32 \1, %ctaid.x; add.s32 \1, \1, {first};", kernel.ptx)
 	patched, sizes = re.subn(register.format(r"nctaid\.x"), rf"mov.u32 \1, {grid};", patched)
 	assert count and sizes and "%nctaid" not in patched
-	with loaded(kernel.run, patched), watching(*arguments):
-		kernel.run(*arguments)
+	with loaded(kernel, patched), watching(*arguments):
+		kernel(*arguments)
 
 
 @contextlib.contextmanager

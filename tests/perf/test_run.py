@@ -26,7 +26,7 @@ from tests.helpers import each, has_compiler
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 3, 64, 32)
-METER = meter_of("reference", "", True, {})
+METER, ALL = meter_of("reference", "", True, {}), Choice()
 
 
 def contender(name, value, bound=0.1, raises=None):
@@ -38,14 +38,18 @@ def contender(name, value, bound=0.1, raises=None):
 	return Contender(name, "f", prepare, lambda got: got, bound, bytes=8.0, versions={name: "1"})
 
 
+def measured(task, choice=ALL, kind="cpu", **facts):
+	report = Report()
+	return measure_task(task, METER, {"kind": kind, **facts}, choice, report), report
+
+
 def test_who_is_wrong_is_not_timed():
 	nan, wrong = contender("nan", float("nan")), contender("wrong", 0.2)
 	broken = contender("broken", 0.0, raises=RuntimeError("no such symbol\nmore"))
 	missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
 	right = contender("right", 0.1)
-	report = Report()
 	task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
-	found = measure_task(task, METER, {"kind": "cpu", "versions": {"t": "2"}}, Choice(), report)
+	found, report = measured(task, versions={"t": "2"})
 	assert [r.contender for r in found] == ["right"]
 	assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
 	assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
@@ -54,10 +58,8 @@ def test_who_is_wrong_is_not_timed():
 	# Peers may be wrong; if we are, the command fails.
 	assert not report.is_bad
 	for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
-		report = Report()
-		alone = Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
-		assert not measure_task(alone, METER, {"kind": "cpu"}, Choice(), report)
-		assert report.is_bad
+		found, report = measured(Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours)))
+		assert not found and report.is_bad
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
@@ -72,9 +74,7 @@ def test_who_cannot_be_timed_does_not_disturb_the_others():
 		return run
 
 	broken = Contender("broken", "f", prepare, lambda got: 0.0)
-	report = Report()
-	task = Task("s", {}, lambda copy: [contender("right", 0.0), broken])
-	found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
+	found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
 	assert [r.contender for r in found] == ["right"]
 	assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
@@ -84,9 +84,8 @@ def test_only_times_of_all_the_work_have_a_rate():
 	times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
 	found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
 	task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
-	facts = {"kind": "gpu", "ceilings": {"copy": 1.0}}
 	with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
-		records = measure_task(task, METER, facts, Choice(), Report())
+		records, _ = measured(task, kind="gpu", ceilings={"copy": 1.0})
 	assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
 	assert dataclasses.replace(records[0], value=0.0).share("copy") is None
 
@@ -95,8 +94,7 @@ def test_contenders_are_chosen_by_name_and_format():
 	task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
 	chosen = {("tor", ""): ["torch"], ("", "g"): [], ("s$", "f"): ["ours"]}
 	for (who, fmt), wanted in chosen.items():
-		choice = Choice(contender=who, format=fmt)
-		found = measure_task(task, METER, {"kind": "cpu"}, choice, Report())
+		found, _ = measured(task, Choice(contender=who, format=fmt))
 		assert [r.contender for r in found] == wanted
 	assert task.matches("rows=1$") and not task.matches("rows=2")
 
@@ -147,8 +145,7 @@ def test_gemm_on_the_reference():
 	options = Options(peers=[PEER({})])
 	for product in ("fprop", "dgrad", "wgrad"):
 		task = gemm.task(METER, options, SHAPE, 30, product, "11 0 19")
-		report = Report()
-		found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
+		found, report = measured(task)
 		assert not report.failed and not report.wrong
 		who = {(r.contender, r.format) for r in found}
 		assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
@@ -177,8 +174,7 @@ def test_layers_are_compared_with_fp32(work):
 def test_mixtures_on_the_reference():
 	task = list(moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)])))[-1]
 	assert task.matches("routing=zipf pass=forward.backward")
-	report = Report()
-	found = measure_task(task, METER, {"kind": "cpu"}, Choice(), report)
+	found, report = measured(task)
 	assert not report.failed and not report.wrong
 	kept = {(f"ours{how}", name) for how in ("", ", weight kept") for name in ("FP8Block", "NVFP4RowScaled")}
 	assert {(r.contender, r.format) for r in found} >= {("ours", "BF16"), ("torch", "BF16"), *kept}
