@@ -179,7 +179,7 @@ def _counted(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 	a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
 	b, b_scales = _operand(b_fmt, _sample(len(_ENDS), _WIDE, cols), None)
 	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
-	given = (a, b, offs, None, None, False, bf16, a_scales, b_scales, *texts, False, None, None)
+	given = (a, b, offs, None, None, False, bf16, a_scales, b_scales, *texts, False, *[None] * 3)
 	_in_tiles(
 		[tile for tile in SM90_TILES if tile.rows == 128],
 		lambda: ops.m_grouped_gemm(*given),
