@@ -13,8 +13,6 @@ from .badge import badge
 from .numerics import read_numerics
 from .page import page
 
-__all__ = ["add_arguments", "main", "publish"]
-
 
 def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = ()) -> list[Path]:
 	"""Write a static site, the page, its records and the badge, and say what was written.

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from .base import Peer
 
-__all__ = ["PEERS", "all_peers"]
-
 #: Modules of this package, each with a class ``PEER``.
 PEERS = (
 	*("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass"),

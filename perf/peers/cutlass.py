@@ -18,7 +18,7 @@ from torch import Tensor
 
 import grouped
 from cute_kernels.formats import MXFP8, NVFP4, Format
-from cute_kernels.layout.shapes import ceil_div
+from cute_kernels.layout.shapes import ceil_div, round_up
 from cute_kernels.layout.slots import slot_tile
 
 from ..contender import Contender
@@ -57,31 +57,33 @@ class CutlassExample(Peer):
 			yield dataclasses.replace(made, name=name, bound=bound)
 
 
+@dataclasses.dataclass
 class _Call:
-	def __init__(self, path: Path, work: Operands, fmt: Format, tile: str, num_sms: int) -> None:
-		self._path, self._work, self._fmt, self._tile = path, work, fmt, tile
-		self._num_sms = num_sms
-		#: What is multiplied, groups rounded up; None before ``prepare``.
-		self.operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
+	path: Path
+	work: Operands
+	fmt: Format
+	tile: str
+	num_sms: int
+	#: What is multiplied, groups rounded up; None before ``prepare``.
+	operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
 
 	def error(self, out: Tensor) -> float:
 		"""Against the fp32 product of what its operands decode to."""
 		assert self.operands is not None
 		a, b = (x.dequantize(torch.float32) for x in self.operands)
-		got, a = (unpadded_rows(x, self._work.sizes, _ROW_MULTIPLE) for x in (out, a))
-		return self._work.error(got, a, b)
+		got, a = (unpadded_rows(x, self.work.sizes, _ROW_MULTIPLE) for x in (out, a))
+		return self.work.error(got, a, b)
 
 	def prepare(self) -> Callable[[], Tensor]:
 		"""Quantize, and compile the example; its second levels are ones."""
 		from cutlass import Float32, cute
 
-		work, fmt = self._work, self._fmt
+		work, fmt = self.work, self.fmt
 		assert fmt.scale is not None
 		a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
-		sizes = [-(-n // _ROW_MULTIPLE) * _ROW_MULTIPLE for n in work.sizes]
-		offs = torch.tensor(sizes).cumsum(0).int()
-		operands, self.operands = _quantized(a, sizes, work.b, fmt)
-		m, n, ctas = _TILES[self._tile]
+		offs = torch.tensor([round_up(n, _ROW_MULTIPLE) for n in work.sizes]).cumsum(0).int()
+		operands, self.operands = _quantized(a, offs, work.b, fmt)
+		m, n, ctas = _TILES[self.tile]
 		kernel = self._example().ScaledGroupedGemmKernel(
 			scenario="2Dx3D",
 			sf_vec_size=fmt.scale.vec_size,
@@ -105,11 +107,11 @@ class _Call:
 			# The DSL takes CPU tensors only where it is on the emulator.
 			tensors = [_cute_tensor(x) for x in arguments]
 			rest = (importlib.import_module("cuda.bindings.driver").CUstream(0), *(_cute_tensor(x) for x in ones))
-			clusters = self._num_sms // ctas
+			clusters = self.num_sms // ctas
 			return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
 
 		def run() -> Tensor:
-			with installed("sm_100a", self._num_sms):
+			with installed("sm_100a", self.num_sms):
 				function, given = compiled()
 				function(*given)
 			return out
@@ -117,30 +119,28 @@ class _Call:
 		return run
 
 	def _example(self) -> Any:
-		folder = str(self._path / CutlassExample.sources)
+		folder = str(self.path / CutlassExample.sources)
 		if folder not in sys.path:
 			sys.path.insert(0, folder)
 		return importlib.import_module(_MODULE)
 
 
 def _quantized(
-	a: Tensor, sizes: list[int], b: Tensor, fmt: Format
+	a: Tensor, offs: Tensor, b: Tensor, fmt: Format
 ) -> tuple[tuple[Tensor, ...], tuple[grouped.GroupedTensor, grouped.GroupedTensor]]:
 	"""Operands as the example takes them, and as we do; second levels are ones."""
-	offs = torch.tensor(sizes).cumsum(0).int()
-	unit = torch.full((len(sizes),), 2688.0) if fmt.second_level else None
+	unit = torch.full((len(offs),), 2688.0) if fmt.second_level else None
 	left = grouped.quantize(a, fmt, offs=offs, amax=unit)
 	right = grouped.quantize(b, fmt, amax=unit)
 	assert fmt.scale is not None
 	assert left.rowwise is not None and right.rowwise is not None
-	k = a.shape[1]
 	# The scales of each group's rows in whole tiles of 128, one group after the other.
 	starts = [0, *offs.tolist()]
 	tiles = [
 		left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
-		for g, (start, end) in enumerate(zip(starts[:-1], starts[1:], strict=True))
+		for g, (start, end) in enumerate(itertools.pairwise(starts))
 	]
-	width = k // fmt.scale.vec_size
+	width = a.shape[1] // fmt.scale.vec_size
 	scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
 	codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
 	is_packed = fmt.element.per_byte > 1

@@ -1,5 +1,6 @@
 """DeepGEMM 2.6: m_grouped bf16 and FP8 (1x128 rows, 128x128 weights), contiguous and masked."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,13 +38,15 @@ class DeepGemm(Peer):
 			yield self.product(work, text, call.prepare, *sizes, error=call.error, note=f"{layout}, padded before")
 
 
+@dataclasses.dataclass
 class _Call:
 	"""Operands of one product, and where its rows are in a padded result."""
 
-	def __init__(self, work: Operands, is_fp8: bool, layout: str) -> None:
-		self.work, self.is_fp8, self.layout = work, is_fp8, layout
-		self.library: Any = None
-		self.alignment = 0
+	work: Operands
+	is_fp8: bool
+	layout: str
+	library: Any = None
+	alignment: int = 0
 
 	def prepare(self) -> Callable[[], Tensor]:
 		work, library = self.work, importlib.import_module("deep_gemm")

@@ -39,8 +39,9 @@ class TransformerEngine(Peer):
 		"""All rows as one group, since its quantizers of groups are parts of its layers."""
 		if asked.gives_amax:
 			return
-		for text, make in _QUANTIZERS.items():
-			if not _runs(text):
+		major = torch.cuda.get_device_capability()[0]
+		for text, (make, capabilities) in _QUANTIZERS.items():
+			if major not in capabilities:
 				continue
 
 			def prepare(make: Any = make) -> Run:
@@ -65,11 +66,6 @@ class TransformerEngine(Peer):
 				yield work.contender("TransformerEngine", text, make, capturable=False, versions=self.versions)
 
 
-def _runs(text: str) -> bool:
-	major = torch.cuda.get_device_capability()[0]
-	return {"fp8": True, "fp8_block": major == 9}.get(text, major == 10)
-
-
 def _e4m3() -> Any:
 	return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
 
@@ -79,11 +75,12 @@ def _fp8(te: Any, **ways: bool) -> Any:
 	return te.Float8CurrentScalingQuantizer(_e4m3(), device, **ways)
 
 
-_QUANTIZERS: dict[str, Callable[..., Any]] = {
-	"fp8": _fp8,
-	"fp8_block": lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways),
-	"mxfp8": lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways),
-	"nvfp4": lambda te, **ways: te.NVFP4Quantizer(**ways),
+#: By our name: what makes them, and who runs them.
+_QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+	"fp8": (_fp8, (9, 10)),
+	"fp8_block": (lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways), (9,)),
+	"mxfp8": (lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways), (10,)),
+	"nvfp4": (lambda te, **ways: te.NVFP4Quantizer(**ways), (10,)),
 }
 
 

@@ -18,7 +18,6 @@ from ..cases import GroupedShape
 from ..contender import Contender, Task
 from ..measure import Meter
 from ..measure.emulator import EmulatorMeter
-from ..operands import Operands
 from .base import Options, Suite
 from .gemm import Pair
 from .quantize import Quantization
@@ -103,21 +102,17 @@ def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
 
 
 def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:
-	rows = sum(map(int, sizes.split()))
+	rows, pairs = sum(map(int, sizes.split())), _FULL_PAIRS if options.full else _PAIRS
+	made = gemm.task(meter, options, shape, rows, product, sizes, "counts", pairs)
+	if not options.full:
+		return made
 
 	def contenders(copy: int) -> list[Contender]:
-		work = Operands(shape, rows, product, sizes, meter.device, options.seed, copy)
-		pairs = [pair for pair in _PAIRS if pair.fits(product)]
-		if options.full:
-			pairs = [pair for pair in pairs if pair in _FULL_PAIRS]
-		found = [gemm.ours(pair, work, meter) for pair in pairs]
-		if options.full:
-			tiles = itertools.product(list(found), _TILES.items())
-			found += [_forced(made, name, tile) for made, (name, tile) in tiles]
-		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
+		found = made.contenders(copy)
+		tiles = itertools.product([c for c in found if c.is_ours], _TILES.items())
+		return [*found, *(_forced(c, name, tile) for c, (name, tile) in tiles)]
 
-	case = {**shape.case, "rows": rows, "product": product, "routing": sizes}
-	return Task("counts", case, contenders)
+	return dataclasses.replace(made, contenders=contenders)
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -135,14 +135,13 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 	for fmt in dict.fromkeys((b_fmt,) if is_mixed or pair.prepacked else (a_fmt, b_fmt)):
 		require(op, fmt, meter.arch, **facts)
 	a, b = _operands(pair, work)
-	plain_a = a_fmt is None or pair.quantizes
 	options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
 	if pair.quantizes:
 		# Squares are not multiplied by squares.
 		gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
 		recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
 		return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
-	if plain_a:
+	if a_fmt is None:
 		options["offs"] = work.offs
 	if pair.accumulates:
 		options["out"] = torch.zeros(dataclasses.astuple(work.shape)[2:], device=work.device)
@@ -151,27 +150,27 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 
 
 def _error(pair: Pair, work: Operands, out: Tensor) -> float:
-	if pair.quantizes:
-		a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
-	else:
-		a, b = _operands(pair, work)
-	direction = "columnwise" if work.product == "dgrad" else None
-	return work.error(out, _values(a, None), _values(b, direction))
+	a, b = _operands(dataclasses.replace(pair, quantizes=False), work)
+	return work.error(out, _values(a), _values(b, "columnwise" if work.product == "dgrad" else None))
 
 
-def _values(x: Tensor, direction: str | None) -> Tensor:
-	if isinstance(x, grouped.GroupedTensor):
-		return x.dequantize(torch.float32, direction)
-	return x
+def _values(x: Tensor, direction: str | None = None) -> Tensor:
+	return x.dequantize(torch.float32, direction) if isinstance(x, grouped.GroupedTensor) else x
 
 
 def task(
-	meter: Meter, options: Options, shape: GroupedShape, rows: int, product: str, routing: str, suite: str = "gemm"
+	meter: Meter,
+	options: Options,
+	shape: GroupedShape,
+	rows: int,
+	product: str,
+	routing: str,
+	suite: str = "gemm",
+	pairs: Sequence[Pair] = PAIRS,
 ) -> Task:
-
 	def contenders(copy: int) -> list[Contender]:
 		work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
-		found = [ours(pair, work, meter) for pair in PAIRS if pair.fits(product)]
+		found = [ours(pair, work, meter) for pair in pairs if pair.fits(product)]
 		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
 	case = {**shape.case, "rows": rows, "product": product, "routing": routing}

@@ -15,6 +15,8 @@ function h(tag, attributes, ...children) {
 	return element;
 }
 
+/** Elements without attributes. */
+const [tr, td, p, small] = ["tr", "td", "p", "small"].map((tag) => (...children) => h(tag, null, ...children));
 const said = (text) => h("span", { class: "said" }, text);
 const unique = (list) => [...new Set(list)];
 

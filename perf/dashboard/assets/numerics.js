@@ -35,7 +35,7 @@ function heatTable(step, records, quantity) {
 		: h("td", { class: "number heat", style: `--heat: ${high > low ? (60 * (v - low)) / (high - low) : 0}%`, title: v }, format(v)));
 	const experts = Math.max(...records.map((r) => r[quantity].length));
 	return tableOf(`${label}, step ${step}, by expert`, ["operand", ...Array.from({ length: experts }, (_, expert) => String(expert))],
-		records.map((r) => h("tr", null, head(operandOf(r)), r[quantity].map(cell))), "numeric profile");
+		records.map((r) => tr(head(operandOf(r)), r[quantity].map(cell))), "numeric profile");
 }
 
 function numericsView() {
@@ -47,7 +47,7 @@ function numericsView() {
 	const found = ofRun.filter((r) => known(r[quantity.key]).length);
 	const [operand, operandField] = picker("operand", "Operand", choices(found.map(operandOf)));
 	const [step, stepField] = picker("step", "Step", choices(found.map((r) => r.step)).reverse());
-	return ["Numerics", h("p", null, "What quantization does to the operands of each layer, as ", h("code", null, "grouped.debug.inspect"), " saw it."),
+	return ["Numerics", p("What quantization does to the operands of each layer, as ", h("code", null, "grouped.debug.inspect"), " saw it."),
 		h("div", { class: "fields" }, operandField, quantityField, runField), stepsPlot(operand.title, found.filter((r) => operandOf(r) === operand.key), quantity.key),
 		section("By expert", stepField, heatTable(step.key, found.filter((r) => String(r.step) === step.key), quantity.key))];
 }

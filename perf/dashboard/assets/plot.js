@@ -110,9 +110,8 @@ function plotFigure(spec) {
 	};
 	new ResizeObserver(spec.redraw).observe(holder);
 	PLOTS.set(spec.name, spec);
-	const rows = shown.flatMap((one) => one.points.map((point) => h("tr", null,
-		h("th", { scope: "row" }, one.name), h("td", null, point.href ? h("a", { href: point.href }, point.label) : point.label),
-		h("td", { class: "number" }, point.text), h("td", null, point.note))));
+	const rows = shown.flatMap((one) => one.points.map((point) => tr(
+		head(one.name), td(point.href ? h("a", { href: point.href }, point.label) : point.label), number(point.text), td(point.note))));
 	const table = tableOf(`Data: ${spec.title}`, ["series", ...spec.columns, "remark"], rows);
 	return h("figure", { id: spec.name }, h("figcaption", null, spec.title), holder, readout, makeLegend(spec.series, spec.redraw),
 		h("details", { id: `${spec.name}-data` }, h("summary", null, `Table of the ${count} points`), table));

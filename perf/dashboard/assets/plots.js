@@ -6,7 +6,7 @@ const shortPlace = (t) => t.place.replace("NVIDIA ", "");
 function tokenGroups(things) {
 	const groups = groupBy(things.filter((t) => t.isRace && t.tokens), (t) =>
 		[`${t.suite} on ${shortPlace(t)}: ${caseText(t, Object.keys(t.case).filter((name) => name !== "rows"))}`, t.protocol].filter(Boolean).join(": "));
-	return [...groups].map(([key, group]) => ({ key, title: key, things: group })).filter((g) => unique(g.things.map((t) => t.case.rows)).length > 1)
+	return [...groups].map(([key, things]) => ({ key, things })).filter((g) => unique(g.things.map((t) => t.case.rows)).length > 1)
 		.sort((a, b) => (b.things[0].kind === "gpu") - (a.things[0].kind === "gpu") || b.things.length - a.things.length || natural(a.key, b.key));
 }
 
@@ -34,7 +34,7 @@ function tokensPlot(name, group, metric = "time") {
 	}));
 	const ticks = unique(things.map((t) => t.tokens)).sort((a, b) => a - b);
 	return plotFigure({
-		name, title: `${group.title}: ${label}`, series, columns: ["tokens an expert", label],
+		name, title: `${group.key}: ${label}`, series, columns: ["tokens an expert", label],
 		x: { label: "tokens an expert", log: true, ticks, room: 34 }, y: { label, log: metric !== "speed", zero: metric === "speed" },
 	});
 }
@@ -73,7 +73,7 @@ const stepsOf = (t) => t.history.map(([commit, value, sign, worseBy, noise, spre
 function historyGroups(things) {
 	const groups = groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${shortPlace(t)}: ${caseText(t)}: ${t.quantity}`);
 	const longest = (group) => Math.max(...group.map((t) => t.history.length));
-	return [...groups].sort((a, b) => b[1][0].isRace - a[1][0].isRace || longest(b[1]) - longest(a[1]) || natural(a[0], b[0])).map(([key, group]) => ({ key, title: key, things: group }));
+	return [...groups].sort((a, b) => b[1][0].isRace - a[1][0].isRace || longest(b[1]) - longest(a[1]) || natural(a[0], b[0])).map(([key, things]) => ({ key, things }));
 }
 
 function historyPlot(name, group) {
@@ -89,7 +89,7 @@ function historyPlot(name, group) {
 	}));
 	const label = unit === "1" ? what : `${what}, ${unit === "us" ? "µs" : unit}`;
 	return plotFigure({
-		name, title: group.title, series, columns: ["commit", label],
+		name, title: group.key, series, columns: ["commit", label],
 		x: { label: "commit", ticks: commits.map((_, i) => i), format: (i) => (i in commits ? commitName(commits[i]) : ""), room: 64, pad: 0.4 },
 		y: { label, log: series.every((s) => s.points.every((p) => p.y > p.half)) },
 	});

@@ -4,11 +4,11 @@
 function tableOf(caption, heads, rows, look = null) {
 	return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
 		h("table", { class: look }, h("caption", { class: look?.includes("numeric") ? null : "said" }, caption),
-			h("thead", null, h("tr", null, heads.map((title) => h("th", { scope: "col" }, title)))), h("tbody", null, rows)));
+			h("thead", null, tr(heads.map((title) => h("th", { scope: "col" }, title)))), h("tbody", null, rows)));
 }
 
 const head = (...children) => h("th", { scope: "row" }, children);
-const number = (text, ...small) => h("td", { class: "number" }, text, small.length ? h("small", null, small) : null);
+const number = (text, ...more) => h("td", { class: "number" }, text, more.length ? small(more) : null);
 const link = (path, text, more) => h("a", { href: address(path, more) }, text);
 const caseLink = (t, text = caseText(t)) => link(`case/${t.caseId}`, text);
 const plusMinus = (t) => (t.spread ? ` ± ${(t.spread / 2).toLocaleString("en", { maximumSignificantDigits: 2 })}` : "");
@@ -28,8 +28,8 @@ function remark(t) {
 function valueCell(t, best, text) {
 	if (!t) return h("td", { class: "number none" }, "–", said("not measured"));
 	return h("td", { class: `number${t.value === best ? " best" : ""}`, title: `${t.value} ${t.unit}, ${t.commit}` },
-		h("span", { class: "value" }, text || short(t.value, t.unit !== "1"), h("small", null, plusMinus(t))), t.value === best ? said(" fastest") : null,
-		h("small", null, remark(t)));
+		h("span", { class: "value" }, text || short(t.value, t.unit !== "1"), small(plusMinus(t))), t.value === best ? said(" fastest") : null,
+		small(remark(t)));
 }
 
 /** Contenders in columns, cases in rows. All have one quantity, and one of the kinds. */
@@ -44,11 +44,11 @@ function raceTable(caption, things) {
 	const title = (t) => (byTokens ? [short(t.tokens), said(" tokens an expert"), ` ${routing(t)}`] : caseText(t, varying.length ? varying : names));
 	const made = rows.map((row) => {
 		const best = row.length > 1 ? Math.min(...row.map((t) => t.value)) : NaN;
-		return h("tr", null, head(caseLink(row[0], title(row[0]))), columns.map((name) => valueCell(row.find((t) => t.series === name), best)));
+		return tr(head(caseLink(row[0], title(row[0]))), columns.map((name) => valueCell(row.find((t) => t.series === name), best)));
 	});
 	const unit = { us: "µs", 1: "number" }[things[0].unit] || things[0].unit;
-	const heads = columns.map((name) => name.split(" · ")).map(([who, format]) => [who, format ? h("small", null, format) : null]);
-	return tableOf(caption, [byTokens ? ["tokens an expert", h("small", null, unit)] : unit, ...heads], made, "wide numeric");
+	const heads = columns.map((name) => name.split(" · ")).map(([who, format]) => [who, format ? small(format) : null]);
+	return tableOf(caption, [byTokens ? ["tokens an expert", small(unit)] : unit, ...heads], made, "wide numeric");
 }
 
 /** Tables of a suite on one machine, with a choice of the quantity if there are several. */
@@ -78,7 +78,7 @@ function profileTables(things) {
 			const [first] = row;
 			const what = [isOne ? "" : first.place, caseText(first, names.filter((name) => !common.includes(name))) || "details"].filter(Boolean).join("; ");
 			const cells = whats.map((name) => row.find((t) => t.what === name)).map((t) => valueCell(t, NaN, t && amount(t.value, t.unit)));
-			return h("tr", null, head(first.slug ? link(`kernel/${first.slug}`, first.series) : first.series, h("small", null, caseLink(first, what))), cells);
+			return tr(head(first.slug ? link(`kernel/${first.slug}`, first.series) : first.series, small(caseLink(first, what))), cells);
 		});
 		return tableOf([isOne ? `${title} on ${group[0].place}` : title, caseText(group[0], common)].filter(Boolean).join(": "), ["", ...whats], made, "wide numeric profile");
 	});
@@ -88,12 +88,12 @@ const VERDICTS = { 1: "worse", "-1": "better" };
 
 /** Steps of histories as rows. */
 function changesTable(caption, changes) {
-	const rows = changes.map(({ thing: t, before, step }) => h("tr", null,
+	const rows = changes.map(({ thing: t, before, step }) => tr(
 		h("td", { class: `verdict ${VERDICTS[step.sign]}` }, { 1: "▲ worse", "-1": "▼ better" }[step.sign]),
 		number(step.worseBy > 1e6 ? "from 0" : `${step.value > before.value ? "+" : "−"}${percent(Math.abs(step.worseBy))}`, `noise ${percent(step.noise)}`),
-		head(t.series, h("small", null, caseLink(t))),
-		h("td", null, t.what, h("small", null, [t.place, t.protocol].filter(Boolean).join(", "))),
+		head(t.series, small(caseLink(t))),
+		td(t.what, small([t.place, t.protocol].filter(Boolean).join(", "))),
 		number(`${amount(before.value, t.unit)} → ${amount(step.value, t.unit)}`),
-		h("td", null, `${commitName(before.commit)} → ${commitName(step.commit)}`)));
+		td(`${commitName(before.commit)} → ${commitName(step.commit)}`)));
 	return tableOf(caption, ["verdict", "change", "what", "quantity", "values", "commits"], rows, "wide");
 }
