@@ -129,7 +129,6 @@ VERDICTS = ("worse", "better", "gone", "new", "same")
 
 
 def print_changes(changes: Sequence[Change], shown: Sequence[str]) -> None:
-	"""Changes of the verdicts that are shown, largest first, and how many there are of each."""
 	by_verdict: dict[str, list[Change]] = {verdict: [] for verdict in VERDICTS}
 	for change in changes:
 		by_verdict[change.verdict].append(change)

@@ -73,7 +73,6 @@ class Task:
 		return f"{self.suite} {facts}"
 
 	def matches(self, pattern: str) -> bool:
-		"""Whether a regular expression is found in its text, ``suite name=value ...``."""
 		return re.search(pattern, str(self)) is not None
 
 

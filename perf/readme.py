@@ -43,8 +43,6 @@ def _run_of(record: Record) -> tuple[str, str]:
 
 
 class _Renderer:
-	"""Renders one table, and notes the records that it shows."""
-
 	def __init__(self, table: Table, records: Sequence[Record]) -> None:
 		self._table = table
 		self._records = [r for r in records if matches(r, table.where)]

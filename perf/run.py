@@ -62,9 +62,8 @@ class Report:
 
 def measure_task(task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report) -> list[Record]:
 	"""The records of one task; contenders that are wrong or fail are in ``report`` instead."""
-	chosen = [c for c in task.contenders(0) if choice.takes(c)]
 	checked = []
-	for contender in chosen:
+	for contender in filter(choice.takes, task.contenders(0)):
 		right = _checked(task, contender, meter, report)
 		if right is not None:
 			if math.isfinite(meter.room()):
@@ -100,7 +99,6 @@ class _Checked:
 
 
 def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked]]:
-	"""Contenders that have room together, all of them if they have."""
 	batch: list[_Checked] = []
 	for one in checked:
 		if batch and sum(other.weight for other in batch) + one.weight > room:
@@ -147,7 +145,6 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
 
 
 def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> _Checked | None:
-	"""A contender whose result is right; None if it is wrong, fails or is not supported."""
 	try:
 		with meter.weighing() as weight:
 			run = contender.prepare()
@@ -220,8 +217,8 @@ def _print(records: Iterable[Record]) -> None:
 		unit = "" if record.unit == "1" else f" {record.unit}"
 		found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
 		lines.setdefault(record.title, []).append(found)
-	for title, found_of in lines.items():
-		print(f"{title} {', '.join(found_of)}", flush=True)
+	for title, texts in lines.items():
+		print(f"{title} {', '.join(texts)}", flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -283,15 +280,10 @@ def main(arguments: argparse.Namespace) -> int:
 		if writer is not None:
 			writer.add(records)
 
-	status = 0
-	for name in arguments.suites:
-		report = measure_suite(name, options, choice, keep)
-		status |= print_report(report)
-	return status
+	return max([print_report(measure_suite(name, options, choice, keep)) for name in arguments.suites])
 
 
 def print_report(report: Report) -> int:
-	"""Print what was not measured and why; 1 if something of this package is wrong."""
 	with contextlib.suppress(BrokenPipeError):
 		for title, lines in (
 			("not here", report.unsupported),

@@ -1,13 +1,9 @@
 """Run every kernel family on small shapes under compute-sanitizer on a GPU.
 
-  python -m perf sanitize [--tool memcheck racecheck] [--part quantize m_grouped k_grouped]
-              [--format REGEX] [--jobs N]
-
 Shapes have empty groups, boundaries inside tiles, a tail that belongs to no group and widths that
 no tile divides. Kernels are compiled first, without the tool. Each tensor gets an allocation of its
 own, so that memcheck sees an access past its end. The exit status is 1 if a tool reports anything,
-or if memcheck misses a deliberate write past the end of a buffer. Several jobs at a time each take
-a share of the tiles, or formats.
+or if memcheck misses a deliberate write past the end of a buffer.
 """
 
 import argparse
@@ -37,6 +33,7 @@ from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buf
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
 _REPORTED = 9
+_PROGRAM = (sys.executable, "-m", "perf", "sanitize")
 _DEVICE = "cuda"
 #: What plain operands are called where formats are chosen.
 _PLAIN = "bfloat16"
@@ -219,13 +216,9 @@ PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}
 
 
 def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
-	"""Exit status and output of this program on one part under a tool."""
-	# Kernels of this package have "Config" in their names.
-	command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED)]
-	# That of a symbol which an older driver lacks is no error of ours.
-	command += ["--report-api-errors", "no"]
-	command += ["--kernel-name", "kernel_substring=Config", sys.executable, "-m"]
-	command += ["perf", "sanitize", *_choice.options, "--tool", "--part", part]
+	# A symbol that an older driver lacks is no error of ours; our kernels have "Config" in their names.
+	command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(_REPORTED), "--report-api-errors", "no"]
+	command += ["--kernel-name", "kernel_substring=Config", *_PROGRAM, *_choice.options, "--tool", "--part", part]
 	environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 	done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 	return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -240,9 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _in_jobs(arguments: argparse.Namespace) -> int:
-	"""Each share of the tiles and formats in a process of its own."""
-	command = [sys.executable, "-m", "perf", "sanitize", "--format", arguments.format]
-	command += ["--tool", *arguments.tool, "--part", *arguments.part]
+	command = [*_PROGRAM, "--format", arguments.format, "--tool", *arguments.tool, "--part", *arguments.part]
 	count = arguments.jobs
 	jobs = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
 	return max([job.wait() for job in jobs])

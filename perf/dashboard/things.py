@@ -23,7 +23,7 @@ PUBLISHED = {
 _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
 _TIMES = ("us", "ms", "s")
 #: Fields of a record that the page shows as they are.
-_SHOWN = "suite contender format what unit protocol kind value spread repeats error bytes flops"
+_SHOWN = "suite contender format what unit protocol kind value spread repeats error bytes flops time"
 
 
 def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float, bool]]:
@@ -44,18 +44,14 @@ def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float,
 
 def kernel_of(record: Record) -> str:
 	"""Name of the kernel of ours that a record measures; none of peers, of layers and of calls."""
-	case = record.case
-	is_ours = record.contender.startswith("ours")
-	if not is_ours or record.suite not in ("counts", "quantize", "gemm"):
-		return ""
-	if "op" in case:
-		amax = f"amax {case['amax']}" if "amax" in case else ""
-		parts = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
-	elif "product" in case:
-		prepacked = "prepacked" if "prepacked" in record.contender.split(", ") else ""
-		parts = [f"gemm {record.format}", case["product"], prepacked]
-	else:
-		return ""
+	case, parts = record.case, []
+	if record.contender.startswith("ours") and record.suite in ("counts", "quantize", "gemm"):
+		if "op" in case:
+			amax = f"amax {case['amax']}" if "amax" in case else ""
+			parts = [f"{case['op']} {record.format}".strip(), case.get("directions"), amax]
+		elif "product" in case:
+			prepacked = "prepacked" * ("prepacked" in record.contender.split(", "))
+			parts = [f"gemm {record.format}", case["product"], prepacked]
 	return ", ".join(filter(None, parts))
 
 
@@ -106,7 +102,6 @@ def _case_id(case: Mapping[str, Any]) -> str:
 
 
 def _made_with(record: Record) -> str:
-	"""What a number depends on, in words."""
 	parts = [f"{name} {version}" for name, version in record.versions.items()]
 	parts += [f"driver {record.driver}"] * bool(record.driver)
 	parts += [f"{record.clocks[n]:.0f} MHz {n}" for n in ("sm", "sm max") if n in record.clocks]
@@ -121,13 +116,18 @@ def _made_with(record: Record) -> str:
 def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
 	kernel = kernel_of(record)
 	found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
-	found |= {"ceilings": dict(record.ceilings), "time": record.time}
-	found |= {"place": record.gpu or record.machine, "case": dict(record.case), "kernel": kernel}
-	found |= {"caseId": _case_id(record.case), "commit": commit_name(record.commit)}
-	found["slug"] = re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-")
-	found["with"] = _made_with(record)
-	# Ours with a setting that the op would choose itself, such as a tile.
-	found["variant"] = bool(re.match(r"ours,.*\d", record.contender))
+	found |= {
+		"ceilings": dict(record.ceilings),
+		"place": record.gpu or record.machine,
+		"case": dict(record.case),
+		"kernel": kernel,
+		"caseId": _case_id(record.case),
+		"commit": commit_name(record.commit),
+		"slug": re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-"),
+		"with": _made_with(record),
+		# Ours with a setting that the op would choose itself, such as a tile.
+		"variant": bool(re.match(r"ours,.*\d", record.contender)),
+	}
 	if record.unit in _TIMES:
 		found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
 	if len(history) > 1:
@@ -154,5 +154,4 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
 	things = [_thing(pooled(runs), history_of(runs, names)) for runs in by_key(ordered).values()]
 	gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
 	roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
-	shown = {"things": things, "roofs": roofs, "numerics": list(numerics)}
-	return {"commits": list(commits.items()), **shown}
+	return {"commits": list(commits.items()), "things": things, "roofs": roofs, "numerics": list(numerics)}

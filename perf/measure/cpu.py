@@ -24,13 +24,12 @@ class CpuMeter(Meter):
 		self.quick = quick
 
 	def measure(self, contenders: Sequence[Contender], runs: Sequence[Sequence[Run]]) -> list[list[Measurement]]:
-		repeats = _QUICK_REPEATS if self.quick else _REPEATS
 		times: list[list[float]] = [[] for _ in contenders]
 		with self.active():
 			calls = [max(1, round(_LEAST_SECONDS / _seconds(mine[0], 1))) for mine in runs]
-			for _ in range(repeats):
-				for index, mine in enumerate(runs):
-					times[index].append(_seconds(mine[0], calls[index]) * 1e6)
+			for _ in range(_QUICK_REPEATS if self.quick else _REPEATS):
+				for (run, *_), count, mine in zip(runs, calls, times, strict=True):
+					mine.append(_seconds(run, count) * 1e6)
 		protocol = f"{self.backend}, warm"
 		return [[of_times(mine, contender.what, protocol)] for contender, mine in zip(contenders, times, strict=True)]
 

@@ -80,12 +80,10 @@ class GpuMeter(Meter):
 			for contender, mine in zip(contenders, runs, strict=True)
 		]
 		times, meters = self._replay(timers)
-		found = []
-		for c, timer, mine, power, (run, *_) in zip(contenders, timers, times, meters, runs, strict=True):
-			found.append([of_times(mine, c.what, self._name(timer), **power.result())])
-			if c.is_step:
-				found[-1] += details_of(run)
-		return found
+		return [
+			[of_times(mine, c.what, self._name(timer), **power.result()), *(details_of(run) if c.is_step else ())]
+			for c, timer, mine, power, (run, *_) in zip(contenders, timers, times, meters, runs, strict=True)
+		]
 
 	def ceilings(self) -> dict[str, float]:
 		elements = _COPY_ELEMENTS >> (5 if self.quick else 0)

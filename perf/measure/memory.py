@@ -1,11 +1,9 @@
 """Bytes that a training step of ``GroupedMLP`` or ``MoE`` keeps for its backward pass, and its peak.
 
 On a CPU nothing is computed: the step runs on fake tensors, and torch's ``MemTracker`` adds up the
-storages that live. So temporaries inside an op are not counted, of which kernels have none worth
-mentioning, nor is what an allocator rounds up. "Saved" is what autograd keeps between forward and
-backward, without the parameters. "Peak" is the most that lives at once, above parameters, input and
-output gradient, which are there before the step; the gradients of the parameters and of the input,
-which are there after it, are part of it.
+storages that live, without temporaries inside an op and what an allocator rounds up. "Saved" is what
+autograd keeps between forward and backward, without the parameters. "Peak" is the most that lives at
+once above parameters, input and output gradient, gradients that are there after the step included.
 """
 
 import contextlib

@@ -133,7 +133,6 @@ class Peer:
 		yield from ()
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		del work
 		yield from ()
 
 

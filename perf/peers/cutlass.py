@@ -75,7 +75,6 @@ class _Call:
 		return self.work.error(got, a, b)
 
 	def prepare(self) -> Callable[[], Tensor]:
-		"""Quantize, and compile the example; its second levels are ones."""
 		from cutlass import Float32, cute
 
 		work, fmt = self.work, self.fmt

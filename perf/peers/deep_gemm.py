@@ -40,8 +40,6 @@ class DeepGemm(Peer):
 
 @dataclasses.dataclass
 class _Call:
-	"""Operands of one product, and where its rows are in a padded result."""
-
 	work: Operands
 	is_fp8: bool
 	layout: str

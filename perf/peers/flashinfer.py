@@ -102,7 +102,6 @@ class _OnDevice(Tensor):
 
 
 def _emulated(path: Path, data: Input, by_row: bool, num_sms: int) -> Run:
-	"""Its CuTe DSL quantizers of a checkout, compiled here and run on CPU tensors."""
 	kernels = _import_kernels(path)
 	kernels.get_num_sm = lambda device: num_sms
 	name = "nvfp4_quantize_per_token_cute_dsl" if by_row else "nvfp4_quantize_cute_dsl"

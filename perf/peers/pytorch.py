@@ -21,8 +21,6 @@ _FP8_MAX = 448.0
 
 
 class PyTorch(Peer):
-	"""``torch._grouped_mm``, ``torch._scaled_grouped_mm`` and ``torch.compile``."""
-
 	name = "torch"
 	module = "torch"
 	distribution = "torch"

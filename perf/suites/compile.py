@@ -84,7 +84,6 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 
 
 def _brief(spec: KernelSpec) -> str:
-	"""The class of a spec and what tells its fields from their defaults."""
 	changed = []
 	for field in dataclasses.fields(spec):  # type: ignore[arg-type]
 		value = getattr(spec, field.name)

@@ -88,7 +88,6 @@ def _only(texts: Sequence[str], task: Task) -> Task:
 
 
 def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
-	"""A contender of ours with a tile that the op would not choose."""
 
 	def prepare() -> Callable[[], Any]:
 		return functools.partial(_in_tile, tile, contender.prepare())

@@ -101,8 +101,7 @@ class LayerWork:
 		seed: int = 0,
 		copy: int = 0,
 	) -> None:
-		self.layer, self.shape, self.rows = layer, shape, rows
-		self.device, self.routing = device, routing
+		self.layer, self.shape, self.rows, self.routing, self.device = layer, shape, rows, routing, device
 		self.backward = passes == PASSES[1]
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
@@ -191,18 +190,8 @@ class LayerWork:
 			made[:] = [make()]
 			return made[0].run
 
-		return Contender(
-			name,
-			recipe,
-			prepare,
-			lambda got: self.error(made[0].results()),
-			bound,
-			self.bytes,
-			self.flops,
-			capturable=capturable,
-			is_step=True,
-			versions=versions or {},
-		)
+		fixed = (name, recipe, prepare, lambda got: self.error(made[0].results()), bound, self.bytes, self.flops)
+		return Contender(*fixed, capturable=capturable, is_step=True, versions=versions or {})
 
 
 def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:

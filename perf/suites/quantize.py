@@ -118,7 +118,6 @@ def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
 
 
 def named_buffers(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
-	"""What a quantizer returned, by the names of the format's buffers."""
 	names = [name for way in asked.ways for name in fmt.buffer_names(way)]
 	return dict(zip(dict.fromkeys(names), buffers, strict=True))
 
