@@ -21,6 +21,8 @@ _FP8_MAX = 448.0
 
 
 class PyTorch(Peer):
+	"""Its products, and its compiler."""
+
 	name = "torch"
 	module = "torch"
 	distribution = "torch"

@@ -45,6 +45,8 @@ _TINY = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
+	"""A time, and the kernels that took it one after the other."""
+
 	kernels: Sequence[Kernel]
 	microseconds: float
 	gpu: Gpu
