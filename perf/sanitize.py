@@ -85,7 +85,6 @@ def _quantize(
 
 
 def quantize() -> None:
-	"""All quantizers and what goes with them, in every format that has kernels here."""
 	offs = _offs()
 	for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
 		cols = round_up(_COLS, parse(text).k_multiple)

@@ -41,7 +41,7 @@ class Peer:
 	Attributes:
 	  name: as ``Record.contender``.
 	  module: what is imported.
-	  distribution: its name on PyPI, for its version.
+	  distribution: its name on PyPI, if it is not the module's.
 	  kinds: of ``records.KINDS``, where it runs.
 	  capabilities: major compute capabilities of GPUs that it runs on; empty if all.
 	  sources: folder of a checkout that the emulator needs.
@@ -49,7 +49,7 @@ class Peer:
 
 	name: ClassVar[str]
 	module: ClassVar[str]
-	distribution: ClassVar[str]
+	distribution: ClassVar[str] = ""
 	kinds: ClassVar[tuple[str, ...]] = ("gpu",)
 	capabilities: ClassVar[tuple[int, ...]] = ()
 	sources: ClassVar[str] = ""
@@ -90,7 +90,7 @@ class Peer:
 			command = ["git", "-C", str(self.path), "rev-parse", "--short=12", "HEAD"]
 			done = subprocess.run(command, capture_output=True, text=True, check=False)
 			return {self.name: done.stdout.strip() or "unknown"}
-		return {self.name: package_version(self.distribution) or "unknown"}
+		return {self.name: package_version(self.distribution or self.module) or "unknown"}
 
 	def quantizer(
 		self, data: Input, text: str, prepare: Prepare, error: Callable[[Any], float], *, copies: int = 1, note: str = ""

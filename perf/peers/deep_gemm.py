@@ -25,7 +25,6 @@ class DeepGemm(Peer):
 
 	name = "DeepGEMM"
 	module = "deep_gemm"
-	distribution = "deep_gemm"
 	capabilities = (9, 10)
 
 	def products(self, work: Operands) -> Iterator[Contender]:

@@ -23,7 +23,6 @@ class Marlin(W4A16Peer):
 
 	name = "Marlin"
 	module = "vllm"
-	distribution = "vllm"
 
 	def prepare(self, work: Operands) -> Callable[[], Tensor]:
 		ops = importlib.import_module("vllm._custom_ops")

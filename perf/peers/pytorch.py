@@ -25,7 +25,6 @@ class PyTorch(Peer):
 
 	name = "torch"
 	module = "torch"
-	distribution = "torch"
 	kinds = ("gpu", "cpu")
 
 	@property

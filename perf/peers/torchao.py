@@ -28,7 +28,6 @@ class TorchAo(Peer):
 
 	name = "torchao"
 	module = "torchao"
-	distribution = "torchao"
 	kinds = ("gpu", "cpu")
 
 	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:

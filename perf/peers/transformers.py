@@ -18,7 +18,6 @@ class Transformers(Peer):
 
 	name = "transformers"
 	module = "transformers"
-	distribution = "transformers"
 	kinds = ("gpu", "cpu")
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:

@@ -12,7 +12,7 @@ from typing import Any
 from cute_kernels.gemm.problem import TileShape
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from perf.suites import gemm, quantize
+from perf.suites import gemm
 
 from ..cases import GroupedShape
 from ..contender import Contender, Task
@@ -20,7 +20,7 @@ from ..measure import Meter
 from ..measure.emulator import EmulatorMeter
 from .base import Options, Suite
 from .gemm import Pair
-from .quantize import Quantization
+from .quantize import Quantization, Tasks
 
 #: SMs of the emulated GPU.
 NUM_SMS = 8
@@ -67,11 +67,10 @@ _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap
 
 
 def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
-	shape = _FULL_INPUT if options.full else _INPUT
+	every = Tasks(meter, options, _FULL_INPUT if options.full else _INPUT, "counts")
 	for asked, texts in _QUANTIZERS.items():
-		made = quantize.quantize_task(meter, options, shape, asked, "counts")
-		yield _only(texts, made)
-	for made in quantize.tasks_of(meter, options, shape, "counts"):
+		yield _only(texts, every.quantize(asked))
+	for made in every:
 		if made.case["op"] == "dequantize":
 			yield _only((_NVFP4, _ROW_SCALED, "fp8"), made)
 		elif not made.case["op"].endswith("quantize"):

@@ -129,7 +129,6 @@ class LayerWork:
 
 	@property
 	def bytes(self) -> float:
-		"""Of rows and weights, and of their gradients if there are any, each once."""
 		values = self.x.numel() + self.rows * self.weight_sizes[-1][1] + sum(w.numel() for w in self.weights)
 		return 2.0 * values * (2 if self.backward else 1)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -189,48 +189,47 @@ def _reduction(data: Input, op: str, meter: Meter) -> Contender:
 	return Contender("ours", "bfloat16", prepare, error, bound, bytes=moved)
 
 
-def quantize_task(
-	meter: Meter, options: Options, shape: tuple[int, int, int], asked: Quantization, suite: str = "quantize"
-) -> Task:
+@dataclasses.dataclass(frozen=True)
+class Tasks:
+	"""All tasks on inputs of a shape: rows, columns and groups."""
 
-	def contenders(copy: int) -> list[Contender]:
-		data = Input(*shape, meter.device, options.seed, copy)
-		fitting = [text for text in FORMATS if asked.fits(parse(text))]
-		found = [ours(data, text, asked, meter) for text in fitting]
-		if not asked.activates:
-			found += options.competing(meter, lambda peer: peer.quantizers(data, asked))
-		return found
+	meter: Meter
+	options: Options
+	shape: tuple[int, int, int]
+	suite: str = "quantize"
 
-	return Task(suite, asked.case | _shape_case(shape), contenders)
+	def _task(self, case: dict[str, str], contenders: Callable[[Input], Iterable[Contender]]) -> Task:
+		data = functools.partial(Input, *self.shape, self.meter.device, self.options.seed)
+		sizes: dict[str, Any] = dict(zip(("rows", "cols", "groups"), self.shape, strict=True))
+		return Task(self.suite, case | sizes | {"dtype": "bfloat16"}, lambda copy: [*contenders(data(copy))])
 
+	def quantize(self, asked: Quantization) -> Task:
+		def contenders(data: Input) -> Iterator[Contender]:
+			yield from (ours(data, text, asked, self.meter) for text in FORMATS if asked.fits(parse(text)))
+			if not asked.activates:
+				yield from self.options.competing(self.meter, lambda peer: peer.quantizers(data, asked))
 
-def _shape_case(shape: tuple[int, int, int]) -> dict[str, Any]:
-	return dict(zip(("rows", "cols", "groups"), shape, strict=True)) | {"dtype": "bfloat16"}
+		return self._task(asked.case, contenders)
 
+	def __iter__(self) -> Iterator[Task]:
+		yield from map(self.quantize, (*QUANTIZATIONS, *_FUSED))
 
-def tasks_of(meter: Meter, options: Options, shape: tuple[int, int, int], suite: str = "quantize") -> Iterator[Task]:
-	for asked in (*QUANTIZATIONS, *_FUSED):
-		yield quantize_task(meter, options, shape, asked, suite)
-	size = _shape_case(shape)
-	for name, way in (("row", False), ("column", True)):
+		def decoders(data: Input, way: bool) -> list[Contender]:
+			return [_decoder(data, text, way, self.meter) for text in FORMATS]
 
-		def decoders(copy: int, way: bool = way) -> list[Contender]:
-			data = Input(*shape, meter.device, options.seed, copy)
-			return [_decoder(data, text, way, meter) for text in FORMATS]
+		for name, way in (("row", False), ("column", True)):
+			yield self._task({"op": "dequantize", "directions": name}, functools.partial(decoders, way=way))
 
-		yield Task(suite, {"op": "dequantize", "directions": name} | size, decoders)
-	for op in ("amax", "dbias"):
+		def reductions(data: Input, op: str) -> list[Contender]:
+			return [_reduction(data, op, self.meter)]
 
-		def reductions(copy: int, op: str = op) -> list[Contender]:
-			data = Input(*shape, meter.device, options.seed, copy)
-			return [_reduction(data, op, meter)]
-
-		yield Task(suite, {"op": op} | size, reductions)
+		for op in ("amax", "dbias"):
+			yield self._task({"op": op}, functools.partial(reductions, op=op))
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	for shape in _QUICK if options.quick else _SHAPES[meter.kind]:
-		yield from tasks_of(meter, options, shape)
+		yield from Tasks(meter, options, shape)
 
 
 SUITE = Suite("quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters, True)

@@ -36,13 +36,15 @@ function isChosen(thing) {
 
 const chosen = (things = THINGS) => things.filter(isChosen);
 
+const field = (id, label, control) => h("div", { class: "field" }, h("label", { for: id }, label), control);
+
 /** A labelled select: options by [value, text], in groups by title. */
 function selectField(id, label, groups, selected, change) {
 	const made = Object.entries(groups).filter(([, options]) => options.length).map(([title, options]) => {
 		const own = options.map(([value, text]) => h("option", { value, selected: value === selected }, text));
 		return title ? h("optgroup", { label: title }, own) : own;
 	});
-	return h("div", { class: "field" }, h("label", { for: id }, label), h("select", { id, onchange: (e) => change(e.target.value) }, made));
+	return field(id, label, h("select", { id, onchange: (e) => change(e.target.value) }, made));
 }
 
 function buildFilters() {
@@ -60,8 +62,7 @@ function buildFilters() {
 		select("format", "Format", "All formats", { Formats: of((t) => t.format) }),
 		select("contender", "Contender", "All contenders",
 			{ Contenders: of((t) => !t.variant && t.contender), "Our tuning variants": of((t) => t.variant && t.contender) }),
-		h("div", { class: "field" }, h("label", { for: "filter-text" }, "Text"),
-			h("input", { id: "filter-text", type: "search", placeholder: "DeepSeek wgrad", autocomplete: "off", oninput: typed })),
+		field("filter-text", "Text", h("input", { id: "filter-text", type: "search", placeholder: "DeepSeek wgrad", autocomplete: "off", oninput: typed })),
 		h("button", { type: "button", id: "filter-clear", onclick: clearFilters }, "Clear"),
 	);
 	$("filter-form").addEventListener("submit", (event) => event.preventDefault());

@@ -27,7 +27,7 @@ function rooflineView() {
 	const [gpu, field] = picker("gpu", "GPU", gpus);
 	return ["Rooflines",
 		p("How near kernels come to what the GPU can do. Bytes are the least that a task must move, operations the useful ones. Roofs are the highest that runs measured, or else those of the data sheet (dashed). Memory is the rate of a copy: what only reads may pass it a little."),
-		gpus.length > 1 ? field : null, rooflinePlots(gpu.key, things.filter((t) => t.isRace && t.tbs && t.place === gpu.key))];
+		gpus.length > 1 && field, rooflinePlots(gpu.key, things.filter((t) => t.isRace && t.tbs && t.place === gpu.key))];
 }
 
 function tokensView() {
@@ -70,10 +70,10 @@ function kernelView(slug) {
 	const timed = groupBy(things.filter((t) => t.isRace), (t) => `${KINDS[t.kind]}: ${t.suite} on ${t.place}`);
 	const changes = changesOf(chosen(own));
 	return [own[0].kernel, p(link("kernels", "All kernels")), things.length ? null : nothing(),
-		counted.length ? section("Counts of the emulator", p("Instructions are of PTX. They do not vary between runs, and CI fails if one grows by more than 2 %."), profileTables(counted)) : null,
-		group ? section("Time against tokens", tokensPlot("kernel-tokens", group)) : null,
+		counted.length && section("Counts of the emulator", p("Instructions are of PTX. They do not vary between runs, and CI fails if one grows by more than 2 %."), profileTables(counted)),
+		group && section("Time against tokens", tokensPlot("kernel-tokens", group)),
 		[...timed].map(([title, found]) => section(title, raceTables(found, title))),
-		changes.length ? section("Changes", changesTable("Changes of this kernel from commit to commit", changes.slice(0, 50))) : null];
+		changes.length && section("Changes", changesTable("Changes of this kernel from commit to commit", changes.slice(0, 50)))];
 }
 
 /** All that is known of one case. */
@@ -86,7 +86,7 @@ function caseView(id) {
 	const rowOf = (t) => tr(head(t.contender, small(t.format)), h("td", { class: "number", title: t.value }, amount(t.value, t.unit), small(plusMinus(t))),
 		[t.tbs && short(t.tbs), t.tflops && short(t.tflops), error(t), t.repeats].map((text) => number(text)), td(t.commit),
 		h("td", { class: "day" }, dayOf(t.time)), h("td", { class: "note" }, t.with));
-	return [`${all[0].suite}: ${caseText(all[0])}`, past ? section("History", historyPlot("case-history", past)) : null,
+	return [`${all[0].suite}: ${caseText(all[0])}`, past && section("History", historyPlot("case-history", past)),
 		groups.map(([title, things]) => section(title, tableOf(title, ["contender", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"],
 			things.sort((a, b) => a.value - b.value).map(rowOf), "wide")))];
 }
