@@ -93,8 +93,8 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = ("grouped_quantize", *_GEMMS)
-#: Where the result of a GEMM with an activation is quantized to the format of its operands, rowwise.
-_QUANTIZED_RESULTS = {"fp8_block": ("reference", "sm_90a")}
+#: Where the result of a GEMM with an activation is quantized, rowwise, by the format.
+_QUANTIZED_RESULTS = {"fp8_block": ARCHITECTURES, "mxfp8": ("reference", "sm_100a"), "nvfp4": ("reference", "sm_100a")}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -275,10 +275,17 @@ def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
 
 
 def _why_not_result(op: str, fmt: Format | None, arch: str, result: Format) -> str:
-	if op != "grouped_gemm" or fmt is None or fmt.name != result.name or result.is_2d:
-		return f"its result is quantized to blocks of single rows of the operands' format, not to {result.text}"
-	archs = _QUANTIZED_RESULTS.get(fmt.name, ())
-	return "" if arch in archs else f"no {arch} kernel of {op} quantizes its result to {result.text}"
+	level = result.second_level
+	if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
+		return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
+	if level is not None and level.per == "row":
+		return f"no part of a row knows the amax of the row, which {result.text} is relative to"
+	takes = arch != "sm_90a" or (fmt is not None and fmt.name == result.name and op == "grouped_gemm")
+	if takes and arch in _QUANTIZED_RESULTS.get(result.name, ()):
+		return ""
+	return (
+		f"no {arch} kernel of {op} of {'plain tensors' if fmt is None else fmt.text} quantizes its result to {result.text}"
+	)
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:
@@ -338,5 +345,9 @@ def markdown_table() -> str:
 		if op in _ACTIVATES:
 			one = next(fmt for fmt in (None, NVFP4(), FP8()) if (op, fmt and fmt.name) in _RUNS)
 			titles.setdefault(cells(op, one, activation=True), []).append("each with an activation")
+		if op == "grouped_gemm":
+			for title, fmt in (("FP8Block", FP8Block()), ("MXFP8", MXFP8()), ("NVFP4", NVFP4())):
+				key = cells(op, fmt, activation=True, result=fmt)
+				titles.setdefault(key, []).append(f"{title} to {title}")
 		rows += [f"| `{op}` | {', '.join(names)} | {key} |" for key, names in titles.items()]
 	return "\n".join(rows)

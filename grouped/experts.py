@@ -147,6 +147,7 @@ class Layer(NamedTuple):
 		facts = (x.device, x.dtype, (of_x, of_weight), tuple(map(int, weight.shape[-2:])), *act, by_quantizer)
 		own, choice = (style.activation, style.interleaved), chosen_backend()
 		is_seen |= keeps_z or after.scaling is not None or self.flags is not None or after.flags is not None
+		is_seen |= fmt is not None and fmt.second_level is not None  # What it follows from is not known before.
 		if fmt is not None and not is_seen and activates(choice, *facts, fmt.text):
 			return Epilogue(*own, False, fmt.text)
 		return Epilogue(*own, keeps_z or self.flags is not None) if activates(choice, *facts) else None

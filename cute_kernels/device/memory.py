@@ -97,6 +97,11 @@ def store_global_half(address: Int64, value: Uint32) -> None:
 	_store_low(address, value, Uint16, cute.AddressSpace.gmem)
 
 
+def store_global_byte(address: Int64, value: Uint32) -> None:
+	"""Store the low byte of ``value``."""
+	_store_low(address, value, Uint8, cute.AddressSpace.gmem)
+
+
 def store_shared_half(address: Int32, value: Uint32) -> None:
 	"""Store the low 16 bits of ``value`` at an even shared address."""
 	_store_low(address, value, Uint16, cute.AddressSpace.smem)

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ..device.absmax import absmax_packed, unpack_absmax
 from ..device.activations import activated, quick_from
-from ..device.codecs import codec_of
+from ..device.codecs import Codec, Level, codec_of
 from ..device.convert import pack_words, unpack_words
 from ..device.ptx import asm, asm_volatile
 from .operands import DTYPE_BYTES
@@ -123,7 +123,7 @@ class Quantizer:
 	def __init__(self, config: GemmConfig):
 		self.config = config
 		self.dtype, self.arch = config.out_dtype, config.arch
-		self.codec: Any = codec_of(config.quantizes_to or "", self.dtype, self.arch)
+		self.codec: Codec = codec_of(config.quantizes_to or "", self.dtype, self.arch)
 
 	def activate(self, vectors: list[list[Uint32]]) -> list[Uint32]:
 		"""Words of the activation's rounded result, of vectors that follow each other in a row of the product."""
@@ -137,9 +137,11 @@ class Quantizer:
 			packed = absmax_packed([packed, other], self.dtype, self.arch)
 		return unpack_absmax(packed, self.dtype, self.arch)
 
-	def encode(self, words: list[Uint32], amax: Float32) -> tuple[list[Uint32], Uint32]:
+	def encode(self, words: list[Uint32], amax: Float32, level: Level = ()) -> tuple[list[Uint32], Uint32]:
 		"""Words of codes of a block with that amax, or of a part of it, and its scale as it is stored."""
-		stored, factor = self.codec.block_scale(amax, ())
+		if self.codec.chooses_scales:
+			amax = self.codec.choose_row(words, amax, level)
+		stored, factor = self.codec.block_scale(amax, level)
 		return self.codec.encode_row(words, factor), stored
 
 

@@ -12,7 +12,6 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from ..device.launch import DSL_TYPES, compact
-from ..formats import parse
 from ..layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES
 from ..layout.slots import TILE_ROWS
 from .operands import OperandKind, operand_of
@@ -98,8 +97,8 @@ class FakeArguments:
 
 	@property
 	def out_kind(self) -> OperandKind | None:
-		text = self.config.quantizes_to
-		return None if text is None else operand_of(parse(text))
+		fmt = self.config.result
+		return None if fmt is None else operand_of(fmt)
 
 	def out_scales(self) -> Any:
 		kind = self.out_kind
@@ -112,7 +111,8 @@ class FakeArguments:
 		dtype = DSL_TYPES[self.config.out_dtype] if kind is None else codes_type(kind)
 		if self.is_k_grouped:
 			return _pitched(dtype, self.groups, self.m, self.n)
-		return _pitched(dtype, self.rows, cute.sym_int(divisibility=N_ALIGN) if self.config.is_gated else self.n)
+		has_n = kind is None and not self.config.is_gated
+		return _pitched(dtype, self.rows, self.n if has_n else cute.sym_int(divisibility=N_ALIGN))
 
 	def arguments(self) -> GemmArguments:
 		config = self.config
@@ -140,4 +140,5 @@ class FakeArguments:
 			z=_pitched(DSL_TYPES[config.out_dtype], self.rows, self.n) if config.keeps_z else None,
 			out_scales=self.out_scales(),
 			counter=_compact(cutlass.Int32, 1, align=4) if config.mixes_groups else None,
+			out_level=self.per_group() if self.out_kind and self.out_kind.level_factor is not None else None,
 		)

@@ -33,6 +33,7 @@ class EpilogueTensors(NamedTuple):
 	  bias: (G, N).
 	  z: (T, N) as (1, T, N): what goes into an activation, if it is kept.
 	  scales: block scales where ``out`` is codes.
+	  level: (G,) fp32, the amaxes that those are relative to; None without a second level.
 	"""
 
 	out: cute.Tensor
@@ -42,11 +43,12 @@ class EpilogueTensors(NamedTuple):
 	bias: cute.Tensor | None
 	z: cute.Tensor | None = None
 	scales: cute.Tensor | None = None
+	level: cute.Tensor | None = None
 
 	@classmethod
 	def of(cls, x: GemmArguments) -> EpilogueTensors:
 		z = None if x.z is None else output_view(x.z)
-		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales)
+		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales, x.out_level)
 
 	@cute.jit
 	def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
@@ -59,6 +61,11 @@ class EpilogueTensors(NamedTuple):
 		if cutlass.const_expr(self.alpha is not None):
 			factor = factor * self.alpha[group]
 		return factor
+
+	def columns(self, config: GemmConfig) -> Int32:
+		"""Elements of a row of the output."""
+		fmt = config.result
+		return self.out.shape[2] * (1 if fmt is None else fmt.element.per_byte)
 
 	@property
 	def has_factor(self) -> bool:

@@ -28,13 +28,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from cute_kernels.activations import Activation, parse_activation
 from cute_kernels.capability import Support
+from cute_kernels.formats import Format, parse
 from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
 
-from .operands import DTYPE_BYTES, OPERANDS, OperandKind
+from .operands import DTYPE_BYTES, OPERANDS, OperandKind, operand_of
 
 #: N of every output must be a multiple of this: 16 bytes of the narrowest output type.
 N_ALIGN = 8
-#: Columns of a quantized output that a tile has whole: those of a column of scales, or of their tiles.
+#: Columns of a quantized output with fp32 block scales: those of a column of them.
 QUANTIZED_COLS = 128
 #: Rows of a buffer whose groups bound K, at most: TMA addresses them in a mode of this extent.
 RAGGED_ROWS = 2**30
@@ -138,6 +139,7 @@ class GemmArguments(NamedTuple):
 	  num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
 	  z: (T, N), where the output has what an activation makes of it, if it is kept.
 	  out_scales: block scales of a quantized output, see ``FakeArguments``.
+	  out_level: (G,) fp32, the amaxes that those are relative to, of a format with a second level.
 	  counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
 	"""
 
@@ -155,6 +157,7 @@ class GemmArguments(NamedTuple):
 	num_sms: Any
 	z: Any = None
 	out_scales: Any = None
+	out_level: Any = None
 	counter: Any = None
 
 	def in_order(self, config: GemmConfig) -> tuple[Any, Any, Any, Any]:
@@ -296,7 +299,7 @@ class GemmConfig(abc.ABC):
 		return not self.refuses(tile)
 
 	def may_choose(self, tile: TileShape) -> bool:
-		return self.takes(tile) and self.has_blocks(tile)
+		return self.takes(tile)
 
 	def has_blocks(self, tile: Any) -> bool:
 		"""Whether a tile of ``tile_shapes`` has whole blocks of what the output is quantized to, if it is."""
@@ -317,6 +320,11 @@ class GemmConfig(abc.ABC):
 	@property
 	def act(self) -> Activation | None:
 		return None if self.activation is None else parse_activation(self.activation)
+
+	@property
+	def result(self) -> Format | None:
+		"""The record of ``quantizes_to``."""
+		return None if self.quantizes_to is None else parse(self.quantizes_to)
 
 	@property
 	def is_gated(self) -> bool:
@@ -403,10 +411,11 @@ class GemmConfig(abc.ABC):
 		align = N_ALIGN * (1 + self.is_gated)
 		if problem.n < 1 or problem.n % align:
 			return Support(False, f"N must be a positive multiple of {align}, got {problem.n}")
-		if self.quantizes_to is not None and not (self.is_gated and self.has_blocks(self.tile)):
+		width = problem.n // (1 + self.is_gated)
+		if self.result is not None and operand_of(self.result).has_row_scales and width % QUANTIZED_COLS:
+			return Support(False, f"a result in {self.quantizes_to} has whole {QUANTIZED_COLS} columns, got {width}")
+		if not self.has_blocks(self.tile):
 			return Support(False, f"no whole blocks of {self.quantizes_to} after {self.activation} in {self.tile}")
-		if self.quantizes_to is not None and problem.n % (2 * QUANTIZED_COLS):
-			return Support(False, f"a quantized output has whole {QUANTIZED_COLS} columns, got {problem.n // 2}")
 		if self.pairs_rows and self.b_kind.is_block_scaled and not self.pairs_scales:
 			if self.b_kind.has_row_scales and not self.b_kind.has_squares:
 				return Support(False, "fp32 block scales of B's single rows are not taken by turns: interleave B")

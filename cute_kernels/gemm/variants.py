@@ -100,14 +100,14 @@ def _fp8(arch: str) -> Iterator[GemmConfig]:
 				yield from _outputs(base, "bfloat16")
 				continue
 			bases = [dataclasses.replace(base, zero_tail=True)]
-			if base.b_kind.has_squares:
+			if base.b_kind.is_block_scaled and not base.transpose_b:
 				# Serving's first product of experts, where its output is quantized and where it is not.
 				fmt = OPERANDS[operand].fmt
 				quantized = (operand,) if support("grouped_gemm", fmt, arch, activation=True, result=fmt) else ()
 				for text in (None, *quantized):
 					bases.append(dataclasses.replace(base, activation="swiglu", zero_tail=not text, quantizes_to=text))
 			for config in bases:
-				for tile in filter(config.may_choose, cls.tile_shapes):
+				for tile in filter(config.has_blocks, filter(config.may_choose, cls.tile_shapes)):
 					yield dataclasses.replace(config, tile=tile)
 
 

@@ -18,7 +18,7 @@ from ..layout.buffers import BufferSpec, buffers
 from ..reference.moe import activate
 from ..runtime.backend import Backend
 from ..runtime.launch import Launcher
-from .checks import check_multiple, check_rows
+from .checks import check_multiple, check_rows, check_tensor
 from .gemm import GroupedGemm, MGrouped, MGroupedGemm, Parts, parse_given
 from .launch import gemm as launch_gemm
 from .prologue import check_prologue, result_columns
@@ -163,15 +163,16 @@ class _Activated(MGrouped):
 	interleaved: bool
 	keeps_z: bool
 	quantize_to: str | None
+	amax: Tensor | None
 
 	@property
 	def has_activation(self) -> bool:
 		return True
 
 	@property
-	def of_activation(self) -> tuple[str, bool, bool, str | None]:
+	def of_activation(self) -> tuple[str, bool, bool, str | None, Tensor | None]:
 		fmt = self.result_record
-		return self.epilogue, self.interleaved, self.keeps_z, None if fmt is None else fmt.text
+		return self.epilogue, self.interleaved, self.keeps_z, None if fmt is None else fmt.text, self.amax
 
 	@property
 	def result_record(self) -> Format | None:
@@ -190,6 +191,11 @@ class _Activated(MGrouped):
 			if self.keeps_z:
 				raise ValueError("keeps_z is of results that are not quantized")
 			check_multiple("N", result_columns(self.cols, self.epilogue), fmt.k_multiple, f"quantize_to={fmt.text!r}")
+		takes = fmt is not None and fmt.second_level is not None
+		if takes != (self.amax is not None):
+			raise ValueError("amax is of results that are quantized to a format with a second level, and needed there")
+		if self.amax is not None:
+			check_tensor("amax", self.amax, dtypes=(torch.float32,), shape=(self.offs.shape[0],))
 
 	def outputs(self) -> list[BufferSpec]:
 		(z,) = super().outputs()
@@ -213,16 +219,18 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 	  interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation alternate, A first.
 	  keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
 	  quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized instead, without z.
+	  amax: (G,) fp32, its second level, of a format that has one: as for ``grouped_quantize``.
 
 	Returns:
 	  a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form leaves
-	  them alone. Or what ``grouped_quantize`` of a with ``offs`` returns.
+	  them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
 	"""
 
 	epilogue: str = "swiglu"
 	interleaved: bool = False
 	keeps_z: bool = False
 	quantize_to: str | None = None
+	amax: Tensor | None = None
 
 	name: ClassVar[str] = "m_grouped_gemm_activate"
 
@@ -234,7 +242,7 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 		a = outputs[0] if text is None else z.new_zeros(z.shape[0], width)
 		activate(z, parse_activation(self.epilogue), self.offs, self.interleaved, a)
 		if text is not None:
-			GroupedQuantize(a, text, self.offs).run_reference(outputs)
+			GroupedQuantize(a, text, self.offs, self.amax).run_reference(outputs)
 
 
 @register
@@ -248,6 +256,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	  interleaved: likewise.
 	  keeps_z: likewise.
 	  quantize_to: likewise.
+	  amax: likewise.
 
 	Returns:
 	  As ``m_grouped_gemm_activate``.
@@ -257,6 +266,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	interleaved: bool = False
 	keeps_z: bool = False
 	quantize_to: str | None = None
+	amax: Tensor | None = None
 
 	name: ClassVar[str] = "m_grouped_quantize_gemm_activate"
 	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemmActivate

@@ -6,6 +6,7 @@ import torch
 import cute_kernels
 from cute_kernels.activations import ACTIVATIONS, is_gated
 from cute_kernels.capability import UnsupportedError
+from cute_kernels.formats import parse
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.gemm.sm100.config import SM100_TILES
 from cute_kernels.ops.launch.gemm import force_tile
@@ -127,6 +128,7 @@ def test_kernels(i, arch, args, tile, options):
 
 
 BLOCKS = f"fp8_block {SQUARES}"
+MANY = {"sizes": (0, 9, 0, 300, 1, 0)}
 QUANTIZED = {
 	"sm_90a, 128 rows": ("fp8_block", (BLOCKS, 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
 	"sm_90a, 32": ("fp8_block:pow2_scales=false,amax_epsilon=0.1", (BLOCKS, 512, 144, "geglu"), "256x32 swapped", {}),
@@ -137,6 +139,22 @@ QUANTIZED = {
 		{"interleaved": True, "dtype": "float16", "bias": "float32"},
 	),
 	"sm_90a, groups": ("fp8_block", (BLOCKS, 256, 16, "swiglu"), "256x8 swapped", {"sizes": (0, 1, 0, 2) * 260}),
+	"sm_100a, mxfp8": ("mxfp8", ("mxfp8 mxfp8", 320, 64, "swiglu"), "256x256x2 partial", MANY | {"bias": "bfloat16"}),
+	"sm_100a, mxfp8, smallest": (
+		"mxfp8:dtype=e5m2",
+		("plain plain", 64, 8, "swiglu"),
+		"128x32 swapped",
+		{"dtype": "float16", "bias": "float32", "interleaved": True},
+	),
+	"sm_100a, mxfp8, plain": ("mxfp8", ("mxfp8 nvfp4", 160, 64, "srelu"), "128x64 swapped", {}),
+	"sm_100a, mxfp8, plain, 64 columns": ("mxfp8", ("mxfp8 mxfp8", 160, 64, "gelu"), "128x128 partial", MANY),
+	"sm_100a, fp8_block": ("fp8_block", (BLOCKS, 768, 144, "swiglu"), "256x256x2", MANY | {"bias": "bfloat16"}),
+	"sm_100a, fp8_block, plain": ("fp8_block:pow2_scales=false", (ANY_SCALES, 384, 144, "relu"), "128x128", {}),
+	"sm_100a, fp8_block, swapped": ("fp8_block", ("plain plain", 384, 72, "silu"), "128x64 swapped", {}),
+	"sm_100a, nvfp4": ("nvfp4", ("nvfp4 nvfp4", 288, 144, "swiglu"), "256x256x2 partial", MANY),
+	"sm_100a, nvfp4, swapped": ("nvfp4:four_over_six", (f"{BY_ROW} nvfp4", 288, 144, "geglu"), "128x64 swapped", {}),
+	"sm_100a, nvfp4, smallest": ("nvfp4", ("plain nvfp4", 16, 16, "gelu"), "128x32 swapped", {"bias": "float32"}),
+	"sm_100a, nvfp4, plain": ("nvfp4", ("plain plain", 48, 72, "relu"), "128x128 partial", {}),
 }
 
 
@@ -146,18 +164,19 @@ def test_quantized_output(arch, case):
 	text, args, tile, options = case
 	given = arguments(*args, **{"keeps_z": False} | options)
 	offs, live = given[2], given[2][-1]
+	amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
 	with cute_kernels.backend(f"reference:{arch}"):
 		(a,) = ops.m_grouped_gemm_activate(*given)
-		want = ops.grouped_quantize(a, text, offs)
-		assert_all_same(ops.m_grouped_gemm_activate(*given, text), want)
+		want = ops.grouped_quantize(a, text, offs, amax)
+		assert_all_same(ops.m_grouped_gemm_activate(*given, text, amax), want)
 	with cute_kernels.backend(f"emulated:{arch}"):
 		quantized = [poisoned(t) for t in want]
-		ops.grouped_quantize_out(a, text, offs, out=quantized)
+		ops.grouped_quantize_out(a, text, offs, amax, out=quantized)
 	assert_same_bytes(quantized[0][:live], want[0][:live])
 	for mode in MODES if len(offs) < 9 else MODES[:1]:
 		outputs = [poisoned(t) for t in want]
 		with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
-			ops.m_grouped_gemm_activate_out(*given, text, out=outputs)
+			ops.m_grouped_gemm_activate_out(*given, text, amax, out=outputs)
 		assert_all_same(outputs, quantized)
 
 
@@ -208,6 +227,10 @@ def test_nothing_to_do():
 		({"n": 7}, "must have an even N, got 7 rows"),
 		({"to": "fp8_block"}, "keeps_z is of results that are not quantized"),
 		({"to": "fp8_block", "keeps_z": False}, "N must be a positive multiple of 16"),
+		(
+			{"to": "nvfp4", "keeps_z": False, "n": 32},
+			"amax is of results that are quantized to a format with a second level",
+		),
 	],
 )
 def test_refuses(change, message):
@@ -231,13 +254,17 @@ def test_what_no_kernel_takes_says_so():
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
 	for backend, kind, n, activation, text, message in (
 		("emulated:sm_90a", BLOCKS, 384, "silu", "fp8_block", "no whole blocks of fp8_block after silu"),
-		("emulated:sm_90a", BLOCKS, 512, "swiglu", "mxfp8", "blocks of single rows of the operands' format, not to mxfp8"),
-		("emulated:sm_100a", BLOCKS, 512, "swiglu", "fp8_block", "no sm_100a kernel of grouped_gemm quantizes"),
-		("reference", "plain plain", 512, "swiglu", "fp8_block", "blocks of single rows"),
+		("emulated:sm_90a", BLOCKS, 512, "swiglu", "mxfp8", "no sm_90a kernel of grouped_gemm of fp8_block quantizes"),
+		("emulated:sm_90a", "plain plain", 512, "swiglu", "fp8_block", "no sm_90a kernel of grouped_gemm of plain tensors"),
+		("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
+		("emulated:sm_100a", ANY_SCALES, 512, "swiglu", "fp8_block", "no whole blocks of fp8_block after swiglu"),
+		("reference", "plain plain", 512, "swiglu", "fp8", "blocks of single rows, to nearest even, not to fp8"),
+		("reference", "plain plain", 512, "swiglu", SQUARES, "blocks of single rows"),
+		("reference", "plain plain", 512, "swiglu", BY_ROW, "no part of a row knows the amax of the row"),
 	):
 		given = arguments(kind, n, 128, activation, keeps_z=False)
 		with cute_kernels.backend(backend), pytest.raises(UnsupportedError, match=message):
-			ops.m_grouped_gemm_activate(*given, text)
+			ops.m_grouped_gemm_activate(*given, text, torch.ones(6) if parse(text).second_level else None)
 	given = arguments("plain plain", 16, 16, "swiglu")
 	given[0].requires_grad_()
 	with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):

@@ -86,6 +86,10 @@ class Codec(abc.ABC):
 		  ``encode_row`` and ``encode_columns`` take for each block.
 		"""
 
+	@abc.abstractmethod
+	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
+		"""The scale of a block with amax ``a`` as it is stored, a word of it alone, and its encode factor."""
+
 	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
 		"""The scale bytes of ``block_scales`` alone, for codecs with a table of factors."""
 		raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")

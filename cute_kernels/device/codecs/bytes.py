@@ -8,7 +8,6 @@ zeros either way: there two elements are multiplied at once.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,10 +29,6 @@ class ByteCodec(Codec):
 	def multiplies_bf16(self) -> bool:
 		"""Whether elements are multiplied as they are, two at once."""
 		return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
-
-	@abc.abstractmethod
-	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
-		"""The scale of a block with amax ``a`` as it is stored, and its encode factor."""
 
 	def second_level(self, amax: Float32) -> Level:
 		"""None, where blocks have scales of their own."""

@@ -106,6 +106,10 @@ class NVFP4Codec(Codec):
 		fmax = bits_as_f32(Uint32(_FMAX_BITS))
 		return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
+	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+		pair, factor, _ = self.block_scales(a, a, level)
+		return Uint32(pair) & Uint32(0xFF), factor
+
 	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
 		text = """{
             .reg .f32 p, q;

@@ -16,7 +16,7 @@ import math
 from typing import Any, ClassVar
 
 from ...formats import FP8, MXFP8
-from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
+from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
 from ..operands import DTYPE_BYTES, OperandKind, operand_of
 from ..problem import GemmConfig, GemmGrouping, TileShape
 from . import heuristics
@@ -30,6 +30,8 @@ STORE_BYTES = 128
 N_STEP = 8
 #: Rows of A that are loaded at a time where partial tiles have swapped operands.
 BOX_ROWS = 32
+#: Epilogue warps.
+_WARPS = 4
 #: Rows and columns of the output that an epilogue warp with swapped operands handles at a time.
 SWAPPED_BLOCK = 32
 #: MMA instructions along K for one stage of shared memory: 128 bytes a row.
@@ -148,10 +150,25 @@ class Sm100GemmConfig(GemmConfig):
 		"""Whether the choice of a tile considers this one.
 
 		Instructions fit themselves to the rows of a group; tiles where they cannot multiply up to a
-		tile of rows for each that no group has, and have to be forced.
+		tile of rows for each that no group has, and have to be forced unless others have no blocks.
 		"""
 		fits = tile.may_swap or self.grouping == "k_grouped" or len(self.codes) > 1
-		return (fits or self.promotes) and self.takes(tile)
+		return (fits or self.promotes or self.sharing_warps > _WARPS) and self.takes(tile)
+
+	@property
+	def sharing_warps(self) -> int:
+		"""Warps with swapped operands that have a part of a block of the output each."""
+		scale = self.result and self.result.scale
+		return max(1, scale.vec_size * (1 + self.is_gated) // SWAPPED_BLOCK) if scale else 1
+
+	def has_blocks(self, tile: Sm100Tile) -> bool:
+		"""Warps of one CTA have them if operands are swapped, otherwise threads, all whose scales share a word."""
+		scale = self.result and self.result.scale
+		if scale is None:
+			return self.result is None
+		columns = scale.vec_size * (SF_TILE_COLS if scale.layout == "tiles_128x4" else 1) * (1 + self.is_gated)
+		is_whole = tile.swap_ab or tile.n % columns == 0
+		return is_whole and not (tile.may_swap and self.sharing_warps > _WARPS) and self.out_dtype != "float32"
 
 	@property
 	def takes_scale_tiles(self) -> bool:
@@ -276,7 +293,8 @@ class Sm100GemmConfig(GemmConfig):
 	def staged_bytes(self) -> int:
 		"""Shared memory for blocks of output on their way out."""
 		if self.tile.swap_ab:
-			return 4 * SWAPPED_BLOCK * SWAPPED_BLOCK * DTYPE_BYTES[self.out_dtype]
+			amaxes = 2 * 4 * SWAPPED_BLOCK if self.sharing_warps > 1 else 0
+			return _WARPS * (SWAPPED_BLOCK * SWAPPED_BLOCK * DTYPE_BYTES[self.out_dtype] + amaxes)
 		return 128 * STORE_BYTES * self.num_store_stage
 
 	@property

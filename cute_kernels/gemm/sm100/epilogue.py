@@ -20,11 +20,14 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
 from ...device.convert import pack_words
+from ...device.launch import DSL_TYPES
+from ...layout.slots import TILE_ROWS
 from ..activated import apply
 from ..output import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vector_at
 from ..problem import N_ALIGN
 from ..scheduler import WorkTile
 from .accumulators import AccReader
+from .quantized import QuantizedRows
 
 if TYPE_CHECKING:
 	from .config import Sm100GemmConfig
@@ -65,6 +68,7 @@ class Epilogue:
 	"""What becomes of a tile whose operands are not swapped.
 
 	Args:
+	  store: TMA stores of the output; None of codes.
 	  z_store: TMA stores of what goes into an activation; None if it is not kept.
 	"""
 
@@ -72,7 +76,7 @@ class Epilogue:
 		self,
 		config: Sm100GemmConfig,
 		tensors: EpilogueTensors,
-		store: OutputStore,
+		store: OutputStore | None,
 		z_store: OutputStore | None,
 		acc: cute.Tensor,
 		cta_row: Int32,
@@ -83,6 +87,9 @@ class Epilogue:
 		self.store = store
 		self.z_store = z_store
 		self.halves = 1 + config.is_gated
+		self.out_type = DSL_TYPES[config.out_dtype]
+		if config.result is not None:
+			self.quantized = QuantizedRows(config, tensors)
 		self.cta_row = cta_row
 		self.columns = config.store_columns
 		load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))
@@ -98,31 +105,33 @@ class Epilogue:
 		"""Rescale and store a tile; the next staged block."""
 		warp_row = self.cta_row + self.warp * WARP_SIZE
 		row = tile.m_row + warp_row + self.lane
-		in_group, whole = row < self.tensors.out.shape[1], Boolean(True)
+		left, whole = self.tensors.out.shape[1] - row, Boolean(True)
 		if cutlass.const_expr(self.config.has_partial_tiles):
-			in_group = warp_row + self.lane < tile.rows
+			left = tile.rows - warp_row - self.lane
 			whole = warp_row + WARP_SIZE <= tile.rows
+		in_group = left > 0
 		factor = Float32(1.0)
 		if in_group:
 			at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
 			factor = self.tensors.factor(self.config, tile.group, at)
 		self.acc.wait(acc_state)
-		num_blocks = self.config.tile.n // self.columns
-		for step in cutlass.range(num_blocks, unroll=1):
-			col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
-			values = self.acc.read(step, num_blocks, acc_state)
-			if col < self.tensors.out.shape[2] * self.halves:
-				self.rescale(values, factor, tile.group, row, in_group, col)
-				rounded = cute.make_rmem_tensor(self.columns, self.tensors.out.element_type)
-				rounded.store(values.load().to(self.tensors.out.element_type))
-				for i in cutlass.range_constexpr(self.num_blocks):
-					# One after the other: all of them take too many registers.
-					block = self.block(i, rounded, tile.group, col)
-					if whole:
-						self.store_whole(block, tile.m_row + warp_row, stage)
-						stage = (stage + 1) % self.config.num_store_stage
-					elif in_group:
-						self.store_row(block, tile.group, row)
+		if cutlass.const_expr(self.config.result is not None):
+			self.quantize(tile, acc_state, row, left, factor)
+		else:
+			num_blocks = self.config.tile.n // self.columns
+			for step in cutlass.range(num_blocks, unroll=1):
+				col = tile.n_row + self.acc.block_at(step, num_blocks, acc_state) * self.columns
+				values = self.acc.read(step, num_blocks, acc_state)
+				if col < self.tensors.out.shape[2] * self.halves:
+					rounded = self.rescale(values, factor, tile.group, row, in_group, col)
+					for i in cutlass.range_constexpr(self.num_blocks):
+						# One after the other: all of them take too many registers.
+						block = self.block(i, rounded, tile.group, col)
+						if whole:
+							self.store_whole(block, tile.m_row + warp_row, stage)
+							stage = (stage + 1) % self.config.num_store_stage
+						elif in_group:
+							self.store_row(block, tile.group, row)
 		return stage
 
 	@property
@@ -145,24 +154,63 @@ class Epilogue:
 		if not is_last:
 			words = pack_words([rounded[j].to(Float32) for j in at[i]], config.out_dtype)
 			return Block(self.elements(words), self.z_store, z, *rest)
-		for first in range(0, len(at[0]), _AT_ONCE):
-			inputs = [[rounded[j].to(Float32) for j in part[first : first + _AT_ONCE]] for part in at]
-			words += pack_words(apply(config, inputs), config.out_dtype)
-		return Block(self.elements(words), self.store, out, *rest)
+		return Block(self.elements(self.activated(rounded)), self.store, out, *rest)
+
+	def activated(self, rounded: cute.Tensor) -> list[Uint32]:
+		"""Words of what the activation makes of neighbours in a row of the product."""
+		words, step = [], _AT_ONCE * self.halves
+		for first in range(0, self.columns, step):
+			inputs = [[rounded[first + j].to(Float32) for j in range(h, step, self.halves)] for h in range(self.halves)]
+			words += pack_words(apply(self.config, inputs), self.config.out_dtype)
+		return words
+
+	@cute.jit
+	def quantize(
+		self, tile: WorkTile, acc_state: pipeline.PipelineState, row: Int32, left: Int32, factor: Float32
+	) -> None:
+		"""Quantize a tile: a thread has whole blocks of its row, each of some blocks of accumulators or a part of one."""
+		num_blocks, columns = self.config.tile.n // self.columns, self.columns // self.halves
+		level, word = self.quantized.level(tile.group), Uint32(0)
+		row_in_tile = row - tile.m_row
+		slot = tile.m_sf_row + row_in_tile
+		# More than 0 where the group has rows of the slot's tile.
+		in_slots = tile.rows - row_in_tile // TILE_ROWS * TILE_ROWS
+		at_once = max(1, self.quantized.block // columns)
+		for first in cutlass.range(0, num_blocks, at_once, unroll=1):
+			starts, scales = [], Uint32(0)
+			for step in cutlass.range_constexpr(at_once):
+				starts.append(tile.n_row // self.halves + self.acc.block_at(first + step, num_blocks, acc_state) * columns)
+			if left + self.lane > 0:
+				words = []
+				for step in cutlass.range_constexpr(at_once):
+					values = self.acc.read(first + step, num_blocks, acc_state)
+					rounded = self.rescale(values, factor, tile.group, row, left > 0, starts[step] * self.halves)
+					words += self.activated(rounded)
+				scales = self.quantized.store_blocks(words, starts, row, left, level)
+			else:
+				for step in cutlass.range_constexpr(at_once):
+					self.acc.read(first + step, num_blocks, acc_state)
+			# So many of the loop give a word of scales: one of a block, or four bytes.
+			per_word = max(1, self.quantized.word_columns // columns // at_once)
+			place = starts[0] // columns % per_word
+			word = word | (scales << (place * (32 // per_word)))
+			if first // at_once % per_word == per_word - 1:
+				self.quantized.store_word(word, slot, starts[0], left, in_slots)
+				word = Uint32(0)
 
 	def elements(self, words: list[Uint32]) -> cute.Tensor:
 		"""Words as elements of the output."""
 		out = cute.make_rmem_tensor(len(words), Uint32)
 		for i, word in enumerate(words):
 			out[i] = word
-		return cute.recast_tensor(out, self.tensors.out.element_type)
+		return cute.recast_tensor(out, self.out_type)
 
 	@cute.jit
 	def rescale(
 		self, values: cute.Tensor, factor: Float32, group: Int32, row: Int32, in_group: Boolean, col: Int32
-	) -> None:
-		"""Rescale a row's accumulators from ``col`` on and add to them."""
-		tensors, cols = self.tensors, self.tensors.out.shape[2] * self.halves
+	) -> cute.Tensor:
+		"""Rescale a row's accumulators from ``col`` on, add to them and round the result."""
+		tensors, cols = self.tensors, self.tensors.columns(self.config) * self.halves
 		if cutlass.const_expr(tensors.has_factor):
 			factors = cute.make_rmem_tensor(self.columns, Float32)
 			factors.fill(factor)
@@ -187,6 +235,9 @@ class Epilogue:
 					at = out_offset(self.config, tensors.out, group, row, col + i)
 					old = read_vector(tensors.out, at)
 					pairwise(cute.arch.add_packed_f32x2, part, old)
+		rounded = cute.make_rmem_tensor(self.columns, self.out_type)
+		rounded.store(values.load().to(self.out_type))
+		return rounded
 
 	@cute.jit
 	def store_row(self, block: Block, group: Int32, row: Int32) -> None:

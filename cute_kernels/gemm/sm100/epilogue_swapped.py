@@ -15,6 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
+from ...device.launch import DSL_TYPES
 from ...device.memory import load_shared
 from ...device.ptx import asm_volatile
 from ..activated import Window, store_activated
@@ -23,6 +24,7 @@ from ..scheduler import WorkTile
 from .accumulators import AccReader
 from .config import SWAPPED_BLOCK, Sm100GemmConfig
 from .epilogue import pairwise
+from .quantized import StagedRows
 
 _CHUNK_BYTES = 16
 #: Rows and columns of a fragment, and of those the rows and columns of a block.
@@ -51,7 +53,7 @@ class SwappedEpilogue:
 	):
 		self.config = config
 		self.tensors = tensors
-		self.out_type = tensors.out.element_type
+		self.out_type = DSL_TYPES[config.out_dtype]
 		load = tcgen05.Ld16x256bOp(tcgen05.Repetition(_FRAGMENTS))
 		self.acc = AccReader(config, acc, SWAPPED_BLOCK, load, acc_pipeline)
 		self.lane = cute.arch.lane_idx()
@@ -64,14 +66,16 @@ class SwappedEpilogue:
 		self.chunks = self.row_bytes // _CHUNK_BYTES
 		self.block_bytes = SWAPPED_BLOCK * self.row_bytes
 		self.first_slot = warp * (config.staged_bytes // 4 // self.block_bytes)
+		if config.result is not None:
+			self.quantized = StagedRows(config, tensors, self.staged + self.block_bytes)
 
 	@cute.jit
 	def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
 		"""Rescale and store a tile."""
 		config = self.config
-		row, col = tile.n_row, tile.m_row
+		row, col, sf_row = tile.n_row, tile.m_row, tile.n_sf_row
 		if cutlass.const_expr(config.tile.swap_partial):
-			row, col = col, row
+			row, col, sf_row = tile.m_row, tile.n_row, tile.m_sf_row
 			# Blocks of the tile before may still be on their way out of the same memory.
 			cute.arch.cp_async_bulk_wait_group(0, read=True)
 		col += self.warp_col
@@ -81,6 +85,10 @@ class SwappedEpilogue:
 		first = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
 		factor = self.load_factor(tile.group, row + first, rows - first)
 		biases = self.load_biases(tile.group, col)
+		if cutlass.const_expr(config.result is not None):
+			level = self.quantized.level(tile.group)
+			# Amaxes of the tile before have been read.
+			self.quantized.sync()
 		self.acc.wait(acc_state)
 		for step in cutlass.range(num_blocks, unroll=1):
 			first = self.acc.block_at(step, num_blocks, acc_state) * SWAPPED_BLOCK
@@ -98,7 +106,12 @@ class SwappedEpilogue:
 			slot = step % 2 if cutlass.const_expr(self.block_store is not None) else Int32(0)
 			block = self.staged + slot * self.block_bytes
 			self.stage(values, block)
-			if cutlass.const_expr(self.block_store is None):
+			if cutlass.const_expr(config.result is not None):
+				cute.arch.sync_warp()
+				vectors = [load_shared(self.chunk_at(block, self.lane, i), 4) for i in range(self.chunks)]
+				at = first + self.lane
+				self.quantized.store(vectors, row + at, sf_row + at, rows - at, col, step, level)
+			elif cutlass.const_expr(self.block_store is None):
 				cute.arch.sync_warp()
 				self.store(block, tile.group, row + first, rows - first, col)
 			elif rows - first >= SWAPPED_BLOCK:
@@ -109,6 +122,9 @@ class SwappedEpilogue:
 			else:
 				cute.arch.sync_warp()
 				self.store(block, tile.group, row + first, rows - first, col)
+		if cutlass.const_expr(config.result is not None):
+			if tile.rows <= config.tile.n:
+				self.quantized.finish(sf_row, num_blocks * SWAPPED_BLOCK, rows, col)
 		if cutlass.const_expr(self.block_store is not None):
 			# The next tile may stage blocks of another size in the same memory.
 			cute.arch.cp_async_bulk_wait_group(0, read=True)

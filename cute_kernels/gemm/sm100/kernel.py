@@ -33,7 +33,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
-from ...device.launch import env_stream
+from ...device.launch import DSL_TYPES, env_stream
 from ..fakes import FakeArguments
 from ..loader import LoadWarp, TmaSource, each, paired
 from ..operands import OperandKind
@@ -229,6 +229,8 @@ class Sm100Gemm:
 	def stores(self, layouts: Layouts, out: cute.Tensor, z: cute.Tensor | None) -> Stores:
 		"""The TMA stores of one block of the output, and of what goes into an activation."""
 		stores, config = Stores(), self.config
+		if config.result is not None:
+			return stores
 		if not config.tile.swap_ab:
 			stores = stores._replace(direct=store_source(out, layouts.halves if config.is_gated else layouts.out))
 			if z is not None:
@@ -265,7 +267,7 @@ class Sm100Gemm:
 		pipeline.pipeline_init_arrive(cluster_shape_mn=(config.tile.num_ctas, 1))
 		shared = self.allocate_stages(smem, layouts)
 		acc_layout = layouts.acc_layout()
-		staged_out = self.allocate_output(smem, layouts, epilogue_tensors.out)
+		staged_out = self.allocate_output(smem, layouts)
 		column_scales = None
 		if cutlass.const_expr(config.column_scale_bytes > 0):
 			words = config.column_scale_bytes // 4
@@ -304,7 +306,9 @@ class Sm100Gemm:
 			if cutlass.const_expr(not config.tile.swap_ab):
 				halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
 				of_out = halves if config.is_gated else staged_out
-				store, z_store = OutputStore(store_atoms.direct, store_tensors.direct, of_out), None
+				store = z_store = None
+				if cutlass.const_expr(config.result is None):
+					store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
 				if cutlass.const_expr(config.keeps_z):
 					z_store = OutputStore(store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out)
 				direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
@@ -348,8 +352,8 @@ class Sm100Gemm:
 				out = out._replace(**{f"{name}_scales": made})
 		return out
 
-	def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts, out: cute.Tensor) -> cute.Tensor:
-		dtype = out.element_type
+	def allocate_output(self, smem: cutlass.memory.SmemAllocator, layouts: Layouts) -> cute.Tensor:
+		dtype = DSL_TYPES[self.config.out_dtype]
 		if self.config.tile.swap_ab:
 			layout = cute.make_layout(self.config.staged_bytes * 8 // dtype.width)
 			return smem.allocate_tensor(dtype, layout, byte_alignment=1024)

@@ -7,10 +7,11 @@ from ...device.constants import WARP_SIZE
 
 
 class NamedBarrierId(enum.IntEnum):
-	"""Hardware barriers; 0 is the one of ``sync_threads``."""
+	"""Hardware barriers; 0 is the one of ``sync_threads``, and warps that share blocks have one each from the last on."""
 
 	TMEM = 1
 	EPILOGUE = 2
+	FIRST_SHARED = 3
 
 
 @dataclasses.dataclass(frozen=True)

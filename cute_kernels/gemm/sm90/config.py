@@ -189,7 +189,8 @@ class Sm90GemmConfig(GemmConfig):
 	def has_blocks(self, tile: Any) -> bool:
 		# The warps that store a tile have them, or all warpgroups of its CTA.
 		is_whole = (tile.m if tile.swap_ab else tile.n) == 2 * QUANTIZED_COLS and tile.swap_ab == (tile.consumers == 4)
-		return self.quantizes_to is None or is_whole and self.promotes and self.out_dtype != "float32"
+		takes = is_whole and self.promotes and self.is_gated and self.out_dtype != "float32"
+		return self.quantizes_to is None or takes
 
 	def can_implement(self, problem: GemmProblem) -> Support:
 		if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:

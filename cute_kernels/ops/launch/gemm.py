@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from cute_kernels.ops import registry
@@ -209,10 +210,12 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 		if prepare is not None:
 			a, b = prepare(a, b, offs)
 		out, z = outputs if keeps_z else (outputs[0], None)
-		out_scales = outputs[1] if is_quantized else None
+		out_scales, level = (*outputs[1:], None)[:2] if is_quantized else (None, None)
+		if level is not None:
+			level = dense(torch.abs(cast(Any, op).amax, out=level))
 		for kernel in kernels(accumulate, fresh):
 			# As GemmArguments names them; making one takes half a microsecond of every call.
-			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales, None)
+			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales, level, None)
 
 	return run
 

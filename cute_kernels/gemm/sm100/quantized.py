@@ -1,0 +1,163 @@
+"""What an activation makes of rows, to codes and block scales.
+
+Rows of scales lie in slots: those that no row has in a group's last tile of 128 are zeros, as the
+quantizer leaves them, and so are those past the last block in a tile of scales.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from ...device.absmax import fmax
+from ...device.codecs import Level
+from ...device.constants import WARP_SIZE
+from ...device.memory import load_shared, store_global, store_global_byte, store_shared
+from ...device.ptx import bits_as_f32, f32_as_bits, select
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
+from ...layout.slots import TILE_ROWS
+from ..activated import Quantizer, store_if
+from ..output import EpilogueTensors
+from .warp_schedule import NamedBarrierId
+
+if TYPE_CHECKING:
+	from .config import Sm100GemmConfig
+
+#: Words of the longest vector that is stored, and columns of the product of a CTA with swapped operands.
+_MOST_WORDS, _SWAPPED_COLUMNS = 8, 128
+
+
+class QuantizedRows:
+	"""What becomes of rows of a tile, each of which a thread has a part of."""
+
+	def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors):
+		self.config = config
+		self.tensors = tensors
+		self.quantizer = Quantizer(config)
+		self.codec = self.quantizer.codec
+		self.halves = 1 + config.is_gated
+		self.block, self.is_tiled = self.codec.block, self.codec.fmt.scale.layout == "tiles_128x4"
+		self.cols = tensors.columns(config)
+		#: Columns of the scales of a word.
+		self.word_columns = self.block * (SF_TILE_COLS if self.is_tiled else 1)
+
+	def level(self, group: Int32) -> Level:
+		"""The second level of a group."""
+		amax = self.tensors.level
+		return () if amax is None else self.codec.second_level(amax[group])
+
+	def scale_at(self, slot: Int32, col: Int32) -> Int64:
+		"""Where the scale of a slot row goes, of the block of a column."""
+		scales, block = self.tensors.scales, col // self.block
+		at = scales.iterator.toint()
+		if not self.is_tiled:
+			return at + (Int64(block) * scales.stride[0] + slot) * 4
+		tile = Int64(slot // TILE_ROWS) * scales.shape[1] + block // SF_TILE_COLS
+		return at + tile * SF_TILE_BYTES + (slot % 32 * 16 + slot % TILE_ROWS // 32 * SF_TILE_COLS + block % SF_TILE_COLS)
+
+	def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, left: Int32) -> None:
+		"""Store codes of columns that exist, if the row does: ``left`` is more than 0."""
+		out, at_once, per_word = self.tensors.out, min(4, self.codec.code_words), self.block // self.codec.code_words
+		address = out.iterator.toint() + Int64(row) * out.stride[1] + self.codec.code_bytes(col)
+		for i in range(0, len(codes), _MOST_WORDS):
+			words, at, cols = codes[i : i + _MOST_WORDS], address + 4 * i, self.cols - col - i * per_word
+			# At once where all exist and are aligned, which the pitch of rows decides.
+			whole = ((at & Int64(4 * len(words) - 1)) == 0) & (cols >= len(words) * per_word)
+			store_if(at, words, (select(whole, left, Int32(0)), 0), (cols, 0))
+			rest = select(whole, Int32(0), left)
+			for j in range(0, len(words), at_once):
+				store_if(at + 4 * j, words[j : j + at_once], (rest, 0), (cols, j * per_word))
+
+	def store_blocks(self, words: list[Uint32], starts: list[Int32], row: Int32, left: Int32, level: Level) -> Uint32:
+		"""Store codes of whole blocks, whose parts begin at columns ``starts``; the word of their scales."""
+		size, codes, joined = self.block // 2, [], Uint32(0)
+		for i in range(0, len(words), size):
+			part = words[i : i + size]
+			made, stored = self.quantizer.encode(part, self.quantizer.amax(part), level)
+			codes += made
+			stored = select(starts[0] + 2 * i < self.cols, stored, Uint32(0))
+			joined = joined | (stored << (8 * i // size)) if i else stored
+		each = len(codes) // len(starts)
+		for i, col in enumerate(starts):
+			self.store_codes(codes[i * each : (i + 1) * each], row, col, left)
+		return joined
+
+	def store_word(self, word: Uint32, slot: Int32, col: Int32, left: Int32, in_slots: Int32) -> None:
+		"""Store the scales of a slot row of which ``col`` is one of the columns; zeros unless the row exists."""
+		at = self.scale_at(slot, col) & Int64(-4)
+		exists = self.cols - col // self.word_columns * self.word_columns
+		store_if(at, [select(left > 0, word, Uint32(0))], (in_slots, 0), (exists, 0))
+
+
+class StagedRows(QuantizedRows):
+	"""That of tiles with swapped operands: a lane has a row of 32 columns of the product, of a block or less.
+
+	Args:
+	  amaxes: shared memory of this warp for those of rows of two blocks.
+	"""
+
+	def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors, amaxes: Int32):
+		super().__init__(config, tensors)
+		self.lane = cute.arch.lane_idx()
+		warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+		#: Warps that have a part of a block each, and the barrier between them.
+		self.sharing = config.sharing_warps
+		self.barrier = NamedBarrierId.FIRST_SHARED + warp // self.sharing
+		self.own, self.pitch = amaxes + self.lane * 4, config.staged_bytes // 4
+		self.first = self.own - warp % self.sharing * self.pitch
+
+	@cute.jit
+	def sync(self) -> None:
+		"""Wait for the warps that share blocks."""
+		if cutlass.const_expr(self.sharing > 1):
+			cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.sharing * WARP_SIZE)
+
+	def shared(self, amax: Float32, place: Int32) -> Float32:
+		"""The amax of a block from that of this warp's part."""
+		if self.sharing > 1:
+			store_shared(self.own + place, [f32_as_bits(amax)])
+			self.sync()
+			parts = (self.first + place + i * self.pitch for i in range(self.sharing))
+			amax, *others = (bits_as_f32(load_shared(part, 1)[0]) for part in parts)
+			for other in others:
+				amax = fmax(amax, other)
+		return amax
+
+	def store(
+		self, vectors: list[list[Uint32]], row: Int32, slot: Int32, left: Int32, col: Int32, step: Int32, level: Level
+	) -> None:
+		"""Quantize the ``step``-th row of a tile that a lane has, from column ``col`` of the product on."""
+		words, at_once = [], 2 * self.halves
+		for i in range(0, len(vectors), at_once):
+			words += self.quantizer.activate(vectors[i : i + at_once])
+		size = min(self.block // 2, len(words))
+		for i in range(0, len(words), size):
+			part, at = words[i : i + size], col // self.halves + 2 * i
+			amax = self.shared(self.quantizer.amax(part), step % 2 * (WARP_SIZE * 4))
+			codes, stored = self.quantizer.encode(part, amax, level)
+			self.store_codes(codes, row, at, left)
+			self.store_scale(select(left > 0, stored, Uint32(0)), slot, at)
+
+	@cute.jit
+	def store_scale(self, stored: Uint32, slot: Int32, col: Int32) -> None:
+		"""Store the scale of a block that begins at a column, and zeros after the last one."""
+		if (col % self.block == 0) & (col < self.cols):
+			at = self.scale_at(slot, col)
+			if cutlass.const_expr(not self.is_tiled):
+				store_global(at, [stored])
+			else:
+				store_global_byte(at, stored)
+				if col + self.block == self.cols:
+					for i in cutlass.range(1, SF_TILE_COLS - col // self.block % SF_TILE_COLS, unroll=1):
+						store_global_byte(at + i, Uint32(0))
+
+	@cute.jit
+	def finish(self, slot: Int32, first: Int32, rows: Int32, col: Int32) -> None:
+		"""Zeros for the scales of the slots of a group's last tile from the ``first`` on, after ``rows`` rows."""
+		end, cols = rows + ((0 - (slot + rows)) & (TILE_ROWS - 1)), _SWAPPED_COLUMNS // self.halves
+		col, warp = col // _SWAPPED_COLUMNS * cols, cute.arch.warp_idx()
+		for at in cutlass.range(first + warp * WARP_SIZE, end, _SWAPPED_COLUMNS, unroll=1):
+			for after in cutlass.range_constexpr(0, cols, self.word_columns):
+				self.store_word(Uint32(0), slot + at + self.lane, col + after, Int32(0), Int32(1))
