@@ -63,12 +63,10 @@ class TileShape:
 
 	@property
 	def rows(self) -> int:
-		"""Rows of the output that a cluster covers."""
 		return self.n if self.swap_ab else self.cluster_m
 
 	@property
 	def cols(self) -> int:
-		"""Columns of the output that a cluster covers."""
 		return self.cluster_m if self.swap_ab else self.n
 
 
@@ -77,14 +75,9 @@ class RowPart:
 	"""The row tiles of an m_grouped product that one kernel takes, where several share it.
 
 	A group is cut into tiles of ``chunk`` rows and one of what is left. Every tile is taken by the
-	kernel whose range holds its rows, so large groups get wide tiles and small ones narrow tiles
-	without the host knowing which are which.
-
-	Attributes:
-	  chunk: rows of the largest tiles of all parts.
-	  least: this part's tiles have more rows than that,
-	  most: and at most that many.
-	  follows: it comes after another part, and starts on the SMs that are done with that one.
+	kernel whose range, from ``least`` (exclusive) to ``most``, holds its rows, so large groups get wide tiles and
+	small ones narrow tiles without the host knowing which are which. A part that ``follows`` another
+	starts on the SMs that are done with that one.
 	"""
 
 	chunk: int
@@ -97,15 +90,8 @@ class RowPart:
 class GemmProblem:
 	"""The facts of a call that decide which kernels can run it; all known on the host.
 
-	Attributes:
-	  operand: name of the operand kind.
-	  grouping: ``"m_grouped"`` for (T, K) x (G, N, K), ``"k_grouped"`` for two ragged operands.
-	  out_dtype: name of the output's dtype.
-	  groups: G.
-	  rows: T, the rows of the buffer; in a k_grouped product of slots, the most they hold.
-	  n: columns of the output.
-	  m: columns of A in a k_grouped product.
-	  k: K of an m_grouped product.
+	``rows`` is T, the rows of the buffer, or of slots in a k_grouped product the most they hold; ``n`` are columns of
+	the output, ``m`` those of A in a k_grouped product, ``k`` is K of an m_grouped one.
 	"""
 
 	operand: str
@@ -183,17 +169,11 @@ class GemmConfig(abc.ABC):
 	"""One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
 	Attributes:
-	  operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one.
-	  grouping: see the module.
-	  out_dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
+	  operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one, ``b_operand``.
 	  row_scaled: the second level of A is one amax per row instead of one per group.
 	  bias_dtype: dtype of a (G, N) bias, None without one.
 	  has_alpha: one fp32 factor a group.
-	  accumulate: add to what the output holds.
 	  transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
-	  zero_tail: write zeros into the tail of an m_grouped product.
-	  tile: one of ``tile_shapes``.
-	  b_operand: name of the kind of B where it is not that of A.
 	  pow2_scales: fp32 block scales of both operands are powers of two.
 	  gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
 	  activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
@@ -323,12 +303,10 @@ class GemmConfig(abc.ABC):
 
 	@property
 	def result(self) -> Format | None:
-		"""The record of ``quantizes_to``."""
 		return None if self.quantizes_to is None else parse(self.quantizes_to)
 
 	@property
 	def is_gated(self) -> bool:
-		"""Whether two columns of the product become one of the output."""
 		return self.act is not None and self.act.is_gated
 
 	@property
@@ -365,7 +343,6 @@ class GemmConfig(abc.ABC):
 
 	@property
 	def instruction_k(self) -> int:
-		"""Elements of K that one instruction contracts."""
 		return self.kind.instruction_k
 
 	@property

@@ -29,11 +29,8 @@ K_MULTIPLE = 16
 class QuantizeProblem:
 	"""The facts of a call that decide which kernels can run it.
 
-	Attributes:
-	  dtype: name of the dtype of the plain side, or of what its prologue makes.
-	  cols: K.
-	  grouping: ``"ragged"`` for (T, K) with offs, ``"uniform"`` for (G, N, K).
-	  prologue: what makes the elements of the input, None if they are the input's.
+	``dtype`` is that of the plain side, or of what its prologue makes, ``cols`` K; ``grouping`` is ``"ragged"`` for
+	(T, K) with offs, ``"uniform"`` for (G, N, K).
 	"""
 
 	dtype: str
@@ -83,13 +80,7 @@ def _takes(config: AmaxConfig | CopyConfig, problem: QuantizeProblem, k_multiple
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig:
-	"""What all kernels of copies of a format are compiled for.
-
-	Attributes:
-	  format: canonical text of the format.
-	  dtype: name of the dtype of the plain side.
-	  grouping: how the rows fall into groups.
-	"""
+	"""What all kernels of copies of a format are compiled for: its canonical text, and the dtype of the plain side."""
 
 	format: str
 	dtype: str
@@ -100,15 +91,9 @@ class CopyConfig:
 class RowsConfig(CopyConfig):
 	"""The rowwise copy, row by row, from one read of the input.
 
-	A second level per row is a result; one per group is given. A team of ``warps_per_row`` warps
-	holds one row in registers at a time, or a team of one warp holds several short rows.
-
-	Attributes:
-	  warps_per_row: warps of a team: 1, 2, 4, 8 or 16.
-	  num_stages: how many times what a team holds is in flight.
-	  rows_per_warp: rows that a team of one warp holds: 1, 2, 4 or 8.
-	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-	  prologue: what makes the elements of the input; None if they are the input's.
+	A second level per row is a result; one per group is given. A team of ``warps_per_row`` (1, 2, 4, 8 or 16) warps
+	holds one row in registers at a time, or a team of one warp holds ``rows_per_warp`` (1, 2, 4 or 8) short rows;
+	``num_stages`` times what a team holds is in flight.
 	"""
 
 	warps_per_row: int = 4
@@ -131,7 +116,6 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def computes_amax(self) -> bool:
-		"""Whether the second level is per row, and a result."""
 		return _is_per_row(self.format)
 
 	@property
@@ -141,7 +125,6 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def num_compute_warps(self) -> int:
-		"""Warps that convert; one more loads."""
 		return 8 if self.is_light else 16
 
 	@property
@@ -154,7 +137,6 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def takes_amax(self) -> bool:
-		"""Whether the second level is per group, and given."""
 		return parse(self.format).second_level is not None and not self.computes_amax
 
 	@property
@@ -178,7 +160,6 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def max_cols(self) -> int:
-		"""The longest row that a team holds."""
 		size = DTYPE_BYTES[self.dtype]
 		if self.prologue is not None:
 			size = max(size, self.prologue.bytes_read)
@@ -270,14 +251,8 @@ class TokenValuesConfig(TokensConfig, ValuesConfig):
 class TileConfig(CopyConfig):
 	"""One or both copies, tile by tile, from one read once the amaxes are known.
 
-	Attributes:
-	  rowwise: write the rowwise copy.
-	  columnwise: write the columnwise copy.
-	  compute_amax: the amaxes are results: a first kernel computes them, so the input is read
-	    twice, the second time from L2 where it fits.
-	  arch: whose instructions it uses, ``"sm_90a"`` or ``"sm_100a"``.
-	  prologue: what makes the elements of the input; None if they are the input's.
-	  is_member: others are quantized by the same seed, and have blocks before it.
+	With ``compute_amax`` they are results: a first kernel computes them, so the input is read twice, the second time
+	from L2 where it fits. With ``is_member`` others are quantized by the same seed, and have blocks before it.
 	"""
 
 	rowwise: bool = True
@@ -334,7 +309,6 @@ class TileConfig(CopyConfig):
 
 	@property
 	def reports_amax(self) -> bool:
-		"""Whether the amaxes of groups are results beside codes that do not need them."""
 		return parse(self.format).takes_scale
 
 	@property
@@ -478,9 +452,8 @@ class OffsetsConfig:
 class DelayedConfig:
 	"""The update of delayed scaling.
 
-	Attributes:
-	  is_max: scales follow from the largest amax of the history, else from the last one.
-	  takes_amax: amaxes of the present step are given besides.
+	With ``is_max`` scales follow from the largest amax of the history, else from the last one; with ``takes_amax``
+	amaxes of the present step are given besides.
 	"""
 
 	is_max: bool = True
@@ -552,5 +525,4 @@ class DequantizeConfig(CopyConfig):
 		return _is_per_row(self.format, self.columnwise)
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
-		"""Whether the kernel takes ``problem``, whose dtype is the result's."""
 		return _takes_copies(self, problem, self.columnwise)

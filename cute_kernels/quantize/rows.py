@@ -58,15 +58,9 @@ _SECTOR = 32
 
 
 class SharedMemory(NamedTuple):
-	"""Pointers into shared memory.
+	"""Pointers into shared memory: stages of ``rows_per_warp`` rows, with ``packets`` saying what begins in each.
 
-	Attributes:
-	  rows: num_teams * num_stages stages of ``rows_per_warp`` rows.
-	  scales: scale bytes of each team's packet, row by row.
-	  packets: with a packet's first stage, what it is, see ``Packet``.
-	  partial: amax of each warp's part of a row, two deep.
-	  full: arrival barriers of the stages.
-	  empty: release barriers of the stages.
+	``scales`` are bytes of each team's packet, row by row, ``partial`` amaxes of each warp's part of a row, two deep.
 	"""
 
 	rows: cute.Pointer
@@ -88,11 +82,8 @@ class Output(NamedTuple):
 class Packet(NamedTuple):
 	"""What a stage says of the packet that begins in it.
 
-	Attributes:
-	  item: its number, ``_PACKETS`` times that of its slot tile.
-	  first: matrix row of the tile's first row.
-	  count: rows of the tile that exist; none end the work.
-	  group: the group.
+	``item`` is ``_PACKETS`` times the number of its slot tile, ``first`` the matrix row of that tile's first row,
+	``count`` the rows of the tile that exist; none end the work.
 	"""
 
 	item: Int32
@@ -104,16 +95,9 @@ class Packet(NamedTuple):
 class Lane(NamedTuple):
 	"""Where a thread is in its team.
 
-	Attributes:
-	  team: which team.
-	  warp: which warp of the CTA.
-	  lane: which thread of the team.
-	  part: which of the rows that the team holds at once.
-	  of_row: which of the lanes that share that row.
-	  num_pieces: pieces of a row.
-	  staged: where in shared memory the team's scale bytes are.
-	  places: likewise, where rows of a token go that is written to several.
-	  num_places: how many those are.
+	``lane`` counts in the team; ``part`` is which of the rows that the team holds at once, shared by lanes ``of_row``.
+	``staged`` is where in shared memory the team's scale bytes are, ``places`` where the ``num_places`` rows go that a
+	token is written to.
 	"""
 
 	team: Int32
@@ -227,7 +211,6 @@ class RowsQuantizer:
 			self.compute(index, offs, Output(amax, codes, scales), lane, shared)
 
 	def cols(self, x: cute.Tensor) -> Int32:
-		"""K."""
 		return x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 
 	def row_of(self, item: Int32, r: Int32 | int) -> Int32:
@@ -247,7 +230,6 @@ class RowsQuantizer:
 	def load(
 		self, x: cute.Tensor, index: cute.Tensor | None, offs: cute.Tensor | None, team: Int32, shared: SharedMemory
 	) -> None:
-		"""The loader: a lane finds the packets of its team and starts the copies of their rows."""
 		config = self.config
 		groups = Grouping.of(x, offs, index)
 		stage, phase, group = Int32(0), Int32(1), Int32(0)
@@ -309,7 +291,6 @@ class RowsQuantizer:
 				bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
 
 	def row_bytes(self, x: cute.Tensor) -> Int32:
-		"""Bytes of a row of the input."""
 		if self.maker is None:
 			return x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
 		return self.maker.row_bytes(self.cols(x))
@@ -325,7 +306,6 @@ class RowsQuantizer:
 	# ---- teams
 
 	def lane_of(self, warp: Int32, cols: Int32, shared: SharedMemory) -> Lane:
-		"""Where this thread is."""
 		team = warp // self.config.warps_per_row
 		lane = cute.arch.thread_idx()[0] - team * self.team_threads
 		part, of_row = (
@@ -363,7 +343,6 @@ class RowsQuantizer:
 	def convert_packet(
 		self, out: Output, packet: Packet, lane: Lane, stage: Int32, phase: Int32, parity: Int32, shared: SharedMemory
 	) -> tuple[Int32, Int32, Int32]:
-		"""A packet that has rows; gives the next stage, its phase and the next ``parity``."""
 		config = self.config
 		level = self.codec.zero_level()
 		if cutlass.const_expr(config.takes_amax):
@@ -417,7 +396,6 @@ class RowsQuantizer:
 	# ---- scales of a packet
 
 	def scale_words(self, lane: Lane) -> Int32:
-		"""Words of scales of a row: four bytes each, or one number."""
 		blocks = (lane.num_pieces + (self.sharing - 1)) // self.sharing
 		return (blocks + (SF_TILE_COLS - 1)) // SF_TILE_COLS if self.is_tiled else blocks
 
@@ -506,7 +484,6 @@ class RowsQuantizer:
 		return words, a
 
 	def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
-		"""The words of a lane's i-th block."""
 		return [words[i * self.piece_words + w] for w in range(self.piece_words)]
 
 	def twist(self, lane: Int32) -> Int32:
@@ -579,7 +556,6 @@ class RowsQuantizer:
 		scales_at: Int32,
 		lane: Lane,
 	) -> None:
-		"""Codes of a lane's j-th piece, and the scale of its block."""
 		after, block = j * self.lanes_per_row, self.block(words, j)
 		if cutlass.const_expr(self.at_once > 2 and self.piece_bytes == 16):
 			code = self.codec.encode_eight(block, factor)
@@ -605,7 +581,6 @@ class RowsQuantizer:
 
 	@cute.jit
 	def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:
-		"""The scale of the block of a piece to shared memory, by one of those that share it."""
 		if cutlass.const_expr(self.sharing == 1):
 			store_shared_byte(scales_at + piece, stored)
 		elif piece % self.sharing == 0:

@@ -35,10 +35,8 @@ _FRAGMENTS = SWAPPED_BLOCK // _FRAGMENT
 class SwappedEpilogue:
 	"""What becomes of a tile whose operands are swapped.
 
-	Args:
-	  staged: staged blocks of all warps in shared memory; this warp's begin at its share.
-	  block_store: TMA stores of them; None if none leave by TMA. Then a warp has one of them,
-	    otherwise it uses two by turns.
+	``staged`` are blocks of all warps in shared memory, ``block_store`` TMA stores of them, None if none leave by TMA:
+	then a warp has one of them, otherwise it uses two by turns.
 	"""
 
 	def __init__(
@@ -71,7 +69,6 @@ class SwappedEpilogue:
 
 	@cute.jit
 	def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
-		"""Rescale and store a tile."""
 		config = self.config
 		row, col, sf_row = tile.n_row, tile.m_row, tile.n_sf_row
 		if cutlass.const_expr(config.tile.swap_partial):
@@ -130,12 +127,10 @@ class SwappedEpilogue:
 			cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 	def fragment_row(self) -> Int32:
-		"""The first of this thread's two rows in a fragment."""
 		return self.lane % 4 * 2
 
 	@cute.jit
 	def load_biases(self, group: Int32, col: Int32) -> cute.Tensor | None:
-		"""Biases of this thread's four columns."""
 		bias = self.tensors.bias
 		if cutlass.const_expr(bias is None):
 			return None
@@ -172,7 +167,6 @@ class SwappedEpilogue:
 		return out
 
 	def rescale(self, values: cute.Tensor, factors: cute.Tensor | None, biases: cute.Tensor | None) -> None:
-		"""Multiply a block by the factors of its rows and add the biases of its columns."""
 		terms = cute.make_rmem_tensor(2, Float32)
 		for i in range(0, cute.size(values), 2):
 			pair = cute.make_tensor(values.iterator + i, cute.make_layout(2))

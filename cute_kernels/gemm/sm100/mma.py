@@ -18,13 +18,9 @@ _TILE_COLUMNS = SF_TILE_ROWS // TMEM_LANES
 
 
 class _StartedTile(NamedTuple):
-	"""What the stages of a tile have in common.
+	"""What the stages of a tile have in common: descriptors, of operands in the first stage.
 
-	Attributes:
-	  m: descriptor of operand M in the first stage, as that of N after it.
-	  instruction: descriptor of the instruction.
-	  blocks: units from one K block of operands M and N to the next.
-	  scales: block scales of operands M and N in tensor memory, if they have any.
+	``blocks`` are units from one K block to the next, ``scales`` block scales in tensor memory, if there are any.
 	"""
 
 	acc: Int32
@@ -36,11 +32,9 @@ class _StartedTile(NamedTuple):
 
 
 class _StagedScales(NamedTuple):
-	"""The block scales of one operand, in shared and in tensor memory.
+	"""The block scales of one operand, in shared and in tensor memory, there from ``column`` on.
 
-	Attributes:
-	  column: the first in tensor memory, from its start on.
-	  tiles: tiles of them side by side along M or N, and ``k_tiles`` along K of one stage.
+	``tiles`` of them lie side by side along M or N, and ``k_tiles`` along K of one stage.
 	"""
 
 	descriptor: Int64
@@ -49,7 +43,6 @@ class _StagedScales(NamedTuple):
 	k_tiles: int
 
 	def copy(self, tmem: Int32, stage: Int32, num_ctas: int) -> None:
-		"""Copy those of a stage into tensor memory; one thread issues."""
 		count, column = self.tiles * self.k_tiles, tmem + self.column
 		first = self.descriptor + Int64(stage) * (count * SF_TILE_BYTES // umma.UNIT)
 		for at in range(count):
@@ -83,7 +76,6 @@ class StageMma:
 
 	@cute.jit
 	def start(self, tile: WorkTile, which: Int32) -> _StartedTile:
-		"""What the stages of a tile have in common, with the accumulator numbered ``which``."""
 		config = self.config
 		m, n = self.m.first, self.n.first
 		blocks = self.m.block, self.n.block
@@ -124,7 +116,6 @@ class StageMma:
 				self.issue(tile, m, n, k_block, k_tile, left)
 
 	def issue(self, tile: _StartedTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32) -> None:
-		"""Multiply one K block of the stage whose elements are at ``m`` and ``n``."""
 		instruction, scales = tile.instruction, ()
 		if self.scales:
 			per_tile = self.config.mma_kind.k_blocks_of_scale_tile

@@ -20,13 +20,9 @@ from .warp_schedule import NamedBarrierId, WarpSchedule
 
 
 class Stages(NamedTuple):
-	"""Stages in shared memory, or their layouts.
+	"""Stages in shared memory, or their layouts: of elements, of block scales, and of codes where they are decoded.
 
-	Attributes:
-	  m: elements of operand M, as those of N after it.
-	  m_scales: block scales; None without.
-	  m_codes: codes, (rows, bytes, STAGE), where they are decoded.
-	  m_codes_scales: their block scales, (*``Codes.scales``, STAGE).
+	Codes are (rows, bytes, STAGE), their block scales (*``Codes.scales``, STAGE).
 	"""
 
 	m: Any
@@ -43,12 +39,9 @@ class Layouts:
 	"""Tiled MMAs and layouts of a configuration; made while tracing.
 
 	Attributes:
-	  tiled_mma: the MMA.
-	  elements: types of the elements of operands M and N.
 	  tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales: they
 	    are not split between a pair of CTAs and come in whole tiles of 128 rows.
-	  cluster: the CTAs of a cluster, (V, M, N, K).
-	  cluster_sf: the same for ``tiled_mma_sf``.
+	  cluster: the CTAs of a cluster, (V, M, N, K), and ``cluster_sf`` for ``tiled_mma_sf``.
 	  stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
 	  boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
 	  out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp together.
@@ -117,7 +110,6 @@ class Layouts:
 		)
 
 	def _codes(self, codes: Codes) -> dict[str, Any]:
-		"""Stages of codes, whose rows are one swizzle atom, and of their block scales."""
 		stages, scales = self.config.num_codes_stage, None
 		kinds = tcgen05.SmemLayoutAtomKind
 		swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]

@@ -38,12 +38,9 @@ def _descriptor(start: cute.Pointer, leading: int, stride: int, span: int) -> In
 
 
 class ElementStages(NamedTuple):
-	"""The elements of one operand in the stages.
+	"""The elements of one operand in the stages, contiguous along M or N if ``mn_major``, else along K.
 
-	Attributes:
-	  first: descriptor of the first K block of the first stage.
-	  block: units from one K block to the next, as ``stage`` from one stage to the next.
-	  mn_major: they are contiguous along M or N instead of along K.
+	``first`` describes the first K block of the first stage; ``block`` and ``stage`` are units from one to the next.
 	"""
 
 	kind: OperandKind
@@ -71,18 +68,14 @@ class ElementStages(NamedTuple):
 
 
 def scale_descriptor(stages: cute.Pointer) -> Int64:
-	"""Tiles of block scales that start at ``stages``."""
 	return _descriptor(stages, UNIT, SF_TILE_BYTES // 4, 0)
 
 
 def instruction_descriptor(operands: tuple[ElementStages, ElementStages], m: int, n: Int32 | int) -> Int32:
 	"""Shape and types of an instruction, and the first scales of a tile.
 
-	Args:
-	  operands: operands M and N.
-	  m: 128, or 256 with two CTAs.
-	  n: a multiple of 8, or of 16 with two CTAs; at most 256. Of 8-bit elements that are
-	    contiguous along N a multiple of 16, or of 32 with two CTAs.
+	``m`` is 128, or 256 with two CTAs; ``n`` a multiple of 8, or of 16 with two CTAs, at most 256. Of 8-bit elements
+	that are contiguous along N it is a multiple of 16, or of 32 with two CTAs.
 	"""
 	constant = m // 16 << 24
 	for i, operand in enumerate(operands):

@@ -106,12 +106,10 @@ class Sm90GemmConfig(GemmConfig):
 	"""One variant of the grouped GEMM for sm_90a.
 
 	Attributes:
-	  tile: one of ``SM90_TILES``; the rest as ``GemmConfig``.
 	  activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
 	  prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions for.
 	  split: sums of operands without block scales are promoted.
-	  part: the row tiles that this kernel takes where several share the product; None if it takes
-	    all of them.
+	  part: the row tiles that it takes where several kernels share the product; None for all.
 	"""
 
 	tile: Sm90Tile = Sm90Tile(128, 128)

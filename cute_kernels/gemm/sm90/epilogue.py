@@ -54,9 +54,6 @@ class PingPong:
 	"""Lets two consumer warpgroups through their epilogues by turns, the first one first.
 
 	So they are half an epilogue or more apart from then on: while one stores, the other multiplies.
-
-	Args:
-	  is_second: whether this is the second warpgroup.
 	"""
 
 	def __init__(self, is_second: Int32):
@@ -66,16 +63,13 @@ class PingPong:
 
 	@cute.jit
 	def start(self) -> None:
-		"""Give the first warpgroup its first turn."""
 		if self.is_second == 1:
 			self.end()
 
 	def begin(self) -> None:
-		"""Wait for this warpgroup's turn."""
 		cute.arch.barrier(barrier_id=self.own, number_of_threads=2 * WARPGROUP_SIZE)
 
 	def end(self) -> None:
-		"""Give the other warpgroup its turn."""
 		cute.arch.barrier_arrive(barrier_id=self.other, number_of_threads=2 * WARPGROUP_SIZE)
 
 	@cute.jit
@@ -168,7 +162,7 @@ class Epilogue:
 
 	@cute.jit
 	def store(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
-		"""Store a tile's accumulators, ((2, 2, N / 8), repeats along M, 1) of compact layout."""
+		"""``acc``: ((2, 2, N / 8), repeats along M, 1) of compact layout."""
 		config = self.config
 		shape = (2, 2, config.tile.n // 8, self.repeats)
 		acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
@@ -236,7 +230,6 @@ class Epilogue:
 
 	@property
 	def block_n(self) -> int:
-		"""Rows of operand N of a block."""
 		return self.block_rows if self.config.tile.swap_ab else self.block_cols
 
 	def wait_free(self) -> None:
@@ -274,7 +267,6 @@ class Epilogue:
 			self.copy(buffer, moved, 0, 0)
 
 	def sync(self) -> None:
-		"""Wait for the whole warpgroup."""
 		cute.arch.barrier(barrier_id=FIRST_EPILOGUE_BARRIER + self.group, number_of_threads=WARPGROUP_SIZE)
 
 	@cute.jit
@@ -336,7 +328,6 @@ class Epilogue:
 
 	@cute.jit
 	def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
-		"""Add the bias of the thread's two columns of the ``j``-th eight of operand N."""
 		addends = cute.make_rmem_tensor(4, Float32)
 		for i in cutlass.range_constexpr(2):
 			col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
@@ -436,7 +427,6 @@ class Epilogue:
 		return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 
 	def add(self, address: Int64, words: list[Uint32]) -> None:
-		"""Add a vector of fp32 values to the output."""
 		element = self.tensors.out.element_type
 		align = self.vector * element.width // 8
 		pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
@@ -453,11 +443,7 @@ class Epilogue:
 
 
 class StoreWarps:
-	"""The warpgroup that stores what consumer warpgroups staged.
-
-	Args:
-	  epilogues: makes the epilogue of a consumer warpgroup.
-	"""
+	"""The warpgroup that stores what consumer warpgroups staged, whose epilogues ``epilogues`` makes."""
 
 	def __init__(self, config: Sm90GemmConfig, tiles: TileReader, epilogues: Callable[[Int32], Epilogue]):
 		self.config = config
