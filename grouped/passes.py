@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 class Copies(NamedTuple):
 	"""A quantized operand: codes and what else a product reads, of each direction that is there.
 
-	Attributes:
-	  rowwise: the copy with blocks along K.
-	  columnwise: the copy with blocks along the rows of each group.
-	  amax: (G,) of what was quantized, where its scales were given: the next ones follow from it.
+	Blocks of the columnwise copy run along the rows of each group. ``amax`` is (G,) of what was quantized, where its
+	scales were given: the next ones follow from it.
 	"""
 
 	rowwise: list[Tensor] | None = None
@@ -42,10 +40,8 @@ class Copies(NamedTuple):
 class Scaling(NamedTuple):
 	"""The scales of a call under delayed scaling, and where the amaxes that it sees go.
 
-	Attributes:
-	  scales: (G,) fp32 of input, weight and grad_output.
-	  amaxes: (G,) fp32 of each: the largest of a step so far, written when the gradients of the
-	    call are computed; None if it does not count.
+	``scales`` are (G,) fp32 of input, weight and grad_output, ``amaxes`` of each the largest of a step so far, written
+	when the gradients of the call are computed; None if it does not count.
 	"""
 
 	scales: Sequence[Tensor]
@@ -61,13 +57,8 @@ class Scaling(NamedTuple):
 class Rows(NamedTuple):
 	"""Rows that are made where they are read: rows of a tensor by an index, or what becomes of them.
 
-	Attributes:
-	  x: (T, W).
-	  offs: (G,) end rows.
-	  at: (R,) int32, the row of ``x`` of each; None for all in order.
-	  inverse: (T, k) int32, the rows of each row of ``x``: with ``at``.
-	  activation: text of what is done to them; None for nothing.
-	  interleaved: as ``moe_activate`` takes it.
+	``at`` (R,) int32 is the row of ``x`` (T, W) of each, None for all in order; ``inverse`` (T, k) int32 beside it has
+	the rows of each row of ``x``. ``activation`` is the text of what is done to them, None for nothing.
 	"""
 
 	x: Tensor
@@ -115,7 +106,6 @@ class Epilogue(NamedTuple):
 
 
 def made(x: Tensor | Rows | Quantized) -> Tensor:
-	"""``x`` in memory."""
 	return x.made() if isinstance(x, Rows) else cast("Tensor", x)
 
 
@@ -125,12 +115,9 @@ Kept: TypeAlias = "tuple[list[Tensor] | None, list[Tensor] | None]"
 
 
 class WgradOperands(NamedTuple):
-	"""What the gradient of a weight is the product of.
+	"""What the gradient of a weight is the product of: columnwise copies, or tensors in a list if plain.
 
-	Attributes:
-	  dy: the gradient of the output: its columnwise copy, or itself in a list if plain.
-	  x: the input, likewise; if plain, an index of its rows may follow, and its inverse.
-	  offs: (G,) end rows.
+	After a plain ``x`` an index of its rows may follow, and its inverse.
 	"""
 
 	dy: list[Tensor]
@@ -139,13 +126,9 @@ class WgradOperands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-	"""What a backward pass found, as far as it was asked for.
+	"""What a backward pass found, as far as it was asked for: dx (T, K), dbias (G, N).
 
-	Attributes:
-	  dx: (T, K).
-	  wgrad: what the gradient of the weight is made of.
-	  dbias: (G, N).
-	  amax: (G,) of the gradient of the output, where its scales were given.
+	``amax`` is (G,) of the gradient of the output, where its scales were given.
 	"""
 
 	dx: Tensor | None
@@ -458,13 +441,8 @@ def wgrad_operand(
 ) -> tuple[list[Tensor], Tensor | None]:
 	"""What the gradient of the weight reads of the input, and its amax under delayed scaling.
 
-	For calls of which ``forward`` did not keep it.
-
-	Args:
-	  call: the call that is differentiated.
-	  x: (T, K), the input, or its columnwise copy.
-	  offs: (G,) end rows.
-	  scale: (G,) scales of ``x``, where its format takes them.
+	For calls of which ``forward`` did not keep it. ``x`` is the input (T, K), or its columnwise copy, ``scale`` (G,)
+	its scales where its format takes them.
 	"""
 	if isinstance(x, Copies):
 		return x.columnwise or [], None

@@ -64,7 +64,6 @@ class _Text:
 		return f"r{self._count}"
 
 	def result(self, value: _Number, names: Sequence[str]) -> None:
-		"""Give a number to the registers that come out."""
 		if value.packed is not None and self.width > 1:
 			self.lines.append(f"mov.b64 {{{', '.join(names)}}}, {value.packed};")
 		else:
@@ -72,7 +71,6 @@ class _Text:
 			self.lines += [f"mov.b32 {name}, {part};" for name, part in pairs]
 
 	def _packed(self, value: _Operand) -> str:
-		"""An operand of an instruction for all numbers."""
 		if isinstance(value, _Number):
 			if value.packed is None:
 				value.packed = self.register("b64")
@@ -86,7 +84,6 @@ class _Text:
 		return self.constants[pair]
 
 	def _parts(self, value: _Operand) -> Sequence[str]:
-		"""Operands of instructions for one number each."""
 		if not isinstance(value, _Number):
 			return [f"0f{_bits(value):08X}"] * self.width
 		if value.parts is None:
@@ -95,7 +92,6 @@ class _Text:
 		return value.parts
 
 	def all(self, name: str, *operands: _Operand) -> _Number:
-		"""An instruction that takes pairs."""
 		if self.width == 1:
 			return self.each(f"{name}.f32 {{0}}, " + _listed(len(operands)), *operands)
 		given = ", ".join(map(self._packed, operands))
@@ -269,14 +265,9 @@ def activated(
 ) -> list[list[Float32]]:
 	"""Elements that an activation makes, in fp32.
 
-	Args:
-	  act: the activation.
-	  is_gradient: its gradient with respect to its input is made.
-	  arch: whose instructions are used.
-	  inputs: as many numbers each: x, or A and B of a gated one; then the gradient of
-	    the result.
-	  quick: no x or A is below ``quick_from``; NaN may be there.
-	  with_value: what is differentiated is made, too.
+	``inputs`` are as many numbers each: x, or A and B of a gated one; then the gradient of the result, if
+	``is_gradient`` asks for that of the input. If ``quick`` no x or A is below ``quick_from``; NaN may be there. With
+	``with_value`` what is differentiated is made, too.
 
 	Returns:
 	  As many elements; of the gradient of a gated activation those of A, and those of B. Values last.

@@ -60,7 +60,6 @@ class Grouping:
 		return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
 
 	def num_tiles(self) -> Int32:
-		"""Slot tiles of the whole buffer."""
 		if self.offs is None:
 			return self.num_groups * self.tiles_each()
 		return self.num_rows // TILE_ROWS + self.num_groups

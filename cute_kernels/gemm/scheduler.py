@@ -57,12 +57,10 @@ class WorkTile(NamedTuple):
 	rows: Int32
 
 	def k_tiles(self, config: GemmConfig) -> Int32:
-		"""Stages along K."""
 		return (self.k_blocks + (config.k_blocks - 1)) // config.k_blocks
 
 
 def _record(buffer: cute.Tensor, stage: Int32) -> tuple[cute.Tensor, cute.Tensor]:
-	"""Both 16-byte halves of a tile record in shared memory."""
 	halves = []
 	for half in range(2):
 		address = buffer.iterator.toint() + (stage * TILE_WORDS + half * 4) * 4
@@ -92,23 +90,18 @@ class TileReader:
 
 	@cute.jit
 	def free(self, state: Any) -> None:
-		"""Free the place of the record at ``state``; in a ring of one that is any."""
 		with cute.arch.elect_one():
 			self.ring.consumer_release(state)
 
 	def new_state(self) -> Any:
-		"""Where a warp starts to read."""
 		return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.ring.num_stages)
 
 
 class TileScheduler:
 	"""The scheduler warp.
 
-	Args:
-	  buffer: its (stages * 8,) int32 in shared memory, and behind them one that CTAs pass on.
-	  extents: the sizes; a grouping uses some of them.
-	  counter: see ``GemmArguments``.
-	  numbers: by which the first CTA of a cluster passes on tiles' numbers; None where it is alone.
+	``buffer`` is its (stages * 8,) int32 in shared memory, and behind them one that CTAs pass on. By ``numbers``
+	the first CTA of a cluster passes on tiles' numbers; None where it is alone.
 	"""
 
 	def __init__(
@@ -164,7 +157,6 @@ class TileScheduler:
 		return cute.arch.block_idx()[0] // num_ctas, cute.arch.grid_dim()[0] // num_ctas
 
 	def num_listed(self) -> Int32:
-		"""Groups that have tiles."""
 		return self.offs.shape[0] + int(self.config.zero_tail)
 
 	@cute.jit
@@ -257,7 +249,6 @@ class TileScheduler:
 	def ragged_tile(
 		self, first: Int32, start: Int32, rows: Int32, before: Int32, upto: Int32, index: Int32, k_blocks: Int32
 	) -> WorkTile:
-		"""The record of the ``index``-th tile of a window."""
 		owner = cute.arch.popc(cute.arch.vote_ballot_sync(upto <= index))
 		group, local = first + owner, index - cute.arch.shuffle_sync(before, owner)
 		group_start, group_rows = cute.arch.shuffle_sync(start, owner), cute.arch.shuffle_sync(rows, owner)

@@ -67,11 +67,8 @@ def extents_of(config: GemmConfig, x: GemmArguments, m: cute.Tensor, n: cute.Ten
 def matrix_view(matrix: cute.Tensor, kind: OperandKind, mn_major: bool, depth: Any = None) -> cute.Tensor:
 	"""An operand's matrix, or one a group, as elements (rows, K, G or 1).
 
-	Args:
-	  matrix: ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``.
-	  kind: what it is made of.
-	  mn_major: rows are contiguous instead of K.
-	  depth: K where the matrix may be padded along it: TMA gives zeros for the padding; else None.
+	``matrix`` is ([G,] rows, K) with packed codes as bytes; ([G,] K, rows) if ``mn_major``. ``depth`` is K where it may
+	be padded along it: TMA gives zeros for the padding; else None.
 	"""
 	per_item = matrix.element_type.width // kind.bits
 	# TMA takes pitches of whole 16 bytes only; the argument's own stride promises that.

@@ -120,7 +120,6 @@ class ActivateKernel(GridKernel):
 			row += step
 
 	def inputs(self, x: cute.Tensor, row: Int32, column: Int32, cols: Int32) -> list[list[Float32]]:
-		"""A lane's numbers of x, or of A and B."""
 		if not self.act.is_gated:
 			return [self.load(x, row, column, _RUN, column, cols)]
 		if self.config.interleaved:
@@ -129,7 +128,6 @@ class ActivateKernel(GridKernel):
 		return [self.load(x, row, start + column, _RUN, column, cols) for start in (0, cols)]
 
 	def store_gradient(self, out: cute.Tensor, row: Int32, column: Int32, made: list[list[Float32]], cols: Int32) -> None:
-		"""Write the gradients of x, or of A and B."""
 		if not self.act.is_gated:
 			self.store(out, row, column, made[0], column, cols)
 		elif self.config.interleaved:

@@ -14,13 +14,7 @@ _ONE_CTA = 4096
 
 @dataclasses.dataclass(frozen=True)
 class RoutingConfig:
-	"""The stable counting sort of tokens by expert.
-
-	Attributes:
-	  ids: ``"int32"`` or ``"int64"``.
-	  ctas: of a cluster, each of which counts all pairs.
-	  warps: of each CTA, at most 32.
-	"""
+	"""The stable counting sort of tokens by expert; each of the CTAs of a cluster counts all pairs."""
 
 	ids: str = "int64"
 	ctas: int = 8
@@ -32,7 +26,6 @@ class RoutingConfig:
 
 	@classmethod
 	def choose(cls, ids: str, pairs: int) -> RoutingConfig:
-		"""The configuration for so many pairs."""
 		return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
 
 
@@ -72,11 +65,7 @@ class RouterGradientConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GatherConfig:
-	"""Rows by an index.
-
-	Attributes:
-	  width: bytes that a lane moves at once, which divide the bytes of a row: 16, 4 or 2.
-	"""
+	"""Rows by an index; a lane moves ``width`` bytes at once, which divide the bytes of a row: 16, 4 or 2."""
 
 	width: int = 16
 
@@ -86,7 +75,6 @@ class GatherConfig:
 
 	@classmethod
 	def choose(cls, row_bytes: int) -> Self:
-		"""The configuration for rows of so many bytes."""
 		return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
 
 
@@ -102,11 +90,7 @@ class SpreadConfig(GatherConfig):
 class CombineConfig:
 	"""The weighted sum of each token's rows.
 
-	Attributes:
-	  dtype: of the rows.
-	  out: of the sums.
-	  weighted: rows have weights.
-	  vectorized: rows and sums are read and written 16 bytes of a row at a time.
+	With ``vectorized`` rows and sums are read and written 16 bytes of a row at a time.
 	"""
 
 	dtype: str = "bfloat16"
@@ -121,17 +105,10 @@ class CombineConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ActivateConfig:
-	"""An activation of the rows of experts, or its gradient.
+	"""An activation of the rows of experts, or its gradient, with that of weights if rows have any.
 
-	Attributes:
-	  activation: its text.
-	  arch: whose instructions are used.
-	  dtype: of all rows.
-	  gradient: its gradient is made.
-	  weighted: rows have weights, which have gradients, too.
-	  interleaved: A and B of a gated activation alternate.
-	  ragged: rows of a tail are left alone.
-	  vectorized: eight columns of the result are 16 bytes of a row or more.
+	With ``ragged`` rows of a tail are left alone; with ``vectorized`` eight columns of the result are 16 bytes or
+	more.
 	"""
 
 	activation: str

@@ -115,7 +115,6 @@ class RouterKernel(GridKernel):
 
 	@cute.jit
 	def largest(self, keys: cute.Tensor) -> Uint32:
-		"""The largest of a warp's keys."""
 		best = keys[0]
 		for i in cutlass.range_constexpr(1, self.per_lane):
 			best = _larger(best, keys[i])
@@ -252,7 +251,6 @@ def _larger(a: Uint32, b: Uint32) -> Uint32:
 
 
 def _tree(total: Float32) -> Float32:
-	"""The sum of the lanes, in all of them."""
 	for i in range(5):
 		total = add_rn(total, cute.arch.shuffle_sync_bfly(total, WARP_SIZE >> (i + 1)))
 	return total
@@ -269,7 +267,6 @@ setp.nan.f32 p, $1, $1; selp.b32 $0, 0xFFFFFFFF, $0, p;
 
 
 def _number(key: Uint32) -> Float32:
-	"""The number of a key."""
 	text = """{
 .reg .b32 m;
 shr.s32 m, $1, 31; not.b32 m, m; or.b32 m, m, 0x80000000; xor.b32 m, m, $1; mov.b32 $0, m;

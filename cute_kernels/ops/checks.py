@@ -76,14 +76,7 @@ def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
 
 
 def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
-	"""``seed`` must be there for a stochastic format only, on the device of the argument ``first``.
-
-	Args:
-	  seed: (2,) int64, or None.
-	  fmt: what is quantized to.
-	  first: the name of an argument.
-	  device: its device.
-	"""
+	"""``seed``, (2,) int64, must be there for a stochastic format only, on the device of the argument ``first``."""
 	if not fmt.is_stochastic:
 		if seed is not None:
 			raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
@@ -129,17 +122,11 @@ def check_copy(
 	columnwise: bool,
 	shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-	"""Check one direction of a quantized tensor against ``layout.buffers``.
+	"""Check one direction of a quantized tensor, ``copy``, against ``layout.buffers``.
 
-	Args:
-	  codes_name: the argument that holds its codes.
-	  scales_name: the argument that lists the rest of ``Format.operand_names``.
-	  copy: both.
-	  fmt: its format.
-	  shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,).
-	  num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
-	  columnwise: which direction.
-	  shapes: (m, n) of each member of a tensor of one dimension.
+	``scales_name`` is the argument that lists the rest of ``Format.operand_names``. ``shape`` is (T, K) of a ragged
+	tensor, (G, N, K) of a uniform one, or (capacity,) with ``shapes``, (m, n) of each member; ``num_groups`` is G of a
+	ragged tensor, else None.
 	"""
 	codes, scales = copy
 	names = fmt.operand_names(columnwise)

@@ -67,9 +67,7 @@ Runner: TypeAlias = "Callable[..., None]"
 class Allocator:
 	"""Makes fresh tensors again and again, with all that is known about them worked out once.
 
-	Args:
-	  specs: the tensors; their ``zeroed`` is not looked at.
-	  device: where they are made.
+	Their ``zeroed`` is not looked at.
 	"""
 
 	def __init__(self, specs: Iterable[BufferSpec], device: torch.device) -> None:
@@ -92,12 +90,8 @@ class Allocator:
 class _Plan:
 	"""What the metadata of a call decides: the outputs, and ``run``, what computes them.
 
-	Args:
-	  op: a call.
-	  outputs: the outputs.
-	  run: what computes them.
-	  zeroed: fresh outputs are zeroed before, whatever their specs say.
-	  fills_fresh: ``run`` takes ``fresh=True`` and then writes the zeros that the specs ask for.
+	If ``zeroed``, fresh outputs are zeroed before, whatever their specs say; if ``fills_fresh``, ``run`` takes
+	``fresh=True`` and then writes the zeros that the specs ask for.
 	"""
 
 	def __init__(
@@ -465,11 +459,9 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 
 
 def is_observed(args: Sequence[Any], plain: frozenset[type] = PLAIN) -> bool:
-	"""Whether something must see a call with these arguments, so it must go to the dispatcher.
+	"""Whether something must see a call with these arguments, tensors or lists of some.
 
-	Args:
-	  args: the arguments; tensors may be in lists.
-	  plain: classes of tensors that the callee takes without the dispatcher.
+	Then it must go to the dispatcher; the callee takes tensors of ``plain`` classes without.
 	"""
 	return is_any_observed() or is_any_watched(args, plain, torch.is_grad_enabled())
 

@@ -113,14 +113,9 @@ def _anything(*_: Any) -> bool:
 class Recording:
 	"""A call that can be repeated. It holds none of its tensors.
 
-	Args:
-	  count: how many values are given; those of constants and of what is made have places behind them.
-	  offsets: of given tensors by their places, how far from an aligned address they are; None of one that
-	    wraps others.
-	  index: that of their GPU.
-	  constants: by their places.
-	  steps: what is done.
-	  found: places of what it returns, beside ``more``.
+	``count`` values are given; those of constants and of what is made have places behind them. ``offsets`` are of given
+	tensors by their places, how far from an aligned address they are; None of one that wraps others. ``index`` is that
+	of their GPU, ``found`` are places of what it returns, beside ``more``.
 	"""
 
 	def __init__(

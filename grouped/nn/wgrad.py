@@ -83,12 +83,9 @@ class Wgrads:
 class ParameterGradients:
 	"""What happens to the gradients of the parameters of one call of a layer.
 
-	Args:
-	  weights: the parameter that the weight consists of, or that of each group, by name.
-	  biases: likewise of the bias; empty if there is none.
-	  fuse: the weight's gradient is written into ``main_grad``.
-	  overwrite: what ``main_grad`` held is dropped.
-	  store: where they wait until they are asked for; None if they are due at once.
+	``weights`` are the parameter that the weight consists of, or that of each group, by name, ``biases`` likewise. With
+	``fuse`` the weight's gradient is written into ``main_grad``, which drops what that held with ``overwrite``. Gradients
+	wait in ``store`` until they are asked for; None if they are due at once.
 	"""
 
 	weights: dict[str, Tensor]

@@ -49,8 +49,7 @@ _SMEM_RESERVED = 2048
 class Sm100Tile(TileShape):
 	"""What the tensor core works on at a time.
 
-	Attributes:
-	  swap_partial: as ``swap_ab``, only in the last tile of a group and if that is partial.
+	``swap_partial`` is ``swap_ab``, only in the last tile of a group and if that is partial.
 	"""
 
 	swap_partial: bool = False
@@ -75,13 +74,9 @@ SM100_TILES = (
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-	"""An operand that is decoded, in one CTA.
+	"""An operand, ``"m"`` or ``"n"``, that is decoded, in one CTA.
 
-	Attributes:
-	  side: ``"m"`` or ``"n"``, the operand.
-	  kind: what it is made of.
-	  rows: its rows in a tile.
-	  pairs_rows: those are of both halves by turns.
+	With ``pairs_rows`` its rows are of both halves by turns.
 	"""
 
 	side: str
@@ -120,7 +115,7 @@ class Codes:
 
 @dataclasses.dataclass(frozen=True)
 class Sm100GemmConfig(GemmConfig):
-	"""One variant of the grouped GEMM for sm_100a; attributes as ``GemmConfig``."""
+	"""One variant of the grouped GEMM for sm_100a."""
 
 	tile: Sm100Tile = Sm100Tile(128, 128)
 
@@ -205,7 +200,6 @@ class Sm100GemmConfig(GemmConfig):
 
 	@property
 	def mma_kind(self) -> OperandKind:
-		"""What A is made of where the tensor core reads it."""
 		return self._taken(self.kind)
 
 	@property
@@ -339,12 +333,8 @@ class Sm100GemmConfig(GemmConfig):
 class ScaleTilesConfig:
 	"""One variant of the kernel that makes E8M0 tiles of fp32 scales, or puts those of B in order.
 
-	Attributes:
-	  a_squares: those of A are of squares.
-	  b_squares: those of B are.
-	  is_b_uniform: B has a matrix of them for each group.
-	  pairs_rows: row 2 i + h of tiles of B is row i of half h.
-	  has_tiles: there are tiles, and only those of B change.
+	Scales are of squares or of rows, and B may have a matrix of them for each group. With ``pairs_rows`` row 2 i + h
+	of tiles of B is row i of half h; with ``has_tiles`` there are tiles, and only those of B change.
 	"""
 
 	a_squares: bool

@@ -27,11 +27,7 @@ class Product(NamedTuple):
 
 
 class Consumer:
-	"""A consumer warpgroup.
-
-	Args:
-	  promoter: what promotes the sums of each stage; None if nothing does.
-	"""
+	"""A consumer warpgroup; ``promoter`` promotes the sums of each stage, if anything does."""
 
 	def __init__(
 		self,
@@ -131,7 +127,6 @@ class Consumer:
 
 	@cute.jit
 	def multiply_tile(self, tile: WorkTile, state: Any) -> Any:
-		"""Add a tile's products to the sums; the next state of the stages."""
 		if cutlass.const_expr(self.config.promotes):
 			state = self.multiply_promoted(tile, state)
 		else:
@@ -140,7 +135,6 @@ class Consumer:
 
 	@cute.jit
 	def pass_by(self, tile: WorkTile, state: Any) -> Any:
-		"""Free the stages of a tile in which this warpgroup has no row."""
 		for _ in cutlass.range(tile.k_tiles(self.config), unroll=1):
 			self.ab_pipeline.consumer_wait(state)
 			self.ab_pipeline.consumer_release(state)
@@ -174,7 +168,6 @@ class Consumer:
 
 	@cute.jit
 	def promote_stage(self, tile: WorkTile, state: Any, k_tile: Int32) -> None:
-		"""Multiply a tile's ``k_tile``-th stage, promote its sums and free it."""
 		promoter: Any = self.promoter
 		self.wait(state)
 		scales = None

@@ -51,12 +51,7 @@ if TYPE_CHECKING:
 class Sources(NamedTuple):
 	"""Something of each tensor that TMA moves: the copies, their coordinates, or both.
 
-	Attributes:
-	  m: operand M.
-	  n: operand N.
-	  m_scales: operand M's block scales, of tiles or of single rows; None without.
-	  n_scales: operand N's, of single rows; None without.
-	  out: the output, which TMA writes; None if it does not.
+	Operand M's block scales are of tiles or of single rows, operand N's of single rows.
 	"""
 
 	m: Any

@@ -43,11 +43,9 @@ def _fma(a: Float32, b: Float32, c: Float32) -> Float32:
 
 
 class StageScales(NamedTuple):
-	"""Scales of one stage that a thread has in registers.
+	"""Scales of one stage that a thread has in registers: ``m`` of its two rows of operand M.
 
-	Attributes:
-	  m: of its two rows of operand M.
-	  n: of operand N's square of each part; None where columns have scales of their own.
+	``n`` are of operand N's square of each part; None where columns have scales of their own.
 	"""
 
 	m: tuple[Any, Any]
@@ -58,12 +56,8 @@ class Promoter:
 	"""Promotes the partial sums of one warpgroup, 64 rows of operand M by ``partial_n`` columns.
 
 	A thread has rows r and r + 8 of 16 a warp, and columns 8 j + 2 q and the next for its place q
-	in a quad.
-
-	Args:
-	  stages: the stages, whose scales of single rows are read.
-	  squares: scales of squares of operands M and N, (blocks along rows, blocks along K, groups);
-	    None each where there are none.
+	in a quad. ``squares`` are scales of squares of operands M and N, (blocks along rows, blocks along K,
+	groups); None each where there are none.
 	"""
 
 	def __init__(self, config: Sm90GemmConfig, stages: Stages, squares: tuple[cute.Tensor | None, ...], cta: Int32):
@@ -130,14 +124,12 @@ class Promoter:
 		return StageScales((squares[0], squares[0]), n)
 
 	def first_columns(self, part: int, stage: Int32) -> list[tuple[Float32, Float32]]:
-		"""Scales of the first columns of a part, ``_AHEAD`` times eight, if columns have them."""
 		if not self.has_columns:
 			return []
 		count = min(_AHEAD, self.config.partial_n // 8)
 		return [self.column_pair(part, j, stage) for j in range(count)]
 
 	def column_pair(self, part: int, j: int, stage: Int32) -> tuple[Float32, Float32]:
-		"""Scales of the thread's two columns of the ``j``-th eight of a part."""
 		at = part * self.config.partial_n + j * 8 + stage * self.config.row_scales[1]
 		first, second = load_shared(self.n_rows + at * 4, 2)
 		return bits_as_f32(first), bits_as_f32(second)

@@ -36,15 +36,9 @@ _EIGHT, _QUARTER, _QUARTERS = 8, 32, 4
 class LaneRows(NamedTuple):
 	"""What a lane has of a tile's rows.
 
-	Attributes:
-	  mate: which of its rows' lanes it is.
-	  source: where the first chunk of its columns of its first row is.
-	  staged: where the scale of its block of that row goes.
-	  live: rows of the tile from that one on.
-	  target: where the codes of that row go.
-	  pitch: bytes from one row of codes to the next.
-	  is_wide: all of its columns exist, and one store takes their codes.
-	  left: columns from its first one on.
+	``mate`` is which of its rows' lanes it is. Of its first row, ``source`` is where the first chunk of its columns
+	is, ``staged`` where the scale of its block goes and ``target`` where the codes go; ``live`` rows of the tile and
+	``left`` columns follow. If ``is_wide`` all of its columns exist, and one store takes their codes.
 	"""
 
 	mate: Int32
@@ -107,7 +101,7 @@ class ByteRowConverter:
 		places: TilePlaces,
 		seen: Uint32,
 	) -> Uint32:
-		"""A warp's rows; gives ``seen`` with the largest magnitudes of them, packed."""
+		"""Gives ``seen`` with the largest magnitudes of the warp's rows, packed."""
 		mate, row = self.place()
 		first = part * _EIGHT + row
 		pitch = Int64(codes.stride[len(codes.stride) - 2])
@@ -143,7 +137,6 @@ class ByteRowConverter:
 
 	@cute.jit
 	def convert_eight(self, level: Level, lane: LaneRows, q: Int32, places: TilePlaces, seen: Uint32) -> Uint32:
-		"""The warp's eight rows of a quarter of the tile, several at a time."""
 		for after in cutlass.range_constexpr(0, _EIGHT, self.rows_at_once):
 			rows_on = q * _QUARTER + after
 			# Rows of one lane differ in a bit of the swizzle besides.
@@ -168,7 +161,6 @@ class ByteRowConverter:
 		return at + mate * self.width // self.tile.box_cols * BOX_SIZE
 
 	def load(self, at: Int32, after: Int32) -> list[Uint32]:
-		"""A lane's columns of the row that is so many bytes on."""
 		places = [(at ^ (c * 16)) + after for c in range(self.chunks)]
 		return [word for place in places for word in load_shared(place, 4)]
 
@@ -177,12 +169,7 @@ class ByteRowConverter:
 	) -> tuple[Uint32 | None, Float32]:
 		"""The scale of a lane's block as it is stored, and its encode factor.
 
-		Args:
-		  packed: the largest magnitudes of its part of the block, packed.
-		  level: the second level.
-		  q: the quarter of the tile that the row is in.
-		  mate: which of its row's lanes it is.
-		  places: where squares are.
+		``packed`` are the largest magnitudes of its part of the block, ``q`` the quarter of the tile with the row.
 		"""
 		if not self.codec.has_scales:
 			return self.codec.block_scale(Float32(0.0), level)
@@ -207,7 +194,6 @@ class ByteRowConverter:
 
 	@cute.jit
 	def stage(self, stored: Uint32, staged: Int32, q: Int32, after: int, mate: Int32) -> None:
-		"""Put a block's scale where ``write_scales`` reads it."""
 		if mate % self.sharing == 0:
 			if cutlass.const_expr(self.is_tiled):
 				store_shared_byte(staged + q * SF_TILE_COLS + after * 16, stored)
@@ -242,7 +228,6 @@ class ByteRowConverter:
 
 	@cute.jit
 	def store(self, lane: LaneRows, target: Int64, words: list) -> None:
-		"""Codes of those of a lane's columns that exist, a multiple of 16."""
 		half = _HALF_STORE // 4
 		if cutlass.const_expr(self.width == _HALF_STORE):
 			store_global_past_l1(target, words)

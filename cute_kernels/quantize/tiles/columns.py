@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 
 class LanePlace(NamedTuple):
-	"""What a lane has of a tile.
+	"""What a lane has of a tile: its first row and box, and which word of a box's rows.
 
-	Attributes:
-	  first_row: the first of its rows.
-	  first_box: the first of its boxes.
-	  word: which word of a box's rows.
-	  twist: it reads row r ^ twist of eight where others read row r.
+	It reads row r ^ ``twist`` of eight where others read row r.
 	"""
 
 	first_row: Int32
@@ -69,7 +65,6 @@ class ColumnConverter:
 		self.in_order = self.is_transformed or codec.chooses_scales
 
 	def place(self, part: Int32) -> LanePlace:
-		"""What a lane of warp ``part`` of a team has of the tile."""
 		lane = cute.arch.lane_idx()
 		if self.skips_rows:
 			return LanePlace(part // 2 * self.num_rows, part % 2 * self.num_boxes, lane, 0)
@@ -163,7 +158,6 @@ class ColumnConverter:
 		return codes_of, pairs_of
 
 	def order(self, mine: LanePlace) -> Int32 | int:
-		"""The twist of the words of ``load_block``."""
 		return 0 if self.in_order else mine.twist
 
 	def load_block(self, lanes_at: list[Int32], block: int, twist: Int32 | int) -> list[Uint32]:
@@ -177,7 +171,6 @@ class ColumnConverter:
 		return transform_words(words, self.arch) if self.is_transformed else words
 
 	def load_squares(self, row_block: Int32, col: Int32, places: TilePlaces) -> list[list[Float32]]:
-		"""What ``Chooser`` has stored of two square blocks, one below the other."""
 		pitch = 4 * self.tile.col_blocks
 		at = places.squares + (row_block * self.tile.col_blocks + col // self.codec.block) * 4
 		loaded = [bits_as_f32(load_shared(at + i * pitch, 1)[0]) for i in range(2)]
@@ -223,7 +216,6 @@ class ColumnConverter:
 		scale_words: list | None,
 		places: TilePlaces,
 	) -> None:
-		"""A lane's codes of its columns, and their scales to shared memory."""
 		if cutlass.const_expr(self.codec.has_scales):
 			self.store_scales(scale_words, first_row, col, places)
 		k = what.col_tile * TILE_COLS + col
@@ -243,7 +235,6 @@ class ColumnConverter:
 
 	@cute.jit
 	def store_scales(self, scale_words: list, first_row: Int32, col: Int32, places: TilePlaces) -> None:
-		"""Scale bytes of a lane's columns to shared memory, where ``write_scales`` reads them."""
 		half = first_row // (TILE_ROWS // 2)
 		at = places.scales_t + (half * TILE_COLS + col) * 4
 		if cutlass.const_expr(self.sharing == 1):

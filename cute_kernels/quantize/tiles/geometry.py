@@ -27,13 +27,8 @@ BOX_SIZE = BOX_BYTES * TILE_ROWS
 class TileGeometry:
 	"""How a tile of one dtype lies in its boxes, and in blocks of ``block`` elements.
 
-	Attributes:
-	  box_cols: columns of a box.
-	  num_boxes: boxes of a tile.
-	  cols_per_word: elements in 32 bits.
-	  row_blocks: scale blocks of a tile along its columns, one below the other.
-	  col_blocks: scale blocks of a tile along its rows, side by side.
-	  unit: columns whose scales in one row fill a row of a scale tile.
+	``cols_per_word`` are elements in 32 bits. ``row_blocks`` scale blocks lie one below the other along its columns,
+	``col_blocks`` side by side along its rows; those of ``unit`` columns in one row fill a row of a scale tile.
 	"""
 
 	def __init__(self, dtype: str, block: int):
@@ -46,17 +41,11 @@ class TileGeometry:
 
 
 class Descriptor(NamedTuple):
-	"""What a stage holds; ``count`` 0 ends the work.
+	"""What a stage holds: ``count`` rows, at most 128, of a group's slot tile ``tile``; 0 ends the work.
 
-	Attributes:
-	  tile: slot tile.
-	  col_tile: which 128 columns.
-	  first: matrix row of the tile's first row.
-	  count: rows that exist, at most 128.
-	  group: the group.
-	  amax: bits of the group's amax or given scale, 0 where groups have none. The loader reads
-	    it ahead, for a team would wait for it at every tile.
-	  column_amax: likewise of the columnwise copy, where it has one of its own.
+	``first`` is the matrix row of the tile's first row. ``amax`` are bits of the group's amax or given scale, 0 where
+	groups have none: the loader reads it ahead, for a team would wait for it at every tile. ``column_amax`` is that
+	of the columnwise copy, where it has one of its own.
 	"""
 
 	tile: Int32
@@ -69,14 +58,7 @@ class Descriptor(NamedTuple):
 
 
 class TilePlaces(NamedTuple):
-	"""Where in shared memory a team has what belongs to a tile.
-
-	Attributes:
-	  tile: the tile.
-	  scales: its rowwise scales, where they go through shared memory.
-	  scales_t: its columnwise scale bytes.
-	  squares: amaxes of its square blocks.
-	"""
+	"""Where in shared memory a team has what belongs to a tile; ``squares`` are amaxes of its square blocks."""
 
 	tile: Int32
 	scales: Int32
@@ -85,12 +67,9 @@ class TilePlaces(NamedTuple):
 
 
 class Encoding(NamedTuple):
-	"""What one copy of a tile is encoded with.
+	"""What one copy of a tile is encoded with: its group's second level and ``scale_blocks``' table.
 
-	Attributes:
-	  level: the second level of its group.
-	  table: where in shared memory encode factors are, see ``scale_blocks``.
-	  seed: what random bytes are drawn by, where the format is stochastic.
+	``seed`` is what random bytes are drawn by, where the format is stochastic.
 	"""
 
 	level: Level
@@ -99,17 +78,10 @@ class Encoding(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-	"""Pointers into shared memory.
+	"""Pointers into shared memory: stages of one tile, with descriptors of what they hold.
 
-	Attributes:
-	  tiles: num_stages stages of one tile.
-	  scales: rowwise scales of each team's tile.
-	  scales_t: columnwise scale bytes of each team's tile, two deep.
-	  squares: amaxes of the square blocks of each team's tile, two deep.
-	  factors: encode factors of each team's group, by scale byte.
-	  descriptors: what each stage holds, see ``Descriptor``.
-	  full: arrival barriers of each team's tiles, two deep, see ``TileLoader``.
-	  empty: release barriers of the stages.
+	Of each team: rowwise scales, columnwise scale bytes two deep, amaxes of square blocks two deep, encode factors of
+	its group by scale byte, and arrival barriers of its tiles, two deep, see ``TileLoader``.
 	"""
 
 	tiles: cute.Pointer

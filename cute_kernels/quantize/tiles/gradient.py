@@ -86,7 +86,6 @@ class GradientQuantizer:
 		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
 
 	def converter(self, copy: TileConfig) -> ByteTiles:
-		"""What quantizes a tile of one kind."""
 		codec = codec_of(copy.format, copy.dtype, copy.arch)
 		tile = TileGeometry(copy.dtype, codec.block)
 		return ByteTiles(copy, codec, tile, Team(copy, tile))  # type: ignore[arg-type]
@@ -120,7 +119,6 @@ class GradientQuantizer:
 
 	@cute.kernel
 	def add(self, x: cute.Tensor, offs: cute.Tensor, pair: cute.Tensor, sums: cute.Tensor, dweight: cute.Tensor) -> None:
-		"""The sums of rows, of those of their tiles."""
 		row = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
 		last = Grouping.of(x, offs).last_row()
 		while row < last:
@@ -182,7 +180,6 @@ class GradientQuantizer:
 	def compute(
 		self, groups: Grouping, cols: Any, out: Any, sums: cute.Tensor, warp: Int32, shared: SharedMemory
 	) -> None:
-		"""All tiles of a CTA, one after the other."""
 		config, own = self.config, self.config.copies[0]
 		crew = warp // own.warps_per_team
 		part = warp - crew * own.warps_per_team
@@ -217,7 +214,6 @@ class GradientQuantizer:
 
 	@cute.jit
 	def make(self, what: Descriptor, tile_at: Int32, weights_at: Int32, sums: cute.Tensor) -> None:
-		"""Turn tiles of the inputs into those of the gradient and of p times the result."""
 		config, thread = self.config, cute.arch.thread_idx()[0]
 		unit, row = thread % _LANES, thread // _LANES
 		step, pair = self.threads // _LANES, row // 2 * 2
@@ -237,7 +233,6 @@ class GradientQuantizer:
 
 	@cute.jit
 	def quantize(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
-		"""A crew's tile to codes."""
 		(what, _, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
 		by = Encoding(tiles.columns.codec.zero_level(), None, None)
 		tiles.convert(groups, cols, (by, by), None, out, *where, Uint32(0))

@@ -216,7 +216,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		warp: Int32,
 		shared: SharedMemory,
 	) -> None:
-		"""A team's tiles, one after the other."""
 		config = self.config
 		team = warp // config.warps_per_team
 		part = warp - team * config.warps_per_team
@@ -280,7 +279,6 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
 
 	def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
-		"""The second levels of a group."""
 		amaxes = (what.amax, what.column_amax)[: self.num_levels]
 		return tuple(self.codec.second_level(bits_as_f32(Uint32(amax))) for amax in amaxes)
 

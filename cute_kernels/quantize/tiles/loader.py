@@ -124,7 +124,6 @@ class TileLoader:
 
 	@cute.jit
 	def announce(self, shared: SharedMemory, full: Int32) -> None:
-		"""Arrive for a stage."""
 		with cute.arch.elect_one():
 			cute.arch.mbarrier_arrive(shared.full + full)
 
@@ -146,7 +145,6 @@ class TileLoader:
 
 	@cute.jit
 	def load_tile(self, what: Descriptor, inputs: Any, stage: Int32, full: Int32, shared: SharedMemory) -> None:
-		"""Start the copies of a tile of each source."""
 		strips = (what.count + (self.box_rows - 1)) // self.box_rows
 		bar, target = shared.full + full, shared.tiles + stage * self.config.tile_bytes
 		with cute.arch.elect_one():
@@ -194,7 +192,6 @@ class TileLoader:
 
 	@cute.jit
 	def describe(self, shared: SharedMemory, stage: Int32, what: Descriptor) -> None:
-		"""Say what a stage holds."""
 		at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
 		with cute.arch.elect_one():
 			store_shared(at, [Uint32(value) for value in what[:4]])
@@ -203,7 +200,6 @@ class TileLoader:
 
 	@cute.jit
 	def read_descriptor(self, shared: SharedMemory, stage: Int32) -> Descriptor:
-		"""What ``describe`` said."""
 		at = shared.descriptors.toint() + stage * (4 * DESCRIPTOR_WORDS)
 		words = load_shared(at, 4)
 		words += load_shared(at + 16, 4 if self.config.has_own_columns else 2)

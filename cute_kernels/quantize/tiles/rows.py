@@ -68,7 +68,6 @@ class RowConverter:
 		row: Int32,
 		places: TilePlaces,
 	) -> None:
-		"""A lane's part of a row, a unit of it and of its neighbours' at a time."""
 		live = row < what.count
 		own = cute.arch.lane_idx() % self.sharing * self.width
 		pitch = codes.stride[len(codes.stride) - 2]
@@ -117,7 +116,6 @@ class RowConverter:
 		return row_at
 
 	def load_blocks(self, row_at: Int32, u: int) -> list[list[Uint32]]:
-		"""A lane's blocks of unit ``u``."""
 		words = []
 		for chunk in range(self.width * DTYPE_BYTES[self.dtype] // 16):
 			box = u * (self.tile.unit // self.tile.box_cols) + chunk // 8
@@ -126,7 +124,6 @@ class RowConverter:
 		return [words[i : i + per_block] for i in range(0, len(words), per_block)]
 
 	def amaxes(self, blocks: list[list[Uint32]], squares_at: Int32, row: Int32, u: int, own: Int32) -> list[Float32]:
-		"""The amaxes of a lane's blocks, or of the square blocks that they are part of."""
 		block = self.codec.block
 		if self.config.is_2d:
 			place = row // block * self.tile.col_blocks + u * SF_TILE_COLS + own // block
@@ -154,7 +151,6 @@ class RowConverter:
 
 	@cute.jit
 	def store_codes(self, target: Int64, words: list, left: Int32, pitch: Int64) -> None:
-		"""Codes of a lane's columns, of which ``left`` exist, whole blocks."""
 		block, per_block = self.codec.block, self.codec.code_words
 		whole = left >= self.blocks * block
 		if cutlass.const_expr(len(words) >= _SECTOR_WORDS):

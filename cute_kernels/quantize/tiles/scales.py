@@ -27,13 +27,7 @@ def scale_blocks(
 ) -> tuple[Uint16 | None, Float32, Float32]:
 	"""Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
 
-	Args:
-	  codec: the format's.
-	  a: amax of the first block.
-	  b: amax of the second.
-	  level: their second level.
-	  table: where in shared memory the level's ``codec.table_size`` encode factors are, as fp32;
-	    None to compute them.
+	The level's ``codec.table_size`` encode factors are at ``table`` in shared memory, as fp32; None to compute them.
 	"""
 	if table is None:
 		return codec.block_scales(a, b, level)
@@ -56,13 +50,8 @@ def write_column_scales(
 ) -> None:
 	"""A warp writes one 512-byte tile of columnwise scales: 128 columns by 4 row blocks.
 
-	Args:
-	  groups: where tiles lie.
-	  scales_t: all of them.
-	  what: the slot tile and the columns.
-	  scales_at: where in shared memory they are, four bytes a column.
-	  index: which of the slot tile's scale tiles.
-	  per_tile: how many it has.
+	It is the ``index``-th of the ``per_tile`` scale tiles of the slot tile, and lies at ``scales_at`` in shared
+	memory, four bytes a column.
 	"""
 	lane = cute.arch.lane_idx()
 	at = scales_at + (index * TILE_COLS + lane) * 4

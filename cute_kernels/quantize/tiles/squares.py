@@ -45,7 +45,6 @@ class Squares:
 				store_shared(squares_at + (part * self.across + b) * 4, [f32_as_bits(a)])
 
 	def load(self, row_at: Int32, block: int) -> list[Uint32]:
-		"""A lane's row of a block."""
 		chunks = range(block * self.chunks, (block + 1) * self.chunks)
 		places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in chunks]
 		return [word for place in places for word in load_shared(place, 4)]

@@ -33,12 +33,10 @@ class Team:
 		self.threads = config.warps_per_team * WARP_SIZE
 
 	def thread(self, team: Int32) -> Int32:
-		"""Which of the team's threads this is."""
 		return cute.arch.thread_idx()[0] - team * self.threads
 
 	@cute.jit
 	def sync(self, team: Int32) -> None:
-		"""Wait for the team."""
 		cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.threads)
 
 	@cute.jit
