@@ -165,18 +165,11 @@ def multiply(
 	scaling: Scaling | None = None,
 	probe: Probe | None = None,
 ) -> Tensor:
-	"""``linear`` of (T, K) rows and of offs as the kernels take them.
+	"""``linear`` of (T, K) rows and of offs (G,) int32 as the kernels take them.
 
-	Args:
-	  x: (T, K).
-	  weights: (G, N, K), or (N, K) of each group.
-	  bias: (G, N), or None.
-	  offs: (G,) int32.
-	  recipe: the format of each operand.
-	  copies: the quantized weight, if there is one already. Not while something traces this.
-	  sink: what takes the gradients of weight and bias. Not while something traces this.
-	  scaling: the scales of this call under delayed scaling.
-	  probe: what looks at the operands. Not while something traces this.
+	Weights are (G, N, K), or (N, K) of each group. Not while something traces this: ``copies``, the quantized weight
+	if there is one already, ``sink``, what takes the gradients of weight and bias, and ``probe``, what looks at
+	the operands.
 	"""
 	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
 		y: Tensor = torch.ops.grouped.linear(

@@ -106,6 +106,7 @@ class Epilogue(NamedTuple):
 
 
 def made(x: Tensor | Rows | Quantized) -> Tensor:
+	"""``x`` in memory."""
 	return x.made() if isinstance(x, Rows) else cast("Tensor", x)
 
 

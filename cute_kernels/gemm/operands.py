@@ -102,7 +102,6 @@ class OperandKind:
 
 	@property
 	def has_squares(self) -> bool:
-		"""Whether one of those is that of a square, of ``sf_vec_size`` rows, instead of a row."""
 		return self.has_row_scales and self.fmt is not None and self.fmt.is_2d
 
 	@property
@@ -142,7 +141,6 @@ class OperandKind:
 
 	@property
 	def dsl_types(self) -> tuple[str, str | None]:
-		"""The DSL's names of the types of elements and of block scales."""
 		scale = None if self.scale is None else _DSL_TYPES[self.scale.element.name]
 		return _DSL_TYPES[self.element], scale
 
@@ -163,7 +161,6 @@ class OperandKind:
 
 	@property
 	def instruction_k(self) -> int:
-		"""Elements of K that one instruction contracts."""
 		return _INSTRUCTION_BYTES * 8 // self.bits
 
 	@property

@@ -150,9 +150,4 @@ class Codec(abc.ABC):
 
 	@abc.abstractmethod
 	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-		"""What codes are multiplied by.
-
-		Args:
-		  scale: the block's scale, None if blocks have none.
-		  level: of the first buffer of the record's second level; None if it has no level.
-		"""
+		"""What codes are multiplied by, of the block's scale and the record's first level, None where there is none."""

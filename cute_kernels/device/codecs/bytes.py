@@ -31,7 +31,6 @@ class ByteCodec(Codec):
 		return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
 
 	def second_level(self, amax: Float32) -> Level:
-		"""None, where blocks have scales of their own."""
 		return ()
 
 	def zero_level(self) -> Level:
@@ -44,7 +43,6 @@ class ByteCodec(Codec):
 	# ---- encoding
 
 	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-		"""Code words of a multiple of four elements that share a factor."""
 		step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
 		if self.multiplies_bf16:
 			words = _products(words, _bf16_pair(factor, factor))
@@ -61,7 +59,6 @@ class ByteCodec(Codec):
 	def encode_columns(
 		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
 	) -> list[list[Uint32]]:
-		"""Code words of each column, see ``Codec``; of a multiple of eight rows."""
 		if self.multiplies_bf16:
 			words = _products(words, _bf16_pair(*factors))
 		columns = []
@@ -121,7 +118,6 @@ class ByteCodec(Codec):
 	# ---- decoding
 
 	def decode(self, words: Sequence[Uint32]) -> list[Float32]:
-		"""The numbers of the codes, see ``Codec``; fp16 holds all of them."""
 		text = f"""{{
             .reg .b16 low, high, a, b;
             .reg .b32 numbers;

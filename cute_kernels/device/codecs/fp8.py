@@ -16,12 +16,7 @@ _FMAX_BITS = 0x7F7FFFFF
 
 
 class Level(NamedTuple):
-	"""What the codes of a group are relative to.
-
-	Attributes:
-	  scale: what an element is multiplied by.
-	  scale_inv: what a code is multiplied by.
-	"""
+	"""What an element of a group (``scale``) and a code (``scale_inv``) is multiplied by."""
 
 	scale: Float32
 	scale_inv: Float32

@@ -29,12 +29,7 @@ _HALF_BLOCK = 8
 
 
 class Level(NamedTuple):
-	"""The second level of scales that a block's own scale is relative to.
-
-	Attributes:
-	  s_dec: its decode scale.
-	  mult: what an amax is multiplied with for its scale.
-	"""
+	"""The second level: a block's decode scale, and ``mult``, what an amax is multiplied with for its scale."""
 
 	s_dec: Float32
 	mult: Float32
@@ -146,7 +141,6 @@ class NVFP4Codec(Codec):
 	def encode_columns(
 		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
 	) -> list[list[Uint32]]:
-		"""Two words of codes a column, see ``Codec``; sm_100a takes no twist."""
 		parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
 		codes = []
 		for c, factor in enumerate(factors):

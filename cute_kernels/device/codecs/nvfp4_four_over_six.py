@@ -24,12 +24,7 @@ _NEAR = (2.0**-50, 2.0**100)
 class FourOverSixLevel(NamedTuple):
 	"""The second level, beside which a block's scale is chosen instead of computed.
 
-	Attributes:
-	  s_dec: as of other NVFP4.
-	  mult: 1: what is encoded with is the scale that was chosen.
-	  s_enc: S_enc.
-	  amax: of the group or row.
-	  far: 1 where quotients are divisions, else 0.
+	``mult`` is 1: what is encoded with is the scale that was chosen. ``far`` is 1 where quotients are divisions, else 0.
 	"""
 
 	s_dec: Float32
