@@ -20,14 +20,9 @@ _ROUNDS = 7
 
 
 class Seed(NamedTuple):
-	"""A seed and a direction.
+	"""A seed and a direction: the two words of the first round's key, and what that round gives or xors with.
 
-	Attributes:
-	  keys: the two words of the first round's key.
-	  first: what the first word is xored with in the first round, beside a word of the block.
-	  second: the second word after the first round.
-	  third: what the third word is xored with in the first round.
-	  before: blocks that others with the seed have; None for none.
+	``before`` are blocks that others with the seed have; None for none.
 	"""
 
 	keys: tuple[Uint32, Uint32]

@@ -53,13 +53,9 @@ class Target(NamedTuple):
 
 
 class Window(NamedTuple):
-	"""What a thread's vectors of a tile become.
+	"""What a thread's vectors of a tile become, of which ``rows`` and ``cols`` exist from the first one on.
 
-	Attributes:
-	  out: the place of the tile's first block in the output.
-	  z: likewise in what goes into an activation, for its A and B if they are halves.
-	  rows: rows that exist from the first vector's on.
-	  cols: columns of the product that exist from the first vector's on.
+	``out`` is the place of the tile's first block, ``z`` that in what goes into an activation, for A and B if halves.
 	"""
 
 	out: Target

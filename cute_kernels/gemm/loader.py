@@ -17,12 +17,7 @@ _AHEAD = 8
 
 
 class TmaSource(NamedTuple):
-	"""A tensor in global memory that TMA reads tiles of.
-
-	Attributes:
-	  atom: the copy.
-	  tensor: coordinates of (rows, K, L), see ``operands``.
-	"""
+	"""A tensor in global memory that TMA reads tiles of; coordinates are of (rows, K, L), see ``operands``."""
 
 	atom: cute.CopyAtom
 	tensor: cute.Tensor
@@ -48,9 +43,7 @@ class StageLoad(NamedTuple):
 	  tiler: its extents in one stage, without the last; of rows that are paired two.
 	  k_divisor: elements of K for one of its own along K.
 	  first_row: where this CTA's rows begin in the cluster's tile.
-	  cta: number of this CTA among those that share the rows.
-	  sharers: how many share them; each loads a part for all.
-	  is_scale: it holds block scales, whose rows are slots.
+	  sharers: how many CTAs share them, this one the ``cta``-th; each loads a part for all.
 	"""
 
 	source: TmaSource
@@ -138,7 +131,6 @@ class LoadWarp:
 		self.ab_pipeline.producer_tail(ab_state)
 
 	def fill(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
-		"""Fill the stages of a tile, whatever it is."""
 		return self.load(tile, ab_state)
 
 	@cute.jit

@@ -25,15 +25,8 @@ VECTOR_BYTES = 16
 class EpilogueTensors(NamedTuple):
 	"""What the epilogue reads and writes beside accumulators; None for what there is not.
 
-	Attributes:
-	  out: (T, N) as (1, T, N), or (G, M, N) of a k_grouped product; rows of any pitch.
-	  amax_a: (G,) or (T,) fp32.
-	  amax_b: (G,) fp32.
-	  alpha: (G,) fp32.
-	  bias: (G, N).
-	  z: (T, N) as (1, T, N): what goes into an activation, if it is kept.
-	  scales: block scales where ``out`` is codes.
-	  level: (G,) fp32, the amaxes that those are relative to; None without a second level.
+	``out`` is (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch; ``z`` likewise is what
+	goes into an activation. ``amax_a`` is (G,) or (T,); ``level`` are the amaxes that block scales are relative to.
 	"""
 
 	out: cute.Tensor
@@ -63,7 +56,6 @@ class EpilogueTensors(NamedTuple):
 		return factor
 
 	def columns(self, config: GemmConfig) -> Int32:
-		"""Elements of a row of the output."""
 		fmt = config.result
 		return self.out.shape[2] * (1 if fmt is None else fmt.element.per_byte)
 

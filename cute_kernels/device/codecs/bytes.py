@@ -43,6 +43,7 @@ class ByteCodec(Codec):
 	# ---- encoding
 
 	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
+		"""Of a multiple of four elements."""
 		step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
 		if self.multiplies_bf16:
 			words = _products(words, _bf16_pair(factor, factor))
@@ -59,6 +60,7 @@ class ByteCodec(Codec):
 	def encode_columns(
 		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
 	) -> list[list[Uint32]]:
+		"""Of a multiple of eight rows."""
 		if self.multiplies_bf16:
 			words = _products(words, _bf16_pair(*factors))
 		columns = []

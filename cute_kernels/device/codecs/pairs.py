@@ -26,13 +26,9 @@ _COLUMN_PAIR = {
 
 
 class Pair(NamedTuple):
-	"""Two numbers.
+	"""Two numbers: the text that makes them, and their registers or operands.
 
-	Attributes:
-	  text: what makes them.
-	  low: the register or operand of the first.
-	  high: likewise of the second.
-	  words: of bf16 the word that both are in, or the two words whose high halves they are.
+	``words`` is of bf16 the word that both are in, or the two words whose high halves they are.
 	"""
 
 	text: str

@@ -31,11 +31,7 @@ _CHUNK_BYTES, _ROW_BYTES = 16, 128
 
 
 class _Side:
-	"""A lane's part of one operand.
-
-	Args:
-	  squares: fp32 scales of squares, (blocks along rows, along K, G or 1); None without.
-	"""
+	"""A lane's part of one operand; ``squares`` are scales (blocks along rows, along K, G or 1), None without."""
 
 	def __init__(
 		self,
@@ -145,11 +141,7 @@ class _Side:
 
 
 class DecodeWarps:
-	"""The warps that decode.
-
-	Args:
-	  squares: fp32 scales of squares of operands M and N, see ``_Side``.
-	"""
+	"""The warps that decode; ``squares`` as of ``_Side``."""
 
 	def __init__(
 		self,

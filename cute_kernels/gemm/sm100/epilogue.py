@@ -65,12 +65,7 @@ def pairwise(operation: Callable[..., tuple[Float32, Float32]], target: cute.Ten
 
 
 class Epilogue:
-	"""What becomes of a tile whose operands are not swapped.
-
-	Args:
-	  store: TMA stores of the output; None of codes.
-	  z_store: TMA stores of what goes into an activation; None if it is not kept.
-	"""
+	"""What becomes of a tile whose operands are not swapped; ``store`` is None of codes."""
 
 	def __init__(
 		self,
@@ -199,7 +194,6 @@ class Epilogue:
 				word = Uint32(0)
 
 	def elements(self, words: list[Uint32]) -> cute.Tensor:
-		"""Words as elements of the output."""
 		out = cute.make_rmem_tensor(len(words), Uint32)
 		for i, word in enumerate(words):
 			out[i] = word
@@ -241,7 +235,6 @@ class Epilogue:
 
 	@cute.jit
 	def store_row(self, block: Block, group: Int32, row: Int32) -> None:
-		"""Store a thread's own row, up to the last column."""
 		first = block.col
 		if cutlass.const_expr(self.halves > 1):
 			first += block.part * block.end

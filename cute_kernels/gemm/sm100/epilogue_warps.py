@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class EpilogueWarps:
-	"""The four epilogue warps.
+	"""The four epilogue warps: ``direct`` for tiles whose operands are not swapped, ``swapped`` for the others.
 
-	Args:
-	  direct: what becomes of tiles whose operands are not swapped; None if there are none.
-	  swapped: of those whose operands are, likewise.
-	  promoter: what makes the sums of a tile; None if accumulators have them.
+	Each is None if there are none. ``promoter`` makes the sums of a tile; None if accumulators have them.
 	"""
 
 	def __init__(
