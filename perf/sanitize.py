@@ -176,10 +176,11 @@ def _counted(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 	b, b_scales = _operand(b_fmt, _sample(len(_ENDS), _WIDE, cols), None)
 	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
 	given = (a, b, offs, None, None, False, bf16, a_scales, b_scales, *texts, False, *[None] * 3)
+	amax = None if a_fmt.second_level is None else torch.ones(len(_ENDS), device=_DEVICE)
 	_in_tiles(
 		[tile for tile in SM90_TILES if tile.rows == 128],
 		lambda: ops.m_grouped_gemm(*given),
-		lambda: ops.m_grouped_gemm_activate(*given, "swiglu", False, False, a_fmt.text),
+		lambda: ops.m_grouped_gemm_activate(*given, "swiglu", False, False, a_fmt.text, amax),
 	)
 
 
