@@ -151,6 +151,7 @@ def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
 	return run
 
 
+@dataclasses.dataclass
 class _Activated(MGrouped):
 	"""What m_grouped GEMMs with an activation share."""
 
@@ -159,11 +160,11 @@ class _Activated(MGrouped):
 	setup_context = None
 	backward = None
 
-	epilogue: str
-	interleaved: bool
-	keeps_z: bool
-	quantize_to: str | None
-	amax: Tensor | None
+	epilogue: str = "swiglu"
+	interleaved: bool = False
+	keeps_z: bool = False
+	quantize_to: str | None = None
+	amax: Tensor | None = None
 
 	@property
 	def has_activation(self) -> bool:
@@ -226,12 +227,6 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 	  them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
 	"""
 
-	epilogue: str = "swiglu"
-	interleaved: bool = False
-	keeps_z: bool = False
-	quantize_to: str | None = None
-	amax: Tensor | None = None
-
 	name: ClassVar[str] = "m_grouped_gemm_activate"
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
@@ -261,12 +256,6 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	Returns:
 	  As ``m_grouped_gemm_activate``.
 	"""
-
-	epilogue: str = "swiglu"
-	interleaved: bool = False
-	keeps_z: bool = False
-	quantize_to: str | None = None
-	amax: Tensor | None = None
 
 	name: ClassVar[str] = "m_grouped_quantize_gemm_activate"
 	product_type: ClassVar[type[MGroupedGemm]] = MGroupedGemmActivate
