@@ -60,13 +60,13 @@ class Activation(Record):
 	the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
 
 	Args:
-	  name: one of ``ACTIVATIONS``.
-	  alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
-	  limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
+		name: one of ``ACTIVATIONS``.
+		alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
+		limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
 
 	Raises:
-	  ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
-	    that has no parameters.
+		ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
+			that has no parameters.
 	"""
 
 	name: str  # type: ignore[misc]
@@ -120,7 +120,7 @@ def parse_activation(text: str) -> Activation:
 	"""The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
 
 	Raises:
-	  ValueError: there is no such activation, it has no such parameter or value, or its record
-	    has another text: parameters at their defaults are left out.
+		ValueError: there is no such activation, it has no such parameter or value, or its record
+			has another text: parameters at their defaults are left out.
 	"""
 	return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

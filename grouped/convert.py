@@ -44,22 +44,22 @@ def convert(
 	"""Quantize the experts of a checkpoint.
 
 	Args:
-	  source: a folder of safetensors files; its other files are copied, its ``config.json`` with the
-	    quantization added.
-	  target: a folder without safetensors files.
-	  layout: as of ``grouped.checkpoint.save``.
-	  transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
-	  shard_bytes: the most bytes of a file.
-	  device: where to quantize.
+		source: a folder of safetensors files; its other files are copied, its ``config.json`` with the
+			quantization added.
+		target: a folder without safetensors files.
+		layout: as of ``grouped.checkpoint.save``.
+		transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
+		shard_bytes: the most bytes of a file.
+		device: where to quantize.
 
 	Returns:
-	  Layer, projection, expert and SNR in dB of each weight.
+		Layer, projection, expert and SNR in dB of each weight.
 
 	Raises:
-	  FileNotFoundError: ``source`` lacks files.
-	  FileExistsError: ``target`` has safetensors files.
-	  ValueError: no experts, a layout that cannot be written, weights that are quantized already,
-	    or K no multiple of 16.
+		FileNotFoundError: ``source`` lacks files.
+		FileExistsError: ``target`` has safetensors files.
+		ValueError: no experts, a layout that cannot be written, weights that are quantized already,
+			or K no multiple of 16.
 	"""
 	files, record = Reader(source), writable(layout)
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}

@@ -37,20 +37,20 @@ class AdamW(Optimizer):
 	``param.grad``. Runs in a CUDA graph if ``lr`` is a tensor or stays, and with ``torch.amp.GradScaler``.
 
 	Args:
-	  params: parameters, or groups of them.
-	  lr: learning rate; a number or a tensor of one element.
-	  betas: decay of the two moments.
-	  eps: added to the denominator.
-	  weight_decay: decoupled, as in ``torch.optim.AdamW``.
-	  amsgrad: as there.
-	  maximize: as there.
-	  masters: what GroupedTensors were quantized from, by parameter; of others the master starts as
-	    what they decode to.
-	  master_weights: plain parameters in bf16 and fp16 have a master, too.
+		params: parameters, or groups of them.
+		lr: learning rate; a number or a tensor of one element.
+		betas: decay of the two moments.
+		eps: added to the denominator.
+		weight_decay: decoupled, as in ``torch.optim.AdamW``.
+		amsgrad: as there.
+		maximize: as there.
+		masters: what GroupedTensors were quantized from, by parameter; of others the master starts as
+			what they decode to.
+		master_weights: plain parameters in bf16 and fp16 have a master, too.
 
 	Raises:
-	  ValueError: a number out of range, or a master of another shape.
-	  TypeError: a master of a parameter that has none.
+		ValueError: a number out of range, or a master of another shape.
+		TypeError: a master of a parameter that has none.
 	"""
 
 	#: GradScaler then leaves the division to the step.
@@ -105,13 +105,13 @@ class AdamW(Optimizer):
 		"""Update the parameters that have a gradient.
 
 		Args:
-		  closure: makes the loss again, with gradients.
+			closure: makes the loss again, with gradients.
 
 		Returns:
-		  What ``closure`` returns.
+			What ``closure`` returns.
 
 		Raises:
-		  RuntimeError: a gradient is sparse.
+			RuntimeError: a gradient is sparse.
 		"""
 		loss = None
 		if closure is not None:

@@ -46,7 +46,7 @@ def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, 
 	"""The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
 
 	Raises:
-	  ValueError: ``ranks`` do not divide the ``groups`` of the whole.
+		ValueError: ``ranks`` do not divide the ``groups`` of the whole.
 	"""
 	if x.grouping != "uniform":
 		raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")

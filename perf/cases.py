@@ -23,7 +23,7 @@ class Model:
 		"""The experts of one rank in one of the layers ``"up"`` and ``"down"``.
 
 		Raises:
-		  ValueError: another layer, or ``ranks`` do not divide the experts.
+			ValueError: another layer, or ``ranks`` do not divide the experts.
 		"""
 		ranks = self.expert_parallel[0] if ranks is None else ranks
 		if self.experts % ranks:
@@ -90,7 +90,7 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
 	"""Rows of each expert; who gets many is drawn by lot, unless ``routing`` are the rows, ``"432 80 160 32"``.
 
 	Raises:
-	  ValueError: another routing, or rows that are not ``rows`` in ``groups``.
+		ValueError: another routing, or rows that are not ``rows`` in ``groups``.
 	"""
 	if routing[:1].isdigit():
 		sizes = [int(size) for size in routing.split()]

@@ -81,7 +81,7 @@ class _Renderer:
 		"""The rows that have a number, and which runs their marks mean.
 
 		Raises:
-		  ValueError: no row has one.
+			ValueError: no row has one.
 		"""
 		table = [[self._cell(row, c) for c in self._table.columns] for row in self._table.rows]
 		runs = collections.Counter(_run_of(r) for cells in table for _, r in cells if r is not None)
@@ -136,7 +136,7 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
 	"""The README with its tables written anew.
 
 	Raises:
-	  ValueError: it has a table that ``TABLES`` does not, or lacks one.
+		ValueError: it has a table that ``TABLES`` does not, or lacks one.
 	"""
 	names = [found["name"] for found in _BLOCK.finditer(text)]
 	if sorted(names) != sorted(TABLES):

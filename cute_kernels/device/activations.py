@@ -270,7 +270,7 @@ def activated(
 	``with_value`` what is differentiated is made, too.
 
 	Returns:
-	  As many elements; of the gradient of a gated activation those of A, and those of B. Values last.
+		As many elements; of the gradient of a gated activation those of A, and those of B. Values last.
 	"""
 	width = 2 if arch == "sm_100a" else 1
 	with_value = with_value or not is_gradient

@@ -70,8 +70,8 @@ class Grouping:
 		``hint`` is the group that an earlier, lower tile was found in, or 0.
 
 		Returns:
-		  The tile, its group, the matrix row of its first row, and how many rows it holds: 1 to
-		  128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
+			The tile, its group, the matrix row of its first row, and how many rows it holds: 1 to
+			128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
 		"""
 		if self.offs is None:
 			return _seek_uniform(self.rows_each, self.tiles_each(), tile)

@@ -15,9 +15,9 @@ class FP8(Format):
 	"""FP8 codes with one fp32 scale per group.
 
 	Args:
-	  dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-	  scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
-	    the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
+		dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+		scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
+			the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
 	"""
 
 	dtype: torch.dtype = torch.float8_e4m3fn

@@ -15,8 +15,8 @@ class MXFP8(Format):
 	"""FP8 codes with one power-of-two E8M0 scale per 32 values.
 
 	Args:
-	  dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-	  block: (1, 32), or (32, 32) where both directions hold the same codes.
+		dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+		block: (1, 32), or (32, 32) where both directions hold the same codes.
 	"""
 
 	dtype: torch.dtype = torch.float8_e4m3fn

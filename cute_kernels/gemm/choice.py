@@ -14,7 +14,7 @@ def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileS
 	Deterministic: the same sizes give the same tile, and every tile gives the same bits.
 
 	Raises:
-	  ValueError: no tile takes the problem, or not the one asked for; says why.
+		ValueError: no tile takes the problem, or not the one asked for; says why.
 	"""
 	candidates = []
 	reason = ""

@@ -33,14 +33,14 @@ def check_prologue(name: str, x: Tensor, activation: str | None, grad: Tensor | 
 	"""Check the activation of ``x``, and ``grad``, the gradient of its result.
 
 	Args:
-	  name: the argument that is ``x``.
-	  x: (T, W) or (G, N, W), or flat, of groups with shapes.
-	  activation: its text, or None.
-	  grad: of the shape of the result; or None.
+		name: the argument that is ``x``.
+		x: (T, W) or (G, N, W), or flat, of groups with shapes.
+		activation: its text, or None.
+		grad: of the shape of the result; or None.
 
 	Raises:
-	  ValueError: ``activation`` is no text of one, or a shape, width or device that does not fit.
-	  TypeError: ``grad`` has another dtype than ``x``.
+		ValueError: ``activation`` is no text of one, or a shape, width or device that does not fit.
+		TypeError: ``grad`` has another dtype than ``x``.
 	"""
 	if activation is None:
 		return
@@ -57,8 +57,8 @@ def elements_of(x: Tensor, activation: str | None, *, truncates: bool = False) -
 	"""The elements that the reference backend quantizes.
 
 	Args:
-	  x: (T, W) or (G, N, W).
-	  activation: its text, or None.
-	  truncates: what the activation makes is rounded to the dtype of ``x``.
+		x: (T, W) or (G, N, W).
+		activation: its text, or None.
+		truncates: what the activation makes is rounded to the dtype of ``x``.
 	"""
 	return reference.Elements(x, None if activation is None else parse_activation(activation), truncates=truncates)

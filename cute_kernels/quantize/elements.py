@@ -20,8 +20,8 @@ class ElementMaker:
 	"""Makes elements of ``dtype`` as ``prologue`` says.
 
 	Attributes:
-	  unit: elements of a unit.
-	  words: words of a unit's elements.
+		unit: elements of a unit.
+		words: words of a unit's elements.
 	"""
 
 	def __init__(self, prologue: Prologue, dtype: str, arch: str):

@@ -20,8 +20,8 @@ class Launcher:
 	"""Launches kernels of one architecture on one device.
 
 	Attributes:
-	  num_sms: SMs of the device, the size of a persistent grid.
-	  arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+		num_sms: SMs of the device, the size of a persistent grid.
+		arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
 	"""
 
 	def __init__(

@@ -49,9 +49,9 @@ class Reader:
 	"""The tensors of a folder by name; each is read when it is asked for.
 
 	Raises:
-	  FileNotFoundError: the folder has no safetensors file, or lacks one that its index names.
-	  ValueError: a file or the index is damaged, two files have a tensor of one name and no index
-	    says which counts, or the index names files outside of the folder.
+		FileNotFoundError: the folder has no safetensors file, or lacks one that its index names.
+		ValueError: a file or the index is damaged, two files have a tensor of one name and no index
+			says which counts, or the index names files outside of the folder.
 	"""
 
 	def __init__(self, folder: str | Path) -> None:
@@ -110,8 +110,8 @@ class Writer:
 	Used as a context, it removes what it wrote if there is an error.
 
 	Raises:
-	  FileExistsError: the folder has safetensors files.
-	  ValueError: a name is added twice.
+		FileExistsError: the folder has safetensors files.
+		ValueError: a name is added twice.
 	"""
 
 	def __init__(self, folder: str | Path, shard_bytes: int) -> None:

@@ -23,14 +23,14 @@ class Layout:
 	"""The tensors of a weight, by what follows its name, and what a config says of them.
 
 	Attributes:
-	  name: what ``save`` calls it.
-	  fmt: the format of the bytes.
-	  suffixes: of codes, scales and, where the format has one, the second level.
-	  level: the stored second level of an amax, and the amax of a stored one, in fp64; each undoes
-	    the other for every level that was made of an amax.
-	  input_scale: suffix of the static scale of the activations; None where there is none.
-	  config: the ``quantization_config`` of ``config.json``, without what is ignored.
-	  read: makes parts of the stored tensors where they are not parts already.
+		name: what ``save`` calls it.
+		fmt: the format of the bytes.
+		suffixes: of codes, scales and, where the format has one, the second level.
+		level: the stored second level of an amax, and the amax of a stored one, in fp64; each undoes
+			the other for every level that was made of an amax.
+		input_scale: suffix of the static scale of the activations; None where there is none.
+		config: the ``quantization_config`` of ``config.json``, without what is ignored.
+		read: makes parts of the stored tensors where they are not parts already.
 	"""
 
 	name: str
@@ -55,7 +55,7 @@ class Layout:
 		"""The tensors of a file by suffix.
 
 		Raises:
-		  ValueError: an amax whose level is out of the range of fp32.
+			ValueError: an amax whose level is out of the range of fp32.
 		"""
 		tensors = [parts.codes, parts.scales]
 		if self.level is not None and parts.amax is not None:
@@ -74,12 +74,12 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 	2^k a group moves that range.
 
 	Args:
-	  blocks: (G, N, K / 32, 16) uint8 codes.
-	  exponents: (G, N, K / 32) uint8 E8M0 scales.
+		blocks: (G, N, K / 32, 16) uint8 codes.
+		exponents: (G, N, K / 32) uint8 E8M0 scales.
 
 	Raises:
-	  ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not
-	    count.
+		ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not
+			count.
 	"""
 	is_zero = (blocks & 0x77 == 0).all(-1)
 	e = exponents.int() - 127
@@ -151,7 +151,7 @@ def writable(name: str) -> Layout:
 	"""The layout of this name.
 
 	Raises:
-	  ValueError: there is none, or it is one that is loaded only.
+		ValueError: there is none, or it is one that is loaded only.
 	"""
 	names = [layout.name for layout in LAYOUTS.values() if layout.read is None]
 	if name not in names:

@@ -23,11 +23,11 @@ class Report:
 	"""What ``load`` found.
 
 	Attributes:
-	  layouts: the layout of each weight that was quantized, by its name in the state dict.
-	  reconciled: by an expert's weight, the signal-to-noise ratio in dB of what had to be quantized
-	    again: gate and up had different second levels, or share 128x128 blocks.
-	  input_scales: static scales of activations, by name in the checkpoint; nothing reads them.
-	  unexpected: names in the checkpoint that the module does not have.
+		layouts: the layout of each weight that was quantized, by its name in the state dict.
+		reconciled: by an expert's weight, the signal-to-noise ratio in dB of what had to be quantized
+			again: gate and up had different second levels, or share 128x128 blocks.
+		input_scales: static scales of activations, by name in the checkpoint; nothing reads them.
+		unexpected: names in the checkpoint that the module does not have.
 	"""
 
 	layouts: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -50,19 +50,19 @@ def load(
 	quantized, as attention is in some checkpoints, are decoded into it.
 
 	Args:
-	  module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
-	    one of ``grouped.integrations.transformers``; on the device where it will run.
-	  folder: a folder of safetensors files, with an index or without.
-	  rename: regular expressions and what replaces them in the module's names, which gives those of
-	    the checkpoint: ``{"mlp": "block_sparse_moe"}``.
-	  strict: raise for tensors of the checkpoint that the module does not have.
+		module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
+			one of ``grouped.integrations.transformers``; on the device where it will run.
+		folder: a folder of safetensors files, with an index or without.
+		rename: regular expressions and what replaces them in the module's names, which gives those of
+			the checkpoint: ``{"mlp": "block_sparse_moe"}``.
+		strict: raise for tensors of the checkpoint that the module does not have.
 
 	Raises:
-	  FileNotFoundError: the folder lacks files.
-	  KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
-	    Nothing is loaded then.
-	  ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
-	    device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
+		FileNotFoundError: the folder lacks files.
+		KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
+			Nothing is loaded then.
+		ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
+			device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
 	"""
 	files, report = Reader(folder), Report()
 	missing = list[str]()

@@ -34,23 +34,23 @@ def save(
 	gate and up of an expert with one second level. Everything else is written as it is.
 
 	Args:
-	  module: as in ``load``.
-	  folder: where to; it must not have safetensors files.
-	  layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
-	    of 128x128 with fp32 scales).
-	  rename: as in ``load``.
-	  stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-	    ``experts.0.gate_proj.weight``.
-	  shard_bytes: the most bytes of a file; so much is held until it is written.
-	  input_scales: static scales of activations by name, such as ``Report.input_scales``.
-	  config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
-	    transformers model by default.
+		module: as in ``load``.
+		folder: where to; it must not have safetensors files.
+		layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
+			of 128x128 with fp32 scales).
+		rename: as in ``load``.
+		stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
+			``experts.0.gate_proj.weight``.
+		shard_bytes: the most bytes of a file; so much is held until it is written.
+		input_scales: static scales of activations by name, such as ``Report.input_scales``.
+		config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
+			transformers model by default.
 
 	Raises:
-	  FileExistsError: the folder has safetensors files.
-	  ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-	    blocks span gate and up; a second level beyond fp32; or two tensors of one name.
-	  TypeError: a parameter is sharded: gather it first.
+		FileExistsError: the folder has safetensors files.
+		ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
+			blocks span gate and up; a second level beyond fp32; or two tensors of one name.
+		TypeError: a parameter is sharded: gather it first.
 	"""
 	record = writable(layout)
 	weights = {weight.key: weight for weight in expert_weights(module, rename)}

@@ -16,14 +16,14 @@ class ExpertWeight(NamedTuple):
 	"""A parameter (G, N, K), or (G, N) of a bias, and the projections that its rows are.
 
 	Attributes:
-	  owner: the module that has it.
-	  attribute: its name there.
-	  key: its name in the state dict.
-	  path: what experts are called, such as ``model.layers.0.mlp.experts``.
-	  projections: the names of what its rows consist of; ("",) if experts are all there is.
-	  interleaved: rows of two projections alternate.
-	  transposed: the parameter is (G, K, N).
-	  stacked: what follows ``path`` where all experts are one tensor.
+		owner: the module that has it.
+		attribute: its name there.
+		key: its name in the state dict.
+		path: what experts are called, such as ``model.layers.0.mlp.experts``.
+		projections: the names of what its rows consist of; ("",) if experts are all there is.
+		interleaved: rows of two projections alternate.
+		transposed: the parameter is (G, K, N).
+		stacked: what follows ``path`` where all experts are one tensor.
 	"""
 
 	owner: nn.Module
@@ -84,11 +84,11 @@ def expert_weights(module: nn.Module, rename: Mapping[str, str] | None = None) -
 	"""All weights and biases of experts: of ``grouped.nn``, and of transformers' experts.
 
 	Args:
-	  module: a model, a layer or experts.
-	  rename: regular expressions and what replaces them in the paths of modules.
+		module: a model, a layer or experts.
+		rename: regular expressions and what replaces them in the paths of modules.
 
 	Raises:
-	  ValueError: a layer was made with ``single_parameter=False``.
+		ValueError: a layer was made with ``single_parameter=False``.
 	"""
 	inside: set[nn.Module] = set()
 	for name, m in module.named_modules():

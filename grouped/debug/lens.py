@@ -78,14 +78,14 @@ class inspect:
 	until ``clear``; ``rows``, ``records``, ``table`` and ``save`` read them.
 
 	Args:
-	  model: what holds the layers, and names them.
-	  every: of so many steps one is looked at, the first of them.
-	  layers: names of layers or shell patterns such as ``"*.down"``; None for all.
-	  roles: those of ``input``, ``weight`` and ``grad_output`` to look at.
+		model: what holds the layers, and names them.
+		every: of so many steps one is looked at, the first of them.
+		layers: names of layers or shell patterns such as ``"*.down"``; None for all.
+		roles: those of ``input``, ``weight`` and ``grad_output`` to look at.
 
 	Raises:
-	  ValueError: there is no such layer or role, or ``every`` is not positive.
-	  RuntimeError: on entry, where another one looks at a layer.
+		ValueError: there is no such layer or role, or ``every`` is not positive.
+		RuntimeError: on entry, where another one looks at a layer.
 	"""
 
 	def __init__(
@@ -148,20 +148,20 @@ class inspect:
 
 		The lists:
 
-		  rows: of input and gradient, the expert's tokens: its load; N of a weight.
-		  snr_db: ``10 log10(signal / noise)``; None where nothing is lost, or nothing is there.
-		  signal: sum of x^2, x being what was quantized.
-		  noise: sum of (x - copy)^2.
-		  saturated: share of the elements that exceed the largest number of their scales by more
-		    than half a step, so that they lose more than by rounding; of a plain copy, that
-		    became infinite.
-		  underflow: share of the elements that are not zero and became zero.
-		  amax: largest magnitude of x; of a weight that is quantized already, of its copy.
-		  second_level: what codes times block scales are multiplied by; the largest of the
-		    expert's rows of a row-scaled copy.
-		  nonfinite: how many elements of x are NaN or infinite. Other numbers leave these out.
-		  nonfinite_copy: how many of the copy are. ``snr_db``, ``signal`` and ``noise`` leave
-		    these out.
+			rows: of input and gradient, the expert's tokens: its load; N of a weight.
+			snr_db: ``10 log10(signal / noise)``; None where nothing is lost, or nothing is there.
+			signal: sum of x^2, x being what was quantized.
+			noise: sum of (x - copy)^2.
+			saturated: share of the elements that exceed the largest number of their scales by more
+				than half a step, so that they lose more than by rounding; of a plain copy, that
+				became infinite.
+			underflow: share of the elements that are not zero and became zero.
+			amax: largest magnitude of x; of a weight that is quantized already, of its copy.
+			second_level: what codes times block scales are multiplied by; the largest of the
+				expert's rows of a row-scaled copy.
+			nonfinite: how many elements of x are NaN or infinite. Other numbers leave these out.
+			nonfinite_copy: how many of the copy are. ``snr_db``, ``signal`` and ``noise`` leave
+				these out.
 
 		An entry is None where it means nothing: shares of an expert without rows, the losses of a
 		weight that is quantized already, whose original is gone, ``second_level`` of a format that
@@ -186,12 +186,12 @@ class inspect:
 		"""One step with the experts of each layer together.
 
 		Args:
-		  step: its number; None for the last that was looked at.
+			step: its number; None for the last that was looked at.
 
 		Returns:
-		  Dicts as in ``records``, with numbers in place of lists, the ratio of all signal to all
-		  noise, ``worst_snr_db`` and ``worst_expert`` of the expert with the least,
-		  ``load``: rows of the busiest expert over the mean, and ``idle``: experts without any.
+			Dicts as in ``records``, with numbers in place of lists, the ratio of all signal to all
+			noise, ``worst_snr_db`` and ``worst_expert`` of the expert with the least,
+			``load``: rows of the busiest expert over the mean, and ``idle``: experts without any.
 		"""
 		chosen = self._steps[-1:] if step is None else [s for s in self._steps if s.number == step]
 		if not chosen:
@@ -225,9 +225,9 @@ class inspect:
 		files may be joined. Floats have six digits. ``python -m perf dashboard`` draws them.
 
 		Args:
-		  path: the file.
-		  run: what tells these steps from those of other runs, such as a recipe's name.
-		  append: add to the file, instead of writing a new one.
+			path: the file.
+			run: what tells these steps from those of other runs, such as a recipe's name.
+			append: add to the file, instead of writing a new one.
 		"""
 		lines = [
 			json.dumps({"numerics": _SCHEMA, "run": run} | record, allow_nan=False)

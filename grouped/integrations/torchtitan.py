@@ -27,8 +27,8 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 	Of every class of experts that multiplies by ``_grouped_mm``, gpt-oss's among them.
 
 	Raises:
-	  ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped is
-	    negative or leaves no experts to convert.
+		ValueError: the recipe's name is not known, it has delayed scaling, or what is skipped is
+			negative or leaves no experts to convert.
 	"""
 
 	@dataclasses.dataclass(kw_only=True, slots=True)
@@ -36,10 +36,10 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 		"""What to convert.
 
 		Attributes:
-		  recipe: a recipe of ``grouped.recipes``, or its name.
-		  skip: parts of names of layers whose experts stay as they are, such as ``"layers.0."``.
-		  skip_first: so many layers with experts from the first on stay as they are.
-		  skip_last: and so many at the end, as NVIDIA trains in NVFP4.
+			recipe: a recipe of ``grouped.recipes``, or its name.
+			skip: parts of names of layers whose experts stay as they are, such as ``"layers.0."``.
+			skip_first: so many layers with experts from the first on stay as they are.
+			skip_last: and so many at the end, as NVIDIA trains in NVFP4.
 		"""
 
 		recipe: str | Recipe = "BF16"

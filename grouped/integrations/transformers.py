@@ -50,14 +50,14 @@ def register(**more: Recipe) -> tuple[str, ...]:
 	"""Add experts implementations to transformers: those of ``RECIPES`` and those that are given.
 
 	Args:
-	  more: recipes by the name of the implementation.
+		more: recipes by the name of the implementation.
 
 	Returns:
-	  All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
+		All names that ``experts_implementation`` and ``set_experts_implementation`` now take.
 
 	Raises:
-	  TypeError: a value is no recipe.
-	  ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
+		TypeError: a value is no recipe.
+		ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
 	"""
 	for name, recipe in more.items():
 		check_recipe(recipe)
@@ -84,16 +84,16 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
 	writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
 
 	Args:
-	  model: a model, or experts alone, on the device where it will run.
-	  fmt: the format of the weights; None for that of the recipe of the implementation in use.
+		model: a model, or experts alone, on the device where it will run.
+		fmt: the format of the weights; None for that of the recipe of the implementation in use.
 
 	Returns:
-	  How many layers of experts were prepared.
+		How many layers of experts were prepared.
 
 	Raises:
-	  ValueError: ``model`` has no experts, an implementation that is not of this module, or one
-	    that does not quantize weights while ``fmt`` is None; weights of another format than
-	    ``fmt`` already.
+		ValueError: ``model`` has no experts, an implementation that is not of this module, or one
+			that does not quantize weights while ``fmt`` is None; weights of another format than
+			``fmt`` already.
 	"""
 	layers = list(_experts(model))
 	if not layers:

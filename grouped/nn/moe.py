@@ -147,20 +147,20 @@ class MoE(nn.Module):
 		"""Apply the mixture.
 
 		Args:
-		  x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
-		  losses: also return the losses of the routing.
-		  num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
-		    an integer tensor of one element on the device of ``x``. The others are the tail of
-		    a capacity buffer: they go to no expert, count in no loss, and their outputs and
-		    gradients are zeros. For CUDA graphs.
-		  is_first_microbatch: as in ``GroupedLinear.forward``.
+			x: (..., H) bf16, fp16 or fp32; under autocast the experts compute in its dtype.
+			losses: also return the losses of the routing.
+			num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
+				an integer tensor of one element on the device of ``x``. The others are the tail of
+				a capacity buffer: they go to no expert, count in no loss, and their outputs and
+				gradients are zeros. For CUDA graphs.
+			is_first_microbatch: as in ``GroupedLinear.forward``.
 
 		Returns:
-		  (..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
+			(..., H) of the dtype of ``x``; with ``losses`` also ``MoELosses``.
 
 		Raises:
-		  ValueError, TypeError: an argument that breaks a rule.
-		  RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
+			ValueError, TypeError: an argument that breaks a rule.
+			RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
 		"""
 		is_eager = not torch.compiler.is_compiling()
 		if is_eager and torch._C._functorch.peek_interpreter_stack():

@@ -22,10 +22,10 @@ class MoELosses(NamedTuple):
 	"""What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
 
 	Attributes:
-	  balance: E * sum over experts of (share of the routed pairs) * (mean score), scores summing
-	    to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv 2101.03961).
-	  z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
-	  tokens_per_expert: (E,) int32.
+		balance: E * sum over experts of (share of the routed pairs) * (mean score), scores summing
+			to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv 2101.03961).
+		z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
+		tokens_per_expert: (E,) int32.
 	"""
 
 	balance: Tensor
@@ -37,10 +37,10 @@ class Choice(NamedTuple):
 	"""What a router found for each token.
 
 	Attributes:
-	  expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
-	  weights: (T, k) fp32.
-	  scores: (T, E) fp32.
-	  logits: (T, E) fp32.
+		expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
+		weights: (T, k) fp32.
+		scores: (T, E) fp32.
+		logits: (T, E) fp32.
 	"""
 
 	expert_ids: Tensor
@@ -56,10 +56,10 @@ class Router(nn.Module):
 	alone: the first of equal scores wins.
 
 	Attributes:
-	  weight: (E, H).
-	  bias: (E,) of the logits, or None.
-	  selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere else
-	    (DeepSeek-V3's ``e_score_correction_bias``), or None.
+		weight: (E, H).
+		bias: (E,) of the logits, or None.
+		selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere else
+			(DeepSeek-V3's ``e_score_correction_bias``), or None.
 
 	The arguments are those of ``grouped.nn.MoE``.
 	"""

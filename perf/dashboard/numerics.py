@@ -16,7 +16,7 @@ def read_numerics(paths: Iterable[Path]) -> list[dict[str, Any]]:
 	"""What the page draws of files; equal runs, layers and steps of later ones replace those of earlier ones.
 
 	Raises:
-	  ValueError: a line is no record of numerics of the version that is read.
+		ValueError: a line is no record of numerics of the version that is read.
 	"""
 	found: dict[tuple[Any, ...], dict[str, Any]] = {}
 	for path in paths:

@@ -22,7 +22,7 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
 	"""The whole page; ``data`` is the address of a file of the records, if there is one beside it.
 
 	Raises:
-	  ValueError: there are no records.
+		ValueError: there are no records.
 	"""
 	text = json.dumps(payload(records, numerics), separators=(",", ":"))
 	packed = gzip.compress(text.encode(), mtime=0)

@@ -74,9 +74,9 @@ def history_of(records: Iterable[Record], commits: Sequence[str]) -> list[list[A
 	"""What became of the one thing of these records, by ``perf compare``, over named commits.
 
 	Returns:
-	  Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
-	  before, -1 if better, else 0, relative difference (positive if worse), the noise, and the
-	  spread of its newest run.
+		Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
+		before, -1 if better, else 0, relative difference (positive if worse), the noise, and the
+		spread of its newest run.
 	"""
 	by_commit: dict[str, list[Record]] = {}
 	for record in records:
@@ -144,7 +144,7 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
 	"""What the page needs, as JSON can say it.
 
 	Raises:
-	  ValueError: there are none.
+		ValueError: there are none.
 	"""
 	if not records:
 		raise ValueError("there are no records to show")

@@ -95,7 +95,7 @@ class StagedRows(QuantizedRows):
 	"""That of tiles with swapped operands: a lane has a row of 32 columns of the product, of a block or less.
 
 	Args:
-	  amaxes: shared memory of this warp for those of rows of two blocks.
+		amaxes: shared memory of this warp for those of rows of two blocks.
 	"""
 
 	def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors, amaxes: Int32):

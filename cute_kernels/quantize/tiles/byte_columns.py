@@ -108,11 +108,11 @@ class ByteColumnConverter:
 		"""The scale of each of a lane's columns as it is stored, and its encode factor.
 
 		Args:
-		  packed: the largest magnitudes of its rows of each word.
-		  level: the second level.
-		  chunk: which chunk of the tile's columns it has.
-		  mate: which of the chunk's lanes it is.
-		  places: where squares are.
+			packed: the largest magnitudes of its rows of each word.
+			level: the second level.
+			chunk: which chunk of the tile's columns it has.
+			mate: which of the chunk's lanes it is.
+			places: where squares are.
 		"""
 		if not self.codec.has_scales or self.squares is not None:
 			a = Float32(0.0)
