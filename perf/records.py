@@ -1,12 +1,9 @@
 """The one form of a measurement, in memory and on disk.
 
-A ``Record`` is one number with everything that it depends on. A file holds records as JSON lines,
-without the fields that have their default. A line ``{"shared": {...}}`` gives fields to all lines
-after it, up to the next such line, and a line ``{"also": {...}}`` to those up to the next of either
-kind; older files have many of them. A line's own fields win over ``also``, and those over
-``shared``; of fields that are objects (``case``, ``clocks``, ...) the entries are merged. What is
-written starts with a ``shared``, so that ``cat`` joins files. A file whose name ends in
-``.xz`` is compressed.
+A ``Record`` is one number with everything that it depends on. A file holds JSON lines: records
+without the fields that have their default, as a run appends them, and tables of many records,
+``{"columns": {"suite": [...], "case.rows": [...]}}``, with null where a record has no such field,
+which are smaller. ``cat`` joins files. A file whose name ends in ``.xz`` is compressed.
 """
 
 import dataclasses
@@ -14,7 +11,7 @@ import json
 import lzma
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,14 +27,7 @@ ENOUGH_RUNS = 3
 #: The records of this repository.
 RESULTS = Path(__file__).parent / "results"
 
-_SHARED, _ALSO = "shared", "also"
-#: Fields that differ from record to record of a run.
-_OWN = {
-	*("case", "contender", "format", "what", "value", "unit"),
-	*("spread", "error", "bytes", "flops", "clocks", "power"),
-}
-#: The first line of what is written: nothing is shared.
-_START = '{"shared":{}}\n'
+_COLUMNS = "columns"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,27 +181,40 @@ def _text(value: Any) -> str:
 	return json.dumps(value, separators=(",", ":"), ensure_ascii=False) + "\n"
 
 
-def _line(record: Record) -> str:
-	return _text(_plain(record))
-
-
 def _open(path: Path, mode: str) -> IO[str]:
 	if path.suffix != ".xz":
 		return path.open(mode, encoding="utf-8")
 	opener: Any = lzma.open
-	file: IO[str] = opener(path, mode, preset=9 | lzma.PRESET_EXTREME if "w" in mode else None, encoding="utf-8")
+	filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}] if "w" in mode else None
+	file: IO[str] = opener(path, mode, filters=filters, encoding="utf-8")
 	return file
 
 
+def _cells(plain: Mapping[str, Any]) -> dict[str, Any]:
+	"""Fields by name; of those that are objects each entry by itself."""
+	return {
+		f"{name}.{entry}" if entry else name: cell
+		for name, value in plain.items()
+		for entry, cell in (value.items() if isinstance(value, dict) else [("", value)])
+	}
+
+
+def _rows(columns: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+	for cells in zip(*columns.values(), strict=True):
+		row: dict[str, Any] = {"case": {}}
+		for name, cell in zip(columns, cells, strict=True):
+			field, dot, entry = name.partition(".")
+			if cell is not None:
+				row = merged(row, {field: {entry: cell} if dot else cell})
+		yield row
+
+
 def write(path: Path, records: Iterable[Record]) -> None:
-	"""Write a file of records, those of one run and commit after each other and what they share once."""
-	groups: dict[str, list[str]] = {}
-	for record in records:
-		plain = _plain(record)
-		own = {name: plain.pop(name) for name in _OWN & plain.keys()}
-		groups.setdefault(_text({_SHARED: plain}), []).append(_text(dict(sorted(own.items()))))
+	"""Write a file of records, one table of all."""
+	rows = [_cells(_plain(record)) for record in records]
+	names = dict.fromkeys(name for row in rows for name in row)
 	with _open(path, "wt") as file:
-		file.writelines(line for shared in sorted(groups) for line in (shared, *groups[shared]))
+		file.write(_text({_COLUMNS: {name: [row.get(name) for row in rows] for name in names}}))
 
 
 def read(path: Path) -> list[Record]:
@@ -221,20 +224,15 @@ def read(path: Path) -> list[Record]:
 		ValueError: a line is no record; it says which.
 	"""
 	records: list[Record] = []
-	shared: dict[str, Any] = {}
-	also: dict[str, Any] = {}
 	with _open(path, "rt") as file:
 		for number, line in enumerate(file, 1):
 			if not line.strip():
 				continue
 			try:
 				value = json.loads(line)
-				if _SHARED in value:
-					shared, also = value[_SHARED], value[_SHARED]
-				elif _ALSO in value:
-					also = merged(shared, value[_ALSO])
-				else:
-					records.append(Record(**merged(also, value)))
+				columns = value.get(_COLUMNS)
+				rows = [value] if columns is None else _rows(columns)
+				records += [Record(**row) for row in rows]
 			except (TypeError, ValueError) as error:
 				raise ValueError(f"{path}, line {number}: {error}") from error
 	return records
@@ -284,9 +282,8 @@ class Writer:
 
 	def __init__(self, path: Path) -> None:
 		path.parent.mkdir(parents=True, exist_ok=True)
-		self._path, self._start = path, _START
+		self._path = path
 
 	def add(self, records: Sequence[Record]) -> None:
 		with self._path.open("a", encoding="utf-8") as file:
-			file.writelines([self._start, *map(_line, records)])
-		self._start = ""
+			file.writelines(_text(_plain(record)) for record in records)

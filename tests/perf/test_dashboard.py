@@ -108,12 +108,13 @@ def test_the_badge_compares_what_was_measured_on_one_commit():
 def test_publish(tmp_path, capsys):
 	source, site, one = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
 	write(source, RECORDS)
+	found = read(source)
 	assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
 	assert capsys.readouterr().out.count(" KB\n") == 4
-	assert (site / "index.html").read_text() == page(RECORDS, "records.jsonl.xz")
+	assert (site / "index.html").read_text() == page(found, "records.jsonl.xz")
 	assert (site / "badge.svg").read_text() == badge(RECORDS)
-	assert one.read_text() == page(RECORDS)
-	assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in read(source)}
+	assert one.read_text() == page(found)
+	assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in found}
 	assert main(["dashboard"]) == 2
 	assert "--out FILE" in capsys.readouterr().err
 	source.write_text("")

@@ -68,32 +68,15 @@ def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batc
 	assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
 
 
-def test_lines_inherit_as_the_docs_say(tmp_path):
+def test_tables_hold_what_the_docs_say(tmp_path):
 	path = tmp_path / "r.jsonl"
-	facts = {"suite": "s", "kind": "gpu", "unit": "us", "schema": 1}
-	lines = [
-		{"shared": {**facts, "case": {"model": "m"}, "clocks": {"sm max": 2.0}}},
-		{"also": {"case": {"rows": 1}, "what": "time"}},
-		{"contender": "a", "value": 1.0, "clocks": {"sm": 1.0}},
-		{"contender": "b", "value": 2.0, "case": {"rows": 3}},
-		{"also": {"what": "rate"}},
-		{"contender": "c", "value": 3.0},
-	]
-	path.write_text("\n\n".join(map(json.dumps, lines)))
-	first, second, third = read(path)
-	assert first.case == {"model": "m", "rows": 1} and first.clocks == {"sm max": 2.0, "sm": 1.0}
-	assert second.case == {"model": "m", "rows": 3} and second.clocks == {"sm max": 2.0}
-	assert third.case == {"model": "m"} and third.what == "rate"
-
-
-def test_files_are_joined_by_appending(tmp_path):
-	path, more = tmp_path / "r.jsonl", tmp_path / "more.jsonl"
-	path.write_text('{"shared":{"suite":"s","note":"old","spread":1.0,"kind":"gpu","unit":"us"}}\n')
-	plain = replace(BASE, spread=None)
-	write(more, [plain])
-	path.write_text(path.read_text() + more.read_text())
-	Writer(path).add([plain])
-	assert read(path) == [plain, plain]
+	facts = {"suite": ["s"] * 2, "kind": ["gpu"] * 2, "unit": ["us"] * 2, "contender": ["a", "b"], "value": [1.0, 2.0]}
+	columns = {**facts, "what": ["time"] * 2, "clocks.sm": [1.0, None], "case.rows": [None, 3], "case.a.b": ["x", None]}
+	line = json.dumps({"columns": columns})
+	path.write_text(f"{line}\n\n{line}")
+	first, second = read(path)[2:]
+	assert first.case == {"a.b": "x"} and first.clocks == {"sm": 1.0} and first.contender == "a"
+	assert second.case == {"rows": 3} and second.clocks == {} and second.value == 2.0
 
 
 @each(
@@ -117,10 +100,10 @@ def test_a_wrong_line_is_named(tmp_path):
 	path = tmp_path / "r.jsonl"
 	write(path, [BASE])
 	path.write_text(path.read_text() + '{"value": "fast"}\n')
-	with pytest.raises(ValueError, match="line 3"):
-		read(path)
-	path.write_text('{"shared": {"nonsense": 1}}\n{"value": 1.0}\n')
 	with pytest.raises(ValueError, match="line 2"):
+		read(path)
+	path.write_text('{"columns": {"suite": ["a"], "value": [1.0, 2.0]}}\n')
+	with pytest.raises(ValueError, match="line 1"):
 		read(path)
 	with pytest.raises(FileNotFoundError):
 		load(tmp_path / "none")
