@@ -198,8 +198,7 @@ def _columnwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy)
 
 def _repeats(fmt: Format) -> int:
 	"""How often linear scales repeat what is stored once: rows of a square block."""
-	scale = fmt.scale
-	return scale.vec_size if scale is not None and fmt.is_2d and scale.layout == "mn_major" else 1
+	return fmt.scale.vec_size if fmt.scale and fmt.has_squares else 1
 
 
 def _numbers(scale: BlockScale, stored: Tensor) -> Tensor:

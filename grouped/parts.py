@@ -93,9 +93,9 @@ def _slots(shape: Sequence[int], offs: Tensor | None, device: torch.device) -> t
 	return torch.where(group < len(groups), torch.arange(len(group), device=device) + first[group], end), end
 
 
-def _is_matrix(fmt: Format, scale: BlockScale, offs: Tensor | None) -> bool:
+def _is_matrix(fmt: Format, offs: Tensor | None) -> bool:
 	"""Whether buffers hold the matrix of scales itself, one for each square block."""
-	if not fmt.is_2d or scale.layout != "mn_major":
+	if not fmt.has_squares:
 		return False
 	if offs is not None:
 		raise ValueError(f"{fmt.text} with offs has no linear scales, for blocks start where groups do: use layout='tiles'")
@@ -105,7 +105,7 @@ def _is_matrix(fmt: Format, scale: BlockScale, offs: Tensor | None) -> bool:
 def _tiled(
 	fmt: Format, scale: BlockScale, linear: Tensor, shape: Sequence[int], offs: Tensor | None, spec: BufferSpec
 ) -> Tensor:
-	is_matrix, width = _is_matrix(fmt, scale, offs), ceil_div(shape[-1], scale.vec_size)
+	is_matrix, width = _is_matrix(fmt, offs), ceil_div(shape[-1], scale.vec_size)
 	check_tensor("scales", linear, shape=spec.shape if is_matrix else (*shape[:-1], width))
 	if is_matrix:
 		return linear.contiguous()
@@ -120,7 +120,7 @@ def _tiled(
 
 def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int], offs: Tensor | None) -> Tensor:
 	"""Scales of a buffer as a matrix, of zeros in the tail."""
-	if _is_matrix(fmt, scale, offs):
+	if _is_matrix(fmt, offs):
 		return scales
 	tiles = tile_view(fmt, scales, columnwise=False)
 	by_slot = linear_scales(fmt, tiles if offs is not None else tiles.flatten(0, 1), False, shape[-1]).flatten(0, 1)

@@ -34,7 +34,7 @@ def pack(x: Tensor, fmt: Format) -> Tensor:
 	quantized = ops.grouped_quantize(x, fmt.text, _one_group(x), None, True, False, None, None)
 	parts = []
 	for name, part in zip(fmt.buffer_names(columnwise=False), quantized, strict=True):
-		if name == "scales" and _is_tiled(fmt):
+		if name == "scales" and fmt.has_scale_tiles:
 			# Bytes (r % 32) * 16 + r // 32 * 4 and three more of a tile are the scales of its row r.
 			tiles = part.view(torch.int32).view(-1, part.shape[1], TILE_ROWS // 4, 4)
 			parts.append(tiles.permute(0, 3, 2, 1).reshape(-1, part.shape[1])[:rows])
@@ -51,11 +51,11 @@ def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tenso
 	found: dict[str, Tensor] = {}
 	for name, spec in buffers(fmt, (rows, columns), 1).items():
 		if name == "scales":
-			width = spec.shape[1] if _is_tiled(fmt) else spec.shape[0]
+			width = spec.shape[1] if fmt.has_scale_tiles else spec.shape[0]
 		else:
 			width = spec.shape[-1] * spec.dtype.itemsize // 4 if name == "codes" else 1
 		part, start = flat[:, start : start + width], start + width
-		if name == "scales" and _is_tiled(fmt):
+		if name == "scales" and fmt.has_scale_tiles:
 			part = pad(part, (0, 0, 0, spec.shape[0] * TILE_ROWS - rows)).view(-1, 4, TILE_ROWS // 4, width)
 			part = part.permute(0, 3, 2, 1).reshape(-1, width, SF_TILE_BYTES // 4)
 		elif name == "scales":
@@ -66,10 +66,6 @@ def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tenso
 	codes, *rest = (found[name] for name in fmt.operand_names(columnwise=False))
 	out: Tensor = ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, _one_group(flat), False, None)
 	return out
-
-
-def _is_tiled(fmt: Format) -> bool:
-	return fmt.scale is not None and fmt.scale.layout == "tiles_128x4"
 
 
 def _one_group(x: Tensor) -> Tensor:

@@ -151,6 +151,16 @@ class Format(Record, abc.ABC):
 		return self.columnwise_level if columnwise else self.second_level
 
 	@property
+	def has_scale_tiles(self) -> bool:
+		"""Whether block scales lie in 128x4 tiles, one for each row also of a square block."""
+		return self.scale is not None and self.scale.layout == "tiles_128x4"
+
+	@property
+	def has_squares(self) -> bool:
+		"""Whether one number is stored for the scale of a square block."""
+		return self.is_2d and self.scale is not None and not self.has_scale_tiles
+
+	@property
 	def has_pow2_scales(self) -> bool:
 		"""Whether every block scale is a power of two."""
 		return self.scale is not None and self.scale.element == E8M0

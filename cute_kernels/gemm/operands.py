@@ -98,11 +98,11 @@ class OperandKind:
 	@property
 	def has_row_scales(self) -> bool:
 		"""Whether block scales are fp32 numbers of rows or squares, which no instruction takes."""
-		return self.scale is not None and self.scale.layout == "mn_major"
+		return self.fmt is not None and self.fmt.scale is not None and not self.fmt.has_scale_tiles
 
 	@property
 	def has_squares(self) -> bool:
-		return self.has_row_scales and self.fmt is not None and self.fmt.is_2d
+		return self.fmt is not None and self.fmt.has_squares
 
 	@property
 	def sf_vec_size(self) -> int:
@@ -188,7 +188,7 @@ OPERANDS = {
 
 def _facts(fmt: Format) -> tuple[object, ...]:
 	"""What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
-	is_square = fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "mn_major"
+	is_square = fmt.has_squares
 	level = fmt.second_level
 	return fmt.element, fmt.scale, is_square, None if level is None else level.factor
 

@@ -22,7 +22,7 @@ def check_pair(a: Format, b: Format, *, weights: bool = False) -> None:
 		return
 	if a.element.bits != b.element.bits or a.scale != b.scale:
 		raise ValueError(f"a and b must have formats of one kind, got a_format={a.text!r} and b_format={b.text!r}")
-	if a.is_2d and b.is_2d and a.scale is not None and a.scale.layout == "mn_major":
+	if a.has_squares and b.has_squares:
 		raise ValueError(
 			"a or b must have a scale for each row: 128x128 blocks are not multiplied by "
 			f"128x128 blocks, got a_format={a.text!r} and b_format={b.text!r}"

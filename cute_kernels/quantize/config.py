@@ -57,7 +57,7 @@ def _takes_copies(config: CopyConfig, problem: QuantizeProblem, columnwise: bool
 	"""Whether kernels handle how copies of the format lie, and ``_takes``."""
 	fmt = parse(config.format)
 	if fmt.element.bits < 8:
-		if fmt.scale is None or fmt.scale.layout != "tiles_128x4":
+		if not fmt.has_scale_tiles:
 			return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
 		if columnwise and fmt.columnwise != "transposed":
 			return Support(False, f"the columnwise copy of {config.format} is not transposed")
@@ -304,8 +304,7 @@ class TileConfig(CopyConfig):
 
 	@property
 	def has_scale_tiles(self) -> bool:
-		scale = parse(self.format).scale
-		return scale is not None and scale.layout == "tiles_128x4"
+		return parse(self.format).has_scale_tiles
 
 	@property
 	def reports_amax(self) -> bool:
@@ -515,7 +514,7 @@ class DequantizeConfig(CopyConfig):
 	def choose(cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool) -> DequantizeConfig:
 		"""The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
 		fmt = _one_copy(fmt.as_decoded, columnwise)
-		if fmt.is_2d and fmt.scale is not None and fmt.scale.layout == "tiles_128x4":
+		if fmt.is_2d and fmt.has_scale_tiles:
 			# The scale of a square block is stored once a row.
 			fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
 		return cls(fmt.text, dtype, grouping, columnwise)

@@ -74,8 +74,7 @@ class Dequantizer(GridKernel):
 		self.dtype = config.dtype
 		self.element = DTYPE_BYTES[config.dtype]
 		self.codec = codec_of(config.format, config.dtype)
-		scale = self.codec.fmt.scale
-		self.is_tiled = scale is not None and scale.layout == "tiles_128x4"
+		self.is_tiled = self.codec.fmt.has_scale_tiles
 		self.columns = ColumnDecoder(config, self.codec)
 
 	@staticmethod

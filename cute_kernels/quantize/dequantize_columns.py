@@ -16,7 +16,8 @@ from ..device.convert import pack_words
 from ..device.hadamard import CHUNK, undo
 from ..device.memory import load_global, load_global_if, store_global
 from ..device.ptx import bits_as_f32
-from ..layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, scale_tiles
+from ..device.scales import row_scales_at
+from ..layout.shapes import SF_TILE_BYTES, scale_tiles
 from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DequantizeConfig
 
@@ -56,8 +57,7 @@ class ColumnDecoder:
 		self.codec = codec
 		self.dtype = config.dtype
 		self.element = DTYPE_BYTES[config.dtype]
-		scale = codec.fmt.scale
-		self.is_tiled = scale is not None and scale.layout == "tiles_128x4"
+		self.is_tiled = codec.fmt.has_scale_tiles
 		self.is_transposed = codec.fmt.columnwise == "transposed"
 		#: Rows that are converted at a time.
 		self.step = CHUNK if codec.fmt.is_transformed else LANE_COLS
@@ -149,12 +149,10 @@ class ColumnDecoder:
 		# Blocks of a quarter: two bytes hold it, or it is one of two.
 		per_quarter = QUARTER_ROWS // self.codec.block
 		byte = quarter * per_quarter
-		scale_tile = Int64(column // SF_TILE_ROWS) * block_tiles + self.scale_tiles * place.tile
-		scale_tile += byte // 4
+		scale_tile = Int64(self.scale_tiles * place.tile + byte // 4)
 		if self.config.grouping == "uniform":
 			scale_tile += Int64(place.group) * scales.shape[rank - 3] * block_tiles
-		at = scales.iterator.toint() + scale_tile * SF_TILE_BYTES
-		at += column % 32 * 16 + column % SF_TILE_ROWS // 32 * 4 + byte % 4 // 2 * 2
+		at = row_scales_at(scales, column) + scale_tile * SF_TILE_BYTES + byte % 4 // 2 * 2
 		pairs = [load_global_if(at + c * 16, 2, column, cols)[0] for c in range(LANE_COLS)]
 		if per_quarter > 1:
 			return [self.codec.decode_scales(pair) for pair in pairs]

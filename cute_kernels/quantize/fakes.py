@@ -113,7 +113,7 @@ class FakeBuffers:
 		"""
 		if self.fmt.scale is None:
 			return None
-		if self.fmt.scale.layout == "mn_major":
+		if not self.fmt.has_scale_tiles:
 			return self._mn_major(cute.sym_int(), cute.sym_int(divisibility=TILE_ROWS))
 		return self._scale_bytes(self.slot_tiles, self.scale_tiles)
 
@@ -138,7 +138,7 @@ class FakeBuffers:
 		"""
 		if self.fmt.scale is None:
 			return None
-		if self.fmt.scale.layout == "mn_major":
+		if not self.fmt.has_scale_tiles:
 			return self._mn_major(cute.sym_int(), self.cols)
 		along_rows = scale_tiles(TILE_ROWS, self.fmt.scale.vec_size)
 		column_tiles, block_tiles = cute.sym_int(), cute.sym_int(divisibility=along_rows)

@@ -149,7 +149,7 @@ class RowsQuantizer:
 		self.table_words = 4 * self.num_slots
 		self.num_threads = (config.num_compute_warps + 1) * WARP_SIZE
 		#: Whether rows are taken in the order of scales in 128x4 tiles.
-		self.is_tiled = self.codec.fmt.scale.layout == "tiles_128x4" if self.codec.has_scales else not config.is_light
+		self.is_tiled = self.codec.fmt.has_scale_tiles if self.codec.has_scales else not config.is_light
 		#: Whether scales are written, by way of shared memory.
 		self.writes_scales = self.codec.has_scales
 		#: Whether the amax of a block is asked for.

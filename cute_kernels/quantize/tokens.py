@@ -16,6 +16,7 @@ from ..device.constants import WARP_SIZE
 from ..device.groups import Grouping, group_start
 from ..device.launch import compact
 from ..device.memory import bulk_load, load_shared, store_global, store_global_past_l1, store_shared, wait_each
+from ..device.scales import row_scales_at
 from ..layout.shapes import SF_TILE_BYTES
 from ..layout.slots import TILE_ROWS
 from .rows import Lane, Output, RowsQuantizer, SharedMemory, row_address
@@ -138,11 +139,7 @@ class TokensQuantizer(RowsQuantizer):
 
 	def slot_address(self, scales: cute.Tensor, slot: Int32) -> Int64:
 		"""Where the first scales of a slot's row are."""
-		start = scales.iterator.toint()
-		if not self.is_tiled:
-			return start + Int64(slot) * 4
-		in_tile = ((slot & 31) << 4) + ((slot >> 5 & 3) << 2)
-		return start + Int64(slot // TILE_ROWS) * scales.shape[len(scales.shape) - 2] * SF_TILE_BYTES + in_tile
+		return row_scales_at(scales, slot) if self.is_tiled else scales.iterator.toint() + Int64(slot) * 4
 
 	def word_pitch(self, scales: cute.Tensor) -> Int64:
 		"""Bytes from one word of a row's scales to the next."""

@@ -89,7 +89,7 @@ def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) 
 		raise ValueError(f"{key} must be uniform (G, N, K), got {held!r}")
 	ours, theirs = ((f.element, f.scale, f.second_level) for f in (held.format, fmt))
 	# Such scales are stored for every row, also where a square block has one.
-	per_row = held.format.scale is not None and held.format.scale.layout == "tiles_128x4"
+	per_row = held.format.has_scale_tiles
 	if ours != theirs or (not per_row and held.format.is_2d != fmt.is_2d):
 		raise ValueError(f"{key} is {held.format}, {layout.name} holds {fmt}: quantize it again, or choose another layout")
 	if held.rowwise is None:

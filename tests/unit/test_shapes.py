@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from cute_kernels.layout import shapes, slots
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups
+from cute_kernels.reference.scales import tile_scales
 
 sizes = st.integers(0, 1 << 40)
 splits_of_rows = st.lists(st.one_of(st.just(0), st.integers(0, 700)), min_size=1, max_size=20)
@@ -66,3 +67,8 @@ def test_any_offsets_stay_inside_the_buffers(offs, rows):
 	live, slot = groups.slot_of_row()
 	assert len(live) <= rows
 	assert ((slot >= 0) & (slot < groups.num_tiles * slots.TILE_ROWS)).all()
+
+
+def test_rows_of_a_scale_tile_are_where_the_reference_has_them():
+	tile = tile_scales(torch.arange(512).view(128, 4)).flatten()
+	assert all(tile[shapes.row_in_tile(row)] == row % 128 * 4 for row in range(256))

@@ -16,6 +16,7 @@ from ...device.codecs import Level
 from ...device.constants import WARP_SIZE
 from ...device.memory import load_shared, store_global, store_global_byte, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
+from ...device.scales import row_scales_at
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from ...layout.slots import TILE_ROWS
 from ..activated import Quantizer, store_if
@@ -38,7 +39,7 @@ class QuantizedRows:
 		self.quantizer = Quantizer(config)
 		self.codec = self.quantizer.codec
 		self.halves = 1 + config.is_gated
-		self.block, self.is_tiled = self.codec.block, self.codec.fmt.scale.layout == "tiles_128x4"
+		self.block, self.is_tiled = self.codec.block, self.codec.fmt.has_scale_tiles
 		self.cols = tensors.columns(config)
 		#: Columns of the scales of a word.
 		self.word_columns = self.block * (SF_TILE_COLS if self.is_tiled else 1)
@@ -54,8 +55,8 @@ class QuantizedRows:
 		at = scales.iterator.toint()
 		if not self.is_tiled:
 			return at + (Int64(block) * scales.stride[0] + slot) * 4
-		tile = Int64(slot // TILE_ROWS) * scales.shape[1] + block // SF_TILE_COLS
-		return at + tile * SF_TILE_BYTES + (slot % 32 * 16 + slot % TILE_ROWS // 32 * SF_TILE_COLS + block % SF_TILE_COLS)
+		tile = block // SF_TILE_COLS
+		return row_scales_at(scales, slot) + (Int64(tile) * SF_TILE_BYTES + block % SF_TILE_COLS)
 
 	def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, left: Int32) -> None:
 		"""Store codes of columns that exist, if the row does: ``left`` is more than 0."""

@@ -19,7 +19,7 @@ from ...device.constants import WARP_SIZE
 from ...device.launch import compact, env_stream
 from ...device.memory import store_global
 from ...device.ptx import f32_as_bits
-from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, row_in_tile
 from ..views import scale_words_view, squares_view
 from .config import ScaleTilesConfig
 
@@ -105,8 +105,7 @@ class ScaleTilesKernel:
 			if cutlass.const_expr(self.config.has_tiles):
 				words[i] = Uint32(0)
 				if is_there:
-					at = row % WARP_SIZE * 4 + row % SF_TILE_ROWS // WARP_SIZE
-					words[i] = Uint32(scales[row // SF_TILE_ROWS, block, at, group])
+					words[i] = Uint32(scales[row // SF_TILE_ROWS, block, row_in_tile(row) // 4, group])
 			else:
 				value = Float32(0.0)
 				if cutlass.const_expr(not squares):

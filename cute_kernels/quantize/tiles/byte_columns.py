@@ -49,7 +49,7 @@ class ByteColumnConverter:
 		self.num_cols = 16 // DTYPE_BYTES[config.dtype]
 		self.steps = TILE_COLS // self.num_cols // (config.warps_per_team * _CHUNKS)
 		self.is_transposed = codec.fmt.columnwise == "transposed"
-		self.is_tiled = codec.has_scales and codec.fmt.scale.layout == "tiles_128x4"
+		self.is_tiled = codec.fmt.has_scale_tiles
 
 	@cute.jit
 	def convert(

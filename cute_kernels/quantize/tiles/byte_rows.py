@@ -17,7 +17,7 @@ from ...device.codecs import Level
 from ...device.groups import Grouping
 from ...device.memory import load_shared, store_global, store_global_past_l1, store_shared, store_shared_byte
 from ...device.ptx import select
-from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, row_in_tile
 from ...layout.slots import TILE_ROWS
 from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
@@ -74,7 +74,7 @@ class ByteRowConverter:
 		self.rows_at_once = 32 // self.mates
 		#: Lanes that share a block.
 		self.sharing = max(1, codec.block // self.width) if codec.has_scales else 1
-		self.is_tiled = codec.has_scales and codec.fmt.scale.layout == "tiles_128x4"
+		self.is_tiled = codec.fmt.has_scale_tiles
 		#: sm_90a was not measured to gain by more code.
 		self.is_unrolled = config.arch == "sm_100a"
 		#: Whether rows have scales of their own, which are staged.
@@ -208,7 +208,7 @@ class ByteRowConverter:
 		lane = cute.arch.lane_idx()
 		quarter, in_quarter = lane // _EIGHT, part * _EIGHT + lane % _EIGHT
 		row = quarter * _QUARTER + in_quarter
-		place = in_quarter * 16 + quarter * 4 if self.is_tiled else row * 4
+		place = row_in_tile(row) if self.is_tiled else row * 4
 		word = load_shared(scales_at + place, 1)[0]
 		target = scales.iterator.toint() + self.scale_tile(groups, scales, what) + place
 		store_global(target, [select(row < what.count, word, Uint32(0))])

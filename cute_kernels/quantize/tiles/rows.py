@@ -10,7 +10,7 @@ from ...device.codecs import Codec, Level
 from ...device.memory import load_shared, store_global, store_global_half
 from ...device.philox import DRAWN, draw_block
 from ...device.ptx import bits_as_f32, select
-from ...layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
+from ...layout.shapes import PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, row_in_tile
 from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
 from .scales import join_scales, scale_blocks
@@ -76,7 +76,7 @@ class RowConverter:
 		codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
 		if cutlass.const_expr(self.codec.has_scales):
 			scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
-			scales_at += row % 32 * 16 + row // 32 * SF_TILE_COLS + own // self.codec.block
+			scales_at += row_in_tile(row) + own // self.codec.block
 		# The first row of the warp's is the lowest: without it there are only scales to clear.
 		idle = row % 32 // 8 * 8 >= what.count
 		for u in cutlass.range_constexpr(TILE_COLS // self.tile.unit):

@@ -22,7 +22,7 @@ from cutlass import Int32, Uint16, Uint32, cute
 from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale, two_halves
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
-from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, row_in_tile
 
 from ..config import WARPGROUP_M, Sm90GemmConfig
 from ..warp_schedule import WARPGROUP_SIZE
@@ -178,8 +178,7 @@ class FragmentDecoder:
 		return (
 			tile * self.scale_row_bytes
 			+ quad_lane // lanes_of_tile * SF_TILE_BYTES
-			+ row % 32 * 16
-			+ row % SF_TILE_ROWS // 32 * SF_TILE_COLS
+			+ row_in_tile(row)
 			+ quad_lane % lanes_of_tile * _LANE_SCALES
 		)
 

@@ -22,7 +22,8 @@ from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.launch import GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global
 from cute_kernels.device.ptx import asm
-from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
+from cute_kernels.device.scales import row_scales_at
+from cute_kernels.layout.shapes import PIECE_K, PITCH_ALIGNMENT, SF_TILE_BYTES, SF_TILE_COLS
 from cute_kernels.layout.slots import TILE_ROWS
 
 from .config import ExpandConfig
@@ -129,10 +130,7 @@ class ExpandKernel(GridKernel):
 
 	def load_scales(self, scales: cute.Tensor, slot: Int32, chunk: Int32) -> list[Uint32]:
 		"""The scales of a chunk's four pairs of blocks, two fp16 in a word."""
-		in_tile = slot % 32 * 16 + slot % SF_TILE_ROWS // 32 * SF_TILE_COLS
-		source = scales.iterator.toint() + in_tile
-		source += Int64(slot // SF_TILE_ROWS) * scales.shape[1] * SF_TILE_BYTES
-		pairs = []
+		source, pairs = row_scales_at(scales, slot), []
 		for i in range(_CHUNK_TILES):
 			tile = chunk * _CHUNK_TILES + i
 			(word,) = load_global_if(source + tile * SF_TILE_BYTES, 4, tile, scales.shape[1])
