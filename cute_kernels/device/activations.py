@@ -185,13 +185,17 @@ def _tanh(t: _Text, x: _Number) -> _Number:
 
 def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) -> _Curve:
 	y = x if limit is None else t.low(x, limit)
-	steep = t.high(y if alpha == 1.0 else t.mul(y, alpha), _STEEP)
-	c = t.low(steep, _FLAT)
+	steep = y if alpha == 1.0 else t.mul(y, alpha)
+	factor = y
+	if not quick:
+		steep = t.high(steep, _STEEP)
+		factor = steep if alpha == 1.0 else t.high(y, -Numbers.FMAX)
+	c = steep if quick else t.low(steep, _FLAT)
 	s = _sigmoid(t, c, quick)
-	value = t.mul(steep if alpha == 1.0 else t.high(y, -Numbers.FMAX), s)
+	value = t.mul(factor, s)
 
 	def slope() -> _Number:
-		out = t.add(t.mul(t.mul(c, s), t.sub(1.0, s)), s)
+		out = t.add(t.mul(value if c is factor else t.mul(c, s), t.sub(1.0, s)), s)
 		return out if limit is None else t.where_above(x, limit, 0.0, out)
 
 	return _Curve(value, slope)
@@ -228,9 +232,9 @@ def _alpha(act: Activation) -> float:
 	return {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
 
 
-def quick_from(act: Activation) -> float | None:
-	"""Where ``activated`` may be ``quick``: from this number on; None of curves without a sigmoid."""
-	return None if act.curve in ("gelu", "relu", "srelu") else -86.0 / _alpha(act)
+def quick_to(act: Activation) -> float | None:
+	"""Up to which magnitude ``activated`` may be ``quick``; None of curves without a sigmoid."""
+	return None if act.curve in ("gelu", "relu", "srelu") else (_FLAT - 1) / _alpha(act)
 
 
 def _made(
@@ -266,7 +270,7 @@ def activated(
 	"""Elements that an activation makes, in fp32.
 
 	``inputs`` are as many numbers each: x, or A and B of a gated one; then the gradient of the result, if
-	``is_gradient`` asks for that of the input. If ``quick`` no x or A is below ``quick_from``; NaN may be there. With
+	``is_gradient`` asks for that of the input. If ``quick`` no x or A is beyond ``quick_to``; NaN may be there. With
 	``with_value`` what is differentiated is made, too.
 
 	Returns:
@@ -299,13 +303,13 @@ def activated_by_size(
 	act: Activation, is_gradient: bool, arch: str, inputs: list[list[Float32]], with_value: bool = False
 ) -> list[list[Float32]]:
 	"""``activated``, quick where numbers allow it."""
-	bound, low, count = quick_from(act), inputs[0][0], len(inputs[0])
+	bound, high, count = quick_to(act), inputs[0][0], len(inputs[0])
 	if cutlass.const_expr(bound is None):
 		return activated(act, is_gradient, arch, inputs, False, with_value)
-	for x in inputs[0][1:]:
-		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
+	for x in inputs[0][min(1, count - 1) :]:
+		high = asm("{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.f32 $0, a, b; }", [Float32], [high, x])
 	out = cute.make_rmem_tensor((is_gradient * (1 + act.is_gated) + (with_value or not is_gradient)) * count, Float32)
-	if low < bound:
+	if high > bound:
 		_store(activated(act, is_gradient, arch, inputs, False, with_value), out)
 	else:
 		_store(activated(act, is_gradient, arch, inputs, True, with_value), out)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ..device.absmax import absmax_packed, unpack_absmax
-from ..device.activations import activated, quick_from
+from ..device.activations import activated_by_size
 from ..device.codecs import Codec, Level, codec_of
 from ..device.convert import pack_words, unpack_words
-from ..device.ptx import asm, asm_volatile
+from ..device.ptx import asm_volatile
 from .operands import DTYPE_BYTES
 from .output import VECTOR_BYTES, EpilogueTensors, out_offset
 from .problem import GemmConfig
@@ -141,23 +140,7 @@ class Quantizer:
 		return self.codec.encode_row(words, factor), stored
 
 
-@cute.jit
 def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:
 	"""What the activation makes of x, or of A and B, as many numbers each."""
 	act: Any = config.act
-	bound = quick_from(act)
-	if cutlass.const_expr(bound is None):
-		return activated(act, False, config.arch, inputs)[0]
-	out, low = cute.make_rmem_tensor(len(inputs[0]), Float32), inputs[0][0]
-	for x in inputs[0][1:]:
-		low = asm("min.f32 $0, $1, $2;", [Float32], [low, x])
-	if low < bound:
-		_fill(config, inputs, out, False)
-	else:
-		_fill(config, inputs, out, True)
-	return [out[i] for i in range(len(inputs[0]))]
-
-
-def _fill(config: GemmConfig, inputs: list[list[Float32]], out: cute.Tensor, quick: bool) -> None:
-	for i, number in enumerate(activated(config.act, False, config.arch, inputs, quick)[0]):
-		out[i] = number
+	return activated_by_size(act, False, config.arch, inputs)[0]  # type: ignore[no-any-return]
