@@ -374,11 +374,11 @@ class GradientConfig:
 	arch: str
 
 	#: The compiled function takes (x, grad, offs, weight, pair, codes, scales, codes_t, scales_t,
-	#: scaled_t, scaled_scales_t, sums, dweight, num_sms): x (R, W), grad (R, N), weight and dweight
-	#: (T * k,) fp32, pair (R,) int32, sums (tiles along N, R) fp32 to work in.
+	#: scaled_t, scaled_scales_t, sums, dweight, num_sms, counter): x (R, W), grad (R, N), weight and dweight
+	#: (T * k,) fp32, pair (R,) int32, sums (tiles along N, R) fp32 to work in; a counter, as of GEMMs.
 	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.gradient:GradientQuantizer"
-	#: For the loader: all warps of a CTA have one tile of all inputs.
-	num_teams: ClassVar[int] = 1
+	#: Tiles are taken from a counter: some have few rows.
+	mixes_groups: ClassVar[bool] = True
 	num_stages: ClassVar[int] = 2
 	band: ClassVar[int] = TileConfig.band
 	has_own_columns: ClassVar[bool] = False

@@ -164,7 +164,7 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
 	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
 		weight = op.weight.contiguous().view(-1)
 		given = (readable(op.x), readable(op.grad), dense(op.offs), weight, dense(op.pair))
-		kernel(*given, *outputs[:-1], *workspace.make(), outputs[-1].view(-1), launch.num_sms)
+		kernel(*given, *outputs[:-1], *workspace.make(), outputs[-1].view(-1), launch.num_sms, None)
 
 	return run
 

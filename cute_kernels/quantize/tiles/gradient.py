@@ -1,8 +1,13 @@
 """Gradients of an activation, and p times its result, to codes from one read of its inputs.
 
 The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
-and of p a, as ``moe_activate_gradient`` has them; then four warps quantize each. Warps that are done
-begin with the next stage. Of <grad, a> a tile's part of each row goes to memory, for a second kernel.
+and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
+of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
+from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each row
+goes to memory, for a second kernel.
+
+With 96 KiB a stage there are two, and the loader has the time in which one is worked on: what to
+load, and what weights, it has read by then.
 """
 
 from __future__ import annotations
@@ -19,14 +24,14 @@ from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import compact, env_stream
-from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits
+from cute_kernels.device.memory import load_global_if, load_shared, store_shared
+from cute_kernels.device.ptx import add_rn, bits_as_f32, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
 from cute_kernels.quantize.fakes import FakeBuffers
 
 from .bytes import ByteTiles
-from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, SharedMemory, TileGeometry, TilePlaces
+from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, SharedMemory, TileGeometry, TilePlaces
 from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
 from .scales import write_column_scales
 from .team import Copies, Team
@@ -35,36 +40,94 @@ if TYPE_CHECKING:
 	from cute_kernels.quantize.config import GradientConfig, TileConfig
 
 _THREADS = 256
-#: Lanes that share a row of a tile, eight columns each.
+#: Lanes that share a row of a tile, eight columns each, and rows that a warp has at once.
 _LANES = TILE_COLS // 8
+_ROWS = WARP_SIZE // _LANES
+#: Bytes of weights of a stage's rows; behind them, how many rows were taken.
+_WEIGHTS = TILE_ROWS * 4
+_FACTORS = _WEIGHTS + 16
 
 
 class Inputs(NamedTuple):
-	"""Copies of boxes of the inputs, and the weights of rows."""
+	"""Copies of boxes of the inputs, the weights of rows, and the counter of tiles."""
 
 	x: Tma
 	grad: Tma
 	weight: cute.Tensor
 	pair: cute.Tensor
+	counter: cute.Tensor
 
 
 class GradientLoader(TileLoader):
 	"""Loads tiles of the inputs, and the weights of their rows."""
 
+	@cute.jit
+	def load(self, groups: Grouping, cols: Int32, inputs: Inputs, shared: SharedMemory) -> None:  # type: ignore[override]
+		stage, phase, tall = Int32(0), Int32(1), self.config.band
+		col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
+		num_tiles = groups.num_tiles()
+		item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
+		while item < end:
+			band = item // (tall * col_tiles) * tall
+			wanted, col_tile = self.tile_of(item, band, num_tiles, col_tiles)
+			tile, group, first, count = groups.seek(wanted, Int32(0))
+			least = item
+			if tile == wanted:
+				weights = self.read_weights(inputs, first, count)
+				cute.arch.mbarrier_wait(shared.empty + stage, phase)
+				what = Descriptor(tile, col_tile, first, count, group, Int32(0), Int32(0))
+				self.describe(shared, stage, what)
+				self.load_tile(what, inputs, stage, stage, shared)
+				self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
+				self.announce(shared, stage)
+				phase ^= stage
+				stage ^= 1
+			elif tile >= band + tall:
+				head = groups.seek(band, Int32(0))[0]
+				if head >= band + tall:
+					least = head // tall * (tall * col_tiles)  # no rows up to there
+			item = self.next(inputs.counter, item, end, least)
+		cute.arch.mbarrier_wait(shared.empty + stage, phase)
+		self.describe(shared, stage, Descriptor(*[Int32(0)] * 7))
+		self.announce(shared, stage)
+
+	@cute.jit
+	def next(self, counter: cute.Tensor, item: Int32, end: Int32, least: Int32) -> Int32:
+		"""The next item that no CTA has, not before ``least``.
+
+		CTAs began with items of their own, and each makes one addition that gives it none: the last clears the counter.
+		"""
+		step = cute.arch.grid_dim()[0]
+		if cute.arch.lane_idx() == 0:
+			if least > item:
+				cute.arch.atomic_max(counter.iterator, cutlass.min(least, end) - step, sem="relaxed", scope="gpu")
+			item = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+			if item == end - 1:
+				cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
+			item += step
+		return cute.arch.shuffle_sync(item, 0)
+
+	def read_weights(self, inputs: Inputs, first: Int32, count: Int32) -> list[Uint32]:
+		"""Of a lane's row of each 32; 0 where there is none."""
+		found, pairs = [], inputs.weight.shape[0]
+		for i in range(TILE_ROWS // WARP_SIZE):
+			row = i * WARP_SIZE + cute.arch.lane_idx()
+			found += load_global_if(inputs.pair.iterator.toint() + Int64(first + row) * 4, 4, row, count)
+		places = [Int32(select(Int32(at) < 0, Uint32(pairs), at)) for at in found]
+		at = inputs.weight.iterator.toint()
+		return [load_global_if(at + Int64(place) * 4, 4, place, pairs)[0] for place in places]
+
+	@cute.jit
+	def store_weights(self, weights: list[Uint32], to: Int32) -> None:
+		"""To shared memory, with no rows taken."""
+		for i, p in enumerate(weights):
+			store_shared(to + (i * WARP_SIZE + cute.arch.lane_idx()) * 4, [p])
+		with cute.arch.elect_one():
+			store_shared(to + _WEIGHTS, [Uint32(0)])
+
 	def sources(self, what: Descriptor, inputs: Inputs) -> list[tuple[Tma, Int32]]:
 		first, half = what.col_tile * TILE_COLS, inputs.grad.source.shape[1]
 		return [*((inputs.x, first + t * half) for t in range(self.config.num_tiles)), (inputs.grad, first)]
-
-	@cute.jit
-	def load_tile(self, what: Descriptor, inputs: Inputs, stage: Int32, full: Int32, shared: SharedMemory) -> None:
-		TileLoader.load_tile(self, what, inputs, stage, full, shared)
-		for i in cutlass.range_constexpr(TILE_ROWS // WARP_SIZE):
-			row, p = i * WARP_SIZE + cute.arch.lane_idx(), Float32(0.0)
-			if row < what.count:
-				at = inputs.pair[what.first + row]
-				if at >= 0 and at < inputs.weight.shape[0]:
-					p = inputs.weight[at]
-			store_shared(shared.factors.toint() + (stage * TILE_ROWS + row) * 4, [f32_as_bits(p)])
 
 	@cute.jit
 	def announce(self, shared: SharedMemory, full: Int32) -> None:
@@ -77,7 +140,8 @@ class GradientQuantizer:
 	def __init__(self, config: GradientConfig):
 		self.config = config
 		self.act = parse_activation(config.activation)
-		self.crews = config.num_tiles + 1
+		#: Four warps a tile, for its columns, and four for rows.
+		self.crews = config.num_tiles + 2
 		self.tiles = [self.converter(copy) for copy in config.copies]
 		self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
 		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
@@ -105,17 +169,19 @@ class GradientQuantizer:
 			compact(Float32, cute.sym_int(), fake.rows, align=4),
 			compact(Float32, pairs, align=4),
 			Int32(1),
+			compact(Int32, 1, align=4),
 			env_stream(),
 		)
 
 	@cute.jit
 	def __call__(self, *args: Any) -> None:
-		x, grad, offs, weight, pair, *out, sums, dweight, num_sms, stream = args
+		x, grad, offs, weight, pair, *out, sums, dweight, num_sms, counter, stream = args
 		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
-		self.kernel(*copies[0], *copies[1], offs, weight, pair, tuple(out), sums).launch(
+		self.kernel(*copies[0], *copies[1], offs, weight, pair, tuple(out), sums, counter).launch(
 			grid=[num_sms, 1, 1], block=[self.threads + WARP_SIZE, 1, 1], stream=stream, min_blocks_per_mp=1
 		)
-		self.add(x, offs, pair, sums, dweight).launch(grid=[num_sms, 1, 1], block=[_THREADS, 1, 1], stream=stream)
+		ctas = cutlass.min((x.shape[0] + (_THREADS - 1)) // _THREADS, num_sms * (2048 // _THREADS))
+		self.add(x, offs, pair, sums, dweight).launch(grid=[ctas, 1, 1], block=[_THREADS, 1, 1], stream=stream)
 
 	@cute.kernel
 	def add(self, x: cute.Tensor, offs: cute.Tensor, pair: cute.Tensor, sums: cute.Tensor, dweight: cute.Tensor) -> None:
@@ -124,7 +190,7 @@ class GradientQuantizer:
 		while row < last:
 			at, total = pair[row], Float32(0.0)
 			if at >= 0 and at < dweight.shape[0]:
-				for t in cutlass.range(sums.shape[0], unroll=4):
+				for t in cutlass.range(sums.shape[0], unroll=8):
 					total = add_rn(total, sums[t, row])
 				dweight[at] = total
 			row += cute.arch.grid_dim()[0] * _THREADS
@@ -143,6 +209,7 @@ class GradientQuantizer:
 		pair: cute.Tensor,
 		out: tuple[cute.Tensor, ...],
 		sums: cute.Tensor,
+		counter: cute.Tensor,
 	) -> None:
 		smem, stages = cutlass.memory.SmemAllocator(), self.config.num_stages
 
@@ -152,26 +219,25 @@ class GradientQuantizer:
 		tiles = part(stages * self.config.tile_bytes, 1024)
 		shared = SharedMemory(
 			tiles=tiles,
-			scales=part(self.crews * SF_TILE_BYTES),
-			scales_t=part(2 * self.crews * self.scales_bytes),
+			scales=part(self.config.num_tiles * SF_TILE_BYTES),
+			scales_t=part(2 * (self.config.num_tiles + 1) * self.scales_bytes),
 			squares=tiles,
-			factors=part(stages * TILE_ROWS * 4),
+			factors=part(stages * _FACTORS),
 			descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
-			full=smem.allocate_array(Int64, 2, byte_alignment=8),
+			full=smem.allocate_array(Int64, stages, byte_alignment=8),
 			empty=smem.allocate_array(Int64, stages, byte_alignment=8),
 		)
 		tid = cute.arch.thread_idx()[0]
-		if tid < 2:
-			cute.arch.mbarrier_init(shared.full + tid, WARP_SIZE)
 		if tid < stages:
+			cute.arch.mbarrier_init(shared.full + tid, WARP_SIZE)
 			cute.arch.mbarrier_init(shared.empty + tid, self.threads // WARP_SIZE)
 		cute.arch.mbarrier_init_fence()
 		cute.arch.sync_threads()
 		groups, warp = Grouping.of(x_source, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		cols = x_source.shape[1], grad_source.shape[1]
 		if warp == self.threads // WARP_SIZE:
-			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair)
-			self.loader.load(groups, cols[1], None, None, inputs, shared)
+			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair, counter)
+			self.loader.load(groups, cols[1], inputs, shared)
 		else:
 			copies = (Copies(*out[:4]), Copies(None, None, *out[4:]))
 			self.compute(groups, cols, copies, sums, warp, shared)
@@ -183,59 +249,84 @@ class GradientQuantizer:
 		config, own = self.config, self.config.copies[0]
 		crew = warp // own.warps_per_team
 		part = warp - crew * own.warps_per_team
-		stage, phase, copy, count = Int32(0), Int32(0), Int32(0), Int32(1)
+		stage, phase, count = Int32(0), Int32(0), Int32(1)
 		while count > 0:
-			cute.arch.mbarrier_wait(shared.full + copy, phase)
+			cute.arch.mbarrier_wait(shared.full + stage, phase)
 			what = self.loader.read_descriptor(shared, stage)
 			count = what.count
 			if count > 0:
 				at = shared.tiles.toint() + stage * config.tile_bytes
-				self.make(what, at, shared.factors.toint() + stage * (4 * TILE_ROWS), sums)
+				self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums)
 				# The next load of this stage is an asynchronous write after these.
 				cute.arch.fence_view_async_shared()
 				cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
-				places = TilePlaces(
-					tile=at + crew * own.tile_bytes,
-					scales=shared.scales.toint() + crew * SF_TILE_BYTES,
-					scales_t=shared.scales_t.toint() + (crew * 2 + copy) * self.scales_bytes,
-					squares=at,
-				)
-				if crew < config.num_tiles:
-					column = crew * (cols[1] // TILE_COLS) + what.col_tile
-					self.quantize(0, groups, cols[0], out[0], what._replace(col_tile=column), crew, part, places)
+				columns = cols[1] // TILE_COLS
+				if crew > config.num_tiles:
+					for t in cutlass.range_constexpr(config.num_tiles):
+						there = what._replace(col_tile=t * columns + what.col_tile)
+						places = TilePlaces(at + t * own.tile_bytes, shared.scales.toint() + t * SF_TILE_BYTES, at, at)
+						copy = (out[0].codes, out[0].scales)
+						self.tiles[0].rows.convert(groups, cols[0], (), *copy, there, part, places, Uint32(0))
 				else:
-					self.quantize(1, groups, cols[1], out[1], what, crew, part, places)
+					scales_t = shared.scales_t.toint() + (crew * 2 + stage) * self.scales_bytes
+					places = TilePlaces(at + crew * own.tile_bytes, at, scales_t, at)
+					if crew < config.num_tiles:
+						there = what._replace(col_tile=crew * columns + what.col_tile)
+						self.convert_columns(0, groups, cols[0], out[0], there, crew, part, places)
+					else:
+						self.convert_columns(1, groups, cols[1], out[1], what, crew, part, places)
 				cute.arch.sync_warp()
 				with cute.arch.elect_one():
 					cute.arch.mbarrier_arrive(shared.empty + stage)
-			stage, _ = self.loader.next_stage(stage, phase, 1)
-			phase ^= copy
-			copy ^= 1
+			phase ^= stage
+			stage ^= 1
 
 	@cute.jit
-	def make(self, what: Descriptor, tile_at: Int32, weights_at: Int32, sums: cute.Tensor) -> None:
-		config, thread = self.config, cute.arch.thread_idx()[0]
-		unit, row = thread % _LANES, thread // _LANES
-		step, pair = self.threads // _LANES, row // 2 * 2
-		first = tile_at + unit // 8 * BOX_SIZE + row * BOX_BYTES + (unit ^ row) % 8 * 16
-		of_unit = [first + t * config.copies[0].tile_bytes for t in range(self.crews)]
-		# A warp has two rows at once: of an odd number, one more than there are.
-		for n in cutlass.range((what.count - pair + step - 1) // step, unroll=1):
-			after = n * (step * BOX_BYTES)
-			*inputs, grad = [unpack_words(load_shared(at + after, 4), config.dtype) for at in of_unit]
-			of_row = row + n * step
-			p = bits_as_f32(load_shared(weights_at + of_row * 4, 1)[0])
+	def make(self, what: Descriptor, tile_at: Int32, factors_at: Int32, sums: cute.Tensor) -> None:
+		config, lane = self.config, cute.arch.lane_idx()
+		unit, second = lane % _LANES, lane // _LANES
+		of_tile = [tile_at + unit // 8 * BOX_SIZE + t * config.copies[0].tile_bytes for t in range(config.num_tiles + 1)]
+		first = cute.arch.shuffle_sync(self.take(factors_at), 0)
+		while first < what.count:
+			after = self.take(factors_at)
+			# Of an odd number of rows the last one twice.
+			row = cutlass.min(first + second, what.count - 1)
+			place = row * BOX_BYTES + (unit ^ row) % 8 * 16
+			*inputs, grad = [unpack_words(load_shared(at + place, 4), config.dtype) for at in of_tile]
+			p = bits_as_f32(load_shared(factors_at + row * 4, 1)[0])
 			made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p)
-			for at, numbers in zip(of_unit, [*made, scaled], strict=True):
-				store_shared(at + after, pack_words(numbers, config.dtype))
-			if unit == 0 and of_row < what.count:
-				sums[what.col_tile, what.first + of_row] = total
+			cute.arch.sync_warp()  # both have read the row
+			if first + second < what.count:
+				for at, numbers in zip(of_tile, [*made, scaled], strict=True):
+					store_shared(at + place, pack_words(numbers, config.dtype))
+				if unit == 0:
+					sums[what.col_tile, what.first + row] = total
+			first = cute.arch.shuffle_sync(after, 0)
+		if what.count < TILE_ROWS:
+			self.clear(what.count, tile_at)
 
 	@cute.jit
-	def quantize(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
-		(what, _, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
-		by = Encoding(tiles.columns.codec.zero_level(), None, None)
-		tiles.convert(groups, cols, (by, by), None, out, *where, Uint32(0))
+	def take(self, factors_at: Int32) -> Int32:
+		"""The first of the next rows that no warp has, in the first lane."""
+		first = Int32(0)
+		if cute.arch.lane_idx() == 0:
+			counter = cute.make_ptr(Int32, factors_at + _WEIGHTS, cute.AddressSpace.smem)
+			first = cute.arch.atomic_add(counter, Int32(_ROWS), sem="relaxed", scope="cta")
+		return first
+
+	@cute.jit
+	def clear(self, count: Int32, tile_at: Int32) -> None:
+		"""Zero rows of tiles from ``count`` on."""
+		for b in cutlass.range_constexpr(self.config.tile_bytes // BOX_SIZE):
+			base = tile_at + b * BOX_SIZE + count * BOX_BYTES
+			for i in cutlass.range(cute.arch.thread_idx()[0], (TILE_ROWS - count) * 8, self.threads, unroll=1):
+				store_shared(base + i * 16, [Uint32(0)] * 4)
+
+	@cute.jit
+	def convert_columns(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
+		(what, crew, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
+		tiles.columns.convert(groups, cols, (), out.codes_t, out.scales_t, what, part, places, Uint32(0))
 		if cutlass.const_expr(count > 0):
+			tiles.team.sync(crew)
 			if part < count:
 				write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
