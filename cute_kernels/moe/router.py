@@ -6,7 +6,7 @@ them, where 0 stands for those that are not there, or not any more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
@@ -16,9 +16,7 @@ from ..device.constants import WARP_SIZE
 from ..device.launch import GridKernel, compact, env_stream
 from ..device.ptx import add_rn, asm, mul_rn, select
 from ..reference.router import TINY
-
-if TYPE_CHECKING:
-	from .config import RouterConfig, RouterGradientConfig
+from .config import RouterConfig, RouterGradientConfig
 
 _WARPS = 4
 _NONE = 0xFFFFFFFF

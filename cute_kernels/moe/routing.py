@@ -15,7 +15,7 @@ Shared memory:  counts of one warp a row, of its share and of what lies before i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -23,9 +23,7 @@ from cutlass import Int32, cute
 from ..device.constants import WARP_SIZE
 from ..device.launch import DSL_TYPES, compact, env_stream
 from ..device.ptx import asm, asm_volatile
-
-if TYPE_CHECKING:
-	from .config import RoutingConfig
+from .config import RoutingConfig
 
 #: Experts that are counted at a time, if there is a thread for each.
 _WINDOW = 512

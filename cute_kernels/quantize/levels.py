@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Int32, cute
 
-if TYPE_CHECKING:
-	from ..device.codecs import Codec
+from ..device.codecs import Codec
 
 #: What the second level of some format keeps besides amaxes, in the order of kernels' arguments.
 LEVEL_RESULTS = ("scale_inv", "scale")

@@ -7,7 +7,7 @@ on an H200 that is a third of the time in FP8Block and more than half in NVFP4 (
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, cute
@@ -19,11 +19,9 @@ from ..device.memory import bulk_load, load_shared, store_global, store_global_p
 from ..device.scales import row_scales_at
 from ..layout.shapes import SF_TILE_BYTES
 from ..layout.slots import TILE_ROWS
+from .config import TokensConfig
 from .rows import Lane, Output, RowsQuantizer, SharedMemory, row_address
 from .values import RowValuesQuantizer
-
-if TYPE_CHECKING:
-	from .config import TokensConfig
 
 #: Bytes that a warp keeps of a row: where its codes begin and where its scales do, 0 if there is none.
 _PLACE = 16

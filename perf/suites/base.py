@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,9 +13,7 @@ from cute_kernels.formats import Format
 
 from ..contender import Contender, Task
 from ..measure import Meter, meter_of
-
-if TYPE_CHECKING:
-	from ..peers.base import Peer
+from ..peers.base import Peer
 
 
 @dataclasses.dataclass(frozen=True)

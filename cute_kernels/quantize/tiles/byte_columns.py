@@ -10,23 +10,19 @@ all banks, every other lane reads the rows of an eight in another order, see ``t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ...device.absmax import absmax_packed, split_absmax
 from ...device.codecs import Level
+from ...device.codecs.bytes import ByteCodec
 from ...device.groups import Grouping
 from ...device.memory import load_shared, store_global, store_global_past_l1, store_shared_byte
 from ...device.ptx import bits_as_f32, select
 from ...layout.slots import TILE_ROWS
 from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
-
-if TYPE_CHECKING:
-	from ...device.codecs.bytes import ByteCodec
-	from .squares import Squares
+from .squares import Squares
 
 #: Rows of a lane; chunks that a warp has at once; lanes of a chunk.
 _ROWS, _CHUNKS, _MATES = 16, 4, 8

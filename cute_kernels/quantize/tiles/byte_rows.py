@@ -7,13 +7,14 @@ of it, and leave four bytes a row, which is what 128 columns have in every layou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...device.absmax import absmax_packed, unpack_absmax
 from ...device.codecs import Level
+from ...device.codecs.bytes import ByteCodec
 from ...device.groups import Grouping
 from ...device.memory import load_shared, store_global, store_global_past_l1, store_shared, store_shared_byte
 from ...device.ptx import select
@@ -21,10 +22,7 @@ from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, row_in_tile
 from ...layout.slots import TILE_ROWS
 from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry, TilePlaces
-
-if TYPE_CHECKING:
-	from ...device.codecs.bytes import ByteCodec
-	from .squares import Squares
+from .squares import Squares
 
 #: What one store takes: 16 bytes, and on sm_100a 32.
 _STORE_BYTES = {"sm_90a": 16, "sm_100a": 32}

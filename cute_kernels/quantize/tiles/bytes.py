@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Int32, Uint32, cute
 
+from ...device.codecs.bytes import ByteCodec
 from ...device.groups import Grouping
 from ...layout.slots import TILE_ROWS
+from ..config import TileConfig
 from .byte_columns import ByteColumnConverter
 from .byte_rows import ByteRowConverter
 from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
 from .squares import Squares
 from .team import Copies, Team
-
-if TYPE_CHECKING:
-	from ...device.codecs.bytes import ByteCodec
-	from ..config import TileConfig
 
 
 class ByteTiles:

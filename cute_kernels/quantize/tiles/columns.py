@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
 from ...device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
+from ...device.codecs import Codec
 from ...device.groups import Grouping
 from ...device.hadamard import transform_words
 from ...device.memory import load_shared, store_global, store_shared, store_shared_half
 from ...device.ptx import bits_as_f32, f32_as_bits, select
 from ...layout.slots import TILE_ROWS
+from ..config import TileConfig
 from .draws import ColumnDraws
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, Encoding, TileGeometry, TilePlaces
 from .scales import join_scales, scale_blocks
-
-if TYPE_CHECKING:
-	from ...device.codecs import Codec
-	from ..config import TileConfig
 
 
 class LanePlace(NamedTuple):

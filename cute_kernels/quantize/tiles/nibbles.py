@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Int32, Uint32, cute
 
+from ...device.codecs import Codec
 from ...device.groups import Grouping
 from ...layout.slots import TILE_ROWS
+from ..config import TileConfig
 from .columns import ColumnConverter
 from .geometry import Descriptor, Encoding, TileGeometry, TilePlaces
 from .rows import RowConverter
 from .squares import Chooser
 from .team import Copies, Team
-
-if TYPE_CHECKING:
-	from ...device.codecs import Codec
-	from ..config import TileConfig
 
 
 class NibbleTiles:

@@ -7,19 +7,16 @@ alone, and where a reciprocal is dear a team keeps the factors of all bytes in s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
 
+from ...device.codecs import Codec, Level
 from ...device.groups import Grouping
 from ...device.memory import load_shared, store_global
 from ...device.ptx import asm, bits_as_f32
 from ...layout.shapes import SF_TILE_BYTES
 from .geometry import TILE_COLS, Descriptor
-
-if TYPE_CHECKING:
-	from ...device.codecs import Codec, Level
 
 
 def scale_blocks(

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ...device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
 from ...device.codecs import Codec, Level
+from ...device.codecs.bytes import ByteCodec
 from ...device.memory import load_shared, store_global, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits
 from ..config import DTYPE_BYTES, TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, TileGeometry
-
-if TYPE_CHECKING:
-	from ...device.codecs.bytes import ByteCodec
 
 #: Rows of a warp, one a lane.
 _ROWS = 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Uint32, cute
@@ -10,10 +10,8 @@ from cutlass import Int32, Uint32, cute
 from ...device.constants import WARP_SIZE
 from ...device.memory import store_shared
 from ...layout.slots import TILE_ROWS
+from ..config import TileConfig
 from .geometry import BOX_BYTES, BOX_SIZE, TileGeometry
-
-if TYPE_CHECKING:
-	from ..config import TileConfig
 
 
 class Copies(NamedTuple):
