@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,7 +13,9 @@ from cute_kernels.formats import Format
 
 from ..contender import Contender, Task
 from ..measure import Meter, meter_of
-from ..peers.base import Peer
+
+if TYPE_CHECKING:
+	from ..peers.base import Peer
 
 
 @dataclasses.dataclass(frozen=True)
