@@ -22,6 +22,7 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 ops = torch.ops.cute_kernels
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+I32, U8 = torch.int32, torch.uint8
 
 #: Dtypes of plain operands, by the names that kernels have for them.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -15,7 +15,7 @@ from grouped.demo import report
 from grouped.demo.data import Corpus, load_corpus, sample_batch, unigram_entropy
 from grouped.demo.model import LanguageModel, ModelConfig
 from grouped.demo.train import TrainConfig
-from tests.helpers import each
+from tests.helpers import U8, each
 
 RECIPES = ("BF16", "NVFP4", "NVFP4RowScaled")
 STEPS = 3
@@ -164,7 +164,7 @@ def test_without_matplotlib(tmp_path, monkeypatch, capsys):
 
 
 def test_unigram_entropy():
-	data = torch.tensor(list(b"aabc"), dtype=torch.uint8)
+	data = torch.tensor(list(b"aabc"), dtype=U8)
 	# p = 1/2, 1/4, 1/4
 	assert unigram_entropy(data) == pytest.approx(1.5 * math.log(2))
 	assert unigram_entropy(data[:2]) == 0
@@ -179,7 +179,7 @@ def test_batches():
 	text = bytes(corpus.train.tolist())
 	assert all(bytes([*row.tolist(), last]) in text for row, last in zip(inputs, targets[:, -1], strict=True))
 	# The longest context leaves room for one target.
-	short = Corpus(*[torch.arange(4, dtype=torch.uint8)] * 2)
+	short = Corpus(*[torch.arange(4, dtype=U8)] * 2)
 	short.check_context(3)
 	assert sample_batch(short.train, 1, 3, torch.Generator().manual_seed(0))[1].tolist() == [[1, 2, 3]]
 	with pytest.raises(ValueError, match="less than the 4 bytes of text, got 4"):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from tests.helpers import F16, F32, each
+from tests.helpers import E4M3, F16, F32, each
 from tests.reference.tensor_core_kernels import tcgen05, wgmma
 
 from .ptx import aligned, fails, outcome, run, wait
@@ -46,7 +46,7 @@ WAIT_FOR_MMA = "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;\n@!%p0 b
 def test_missing_wait_for_tensor_memory_stores():
 	"""In chaos scales and accumulators are not there without tcgen05.wait::st."""
 	codes = torch.randint(0, 256, (128, 32), dtype=torch.uint8)
-	scales = torch.ones(128, 4).to(torch.float8_e4m3fn)
+	scales = torch.ones(128, 4).to(E4M3)
 	operands = codes, codes[:16], torch.ones(128, 16), scales, scales[:16]
 	want = tcgen05(*operands)
 	with emulator.options(mode="chaos", seed=0):
@@ -133,7 +133,7 @@ def test_tensor_memory_faults(ptx, message):
 		(F16, F32, 1 << 2, "sparse"),
 		(F16, F32, 1 << 13, "negated"),
 		(F16, F32, 3 << 7, "operand format 3"),
-		(torch.float8_e4m3fn, F32, 5 << 7, "unpacked 4- and 6-bit"),
+		(E4M3, F32, 5 << 7, "unpacked 4- and 6-bit"),
 		(F16, F16, 2 << 4, "integer accumulators"),
 	],
 )

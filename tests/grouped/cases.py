@@ -6,15 +6,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-from tests.helpers import assert_same_buffers, e2m1_values
+from tests.helpers import E5M2, assert_same_buffers, e2m1_values
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
 FP8_RECIPES = {
 	"mxfp8": recipes.MXFP8(),
-	"mxfp8-hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
+	"mxfp8-hybrid": recipes.MXFP8(grad_dtype=E5M2, weight_block=(32, 32)),
 	"fp8-block": recipes.FP8Block(),
-	"fp8-block-fp32": recipes.FP8Block(grad_dtype=torch.float8_e5m2, pow2_scales=False, amax_epsilon=1e-3),
+	"fp8-block-fp32": recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=1e-3),
 	"fp8": recipes.FP8Current(),
 }
 #: One of each kind whose results no random numbers decide; inputs are bf16.
@@ -31,10 +31,10 @@ WEIGHT_FORMAT = FORMATS["16x16"]
 EVERY_FORMAT = {
 	**FORMATS,
 	"fp8": grouped.FP8(),
-	"mxfp8": grouped.MXFP8(torch.float8_e5m2),
+	"mxfp8": grouped.MXFP8(E5M2),
 	"32x32": grouped.MXFP8(block=(32, 32)),
 	"fp8_block": grouped.FP8Block(),
-	"128x128": grouped.FP8Block((128, 128), torch.float8_e5m2, pow2_scales=False),
+	"128x128": grouped.FP8Block((128, 128), E5M2, pow2_scales=False),
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import BF16, F32, e2m1_values, each
+from tests.helpers import BF16, E4M3, F32, U8, e2m1_values, each
 
 pytest.importorskip("safetensors")
 
@@ -30,7 +30,7 @@ def moe(style="swiglu", seed=0, inner=INNER):
 
 
 def raw(t):
-	return t.flatten().view(torch.uint8)
+	return t.flatten().view(U8)
 
 
 def files_of(folder):
@@ -143,8 +143,8 @@ def test_blocks_that_span_gate_and_up_are_quantized_again(tmp_path):
 
 def mxfp4(span):
 	torch.manual_seed(3)
-	blocks = torch.randint(0, 256, (EXPERTS, 2 * INNER, HIDDEN // 32, 16), dtype=torch.uint8)
-	exponents = torch.randint(120, 121 + span, blocks.shape[:3], dtype=torch.uint8)
+	blocks = torch.randint(0, 256, (EXPERTS, 2 * INNER, HIDDEN // 32, 16), dtype=U8)
+	exponents = torch.randint(120, 121 + span, blocks.shape[:3], dtype=U8)
 	exponents[:, 0, 0], exponents[:, 0, 1] = 120, 120 + span
 	blocks[:, 1, 0], exponents[:, 1, 0] = 0x80, 3  # Zeros, of which no scale counts.
 	return blocks, exponents
@@ -317,7 +317,7 @@ def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
 	checkpoint.load(model, tmp_path / "b")
 	want = decoded(files_of(tmp_path / "b"), "router", layout)
 	np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
-	write({**tensors, "router.weight": weight.to(torch.float8_e4m3fn)}, tmp_path / "b")
+	write({**tensors, "router.weight": weight.to(E4M3)}, tmp_path / "b")
 	with pytest.raises(ValueError, match="router.weight is torch.float8_e4m3fn without the scales"):
 		checkpoint.load(model, tmp_path / "b")
 	with pytest.raises(ValueError, match="meta device"):

@@ -10,6 +10,7 @@ from grouped.nn import GroupedLinear, GroupedMLP
 from tests.helpers import (
 	BF16,
 	F32,
+	I32,
 	Graphs,
 	assert_all_same,
 	assert_same_buffers,
@@ -32,7 +33,7 @@ def compiled(function):
 
 
 def boundaries(tokens):
-	return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=torch.int32)
+	return torch.tensor([tokens // 3, tokens // 3, tokens - 2], dtype=I32)
 
 
 def step(function, module, x, offs):
@@ -198,7 +199,7 @@ def test_quantize_into_a_given_tensor(fmt):
 
 	function, _ = compiled(requantize)
 	out = grouped.quantize(sample(40, K), fmt, offs=boundaries(40), columnwise=True)
-	x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=torch.int32)
+	x, offs = sample(40, K), torch.tensor([1, 2, 40], dtype=I32)
 	want = grouped.quantize(x, fmt, offs=offs, columnwise=True)
 	assert_same_bytes(function(x, offs, out), want.dequantize())
 	assert_same_tensor(out, want)

@@ -9,18 +9,29 @@ import grouped
 from grouped import recipes
 from grouped.nn import DelayedScaling, GroupedLinear
 from grouped.recipes import ROLES
-from tests.helpers import F16, F32, assert_all_same, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import (
+	BF16,
+	F16,
+	F32,
+	I32,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	sample,
+	saved,
+)
 from tests.ops.test_delayed_update import by_column
 
 G, K, N = 3, 64, 48
 RECIPE = recipes.FP8Delayed(history_length=4)
-OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)  # an empty group, and a tail
+OFFS = torch.tensor([13, 13, 35], dtype=I32)  # an empty group, and a tail
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def layer_of(recipe=RECIPE, **options):
 	torch.manual_seed(1)
-	return GroupedLinear(G, K, N, recipe=recipe, dtype=torch.bfloat16, **options)
+	return GroupedLinear(G, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def step_data(steps, rows=40, seed=2):
@@ -123,7 +134,7 @@ def test_training_is_the_composition_by_hand(single, algorithm):
 		if firsts[i]:
 			optimizer.step()
 		layer.zero_grad()
-		offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=torch.int32)
+		offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=I32)
 		w, b = stacked(layer.parameters(), single)
 		leaf = x.clone().requires_grad_()
 		y = layer(leaf, offs, is_first_microbatch=firsts[i])
@@ -230,7 +241,7 @@ class Block(nn.Module):
 	def __init__(self, again, compiled=False):
 		super().__init__()
 		torch.manual_seed(1)
-		options = {"recipe": RECIPE, "dtype": torch.bfloat16}
+		options = {"recipe": RECIPE, "dtype": BF16}
 		self.up = GroupedLinear(G, K, N, **options)
 		self.down = GroupedLinear(G, N, N, **options)
 		self.again = again

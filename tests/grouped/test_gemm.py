@@ -102,7 +102,7 @@ def test_out_alpha_bias_and_accumulate(trio):
 
 
 @each_trio
-@each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [BF16, F16], ids=str)
 def test_gradients_of_plain_activations(trio, dtype):
 	ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=torch.int32)
 	x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))

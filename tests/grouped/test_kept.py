@@ -7,7 +7,7 @@ from torch import nn
 
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import assert_same_bytes, each, sample
+from tests.helpers import I32, assert_same_bytes, each, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -190,7 +190,7 @@ def test_copies_have_their_own(copied, first):
 @each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first):
 	torch._dynamo.reset()
-	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
+	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
 	run = torch.compile(layer, fullgraph=True, backend="aot_eager")
 	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
 		layer(x, offs, is_first_microbatch=True)
@@ -202,7 +202,7 @@ def test_compiled_calls_see_every_change(first):
 
 
 def test_traces_and_transforms_keep_nothing():
-	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=torch.int32)
+	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
 	with torch.no_grad():
 		graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
 		assert layer._kept is None

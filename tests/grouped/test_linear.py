@@ -259,7 +259,7 @@ def ragged_weight():
 	],
 )
 def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
-	mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=torch.bfloat16)
+	mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=BF16)
 	alone = layer_of(mlp.gate_up.recipe)
 	alone.weight = mlp.gate_up.weight = nn.Parameter(make())
 	for module in (alone, mlp):

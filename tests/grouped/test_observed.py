@@ -3,12 +3,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grouped
 from grouped.nn import GroupedLinear, MoE
-from tests.helpers import BF16, each, run_python, sample
+from tests.helpers import BF16, I32, each, run_python, sample
 
 from .cases import RECIPES, WEIGHT_FORMAT
 
 T, K, N = 256, 64, 32
-OFFS = torch.tensor([100, 100, 256], dtype=torch.int32)
+OFFS = torch.tensor([100, 100, 256], dtype=I32)
 
 
 def flops(call):
@@ -20,7 +20,7 @@ def flops(call):
 @each("recipe", RECIPES)
 @each("ends", [[100, 100, 256], [0, 30, 30], [100, 100, 300]], str)
 def test_flops_of_a_step_are_three_products(recipe, ends):
-	layer, offs = GroupedLinear(3, K, N, recipe=recipe), torch.tensor(ends, dtype=torch.int32)
+	layer, offs = GroupedLinear(3, K, N, recipe=recipe), torch.tensor(ends, dtype=I32)
 	x, product = sample(ends[-1], K).requires_grad_(), 2 * ends[-1] * N * K
 	assert flops(lambda: layer(x, offs).sum().backward()) == 3 * product
 	exported = torch.export.export(layer, (x, offs)).module()

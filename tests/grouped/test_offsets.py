@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import grouped
-from tests.helpers import assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import I32, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import FORMATS, bytes_of
 
@@ -15,16 +15,16 @@ FORMS = {
 	"numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
 	"list of numpy": list(np.array([7, 7, 33])),
 	"int64": torch.tensor([7, 7, 33]),
-	"strided": torch.tensor([7, 0, 7, 0, 33, 0], dtype=torch.int32)[::2],
+	"strided": torch.tensor([7, 0, 7, 0, 33, 0], dtype=I32)[::2],
 }
 
 
 @each("offs", FORMS)
 def test_every_form_of_offs_means_the_same(offs):
 	x = sample(ROWS, 32)
-	want = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, 7, 33], dtype=torch.int32), columnwise=True)
+	want = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, 7, 33], dtype=I32), columnwise=True)
 	got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
-	assert got.offs.dtype == torch.int32
+	assert got.offs.dtype == I32
 	assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
@@ -42,8 +42,8 @@ def test_every_form_of_offs_means_the_same(offs):
 		(torch.tensor([7.0, 40.0]), TypeError, "int32 or int64, got torch.float32"),
 		(torch.tensor(40), ValueError, r"shape \(G,\)"),
 		(torch.tensor([[7, 40]]), ValueError, r"shape \(G,\).*\(1, 2\)"),
-		(torch.tensor([], dtype=torch.int32), ValueError, "G >= 1"),
-		(torch.zeros(2, dtype=torch.int32, device="meta"), ValueError, "device of x"),
+		(torch.tensor([], dtype=I32), ValueError, "G >= 1"),
+		(torch.zeros(2, dtype=I32, device="meta"), ValueError, "device of x"),
 	],
 )
 def test_offs_that_cannot_be_are_refused(offs, error, match):
@@ -93,13 +93,13 @@ def test_operands_of_wgrad_are_cut_alike():
 
 def test_a_quantized_tensor_owns_its_boundaries():
 	"""Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
-	offs = torch.tensor([7, 7, 33], dtype=torch.int32)
+	offs = torch.tensor([7, 7, 33], dtype=I32)
 	x = sample(ROWS, 32)
 	xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
 	before = xq.dequantize()
 	offs.fill_(3)
 	assert_same_bytes(xq.dequantize(), before)
-	second = torch.tensor([1, 2, 3], dtype=torch.int32)
+	second = torch.tensor([1, 2, 3], dtype=I32)
 	grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
 	xq.offs.zero_()
 	assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]

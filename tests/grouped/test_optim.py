@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped import optim
-from tests.helpers import BF16, F32, each
+from tests.helpers import BF16, F32, U8, each
 
 FORMATS = [
 	grouped.NVFP4(),
@@ -24,7 +24,7 @@ def draw(seed, *shape):
 
 def same_bytes(p, q):
 	pairs = zip(p._inner().values(), q._inner().values(), strict=True)
-	return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+	return all(torch.equal(a.view(U8), b.view(U8)) for a, b in pairs)
 
 
 def both(fmt=FORMATS[0], dtype=BF16, **options):

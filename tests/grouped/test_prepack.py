@@ -3,7 +3,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import F32, assert_all_same, assert_same_bytes, each, sample, saved
+from tests.helpers import F32, U8, assert_all_same, assert_same_bytes, each, sample, saved
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
 
@@ -19,16 +19,16 @@ def test_every_bit_is_where_it_is_said_to_be():
 	for nibble in range(8):
 		for code in range(16):
 			word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
-			codes = word.int().view(torch.uint8)
+			codes = word.int().view(U8)
 			packed = cute_kernels.prepack(codes).view(torch.int32)
 			sign, magnitude = bits[nibble % 4]
 			want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
 			assert int(packed[0]) & 0xFFFFFFFF == want
-			assert_same_bytes(cute_kernels.unpack(packed.view(torch.uint8)), codes)
+			assert_same_bytes(cute_kernels.unpack(packed.view(U8)), codes)
 
 
 def test_strides_are_kept():
-	codes = torch.randint(0, 256, (5, 48), dtype=torch.uint8)[:, :40]
+	codes = torch.randint(0, 256, (5, 48), dtype=U8)[:, :40]
 	packed = cute_kernels.prepack(codes)
 	assert packed.stride() == (48, 1)
 	assert not torch.equal(packed, codes)
@@ -39,8 +39,8 @@ def test_strides_are_kept():
 	("codes", "error", "match"),
 	[
 		(torch.zeros(2, 8), TypeError, "codes must be uint8, got torch.float32"),
-		(torch.zeros(2, 12, dtype=torch.uint8), ValueError, "whole blocks of 16.*(2, 12)"),
-		(torch.zeros(8, 2, dtype=torch.uint8).T, ValueError, "strides (1, 2)"),
+		(torch.zeros(2, 12, dtype=U8), ValueError, "whole blocks of 16.*(2, 12)"),
+		(torch.zeros(8, 2, dtype=U8).T, ValueError, "strides (1, 2)"),
 	],
 )
 def test_bad_codes(codes, error, match):

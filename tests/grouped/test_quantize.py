@@ -9,6 +9,7 @@ from tests.helpers import (
 	F16,
 	F32,
 	SPLITS,
+	U8,
 	assert_all_same,
 	assert_same_buffers,
 	assert_same_bytes,
@@ -38,16 +39,16 @@ def of_fp8(m, k, dtype, scales, scales_t):
 #: Shapes and dtypes of members of m rows and k columns.
 MEMBERS = {
 	"1x16": lambda m, k: {
-		"codes": ((m, k // 2), torch.uint8),
+		"codes": ((m, k // 2), U8),
 		"scales": ((m, k // 16), E4M3),
 		"amax": ((), F32),
-		"codes_t": ((k, ceil_div(m, 2)), torch.uint8),
+		"codes_t": ((k, ceil_div(m, 2)), U8),
 		"scales_t": ((k, ceil_div(m, 16)), E4M3),
 		"amax_t": ((), F32),
 	},
 	"16x16": lambda m, k: MEMBERS["1x16"](m, k),
 	# Whole blocks of rows.
-	"hadamard": lambda m, k: MEMBERS["1x16"](m, k) | {"codes_t": ((k, 8 * ceil_div(m, 16)), torch.uint8)},
+	"hadamard": lambda m, k: MEMBERS["1x16"](m, k) | {"codes_t": ((k, 8 * ceil_div(m, 16)), U8)},
 	"row-scaled": lambda m, k: MEMBERS["1x16"](m, k) | {"amax": ((m,), F32)},
 	"fp8": lambda m, k: {
 		"codes": ((m, k), E4M3),
@@ -56,9 +57,9 @@ MEMBERS = {
 	},
 	"mxfp8": lambda m, k: {
 		"codes": ((m, k), E5M2),
-		"scales": ((m, k // 32), torch.uint8),
+		"scales": ((m, k // 32), U8),
 		"codes_t": ((m, k), E5M2),
-		"scales_t": ((ceil_div(m, 32), k), torch.uint8),
+		"scales_t": ((ceil_div(m, 32), k), U8),
 	},
 	"32x32": lambda m, k: MEMBERS["mxfp8"](m, k) | dict.fromkeys(("codes", "codes_t"), ((m, k), E4M3)),
 	"fp8_block": lambda m, k: of_fp8(m, k, E4M3, (m, ceil_div(k, 128)), (k, ceil_div(m, 128))),

@@ -10,7 +10,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import E4M3, E5M2, each, sample
+from tests.helpers import BF16, E4M3, E5M2, each, sample
 
 from .cases import ALL_RECIPES
 
@@ -143,7 +143,7 @@ def test_what_is_no_format_is_refused(fmt, message):
 		(lambda: recipes.FP8Block(E5M2), TypeError, "float8_e5m2; options have names: grad_dtype, pow2"),
 		(lambda: recipes.NVFP4(hadamard=1), TypeError, "hadamard must be a bool, got 1"),
 		(lambda: recipes.NVFP4(input=NVFP4()), TypeError, "unexpected keyword argument 'input'"),
-		(lambda: recipes.MXFP8(grad_dtype=torch.bfloat16), ValueError, "dtype must be"),
+		(lambda: recipes.MXFP8(grad_dtype=BF16), ValueError, "dtype must be"),
 	],
 )
 def test_other_errors(make, error, match):
@@ -160,10 +160,10 @@ def test_messages_say_what_differs_from_the_defaults():
 
 @each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
 def test_a_transformed_weight_is_refused_before_any_work(recipe):
-	layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=torch.bfloat16)
+	layer = GroupedLinear(2, 32, 32, recipe=recipe, dtype=BF16)
 	q = grouped.quantize(layer.weight.detach(), NVFP4(hadamard=True), columnwise=True)
 	layer.weight = torch.nn.Parameter(q, requires_grad=False)
-	x = torch.randn(4, 32, dtype=torch.bfloat16)
+	x = torch.randn(4, 32, dtype=BF16)
 	assert layer(x, [2, 4]).shape == (4, 32)
 	with pytest.raises(ValueError, match="nvfp4:hadamard, whose .* without hadamard where x requ"):
 		layer(x.requires_grad_(), [2, 4])

@@ -10,14 +10,14 @@ from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from grouped.passes import LinearCall
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.helpers import BF16, F32, each, sample
+from tests.helpers import BF16, E4M3, F32, I32, each, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
-OFFS = torch.tensor([13, 13, 35], dtype=torch.int32)
+OFFS = torch.tensor([13, 13, 35], dtype=I32)
 DELAYED_TOO = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
-_OFFS = Saved((GROUPS,), torch.int32, 4 * GROUPS)
+_OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 
 def plain(*shape, dtype=BF16):
@@ -129,7 +129,7 @@ def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_mo
 
 	def live():
 		tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 3]
-		return sum(t.dtype == torch.float8_e4m3fn for t in tensors)
+		return sum(t.dtype == E4M3 for t in tensors)
 
 	def count(*arguments, **given):
 		alive.append(live() - before)

@@ -5,7 +5,7 @@ import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import assert_same_buffers, each, sample, saved
+from tests.helpers import I32, assert_same_buffers, each, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of
 
@@ -80,7 +80,7 @@ def test_each_buffer_of_any_format_is_checked(fmt, index, make):
 			(buffer[..., :-1], ValueError),
 			(buffer[:-1], ValueError),
 			(buffer.unsqueeze(0), ValueError),
-			(buffer.view(torch.int32 if buffer.itemsize == 4 else torch.int8), TypeError),
+			(buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
 		):
 			arguments[index] = held._replace(**{name: wrong})
 			with pytest.raises(error, match=f"{direction} {name} must"):
@@ -122,7 +122,7 @@ def test_a_file_whose_parts_do_not_fit_is_refused():
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-	x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=torch.int32)
+	x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=I32)
 	with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
 		torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
 	with pytest.raises(TypeError, match="vmap over grouped.quantize"):

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from grouped import recipes
-from tests.helpers import assert_same_bytes
+from tests.helpers import BF16, assert_same_bytes
 
 moe = pytest.importorskip("torchtitan.models.common.moe", exc_type=ImportError)
 from torchtitan.config import Configurable  # noqa: E402
@@ -32,7 +32,7 @@ def test_converted_experts(recipe):
 	for p in theirs.parameters():
 		torch.nn.init.normal_(p, std=0.1)
 	ours.load_state_dict(theirs.state_dict())
-	x = torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True)
+	x = torch.randn(40, 64, dtype=BF16, requires_grad=True)
 	counts = torch.tensor([13, 0, 7, 20])  # no padding
 	results = []
 	for experts in (theirs, ours):
@@ -58,7 +58,7 @@ def on_two_ranks(rank, folder):
 			part = distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
 			setattr(spread.inner_experts, name, nn.Parameter(part))
 		spread.token_dispatcher.wire_meshes(ep_mesh=mesh)
-		x, dy = torch.randn(2, 2, 20, 64, dtype=torch.bfloat16)
+		x, dy = torch.randn(2, 2, 20, 64, dtype=BF16)
 		# Of the second rank none goes to the last expert.
 		ids = torch.stack([torch.rand(20, experts).topk(2).indices for experts in (4, 3)])
 		scores, found = torch.rand(2, 20, 2), []

@@ -9,7 +9,7 @@ from torch import nn
 
 import grouped
 from grouped import recipes
-from tests.helpers import assert_same_buffers, assert_same_bytes, each
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -49,7 +49,7 @@ def registered():
 	integration.register()
 
 
-def model_of(name, dtype=torch.bfloat16):
+def model_of(name, dtype=BF16):
 	torch.manual_seed(0)
 	config = getattr(transformers, f"{name}Config")(**COMMON | MODELS[name])
 	model = transformers.AutoModelForCausalLM.from_config(config)
@@ -144,7 +144,7 @@ def experts_of(**options):
 			width = INNER * (2 if gated else 1)
 			for key, shape in ((up, (width, HIDDEN)), ("down_proj", (HIDDEN, INNER))):
 				setattr(self, key, nn.Parameter(torch.randn(EXPERTS, *shape).bfloat16() / 8))
-			self.post_expert_norm = nn.RMSNorm(HIDDEN, dtype=torch.bfloat16)
+			self.post_expert_norm = nn.RMSNorm(HIDDEN, dtype=BF16)
 
 		def forward(self, *args):
 			raise AssertionError("eager")
@@ -219,7 +219,7 @@ def test_what_a_prepared_model_says(tmp_path):
 			one.save_pretrained(tmp_path)
 	assert not list(tmp_path.iterdir())
 	model.save_pretrained(tmp_path, state_dict=values)
-	again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+	again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
 	assert_same_buffers(again.state_dict(), values)
 
 

@@ -9,7 +9,7 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
+from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
@@ -48,7 +48,7 @@ def quantize(text, act, x, offs, way, amax=None):
 		like = ops.grouped_quantize(x, text, offs, **given)
 	out = [poisoned(t) for t in like]
 	ops.grouped_quantize_out(x, text, offs, **given, out=out)
-	return torch.cat([t.view(torch.uint8).flatten() for t in out])
+	return torch.cat([t.view(U8).flatten() for t in out])
 
 
 def every_number():
@@ -144,7 +144,7 @@ def test_only_the_rows_of_groups_are_read():
 		given["scale"] = torch.ones(3) if "delayed" in text else None
 		given["columnwise"] = way == "both"
 		out = ops.grouped_quantize(x, text, offs, **given)
-		others = [offs, given["scale"], *(array_of(t.view(torch.uint8)) for t in out)]
+		others = [offs, given["scale"], *(array_of(t.view(U8)) for t in out)]
 		with cute_kernels.backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
 			check_touched(
 				lambda text=text, out=out: ops.grouped_quantize_out(x, text, offs, **given, out=out),

@@ -3,7 +3,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DTYPES, I32, each, each_arch, ends, many_groups
 
 from .op_support import MODES
 from .quantize_support import Problem, compiled, random_input, special_input
@@ -74,8 +74,8 @@ def test_offsets(splits, out):
 			assert torch.equal(got, want)
 
 
-@each("out", [torch.int32, torch.int64])
-@each("splits", [torch.int32, torch.int64])
+@each("out", [I32, torch.int64])
+@each("splits", [I32, torch.int64])
 def test_offsets_saturate(splits, out):
 	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
 	top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
@@ -95,7 +95,7 @@ def test_offsets_saturate(splits, out):
 
 def test_offsets_in_any_order():
 	kernel = compiled(OffsetsConfig("int32", "int32"))
-	sizes = torch.arange(2100, dtype=torch.int32) % 7
+	sizes = torch.arange(2100, dtype=I32) % 7
 	for mode in MODES:
 		got = torch.empty_like(sizes)
 		with emulator.options(**mode):

@@ -1,7 +1,7 @@
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, F16, F32, each, each_arch
+from tests.helpers import DTYPES, F16, F32, I32, U8, each, each_arch
 
 from .quantize_support import compiled
 
@@ -16,7 +16,7 @@ def near_ties(dtype):
 	mantissa = torch.arange(128) / 128 + 1
 	meeting, mantissa, ulps = torch.meshgrid(torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij")
 	factors = (meeting / mantissa).flatten()
-	factors = (factors.view(torch.int32) + ulps.flatten().int()).view(F32)
+	factors = (factors.view(I32) + ulps.flatten().int()).view(F32)
 	count = len(factors)
 	blocks = torch.rand(count, 16, generator=generator) * 2 - 1
 	sign = torch.randint(0, 2, (count,), generator=generator) * 2.0 - 1
@@ -35,8 +35,8 @@ def check_codes(blocks, factors, dtype):
 
 
 def encoded(config, blocks, factors, draws=None):
-	out = torch.zeros(len(blocks), 8, dtype=torch.uint8)
-	drawn = torch.zeros(len(blocks), 16, dtype=torch.uint8) if draws is None else draws
+	out = torch.zeros(len(blocks), 8, dtype=U8)
+	drawn = torch.zeros(len(blocks), 16, dtype=U8) if draws is None else draws
 	words = (blocks.view(torch.uint32), factors, drawn.view(torch.uint32))
 	compiled(config)(*words, out.view(torch.uint32))
 	return out
@@ -47,15 +47,15 @@ def test_stochastic_codes_beside_every_border(arch):
 	"""Numbers k/256 between two codes, and two ulps to either side, with bytes about 256 - k."""
 	low = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 	step = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0, 2.0])
-	k, ulps = torch.arange(256), torch.arange(-2, 3, dtype=torch.int32)
+	k, ulps = torch.arange(256), torch.arange(-2, 3, dtype=I32)
 	y = (low[:, None] + step[:, None] * k / 256).flatten().clamp_min_(2.0**-100)
-	y = (y.view(torch.int32)[:, None, None] + ulps[:, None]).view(F32)
+	y = (y.view(I32)[:, None, None] + ulps[:, None]).view(F32)
 	draws = (256 - k.repeat(8))[:, None, None] + torch.tensor([-1, 0, 1, 100])
 	y, draws = y.expand(-1, -1, 4).flatten(), draws.expand(-1, 5, -1).flatten()
 	sign = 1.0 - 2.0 * (torch.arange(len(y)) % 3 == 0)
 	special = torch.tensor([0.0, -0.0, 1e30, -1e38, torch.inf, -torch.inf, torch.nan, 1e-45])
 	y, draws = torch.cat([y * sign, special.repeat(2)]), torch.cat([draws, torch.arange(16) * 17])
-	y, draws = y.view(-1, 16), draws.clamp(0, 255).to(torch.uint8).view(-1, 16)
+	y, draws = y.view(-1, 16), draws.clamp(0, 255).to(U8).view(-1, 16)
 	config = EncodeConfig("float32", arch, is_stochastic=True)
 	got = encoded(config, y, torch.ones(len(y)), draws)
 	assert torch.equal(got, pack_codes(encode_e2m1_stochastic(y, draws)))
@@ -70,7 +70,7 @@ def test_codes_beside_every_border_of_fp16():
 	"""Where the fp16 number that stands for y changes, and two ulps to either side."""
 	halves = torch.arange(0x0E20, dtype=torch.int16).view(F16).double()
 	borders = ((halves[1:] + halves[:-1]) / 2 * 2**14 * 512 / 513).float()
-	y = torch.cat([(borders.view(torch.int32) + ulps).view(F32) for ulps in range(-2, 3)])
+	y = torch.cat([(borders.view(I32) + ulps).view(F32) for ulps in range(-2, 3)])
 	blocks = torch.stack([y, -y]).T.flatten()
 	blocks = blocks[: len(blocks) // 16 * 16].view(-1, 16).contiguous()
 	check_codes(blocks, torch.ones(len(blocks)), "float32")

@@ -12,7 +12,7 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import BF16, F32, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
+from tests.helpers import BF16, F32, U8, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
 
 from .op_support import watching
 from .quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
@@ -86,8 +86,8 @@ def test_rows(name, arch):
 	fmt = NVFP4(row_scaled=True)
 	config = RowsConfig(fmt.text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
 	amax = sparse(len(big), dtype=F32)
-	codes = sparse(len(big), code_pitch(cols // 2), dtype=torch.uint8)
-	scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+	codes = sparse(len(big), code_pitch(cols // 2), dtype=U8)
+	scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=U8)
 	first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
 	arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
 	run_ctas(config, first, first + ctas, *arguments, arch=arch)
@@ -118,10 +118,10 @@ def test_tiles(name, text, uniform, arch):
 	config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
 	amax = sparse(groups, dtype=F32)
 	amax[-1] = want["amax"][0]
-	codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=torch.uint8)[..., : cols // 2]
-	scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
-	codes_t = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
-	scales_t = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
+	codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=U8)[..., : cols // 2]
+	scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=U8)
+	codes_t = sparse(*lead, cols, 64 * tiles, dtype=U8)
+	scales_t = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=U8)
 	items = (last_tile(before) + 1) * ceil_div(cols, 128)
 	buffers = (codes, scales, codes_t, scales_t)
 	# One tile, the last in both directions.
@@ -175,14 +175,14 @@ def test_dequantize(name, direction, uniform):
 	if uniform:
 		total, groups, lead, tiles = before + 128, tile + 1, (tile + 1,), 1
 	if columnwise:
-		big_codes = sparse(*lead, cols, 64 * tiles, dtype=torch.uint8)
+		big_codes = sparse(*lead, cols, 64 * tiles, dtype=U8)
 		big_codes[..., -64:][-1 if uniform else slice(None)] = codes[:, :64]
-		big_scales = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=torch.uint8)
+		big_scales = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=U8)
 		big_scales[..., -2:, :][-1 if uniform else slice(None)] = scales[:, :2]
 	else:
-		big_codes = sparse(total, code_pitch(cols // 2), dtype=torch.uint8)[:, : cols // 2]
+		big_codes = sparse(total, code_pitch(cols // 2), dtype=U8)[:, : cols // 2]
 		big_codes[before : before + ROWS] = codes
-		big_scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+		big_scales = sparse(*lead, tiles, scale_tiles(cols, 16), 512, dtype=U8)
 		big_scales.flatten(0, -3)[-1] = scales[0]
 	big_amax = sparse(total if row_scaled else groups, dtype=F32)
 	big_amax[before : before + ROWS] = amax
@@ -204,8 +204,8 @@ def test_dequantize(name, direction, uniform):
 def test_a_tail_of_zeros():
 	before, cols = SHAPES["long rows"]
 	before -= 128
-	codes = sparse(before + 2, cols // 2, dtype=torch.uint8)
-	scales = sparse(before // 128 + 1, scale_tiles(cols, 16), 512, dtype=torch.uint8)
+	codes = sparse(before + 2, cols // 2, dtype=U8)
+	scales = sparse(before // 128 + 1, scale_tiles(cols, 16), 512, dtype=U8)
 	out = sparse(before + 2, cols)
 	out[before - 1 :] = 3.0
 	config = DequantizeConfig("nvfp4", "bfloat16")

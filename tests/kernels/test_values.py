@@ -5,7 +5,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, F16, F32, each, each_arch, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import DTYPES, F16, F32, I32, each, each_arch, ends, m_grouped_arguments, many_groups, ops, sample
 
 from .gemm_support import compiled, on_device_of
 from .op_support import each_mode
@@ -56,7 +56,7 @@ def check_values(x, offs, row_scaled, device):
 	assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 	live = int(offs[-1])
 	if row_scaled:
-		assert torch.equal(amax[:live].view(torch.int32), parts[2][:live].view(torch.int32))
+		assert torch.equal(amax[:live].view(I32), parts[2][:live].view(I32))
 		assert amax[live:].isnan().all()
 
 

@@ -18,6 +18,7 @@ from tests.helpers import (
 	BF16,
 	DTYPES,
 	SPLITS,
+	U8,
 	assert_all_same,
 	assert_same_bytes,
 	each,
@@ -111,7 +112,7 @@ def test_truncation_makes_a_difference():
 		got = check(fmt, SOME[0], x, offs, (True, False))
 		other = exact if fmt.truncates else exact.to(BF16)
 		differs = ops.grouped_quantize(other, fmt.text, offs)
-		assert not got[0].view(torch.uint8).equal(differs[0].view(torch.uint8))
+		assert not got[0].view(U8).equal(differs[0].view(U8))
 
 
 @each_format

@@ -8,6 +8,7 @@ from tests.helpers import (
 	DTYPES,
 	F32,
 	SPLITS,
+	U8,
 	assert_same_bytes,
 	each,
 	many_groups,
@@ -39,9 +40,9 @@ def codes_of(x, scale, dtype):
 	"""Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
 	y = x.float() * scale
 	largest = torch.finfo(dtype).max
-	encoded = y.clamp(-largest, largest).to(dtype).view(torch.uint8)
+	encoded = y.clamp(-largest, largest).to(dtype).view(U8)
 	# The sign of a NaN is dropped.
-	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=torch.uint8), encoded)
+	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=U8), encoded)
 
 
 def amax_of(x):
@@ -55,11 +56,11 @@ def check(q, x, scale, dtype, bounds):
 		rows = x[start:end] if q.offs is not None else x[g]
 		want, member = codes_of(rows, scale[g], dtype), q.member(g)
 		if q.rowwise is not None:
-			assert_same_bytes(member.codes.view(torch.uint8), want, f"codes of {g}")
+			assert_same_bytes(member.codes.view(U8), want, f"codes of {g}")
 		if q.columnwise is not None:
-			got = member.codes_t.view(torch.uint8).contiguous()
+			got = member.codes_t.view(U8).contiguous()
 			assert_same_bytes(got, want.T.contiguous(), f"codes_t of {g}")
-			columns = q.columnwise.codes.view(torch.uint8)
+			columns = q.columnwise.codes.view(U8)
 			columns, slot = (columns[g], 0) if q.offs is None else (columns, 128 * (start // 128 + g))
 			padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
 			assert not padding.any()
@@ -105,7 +106,7 @@ def test_many_groups_and_views():
 	q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
 	group = torch.bucketize(torch.arange(total), offs.long(), right=True)
 	want = codes_of(x, scale[group, None], E4M3.dtype)
-	assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), want)
+	assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), want)
 	assert_same_bytes(q.rowwise.scale, scale.contiguous())
 	assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
 	x[:] = torch.nan
@@ -119,7 +120,7 @@ def test_every_bf16_value():
 		for number in (1.0, 0.7, 2.0**-120, 3e38):
 			scale = torch.tensor([number])
 			q = grouped.quantize(x, fmt, offs=[len(x)], scale=scale)
-			assert_same_bytes(q.rowwise.codes.view(torch.uint8).contiguous(), codes_of(x, scale, dtype))
+			assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale, dtype))
 			assert q.amax.item() == torch.inf
 
 
@@ -145,7 +146,7 @@ def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
 		want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
 		for direction in ("rowwise", "columnwise"):
 			pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
-			assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+			assert all(torch.equal(a.view(U8), b.view(U8)) for a, b in pairs)
 	# The largest value of group 2 is now 448 / 300, though it was to be more.
 	assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
 

@@ -15,7 +15,9 @@ from tests.helpers import (
 	DIRECTIONS,
 	F16,
 	F32,
+	I32,
 	SENTINEL,
+	U8,
 	assert_all_same,
 	assert_same_bytes,
 	each,
@@ -150,7 +152,7 @@ def test_only_the_parts_of_members_are_written(fmt):
 	ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
 	got = named(fmt, shapes, (True, True), out)
 	for name, parts in member_parts(fmt, shapes, columnwise=True).items():
-		outside = got[name].view(torch.uint8).clone()
+		outside = got[name].view(U8).clone()
 		size = got[name].itemsize
 		for part in parts:
 			outside[part.start * size : (part.start + part.spec.extent) * size] = SENTINEL
@@ -176,7 +178,7 @@ WRONG = {
 		ValueError,
 		r"shapes\[1\], \(2, 48\), must end within the 400 elements of the tensor, but ends at 416",
 	),
-	"offs": ({"offs": torch.tensor([5, 6], dtype=torch.int32)}, ValueError, "offs and shapes are both given"),
+	"offs": ({"offs": torch.tensor([5, 6], dtype=I32)}, ValueError, "offs and shapes are both given"),
 	"amaxes": ({"amax": torch.ones(3)}, ValueError, "amax must have size 2 in dimension 0"),
 }
 
@@ -194,7 +196,7 @@ def test_rules_of_decoding():
 	codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
 	arguments = (codes, scales, "nvfp4", 384, BF16)
 	assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
-	offs = torch.tensor([5, 6], dtype=torch.int32)
+	offs = torch.tensor([5, 6], dtype=I32)
 	with pytest.raises(ValueError, match="offs and shapes are both given"):
 		ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
 	with pytest.raises(ValueError, match="must end within the 383 elements"):
@@ -243,7 +245,7 @@ def test_kernels(arch, text, act):
 	ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
 	with cute_kernels.backend(f"emulated:{arch}"):
 		ops.grouped_quantize_out(x, text, **arguments, out=outs[1])
-	assert_all_same([t.view(torch.uint8) for t in outs[1]], [t.view(torch.uint8) for t in outs[0]])
+	assert_all_same([t.view(U8) for t in outs[1]], [t.view(U8) for t in outs[0]])
 	if act is not None:
 		return
 	directions = (False, True)

@@ -5,9 +5,9 @@ import torch
 
 import grouped
 from cute_kernels import UnsupportedError, active_backend, backend
-from tests.helpers import assert_all_same, assert_same_bytes, each, offsets, ops, poisoned, sample
+from tests.helpers import F32, assert_all_same, assert_same_bytes, each, offsets, ops, poisoned, sample
 from tests.reference.oracle import RCP_2688
-from tests.reference.test_gemm_fp8 import F32, FP8_KINDS, Product, scaled
+from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
 CORES = ("sm_90a", "sm_100a")
 
@@ -21,8 +21,8 @@ def test_fp32_operands_are_refused(core):
 	before = out.clone()
 	with backend(f"reference:{core}"):
 		for name, operands in (
-			("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, torch.float32)),
-			("k_grouped_gemm", (a, a, offsets((4,)), None, torch.float32)),
+			("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
+			("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
 		):
 			with pytest.raises(UnsupportedError, match=f"on reference:{core}: a tensor core cuts"):
 				getattr(ops, name)(*operands)

@@ -5,10 +5,9 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from cute_kernels.formats import parse
-from tests.helpers import e2m1_values
+from tests.helpers import E4M3, U8, e2m1_values
 
 from .rational import fp32
 
@@ -42,7 +41,7 @@ def member(text, copy, group, rows, start=None, columnwise=False):
 	if not columnwise:
 		codes = _code_values(codes[start : start + rows])
 	elif fmt.columnwise == "transposed":
-		a_byte = 2 if codes.dtype == torch.uint8 else 1
+		a_byte = 2 if codes.dtype == U8 else 1
 		codes = _code_values(codes[:, slot // a_byte : -(-(slot + rows) // a_byte)])[:, :rows]
 	else:
 		codes = _code_values(codes[slot : slot + rows]).T
@@ -67,14 +66,14 @@ def member(text, copy, group, rows, start=None, columnwise=False):
 
 def _code_values(codes):
 	"""fp64."""
-	return e2m1_values(codes) if codes.dtype == torch.uint8 else codes.double()
+	return e2m1_values(codes) if codes.dtype == U8 else codes.double()
 
 
 def _scale_values(fmt, scales):
 	"""fp64 values; bytes are E8M0, of NVFP4 E4M3."""
 	if fmt.scale.vec_size == 16:
-		scales = scales.view(torch.float8_e4m3fn)
-	if scales.dtype == torch.uint8:
+		scales = scales.view(E4M3)
+	if scales.dtype == U8:
 		return np.exp2(scales.numpy().astype(np.float64) - 127)
 	return scales.double().numpy()
 

@@ -6,7 +6,7 @@ import torch
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
 from cute_kernels.reference import conversions
 from cute_kernels.reference.codecs import codec_of
-from tests.helpers import BF16, DTYPES, F16, F32, assert_same_bytes, beside, each, every_16_bits
+from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, beside, each, every_16_bits
 from tests.reference import block_oracle
 
 both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
@@ -27,12 +27,12 @@ def test_every_16_bit_number_to_fp8(dtype, element):
 	assert_same_bytes(got, torch.from_numpy(want))
 	# PyTorch's own conversion of what it does not have to saturate.
 	inside = values.abs() <= element.max
-	torchs = values[inside].to(element.dtype).view(torch.uint8)
+	torchs = values[inside].to(element.dtype).view(U8)
 	assert_same_bytes(got[inside], torchs)
 
 
 def test_every_code_of_e8m0():
-	codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+	codes = torch.arange(256, dtype=torch.int32).to(U8)
 	values = conversions.decode(E8M0, codes)
 	assert [Fraction(v) for v in values[:255].tolist()] == [Fraction(2) ** (code - 127) for code in range(255)]
 	assert values[255].isnan() and values[0] == 2.0**-127 > 0
@@ -61,7 +61,7 @@ def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
 	stored, enc = codec.factors(amax, amax)
 	powers = torch.exp2(torch.arange(255).double() - 127)
 	want = torch.searchsorted(powers * element.max, amax.double()).clamp_max(254)
-	assert_same_bytes(stored, want.to(torch.uint8))
+	assert_same_bytes(stored, want.to(U8))
 	assert torch.equal(enc.double(), 1 / powers[want])
 	assert torch.equal(codec.scale_values(stored).double(), powers[want])
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.reference import conversions
-from tests.helpers import BF16, F16, assert_same_bytes, beside, each, ends, every_16_bits, ops
+from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, each, ends, every_16_bits, ops
 from tests.reference import oracle
 
 E2M1 = oracle.E2M1_VALUES
@@ -19,7 +19,7 @@ def around(values):
 
 
 def scalars(convert, values):
-	return torch.tensor([convert(v) for v in values.tolist()], dtype=torch.uint8)
+	return torch.tensor([convert(v) for v in values.tolist()], dtype=U8)
 
 
 #: The conversion, the oracle's, its finite magnitudes, and numbers past them.
@@ -45,15 +45,15 @@ def test_any_fp32_number(value):
 
 
 def test_decode_e4m3():
-	values = conversions.decode_e4m3(torch.arange(256, dtype=torch.uint8)).tolist()
+	values = conversions.decode_e4m3(torch.arange(256, dtype=U8)).tolist()
 	for byte, value in enumerate(values):
 		want = oracle.e4m3_value(byte)
 		assert value == want or (math.isnan(value) and math.isnan(want))
 
 
 def test_codes_pack_low_nibble_first_and_unpack_to_their_values():
-	assert conversions.pack_codes(torch.tensor([1, 2, 15, 0], dtype=torch.uint8)).tolist() == [0x21, 0x0F]
-	packed = torch.arange(256, dtype=torch.uint8)
+	assert conversions.pack_codes(torch.tensor([1, 2, 15, 0], dtype=U8)).tolist() == [0x21, 0x0F]
+	packed = torch.arange(256, dtype=U8)
 	want = [oracle.e2m1_value(code) for byte in range(256) for code in (byte & 15, byte >> 4)]
 	got = conversions.unpack_codes(packed)
 	assert_same_bytes(got, torch.tensor(want))
@@ -74,10 +74,10 @@ def test_every_bf16_number_as_the_amax_of_a_block(amax):
 		want_scales.append(byte)
 		want_codes.append(oracle.round_e2m1(v * enc))
 	got_codes = codes.view(64, 1024, 8)[..., 2] >> 4
-	assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=torch.uint8), "codes")
+	assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=U8), "codes")
 	at = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
 	got_scales = scales.flatten()[torch.tensor(at)]
-	assert_same_bytes(got_scales, torch.tensor(want_scales, dtype=torch.uint8), "scales")
+	assert_same_bytes(got_scales, torch.tensor(want_scales, dtype=U8), "scales")
 
 
 def test_encoding_a_transposed_matrix_gives_no_warning(recwarn):

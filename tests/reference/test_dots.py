@@ -5,7 +5,7 @@ from cute_kernels.formats import FP8, MXFP8, FP8Block
 from cute_kernels.reference.dots import Adder, dot
 from cute_kernels.reference.operands import Rows
 from cute_kernels.reference.tensor_core import NAN_BITS
-from tests.helpers import E4M3, E5M2, F32, assert_same_bytes, each
+from tests.helpers import E4M3, E5M2, F32, U8, assert_same_bytes, each
 from tests.reference import fp8_oracle
 
 DTYPES = {"e4m3": E4M3, "e5m2": E5M2}
@@ -23,7 +23,7 @@ def codes(values, dtype=E4M3):
 
 
 def finite_codes(rows, depth, dtype):
-	x = torch.randint(0, 256, (rows, depth), dtype=torch.uint8).view(dtype)
+	x = torch.randint(0, 256, (rows, depth), dtype=U8).view(dtype)
 	return torch.where(x.float().isfinite(), x.float(), 0.0).to(dtype)
 
 
@@ -111,7 +111,7 @@ def test_the_scale_of_single_rows_comes_first():
 
 def mx_rows(x, exponents):
 	shape = len(x), x.shape[1] // 32
-	scales = torch.as_tensor(exponents, dtype=torch.uint8).expand(shape)
+	scales = torch.as_tensor(exponents, dtype=U8).expand(shape)
 	return Rows(x, MXFP8(dtype=x.dtype), scales)
 
 
@@ -133,7 +133,7 @@ def test_powers_of_two_beyond_fp32(core):
 @each_core
 def test_a_scale_that_is_nan(core):
 	a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
-	scales = torch.full((2, 2), 127, dtype=torch.uint8)
+	scales = torch.full((2, 2), 127, dtype=U8)
 	scales[1, 1] = 255
 	got = dot(mx_rows(a, scales), mx_rows(b, 127), Adder(core))
 	assert got[0].tolist() == [64.0] * 3 and got[1].isnan().all()

@@ -9,7 +9,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import assert_same_bytes, each, needs_compiler, offsets, ops, sample
+from tests.helpers import U8, assert_same_bytes, each, needs_compiler, offsets, ops, sample
 from tests.reference import oracle
 
 from .oracle_variants import block_bytes, round_e2m1_stochastic
@@ -91,7 +91,7 @@ def representative():
 def test_rounding_by_every_byte():
 	y = representative()
 	y = torch.cat([y, -y])[:, None]
-	r = torch.arange(256, dtype=torch.uint8)
+	r = torch.arange(256, dtype=U8)
 	codes = encode_e2m1_stochastic(*torch.broadcast_tensors(y, r))
 	m = y.abs().double().clamp_max(6)
 	t = torch.where(m < 2, 0.5, torch.where(m < 4, 1.0, 2.0)).double()
@@ -103,7 +103,7 @@ def test_rounding_by_every_byte():
 def test_the_oracle_rounds_the_same():
 	y = torch.cat([representative()[::7], torch.tensor([0.0, -0.0, -1.3, torch.nan, torch.inf])])
 	for r in (0, 1, 127, 128, 255):
-		got = encode_e2m1_stochastic(y, torch.full(y.shape, r, dtype=torch.uint8))
+		got = encode_e2m1_stochastic(y, torch.full(y.shape, r, dtype=U8))
 		assert got.tolist() == [round_e2m1_stochastic(v, r) for v in y.tolist()]
 
 
@@ -159,5 +159,5 @@ def test_the_instruction_rounds_by_the_same_bytes():
 	bits = (r << 8 | r << 24).numpy().astype(np.uint32)
 	ptx = "cvt.rs.satfinite.e2m1x4.f32 %v, {%a0, %a0, %a0, %a0}, %a1; cvt.u32.u16 %out, %v;"
 	got = elementwise(f".reg .b16 %v; {ptx}", y.numpy(), bits)
-	want = encode_e2m1_stochastic(y, r.to(torch.uint8)).numpy().astype(np.uint32)
+	want = encode_e2m1_stochastic(y, r.to(U8)).numpy().astype(np.uint32)
 	assert (got == want * 0x1111).all()

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import (
 	DTYPES,
+	I32,
 	SPLITS,
 	assert_same_bytes,
 	each,
@@ -21,8 +22,8 @@ from tests.reference import oracle
 @given(
 	st.lists(st.integers(0, 1 << 20), max_size=50),
 	st.integers(1, 8),
-	st.sampled_from([torch.int32, torch.int64]),
-	st.sampled_from([torch.int32, torch.int64]),
+	st.sampled_from([I32, torch.int64]),
+	st.sampled_from([I32, torch.int64]),
 )
 def test_offsets_are_the_inclusive_sum(splits, multiplier, given_dtype, dtype):
 	got = ops.compute_offsets(torch.tensor(splits, dtype=given_dtype), multiplier, dtype)
@@ -31,12 +32,12 @@ def test_offsets_are_the_inclusive_sum(splits, multiplier, given_dtype, dtype):
 
 
 def test_offsets_count_past_32_bits():
-	splits = torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=torch.int32)
+	splits = torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=I32)
 	got = ops.compute_offsets(splits, 4096, torch.int64)
 	assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 
-@each("dtype", [torch.int32, torch.int64])
+@each("dtype", [I32, torch.int64])
 def test_offsets_saturate(dtype):
 	info = torch.iinfo(dtype)
 	for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):

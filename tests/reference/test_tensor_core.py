@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from tests.helpers import BF16, E4M3, E5M2, F16, F32, assert_same_bytes, e2m1_values, each
+from tests.helpers import BF16, E4M3, E5M2, F16, F32, U8, assert_same_bytes, e2m1_values, each
 
-E2M1 = torch.uint8
+E2M1 = U8
 E8M0 = torch.float8_e8m0fnu
 NAN = {F32: 0x7FFFFFFF, F16: 0x7FFF}
 
@@ -84,8 +84,8 @@ def random_bits(dtype, rows, cols, sort):
 
 def from_bits(bits, dtype):
 	if dtype == E2M1:
-		return (bits[:, ::2] | bits[:, 1::2] << 4).to(torch.uint8)
-	return bits.view(torch.uint8).unflatten(1, (-1, 8))[..., : dtype.itemsize].flatten(1).view(dtype)
+		return (bits[:, ::2] | bits[:, 1::2] << 4).to(U8)
+	return bits.view(U8).unflatten(1, (-1, 8))[..., : dtype.itemsize].flatten(1).view(dtype)
 
 
 def random_scales(dtype, rows, blocks, sort):
@@ -97,7 +97,7 @@ def random_scales(dtype, rows, blocks, sort):
 		("tiny", E4M3): (0, 12),
 		("special", E4M3): (100, 256),  # the sign bit means nothing
 	}.get((sort, dtype), (120, 135) if dtype == E8M0 else (40, 72))
-	codes = torch.randint(low, high, (rows, blocks), dtype=torch.uint8)
+	codes = torch.randint(low, high, (rows, blocks), dtype=U8)
 	if sort == "zeros":
 		codes[torch.rand(codes.shape) < 0.3] = 0
 	return codes.view(dtype)
@@ -142,9 +142,9 @@ def tf32(x):
 
 def scale_values(x):
 	if x.dtype == E8M0:
-		codes = x.view(torch.uint8).tolist()
+		codes = x.view(U8).tolist()
 		return [[math.nan if c == 255 else 2.0 ** (c - 127) for c in row] for row in codes]
-	return (x.view(torch.uint8) & 0x7F).view(E4M3).double().tolist()
+	return (x.view(U8) & 0x7F).view(E4M3).double().tolist()
 
 
 class Oracle:
@@ -329,7 +329,7 @@ def test_empty(m, n, k):
 
 
 def zeros(rows, cols, dtype):
-	return torch.zeros(rows, cols, dtype=torch.uint8).view(dtype)
+	return torch.zeros(rows, cols, dtype=U8).view(dtype)
 
 
 @each(
@@ -346,7 +346,7 @@ def zeros(rows, cols, dtype):
 )
 def test_errors(arguments, options, message):
 	arch, *dtypes = arguments
-	operands = [torch.zeros(r, 64 * t.itemsize, dtype=torch.uint8).view(t) for r, t in zip((2, 3), dtypes, strict=True)]
+	operands = [torch.zeros(r, 64 * t.itemsize, dtype=U8).view(t) for r, t in zip((2, 3), dtypes, strict=True)]
 	blocks = {E8M0: 4 if E2M1 in dtypes else 2, E4M3: 8}
 	rows = {"a_scales": 2, "b_scales": 3}
 	options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}

@@ -13,9 +13,11 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
 	BF16,
+	E4M3,
 	F16,
 	F32,
 	SPLITS,
+	U8,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -233,8 +235,8 @@ def drawn(rows, cols, row_blocks, column_blocks):
 	slots = 128 * uniform_tiles(rows)
 	rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
 	columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
-	by_column = torch.tensor(columnwise, dtype=torch.uint8).view(slots // 16, cols, 16)
-	by_row = torch.tensor(rowwise, dtype=torch.uint8).view(rows, cols)
+	by_column = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
+	by_row = torch.tensor(rowwise, dtype=U8).view(rows, cols)
 	return by_row, by_column.mT.reshape(slots, cols)
 
 
@@ -267,12 +269,12 @@ def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
 	x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
 	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
 	assert (codes == 0x77).all()
-	assert scales.view(torch.float8_e4m3fn).float().max() == 1.0
+	assert scales.view(E4M3).float().max() == 1.0
 	# 5 is 4 * 1.25, but 6 * 0.8125 is not.
 	x.fill_(5.0)
 	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
 	assert (codes == 0x66).all()
-	assert scales.view(torch.float8_e4m3fn).float().max() == 1.25
+	assert scales.view(E4M3).float().max() == 1.25
 
 
 def test_the_order_in_which_errors_are_summed():

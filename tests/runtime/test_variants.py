@@ -19,7 +19,7 @@ from cute_kernels.runtime.plan import PlanCache
 from cute_kernels.runtime.spec import resolve
 from grouped.nn import GroupedLinear
 from grouped.recipes import NVFP4, FP8Block, FP8Current, NVFP4RowScaled
-from tests.helpers import DTYPES, NVFP4_TEXTS, each, ends
+from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, each, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 #: Of which SwiGLU is compiled ahead of time.
@@ -54,17 +54,17 @@ def quantizations():
 		for amax in (None, torch.ones(groups)):
 			for text in TEXTS:
 				yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-		if x.dtype == torch.bfloat16:
+		if x.dtype == BF16:
 			text = "fp8_block:block=128x128" if offs is None else "fp8_block"
 			yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
 			for text in TRANSFORMED if columnwise and offs is not None else ():
 				for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
 					yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-	both, offs = torch.empty(2, 64, dtype=torch.bfloat16), ends(1, 2)
+	both, offs = torch.empty(2, 64, dtype=BF16), ends(1, 2)
 	for text in ACTIVATED:
 		yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
 	for cols in (2048, 4096, 8192):
-		tokens, rows = torch.empty(1, cols, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+		tokens, rows = torch.empty(1, cols, dtype=BF16), torch.zeros(2, dtype=I32)
 		of = {"rows": rows, "inverse": rows[None]}
 		for text, columnwise in (("fp8_block", False), ("fp8_block", True), ("nvfp4:row_scaled", False)):
 			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
@@ -87,8 +87,8 @@ def products():
 			codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
 			scales = [torch.empty(0), torch.empty(2)]
 			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
-			if x.dtype == torch.bfloat16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
-				rows = torch.zeros(4, dtype=torch.int32)
+			if x.dtype == BF16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
+				rows = torch.zeros(4, dtype=I32)
 				given = {"rows": rows, "inverse": rows.view(2, 2)}
 				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", **given)
 
@@ -99,12 +99,12 @@ def used(arch):
 	ops += [GroupedAmax(x, offs) for x, offs in inputs()]
 	ops += dequantizations()
 	ops += products()
-	both, row = torch.empty(2, 256, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+	both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
 	given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
 	ops += [MoeQuantizeGradient(*given[0], text, text, *given[1]) for text in ("fp8_block", "mxfp8")]
 	for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
 		ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))
-	for splits, out in itertools.product((torch.int32, torch.int64), (None, torch.int64)):
+	for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
 		ops.append(ComputeOffsets(torch.ones(3, dtype=splits), 1, out))
 	state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
 	for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS):
@@ -139,10 +139,10 @@ def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, 
 	monkeypatch.setattr(registry, "_plans", PlanCache())
 	# Of FP8 those without a bias are listed.
 	bias = recipe not in (FP8Block, FP8Current)
-	layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=torch.bfloat16)
+	layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=BF16)
 	with cute_kernels.backend(f"emulated:{arch}"):
 		for tokens in (3, 300, 4000):
-			x = torch.randn(tokens, features, dtype=torch.bfloat16, requires_grad=True)
+			x = torch.randn(tokens, features, dtype=BF16, requires_grad=True)
 			offs = ends(1, 2, tokens)
 			layer(x, offs).sum().backward()
 			with torch.no_grad():
