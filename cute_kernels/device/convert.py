@@ -57,14 +57,14 @@ def decode_e4m3_pair(pair: Uint32) -> tuple[Float32, Float32]:
 	"""The numbers of the two lowest bytes; 0x7F and 0xFF are NaN."""
 	return asm(
 		"""{
-        .reg .b16 pair, lo, hi;
-        .reg .b32 numbers;
-        cvt.u16.u32 pair, $2;
-        cvt.rn.f16x2.e4m3x2 numbers, pair;
-        mov.b32 {lo, hi}, numbers;
-        cvt.f32.f16 $0, lo;
-        cvt.f32.f16 $1, hi;
-        }""",
+		.reg .b16 pair, lo, hi;
+		.reg .b32 numbers;
+		cvt.u16.u32 pair, $2;
+		cvt.rn.f16x2.e4m3x2 numbers, pair;
+		mov.b32 {lo, hi}, numbers;
+		cvt.f32.f16 $0, lo;
+		cvt.f32.f16 $1, hi;
+		}""",
 		[Float32, Float32],
 		[pair],
 	)

@@ -45,9 +45,9 @@ def undo(numbers: Sequence[Float32]) -> list[Float32]:
 def _quarter(x: Float32) -> Float32:
 	"""A quarter, rounded: of a product ptxas would make FMUL.D4, which rounds tiny ones once."""
 	text = """{
-        .reg .b32 zero;
-        and.b32 zero, $1, 0x80000000; fma.rn.f32 $0, $1, 0f3E800000, zero;
-    }"""
+		.reg .b32 zero;
+		and.b32 zero, $1, 0x80000000; fma.rn.f32 $0, $1, 0f3E800000, zero;
+	}"""
 	return asm(text, [Float32], [x])
 
 
@@ -88,9 +88,9 @@ def _constant(number: float, arch: str) -> Any:
 
 def _widen(word: Uint32) -> Uint64:
 	text = """{
-        .reg .b32 lo, hi;
-        shl.b32 lo, $1, 16; and.b32 hi, $1, 0xFFFF0000; mov.b64 $0, {lo, hi};
-    }"""
+		.reg .b32 lo, hi;
+		shl.b32 lo, $1, 16; and.b32 hi, $1, 0xFFFF0000; mov.b64 $0, {lo, hi};
+	}"""
 	return asm(text, [Uint64], [word])
 
 

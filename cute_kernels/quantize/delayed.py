@@ -21,21 +21,21 @@ _THREADS = 256
 _WARPS = _THREADS // WARP_SIZE
 #: The scale that follows from a basis that is positive and finite, else the one before.
 _NEXT_SCALE = """{
-    .reg .pred is_more, is_finite;
-    .reg .f32 s;
-    div.rn.f32 s, $2, $1;
-    min.f32 s, s, 0f7F7FFFFF;
-    setp.gt.f32 is_more, $1, 0f00000000;
-    setp.lt.and.f32 is_finite, $1, 0f7F800000, is_more;
-    selp.f32 $0, s, $3, is_finite;
+	.reg .pred is_more, is_finite;
+	.reg .f32 s;
+	div.rn.f32 s, $2, $1;
+	min.f32 s, s, 0f7F7FFFFF;
+	setp.gt.f32 is_more, $1, 0f00000000;
+	setp.lt.and.f32 is_finite, $1, 0f7F800000, is_more;
+	selp.f32 $0, s, $3, is_finite;
 }"""
 #: The amax that is given, unless it is 0.
 _LAST = """{
-    .reg .pred is_zero;
-    .reg .f32 a;
-    abs.f32 a, $1;
-    setp.eq.f32 is_zero, $1, 0f00000000;
-    selp.f32 $0, $2, a, is_zero;
+	.reg .pred is_zero;
+	.reg .f32 a;
+	abs.f32 a, $1;
+	setp.eq.f32 is_zero, $1, 0f00000000;
+	selp.f32 $0, $2, a, is_zero;
 }"""
 
 

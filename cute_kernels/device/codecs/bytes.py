@@ -110,25 +110,25 @@ class ByteCodec(Codec):
 			body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, {high}, {low};\n"
 		codes = ", ".join(f"c{i}" for i in range(len(pairs)))
 		text = f"""{{
-            {REGISTERS}
-            .reg .b16 {codes};
-            {body}
-            mov.b{16 * len(pairs)} $0, {{{codes}}};
-        }}"""
+			{REGISTERS}
+			.reg .b16 {codes};
+			{body}
+			mov.b{16 * len(pairs)} $0, {{{codes}}};
+		}}"""
 		return asm(text, [Uint64 if len(pairs) > 2 else Uint32], [*words, *given])
 
 	# ---- decoding
 
 	def decode(self, words: Sequence[Uint32]) -> list[Float32]:
 		text = f"""{{
-            .reg .b16 low, high, a, b;
-            .reg .b32 numbers;
-            mov.b32 {{low, high}}, $4;
-            cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, low;
-            mov.b32 {{a, b}}, numbers; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
-            cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, high;
-            mov.b32 {{a, b}}, numbers; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b;
-        }}"""
+			.reg .b16 low, high, a, b;
+			.reg .b32 numbers;
+			mov.b32 {{low, high}}, $4;
+			cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, low;
+			mov.b32 {{a, b}}, numbers; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;
+			cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, high;
+			mov.b32 {{a, b}}, numbers; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b;
+		}}"""
 		return [number for word in words for number in asm(text, [Float32] * 4, [word])]
 
 	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:

@@ -33,16 +33,16 @@ class FP8Codec(ByteCodec):
 		if self.fmt.takes_scale:
 			return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
 		text = """{
-            .reg .pred ok;
-            .reg .f32 s;
-            div.rn.f32 s, $3, $2;
-            min.f32 s, s, $4;
-            setp.lt.f32 ok, $2, 0f7F800000;
-            selp.f32 s, s, 0f3F800000, ok;
-            setp.neu.f32 ok, $2, 0f00000000;
-            selp.f32 $0, s, 0f3F800000, ok;
-            rcp.rn.f32 $1, $0;
-        }"""
+			.reg .pred ok;
+			.reg .f32 s;
+			div.rn.f32 s, $3, $2;
+			min.f32 s, s, $4;
+			setp.lt.f32 ok, $2, 0f7F800000;
+			selp.f32 s, s, 0f3F800000, ok;
+			setp.neu.f32 ok, $2, 0f00000000;
+			selp.f32 $0, s, 0f3F800000, ok;
+			rcp.rn.f32 $1, $0;
+		}"""
 		limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
 		return Level(*asm(text, [Float32, Float32], [amax, limit, fmax]))
 

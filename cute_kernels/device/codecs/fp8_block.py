@@ -23,29 +23,29 @@ _MANTISSA, _BIAS = 23, 127
 #: The largest number of each dtype of inputs: what an infinite quotient becomes.
 _LARGEST_BITS = {"bfloat16": 0x7F7F0000, "float16": 0x477FE000, "float32": 0x7F7FFFFF}
 _POW2 = """{
-    .reg .pred plain;
-    .reg .b32 s, t;
-    add.u32 s, $2, 0x1FFFFF;
-    and.b32 s, s, 0x7F800000;
-    sub.u32 s, $3, s;
-    min.u32 s, s, 0x7F000000;
-    sub.u32 t, $2, 1;
-    setp.lt.u32 plain, t, 0x7F7FFFFF;
-    selp.b32 $0, s, 0x3F800000, plain;
-    sub.u32 t, 0x7F000000, $0;
-    max.u32 $1, t, 0x00400000;
+	.reg .pred plain;
+	.reg .b32 s, t;
+	add.u32 s, $2, 0x1FFFFF;
+	and.b32 s, s, 0x7F800000;
+	sub.u32 s, $3, s;
+	min.u32 s, s, 0x7F000000;
+	sub.u32 t, $2, 1;
+	setp.lt.u32 plain, t, 0x7F7FFFFF;
+	selp.b32 $0, s, 0x3F800000, plain;
+	sub.u32 t, 0x7F000000, $0;
+	max.u32 $1, t, 0x00400000;
 }"""
 _ANY = """{
-    .reg .pred p;
-    .reg .f32 s;
-    div.rn.f32 s, $3, $2;
-    setp.eq.f32 p, s, 0f7F800000;
-    selp.f32 s, $4, s, p;
-    setp.eq.f32 p, $2, 0f00000000;
-    selp.f32 s, 0f3F800000, s, p;
-    setp.eq.f32 p, $2, 0f7F800000;
-    selp.f32 $0, 0f3F800000, s, p;
-    rcp.rn.f32 $1, $0;
+	.reg .pred p;
+	.reg .f32 s;
+	div.rn.f32 s, $3, $2;
+	setp.eq.f32 p, s, 0f7F800000;
+	selp.f32 s, $4, s, p;
+	setp.eq.f32 p, $2, 0f00000000;
+	selp.f32 s, 0f3F800000, s, p;
+	setp.eq.f32 p, $2, 0f7F800000;
+	selp.f32 $0, 0f3F800000, s, p;
+	rcp.rn.f32 $1, $0;
 }"""
 
 

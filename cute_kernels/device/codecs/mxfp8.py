@@ -14,26 +14,26 @@ from .bytes import ByteCodec
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
 #: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.
 _SCALE = """{
-    .reg .pred above;
-    .reg .b32 v;
-    mul.rn.f32 v, $2, $3;
-    setp.gt.u32 above, v, 0x00400000;
-    add.u32 v, v, 0x007FFFFF;
-    shr.u32 v, v, 23;
-    min.u32 v, v, 254;
-    selp.b32 $0, v, 0, above;
-    sub.u32 v, 254, $0;
-    shl.b32 v, v, 23;
-    max.u32 $1, v, 0x00400000;
+	.reg .pred above;
+	.reg .b32 v;
+	mul.rn.f32 v, $2, $3;
+	setp.gt.u32 above, v, 0x00400000;
+	add.u32 v, v, 0x007FFFFF;
+	shr.u32 v, v, 23;
+	min.u32 v, v, 254;
+	selp.b32 $0, v, 0, above;
+	sub.u32 v, 254, $0;
+	shl.b32 v, v, 23;
+	max.u32 $1, v, 0x00400000;
 }"""
 _DECODE = """{
-    .reg .pred is_nan;
-    .reg .b32 e;
-    and.b32 e, $1, 255;
-    setp.eq.u32 is_nan, e, 255;
-    shl.b32 e, e, 23;
-    max.u32 e, e, 0x00400000;
-    selp.b32 $0, 0x7FC00000, e, is_nan;
+	.reg .pred is_nan;
+	.reg .b32 e;
+	and.b32 e, $1, 255;
+	setp.eq.u32 is_nan, e, 255;
+	shl.b32 e, e, 23;
+	max.u32 e, e, 0x00400000;
+	selp.b32 $0, 0x7FC00000, e, is_nan;
 }"""
 
 

@@ -51,17 +51,17 @@ class NVFP4Codec(Codec):
 		(It is 0 where the amax is infinite.)
 		"""
 		text = """{
-            .reg .pred zero;
-            .reg .f32 enc;
-            div.rn.f32 enc, $3, $2;
-            min.f32 enc, enc, $4;
-            setp.eq.f32 zero, enc, 0f00000000;
-            selp.f32 enc, 0f3F800000, enc, zero;
-            setp.eq.f32 zero, $2, 0f00000000;
-            selp.f32 enc, 0f3F800000, enc, zero;
-            rcp.rn.f32 $0, enc;
-            mul.rn.f32 $1, enc, $5;
-        }"""
+			.reg .pred zero;
+			.reg .f32 enc;
+			div.rn.f32 enc, $3, $2;
+			min.f32 enc, enc, $4;
+			setp.eq.f32 zero, enc, 0f00000000;
+			selp.f32 enc, 0f3F800000, enc, zero;
+			setp.eq.f32 zero, $2, 0f00000000;
+			selp.f32 enc, 0f3F800000, enc, zero;
+			rcp.rn.f32 $0, enc;
+			mul.rn.f32 $1, enc, $5;
+		}"""
 		tensor_max = Float32(self.fmt.tensor_max)
 		fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
 		factor = Float32(1.0) if self.chooses_scales else sixth
@@ -81,23 +81,23 @@ class NVFP4Codec(Codec):
 		``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
 		"""
 		text = """{
-            .reg .f32 p, q;
-            .reg .b32 h;
-            .reg .b16 lo, hi;
-            mul.rn.f32 p, $3, $6;
-            mul.rn.f32 q, $4, $6;
-            cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
-            cvt.rn.f16x2.e4m3x2 h, $0;
-            mov.b32 {lo, hi}, h;
-            cvt.f32.f16 p, lo;
-            cvt.f32.f16 q, hi;
-            mul.rn.f32 p, p, $5;
-            mul.rn.f32 q, q, $5;
-            rcp.rn.f32 p, p;
-            rcp.rn.f32 q, q;
-            min.f32 $1, p, $7;
-            min.f32 $2, q, $7;
-        }"""
+			.reg .f32 p, q;
+			.reg .b32 h;
+			.reg .b16 lo, hi;
+			mul.rn.f32 p, $3, $6;
+			mul.rn.f32 q, $4, $6;
+			cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
+			cvt.rn.f16x2.e4m3x2 h, $0;
+			mov.b32 {lo, hi}, h;
+			cvt.f32.f16 p, lo;
+			cvt.f32.f16 q, hi;
+			mul.rn.f32 p, p, $5;
+			mul.rn.f32 q, q, $5;
+			rcp.rn.f32 p, p;
+			rcp.rn.f32 q, q;
+			min.f32 $1, p, $7;
+			min.f32 $2, q, $7;
+		}"""
 		fmax = bits_as_f32(Uint32(_FMAX_BITS))
 		return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
@@ -107,26 +107,26 @@ class NVFP4Codec(Codec):
 
 	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
 		text = """{
-            .reg .f32 p, q;
-            mul.rn.f32 p, $1, $3;
-            mul.rn.f32 q, $2, $3;
-            cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
-        }"""
+			.reg .f32 p, q;
+			mul.rn.f32 p, $1, $3;
+			mul.rn.f32 q, $2, $3;
+			cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
+		}"""
 		return asm(text, [Uint16], [a, b, level.mult])
 
 	def encode_factor(self, index: Uint32, level: Level) -> Float32:
 		text = """{
-            .reg .f32 q;
-            .reg .b32 h;
-            .reg .b16 lo, hi;
-            cvt.u16.u32 lo, $1;
-            cvt.rn.f16x2.e4m3x2 h, lo;
-            mov.b32 {lo, hi}, h;
-            cvt.f32.f16 q, lo;
-            mul.rn.f32 q, q, $2;
-            rcp.rn.f32 q, q;
-            min.f32 $0, q, $3;
-        }"""
+			.reg .f32 q;
+			.reg .b32 h;
+			.reg .b16 lo, hi;
+			cvt.u16.u32 lo, $1;
+			cvt.rn.f16x2.e4m3x2 h, lo;
+			mov.b32 {lo, hi}, h;
+			cvt.f32.f16 q, lo;
+			mul.rn.f32 q, q, $2;
+			rcp.rn.f32 q, q;
+			min.f32 $0, q, $3;
+		}"""
 		return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
 	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
@@ -218,10 +218,10 @@ def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> 
 	for i, pair in enumerate(products(pairs, "f")):
 		body += f"{pair.text}\ncvt.rn.satfinite.e2m1x2.f32 b{i}, {pair.high}, {pair.low};\n"
 	text = f"""{{
-        {REGISTERS}
-        .reg .b8 b0, b1, b2, b3;
-        mov.b64 f, {{${len(words) + 1}, ${len(words) + 1}}};
-        {body}
-        mov.b32 $0, {{b0, b1, b2, b3}};
-    }}"""
+		{REGISTERS}
+		.reg .b8 b0, b1, b2, b3;
+		mov.b64 f, {{${len(words) + 1}, ${len(words) + 1}}};
+		{body}
+		mov.b32 $0, {{b0, b1, b2, b3}};
+	}}"""
 	return asm(text, [Uint32], [*words, factor])

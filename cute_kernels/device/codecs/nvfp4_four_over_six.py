@@ -44,31 +44,31 @@ class Candidate(NamedTuple):
 def is_far(amax: Float32) -> Int32:
 	"""Whether quotients of a group are divisions."""
 	text = """{ .reg .pred low, high;
-        setp.ge.f32 low, $1, $2; setp.le.and.f32 high, $1, $3, low; selp.s32 $0, 0, 1, high; }"""
+		setp.ge.f32 low, $1, $2; setp.le.and.f32 high, $1, $3, low; selp.s32 $0, 0, 1, high; }"""
 	return asm(text, [Int32], [amax, *map(Float32, _NEAR)])
 
 
 def candidates(a: Float32, level: FourOverSixLevel) -> tuple[Candidate, Candidate]:
 	"""That which takes the amax ``a`` of a block to 6, and that which takes it to 4."""
 	text = """{
-        .reg .f32 p, q;
-        .reg .b32 h;
-        .reg .b16 pair, lo, hi;
-        div.rn.f32 p, $4, $7;
-        mul.rn.f32 p, p, $6;
-        mul.rn.f32 q, p, $8;
-        cvt.rn.satfinite.e4m3x2.f32 pair, q, p;
-        cvt.rn.f16x2.e4m3x2 h, pair;
-        mov.b32 {lo, hi}, h;
-        cvt.f32.f16 $0, lo;
-        cvt.f32.f16 $2, hi;
-        mul.rn.f32 p, $0, $5;
-        mul.rn.f32 q, $2, $5;
-        rcp.rn.f32 p, p;
-        rcp.rn.f32 q, q;
-        min.f32 $1, p, $9;
-        min.f32 $3, q, $9;
-    }"""
+		.reg .f32 p, q;
+		.reg .b32 h;
+		.reg .b16 pair, lo, hi;
+		div.rn.f32 p, $4, $7;
+		mul.rn.f32 p, p, $6;
+		mul.rn.f32 q, p, $8;
+		cvt.rn.satfinite.e4m3x2.f32 pair, q, p;
+		cvt.rn.f16x2.e4m3x2 h, pair;
+		mov.b32 {lo, hi}, h;
+		cvt.f32.f16 $0, lo;
+		cvt.f32.f16 $2, hi;
+		mul.rn.f32 p, $0, $5;
+		mul.rn.f32 q, $2, $5;
+		rcp.rn.f32 p, p;
+		rcp.rn.f32 q, q;
+		min.f32 $1, p, $9;
+		min.f32 $3, q, $9;
+	}"""
 	numbers = [Float32(6.0), Float32(1.5), bits_as_f32(Uint32(0x7F7FFFFF))]
 	out = asm(text, [Float32] * 4, [a, level.s_dec, level.s_enc, *numbers])
 	return Candidate(*out[:2]), Candidate(*out[2:])
@@ -81,14 +81,14 @@ def error(
 	high, low = _reciprocal(fmt.tensor_max)
 	measure = "abs.f32 d, d;" if fmt.four_over_six_error == "mae" else "mul.rn.f32 d, d, d;"
 	text = f"""{{
-        .reg .pred far;
-        .reg .f32 d, p;
-        setp.ne.s32 far, $6, 0;
-        mul.rn.f32 p, $2, $4; mul.rn.f32 p, p, $5;
-        mul.rn.f32 d, p, $8; fma.rn.f32 d, p, $7, d;
-        @far div.rn.f32 d, p, $9;
-        sub.rn.f32 d, d, $3; {measure} add.rn.f32 $0, $1, d;
-    }}"""
+		.reg .pred far;
+		.reg .f32 d, p;
+		setp.ne.s32 far, $6, 0;
+		mul.rn.f32 p, $2, $4; mul.rn.f32 p, p, $5;
+		mul.rn.f32 d, p, $8; fma.rn.f32 d, p, $7, d;
+		@far div.rn.f32 d, p, $9;
+		sub.rn.f32 d, d, $3; {measure} add.rn.f32 $0, $1, d;
+	}}"""
 	constants = [Float32(high), Float32(low), Float32(fmt.tensor_max)]
 	total = Float32(0.0)
 	for code, number in zip(codes, numbers, strict=True):

@@ -13,24 +13,24 @@ from ..ptx import asm
 #: Codes in the low nibbles of four bytes, and in the high ones, to bytes ``s 000 eem 0``: the high
 #: bytes of fp16. Left shifts are multiplications, which use another unit than the logic.
 _EVEN_CODES = """{
-    .reg .b32 x, y;
-    mul.lo.u32 x, $1, 16;
-    mul.lo.u32 y, $1, 2;
-    and.b32 y, y, 0x0E0E0E0E;
-    lop3.b32 $0, x, 0x80808080, y, 0xEA;
+	.reg .b32 x, y;
+	mul.lo.u32 x, $1, 16;
+	mul.lo.u32 y, $1, 2;
+	and.b32 y, y, 0x0E0E0E0E;
+	lop3.b32 $0, x, 0x80808080, y, 0xEA;
 }"""
 _ODD_CODES = """{
-    .reg .b32 y;
-    shr.b32 y, $1, 3;
-    and.b32 y, y, 0x0E0E0E0E;
-    lop3.b32 $0, $1, 0x80808080, y, 0xEA;
+	.reg .b32 y;
+	shr.b32 y, $1, 3;
+	and.b32 y, y, 0x0E0E0E0E;
+	lop3.b32 $0, $1, 0x80808080, y, 0xEA;
 }"""
 _SCALE = """{{
-    .reg .b32 s;
-    .reg .b16 lo, hi;
-    mov.b32 {{lo, hi}}, $2;
-    mov.b32 s, {{{which}, {which}}};
-    mul.rn.{dtype}x2 $0, $1, s;
+	.reg .b32 s;
+	.reg .b16 lo, hi;
+	mov.b32 {{lo, hi}}, $2;
+	mov.b32 s, {{{which}, {which}}};
+	mul.rn.{dtype}x2 $0, $1, s;
 }}"""
 #: 2^14 as two fp16.
 _TWO_TO_14 = 0x74007400

@@ -28,9 +28,9 @@ from cutlass import Float32, Int32, Uint32
 from ..ptx import asm
 
 _REGISTERS = """
-    .reg .f32 x0, x1;
-    .reg .b16 half0, half1;
-    .reg .b32 wide, p0, p1, even, odd, high, limit, back;
+	.reg .f32 x0, x1;
+	.reg .b16 half0, half1;
+	.reg .b32 wide, p0, p1, even, odd, high, limit, back;
 """
 #: fp32: 513/512 * 2^-14. Pairs of fp16: six times that, and what moves borders to changing bits.
 _SCALE = "0f38804000"
@@ -61,11 +61,11 @@ def encode(
 	even = _bytes_of_codes("even", elements[0::2], factor_in, order_in, dtype)
 	odd = _bytes_of_codes("odd", elements[1::2], factor_in, order_in, dtype)
 	text = f"""{{{_REGISTERS}
-        mov.b32 limit, {_LIMIT}; mov.b32 back, {_BACK};
-        {even}
-        {odd}
-        shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
-    }}"""
+		mov.b32 limit, {_LIMIT}; mov.b32 back, {_BACK};
+		{even}
+		{odd}
+		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
+	}}"""
 	# Bytes 1, 3, 5, 7 of two words are the high ones of their halves.
 	order = Uint32(0x7531)
 	if not isinstance(twist, int):
@@ -85,15 +85,15 @@ def _bytes_of_codes(name: str, elements: Sequence[tuple[str, int]], factor: str,
 		for i in range(2):
 			word, part = elements[2 * p + i]
 			body += f"""{_WIDEN[dtype, part].format(word=word, i=i)}
-        mul.rn.f32 x{i}, x{i}, {factor};
-        mul.rn.f32 x{i}, x{i}, {_SCALE};
-        """
+		mul.rn.f32 x{i}, x{i}, {factor};
+		mul.rn.f32 x{i}, x{i}, {_SCALE};
+		"""
 		body += f"""cvt.rn.f16x2.f32 p{p}, x1, x0;
-        min.xorsign.abs.f16x2 p{p}, p{p}, limit;
-        mul.rn.f16x2 p{p}, p{p}, back;
-        """
+		min.xorsign.abs.f16x2 p{p}, p{p}, limit;
+		mul.rn.f16x2 p{p}, p{p}, back;
+		"""
 	# Bytes s000 eemx. Eight times as much, and the rounding bit's eight, puts eem beside s.
 	# 0xE4 selects: a where c, else b.
 	return f"""{body}prmt.b32 {name}, p0, p1, {order};
-        mad.lo.u32 high, {name}, 8, 0x08080808;
-        lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""
+		mad.lo.u32 high, {name}, 8, 0x08080808;
+		lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""

@@ -22,9 +22,9 @@ from cutlass import Float32, Int32, Uint32, Uint64
 from ..ptx import asm
 
 _REGISTERS = """
-    .reg .b32 x0, x1, p0, p1, even, odd, high, drawn;
-    .reg .b16 half0, half1;
-    .reg .b64 pair;
+	.reg .b32 x0, x1, p0, p1, even, odd, high, drawn;
+	.reg .b16 half0, half1;
+	.reg .b64 pair;
 """
 #: x{i} as fp32, by dtype and part of the word.
 _WIDEN = {
@@ -39,9 +39,9 @@ _SCALE, _SCALES, _LIMIT = "0f38800000", 0x3880000038800000, 0x0E000E00
 #: Both elements times the factor, then the scale: one number each, or two.
 _MULTIPLY = {
 	"sm_90a": """mul.rn.f32 x0, x0, {factor}; mul.rn.f32 x1, x1, {factor};
-        mul.rn.f32 x0, x0, {scale}; mul.rn.f32 x1, x1, {scale};""",
+		mul.rn.f32 x0, x0, {scale}; mul.rn.f32 x1, x1, {scale};""",
 	"sm_100a": """mov.b64 pair, {{x0, x1}}; mul.rn.f32x2 pair, pair, {factor};
-        mul.rn.f32x2 pair, pair, {scale}; mov.b64 {{x0, x1}}, pair;""",
+		mul.rn.f32x2 pair, pair, {scale}; mov.b64 {{x0, x1}}, pair;""",
 }
 #: Of four bytes in a word, those of elements 0 and 2, and of 1 and 3, in the halves of a word.
 _BYTES = {"even": "and.b32 drawn, {word}, 0x00FF00FF;", "odd": "prmt.b32 drawn, {word}, 0, 0x4341;"}
@@ -72,16 +72,16 @@ def encode(
 				body += _WIDEN[dtype, part].format(word=f"${word + 1}", i=i)
 			body += _MULTIPLY[arch].format(factor=factor_in, scale=scale_in)
 			body += f"""
-            cvt.rz.f16x2.f32 p{p}, x1, x0; min.xorsign.abs.f16x2 p{p}, p{p}, {limit_in};
-            {_BYTES[name].format(word=draws_in[p])} mad.lo.u32 p{p}, drawn, 2, p{p};
-            """
+			cvt.rz.f16x2.f32 p{p}, x1, x0; min.xorsign.abs.f16x2 p{p}, p{p}, {limit_in};
+			{_BYTES[name].format(word=draws_in[p])} mad.lo.u32 p{p}, drawn, 2, p{p};
+			"""
 		# Bytes s000 eemx: eight times as much puts eem beside s.
 		body += f"""prmt.b32 {name}, p0, p1, {order_in}; shl.b32 high, {name}, 3;
-            lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""
+			lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""
 	text = f"""{{{_REGISTERS}
-        {body}
-        shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
-    }}"""
+		{body}
+		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
+	}}"""
 	order = Uint32(0x7531)
 	if not isinstance(twist, int):
 		order = order ^ Uint32(twist) * Uint32(0x1111)

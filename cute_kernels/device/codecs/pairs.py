@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 REGISTERS = """.reg .b32 lo, hi, v0, v1, v2, v3;
-        .reg .b16 h0, h1, h2, h3;
-        .reg .b64 p, f;"""
+		.reg .b16 h0, h1, h2, h3;
+		.reg .b64 p, f;"""
 
 _HALVES_TO_F32 = "cvt.f32.f16 lo, {0}; cvt.f32.f16 hi, {1};"
 #: Both elements of the word ``w``.

@@ -21,13 +21,13 @@ from .base import Codec
 
 #: An E4M3 scale of a word as a pair of fp16; or times 2^112 as a pair of bf16.
 _SCALE = """{{
-    .reg .b16 low, high;
-    .reg .b32 pair;
-    .reg .f32 x;
-    mov.b32 {{low, high}}, $1;
-    cvt.rn.f16x2.e4m3x2 pair, {half};
-    mov.b32 {{low, high}}, pair;
-    {store}
+	.reg .b16 low, high;
+	.reg .b32 pair;
+	.reg .f32 x;
+	mov.b32 {{low, high}}, $1;
+	cvt.rn.f16x2.e4m3x2 pair, {half};
+	mov.b32 {{low, high}}, pair;
+	{store}
 }}"""
 _STORE = {
 	"float16": "mov.b32 $0, {{{0}, {0}}};",
@@ -39,10 +39,10 @@ _STORE = {
 _TIMES = {
 	"float16": "cvt.rn.f16x2.e2m1x2 x, b{0}; mul.rn.f16x2 ${0}, x, $5;",
 	"bfloat16": """cvt.rn.f16x2.e2m1x2 x, b{0};
-    shr.u32 y, x, 3;
-    and.b32 y, y, 0x0FC00FC0;
-    lop3.b32 y, x, 0x80008000, y, 0xEA;
-    mul.rn.bf16x2 ${0}, y, $5;""",
+	shr.u32 y, x, 3;
+	and.b32 y, y, 0x0FC00FC0;
+	lop3.b32 y, x, 0x80008000, y, 0xEA;
+	mul.rn.bf16x2 ${0}, y, $5;""",
 }
 
 
@@ -53,11 +53,11 @@ class NibbleValues:
 		self.dtype = dtype
 		body = "".join(_TIMES[dtype].format(i) for i in range(4))
 		self.times = f"""{{
-            .reg .b8 b0, b1, b2, b3;
-            .reg .b32 x, y;
-            mov.b32 {{b0, b1, b2, b3}}, $4;
-            {body}
-        }}"""
+			.reg .b8 b0, b1, b2, b3;
+			.reg .b32 x, y;
+			mov.b32 {{b0, b1, b2, b3}}, $4;
+			{body}
+		}}"""
 
 	def factor(self, word: Uint32, at: int) -> Uint32:
 		"""What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""

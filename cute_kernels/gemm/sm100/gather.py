@@ -111,11 +111,11 @@ class GatherLoad:
 		pair = ".cta_group::2" if self.config.tile.num_ctas > 1 else ""
 		asm_volatile(
 			f"""{{
-        .reg .pred p;
-        setp.ne.s32 p, $8, 0;
-        @p cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{pair}
+		.reg .pred p;
+		setp.ne.s32 p, $8, 0;
+		@p cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes{pair}
           [$0], [$1, {{$2, $3, $4, $5, $6}}], [$7];
-        }}""",
+		}}""",
 			operands,
 		)
 
