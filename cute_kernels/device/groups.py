@@ -64,6 +64,22 @@ class Grouping:
 			return self.num_groups * self.tiles_each()
 		return self.num_rows // TILE_ROWS + self.num_groups
 
+	def tiles_to_last(self) -> Int32:
+		"""At least the slot tiles up to the last that holds rows; ``num_tiles()`` at most."""
+		if self.offs is None:
+			return self.num_tiles()
+		return self.last_row() // TILE_ROWS + self.num_groups
+
+	def holds(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+		"""What slot tile ``tile`` holds, one before ``tiles_to_last()``.
+
+		Returns:
+			Its group, the matrix row of its first row, and how many rows it holds, at most 128; not above 0 if none.
+		"""
+		if self.offs is None:
+			return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
+		return _holds_ragged(self.offs, self.num_groups, self.num_rows, tile)
+
 	def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
 		"""The first slot tile at or after ``tile`` that holds rows, and what it holds.
 
@@ -168,6 +184,20 @@ def _seek_ragged(
 		else:
 			tile = num_rows // TILE_ROWS + num_groups
 	return tile, group, first, cutlass.min(end - first, Int32(TILE_ROWS))
+
+
+@cute.jit
+def _holds_ragged(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+	group, high = Int32(0), num_groups
+	while high - group > 1:
+		middle = (group + high) // 2
+		if group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile:
+			group = middle
+		else:
+			high = middle
+	start = group_start(offs, group, num_rows)
+	first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
+	return group, first, cutlass.min(group_end(offs, group, num_rows) - first, Int32(TILE_ROWS))
 
 
 @cute.jit

@@ -7,6 +7,7 @@ lists of 32-bit words.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, Uint64, cute
 
@@ -147,6 +148,12 @@ def wait_each(mbar: cute.Pointer, parity: Int32) -> None:
         }""",
 		[Int32(mbar.toint()), parity],
 	)
+
+
+def copy_async(shared: Int32, source: Int64, is_there: Any) -> None:
+	"""Copy 16 bytes to shared memory some time from now, or write zeros."""
+	size = Int32(select(is_there, Uint32(16), Uint32(0)))
+	asm_volatile("cp.async.cg.shared.global [$0], [$1], 16, $2;", [shared, source, size])
 
 
 def bulk_load(shared: Int32, source: Int64, num_bytes: Int32, mbar: cute.Pointer) -> None:

@@ -317,7 +317,17 @@ class TileConfig(CopyConfig):
 	@property
 	def makes_tiles(self) -> bool:
 		"""Whether a team makes the elements of its tile, instead of the loader loading them."""
-		return self.prologue is not None
+		return self.prologue is not None and self.prologue.activation is not None
+
+	@property
+	def copies_rows(self) -> bool:
+		"""Whether warps load rows by an index."""
+		return self.prologue is not None and self.prologue.gathered and not self.makes_tiles
+
+	@property
+	def num_loaders(self) -> int:
+		"""Warps that load, each for its own stages and teams."""
+		return 2 if self.copies_rows and DTYPE_BYTES[self.dtype] == 2 else 1
 
 	@property
 	def num_tiles(self) -> int:
@@ -332,10 +342,8 @@ class TileConfig(CopyConfig):
 	@property
 	def num_teams(self) -> int:
 		"""Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
-		if self.prologue is not None and self.prologue.activation is not None:
-			return 3  # that many warps have the registers
 		if self.makes_tiles:
-			return 4 if DTYPE_BYTES[self.dtype] == 2 else 3
+			return 3  # that many warps have the registers
 		return 4 if self.num_tiles > 4 else 2
 
 	@property

@@ -50,8 +50,6 @@ class ElementMaker:
 
 	def make(self, inputs: Sequence[Sequence[Uint32]]) -> list[Uint32]:
 		"""Words of a unit's elements, of those of each half."""
-		if self.prologue.activation is None:
-			return list(inputs[0])
 		numbers = [unpack_words(words, self.prologue.dtype) for words in inputs]
 		return pack_words(activated(self.prologue.record, False, self.arch, numbers)[0], self.dtype)
 

@@ -42,7 +42,7 @@ def quantized_weights(groups):
 READERS = {
 	"amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
 	"rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
-	"tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.5),
+	"tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.55),
 	"dequantize": (
 		"grouped_dequantize",
 		lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),

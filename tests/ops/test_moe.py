@@ -349,6 +349,39 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 			assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
 
 
+#: Format, directions, dtype, tokens, columns and end rows of 700 or many.
+TILES_OF_ROWS = [
+	("fp8_block", "both", torch.bfloat16, 90, 1040, (0, 130, 130, 400, 657)),
+	("mxfp8", "columnwise", torch.float32, 70, 416, (1, 1, 1, 300, 700)),
+	("nvfp4", "both", torch.float16, 1, 272, (0, 0, 257, 258, 640)),
+	("mxfp8:block=32x32", "both", torch.bfloat16, 30, 96, ()),
+	("nvfp4:hadamard", "columnwise", torch.bfloat16, 40, 144, (129,)),
+	("fp8_block", "columnwise", torch.bfloat16, 5, 48, (0, 0)),
+]
+
+
+@each("case", TILES_OF_ROWS)
+@each_arch
+def test_tiles_of_rows_by_an_index(arch, case):
+	"""Over poison, with an index past the last row that is of none, and more tiles than an SM has stages."""
+	text, way, dtype, tokens, cols, ends = case
+	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+	x, index = weird_values(tokens, cols, dtype), torch.randint(0, tokens, (700 if ends else 1300,)).int()
+	index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[: len(index) - int(offs[-1])]
+	amax = torch.rand(len(offs)) if "nvfp4" in text else None
+	facts = (text, offs, amax, way == "both", True, None, None, None, None)
+	quantize = torch.ops.cute_kernels.grouped_quantize_out
+	like = ops.grouped_quantize(x[index.clamp(0, tokens - 1).long()], *facts)
+	want = [poisoned(t) for t in like]
+	quantize(x[index.clamp(0, tokens - 1).long()], *facts, out=want)
+	at = TILES_OF_ROWS.index(case)
+	for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
+		got = [poisoned(t) for t in like]
+		with cute_kernels.backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
+			quantize(x, *facts, index, out=got)
+		assert_all_same(got, want, any_nan=True)
+
+
 #: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and experts.
 BY_TOKEN = [
 	("fp8_block", torch.bfloat16, None, (50, 160, 3, 5)),

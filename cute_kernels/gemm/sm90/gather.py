@@ -16,8 +16,8 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, cute, pipeline
 
 from ...device.constants import WARP_SIZE
-from ...device.memory import load_global_if
-from ...device.ptx import asm_volatile, select
+from ...device.memory import copy_async, load_global_if
+from ...device.ptx import select
 from ..scheduler import TileReader, WorkTile
 from .config import Sm90GemmConfig
 from .storage import Stages
@@ -33,12 +33,6 @@ class Gathered(NamedTuple):
 
 	matrix: cute.Tensor
 	index: cute.Tensor
-
-
-def _copy(shared: Int32, source: Int64, is_there: Any) -> None:
-	"""Copy 16 bytes to shared memory some time from now, or write zeros."""
-	size = Int32(select(is_there, Uint32(_COPY_BYTES), Uint32(0)))
-	asm_volatile(f"cp.async.cg.shared.global [$0], [$1], {_COPY_BYTES}, $2;", [shared, source, size])
 
 
 class GatherWarp:
@@ -133,4 +127,4 @@ class GatherWarp:
 			sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
 			for i in cutlass.range_constexpr(self.count):
 				place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
-				_copy(place, sources[i], (vectors[i] >= 0) & is_inside)
+				copy_async(place, sources[i], (vectors[i] >= 0) & is_inside)

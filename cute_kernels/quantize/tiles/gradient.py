@@ -69,7 +69,7 @@ class GradientLoader(TileLoader):
 		item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
 		while item < end:
 			band = item // (tall * col_tiles) * tall
-			wanted, col_tile = self.tile_of(item, band, num_tiles, col_tiles)
+			wanted, col_tile = self.tile_of(item, num_tiles, col_tiles)
 			tile, group, first, count = groups.seek(wanted, Int32(0))
 			least = item
 			if tile == wanted:

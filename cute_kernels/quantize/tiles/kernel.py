@@ -5,9 +5,9 @@ A tile is 128 slot rows by 128 columns. It lies in shared memory as boxes 128 by
 without bank conflicts: rowwise, eight lanes take the same chunk of eight rows; columnwise, a warp
 takes the 32 words of one row.
 
-Roles:     one loader warp | num_teams teams of four warps, team n takes every n-th tile.
-Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the boxes; empty: one arrival a
-           warp. A descriptor in shared memory says what the stage holds.
+Roles:     loader warps, one or two | num_teams teams of four warps, team n takes every n-th tile.
+Pipeline:  tiles, loader -> team: full: one arrival and the bytes of the boxes, or the copies of all
+           lanes; empty: one arrival a warp. A descriptor in shared memory says what the stage holds.
 
 For NVFP4, a row of a lane's 32x64 unit gives 32 bytes of codes and 4 scale bytes; a column of its
 64-row unit likewise. Every code store is a whole 32-byte sector; rowwise scales of a warp's 32 rows
@@ -51,7 +51,7 @@ from cute_kernels.quantize.levels import LevelWriter
 from .bytes import ByteTiles
 from .fill import TileFiller
 from .geometry import Descriptor, Encoding, SharedMemory, TileGeometry, TilePlaces
-from .loader import DESCRIPTOR_WORDS, TileLoader, Tma
+from .loader import DESCRIPTOR_WORDS, Rows, RowsLoader, TileLoader, Tma
 from .nibbles import NibbleTiles
 from .scales import write_column_scales
 from .squares import SQUARES_BYTES
@@ -74,14 +74,16 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.codec = codec_of(config.format, config.dtype, config.arch)
 		self.levels = LevelWriter(self.codec)
 		self.tile = TileGeometry(config.dtype, self.codec.block)
-		self.loader = TileLoader(config, self.tile)
+		gathered = config.prologue is not None and config.prologue.gathered
+		loader = RowsLoader if config.copies_rows else TileLoader
+		self.loader = loader(config, self.tile, in_bands=not gathered)
 		self.team = Team(config, self.tile)
 		self.maker = maker_of(config)
 		self.filler = TileFiller(config, self.team) if config.makes_tiles else None
 		tiles = ByteTiles if config.is_bytes else NibbleTiles
 		self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
 		self.num_compute_warps = config.num_teams * config.warps_per_team
-		self.num_threads = (self.num_compute_warps + 1) * WARP_SIZE
+		self.num_threads = (self.num_compute_warps + self.loader.num_loaders) * WARP_SIZE
 		#: Second levels of a tile: one, or one a copy.
 		self.num_levels = 2 if config.has_own_columns else 1
 		#: Whether a team keeps the encode factors of its group's scales in shared memory.
@@ -130,7 +132,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		if cutlass.const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
-		if cutlass.const_expr(self.filler is None):
+		if cutlass.const_expr(self.filler is None and not self.config.copies_rows):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
 		self.kernel(*copies, *given).launch(
 			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
@@ -174,7 +176,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		)
 		tid = cute.arch.thread_idx()[0]
 		if tid < copies:
-			cute.arch.mbarrier_init(shared.full + tid, 1)
+			cute.arch.mbarrier_init(shared.full + tid, self.loader.arrivals)
 		if tid < stages:
 			cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_team)
 		cute.arch.mbarrier_init_fence()
@@ -183,12 +185,14 @@ class TileQuantizer(ChunkAmaxKernels):
 		cols = x.shape[len(x.shape) - 1] if self.maker is None else self.maker.cols(x)
 		groups = Grouping.of(x, offs, index)
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
-		if warp == self.num_compute_warps:
-			boxes = None
-			if cutlass.const_expr(self.filler is None):
+		if warp >= self.num_compute_warps:
+			inputs = None
+			if cutlass.const_expr(config.copies_rows):
+				inputs = Rows(x, index)
+			elif cutlass.const_expr(self.filler is None):
 				cpasync.prefetch_descriptor(box_copy)
-				boxes = Tma(box_copy, box_source, box)
-			self.loader.load(groups, cols, group_amax, column_amax, boxes, shared)
+				inputs = Tma(box_copy, box_source, box)
+			self.loader.load(groups, cols, group_amax, column_amax, inputs, shared, warp - self.num_compute_warps)
 		else:
 			if cutlass.const_expr(group_amax is not None):
 				threads = self.num_compute_warps * WARP_SIZE
