@@ -8,18 +8,18 @@ import enum
 import numpy as np
 
 INSTRUCTION = np.dtype(
-    {
-        "names": [
-            "op", "type", "type2", "space", "vec", "rounding", "sub", "guard", "guard_negated",
-            "num_operands", "flags", "operands", "line", "aux", "aux2",
-        ],
-        "formats": [
-            "u2", "u1", "u1", "u1", "u1", "u1", "u1", "i4",
-            "u1", "u2", "u4", "i4", "i4", "i8", "i8",
-        ],
-        "offsets": [0, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 20, 24, 32, 40],
-        "itemsize": 48,
-    }
+	{
+		"names": [
+			"op", "type", "type2", "space", "vec", "rounding", "sub", "guard", "guard_negated",
+			"num_operands", "flags", "operands", "line", "aux", "aux2",
+		],
+		"formats": [
+			"u2", "u1", "u1", "u1", "u1", "u1", "u1", "i4",
+			"u1", "u2", "u4", "i4", "i4", "i8", "i8",
+		],
+		"offsets": [0, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 20, 24, 32, 40],
+		"itemsize": 48,
+	}
 )  # fmt: skip
 OPERAND = np.dtype(
 	{
@@ -92,20 +92,20 @@ MODIFIER_FLAGS = {
 SPACES = {"generic": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
 ROUNDINGS = ["rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "rs"]
 COMPARISONS = [
-    "eq", "ne", "lt", "le", "gt", "ge",
-    "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
+	"eq", "ne", "lt", "le", "gt", "ge",
+	"equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan",
 ]  # fmt: skip
 REDUCTIONS = ["add", "min", "max", "and", "or", "xor", "exch", "cas"]
 SPECIAL_REGISTERS = [
-    "tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z",
-    "ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z",
-    "laneid", "warpid", "nwarpid", "smid", "nsmid",
-    "clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y", "nclusterid.z",
-    "cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
-    "cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z",
-    "cluster_ctarank", "cluster_nctarank",
-    "lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
-    "clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",
+	"tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z",
+	"ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z",
+	"laneid", "warpid", "nwarpid", "smid", "nsmid",
+	"clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y", "nclusterid.z",
+	"cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
+	"cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z",
+	"cluster_ctarank", "cluster_nctarank",
+	"lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
+	"clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",
 ]  # fmt: skip
 _SPECIAL_ALIASES = {
 	"clock64": "clock",
@@ -117,6 +117,6 @@ _SPECIAL_ALIASES = {
 SPECIAL_IDS = {f"%{name}": i for i, name in enumerate(SPECIAL_REGISTERS)}
 SPECIAL_IDS |= {f"%{alias}": SPECIAL_IDS[f"%{name}"] for alias, name in _SPECIAL_ALIASES.items()}
 TYPE_BYTES = {
-    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
-    "b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
+	"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
+	"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8,
 }  # fmt: skip

@@ -94,12 +94,12 @@ def _redux(op: Opcode, operands: list[str]) -> None:
 
 
 _ARITHMETIC = (
-    "add", "sub", "mul", "div", "rem", "abs", "neg", "min", "max", "mad", "fma", "rcp", "sqrt",
-    "rsqrt", "ex2", "lg2", "tanh",
+	"add", "sub", "mul", "div", "rem", "abs", "neg", "min", "max", "mad", "fma", "rcp", "sqrt",
+	"rsqrt", "ex2", "lg2", "tanh",
 )  # fmt: skip
 _PLAIN = (
-    "or", "xor", "not", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "selp", "mapa",
-    "activemask",
+	"or", "xor", "not", "shl", "shr", "popc", "clz", "brev", "bfe", "bfi", "selp", "mapa",
+	"activemask",
 )  # fmt: skip
 ALU: dict[str, Lowering] = {
 	"and": _and,

@@ -1,6 +1,6 @@
 """Products of plain A and codes of B, which warps of sm_100a decode, to the bit."""
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 
@@ -16,21 +16,17 @@ PAIR, NARROW_PAIR = Sm100Tile(256, 256, 2), Sm100Tile(256, 128, 2)
 SWAPPED, FEW_ROWS = Sm100Tile(128, 64, swap_ab=True), Sm100Tile(128, 32, swap_ab=True)
 #: Options and tiles spread over the formats of B.
 CONFIGS = {
-	"nvfp4": dataclasses.replace(FP16, out_dtype="float32", bias_dtype="bfloat16"),
-	"nvfp4 256x256": dataclasses.replace(BF16, tile=PAIR),
-	"nvfp4 256x128": dataclasses.replace(BF16, tile=NARROW_PAIR, bias_dtype="float32", has_alpha=True, accumulate=True),
-	"nvfp4 partial": dataclasses.replace(BF16, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
-	"nvfp4 few rows": dataclasses.replace(BF16, tile=FEW_ROWS),
-	"fp8": dataclasses.replace(FP16, b_operand="fp8", tile=Sm100Tile(128, 64)),
-	"fp8 e5m2": dataclasses.replace(BF16, b_operand="fp8:dtype=e5m2", tile=SWAPPED, has_alpha=True),
-	"fp8_block rows": dataclasses.replace(BF16, b_operand="fp8_block", tile=NARROW_PAIR),
-	"fp8_block squares": dataclasses.replace(FP16, b_operand="fp8_block:block=128x128", out_dtype="float16", tile=PAIR),
-	"fp8_block squares few rows": dataclasses.replace(
-		BF16, b_operand="fp8_block:block=128x128", tile=FEW_ROWS, out_dtype="float32"
-	),
-	"mxfp8": dataclasses.replace(
-		BF16, b_operand="mxfp8", out_dtype="float32", tile=Sm100Tile(128, 128, swap_partial=True)
-	),
+	"nvfp4": replace(FP16, out_dtype="float32", bias_dtype="bfloat16"),
+	"nvfp4 256x256": replace(BF16, tile=PAIR),
+	"nvfp4 256x128": replace(BF16, tile=NARROW_PAIR, bias_dtype="float32", has_alpha=True, accumulate=True),
+	"nvfp4 partial": replace(BF16, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+	"nvfp4 few rows": replace(BF16, tile=FEW_ROWS),
+	"fp8": replace(FP16, b_operand="fp8", tile=Sm100Tile(128, 64)),
+	"fp8 e5m2": replace(BF16, b_operand="fp8:dtype=e5m2", tile=SWAPPED, has_alpha=True),
+	"fp8_block rows": replace(BF16, b_operand="fp8_block", tile=NARROW_PAIR),
+	"fp8_block squares": replace(FP16, b_operand="fp8_block:block=128x128", out_dtype="float16", tile=PAIR),
+	"fp8_block squares few rows": replace(BF16, b_operand="fp8_block:block=128x128", tile=FEW_ROWS, out_dtype="float32"),
+	"mxfp8": replace(BF16, b_operand="mxfp8", out_dtype="float32", tile=Sm100Tile(128, 128, swap_partial=True)),
 	"fp8 x nvfp4": Sm100GemmConfig("fp8", b_operand="nvfp4", tile=PAIR),
 	"fp8_block x nvfp4": Sm100GemmConfig(
 		"fp8_block:dtype=e5m2", b_operand="nvfp4", tile=FEW_ROWS, out_dtype="float32", has_alpha=True
@@ -39,7 +35,7 @@ CONFIGS = {
 		"fp8_block:block=128x128", b_operand="nvfp4", bias_dtype="bfloat16", accumulate=True
 	),
 	"mxfp8 x nvfp4": Sm100GemmConfig("mxfp8", b_operand="nvfp4", tile=Sm100Tile(128, 128, swap_partial=True)),
-	"mxfp8 e5m2": dataclasses.replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
+	"mxfp8 e5m2": replace(FP16, b_operand="mxfp8:dtype=e5m2", tile=NARROW_PAIR),
 }
 each_config = each("name", [*CONFIGS])
 
@@ -65,8 +61,8 @@ def test_dgrad_reads_a_columnwise_copy(name):
 @each_config
 def test_every_code_and_scale(name):
 	"""Rows of A pick elements of B one by one, so sums hide nothing; NaN and Inf among them."""
-	config = dataclasses.replace(CONFIGS[name], bias_dtype=None, accumulate=False)
-	config = dataclasses.replace(config, has_alpha=False, out_dtype="float32")
+	config = replace(CONFIGS[name], bias_dtype=None, accumulate=False)
+	config = replace(config, has_alpha=False, out_dtype="float32")
 	product = m_grouped(config, [128], 264, 128)
 	assert config.b_kind.fmt is not None
 	generator = torch.Generator().manual_seed(3)

@@ -1,6 +1,6 @@
 """FP8 products of sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where there is one."""
 
-import dataclasses
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ UNSWAPPED = Sm90GemmConfig(
 	bias_dtype="bfloat16",
 	tile=K_TILES["128x256x2"],
 )
-UNSWAPPED_ALL = dataclasses.replace(FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"])
+UNSWAPPED_ALL = replace(FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"])
 ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
 FPROPS = {
 	"fast": FAST,
@@ -61,10 +61,10 @@ FPROPS = {
 	"unswapped fast, all": UNSWAPPED_ALL,
 }
 MIXED = {
-	"fast": dataclasses.replace(FAST, tile=M_TILES["256x128x2"]),
+	"fast": replace(FAST, tile=M_TILES["256x128x2"]),
 	"fast, all": FAST_ALL,
-	"block": dataclasses.replace(UNSWAPPED, tile=K_TILES["128x256"]),
-	"block, all": dataclasses.replace(BLOCK_ALL, tile=K_TILES["128x128"]),
+	"block": replace(UNSWAPPED, tile=K_TILES["128x256"]),
+	"block, all": replace(BLOCK_ALL, tile=K_TILES["128x128"]),
 }
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
@@ -80,9 +80,9 @@ WGRADS = {
 		tile=K_TILES["128x128"],
 	),
 	"block": WGRAD,
-	"block, wide": dataclasses.replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
-	"rows x squares": dataclasses.replace(WGRAD, b_operand=SQUARES, accumulate=True),
-	"squares x rows": dataclasses.replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
+	"block, wide": replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
+	"rows x squares": replace(WGRAD, b_operand=SQUARES, accumulate=True),
+	"squares x rows": replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
 }
 
 
@@ -128,9 +128,9 @@ def test_wgrad(config, shape, device):
 def test_every_tile(config, tile, device):
 	if not config.takes(tile):
 		with pytest.raises(ValueError, match="cannot have the tile"):
-			dataclasses.replace(config, tile=tile)
+			replace(config, tile=tile)
 		return
-	config = dataclasses.replace(config, tile=tile, out_dtype="float32")
+	config = replace(config, tile=tile, out_dtype="float32")
 	product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
 	product.check(tile.num_ctas, device, any_nan=True)
 
@@ -153,7 +153,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
 		*((m_grouped(MIXED[name], [130, 0, 5], 264, 272, tail=1), 2) for name in ("fast", "block")),
 		(k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
-		(k_grouped(dataclasses.replace(WGRADS["block, wide"], out_dtype="float16"), [100, 0, 400], 264, 264), 2),
+		(k_grouped(replace(WGRADS["block, wide"], out_dtype="float16"), [100, 0, 400], 264, 264), 2),
 	)
 	check_modes(mode, products)
 
@@ -165,7 +165,7 @@ def test_partial_sums_are_promoted_in_order():
 	product.a.scales.mul_(1 + 2**-20)
 	product.b.scales.mul_(3)
 	product.check(2)
-	fast, split = (m_grouped(dataclasses.replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
+	fast, split = (m_grouped(replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
 	assert not torch.equal(fast.run(2), split.run(2))
 
 
@@ -201,4 +201,4 @@ def test_rows_of_scales_must_be_addressable():
 	for m in (16, 24, 20):
 		problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
 		assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
-	assert choose_config(WGRAD, problem.__class__(*dataclasses.astuple(problem)[:-2], 16), 132)
+	assert choose_config(WGRAD, problem.__class__(*astuple(problem)[:-2], 16), 132)

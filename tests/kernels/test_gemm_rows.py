@@ -1,6 +1,6 @@
 """Which rows of its buffers a GEMM touches, on either architecture: with end rows that break every rule, too."""
 
-import dataclasses
+from dataclasses import replace
 
 import torch
 
@@ -31,12 +31,12 @@ CONFIGS = {
 	"sm_90a nvfp4": sm90.FPROP_ALL,
 	"sm_90a cluster": sm90.CLUSTER,
 	"sm_90a fitted": sm90.FITTED,
-	"sm_90a zeroed tail": dataclasses.replace(
+	"sm_90a zeroed tail": replace(
 		sm90.FPROP, out_dtype="float32", bias_dtype="bfloat16", zero_tail=True, tile=sm90.M_TILES["256x32"]
 	),
 	"sm_90a bf16": sm90.PLAIN,
 	"sm_90a w4a16": sm90.W4A16,
-	"sm_90a fp8_block": dataclasses.replace(fp8.UNSWAPPED, zero_tail=True),
+	"sm_90a fp8_block": replace(fp8.UNSWAPPED, zero_tail=True),
 	"sm_90a squares x rows": fp8.TURNED,
 	"sm_90a uneven fp8": fp8.MIXED["fast"],
 	"sm_90a uneven fp8_block": fp8.MIXED["block"],
@@ -46,7 +46,7 @@ CONFIGS = {
 	"sm_100a nvfp4": sm100.FPROP_ALL,
 	"sm_100a two CTAs": sm100.TILED["256x256 partial"],
 	"sm_100a swapped": sm100.TILED["swapped 128x32"],
-	"sm_100a zeroed tail": dataclasses.replace(sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile),
+	"sm_100a zeroed tail": replace(sm100.FPROP_FP32, zero_tail=True, tile=sm100.TILED["swapped 128x32"].tile),
 	"sm_100a bf16": sm100.PLAIN,
 	"sm_100a promoted": sm100_fp8.M_GROUPED["promoted all"],
 	"sm_100a promoted few": sm100_fp8.M_GROUPED["promoted few"],
@@ -56,13 +56,12 @@ CONFIGS = {
 	"sm_100a wgrad": sm100.WGRAD_ADD,
 	"sm_100a bf16 wgrad": sm100.PLAIN_WGRAD,
 }
-ONE_TILE = dataclasses.replace(sm90.FPROP, out_dtype="float32", bias_dtype="bfloat16")
+ONE_TILE = replace(sm90.FPROP, out_dtype="float32", bias_dtype="bfloat16")
 ZEROED = [
-	*(dataclasses.replace(ONE_TILE, tile=sm90.M_TILES[tile]) for tile in ("256x32", "256x128x2")),
-	*(dataclasses.replace(config, bias_dtype="float32") for config in (fp8.FAST, fp8.BLOCK, fp8.UNSWAPPED)),
+	*(replace(ONE_TILE, tile=sm90.M_TILES[tile]) for tile in ("256x32", "256x128x2")),
+	*(replace(config, bias_dtype="float32") for config in (fp8.FAST, fp8.BLOCK, fp8.UNSWAPPED)),
 	*(
-		dataclasses.replace(sm100.FPROP_FP32, tile=sm100.TILED[tile].tile)
-		for tile in ("256x128", "swapped 128x32", "256x256 partial")
+		replace(sm100.FPROP_FP32, tile=sm100.TILED[tile].tile) for tile in ("256x128", "swapped 128x32", "256x256 partial")
 	),
 	*(sm100_fp8.M_GROUPED[name] for name in ("mxfp8", "fp8 few", "promoted")),
 	decoded.CONFIGS["nvfp4 few rows"],

@@ -1,4 +1,4 @@
-import dataclasses
+from dataclasses import replace
 
 import torch
 
@@ -13,23 +13,23 @@ FPROP = Sm100GemmConfig("nvfp4", row_scaled=True)
 FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True)
 FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
-WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
-WGRAD_SCALED = dataclasses.replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
+WGRAD_ADD = replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_SCALED = replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
-	"128x64": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
-	"256x128": dataclasses.replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
-	"256x256": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2)),
-	"256x256 fp32": dataclasses.replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
-	"256x256 partial": dataclasses.replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
-	"128x128 partial": dataclasses.replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
-	"swapped 128x64": dataclasses.replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
-	"swapped 128x32": dataclasses.replace(FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)),
+	"128x64": replace(FPROP_FP32, tile=Sm100Tile(128, 64)),
+	"256x128": replace(WGRAD_ADD, tile=Sm100Tile(256, 128, 2)),
+	"256x256": replace(FPROP, tile=Sm100Tile(256, 256, 2)),
+	"256x256 fp32": replace(WGRAD, tile=Sm100Tile(256, 256, 2)),
+	"256x256 partial": replace(FPROP, tile=Sm100Tile(256, 256, 2, swap_partial=True)),
+	"128x128 partial": replace(FPROP_FP32, tile=Sm100Tile(128, 128, swap_partial=True)),
+	"swapped 128x64": replace(FPROP, tile=Sm100Tile(128, 64, swap_ab=True)),
+	"swapped 128x32": replace(FPROP_ALL, out_dtype="float32", tile=Sm100Tile(128, 32, swap_ab=True)),
 }
 
 PLAIN = Sm100GemmConfig("bfloat16", bias_dtype="bfloat16")
-PLAIN_FEW_ROWS = dataclasses.replace(PLAIN, bias_dtype=None, transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True))
+PLAIN_FEW_ROWS = replace(PLAIN, bias_dtype=None, transpose_b=True, tile=Sm100Tile(128, 32, swap_ab=True))
 PLAIN_DGRAD = Sm100GemmConfig(
 	"float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=Sm100Tile(256, 256, 2)
 )
@@ -103,7 +103,7 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
 
 
 def test_tails_add_to_the_output_of_two_ctas():
-	config = dataclasses.replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
+	config = replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
 	product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
 	product.check(4)
 

@@ -1,6 +1,6 @@
 """sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where there is one."""
 
-import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,17 +28,17 @@ FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
 FPROP_ALL = Sm90GemmConfig(
 	"nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True, tile=M_TILES["256x16"]
 )
-CLUSTER = dataclasses.replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
+CLUSTER = replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
 WGRAD = Sm90GemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
-WGRAD_ADD = dataclasses.replace(WGRAD, accumulate=True, has_alpha=True)
-WGRAD_16 = dataclasses.replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256"])
+WGRAD_ADD = replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_16 = replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256"])
 PLAIN = Sm90GemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = Sm90GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"])
 PLAIN_WGRAD = Sm90GemmConfig("bfloat16", "k_grouped", out_dtype="float32", accumulate=True, tile=K_TILES["128x128"])
 PLAIN_WGRAD_16 = Sm90GemmConfig("bfloat16", "k_grouped", tile=K_TILES["128x256"])
 
-FITTED = dataclasses.replace(FPROP, tile=M_TILES["256x32 fitted"])
-PREPACKED = dataclasses.replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
+FITTED = replace(FPROP, tile=M_TILES["256x32 fitted"])
+PREPACKED = replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = Sm90GemmConfig(
 	"nvfp4",
@@ -105,9 +105,9 @@ def test_every_tile(tile, kind, device):
 	base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])
 	if not base.takes(tile):
 		with pytest.raises(ValueError, match="cannot have the tile"):
-			dataclasses.replace(base, tile=tile)
+			replace(base, tile=tile)
 		return
-	config = dataclasses.replace(base, tile=tile)
+	config = replace(base, tile=tile)
 	for product in (
 		m_grouped(config, [100, 0, 5, tile.n + 1], 264, 288, tail=11),
 		m_grouped(config, [1, 8, 9, 33], 72, 48),
@@ -122,7 +122,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(FPROP, [70, 0, 5], 264, 1056, tail=11), 1),
 		(m_grouped(FPROP_ALL, [1, 140], 136, 160, tail=1), 2),
 		(m_grouped(PLAIN, [33, 0, 5], 136, 328, tail=1), 1),
-		(m_grouped(dataclasses.replace(PLAIN, tile=M_TILES["64x32"]), [33, 0, 5], 136, 1320, tail=1), 1),
+		(m_grouped(replace(PLAIN, tile=M_TILES["64x32"]), [33, 0, 5], 136, 1320, tail=1), 1),
 		(m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
 		(m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
 		(m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
@@ -158,7 +158,7 @@ def test_memory_of_every_tile_fits(tile, operand):
 	base = Sm90GemmConfig(operand, grouping, tile=Sm90GemmConfig.any_tile(grouping))
 	if not base.takes(tile):
 		return
-	config = dataclasses.replace(base, tile=tile)
+	config = replace(base, tile=tile)
 	# Two of 128 elements of K are as long as four of other operands.
 	assert config.num_ab_stage >= 3 or (operand, tile.n) == ("nvfp4", 256)
 	assert config.num_ab_stage >= 2
