@@ -65,8 +65,7 @@ class Activation(Record):
 		limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
 
 	Raises:
-		ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation
-			that has no parameters.
+		ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an activation that has no parameters.
 	"""
 
 	name: str  # type: ignore[misc]

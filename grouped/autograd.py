@@ -36,9 +36,8 @@ def linear(
 ) -> Tensor:
 	"""Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 
-	What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so
-	they are there in exported and pipelined modules and under ``torch.func``; there are no second
-	derivatives and no forward-mode ones.
+	What ``grouped.nn.GroupedLinear`` calls. Its gradients are registered with the op that it is, so they are there in
+	exported and pipelined modules and under ``torch.func``; there are no second derivatives and no forward-mode ones.
 
 	Args:
 		x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by group;
@@ -50,10 +49,9 @@ def linear(
 		offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
 		recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
 			fp16 if that is what ``x`` is.
-		scaling: the scales under a recipe with delayed scaling, which needs them and has none of
-			its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In
-			``train()`` mode the call records its amaxes; ``scaling.update()`` makes the next scales
-			of them, once a step.
+		scaling: the scales under a recipe with delayed scaling, which needs them and has none of its own: a
+			``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call. In ``train()`` mode the call records its amaxes;
+			``scaling.update()`` makes the next scales of them, once a step.
 
 	Returns:
 		(..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity buffer,
@@ -61,8 +59,7 @@ def linear(
 
 	Raises:
 		TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
-		ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or is
-			not for this recipe.
+		ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or is not for this recipe.
 		RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a second
 			or forward-mode derivative.
 	"""
@@ -269,8 +266,7 @@ class _Linear(torch.autograd.Function):
 def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
 	"""The gradients, of which a derivative raises.
 
-	``once_differentiable`` does this only where dy requires a gradient, though that of the weight
-	depends on x, too.
+	``once_differentiable`` does this only where dy requires a gradient, though that of the weight depends on x, too.
 	"""
 	refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
 	refused: tuple[Tensor | None, ...] = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))

@@ -44,8 +44,7 @@ def convert(
 	"""Quantize the experts of a checkpoint.
 
 	Args:
-		source: a folder of safetensors files; its other files are copied, its ``config.json`` with the
-			quantization added.
+		source: a folder of safetensors files; its other files are copied, its ``config.json`` with the quantization added.
 		target: a folder without safetensors files.
 		layout: as of ``grouped.checkpoint.save``.
 		transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
@@ -58,8 +57,7 @@ def convert(
 	Raises:
 		FileNotFoundError: ``source`` lacks files.
 		FileExistsError: ``target`` has safetensors files.
-		ValueError: no experts, a layout that cannot be written, weights that are quantized already,
-			or K no multiple of 16.
+		ValueError: no experts, a layout that cannot be written, weights that are quantized already, or K no multiple of 16.
 	"""
 	files, record = Reader(source), writable(layout)
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}

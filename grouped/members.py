@@ -18,10 +18,9 @@ from cute_kernels.reference.scales import linear_column_scales, linear_row_scale
 class QuantizedCopy:
 	"""One direction of a quantized tensor: its buffers, as attributes and in order.
 
-	Their names are those of the format's rowwise copy in both directions, ``Format.buffer_names``:
-	of NVFP4 ``codes``, ``scales`` and ``amax``. Scales in 128x4 tiles are uint8, bytes of a layout
-	for kernels, padding included; ``GroupedMember`` has those of a group as the numbers that they
-	are.
+	Their names are those of the format's rowwise copy in both directions, ``Format.buffer_names``: of NVFP4 ``codes``,
+	``scales`` and ``amax``. Scales in 128x4 tiles are uint8, bytes of a layout for kernels, padding included;
+	``GroupedMember`` has those of a group as the numbers that they are.
 
 	Args:
 		fmt: the format.
@@ -69,8 +68,7 @@ class GroupedMember:
 	An attribute of a direction that is not held is None; scales lie as the codes do.
 
 	Attributes:
-		codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in the
-			low nibble.
+		codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in the low nibble.
 		scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K /
 			128)) fp32 of FP8Block, or (ceil(m / 128), ceil(K / 128)) of its square blocks.
 		amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.

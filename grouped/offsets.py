@@ -20,8 +20,7 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
 
 	Raises:
 		TypeError: not integers.
-		ValueError: not one-dimensional, empty, on another device, or host values that decrease or
-			leave the tensor.
+		ValueError: not one-dimensional, empty, on another device, or host values that decrease or leave the tensor.
 	"""
 	if isinstance(offs, Tensor):
 		if offs.dtype not in (torch.int32, torch.int64):

@@ -44,8 +44,7 @@ class AdamW(Optimizer):
 		weight_decay: decoupled, as in ``torch.optim.AdamW``.
 		amsgrad: as there.
 		maximize: as there.
-		masters: what GroupedTensors were quantized from, by parameter; of others the master starts as
-			what they decode to.
+		masters: what GroupedTensors were quantized from, by parameter; of others the master starts as what they decode to.
 		master_weights: plain parameters in bf16 and fp16 have a master, too.
 
 	Raises:

@@ -356,8 +356,7 @@ def forward(
 
 	That is the product, or what its epilogue makes of it and then the product if that is kept.
 
-	Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody
-	else is None.
+	Under delayed scaling also the amaxes of both; that of a weight which was quantized by somebody else is None.
 	"""
 	need_dx, need_dweight = needs[:2]
 	weight = weights[0]

@@ -60,10 +60,9 @@ def grouped_gemm(
 		out: where to write; rows of empty groups and of the tail are left alone.
 		accumulate: add to what ``out`` holds, in fp32 before the one cast.
 		transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
-		accumulation: "fast" or "split", of products of FP8 with one scale a group: all sums in the
-			accumulator of the tensor core, or moved to fp32 every 128 of the contraction. By
-			default "fast" for fprop and "split" for dgrad and wgrad. The bits differ on sm_90a,
-			whose accumulator is short.
+		accumulation: "fast" or "split", of products of FP8 with one scale a group: all sums in the accumulator of the
+			tensor core, or moved to fp32 every 128 of the contraction. By default "fast" for fprop and "split" for dgrad and
+			wgrad. The bits differ on sm_90a, whose accumulator is short.
 
 	Returns:
 		The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of the

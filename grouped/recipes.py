@@ -40,21 +40,18 @@ class Recipe:
 		input: activations that enter the layer.
 		weight: the layer's weights.
 		grad_output: gradients of the layer's output.
-		propagate_nonfinite: what is not finite in an operand reaches the output and the gradients,
-			as NaN. Without this a run that diverges looks healthy: NVFP4's codes hold no NaN, so
-			that it becomes a finite number, and FP8's hold no infinity, which becomes the largest
-			number. With it, a NaN makes the second-level scale of what it was quantized to NVFP4
-			with NaN, and with that every product that reads the scale: the whole group, or the row
-			of a row-scaled operand; an infinity does so by itself. FP8's codes hold a NaN, which
-			reaches the products of its row or column by itself, and so does an infinity then. Costs
-			one more read of each operand; finite numbers keep their bits. Weights that are
-			quantized already are taken as they are.
+		propagate_nonfinite: what is not finite in an operand reaches the output and the gradients, as NaN. Without this a
+			run that diverges looks healthy: NVFP4's codes hold no NaN, so that it becomes a finite number, and FP8's hold no
+			infinity, which becomes the largest number. With it, a NaN makes the second-level scale of what it was quantized
+			to NVFP4 with NaN, and with that every product that reads the scale: the whole group, or the row of a row-scaled
+			operand; an infinity does so by itself. FP8's codes hold a NaN, which reaches the products of its row or column by
+			itself, and so does an infinity then. Costs one more read of each operand; finite numbers keep their bits. Weights
+			that are quantized already are taken as they are.
 
 	Raises:
 		TypeError: a role is no format record.
-		ValueError: some roles have a format and some have none, a weight is row-scaled, an input or
-			a weight has E5M2 codes, two of them are not multiplied with each other, or one takes
-			scales, which ``FP8Delayed`` has.
+		ValueError: some roles have a format and some have none, a weight is row-scaled, an input or a weight has E5M2
+			codes, two of them are not multiplied with each other, or one takes scales, which ``FP8Delayed`` has.
 		cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
 	"""
 
@@ -194,8 +191,7 @@ class NVFP4(_Named):
 		propagate_nonfinite: as in ``Recipe``.
 		hadamard: the columnwise copies of activations and gradients, which wgrad multiplies, are of
 			values that a random 16x16 Hadamard transform spread over rows. Inputs are bf16 then.
-		stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator
-			of their device.
+		stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator of their device.
 	"""
 
 	hadamard: bool = _option(False)
@@ -292,11 +288,10 @@ class FP8Delayed(_Named):
 		margin: the scales are divided by two to this power.
 		algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
 			TransformerEngine's ``amax_compute_algo``.
-		amax_group: processes that share the scales: their amaxes are reduced to the largest at each
-			update, so all of them must take the same steps. A ``torch.distributed`` group or its
-			name, which is what is kept. ``DistributedDataParallel`` needs
-			``broadcast_buffers=False`` beside it. None: each process has scales of its own, of
-			which a distributed checkpoint keeps one set.
+		amax_group: processes that share the scales: their amaxes are reduced to the largest at each update, so all of them
+			must take the same steps. A ``torch.distributed`` group or its name, which is what is kept.
+			``DistributedDataParallel`` needs ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
+			of which a distributed checkpoint keeps one set.
 
 	Raises:
 		TypeError: an argument has the wrong type.

@@ -167,19 +167,16 @@ class GroupedTensor(Tensor):
 
 		Args:
 			fmt: the format.
-			codes: (G, N, K) FP8 or (G, N, K / 2) of two E2M1 codes a byte, the even column in the low
-				nibble; with ``offs`` (T, K) or (T, K / 2). Held as they are if their rows lie as
-				``quantize`` lays them, else copied.
-			scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T, ceil(K /
-				block)), with one scale for every row, those of 16x16 and 32x32 blocks repeated; of
-				``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K / 128)). Scales of one byte may be
-				uint8. In ``"tiles"`` the buffer that ``rowwise.scales`` is.
+			codes: (G, N, K) FP8 or (G, N, K / 2) of two E2M1 codes a byte, the even column in the low nibble; with ``offs``
+				(T, K) or (T, K / 2). Held as they are if their rows lie as ``quantize`` lays them, else copied.
+			scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T, ceil(K / block)), with one scale
+				for every row, those of 16x16 and 32x32 blocks repeated; of ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K /
+				128)). Scales of one byte may be uint8. In ``"tiles"`` the buffer that ``rowwise.scales`` is.
 			amax: second level of NVFP4: (G,) fp32, of a row-scaled format (T,) or (G, N); one number
 				for all is taken, too. Of FP8 what the tensor records, by default made from the codes.
-			global_scale: what codes times scales are multiplied by, in place of ``amax``: ModelOpt's
-				``weight_scale_2``, the reciprocal of compressed-tensors' ``weight_global_scale``. Of
-				NVFP4 it is held as the nearest amax, for values that are the same but for the last bits
-				of fp32. FP8 needs it: its ``scale_inv``.
+			global_scale: what codes times scales are multiplied by, in place of ``amax``: ModelOpt's ``weight_scale_2``, the
+				reciprocal of compressed-tensors' ``weight_global_scale``. Of NVFP4 it is held as the nearest amax, for values
+				that are the same but for the last bits of fp32. FP8 needs it: its ``scale_inv``.
 			scale: what elements of FP8 were multiplied by, by default 1 / ``global_scale``.
 			offs: (G,) end rows of a ragged tensor, as of ``grouped.quantize``.
 			layout: ``"linear"`` or ``"tiles"``.
@@ -294,9 +291,8 @@ class GroupedTensor(Tensor):
 	def nbytes(self) -> int:  # type: ignore[override]
 		"""Bytes of all plain tensors that it holds, those of ``offs`` among them.
 
-		``element_size()`` and ``itemsize`` stay those of ``dtype``, what an element decodes to: one
-		of four bits and its share of a scale is no whole number of bytes, and PyTorch's own sums
-		over parameters take them from the dtype.
+		``element_size()`` and ``itemsize`` stay those of ``dtype``, what an element decodes to: one of four bits and its
+		share of a scale is no whole number of bytes, and PyTorch's own sums over parameters take them from the dtype.
 		"""
 		return sum(t.nbytes for t in self._inner().values())
 
@@ -359,8 +355,7 @@ class GroupedTensor(Tensor):
 		undo it first.
 
 		Raises:
-			ValueError: this tensor is not uniform or row-scaled, and so no weight; or its codes do
-				not share bytes.
+			ValueError: this tensor is not uniform or row-scaled, and so no weight; or its codes do not share bytes.
 		"""
 		if self.grouping != "uniform":
 			raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
@@ -488,9 +483,8 @@ class GroupedTensor(Tensor):
 	) -> None:
 		"""Quantize ``x``, or what an activation makes of it, into this tensor's storage.
 
-		What is quantized has this shape and is cut at ``offs``. Where the format takes scales and
-		none is given, with those that this tensor has; where it is stochastic and no seed is given,
-		by one that is drawn.
+		What is quantized has this shape and is cut at ``offs``. Where the format takes scales and none is given, with those
+		that this tensor has; where it is stochastic and no seed is given, by one that is drawn.
 		"""
 		if self._is_empty:
 			return

@@ -21,8 +21,7 @@ class Contender:
 		error: relative error of what a call returned; NaN is as wrong as anything.
 		bound: the largest error that is right.
 		capturable: whether it can be captured in a CUDA graph.
-		is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
-			beside the time.
+		is_step: whether it is a whole pass of a layer, of which eager time and memory are kept beside the time.
 		versions: of the contender's packages.
 	"""
 

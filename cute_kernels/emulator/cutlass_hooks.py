@@ -48,11 +48,10 @@ def installed() -> str | None:
 def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
 	"""Compile for ``arch`` and run on the emulator whatever is compiled from now on.
 
-	May be called again to change the architecture or the number of multiprocessors, and after
-	``import cutlass``. Functions that were emulated for another architecture still work, and values
-	that user code has computed from the architecture at import time stay. CPU tensors stand for
-	device memory. In a process that has compiled for the real device compiling raises
-	``EmulatorError``; one that never calls this is not touched.
+	May be called again to change the architecture or the number of multiprocessors, and after ``import cutlass``.
+	Functions that were emulated for another architecture still work, and values that user code has computed from the
+	architecture at import time stay. CPU tensors stand for device memory. In a process that has compiled for the real
+	device compiling raises ``EmulatorError``; one that never calls this is not touched.
 
 	Args:
 		arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.

@@ -136,9 +136,8 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
 
 	Args:
 		text: A PTX module.
-		cubin: What the host code will load for it. Kernels of different modules may have the same
-			name; the cubin tells them apart. Without it the kernels are known by name alone, for
-			``launch``.
+		cubin: What the host code will load for it. Kernels of different modules may have the same name; the cubin tells
+			them apart. Without it the kernels are known by name alone, for ``launch``.
 
 	Returns:
 		The names of the kernels.
@@ -361,11 +360,10 @@ def stats() -> dict[str, int]:
 	"""Counts of all launches that succeeded, in any thread, since ``reset_stats``.
 
 	Returns:
-		``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class that
-		ran; ``ld_global_bytes`` and ``st_global_bytes``, the same in 32-byte ``_sectors``;
-		``tma_load_bytes`` and ``tma_store_bytes`` (bulk copies included); ``smem_accesses`` and the
-		``smem_wavefronts`` they take (the difference is bank conflicts); ``mma_flops``,
-		``mma_insns``, ``ctas`` and ``atomics``.
+		``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class that ran; ``ld_global_bytes``
+		and ``st_global_bytes``, the same in 32-byte ``_sectors``; ``tma_load_bytes`` and ``tma_store_bytes`` (bulk copies
+		included); ``smem_accesses`` and the ``smem_wavefronts`` they take (the difference is bank conflicts);
+		``mma_flops``, ``mma_insns``, ``ctas`` and ``atomics``.
 	"""
 	with exclusive() as lib:
 		counts = (ctypes.c_uint64 * lib.emu_num_stats())()

@@ -26,8 +26,7 @@ class ElementType:
 		name: its name in kernels and in the text of a record.
 		bits: its width.
 		max: its largest finite magnitude.
-		dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even index
-			in the low bits.
+		dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even index in the low bits.
 	"""
 
 	name: str
@@ -72,9 +71,8 @@ class BlockScale:
 	Attributes:
 		element: the number type of the scale.
 		vec_size: elements of a block along the blocked direction.
-		layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order that
-			Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales for each block
-			along the blocked direction.
+		layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order that Blackwell's block-scaled
+			MMA reads; or ``"mn_major"``, one row of scales for each block along the blocked direction.
 	"""
 
 	element: ElementType

@@ -48,8 +48,7 @@ def cache_root() -> Path | None:
 	folder (``XDG_CACHE_HOME`` or ``~/.cache``).
 
 	Returns:
-		The folder, which need not exist; None, with a warning, if it is in the home folder of a
-		user who has none.
+		The folder, which need not exist; None, with a warning, if it is in the home folder of a user who has none.
 	"""
 	chosen = os.environ.get("CUTE_KERNELS_CACHE_DIR")
 	path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache")

@@ -93,8 +93,7 @@ def buffers(
 
 	Args:
 		fmt: the format.
-		shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with
-			``shapes``.
+		shape: (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with ``shapes``.
 		num_groups: G of a ragged tensor; None if uniform, or with ``shapes``.
 		rowwise: the copy with blocks along K is there.
 		columnwise: the copy with blocks along the rows of each group is there. Its buffers end in
@@ -103,11 +102,10 @@ def buffers(
 		shapes: (m, n) of each member, where the last dimension varies or both do.
 
 	Returns:
-		Rowwise codes are (T, K) elements, packed, in rows that TMA can take. Columnwise ones are
-		(K, P) if transposed and (P, K) if not. Block scales in 128x4 tiles are (P / 128, tiles
-		along K, 512) and (ceil(K / 128), tiles along P, 512); MN-major ones (blocks along K, P) and
-		(P / block, K), or (P / 128, blocks along K) of square blocks in both. A vector of the
-		second level has one number a group or a row.
+		Rowwise codes are (T, K) elements, packed, in rows that TMA can take. Columnwise ones are (K, P) if transposed and
+		(P, K) if not. Block scales in 128x4 tiles are (P / 128, tiles along K, 512) and (ceil(K / 128), tiles along P,
+		512); MN-major ones (blocks along K, P) and (P / block, K), or (P / 128, blocks along K) of square blocks in both. A
+		vector of the second level has one number a group or a row.
 
 		With ``shapes`` every buffer is flat: the parts of the members one after the other, as
 		``member_parts`` has them. The capacity counts for none of them.

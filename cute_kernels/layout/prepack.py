@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-#: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is
-#: alike in the high half. To get them to bit 15 and bits 11 to 9, where fp16 has them, takes left
-#: shifts alone: by one distance for t = 0 and 3, and for t = 1 and 2 by two distances at once, as
-#: one product.
+#: Where a prepacked word has bit s and bits eem of code t = 0 .. 3 in its low half; code t + 4 is alike in the high
+#: half. To get them to bit 15 and bits 11 to 9, where fp16 has them, takes left shifts alone: by one distance for t = 0
+#: and 3, and for t = 1 and 2 by two distances at once, as one product.
 PREPACKED_BITS = ((15, 9), (14, 3), (13, 0), (12, 6))
 _SIGNS, _MAGNITUDES = 0x00010001, 0x00070007
 

@@ -37,8 +37,7 @@ class GroupedDequantize(OfFormat):
 			``codes`` and ``scales`` then are flat.
 
 	Returns:
-		(T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
-		rounded to ``dtype`` once.
+		(T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is rounded to ``dtype`` once.
 	"""
 
 	codes: Tensor

@@ -347,16 +347,14 @@ class MGrouped(GroupedGemm):
 class MGroupedGemm(MGrouped):
 	"""Rows of each group of A times its matrix of B.
 
-	Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is
-	multiplied by the values that b stands for (W4A16), and so are codes of a byte beside those of
-	four bits (W4A8).
+	Plain operands are differentiable in a, b and bias. A plain ``a`` beside a quantized ``b`` is multiplied by the values
+	that b stands for (W4A16), and so are codes of a byte beside those of four bits (W4A8).
 
 	Args:
 		a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
-		b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
-			uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise one
-			(dgrad), whose rows are padded to whole tiles: that ``a`` has as many columns as the
-			groups have rows cannot be seen here.
+		b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a uniform tensor's rowwise
+			copy (fprop), or with ``transpose_b`` of its columnwise one (dgrad), whose rows are padded to whole tiles: that
+			``a`` has as many columns as the groups have rows cannot be seen here.
 		offs: (G,) int32 end rows.
 		bias: (G, N), added in fp32.
 		alpha: (G,) fp32 factors.
@@ -368,19 +366,16 @@ class MGroupedGemm(MGrouped):
 		b_scales: likewise of ``b``.
 		a_format: the text of the format of ``a``; None if plain.
 		b_format: likewise of ``b``.
-		prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for sm_90a
-			and the reference take.
-		accumulation: how a tensor core adds the products of operands without block scales (FP8):
-			"fast", all of K in one accumulator, or "split", a fresh one every 128 of K, each added
-			to an fp32 sum. By default "fast" for fprop and "split" for dgrad. On sm_90a, whose
-			accumulators keep 13 fraction bits of FP8 sums, the bits differ; elsewhere "split" is
-			met by what the accumulator is anyway. Raises for other operands.
-		rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
-			``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if it is
-			quantized, to a format whose scales are those of single rows. The bits are those of the
-			product of ``moe_gather(a, rows)``: an index that is none of the rows stands for zeros.
-			Kernels of two plain operands read rows of ``a`` where they are, on sm_90a if that is
-			faster (``launch.gathered``); others gather them into memory first.
+		prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for sm_90a and the reference take.
+		accumulation: how a tensor core adds the products of operands without block scales (FP8): "fast", all of K in one
+			accumulator, or "split", a fresh one every 128 of K, each added to an fp32 sum. By default "fast" for fprop and
+			"split" for dgrad. On sm_90a, whose accumulators keep 13 fraction bits of FP8 sums, the bits differ; elsewhere
+			"split" is met by what the accumulator is anyway. Raises for other operands.
+		rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of ``compute_routing``: ``a``
+			(S, K) then has any number of rows, and one group if it is quantized, to a format whose scales are those of single
+			rows. The bits are those of the product of ``moe_gather(a, rows)``: an index that is none of the rows stands for
+			zeros. Kernels of two plain operands read rows of ``a`` where they are, on sm_90a if that is faster
+			(``launch.gathered``); others gather them into memory first.
 		inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into memory.
 
 	Returns:
@@ -446,8 +441,7 @@ class KGroupedGemm(GroupedGemm):
 
 	Args:
 		a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
-		b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the
-			same offs.
+		b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the same offs.
 		offs: (G,) int32 end rows.
 		alpha: (G,) fp32 factors.
 		out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no dtype

@@ -31,9 +31,8 @@ from ..runtime.launch import Launcher, launcher
 from ..runtime.plan import INERT, PlanCache, plan_key
 from .derivatives import not_differentiable, refuse_derivatives, register_autograd
 
-#: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where
-#: ``torch.empty_strided`` takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it
-#: is in deterministic mode, too.
+#: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where ``torch.empty_strided``
+#: takes 1.4 and ``torch.empty`` 2.3. Unlike them it leaves the memory as it is in deterministic mode, too.
 _empty_strided_cuda: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 #: ``torch.cuda.current_device`` without a look at whether CUDA is there; builds for CPUs have none.
 _get_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -153,8 +152,7 @@ class Op(abc.ABC):
 	accumulates: ClassVar[bool] = False
 	#: Bytes to which its kernels ask outputs to be aligned.
 	alignment: ClassVar[int] = 32
-	#: Whether its kernels write the zeros that ``BufferSpec.zeroed`` asks for, when told that the
-	#: output is fresh.
+	#: Whether its kernels write the zeros that ``BufferSpec.zeroed`` asks for, when told that the output is fresh.
 	fills_fresh: ClassVar[bool] = False
 	#: For differentiable ops: what to save, and the gradients of the inputs.
 	setup_context: ClassVar[Callable[..., None] | None] = None

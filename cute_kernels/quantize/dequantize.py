@@ -40,8 +40,7 @@ class RowPlaces(NamedTuple):
 	"""Where a lane reads and writes its columns of a rowwise slot tile, addresses of first rows and pitches.
 
 	Attributes:
-		scales: that of the scale tile, or of the scale of the first row's block; None where
-			blocks have no scales.
+		scales: that of the scale tile, or of the scale of the first row's block; None where blocks have no scales.
 		scale_step: bytes from there to that of the next row, where scales are not in tiles.
 		selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
 		levels: that of the first row's second level, where rows have one.

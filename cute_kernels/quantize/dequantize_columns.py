@@ -21,8 +21,7 @@ from ..layout.shapes import SF_TILE_BYTES, scale_tiles
 from ..layout.slots import TILE_ROWS
 from .config import DTYPE_BYTES, DequantizeConfig
 
-#: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane;
-#: columns of a warp.
+#: Columns of a lane, and the rows that it writes at a time, or half of them; rows of a lane; columns of a warp.
 LANE_COLS, QUARTER_ROWS, COLUMN_STRIP = 8, 32, 64
 
 

@@ -76,8 +76,7 @@ def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
 
 	  |result| = min(6, floor(|y| / t + r / 256) t)
 
-	so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
-	``encode_e2m1``.
+	so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in ``encode_e2m1``.
 	"""
 	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
 	magnitude = y.abs().clamp_max_(E2M1.max)

@@ -13,9 +13,8 @@ def delayed_scaling_update(
 ) -> None:
 	"""Roll the (L, n) history of each slot and make its next (n,) scale, in place.
 
-	``amax`` is that of the step where it is not 0; its sign is dropped. Row 0 is where it is 0, and without
-	it. ``largest`` is what the amax is to be scaled to, an fp32 number; with ``is_max`` that of the last L,
-	else the last.
+	``amax`` is that of the step where it is not 0; its sign is dropped. Row 0 is where it is 0, and without it.
+	``largest`` is what the amax is to be scaled to, an fp32 number; with ``is_max`` that of the last L, else the last.
 	"""
 	last = amax_history[0]
 	if amax is not None:

@@ -43,8 +43,7 @@ class Rows(NamedTuple):
 	def values(self, dtype: torch.dtype = torch.float64) -> Tensor:
 		"""(R, K) plain values, or codes times block scales, in fp32 or fp64.
 
-		They are exact in fp64, and those of NVFP4 in fp32. The last block may have fewer elements
-		than the others.
+		They are exact in fp64, and those of NVFP4 in fp32. The last block may have fewer elements than the others.
 		"""
 		if self.fmt is None:
 			return self.codes.to(dtype)
@@ -64,9 +63,8 @@ class Operand(NamedTuple):
 		scales: the block scales.
 		level: the vector of the second level that decodes.
 		columnwise: it is the columnwise copy.
-		row_index: which of its rows are the rows of the product, where that is not all of them in their
-			order: those of a plain tensor, or of a rowwise copy of one group. One that is none of them
-			stands for zeros.
+		row_index: which of its rows are the rows of the product, where that is not all of them in their order: those of a
+			plain tensor, or of a rowwise copy of one group. One that is none of them stands for zeros.
 	"""
 
 	codes: Tensor

@@ -29,9 +29,8 @@ class Given(NamedTuple):
 	"""What the caller gives beside the elements.
 
 	Attributes:
-		amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G),
-			rowwise and columnwise, where both are asked for of a format whose columnwise copy is
-			transformed.
+		amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2, G), rowwise and columnwise,
+			where both are asked for of a format whose columnwise copy is transformed.
 		scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
 		draws: what codes of stochastic formats are rounded by.
 	"""
@@ -50,8 +49,7 @@ def quantize(
 ) -> None:
 	"""Quantize groups of elements into the buffers of one or both directions.
 
-	They are named as in ``layout.buffers`` for the directions that are asked for. What is ``given`` is not
-	computed.
+	They are named as in ``layout.buffers`` for the directions that are asked for. What is ``given`` is not computed.
 	"""
 	codec = codec_of(fmt, elements.dtype)
 	rowwise, columnwise = (_named(fmt, out, direction) for direction in (False, True))

@@ -64,8 +64,7 @@ def precompile(
 		specs: which kernels; by default all that quantization and the recipes use.
 		arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
 			needed. By default what the current CUDA device needs.
-		jobs: how many processes compile at once; by default one for each CPU of this process. A
-			process takes about 0.5 GB.
+		jobs: how many processes compile at once; by default one for each CPU of this process. A process takes about 0.5 GB.
 		load: whether to load the kernels too, so that no later call has to.
 		progress: whether to show a progress bar (tqdm if it is installed) on standard error.
 

@@ -36,8 +36,7 @@ _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
-#: Folders and files of this package that compiled kernels depend on; of ``runtime`` only what
-#: compiles them.
+#: Folders and files of this package that compiled kernels depend on; of ``runtime`` only what compiles them.
 _KERNEL_SOURCE = ("formats", "layout", "device", "quantize", "gemm")
 _COMPILER_SOURCE = (
 	"activations.py",

@@ -20,9 +20,8 @@ P = TypeVar("P")
 def plan_key(op: Hashable, backend: Hashable, arguments: Iterable[object]) -> Hashable:
 	"""What the plan of a call may depend on, equal for calls that can share one.
 
-	Of a tensor that is its dtype, device, shape and strides; never its contents or its address, so
-	a plan assumes no alignment. Arguments are in the op's order: tensors, lists of them or of integers,
-	and what is hashable.
+	Of a tensor that is its dtype, device, shape and strides; never its contents or its address, so a plan assumes no
+	alignment. Arguments are in the op's order: tensors, lists of them or of integers, and what is hashable.
 	"""
 	# One expression rather than a function a tensor, and looks at types before at classes: this is
 	# a quarter of a call's host time.

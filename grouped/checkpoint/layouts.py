@@ -78,8 +78,7 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 		exponents: (G, N, K / 32) uint8 E8M0 scales.
 
 	Raises:
-		ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not
-			count.
+		ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not count.
 	"""
 	is_zero = (blocks & 0x77 == 0).all(-1)
 	e = exponents.int() - 127

@@ -42,12 +42,11 @@ def load(
 ) -> Report:
 	"""Load a checkpoint into ``module``.
 
-	Experts' weights that the checkpoint has quantized replace the module's: GroupedTensors without
-	a columnwise copy and without a gradient, of NVFP4 or FP8Block, as the files are. Their bytes are
-	those of the files, except where ``Report.reconciled`` says so. An NVFP4 second level is kept as
-	the amax that it was made of, so what it decodes by may differ in the last bit of fp32; ``save``
-	gives the file's again. Plain weights are copied into what the module has, others that are
-	quantized, as attention is in some checkpoints, are decoded into it.
+	Experts' weights that the checkpoint has quantized replace the module's: GroupedTensors without a columnwise copy and
+	without a gradient, of NVFP4 or FP8Block, as the files are. Their bytes are those of the files, except where
+	``Report.reconciled`` says so. An NVFP4 second level is kept as the amax that it was made of, so what it decodes by
+	may differ in the last bit of fp32; ``save`` gives the file's again. Plain weights are copied into what the module
+	has, others that are quantized, as attention is in some checkpoints, are decoded into it.
 
 	Args:
 		module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
@@ -59,8 +58,7 @@ def load(
 
 	Raises:
 		FileNotFoundError: the folder lacks files.
-		KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
-			Nothing is loaded then.
+		KeyError: the module has what the checkpoint does not; or, if strict, the other way round. Nothing is loaded then.
 		ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
 			device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
 	"""

@@ -39,8 +39,7 @@ def save(
 		layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
 			of 128x128 with fp32 scales).
 		rename: as in ``load``.
-		stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-			``experts.0.gate_proj.weight``.
+		stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each, ``experts.0.gate_proj.weight``.
 		shard_bytes: the most bytes of a file; so much is held until it is written.
 		input_scales: static scales of activations by name, such as ``Report.input_scales``.
 		config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a

@@ -56,9 +56,8 @@ class inspect:
 	  print(lens.table())
 	  lens.save("numerics.jsonl", run="NVFP4")
 
-	The copies that it looks at are those that the products multiply, by the recipe, the scales and
-	the random bits of the call; each is decoded and compared with what it was made from. Results,
-	gradients and random numbers keep their bits.
+	The copies that it looks at are those that the products multiply, by the recipe, the scales and the random bits of the
+	call; each is decoded and compared with what it was made from. Results, gradients and random numbers keep their bits.
 
 	**What counts.** Calls inside the block, of training or without gradients, and their backward
 	passes whenever these run. Over the calls of a step counts add up and the largest amax counts;
@@ -148,13 +147,10 @@ class inspect:
 
 		The lists:
 
-			rows: of input and gradient, the expert's tokens: its load; N of a weight.
-			snr_db: ``10 log10(signal / noise)``; None where nothing is lost, or nothing is there.
-			signal: sum of x^2, x being what was quantized.
-			noise: sum of (x - copy)^2.
-			saturated: share of the elements that exceed the largest number of their scales by more
-				than half a step, so that they lose more than by rounding; of a plain copy, that
-				became infinite.
+			rows: of input and gradient, the expert's tokens: its load; N of a weight. snr_db: ``10 log10(signal / noise)``;
+			None where nothing is lost, or nothing is there. signal: sum of x^2, x being what was quantized. noise: sum of (x
+			- copy)^2. saturated: share of the elements that exceed the largest number of their scales by more
+				than half a step, so that they lose more than by rounding; of a plain copy, that became infinite.
 			underflow: share of the elements that are not zero and became zero.
 			amax: largest magnitude of x; of a weight that is quantized already, of its copy.
 			second_level: what codes times block scales are multiplied by; the largest of the

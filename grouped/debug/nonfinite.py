@@ -33,10 +33,9 @@ class Watched(nn.Module):
 class detect_nonfinite:
 	"""Watch the grouped layers that run inside for NaN and infinities.
 
-	Low-precision codes cannot hold a NaN: under NVFP4 a NaN in an activation, a weight or a
-	gradient comes out finite, and a run that diverges looks healthy. This looks at what enters and
-	leaves each layer instead. Rows of the tail are passed over. Of a weight that is quantized
-	already it sees the second-level scales.
+	Low-precision codes cannot hold a NaN: under NVFP4 a NaN in an activation, a weight or a gradient comes out finite,
+	and a run that diverges looks healthy. This looks at what enters and leaves each layer instead. Rows of the tail are
+	passed over. Of a weight that is quantized already it sees the second-level scales.
 
 	A flag for each layer and role is set on the layer's device, and no kernel waits for the host
 	until ``report`` reads them. One more read of every operand: for looking, not for training.

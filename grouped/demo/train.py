@@ -132,8 +132,7 @@ def train(
 		model_config: sizes of the model.
 		config: how to train.
 		on_step: called after each step with its loss.
-		inspect: file to which what quantization did is appended, in about 16 of the steps
-			(``grouped.debug.inspect``).
+		inspect: file to which what quantization did is appended, in about 16 of the steps (``grouped.debug.inspect``).
 
 	Returns:
 		The losses and measurements. Ctrl-C ends the training, but what was learned until then is

@@ -91,9 +91,8 @@ def prepare(model: nn.Module, fmt: Format | None = None) -> int:
 		How many layers of experts were prepared.
 
 	Raises:
-		ValueError: ``model`` has no experts, an implementation that is not of this module, or one
-			that does not quantize weights while ``fmt`` is None; weights of another format than
-			``fmt`` already.
+		ValueError: ``model`` has no experts, an implementation that is not of this module, or one that does not quantize
+			weights while ``fmt`` is None; weights of another format than ``fmt`` already.
 	"""
 	layers = list(_experts(model))
 	if not layers:

@@ -47,9 +47,8 @@ class DelayedScaling(nn.Module):
 	load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
 
 	Args:
-		recipe: formats, length of the histories (``history_length``, TransformerEngine's
-			``amax_history_len``) and how scales follow from them (``algorithm``, its
-			``amax_compute_algo``).
+		recipe: formats, length of the histories (``history_length``, TransformerEngine's ``amax_history_len``) and how
+			scales follow from them (``algorithm``, its ``amax_compute_algo``).
 		num_groups: G.
 		device: device of the buffers.
 

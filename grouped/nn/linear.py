@@ -34,18 +34,15 @@ class GroupedLinear(debug.Watched):
 		out_features: N; a multiple of 16 for a quantized recipe.
 		bias: whether there is a bias per group.
 		recipe: formats of input, weight and gradient; BF16 by default.
-		single_parameter: one ``weight`` (G, N, K) and ``bias`` (G, N), or ``weight0`` ...
-			``weight{G-1}`` (N, K) and ``bias0`` ... (N,). A state dict of either form loads into
-			both.
-		fuse_wgrad_accumulation: the gradient of each parameter of the weight is added to its
-			attribute ``main_grad``, in fp32 before the one cast, by the product that makes it; it
-			is put there instead where ``is_first_microbatch=True`` or the parameter's attribute
-			``overwrite_main_grad`` is set. ``main_grad`` is a contiguous tensor of the parameter's
-			shape and device, of fp32 or its dtype. The parameter's ``grad_added_to_main_grad`` is
-			set to True, and its ``.grad`` gets zeros, for hooks such as Megatron-LM's want a tensor
-			there, which they drop. The bias has its gradient in ``.grad``.
-		delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``, and
-			run no hook of theirs.
+		single_parameter: one ``weight`` (G, N, K) and ``bias`` (G, N), or ``weight0`` ... ``weight{G-1}`` (N, K) and
+			``bias0`` ... (N,). A state dict of either form loads into both.
+		fuse_wgrad_accumulation: the gradient of each parameter of the weight is added to its attribute ``main_grad``, in
+			fp32 before the one cast, by the product that makes it; it is put there instead where ``is_first_microbatch=True``
+			or the parameter's attribute ``overwrite_main_grad`` is set. ``main_grad`` is a contiguous tensor of the
+			parameter's shape and device, of fp32 or its dtype. The parameter's ``grad_added_to_main_grad`` is set to True,
+			and its ``.grad`` gets zeros, for hooks such as Megatron-LM's want a tensor there, which they drop. The bias has
+			its gradient in ``.grad``.
+		delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``, and run no hook of theirs.
 		device: device of the parameters.
 		dtype: dtype of the parameters. Weights are quantized from this dtype, and take gradients
 			of it; the computation has the dtype of the input.
@@ -55,9 +52,8 @@ class GroupedLinear(debug.Watched):
 		(G,) end rows. Output (..., N) of the input's dtype. Rows from ``offs[-1]`` on, the tail of
 		a capacity buffer, are never read; they are zeros in the output and in the input's gradient.
 
-	A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a
-	high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16), of NVFP4 under
-	a recipe of FP8 beside its activations (W4A8).
+	A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a high-precision copy; under
+	BF16 beside bf16 or fp16 activations (W4A16), of NVFP4 under a recipe of FP8 beside its activations (W4A8).
 
 	Of a parameter that is a DTensor a call uses this rank's part, as ``to_local()`` gives it: sharded
 	along its groups, ``offs`` are those of the rank's groups. ``grouped.distributed`` does that.
@@ -158,11 +154,10 @@ class GroupedLinear(debug.Watched):
 		Args:
 			x: (..., K) rows sorted by group.
 			offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-			is_first_microbatch: for several microbatches a step: True quantizes the weight and
-				keeps it, False uses what was kept. None quantizes it for this call; in ``eval()``
-				mode and without gradients it keeps it until it changes, is moved or loaded, or
-				until the next ``train()`` or ``eval()``. With ``fuse_wgrad_accumulation``, True
-				also drops what ``main_grad`` held.
+			is_first_microbatch: for several microbatches a step: True quantizes the weight and keeps it, False uses what was
+				kept. None quantizes it for this call; in ``eval()`` mode and without gradients it keeps it until it changes, is
+				moved or loaded, or until the next ``train()`` or ``eval()``. With ``fuse_wgrad_accumulation``, True also drops
+				what ``main_grad`` held.
 
 		A weight that was kept is used only if it is the same parameter with the same storage and
 		version, and the recipe did not change. PyTorch counts no version for writes through

@@ -74,9 +74,8 @@ def history_of(records: Iterable[Record], commits: Sequence[str]) -> list[list[A
 	"""What became of the one thing of these records, by ``perf compare``, over named commits.
 
 	Returns:
-		Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than
-		before, -1 if better, else 0, relative difference (positive if worse), the noise, and the
-		spread of its newest run.
+		Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than before, -1 if better,
+		else 0, relative difference (positive if worse), the noise, and the spread of its newest run.
 	"""
 	by_commit: dict[str, list[Record]] = {}
 	for record in records:

@@ -51,9 +51,8 @@ def test_a_step_has_the_bits_of_the_tensor_core_reference(recipe, arch):
 	for name, gradient in gradients.items():
 		assert torch.equal(gradient, same_gradients[name]), name
 
-	# The plain reference adds in another order: bf16 rounds the difference away, or to one ulp,
-	# which a quantizer may turn into another code.
-	# FP8 sums are cut to 13 bits besides.
+	# The plain reference adds in another order: bf16 rounds the difference away, or to one ulp, which a quantizer may
+	# turn into another code. FP8 sums are cut to 13 bits besides.
 	near_loss, near = step(recipe, "reference")
 	loss_bound, bound = (1e-3, 0.1) if recipe in FP8 else (1e-4, 0.02)
 	torch.testing.assert_close(loss, near_loss, rtol=loss_bound, atol=0)

@@ -32,13 +32,10 @@ class Codec(abc.ABC):
 			which is the same code everywhere.
 
 	Attributes:
-		block: elements that are encoded together, a multiple of 16; those that share a scale where
-			blocks have scales.
+		block: elements that are encoded together, a multiple of 16; those that share a scale where blocks have scales.
 		code_words: words of codes of a block.
-		has_scales: whether a block has a scale of its own. Without, its encode factor depends on
-			the second level alone.
-		table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
-			shared memory does not pay.
+		has_scales: whether a block has a scale of its own. Without, its encode factor depends on the second level alone.
+		table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in shared memory does not pay.
 		chooses_scales: what ``block_scales`` takes is not the amax of a block, but the number that
 			``choose_row``, ``choose_columns`` or ``choose_square`` gives.
 		level_names: what ``level_results`` gives: the buffers of the second level but the amax.

@@ -33,9 +33,8 @@ _STORE = {
 	"float16": "mov.b32 $0, {{{0}, {0}}};",
 	"bfloat16": "cvt.f32.f16 x, {0}; mul.rn.f32 x, x, 0f77800000; cvt.rn.bf16x2.f32 $0, x, x;",
 }
-#: Two codes, a byte, times a pair of scales. fp16 has the bits of a code's number in its high
-#: byte; those of its exponent and mantissa, three places lower, are the number times 2^-112 in
-#: bf16.
+#: Two codes, a byte, times a pair of scales. fp16 has the bits of a code's number in its high byte; those of its
+#: exponent and mantissa, three places lower, are the number times 2^-112 in bf16.
 _TIMES = {
 	"float16": "cvt.rn.f16x2.e2m1x2 x, b{0}; mul.rn.f16x2 ${0}, x, $5;",
 	"bfloat16": """cvt.rn.f16x2.e2m1x2 x, b{0};

@@ -116,10 +116,9 @@ class Sm100Gemm:
 	def __call__(self, *args: Any) -> None:
 		"""Launch the kernel: ``GemmArguments``, and the stream where.
 
-		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped
-		product of P slots, (P, M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N);
-		(G, K, N) with ``transpose_b``. Tiles of block scales are ([G,] row tiles, tiles along K or P,
-		512) uint8.
+		Quantized A is codes (T, K), packed if there are several in a byte, or (M, P) in a k_grouped product of P slots, (P,
+		M) of untransposed copies; B is (G, N, >= K), or (N, P) or (P, N); (G, K, N) with ``transpose_b``. Tiles of block
+		scales are ([G,] row tiles, tiles along K or P, 512) uint8.
 
 		Rows of ``a``, ``b`` and ``out`` may have any pitch of whole 16 bytes.
 		"""

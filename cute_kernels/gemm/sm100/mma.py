@@ -46,8 +46,7 @@ class _StagedScales(NamedTuple):
 		count, column = self.tiles * self.k_tiles, tmem + self.column
 		first = self.descriptor + Int64(stage) * (count * SF_TILE_BYTES // umma.UNIT)
 		for at in range(count):
-			# In shared memory K runs fastest; in tensor memory the tiles of all rows lie side by
-			# side for each step along K.
+			# In shared memory K runs fastest; in tensor memory the tiles of all rows lie side by side for each step along K.
 			target = at % self.k_tiles * self.tiles + at // self.k_tiles
 			umma.copy_scales(column + target * _TILE_COLUMNS, first + at * (SF_TILE_BYTES // umma.UNIT), num_ctas)
 

@@ -31,9 +31,8 @@ _VECTOR = 4
 class Promoter:
 	"""Promotes the partial sums of the 32 rows of a warp.
 
-	Scales of operands M and N are (rows or squares, blocks along K, groups), accumulators in tensor memory
-	(MMA, MMA_M, MMA_N, STAGE), the sums' last. ``staged`` is shared memory for scales of columns, if they have
-	some.
+	Scales of operands M and N are (rows or squares, blocks along K, groups), accumulators in tensor memory (MMA, MMA_M,
+	MMA_N, STAGE), the sums' last. ``staged`` is shared memory for scales of columns, if they have some.
 	"""
 
 	def __init__(

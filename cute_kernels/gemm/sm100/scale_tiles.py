@@ -62,10 +62,9 @@ class ScaleTilesKernel:
 	) -> None:
 		"""Launch the kernel.
 
-		``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and its
-		tiles, which are written, are (ceil(rows / 128), blocks along K, 512) uint8; None if there are
-		tiles. Likewise ``b``, with the groups first if uniform, or its tiles if there are. ``half`` are
-		the rows of half a matrix of B, where they are paired.
+		``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and its tiles, which are
+		written, are (ceil(rows / 128), blocks along K, 512) uint8; None if there are tiles. Likewise ``b``, with the groups
+		first if uniform, or its tiles if there are. ``half`` are the rows of half a matrix of B, where they are paired.
 		"""
 		view = scale_words_view if self.config.has_tiles else squares_view
 		self.kernel(None if a is None else view(a), a_tiles, view(b), b_tiles, half).launch(

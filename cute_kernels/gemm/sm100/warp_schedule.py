@@ -18,8 +18,7 @@ class NamedBarrierId(enum.IntEnum):
 class WarpSchedule:
 	"""Warp roles of a CTA.
 
-	The epilogue warps come first because a warp reaches only the quarter of tensor memory that its
-	number modulo 4 names.
+	The epilogue warps come first because a warp reaches only the quarter of tensor memory that its number modulo 4 names.
 
 	Attributes:
 		num_ctas: CTAs that share a tile's MMA.

@@ -84,8 +84,7 @@ class Sm90Gemm:
 	def __call__(self, *args: Any) -> None:
 		"""Launch the kernel: ``GemmArguments``, and the stream where.
 
-		What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a
-		multiple of 128.
+		What is fp16 or bf16 beside codes has its elements in the order of ``decode``, and K as a multiple of 128.
 		"""
 		config, layouts = self.config, Layouts(self.config)
 		x, stream = GemmArguments(*args[:-1]), args[-1]

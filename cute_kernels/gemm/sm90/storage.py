@@ -26,8 +26,7 @@ _MN_SWIZZLES = {16: _Kind.MN_INTER, 32: _Kind.MN_SW32, 64: _Kind.MN_SW64, 128: _
 class Stages(NamedTuple):
 	"""Stages of operands M and N, (rows, K, STAGE), in shared memory, or their layouts; bytes if M is decoded.
 
-	Block scales of M are (row tiles, K tiles, words, STAGE) if it is decoded; those of single rows are
-	(rows, 1, STAGE).
+	Block scales of M are (row tiles, K tiles, words, STAGE) if it is decoded; those of single rows are (rows, 1, STAGE).
 	"""
 
 	m: Any

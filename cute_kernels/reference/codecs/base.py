@@ -47,8 +47,7 @@ class Codec(abc.ABC):
 		their groups where the format takes them from the caller.
 
 		Returns:
-			The block scales as they are stored, None if there are none; and the fp32 factors that
-			elements are multiplied by.
+			The block scales as they are stored, None if there are none; and the fp32 factors that elements are multiplied by.
 		"""
 
 	def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:

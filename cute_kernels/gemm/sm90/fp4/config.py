@@ -9,8 +9,7 @@ class ExpandConfig:
 	"""One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
 
 	Attributes:
-		is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its place
-			among the block scales.
+		is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its place among the block scales.
 	"""
 
 	is_ragged: bool
