@@ -94,7 +94,7 @@ _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = ("grouped_quantize", *_GEMMS)
 #: Where the result of a GEMM with an activation is quantized, rowwise, by the format.
-_QUANTIZED_RESULTS = {"fp8_block": ARCHITECTURES, "mxfp8": ("reference", "sm_100a"), "nvfp4": ("reference", "sm_100a")}
+_QUANTIZED_RESULTS = {"fp8_block": ARCHITECTURES, "mxfp8": ARCHITECTURES, "nvfp4": ("reference", "sm_100a")}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -280,8 +280,9 @@ def _why_not_result(op: str, fmt: Format | None, arch: str, result: Format) -> s
 		return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
 	if level is not None and level.per == "row":
 		return f"no part of a row knows the amax of the row, which {result.text} is relative to"
-	takes = arch != "sm_90a" or (fmt is not None and fmt.name == result.name and op == "grouped_gemm")
-	if takes and arch in _QUANTIZED_RESULTS.get(result.name, ()):
+	# There those quantize whose sums are promoted, times scales of rows or squares.
+	promotes = fmt is not None and fmt.scale is not None and not fmt.has_scale_tiles and op == "grouped_gemm"
+	if (promotes or arch != "sm_90a") and arch in _QUANTIZED_RESULTS.get(result.name, ()):
 		return ""
 	return (
 		f"no {arch} kernel of {op} of {'plain tensors' if fmt is None else fmt.text} quantizes its result to {result.text}"

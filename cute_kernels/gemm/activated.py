@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..device.absmax import absmax_packed, unpack_absmax
 from ..device.activations import activated_by_size
-from ..device.codecs import Codec, Level, codec_of
 from ..device.convert import pack_words, unpack_words
 from ..device.ptx import asm_volatile
 from .operands import DTYPE_BYTES
@@ -110,34 +108,6 @@ def store_activated(
 			store_if(window.z[0].at(row, offset), words, *limits)
 		for target, some in targets:
 			store_if(target.at(row, offset // halves), pack_words(some, dtype), *limits)
-
-
-class Quantizer:
-	"""What an activation makes of a row, as ``grouped_quantize`` would read it from memory, to codes."""
-
-	def __init__(self, config: GemmConfig):
-		self.config = config
-		self.dtype, self.arch = config.out_dtype, config.arch
-		self.codec: Codec = codec_of(config.quantizes_to or "", self.dtype, self.arch)
-
-	def activate(self, vectors: list[list[Uint32]]) -> list[Uint32]:
-		"""Words of the activation's rounded result, of vectors that follow each other in a row of the product."""
-		return pack_words(apply(self.config, inputs_of(self.config, vectors)), self.dtype)
-
-	def amax(self, words: list[Uint32], offsets: tuple[int, ...] = ()) -> Float32:
-		"""The largest magnitude of a row's part that lanes have so far apart."""
-		packed = absmax_packed(words, self.dtype, self.arch)
-		for offset in offsets:
-			other = Uint32(cute.arch.shuffle_sync_bfly(packed, offset=offset))
-			packed = absmax_packed([packed, other], self.dtype, self.arch)
-		return unpack_absmax(packed, self.dtype, self.arch)
-
-	def encode(self, words: list[Uint32], amax: Float32, level: Level = ()) -> tuple[list[Uint32], Uint32]:
-		"""Words of codes of a block with that amax, or of a part of it, and its scale as it is stored."""
-		if self.codec.chooses_scales:
-			amax = self.codec.choose_row(words, amax, level)
-		stored, factor = self.codec.block_scale(amax, level)
-		return self.codec.encode_row(words, factor), stored
 
 
 def apply(config: GemmConfig, inputs: list[list[Float32]]) -> list[Float32]:

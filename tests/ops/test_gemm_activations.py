@@ -139,6 +139,12 @@ QUANTIZED = {
 		{"interleaved": True, "dtype": "float16", "bias": "float32"},
 	),
 	"sm_90a, groups": ("fp8_block", (BLOCKS, 256, 16, "swiglu"), "256x8 swapped", {"sizes": (0, 1, 0, 2) * 260}),
+	"sm_90a, plain": ("fp8_block", (BLOCKS, 384, 144, "srelu"), "128x256", {"bias": "bfloat16"}),
+	"sm_90a, plain, 16": ("fp8_block:pow2_scales=false", (BLOCKS, 384, 48, "silu"), "256x16 swapped", {}),
+	"sm_90a, mxfp8": ("mxfp8", (BLOCKS, 320, 144, "swiglu"), "128x256", {"interleaved": True, "sizes": (0, 300, 1, 0)}),
+	"sm_90a, mxfp8, 32": ("mxfp8:dtype=e5m2", (BLOCKS, 320, 48, "geglu"), "256x32 swapped", {"interleaved": True}),
+	"sm_90a, mxfp8, plain": ("mxfp8", (BLOCKS, 416, 48, "gelu"), "128x256", {"dtype": "float16"}),
+	"sm_90a, mxfp8, plain, 8": ("mxfp8", (BLOCKS, 160, 16, "relu"), "256x8 swapped", {"bias": "float32"}),
 	"sm_100a, mxfp8": ("mxfp8", ("mxfp8 mxfp8", 320, 64, "swiglu"), "256x256x2 partial", MANY | {"bias": "bfloat16"}),
 	"sm_100a, mxfp8, smallest": (
 		"mxfp8:dtype=e5m2",
@@ -253,8 +259,8 @@ def test_what_no_kernel_takes_says_so():
 		with cute_kernels.backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
 	for backend, kind, n, activation, text, message in (
-		("emulated:sm_90a", BLOCKS, 384, "silu", "fp8_block", "no whole blocks of fp8_block after silu"),
-		("emulated:sm_90a", BLOCKS, 512, "swiglu", "mxfp8", "no sm_90a kernel of grouped_gemm of fp8_block quantizes"),
+		("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
+		("emulated:sm_90a", BLOCKS, 512, "swiglu", "nvfp4", "no sm_90a kernel of grouped_gemm of fp8_block quantizes"),
 		("emulated:sm_90a", "plain plain", 512, "swiglu", "fp8_block", "no sm_90a kernel of grouped_gemm of plain tensors"),
 		("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
 		("emulated:sm_100a", ANY_SCALES, 512, "swiglu", "fp8_block", "no whole blocks of fp8_block after swiglu"),

@@ -27,7 +27,7 @@ from ..output import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vec
 from ..problem import N_ALIGN
 from ..scheduler import WorkTile
 from .accumulators import AccReader
-from .quantized import QuantizedRows
+from .quantized import Rows
 
 if TYPE_CHECKING:
 	from .config import Sm100GemmConfig
@@ -84,7 +84,7 @@ class Epilogue:
 		self.halves = 1 + config.is_gated
 		self.out_type = DSL_TYPES[config.out_dtype]
 		if config.result is not None:
-			self.quantized = QuantizedRows(config, tensors)
+			self.quantized = Rows(config, tensors)
 		self.cta_row = cta_row
 		self.columns = config.store_columns
 		load = tcgen05.Ld32x32bOp(tcgen05.Repetition(self.columns))

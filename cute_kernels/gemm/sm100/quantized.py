@@ -1,11 +1,8 @@
-"""What an activation makes of rows, to codes and block scales.
-
-Rows of scales lie in slots: those that no row has in a group's last tile of 128 are zeros, as the
-quantizer leaves them, and so are those past the last block in a tile of scales.
-"""
+"""What an activation makes of rows in tensor memory, to codes and block scales: see ``gemm.quantized``."""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import cutlass
@@ -14,13 +11,12 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from ...device.absmax import fmax
 from ...device.codecs import Level
 from ...device.constants import WARP_SIZE
-from ...device.memory import load_shared, store_global, store_global_byte, store_shared
+from ...device.memory import load_shared, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
-from ...device.scales import row_scales_at
-from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS
 from ...layout.slots import TILE_ROWS
-from ..activated import Quantizer, store_if
+from ..activated import store_if
 from ..output import EpilogueTensors
+from ..quantized import QuantizedRows
 from .warp_schedule import NamedBarrierId
 
 if TYPE_CHECKING:
@@ -30,33 +26,8 @@ if TYPE_CHECKING:
 _MOST_WORDS, _SWAPPED_COLUMNS = 8, 128
 
 
-class QuantizedRows:
+class Rows(QuantizedRows):
 	"""What becomes of rows of a tile, each of which a thread has a part of."""
-
-	def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors):
-		self.config = config
-		self.tensors = tensors
-		self.quantizer = Quantizer(config)
-		self.codec = self.quantizer.codec
-		self.halves = 1 + config.is_gated
-		self.block, self.is_tiled = self.codec.block, self.codec.fmt.has_scale_tiles
-		self.cols = tensors.columns(config)
-		#: Columns of the scales of a word.
-		self.word_columns = self.block * (SF_TILE_COLS if self.is_tiled else 1)
-
-	def level(self, group: Int32) -> Level:
-		"""The second level of a group."""
-		amax = self.tensors.level
-		return () if amax is None else self.codec.second_level(amax[group])
-
-	def scale_at(self, slot: Int32, col: Int32) -> Int64:
-		"""Where the scale of a slot row goes, of the block of a column."""
-		scales, block = self.tensors.scales, col // self.block
-		at = scales.iterator.toint()
-		if not self.is_tiled:
-			return at + (Int64(block) * scales.stride[0] + slot) * 4
-		tile = block // SF_TILE_COLS
-		return row_scales_at(scales, slot) + (Int64(tile) * SF_TILE_BYTES + block % SF_TILE_COLS)
 
 	def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, left: Int32) -> None:
 		"""Store codes of columns that exist, if the row does: ``left`` is more than 0."""
@@ -76,7 +47,7 @@ class QuantizedRows:
 		size, codes, joined = self.block // 2, [], Uint32(0)
 		for i in range(0, len(words), size):
 			part = words[i : i + size]
-			made, stored = self.quantizer.encode(part, self.quantizer.amax(part), level)
+			made, stored = self.encode(part, self.amax(part), level)
 			codes += made
 			stored = select(starts[0] + 2 * i < self.cols, stored, Uint32(0))
 			joined = joined | (stored << (8 * i // size)) if i else stored
@@ -85,14 +56,8 @@ class QuantizedRows:
 			self.store_codes(codes[i * each : (i + 1) * each], row, col, left)
 		return joined
 
-	def store_word(self, word: Uint32, slot: Int32, col: Int32, left: Int32, in_slots: Int32) -> None:
-		"""Store the scales of a slot row of which ``col`` is one of the columns; zeros unless the row exists."""
-		at = self.scale_at(slot, col) & Int64(-4)
-		exists = self.cols - col // self.word_columns * self.word_columns
-		store_if(at, [select(left > 0, word, Uint32(0))], (in_slots, 0), (exists, 0))
 
-
-class StagedRows(QuantizedRows):
+class StagedRows(Rows):
 	"""That of tiles with swapped operands: a lane has a row of 32 columns of the product, of a block or less.
 
 	Args:
@@ -121,9 +86,7 @@ class StagedRows(QuantizedRows):
 			store_shared(self.own + place, [f32_as_bits(amax)])
 			self.sync()
 			parts = (self.first + place + i * self.pitch for i in range(self.sharing))
-			amax, *others = (bits_as_f32(load_shared(part, 1)[0]) for part in parts)
-			for other in others:
-				amax = fmax(amax, other)
+			amax = functools.reduce(fmax, (bits_as_f32(load_shared(part, 1)[0]) for part in parts))
 		return amax
 
 	def store(
@@ -132,27 +95,14 @@ class StagedRows(QuantizedRows):
 		"""Quantize the ``step``-th row of a tile that a lane has, from column ``col`` of the product on."""
 		words, at_once = [], 2 * self.halves
 		for i in range(0, len(vectors), at_once):
-			words += self.quantizer.activate(vectors[i : i + at_once])
+			words += self.activate(vectors[i : i + at_once])
 		size = min(self.block // 2, len(words))
 		for i in range(0, len(words), size):
 			part, at = words[i : i + size], col // self.halves + 2 * i
-			amax = self.shared(self.quantizer.amax(part), step % 2 * (WARP_SIZE * 4))
-			codes, stored = self.quantizer.encode(part, amax, level)
+			amax = self.shared(self.amax(part), step % 2 * (WARP_SIZE * 4))
+			codes, stored = self.encode(part, amax, level)
 			self.store_codes(codes, row, at, left)
 			self.store_scale(select(left > 0, stored, Uint32(0)), slot, at)
-
-	@cute.jit
-	def store_scale(self, stored: Uint32, slot: Int32, col: Int32) -> None:
-		"""Store the scale of a block that begins at a column, and zeros after the last one."""
-		if (col % self.block == 0) & (col < self.cols):
-			at = self.scale_at(slot, col)
-			if cutlass.const_expr(not self.is_tiled):
-				store_global(at, [stored])
-			else:
-				store_global_byte(at, stored)
-				if col + self.block == self.cols:
-					for i in cutlass.range(1, SF_TILE_COLS - col // self.block % SF_TILE_COLS, unroll=1):
-						store_global_byte(at + i, Uint32(0))
 
 	@cute.jit
 	def finish(self, slot: Int32, first: Int32, rows: Int32, col: Int32) -> None:
@@ -160,5 +110,4 @@ class StagedRows(QuantizedRows):
 		end, cols = rows + ((0 - (slot + rows)) & (TILE_ROWS - 1)), _SWAPPED_COLUMNS // self.halves
 		col, warp = col // _SWAPPED_COLUMNS * cols, cute.arch.warp_idx()
 		for at in cutlass.range(first + warp * WARP_SIZE, end, _SWAPPED_COLUMNS, unroll=1):
-			for after in cutlass.range_constexpr(0, cols, self.word_columns):
-				self.store_word(Uint32(0), slot + at + self.lane, col + after, Int32(0), Int32(1))
+			self.clear(slot + at + self.lane, col, cols)

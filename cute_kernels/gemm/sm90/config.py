@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from cute_kernels.capability import Support
 from cute_kernels.gemm.operands import DTYPE_BYTES, OPERANDS
-from cute_kernels.gemm.problem import N_ALIGN, QUANTIZED_COLS, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
+from cute_kernels.gemm.problem import N_ALIGN, GemmConfig, GemmGrouping, GemmProblem, RowPart, TileShape
 from cute_kernels.layout.pieces import DECODED_SCALE
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS
 
@@ -185,10 +185,11 @@ class Sm90GemmConfig(GemmConfig):
 		return ""
 
 	def has_blocks(self, tile: Any) -> bool:
+		if self.result is None:
+			return True
 		# The warps that store a tile have them, or all warpgroups of its CTA.
-		is_whole = (tile.m if tile.swap_ab else tile.n) == 2 * QUANTIZED_COLS and tile.swap_ab == (tile.consumers == 4)
-		takes = is_whole and self.promotes and self.is_gated and self.out_dtype != "float32"
-		return self.quantizes_to is None or takes
+		is_whole = tile.cols == 4 * WARPGROUP_M and tile.swap_ab == (tile.consumers == 4)
+		return is_whole and self.promotes and self.result.element.bits == 8 and self.out_dtype != "float32"
 
 	def can_implement(self, problem: GemmProblem) -> Support:
 		if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:

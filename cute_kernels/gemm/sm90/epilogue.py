@@ -22,7 +22,7 @@ from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.pieces import DECODED_SCALE
 
 from .config import WARPGROUP_M, Sm90GemmConfig
-from .quantized import QuantizedRows
+from .quantized import StagedBlocks
 from .warp_schedule import (
 	FIRST_EPILOGUE_BARRIER,
 	FIRST_FREE_BARRIER,
@@ -136,7 +136,7 @@ class Epilogue:
 		self.step = config.consumers * WARPGROUP_M
 		self.repeats = config.tile.m // self.step
 		if config.quantizes_to is not None:
-			self.quantized = QuantizedRows(config, self)
+			self.quantized = StagedBlocks(config, self)
 
 	@cute.jit
 	def load_factors(self, tile: WorkTile) -> cute.Tensor:

@@ -1,25 +1,26 @@
 """What an activation makes of a staged tile, to codes and block scales.
 
-A block of 128 columns is made of 256 of the product: a consumer warpgroup staged them for the one that
-stores, or four have 64 each and tell each other the amaxes of their parts. Rows of scales lie in slots:
-those that no row has in a group's last tile of 128 are zeros, as the quantizer leaves them.
+A tile has 256 columns of the product: a consumer warpgroup staged them for the one that stores, in rows of
+64, or four have 64 each. Those that have parts of a block tell each other their amaxes.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Uint32, cute
 
 from ...device.absmax import fmax
-from ...device.memory import load_shared, store_global, store_shared
+from ...device.memory import load_shared, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
 from ...layout.slots import TILE_ROWS
-from ..activated import Quantizer, Window, store_if
+from ..activated import Window, store_if
 from ..output import VECTOR_BYTES
-from ..problem import QUANTIZED_COLS
+from ..quantized import QuantizedRows
 from ..scheduler import WorkTile
+from .config import WARPGROUP_M
 from .warp_schedule import CONSUMERS_BARRIER, WARPGROUP_SIZE
 
 if TYPE_CHECKING:
@@ -31,19 +32,16 @@ _LANES = 8
 _AT_ONCE, _STORE_WORDS = 2, 4
 
 
-class QuantizedRows:
+class StagedBlocks(QuantizedRows):
 	"""The quantizing part of a warpgroup's epilogue."""
 
 	def __init__(self, config: Sm90GemmConfig, epilogue: Any):
-		self.config = config
+		super().__init__(config, epilogue.tensors)
 		self.epilogue = epilogue
-		self.quantizer = Quantizer(config)
 		self.everyone = config.consumers * WARPGROUP_SIZE
-
-	def scale_at(self, col: Int32, slot: Int32) -> Int64:
-		"""Where the scale of a slot row goes, of the block of the product's columns from ``col`` on."""
-		scales = self.epilogue.tensors.scales
-		return scales.iterator.toint() + (Int64(col // (2 * QUANTIZED_COLS)) * scales.stride[0] + slot) * 4
+		#: Columns of a staged row's result, and those staged rows that have one block.
+		self.row_cols = WARPGROUP_M // self.halves
+		self.sharing = max(1, self.block // self.row_cols)
 
 	@cute.jit
 	def store_tile(self, tile: WorkTile) -> None:
@@ -55,21 +53,25 @@ class QuantizedRows:
 		at = epilogue.blocks + block * config.block_bytes + row * (_LANES * VECTOR_BYTES)
 		first = epilogue.first_m
 		rows = tile.rows - first - row
-		# The lane's part is 32 columns of the output.
-		window = Window.of(config, epilogue.tensors, tile.group, tile.m_row + first + row, tile.n_row + block * 64, rows)
-		scale_at = self.scale_at(tile.n_row, tile.m_sf_row + first + row)
+		window = Window.of(
+			config, epilogue.tensors, tile.group, tile.m_row + first + row, tile.n_row + block * WARPGROUP_M, rows
+		)
+		slot, col = tile.m_sf_row + first + row, (tile.n_row >> config.is_gated) + block * self.row_cols
 		for i in cutlass.range(config.tile.m // config.consumers // (4 * _LANES), unroll=1):
 			after = i * (4 * _LANES)
 			words = []
 			for j in cutlass.range_constexpr(0, _LANES, _AT_ONCE):
 				places = [at + after * (_LANES * VECTOR_BYTES) + (swizzled ^ (j + k) * VECTOR_BYTES) for k in range(_AT_ONCE)]
-				words += self.quantizer.activate([load_shared(place, 4) for place in places])
-			codes, stored = self.quantizer.encode(words, self.quantizer.amax(words, (_LANES, 2 * _LANES)))
-			live = window.moved(after, Int32(0), 1, 2)
-			for j in cutlass.range_constexpr(0, len(codes), _STORE_WORDS):
-				store_if(live.out.at(0, 4 * j), codes[j : j + _STORE_WORDS], (live.rows, 0), (live.cols, 0))
-			if block == 0:
-				store_global(scale_at + after * 4, [select(live.rows > 0, stored, Uint32(0))])
+				words += self.activate([load_shared(place, 4) for place in places])
+			live = window.moved(after, Int32(0), 1, self.halves)
+			size = min(self.block, self.row_cols)
+			for start in cutlass.range_constexpr(0, self.row_cols, size):
+				part = words[start // 2 : (start + size) // 2]
+				codes, stored = self.encode(part, self.amax(part, self.sharing, _LANES))
+				for j in cutlass.range_constexpr(0, len(codes), _STORE_WORDS):
+					limits = (live.rows, 0), (live.cols, start * self.halves)
+					store_if(live.out.at(0, start + 4 * j), codes[j : j + _STORE_WORDS], *limits)
+				self.store_scale(select(live.rows > 0, stored, Uint32(0)), slot + after, col + start)
 
 	@cute.jit
 	def begin(self, tile: WorkTile) -> None:
@@ -79,23 +81,26 @@ class QuantizedRows:
 		if tile.rows <= self.config.tile.n:
 			first = tile.n_sf_row + tile.rows
 			if (epilogue.group == 0) & (epilogue.thread < ((0 - first) & (TILE_ROWS - 1))):
-				store_global(self.scale_at(tile.m_row, first + epilogue.thread), [Uint32(0)])
+				self.clear(first + epilogue.thread, tile.m_row >> self.config.is_gated, self.config.tile.m // self.halves)
 
 	@cute.jit
 	def store_block(self, tile: WorkTile, buffer: Int32, window: Window, slot: Int32, first: int) -> None:
 		"""Quantize rows from ``first`` on of which four warpgroups have a quarter each: a lane has one vector."""
-		epilogue, quantizer = self.epilogue, self.quantizer
+		epilogue, sharing = self.epilogue, self.sharing
 		row, lane = epilogue.own_row, epilogue.thread % _LANES
-		words = quantizer.activate([load_shared(epilogue.place(buffer, row, epilogue.own_col), 4)])
-		amax = quantizer.amax(words, (1, 2, 4))
-		parts = epilogue.amaxes + (slot * epilogue.block_rows + row) * (4 * self.config.consumers)
-		if (lane == 0) & (epilogue.thread < epilogue.vectors):
-			store_shared(parts + epilogue.group * 4, [f32_as_bits(amax)])
-		cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.everyone)
-		amax, *others = (bits_as_f32(word) for word in load_shared(parts, self.config.consumers))
-		for other in others:
-			amax = fmax(amax, other)
-		codes, stored = quantizer.encode(words, amax)
+		words = self.activate([load_shared(epilogue.place(buffer, row, epilogue.own_col), 4)])
+		lanes = min(_LANES, self.block * _LANES // self.row_cols)
+		amax = self.amax(words, lanes)
+		if cutlass.const_expr(sharing > 1):
+			parts = epilogue.amaxes + (slot * epilogue.block_rows + row) * (4 * self.config.consumers)
+			if (lane == 0) & (epilogue.thread < epilogue.vectors):
+				store_shared(parts + epilogue.group * 4, [f32_as_bits(amax)])
+			cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.everyone)
+			if cutlass.const_expr(sharing < self.config.consumers):
+				parts += (epilogue.group & -sharing) * 4
+			amax = functools.reduce(fmax, map(bits_as_f32, load_shared(parts, sharing)))
+		codes, stored = self.encode(words, amax)
 		store_if(window.out.at(first, 0), codes, (window.rows, first), (window.cols, 0))
-		if (epilogue.group == 0) & (lane == 0) & (window.rows > first):
-			store_global(self.scale_at(tile.m_row, tile.n_sf_row + first + row), [stored])
+		if (lane % lanes == 0) & (window.rows > first):
+			col = (tile.m_row + epilogue.first_m + epilogue.own_col) >> self.config.is_gated
+			self.store_scale(stored, tile.n_sf_row + first + row, col)
