@@ -59,17 +59,16 @@ class StagedBlocks(QuantizedRows):
 		slot, col = tile.m_sf_row + first + row, (tile.n_row >> config.is_gated) + block * self.row_cols
 		for i in cutlass.range(config.tile.m // config.consumers // (4 * _LANES), unroll=1):
 			after = i * (4 * _LANES)
-			words = []
-			for j in cutlass.range_constexpr(0, _LANES, _AT_ONCE):
-				places = [at + after * (_LANES * VECTOR_BYTES) + (swizzled ^ (j + k) * VECTOR_BYTES) for k in range(_AT_ONCE)]
-				words += self.activate([load_shared(place, 4) for place in places])
-			live = window.moved(after, Int32(0), 1, self.halves)
 			size = min(self.block, self.row_cols)
 			for start in cutlass.range_constexpr(0, self.row_cols, size):
-				part = words[start // 2 : (start + size) // 2]
-				codes, stored = self.encode(part, self.amax(part, self.sharing, _LANES))
+				words, vectors = [], range(start * _LANES // self.row_cols, (start + size) * _LANES // self.row_cols)
+				for j in cutlass.range_constexpr(vectors.start, vectors.stop, _AT_ONCE):
+					places = [at + after * (_LANES * VECTOR_BYTES) + (swizzled ^ (j + k) * VECTOR_BYTES) for k in range(_AT_ONCE)]
+					words += self.activate([load_shared(place, 4) for place in places])
+				codes, stored = self.encode(words, self.amax(words, self.sharing, _LANES))
+				live = window.moved(after, Int32(0), 1, self.halves)
+				limits = (live.rows, 0), (live.cols, start * self.halves)
 				for j in cutlass.range_constexpr(0, len(codes), _STORE_WORDS):
-					limits = (live.rows, 0), (live.cols, start * self.halves)
 					store_if(live.out.at(0, start + 4 * j), codes[j : j + _STORE_WORDS], *limits)
 				self.store_scale(select(live.rows > 0, stored, Uint32(0)), slot + after, col + start)
 
