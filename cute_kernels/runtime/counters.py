@@ -35,9 +35,10 @@ class Counters:
 		self._numbers = itertools.count()
 
 	def current(self) -> Tensor:
-		if _is_capturing(self._device):
-			return self._new()
 		stream = _stream_id(self._device)
+		# CUDA captures nothing on the default stream: there is no need to ask.
+		if stream and _is_capturing(self._device):
+			return self._new()
 		if stream and stream % 2 == 0:
 			# Not one of PyTorch's, which last: another may get its name before its work is done.
 			return self._cleared()

@@ -8,8 +8,13 @@ DEFAULT, FIRST, SECOND, FOREIGN = 0, 3, 35, 4096
 
 def test_launches_that_may_overlap_share_no_counter(monkeypatch):
 	now, waits = {}, []
+
+	def is_capturing(device):
+		assert now["stream"], "nothing is captured on the default stream"
+		return now["captured"]
+
 	monkeypatch.setattr(module, "_COUNT", 6)
-	monkeypatch.setattr(module, "_is_capturing", lambda device: now["captured"])
+	monkeypatch.setattr(module, "_is_capturing", is_capturing)
 	monkeypatch.setattr(module, "_stream_id", lambda device: now["stream"])
 	monkeypatch.setattr(module, "_wait", waits.append)
 	counters = module.Counters(torch.device("cpu"))
