@@ -8,10 +8,23 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ..device.activations import activated_by_size
 from ..device.convert import pack_words, unpack_words
-from ..device.ptx import asm_volatile
+from ..device.ptx import asm, asm_volatile
 from .operands import DTYPE_BYTES
 from .output import VECTOR_BYTES, EpilogueTensors, out_offset
 from .problem import GemmConfig
+
+
+def load_if(address: Int64, count: int, rows: tuple[Int32, int], cols: tuple[Int32, int]) -> list[Uint32]:
+	"""Load 2 or 4 words if there are more rows and more columns than given, else zeros; never a branch."""
+	names = [f"${i}" for i in range(count)]
+	text = f"""{{
+		.reg .pred p;
+		setp.gt.s32 p, ${count + 1}, {rows[1]};
+		setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+		{" ".join(f"mov.b32 {name}, 0;" for name in names)}
+		@p ld.global.v{count}.b32 {{{", ".join(names)}}}, [${count}];
+		}}"""
+	return list(asm(text, [Uint32] * count, [address, rows[0], cols[0]]))
 
 
 def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int]) -> None:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
+from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import load_shared, store_shared
-from cute_kernels.device.ptx import asm, asm_volatile, bits_as_f32, f32_as_bits
-from cute_kernels.gemm.activated import Window, store_activated, store_if
+from cute_kernels.device.ptx import add_rn, asm, asm_volatile, bits_as_f32, f32_as_bits
+from cute_kernels.gemm.activated import Window, load_if, store_activated, store_if
+from cute_kernels.gemm.operands import DTYPE_BYTES
 from cute_kernels.gemm.output import VECTOR_BYTES, EpilogueTensors, OutputStore
 from cute_kernels.gemm.scheduler import TileReader, WorkTile
 from cute_kernels.layout.pieces import DECODED_SCALE
@@ -413,12 +415,10 @@ class Epilogue:
 				store_activated(self.config, staged[i : i + 2], window, places[i : i + 2])
 		else:
 			width = self.tensors.out.element_type.width // 8
+			if cutlass.const_expr(self.config.accumulate):
+				staged = self.added(staged, window, places)
 			for words, (row, col) in zip(staged, places, strict=True):
-				if cutlass.const_expr(self.config.accumulate):
-					if window.rows > row and window.cols > col:
-						self.add(window.out.at(row, col * width), words)
-				else:
-					store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
+				store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
 
 	def step_of(self, i: int) -> tuple[int, int]:
 		"""Rows and columns of a block from a thread's first vector to its ``i``-th."""
@@ -426,20 +426,15 @@ class Epilogue:
 		rows = i * (WARPGROUP_SIZE // per_row)
 		return rows % self.block_rows, rows // self.block_rows * (per_row * self.vector)
 
-	def add(self, address: Int64, words: list[Uint32]) -> None:
-		element = self.tensors.out.element_type
-		align = self.vector * element.width // 8
-		pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
-		target = cute.make_tensor(pointer, cute.make_layout(self.vector))
-		rounded = cute.make_rmem_tensor(self.vector, element)
-		cute.autovec_copy(target, rounded)
-		values, old = (cute.make_rmem_tensor(self.vector, Float32) for _ in range(2))
-		for i, word in enumerate(words):
-			values[i] = bits_as_f32(word)
-		old.store(rounded.load().to(Float32))
-		_each("add.rn.f32", values, old)
-		rounded.store(values.load().to(element))
-		cute.autovec_copy(rounded, target)
+	def added(self, staged: list[list[Uint32]], window: Window, places: list[tuple[int, int]]) -> list[list[Uint32]]:
+		"""Staged vectors and what the output holds, rounded.
+
+		All loads come before the first sum: gradients of Qwen3's weights take 1657 us instead of 3638 (H200).
+		"""
+		dtype, width = self.config.out_dtype, DTYPE_BYTES[self.config.out_dtype]
+		old = [load_if(window.out.at(r, c * width), width, (window.rows, r), (window.cols, c)) for r, c in places]
+		pairs = [zip(map(bits_as_f32, a), unpack_words(b, dtype), strict=True) for a, b in zip(staged, old, strict=True)]
+		return [pack_words([add_rn(a, b) for a, b in pair], dtype) for pair in pairs]
 
 
 class StoreWarps:
