@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int16, Int32, cute, pipeline
+from cutlass import Int16, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ..layout.shapes import SF_TILE_ROWS
@@ -64,11 +64,11 @@ class StageLoad(NamedTuple):
 		k_start = k_start // self.k_divisor
 		row += self.first_row
 		modes, pairs = len(self.tiler), isinstance(self.tiler[0], tuple)
-		if cutlass.const_expr(modes == 3):
+		if const_expr(modes == 3):
 			row = row // SF_TILE_ROWS
-		if cutlass.const_expr(pairs):
+		if const_expr(pairs):
 			row = (Int32(0), row // 2)
-		if cutlass.const_expr(modes == 3):
+		if const_expr(modes == 3):
 			at = (row, k_start, Int32(0), group)
 			rest = (0, None, 0, 0)
 		else:
@@ -117,7 +117,7 @@ class LoadWarp:
 	def run(self) -> None:
 		for source in self.sources():
 			cpasync.prefetch_descriptor(source.atom)
-		if cutlass.const_expr(self.gather is not None):
+		if const_expr(self.gather is not None):
 			cpasync.prefetch_descriptor(self.gather.atom)
 		tile_state = self.tiles.new_state()
 		ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ab_pipeline.num_stages)
@@ -126,7 +126,7 @@ class LoadWarp:
 		while tile.group >= 0:
 			ab_state = self.fill(tile, ab_state)
 			tile, tile_state = self.tiles.next(tile_state, keeps)
-		if cutlass.const_expr(keeps):
+		if const_expr(keeps):
 			self.tiles.free(tile_state)
 		self.ab_pipeline.producer_tail(ab_state)
 
@@ -136,35 +136,35 @@ class LoadWarp:
 	@cute.jit
 	def load(self, tile: WorkTile, ab_state: pipeline.PipelineState) -> pipeline.PipelineState:
 		k_start, m_group, n_group = tile.k_start, Int32(0), Int32(0)
-		if cutlass.const_expr(self.config.ragged_k):
+		if const_expr(self.config.ragged_k):
 			k_start = RAGGED_ROWS - tile.rows
 			m_group = n_group = (tile.k_start + tile.rows, Int32(RAGGED_ROWS))
-		elif cutlass.const_expr(self.config.grouping == "m_grouped"):
-			if cutlass.const_expr(self.config.tile.swap_ab):
+		elif const_expr(self.config.grouping == "m_grouped"):
+			if const_expr(self.config.tile.swap_ab):
 				m_group = tile.group
 			else:
 				n_group = tile.group
 		copies = []
 		for load in self.operand_m:
-			row = tile.m_sf_row if cutlass.const_expr(load.is_scale) else tile.m_row
+			row = tile.m_sf_row if const_expr(load.is_scale) else tile.m_row
 			copies.append((load, *load.copies(row, k_start, m_group)))
 		for load in self.operand_n:
-			row = tile.n_sf_row if cutlass.const_expr(load.is_scale) else tile.n_row
+			row = tile.n_sf_row if const_expr(load.is_scale) else tile.n_row
 			copies.append((load, *load.copies(row, k_start, n_group)))
 		rows = None
-		if cutlass.const_expr(self.gather is not None):
+		if const_expr(self.gather is not None):
 			rows = self.gather.start(tile, self.gather.cta_rows)
 		num_k_tiles = self.num_k_tiles(tile)
-		if cutlass.const_expr(self.config.mixes_groups):
+		if const_expr(self.config.mixes_groups):
 			if num_k_tiles < _AHEAD:
 				self.tiles.free(self.tiles.new_state())
 		for k_tile in cutlass.range(num_k_tiles, unroll=1):
-			if cutlass.const_expr(self.config.mixes_groups):
+			if const_expr(self.config.mixes_groups):
 				if k_tile == num_k_tiles - _AHEAD:
 					self.tiles.free(self.tiles.new_state())
 			self.ab_pipeline.producer_acquire(ab_state)
 			self.copy_stage(copies, k_tile, ab_state)
-			if cutlass.const_expr(self.gather is not None):
+			if const_expr(self.gather is not None):
 				barrier = self.ab_pipeline.producer_get_barrier(ab_state)
 				self.gather.copy(rows, tile, k_tile, ab_state.index, barrier, self.gather.rows)
 			ab_state.advance()

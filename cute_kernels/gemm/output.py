@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 from cutlass.cute.nvgpu import cpasync
 
 from .loader import TmaSource
@@ -47,11 +46,11 @@ class EpilogueTensors(NamedTuple):
 	def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
 		"""The f of the module, with the amax of A at ``at``: its row or its group."""
 		factor = Float32(1.0)
-		if cutlass.const_expr(self.amax_b is not None):
+		if const_expr(self.amax_b is not None):
 			factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
-		if cutlass.const_expr(self.amax_a is not None):
+		if const_expr(self.amax_a is not None):
 			factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
-		if cutlass.const_expr(self.alpha is not None):
+		if const_expr(self.alpha is not None):
 			factor = factor * self.alpha[group]
 		return factor
 

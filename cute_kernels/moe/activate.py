@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import activated, weighted_gradient
@@ -82,14 +82,14 @@ class ActivateKernel(GridKernel):
 		lane = cute.arch.lane_idx()
 		row = cute.arch.block_idx()[0] * _WARPS + cute.arch.thread_idx()[0] // WARP_SIZE
 		rows, step = x.shape[0], cute.arch.grid_dim()[0] * _WARPS
-		if cutlass.const_expr(offs is not None):
+		if const_expr(offs is not None):
 			rows = group_end(offs, offs.shape[0] - 1, rows)
 		cols = x.shape[1]
-		if cutlass.const_expr(self.act.is_gated):
+		if const_expr(self.act.is_gated):
 			cols = cols // 2
 		while row < rows:
 			p, at, total = Float32(1.0), Int32(-1), Float32(0.0)
-			if cutlass.const_expr(weight is not None):
+			if const_expr(weight is not None):
 				p = Float32(0.0)
 				at = pair[row]
 				if at >= 0 and at < weight.shape[0]:
@@ -98,12 +98,12 @@ class ActivateKernel(GridKernel):
 			# As many turns for all lanes.
 			for _ in cutlass.range((cols + WARP_SIZE * _RUN - 1) // (WARP_SIZE * _RUN), unroll=1):
 				inputs = self.inputs(x, row, column, cols)
-				if cutlass.const_expr(not self.config.gradient):
+				if const_expr(not self.config.gradient):
 					numbers = activated(self.act, False, self.config.arch, inputs)[0]
 					self.store(out, row, column, numbers, column, cols)
 				else:
 					g = self.load(grad, row, column, _RUN, column, cols)
-					if cutlass.const_expr(weight is None):
+					if const_expr(weight is None):
 						made = activated(self.act, True, self.config.arch, [*inputs, g])
 					else:
 						made, a, of_half = weighted_gradient(self.act, self.config, inputs, g, p)
@@ -113,7 +113,7 @@ class ActivateKernel(GridKernel):
 						total = add_rn(add_rn(total, of_half), other)
 					self.store_gradient(out, row, column, made, cols)
 				column += WARP_SIZE * _RUN
-			if cutlass.const_expr(weight is not None):
+			if const_expr(weight is not None):
 				if lane == 0:
 					if at >= 0 and at < weight.shape[0]:
 						dweight[at] = total
@@ -151,15 +151,15 @@ class ActivateKernel(GridKernel):
 	def store(self, x: cute.Tensor, row: Int32, place: Int32, numbers: list[Float32], index: Int32, end: Int32) -> None:
 		"""Write numbers of a row, those whose ``index`` ... < ``end``."""
 		start = x.iterator.toint() + (Int64(row) * x.shape[1] + place) * self.size
-		if cutlass.const_expr(self.config.vectorized):
+		if const_expr(self.config.vectorized):
 			if index < end:
 				words = pack_words(numbers, self.config.dtype)
-				for i in cutlass.range_constexpr(0, len(words), 4):
+				for i in range_constexpr(0, len(words), 4):
 					store_global(start + 4 * i, words[i : i + 4])
 		else:
-			for i in cutlass.range_constexpr(len(numbers)):
+			for i in range_constexpr(len(numbers)):
 				if index + i < end:
-					if cutlass.const_expr(self.size == 2):
+					if const_expr(self.size == 2):
 						word = pack_words([numbers[i], numbers[i]], self.config.dtype)[0]
 						store_global_half(start + i * self.size, word)
 					else:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..device.activations import exponential
 from ..device.constants import WARP_SIZE
@@ -58,39 +57,39 @@ class RouterKernel(GridKernel):
 			lane, experts, top_k = cute.arch.lane_idx(), logits.shape[1], ids.shape[1]
 			s = cute.make_rmem_tensor(self.per_lane, Float32)
 			keys = cute.make_rmem_tensor(self.per_lane, Uint32)
-			for i in cutlass.range_constexpr(self.per_lane):
+			for i in range_constexpr(self.per_lane):
 				s[i], keys[i] = Float32(0.0), Uint32(0)
 				if i * WARP_SIZE + lane < experts:
 					s[i] = logits[token, i * WARP_SIZE + lane]
 					keys[i] = _key(s[i])
-			if cutlass.const_expr(self.config.score == "softmax"):
+			if const_expr(self.config.score == "softmax"):
 				highest, total = _number(self.largest(keys)), Float32(0.0)
-				for i in cutlass.range_constexpr(self.per_lane):
+				for i in range_constexpr(self.per_lane):
 					s[i] = exponential(_op("sub", s[i], highest))
 					if i * WARP_SIZE + lane < experts:
 						total = add_rn(total, s[i])
 				total = _tree(total)
-			for i in cutlass.range_constexpr(self.per_lane):
-				if cutlass.const_expr(self.config.score == "softmax"):
+			for i in range_constexpr(self.per_lane):
+				if const_expr(self.config.score == "softmax"):
 					s[i] = _op("div", s[i], total)
 				else:
 					s[i] = exponential(s[i], sigmoid=True)
 				if i * WARP_SIZE + lane < experts:
 					scores[token, i * WARP_SIZE + lane] = s[i]
 					by = s[i]
-					if cutlass.const_expr(bias is not None):
+					if const_expr(bias is not None):
 						by = add_rn(by, bias[i * WARP_SIZE + lane])
 					keys[i] = _key(by)
-			if cutlass.const_expr(self.config.grouped):
+			if const_expr(self.config.grouped):
 				self.keep_groups(keys, experts // groups, groups, top_groups)
 			is_there = True
-			if cutlass.const_expr(end is not None):
+			if const_expr(end is not None):
 				is_there = token < end[0]
 			total, k = Float32(0.0), Int32(0)
 			while k < top_k:
 				at = self.take(keys, self.largest(keys))
 				w = Float32(0.0)
-				for i in cutlass.range_constexpr(self.per_lane):
+				for i in range_constexpr(self.per_lane):
 					if at == i * WARP_SIZE + lane:
 						w = s[i]
 				w = cute.arch.shuffle_sync(w, at % WARP_SIZE)
@@ -105,7 +104,7 @@ class RouterKernel(GridKernel):
 			while k < top_k:
 				# What this lane wrote.
 				w = weights[token, k]
-				if cutlass.const_expr(self.config.renormalize):
+				if const_expr(self.config.renormalize):
 					w = _op("div", w, total)
 				weights[token, k] = mul_rn(w, factor)
 				k += WARP_SIZE
@@ -114,7 +113,7 @@ class RouterKernel(GridKernel):
 	@cute.jit
 	def largest(self, keys: cute.Tensor) -> Uint32:
 		best = keys[0]
-		for i in cutlass.range_constexpr(1, self.per_lane):
+		for i in range_constexpr(1, self.per_lane):
 			best = _larger(best, keys[i])
 		return cute.arch.warp_redux_sync(best, "max")
 
@@ -122,10 +121,10 @@ class RouterKernel(GridKernel):
 	def take(self, keys: cute.Tensor, best: Uint32) -> Int32:
 		"""The first expert whose key is ``best``; it has none then."""
 		lane, at = cute.arch.lane_idx(), Uint32(_NONE)
-		for i in cutlass.range_constexpr(self.per_lane - 1, -1, -1):
+		for i in range_constexpr(self.per_lane - 1, -1, -1):
 			at = select(keys[i] == best, Uint32(i * WARP_SIZE + lane), at)
 		at = cute.arch.warp_redux_sync(at, "min")
-		for i in cutlass.range_constexpr(self.per_lane):
+		for i in range_constexpr(self.per_lane):
 			keys[i] = select(at == Uint32(i * WARP_SIZE + lane), Uint32(0), keys[i])
 		return Int32(at)
 
@@ -136,7 +135,7 @@ class RouterKernel(GridKernel):
 		of_group = cute.make_rmem_tensor(self.per_lane, Uint32)
 		g = Int32(0)
 		while g < groups:
-			for i in cutlass.range_constexpr(self.per_lane):
+			for i in range_constexpr(self.per_lane):
 				of_group[i] = select((i * WARP_SIZE + lane) // size == g, keys[i], Uint32(0))
 			first = self.largest(of_group)
 			self.take(of_group, first)
@@ -152,7 +151,7 @@ class RouterKernel(GridKernel):
 			if lane == at:
 				mine = Uint32(0)
 			n += 1
-		for i in cutlass.range_constexpr(self.per_lane):
+		for i in range_constexpr(self.per_lane):
 			is_kept = (allowed >> ((i * WARP_SIZE + lane) // size)) & 1
 			keys[i] = select(is_kept != 0, keys[i], Uint32(0))
 
@@ -187,7 +186,7 @@ class RouterGradientKernel(GridKernel):
 		while token < scores.shape[0]:
 			lane, experts, top_k = cute.arch.lane_idx(), scores.shape[1], ids.shape[1]
 			total, dot, k = Float32(0.0), Float32(0.0), Int32(0)
-			if cutlass.const_expr(self.config.renormalize):
+			if const_expr(self.config.renormalize):
 				while k < top_k:
 					at, w = Int32(ids[token, k]), Float32(0.0)
 					if at >= 0:
@@ -198,33 +197,33 @@ class RouterGradientKernel(GridKernel):
 				total = add_rn(total, Float32(TINY))
 				dot = _op("div", dot, total)
 			s, d = (cute.make_rmem_tensor(self.per_lane, Float32) for _ in range(2))
-			for i in cutlass.range_constexpr(self.per_lane):
+			for i in range_constexpr(self.per_lane):
 				s[i], d[i] = Float32(0.0), Float32(0.0)
 				if i * WARP_SIZE + lane < experts:
 					s[i] = scores[token, i * WARP_SIZE + lane]
-					if cutlass.const_expr(dscores is not None):
+					if const_expr(dscores is not None):
 						d[i] = dscores[token, i * WARP_SIZE + lane]
 			k = Int32(0)
 			while k < top_k:
 				at, of_k = Int32(ids[token, k]), mul_rn(dweights[token, k], factor)
-				if cutlass.const_expr(self.config.renormalize):
+				if const_expr(self.config.renormalize):
 					of_k = _op("div", _op("sub", of_k, dot), total)
-				for i in cutlass.range_constexpr(self.per_lane):
+				for i in range_constexpr(self.per_lane):
 					if at == i * WARP_SIZE + lane:
 						d[i] = add_rn(d[i], of_k)
 				k += 1
 			total = Float32(0.0)
-			if cutlass.const_expr(self.config.score == "softmax"):
-				for i in cutlass.range_constexpr(self.per_lane):
+			if const_expr(self.config.score == "softmax"):
+				for i in range_constexpr(self.per_lane):
 					total = add_rn(total, mul_rn(d[i], s[i]))
 				total = _tree(total)
-			for i in cutlass.range_constexpr(self.per_lane):
+			for i in range_constexpr(self.per_lane):
 				made = mul_rn(s[i], _op("sub", d[i], total))
-				if cutlass.const_expr(self.config.score == "sigmoid"):
+				if const_expr(self.config.score == "sigmoid"):
 					made = mul_rn(mul_rn(d[i], s[i]), _op("sub", Float32(1.0), s[i]))
 				if i * WARP_SIZE + lane < experts:
-					if cutlass.const_expr(self.config.in_parts):
-						for j in cutlass.range_constexpr(3):
+					if const_expr(self.config.in_parts):
+						for j in range_constexpr(3):
 							part = made.to(BFloat16)
 							out[token, j * experts + i * WARP_SIZE + lane] = part
 							made = _op("sub", made, part.to(Float32))

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute, range_constexpr
 
 from ..device.constants import WARP_SIZE
 from ..device.launch import DSL_TYPES, compact, env_stream
@@ -105,7 +105,7 @@ class RoutingKernel:
 				self.tell(of_ctas, tid, cta, of_cta)
 			self.cluster_sync()
 			if tid < self.window:
-				for c in cutlass.range_constexpr(self.ctas):
+				for c in range_constexpr(self.ctas):
 					count = of_ctas[tid, c]
 					if cta > c:
 						before += count
@@ -151,14 +151,14 @@ class RoutingKernel:
 		keys = cute.make_rmem_tensor(_LOADS, Int32)
 		start = first + cute.arch.lane_idx()
 		while start < end:
-			for i in cutlass.range_constexpr(_LOADS):
+			for i in range_constexpr(_LOADS):
 				keys[i] = Int32(-1)
 				if start + i * WARP_SIZE < end:
 					local = ids[start + i * WARP_SIZE] - base
 					if local >= 0:
 						if local < width:
 							keys[i] = Int32(local)
-			for i in cutlass.range_constexpr(_LOADS):
+			for i in range_constexpr(_LOADS):
 				if keys[i] >= 0:
 					before = Int32(start + i * WARP_SIZE < mine)
 					pointer = counts.iterator + (keys[i] + (warp + before * self.warps) * self.window)
@@ -212,17 +212,17 @@ class RoutingKernel:
 	@cute.jit
 	def tell(self, of_ctas: cute.Tensor, expert: Int32, cta: Int32, count: Int32) -> None:
 		"""Write this CTA's count of an expert to all CTAs."""
-		if cutlass.const_expr(self.ctas == 1):
+		if const_expr(self.ctas == 1):
 			of_ctas[expert, 0] = count
 		else:
 			at = Int32((of_ctas.iterator + (expert + cta * self.window)).toint())
-			for c in cutlass.range_constexpr(self.ctas):
+			for c in range_constexpr(self.ctas):
 				there = asm("mapa.shared::cluster.u32 $0, $1, $2;", [Int32], [at, Int32(c)])
 				asm_volatile("st.shared::cluster.u32 [$0], $1;", [there, count])
 
 	@cute.jit
 	def cluster_sync(self) -> None:
-		if cutlass.const_expr(self.ctas == 1):
+		if const_expr(self.ctas == 1):
 			cute.arch.sync_threads()
 		else:
 			cute.arch.cluster_arrive()
@@ -231,7 +231,7 @@ class RoutingKernel:
 	@cute.jit
 	def warp_scan(self, value: Int32, lane: Int32) -> Int32:
 		"""Inclusive sum over the lanes up to this one."""
-		for i in cutlass.range_constexpr(5):
+		for i in range_constexpr(5):
 			lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
 			if lane >= 1 << i:
 				value += lower

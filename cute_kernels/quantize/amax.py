@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..device.absmax import absmax_packed, fmax, unpack_absmax, warp_max
 from ..device.constants import WARP_SIZE
@@ -52,7 +52,7 @@ class AmaxKernels:
 		stream: Any,
 	) -> None:
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_THREADS, 1, 1]
-		if cutlass.const_expr(group_amax is not None):
+		if const_expr(group_amax is not None):
 			self.launch_clear(group_amax, num_sms, stream)
 		self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
 
@@ -86,14 +86,14 @@ class AmaxKernels:
 			group = Int32(0)
 			while row < stop:
 				end = stop
-				if cutlass.const_expr(group_amax is not None):
+				if const_expr(group_amax is not None):
 					group, group_end = groups.holding(row, group)
 					end = cutlass.min(stop, group_end)
-				if cutlass.const_expr(row_amax is None):
+				if const_expr(row_amax is None):
 					best = self.absmax(x, row, end)
 				else:
 					best = self.absmax_rows(x, row_amax, row, end)
-				if cutlass.const_expr(group_amax is not None):
+				if const_expr(group_amax is not None):
 					self.merge(group_amax, group, best)
 				row = end
 			index -= warps
@@ -112,7 +112,7 @@ class AmaxKernels:
 	@cute.jit
 	def absmax(self, x: cute.Tensor, row: Int32, end: Int32) -> Float32:
 		"""A lane's part of the absmax of rows up to ``end``, which follow each other."""
-		if cutlass.const_expr(self.maker is not None):
+		if const_expr(self.maker is not None):
 			packed = self.absmax_made(x, row, end)
 		else:
 			row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
@@ -127,7 +127,7 @@ class AmaxKernels:
 		at = cute.arch.lane_idx() * _LOAD_BYTES
 		while at + (_UNROLL - 1) * WARP_SIZE * _LOAD_BYTES < num_bytes:
 			words = [packed]
-			for i in cutlass.range_constexpr(_UNROLL):
+			for i in range_constexpr(_UNROLL):
 				words.extend(load_global(source + (at + i * (WARP_SIZE * _LOAD_BYTES)), 8))
 			packed = absmax_packed(words, self.dtype, self.arch)
 			at += _UNROLL * WARP_SIZE * _LOAD_BYTES
@@ -146,7 +146,7 @@ class AmaxKernels:
 		packed, count = Uint32(0), (end - row) * units
 		for first in cutlass.range(cute.arch.lane_idx(), count, _UNROLL * WARP_SIZE, unroll=1):
 			inputs = []
-			for i in cutlass.range_constexpr(_UNROLL):
+			for i in range_constexpr(_UNROLL):
 				unit = first + i * WARP_SIZE
 				r = unit // units
 				places = self.maker.places(x_at + r * x_bytes, (unit - r * units) * self.maker.unit, cols)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..device.codecs import codec_of
 from ..device.constants import WARP_SIZE
@@ -96,7 +96,7 @@ class Dequantizer(GridKernel):
 	) -> None:
 		groups = Grouping.of(out, offs)
 		cols = out.shape[len(out.shape) - 1]
-		if cutlass.const_expr(self.config.columnwise):
+		if const_expr(self.config.columnwise):
 			parts = (cols + COLUMN_STRIP - 1) // COLUMN_STRIP
 		else:
 			parts = (cols + _ROW_STRIP - 1) // _ROW_STRIP * (QUARTER_ROWS // _ITEM_ROWS)
@@ -114,7 +114,7 @@ class Dequantizer(GridKernel):
 			else:
 				copy = Copy(codes, scales, level)
 				target = out.iterator.toint() + Int64(first) * cols * self.element
-				if cutlass.const_expr(self.config.columnwise):
+				if const_expr(self.config.columnwise):
 					local = groups.local_tile(tile, group)
 					place = SlotTile(local, group, first, count)
 					self.columns.decode(copy, cols, target, place, part)
@@ -122,7 +122,7 @@ class Dequantizer(GridKernel):
 					place = SlotTile(tile, group, first, count)
 					self.rows(copy, cols, target, place, part)
 				item += step
-		if cutlass.const_expr(offs is not None):
+		if const_expr(offs is not None):
 			if fresh != 0:
 				self.clear_tail(out, groups.last_row())
 
@@ -192,15 +192,15 @@ class Dequantizer(GridKernel):
 		num_bytes = self.codec.code_bytes(LANE_COLS)
 		packed = [load_global_if(at.codes + r * at.pitch, num_bytes, r, at.count) for r in rows]
 		levels = self.load_levels(at, rows)
-		for i in cutlass.range_constexpr(0, len(rows), 2):
+		for i in range_constexpr(0, len(rows), 2):
 			scales = (None, None)
-			if cutlass.const_expr(self.codec.has_scales and not self.is_tiled):
+			if const_expr(self.codec.has_scales and not self.is_tiled):
 				scales = tuple(bits_as_f32(word) for word in scale_words[i : i + 2])
-			elif cutlass.const_expr(self.codec.has_scales):
+			elif const_expr(self.codec.has_scales):
 				operands = [scale_words[i], scale_words[i + 1], at.selector]
 				pair = asm("prmt.b32 $0, $1, $2, $3;", [Uint32], operands)
 				scales = self.codec.decode_scales(pair)
-			for n in cutlass.range_constexpr(i, i + 2):
+			for n in range_constexpr(i, i + 2):
 				if rows[n] < at.count:
 					factor = self.codec.decode_factor(scales[n - i], levels[n])
 					numbers = [code * factor for code in self.codec.decode(packed[n])]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..device.codecs import Codec
 from ..device.convert import pack_words
@@ -72,20 +71,20 @@ class ColumnDecoder:
 		if column < cols:
 			codes_at, pitch = self.codes_at(copy.codes, cols, column, quarter, place)
 			packed = []
-			if cutlass.const_expr(self.is_transposed):
+			if const_expr(self.is_transposed):
 				words = self.codec.code_bytes(QUARTER_ROWS) // 4
 				packed = [load_global(codes_at + pitch * c, words) for c in range(LANE_COLS)]
 			factors = self.factors(copy, cols, column, quarter, place)
 			row = quarter * QUARTER_ROWS
 			out_at = target + Int64(row) * cols * self.element + column * self.element
-			for first in cutlass.range_constexpr(0, QUARTER_ROWS, self.step):
+			for first in range_constexpr(0, QUARTER_ROWS, self.step):
 				if row < place.count:
-					if cutlass.const_expr(self.is_transposed):
+					if const_expr(self.is_transposed):
 						numbers = [self.part_of_column(packed[c], factors[c], first) for c in range(LANE_COLS)]
 						rows = [list(of_row) for of_row in zip(*numbers, strict=True)]
 					else:
 						rows = self.eight_rows(codes_at + pitch * first, pitch, factors)
-					for i in cutlass.range_constexpr(self.step):
+					for i in range_constexpr(self.step):
 						if row + i < place.count:
 							at = out_at + Int64(cols) * (i * self.element)
 							store_row(at, rows[i], self.dtype)

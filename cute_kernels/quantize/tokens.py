@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64, const_expr, cute
 
 from ..device.constants import WARP_SIZE
 from ..device.groups import Grouping, group_start
@@ -69,8 +69,8 @@ class TokensQuantizer(RowsQuantizer):
 		"""A team's tokens: rows to codes, and both to all rows of the token."""
 		config, top_k = self.config, index.shape[1]
 		groups = Grouping(offs, offs.shape[0], out.codes.shape[0], Int32(0))
-		if cutlass.const_expr(self.writes_scales):
-			if cutlass.const_expr(self.is_tiled):
+		if const_expr(self.writes_scales):
+			if const_expr(self.is_tiled):
 				self.clear_scale_padding(lane)
 			self.clear_other_slots(groups, out.scales, lane)
 		stage, phase, parity = Int32(0), Int32(0), Int32(0)
@@ -82,7 +82,7 @@ class TokensQuantizer(RowsQuantizer):
 			self.release(shared.empty + slot)
 			stage, phase = self.next_stage(stage, phase)
 			level, g = self.codec.zero_level(), Float32(0.0)
-			if cutlass.const_expr(config.computes_amax):
+			if const_expr(config.computes_amax):
 				g = self.row_amax(a, lane, parity, shared)
 				level = self.codec.second_level(g)
 				parity ^= 1
@@ -92,11 +92,11 @@ class TokensQuantizer(RowsQuantizer):
 					num_places=cutlass.min(top_k - first, Int32(WARP_SIZE)),
 				)
 				row = self.find(index, groups, out, token, first, some)
-				if cutlass.const_expr(config.computes_amax):
+				if const_expr(config.computes_amax):
 					if row >= 0 and lane.lane < WARP_SIZE:
 						out.amax[row] = g
 				self.write_row(words, a, level, Int64(0), Boolean(True), lane.staged, some)
-				if cutlass.const_expr(self.writes_scales):
+				if const_expr(self.writes_scales):
 					self.sync_team(lane.team)
 					self.write_token_scales(out.scales, some)
 					self.sync_team(lane.team)
@@ -115,7 +115,7 @@ class TokensQuantizer(RowsQuantizer):
 				row = Int32(-1)
 			else:
 				codes_at = row_address(out.codes, row)
-				if cutlass.const_expr(self.writes_scales):
+				if const_expr(self.writes_scales):
 					group, _ = groups.holding(row, Int32(0))
 					start = group_start(groups.offs, group, groups.num_rows)
 					slot = row - start + (start // TILE_ROWS + group) * TILE_ROWS

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
-from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute, range_constexpr
 
 from ..device.codecs.base import Level
 from ..device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
@@ -50,11 +49,11 @@ class RowValuesQuantizer(RowsQuantizer):
 		"""
 		twist = self.twist(lane.lane)
 		place = lane.lane % 2 * 128 + lane.lane % self.piece_blocks // 2 * 16
-		for i in cutlass.range_constexpr(0, self.pieces_per_lane, 2):
+		for i in range_constexpr(0, self.pieces_per_lane, 2):
 			last = min(i + 1, self.pieces_per_lane - 1)
 			scale_bytes, *factors = self.codec.block_scales(a[i], a[last], level)
 			scales = scales_as_fp16(scale_bytes.to(Uint32))
-			for j in cutlass.range_constexpr(i, last + 1):
+			for j in range_constexpr(i, last + 1):
 				block = lane.of_row + j * self.lanes_per_row
 				pair = self.codec.encode_row(self.block(words, j), factors[j - i])
 				first = block // self.piece_blocks * self.piece_blocks

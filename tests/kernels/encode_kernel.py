@@ -3,8 +3,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import cutlass
-from cutlass import Float32, Uint32, cute
+from cutlass import Float32, Uint32, const_expr, cute
 from cutlass.cute.runtime import make_fake_compact_tensor
 
 from cute_kernels.device.codecs import codec_of
@@ -48,7 +47,7 @@ class EncodeKernel:
 		i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
 		if i < blocks.shape[0]:
 			words = [blocks[i, w] for w in range(blocks.shape[1])]
-			if cutlass.const_expr(self.is_stochastic):
+			if const_expr(self.is_stochastic):
 				drawn = [draws[i, w] for w in range(4)]
 				pair = self.codec.round_row(words, factors[i], drawn)
 			else:

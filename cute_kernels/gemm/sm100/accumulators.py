@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from .config import Sm100GemmConfig
@@ -53,14 +53,14 @@ class AccReader:
 
 	@cute.jit
 	def wait(self, state: pipeline.PipelineState) -> None:
-		if cutlass.const_expr(self.own is None):
+		if const_expr(self.own is None):
 			self.acc_pipeline.consumer_wait(state)
 
 	@cute.jit
 	def block_at(self, step: Int32, num_blocks: Int32, state: pipeline.PipelineState) -> Int32:
 		"""The block of ``num_blocks`` to read in the ``step``-th place."""
 		block = step
-		if cutlass.const_expr(self.overlap > 0):
+		if const_expr(self.overlap > 0):
 			if state.phase == 0:
 				block = num_blocks - 1 - step
 		return block
@@ -72,8 +72,8 @@ class AccReader:
 		Frees the accumulator for the MMA warp as soon as it may be overwritten.
 		"""
 		values = cute.make_rmem_tensor(self.shape, Float32)
-		stage = state.phase if cutlass.const_expr(self.overlap > 0) else state.index
-		if cutlass.const_expr(self.own is not None):
+		stage = state.phase if const_expr(self.overlap > 0) else state.index
+		if const_expr(self.own is not None):
 			stage = self.own
 		# Lanes may have parted ways over the last block; a load takes the whole warp.
 		cute.arch.sync_warp()
@@ -81,9 +81,9 @@ class AccReader:
 		cute.copy(self.copy, self.blocks[None, None, None, block, stage], values)
 		cute.arch.fence_view_async_tmem_load()
 		last = num_blocks
-		if cutlass.const_expr(self.overlap > 0):
+		if const_expr(self.overlap > 0):
 			last = cutlass.min(Int32(self.shared_blocks), num_blocks)
-		if cutlass.const_expr(self.own is None):
+		if const_expr(self.own is None):
 			if step == last - 1:
 				cute.arch.sync_warp()
 				with cute.arch.elect_one():

@@ -11,7 +11,7 @@ group has.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
@@ -71,7 +71,7 @@ class SwappedEpilogue:
 	def finish(self, tile: WorkTile, acc_state: pipeline.PipelineState) -> None:
 		config = self.config
 		row, col, sf_row = tile.n_row, tile.m_row, tile.n_sf_row
-		if cutlass.const_expr(config.tile.swap_partial):
+		if const_expr(config.tile.swap_partial):
 			row, col, sf_row = tile.m_row, tile.n_row, tile.m_sf_row
 			# Blocks of the tile before may still be on their way out of the same memory.
 			cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -82,7 +82,7 @@ class SwappedEpilogue:
 		first = self.acc.block_at(Int32(0), num_blocks, acc_state) * SWAPPED_BLOCK
 		factor = self.load_factor(tile.group, row + first, rows - first)
 		biases = self.load_biases(tile.group, col)
-		if cutlass.const_expr(config.result is not None):
+		if const_expr(config.result is not None):
 			level = self.quantized.level(tile.group)
 			# Amaxes of the tile before have been read.
 			self.quantized.sync()
@@ -93,22 +93,22 @@ class SwappedEpilogue:
 			if step + 1 < num_blocks:
 				after = self.acc.block_at(step + 1, num_blocks, acc_state) * SWAPPED_BLOCK
 				factor = self.load_factor(tile.group, row + after, rows - after)
-			if cutlass.const_expr(self.block_store is not None):
+			if const_expr(self.block_store is not None):
 				# All lanes wait for this before they write: there is a barrier in between.
 				cute.arch.cp_async_bulk_wait_group(1, read=True)
 			values = self.acc.read(step, num_blocks, acc_state)
 			self.rescale(values, factors, biases)
-			if cutlass.const_expr(config.accumulate):
+			if const_expr(config.accumulate):
 				self.add_output(values, tile.group, row + first, rows - first, col)
-			slot = step % 2 if cutlass.const_expr(self.block_store is not None) else Int32(0)
+			slot = step % 2 if const_expr(self.block_store is not None) else Int32(0)
 			block = self.staged + slot * self.block_bytes
 			self.stage(values, block)
-			if cutlass.const_expr(config.result is not None):
+			if const_expr(config.result is not None):
 				cute.arch.sync_warp()
 				vectors = [load_shared(self.chunk_at(block, self.lane, i), 4) for i in range(self.chunks)]
 				at = first + self.lane
 				self.quantized.store(vectors, row + at, sf_row + at, rows - at, col, step, level)
-			elif cutlass.const_expr(self.block_store is None):
+			elif const_expr(self.block_store is None):
 				cute.arch.sync_warp()
 				self.store(block, tile.group, row + first, rows - first, col)
 			elif rows - first >= SWAPPED_BLOCK:
@@ -119,10 +119,10 @@ class SwappedEpilogue:
 			else:
 				cute.arch.sync_warp()
 				self.store(block, tile.group, row + first, rows - first, col)
-		if cutlass.const_expr(config.result is not None):
+		if const_expr(config.result is not None):
 			if tile.rows <= config.tile.n:
 				self.quantized.finish(sf_row, num_blocks * SWAPPED_BLOCK, rows, col)
-		if cutlass.const_expr(self.block_store is not None):
+		if const_expr(self.block_store is not None):
 			# The next tile may stage blocks of another size in the same memory.
 			cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -132,14 +132,14 @@ class SwappedEpilogue:
 	@cute.jit
 	def load_biases(self, group: Int32, col: Int32) -> cute.Tensor | None:
 		bias = self.tensors.bias
-		if cutlass.const_expr(bias is None):
+		if const_expr(bias is None):
 			return None
 		out = cute.make_rmem_tensor(_FRAGMENTS, Float32)
 		out.fill(0.0)
-		for i in cutlass.range_constexpr(_FRAGMENTS):
+		for i in range_constexpr(_FRAGMENTS):
 			at = col + i * _FRAGMENT + self.lane // 4
 			if at < bias.shape[1]:
-				if cutlass.const_expr(self.config.pairs_rows):
+				if const_expr(self.config.pairs_rows):
 					at = at // 2 + at % 2 * (bias.shape[1] // 2)
 				out[i] = bias[group, at].to(Float32)
 		return out
@@ -148,20 +148,20 @@ class SwappedEpilogue:
 	def load_factor(self, group: Int32, row: Int32, rows: Int32) -> Float32:
 		"""The factor of one row of a block for each lane, 1 where there is none."""
 		factor = Float32(1.0)
-		if cutlass.const_expr(self.tensors.has_factor):
+		if const_expr(self.tensors.has_factor):
 			if self.lane < rows:
-				at = row + self.lane if cutlass.const_expr(self.config.row_scaled) else group
+				at = row + self.lane if const_expr(self.config.row_scaled) else group
 				factor = self.tensors.factor(self.config, group, at)
 		return factor
 
 	@cute.jit
 	def exchange(self, factor: Float32) -> cute.Tensor | None:
 		"""Factors of this thread's rows, two in each of four fragments, from the lanes' factors."""
-		if cutlass.const_expr(not self.tensors.has_factor):
+		if const_expr(not self.tensors.has_factor):
 			return None
 		cute.arch.sync_warp()
 		out = cute.make_rmem_tensor(2 * _FRAGMENTS, Float32)
-		for i in cutlass.range_constexpr(2 * _FRAGMENTS):
+		for i in range_constexpr(2 * _FRAGMENTS):
 			source = self.fragment_row() + (i // 2 * _FRAGMENT + i % 2)
 			out[i] = cute.arch.shuffle_sync(factor, source)
 		return out
@@ -185,7 +185,7 @@ class SwappedEpilogue:
 		out = self.tensors.out
 		terms = cute.make_rmem_tensor(cute.size(values), Float32)
 		terms.fill(0.0)
-		for i in cutlass.range_constexpr(cute.size(values)):
+		for i in range_constexpr(cute.size(values)):
 			col_part, row_part = _parts(i)
 			at_row = row_part * _FRAGMENT + self.fragment_row() + i % 2
 			at_col = col + col_part * _FRAGMENT + self.lane // 4
@@ -210,8 +210,8 @@ class SwappedEpilogue:
 	@cute.jit
 	def stage(self, values: cute.Tensor, block: Int32) -> None:
 		"""Write a block into shared memory at ``block``, rounded and transposed."""
-		if cutlass.const_expr(self.out_type.width == 16):
-			for row_part in cutlass.range_constexpr(_FRAGMENTS):
+		if const_expr(self.out_type.width == 16):
+			for row_part in range_constexpr(_FRAGMENTS):
 				# Lanes 8 i to 8 i + 7 address the rows of the fragment of columns 8 i to 8 i + 7.
 				place = self.chunk_at(block, row_part * _FRAGMENT + self.lane % 8, self.lane // 8)
 				fragments = [
@@ -220,7 +220,7 @@ class SwappedEpilogue:
 				]
 				asm_volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};", (place, *fragments))
 		else:
-			for i in cutlass.range_constexpr(cute.size(values)):
+			for i in range_constexpr(cute.size(values)):
 				col_part, row_part = _parts(i)
 				row = row_part * _FRAGMENT + self.fragment_row() + i % 2
 				# A fragment is two chunks wide.
@@ -238,14 +238,14 @@ class SwappedEpilogue:
 		col += chunk * per_chunk
 		offset = out_offset(self.config, out, group, row + own_row, col)
 		vector = cute.make_layout(per_chunk)
-		if cutlass.const_expr(self.config.activation is not None):
+		if const_expr(self.config.activation is not None):
 			window = Window.of(self.config, self.tensors, group, row + own_row, col, rows - own_row)
 			places = [(i, 0) for i in range(0, SWAPPED_BLOCK, rows_at_once)]
 			vectors = [load_shared(self.chunk_at(block, own_row + i, chunk), 4) for i, _ in places]
-			for i in cutlass.range_constexpr(0, len(places), 2):
+			for i in range_constexpr(0, len(places), 2):
 				store_activated(self.config, vectors[i : i + 2], window, places[i : i + 2])
 		elif col < out.shape[2]:
-			for i in cutlass.range_constexpr(SWAPPED_BLOCK // rows_at_once):
+			for i in range_constexpr(SWAPPED_BLOCK // rows_at_once):
 				at = own_row + i * rows_at_once
 				if at < rows:
 					pointer = cute.make_ptr(

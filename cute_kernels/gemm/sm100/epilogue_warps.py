@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, const_expr, cute, range_constexpr
 
 from ..output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
 from ..scheduler import TileReader, WorkTile
@@ -50,24 +50,24 @@ class EpilogueWarps:
 		tile, tile_state = self.tiles.next(tile_state)
 		while tile.group >= 0:
 			if tile.k_blocks == 0:
-				if cutlass.const_expr(self.config.writes_zeros):
+				if const_expr(self.config.writes_zeros):
 					self.store_zeros(tile)
 			else:
-				if cutlass.const_expr(self.promoter is not None):
+				if const_expr(self.promoter is not None):
 					acc_state = self.promoter.run(tile, acc_state)
-				if cutlass.const_expr(tile_shape.swap_ab):
+				if const_expr(tile_shape.swap_ab):
 					self.swapped.finish(tile, acc_state)
-				elif cutlass.const_expr(tile_shape.swap_partial):
+				elif const_expr(tile_shape.swap_partial):
 					if tile.rows < tile_shape.rows:
 						self.swapped.finish(tile, acc_state)
 					else:
 						stage = self.direct.finish(tile, acc_state, stage)
 				else:
 					stage = self.direct.finish(tile, acc_state, stage)
-				if cutlass.const_expr(self.promoter is None):
+				if const_expr(self.promoter is None):
 					acc_state.advance()
 			tile, tile_state = self.tiles.next(tile_state)
-		if cutlass.const_expr(self.direct is not None):
+		if const_expr(self.direct is not None):
 			self.direct.store_pipeline.producer_tail()
 
 	@cute.jit
@@ -76,13 +76,13 @@ class EpilogueWarps:
 		out, config = self.tensors.out, self.config
 		z = self.tensors.z
 		row, col, rows = tile.m_row, tile.n_row, tile.rows
-		if cutlass.const_expr(config.tile.swap_ab):
+		if const_expr(config.tile.swap_ab):
 			row, col = tile.n_row, tile.m_row
 			rows = cutlass.min(rows, config.tile.n)
 			num_cols = config.tile.m
 		else:
 			row += self.cta_row
-			if cutlass.const_expr(config.grouping == "k_grouped"):
+			if const_expr(config.grouping == "k_grouped"):
 				rows = out.shape[1] - row
 			else:
 				rows -= self.cta_row
@@ -90,12 +90,12 @@ class EpilogueWarps:
 			num_cols = config.tile.n
 		halves = 1 + config.is_gated
 		blocks = [(out, col // halves, num_cols // halves, out.shape[2])]
-		if cutlass.const_expr(z is not None and config.pairs_rows):
+		if const_expr(z is not None and config.pairs_rows):
 			blocks.append((z, *blocks[0][1:]))
 			blocks.append((z, col // 2 + out.shape[2], num_cols // 2, z.shape[2]))
-		elif cutlass.const_expr(z is not None):
+		elif const_expr(z is not None):
 			blocks.append((z, col, num_cols, z.shape[2]))
-		for i in cutlass.range_constexpr(len(blocks)):
+		for i in range_constexpr(len(blocks)):
 			self.zero(*blocks[i], tile.group, row, rows)
 
 	@cute.jit

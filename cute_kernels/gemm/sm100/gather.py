@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, const_expr, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import cpasync, tcgen05
@@ -77,7 +76,7 @@ class GatherLoad:
 	def start(self, tile: WorkTile, cta_rows: Any) -> cute.Tensor:
 		"""The rows of this lane's first copies; the CTA before this one has ``cta_rows`` of the tile's, or all of K."""
 		rows = cute.make_rmem_tensor(_ROWS, Int32)
-		if cutlass.const_expr(self.along_k):
+		if const_expr(self.along_k):
 			self.list_rows(rows, tile.k_start, tile.rows)
 		else:
 			first = self.cta * cta_rows
@@ -98,12 +97,12 @@ class GatherLoad:
 	) -> None:
 		"""Fill the ``k_tile``-th stage of a tile, but for rows from ``end`` on, and read the next one's rows."""
 		column = k_tile * self.width
-		if cutlass.const_expr(self.along_k):
+		if const_expr(self.along_k):
 			column = tile.n_row + self.cta * self.cta_rows + self.panel * self.width
 		is_copied = Int32(self.copies_rows & (self.row < end))
 		place, barrier = self.shared + stage * self.stage_bytes, barrier.toint() & self.barrier_mask
 		self.issue([place, _address(self.atom), column, *(rows[i] for i in range(_ROWS)), barrier, is_copied])
-		if cutlass.const_expr(self.along_k):
+		if const_expr(self.along_k):
 			done = (k_tile + 1) * self.rows
 			self.list_rows(rows, tile.k_start + done, tile.rows - done)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.utils import blackwell_helpers
 
@@ -126,27 +126,27 @@ class Sm100Gemm:
 		x, stream = GemmArguments(*args[:-1]), args[-1]
 		m, n, m_scales, n_scales = x.in_order(config)
 		operands, depth = (m, n), None
-		if cutlass.const_expr(config.grouping == "m_grouped"):
+		if const_expr(config.grouping == "m_grouped"):
 			# B may be padded along K, A never is.
 			depth = x.a.shape[1] * (x.a.element_type.width // config.kind.bits)
 		m = self.matrix(m, config.m_kind, config.mn_major[0], depth)
 		n = self.matrix(n, config.n_kind, config.mn_major[1], depth)
-		if cutlass.const_expr(config.pairs_rows):
+		if const_expr(config.pairs_rows):
 			m, n = (paired_rows(m), n) if config.tile.swap_ab else (m, paired_rows(n))
 		promoted = None
-		if cutlass.const_expr(config.promotes):
+		if const_expr(config.promotes):
 			promoted = tuple(
 				(row_scales_view if of_rows else squares_view)(x)
 				for x, of_rows in zip((m_scales, n_scales), config.row_scales, strict=True)
 			)
-		if cutlass.const_expr(config.mma_kind.is_block_scaled):
+		if const_expr(config.mma_kind.is_block_scaled):
 			m_scales = scales_view(m_scales, config.mma_kind)
 			n_scales = scales_view(n_scales, config.mma_kind)
 		scales = (m_scales, n_scales)
 		sources = self.sources(layouts, m, n, *scales)._replace(
 			**codes_sources(config, layouts.stages, operands, scales, depth)
 		)
-		if cutlass.const_expr(config.gathered):
+		if const_expr(config.gathered):
 			sources = sources._replace(rows=row_source(config, x.b if config.grouping == "k_grouped" else x.a))
 		tensors = EpilogueTensors.of(x)
 		stores = self.stores(layouts, tensors.out, tensors.z)
@@ -268,7 +268,7 @@ class Sm100Gemm:
 		acc_layout = layouts.acc_layout()
 		staged_out = self.allocate_output(smem, layouts)
 		column_scales = None
-		if cutlass.const_expr(config.column_scale_bytes > 0):
+		if const_expr(config.column_scale_bytes > 0):
 			words = config.column_scale_bytes // 4
 			column_scales = smem.allocate_array(Float32, words, byte_alignment=16)
 		pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
@@ -280,10 +280,10 @@ class Sm100Gemm:
 			sources = paired(Sources, source_atoms, source_tensors)
 			loads = StageLoads(layouts, tiled_mma, tiled_mma_sf, cta)
 			gather = None
-			if cutlass.const_expr(config.gathered):
+			if const_expr(config.gathered):
 				gather = GatherLoad(config, sources.rows.atom, rows, shared, cta)
 			self.load_warp(loads, sources, shared, tiles, ab_pipeline, gather).run()
-		if cutlass.const_expr(config.codes):
+		if const_expr(config.codes):
 			if warp == warps.codes_load_warp_id:
 				sources = paired(Sources, source_atoms, source_tensors)
 				codes_load_warp(config, sources, shared, cta, tiles, codes_pipeline).run()
@@ -302,24 +302,24 @@ class Sm100Gemm:
 			cta_row = cta * (config.tile.m // config.tile.num_ctas)
 			acc = cute.make_tensor(pointer, acc_layout)
 			direct = swapped = None
-			if cutlass.const_expr(not config.tile.swap_ab):
+			if const_expr(not config.tile.swap_ab):
 				halves = cute.make_tensor(staged_out.iterator, layouts.halves.outer)
 				of_out = halves if config.is_gated else staged_out
 				store = z_store = None
-				if cutlass.const_expr(config.result is None):
+				if const_expr(config.result is None):
 					store = OutputStore(store_atoms.direct, store_tensors.direct, of_out)
-				if cutlass.const_expr(config.keeps_z):
+				if const_expr(config.keeps_z):
 					z_store = OutputStore(store_atoms.z, store_tensors.z, halves if config.pairs_rows else staged_out)
 				direct = Epilogue(config, tensors, store, z_store, acc, cta_row, acc_pipeline)
-			if cutlass.const_expr(config.tile.may_swap):
+			if const_expr(config.tile.may_swap):
 				store = None
-				if cutlass.const_expr(layouts.swapped_out is not None):
+				if const_expr(layouts.swapped_out is not None):
 					blocks = cute.make_tensor(staged_out.iterator, layouts.swapped_out.outer)
 					store = OutputStore(store_atoms.swapped, store_tensors.swapped, blocks)
 				staged = staged_out.iterator
 				swapped = SwappedEpilogue(config, tensors, staged, store, acc, cta_row, acc_pipeline)
 			promoter = None
-			if cutlass.const_expr(promoted is not None):
+			if const_expr(promoted is not None):
 				promoter = Promoter(config, promoted, acc, column_scales, cta_row, acc_pipeline)
 			EpilogueWarps(config, tensors, direct, swapped, cta_row, tiles, promoter).run()
 			tmem.relinquish_alloc_permit()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, cute, pipeline
+from cutlass import Int32, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...layout.shapes import SF_TILE_COLS, SF_TILE_ROWS
@@ -41,12 +41,12 @@ class OperandLoad(NamedTuple):
 @cute.jit
 def _tile_copies(load: OperandLoad, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
 	"""Source tiles along K, ((atom, rest), K tiles), and stages ((atom, rest), stages)."""
-	if cutlass.const_expr(load.is_scale):
+	if const_expr(load.is_scale):
 		# Scale tiles are addressed by the tile: rows and K within one are hierarchical modes.
 		row = ((Int32(0), Int32(0)), row // SF_TILE_ROWS)
 		vec_size = load.source.tensor.shape[1][0][0]
 		k_start = ((Int32(0), Int32(0)), k_start // (vec_size * SF_TILE_COLS))
-	elif cutlass.const_expr(isinstance(load.source.tensor.shape[0], tuple)):
+	elif const_expr(isinstance(load.source.tensor.shape[0], tuple)):
 		# Rows of two halves by turns.
 		row = (Int32(0), row // 2)
 	origin = cute.domain_offset((row, k_start, group), load.source.tensor)
@@ -58,7 +58,7 @@ def _tile_copies(load: OperandLoad, row: Int32, k_start: Int32, group: Any) -> t
 		cute.group_modes(load.shared, 0, 3),
 		cute.group_modes(load.partition(tiles), 0, 3),
 	)
-	if cutlass.const_expr(load.is_scale):
+	if const_expr(load.is_scale):
 		to_shared, from_global = cute.filter_zeros(to_shared), cute.filter_zeros(from_global)
 	return from_global, to_shared
 
@@ -175,7 +175,7 @@ class SwappingLoadWarp(LoadWarp):
 		rows = config.instruction_n(tile.rows) // num_ctas
 		num_boxes = (rows + (BOX_ROWS - 1)) // BOX_ROWS
 		box_from = box_to = listed = None
-		if cutlass.const_expr(self.gather is None):
+		if const_expr(self.gather is None):
 			box_from, box_to = _box_copies(partial.boxes, tile.m_row + partial.cta * rows, config.mma_tiler_mnk[2])
 		else:
 			listed = self.gather.start(tile, rows)
@@ -199,7 +199,7 @@ class SwappingLoadWarp(LoadWarp):
 				self.ab_pipeline.sync_object_full.arrive_and_expect_tx(ab_state.index, stage_bytes * num_ctas)
 			self.copy_stage(copies, k_tile, ab_state)
 			barrier = self.ab_pipeline.producer_get_barrier(ab_state)
-			if cutlass.const_expr(self.gather is not None):
+			if const_expr(self.gather is not None):
 				self.gather.copy(listed, tile, k_tile, ab_state.index, barrier, num_boxes * BOX_ROWS)
 			else:
 				for box in cutlass.range(num_boxes, unroll=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute, pipeline
+from cutlass import Boolean, Int32, Int64, const_expr, cute, pipeline, range_constexpr
 
 from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
 from ..scheduler import TileReader, WorkTile
@@ -79,21 +79,21 @@ class StageMma:
 		m, n = self.m.first, self.n.first
 		blocks = self.m.block, self.n.block
 		cols = Int32(config.tile.n)
-		if cutlass.const_expr(config.tile.swap_ab):
+		if const_expr(config.tile.swap_ab):
 			cols = config.instruction_n(cutlass.min(tile.rows, config.tile.n))
 		instruction = umma.instruction_descriptor((self.m, self.n), config.tile.m, cols)
-		if cutlass.const_expr(config.tile.swap_partial):
+		if const_expr(config.tile.swap_partial):
 			fitted = config.instruction_n(tile.rows)
 			swapped = umma.instruction_descriptor((self.n, self.m), config.tile.m, fitted)
 			first, second = self.m.first, self.n.first
 			if tile.rows < config.tile.rows:
 				m, n, instruction = second, first, swapped
-			if cutlass.const_expr(self.m.block != self.n.block):
+			if const_expr(self.m.block != self.n.block):
 				# Another choice of values is more than CuTe DSL 4.8 compiles.
 				more = Int64(tile.rows < config.tile.rows) * (self.n.block - self.m.block)
 				blocks = self.m.block + more, self.n.block - more
 		scales = tuple(self.tmem + x.column for x in self.scales)
-		if cutlass.const_expr(config.mma_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
+		if const_expr(config.mma_kind.is_block_scaled and config.tile.n < SF_TILE_ROWS):
 			# A scale tile has four columns of 32 rows each.
 			scales = (scales[0], scales[1] + ((tile.n_sf_row & (SF_TILE_ROWS - 1)) >> 5))
 		acc = self.tmem + which * self.acc_stride
@@ -111,7 +111,7 @@ class StageMma:
 		with cute.arch.elect_one():
 			for scales in self.scales:
 				scales.copy(self.tmem, stage, self.config.tile.num_ctas)
-			for k_block in cutlass.range_constexpr(K_BLOCKS):
+			for k_block in range_constexpr(K_BLOCKS):
 				self.issue(tile, m, n, k_block, k_tile, left)
 
 	def issue(self, tile: _StartedTile, m: Int64, n: Int64, k_block: int, k_tile: Int32, left: Int32) -> None:
@@ -160,14 +160,14 @@ class MmaWarp:
 		acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.acc_pipeline.num_stages)
 		tile, tile_state = self.tiles.next(tile_state)
 		while tile.group >= 0:
-			if cutlass.const_expr(self.mma.config.promotes):
+			if const_expr(self.mma.config.promotes):
 				if tile.k_blocks > 0 and self.is_leader:
 					ab_state, acc_state = self.multiply_apart(tile, ab_state, acc_state)
 			elif tile.k_blocks > 0 and self.is_leader:
 				self.acc_pipeline.producer_acquire(acc_state)
 				# Overlapping accumulators have one barrier and take turns with its phase.
 				which = acc_state.index
-				if cutlass.const_expr(self.acc_pipeline.num_stages == 1):
+				if const_expr(self.acc_pipeline.num_stages == 1):
 					which = acc_state.phase ^ 1
 				started = self.mma.start(tile, which)
 				for k_tile in cutlass.range(self.k_tiles(tile), unroll=1):

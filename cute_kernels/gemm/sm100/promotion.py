@@ -11,7 +11,7 @@ K ahead; those of columns, which every thread needs, go through shared memory.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
@@ -99,29 +99,29 @@ class Promoter:
 		k_tiles = tile.k_tiles(self.config)
 		block = tile.k_start // self.config.mma_tiler_mnk[2]
 		live = Int32(self.columns)
-		if cutlass.const_expr(self.config.tile.swap_ab):
+		if const_expr(self.config.tile.swap_ab):
 			live = cutlass.min(tile.rows, self.columns)
 		num_parts = (live + (_COLUMNS - 1)) // _COLUMNS
 		sums = cute.make_rmem_tensor(self.columns, Float32)
 		sums.fill(0.0)
 		count = 1 + self.config.pairs_rows
-		if cutlass.const_expr(self.has_columns):
+		if const_expr(self.has_columns):
 			count = self.columns // WARP_SIZE
 		columns = cute.make_rmem_tensor(count, Float32)
 		self.fill(columns, self.of_columns(tile, block))
 		row = self.of_row(tile, block)
 		for k_tile in cutlass.range(k_tiles, unroll=1):
 			m, n, place = row, [columns[i % count] for i in range(_VECTOR)], Int32(0)
-			if cutlass.const_expr(self.has_columns):
+			if const_expr(self.has_columns):
 				place = self.staged + k_tile % 2 * (self.columns * 4)
-				for i in cutlass.range_constexpr(count):
+				for i in range_constexpr(count):
 					at = place + (i * WARP_SIZE + self.lane) * 4
 					store_shared(at, [f32_as_bits(columns[i])])
 				cute.arch.sync_warp()
 			row = self.of_row(tile, block + k_tile + 1)
 			self.fill(columns, self.of_columns(tile, block + k_tile + 1))
 			self.acc_pipeline.consumer_wait(state)
-			for part in cutlass.range_constexpr(self.columns // _COLUMNS):
+			for part in range_constexpr(self.columns // _COLUMNS):
 				if part < num_parts:
 					values = self.partial.read(Int32(part), num_parts, state)
 					self.add(sums, values, part * _COLUMNS, m, n, place)
@@ -155,7 +155,7 @@ class Promoter:
 		whole = cute.make_identity_tensor((128, _COLUMNS))
 		shape = thread.partition_S(whole).shape
 		cute.arch.sync_warp()
-		for part in cutlass.range_constexpr(self.columns // _COLUMNS):
+		for part in range_constexpr(self.columns // _COLUMNS):
 			source = cute.make_tensor(sums.iterator + part * _COLUMNS, cute.make_layout(shape))
 			target = thread.partition_D(self.total[None, None, part])
 			cute.copy(self.store, source, target)

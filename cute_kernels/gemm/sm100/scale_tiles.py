@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
 from ...device.constants import WARP_SIZE
@@ -77,13 +77,13 @@ class ScaleTilesKernel:
 	) -> None:
 		config = self.config
 		a_count, b_count = Int32(0), cute.size(b_tiles) // SF_TILE_BYTES
-		if cutlass.const_expr(a_tiles is not None):
+		if const_expr(a_tiles is not None):
 			a_count = cute.size(a_tiles) // SF_TILE_BYTES
 		first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
 		step = cute.arch.grid_dim()[0] * _WARPS
 		for item in cutlass.range(first, a_count + b_count, step, unroll=1):
 			if item < a_count:
-				if cutlass.const_expr(a is not None):
+				if const_expr(a is not None):
 					self.convert(a, config.a_squares, a_tiles, item, None)
 			else:
 				self.convert(b, config.b_squares, b_tiles, item - a_count, half if config.pairs_rows else None)
@@ -96,21 +96,21 @@ class ScaleTilesKernel:
 		block, rest = item % blocks, item // blocks
 		row_tile, group = rest % row_tiles, rest // row_tiles
 		words = cute.make_rmem_tensor(4, Uint32)
-		for i in cutlass.range_constexpr(4):
+		for i in range_constexpr(4):
 			row, is_there = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane, True
-			if cutlass.const_expr(half is not None):
+			if const_expr(half is not None):
 				is_there = row < 2 * half
 				row = row // 2 + row % 2 * half
-			if cutlass.const_expr(self.config.has_tiles):
+			if const_expr(self.config.has_tiles):
 				words[i] = Uint32(0)
 				if is_there:
 					words[i] = Uint32(scales[row // SF_TILE_ROWS, block, row_in_tile(row) // 4, group])
 			else:
 				value = Float32(0.0)
-				if cutlass.const_expr(not squares):
+				if const_expr(not squares):
 					is_there = row < scales.shape[1]
 				if is_there:
-					if cutlass.const_expr(squares):
+					if const_expr(squares):
 						value = scales[row // SF_TILE_ROWS, block, group]
 					else:
 						value = scales[block, row, group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
 from ..scheduler import TileReader, WorkTile
@@ -92,30 +92,30 @@ class Consumer:
 	def run(self) -> None:
 		tile_state = self.tiles.new_state()
 		ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.ab_pipeline.num_stages)
-		if cutlass.const_expr(self.config.is_ping_pong):
+		if const_expr(self.config.is_ping_pong):
 			self.ping_pong.start()
 		tile, tile_state = self.tiles.next(tile_state)
 		while tile.group >= 0:
 			self.acc.fill(0.0)
 			factors = self.epilogue.load_factors(tile)
-			if cutlass.const_expr(self.config.skips_rows):
+			if const_expr(self.config.skips_rows):
 				if tile.rows > self.epilogue.first_m:
 					ab_state = self.multiply_tile(tile, ab_state)
 				else:
 					ab_state = self.pass_by(tile, ab_state)
 			else:
 				ab_state = self.multiply_tile(tile, ab_state)
-			if cutlass.const_expr(self.config.is_ping_pong):
+			if const_expr(self.config.is_ping_pong):
 				self.ping_pong.begin()
 			self.epilogue.store(self.acc, factors, tile)
-			if cutlass.const_expr(self.config.is_ping_pong):
+			if const_expr(self.config.is_ping_pong):
 				self.ping_pong.end()
 			tile, tile_state = self.tiles.next(tile_state)
-		if cutlass.const_expr(self.config.is_ping_pong):
+		if const_expr(self.config.is_ping_pong):
 			self.ping_pong.finish()
-		if cutlass.const_expr(self.config.stores_by_tma):
+		if const_expr(self.config.stores_by_tma):
 			cute.arch.cp_async_bulk_wait_group(0, read=True)
-		if cutlass.const_expr(self.config.stores_apart):
+		if const_expr(self.config.stores_apart):
 			# So that no barrier is left half-way.
 			self.epilogue.wait_free()
 
@@ -127,7 +127,7 @@ class Consumer:
 
 	@cute.jit
 	def multiply_tile(self, tile: WorkTile, state: Any) -> Any:
-		if cutlass.const_expr(self.config.promotes):
+		if const_expr(self.config.promotes):
 			state = self.multiply_promoted(tile, state)
 		else:
 			state = self.multiply_fitted(tile, state, 0)
@@ -144,7 +144,7 @@ class Consumer:
 	@cute.jit
 	def multiply_fitted(self, tile: WorkTile, state: Any, index: int) -> Any:
 		"""``multiply`` with the first width from the ``index``-th on that holds the tile's rows."""
-		if cutlass.const_expr(index + 1 == len(self.products)):
+		if const_expr(index + 1 == len(self.products)):
 			state = self.multiply(tile, state, self.products[index])
 		else:
 			if tile.rows <= self.config.widths[index]:
@@ -173,22 +173,22 @@ class Consumer:
 		scales = None
 		for part, product in enumerate(self.parts):
 			warpgroup.fence()
-			for block in cutlass.range_constexpr(self.config.k_blocks):
+			for block in range_constexpr(self.config.k_blocks):
 				at = (None, None, block, state.index)
 				mma = product.fresh if block == 0 else product.tiled_mma
 				cute.gemm(mma, product.acc, self.m[at], product.n[at], product.acc)
 			warpgroup.commit_group()
 			# Read while the products run.
-			if cutlass.const_expr(part == 0):
+			if const_expr(part == 0):
 				scales = promoter.of_stage(state.index)
 				promoter.read_squares(tile, k_tile + 1)
 			columns = promoter.first_columns(part, state.index)
 			warpgroup.wait_group(0)
 			is_read = part + 1 == len(self.parts)
-			if cutlass.const_expr(is_read and not promoter.reads_last):
+			if const_expr(is_read and not promoter.reads_last):
 				self.ab_pipeline.consumer_release(state)
 			promoter.promote(self.acc, product.acc, part, state.index, scales, columns)
-		if cutlass.const_expr(promoter.reads_last):
+		if const_expr(promoter.reads_last):
 			self.ab_pipeline.consumer_release(state)
 
 	@cute.jit
@@ -198,7 +198,7 @@ class Consumer:
 			# Stages whose products are complete, one behind those that are being multiplied.
 			done = state.clone()
 			self.wait(state)
-			if cutlass.const_expr(self.config.is_decoded):
+			if const_expr(self.config.is_decoded):
 				self.decoder.decode(self.fragments[0], state.index, 0)
 			for k_tile in cutlass.range(k_tiles - 1, unroll=1):
 				state, done = self.multiply_stage(product, state, done, k_tile > 0)
@@ -228,30 +228,30 @@ class Consumer:
 		first = 0
 		for group, count in enumerate(config.instruction_groups):
 			warpgroup.fence()
-			if cutlass.const_expr(left is not None and first > 0 and config.skips_k):
+			if const_expr(left is not None and first > 0 and config.skips_k):
 				for block in cutlass.range(first, cutlass.min(left, config.k_blocks), unroll=1):
 					self.gemm(product, block, stage, self.m[None, None, block, stage])
 			else:
-				for block in cutlass.range_constexpr(count):
-					if cutlass.const_expr(config.is_decoded):
+				for block in range_constexpr(count):
+					if const_expr(config.is_decoded):
 						m = self.fragments[group % 2][None, None, block]
 					else:
 						m = self.m[None, None, first + block, stage]
 					self.gemm(product, first + block, stage, m)
 			warpgroup.commit_group()
 			first += count
-			if cutlass.const_expr(config.is_decoded or group == 0):
+			if const_expr(config.is_decoded or group == 0):
 				# The products of the group before are complete, its fragments are free.
 				warpgroup.wait_group(1)
-			if cutlass.const_expr(group == 0):
+			if const_expr(group == 0):
 				if is_behind:
 					self.ab_pipeline.consumer_release(done)
 					done.advance()
-			if cutlass.const_expr(config.is_decoded and group + 1 < config.k_groups):
+			if const_expr(config.is_decoded and group + 1 < config.k_groups):
 				self.decoder.decode(self.fragments[(group + 1) % 2], stage, group + 1)
 		state.advance()
-		if cutlass.const_expr(left is None):
+		if const_expr(left is None):
 			self.wait(state)
-			if cutlass.const_expr(config.is_decoded):
+			if const_expr(config.is_decoded):
 				self.decoder.decode(self.fragments[0], state.index, 0)
 		return state, done

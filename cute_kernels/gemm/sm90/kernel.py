@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, cute, pipeline
+from cutlass import Float32, Int32, Uint8, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...device.launch import env_stream
@@ -93,22 +93,22 @@ class Sm90Gemm:
 		depth = x.a.shape[1] if config.grouping == "m_grouped" else None
 		m, n = self.views(m, n, depth)
 		sources = Sources(self.source(m, layouts.stages.m, layouts.tilers.m), None)
-		if cutlass.const_expr(not config.gathered):
+		if const_expr(not config.gathered):
 			sources = sources._replace(n=self.source(n, layouts.stages.n, layouts.tilers.n, config.tile.num_ctas))
-		if cutlass.const_expr(config.is_decoded):
+		if const_expr(config.is_decoded):
 			words = scale_words_view(m_scales)
-			if cutlass.const_expr(config.pairs_rows):
+			if const_expr(config.pairs_rows):
 				words = paired_rows(words)
 			scales = self.source(words, layouts.stages.m_scales, layouts.tilers.m_scales)
 			sources = sources._replace(m_scales=scales)
 		squares = (None, None)
-		if cutlass.const_expr(config.kind.has_row_scales):
+		if const_expr(config.kind.has_row_scales):
 			rows_of, squares = self.row_scales(layouts, m_scales, n_scales)
 			sources = sources._replace(m_scales=rows_of[0], n_scales=rows_of[1])
-		if cutlass.const_expr(config.stores_by_tma):
+		if const_expr(config.stores_by_tma):
 			sources = sources._replace(out=store_source(x.out, layouts.out))
 		gathered = None
-		if cutlass.const_expr(config.gathered):
+		if const_expr(config.gathered):
 			gathered = Gathered(x.b if config.grouping == "k_grouped" else x.a, x.rows)
 		self.kernel(
 			each(Sources, sources, "atom"),
@@ -191,7 +191,7 @@ class Sm90Gemm:
 		shared = self.allocate_stages(smem, layouts)
 		pipeline.pipeline_init_wait(cluster_shape_mn=(config.tile.num_ctas, 1))
 
-		if cutlass.const_expr(config.part is not None):
+		if const_expr(config.part is not None):
 			# The next part's CTAs take the places of this one's: each needs a whole SM.
 			cute.arch.griddepcontrol_launch_dependents()
 		tiles = TileReader(ring, barriers.tiles)
@@ -202,11 +202,11 @@ class Sm90Gemm:
 			store = OutputStore(atoms.out, tensors.out, barriers.blocks)
 			epilogue = Epilogue(config, epilogue_tensors, *buffers, cta, output_store=store)
 			promoter = None
-			if cutlass.const_expr(config.promotes):
+			if const_expr(config.promotes):
 				promoter = Promoter(config, shared, squares, cta)
 			Consumer(config, layouts, shared, tiles, ab_pipeline, epilogue, promoter).run()
 		else:
-			if cutlass.const_expr(config.stores_apart):
+			if const_expr(config.stores_apart):
 				if warp >= warps.first_store_warp:
 					cute.arch.setmaxregister_decrease(warps.store_registers)
 
@@ -224,11 +224,11 @@ class Sm90Gemm:
 				sources = paired(Sources, atoms, tensors)
 				loads = self.stage_loads(layouts, sources, shared, cta)
 				LoadWarp(config, *loads, tiles, ab_pipeline).run()
-			if cutlass.const_expr(config.gathered):
+			if const_expr(config.gathered):
 				if warp >= warps.first_gather_warp:
 					number = warp - warps.first_gather_warp
 					GatherWarp(config, gathered, shared, tiles, ab_pipeline, number).run()
-			if cutlass.const_expr(config.rows_taken.follows):
+			if const_expr(config.rows_taken.follows):
 				# Parts write rows of their own. But who waits for this one waits for all before it.
 				if warp == warps.scheduler_warp_id and cute.arch.block_idx()[0] == 0:
 					cute.arch.griddepcontrol_wait()

@@ -10,8 +10,7 @@ all banks, every other lane reads the rows of an eight in another order, see ``t
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, split_absmax
 from ...device.codecs import Level
@@ -64,29 +63,29 @@ class ByteColumnConverter:
 		lane = cute.arch.lane_idx()
 		mate = lane // _CHUNKS
 		twist = mate % 2 * 4
-		for step in cutlass.range_constexpr(self.steps):
+		for step in range_constexpr(self.steps):
 			chunk = (part * self.steps + step) * _CHUNKS + lane % _CHUNKS
 			rows = self.load(places.tile, chunk, mate, twist)
 			# A word of the chunk in all rows, for each.
 			packed = [absmax_packed([row[w] for row in rows], self.dtype, self.arch) for w in range(4)]
-			if cutlass.const_expr(self.config.reports_amax):
+			if const_expr(self.config.reports_amax):
 				seen = absmax_packed([seen, *packed], self.dtype, self.arch)
 			stored, factors = self.scale(packed, level, chunk, mate, places)
 			col = chunk * self.num_cols
 			k = what.col_tile * TILE_COLS + col
-			if cutlass.const_expr(self.is_tiled):
+			if const_expr(self.is_tiled):
 				self.stage(stored, places.scales_t, col, mate)
 			# K is a multiple of 16, so all of a lane's columns exist or none.
 			if k < cols:
-				if cutlass.const_expr(self.is_transposed):
+				if const_expr(self.is_transposed):
 					self.store_transposed(groups, codes_t, what, k, rows, factors, mate, twist)
 				else:
 					self.store_rows(groups, codes_t, what, k, rows, factors, mate, twist)
-				if cutlass.const_expr(self.codec.has_scales and not self.is_tiled):
-					if cutlass.const_expr(self.squares is None):
+				if const_expr(self.codec.has_scales and not self.is_tiled):
+					if const_expr(self.squares is None):
 						self.store_scales(scales_t, what, cols, k, stored, mate)
-		if cutlass.const_expr(self.codec.has_scales and not self.is_tiled):
-			if cutlass.const_expr(self.squares is not None):
+		if const_expr(self.codec.has_scales and not self.is_tiled):
+			if const_expr(self.squares is not None):
 				self.squares.write_scale(scales_t, level, what, part, places.squares)
 		return seen
 
@@ -155,7 +154,7 @@ class ByteColumnConverter:
 		origin, slot, pitch = self.place(groups, codes_t, what, mate)
 		target = origin + slot + k * pitch
 		per_word = self.num_cols // 4
-		for w in cutlass.range_constexpr(4):
+		for w in range_constexpr(4):
 			of_word = factors[w * per_word : (w + 1) * per_word]
 			columns = self.codec.encode_columns([row[w] for row in rows], of_word, twist)
 			for codes in columns:
@@ -179,7 +178,7 @@ class ByteColumnConverter:
 		target = origin + slot * pitch + k
 		# Of each four rows, the upper four of an eight first where the order is twisted.
 		fours = [target + twist * pitch, target + (4 - twist) * pitch]
-		for i in cutlass.range_constexpr(_ROWS):
+		for i in range_constexpr(_ROWS):
 			codes = self.codec.encode_mixed(rows[i], factors)
 			store_global_past_l1(fours[i // 4 % 2], codes)
 			fours[i // 4 % 2] += pitch * (5 if i % 4 == 3 else 1)
@@ -194,7 +193,7 @@ class ByteColumnConverter:
 		target = scales_t.iterator.toint() + (Int64(what.tile) * cols + k + mate * 4) * 4
 		if mate < self.num_cols // 4:
 			values = stored[:4]
-			if cutlass.const_expr(self.num_cols > 4):
+			if const_expr(self.num_cols > 4):
 				pairs = zip(stored[4:], stored[:4], strict=True)
 				values = [select(mate == 1, high, low) for high, low in pairs]
 			store_global(target, values)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, unpack_absmax
 from ...device.codecs import Level
@@ -117,16 +117,16 @@ class ByteRowConverter:
 		)
 		# Quarters in which a row of the warp's exists.
 		quarters = (what.count - part * _EIGHT + (_QUARTER - 1)) >> 5
-		if cutlass.const_expr(self.is_unrolled):
-			for q in cutlass.range_constexpr(_QUARTERS):
+		if const_expr(self.is_unrolled):
+			for q in range_constexpr(_QUARTERS):
 				if q < quarters:
 					seen = self.convert_eight(level, lane, Int32(q), places, seen)
 		else:
 			quarters = cutlass.min(quarters, Int32(_QUARTERS))
 			for q in cutlass.range(quarters, unroll=2):
 				seen = self.convert_eight(level, lane, q, places, seen)
-		if cutlass.const_expr(self.codec.has_scales):
-			if cutlass.const_expr(self.stages_scales):
+		if const_expr(self.codec.has_scales):
+			if const_expr(self.stages_scales):
 				cute.arch.sync_warp()
 				self.write_scales(groups, scales, what, part, places.scales)
 			else:
@@ -135,17 +135,17 @@ class ByteRowConverter:
 
 	@cute.jit
 	def convert_eight(self, level: Level, lane: LaneRows, q: Int32, places: TilePlaces, seen: Uint32) -> Uint32:
-		for after in cutlass.range_constexpr(0, _EIGHT, self.rows_at_once):
+		for after in range_constexpr(0, _EIGHT, self.rows_at_once):
 			rows_on = q * _QUARTER + after
 			# Rows of one lane differ in a bit of the swizzle besides.
 			at = lane.source ^ (after * 16)
 			words = self.load(at, rows_on * BOX_BYTES)
 			packed = absmax_packed(words, self.dtype, self.arch)
-			if cutlass.const_expr(self.config.reports_amax):
+			if const_expr(self.config.reports_amax):
 				shown = select(rows_on < lane.live, packed, Uint32(0))
 				seen = absmax_packed([seen, shown], self.dtype, self.arch)
 			stored, factor = self.scale(packed, level, q, lane.mate, places)
-			if cutlass.const_expr(self.stages_scales):
+			if const_expr(self.stages_scales):
 				self.stage(stored, lane.staged, q, after, lane.mate)
 			out = self.codec.encode_row(words, factor)
 			if rows_on < lane.live and lane.left > 0:
@@ -193,7 +193,7 @@ class ByteRowConverter:
 	@cute.jit
 	def stage(self, stored: Uint32, staged: Int32, q: Int32, after: int, mate: Int32) -> None:
 		if mate % self.sharing == 0:
-			if cutlass.const_expr(self.is_tiled):
+			if const_expr(self.is_tiled):
 				store_shared_byte(staged + q * SF_TILE_COLS + after * 16, stored)
 			else:
 				store_shared(staged + (q * _QUARTER + after) * 4, [stored])
@@ -227,7 +227,7 @@ class ByteRowConverter:
 	@cute.jit
 	def store(self, lane: LaneRows, target: Int64, words: list) -> None:
 		half = _HALF_STORE // 4
-		if cutlass.const_expr(self.width == _HALF_STORE):
+		if const_expr(self.width == _HALF_STORE):
 			store_global_past_l1(target, words)
 		elif lane.is_wide:
 			store_global_past_l1(target, words)

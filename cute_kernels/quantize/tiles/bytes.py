@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Int32, Uint32, const_expr, cute
 
 from ...device.codecs.bytes import ByteCodec
 from ...device.groups import Grouping
@@ -42,18 +41,18 @@ class ByteTiles:
 	) -> Uint32:
 		"""A warp's part of a tile; gives ``seen`` with the largest magnitudes of it, packed."""
 		config, level = self.config, by[0].level
-		if cutlass.const_expr(config.columnwise or config.is_2d):
+		if const_expr(config.columnwise or config.is_2d):
 			if what.count < TILE_ROWS:
 				self.team.clear_rows(places.tile, what.count, team, TILE_ROWS)
-		if cutlass.const_expr(config.is_2d):
+		if const_expr(config.is_2d):
 			self.squares.reduce(places.tile, places.squares, part)
 			self.team.sync(team)
-		if cutlass.const_expr(config.columnwise):
+		if const_expr(config.columnwise):
 			copy = (out.codes_t, out.scales_t)
 			seen = self.columns.convert(groups, cols, level, *copy, what, part, places, seen)
-		if cutlass.const_expr(config.rowwise):
+		if const_expr(config.rowwise):
 			copy = (out.codes, out.scales)
 			seen = self.rows.convert(groups, cols, level, *copy, what, part, places, seen)
-		if cutlass.const_expr(self.columns.is_tiled and config.columnwise):
+		if const_expr(self.columns.is_tiled and config.columnwise):
 			self.team.sync(team)
 		return seen

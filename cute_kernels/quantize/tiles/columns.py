@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
 from ...device.codecs import Codec
@@ -89,24 +88,24 @@ class ColumnConverter:
 		mine = self.place(part)
 		# Rows r and r + 8 have the same swizzle.
 		rows = []
-		for r in cutlass.range_constexpr(8):
+		for r in range_constexpr(8):
 			row = r ^ mine.twist
 			rows.append(row * BOX_BYTES + ((mine.word * 4) ^ (row * 16)))
-		for step in cutlass.range_constexpr(self.num_boxes * self.steps):
+		for step in range_constexpr(self.num_boxes * self.steps):
 			box = mine.first_box + step // self.steps
 			first_row = mine.first_row + step % self.steps * (TILE_ROWS // 2)
 			base = places.tile + box * BOX_SIZE + first_row * BOX_BYTES
 			lanes_at = [base + row for row in rows]
 			col = box * self.tile.box_cols + mine.word * self.tile.cols_per_word
 			draw = None
-			if cutlass.const_expr(by.seed is not None and self.config.columnwise):
+			if const_expr(by.seed is not None and self.config.columnwise):
 				per_word, is_2d = self.tile.cols_per_word, self.config.is_2d
 				place = (first_row, col, self.order(mine))
 				draw = ColumnDraws.of(by.seed, is_2d, cols, what, place, per_word)
 			codes_of, pairs_of = self.convert_columns(lanes_at, mine, first_row, col, by, draw, places)
-			if cutlass.const_expr(self.config.columnwise):
+			if const_expr(self.config.columnwise):
 				scale_words = None
-				if cutlass.const_expr(self.codec.has_scales):
+				if const_expr(self.codec.has_scales):
 					scale_words = [join_scales(pairs) for pairs in pairs_of]
 				self.store(groups, cols, codes_t, what, first_row, col, codes_of, scale_words, places)
 
@@ -127,31 +126,31 @@ class ColumnConverter:
 		"""
 		codes_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
 		pairs_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
-		for first in cutlass.range_constexpr(0, self.num_rows // self.codec.block, 2):
+		for first in range_constexpr(0, self.num_rows // self.codec.block, 2):
 			blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(2)]
 			row_block = first_row // self.codec.block + first
-			if cutlass.const_expr(self.config.is_2d and self.codec.chooses_scales):
+			if const_expr(self.config.is_2d and self.codec.chooses_scales):
 				amaxes = self.load_squares(row_block, col, places)
 			else:
 				amaxes = [self.amaxes(words) for words in blocks]
-			if cutlass.const_expr(self.config.is_2d and not self.codec.chooses_scales):
+			if const_expr(self.config.is_2d and not self.codec.chooses_scales):
 				self.store_squares(amaxes, mine, row_block, col, places)
-			elif cutlass.const_expr(self.codec.chooses_scales and not self.config.is_2d):
+			elif const_expr(self.codec.chooses_scales and not self.config.is_2d):
 				amaxes = [self.codec.choose_columns(words, a, by.level) for words, a in zip(blocks, amaxes, strict=True)]
-			if cutlass.const_expr(self.config.columnwise):
+			if const_expr(self.config.columnwise):
 				factors: tuple[list, list] = ([], [])
-				for c in cutlass.range_constexpr(self.tile.cols_per_word):
+				for c in range_constexpr(self.tile.cols_per_word):
 					pair, *encs = scale_blocks(self.codec, amaxes[0][c], amaxes[1][c], by.level, by.table)
 					pairs_of[c].append(pair)
 					for of_block, enc in zip(factors, encs, strict=True):
 						of_block.append(enc)
 				for i, (words, encs) in enumerate(zip(blocks, factors, strict=True)):
-					if cutlass.const_expr(draw is None):
+					if const_expr(draw is None):
 						codes = self.codec.encode_columns(words, encs, self.order(mine))
 					else:
 						draws = draw.block(first + i)
 						codes = self.codec.round_columns(words, encs, draws, self.order(mine))
-					for c in cutlass.range_constexpr(self.tile.cols_per_word):
+					for c in range_constexpr(self.tile.cols_per_word):
 						codes_of[c] += codes[c]
 		return codes_of, pairs_of
 
@@ -191,12 +190,12 @@ class ColumnConverter:
 	) -> None:
 		"""What ``convert`` writes for rows that do not exist: zeros."""
 		mine = self.place(part)
-		for u in cutlass.range_constexpr(self.num_boxes):
+		for u in range_constexpr(self.num_boxes):
 			col = (mine.first_box + u) * self.tile.box_cols + mine.word * self.tile.cols_per_word
 			words = self.codec.code_bytes(self.num_rows) // 4
 			codes_of = [[Uint32(0)] * words] * self.tile.cols_per_word
 			scale_words = None
-			if cutlass.const_expr(self.codec.has_scales):
+			if const_expr(self.codec.has_scales):
 				scale_words = [Uint32(0)] * self.tile.cols_per_word
 			first_row = mine.first_row
 			self.store(groups, cols, codes_t, what, first_row, col, codes_of, scale_words, places)
@@ -214,7 +213,7 @@ class ColumnConverter:
 		scale_words: list | None,
 		places: TilePlaces,
 	) -> None:
-		if cutlass.const_expr(self.codec.has_scales):
+		if const_expr(self.codec.has_scales):
 			self.store_scales(scale_words, first_row, col, places)
 		k = what.col_tile * TILE_COLS + col
 		# K is a multiple of 16, so lanes that share columns agree.
@@ -224,22 +223,22 @@ class ColumnConverter:
 			row_bytes = self.codec.code_bytes(TILE_ROWS)
 			slot = tile * row_bytes + self.codec.code_bytes(first_row)
 			target = codes_t.iterator.toint() + slot
-			if cutlass.const_expr(groups.offs is None):
+			if const_expr(groups.offs is None):
 				target += what.group * codes_t.stride[0]
 			target += Int64(k) * pitch
-			for c in cutlass.range_constexpr(self.tile.cols_per_word):
-				for i in cutlass.range_constexpr(0, len(codes_of[c]), 8):
+			for c in range_constexpr(self.tile.cols_per_word):
+				for i in range_constexpr(0, len(codes_of[c]), 8):
 					store_global(target + c * pitch + i * 4, codes_of[c][i : i + 8])
 
 	@cute.jit
 	def store_scales(self, scale_words: list, first_row: Int32, col: Int32, places: TilePlaces) -> None:
 		half = first_row // (TILE_ROWS // 2)
 		at = places.scales_t + (half * TILE_COLS + col) * 4
-		if cutlass.const_expr(self.sharing == 1):
+		if const_expr(self.sharing == 1):
 			store_shared(at, scale_words)
 		else:
 			at += first_row % (TILE_ROWS // 2) // self.codec.block
-			for c in cutlass.range_constexpr(self.tile.cols_per_word):
+			for c in range_constexpr(self.tile.cols_per_word):
 				store_shared_half(at + 4 * c, scale_words[c])
 
 	def amaxes(self, words: list[Uint32]) -> list[Float32]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Int32, Uint32, const_expr, cute
 
 from ...device.codecs import Codec
 from ...device.groups import Grouping
@@ -44,22 +43,22 @@ class NibbleTiles:
 	) -> Uint32:
 		"""A warp's part of a tile, encoded by row and by column. ``seen`` is left as it is."""
 		by_row, by_column = by
-		if cutlass.const_expr(self.config.columnwise or self.config.is_2d):
+		if const_expr(self.config.columnwise or self.config.is_2d):
 			if what.count < TILE_ROWS:
 				multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
 				self.team.clear_rows(places.tile, what.count, team, multiple)
-			if cutlass.const_expr(self.chooser is not None):
+			if const_expr(self.chooser is not None):
 				self.chooser.choose(places.tile, places.squares, part, by_row.level)
 				self.team.sync(team)
 			if not self.columns.skips_rows or self.columns.place(part).first_row < what.count:
 				self.columns.convert(groups, cols, by_column, out.codes_t, what, part, places)
-			elif cutlass.const_expr(self.config.columnwise):
+			elif const_expr(self.config.columnwise):
 				self.columns.clear(groups, cols, out.codes_t, what, part, places)
 			self.team.sync(team)
-		if cutlass.const_expr(self.config.rowwise):
+		if const_expr(self.config.rowwise):
 			for row in self.rows.rows(part):
 				by_own = by_row
-				if cutlass.const_expr(self.config.uses_row_amax):
+				if const_expr(self.config.uses_row_amax):
 					level = self.rows.level(row_amax, what, row)
 					by_own = by_row._replace(level=level, table=None)
 				self.rows.convert(cols, by_own, out.codes, out.scales, what, row, places)

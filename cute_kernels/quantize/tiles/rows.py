@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_words
 from ...device.codecs import Codec, Level
@@ -74,28 +73,28 @@ class RowConverter:
 		tiles_along_k = (cols + (self.tile.unit - 1)) // self.tile.unit
 		row_at = self.row_in_tile(places.tile, row, own)
 		codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
-		if cutlass.const_expr(self.codec.has_scales):
+		if const_expr(self.codec.has_scales):
 			scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
 			scales_at += row_in_tile(row) + own // self.codec.block
 		# The first row of the warp's is the lowest: without it there are only scales to clear.
 		idle = row % 32 // 8 * 8 >= what.count
-		for u in cutlass.range_constexpr(TILE_COLS // self.tile.unit):
+		for u in range_constexpr(TILE_COLS // self.tile.unit):
 			col = what.col_tile * TILE_COLS + u * self.tile.unit
 			if col < cols and idle:
-				if cutlass.const_expr(self.codec.has_scales):
+				if const_expr(self.codec.has_scales):
 					self.store_scales(scales_at, col, Uint32(0))
 			elif col < cols:
 				blocks = self.load_blocks(row_at, u)
 				a = self.amaxes(blocks, places.squares, row, u, own)
-				if cutlass.const_expr(self.codec.chooses_scales and not self.config.is_2d):
+				if const_expr(self.codec.chooses_scales and not self.config.is_2d):
 					a = [self.codec.choose_row(words, x, by.level) for words, x in zip(blocks, a, strict=True)]
 				scale_word, factors = self.scale(a, by)
-				if cutlass.const_expr(self.codec.has_scales):
+				if const_expr(self.codec.has_scales):
 					self.store_scales(scales_at, col, select(live, scale_word, Uint32(0)))
 				place = Int64(what.first + row) * (cols // DRAWN) + (col + own) // DRAWN
 				out = []
 				for i, (block, factor) in enumerate(zip(blocks, factors, strict=True)):
-					if cutlass.const_expr(by.seed is None):
+					if const_expr(by.seed is None):
 						out += self.codec.encode_row(block, factor)
 					else:
 						draws = draw_block(by.seed, place + i)
@@ -109,7 +108,7 @@ class RowConverter:
 	def row_in_tile(self, tile_at: Int32, row: Int32, own: Int32) -> Int32:
 		"""Where the first of a lane's columns of a row is."""
 		row_at = tile_at + row * BOX_BYTES + row % 8 * 16
-		if cutlass.const_expr(self.width < self.tile.box_cols):
+		if const_expr(self.width < self.tile.box_cols):
 			row_at ^= own * DTYPE_BYTES[self.dtype]
 		else:
 			row_at += own // self.tile.box_cols * BOX_SIZE
@@ -144,7 +143,7 @@ class RowConverter:
 	def store_scales(self, scales_at: Int64, col: Int32, scale_word: Uint32) -> None:
 		"""Scale bytes of a lane's blocks from ``col`` on: four, or two if lanes share rows."""
 		target = scales_at + (col // self.tile.unit) * SF_TILE_BYTES
-		if cutlass.const_expr(self.sharing == 1):
+		if const_expr(self.sharing == 1):
 			store_global(target, [scale_word])
 		else:
 			store_global_half(target, scale_word)
@@ -153,15 +152,15 @@ class RowConverter:
 	def store_codes(self, target: Int64, words: list, left: Int32, pitch: Int64) -> None:
 		block, per_block = self.codec.block, self.codec.code_words
 		whole = left >= self.blocks * block
-		if cutlass.const_expr(len(words) >= _SECTOR_WORDS):
+		if const_expr(len(words) >= _SECTOR_WORDS):
 			whole = whole and pitch % (4 * _SECTOR_WORDS) == 0
 		if whole:
-			for i in cutlass.range_constexpr(0, len(words), _SECTOR_WORDS):
+			for i in range_constexpr(0, len(words), _SECTOR_WORDS):
 				store_global(target + i * 4, words[i : i + _SECTOR_WORDS])
 		else:
 			# What the pitch is a multiple of.
 			step = PITCH_ALIGNMENT // 4
-			for i in cutlass.range_constexpr(0, len(words), step):
+			for i in range_constexpr(0, len(words), step):
 				before = i // per_block * block
 				if left >= before + step * block // per_block:
 					store_global(target + i * 4, words[i : i + step])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute
 
 from ...device.codecs import Codec, Level
 from ...device.groups import Grouping
@@ -57,6 +56,6 @@ def write_column_scales(
 	block_tiles = scales_t.shape[rank - 2]
 	tile = groups.local_tile(what.tile, what.group)
 	place = Int64(what.col_tile) * block_tiles + (per_tile * tile + index)
-	if cutlass.const_expr(groups.offs is None):
+	if const_expr(groups.offs is None):
 		place += Int64(what.group) * (scales_t.shape[1] * block_tiles)
 	store_global(scales_t.iterator.toint() + place * SF_TILE_BYTES + lane * 16, words)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
 from ...device.codecs import Codec, Level
@@ -34,7 +33,7 @@ class Squares:
 		"""Amaxes of a warp's 32 rows of each block to shared memory."""
 		lane = cute.arch.lane_idx()
 		row_at = tile_at + (part * _ROWS + lane) * BOX_BYTES + lane % 8 * 16
-		for b in cutlass.range_constexpr(self.across):
+		for b in range_constexpr(self.across):
 			packed = absmax_packed(self.load(row_at, b), self.dtype, self.arch)
 			a = warp_max(unpack_absmax(packed, self.dtype, self.arch))
 			if lane == 0:
@@ -79,12 +78,12 @@ class Chooser:
 		row = part * _ROWS + lane
 		row_at = tile_at + row * BOX_BYTES + lane % 8 * 16
 		chunks = self.codec.block * DTYPE_BYTES[self.dtype] // 16
-		for b in cutlass.range_constexpr(across):
+		for b in range_constexpr(across):
 			mine = range(b * chunks, (b + 1) * chunks)
 			places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in mine]
 			words = [word for place in places for word in load_shared(place, 4)]
 			a = absmax_words(words, self.dtype, self.arch)
-			for bit in cutlass.range_constexpr(self.codec.block.bit_length() - 1):
+			for bit in range_constexpr(self.codec.block.bit_length() - 1):
 				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit))
 			scale = self.codec.choose_square(words, a, level)
 			if lane % self.codec.block == 0:
