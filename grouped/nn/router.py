@@ -199,9 +199,9 @@ class _Routed(torch.autograd.Function):
 		end: Tensor | None,
 		options: tuple[Any, ...],
 	) -> tuple[Tensor, ...]:
-		*out, end = _routed(x, weight, bias, selection_bias, end, options)
+		*out, ends = _routed(x, weight, bias, selection_bias, end, options)
 		_, ids, scores, _ = out
-		ctx.save_for_backward(x, weight, end, ids, scores)
+		ctx.save_for_backward(x, weight, ends, ids, scores)
 		ctx.mark_non_differentiable(ids)
 		ctx.set_materialize_grads(False)
 		_, score, renormalize, _, _, factor = options
@@ -222,7 +222,7 @@ def _gradients(
 	ctx: Any,
 	x: Tensor,
 	weight: Tensor,
-	end: Tensor,
+	ends: Tensor,
 	ids: Tensor,
 	scores: Tensor,
 	dweights: Tensor | None,
@@ -236,12 +236,12 @@ def _gradients(
 		given = (dweights, dscores, ids, scores, *ctx.options)
 		if dlogits is None and not needs_dbias and _takes_parts(x, weight):
 			parts = ops.moe_route_gradient(*given, True)
-			return *_gradients_of_parts(x, weight, parts, end, needs_dx, needs_dweight), None
+			return *_gradients_of_parts(x, weight, parts, ends, needs_dx, needs_dweight), None
 		d = ops.moe_route_gradient(*given)
 		dlogits = d if dlogits is None else d + dlogits
 	if dlogits is None:
 		return None, None, None
-	dx, dweight = _logits_gradients(x, weight, dlogits, end, needs)
+	dx, dweight = _logits_gradients(x, weight, dlogits, ends, needs)
 	return dx, dweight, dlogits.sum(0).to(ctx.bias_dtype) if needs_dbias else None
 
 
@@ -249,11 +249,11 @@ def _routed(*given: Any) -> Sequence[Any]:
 	x, weight, bias, selection_bias, end, options = given
 
 	def route(_: object) -> tuple[tuple[Tensor, ...], None]:
-		ends = _end(x) if end is None else end
-		logits = _logits(x, weight, ends)
+		ends = _ends(x) if end is None else end
+		logits = _logits(x, weight, ends[-1:])
 		if bias is not None:
 			logits = logits + bias.float()
-		return (*ops.moe_route(logits, selection_bias, ends, *options), logits, ends), None
+		return (*ops.moe_route(logits, selection_bias, ends[-1:], *options), logits, ends), None
 
 	return replayed(("router", options), list(given[:5]), route)[0]
 
@@ -276,6 +276,14 @@ _MANY_TOKENS = 2048
 
 def _end(x: Tensor) -> Tensor:
 	return torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
+
+
+def _ends(x: Tensor) -> Tensor:
+	"""Where a half of the tokens ends and where all do, if there are many; else the second alone."""
+	count = x.shape[0]
+	if count < _MANY_TOKENS:
+		return _end(x)
+	return torch.arange(count // 2, count + 1, count - count // 2, dtype=torch.int32, device=x.device)
 
 
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
@@ -310,10 +318,10 @@ def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor |
 
 
 def _logits_gradients(
-	x: Tensor, weight: Tensor, dlogits: Tensor, end: Tensor, needs: Sequence[bool]
+	x: Tensor, weight: Tensor, dlogits: Tensor, ends: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
 	if _takes_parts(x, weight):
-		return _gradients_of_parts(x, weight, torch.cat(bf16_parts(dlogits), 1), end, *needs[:2])
+		return _gradients_of_parts(x, weight, torch.cat(bf16_parts(dlogits), 1), ends, *needs[:2])
 	dx = dweight = None
 	if needs[0]:
 		dx = (dlogits @ weight.float()).to(x.dtype)
@@ -328,18 +336,19 @@ def _takes_parts(x: Tensor, weight: Tensor) -> bool:
 
 
 def _gradients_of_parts(
-	x: Tensor, weight: Tensor, parts: Tensor, end: Tensor, needs_dx: bool, needs_dweight: bool
+	x: Tensor, weight: Tensor, parts: Tensor, ends: Tensor, needs_dx: bool, needs_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
 	"""``_logits_gradients`` of parts side by side, as of logits."""
 	dx = dweight = None
 	experts, depth = weight.shape
 	if needs_dx:
-		dx = ops.m_grouped_gemm(parts, weight.repeat(3, 1).unsqueeze(0), end, None, None, True, x.dtype)
+		# Not repeat, whose kernel takes twice as long.
+		thrice = torch.cat([weight] * 3).unsqueeze(0)
+		dx = ops.m_grouped_gemm(parts, thrice, ends[-1:], None, None, True, x.dtype)
 	if needs_dweight:
-		ends = end
-		if parts.shape[0] >= _MANY_TOKENS:
+		if parts.shape[0] >= _MANY_TOKENS and ends.shape[0] == 1:
 			# Few tiles, which leave most SMs idle: a half of the tokens each.
-			ends = torch.cat((end // 2, end))
+			ends = torch.cat((ends // 2, ends))
 		of_parts = ops.k_grouped_gemm(parts, x, ends, None, torch.float32)
 		dweight = of_parts.view(-1, experts, depth).sum(0).to(weight.dtype)
 	return dx, dweight

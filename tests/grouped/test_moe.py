@@ -166,6 +166,18 @@ def test_router_gradients_of_every_kind_of_input(many, monkeypatch):
 			torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-3)
 
 
+def test_halves_of_many_tokens(monkeypatch):
+	"""The router's weight alone sees that its gradient is two sums."""
+	found = []
+	for many in (T + 1, T):
+		monkeypatch.setattr("grouped.nn.router._MANY_TOKENS", many)
+		torch.manual_seed(3)
+		found.append(step(MoE(H, WIDTH, 8, K, dtype=torch.bfloat16), tokens()))
+	weights = [made.pop(2) for made in found]
+	assert_all_same(*found)
+	torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-3)
+
+
 # The contract
 
 
