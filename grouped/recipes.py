@@ -11,8 +11,8 @@ knows no tile sizes. ``None`` means that the operand stays in bf16.
 """
 
 import abc
-import dataclasses
 import math
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NV
 ROLES = ("input", "weight", "grad_output")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Recipe:
 	"""The format of each role; all of them, or none.
 
@@ -63,7 +63,7 @@ class Recipe:
 	def __post_init__(self) -> None:
 		roles = {name: getattr(self, name) for name in ROLES}
 		if not isinstance(self.propagate_nonfinite, bool):
-			named = ", ".join(f.name for f in dataclasses.fields(self) if f.kw_only)
+			named = ", ".join(f.name for f in fields(self) if f.kw_only)
 			hint = f"; options have names: {named}" if named else ""
 			raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}")
 		missing = [name for name, fmt in roles.items() if fmt is None]
@@ -93,7 +93,7 @@ class Recipe:
 
 	def __str__(self) -> str:
 		# In messages: what differs from the defaults.
-		values = ((f, getattr(self, f.name)) for f in dataclasses.fields(self) if f.init)
+		values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
 		changed = [f"{f.name}={value}" for f, value in values if value != f.default]
 		return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -151,13 +151,13 @@ def _check_product(
 		raise ValueError(f"{name}: {error}") from None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Named(Recipe):
 	"""A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
 
-	input: Format | None = dataclasses.field(default=None, init=False, repr=False)
-	weight: Format | None = dataclasses.field(default=None, init=False, repr=False)
-	grad_output: Format | None = dataclasses.field(default=None, init=False, repr=False)
+	input: Format | None = field(default=None, init=False, repr=False)
+	weight: Format | None = field(default=None, init=False, repr=False)
+	grad_output: Format | None = field(default=None, init=False, repr=False)
 
 	def __post_init__(self) -> None:
 		for name, fmt in zip(ROLES, self._roles(), strict=True):
@@ -170,10 +170,10 @@ class _Named(Recipe):
 
 
 def _option(default: Any) -> Any:
-	return dataclasses.field(default=default, kw_only=True)
+	return field(default=default, kw_only=True)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class BF16(_Named):
 	"""Operands in bf16."""
 
@@ -181,7 +181,7 @@ class BF16(_Named):
 		return None, None, None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class NVFP4(_Named):
 	"""NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
@@ -203,7 +203,7 @@ class NVFP4(_Named):
 		return x, formats.NVFP4(block=(16, 16)), gradient
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class NVFP4RowScaled(_Named):
 	"""NVFP4 with one second-level scale per token for the rowwise copy of the input.
 
@@ -219,7 +219,7 @@ class NVFP4RowScaled(_Named):
 		return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MXFP8(_Named):
 	"""MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
 
@@ -237,7 +237,7 @@ class MXFP8(_Named):
 		return formats.MXFP8(), weight, formats.MXFP8(self.grad_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FP8Block(_Named):
 	"""FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
 
@@ -254,11 +254,11 @@ class FP8Block(_Named):
 
 	def _roles(self) -> tuple[Format, Format, Format]:
 		x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
-		weight = dataclasses.replace(x, block=(128, 128))
-		return x, weight, dataclasses.replace(x, dtype=self.grad_dtype)
+		weight = replace(x, block=(128, 128))
+		return x, weight, replace(x, dtype=self.grad_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FP8Current(_Named):
 	"""FP8 with one scale a group, from the amax of the tensor that it scales.
 
@@ -273,7 +273,7 @@ class FP8Current(_Named):
 		return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class FP8Delayed(_Named):
 	"""FP8 with one scale a group, from the amaxes of earlier steps.
 
@@ -329,7 +329,7 @@ class FP8Delayed(_Named):
 		"""Their updates are what this recipe is about."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OfCall(Recipe):
 	"""Formats of a call whose scales, if they take any, are given with it: for ops."""
 

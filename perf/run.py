@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import dataclasses
 import gc
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ _LOG_SECONDS = 30.0
 _EAGER = "eager time"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Choice:
 	"""Regular expressions that must be found in a task, ``suite name=value ...``, a contender and its format."""
 
@@ -45,13 +45,13 @@ class Choice:
 		return all(re.search(pattern, text) for pattern, text in pairs)
 
 
-@dataclasses.dataclass
+@dataclass
 class Report:
 	"""What came of a run beside records, in lines for people; bad if one of this package's own was wrong or raised."""
 
-	wrong: list[str] = dataclasses.field(default_factory=list)
-	failed: list[str] = dataclasses.field(default_factory=list)
-	unsupported: list[str] = dataclasses.field(default_factory=list)
+	wrong: list[str] = field(default_factory=list)
+	failed: list[str] = field(default_factory=list)
+	unsupported: list[str] = field(default_factory=list)
 	is_bad: bool = False
 
 	def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
@@ -88,7 +88,7 @@ def _measured(
 	return [record for one in batch for record in _measured(task, [one], meter, facts, report)]
 
 
-@dataclasses.dataclass
+@dataclass
 class _Checked:
 	"""A contender whose result is right; its call is dropped where memory is short."""
 
@@ -119,7 +119,7 @@ def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: d
 			mine.append(others[contender.key].prepare())
 	measured = meter.measure(contenders, runs)
 	return [
-		_record(task, one, dataclasses.asdict(measurement), facts)
+		_record(task, one, asdict(measurement), facts)
 		for one, found in zip(batch, measured, strict=True)
 		for measurement in found
 	]

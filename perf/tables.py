@@ -1,7 +1,7 @@
 """The measured tables of the README as data: which records fill which cells."""
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grouped
@@ -11,7 +11,7 @@ from .suites.counts import ROUTINGS
 from .suites.moe import SLICES
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
 	"""Which record a cell shows, by fields and entries of its case, and how.
 
@@ -25,7 +25,7 @@ class Cell:
 	unit: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
 	"""A row of a table: its first cells, and what the records of all others have in common."""
 
@@ -33,7 +33,7 @@ class Row:
 	where: Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Column:
 	"""A column of numbers: its head, what is shown, what is added to that, and what it is divided by."""
 
@@ -43,7 +43,7 @@ class Column:
 	over: Cell | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Table:
 	"""A table of the README between the markers of its name.
 
@@ -255,7 +255,7 @@ _GEMM = Table(
 	_UP,
 	"Microseconds.",
 )
-_GEMM_H100 = dataclasses.replace(
+_GEMM_H100 = replace(
 	_GEMM,
 	name="gemm-h100",
 	rows=tuple(Row((str(n),), {**_tokens(n), "routing": "balanced"}) for n in (1, 16, 128, 512)),

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +27,7 @@ from .registry import Allocator, Runner, register
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MGroupedQuantizeGemm(MGrouped):
 	"""``grouped_quantize`` of ``a`` and ``m_grouped_gemm`` of that in one op.
 
@@ -151,7 +151,7 @@ def _one_after_the_other(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner:
 	return run
 
 
-@dataclasses.dataclass
+@dataclass
 class _Activated(MGrouped):
 	"""What m_grouped GEMMs with an activation share."""
 
@@ -207,7 +207,7 @@ class _Activated(MGrouped):
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 	"""``m_grouped_gemm`` and ``moe_activate`` of that in one kernel, with the bits of the two.
 
@@ -241,7 +241,7 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 	"""``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
 

@@ -1,8 +1,8 @@
 """Load a checkpoint: see ``grouped.checkpoint``."""
 
 import collections
-import dataclasses
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -18,7 +18,7 @@ from .weights import ExpertWeight, expert_weights, renamed, state_of
 T = TypeVar("T")
 
 
-@dataclasses.dataclass
+@dataclass
 class Report:
 	"""What ``load`` found.
 
@@ -30,10 +30,10 @@ class Report:
 		unexpected: names in the checkpoint that the module does not have.
 	"""
 
-	layouts: dict[str, str] = dataclasses.field(default_factory=dict)
-	reconciled: dict[str, float] = dataclasses.field(default_factory=dict)
-	input_scales: dict[str, Tensor] = dataclasses.field(default_factory=dict)
-	unexpected: list[str] = dataclasses.field(default_factory=list)
+	layouts: dict[str, str] = field(default_factory=dict)
+	reconciled: dict[str, float] = field(default_factory=dict)
+	input_scales: dict[str, Tensor] = field(default_factory=dict)
+	unexpected: list[str] = field(default_factory=list)
 
 
 @torch.no_grad()

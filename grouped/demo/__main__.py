@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 		"grouped.debug.inspect, which python -m perf dashboard draws",
 	)
 	for config in (TrainConfig(), ModelConfig()):
-		for name, default in dataclasses.asdict(config).items():
+		for name, default in asdict(config).items():
 			add(f"--{name.replace('_', '-')}", type=type(default), default=default, help=_HELP[name])
 	# At these sizes a second thread saves nothing, and costs much where other programs run.
 	add("--threads", type=int, default=1, help="CPU threads")
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 	torch.set_num_threads(args.threads)
 
 	def selected(kind: type[Any]) -> dict[str, Any]:
-		return {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
+		return {field.name: getattr(args, field.name) for field in fields(kind)}
 
 	try:
 		model_config = ModelConfig(**selected(ModelConfig))
@@ -200,8 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 		"unigram_entropy": entropy,
 		"backend": backend.name,
 		"torch": torch.__version__,
-		"model": dataclasses.asdict(model_config),
-		"training": dataclasses.asdict(config),
+		"model": asdict(model_config),
+		"training": asdict(config),
 	}
 	runs, status = _train_all(args, corpus, model_config, config, facts)
 	if not runs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,7 +28,7 @@ _INSPECTED_STEPS = 16
 _HELD_OUT_SEED = 1234
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TrainConfig:
 	"""How to train: steps of the optimizer, of ``batch`` sequences each.
 
@@ -66,7 +66,7 @@ class TrainConfig:
 		return self.learning_rate * warmup * (0.05 + 0.95 * cosine)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ExpertLoad:
 	"""How evenly one step spread its tokens over the experts.
 
@@ -86,7 +86,7 @@ class ExpertLoad:
 		return cls(float(ratio.mean()), int((counts == 0).sum()))
 
 
-@dataclasses.dataclass
+@dataclass
 class Run:
 	"""What training in one recipe gave; None for what an interrupted run did not get to.
 
@@ -102,11 +102,11 @@ class Run:
 	"""
 
 	recipe: str
-	losses: list[float] = dataclasses.field(default_factory=list)
-	step_seconds: list[float] = dataclasses.field(default_factory=list)
+	losses: list[float] = field(default_factory=list)
+	step_seconds: list[float] = field(default_factory=list)
 	start_loss: float | None = None
 	end_loss: float | None = None
-	snr_db: dict[str, float | None] = dataclasses.field(default_factory=dict)
+	snr_db: dict[str, float | None] = field(default_factory=dict)
 	load: ExpertLoad | None = None
 	interrupted: bool = False
 

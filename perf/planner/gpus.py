@@ -1,13 +1,13 @@
 """What GPUs can do, as data: measured on Hopper, published for Blackwell."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from cute_kernels.formats import Format
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Range:
 	"""A rate and between what it lies: one number if it was measured."""
 
@@ -19,7 +19,7 @@ class Range:
 		return math.sqrt(self.low * self.high) * math.pow(self.high / self.low, where / 2)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Tiles:
 	"""How products are cut.
 
@@ -38,7 +38,7 @@ class Tiles:
 	depth: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Gpu:
 	"""A GPU.
 
@@ -94,7 +94,7 @@ _H200 = Gpu(
 	tiles=Tiles((8, 128), 0, 256, 128, 64),
 	source="measured on an H200 at 700 W, sustained",
 )
-_H100 = dataclasses.replace(_H200, name="H100", copy=Range(2.99, 2.99), memory=80.0, source="an H200's; measured copy")
+_H100 = replace(_H200, name="H100", copy=Range(2.99, 2.99), memory=80.0, source="an H200's; measured copy")
 # Quantizers of others reach 6.4 to 7.2 TB/s of 8 (TransformerEngine #2412 on a B300, FlashInfer
 # #2838). Dense products: NVFP4 5239 (cuBLAS) to 5702 (DeepGEMM #348), FP8 2330 at 4096^3 (helion
 # #2756) to the 3500 that torchao takes as achievable, bf16 1360 (vLLM #20646) to 1540

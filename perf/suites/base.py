@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 	from ..peers.base import Peer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Options:
 	"""What is asked of a run: options of ``perf run``, the peers beside this package, and the emulator's options."""
 
@@ -28,8 +28,8 @@ class Options:
 	full: bool = False
 	seed: int = 0
 	peers: Sequence[Peer] = ()
-	paths: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-	emulation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+	paths: Mapping[str, Path] = field(default_factory=dict)
+	emulation: Mapping[str, Any] = field(default_factory=dict)
 
 	def competing(self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]) -> Iterator[Contender]:
 		for peer in self.peers:
@@ -38,7 +38,7 @@ class Options:
 				yield from offered(peer)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Suite:
 	"""A set of tasks, and the meters that measure them, one after the other."""
 

@@ -1,6 +1,6 @@
 """Compiled grouped GEMMs, and problems in the layout contract's buffers with poison around them."""
 
-import dataclasses
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ def compiled(config, arch=ARCH, device="cpu"):
 	return compile_kernel(config, architecture(arch if device == "cuda" else f"emulated:{arch}"))
 
 
-@dataclasses.dataclass
+@dataclass
 class Operand:
 	"""One direction of a quantized tensor, or a plain matrix (``fmt`` is None) as codes."""
 
@@ -106,7 +106,7 @@ def formats_of(config):
 	for kind in (config.kind, config.b_kind):
 		fmt = kind.fmt
 		if isinstance(fmt, FP8Block):
-			fmt = dataclasses.replace(fmt, pow2_scales=getattr(config, "pow2_scales", False))
+			fmt = replace(fmt, pow2_scales=getattr(config, "pow2_scales", False))
 		found.append(fmt)
 	if config.row_scaled:
 		found[0] = NVFP4(row_scaled=True)
@@ -120,7 +120,7 @@ def randn(*shape, seed):
 	return torch.randn(*shape, generator=generator) * rows
 
 
-@dataclasses.dataclass
+@dataclass
 class Product:
 	"""Operands and options of one grouped product of T ``rows``, and what the output held ``before``."""
 
@@ -278,7 +278,7 @@ def product_of(config, sizes, n, k, tail=0):
 
 def check_zeroed_tails(config, device="cpu", modes=({},)):
 	"""Rows of the tail become zeros, whatever the scales of A say of them."""
-	config = dataclasses.replace(config, zero_tail=True)
+	config = replace(config, zero_tail=True)
 	for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
 		product = m_grouped(config, sizes, 72, 96, tail)
 		if config.row_scaled:

@@ -1,6 +1,6 @@
 """Configurations, constraints and the choice of a tile; needs no CuTe DSL."""
 
-import dataclasses
+from dataclasses import make_dataclass, replace
 
 import pytest
 
@@ -26,7 +26,7 @@ BASES = [
 	),
 	*(Sm100GemmConfig(operand, b_operand="nvfp4") for operand in ("fp8", "fp8_block", "mxfp8")),
 ]
-CONFIGS = [dataclasses.replace(base, tile=tile) for base in BASES for tile in SM100_TILES if base.takes(tile)]
+CONFIGS = [replace(base, tile=tile) for base in BASES for tile in SM100_TILES if base.takes(tile)]
 PROBLEM = GemmProblem("nvfp4", "m_grouped", "bfloat16", groups=32, rows=4096, n=4096, k=7168)
 NUM_SMS = 148
 
@@ -63,7 +63,7 @@ def test_a_format_finds_its_kind_by_element_and_scale():
 			kind = operand_of(fmt)
 			assert (kind.fmt, kind.has_row_scales, kind.has_squares) == (FP8Block(block), True, squares)
 	assert operand_of(MXFP8(block=(32, 32))) is OPERANDS["mxfp8"]
-	other = dataclasses.make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
+	other = make_dataclass("Other", [], bases=(MXFP8,), frozen=True)
 	other.scale = NVFP4.scale
 	with pytest.raises(UnsupportedError, match="no grouped GEMM kernel multiplies"):
 		operand_of(other())
@@ -106,7 +106,7 @@ def test_meaningless_configurations_are_refused(fields, message):
 def test_can_implement_says_why_not(fields, reason):
 	config = Sm100GemmConfig("nvfp4")
 	assert config.can_implement(PROBLEM)
-	support = config.can_implement(dataclasses.replace(PROBLEM, **fields))
+	support = config.can_implement(replace(PROBLEM, **fields))
 	assert not support and reason in support.reason
 
 
@@ -115,7 +115,7 @@ def test_can_implement_bounds_ragged_k():
 	problem = GemmProblem("bfloat16", "k_grouped", "float32", groups=2, rows=2**30, n=64, m=64)
 	assert config.can_implement(problem)
 	for fields in ({"rows": 2**30 + 1}, {"m": 60}):
-		assert not config.can_implement(dataclasses.replace(problem, **fields))
+		assert not config.can_implement(replace(problem, **fields))
 
 
 @each(
@@ -130,10 +130,10 @@ def test_can_implement_bounds_ragged_k():
 	],
 )
 def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
-	problem = dataclasses.replace(PROBLEM, rows=rows_each * PROBLEM.groups)
+	problem = replace(PROBLEM, rows=rows_each * PROBLEM.groups)
 	chosen = choose_config(Sm100GemmConfig("nvfp4"), problem, NUM_SMS)
 	assert chosen.tile == tile
-	others = (dataclasses.replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile))
+	others = (replace(chosen, tile=tile) for tile in SM100_TILES if chosen.may_choose(tile))
 	costs = [config.estimated_cycles(problem, NUM_SMS) for config in others]
 	assert chosen.estimated_cycles(problem, NUM_SMS) == min(costs)
 
@@ -143,7 +143,7 @@ def test_a_tile_can_be_forced_and_is_checked():
 	for tile in SM100_TILES:
 		assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
 	with pytest.raises(ValueError, match="K must be"):
-		choose_config(base, dataclasses.replace(PROBLEM, k=8), NUM_SMS)
+		choose_config(base, replace(PROBLEM, k=8), NUM_SMS)
 	with pytest.raises(ValueError, match="2 CTAs need"):
 		choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
 	assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

@@ -11,8 +11,8 @@ K as those of what is multiplied, which warps decode them to: see ``decode``.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ...formats import FP8, MXFP8
@@ -45,7 +45,7 @@ _SMEM_CAPACITY = 232448
 _SMEM_RESERVED = 2048
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sm100Tile(TileShape):
 	"""What the tensor core works on at a time.
 
@@ -72,7 +72,7 @@ SM100_TILES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Codes:
 	"""An operand, ``"m"`` or ``"n"``, that is decoded, in one CTA.
 
@@ -113,7 +113,7 @@ class Codes:
 		return self.rows * self.row_bytes + self.scale_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sm100GemmConfig(GemmConfig):
 	"""One variant of the grouped GEMM for sm_100a."""
 
@@ -329,7 +329,7 @@ class Sm100GemmConfig(GemmConfig):
 		return 1 if self.acc_overlap else 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ScaleTilesConfig:
 	"""One variant of the kernel that makes E8M0 tiles of fp32 scales, or puts those of B in order.
 

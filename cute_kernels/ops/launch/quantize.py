@@ -5,8 +5,8 @@ Each function takes an op for its metadata alone and returns what runs every cal
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -51,7 +51,7 @@ def quantized(op: GroupedQuantize) -> QuantizeProblem:
 	problem = _problem(op.x, op.offs)
 	if op.activation is None and op.rows is None:
 		return problem
-	return dataclasses.replace(
+	return replace(
 		problem,
 		dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
 		cols=result_columns(op.x.shape[-1], op.activation),
@@ -155,12 +155,12 @@ def _gathered_first(op: GroupedQuantize, launch: Launcher) -> Runner:
 	"""Rows by an index go to memory where amaxes of groups, which are of no token, come first."""
 	gather = gatherer(op.x, launch, op.inverse)
 	workspace = Allocator([BufferSpec((*op.lead, op.x.shape[1]), op.x.dtype)], op.device)
-	after = quantize(dataclasses.replace(op, x=workspace.make()[0], rows=None, inverse=None), launch)
+	after = quantize(replace(op, x=workspace.make()[0], rows=None, inverse=None), launch)
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		(x,) = workspace.make()
 		gather(op.x, cast("Tensor", op.rows), op.inverse, x)
-		after(dataclasses.replace(op, x=x, rows=None, inverse=None), outputs)
+		after(replace(op, x=x, rows=None, inverse=None), outputs)
 
 	return run
 
@@ -215,7 +215,7 @@ def _tiles(
 		if by_group:
 			return _gathered_first(op, launch)
 	if drawn is not None:
-		config = dataclasses.replace(config, is_member=True)
+		config = replace(config, is_member=True)
 	kernel = launch.kernel(config)
 	by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
 	has_own = config.has_own_columns
