@@ -142,10 +142,10 @@ def wait_each(mbar: cute.Pointer, parity: Int32) -> None:
 	"""
 	asm_volatile(
 		"""{
-        .reg .pred done;
-        WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1, 200;
-        @!done bra WAIT;
-        }""",
+		.reg .pred done;
+		WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1, 200;
+		@!done bra WAIT;
+		}""",
 		[Int32(mbar.toint()), parity],
 	)
 

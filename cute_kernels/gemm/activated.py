@@ -33,11 +33,11 @@ def store_if(address: Int64, words: list[Uint32], rows: tuple[Int32, int], cols:
 	names = ", ".join(f"${i + 1}" for i in range(count))
 	asm_volatile(
 		f"""{{
-        .reg .pred p;
-        setp.gt.s32 p, ${count + 1}, {rows[1]};
-        setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
-        @p st.global{f".v{count}" * (count > 1)}.b32 [$0], {{{names}}};
-        }}""",
+		.reg .pred p;
+		setp.gt.s32 p, ${count + 1}, {rows[1]};
+		setp.gt.and.s32 p, ${count + 2}, {cols[1]}, p;
+		@p st.global{f".v{count}" * (count > 1)}.b32 [$0], {{{names}}};
+		}}""",
 		[address, *words, rows[0], cols[0]],
 	)
 

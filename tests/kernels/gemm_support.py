@@ -17,7 +17,7 @@ from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.ops.launch.sm100_operands import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
-from tests.helpers import DTYPES, assert_same_bytes, offsets
+from tests.helpers import DTYPES, U8, assert_same_bytes, offsets
 from tests.kernels.op_support import array_of, check_touched
 
 ARCH = "sm_100a"
@@ -181,7 +181,7 @@ class Product:
 			before = ScaleTilesConfig.before(self.config)
 			places = ((1, before.a_squares), (4, before.b_squares))
 			tiles = [scale_tiles(tensors[i], is_square) for i, is_square in places]
-			made = [torch.full(t.shape, _POISON, dtype=torch.uint8) for t in tiles]
+			made = [torch.full(t.shape, _POISON, dtype=U8) for t in tiles]
 			compiled(before)(tensors[1], made[0], tensors[4], made[1], 0, num_sms)
 			tensors[1], tensors[4] = made
 		counter = offs.new_zeros(1) if self.config.mixes_groups else None
@@ -219,7 +219,7 @@ def m_grouped(config, sizes, n, k, tail=0, *, columnwise_b=False, seed=0):
 	b = _plain(config, w) if b_fmt is None else quantize(w, None, b_fmt, columnwise_b)
 	if columnwise_b:
 		# NaN, or -6 and 6, in the padding along K, which no kernel reads.
-		codes = b.codes.view(torch.uint8)
+		codes = b.codes.view(U8)
 		codes = codes if b_fmt.columnwise == "transposed" else codes.mT
 		codes[..., b_fmt.element.width(k) :] = 0x7F
 	if a_fmt is None or activations_of(config) is not None:
@@ -248,20 +248,20 @@ def wild(product):
 	"""With every code, NaN and infinity included, and scales of every magnitude."""
 	generator = torch.Generator().manual_seed(3)
 	for operand in (product.a, product.b):
-		codes = operand.codes.view(torch.uint8)
-		drawn = torch.randint(0, 256, codes.shape, generator=generator).to(torch.uint8)
+		codes = operand.codes.view(U8)
+		drawn = torch.randint(0, 256, codes.shape, generator=generator).to(U8)
 		# Few NaN and infinities, so that some sums are finite; padding and tails stay as they are.
 		is_kept = torch.rand(codes.shape, generator=generator).gt(0.002)
 		is_kept &= ~drawn.view(operand.codes.dtype).float().isfinite()
 		is_kept |= (codes == 0xFF) | (codes == 0)
 		codes.copy_(torch.where(is_kept, codes, drawn))
 		scales = operand.scales
-		if scales is not None and scales.dtype == torch.uint8:
+		if scales is not None and scales.dtype == U8:
 			# Some of every scale; padding and what nothing was written to stay.
 			drawn = torch.randint(0, 256, scales.shape, generator=generator)
 			near = (scales + (drawn % 40 - 20)).clamp(1, 254)
 			is_any = torch.rand(scales.shape, generator=generator) < 0.004
-			new = torch.where(is_any, drawn, near).to(torch.uint8)
+			new = torch.where(is_any, drawn, near).to(U8)
 			scales.copy_(torch.where((scales == 0) | (scales == 0xFF), scales, new))
 		elif scales is not None:
 			power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()

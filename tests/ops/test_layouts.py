@@ -12,6 +12,8 @@ from tests.helpers import (
 	BF16,
 	F16,
 	F32,
+	I32,
+	U8,
 	assert_all_same,
 	dequantize_arguments,
 	each,
@@ -31,7 +33,7 @@ WEIGHTS = "nvfp4:block=16x16"
 
 def placed(x, strides, offset):
 	extent = sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) + 1
-	buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=torch.uint8)
+	buffer = torch.full(((offset + extent + 7) * x.itemsize,), 0x5A, dtype=U8)
 	return buffer.view(x.dtype).as_strided(x.shape, strides, offset).copy_(x)
 
 
@@ -109,20 +111,20 @@ def alpha():
 	return torch.rand(GROUPS)
 
 
-PAIRS = torch.arange(ROWS, dtype=torch.int32)
+PAIRS = torch.arange(ROWS, dtype=I32)
 #: Options that are left out, and the last ones: what is made of the product.
 NONE, SWIGLU = (False, None, False, *[None] * 5), ("swiglu", False, True)
 CALLS = {
 	"offsets": ("compute_offsets", lambda: (torch.tensor([3, 0, 4]), 2)),
 	"routing": ("compute_routing", lambda: (torch.tensor([[3, 0], [4, 1]]), 4)),
-	"gather": ("moe_gather", lambda: (x(), torch.tensor([2, 0, -1], dtype=torch.int32))),
+	"gather": ("moe_gather", lambda: (x(), torch.tensor([2, 0, -1], dtype=I32))),
 	"activate": ("moe_activate", lambda: (x(), "swiglu", OFFS)),
 	"activate gradient": ("moe_activate_gradient", lambda: (x(), x(), "silu", OFFS, False, torch.rand(ROWS, 1), PAIRS)),
 	"quantize gradient": (
 		"moe_quantize_gradient",
 		lambda: (x(256), x(128), "fp8_block", "mxfp8", "swiglu", OFFS, False, torch.rand(ROWS, 1), PAIRS),
 	),
-	"combine": ("moe_combine", lambda: (x(), torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32), torch.rand(2, 2))),
+	"combine": ("moe_combine", lambda: (x(), torch.tensor([[2, 0], [-1, 1]], dtype=I32), torch.rand(2, 2))),
 	"amax": ("grouped_amax", lambda: (x(), OFFS)),
 	"uniform amax": ("grouped_amax", lambda: (w(),)),
 	"dbias": ("grouped_dbias", lambda: (x(37), OFFS)),
@@ -209,7 +211,7 @@ def same_garbage():
 
 
 def storage_bytes(tensor):
-	return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).clone()
+	return torch.empty(0, dtype=U8).set_(tensor.untyped_storage()).clone()
 
 
 def call(op, arguments):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute, pipeline
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import tcgen05
 
 from ...device.constants import WARP_SIZE
@@ -101,16 +101,16 @@ class Epilogue:
 		warp_row = self.cta_row + self.warp * WARP_SIZE
 		row = tile.m_row + warp_row + self.lane
 		left, whole = self.tensors.out.shape[1] - row, Boolean(True)
-		if cutlass.const_expr(self.config.has_partial_tiles):
+		if const_expr(self.config.has_partial_tiles):
 			left = tile.rows - warp_row - self.lane
 			whole = warp_row + WARP_SIZE <= tile.rows
 		in_group = left > 0
 		factor = Float32(1.0)
 		if in_group:
-			at = row if cutlass.const_expr(self.config.row_scaled) else tile.group
+			at = row if const_expr(self.config.row_scaled) else tile.group
 			factor = self.tensors.factor(self.config, tile.group, at)
 		self.acc.wait(acc_state)
-		if cutlass.const_expr(self.config.result is not None):
+		if const_expr(self.config.result is not None):
 			self.quantize(tile, acc_state, row, left, factor)
 		else:
 			num_blocks = self.config.tile.n // self.columns
@@ -119,7 +119,7 @@ class Epilogue:
 				values = self.acc.read(step, num_blocks, acc_state)
 				if col < self.tensors.out.shape[2] * self.halves:
 					rounded = self.rescale(values, factor, tile.group, row, in_group, col)
-					for i in cutlass.range_constexpr(self.num_blocks):
+					for i in range_constexpr(self.num_blocks):
 						# One after the other: all of them take too many registers.
 						block = self.block(i, rounded, tile.group, col)
 						if whole:
@@ -173,17 +173,17 @@ class Epilogue:
 		at_once = max(1, self.quantized.block // columns)
 		for first in cutlass.range(0, num_blocks, at_once, unroll=1):
 			starts, scales = [], Uint32(0)
-			for step in cutlass.range_constexpr(at_once):
+			for step in range_constexpr(at_once):
 				starts.append(tile.n_row // self.halves + self.acc.block_at(first + step, num_blocks, acc_state) * columns)
 			if left + self.lane > 0:
 				words = []
-				for step in cutlass.range_constexpr(at_once):
+				for step in range_constexpr(at_once):
 					values = self.acc.read(first + step, num_blocks, acc_state)
 					rounded = self.rescale(values, factor, tile.group, row, left > 0, starts[step] * self.halves)
 					words += self.activated(rounded)
 				scales = self.quantized.store_blocks(words, starts, row, left, level)
 			else:
-				for step in cutlass.range_constexpr(at_once):
+				for step in range_constexpr(at_once):
 					self.acc.read(first + step, num_blocks, acc_state)
 			# So many of the loop give a word of scales: one of a block, or four bytes.
 			per_word = max(1, self.quantized.word_columns // columns // at_once)
@@ -205,26 +205,26 @@ class Epilogue:
 	) -> cute.Tensor:
 		"""Rescale a row's accumulators from ``col`` on, add to them and round the result."""
 		tensors, cols = self.tensors, self.tensors.columns(self.config) * self.halves
-		if cutlass.const_expr(tensors.has_factor):
+		if const_expr(tensors.has_factor):
 			factors = cute.make_rmem_tensor(self.columns, Float32)
 			factors.fill(factor)
 			pairwise(cute.arch.mul_packed_f32x2, values, factors)
-		for i in cutlass.range_constexpr(0, self.columns, N_ALIGN):
+		for i in range_constexpr(0, self.columns, N_ALIGN):
 			part = cute.make_tensor(values.iterator + i, cute.make_layout(N_ALIGN))
-			if cutlass.const_expr(tensors.bias is not None):
+			if const_expr(tensors.bias is not None):
 				if col + i < cols:
 					at = Int64(group) * tensors.bias.stride[0]
-					if cutlass.const_expr(self.config.pairs_rows):
+					if const_expr(self.config.pairs_rows):
 						size = N_ALIGN // 2
 						a = read_vector(tensors.bias, at + (col + i) // 2, size)
 						b = read_vector(tensors.bias, at + (col + i + cols) // 2, size)
 						addends = cute.make_rmem_tensor(N_ALIGN, Float32)
-						for j in cutlass.range_constexpr(size):
+						for j in range_constexpr(size):
 							addends[2 * j], addends[2 * j + 1] = a[j], b[j]
 					else:
 						addends = read_vector(tensors.bias, at + (col + i))
 					pairwise(cute.arch.add_packed_f32x2, part, addends)
-			if cutlass.const_expr(self.config.accumulate):
+			if const_expr(self.config.accumulate):
 				if in_group and col + i < cols:
 					at = out_offset(self.config, tensors.out, group, row, col + i)
 					old = read_vector(tensors.out, at)
@@ -236,9 +236,9 @@ class Epilogue:
 	@cute.jit
 	def store_row(self, block: Block, group: Int32, row: Int32) -> None:
 		first = block.col
-		if cutlass.const_expr(self.halves > 1):
+		if const_expr(self.halves > 1):
 			first += block.part * block.end
-		for i in cutlass.range_constexpr(0, cute.size(block.values), N_ALIGN):
+		for i in range_constexpr(0, cute.size(block.values), N_ALIGN):
 			if block.col + i < block.end:
 				part = cute.make_tensor(block.values.iterator + i, cute.make_layout(N_ALIGN))
 				offset = out_offset(self.config, block.tensor, group, row, first + i)
@@ -258,7 +258,7 @@ class Epilogue:
 		base = block.store.shared.iterator.toint() + slot * (WARP_SIZE * 128) + self.lane * row_bytes
 		per_chunk = VECTOR_BYTES * 8 // rounded.element_type.width
 		swizzle = self.lane % _SWIZZLE_ROWS // (128 // row_bytes)
-		for chunk in cutlass.range_constexpr(row_bytes // VECTOR_BYTES):
+		for chunk in range_constexpr(row_bytes // VECTOR_BYTES):
 			place = base + (chunk ^ swizzle) * VECTOR_BYTES
 			space = cute.AddressSpace.smem
 			pointer = cute.make_ptr(rounded.element_type, place, space, assumed_align=VECTOR_BYTES)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.launch import DSL_TYPES
@@ -120,7 +120,7 @@ class Epilogue:
 		self.staged_element = DSL_TYPES[config.staged_type]
 		size = config.num_store_stage * config.block_bytes
 		self.blocks = blocks.iterator.toint() + group * size
-		if cutlass.const_expr(factors is not None):
+		if const_expr(factors is not None):
 			#: Of all warpgroups amaxes of rows, or of this one the factors.
 			self.amaxes = factors.iterator.toint()
 			self.factors = self.amaxes + group * (config.tile.n * 4)
@@ -150,10 +150,10 @@ class Epilogue:
 		config = self.config
 		count = -(-config.tile.n // WARPGROUP_SIZE) if config.row_scaled else 1
 		factors = cute.make_rmem_tensor(count, Float32)
-		for i in cutlass.range_constexpr(count):
+		for i in range_constexpr(count):
 			factor = Float32(1.0)
 			if tile.k_blocks > 0:
-				if cutlass.const_expr(config.row_scaled):
+				if const_expr(config.row_scaled):
 					local = i * WARPGROUP_SIZE + self.thread
 					if local < cutlass.min(tile.rows, config.tile.n):
 						factor = self.tensors.factor(config, tile.group, tile.n_row + local)
@@ -168,7 +168,7 @@ class Epilogue:
 		config = self.config
 		shape = (2, 2, config.tile.n // 8, self.repeats)
 		acc = cute.make_tensor(acc.iterator, cute.make_layout(shape))
-		if cutlass.const_expr(config.stores_by_tma):
+		if const_expr(config.stores_by_tma):
 			self.store_by_tma(acc, factors[0], tile)
 		else:
 			self.store_blocks(acc, factors, tile)
@@ -177,7 +177,7 @@ class Epilogue:
 	def store_by_tma(self, acc: cute.Tensor, factor: Float32, tile: WorkTile) -> None:
 		buffers = self.config.num_store_stage
 		rows, blocks = self.block_rows // WARPS, self.config.tile.n // self.block_n
-		for index in cutlass.range_constexpr(self.repeats * blocks):
+		for index in range_constexpr(self.repeats * blocks):
 			repeat, first_n = index // blocks, index % blocks * self.block_n
 			cute.arch.cp_async_bulk_wait_group(buffers - 1, read=True)
 			cute.arch.sync_warp()
@@ -193,41 +193,41 @@ class Epilogue:
 	@cute.jit
 	def store_blocks(self, acc: cute.Tensor, factors: cute.Tensor, tile: WorkTile) -> None:
 		config = self.config
-		if cutlass.const_expr(config.stores_apart):
+		if const_expr(config.stores_apart):
 			# Then every thread is done with the factors of the tile before, too.
 			self.wait_free()
-		if cutlass.const_expr(config.row_scaled):
-			for i in cutlass.range_constexpr(cute.size(factors)):
+		if const_expr(config.row_scaled):
+			for i in range_constexpr(cute.size(factors)):
 				local = i * WARPGROUP_SIZE + self.thread
 				if local < config.tile.n:
 					store_shared(self.factors + local * 4, [f32_as_bits(factors[i])])
 		# The factors are there, and the blocks of the tile before have been read.
-		if cutlass.const_expr(config.quantizes_to is not None and config.tile.swap_ab):
+		if const_expr(config.quantizes_to is not None and config.tile.swap_ab):
 			self.quantized.begin(tile)
 		else:
 			self.sync()
 		slot, window = Int32(0), self.window(tile)
 		block_n = self.block_n
-		for repeat in cutlass.range_constexpr(self.repeats):
+		for repeat in range_constexpr(self.repeats):
 			bias = self.load_bias(tile, repeat)
-			for block in cutlass.range_constexpr(config.tile.n // block_n):
+			for block in range_constexpr(config.tile.n // block_n):
 				# The same for all threads: no row of a block that is left out is the group's.
-				if not cutlass.const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
+				if not const_expr(config.tile.swap_ab) or block * block_n < tile.rows:
 					buffer = self.blocks + slot * config.block_bytes
 					self.stage_block(buffer, block * block_n, acc, factors[0], bias, repeat, tile)
-					if cutlass.const_expr(not config.stores_apart):
+					if const_expr(not config.stores_apart):
 						self.sync()
-						if cutlass.const_expr(config.quantizes_to is None):
+						if const_expr(config.quantizes_to is None):
 							self.copy(buffer, window, repeat, block * block_n)
 						else:
 							self.quantized.store_block(tile, buffer, window, slot, block * block_n)
-						if cutlass.const_expr(config.num_store_stage == 1):
+						if const_expr(config.num_store_stage == 1):
 							self.sync()
 						else:
 							slot = slot ^ 1
-				if cutlass.const_expr(config.stores_apart):
+				if const_expr(config.stores_apart):
 					slot += 1
-		if cutlass.const_expr(config.stores_apart):
+		if const_expr(config.stores_apart):
 			cute.arch.barrier_arrive(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
 
 	@property
@@ -246,7 +246,7 @@ class Epilogue:
 	def store_staged(self, tile: WorkTile) -> None:
 		"""Store what the consumer warpgroup staged of a tile, by another one."""
 		cute.arch.barrier(barrier_id=FIRST_FULL_BARRIER + self.group, number_of_threads=2 * WARPGROUP_SIZE)
-		if cutlass.const_expr(self.config.quantizes_to is None):
+		if const_expr(self.config.quantizes_to is None):
 			self.copy_tile(tile)
 		else:
 			self.quantized.store_tile(tile)
@@ -258,7 +258,7 @@ class Epilogue:
 		config, swapped = self.config, self.config.tile.swap_ab
 		window, blocks = self.window(tile), config.tile.n // self.block_n
 		live = Int32(blocks)
-		if cutlass.const_expr(swapped):
+		if const_expr(swapped):
 			live = cutlass.min(live, (tile.rows + (self.block_n - 1)) // self.block_n)
 		for index in cutlass.range(self.repeats * live, unroll=1):
 			repeat = index // live
@@ -278,11 +278,11 @@ class Epilogue:
 		None without one, and where it is of columns.
 		"""
 		bias = self.tensors.bias
-		if cutlass.const_expr(bias is None or not self.config.tile.swap_ab):
+		if const_expr(bias is None or not self.config.tile.swap_ab):
 			return None
 		values = cute.make_rmem_tensor(2, Float32)
 		row = tile.m_row + self.first_m + repeat * self.step + self.warp * 16 + self.lane // 4
-		for half in cutlass.range_constexpr(2):
+		for half in range_constexpr(2):
 			values[half] = self.bias_of(tile, row + half * 8)
 		return values
 
@@ -292,7 +292,7 @@ class Epilogue:
 		bias = self.tensors.bias
 		value = Float32(0.0)
 		if tile.k_blocks > 0 and col < bias.shape[1]:
-			if cutlass.const_expr(self.config.pairs_rows):
+			if const_expr(self.config.pairs_rows):
 				col = col // 2 + col % 2 * (bias.shape[1] // 2)
 			value = bias[tile.group, col].to(Float32)
 		return value
@@ -306,32 +306,32 @@ class Epilogue:
 		Zeros of an empty group and of the tail stay exact zeros: their factor is 1.
 		"""
 		values = cute.make_rmem_tensor(4, Float32)
-		for i in cutlass.range_constexpr(4):
+		for i in range_constexpr(4):
 			values[i] = acc[i % 2, i // 2, j, repeat]
-		if cutlass.const_expr(self.config.is_decoded):
+		if const_expr(self.config.is_decoded):
 			scale = DECODED_SCALE[self.config.multiplied]
 			values.store(values.load() * Float32(1 / scale))
-		if cutlass.const_expr(self.tensors.has_factor):
+		if const_expr(self.tensors.has_factor):
 			factors = cute.make_rmem_tensor(4, Float32)
 			factors.fill(factor)
-			if cutlass.const_expr(self.config.row_scaled):
+			if const_expr(self.config.row_scaled):
 				words = load_shared(self.factors + (j * 8 + self.lane % 4 * 2) * 4, 2)
-				for i in cutlass.range_constexpr(4):
+				for i in range_constexpr(4):
 					factors[i] = bits_as_f32(words[i % 2])
 			_each("mul.rn.f32", values, factors)
-		if cutlass.const_expr(bias is not None):
+		if const_expr(bias is not None):
 			addends = cute.make_rmem_tensor(4, Float32)
-			for i in cutlass.range_constexpr(4):
+			for i in range_constexpr(4):
 				addends[i] = bias[i // 2]
 			_each("add.rn.f32", values, addends)
-		elif cutlass.const_expr(self.tensors.bias is not None):
+		elif const_expr(self.tensors.bias is not None):
 			self.add_bias_of_columns(values, j, tile)
 		return values
 
 	@cute.jit
 	def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
 		addends = cute.make_rmem_tensor(4, Float32)
-		for i in cutlass.range_constexpr(2):
+		for i in range_constexpr(2):
 			col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
 			addends[i] = addends[i + 2] = self.bias_of(tile, col)
 		_each("add.rn.f32", values, addends)
@@ -387,15 +387,15 @@ class Epilogue:
 		config, out = self.config, self.tensors.out
 		row, col = self.own_row, tile.n_row + self.own_col
 		first_m = tile.m_row + self.first_m
-		if cutlass.const_expr(self.config.tile.swap_ab):
+		if const_expr(self.config.tile.swap_ab):
 			rows = tile.rows - row
 			row, col = tile.n_row + row, first_m + self.own_col
 		else:
 			rows = out.shape[1] - first_m - row
-			if cutlass.const_expr(self.config.grouping == "m_grouped"):
+			if const_expr(self.config.grouping == "m_grouped"):
 				rows = tile.rows - self.first_m - row
 			row = first_m + row
-		if cutlass.const_expr(self.vectors < WARPGROUP_SIZE):
+		if const_expr(self.vectors < WARPGROUP_SIZE):
 			if self.thread >= self.vectors:
 				rows = Int32(0)
 		return Window.of(config, self.tensors, tile.group, row, col, rows)
@@ -409,13 +409,13 @@ class Epilogue:
 		staged = [load_shared(at + self.place(0, row, col), 4) for row, col in steps]
 		m = repeat * self.step
 		places = [(first_n + r, m + c) if self.config.tile.swap_ab else (m + r, first_n + c) for r, c in steps]
-		if cutlass.const_expr(self.config.activation is not None):
+		if const_expr(self.config.activation is not None):
 			# So many at once as fill the time until a number is there.
-			for i in cutlass.range_constexpr(0, passes, 2):
+			for i in range_constexpr(0, passes, 2):
 				store_activated(self.config, staged[i : i + 2], window, places[i : i + 2])
 		else:
 			width = self.tensors.out.element_type.width // 8
-			if cutlass.const_expr(self.config.accumulate):
+			if const_expr(self.config.accumulate):
 				staged = self.added(staged, window, places)
 			for words, (row, col) in zip(staged, places, strict=True):
 				store_if(window.out.at(row, col * width), words, (window.rows, row), (window.cols, col))
@@ -447,7 +447,7 @@ class StoreWarps:
 
 	@cute.jit
 	def run(self) -> None:
-		for group in cutlass.range_constexpr(self.config.consumers):
+		for group in range_constexpr(self.config.consumers):
 			self.epilogues(Int32(group)).free()
 		state = self.tiles.new_state()
 		tile, state = self.tiles.next(state)

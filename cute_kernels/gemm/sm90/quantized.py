@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int32, Uint32, cute
+from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import fmax
 from ...device.memory import load_shared, store_shared
@@ -60,15 +60,15 @@ class StagedBlocks(QuantizedRows):
 		for i in cutlass.range(config.tile.m // config.consumers // (4 * _LANES), unroll=1):
 			after = i * (4 * _LANES)
 			size = min(self.block, self.row_cols)
-			for start in cutlass.range_constexpr(0, self.row_cols, size):
+			for start in range_constexpr(0, self.row_cols, size):
 				words, vectors = [], range(start * _LANES // self.row_cols, (start + size) * _LANES // self.row_cols)
-				for j in cutlass.range_constexpr(vectors.start, vectors.stop, _AT_ONCE):
+				for j in range_constexpr(vectors.start, vectors.stop, _AT_ONCE):
 					places = [at + after * (_LANES * VECTOR_BYTES) + (swizzled ^ (j + k) * VECTOR_BYTES) for k in range(_AT_ONCE)]
 					words += self.activate([load_shared(place, 4) for place in places])
 				codes, stored = self.encode(words, self.amax(words, self.sharing, _LANES))
 				live = window.moved(after, Int32(0), 1, self.halves)
 				limits = (live.rows, 0), (live.cols, start * self.halves)
-				for j in cutlass.range_constexpr(0, len(codes), _STORE_WORDS):
+				for j in range_constexpr(0, len(codes), _STORE_WORDS):
 					store_if(live.out.at(0, start + 4 * j), codes[j : j + _STORE_WORDS], *limits)
 				self.store_scale(select(live.rows > 0, stored, Uint32(0)), slot + after, col + start)
 
@@ -90,12 +90,12 @@ class StagedBlocks(QuantizedRows):
 		words = self.activate([load_shared(epilogue.place(buffer, row, epilogue.own_col), 4)])
 		lanes = min(_LANES, self.block * _LANES // self.row_cols)
 		amax = self.amax(words, lanes)
-		if cutlass.const_expr(sharing > 1):
+		if const_expr(sharing > 1):
 			parts = epilogue.amaxes + (slot * epilogue.block_rows + row) * (4 * self.config.consumers)
 			if (lane == 0) & (epilogue.thread < epilogue.vectors):
 				store_shared(parts + epilogue.group * 4, [f32_as_bits(amax)])
 			cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.everyone)
-			if cutlass.const_expr(sharing < self.config.consumers):
+			if const_expr(sharing < self.config.consumers):
 				parts += (epilogue.group & -sharing) * 4
 			amax = functools.reduce(fmax, map(bits_as_f32, load_shared(parts, sharing)))
 		codes, stored = self.encode(words, amax)

@@ -30,7 +30,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.absmax import unpack_absmax
@@ -124,15 +124,15 @@ class TileQuantizer(ChunkAmaxKernels):
 	def __call__(self, *args: Any) -> None:
 		*given, num_sms, stream = args
 		x, _, offs, row_amax, group_amax, *_, amax, column_amax, _, _, _ = given
-		if cutlass.const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
+		if const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
 			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
-		elif cutlass.const_expr(self.config.compute_amax):
+		elif const_expr(self.config.compute_amax):
 			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
-		if cutlass.const_expr(self.config.reports_amax):
+		if const_expr(self.config.reports_amax):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
-		if cutlass.const_expr(self.filler is None and not self.config.copies_rows):
+		if const_expr(self.filler is None and not self.config.copies_rows):
 			copies = self.loader.copy_of(x, Grouping.of(x, offs).num_rows)
 		self.kernel(*copies, *given).launch(
 			grid=[num_sms, 1, 1], block=[self.num_threads, 1, 1], stream=stream, min_blocks_per_mp=1
@@ -187,20 +187,20 @@ class TileQuantizer(ChunkAmaxKernels):
 		warp = cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		if warp >= self.num_compute_warps:
 			inputs = None
-			if cutlass.const_expr(config.copies_rows):
+			if const_expr(config.copies_rows):
 				inputs = Rows(x, index)
-			elif cutlass.const_expr(self.filler is None):
+			elif const_expr(self.filler is None):
 				cpasync.prefetch_descriptor(box_copy)
 				inputs = Tma(box_copy, box_source, box)
 			self.loader.load(groups, cols, group_amax, column_amax, inputs, shared, warp - self.num_compute_warps)
 		else:
-			if cutlass.const_expr(group_amax is not None):
+			if const_expr(group_amax is not None):
 				threads = self.num_compute_warps * WARP_SIZE
 				thread = cute.arch.block_idx()[0] * threads + tid
 				step = cute.arch.grid_dim()[0] * threads
 				self.levels.write(group_amax, scale_inv, scale, thread, step)
 			out, seeds = Copies(codes, scales, codes_t, scales_t), (None, None)
-			if cutlass.const_expr(config.is_stochastic):
+			if const_expr(config.is_stochastic):
 				# Both copies of square blocks have the same codes.
 				own = drawn_t if not config.is_2d else drawn
 				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
@@ -237,18 +237,18 @@ class TileQuantizer(ChunkAmaxKernels):
 				buffer = team * 2 + copy
 				scales_at = shared.scales_t.toint() + buffer * self.scales_t_bytes
 				tile_at = shared.tiles.toint()
-				if cutlass.const_expr(self.filler is None):
+				if const_expr(self.filler is None):
 					tile_at += stage * config.tile_bytes
 				else:
 					tile_at += team * config.tile_bytes
 					self.filler.fill(x, index, what, team, tile_at)
-				if cutlass.const_expr(self.has_table):
+				if const_expr(self.has_table):
 					if what.group != level_of:
 						levels, level_of = self.levels_of(what), what.group
 						self.tabulate(levels, tables, team)
-				elif cutlass.const_expr(config.uses_group_amax):
+				elif const_expr(config.uses_group_amax):
 					levels = self.levels_of(what)
-				if cutlass.const_expr(config.reports_amax):
+				if const_expr(config.reports_amax):
 					if what.group != seen_of:
 						self.report(amax, seen_of, seen)
 						seen, seen_of = Uint32(0), what.group
@@ -267,14 +267,14 @@ class TileQuantizer(ChunkAmaxKernels):
 				cute.arch.sync_warp()
 				with cute.arch.elect_one():
 					cute.arch.mbarrier_arrive(shared.empty + stage)
-				if cutlass.const_expr(self.scale_tiles > 0):
+				if const_expr(self.scale_tiles > 0):
 					if part < self.scale_tiles:
 						facts = (scales_at, part, self.scale_tiles)
 						write_column_scales(groups, out.scales_t, what, *facts)
 			stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
 			phase ^= copy
 			copy ^= 1
-		if cutlass.const_expr(config.reports_amax):
+		if const_expr(config.reports_amax):
 			self.report(amax, seen_of, seen)
 
 	@cute.jit
@@ -292,7 +292,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		thread = self.team.thread(team)
 		factors = [self.codec.encode_factor(Uint32(thread), level) for level in levels]
 		self.team.sync(team)
-		for i in cutlass.range_constexpr(self.num_levels):
+		for i in range_constexpr(self.num_levels):
 			store_shared(tables[i] + thread * 4, [f32_as_bits(factors[i])])
 		self.team.sync(team)
 
