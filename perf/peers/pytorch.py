@@ -71,26 +71,34 @@ def _activate(z: Tensor) -> Tensor:
 	return (F.silu(gate.float()) * up.float()).to(z.dtype)
 
 
-def _combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
+def combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
 	"""Of rows (T k, H) in an order; a copy by index has a gradient without sums."""
 	pairs = torch.empty_like(h).index_copy(0, order, h).view(*p.shape, -1)
 	return (pairs.float() * p.unsqueeze(-1)).sum(1).to(h.dtype)
 
 
+def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+	"""Pairs of a token and one of its experts sorted by expert, and where each expert's end."""
+	order = ids.flatten().argsort(stable=True)
+	counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
+	ones = torch.ones_like(order, dtype=torch.int32)
+	return order, counts.scatter_add(0, ids.flatten(), ones).cumsum(0).int()
+
+
+def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
+	return torch.compile(function, dynamic=False) if device.type == "cuda" else function
+
+
 def _mixture(work: MoEWork) -> Step:
-	compiled: Any = torch.compile if work.device.type == "cuda" else lambda f: f
 	# For these shapes: what a task before left would make them dynamic ones, which take longer.
 	torch._dynamo.reset()
-	activate, combine = compiled(_activate), compiled(_combine)
+	activate, add = (compiled(f, work.device) for f in (_activate, combine))
 
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-		order = ids.flatten().argsort(stable=True)
-		counts = torch.zeros(len(up), dtype=torch.int32, device=x.device)
-		offs = counts.scatter_add(0, ids.flatten(), torch.ones_like(order, dtype=torch.int32)).cumsum(0).int()
+		order, offs = by_expert(ids, len(up))
 		rows = x.index_select(0, order // work.shape.top_k)
 		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
-		y: Tensor = combine(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
-		return y
+		return add(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
 
 	return work.plain(experts)
 

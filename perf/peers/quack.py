@@ -1,18 +1,21 @@
-"""quack 0.6: grouped bf16 products, and MLPs with SwiGLU in the epilogue."""
+"""quack 0.6: grouped bf16 products, and experts with the gather in the loader and SwiGLU in the epilogue."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..contender import Contender
 from ..operands import Operands
-from ..suites.layer import LayerWork
+from ..suites.layer import LayerWork, Step
+from ..suites.moe import PEER_BOUND, MoEWork
 from .base import NOISE, Peer
+from .pytorch import by_expert, combine, compiled
 
 
 class Quack(Peer):
@@ -33,9 +36,12 @@ class Quack(Peer):
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
 		"""The MLP; without a backward pass what that would need is not stored."""
 		if work.layer == "mlp":
-			make = functools.partial(_Mlp, work)
-			bound = 4 * NOISE["bfloat16"]
-			yield work.contender("quack", "BF16", make, bound, versions=self.versions)
+			make = functools.partial(_mlp, work)
+			yield work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"], versions=self.versions)
+
+	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+		"""With PyTorch's router, sort and sums."""
+		yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
 
 
 def _interface() -> Any:
@@ -46,40 +52,67 @@ def _starts(offs: Tensor) -> Tensor:
 	return F.pad(offs, (1, 0))
 
 
-class _Mlp:
-	"""An MLP as its functions make it; gate and value are interleaved before."""
+class _Experts(torch.autograd.Function):
+	"""Rows of experts, of rows x; or of tokens x by ``index``, pairs of which and an expert lie in ``order``."""
 
-	def __init__(self, work: LayerWork) -> None:
-		self._work = work
-		self._ends = _starts(work.offs)
-		up, self._down = work.weights
-		gate, value = up.chunk(2, dim=1)
-		self._up = torch.stack((gate, value), 2).flatten(1, 2).contiguous()
-		self._gemm = _interface()
+	@staticmethod
+	def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
+		x, up, down, starts, index, order = given
+		gemm, rows = _interface(), {"cu_seqlens_m": starts}
+		of_up = {"activation": "swiglu", "store_preact": any(ctx.needs_input_grad), "A_idx": index, **rows}
+		before, hidden = gemm.gemm_gated(x, up.transpose(1, 2), **of_up)
+		ctx.save_for_backward(*given, before)
+		h: Tensor = gemm.gemm(hidden, down.transpose(1, 2), **rows)
+		return h
 
-	def run(self) -> tuple[Tensor, ...]:
-		gemm, work = self._gemm, self._work
-		rows = {"cu_seqlens_m": self._ends}
-		before, hidden = gemm.gemm_gated(
-			work.x, self._up.transpose(1, 2), activation="swiglu", store_preact=work.backward, **rows
-		)
-		y = gemm.gemm(hidden, self._down.transpose(1, 2), **rows)
-		if work.dy is None:
-			return (y,)
-		d_before, again = gemm.gemm_dgated(work.dy, self._down, before, activation="swiglu", **rows)
-		depth = {"cu_seqlens_k": self._ends}
-		dx = gemm.gemm(d_before, self._up, **rows)
-		d_down = gemm.gemm(work.dy.T, again, **depth)
-		return y, dx, gemm.gemm(d_before.T, work.x, **depth), d_down
+	@staticmethod
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+		x, up, down, starts, index, order, before = ctx.saved_tensors
+		gemm, groups, depth = _interface(), {"cu_seqlens_m": starts}, {"cu_seqlens_k": starts}
+		d_before, again = gemm.gemm_dgated(dy, down, before, activation="swiglu", **groups)
+		dx = gemm.gemm(d_before, up, **groups)
+		d_down = gemm.gemm(dy.T, again, **depth)
+		rows = x if order is None else x.index_select(0, index)
+		d_up = gemm.gemm(d_before.T, rows, **depth)
+		if order is not None:
+			dx = torch.empty_like(dx).index_copy(0, order, dx).view(len(x), -1, dx.shape[1]).sum(1)
+		return dx, d_up, d_down, None, None, None
+
+
+@dataclasses.dataclass
+class _Step(Step):
+	"""Rows of gate and value alternate in the parameter at ``place``."""
+
+	place: int = 0
 
 	def results(self) -> list[Tensor]:
-		"""As ``LayerWork.expected``: gate before value."""
-		y, *gradients = self.run()
-		if not gradients:
-			return [y]
-		dx, d_up, d_down = gradients
-		gate, value = d_up.unflatten(1, (-1, 2)).unbind(2)
-		return [y, dx, torch.cat((gate, value), 1), d_down]
+		up = 2 + self.place
+		return [torch.cat((t[:, ::2], t[:, 1::2]), 1) if i == up else t for i, t in enumerate(super().results())]
+
+
+def _leaves(work: LayerWork, place: int) -> list[nn.Parameter]:
+	leaves = work.leaves()
+	both = torch.stack(work.weights[place].chunk(2, 1), 2).flatten(1, 2)
+	leaves[place] = nn.Parameter(both, work.backward)
+	return leaves
+
+
+def _mlp(work: LayerWork) -> Step:
+	leaves = _leaves(work, 0)
+	rest = (*leaves, _starts(work.offs), None, None)
+	made = work.step(lambda x: _Experts.apply(x, *rest), [[w] for w in leaves])  # type: ignore[no-untyped-call]
+	return _Step(**vars(made), place=0)
+
+
+def _mixture(work: MoEWork) -> Step:
+	add = compiled(combine, work.device)
+
+	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
+		order, offs = by_expert(ids, len(up))
+		index = (order // work.shape.top_k).int()
+		return add(_Experts.apply(x, up, down, _starts(offs), index, order), order, p)  # type: ignore[no-untyped-call]
+
+	return _Step(**vars(work.plain(experts, _leaves(work, 1))), place=1)
 
 
 PEER = Quack

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,9 +87,10 @@ class MoEWork(LayerWork):
 			y = y.index_add(0, token, of_expert(x[token], *weight) * p[token, k].unsqueeze(1))
 		return y
 
-	def plain(self, experts: Callable[..., Tensor]) -> Step:
+	def plain(self, experts: Callable[..., Tensor], leaves: Sequence[nn.Parameter] = ()) -> Step:
 		"""The layer with PyTorch's router; ``experts(x, p, ids, gate_up, down)`` does the rest."""
-		router, *weights = leaves = self.leaves()
+		leaves = leaves or self.leaves()
+		router, *weights = leaves
 		return self.step(lambda x: experts(x, *self.choose(x, router), *weights), [[p] for p in leaves])
 
 	def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:

@@ -11,8 +11,9 @@ from perf.cases import GroupedShape
 from perf.measure import meter_of
 from perf.measure.emulator import claim
 from perf.operands import Operands
-from perf.peers import PEERS, all_peers, cutlass, pytorch
+from perf.peers import PEERS, all_peers, cutlass, pytorch, quack
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
+from perf.suites import layer, moe
 from perf.suites.quantize import Input, Quantization
 from tests.helpers import each
 
@@ -93,6 +94,35 @@ def test_torchao_quantizers():
 	for gives in (True, False):
 		(contender,) = torchao.PEER({}).quantizers(data, Quantization("row", gives))
 		assert error_of(contender) <= contender.bound
+
+
+class FakeQuack:
+	"""The functions of quack 0.6.5 that are called, by its signatures."""
+
+	def gemm(self, A, B, *, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None):
+		starts = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
+		assert starts[0] == 0 and (A_idx is None or A_idx.dtype == torch.int32)
+		return torch._grouped_mm(A if A_idx is None else A[A_idx], B, offs=starts[1:])
+
+	def gemm_gated(self, A, B, *, activation, store_preact=True, **rows):
+		before = self.gemm(A, B, **rows)
+		return before if store_preact else None, alternating[activation](before)
+
+	def gemm_dgated(self, A, B, PreAct, *, activation, **rows):
+		after, gradient = torch.func.vjp(alternating[activation], PreAct)
+		return *gradient(self.gemm(A, B, **rows)), after
+
+
+alternating = {"swiglu": lambda z: pytorch._activate(torch.cat((z[:, ::2], z[:, 1::2]), 1))}
+
+
+@each("passes", layer.PASSES)
+def test_quacks_experts(passes, monkeypatch):
+	monkeypatch.setattr(quack, "_interface", FakeQuack)
+	peer = quack.PEER({})
+	for kind, name, offered in ((layer.LayerWork, "mlp", peer.layers), (moe.MoEWork, "moe", peer.mixtures)):
+		(contender,) = offered(kind(name, moe.TINY, 30, "zipf", passes, CPU))
+		assert error_of(contender) <= 0.02
 
 
 def test_checkouts_are_named(tmp_path):
