@@ -69,7 +69,7 @@ def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
 
 	_change_environment(
         CUTE_DSL_ARCH=arch, CUTE_DSL_LIBS=str(build()), CUTE_DSL_KEEP="ptx,cubin",
-        CUTE_DSL_DUMP_DIR=_dump_directory(),
+        CUTE_DSL_DUMP_DIR=_dump_directory().name,
     )  # fmt: skip
 	try:
 		_patch_dsl()
@@ -87,14 +87,9 @@ def uninstall() -> None:
 
 
 @functools.cache
-def _dump_directory() -> str:
+def _dump_directory() -> tempfile.TemporaryDirectory[str]:
 	"""Where the DSL leaves the PTX and cubin of each compilation; removed with the process."""
-	holder = tempfile.TemporaryDirectory(prefix="cute_kernels-ptx-")
-	_holders.append(holder)
-	return holder.name
-
-
-_holders: list[tempfile.TemporaryDirectory[str]] = []
+	return tempfile.TemporaryDirectory(prefix="cute_kernels-ptx-")
 
 
 def _change_environment(**values: str) -> None:

@@ -142,8 +142,6 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
 	Returns:
 		The names of the kernels.
 	"""
-	from .parser import Module
-
 	with exclusive() as lib:
 		module = Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())
 		_modules.append(module)

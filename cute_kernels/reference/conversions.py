@@ -7,7 +7,7 @@ the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 import torch
 from torch import Tensor
 
-from ..formats import E2M1, E4M3, ElementType
+from ..formats import E2M1, ElementType
 
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -48,13 +48,25 @@ def encode_e2m1(y: Tensor) -> Tensor:
 	The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
 	+6 (code 7), both as the hardware's saturating conversion does.
 	"""
-	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
-	magnitude = y.abs().clamp_max_(E2M1.max)
-	# Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of the power of two p below.
 	# Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
-	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+	y, magnitude, power = _cut_to_e2m1(y)
 	magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
 	multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
+	return _e2m1_codes(multiple, y, power)
+
+
+def _cut_to_e2m1(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+	"""``y`` without NaN and infinities, its magnitudes up to 6, and bits of a power of two p.
+
+	Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of p.
+	"""
+	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+	magnitude = y.abs().clamp_max_(E2M1.max)
+	return y, magnitude, magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+
+
+def _e2m1_codes(multiple: Tensor, y: Tensor, power: Tensor) -> Tensor:
+	"""Codes of multiples of p / 2, and the signs of ``y``."""
 	# The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
 	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
 	sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
@@ -78,16 +90,11 @@ def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
 
 	so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in ``encode_e2m1``.
 	"""
-	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
-	magnitude = y.abs().clamp_max_(E2M1.max)
-	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+	y, magnitude, power = _cut_to_e2m1(y)
 	# The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
 	scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
 	multiple = magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8)
-	# As in ``encode_e2m1``.
-	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
-	sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
-	return code.bitwise_or_(sign).to(torch.uint8)
+	return _e2m1_codes(multiple, y, power)
 
 
 def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
@@ -95,16 +102,6 @@ def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
 	# Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
 	rounded = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
 	return rounded.masked_fill_(v.isnan(), 0x7F)
-
-
-def encode_e4m3(v: Tensor) -> Tensor:
-	"""Round fp32 to E4M3 bytes (uint8), to nearest even, saturating at 448; NaN gives 0x7F."""
-	return _encode_fp8(E4M3, v)
-
-
-def decode_e4m3(codes: Tensor) -> Tensor:
-	"""Exact fp32 values of E4M3 bytes."""
-	return codes.view(torch.float8_e4m3fn).float()
 
 
 def encode_e8m0(v: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ from ..layout.pieces import DECODED_SCALE, in_pieces
 from ..layout.shapes import ceil_div
 from .fma import fma, rounded_sum, two_sum
 from .operands import Rows
-from .tensor_core import NAN_BITS, tensor_core_gemm
+from .tensor_core import slices, tensor_core_gemm, with_one_nan
 
 #: K of the partial sums of FP8 with a split accumulator.
 _SPLIT_K = 128
@@ -127,7 +127,7 @@ def _chain_or_split(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	total = _zeros(a.codes, b.codes)
 	for part in _parts(a, _SPLIT_K):
 		total += _chain(_cut(a, part), _cut(b, part), adder)
-	return _with_one_nan(total)
+	return with_one_nan(total)
 
 
 def _block_scaled(a: Rows, b: Rows, adder: Adder) -> Tensor:
@@ -156,8 +156,8 @@ def _promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	add = _add_fp32_scaled if a.scale.element == F32 else _add_pow2_scaled
 	partial = _exact if adder.tensor_core is None else _chain
 	out = _zeros(a.codes, b.codes)
-	for m in _tiles(len(a.codes), _TILE_M):
-		for n in _tiles(len(b.codes), max(1, _TILE_OUTPUTS // (m.stop - m.start))):
+	for m in slices(len(a.codes), _TILE_M):
+		for n in slices(len(b.codes), max(1, _TILE_OUTPUTS // (m.stop - m.start))):
 			left, right = _of_rows(a, m), _of_rows(b, n)
 			scales = left.scale_values(), right.scale_values()
 			total = _zeros(left.codes, right.codes)
@@ -166,7 +166,7 @@ def _promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
 				of_a, of_b = scales[0][:, i, None], scales[1][None, :, i]
 				total = add(found, (of_b, of_a) if a.fmt.is_2d else (of_a, of_b), total)
 			out[m, n] = total
-	return out if adder.tensor_core is None else _with_one_nan(out)
+	return out if adder.tensor_core is None else with_one_nan(out)
 
 
 def _add_fp32_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
@@ -214,14 +214,9 @@ def _cut_at_one(values: Tensor) -> tuple[Tensor, Tensor]:
 	return finite - small, small
 
 
-def _tiles(size: int, step: int) -> Iterator[slice]:
-	for start in range(0, size, step):
-		yield slice(start, min(start + step, size))
-
-
 def _parts(x: Rows, depth: int) -> Iterator[slice]:
 	"""Parts of K, of codes that share no byte."""
-	return _tiles(x.codes.shape[1], depth)
+	return slices(x.codes.shape[1], depth)
 
 
 def _cut(x: Rows, part: slice) -> Rows:
@@ -233,11 +228,6 @@ def _of_rows(x: Rows, rows: slice) -> Rows:
 	return x._replace(codes=x.codes[rows], scales=x.scales[rows])
 
 
-def _with_one_nan(acc: Tensor) -> Tensor:
-	acc.view(torch.int32).masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
-	return acc
-
-
 # ---- NVFP4
 
 
@@ -245,7 +235,7 @@ def _blocks_in_order(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	"""Exact blocks, added in fp32 ascending."""
 	left, right = a.values(torch.float32), b.values(torch.float32)
 	acc = _zeros(left, right)
-	for part in _tiles(left.shape[1], a.scale.vec_size):
+	for part in slices(left.shape[1], a.scale.vec_size):
 		acc += left[:, part] @ right[:, part].T
 	return acc
 

@@ -170,16 +170,21 @@ def tensor_core_gemm(
 		acc = torch.zeros(len(a), len(b), dtype=acc_dtype, device=a.device)
 	adder = _check(arch, left, right, acc)
 	out = torch.empty_like(acc)
-	for m in _slices(len(a), _TILE_M):
-		for n in _slices(len(b), _TILE_N):
+	for m in slices(len(a), _TILE_M):
+		for n in slices(len(b), _TILE_N):
 			tile = acc[m, n]
-			for k in _slices(left.k, _TILE_K):
+			for k in slices(left.k, _TILE_K):
 				terms = _terms(adder, left, m, k), _terms(adder, right, n, k)
 				tile = _accumulate(adder, *terms, tile)
 			out[m, n] = tile
-	bits = out.view(torch.int32 if out.dtype == torch.float32 else torch.int16)
-	bits.masked_fill_(out.isnan(), NAN_BITS[out.dtype])
-	return out
+	return with_one_nan(out)
+
+
+def with_one_nan(acc: Tensor) -> Tensor:
+	"""``acc``, its NaNs replaced by that of GPUs."""
+	bits = acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16)
+	bits.masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
+	return acc
 
 
 def _adder(arch: str, dtype: torch.dtype, *, scaled: bool) -> _Adder:
@@ -223,7 +228,7 @@ def _check_scales(name: str, operand: _Operand, scales: Tensor) -> None:
 		raise ValueError(f"{name} must have shape {shape}, got {tuple(scales.shape)}")
 
 
-def _slices(size: int, step: int) -> Iterator[slice]:
+def slices(size: int, step: int) -> Iterator[slice]:
 	for start in range(0, size, step):
 		yield slice(start, min(start + step, size))
 

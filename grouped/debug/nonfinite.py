@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")
-_GRAD_OUTPUT = ROLES.index("grad_output")
 
 _active: detect_nonfinite | None = None
 

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from .snr import ROLES
 from .train import Run
@@ -18,19 +18,6 @@ INSTALL = "pip install 'grouped-kernels[demo]'"
 _BASELINE = "BF16"
 _ABSENT = "n/a"
 _SMOOTHING = 0.9
-
-
-class Progress(Protocol):
-	"""The part of ``tqdm.tqdm`` that the demo uses."""
-
-	def update(self) -> object:
-		"""Count one step."""
-
-	def set_postfix_str(self, s: str) -> object:
-		"""Show ``s`` behind the count."""
-
-	def close(self) -> object:
-		"""End the line."""
 
 
 class _Counter:
@@ -52,14 +39,13 @@ class _Counter:
 		print(file=sys.stderr)
 
 
-def make_progress(total: int, title: str) -> Progress:
-	"""A tqdm bar of ``total`` steps, or a plain counter without tqdm."""
+def make_progress(total: int, title: str) -> Any:
+	"""A tqdm bar of ``total`` steps, or without tqdm a plain counter, which has the part of it that is used."""
 	try:
 		import tqdm
 	except ImportError:
 		return _Counter(total, title)
-	bar: Progress = tqdm.tqdm(total=total, desc=title, unit="step", dynamic_ncols=True)
-	return bar
+	return tqdm.tqdm(total=total, desc=title, unit="step", dynamic_ncols=True)
 
 
 def _gap(run: Run, runs: Sequence[Run]) -> float | None:

@@ -6,11 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cute_kernels.formats import E2M1, E4M3
 from cute_kernels.reference import conversions
 from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, each, ends, every_16_bits, ops
 from tests.reference import oracle
-
-E2M1 = oracle.E2M1_VALUES
 
 
 def around(values):
@@ -22,30 +21,30 @@ def scalars(convert, values):
 	return torch.tensor([convert(v) for v in values.tolist()], dtype=U8)
 
 
-#: The conversion, the oracle's, its finite magnitudes, and numbers past them.
+#: The element, the oracle's conversion, its finite magnitudes, and numbers past them.
 ELEMENTS = {
-	"e2m1": (conversions.encode_e2m1, oracle.round_e2m1, E2M1, []),
-	"e4m3": (conversions.encode_e4m3, oracle.round_e4m3, [*map(oracle.e4m3_value, range(0x7F))], [464.0, 480.0]),
+	"e2m1": (E2M1, oracle.round_e2m1, oracle.E2M1_VALUES, []),
+	"e4m3": (E4M3, oracle.round_e4m3, [*map(oracle.e4m3_value, range(0x7F))], [464.0, 480.0]),
 }
 
 
-@each(("encode", "want", "table", "past"), ELEMENTS)
-def test_every_16_bit_number_and_beside_every_boundary(encode, want, table, past):
+@each(("element", "want", "table", "past"), ELEMENTS)
+def test_every_16_bit_number_and_beside_every_boundary(element, want, table, past):
 	middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
 	every = (every_16_bits(dtype).float() for dtype in (BF16, F16))
 	for values in (*every, around([*table, *middles, *past, 1e-45, 1e38])):
-		assert_same_bytes(encode(values), scalars(want, values))
+		assert_same_bytes(conversions.encode(element, values), scalars(want, values))
 
 
 @given(st.floats(width=32))
 def test_any_fp32_number(value):
 	x = torch.tensor([value])
 	assert conversions.encode_e2m1(x).item() == oracle.round_e2m1(value)
-	assert conversions.encode_e4m3(x).item() == oracle.round_e4m3(value)
+	assert conversions.encode(E4M3, x).item() == oracle.round_e4m3(value)
 
 
 def test_decode_e4m3():
-	values = conversions.decode_e4m3(torch.arange(256, dtype=U8)).tolist()
+	values = conversions.decode(E4M3, torch.arange(256, dtype=U8)).tolist()
 	for byte, value in enumerate(values):
 		want = oracle.e4m3_value(byte)
 		assert value == want or (math.isnan(value) and math.isnan(want))
@@ -89,3 +88,20 @@ def test_encoding_a_transposed_matrix_gives_no_warning(recwarn):
 		torch.set_warn_always(False)
 	assert not recwarn.list
 	assert_same_bytes(got, conversions.encode_e2m1(turned.contiguous()))
+
+
+def test_order_of_the_roundings():
+	"""Inputs on which another order, or division in place of a reciprocal, gives other bytes."""
+	x = torch.zeros(1, 16)
+	# Exactly, a * 2688 / g / 6 = 200, a tie between 192 (0x74, even) and 208 (0x75). S_enc =
+	# fl(1365.3..) and fl(S_enc * fl(1/6)) round up, so this order ends just above the tie, while
+	# fl(fl(a * S_enc) / 6), fl(a / 6) * S_enc and a * fl(S_enc / 6) end on it.
+	x[0, 0] = 0.87890625
+	_, scales, _ = ops.grouped_quantize(x, "nvfp4", ends(1), torch.tensor([1.96875]))
+	assert scales[0, 0, 0].item() == 0x75
+	# With enc = fl(1 / fl(208 * S_dec)), x * enc rounds to the tie 0.75, whose even code is 2; with
+	# fl(S_enc / 208), or x divided by fl(208 * S_dec), it stays below.
+	x[0, 0], x[0, 1] = 0.7421875, float.fromhex("0x1.7e9246p-4")
+	codes, scales, _ = ops.grouped_quantize(x, "nvfp4", ends(1), torch.tensor([1.609375]))
+	assert scales[0, 0, 0].item() == 0x75
+	assert codes[0, 0].item() == 0x27

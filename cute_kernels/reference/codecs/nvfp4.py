@@ -29,8 +29,8 @@ then i + 4, i + 2 and i + 1.
 import torch
 from torch import Tensor
 
-from ...formats import NVFP4
-from ..conversions import decode_e4m3, encode_e2m1, encode_e4m3, f32, round_e2m1
+from ...formats import E4M3, NVFP4
+from ..conversions import decode, encode, encode_e2m1, f32, round_e2m1
 from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max
@@ -46,7 +46,7 @@ class NVFP4Codec(Codec):
 
 	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 		s_enc = self._s_enc(g)
-		scales = encode_e4m3((a * (s_enc * _RCP_ELEMENT_MAX)).clamp_max_(_FMAX))
+		scales = encode(E4M3, (a * (s_enc * _RCP_ELEMENT_MAX)).clamp_max_(_FMAX))
 		return scales, _enc(scales, s_enc)
 
 	def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -57,13 +57,13 @@ class NVFP4Codec(Codec):
 		s_enc = self._s_enc(g)
 		# A tensor as divisor: by a number torch may multiply with the reciprocal instead.
 		base = a / torch.full_like(a, NVFP4.element.max) * s_enc
-		six, four = encode_e4m3(base), encode_e4m3(base * 1.5)
+		six, four = encode(E4M3, base), encode(E4M3, base * 1.5)
 		is_better = self._error(magnitudes, four, s_enc, g) < self._error(magnitudes, six, s_enc, g)
 		scales = torch.where(is_better, four, six)
 		return encode_e2m1(blocks * _enc(scales, s_enc).unsqueeze(-1)), scales
 
 	def scale_values(self, stored: Tensor) -> Tensor:
-		return decode_e4m3(stored)
+		return decode(E4M3, stored)
 
 	def _s_enc(self, g: Tensor) -> Tensor:
 		# Not ``tensor_max / g``: torch computes that as a reciprocal and a product, rounding twice.
@@ -73,7 +73,7 @@ class NVFP4Codec(Codec):
 
 	def _error(self, magnitudes: Tensor, scales: Tensor, s_enc: Tensor, g: Tensor) -> Tensor:
 		"""Errors of blocks (16, ...) of |x| when encoded by stored scales (...)."""
-		values = round_e2m1(magnitudes * _enc(scales, s_enc)).mul_(decode_e4m3(scales)).mul_(g)
+		values = round_e2m1(magnitudes * _enc(scales, s_enc)).mul_(decode(E4M3, scales)).mul_(g)
 		d = values.div_(torch.full_like(g, self.fmt.tensor_max)).sub_(magnitudes)
 		error = d.abs_() if self.fmt.four_over_six_error == "mae" else d.square_()
 		return _square_sum(error) if self.fmt.is_2d else _sum(error)
@@ -81,7 +81,7 @@ class NVFP4Codec(Codec):
 
 def _enc(scales: Tensor, s_enc: Tensor) -> Tensor:
 	"""What elements are multiplied by, of stored scales."""
-	return (decode_e4m3(scales) * s_enc.reciprocal()).reciprocal_().clamp_max_(_FMAX)
+	return (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_().clamp_max_(_FMAX)
 
 
 def _sum(errors: Tensor) -> Tensor:
