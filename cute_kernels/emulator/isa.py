@@ -31,64 +31,23 @@ OPERAND = np.dtype(
 )
 
 
-class Kind(enum.IntEnum):
-	"""What an operand is."""
-
-	NONE = 0
-	REG = 1
-	IMM = 2
-	SPECIAL = 3
-	VEC = 4
-	ADDR_REG = 5
-	ADDR_ABS = 6
-	SHARED_SYM = 7
-	PARAM_SYM = 8
-	GLOBAL_SYM = 9
-	LOCAL_SYM = 10
-
-
-class Flag(enum.IntFlag):
-	"""Modifiers of an instruction."""
-
-	SAT = 1
-	FTZ = 1 << 1
-	HI = 1 << 2
-	WIDE = 1 << 3
-	NANPROP = 1 << 6
-	RELU = 1 << 7
-	SATFINITE = 1 << 8
-	WRAP = 1 << 9
-	LEFT = 1 << 10
-	ABS = 1 << 11
-	XORSIGN = 1 << 12
-	TRY = 1 << 14
-	MULTICAST = 1 << 15
-	CTA2 = 1 << 16
-	READ = 1 << 17
-	TRANS = 1 << 19
-	EXPECT_TX = 1 << 20
-	BLOCKSCALE = 1 << 24
-	ATMEM = 1 << 25
-	RELAXED = 1 << 26
-	LOAD = 1 << 27
-	IGNORE = 1 << 28
-	GATHER = 1 << 29
-
+#: What an operand is.
+Kind = enum.IntEnum(
+	"Kind", "NONE REG IMM SPECIAL VEC ADDR_REG ADDR_ABS SHARED_SYM PARAM_SYM GLOBAL_SYM LOCAL_SYM", start=0
+)
+#: Modifiers of an instruction, a bit for each.
+Flag = enum.IntFlag(
+	"Flag",
+	"SAT FTZ HI WIDE NANPROP RELU SATFINITE WRAP LEFT ABS XORSIGN TRY MULTICAST CTA2"
+	" READ TRANS EXPECT_TX BLOCKSCALE ATMEM RELAXED LOAD IGNORE GATHER",
+)
 
 # Modifiers that are flags of any instruction that carries them.
 MODIFIER_FLAGS = {
-	"sat": Flag.SAT,
-	"ftz": Flag.FTZ,
-	"hi": Flag.HI,
-	"wide": Flag.WIDE,
-	"NaN": Flag.NANPROP,
-	"relu": Flag.RELU,
-	"satfinite": Flag.SATFINITE,
-	"wrap": Flag.WRAP,
-	"abs": Flag.ABS,
-	"xorsign": Flag.XORSIGN,
-	"relaxed": Flag.RELAXED,
+	name: Flag[name.upper()]
+	for name in ("sat", "ftz", "hi", "wide", "relu", "satfinite", "wrap", "abs", "xorsign", "relaxed")
 }
+MODIFIER_FLAGS["NaN"] = Flag.NANPROP
 SPACES = {"generic": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
 ROUNDINGS = ["rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi", "rs"]
 COMPARISONS = [

@@ -73,25 +73,25 @@ enum Flag : u32 {
 	F_FTZ = 1 << 1,
 	F_HI = 1 << 2,
 	F_WIDE = 1 << 3,
-	F_NANPROP = 1 << 6,
-	F_RELU = 1 << 7,
-	F_SATFINITE = 1 << 8,
-	F_WRAP = 1 << 9,
-	F_LEFT = 1 << 10,
-	F_ABS = 1 << 11,
-	F_XORSIGN = 1 << 12,
-	F_TRY = 1 << 14,
-	F_MULTICAST = 1 << 15,
-	F_CTA2 = 1 << 16,
-	F_READ = 1 << 17,
-	F_TRANS = 1 << 19,
-	F_EXPECT_TX = 1 << 20,
-	F_BLOCKSCALE = 1 << 24,
-	F_ATMEM = 1 << 25,
-	F_RELAXED = 1 << 26,
-	F_LOAD = 1 << 27,    // tcgen05.wait::ld
-	F_IGNORE = 1 << 28,  // cp.async with an ignore-src predicate
-	F_GATHER = 1 << 29,  // TMA of four rows
+	F_NANPROP = 1 << 4,
+	F_RELU = 1 << 5,
+	F_SATFINITE = 1 << 6,
+	F_WRAP = 1 << 7,
+	F_LEFT = 1 << 8,
+	F_ABS = 1 << 9,
+	F_XORSIGN = 1 << 10,
+	F_TRY = 1 << 11,
+	F_MULTICAST = 1 << 12,
+	F_CTA2 = 1 << 13,
+	F_READ = 1 << 14,
+	F_TRANS = 1 << 15,
+	F_EXPECT_TX = 1 << 16,
+	F_BLOCKSCALE = 1 << 17,
+	F_ATMEM = 1 << 18,
+	F_RELAXED = 1 << 19,
+	F_LOAD = 1 << 20,    // tcgen05.wait::ld
+	F_IGNORE = 1 << 21,  // cp.async with an ignore-src predicate
+	F_GATHER = 1 << 22,  // TMA of four rows
 };
 enum Rounding : u8 { RN, RZ, RM, RP, RNA, RNI, RZI, RMI, RPI, RS };
 enum Comparison : u8 {
