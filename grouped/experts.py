@@ -264,15 +264,22 @@ def _parted(flat: Sequence[Any], counts: Sequence[int]) -> list[Any]:
 
 
 def _run(
+	x: Tensor, p: Tensor | None, r: Routing | InPlace, layers: tuple[Layer, Layer], style: Style, *how: Any
+) -> _Result:
+	"""y, z if kept, and what each layer leaves."""
+	h, z, left = products(x, r, layers, style, *how)
+	return h if r.row is None else ops.moe_combine(h, r.row, None if style.apart else p, style.dtype), z, left
+
+
+def products(
 	x: Tensor,
-	p: Tensor | None,
 	r: Routing | InPlace,
 	layers: tuple[Layer, Layer],
 	style: Style,
 	needs: _Needs = _NOTHING,
 	keeps_z: bool = False,
 ) -> _Result:
-	"""y, z if kept, and what each layer leaves; of tokens that are gathered gradients make it again."""
+	"""``_run`` before rows are added up; of tokens that are gathered gradients make it again."""
 	(first, second), act = layers, (style.activation, style.interleaved)
 	(dx, dw), (da, dw_2) = needs
 	if r.token is not None:
@@ -287,8 +294,7 @@ def _run(
 	else:
 		(z,), saved = first.forward(rows, r.offs, (dx, dw))
 		(h,), saved_2 = second.forward(Rows(z, r.offs, None, None, *act), r.offs, (da, dw_2))
-	y = h if r.row is None else ops.moe_combine(h, r.row, None if style.apart else p, style.dtype)
-	return y, z if keeps_z else None, (saved, saved_2)
+	return h, z if keeps_z else None, (saved, saved_2)
 
 
 def _differentiable(

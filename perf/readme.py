@@ -8,11 +8,12 @@ anything else.
 
 import argparse
 import collections
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from .records import RESULTS, Record, load, pooled
+from .records import FAILURE, RESULTS, Record, load, pooled
 from .tables import TABLES, Cell, Column, Row, Table, matches
 
 README = Path(__file__).parent.parent / "README.md"
@@ -61,6 +62,10 @@ class _Renderer:
 
 	def _cell(self, row: Row, column: Column) -> tuple[str, Record | None]:
 		"""The text of a cell, and the record that it is of; empty where there is none."""
+		wanted = {**row.where, **column.cell.where}
+		lost, last = (newest(self._records, {**wanted, **more}) for more in ({"what": FAILURE}, {}))
+		if lost is not None and (last is None or last.time < lost.time):
+			return "failed", lost
 		found = self._number(row, column.cell)
 		if found is None:
 			return "", None
@@ -78,19 +83,18 @@ class _Renderer:
 		return text + column.cell.unit, record
 
 	def lines(self) -> tuple[list[str], str]:
-		"""The rows that have a number, and which runs their marks mean.
-
-		Raises:
-			ValueError: no row has one.
-		"""
+		"""Head, rows and columns that have a number, if there are some, and which runs their marks mean."""
 		table = [[self._cell(row, c) for c in self._table.columns] for row in self._table.rows]
 		runs = collections.Counter(_run_of(r) for cells in table for _, r in cells if r is not None)
 		if not runs:
-			raise ValueError(f"table {self._table.name}: there is no record of any of its cells")
+			return [], ""
+		is_there = [any(text for text, _ in cells) for cells in zip(*table, strict=True)]
+		heads = [*self._table.heads, *(c.title for c, there in zip(self._table.columns, is_there, strict=True) if there)]
 		marks = {run: mark for (run, _), mark in zip(runs.most_common(), _MARKS, strict=False)}
-		lines = []
+		lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(self._table.heads)}{'---:|' * sum(is_there)}"]
 		for row, cells in zip(self._table.rows, table, strict=True):
-			texts = [text + ("" if r is None else marks[_run_of(r)]) for text, r in cells]
+			shown = itertools.compress(cells, is_there)
+			texts = [text + ("" if r is None else marks[_run_of(r)]) for text, r in shown]
 			if any(texts):
 				lines.append(f"| {' | '.join((*row.titles, *texts))} |")
 		named = (f"{mark}{commit} ({day})" for (commit, day), mark in marks.items())
@@ -126,10 +130,10 @@ def _statistics(used: Sequence[Record]) -> list[str]:
 def render(table: Table, records: Sequence[Record]) -> str:
 	renderer = _Renderer(table, records)
 	lines, runs = renderer.lines()
-	heads = (*table.heads, *(column.title for column in table.columns))
-	rule = "---|" * len(table.heads) + "---:|" * len(table.columns)
+	if not lines:
+		return "Not measured yet.\n"
 	below = " ".join(filter(None, (table.summary, *_origin(renderer.used), runs)))
-	return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}", *lines, "", below, ""])
+	return "\n".join([*lines, "", below, ""])
 
 
 def replace_tables(text: str, records: Sequence[Record]) -> str:

@@ -22,6 +22,8 @@ KINDS = ("gpu", "cpu", "emulator")
 #: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
 #: is gone.
 ORIGINS = ("run", "converted", "noted")
+#: What a record counts that says in its note why there is no number.
+FAILURE = "failure"
 #: From as many runs of a commit on, they themselves say how much runs differ.
 ENOUGH_RUNS = 3
 #: The records of this repository.

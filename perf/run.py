@@ -23,7 +23,7 @@ from .measure import Meter
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
-from .records import Record, Writer, merged
+from .records import FAILURE, Record, Writer, merged
 from .suites import SUITES, suite
 from .suites.base import Options
 
@@ -52,17 +52,22 @@ class Report:
 	wrong: list[str] = field(default_factory=list)
 	failed: list[str] = field(default_factory=list)
 	unsupported: list[str] = field(default_factory=list)
+	lost: list[tuple[Contender, str]] = field(default_factory=list)
 	is_bad: bool = False
 
 	def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
 		text = str(reason).strip().partition("\n")[0]
-		self.failed.append(f"{task}: {contender}: {type(reason).__name__}: {text}")
+		self.lose(self.failed, task, contender, f"{type(reason).__name__}: {text}")
+
+	def lose(self, lines: list[str], task: Task, contender: Contender, why: str) -> None:
+		lines.append(f"{task}: {contender}: {why}")
+		self.lost.append((contender, why))
 		self.is_bad |= contender.is_ours
 
 
 def measure_task(task: Task, meter: Meter, facts: dict[str, Any], choice: Choice, report: Report) -> list[Record]:
-	"""The records of one task; contenders that are wrong or fail are in ``report`` instead."""
-	checked = []
+	"""The records of one task; contenders that are wrong or fail are in ``report``, and have a record that says so."""
+	checked, before = [], len(report.lost)
 	for contender in filter(choice.takes, task.contenders(0)):
 		right = _checked(task, contender, meter, report)
 		if right is not None:
@@ -72,6 +77,10 @@ def measure_task(task: Task, meter: Meter, facts: dict[str, Any], choice: Choice
 	records: list[Record] = []
 	for batch in _batches(checked, meter.room()):
 		records += _measured(task, batch, meter, facts, report)
+	# Committed counts are compared: there it is seen what is gone.
+	for contender, why in report.lost[before:] if meter.kind != "emulator" else ():
+		named = (task.suite, task.case, contender.name, FAILURE, 1.0, "1")
+		records.append(Record(*named, format=contender.format, note=why, **facts))
 	return records
 
 
@@ -158,8 +167,7 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
 		return None
 	if not error <= contender.bound:
 		allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
-		report.wrong.append(f"{task}: {contender}: {allowed}")
-		report.is_bad |= contender.is_ours
+		report.lose(report.wrong, task, contender, allowed)
 		return None
 	return _Checked(contender, run, error, sum(weight))
 

@@ -8,7 +8,7 @@ import grouped
 
 from .records import Record
 from .suites.counts import ROUTINGS
-from .suites.moe import SLICES
+from .suites.moe import ALONE, SLICES
 
 
 @dataclass(frozen=True)
@@ -284,6 +284,17 @@ _LAYER = Table(
 )
 
 
+_KEPT = ("FP8Block", "NVFP4RowScaled")
+
+
+def _contenders(peers: tuple[str, ...], *more: str) -> tuple[Column, ...]:
+	return (
+		*(Column(f"{peer}, bf16", _time(contender=peer)) for peer in peers),
+		*(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
+		*(Column(f"{name}, weights kept", _time(contender="ours, weight kept", format=name)) for name in _KEPT),
+	)
+
+
 def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more: str) -> Table:
 	return Table(
 		name,
@@ -294,18 +305,23 @@ def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more
 			for n in tokens
 			for how in ("", "zipf")[: 1 + (n == 4096 and model[:3] != "Mix")]
 		),
-		(
-			*(Column(f"{peer}, bf16", _time(contender=peer)) for peer in ("torch", "transformers")),
-			*(Column(recipe, _time(contender="ours", format=recipe)) for recipe in ("BF16", *more)),
-			*(
-				Column(f"{recipe}, weights kept", _time(contender="ours, weight kept", format=recipe))
-				for recipe in ("FP8Block", "NVFP4RowScaled")
-			),
-		),
-		{**_H200, "suite": "moe", "pass": passes},
+		_contenders(("torch", "transformers", "quack"), *more),
+		{**_H200, "suite": "moe", "pass": passes, "scope": None},
 		"Microseconds.",
 	)
 
+
+_EXPERTS_ALONE = Table(
+	"experts-h200",
+	("model", "pass", "tokens", "goal BF16", "goal FP8Block / weights kept"),
+	tuple(
+		Row((model, passes, str(n), *goals), {"model": model, "pass": passes, "tokens": n})
+		for (model, passes, n), goals in ALONE.items()
+	),
+	_contenders(("torch", "quack"), *_KEPT),
+	{**_H200, "suite": "moe", "scope": "experts"},
+	"Microseconds.",
+)
 
 _FEW = (64, 4096)
 _MOE = _mixtures("moe-h200", "forward", ((*_FEW, 32768), _FEW, _FEW, _FEW))
@@ -349,6 +365,7 @@ TABLES = {
 		_LAYER,
 		_MOE,
 		_MOE_STEP,
+		_EXPERTS_ALONE,
 		_HOST,
 	)
 }

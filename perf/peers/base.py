@@ -22,7 +22,7 @@ from ..measure import Meter
 from ..operands import Operands
 from ..suites.base import element_bytes
 from ..suites.layer import LayerWork
-from ..suites.moe import MoEWork
+from ..suites.moe import ExpertsWork, MoEWork
 from ..suites.quantize import Input, Quantization
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal
@@ -133,6 +133,9 @@ class Peer:
 		yield from ()
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+		yield from ()
+
+	def experts(self, work: ExpertsWork) -> Iterator[Contender]:
 		yield from ()
 
 

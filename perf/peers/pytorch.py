@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ..contender import Contender, Run, relative_error
 from ..operands import Operands
-from ..suites.layer import LayerWork, Step
-from ..suites.moe import PEER_BOUND, MoEWork
+from ..suites.layer import LayerWork, Step, swiglu
+from ..suites.moe import PEER_BOUND, ExpertsWork, MoEWork, compiled
 from ..suites.quantize import Input, Quantization
 from .base import NOISE, Peer
 
@@ -57,18 +56,20 @@ class PyTorch(Peer):
 		return dataclasses.replace(made, name="torch.compile")
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		bound = 3 * NOISE["bfloat16"]
-		make = functools.partial(_layer, work)
-		yield work.contender("torch", "BF16", make, bound, versions=self.versions)
+		yield self._step(work, swiglu)
+
+	def experts(self, work: ExpertsWork) -> Iterator[Contender]:
+		"""With SwiGLU by its compiler."""
+		yield self._step(work, compiled(swiglu, work.device))
+
+	def _step(self, work: LayerWork, activate: Callable[[Tensor], Tensor]) -> Contender:
+		product = functools.partial(torch._grouped_mm, offs=work.offs)
+		make = functools.partial(plain_layer, work, product, activate)
+		return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"], versions=self.versions)
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
 		"""The layer in bf16, with SwiGLU and the sum by its compiler."""
 		yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
-
-
-def _activate(z: Tensor) -> Tensor:
-	gate, up = z.chunk(2, dim=-1)
-	return (F.silu(gate.float()) * up.float()).to(z.dtype)
 
 
 def combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:
@@ -85,14 +86,8 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 	return order, counts.scatter_add(0, ids.flatten(), ones).cumsum(0).int()
 
 
-def compiled(function: Callable[..., Tensor], device: torch.device) -> Callable[..., Tensor]:
-	return torch.compile(function, dynamic=False) if device.type == "cuda" else function
-
-
 def _mixture(work: MoEWork) -> Step:
-	# For these shapes: what a task before left would make them dynamic ones, which take longer.
-	torch._dynamo.reset()
-	activate, add = (compiled(f, work.device) for f in (_activate, combine))
+	activate, add = (compiled(f, work.device) for f in (swiglu, combine))
 
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
 		order, offs = by_expert(ids, len(up))
@@ -162,29 +157,27 @@ def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
 	return values
 
 
-def grouped_mlp(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: list[Tensor]) -> Tensor:
-	"""A linear layer; with a second weight, of the way down, an MLP with SwiGLU.
-
-	Its ``product`` is of rows of groups and (G, N, K) weights.
-	"""
+def grouped_mlp(
+	product: Callable[[Tensor, Any], Tensor],
+	x: Tensor,
+	weights: Sequence[Any],
+	activate: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
+	"""A linear layer; with a second weight, of the way down, an MLP with SwiGLU."""
 	y = product(x, weights[0])
-	if len(weights) == 1:
-		return y
-	return product(_activate(y), weights[1])
+	return y if len(weights) == 1 else product(activate(y), weights[1])
 
 
-def plain_layer(work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def plain_layer(
+	work: LayerWork, multiply: Callable[[Tensor, Tensor], Tensor], activate: Callable[[Tensor], Tensor] = swiglu
+) -> Step:
 	"""The layer of a differentiable product of rows and (G, K, N) weights in bf16."""
-	weights: list[Tensor] = [*work.leaves()]
+	weights = work.leaves()
 
 	def product(rows: Tensor, weight: Tensor) -> Tensor:
 		return multiply(rows, weight.transpose(1, 2))
 
-	return work.step(lambda x: grouped_mlp(product, x, weights), [[w] for w in weights])
-
-
-def _layer(work: LayerWork) -> Step:
-	return plain_layer(work, functools.partial(torch._grouped_mm, offs=work.offs))
+	return work.step(lambda x: grouped_mlp(product, x, weights, activate), [[w] for w in weights])
 
 
 PEER = PyTorch

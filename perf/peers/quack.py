@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from ..contender import Contender
 from ..operands import Operands
 from ..suites.layer import LayerWork, Step
-from ..suites.moe import PEER_BOUND, MoEWork
+from ..suites.moe import PEER_BOUND, ExpertsWork, MoEWork, compiled
 from .base import NOISE, Peer
-from .pytorch import by_expert, combine, compiled
+from .pytorch import by_expert, combine
 
 
 class Quack(Peer):
@@ -36,8 +36,15 @@ class Quack(Peer):
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
 		"""The MLP; without a backward pass what that would need is not stored."""
 		if work.layer == "mlp":
-			make = functools.partial(_mlp, work)
-			yield work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"], versions=self.versions)
+			yield self._step(work, None, None)
+
+	def experts(self, work: ExpertsWork) -> Iterator[Contender]:
+		"""Its loader gathers rows; those that the gradient of the first weight reads are given to it."""
+		yield self._step(work, work.tokens, work.index)
+
+	def _step(self, work: LayerWork, *gather: Tensor | None) -> Contender:
+		make = functools.partial(_alone, work, *gather)
+		return work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"], versions=self.versions)
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
 		"""With PyTorch's router, sort and sums."""
@@ -53,15 +60,27 @@ def _starts(offs: Tensor) -> Tensor:
 
 
 class _Experts(torch.autograd.Function):
-	"""Rows of experts, of rows x; or of tokens x by ``index``, pairs of which and an expert lie in ``order``."""
+	"""Rows of experts, of rows x in place, which ``tokens`` have by ``index`` if they are given.
+
+	With ``order``, in which pairs of a token and an expert lie, x are the tokens themselves.
+	"""
 
 	@staticmethod
-	def forward(ctx: Any, *given: Any) -> Tensor:  # type: ignore[override]
-		x, up, down, starts, index, order = given
+	def forward(  # type: ignore[override]
+		ctx: Any,
+		x: Tensor,
+		up: Tensor,
+		down: Tensor,
+		starts: Tensor,
+		tokens: Tensor | None = None,
+		index: Tensor | None = None,
+		order: Tensor | None = None,
+	) -> Tensor:
 		gemm, rows = _interface(), {"cu_seqlens_m": starts}
-		of_up = {"activation": "swiglu", "store_preact": any(ctx.needs_input_grad), "A_idx": index, **rows}
-		before, hidden = gemm.gemm_gated(x, up.transpose(1, 2), **of_up)
-		ctx.save_for_backward(*given, before)
+		source, keeps = x if tokens is None else tokens, any(ctx.needs_input_grad)
+		of_up = {"activation": "swiglu", "store_preact": keeps, "A_idx": index, **rows}
+		before, hidden = gemm.gemm_gated(source, up.transpose(1, 2), **of_up)
+		ctx.save_for_backward(x, up, down, starts, index, order, before)
 		h: Tensor = gemm.gemm(hidden, down.transpose(1, 2), **rows)
 		return h
 
@@ -76,7 +95,7 @@ class _Experts(torch.autograd.Function):
 		d_up = gemm.gemm(d_before.T, rows, **depth)
 		if order is not None:
 			dx = torch.empty_like(dx).index_copy(0, order, dx).view(len(x), -1, dx.shape[1]).sum(1)
-		return dx, d_up, d_down, None, None, None
+		return dx, d_up, d_down, None, None, None, None
 
 
 @dataclasses.dataclass
@@ -97,11 +116,13 @@ def _leaves(work: LayerWork, place: int) -> list[nn.Parameter]:
 	return leaves
 
 
-def _mlp(work: LayerWork) -> Step:
-	leaves = _leaves(work, 0)
-	rest = (*leaves, _starts(work.offs), None, None)
-	made = work.step(lambda x: _Experts.apply(x, *rest), [[w] for w in leaves])  # type: ignore[no-untyped-call]
-	return _Step(**vars(made), place=0)
+def _alone(work: LayerWork, *gather: Tensor | None) -> Step:
+	leaves, starts = _leaves(work, 0), _starts(work.offs)
+
+	def forward(x: Tensor) -> Tensor:
+		return _Experts.apply(x, *leaves, starts, *gather)  # type: ignore[no-any-return,no-untyped-call]
+
+	return _Step(**vars(LayerWork.step(work, forward, [[w] for w in leaves])))
 
 
 def _mixture(work: MoEWork) -> Step:
@@ -110,7 +131,7 @@ def _mixture(work: MoEWork) -> Step:
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
 		order, offs = by_expert(ids, len(up))
 		index = (order // work.shape.top_k).int()
-		return add(_Experts.apply(x, up, down, _starts(offs), index, order), order, p)  # type: ignore[no-untyped-call]
+		return add(_Experts.apply(x, up, down, _starts(offs), None, index, order), order, p)  # type: ignore[no-untyped-call]
 
 	return _Step(**vars(work.plain(experts, _leaves(work, 1))), place=1)
 

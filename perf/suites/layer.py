@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,29 +41,23 @@ _SMALL = LayerShape("small", 8, 1024, 512)
 _TINY = LayerShape("tiny", 4, 128, 64)
 
 
-class Pass(Protocol):
-	"""What can be timed, and checked."""
-
-	def run(self) -> Any:
-		"""Do it once."""
-
-	def results(self) -> list[Tensor]:
-		"""Do it, and give the output and, of a backward pass, the gradients of rows and weights."""
-
-
 @dataclasses.dataclass
 class Step:
 	"""One pass of a layer, forward only without ``dy``.
 
 	``parameters`` are of each weight the tensors that it consists of: one (G, N, K), or G of (N, K).
+	``gather`` makes ``x`` anew each time.
 	"""
 
 	forward: Callable[[Tensor], Tensor]
 	x: Tensor
 	dy: Tensor | None
 	parameters: Sequence[Sequence[Tensor]]
+	gather: Callable[[], Tensor] | None = None
 
 	def run(self) -> Tensor:
+		if self.gather is not None:
+			self.x = self.gather().requires_grad_(self.dy is not None)
 		if self.dy is None:
 			with torch.no_grad():
 				return self.forward(self.x)
@@ -83,12 +77,31 @@ class Step:
 		return [y, *([] if self.x.grad is None else [self.x.grad]), *weights]
 
 
+def recipes() -> dict[str, grouped.recipes.Recipe]:
+	names = (name for name in grouped.recipes.__all__ if name != "Recipe")
+	return {name: getattr(grouped.recipes, name)() for name in names}
+
+
+def swiglu(z: Tensor) -> Tensor:
+	gate, value = z.float().chunk(2, dim=-1)
+	return (F.silu(gate) * value).to(z.dtype)
+
+
+def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:
+	"""A linear layer; with a second weight an MLP with SwiGLU."""
+	y = x @ up.T
+	return swiglu(y) @ down[0].T if down else y
+
+
 class LayerWork:
 	"""A layer's weights and rows in bf16, and what it gives.
 
 	``x`` are (T, hidden) rows, ``dy`` is None without a backward pass, ``weights`` are (G, 2 I, H) and
-	of an MLP (G, H, I) as well.
+	of an MLP (G, H, I) as well; ``weight_sizes`` has our names, ``offered`` what peers call this.
 	"""
+
+	recipes: ClassVar[Sequence[str]] = tuple(recipes())
+	offered: ClassVar[str] = "layers"
 
 	def __init__(
 		self,
@@ -112,15 +125,16 @@ class LayerWork:
 			return x.normal_(generator=generator).mul_(scale)
 
 		self.x = draw(rows, shape.hidden)
-		self.weights = [draw(*size, scale=size[-1] ** -0.5) for size in self.weight_sizes]
-		out = self.weight_sizes[-1][1]
-		self.dy = draw(rows, out) if self.backward else None
+		self.weights = [draw(*size, scale=size[-1] ** -0.5) for size in self.weight_sizes.values()]
+		self.dy = draw(rows, self.weights[-1].shape[1]) if self.backward else None
 
 	@property
-	def weight_sizes(self) -> list[tuple[int, ...]]:
+	def weight_sizes(self) -> dict[str, tuple[int, ...]]:
 		groups, hidden, wide = self.shape.experts, self.shape.hidden, self.shape.intermediate
-		sizes: list[tuple[int, ...]] = [(groups, 2 * wide, hidden), (groups, hidden, wide)]
-		return sizes[:1] if self.layer == "linear" else sizes
+		up = (groups, 2 * wide, hidden)
+		if self.layer == "linear":
+			return {"weight": up}
+		return {"gate_up.weight": up, "down.weight": (groups, hidden, wide)}
 
 	@property
 	def flops(self) -> float:
@@ -129,21 +143,33 @@ class LayerWork:
 
 	@property
 	def bytes(self) -> float:
-		values = self.x.numel() + self.rows * self.weight_sizes[-1][1] + sum(w.numel() for w in self.weights)
+		values = self.x.numel() + self.rows * self.weights[-1].shape[1] + sum(w.numel() for w in self.weights)
 		return 2.0 * values * (2 if self.backward else 1)
 
 	def leaves(self) -> list[nn.Parameter]:
 		return [nn.Parameter(w, self.backward) for w in self.weights]
 
-	def ours(self, recipe: grouped.recipes.Recipe) -> tuple[nn.Module, list[Any]]:
+	def ours(self, recipe: grouped.recipes.Recipe) -> nn.Module:
 		shape = self.shape
 		sizes = (shape.experts, shape.hidden)
 		options: dict[str, Any] = {"recipe": recipe, "device": self.device, "dtype": torch.bfloat16}
 		if self.layer == "linear":
-			linear = grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
-			return linear, [linear]
-		mlp = grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
-		return mlp, [mlp.gate_up, mlp.down]
+			return grouped.nn.GroupedLinear(*sizes, 2 * shape.intermediate, bias=False, **options)
+		return grouped.nn.GroupedMLP(*sizes, shape.intermediate, bias=False, **options)
+
+	def own(self, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
+		"""The layer of this package; ``kept``: its weight was quantized in an earlier pass."""
+		module, leaves = self.ours(recipe), self.leaves()
+		for name, leaf in zip(self.weight_sizes, leaves, strict=True):
+			owner, _, last = name.rpartition(".")
+			setattr(module.get_submodule(owner), last, leaf)
+		call: dict[str, bool] = {}
+		if kept:
+			with torch.set_grad_enabled(self.backward):
+				module(self.x.detach().clone().requires_grad_(self.backward), *self.arguments, is_first_microbatch=True)
+			call["is_first_microbatch"] = False
+		layer = torch.compile(module, fullgraph=True) if compiled else module
+		return self.step(lambda x: layer(x, *self.arguments, **call), [[leaf] for leaf in leaves])
 
 	@property
 	def arguments(self) -> tuple[Tensor, ...]:
@@ -177,13 +203,13 @@ class LayerWork:
 		self,
 		name: str,
 		recipe: str,
-		make: Callable[[], Pass],
+		make: Callable[[], Step],
 		bound: float = _BOUND,
 		*,
 		capturable: bool = True,
 		versions: Mapping[str, str] | None = None,
 	) -> Contender:
-		made: list[Pass] = []
+		made: list[Step] = []
 
 		def prepare() -> Callable[[], Any]:
 			made[:] = [make()]
@@ -192,49 +218,17 @@ class LayerWork:
 		fixed = (name, recipe, prepare, lambda got: self.error(made[0].results()), bound, self.bytes, self.flops)
 		return Contender(*fixed, capturable=capturable, is_step=True, versions=versions or {})
 
-
-def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:
-	"""A linear layer; with a second weight an MLP with SwiGLU."""
-	y = x @ up.T
-	if down:
-		gate, value = y.chunk(2, dim=-1)
-		y = (F.silu(gate) * value) @ down[0].T
-	return y
-
-
-def recipes() -> dict[str, grouped.recipes.Recipe]:
-	names = (name for name in grouped.recipes.__all__ if name != "Recipe")
-	return {name: getattr(grouped.recipes, name)() for name in names}
-
-
-def _ours(work: LayerWork, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
-	"""A layer of this package; ``kept``: its weight was quantized in an earlier pass."""
-	module, owners = work.ours(recipe)
-	leaves = work.leaves()
-	for owner, leaf in zip(owners, leaves, strict=True):
-		owner.weight = leaf
-	call: dict[str, bool] = {}
-	if kept:
-		with torch.set_grad_enabled(work.backward):
-			module(work.x.detach().clone().requires_grad_(work.backward), *work.arguments, is_first_microbatch=True)
-		call["is_first_microbatch"] = False
-	layer = torch.compile(module, fullgraph=True) if compiled else module
-	return work.step(lambda x: layer(x, *work.arguments, **call), [[leaf] for leaf in leaves])
-
-
-def contenders_of(
-	work: LayerWork, meter: Meter, options: Options, names: Iterable[str], offered: Callable[[Any], Iterator[Contender]]
-) -> Iterator[Contender]:
-	for name in names:
-		recipe = getattr(grouped.recipes, name)()
-		bound = _BOUND if recipe.is_quantized else _BF16_BOUND
-		for kept in (False, True) if recipe.is_quantized else (False,):
-			make = functools.partial(_ours, work, recipe, kept)
-			yield work.contender(f"ours{', weight kept' * kept}", name, make, bound)
-		if options.full and meter.kind == "gpu":
-			make = functools.partial(_ours, work, recipe, False, True)
-			yield work.contender("ours, compiled", name, make, bound)
-	yield from options.competing(meter, offered)
+	def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:
+		for name in self.recipes:
+			recipe = getattr(grouped.recipes, name)()
+			bound = _BOUND if recipe.is_quantized else _BF16_BOUND
+			for kept in (False, True) if recipe.is_quantized else (False,):
+				make = functools.partial(self.own, recipe, kept)
+				yield self.contender(f"ours{', weight kept' * kept}", name, make, bound)
+			if options.full and meter.kind == "gpu" and self.layer != "experts":
+				make = functools.partial(self.own, recipe, False, True)
+				yield self.contender("ours, compiled", name, make, bound)
+		yield from options.competing(meter, lambda peer: getattr(peer, self.offered)(self))
 
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
@@ -253,8 +247,7 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	def contenders(copy: int, which: tuple[str, LayerShape, int, str, str]) -> list[Contender]:
-		work = LayerWork(*which, meter.device, options.seed, copy)
-		return list(contenders_of(work, meter, options, recipes(), lambda peer: peer.layers(work)))
+		return list(LayerWork(*which, meter.device, options.seed, copy).contenders(meter, options))
 
 	for which in _cases(options, meter):
 		layer, shape, rows, routing, passes = which

@@ -113,15 +113,19 @@ class FakeQuack:
 		return *gradient(self.gemm(A, B, **rows)), after
 
 
-alternating = {"swiglu": lambda z: pytorch._activate(torch.cat((z[:, ::2], z[:, 1::2]), 1))}
+alternating = {"swiglu": lambda z: layer.swiglu(torch.cat((z[:, ::2], z[:, 1::2]), 1))}
 
 
 @each("passes", layer.PASSES)
 def test_quacks_experts(passes, monkeypatch):
+	"""Each way that its functions are put together gives what fp32 does."""
 	monkeypatch.setattr(quack, "_interface", FakeQuack)
-	peer = quack.PEER({})
-	for kind, name, offered in ((layer.LayerWork, "mlp", peer.layers), (moe.MoEWork, "moe", peer.mixtures)):
-		(contender,) = offered(kind(name, moe.TINY, 30, "zipf", passes, CPU))
+	shape, peer = moe.TINY, quack.PEER({})
+	works = [
+		kind(name, shape, 30, "zipf", passes, CPU) for kind, name in ((layer.LayerWork, "mlp"), (moe.MoEWork, "moe"))
+	]
+	for work in (*works, moe.ExpertsWork(shape, 30, "random", passes, CPU)):
+		(contender,) = getattr(peer, work.offered)(work)
 		assert error_of(contender) <= 0.02
 
 

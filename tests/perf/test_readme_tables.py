@@ -4,6 +4,7 @@ import pytest
 
 from perf import readme
 from perf.__main__ import main
+from perf.records import FAILURE
 from perf.tables import Cell, Column, Row, Table
 
 from .test_records import BASE
@@ -71,5 +72,13 @@ def test_kinds_never_mix():
 	any_kind = replace(TABLE, where={"suite": "gemm"})
 	with pytest.raises(ValueError, match="mixes cpu and gpu"):
 		readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
-	with pytest.raises(ValueError, match="no record"):
-		readme.render(TABLE, [changed(kind="cpu")])
+
+
+def test_what_is_not_there_is_said():
+	"""A table without records, a column without numbers, and a contender that failed since its last number."""
+	assert readme.render(TABLE, [changed(kind="cpu")]) == "Not measured yet.\n"
+	assert "torch" not in readme.render(TABLE, [RECORD])
+	lost = changed(contender="torch", what=FAILURE, value=1.0, unit="1")
+	for other in ([], [changed(contender="torch", time="2026-11-01")]):
+		assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other])
+	assert "failed" not in readme.render(TABLE, [RECORD, lost, changed(contender="torch")])

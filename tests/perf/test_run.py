@@ -17,7 +17,7 @@ from perf.measure.emulator import count
 from perf.operands import Operands
 from perf.peers import all_peers
 from perf.peers.pytorch import PEER
-from perf.records import read
+from perf.records import FAILURE, read
 from perf.run import Choice, Report, measure_suite, measure_task
 from perf.suites import gemm, layer, moe
 from perf.suites.base import Options, element_bytes
@@ -50,8 +50,10 @@ def test_who_is_wrong_is_not_timed():
 	right = contender("right", 0.1)
 	task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
 	found, report = measured(task, versions={"t": "2"})
-	assert [r.contender for r in found] == ["right"]
+	assert [r.contender for r in found if r.what == "time"] == ["right"]
+	assert [r.contender for r in found if r.what == FAILURE] == ["nan", "wrong", "broken"]
 	assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
+	assert found[-1].note == "RuntimeError: no such symbol"
 	assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
 	assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
 	assert report.unsupported == ["missing [f]: no kernel yet"]
@@ -59,7 +61,7 @@ def test_who_is_wrong_is_not_timed():
 	assert not report.is_bad
 	for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
 		found, report = measured(Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours)))
-		assert not found and report.is_bad
+		assert {r.what for r in found} == {FAILURE} and report.is_bad
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
@@ -75,7 +77,7 @@ def test_who_cannot_be_timed_does_not_disturb_the_others():
 
 	broken = Contender("broken", "f", prepare, lambda got: 0.0)
 	found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
-	assert [r.contender for r in found] == ["right"]
+	assert [(r.contender, r.what) for r in found] == [("right", "time"), ("broken", FAILURE)]
 	assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
 
@@ -171,13 +173,14 @@ def test_layers_are_compared_with_fp32(work):
 		assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
 
 
-def test_mixtures_on_the_reference():
-	task = list(moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)])))[-1]
-	assert task.matches("routing=zipf pass=forward.backward")
-	found, report = measured(task)
-	assert not report.failed and not report.wrong
-	kept = {(f"ours{how}", name) for how in ("", ", weight kept") for name in ("FP8Block", "NVFP4RowScaled")}
-	assert {(r.contender, r.format) for r in found} >= {("ours", "BF16"), ("torch", "BF16"), *kept}
+@each("case", ["=tiny .*=zipf pass=forward.backward$", "scope=experts"])
+def test_mixtures_on_the_reference(case):
+	tasks = moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)]))
+	for task in (t for t in tasks if t.matches(case)):
+		found, report = measured(task)
+		assert not report.failed and not report.wrong
+		kept = {(f"ours{how}", name) for how in ("", ", weight kept") for name in ("FP8Block", "NVFP4RowScaled")}
+		assert {(r.contender, r.format) for r in found} >= {("ours", "BF16"), ("torch", "BF16"), *kept}
 
 
 @each("name", ["host", "memory"])
