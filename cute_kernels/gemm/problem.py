@@ -270,6 +270,11 @@ class GemmConfig(abc.ABC):
 		"""Whether tiles of groups of several row tiles and of one are multiplied by turns, by a ``counter``."""
 		return False
 
+	@property
+	def spreads_rows(self) -> bool:
+		"""Whether the row tiles of a group have equally many rows; otherwise all but the last are full."""
+		return False
+
 	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
 		"""The kernels that share a product among them, in the order in which they run."""
 		return (self,)

@@ -25,6 +25,7 @@ from ..device.constants import WARP_SIZE
 from ..device.groups import group_end, group_start
 from ..device.ptx import asm_volatile
 from ..layout.slots import TILE_ROWS, slot_tile
+from .problem import N_ALIGN
 
 if TYPE_CHECKING:
 	from .problem import Extents, GemmConfig
@@ -41,7 +42,8 @@ class WorkTile(NamedTuple):
 		m_sf_row: first row of operand M in the order of the block scales, as ``n_sf_row`` of N.
 		k_start: first element of K: a slot's, or a row's if K is ragged.
 		k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
-		rows: rows of the group: in an m_grouped product those from the tile's first on.
+		rows: rows of the group: in an m_grouped product those from the tile's first on, of the tile
+			alone if the configuration ``spreads_rows``.
 	"""
 
 	group: Int32
@@ -250,7 +252,10 @@ class TileScheduler:
 		group, local = first + owner, index - cute.arch.shuffle_sync(before, owner)
 		group_start, group_rows = cute.arch.shuffle_sync(start, owner), cute.arch.shuffle_sync(rows, owner)
 		row_tiles, first_row = self.row_tiles(group_rows)
-		row = first_row + local % row_tiles * self.tile.rows
+		size = Int32(self.tile.rows)
+		if cutlass.const_expr(self.config.spreads_rows):
+			size = (group_rows + (row_tiles * N_ALIGN - 1)) // (row_tiles * N_ALIGN) * N_ALIGN
+		row = first_row + local % row_tiles * size
 		col = local // row_tiles * self.tile.cols
 		if cutlass.const_expr(self.config.zero_tail):
 			if group == self.offs.shape[0]:
@@ -259,7 +264,10 @@ class TileScheduler:
 		ragged, uniform = (group_start + row, sf_row), (col, col)
 		if cutlass.const_expr(self.tile.swap_ab):
 			ragged, uniform = uniform, ragged
-		return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, group_rows - row)
+		left = group_rows - row
+		if cutlass.const_expr(self.config.spreads_rows):
+			left = cutlass.min(left, size)
+		return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, left)
 
 	@cute.jit
 	def walk_mixed(self, state: Any) -> Any:

@@ -5,7 +5,6 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
-from cute_kernels import emulator
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
@@ -13,7 +12,7 @@ from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, wild
 from .op_support import MODES
-from .test_gemm_sm90 import K_TILES, M_TILES, name_of
+from .test_gemm_sm90 import K_TILES, M_TILES, flops, name_of
 
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
@@ -94,14 +93,8 @@ def test_uneven_groups(config, sizes, device):
 
 def test_tiles_of_few_rows_multiply_half():
 	for config in (MIXED["fast"], MIXED["block"]):
-		whole, half = (mma_flops(m_grouped(config, [rows], 512, 32)) for rows in (65, 64))
+		whole, half = (flops(m_grouped(config, [rows], 512, 32)) for rows in (65, 64))
 		assert half == whole / 2
-
-
-def mma_flops(product):
-	emulator.reset_stats()
-	product.run(2)
-	return int(emulator.stats()["mma_flops"])
 
 
 @each("shape", [*SHAPES])

@@ -35,6 +35,7 @@ CONFIGS = {
 		sm90.FPROP, out_dtype="float32", bias_dtype="bfloat16", zero_tail=True, tile=sm90.M_TILES["256x32"]
 	),
 	"sm_90a bf16": sm90.PLAIN,
+	"sm_90a spread": sm90.SPREAD,
 	"sm_90a w4a16": sm90.W4A16,
 	"sm_90a fp8_block": replace(fp8.UNSWAPPED, zero_tail=True),
 	"sm_90a squares x rows": fp8.TURNED,

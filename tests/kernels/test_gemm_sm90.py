@@ -38,6 +38,7 @@ PLAIN_WGRAD = Sm90GemmConfig("bfloat16", "k_grouped", out_dtype="float32", accum
 PLAIN_WGRAD_16 = Sm90GemmConfig("bfloat16", "k_grouped", tile=K_TILES["128x256"])
 
 FITTED = replace(FPROP, tile=M_TILES["256x32 fitted"])
+SPREAD = replace(PLAIN, tile=M_TILES["256x160x2 fitted"])
 PREPACKED = replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = Sm90GemmConfig(
@@ -82,13 +83,21 @@ def test_wgrad(config, shape, device):
 	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
 
 
-def test_wgrad_multiplies_no_rows_past_the_last():
-	def flops(rows):
-		emulator.reset_stats()
-		k_grouped(PLAIN_WGRAD_16, [rows], 128, 256).run(2)
-		return emulator.stats()["mma_flops"]
+def flops(product):
+	emulator.reset_stats()
+	product.run(2)
+	return emulator.stats()["mma_flops"]
 
-	assert [flops(rows) / flops(16) for rows in (80, 81, 128)] == [5, 6, 8]
+
+def test_wgrad_multiplies_no_rows_past_the_last():
+	one, *more = (flops(k_grouped(PLAIN_WGRAD_16, [rows], 128, 256)) for rows in (16, 80, 81, 128))
+	assert [x / one for x in more] == [5, 6, 8]
+
+
+def test_tiles_share_the_rows_of_a_group():
+	# 161 rows are 88 and 73, 257 are 136 and 121, 321 are three tiles of up to 112.
+	one, *more = (flops(m_grouped(SPREAD, [rows], 512, 64)) for rows in (64, 65, 160, 161, 257, 321))
+	assert [x / one * 64 for x in more] == [96, 160, 192, 272, 384]
 
 
 @each("shape", ["one row", "whole tiles", "tails"])
@@ -126,6 +135,7 @@ def test_every_order_of_events_gives_the_same_bits(mode):
 		(m_grouped(PREPACKED, [9, 0, 5], 264, 1312, tail=1), 1),
 		(m_grouped(W4A16, [33, 0, 5], 264, 544, tail=1), 1),
 		(m_grouped(FITTED, [33, 0, 5, 16], 264, 1056, tail=1), 1),
+		(m_grouped(SPREAD, [330, 0, 5, 161], 520, 328, tail=1), 4),
 		(k_grouped(WGRAD, [100, 0, 5, 600], 8, 136), 1),
 		(m_grouped(CLUSTER, [260, 0, 5], 264, 144, tail=11), 2),
 		(k_grouped(WGRAD_16, [5, 0, 200], 136, 264), 1),
@@ -170,8 +180,11 @@ def test_memory_of_every_tile_fits(tile, operand):
 	assert (consumer * tile.consumers + other) * 128 <= launched
 
 
-@each("rows_each, tile", [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")])
-def test_the_tile_follows_the_rows_of_a_group(rows_each, tile):
-	problem = GemmProblem("nvfp4", "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-	chosen = choose_config(FPROP, problem, 132)
-	assert name_of(chosen.tile) == tile
+CHOICES = [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
+CHOICES = [*((FPROP, *c) for c in CHOICES), (SPREAD, 16, "256x32"), (SPREAD, 256, "256x160x2 fitted")]
+
+
+@each("config, rows_each, tile", CHOICES, str)
+def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
+	problem = GemmProblem(config.operand, "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+	assert name_of(choose_config(config, problem, 132).tile) == tile

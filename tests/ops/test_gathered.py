@@ -52,7 +52,7 @@ def check(op, arguments, rows, arch="sm_90a", **mode):
 			assert_same_bytes(product(*arguments, rows=rows), want)
 
 
-NARROW, WIDE = Sm90Tile(256, 16, swap_ab=True, consumers=4), Sm90Tile(256, 128, swap_ab=True)
+NARROW, WIDE = Sm90Tile(256, 16, swap_ab=True, consumers=4), Sm90Tile(256, 160, swap_ab=True, fitted=True)
 SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm90Tile(256, 128)
 
 
@@ -77,7 +77,7 @@ CASES = {
 	"all empty": ("m", NARROW, fprop((0, 0, 0), tail=3)),
 	"many groups": ("m", NARROW, fprop((0, 1, 0, 2) * 260, 8, 16)),
 	"swapped, bias": ("m", SWAPPED, fprop((0, 130, 3, 0), 136, 144, dtype=F16, bias=True)),
-	"wide": ("m", WIDE, fprop((60, 0, 257, 5), k=144)),
+	"wide": ("m", WIDE, fprop((60, 0, 330, 5), k=144)),
 	"wide, long K": ("m", WIDE, fprop((1, 140), 8, 720)),
 	"dgrad": ("m", SWAPPED, fprop((100, 0, 5, 130), k=72, transpose_b=True)),
 	"wgrad": ("k", TALL, wgrad((100, 0, 5, 64, 300))),

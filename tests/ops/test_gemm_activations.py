@@ -75,6 +75,7 @@ CASES = {
 	"bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
 	"bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "256x128x2 swapped", {"interleaved": True}),
 	"bf16, serving": (("plain plain", 48, 40, "qgeglu"), "256x8 swapped", {"keeps_z": False, "dtype": "float32"}),
+	"bf16, spread": (("plain plain", 528, 72, "swiglu"), "256x144x2 swapped fitted", {"sizes": (0, 290, 0, 150)}),
 	"fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
 	"fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
 	"fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
@@ -193,7 +194,7 @@ def test_every_activation(activation):
 		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
-@each(("tile", "mode"), [("256x16 swapped", {"races": True}), ("256x128 swapped", {"mode": "chaos", "seed": 1})])
+@each(("tile", "mode"), [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})])
 def test_rows_by_an_index(tile, mode):
 	given = arguments("plain plain", 272, 72, "swiglu")
 	rows = index_of(len(given[0]), len(given[0]))

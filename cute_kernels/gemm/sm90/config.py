@@ -45,6 +45,11 @@ _DECODED_N = 96
 _MIXED_ROWS = 128
 #: Columns above which two warpgroups ping-pong: one multiplies while the other stores.
 _WIDE_N = 128
+#: Columns of instructions of wider fitted tiles: groups of 64, 128, 256 and 512 rows by lot take 3, 20,
+#: 13 and 7% less than in tiles of 128, even ones as much (H200).
+_FITTED_N = (64, 96, 128, 144, 160)
+#: Those of a tile that is staged whole, beside three stages of operands.
+_STAGED_N = 144
 #: Columns whose partial sums a warpgroup holds at a time, beside all sums in fp32.
 _PARTIAL_N = 128
 #: Row scales that TMA copies for a stage at least: 128 bytes, so that each stage's are aligned.
@@ -71,7 +76,8 @@ class Sm90Tile(TileShape):
 		num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along N:
 			each loads a part of operand N for all of them.
 		consumers: warpgroups that share the tile along M.
-		fitted: instructions are as wide as the rows of the group that the tile has, not as N.
+		fitted: instructions are as wide as the rows of the group that the tile has, not as N. Above 128
+			columns the rows of a group are spread over its tiles.
 	"""
 
 	consumers: int = 2
@@ -96,8 +102,10 @@ SM90_TILES = (
 	Sm90Tile(128, 128),
 	Sm90Tile(128, 256),
 	Sm90Tile(128, 256, num_ctas=2),
-	Sm90Tile(256, 128, swap_ab=True),
 	Sm90Tile(256, 128),
+	Sm90Tile(256, 160, num_ctas=2, swap_ab=True, fitted=True),
+	Sm90Tile(256, 160, swap_ab=True, fitted=True),
+	Sm90Tile(256, 144, num_ctas=2, swap_ab=True, fitted=True),
 )
 
 
@@ -166,21 +174,25 @@ class Sm90GemmConfig(GemmConfig):
 				return f"CTAs share operands of {self.operand} that are swapped"
 		if not self.gathered and (tile.m, tile.n, tile.num_ctas) == (256, 128, 1):
 			return "only products with a warpgroup that gathers have this tile"
-		if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _WIDE_N):
+		if self.gathered and (tile.num_ctas > 1 or tile.consumers == 2 and tile.n > _FITTED_N[-1]):
 			# A CTA gathers all of its rows. And as with an activation, see below.
-			return f"products of rows by an index have one CTA, and instructions of at most {_WIDE_N} columns"
+			return f"products of rows by an index have one CTA, and instructions of at most {_FITTED_N[-1]} columns"
 		if self.is_decoded and tile.swap_ab and tile.n > _WIDE_N:
 			# 3 to 5% slower than 256 x 128 at 512 and 4096 rows a group (H200).
 			return f"operands that are decoded have at most {_WIDE_N} columns"
 		if self.promotes and tile.m != tile.consumers * WARPGROUP_M:
 			return "there are no registers for sums and partial sums of two instructions along M"
-		if self.activation is not None and tile.n > _WIDE_N and not self.promotes:
+		if self.activation is not None and tile.n > _FITTED_N[-1] and not self.promotes:
 			# With a warpgroup more ptxas has 128 registers for an instruction, and its sums take as many.
-			return f"products with an activation have instructions of at most {_WIDE_N} columns"
+			return f"products with an activation have instructions of at most {_FITTED_N[-1]} columns"
+		if tile.fitted and tile.n > _WIDE_N:
+			is_staged = self.activation is not None and self.out_dtype != "float32" and not self.gathered
+			if self.kind.has_short_sums or (tile.n == _STAGED_N) != is_staged:
+				return "products of 16 bits have this tile, of fewer columns if all of it is staged"
 		if self.activation is not None and self.promotes and tile.num_ctas > 1:
 			# 128 x 256 alone: 320 us where two CTAs took 403, which wait for each other's stages (H200).
 			return "CTAs that promote and activate share nothing"
-		if not self.is_decoded and (tile.fitted or tile.n == _DECODED_N):
+		if not self.is_decoded and (tile.fitted and tile.n <= _WIDE_N or tile.n == _DECODED_N):
 			return "only products of operands that are decoded have this tile"
 		return ""
 
@@ -202,10 +214,14 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def mixes_groups(self) -> bool:
-		# Zipf's law at 128 rows: 2 to 9% faster. Others lose as much: tiles of unlike length drift
+		# Zipf's law at 128 rows: 2 to 9% faster. Others lose as much if not spread: tiles of unlike length drift
 		# apart, so that L2 has no longer what the next one reads (H200).
 		mixes = self.kind.has_short_sums and self.tile.rows == _MIXED_ROWS and (self.tile.swap_ab or self.promotes)
-		return mixes and self.grouping == "m_grouped"
+		return (mixes or self.spreads_rows) and self.grouping == "m_grouped"
+
+	@property
+	def spreads_rows(self) -> bool:
+		return self.tile.fitted and self.tile.n > _WIDE_N
 
 	@property
 	def num_sched_stage(self) -> int:  # type: ignore[override]
@@ -307,6 +323,8 @@ class Sm90GemmConfig(GemmConfig):
 	@property
 	def widths(self) -> tuple[int, ...]:
 		"""Columns of an instruction: one is chosen for each tile."""
+		if self.spreads_rows:
+			return tuple(width for width in _FITTED_N if width <= self.tile.n)
 		if self.mixes_groups and not self.promotes:
 			return self.tile.n // 2, self.tile.n
 		if not self.tile.fitted:
@@ -322,7 +340,7 @@ class Sm90GemmConfig(GemmConfig):
 		the time at 128 rows (H200).
 		"""
 		is_hidden = self.stores_by_tma and self.promotes and self.out_dtype != "float32"
-		return self.tile.n > _WIDE_N and not self.stores_apart and not is_hidden
+		return self.tile.n > _WIDE_N and not self.spreads_rows and not self.stores_apart and not is_hidden
 
 	@property
 	def m_stage_bytes(self) -> tuple[int, int]:
@@ -406,7 +424,7 @@ class Sm90GemmConfig(GemmConfig):
 				# Stages are long, and one more of them is worth more than few blocks.
 				size = _SMALL_BLOCK_BYTES
 			rows = max(N_ALIGN, size // (WARPGROUP_M * width))
-			return math.gcd(self.tile.n, rows), WARPGROUP_M
+			return max(math.gcd(self.tile.n, r) for r in (rows, rows // 4 * 3)), WARPGROUP_M
 		return WARPGROUP_M, _BLOCK_ROW_BYTES // width
 
 	@property

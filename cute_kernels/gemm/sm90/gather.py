@@ -57,6 +57,9 @@ class GatherWarp:
 		self.own_byte = lane % 8 * _COPY_BYTES
 		self.listed_row = warp * _COPY_ROWS + lane // _COPY_ROWS * self.step + lane % _COPY_ROWS
 		self.count = self.rows // self.step
+		#: After which copies the rows of an instruction of some width end.
+		widths = (self.rows,) if self.along_k else config.widths
+		self.ends = [width // self.step for width in widths]
 		at = self.own_row * _PANEL_BYTES + (self.own_byte ^ (self.own_row % 8 * _COPY_BYTES))
 		self.shared = stages.n.iterator.toint() + at
 
@@ -90,7 +93,7 @@ class GatherWarp:
 				self.list_rows(ids, first, left)
 			self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
 			at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
-			self.copy_rows(vectors, at, end, state.index)
+			self.copy_rows(vectors, at, end, state.index, left)
 			cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
 			state.advance()
 		return state
@@ -116,15 +119,23 @@ class GatherWarp:
 			vectors[i] = Int32(select(is_there, Uint32(row * pitch), Uint32(0xFFFFFFFF)))
 
 	@cute.jit
-	def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32) -> None:
-		"""Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on."""
+	def copy_rows(self, vectors: cute.Tensor, at: Int32, end: Int32, stage: Int32, left: Int32) -> None:
+		"""Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on: those that are multiplied."""
 		base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
 		shared = self.shared + stage * (self.rows * self.row_bytes)
 		for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
 			byte = panel * _PANEL_BYTES
 			is_inside = at + byte + self.own_byte < end
-			# All of them first: what is copied holds on to its address for a while.
-			sources = [base + (Int64(vectors[i]) * _COPY_BYTES + byte) for i in range(self.count)]
-			for i in cutlass.range_constexpr(self.count):
-				place = shared + (i * self.step + panel * self.rows) * _PANEL_BYTES
-				copy_async(place, sources[i], (vectors[i] >= 0) & is_inside)
+			place = shared + panel * self.rows * _PANEL_BYTES
+			for first, last in zip((0, *self.ends[:-1]), self.ends, strict=True):
+				if cutlass.const_expr(first == 0):
+					self.copy_some(range(last), vectors, base + byte, place, is_inside)
+				else:
+					if left > first * self.step:
+						self.copy_some(range(first, last), vectors, base + byte, place, is_inside)
+
+	def copy_some(self, copies: range, vectors: cute.Tensor, base: Int64, shared: Int32, is_inside: Any) -> None:
+		# All of them first: what is copied holds on to its address for a while.
+		sources = [base + Int64(vectors[i]) * _COPY_BYTES for i in copies]
+		for i, source in zip(copies, sources, strict=True):
+			copy_async(shared + i * self.step * _PANEL_BYTES, source, (vectors[i] >= 0) & is_inside)

@@ -6,6 +6,8 @@ along K costs the larger of the time to decode and multiply, and the time to loa
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import TYPE_CHECKING
 
 from ...layout.shapes import ceil_div
@@ -38,6 +40,10 @@ _FILL_CYCLES_WHOLE = 2500
 #: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
 #: what it takes with equal ones (H200).
 _UNEVEN_GROUPS = 1.07
+#: What products take more in tiles that spread rows, with 256 to 2048 a group (H200).
+_OF_SPREAD = 1.1
+#: Sizes of groups by lot that are averaged.
+_QUANTILES = 16
 #: Rows of a group that have more than one tile, unless all are of one size.
 _LARGE_GROUP = 128
 #: What FP8 tiles take that mix groups beside those that do not, which are 128 x 256: of groups of
@@ -45,23 +51,36 @@ _LARGE_GROUP = 128
 _MIXED = (0.95, 1.1)
 
 
+def _spread(mean: int, widths: tuple[int, ...], is_one: bool) -> tuple[float, float]:
+	"""Row tiles of a group by lot, or of the only one, and columns of a tile, on average."""
+	lot = statistics.NormalDist(mean, math.sqrt(mean))
+	sizes = [mean] if is_one else [max(1, round(lot.inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)]
+	counts = [ceil_div(size, widths[-1]) for size in sizes]
+	columns = [next(w for w in widths if size <= w * n) * n for size, n in zip(sizes, counts, strict=True)]
+	return sum(counts) / len(sizes), sum(columns) / sum(counts)
+
+
 def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
 	tile = config.tile
 	live = min(problem.groups, problem.rows)
 	mean = ceil_div(problem.rows, live)
+	width = float(next((w for w in config.widths if mean <= w), tile.n) if tile.fitted else tile.n)
 	if config.grouping == "m_grouped":
 		# A group of more than a tile ends half-way through one on average. So do large ones that have
 		# the rows of one tile on average: some have more, others less.
 		row_tiles = 1.0 if mean <= min(tile.rows, _LARGE_GROUP) else max(1.0, mean / tile.rows + 0.5)
 		depth = problem.k
+		if config.spreads_rows:
+			row_tiles, width = _spread(mean, config.widths, live == 1)
 	else:
 		row_tiles, depth = float(ceil_div(problem.m, tile.rows)), mean
 	tiles = live * row_tiles * ceil_div(problem.n, tile.cols)
 	clusters = num_sms // tile.num_ctas
 	# Whole waves while there are few of them; many even out.
 	waves = max(1.0, tiles / clusters) if tiles > 4 * clusters else -(-tiles // clusters)
-	width = next((w for w in config.widths if mean <= w), tile.n) if tile.fitted else tile.n
 	multiply = tile.m * width * config.stage_k * config.multiplied_bits / _BITS_PER_CYCLE
+	if config.spreads_rows:
+		multiply *= _OF_SPREAD
 	if config.is_decoded:
 		multiply += tile.m * config.stage_k / _DECODED_PER_CYCLE[width > _NARROW_N]
 	if config.promotes:
@@ -79,6 +98,6 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	if config.grouping == "m_grouped" and not holds_more:
 		# Groups are rarely of one size. That is not known here, but what it may cost is.
 		cycles *= _UNEVEN_GROUPS
-	if config.mixes_groups and not config.promotes and 2 * mean >= tile.rows:
+	if config.mixes_groups and not (config.promotes or config.spreads_rows) and 2 * mean >= tile.rows:
 		cycles *= _MIXED[mean > tile.rows]
 	return cycles
