@@ -8,7 +8,7 @@ import grouped
 
 from .records import Record
 from .suites.counts import ROUTINGS
-from .suites.moe import ALONE, SLICES
+from .suites.moe import ALONE, OWN, SLICES
 
 
 @dataclass(frozen=True)
@@ -300,13 +300,17 @@ def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more
 		name,
 		("model", "tokens"),
 		tuple(
-			Row((model, f"{n}{how and ', Zipf'}"), {"model": model, "tokens": n, "routing": how or "random"})
+			Row(
+				(f"{model}{scope and ', as it is'}", f"{n}{how and ', Zipf'}"),
+				{"model": model, "tokens": n, "routing": how or "random", "scope": scope or None},
+			)
 			for model, tokens in zip(SLICES, counts, strict=True)
+			for scope in ("", "model")[: 1 + (model in OWN)]
 			for n in tokens
 			for how in ("", "zipf")[: 1 + (n == 4096 and model[:3] != "Mix")]
 		),
 		_contenders(("torch", "transformers", "quack"), *more),
-		{**_H200, "suite": "moe", "pass": passes, "scope": None},
+		{**_H200, "suite": "moe", "pass": passes},
 		"Microseconds.",
 	)
 

@@ -68,7 +68,7 @@ class PyTorch(Peer):
 		return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"], versions=self.versions)
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		"""The layer in bf16, with SwiGLU and the sum by its compiler."""
+		"""The layer in bf16, with the activation and the sum by its compiler."""
 		yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
 
 
@@ -87,13 +87,17 @@ def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _mixture(work: MoEWork) -> Step:
-	activate, add = (compiled(f, work.device) for f in (swiglu, combine))
+	act = work.activate
+	activate = compiled(lambda z, b, expert: act(z if b is None else z + b[expert]), work.device)
+	add = compiled(lambda h, b, expert, *rest: combine(h if b is None else h + b[expert], *rest), work.device)
 
-	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
+	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
 		order, offs = by_expert(ids, len(up))
+		of_up, of_down = biases or (None, None)
+		expert = ids.flatten()[order]
 		rows = x.index_select(0, order // work.shape.top_k)
-		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs))
-		return add(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), order, p)
+		a = activate(torch._grouped_mm(rows, up.transpose(1, 2), offs=offs), of_up, expert)
+		return add(torch._grouped_mm(a, down.transpose(1, 2), offs=offs), of_down, expert, order, p)
 
 	return work.plain(experts)
 

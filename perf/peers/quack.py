@@ -47,8 +47,9 @@ class Quack(Peer):
 		return work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"], versions=self.versions)
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		"""With PyTorch's router, sort and sums."""
-		yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
+		"""With PyTorch's router, sort, sums and shared expert; it has no SwiGLU that clamps."""
+		if "activation" not in work.options:
+			yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
 
 
 def _interface() -> Any:

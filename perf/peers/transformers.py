@@ -1,4 +1,4 @@
-"""transformers 5: the experts of its Qwen3-MoE, by grouped products."""
+"""transformers 5: the experts of its Qwen3-MoE and gpt-oss, by grouped products."""
 
 import importlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from .base import Peer
 
 
 class Transformers(Peer):
-	"""``Qwen3MoeExperts`` as ``grouped_mm``, which weights and adds up as well; its router is PyTorch's."""
+	"""Its experts as ``grouped_mm``, which weights and adds up as well; router and shared expert are PyTorch's."""
 
 	name = "transformers"
 	module = "transformers"
@@ -25,18 +25,22 @@ class Transformers(Peer):
 
 
 def _layer(work: MoEWork) -> Step:
-	config_of: Any = importlib.import_module("transformers").Qwen3MoeConfig
-	models: Any = importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-	shape = work.shape
-	sizes = {"hidden_size": shape.hidden, "moe_intermediate_size": shape.intermediate, "num_experts": shape.experts}
-	config = config_of(**sizes, hidden_act="silu")
+	is_biased, shape = "bias" in work.options, work.shape
+	name, title = ("gpt_oss", "GptOss") if is_biased else ("qwen3_moe", "Qwen3Moe")
+	models: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+	sizes = {"hidden_size": shape.hidden, "num_experts": shape.experts, "num_local_experts": shape.experts}
+	sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate)
+	config = getattr(models, f"{title}Config")(**sizes, hidden_act="silu")
 	config._experts_implementation = "grouped_mm"
 	with torch.device("meta"):
-		module = models.Qwen3MoeExperts(config)
+		module = getattr(models, f"{title}Experts")(config)
+	names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
-	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
-		module.gate_up_proj, module.down_proj = up, down
-		y: Tensor = module(x, ids, p.to(x.dtype))
+	def experts(x: Tensor, p: Tensor, ids: Tensor, *weights: Tensor) -> Tensor:
+		# gpt-oss's are (E, K, N).
+		given = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
+		tensors = dict(zip(names, given, strict=False))
+		y: Tensor = torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
 		return y
 
 	return work.plain(experts)

@@ -87,17 +87,11 @@ def swiglu(z: Tensor) -> Tensor:
 	return (F.silu(gate) * value).to(z.dtype)
 
 
-def of_expert(x: Tensor, up: Tensor, *down: Tensor) -> Tensor:
-	"""A linear layer; with a second weight an MLP with SwiGLU."""
-	y = x @ up.T
-	return swiglu(y) @ down[0].T if down else y
-
-
 class LayerWork:
 	"""A layer's weights and rows in bf16, and what it gives.
 
 	``x`` are (T, hidden) rows, ``dy`` is None without a backward pass, ``weights`` are (G, 2 I, H) and
-	of an MLP (G, H, I) as well; ``weight_sizes`` has our names, ``offered`` what peers call this.
+	of an MLP (G, H, I) as well. ``recipes`` are ours, ``offered`` is what peers call theirs.
 	"""
 
 	recipes: ClassVar[Sequence[str]] = tuple(recipes())
@@ -116,6 +110,7 @@ class LayerWork:
 	) -> None:
 		self.layer, self.shape, self.rows, self.routing, self.device = layer, shape, rows, routing, device
 		self.backward = passes == PASSES[1]
+		self.activate = swiglu
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
 		generator = generator_of(device, seed, copy)
@@ -130,6 +125,7 @@ class LayerWork:
 
 	@property
 	def weight_sizes(self) -> dict[str, tuple[int, ...]]:
+		"""By what a layer of this package calls them."""
 		groups, hidden, wide = self.shape.experts, self.shape.hidden, self.shape.intermediate
 		up = (groups, 2 * wide, hidden)
 		if self.layer == "linear":
@@ -193,7 +189,12 @@ class LayerWork:
 
 	def exact(self, x: Tensor, *weights: Tensor) -> Tensor:
 		parts = zip(x.split(self.sizes), *(w.unbind() for w in weights), strict=True)
-		return torch.cat([of_expert(*part) for part in parts])
+		return torch.cat([self.of_expert(*part) for part in parts])
+
+	def of_expert(self, x: Tensor, up: Tensor, down: Tensor | None = None, *biases: Tensor) -> Tensor:
+		of_up, of_down = biases or (None, None)
+		y = F.linear(x, up, of_up)
+		return y if down is None else F.linear(self.activate(y), down, of_down)
 
 	def error(self, results: Sequence[Tensor]) -> float:
 		errors = [relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]

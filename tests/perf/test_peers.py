@@ -120,13 +120,14 @@ alternating = {"swiglu": lambda z: layer.swiglu(torch.cat((z[:, ::2], z[:, 1::2]
 def test_quacks_experts(passes, monkeypatch):
 	"""Each way that its functions are put together gives what fp32 does."""
 	monkeypatch.setattr(quack, "_interface", FakeQuack)
-	shape, peer = moe.TINY, quack.PEER({})
-	works = [
-		kind(name, shape, 30, "zipf", passes, CPU) for kind, name in ((layer.LayerWork, "mlp"), (moe.MoEWork, "moe"))
-	]
-	for work in (*works, moe.ExpertsWork(shape, 30, "random", passes, CPU)):
-		(contender,) = getattr(peer, work.offered)(work)
+	peer, style = quack.PEER({}), moe.OWN["DeepSeek-V3"]
+	works = [layer.LayerWork("mlp", moe.TINY, 60, "zipf", passes, CPU)]
+	works += [moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=own) for own in ({}, style)]
+	works.append(moe.ExpertsWork(moe.TINY, 30, "random", passes, CPU))
+	for work, offered in zip(works, (peer.layers, peer.mixtures, peer.mixtures, peer.experts), strict=True):
+		(contender,) = offered(work)
 		assert error_of(contender) <= 0.02
+	assert not list(peer.mixtures(moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=moe.OWN["gpt-oss-120b"])))
 
 
 def test_checkouts_are_named(tmp_path):

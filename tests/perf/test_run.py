@@ -173,7 +173,7 @@ def test_layers_are_compared_with_fp32(work):
 		assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
 
 
-@each("case", ["=tiny .*=zipf pass=forward.backward$", "scope=experts"])
+@each("case", ["=tiny .*=zipf pass=forward.backward$", "=random pass=forward.backward scope=model", "scope=experts"])
 def test_mixtures_on_the_reference(case):
 	tasks = moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)]))
 	for task in (t for t in tasks if t.matches(case)):
