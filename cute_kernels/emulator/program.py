@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .isa import INSTRUCTION, OPERAND, SPACES, SPECIAL_IDS, Flag, Kind
+from .isa import INSTRUCTION, OPERAND, SPECIAL_IDS, Kind
 from .lexer import PtxError, literal, split_operands
 
 _REGISTER_RANGE = re.compile(r"([\w%$]+)<(\d+)>")
@@ -13,6 +13,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)")
 _ADDRESS = re.compile(r"([\w%$.]+)\s*(?:\+\s*(-?\w+))?")
 _SYMBOL_PLUS = re.compile(r"([\w$.]+)\s*\+\s*(-?\d+)")
 
+_FIELDS = INSTRUCTION.names or ()
 # (kind, negated, count, register, immediate)
 Operand = tuple[int, int, int, int, int]
 NO_OPERAND: Operand = (Kind.NONE, 0, 0, 0, 0)
@@ -242,41 +243,12 @@ class KernelBuilder:
 		raise PtxError(f"unknown name {text}")
 
 	# ---- instructions
-	def emit(
-		self,
-		op: str,
-		operands: tuple[Operand, ...] | list[Operand] = (),
-		*,
-		type: int = 0,
-		type2: int = 0,
-		space: int = SPACES["generic"],
-		vec: int = 0,
-		rounding: int = 0,
-		sub: int = 0,
-		flags: int = Flag(0),
-		aux: int = 0,
-		aux2: int = 0,
-		guard: tuple[int, bool] = (-1, False),
-	) -> None:
-		self.rows.append(
-			{
-				"op": self.opcodes[op],
-				"type": type,
-				"type2": type2,
-				"space": space,
-				"vec": vec,
-				"rounding": rounding,
-				"sub": sub,
-				"guard": guard[0],
-				"guard_negated": int(guard[1]),
-				"num_operands": len(operands),
-				"flags": int(flags),
-				"operands": len(self.operands),
-				"line": self.line,
-				"aux": aux,
-				"aux2": aux2,
-			}
-		)
+	def emit(self, op: str, operands: tuple[Operand, ...] | list[Operand] = (), **fields: int) -> None:
+		"""Add an instruction; fields of ``isa.INSTRUCTION`` that are not given are 0, and it has no guard."""
+		made = {"op": self.opcodes[op], "guard": -1, "num_operands": len(operands), "operands": len(self.operands)}
+		row = dict.fromkeys(_FIELDS, 0) | made | {"line": self.line} | fields
+		assert len(row) == len(_FIELDS), f"no field of an instruction: {row.keys() - set(_FIELDS)}"
+		self.rows.append(row)
 		self.operands.extend(operands)
 		self.text.append(" ".join(self.statement.split()))
 
@@ -289,7 +261,7 @@ class KernelBuilder:
 		for index, label, scope in self._table_entries:
 			self.operands[index] = immediate(self._position(label, scope))
 		static_smem = self._place_dynamic_shared()
-		instructions = np.array([tuple(row[f] for f in INSTRUCTION.names or ()) for row in self.rows], dtype=INSTRUCTION)
+		instructions = np.array([tuple(row[f] for f in _FIELDS) for row in self.rows], dtype=INSTRUCTION)
 		operands = np.array(
 			[(*o[:4], (o[4] + (1 << 63)) % (1 << 64) - (1 << 63)) for o in self.operands] or [NO_OPERAND], dtype=OPERAND
 		)

@@ -3,7 +3,7 @@
 // CUTE_DSL_LIBS puts this library.
 #include <cstdio>
 #include <cstring>
-#include <map>
+#include <set>
 #include <string>
 
 #include "api.h"
@@ -14,15 +14,10 @@ struct Device {
 } device;
 
 // A loaded library is known by a hash of its cubin, because kernels of different compilations may
-// have the same name.  Programs are registered under "<hash>:<name>".
-struct Library {
-	std::string hash;
-};
-struct Kernel {
-	std::string key;
-};
-std::map<std::string, Library*> libraries;
-std::map<std::string, Kernel*> kernels;
+// have the same name.  Programs are registered under "<hash>:<name>".  Handles are addresses of these.
+std::set<std::string> libraries, kernels;
+void* handle(std::set<std::string>& known, const std::string& key) { return (void*)&*known.insert(key).first; }
+const std::string& key_of(const void* handle) { return *(const std::string*)handle; }
 
 uint64_t read_little_endian(const unsigned char* p, int bytes) {
 	uint64_t v = 0;
@@ -31,11 +26,7 @@ uint64_t read_little_endian(const unsigned char* p, int bytes) {
 }
 // A cubin is a 64-bit ELF file; its size follows from the header tables, wherever they lie.
 size_t elf_bytes(const unsigned char* p) {
-	if (memcmp(p,
-						 "\x7f"
-						 "ELF\x02",
-						 5) != 0)
-		return 0;
+	if (memcmp(p, "\x7f" "ELF\x02", 5) != 0) return 0;
 	const uint64_t programs = read_little_endian(p + 32, 8), sections = read_little_endian(p + 40, 8);
 	const uint64_t program_size = read_little_endian(p + 54, 2), num_programs = read_little_endian(p + 56, 2);
 	const uint64_t section_size = read_little_endian(p + 58, 2), num_sections = read_little_endian(p + 60, 2);
@@ -123,29 +114,22 @@ int _cudaLaunchKernelEx(const LaunchConfig* c, const void* kernel, void** args) 
 		cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
 		explicit_cluster = 1;
 	}
-	return emu_launch(((const Kernel*)kernel)->key.c_str(), c->grid, c->block, cluster, explicit_cluster,
-										(uint32_t)c->dynamic_smem, args);
+	return emu_launch(key_of(kernel).c_str(), c->grid, c->block, cluster, explicit_cluster, (uint32_t)c->dynamic_smem, args);
 }
 int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy, uint32_t block_z,
 											void** args, size_t dynamic_smem, void*) {
 	const uint32_t grid[3] = {(uint32_t)grid_xy, (uint32_t)(grid_xy >> 32), grid_z};
 	const uint32_t block[3] = {(uint32_t)block_xy, (uint32_t)(block_xy >> 32), block_z};
 	const uint32_t cluster[3] = {1, 1, 1};
-	return emu_launch(((const Kernel*)kernel)->key.c_str(), grid, block, cluster, 0, (uint32_t)dynamic_smem, args);
+	return emu_launch(key_of(kernel).c_str(), grid, block, cluster, 0, (uint32_t)dynamic_smem, args);
 }
 int _cudaLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*, unsigned) {
-	const std::string hash = hash_of(code);
-	Library*& known = libraries[hash];
-	if (!known) known = new Library{hash};
-	*library = known;
+	*library = handle(libraries, hash_of(code));
 	return 0;
 }
 int _cudaLibraryUnload(void*) { return 0; }
 int _cudaLibraryGetKernel(void** kernel, void* library, const char* name) {
-	const std::string key = ((const Library*)library)->hash + ":" + name;
-	Kernel*& known = kernels[key];
-	if (!known) known = new Kernel{key};
-	*kernel = known;
+	*kernel = handle(kernels, key_of(library) + ":" + name);
 	return 0;
 }
 int _cuLibraryUnload(void*) { return 0; }
