@@ -15,17 +15,19 @@ an instruction.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.activations import Activation, Numbers
 
 from .convert import pack_words, unpack_words
-from .ptx import add_rn, asm, mul_rn
+from .memory import load_shared, store_shared
+from .ptx import add_rn, asm, bits_as_f32, f32_as_bits, mul_rn
 
 #: The exponent's bias and one less for a 2 elsewhere, in the low bits of a number that rounds.
 _ROUNDS = Numbers.MAGIC + 126
@@ -144,10 +146,14 @@ def _listed(count: int) -> str:
 
 
 class _Curve(NamedTuple):
-	"""f(x) and f'(x); f' as what makes it, since only gradients need it."""
+	"""f(x) and f'(x); f' as what makes it, since only gradients need it.
+
+	``factor`` is what f(x) is a multiple of x by, or of min(x, limit); None of curves that have no use for it.
+	"""
 
 	value: _Number
 	slope: Any
+	factor: _Number | None = None
 
 
 def _sigmoid(t: _Text, c: _Number, quick: bool) -> _Number:
@@ -198,7 +204,7 @@ def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) 
 		out = t.add(t.mul(value if c is factor else t.mul(c, s), t.sub(1.0, s)), s)
 		return out if limit is None else t.where_above(x, limit, 0.0, out)
 
-	return _Curve(value, slope)
+	return _Curve(value, slope, s)
 
 
 def _gelu(t: _Text, x: _Number) -> _Curve:
@@ -210,7 +216,8 @@ def _gelu(t: _Text, x: _Number) -> _Curve:
 		steep = t.mul(t.mul(w, 0.5), t.mul(rise, t.sub(1.0, t.mul(core, core))))
 		return t.fma(t.add(core, 1.0), 0.5, steep)
 
-	return _Curve(t.mul(t.high(x, -Numbers.FMAX), t.fma(core, 0.5, 0.5)), slope)
+	factor = t.fma(core, 0.5, 0.5)
+	return _Curve(t.mul(t.high(x, -Numbers.FMAX), factor), slope, factor)
 
 
 def _relu(t: _Text, x: _Number, is_squared: bool) -> _Curve:
@@ -237,6 +244,11 @@ def quick_to(act: Activation) -> float | None:
 	return None if act.curve in ("gelu", "relu", "srelu") else (_FLAT - 1) / _alpha(act)
 
 
+def _gate(t: _Text, act: Activation, b: _Number) -> _Number:
+	"""What the second half of a gated activation's input multiplies by."""
+	return t.add(t.low(t.high(b, -act.limit), act.limit), 1.0) if act.is_clamped else b
+
+
 def _made(
 	t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool, with_value: bool
 ) -> list[_Number]:
@@ -245,9 +257,7 @@ def _made(
 	curve = _curve(t, act, x, quick)
 	if not act.is_gated:
 		return [*([t.mul(curve.slope(), others[0])] if is_gradient else []), *[curve.value] * with_value]
-	b = gate = others[0]
-	if act.is_clamped:
-		gate = t.add(t.low(t.high(b, -act.limit), act.limit), 1.0)
+	b, gate = others[0], _gate(t, act, others[0])
 	value = [t.mul(curve.value, gate)] if with_value else []
 	if not is_gradient:
 		return value
@@ -321,6 +331,85 @@ def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
 		out[i] = number
 
 
+#: Exponents of a table, mantissas of a bf16, and bytes: an fp32 factor of each number and its negative.
+_EXPONENTS, _MANTISSAS = 32, 128
+TABLE_BYTES = 2 * _EXPONENTS * _MANTISSAS * 4
+
+
+class FactorTable:
+	"""What f(x) is a multiple of x by, of bf16 numbers, in shared memory.
+
+	Numbers below have the factor of the smallest of their sign, 0.5, those above that of the largest, 0 or 1.
+	"""
+
+	def __init__(self, act: Activation):
+		self.act = act
+		self.alpha = 1.0 if act.curve == "gelu" else _alpha(act)
+		#: The lowest exponent, up to which alpha takes numbers to 2^-25 at most, and the bits where numbers begin and end.
+		self.lowest = math.floor(-25 - math.log2(self.alpha))
+		self.first = (self.lowest + 127) * _MANTISSAS
+		self.end = self.first + _EXPONENTS * _MANTISSAS
+
+	@classmethod
+	def of(cls, act: Activation, dtype: str) -> FactorTable | None:
+		"""That of an input's ``dtype``; None if there is none."""
+		if dtype != "bfloat16" or act.curve in ("relu", "srelu"):
+			return None
+		table = cls(act)
+		# The largest number is a 256th below that power of two.
+		is_steep = table.alpha * 2.0 ** (table.lowest + _EXPONENTS) > 1 - _STEEP
+		return table if is_steep and 0 < table.first and table.end <= 255 * _MANTISSAS else None
+
+	@cute.jit
+	def fill(self, at: Int32, thread: Int32, num_threads: int) -> None:
+		"""Write the table, by so many threads."""
+		size = TABLE_BYTES // 8
+		for i in cutlass.range(thread, 2 * size, num_threads, unroll=1):
+			x = bits_as_f32(Uint32((i % size + self.first) << 16 | i // size << 31))
+			factor = _apply(lambda t, x: _curve(t, self.act, x, False).factor, x)
+			store_shared(at + i * 4, [f32_as_bits(factor)])
+
+	def _product(self, t: _Text, x: _Number, factor: _Number, *b: _Number) -> _Number:
+		value = t.mul(t.low(x, self.act.limit) if self.act.is_clamped else x, factor)
+		return t.mul(value, _gate(t, self.act, *b)) if b else value
+
+	def activated(self, inputs: Sequence[Sequence[Uint32]], at: Int32) -> list[Float32]:
+		"""``activated`` of words of x, or of A and B; the table is ``at`` an address below 2^15."""
+		# Infinity times a factor of 0 would be NaN.
+		x = [asm("max.NaN.bf16x2 $0, $1, $2;", [Uint32], [word, Uint32(0xFF7FFF7F)]) for word in inputs[0]]
+		factors = [bits_as_f32(load_shared(place, 1)[0]) for word in x for place in self._places(word, at)]
+		x, *b = (unpack_words(words, "bfloat16") for words in (x, *inputs[1:]))
+		return [_apply(self._product, *of_each) for of_each in zip(x, factors, *b, strict=True)]
+
+	def _places(self, word: Uint32, at: Int32) -> Sequence[Int32]:
+		"""Where the factors of a pair are, each worked out in half a word."""
+		text = """{
+			.reg .b32 m, s;
+			abs.bf16x2 m, $2;
+			max.bf16x2 m, m, $3;
+			min.bf16x2 m, m, $4;
+			shr.u32 s, $2, 1;
+			and.b32 s, s, 0x40004000;
+			mad.lo.u32 m, m, 4, $5;
+			add.u32 m, m, s;
+			and.b32 $0, m, 0xFFFF;
+			shr.u32 $1, m, 16;
+		}"""
+		both = 1 << 16 | 1
+		start = Uint32(at) * Uint32(both) - Uint32(4 * self.first * both & 0xFFFFFFFF)
+		limits = Uint32(self.first * both), Uint32((self.end - 1) * both)
+		return asm(text, [Int32, Int32], [word, *limits, start])  # type: ignore[no-any-return]
+
+
+def _apply(formula: Any, *numbers: Float32) -> Float32:
+	"""What ``formula`` writes of a text and so many numbers."""
+	t = _Text(1, len(numbers), 1)
+	names = [f"${i + 1}" for i in range(len(numbers))]
+	t.result(formula(t, *(_Number(name, [name]) for name in names)), ["$0"])
+	body = "\n".join(t.lines)
+	return asm(f"{{\n{body}\n}}", [Float32], numbers)  # type: ignore[no-any-return]
+
+
 def weighted_gradient(
 	act: Activation, config: Any, inputs: Sequence[Sequence[Float32]], grad: Sequence[Float32], p: Float32
 ) -> tuple[list[list[Float32]], list[Float32], Float32]:
@@ -342,8 +431,10 @@ def weighted_gradient(
 
 def exponential(x: Float32, sigmoid: bool = False) -> Float32:
 	"""``exp`` of ``reference.activations``, or its ``sigmoid``."""
-	t = _Text(1, 1, 1)
-	given = _Number("$1", ["$1"])
+	return _apply(lambda t, number: _exponential(t, number, sigmoid), x)
+
+
+def _exponential(t: _Text, given: _Number, sigmoid: bool) -> _Number:
 	c = t.low(t.high(t.each("neg.f32 {0}, {1}", given) if sigmoid else given, -104.0), 89.0)
 	z = t.add(t.mul(c, Numbers.LOG2E), Numbers.MAGIC + 254)
 	n = t.sub(z, Numbers.MAGIC + 254)
@@ -357,9 +448,7 @@ def exponential(x: Float32, sigmoid: bool = False) -> Float32:
 	out = t.mul(t.mul(p, t.power(half)), t.power(rest))
 	if sigmoid:
 		out = t.each("rcp.rn.f32 {0}, {1}", t.add(out, 1.0))
-	t.result(out, ["$0"])
-	body = "\n".join(t.lines)
-	return asm(f"{{\n{body}\n}}", [Float32], [x])  # type: ignore[no-any-return]
+	return out
 
 
 def _signed(bits: int) -> int:

@@ -145,14 +145,11 @@ class RowsConfig(CopyConfig):
 
 		Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
 		those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
-		FP8Block in 355 and 376, of MXFP8 in 352 and 375 (perf/results/quantize_h200.md), but what an
-		activation makes of 16384 x 4096 tile by tile in 44, both copies of it, and of 32768 x 1536 by
-		rows in 103. sm_100a was not measured; tile by tile it executes fewer instructions where
-		blocks have scales.
+		FP8Block in 355 and 376, of MXFP8 in 352 and 375, of SwiGLU in FP8Block in 272 and 523
+		(perf/results/quantize_h200.md). sm_100a was not measured; tile by tile it executes fewer
+		instructions where blocks have scales.
 		"""
-		activates = self.prologue is not None and self.prologue.activation is not None
-		by_tiles = activates or self.arch == "sm_100a"
-		return self.computes_amax or not by_tiles or parse(self.format).scale is None
+		return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
 
 	@property
 	def num_teams(self) -> int:
@@ -170,7 +167,9 @@ class RowsConfig(CopyConfig):
 		"""The configuration with the fewest lanes a row that holds the row."""
 		fmt = _one_copy(fmt, columnwise=False)
 		for warps, rows in cls.teams:
-			what = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
+			what: dict[str, Any] = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
+			if arch == "sm_90a" and problem.prologue is not None and problem.prologue.activation is not None:
+				what["num_stages"] = 2  # a table of factors takes the room of the third
 			config = cls(fmt.text, problem.dtype, problem.grouping, warps, **what)
 			if config.can_implement(problem):
 				break

@@ -7,9 +7,9 @@ import torch
 import cute_kernels
 from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
-from cute_kernels.quantize import Prologue, QuantizeProblem, TileConfig
+from cute_kernels.quantize import Prologue, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, each_arch, ends, many_groups, ops, poisoned
+from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, ends, many_groups, ops, poisoned
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
@@ -60,20 +60,26 @@ def every_number():
 	return torch.cat([every, edges, near, -near])
 
 
-@each("act", [*CURVES, "gelu"])
-@each_arch
-def test_bits_of_every_curve(arch, act):
+@each(
+	("arch", "by_table", "act"),
+	[
+		*itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
+		*itertools.product(["sm_90a"], [True], ["geglu", "swiglu", "qgeglu", CLAMPED, "gelu"]),
+	],
+)
+def test_bits_of_every_curve(arch, by_table, act):
 	a, record = every_number(), parse_activation(act)
-	a = a[: len(a) // 2 * 2]
+	a = a[: 65536 if by_table else len(a) // 2 * 2]
 	generator = torch.Generator().manual_seed(0)
 	b, grad = torch.randn(2, len(a), generator=generator) * 4
 	b[:: len(a) // 7] = float("nan")
 	b[1 :: len(a) // 7] = float("inf")
 	got = [torch.zeros_like(a) for _ in range(3)]
-	compiled(ActivationConfig(act, arch))(a, b, grad, *got)
+	b = b.bfloat16().float() if by_table else b
+	compiled(ActivationConfig(act, arch, by_table))(a, b, grad, *got)
 	x = torch.stack([a, b], 1) if record.is_gated else a[:, None]
 	want = [activate(x, record), *activate_gradient(x, grad[:, None], record).chunk(x.shape[1], 1)]
-	for ours, theirs in zip(got, want, strict=False):
+	for ours, theirs in zip(got[: 1 if by_table else 3], want, strict=False):
 		assert_same_bytes(ours, theirs.flatten(), any_nan=True)
 
 
@@ -154,10 +160,9 @@ def test_only_the_rows_of_groups_are_read():
 
 
 def test_code():
-	"""Exact arithmetic and no spills, of what is compiled ahead of time."""
+	"""Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
+	problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
 	for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
-		prologue = Prologue("bfloat16", "swiglu")
-		config = TileConfig.choose(
-			parse(text), QuantizeProblem("bfloat16", 256, "ragged", prologue), arch, columnwise=True, compute_amax=True
-		)
-		check_code(config, arch, r"\.ftz|\.approx")
+		tiles = TileConfig.choose(parse(text), problem, arch, columnwise=True, compute_amax=True)
+		for config in (tiles, RowsConfig.choose(parse(text), problem, arch)):
+			check_code(config, arch, r"(?<!rcp)\.approx|(?<!rcp\.approx)\.ftz")

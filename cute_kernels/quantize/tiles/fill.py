@@ -69,7 +69,7 @@ class TileFiller:
 					rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
 				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
 				for i in cutlass.range_constexpr(self.batch):
-					self.store(to, n, i, self.maker.make(inputs[i]))
+					self.store(to, n, i, self.maker.make(inputs[i], True))
 		else:
 			for n in cutlass.range(rounds, unroll=1):
 				for i in cutlass.range_constexpr(self.batch):
