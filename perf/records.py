@@ -19,8 +19,7 @@ from typing import IO, Any
 SCHEMA = 1
 #: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
 KINDS = ("gpu", "cpu", "emulator")
-#: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record
-#: is gone.
+#: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record is gone.
 ORIGINS = ("run", "converted", "noted")
 #: What a record counts that says in its note why there is no number.
 FAILURE = "failure"

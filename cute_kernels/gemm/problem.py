@@ -23,7 +23,7 @@ group is *partial* if the group's rows do not fill it.
 from __future__ import annotations
 
 import abc
-import dataclasses
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from cute_kernels.activations import Activation, parse_activation
@@ -44,7 +44,7 @@ _MAX_INT32 = 2**31 - 1
 GemmGrouping = Literal["m_grouped", "k_grouped"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class TileShape:
 	"""What the tensor core works on at a time, rows of operands M and N; architectures add to it.
 
@@ -70,7 +70,7 @@ class TileShape:
 		return self.cluster_m if self.swap_ab else self.n
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RowPart:
 	"""The row tiles of an m_grouped product that one kernel takes, where several share it.
 
@@ -86,7 +86,7 @@ class RowPart:
 	follows: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GemmProblem:
 	"""The facts of a call that decide which kernels can run it; all known on the host.
 
@@ -114,8 +114,7 @@ class GemmArguments(NamedTuple):
 			they are quantized, or (M, 64 * tiles) codes.
 		a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
 		a_amax: (G,) fp32 second level, or (T,) when row-scaled.
-		b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-			(N, slots).
+		b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or (N, slots).
 		offs: (G,) int32 end rows.
 		rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are multiplied
 			where they are ``gathered``.
@@ -164,7 +163,7 @@ class Extents(NamedTuple):
 	k: Any
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GemmConfig(abc.ABC):
 	"""One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute, pipeline
+from cutlass import Int32, Int64, const_expr, cute, pipeline, range_constexpr
 
 from ..device.constants import WARP_SIZE
 from ..device.groups import group_end, group_start
@@ -82,7 +82,7 @@ class TileReader:
 		# One access for all lanes; vectors would be read by eight lanes at a time.
 		word = self.buffer[state.index * TILE_WORDS + cute.arch.lane_idx() % TILE_WORDS]
 		cute.arch.sync_warp()
-		if cutlass.const_expr(not keeps):
+		if const_expr(not keeps):
 			self.free(state)
 		state.advance()
 		return WorkTile(*(cute.arch.shuffle_sync(word, i) for i in range(TILE_WORDS))), state
@@ -124,8 +124,8 @@ class TileScheduler:
 	@cute.jit
 	def run(self) -> None:
 		state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.ring.num_stages)
-		if cutlass.const_expr(self.config.grouping == "m_grouped"):
-			if cutlass.const_expr(self.config.mixes_groups):
+		if const_expr(self.config.grouping == "m_grouped"):
+			if const_expr(self.config.mixes_groups):
 				state = self.walk_mixed(state)
 			else:
 				state = self.walk_ragged(state)
@@ -142,7 +142,7 @@ class TileScheduler:
 			halves = _record(self.buffer, state.index)
 			for half, words in zip(halves, (tile[:4], tile[4:]), strict=True):
 				registers = cute.make_rmem_tensor(4, Int32)
-				for i in cutlass.range_constexpr(4):
+				for i in range_constexpr(4):
 					registers[i] = words[i]
 				cute.autovec_copy(registers, half)
 			self.ring.producer_commit(state)
@@ -177,11 +177,11 @@ class TileScheduler:
 		"""How many row tiles of a group are this kernel's, and the row where they begin."""
 		part = self.config.rows_taken
 		count, first = (rows + (part.chunk - 1)) // part.chunk, Int32(0)
-		if cutlass.const_expr((part.least, part.most) != (0, part.chunk)):
+		if const_expr((part.least, part.most) != (0, part.chunk)):
 			whole = rows // part.chunk
 			left = rows - whole * part.chunk
 			count = whole
-			if cutlass.const_expr(part.most < part.chunk):
+			if const_expr(part.most < part.chunk):
 				count, first = Int32(0), whole * part.chunk
 			if left > part.least and left <= part.most:
 				count += 1
@@ -192,7 +192,7 @@ class TileScheduler:
 		"""This lane's group of the 32 from ``first`` on: first row, rows, and what is ``listed`` of its kind or of all."""
 		start, rows = self.group_rows(first + cute.arch.lane_idx())
 		row_tiles, _ = self.row_tiles(rows)
-		if cutlass.const_expr(is_large is not None):
+		if const_expr(is_large is not None):
 			if (row_tiles > 1) != is_large:
 				row_tiles = Int32(0)
 		return start, rows, *self.listed(row_tiles * col_tiles)
@@ -202,7 +202,7 @@ class TileScheduler:
 		"""Tiles of a list before this lane's group, up to its end, and of all lanes."""
 		lane = cute.arch.lane_idx()
 		upto = tiles
-		for shift in cutlass.range_constexpr(5):
+		for shift in range_constexpr(5):
 			below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
 			if lane >= 1 << shift:
 				upto += below
@@ -229,7 +229,7 @@ class TileScheduler:
 	def walk_ragged(self, state: Any) -> Any:
 		col_tiles, k_blocks = self.extents_in_tiles()
 		first = Int32(0)
-		if cutlass.const_expr(self.config.rows_taken.least > 0):
+		if const_expr(self.config.rows_taken.least > 0):
 			self.prefetch_offs()
 		start, rows, before, upto, count = self.window(first, col_tiles)
 		# The cluster's next tile, from the window's first on.
@@ -253,19 +253,19 @@ class TileScheduler:
 		group_start, group_rows = cute.arch.shuffle_sync(start, owner), cute.arch.shuffle_sync(rows, owner)
 		row_tiles, first_row = self.row_tiles(group_rows)
 		size = Int32(self.tile.rows)
-		if cutlass.const_expr(self.config.spreads_rows):
+		if const_expr(self.config.spreads_rows):
 			size = (group_rows + (row_tiles * N_ALIGN - 1)) // (row_tiles * N_ALIGN) * N_ALIGN
 		row = first_row + local % row_tiles * size
 		col = local // row_tiles * self.tile.cols
-		if cutlass.const_expr(self.config.zero_tail):
+		if const_expr(self.config.zero_tail):
 			if group == self.offs.shape[0]:
 				k_blocks = Int32(0)
 		sf_row = slot_tile(group_start, group) * TILE_ROWS + row
 		ragged, uniform = (group_start + row, sf_row), (col, col)
-		if cutlass.const_expr(self.tile.swap_ab):
+		if const_expr(self.tile.swap_ab):
 			ragged, uniform = uniform, ragged
 		left = group_rows - row
-		if cutlass.const_expr(self.config.spreads_rows):
+		if const_expr(self.config.spreads_rows):
 			left = cutlass.min(left, size)
 		return WorkTile(group, *ragged, *uniform, Int32(0), k_blocks, left)
 
@@ -334,7 +334,7 @@ class TileScheduler:
 				# Clusters began with their own.
 				number += step
 			number = cute.arch.shuffle_sync(number, 0)
-		if cutlass.const_expr(self.numbers is not None):
+		if const_expr(self.numbers is not None):
 			full, empty = (x.get_barrier(0) for x in (self.numbers.sync_object_full, self.numbers.sync_object_empty))
 			place = self.buffer.iterator + self.config.num_sched_stage * TILE_WORDS
 			if cta == 0:
@@ -369,10 +369,10 @@ class TileScheduler:
 			start, rows = self.group_rows(group)
 			row, col = local % tiles_m * self.tile.rows, local // tiles_m * self.tile.cols
 			k_start = start
-			if cutlass.const_expr(not self.config.ragged_k):
+			if const_expr(not self.config.ragged_k):
 				k_start = slot_tile(start, group) * TILE_ROWS
 			# An empty group leaves its output alone when accumulating, and zeros it otherwise.
-			if rows > 0 or cutlass.const_expr(not self.config.accumulate):
+			if rows > 0 or const_expr(not self.config.accumulate):
 				state = self.put(
 					state, WorkTile(group, row, row, col, col, k_start, (rows + (instruction_k - 1)) // instruction_k, rows)
 				)

@@ -147,11 +147,9 @@ class inspect:
 
 		The lists:
 
-			rows: of input and gradient, the expert's tokens: its load; N of a weight.
-			snr_db: ``10 log10(signal / noise)``; None where nothing is lost, or nothing is there.
-			signal: sum of x^2, x being what was quantized.
-			noise: sum of (x - copy)^2.
-			saturated: share of the elements that exceed the largest number of their scales by more
+			rows: of input and gradient, the expert's tokens: its load; N of a weight. snr_db: ``10 log10(signal / noise)``;
+			None where nothing is lost, or nothing is there. signal: sum of x^2, x being what was quantized. noise: sum of (x
+			- copy)^2. saturated: share of the elements that exceed the largest number of their scales by more
 				than half a step, so that they lose more than by rounding; of a plain copy, that became infinite.
 			underflow: share of the elements that are not zero and became zero.
 			amax: largest magnitude of x; of a weight that is quantized already, of its copy.

@@ -25,18 +25,16 @@ from ..suites.layer import LayerWork
 from ..suites.moe import ExpertsWork, MoEWork
 from ..suites.quantize import Input, Quantization
 
-#: Relative errors of products and of values that are more than quantization, by format. Normal
-#: numbers give 0.095 (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong
-#: gives 1 and more.
+#: Relative errors of products and of values that are more than quantization, by format. Normal numbers give 0.095
+#: (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong gives 1 and more.
 NOISE = {"nvfp4": 0.2, "mxfp4": 0.25, "fp8": 0.08, "mxfp8": 0.08, "bfloat16": 4e-3}
 
 
 class Peer:
 	"""A library that does what this package does.
 
-	Its contenders take the same bf16 operands as ours, are checked against the same products before
-	they are timed, and run on their library's public functions. What a library does not do it does
-	not offer.
+	Its contenders take the same bf16 operands as ours, are checked against the same products before they are timed, and
+	run on their library's public functions. What a library does not do it does not offer.
 
 	Attributes:
 		name: as ``Record.contender``.

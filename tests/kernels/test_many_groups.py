@@ -37,8 +37,7 @@ def quantized_weights(groups):
 	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
 
 
-#: Op, its arguments for (x, offs), and how much more than with 64
-#: groups it may cost with 2048.
+#: Op, its arguments for (x, offs), and how much more than with 64 groups it may cost with 2048.
 READERS = {
 	"amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
 	"rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),

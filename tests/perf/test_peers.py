@@ -15,7 +15,7 @@ from perf.peers import PEERS, all_peers, cutlass, pytorch, quack
 from perf.peers.base import NOISE, linear_nvfp4, padded_rows, row_scales, unpadded_rows
 from perf.suites import layer, moe
 from perf.suites.quantize import Input, Quantization
-from tests.helpers import each
+from tests.helpers import U8, each
 
 CPU = torch.device("cpu")
 SHAPE = GroupedShape("small", "up", 4, 32, 128)
@@ -60,7 +60,7 @@ def test_torch_quantizers(quantize, decode, bound):
 	values = decode(*got)
 	assert (values - x.float()).norm() / x.float().norm() < bound
 	# Codes in the wrong nibble are no noise.
-	if got[0].dtype == torch.uint8:
+	if got[0].dtype == U8:
 		swapped = got[0] << 4 | got[0] >> 4
 		assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
 
@@ -74,7 +74,7 @@ def test_padding_keeps_rows_apart():
 
 
 def test_scales_come_out_of_tiles():
-	scales = torch.randint(0, 256, (256, 6), dtype=torch.uint8)
+	scales = torch.randint(0, 256, (256, 6), dtype=U8)
 	assert torch.equal(row_scales(tile_scales(scales[None])[0], 200, 6), scales[:200])
 
 

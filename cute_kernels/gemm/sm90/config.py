@@ -58,8 +58,7 @@ _LEAST_SCALES = 32
 WARPGROUP_M = 64
 #: Blocks of output of a tile at most, where TMA stores all of it.
 _WHOLE_TILE = 4
-#: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a
-#: row of them.
+#: Bytes of output that a warpgroup stages at a time, by the number of consumer warpgroups, and of a row of them.
 _BLOCK_BYTES = {1: 8192, 2: 8192, 4: 2048}
 _BLOCK_ROW_BYTES = 128
 #: Of output that a warpgroup stages at a time where two decode operand M of weights, or promote.

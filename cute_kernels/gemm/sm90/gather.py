@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute, pipeline
+from cutlass import Int32, Int64, Uint32, const_expr, cute, pipeline, range_constexpr
 
 from ...device.constants import WARP_SIZE
 from ...device.memory import copy_async, load_global_if
@@ -76,23 +76,23 @@ class GatherWarp:
 	def fill(self, tile: WorkTile, state: Any) -> Any:
 		config = self.config
 		first, left, column = tile.n_row, tile.rows, Int32(0)
-		if cutlass.const_expr(self.along_k):
+		if const_expr(self.along_k):
 			first, column = tile.k_start, tile.n_row
 		width = self.matrix.element_type.width // 8
 		end = self.matrix.shape[1] * width
 		ids = cute.make_rmem_tensor(-(-self.count // 8), Int32)
 		vectors = cute.make_rmem_tensor(self.count, Int32)
 		self.list_rows(ids, first, left)
-		if cutlass.const_expr(not self.along_k):
+		if const_expr(not self.along_k):
 			self.find_rows(vectors, ids, left)
 		for k_tile in cutlass.range(tile.k_tiles(config), unroll=1):
-			if cutlass.const_expr(self.along_k):
+			if const_expr(self.along_k):
 				# The next ones are on their way while these are copied.
 				self.find_rows(vectors, ids, left)
 				first, left = first + self.rows, left - self.rows
 				self.list_rows(ids, first, left)
 			self.ab_pipeline.sync_object_empty.wait(state.index, state.phase)
-			at = column * width if cutlass.const_expr(self.along_k) else k_tile * self.row_bytes
+			at = column * width if const_expr(self.along_k) else k_tile * self.row_bytes
 			self.copy_rows(vectors, at, end, state.index, left)
 			cute.arch.cp_async_mbarrier_arrive_noinc(self.ab_pipeline.producer_get_barrier(state))
 			state.advance()
@@ -104,7 +104,7 @@ class GatherWarp:
 
 		A stage's rows are in the index from ``first`` on, where ``left`` are left of the group.
 		"""
-		for i in cutlass.range_constexpr(cute.size(ids)):
+		for i in range_constexpr(cute.size(ids)):
 			local = self.listed_row + i * (8 * self.step)
 			address = self.index.iterator.toint() + Int64(first + local) * 4
 			ids[i] = Int32(load_global_if(address, 4, local, cutlass.min(left, self.rows))[0])
@@ -113,7 +113,7 @@ class GatherWarp:
 	def find_rows(self, vectors: cute.Tensor, ids: cute.Tensor, left: Int32) -> None:
 		"""Where the rows of this lane's copies begin, in vectors of 16 bytes; -1 of rows of zeros."""
 		pitch = Int32(Int64(self.matrix.stride[0]) * (self.matrix.element_type.width // 8) // _COPY_BYTES)
-		for i in cutlass.range_constexpr(self.count):
+		for i in range_constexpr(self.count):
 			row = cute.arch.shuffle_sync(ids[i // 8], i % 8 * _COPY_ROWS + self.lane // 8)
 			is_there = (row >= 0) & (row < self.matrix.shape[0]) & (self.own_row + i * self.step < left)
 			vectors[i] = Int32(select(is_there, Uint32(row * pitch), Uint32(0xFFFFFFFF)))
@@ -123,12 +123,12 @@ class GatherWarp:
 		"""Copy this warp's rows of a stage, from byte ``at`` of rows of ``end`` bytes on: those that are multiplied."""
 		base = self.matrix.iterator.toint() + Int64(at + self.own_byte)
 		shared = self.shared + stage * (self.rows * self.row_bytes)
-		for panel in cutlass.range_constexpr(self.row_bytes // _PANEL_BYTES):
+		for panel in range_constexpr(self.row_bytes // _PANEL_BYTES):
 			byte = panel * _PANEL_BYTES
 			is_inside = at + byte + self.own_byte < end
 			place = shared + panel * self.rows * _PANEL_BYTES
 			for first, last in zip((0, *self.ends[:-1]), self.ends, strict=True):
-				if cutlass.const_expr(first == 0):
+				if const_expr(first == 0):
 					self.copy_some(range(last), vectors, base + byte, place, is_inside)
 				else:
 					if left > first * self.step:

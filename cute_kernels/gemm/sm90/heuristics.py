@@ -36,9 +36,8 @@ _LOST_OVERLAP = 0.1
 _FILL_CYCLES = 3000
 #: That of promoted sums whose whole tile TMA stores.
 _FILL_CYCLES_WHOLE = 2500
-#: What a tile may cost more that does not fit itself to the rows of each group and does not hold
-#: twice the mean. With group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times
-#: what it takes with equal ones (H200).
+#: What a tile may cost more that does not fit itself to the rows of each group and does not hold twice the mean. With
+#: group sizes by Zipf's law and 16 rows on average 256 x 16 takes 1.6 times what it takes with equal ones (H200).
 _UNEVEN_GROUPS = 1.07
 #: What products take more in tiles that spread rows, with 256 to 2048 a group (H200).
 _OF_SPREAD = 1.1
