@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 	from .debug import Probe
 	from .recipes import Recipe
 
-_ops = torch.ops.cute_kernels
-
 
 class Routing(NamedTuple):
 	"""Where tokens go: what ``torch.ops.cute_kernels.compute_routing`` gives."""

@@ -315,8 +315,8 @@ def options(
 		"ctas_per_sm": ctas_per_sm,
 		"max_insns": max_insns,
 		"max_idle_insns": max_idle_insns,
-		"check_fences": None if check_fences is None else int(check_fences),
-		"check_races": None if races is None else int(races),
+		"check_fences": check_fences,
+		"check_races": races,
 	}
 	for name in ("num_sms", "ctas_per_sm", "max_insns", "max_idle_insns"):
 		value = new[name]

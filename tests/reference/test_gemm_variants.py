@@ -15,6 +15,7 @@ from tests.helpers import (
 	offsets,
 	ops,
 	sample,
+	spans,
 )
 from tests.reference import fp8_oracle
 
@@ -56,12 +57,12 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
 	"""Also the slots behind a group's last row, over which its rows are spread."""
 	case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
 	got, (dy, x) = case.run(), case.tensors
-	for g, (start, rows) in enumerate(zip((0, 5, 5), SPLITS, strict=True)):
-		whole = 16 * -(-rows // 16)
+	for g, (start, end) in enumerate(spans(SPLITS)):
+		whole = 16 * -(-(end - start) // 16)
 		a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
 		level = factor(a.level, 448) * factor(b.level, 448)
 		assert_same_bytes(got[g], torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level))
-		exact = dy[start : start + rows].double().T @ x[start : start + rows].double()
+		exact = dy[start:end].double().T @ x[start:end].double()
 		assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
@@ -88,6 +89,6 @@ def test_w4a16_reads_variants():
 		w = copy_of(text, 3, N, K)
 		values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
 		got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
-		spans = zip(values, ((0, 5), (5, 5), (5, 23)), strict=True)
-		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in spans])
+		pairs = zip(values, spans(SPLITS), strict=True)
+		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in pairs])
 		assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

@@ -83,7 +83,8 @@ struct LaunchConfig {
 	unsigned num_attributes;
 };
 
-void raise_tvm_error(void (*set)(const char*, const char**, int), int code) {
+using SetRaised = void (*)(const char* kind, const char** message, int count);
+void raise_tvm_error(SetRaised set, int code) {
 	char text[64];
 	const char* message = emu_last_error();
 	if (!*message) {
@@ -173,10 +174,6 @@ int cuda_dialect_init_library_once(void** library, int (*init)(void**), int (*lo
 int cuda_dialect_unload_library_once(void*) { return 0; }
 
 // A failed launch becomes the pending TVM-FFI error, with the emulator's own message.
-void CuteDSLRT_TVMFFISetRaisedCudaError(void (*set)(const char*, const char**, int), int code) {
-	raise_tvm_error(set, code);
-}
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(void (*set)(const char*, const char**, int), int code) {
-	raise_tvm_error(set, code);
-}
+void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised set, int code) { raise_tvm_error(set, code); }
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(SetRaised set, int code) { raise_tvm_error(set, code); }
 }

@@ -78,17 +78,12 @@ Cell cell_of(Shape shape, u32 i, u32 lane) {
 	switch (shape) {
 		case S32x32b: return {lane, i};
 		case S16x128b: return {lane / 4 + (i & 1) * 8, (i / 2) * 4 + lane % 4};
-		case S16x256b: return {lane / 4 + ((i >> 1) & 1) * 8, (i / 4) * 8 + (lane % 4) * 2 + (i & 1)};
-		default: fail("tcgen05.ld/st shape %d is not modelled", shape);
+		default: return {lane / 4 + ((i >> 1) & 1) * 8, (i / 4) * 8 + (lane % 4) * 2 + (i & 1)};  // 16x256b
 	}
 }
 u32 columns_of(Shape shape, u32 repetitions) {
-	switch (shape) {
-		case S32x32b: return repetitions;
-		case S16x128b: return 4 * repetitions;
-		case S16x256b: return 8 * repetitions;
-		default: fail("tcgen05.ld/st shape %d is not modelled", shape);
-	}
+	if (shape == S16x64b || shape > S16x256b) fail("tcgen05.ld/st shape %d is not modelled", shape);
+	return repetitions * (shape == S32x32b ? 1 : shape == S16x128b ? 4 : 8);
 }
 struct Access {
 	Shape shape;
