@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.activations import TABLE_BYTES
@@ -217,7 +217,7 @@ class RowsQuantizer:
 			thread = cute.arch.block_idx()[0] * threads + tid
 			step = cute.arch.grid_dim()[0] * threads
 			self.levels.write(amax, scale_inv, scale, thread, step)
-			if cutlass.const_expr(self.table is not None):
+			if const_expr(self.table is not None):
 				self.table.fill(shared.table.toint(), tid, threads)
 				cute.arch.barrier(barrier_id=_TABLE_BARRIER, number_of_threads=threads)
 			lane = self.lane_of(warp, self.cols(x), shared)
@@ -295,10 +295,10 @@ class RowsQuantizer:
 		else:
 			cute.arch.mbarrier_arrive(bar)
 		target = shared.rows.toint() + slot * self.stage_bytes
-		for i in cutlass.range_constexpr(len(rows)):
+		for i in range_constexpr(len(rows)):
 			if rows[i] < count:
 				of_x = first + rows[i]
-				if cutlass.const_expr(index is not None):
+				if const_expr(index is not None):
 					of_x = indexed(index, of_x, x.shape[0])
 				source = x.iterator.toint() + Int64(of_x) * row_bytes
 				bulk_load(target + i * self.row_pitch, source, row_bytes, bar)
@@ -334,7 +334,7 @@ class RowsQuantizer:
 		self, index: cute.Tensor | None, offs: cute.Tensor | None, out: Output, lane: Lane, shared: SharedMemory
 	) -> None:
 		"""A team's packets: rows to codes, scale bytes to shared memory, then out."""
-		if cutlass.const_expr(self.writes_scales and self.is_tiled):
+		if const_expr(self.writes_scales and self.is_tiled):
 			self.clear_scale_padding(lane)
 		stage, phase, parity = Int32(0), Int32(0), Int32(0)
 		count = Int32(1)
@@ -349,7 +349,7 @@ class RowsQuantizer:
 			else:
 				self.release(shared.empty + slot)
 				stage, phase = self.next_stage(stage, phase)
-				if cutlass.const_expr(self.writes_scales):
+				if const_expr(self.writes_scales):
 					if count > 0:
 						self.write_scales(out.scales, packet, None, lane)
 
@@ -359,7 +359,7 @@ class RowsQuantizer:
 	) -> tuple[Int32, Int32, Int32]:
 		config = self.config
 		level = self.codec.zero_level()
-		if cutlass.const_expr(config.takes_amax):
+		if const_expr(config.takes_amax):
 			level = self.codec.second_level(out.amax[packet.group])
 		for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
 			row = self.row_of(packet.item, r + lane.part)
@@ -374,7 +374,7 @@ class RowsQuantizer:
 				self.release(shared.empty + slot)
 				stage, phase = self.next_stage(stage, phase)
 				of_row = level
-				if cutlass.const_expr(config.computes_amax):
+				if const_expr(config.computes_amax):
 					g = self.row_amax(a, lane, parity, shared)
 					of_row = self.codec.second_level(g)
 					parity ^= 1
@@ -382,14 +382,14 @@ class RowsQuantizer:
 						out.amax[packet.first + row] = g
 				target = row_address(out.codes, packet.first + row)
 				self.write_row(words, a, of_row, target, live, scales_at, lane)
-			if cutlass.const_expr(self.writes_scales):
+			if const_expr(self.writes_scales):
 				if not live:
 					self.clear_row_scales(scales_at, lane)
-		if cutlass.const_expr(self.writes_scales):
+		if const_expr(self.writes_scales):
 			self.sync_team(lane.team)
 			self.write_scales(out.scales, packet, lane.staged, lane)
 			# Otherwise the next row's amax keeps larger teams from overwriting what is read.
-			if cutlass.const_expr(not config.computes_amax):
+			if const_expr(not config.computes_amax):
 				self.sync_team(lane.team)
 		cute.arch.sync_warp()
 		return stage, phase, parity
@@ -402,7 +402,7 @@ class RowsQuantizer:
 
 	@cute.jit
 	def sync_team(self, team: Int32) -> None:
-		if cutlass.const_expr(self.config.warps_per_row == 1):
+		if const_expr(self.config.warps_per_row == 1):
 			cute.arch.sync_warp()
 		else:
 			cute.arch.barrier(barrier_id=team + 1, number_of_threads=self.team_threads)
@@ -436,10 +436,10 @@ class RowsQuantizer:
 		words = self.scale_words(lane)
 		for j in cutlass.range(lane.lane, words, self.team_threads, unroll=1):
 			sector = [Uint32(0)] * _PACKET_ROWS
-			if cutlass.const_expr(staged is not None):
-				for r in cutlass.range_constexpr(_PACKET_ROWS):
+			if const_expr(staged is not None):
+				for r in range_constexpr(_PACKET_ROWS):
 					sector[r] = load_shared(staged + (r * self.scale_pitch + j * 4), 1)[0]
-			if cutlass.const_expr(self.is_tiled):
+			if const_expr(self.is_tiled):
 				store_global(sectors + j * SF_TILE_BYTES, sector)
 			else:
 				slots = scales.shape[len(scales.shape) - 1]
@@ -476,9 +476,9 @@ class RowsQuantizer:
 		lane_at = row_at + lane.of_row * self.piece_bytes
 		places = [lane_at + (twist ^ c) * 16 for c in range(chunks)]
 		# Past K there is garbage, but without a branch all loads are under way at once.
-		for i in cutlass.range_constexpr(self.pieces_per_lane):
-			for c in cutlass.range_constexpr(chunks):
-				if cutlass.const_expr(self.maker is None):
+		for i in range_constexpr(self.pieces_per_lane):
+			for c in range_constexpr(chunks):
+				if const_expr(self.maker is None):
 					at = places[c] + i * (self.lanes_per_row * self.piece_bytes)
 					chunk = load_shared(at, 4)
 				else:
@@ -486,14 +486,14 @@ class RowsQuantizer:
 					first += (twist ^ c) * self.maker.unit
 					units = self.maker.places(row_at, first, lane.num_pieces * self.piece)
 					chunk = self.maker.make([load_shared(at, 4) for at in units], True, lane.table)
-				for w in cutlass.range_constexpr(chunk_words):
+				for w in range_constexpr(chunk_words):
 					words[i * self.piece_words + c * chunk_words + w] = chunk[w]
-		for i in cutlass.range_constexpr(self.pieces_per_lane):
+		for i in range_constexpr(self.pieces_per_lane):
 			a[i] = Float32(0.0)
-			if cutlass.const_expr(self.needs_amax):
+			if const_expr(self.needs_amax):
 				if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
 					a[i] = absmax_words(self.block(words, i), self.dtype, self.arch)
-			for bit in cutlass.range_constexpr(self.sharing.bit_length() - 1):
+			for bit in range_constexpr(self.sharing.bit_length() - 1):
 				a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
 		return words, a
 
@@ -509,15 +509,15 @@ class RowsQuantizer:
 	def row_amax(self, a: cute.Tensor, lane: Lane, parity: Int32, shared: SharedMemory) -> Float32:
 		"""The row's amax from its blocks' amaxes. Also a barrier of the team."""
 		g = a[0]
-		for i in cutlass.range_constexpr(1, self.pieces_per_lane):
+		for i in range_constexpr(1, self.pieces_per_lane):
 			g = fmax(g, a[i])
 		per_team = self.config.warps_per_row
-		if cutlass.const_expr(self.lanes_per_row < WARP_SIZE):
-			for i in cutlass.range_constexpr(self.lanes_per_row.bit_length() - 1):
+		if const_expr(self.lanes_per_row < WARP_SIZE):
+			for i in range_constexpr(self.lanes_per_row.bit_length() - 1):
 				g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
 		else:
 			g = warp_max(g)
-		if cutlass.const_expr(per_team > 1):
+		if const_expr(per_team > 1):
 			# Two buffers: a warp that is a row ahead writes the other one.
 			at = shared.partial.toint() + parity * (4 * self.config.num_compute_warps)
 			of_warp = cute.arch.lane_idx()
@@ -542,21 +542,21 @@ class RowsQuantizer:
 	) -> None:
 		"""Codes of a lane's pieces to global memory, the scales of blocks to shared memory."""
 		left, step = lane.num_pieces - lane.of_row, self.lanes_per_row
-		for i in cutlass.range_constexpr(0, self.pieces_per_lane, self.at_once):
+		for i in range_constexpr(0, self.pieces_per_lane, self.at_once):
 			last = min(i + self.at_once, self.pieces_per_lane) - 1
-			if cutlass.const_expr(self.at_once > 2):
+			if const_expr(self.at_once > 2):
 				_, (factor, _) = self.scales(a[i], a[i], level)
 				if last * step < left:
-					for j in cutlass.range_constexpr(i, last + 1):
+					for j in range_constexpr(i, last + 1):
 						self.write_piece(words, j, factor, None, target, scales_at, lane)
 				else:
-					for j in cutlass.range_constexpr(i, last):
+					for j in range_constexpr(i, last):
 						if j * step < left:
 							self.write_piece(words, j, factor, None, target, scales_at, lane)
 			elif i * step < left:
 				stored, factors = self.scales(a[i], a[last], level)
-				for j in cutlass.range_constexpr(i, last + 1):
-					if cutlass.const_expr(j == i) or j * step < left:
+				for j in range_constexpr(i, last + 1):
+					if const_expr(j == i) or j * step < left:
 						self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
 
 	@cute.jit
@@ -571,14 +571,14 @@ class RowsQuantizer:
 		lane: Lane,
 	) -> None:
 		after, block = j * self.lanes_per_row, self.block(words, j)
-		if cutlass.const_expr(self.at_once > 2 and self.piece_bytes == 16):
+		if const_expr(self.at_once > 2 and self.piece_bytes == 16):
 			code = self.codec.encode_eight(block, factor)
 			store_global_pair(target + lane.of_row * self.piece, after * self.piece, code)
 		else:
 			codes = self.codec.encode_row(block, factor)
 			size = 4 * len(codes)
 			self.put(target + lane.of_row * size + after * size, self.untwist(codes, self.twist(lane.lane)), lane)
-		if cutlass.const_expr(self.writes_scales):
+		if const_expr(self.writes_scales):
 			self.stage(stored, scales_at, lane.of_row + after)
 
 	def put(self, at: Int64, words: list[Uint32], lane: Lane) -> None:
@@ -595,11 +595,11 @@ class RowsQuantizer:
 
 	@cute.jit
 	def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:
-		if cutlass.const_expr(self.sharing == 1):
+		if const_expr(self.sharing == 1):
 			store_shared_byte(scales_at + piece, stored)
 		elif piece % self.sharing == 0:
 			at = scales_at + piece // self.sharing * self.scale_bytes
-			if cutlass.const_expr(self.is_tiled):
+			if const_expr(self.is_tiled):
 				store_shared_byte(at, stored)
 			else:
 				store_shared(at, [stored])

@@ -1,9 +1,9 @@
 """Mixtures of experts, from tokens to tokens: router, dispatch, experts with SwiGLU, combine; and the experts alone."""
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ ALONE = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class MoEShape(LayerShape):
 	"""Experts, of which each token goes to ``top_k``."""
 
@@ -201,13 +201,13 @@ class ExpertsWork(LayerWork):
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
 		gather = functools.partial(self.tokens.index_select, 0, self.index)
-		return dataclasses.replace(super().step(forward, parameters), gather=gather)
+		return replace(super().step(forward, parameters), gather=gather)
 
 	def own(self, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
 		"""Training is that of ``GroupedMLP``, of gathered rows; else its kernels gather, as those of ``MoE`` do."""
 		if self.backward:
 			gather = functools.partial(ops.moe_gather, self.tokens, self.index, self.routed.row)
-			return dataclasses.replace(super().own(recipe, kept), gather=gather)
+			return replace(super().own(recipe, kept), gather=gather)
 		copies = [quantize_weight(w, recipe, False) if kept else None for w in self.weights]
 		up, down = (Layer([w], None, recipe, c) for w, c in zip(self.weights, copies, strict=True))
 		style = Style("swiglu", False, False, self.x.dtype)
@@ -218,7 +218,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	small = meter.kind != "gpu" or options.quick
 
 	def task(work: Callable[..., LayerWork], model: str, passes: str, tokens: int, routing: str, scope: str) -> Task:
-		shape = dataclasses.replace(TINY, model=model) if small else MoEShape.of(model)
+		shape = replace(TINY, model=model) if small else MoEShape.of(model)
 
 		def contenders(copy: int) -> list[Contender]:
 			if meter.kind == "gpu" and not copy:
@@ -226,7 +226,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 			made = work(shape, tokens, routing, passes, meter.device, options.seed, copy)
 			return list(made.contenders(meter, options))
 
-		case = {**dataclasses.asdict(shape), "tokens": tokens, "routing": routing, "pass": passes}
+		case = {**asdict(shape), "tokens": tokens, "routing": routing, "pass": passes}
 		return Task("moe", {**case, "scope": scope} if scope else case, contenders)
 
 	for scope, model in [
