@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from .oracle import ELEMENTS, ceil_div, f32, fp8_value, scale_byte
+from .oracle import ELEMENTS, ceil_div, f32, filled, fp8_value, scale_byte
 
 np.seterr(all="ignore")
 
@@ -82,34 +82,19 @@ class Rules:
 			scale = (2.0 ** np.floor(np.log2(scale.astype(np.float64)))).astype(f32)
 		return f32(1) / scale, scale
 
-	def decode(self, stored):
-		return POWERS[stored].astype(f32) if self.is_mx else stored
-
 	def blocks(self, x, height, width, dtype):
 		scales, enc = self.scales(block_amaxes(x, height, width), dtype)
-		codes = round_fp8(x * repeated(enc, height, width, x.shape), self.element)
-		magnitudes = fp8_magnitudes(self.element)
-		table = np.append(magnitudes, np.full(128 - len(magnitudes), np.nan)).astype(f32)
-		values = np.concatenate([table, -table])[codes]
-		factors = repeated(self.decode(scales), height, width, x.shape)
-		return codes, scales, values * factors
-
-
-def filled(shape, dtype, fill):
-	size = np.dtype(dtype).itemsize * int(np.prod(shape))
-	return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
+		return round_fp8(x * repeated(enc, height, width, x.shape), self.element), scales
 
 
 @dataclasses.dataclass
 class Quantized:
-	"""As the contract lays them out, and the values (T, K) of each direction; other bytes keep the fill value."""
+	"""As the contract lays them out; bytes that nobody writes keep the fill value."""
 
 	codes: np.ndarray
 	scales: np.ndarray
 	codes_t: np.ndarray
 	scales_t: np.ndarray
-	values: np.ndarray
-	values_t: np.ndarray
 
 
 def quantize(x, groups, num_tiles, rules, dtype, fill=0):
@@ -128,21 +113,17 @@ def quantize(x, groups, num_tiles, rules, dtype, fill=0):
 		filled(shape, rules.stored, fill),
 		filled(codes_t, np.uint8, fill),
 		filled(shape_t, rules.stored, fill),
-		np.zeros((rows, cols), f32),
-		np.zeros((rows, cols), f32),
 	)
 	for group in groups:
 		if group.end == group.start:
 			continue
 		own, tiles = slice(group.start, group.end), slice(group.tile, group.tile + group.tiles)
 		values = x[own]
-		codes, scales, out.values[own] = rules.blocks(values, rules.rows, vec, dtype)
+		codes, scales = rules.blocks(values, rules.rows, vec, dtype)
 		out.codes[own] = codes
 		_place_rowwise(out.scales, scales, group, tiles, rules)
 		if rules.rows == 1:
-			codes, scales, out.values_t[own] = rules.blocks(values, vec, 1, dtype)
-		else:
-			out.values_t[own] = out.values[own]
+			codes, scales = rules.blocks(values, vec, 1, dtype)
 		_place_columnwise(out, codes, scales, group, tiles, rules)
 	return out
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from cute_kernels.formats import parse
 from tests.helpers import E4M3, U8, e2m1_values
@@ -33,8 +34,8 @@ class Member(NamedTuple):
 def member(text, copy, group, rows, start=None, columnwise=False):
 	"""Group ``group`` of what a GEMM takes (codes, scales, level); without ``start`` the tensor is uniform."""
 	fmt, (codes, *rest) = parse(text), copy
-	slot = 0
-	if start is None:
+	slot, is_uniform = 0, start is None
+	if is_uniform:
 		codes, start = codes[group], 0
 	else:
 		slot = 128 * (start // 128 + group)
@@ -49,7 +50,8 @@ def member(text, copy, group, rows, start=None, columnwise=False):
 	level = None if fmt.second_level is None else rest[-1].numpy()
 	if level is not None:
 		by_row = fmt.level(columnwise).per == "row"
-		level = level[start : start + rows, None] if by_row else level[group]
+		level = level[start : start + rows] if by_row and not is_uniform else level[group]
+		level = level[:, None] if by_row else level
 	if fmt.scale is None:
 		return Member(values, None, level, True, values.shape[1])
 	vec, scales = fmt.scale.vec_size, rest[0]
@@ -85,6 +87,24 @@ def _place(fmt, row, block, columnwise):
 	if fmt.is_2d:
 		return (block, row // 128) if columnwise else (row // 128, block)
 	return block, row
+
+
+def dequantized(text, copy, rows, offs=None, columnwise=False):
+	"""fp32 values of a direction as the contract says: (T, K), or (G, M, K) without ``offs``; rows of the tail are 0."""
+	bound, parts = getattr(parse(text), "e4m3_max", None), []
+	ends = [rows] * len(copy[0]) if offs is None else offs.tolist()
+	start = None if offs is None else 0
+	for group, end in enumerate(ends):
+		of = member(text, copy, group, end - (start or 0), start, columnwise)
+		factors = of.scales.astype(np.float32)
+		if of.level is not None:
+			factors = factors * of.level * np.float32(1 / (6 * bound))
+		part = of.codes.astype(np.float32) * np.repeat(factors, of.vec, 1)[:, : of.codes.shape[1]]
+		parts.append(torch.from_numpy(part.T if columnwise else part))
+		start = None if offs is None else end
+	if offs is None:
+		return torch.stack(parts)
+	return torch.cat([*parts, torch.zeros(rows - end, parts[0].shape[1])])
 
 
 def dot_fp64(a, b):

@@ -135,28 +135,19 @@ def uniform_groups(count, rows):
 	return [Group(g * rows, (g + 1) * rows, g * each, each) for g in range(count)], count * each
 
 
-@dataclasses.dataclass
-class Quantized:
-	"""As the contract lays them out, of uniform input by member; bytes that nobody writes keep the fill value."""
-
-	codes: np.ndarray
-	scales: np.ndarray
-	amax: np.ndarray
-	codes_t: list[np.ndarray]
-	scales_t: list[np.ndarray]
-	amax_t: np.ndarray
-
-
 def group_amaxes(x, groups):
 	return [absmax(x[g.start : g.end]) for g in groups]
 
 
-def quantize(
+def filled(shape, dtype, fill):
+	size = np.dtype(dtype).itemsize * math.prod(shape)
+	return np.full(size, fill, np.uint8).view(dtype).reshape(shape)
+
+
+def buffers(
 	x,
-	groups,
-	num_tiles,
+	offs,
 	*,
-	uniform=False,
 	row_scaled=False,
 	block_2d=False,
 	given_amax=None,
@@ -164,53 +155,37 @@ def quantize(
 	rule=Rule(),  # noqa: B008  (it has no state)
 	fill=0,
 ):
-	"""Both copies of fp32 values (T, K); ``given_amax_t`` is that of a transformed columnwise copy."""
-	rows, cols = x.shape
+	"""Both copies of fp32 values (T, K), or of (G, M, K) without ``offs``, by name, shaped as by the op.
+
+	``given_amax_t`` is that of a transformed columnwise copy. Bytes that nobody writes keep the fill value.
+	"""
+	uniform, (*batch, rows, cols) = offs is None, x.shape
+	groups, tiles = uniform_groups(*batch, rows) if uniform else ragged_groups(offs, rows)
+	x, each = x.reshape(-1, cols), tiles // len(groups) if uniform else tiles
 	columns = [rule.columns(x[g.start : g.end]) for g in groups]
-	blocks = 4 * ceil_div(cols, 64)
 	per_group = group_amaxes(x, groups) if given_amax is None else [f32(a) for a in given_amax]
 	given_t = given_amax if given_amax_t is None else given_amax_t
 	per_group_t = [absmax(c) for c in columns] if given_t is None else [f32(a) for a in given_t]
-	members = groups if uniform else [Group(0, rows, 0, num_tiles)]
-	fill_f32 = np.full(1, fill, np.uint8).repeat(4).view(f32)[0]
-	result = Quantized(
-		codes=np.full((rows, cols // 2), fill, np.uint8),
-		scales=np.full(num_tiles * blocks * 128, fill, np.uint8),
-		amax=np.full(rows, fill_f32) if row_scaled else np.array(per_group, f32),
-		codes_t=[np.full((cols, 64 * m.tiles), fill, np.uint8) for m in members],
-		scales_t=[np.full(ceil_div(cols, 128) * m.tiles * 1024, fill, np.uint8) for m in members],
-		amax_t=np.array(per_group_t, f32),
-	)
+	found = {
+		"codes": filled((*batch, rows, cols // 2), np.uint8, fill),
+		"scales": filled((*batch, each, ceil_div(cols, 64), 512), np.uint8, fill),
+		"amax": filled((*batch, rows), f32, fill) if row_scaled else np.array(per_group, f32),
+		"codes_t": filled((*batch, cols, 64 * each), np.uint8, fill),
+		"scales_t": filled((*batch, ceil_div(cols, 128), 2 * each, 512), np.uint8, fill),
+		"amax_t": np.array(per_group_t, f32),
+	}
+	codes, scales = found["codes"].reshape(len(x), cols // 2), found["scales"].reshape(-1)
 	for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
 		values = x[group.start : group.end]
-		if row_scaled:
-			for row in range(group.start, group.end):
-				result.amax[row] = absmax(x[row])
 		second = [absmax(v) if row_scaled else amax for v in values]
+		if row_scaled:
+			found["amax"].reshape(-1)[group.start : group.end] = second
 		squares = _square_scales(values, amax, rule) if block_2d else None
-		_write_rowwise(result, group, values, second, squares, blocks, rule)
-		member = g if uniform else 0
+		_write_rowwise(codes, scales, group, values, second, squares, rule)
+		own = [found[name][g] if uniform else found[name] for name in ("codes_t", "scales_t")]
 		base = 0 if uniform else group.tile
-		buffers = result.codes_t[member], result.scales_t[member]
-		_write_columnwise(*(*buffers, group, base, columns[g], per_group_t[g]), squares=squares, rule=rule)
-	return result
-
-
-def buffers(x, offs, **options):
-	"""``quantize`` of (T, K), or of (G, M, K) without ``offs``: by name, shaped as by the op."""
-	uniform, (*batch, rows, cols) = offs is None, x.shape
-	groups, tiles = ragged_groups(offs, rows) if offs is not None else uniform_groups(*batch, rows)
-	q = quantize(x.reshape(-1, cols), groups, tiles, uniform=uniform, **options)
-	each = tiles // len(groups) if uniform else tiles
-	shapes = {
-		"codes": (*batch, rows, cols // 2),
-		"scales": (*batch, each, ceil_div(cols, 64), 512),
-		"amax": (*batch, rows) if options.get("row_scaled") else (len(groups),),
-		"codes_t": (*batch, cols, 64 * each),
-		"scales_t": (*batch, ceil_div(cols, 128), 2 * each, 512),
-		"amax_t": (len(groups),),
-	}
-	return {n: np.array(getattr(q, n)).reshape(shape) for n, shape in shapes.items()}, q, groups
+		_write_columnwise(*own, group, base, columns[g], per_group_t[g], squares, rule)
+	return found
 
 
 def _square_scales(values, amax, rule):
@@ -223,11 +198,12 @@ def _square_scales(values, amax, rule):
 	return [[scale(r, c) for c in range(0, cols, 16)] for r in range(0, rows, 16)]
 
 
-def _write_rowwise(result, group, values, second, squares, blocks, rule):
+def _write_rowwise(codes, scales, group, values, second, squares, rule):
+	blocks = 4 * ceil_div(codes.shape[1], 32)
 	first = group.tile * 128
 	for slot in range(first, first + group.tiles * 128):
 		for block in range(blocks):
-			result.scales[scale_byte(slot, block, blocks)] = 0
+			scales[scale_byte(slot, block, blocks)] = 0
 	for r, row in enumerate(values):
 		for block in range(len(row) // 16):
 			chunk = row[16 * block : 16 * block + 16]
@@ -235,17 +211,17 @@ def _write_rowwise(result, group, values, second, squares, blocks, rule):
 				byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
 			else:
 				byte, enc = squares[r // 16][block]
-			result.scales[scale_byte(first + r, block, blocks)] = byte
+			scales[scale_byte(first + r, block, blocks)] = byte
 			number = (group.start + r) * (len(row) // 16) + block
 			code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
 			for j in range(8):
 				packed = code[2 * j] | code[2 * j + 1] << 4
-				result.codes[group.start + r, 8 * block + j] = packed
+				codes[group.start + r, 8 * block + j] = packed
 
 
 def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, squares, rule):
 	rows, cols = values.shape
-	blocks = codes_t.shape[1] // 8
+	blocks, scales_t = codes_t.shape[1] // 8, scales_t.reshape(-1)
 	codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
 	for column in range(128 * ceil_div(cols, 128)):
 		for block in range(8 * first_tile, 8 * (first_tile + group.tiles)):
@@ -266,24 +242,3 @@ def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, square
 			for i, code in enumerate(rule.encode(chunk, enc, places)):
 				at = 64 * first_tile + (16 * block + i) // 2
 				codes_t[column, at] |= code << 4 * (i % 2)
-
-
-def dequantize(result, groups, cols, *, row_scaled=False, columnwise=False, bound=448.0):
-	"""fl(code * fl(fl(scale * g) * fl(1 / (6 * bound)))), fp32 (T, K); rows of the tail are 0."""
-	out = np.zeros((result.codes.shape[0], cols), f32)
-	codes, scales = (result.codes_t[0], result.scales_t[0]) if columnwise else (result.codes, result.scales)
-	blocks = codes.shape[1] // 8 if columnwise else 4 * ceil_div(cols, 64)
-	for i, group in enumerate(groups):
-		for r in range(group.end - group.start):
-			row = group.start + r
-			level = result.amax_t[i] if columnwise else result.amax[row if row_scaled else i]
-			for k in range(cols):
-				if columnwise:
-					byte = scales[scale_byte(k, 8 * group.tile + r // 16, blocks)]
-					code = codes[k, 64 * group.tile + r // 2] >> 4 * (r % 2) & 15
-				else:
-					byte = scales[scale_byte(group.tile * 128 + r, k // 16, blocks)]
-					code = codes[row, k // 2] >> 4 * (k % 2) & 15
-				factor = (f32(e4m3_value(int(byte))) * level) * f32(1 / (6 * bound))
-				out[row, k] = f32(e2m1_value(int(code))) * factor
-	return out

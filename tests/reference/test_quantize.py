@@ -16,10 +16,11 @@ from tests.helpers import (
 	offsets,
 	ops,
 	poisoned,
+	quantized,
 	sample,
 	weird_values,
 )
-from tests.reference import oracle
+from tests.reference import fp8_oracle, oracle
 
 from .block_oracle import Rules
 from .block_oracle import quantize as expect
@@ -69,11 +70,7 @@ def expected(x, text, offs, fill=0, amax=None):
 def expected_nvfp4(x, text, offs, fill, amax):
 	options = {"given_amax": None if amax is None else amax.numpy(), "fill": fill} | NVFP4[text]
 	rows = None if offs is None else offs.tolist()
-	found, q, groups = oracle.buffers(x.float().numpy(), rows, **options)
-	if rows is not None and len(x):
-		by_row = "row_scaled" in NVFP4[text]
-		for name, columnwise in (("values", False), ("values_t", True)):
-			found[name] = oracle.dequantize(q, groups, x.shape[-1], row_scaled=by_row, columnwise=columnwise)
+	found = oracle.buffers(x.float().numpy(), rows, **options)
 	return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
@@ -198,19 +195,14 @@ def test_garbage_offsets_act_as_their_clamped_values(rows, text):
 	check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
 
 
-def decoded(buffers, text, columnwise, rows, dtype, offs):
-	copy = [buffers[name] for name in parse(text).operand_names(columnwise)]
-	return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
-
-
 @every_dtype
 @every_format
 @each("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
 	x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
-	buffers, values = quantize(x, text, offs), "values_t" if columnwise else "values"
-	want = expected(x, text, offs)[values].to(dtype)
-	arguments = decoded(buffers, text, columnwise, 205, dtype, offs)
+	copy = quantized(x, text, offs, columnwise=columnwise)
+	want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
+	arguments = dequantize_arguments(copy, text, 205, dtype, offs, columnwise)
 	assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
 	out = poisoned(want)
 	ops.grouped_dequantize_out(*arguments, out=out)
@@ -218,14 +210,14 @@ def test_dequantize(text, columnwise, dtype):
 	assert_same_bytes(out[190:], poisoned(want)[190:])
 
 
-@each("text", [*RULES])
+@every_format
 @each("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
-	x = sample(3, rows, 160)
-	buffers, want = quantize(x, text), expected(x, text, None)
-	for columnwise, values in ((False, "values"), (True, "values_t")):
-		arguments = decoded(buffers, text, columnwise, rows, F32, None)
-		assert_same_bytes(ops.grouped_dequantize(*arguments), want[values])
+	for columnwise in (False, True):
+		copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
+		arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
+		want = fp8_oracle.dequantized(text, copy, rows, None, columnwise)
+		assert_same_bytes(ops.grouped_dequantize(*arguments), want)
 
 
 @every_nvfp4
