@@ -87,17 +87,8 @@ class Rules:
 		return round_fp8(x * repeated(enc, height, width, x.shape), self.element), scales
 
 
-@dataclasses.dataclass
-class Quantized:
-	"""As the contract lays them out; bytes that nobody writes keep the fill value."""
-
-	codes: np.ndarray
-	scales: np.ndarray
-	codes_t: np.ndarray
-	scales_t: np.ndarray
-
-
 def quantize(x, groups, num_tiles, rules, dtype, fill=0):
+	"""Buffers by name, as the contract lays them out; bytes that nobody writes keep the fill value."""
 	rows, cols = x.shape
 	slots, vec = 128 * num_tiles, rules.vec
 	wide, padded = ceil_div(cols, vec), 128 * ceil_div(cols, 128)
@@ -108,23 +99,23 @@ def quantize(x, groups, num_tiles, rules, dtype, fill=0):
 		shape, shape_t, codes_t = (num_tiles, wide), (num_tiles, wide), (cols, slots)
 	else:
 		shape, shape_t, codes_t = (wide, slots), (num_tiles, cols), (cols, slots)
-	out = Quantized(
-		filled((rows, cols), np.uint8, fill),
-		filled(shape, rules.stored, fill),
-		filled(codes_t, np.uint8, fill),
-		filled(shape_t, rules.stored, fill),
-	)
+	out = {
+		"codes": filled((rows, cols), np.uint8, fill),
+		"scales": filled(shape, rules.stored, fill),
+		"codes_t": filled(codes_t, np.uint8, fill),
+		"scales_t": filled(shape_t, rules.stored, fill),
+	}
 	for group in groups:
 		if group.end == group.start:
 			continue
 		own, tiles = slice(group.start, group.end), slice(group.tile, group.tile + group.tiles)
 		values = x[own]
 		codes, scales = rules.blocks(values, rules.rows, vec, dtype)
-		out.codes[own] = codes
-		_place_rowwise(out.scales, scales, group, tiles, rules)
+		out["codes"][own] = codes
+		_place_rowwise(out["scales"], scales, group, tiles, rules)
 		if rules.rows == 1:
 			codes, scales = rules.blocks(values, vec, 1, dtype)
-		_place_columnwise(out, codes, scales, group, tiles, rules)
+		_place_columnwise(out["codes_t"], out["scales_t"], codes, scales, group, tiles, rules)
 	return out
 
 
@@ -142,18 +133,18 @@ def _place_rowwise(buffer, scales, group, tiles, rules):
 		buffer[:, first : first + count] = scales.T
 
 
-def _place_columnwise(out, codes, scales, group, tiles, rules):
+def _place_columnwise(codes_t, scales_t, codes, scales, group, tiles, rules):
 	first, count = 128 * group.tile, group.end - group.start
 	mine = slice(128 * tiles.start, 128 * tiles.stop)
 	if not rules.is_mx:
-		out.codes_t[:, mine] = 0
-		out.codes_t[:, first : first + count] = codes.T
-		out.scales_t[tiles] = scales
+		codes_t[:, mine] = 0
+		codes_t[:, first : first + count] = codes.T
+		scales_t[tiles] = scales
 		return
-	out.codes_t[mine] = 0
-	out.codes_t[first : first + count] = codes
-	out.scales_t[:, tiles] = 0
+	codes_t[mine] = 0
+	codes_t[first : first + count] = codes
+	scales_t[:, tiles] = 0
 	column, block = np.indices((codes.shape[1], scales.shape[0]))
-	address = scale_byte(column, 4 * group.tile + block, 4 * out.scales_t.shape[1])
+	address = scale_byte(column, 4 * group.tile + block, 4 * scales_t.shape[1])
 	wide = 1 if rules.rows == 1 else rules.vec
-	out.scales_t.reshape(-1)[address] = scales[block, column // wide]
+	scales_t.reshape(-1)[address] = scales[block, column // wide]

@@ -6,34 +6,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_kernels.formats import E2M1, E4M3
+from cute_kernels.formats import E2M1, E4M3, E5M2
 from cute_kernels.reference import conversions
 from tests.helpers import BF16, F16, U8, assert_same_bytes, beside, each, ends, every_16_bits, ops
-from tests.reference import oracle
+from tests.reference import block_oracle, oracle
 
 
-def around(values):
-	near = beside(values)
-	return torch.cat([near, -near])
+def round_e2m1(values, _):
+	return np.array([oracle.round_e2m1(v) for v in values], np.uint8)
 
 
-def scalars(convert, values):
-	return torch.tensor([convert(v) for v in values.tolist()], dtype=U8)
-
-
-#: The element, the oracle's conversion, its finite magnitudes, and numbers past them.
+#: The oracle's conversion, and finite magnitudes.
 ELEMENTS = {
-	"e2m1": (E2M1, oracle.round_e2m1, oracle.E2M1_VALUES, []),
-	"e4m3": (E4M3, oracle.round_e4m3, [*map(oracle.e4m3_value, range(0x7F))], [464.0, 480.0]),
+	E2M1: (round_e2m1, oracle.E2M1_VALUES),
+	**{e: (block_oracle.round_fp8, block_oracle.fp8_magnitudes(e.name).tolist()) for e in (E4M3, E5M2)},
 }
 
 
-@each(("element", "want", "table", "past"), ELEMENTS)
-def test_every_16_bit_number_and_beside_every_boundary(element, want, table, past):
-	middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
-	every = (every_16_bits(dtype).float() for dtype in (BF16, F16))
-	for values in (*every, around([*table, *middles, *past, 1e-45, 1e38])):
-		assert_same_bytes(conversions.encode(element, values), scalars(want, values))
+@each("element", ELEMENTS.keys(), [e.name for e in ELEMENTS])
+def test_every_16_bit_number_and_beside_every_boundary(element):
+	convert, table = ELEMENTS[element]
+	table = [*table, 2 * table[-1] - table[-2]]  # and what would be next
+	near = beside([*table, *((a + b) / 2 for a, b in itertools.pairwise(table)), 1e-45, 1e38])
+	for values in (*(every_16_bits(dtype).float() for dtype in (BF16, F16)), near, -near):
+		want = torch.from_numpy(convert(values.numpy(), element.name))
+		assert_same_bytes(conversions.encode(element, values), want)
 
 
 @given(st.floats(width=32))

@@ -78,8 +78,7 @@ def expected_blocks(x, text, offs, fill):
 	def ragged(x, rows):
 		groups, tiles = oracle.ragged_groups(rows, len(x))
 		dtype = str(x.dtype).removeprefix("torch.")
-		made = expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
-		return vars(made)
+		return expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
 
 	if offs is not None:
 		found = {name: torch.from_numpy(t) for name, t in ragged(x, offs.tolist()).items()}
