@@ -197,11 +197,6 @@ def _unflat(flat: Sequence[Tensor], call: LinearCall, needs: Sequence[bool]) -> 
 _WEIGHTS = 9
 
 
-def _two(amaxes: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-	"""The amaxes of input and weight; None where scales are not delayed."""
-	return amaxes or (None, None)
-
-
 class _Linear(torch.autograd.Function):
 	"""The product in eager mode, and where a compiler traces what it consists of."""
 
@@ -225,7 +220,7 @@ class _Linear(torch.autograd.Function):
 		(y,), kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
 		# The scale may be updated in place before the backward pass, which is this call's.
 		scale = None if scaling is None else scaling.scales[-1].clone()
-		ctx.save_for_backward(offs, scale, *_two(amaxes), *_flat(kept))
+		ctx.save_for_backward(offs, scale, *(amaxes or (None, None)), *_flat(kept))
 		# Not saved: other calls write the amaxes of the step in between.
 		ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe)
 		ctx.sink, ctx.scaling = sink, scaling

@@ -150,11 +150,14 @@ def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
 	return GroupedTensor.__tensor_unflatten__(inner, context, (sum(len(x) for x in grouped), *first.shape[1:]), ())
 
 
+def _empty(t: Tensor, device: Any = None, groups: int | None = None) -> Tensor:
+	"""As ``t``, with the pitch of its rows."""
+	shape = t.shape if groups is None else (groups, *t.shape[1:])
+	return torch.empty_strided(shape, t.stride(), dtype=t.dtype, device=device or t.device)
+
+
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-	groups = sum(len(t) for t in parts)
-	out = torch.empty_strided(
-		(groups, *parts[0].shape[1:]), parts[0].stride(), dtype=parts[0].dtype, device=parts[0].device
-	)
+	out = _empty(parts[0], groups=sum(map(len, parts)))
 	for piece, t in zip(out.split([len(t) for t in parts]), parts, strict=True):
 		piece.copy_(t)
 	return out
@@ -195,8 +198,7 @@ def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
 	# Unlike its kin it makes what will be filled with one such as this: by a collective, a copy.
 	if x.grouping != "uniform" or kwargs.get("dtype") not in (None, x.dtype):
 		return _like(func, x, **kwargs)
-	device = kwargs.get("device")
-	return x._apply_inner(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device or t.device))
+	return x._apply_inner(lambda t: _empty(t, kwargs.get("device")))
 
 
 @handler(
@@ -220,7 +222,7 @@ def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) 
 	if tuple(size) == tuple(x.shape) and kwargs.get("device") is not None:
 		device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
 		if dtype in ops.checks.INPUT_DTYPES:
-			return x._apply_inner(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device), dtype)
+			return x._apply_inner(lambda t: _empty(t, device), dtype)
 	plain: Tensor = _new(func, x, size, **kwargs)
 	return plain
 
@@ -234,13 +236,7 @@ def _is_pinned(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> bool:
 def _new_zeros(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
 	# What FSDP pads its shards with: groups of the same shape whose values are zeros.
 	if x.grouping == "uniform" and tuple(size[1:]) == tuple(x.shape[1:]) and kwargs.get("dtype") in (None, x.dtype):
-		device = kwargs.get("device")
-
-		def zeros(t: Tensor) -> Tensor:
-			made = torch.empty_strided((size[0], *t.shape[1:]), t.stride(), dtype=t.dtype, device=device or t.device)
-			return made.zero_()
-
-		return _regrouped(x, size[0], zeros)
+		return _regrouped(x, size[0], lambda t: _empty(t, kwargs.get("device"), size[0]).zero_())
 	plain: Tensor = _new(func, x, size, **kwargs)
 	return plain
 

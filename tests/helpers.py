@@ -42,6 +42,7 @@ def each(name, cases, ids=None):
 
 
 each_arch = each("arch", ("sm_90a", "sm_100a"))
+each_copy = each("copied", {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m))})
 
 
 @contextlib.contextmanager

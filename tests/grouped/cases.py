@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-from tests.helpers import E5M2, assert_same_buffers, e2m1_values
+from tests.helpers import E5M2, assert_same_buffers, e2m1_values, sample
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
@@ -43,9 +43,17 @@ def weight(groups=3, rows=48, cols=64):
 	return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
 
 
-def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **kwargs):
-	kwargs.setdefault("columnwise", True)
-	return nn.Parameter(grouped.quantize(weight(), fmt, **kwargs), requires_grad)
+def ragged(fmt=FORMATS["row-scaled"], **options):
+	"""Of three groups and a tail."""
+	return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **{"columnwise": True, **options})
+
+
+def uniform(fmt=WEIGHT_FORMAT, **options):
+	return grouped.quantize(weight(), fmt, **{"columnwise": True, **options})
+
+
+def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **options):
+	return nn.Parameter(uniform(fmt, **options), requires_grad)
 
 
 def weights_quantized(counter):

@@ -50,9 +50,7 @@ def test_into_a_tensor_that_there_is(fmt):
 			assert_same_bytes(got, exact)
 
 
-def test_compiled_once_for_all_token_counts():
-	torch._dynamo.reset()
-
+def test_compiled_once_for_all_token_counts(fresh_dynamo):
 	def function(x, grad, offs):
 		q = grouped.quantize(x, grouped.NVFP4(), offs=offs, activation="swiglu", columnwise=True)
 		d, dbias = grouped.quantize(x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True)
@@ -66,7 +64,6 @@ def test_compiled_once_for_all_token_counts():
 			torch._dynamo.mark_dynamic(x, 0)
 			torch._dynamo.mark_dynamic(grad, 0)
 			assert_all_same(compiled(x, grad, offs), function(x, grad, offs))
-	torch._dynamo.reset()
 
 
 def test_gradients_do_not_pass():

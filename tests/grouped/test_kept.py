@@ -1,13 +1,10 @@
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import I32, assert_same_bytes, each, sample
+from tests.helpers import I32, assert_same_bytes, each, each_copy, sample
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -175,7 +172,7 @@ def test_weights_without_versions_are_not_kept(first):
 		assert layer._kept is None and not torch.equal(before, after)
 
 
-@each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@each_copy
 @each("first", [None, True])
 def test_copies_have_their_own(copied, first):
 	layer, x = layer_of().eval(), sample(40, K)
@@ -188,8 +185,7 @@ def test_copies_have_their_own(copied, first):
 
 
 @each("first", [None, True, False])
-def test_compiled_calls_see_every_change(first):
-	torch._dynamo.reset()
+def test_compiled_calls_see_every_change(first, fresh_dynamo):
 	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
 	run = torch.compile(layer, fullgraph=True, backend="aot_eager")
 	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
@@ -198,7 +194,6 @@ def test_compiled_calls_see_every_change(first):
 			change(layer)
 			got = run(x, offs, is_first_microbatch=first)
 			assert_same_bytes(got, layer(x, offs, is_first_microbatch=True))
-	torch._dynamo.reset()
 
 
 def test_traces_and_transforms_keep_nothing():

@@ -282,39 +282,34 @@ def test_recompute_of_weights_that_were_kept():
 
 @every_recipe
 @each("recompute", [False, True])
-def test_saved(recipe, recompute):
-	"""The input, z, the routing and the router's few numbers; and quantized weights."""
-	moe = moe_of(recipe, recompute=recompute)
+@each("parts", [2, 4])
+def test_saved(recipe, recompute, parts):
+	"""The input, z, the routing and the router's few numbers; and quantized weights.
+
+	No more bytes of rows with twice the experts, of half the width, twice as many for each token.
+	"""
+	width, experts = 128 // parts, 4 * parts
+	moe = MoE(H, width, experts, parts, recipe=recipe, dtype=torch.bfloat16, recompute=recompute)
 	with saved_by(moe) as saved:
 		moe(tokens(60).requires_grad_())
-	rows = [t.shape for t in saved if t.shape[:1] == (60 * K,)]
-	assert sorted(rows) == sorted([(60 * K,)] * 2 + [(60 * K, 2 * WIDTH)] * (not recompute))
+	rows = [t.shape for t in saved if t.shape[:1] == (60 * parts,)]
+	assert sorted(rows) == sorted([(60 * parts,)] * 2 + [(60 * parts, 2 * width)] * (not recompute))
 	assert sum(t.shape == (60, H) for t in saved) == 1
-	assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, E, K, 1}
-
-
-@every_recipe
-def test_saved_bytes_do_not_depend_on_granularity(recipe):
-	"""Four times the experts, of a quarter of the width, four times as many for each token."""
-	found = []
-	for parts in (1, 4):
-		moe = MoE(H, 128 // parts, 4 * parts, parts, recipe=recipe, dtype=torch.bfloat16)
-		with saved_by(moe) as saved:
-			moe(tokens(60).requires_grad_())
-		found.append(sum(t.nbytes for t in saved if t.dtype == torch.bfloat16))
-	assert found == [60 * (H + 2 * 128) * 2] * 2
+	assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, experts, parts, 1}
+	assert sum(t.nbytes for t in saved if t.dtype == torch.bfloat16) == 60 * (H + 256 * (not recompute)) * 2
 
 
 # What goes with grouped layers
 
 
-@each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
+@each("options", [(True, False), (False, True), (True, True)])
 @each("single", [True, False])
 @each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled")})
 def test_gradients_that_go_another_way(recipe, single, options):
 	plain = moe_of(recipe, single_parameter=single, shared_intermediate_size=32)
+	fused, delayed = options
+	options = {"fuse_wgrad_accumulation": fused, "delay_wgrad": delayed}
 	other = moe_of(recipe, single_parameter=single, shared_intermediate_size=32, **options)
-	fused = "delay_wgrad" not in options
 	named = dict(other.named_parameters())
 	for name, p in named.items():
 		if "weight" in name and "router" not in name:
@@ -323,7 +318,7 @@ def test_gradients_that_go_another_way(recipe, single, options):
 	leaf = tokens().requires_grad_()
 	y = other(leaf)
 	y.backward(gradient_like(y))
-	if not fused:
+	if delayed:
 		assert all(p.grad is None for name, p in named.items() if "router" not in name)
 		other.backward_dw()
 	assert_all_same([y.detach(), leaf.grad], want[:2])
@@ -354,8 +349,7 @@ def test_nan_is_found_and_numbers_are_inspected():
 
 @needs_compiler
 @each("recipe", {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED)
-def test_compiled_once_for_all_numbers_of_tokens(recipe):
-	torch._dynamo.reset()
+def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
 	graphs = Graphs() if recipe.is_quantized else "inductor"
 	torch._dynamo.utils.counters.clear()
 	eager, moe = (moe_of(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
@@ -376,7 +370,6 @@ def test_compiled_once_for_all_numbers_of_tokens(recipe):
 		torch.testing.assert_close(dx, want[1], rtol=0.05, atol=2e-3)
 	assert_all_same(*([p.grad for p in m.experts.parameters()] for m in (moe, eager)))
 	assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-	torch._dynamo.reset()
 
 
 # Options and errors

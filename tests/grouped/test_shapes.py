@@ -12,7 +12,7 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import F16, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import OpCounter, assert_same_tensor, bytes_of, pointers
+from .cases import OpCounter, assert_same_tensor, bytes_of, pointers, ragged, uniform
 
 NVFP4, BY_ROW = grouped.NVFP4(), grouped.NVFP4(row_scaled=True)
 SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
@@ -40,20 +40,12 @@ def test_metadata():
 	assert q.shapes.tolist() == [list(shape) for shape in SHAPES]
 	assert q.element_offsets.tolist() == STARTS
 	assert q.shapes is q.shapes and q.element_offsets is q.element_offsets
-	for other, kind in ((make_ragged(), "ragged"), (make_uniform(), "uniform")):
+	for other, kind in ((ragged(NVFP4), "ragged"), (uniform(NVFP4), "uniform")):
 		assert other.grouping == kind
 		assert other.shapes is other.element_offsets is other.member_shapes is None
 	for held in (q.rowwise, q.columnwise):
 		assert all(t.dim() == 1 for t in held)
 	assert q.nbytes == sum(t.nbytes for t in (*q.rowwise, *q.columnwise))
-
-
-def make_ragged():
-	return grouped.quantize(sample(36, 64), NVFP4, offs=[7, 7, 33])
-
-
-def make_uniform():
-	return grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True)
 
 
 def test_repr_reads_no_values():
@@ -110,7 +102,7 @@ def test_files_say_what_they_hold():
 	x = make()
 	rebuild, (shape, dtype, name, fields, *rest) = x.__reduce_ex__(2)
 	assert fields["shapes"] == tuple(SHAPES)
-	assert "shapes" not in make_uniform().__reduce_ex__(2)[1][3]
+	assert "shapes" not in uniform(NVFP4).__reduce_ex__(2)[1][3]
 	wrong = fields | {"shapes": ((5, 64), (0, 32), (130, 48), (1, 160))}
 	with pytest.raises(ValueError, match=r"shapes\[2\], \(130, 48\), must end within the 4700"):
 		rebuild(shape, dtype, name, wrong, *rest)
@@ -248,12 +240,12 @@ def test_parts_that_do_not_fit():
 
 
 def test_no_product_takes_them():
-	shaped, ragged, offs = make(), make_ragged(), [7, 7, 33]
+	shaped, rows, offs = make(), ragged(NVFP4), [7, 7, 33]
 	plain = sample(36, 64)
 	for call, message in (
-		(lambda: grouped.grouped_gemm(shaped, make_uniform()), "a must be ragged"),
+		(lambda: grouped.grouped_gemm(shaped, uniform(NVFP4)), "a must be ragged"),
 		(lambda: grouped.grouped_gemm(shaped, shaped), "a must be ragged"),
-		(lambda: grouped.grouped_gemm(ragged, shaped), "b must be ragged or uniform, got groups"),
+		(lambda: grouped.grouped_gemm(rows, shaped), "b must be ragged or uniform, got groups"),
 		(lambda: grouped.grouped_gemm(plain, shaped, offs=offs), "b must be uniform, got groups"),
 		(
 			lambda: grouped.linear(plain, shaped, None, offs, grouped.recipes.NVFP4()),

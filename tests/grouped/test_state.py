@@ -1,13 +1,10 @@
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F16, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BF16, F16, assert_same_buffers, assert_same_bytes, each, each_copy, sample, saved
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
@@ -138,7 +135,7 @@ def test_loading_and_moving_drop_the_kept_weight():
 
 
 @each("make", [layer_of, quantized_layer])
-@each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+@each_copy
 def test_copies_of_modules(copied, make):
 	a = make()
 	b = copied(a)

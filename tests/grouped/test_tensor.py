@@ -11,7 +11,7 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import BF16, F16, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter, pointers
+from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter, pointers, ragged, uniform
 
 DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}, "both": {"columnwise": True}}
 
@@ -19,26 +19,16 @@ DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True
 every_format = each("fmt", EVERY_FORMAT)
 
 
-def make(fmt=FORMATS["row-scaled"], **options):
-	options.setdefault("columnwise", True)
-	return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **options)
-
-
-def make_weight(fmt=FORMATS["16x16"], **options):
-	options.setdefault("columnwise", True)
-	return grouped.quantize(sample(3, 48, 64), fmt, **options)
-
-
 def make_shaped(fmt=FORMATS["row-scaled"], **options):
 	options.setdefault("columnwise", True)
 	return grouped.quantize(sample(4700), fmt, shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], **options)
 
 
-MAKES = {"ragged": make, "uniform": make_weight, "shapes": make_shaped}
+MAKES = {"ragged": ragged, "uniform": uniform, "shapes": make_shaped}
 
 
 def test_metadata():
-	x, w = make(), make_weight()
+	x, w = ragged(), uniform()
 	assert isinstance(x, torch.Tensor)
 	assert x.shape == (36, 64) and x.dtype == BF16 and x.num_groups == 3
 	assert w.shape == (3, 48, 64) and w.offs is None and w.num_groups == 3
@@ -68,7 +58,7 @@ def test_flatten_and_unflatten(fmt, options):
 
 
 def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
-	tree = {"a": [make()], "b": (make_weight(),)}
+	tree = {"a": [ragged()], "b": (uniform(),)}
 	leaves, spec = pytree.tree_flatten(tree)
 	assert [type(leaf) for leaf in leaves] == [GroupedTensor] * 2
 	assert pytree.tree_unflatten(leaves, spec)["a"][0] is tree["a"][0]
@@ -76,7 +66,7 @@ def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
 	assert_same_tensor(copied["b"][0], tree["b"][0])
 
 
-@each("x", [make(), make_weight(), parameter()], ids=("x", "w", "parameter"))
+@each("x", [ragged(), uniform(), parameter()], ids=("x", "w", "parameter"))
 def test_repr_reads_no_values(x):
 	with OpCounter() as counter:
 		text = repr(x)
@@ -120,11 +110,11 @@ def test_views_of_the_same_shape_share_the_storage(fmt, make_one, view):
 		lambda p: parameter(False),
 		lambda p: p.data.prepack(),
 		lambda p: p.data.to(F16),
-		lambda p: make_weight(columnwise=False),
+		lambda p: uniform(columnwise=False),
 		lambda p: grouped.quantize(sample(3, 48, 64), FORMATS["1x16"]),
-		lambda p: make_weight(EVERY_FORMAT["128x128"]),
-		lambda p: make_weight(EVERY_FORMAT["mxfp8"]),
-		lambda p: make_weight(EVERY_FORMAT["fp8"]),
+		lambda p: uniform(EVERY_FORMAT["128x128"]),
+		lambda p: uniform(EVERY_FORMAT["mxfp8"]),
+		lambda p: uniform(EVERY_FORMAT["fp8"]),
 	],
 	ids=["same kind", "prepacked", "dtype", "one direction", "format", "128x128", "mxfp8", "fp8"],
 )
@@ -242,7 +232,7 @@ def test_save_and_load(fmt, options, weights_only):
 
 @every_format
 def test_a_file_keeps_aliases(fmt):
-	x = make(fmt)
+	x = ragged(fmt)
 	a, b = saved([x, x.detach()], weights_only=True)
 	assert pointers(a) == pointers(b)
 
@@ -338,7 +328,7 @@ ALTERNATIVES = {
 @each("inference", [False, True])
 @each("name", [*REFUSED])
 def test_what_would_decode_behind_your_back_is_refused(name, inference):
-	w = make_weight()
+	w = uniform()
 	before = bytes_of(w)
 	with torch.inference_mode(inference), pytest.raises(TypeError, match=r"GroupedTensor.*\.dequantize\(\)") as caught:
 		REFUSED[name](w)
@@ -350,4 +340,4 @@ def test_what_would_decode_behind_your_back_is_refused(name, inference):
 @each("read", [lambda w: w.numpy(), lambda w: w.tolist(), lambda w: w.item()])
 def test_host_reads_are_refused(read):
 	with pytest.raises(RuntimeError):
-		read(make_weight())
+		read(uniform())

@@ -7,17 +7,9 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import I32, assert_same_buffers, each, sample, saved
 
-from .cases import EVERY_FORMAT, FORMATS, bytes_of
+from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 
 every_format = each("fmt", EVERY_FORMAT)
-
-
-def ragged(fmt=FORMATS["row-scaled"]):
-	return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], columnwise=True)
-
-
-def uniform(fmt=FORMATS["16x16"]):
-	return grouped.quantize(sample(3, 48, 64), fmt, columnwise=True)
 
 
 def parts(x):

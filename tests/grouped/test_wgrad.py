@@ -1,14 +1,11 @@
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
 import grouped
-from grouped.nn import GroupedLinear, GroupedMLP
+from grouped.nn import GroupedLinear
 from grouped.recipes import FP8Delayed
-from tests.helpers import BF16, F32, assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, F32, assert_same_buffers, assert_same_bytes, each, each_copy, sample
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -310,7 +307,7 @@ def test_without_the_option_and_without_parameters_to_train(data):
 	layer.backward_dw()
 
 
-@each("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@each_copy
 def test_copies_wait_for_nothing(copied, data):
 	layer = layer_of(NVFP4, delay_wgrad=True)
 	layer(data[0], ENDS).backward(data[1])
@@ -319,32 +316,9 @@ def test_copies_wait_for_nothing(copied, data):
 	layer.backward_dw()
 
 
-@each("single", [True, False])
-@each("recipe", ALL_RECIPES)
-def test_mlp(recipe, single):
-	mlps = []
-	for fused in (True, False):
-		torch.manual_seed(4)
-		options = {"fuse_wgrad_accumulation": fused, "delay_wgrad": fused}
-		mlps.append(GroupedMLP(3, K, 32, True, recipe=recipe, single_parameter=single, **options))
-	fused, plain = mlps
-	for p in fused.parameters():
-		if p.dim() > 1:
-			p.main_grad = torch.zeros_like(p)
-	for first in (True, False):
-		x, dy = sample(40, K), sample(40, K)
-		for mlp in mlps:
-			mlp(x, ENDS, is_first_microbatch=first).backward(dy)
-		fused.backward_dw()
-	for (name, p), q in zip(fused.named_parameters(), plain.parameters(), strict=True):
-		got = p.main_grad if "weight" in name else p.grad
-		torch.testing.assert_close(got, q.grad, rtol=0, atol=0, msg=name)
-
-
 @each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
-def test_compiled_and_transformed(options, data):
+def test_compiled_and_transformed(options, data, fresh_dynamo):
 	"""A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
-	torch._dynamo.reset()
 	x, dy = data
 	recipe, offs = NVFP4, torch.tensor(ENDS)
 	layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
@@ -375,4 +349,3 @@ def test_compiled_and_transformed(options, data):
 	leaf = x.clone().requires_grad_()
 	whole(leaf, offs).backward(dy)
 	assert leaf.grad.any()
-	torch._dynamo.reset()
