@@ -42,42 +42,21 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
 	"compute_routing": _INTEGERS,
 	**dict.fromkeys(("moe_route", "moe_route_gradient"), (torch.float32,)),
 }
+_NO_SM90 = ("reference", "sm_100a")
+_FORMATS = ("nvfp4", "fp8", "fp8_block", "mxfp8")
+_OF_FORMATS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
+_NOT_PLAIN = ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
+_OF_SOME = ("delayed_scaling_update", "moe_quantize_gradient")
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
-	("compute_offsets", None): ARCHITECTURES,
-	("grouped_amax", None): ARCHITECTURES,
-	("grouped_dbias", None): ARCHITECTURES,
-	("grouped_gemm", None): ARCHITECTURES,
-	("moe_route", None): ARCHITECTURES,
-	("moe_route_gradient", None): ARCHITECTURES,
-	("compute_routing", None): ARCHITECTURES,
-	("moe_gather", None): ARCHITECTURES,
-	("moe_activate", None): ARCHITECTURES,
-	("moe_activate_gradient", None): ARCHITECTURES,
+	**{(op, None): ARCHITECTURES for op in OPS if op not in (*_NOT_PLAIN, *_OF_SOME)},
+	**{(op, name): ARCHITECTURES for op in _OF_FORMATS for name in _FORMATS},
+	("grouped_gemm", "mxfp8"): _NO_SM90,
+	# By the format of the activations.
+	**{("grouped_gemm_w4a8", name): _NO_SM90 for name in _FORMATS[1:]},
+	("delayed_scaling_update", "fp8"): ARCHITECTURES,
 	("moe_quantize_gradient", "fp8_block"): ARCHITECTURES,
 	("moe_quantize_gradient", "mxfp8"): ARCHITECTURES,
-	("moe_combine", None): ARCHITECTURES,
-	("grouped_quantize", "nvfp4"): ARCHITECTURES,
-	("grouped_dequantize", "nvfp4"): ARCHITECTURES,
-	("grouped_quantize", "fp8"): ARCHITECTURES,
-	("grouped_dequantize", "fp8"): ARCHITECTURES,
-	("delayed_scaling_update", "fp8"): ARCHITECTURES,
-	("grouped_quantize", "fp8_block"): ARCHITECTURES,
-	("grouped_dequantize", "fp8_block"): ARCHITECTURES,
-	("grouped_quantize", "mxfp8"): ARCHITECTURES,
-	("grouped_dequantize", "mxfp8"): ARCHITECTURES,
-	("grouped_gemm", "nvfp4"): ARCHITECTURES,
-	("grouped_gemm", "fp8"): ARCHITECTURES,
-	("grouped_gemm", "fp8_block"): ARCHITECTURES,
-	("grouped_gemm", "mxfp8"): ("reference", "sm_100a"),
-	("grouped_gemm_w4a16", "nvfp4"): ARCHITECTURES,
-	("grouped_gemm_w4a16", "fp8"): ARCHITECTURES,
-	("grouped_gemm_w4a16", "fp8_block"): ARCHITECTURES,
-	("grouped_gemm_w4a16", "mxfp8"): ARCHITECTURES,
-	# By the format of the activations.
-	("grouped_gemm_w4a8", "fp8"): ("reference", "sm_100a"),
-	("grouped_gemm_w4a8", "fp8_block"): ("reference", "sm_100a"),
-	("grouped_gemm_w4a8", "mxfp8"): ("reference", "sm_100a"),
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", "mxfp8"): ("sm_90a",)}
@@ -85,8 +64,6 @@ _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", 
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
-#: Ops and formats of which some architectures run the rowwise copy only.
-_COLUMNWISE_RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {}
 #: Ops on the scales that formats take from the caller.
 _OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
@@ -171,16 +148,15 @@ def support(
 		arch = _whose_rows(op, fmt, _ADDS_LIKE[arch])
 	reason = (
 		_why_not_format(op, fmt)
-		or _why_not_arch(op, fmt, arch, columnwise)
+		or _why_not_arch(op, fmt, arch)
 		or _why_not_dtype(op, fmt, arch, dtype)
-		or _why_not_transformed(op, fmt, dtype, columnwise)
+		or (_why_not_transformed(op, fmt, dtype) if columnwise else "")
+		or (_why_not_prepacked(op, core) if prepacked else "")
 	)
-	if prepacked and not reason:
-		reason = _why_not_prepacked(op, core)
-	if shapes and not reason:
-		reason = _why_not_shapes(op)
-	if activation and not reason:
-		reason = _why_not_activation(op)
+	if shapes and not reason and op not in _SHAPED:
+		reason = f"{op} takes ragged or uniform groups, not those that have shapes of their own"
+	if activation and not reason and op not in _ACTIVATES:
+		reason = f"{op} takes no activation"
 	if gathered and not reason:
 		reason = _why_not_gathered(op, fmt, arch)
 	if result is not None and not reason:
@@ -216,13 +192,9 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
 	return ""
 
 
-def _why_not_arch(op: str, fmt: Format | None, arch: str, columnwise: bool) -> str:
+def _why_not_arch(op: str, fmt: Format | None, arch: str) -> str:
 	key = op, None if fmt is None else fmt.name
-	if arch not in _RUNS[key]:
-		return f"no {arch} kernel of {op} yet"
-	if columnwise and arch not in _COLUMNWISE_RUNS.get(key, ARCHITECTURES):
-		return f"no {arch} kernel of {op} for the columnwise copy yet"
-	return ""
+	return "" if arch in _RUNS[key] else f"no {arch} kernel of {op} yet"
 
 
 def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
@@ -240,12 +212,10 @@ def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | 
 	return ""
 
 
-def _why_not_transformed(op: str, fmt: Format | None, dtype: torch.dtype | None, columnwise: bool) -> str:
-	if fmt is None or not fmt.is_transformed or not columnwise:
+def _why_not_transformed(op: str, fmt: Format | None, dtype: torch.dtype | None) -> str:
+	if fmt is None or not fmt.is_transformed or op != "grouped_quantize" or dtype in (None, torch.bfloat16):
 		return ""
-	if op == "grouped_quantize" and dtype not in (None, torch.bfloat16):
-		return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
-	return ""
+	return f"the columnwise copy of {fmt.text} is made of bfloat16 only"
 
 
 def _why_not_prepacked(op: str, arch: str) -> str:
@@ -254,16 +224,6 @@ def _why_not_prepacked(op: str, arch: str) -> str:
 	if op == "grouped_gemm" and arch not in _PREPACKED:
 		return f"prepacked weights are for sm_90a, not {arch}: unpack() them"
 	return ""
-
-
-def _why_not_shapes(op: str) -> str:
-	if op not in _SHAPED:
-		return f"{op} takes ragged or uniform groups, not those that have shapes of their own"
-	return ""
-
-
-def _why_not_activation(op: str) -> str:
-	return "" if op in _ACTIVATES else f"{op} takes no activation"
 
 
 def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
@@ -322,14 +282,8 @@ def markdown_table() -> str:
 		("delayed FP8", FP8(scaling="delayed"), False),
 	)
 
-	def cell(op: str, fmt: Format | None, arch: str, **facts: Any) -> str:
-		if not support(op, fmt, arch, **facts):
-			return "-"
-		columnwise = support(op, fmt, arch, columnwise=True, **facts)
-		return "yes" if columnwise else "rowwise"
-
 	def cells(op: str, fmt: Format | None, **facts: Any) -> str:
-		return " | ".join(cell(op, fmt, arch, **facts) for arch in ARCHITECTURES)
+		return " | ".join("yes" if support(op, fmt, arch, **facts) else "-" for arch in ARCHITECTURES)
 
 	rows = ["| op | operands | " + " | ".join(ARCHITECTURES) + " |"]
 	rows.append("|---|---|" + "---|" * len(ARCHITECTURES))

@@ -100,14 +100,6 @@ class GroupedDequantize(OfFormat):
 		has_tail = self.offs is not None or self.shapes is not None
 		return [BufferSpec(self.shape, self.dtype, zeroed=has_tail)]
 
-	@property
-	def uses_columnwise(self) -> bool:
-		return self.columnwise
-
-	@property
-	def has_shapes(self) -> bool:
-		return self.shapes is not None
-
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its output: views."""
 		shapes, columnwise = pairs(self.shapes or ()), self.columnwise

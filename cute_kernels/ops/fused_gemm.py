@@ -157,6 +157,7 @@ class _Activated(MGrouped):
 
 	accumulates: ClassVar[bool] = False
 	returns_list: ClassVar[bool] = True
+	has_activation: ClassVar[bool] = True
 	setup_context = None
 	backward = None
 
@@ -165,10 +166,6 @@ class _Activated(MGrouped):
 	keeps_z: bool = False
 	quantize_to: str | None = None
 	amax: Tensor | None = None
-
-	@property
-	def has_activation(self) -> bool:
-		return True
 
 	@property
 	def of_activation(self) -> tuple[str, bool, bool, str | None, Tensor | None]:

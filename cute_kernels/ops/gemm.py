@@ -123,6 +123,8 @@ class GroupedGemm(Op):
 	accumulates: ClassVar[bool] = True
 	#: Operands that come as codes where they have a format.
 	quantized_sides: ClassVar[str] = "ab"
+	#: Whether the result goes through an activation.
+	has_activation: ClassVar[bool] = False
 	alignment: ClassVar[int] = PITCH_ALIGNMENT
 
 	a: Tensor
@@ -166,6 +168,11 @@ class GroupedGemm(Op):
 
 	@property
 	@abc.abstractmethod
+	def uses_columnwise(self) -> bool:
+		"""Whether B is a columnwise copy."""
+
+	@property
+	@abc.abstractmethod
 	def is_split(self) -> bool:
 		"""Whether sums of codes without block scales move to fp32 every 128 of K."""
 
@@ -186,13 +193,7 @@ class GroupedGemm(Op):
 		name, fmt = self.capability()
 		arch = backend.listed
 		dtype = self.a.dtype if fmt is None or name == "grouped_gemm_w4a16" else None
-		facts = {
-			"columnwise": self.uses_columnwise,
-			"prepacked": self.prepacked,
-			"activation": self.has_activation,
-			"gathered": self.index is not None,
-			"result": self.result_record,
-		}
+		facts = {"prepacked": self.prepacked, "gathered": self.index is not None, "result": self.result_record}
 		require(name, fmt, arch, dtype=dtype, **facts)
 		if self.b_record not in (None, fmt):
 			name = "grouped_gemm_w4a16" if name == "grouped_gemm_w4a8" else name

@@ -160,18 +160,6 @@ class GroupedQuantize(OfFormat):
 	def outputs(self) -> list[BufferSpec]:
 		return list(self.specs().values())
 
-	@property
-	def uses_columnwise(self) -> bool:
-		return self.columnwise
-
-	@property
-	def has_shapes(self) -> bool:
-		return self.shapes is not None
-
-	@property
-	def has_activation(self) -> bool:
-		return self.activation is not None
-
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedQuantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its outputs: views."""
 		shapes = pairs(self.shapes or ())

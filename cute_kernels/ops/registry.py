@@ -203,27 +203,9 @@ class Op(abc.ABC):
 		"""What runs calls with this metadata on kernels; for ops that the table lists with some."""
 		raise AssertionError(f"the capability table lists kernels that {self.name} does not have")
 
-	@property
-	def uses_columnwise(self) -> bool:
-		"""Whether a columnwise copy is written or read, which not every architecture can."""
-		return False
-
-	@property
-	def has_shapes(self) -> bool:
-		"""Whether the groups have shapes of their own, which not every architecture can."""
-		return False
-
-	@property
-	def has_activation(self) -> bool:
-		"""Whether the input goes through an activation first."""
-		return False
-
 	def require(self, backend: Backend) -> None:
 		"""Raise UnsupportedError if the backend does not run this call."""
-		op, fmt = self.capability()
-		require(
-			op, fmt, backend.arch, columnwise=self.uses_columnwise, shapes=self.has_shapes, activation=self.has_activation
-		)
+		require(*self.capability(), backend.arch)
 
 	def plan(self, backend: Backend, through: Callable[[Launcher], Any] = lambda launch: launch) -> _Plan:
 		"""Check the arguments and decide what runs, the same for all calls with this metadata, ``through`` a launcher."""
@@ -369,16 +351,9 @@ def register(cls: type[Op]) -> type[Op]:
 		_check_outputs(op, op.outputs(), outputs)
 		refuse(op, outputs)
 
-	pairs: tuple[tuple[str, str, Callable[..., Any], Callable[..., Any]], ...] = (
-		(cls.name, functional, call, fake),
-		(f"{cls.name}_out", out, call_out, fake_out),
-	)
-	for name, schema, implementation, meta in pairs:
-		_define(name, schema, implementation, meta)
-	getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
-	getattr(
-		torch.ops.cute_kernels, f"{cls.name}_out"
-	).__doc__ = f"``{cls.name}``, written into given tensors.\n\n    {cls.__doc__}"
+	_define(cls.name, functional, call, fake, cls.__doc__)
+	into = f"``{cls.name}``, written into given tensors.\n\n    {cls.__doc__}"
+	_define(f"{cls.name}_out", out, call_out, fake_out, into)
 	register_autograd(cls.name, cls.backward or not_differentiable(cls.name), cls.setup_context, _LIBRARY)
 	cls.invoke = staticmethod(_invoker(cls))
 	return cls
@@ -403,17 +378,19 @@ def register_inplace(cls: type[Op]) -> type[Op]:
 		op.check()
 		refuse_derivatives(cls.name, op.tensors().items(), remedy)
 
-	_define(cls.name, f"{cls.name}({_arguments(cls)}) -> ()", call, fake)
-	getattr(torch.ops.cute_kernels, cls.name).__doc__ = cls.__doc__
+	_define(cls.name, f"{cls.name}({_arguments(cls)}) -> ()", call, fake, cls.__doc__)
 	cls.invoke = staticmethod(getattr(torch.ops.cute_kernels, cls.name).default)
 	return cls
 
 
-def _define(name: str, schema: str, implementation: Callable[..., Any], meta: Callable[..., Any]) -> None:
+def _define(
+	name: str, schema: str, implementation: Callable[..., Any], meta: Callable[..., Any], doc: str | None
+) -> None:
 	keep_dynamo_out(implementation)
 	_LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
 	_LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
 	torch.library.register_fake(f"cute_kernels::{name}", meta, lib=_LIBRARY)
+	getattr(torch.ops.cute_kernels, name).__doc__ = doc
 
 
 def keep_dynamo_out(function: Any) -> None:
@@ -443,11 +420,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 			return dispatched(*args)
 		choice = chosen_backend()
 		key, op = plan_key(cls, choice, args), cls(*args)
-		plan = _plans.get(key)
-		if plan is None:
-			if op.device.type == "meta":
-				return dispatched(*args)
-			plan = _plans.add(key, op.plan(resolve_backend(choice, op.device)))
+		plan = _plans.get(key) or _plans.add(key, op._new_plan(choice))
 		outputs = plan.compute(op)
 		return outputs if cls.returns_list else outputs[0]
 
