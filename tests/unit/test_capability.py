@@ -52,12 +52,10 @@ def test_a_fact_never_makes_a_no_a_yes():
 
 
 def test_the_table_names_ops_formats_and_architectures_that_there_are():
-	tables = (capability._RUNS, capability._COLUMNWISE_RUNS)
-	for (op, name), archs in itertools.chain.from_iterable(table.items() for table in tables):
+	for (op, name), archs in capability._RUNS.items():
 		assert op in OPS
 		assert name is None or name in RECORDS
 		assert set(archs) <= set(ARCHITECTURES)
-	assert capability._COLUMNWISE_RUNS.keys() <= capability._RUNS.keys()
 
 
 def test_what_runs_is_a_row_of_the_table():
