@@ -1,9 +1,7 @@
 """What a quantization kernel is compiled for, and which problems it takes.
 
-A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
-cache key; shapes, group boundaries and the number of SMs stay dynamic. It names the kernel and does
-not import it: kernels need the CuTe DSL, configurations do not. A format is its canonical text,
-such as ``"nvfp4:row_scaled"``; what it says decides what a kernel does.
+Configurations are as ``gemm.problem`` says. A format is its canonical text, such as ``"nvfp4:row_scaled"``; what it
+says decides what a kernel does.
 """
 
 from __future__ import annotations

@@ -292,8 +292,7 @@ class Sm100Gemm:
 		if warp == warps.mma_warp_id:
 			tmem.wait_for_alloc()
 			pointer = tmem.retrieve_ptr(Float32)
-			mma = self.instructions(layouts, shared, pointer)
-			MmaWarp(mma, cta == 0, tiles, ab_pipeline, acc_pipeline).run()
+			MmaWarp(StageMma(config, shared, pointer), cta == 0, tiles, ab_pipeline, acc_pipeline).run()
 		if warp < warps.mma_warp_id:
 			tmem.allocate(TMEM_COLUMNS)
 			tmem.wait_for_alloc()
@@ -385,7 +384,3 @@ class Sm100Gemm:
 				n_scales=loads.n(sources.partial_n_scales, shared.n_scales, is_scale=True),
 			)
 		return SwappingLoadWarp(self.config, partial, *rest)
-
-	def instructions(self, layouts: Layouts, shared: Stages, tmem: cute.Pointer) -> StageMma:
-		acc_stride = self.config.tile.n - self.config.acc_overlap
-		return StageMma(self.config, shared, tmem, acc_stride, layouts.sf_first_columns())

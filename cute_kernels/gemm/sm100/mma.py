@@ -52,25 +52,22 @@ class _StagedScales(NamedTuple):
 
 
 class StageMma:
-	"""Instructions that multiply a stage.
+	"""Instructions that multiply a stage."""
 
-	``acc_stride`` are columns from the first accumulator in tensor memory to the second, ``scale_columns`` the
-	first columns of the block scales of operands M and N.
-	"""
-
-	def __init__(
-		self, config: Sm100GemmConfig, shared: Stages, tmem: cute.Pointer, acc_stride: int, scale_columns: tuple[int, int]
-	):
+	def __init__(self, config: Sm100GemmConfig, shared: Stages, tmem: cute.Pointer):
 		self.config = config
 		stages = (shared.m, shared.n)
 		self.m, self.n = map(umma.ElementStages.of, config.multiplied, stages, config.mn_major)
 		self.tmem = Int32(tmem.toint())
-		self.acc_stride = acc_stride
+		#: Columns from the first accumulator in tensor memory to the second; block scales are behind both.
+		self.acc_stride = config.tile.n - config.acc_overlap
+		first = self.acc_stride + config.tile.n
+		columns = (first, first + config.sf_columns[0])
 		self.scales: tuple[_StagedScales, ...] = ()
 		if config.mma_kind.is_block_scaled:
 			self.scales = tuple(
 				_StagedScales(umma.scale_descriptor(x.iterator), column, tiles, config.k_scale_tiles)
-				for x, column, tiles in zip((shared.m_scales, shared.n_scales), scale_columns, config.scale_tiles, strict=True)
+				for x, column, tiles in zip((shared.m_scales, shared.n_scales), columns, config.scale_tiles, strict=True)
 			)
 
 	@cute.jit

@@ -18,6 +18,8 @@ from ..views import element_type, scale_type
 from .config import BOX_ROWS, SWAPPED_BLOCK, Codes, Sm100GemmConfig
 from .warp_schedule import NamedBarrierId, WarpSchedule
 
+_Kind = tcgen05.SmemLayoutAtomKind
+
 
 class Stages(NamedTuple):
 	"""Stages in shared memory, or their layouts: of elements, of block scales, and of codes where they are decoded.
@@ -33,6 +35,10 @@ class Stages(NamedTuple):
 	n_codes: Any = None
 	m_codes_scales: Any = None
 	n_codes_scales: Any = None
+
+
+def _swizzled(kind: _Kind, dtype: Any, *shape: int) -> cute.ComposedLayout:
+	return cute.tile_to_shape(tcgen05.make_smem_layout_atom(kind, dtype), shape, order=(0, 1, 2))
 
 
 class Layouts:
@@ -76,29 +82,18 @@ class Layouts:
 			)
 		for codes in config.codes:
 			self.stages = self.stages._replace(**self._codes(codes))
-		swizzle = tcgen05.SmemLayoutAtomKind.K_SW128
 		self.boxes = None
 		if config.tile.swap_partial:
 			boxes = self.tiler[0] // config.tile.num_ctas // BOX_ROWS * stages
-			self.boxes = cute.tile_to_shape(
-				tcgen05.make_smem_layout_atom(swizzle, m), (BOX_ROWS, self.tiler[2], boxes), order=(0, 1, 2)
-			)
-		atom = tcgen05.make_smem_layout_atom(swizzle, DSL_TYPES[config.out_dtype])
-		staged_blocks = config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
-		block = (WARP_SIZE, config.store_columns, staged_blocks)
-		self.out = cute.tile_to_shape(atom, block, order=(0, 1, 2))
-		atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW64, DSL_TYPES[config.out_dtype])
-		block = (WARP_SIZE, config.store_columns // 2, 2 * staged_blocks)
-		self.halves = cute.tile_to_shape(atom, block, order=(0, 1, 2))
+			self.boxes = _swizzled(_Kind.K_SW128, m, BOX_ROWS, self.tiler[2], boxes)
+		dtype, blocks = DSL_TYPES[config.out_dtype], config.num_store_stage * len(WarpSchedule.epilogue_warp_ids)
+		self.out = _swizzled(_Kind.K_SW128, dtype, WARP_SIZE, config.store_columns, blocks)
+		self.halves = _swizzled(_Kind.K_SW64, dtype, WARP_SIZE, config.store_columns // 2, 2 * blocks)
 		self.swapped_out = None
 		if config.tile.swap_partial and config.activation is None:
-			dtype = DSL_TYPES[config.out_dtype]
-			kinds = tcgen05.SmemLayoutAtomKind
-			swizzle = kinds.K_SW64 if dtype.width == 16 else kinds.K_SW128
+			swizzle = _Kind.K_SW64 if dtype.width == 16 else _Kind.K_SW128
 			blocks = config.staged_bytes * 8 // (SWAPPED_BLOCK * SWAPPED_BLOCK * dtype.width)
-			self.swapped_out = cute.tile_to_shape(
-				tcgen05.make_smem_layout_atom(swizzle, dtype), (SWAPPED_BLOCK, SWAPPED_BLOCK, blocks), order=(0, 1, 2)
-			)
+			self.swapped_out = _swizzled(swizzle, dtype, SWAPPED_BLOCK, SWAPPED_BLOCK, blocks)
 
 	def _make_mma(self, group: tcgen05.CtaGroup, shape_mn: tuple[int, int]) -> cute.TiledMma:
 		kind = self.config.mma_kind
@@ -111,16 +106,14 @@ class Layouts:
 
 	def _codes(self, codes: Codes) -> dict[str, Any]:
 		stages, scales = self.config.num_codes_stage, None
-		kinds = tcgen05.SmemLayoutAtomKind
-		swizzle = {64: kinds.K_SW64, 128: kinds.K_SW128}[codes.row_bytes]
-		atom = tcgen05.make_smem_layout_atom(swizzle, cutlass.Uint8)
-		shape = (codes.rows, codes.row_bytes, stages)
+		swizzle = {64: _Kind.K_SW64, 128: _Kind.K_SW128}[codes.row_bytes]
+		staged = _swizzled(swizzle, cutlass.Uint8, codes.rows, codes.row_bytes, stages)
 		if codes.scales:
 			# Words of tiles, or rows, are contiguous.
 			order = (0, 1, 2) if codes.kind.has_row_scales else (2, 1, 0, 3)
 			scales = cute.make_ordered_layout((*codes.scales, stages), order=order)
 		name = f"{codes.side}_codes"
-		return {name: cute.tile_to_shape(atom, shape, (0, 1, 2)), f"{name}_scales": scales}
+		return {name: staged, f"{name}_scales": scales}
 
 	def acc_layout(self) -> cute.Layout:
 		"""Accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE)."""
@@ -130,11 +123,6 @@ class Layouts:
 		column = layout.stride[0][1]
 		stage_stride = (self.tiler[1] - self.config.acc_overlap) * column
 		return cute.make_layout(layout.shape, stride=(*layout.stride[:3], stage_stride))
-
-	def sf_first_columns(self) -> tuple[int, int]:
-		"""First columns of operand M's and operand N's block scales, behind the accumulators."""
-		sfa = 2 * self.tiler[1] - self.config.acc_overlap
-		return sfa, sfa + self.config.sf_columns[0]
 
 	def stage_bytes(self) -> int:
 		"""Bytes that fill one stage of all CTAs that share a tile, without what is decoded."""
@@ -166,9 +154,7 @@ class Barriers(NamedTuple):
 	@staticmethod
 	def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
-		codes = None
-		if config.codes:
-			codes = stage_barriers(smem, config.num_codes_stage)
+		codes = stage_barriers(smem, config.num_codes_stage) if config.codes else None
 		return Barriers(
 			ab=stage_barriers(smem, config.num_ab_stage),
 			acc=stage_barriers(smem, config.num_acc_stage),

@@ -77,10 +77,7 @@ class ByteColumnConverter:
 				self.stage(stored, places.scales_t, col, mate)
 			# K is a multiple of 16, so all of a lane's columns exist or none.
 			if k < cols:
-				if const_expr(self.is_transposed):
-					self.store_transposed(groups, codes_t, what, k, rows, factors, mate, twist)
-				else:
-					self.store_rows(groups, codes_t, what, k, rows, factors, mate, twist)
+				self.store(groups, codes_t, what, k, rows, factors, mate, twist)
 				if const_expr(self.codec.has_scales and not self.is_tiled):
 					if const_expr(self.squares is None):
 						self.store_scales(scales_t, what, cols, k, stored, mate)
@@ -129,40 +126,8 @@ class ByteColumnConverter:
 		stored, factors = zip(*[self.codec.block_scale(a, level) for a in amaxes], strict=True)
 		return list(stored), list(factors)
 
-	def place(self, groups: Grouping, codes_t: cute.Tensor, what: Descriptor, mate: Int32) -> tuple[Int64, Int32, Int64]:
-		"""Address of a tensor's codes, a lane's first slot, and bytes of a line."""
-		pitch = Int64(codes_t.stride[len(codes_t.stride) - 2])
-		slot = groups.local_tile(what.tile, what.group) * TILE_ROWS + mate * _ROWS
-		origin = codes_t.iterator.toint()
-		if groups.offs is None:
-			origin += Int64(what.group) * codes_t.stride[0]
-		return origin, slot, pitch
-
 	@cute.jit
-	def store_transposed(
-		self,
-		groups: Grouping,
-		codes_t: cute.Tensor,
-		what: Descriptor,
-		k: Int32,
-		rows: list[list[Uint32]],
-		factors: list[Float32],
-		mate: Int32,
-		twist: Int32,
-	) -> None:
-		"""Sixteen codes of each of a lane's columns, from column ``k`` on."""
-		origin, slot, pitch = self.place(groups, codes_t, what, mate)
-		target = origin + slot + k * pitch
-		per_word = self.num_cols // 4
-		for w in range_constexpr(4):
-			of_word = factors[w * per_word : (w + 1) * per_word]
-			columns = self.codec.encode_columns([row[w] for row in rows], of_word, twist)
-			for codes in columns:
-				store_global_past_l1(target, codes)
-				target += pitch
-
-	@cute.jit
-	def store_rows(
+	def store(
 		self,
 		groups: Grouping,
 		codes_t: cute.Tensor,
@@ -174,14 +139,26 @@ class ByteColumnConverter:
 		twist: Int32,
 	) -> None:
 		"""Codes of a lane's columns, from column ``k`` on, of sixteen slot rows."""
-		origin, slot, pitch = self.place(groups, codes_t, what, mate)
-		target = origin + slot * pitch + k
-		# Of each four rows, the upper four of an eight first where the order is twisted.
-		fours = [target + twist * pitch, target + (4 - twist) * pitch]
-		for i in range_constexpr(_ROWS):
-			codes = self.codec.encode_mixed(rows[i], factors)
-			store_global_past_l1(fours[i // 4 % 2], codes)
-			fours[i // 4 % 2] += pitch * (5 if i % 4 == 3 else 1)
+		pitch = Int64(codes_t.stride[len(codes_t.stride) - 2])
+		slot = groups.local_tile(what.tile, what.group) * TILE_ROWS + mate * _ROWS
+		origin = codes_t.iterator.toint()
+		if const_expr(groups.offs is None):
+			origin += Int64(what.group) * codes_t.stride[0]
+		if const_expr(self.is_transposed):
+			target = origin + slot + k * pitch
+			per_word = self.num_cols // 4
+			for w in range_constexpr(4):
+				of_word = factors[w * per_word : (w + 1) * per_word]
+				for codes in self.codec.encode_columns([row[w] for row in rows], of_word, twist):
+					store_global_past_l1(target, codes)
+					target += pitch
+		else:
+			target = origin + slot * pitch + k
+			# Of each four rows, the upper four of an eight first where the order is twisted.
+			fours = [target + twist * pitch, target + (4 - twist) * pitch]
+			for i in range_constexpr(_ROWS):
+				store_global_past_l1(fours[i // 4 % 2], self.codec.encode_mixed(rows[i], factors))
+				fours[i // 4 % 2] += pitch * (5 if i % 4 == 3 else 1)
 
 	# ---- scales
 
