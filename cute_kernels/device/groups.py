@@ -8,6 +8,7 @@ kernel walks slot tiles in ascending order and asks what each of them holds.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -198,6 +199,16 @@ def _holds_ragged(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: I
 	start = group_start(offs, group, num_rows)
 	first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
 	return group, first, cutlass.min(group_end(offs, group, num_rows) - first, Int32(TILE_ROWS))
+
+
+@cute.jit
+def warp_scan(value: Any, lane: Int32) -> Any:
+	"""Inclusive sum over the lanes up to this one."""
+	for i in cutlass.range_constexpr(5):
+		lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+		if lane >= 1 << i:
+			value += lower
+	return value
 
 
 @cute.jit

@@ -129,9 +129,9 @@ class Format(Record, abc.ABC):
 	how_made: ClassVar[tuple[str, ...]] = ()
 
 	@property
-	@abc.abstractmethod
 	def element(self) -> ElementType:
-		"""What a code is."""
+		"""What a code is: of a record with a ``dtype`` that FP8 element."""
+		return FP8_ELEMENTS[self.dtype]  # type: ignore[attr-defined,no-any-return]
 
 	@property
 	@abc.abstractmethod

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice
-from .base import FP8_ELEMENTS, ElementType, Format, SecondLevel, record
+from .base import FP8_ELEMENTS, Format, SecondLevel, record
 
 
 @record
@@ -41,8 +41,3 @@ class FP8(Format):
 	def takes_scale(self) -> bool:
 		"""Whether the scale comes from the caller."""
 		return self.scaling == "delayed"
-
-	@property
-	def element(self) -> ElementType:
-		"""The FP8 element type."""
-		return FP8_ELEMENTS[self.dtype]

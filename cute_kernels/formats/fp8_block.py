@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice, check_flags
-from .base import F32, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
+from .base import F32, FP8_ELEMENTS, BlockScale, Format, as_block, record
 
 
 @record
@@ -41,11 +41,6 @@ class FP8Block(Format):
 		if not 0.0 <= self.amax_epsilon <= F32.max:
 			raise ValueError(f"amax_epsilon must be >= 0 and finite in fp32, got {self.amax_epsilon}")
 		super().__post_init__()
-
-	@property
-	def element(self) -> ElementType:
-		"""The FP8 element type."""
-		return FP8_ELEMENTS[self.dtype]
 
 	@property
 	def has_pow2_scales(self) -> bool:

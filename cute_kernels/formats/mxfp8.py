@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 
 from ..records import check_choice
-from .base import E8M0, FP8_ELEMENTS, BlockScale, ElementType, Format, as_block, record
+from .base import E8M0, FP8_ELEMENTS, BlockScale, Format, as_block, record
 
 
 @record
@@ -33,8 +33,3 @@ class MXFP8(Format):
 		object.__setattr__(self, "block", as_block(self.block, self.blocks))
 		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
 		super().__post_init__()
-
-	@property
-	def element(self) -> ElementType:
-		"""The FP8 element type."""
-		return FP8_ELEMENTS[self.dtype]

@@ -22,7 +22,7 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute, pipeline, range_constexpr
 
 from ..device.constants import WARP_SIZE
-from ..device.groups import group_end, group_start
+from ..device.groups import group_end, group_start, warp_scan
 from ..device.ptx import asm_volatile
 from ..layout.slots import TILE_ROWS, slot_tile
 from .problem import N_ALIGN
@@ -200,12 +200,7 @@ class TileScheduler:
 	@cute.jit
 	def listed(self, tiles: Int32) -> tuple[Int32, Int32, Int32]:
 		"""Tiles of a list before this lane's group, up to its end, and of all lanes."""
-		lane = cute.arch.lane_idx()
-		upto = tiles
-		for shift in range_constexpr(5):
-			below = cute.arch.shuffle_sync_up(upto, 1 << shift, mask_and_clamp=0)
-			if lane >= 1 << shift:
-				upto += below
+		upto = warp_scan(tiles, cute.arch.lane_idx())
 		return upto - tiles, upto, cute.arch.shuffle_sync(upto, WARP_SIZE - 1)
 
 	@cute.jit

@@ -21,6 +21,7 @@ import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
 
 from ..device.constants import WARP_SIZE
+from ..device.groups import warp_scan
 from ..device.launch import DSL_TYPES, compact, env_stream
 from ..device.ptx import asm, asm_volatile
 from .config import RoutingConfig
@@ -110,14 +111,14 @@ class RoutingKernel:
 					if cta > c:
 						before += count
 					total += count
-			upto = self.warp_scan(total, lane)
+			upto = warp_scan(total, lane)
 			if lane == WARP_SIZE - 1:
 				sums[warp] = upto
 			cute.arch.sync_threads()
 			of_warps = Int32(0)
 			if lane < self.warps:
 				of_warps = sums[lane]
-			of_warps = self.warp_scan(of_warps, lane)
+			of_warps = warp_scan(of_warps, lane)
 			if warp > 0:
 				upto += cute.arch.shuffle_sync(of_warps, warp - 1)
 			upto += placed
@@ -227,12 +228,3 @@ class RoutingKernel:
 		else:
 			cute.arch.cluster_arrive()
 			cute.arch.cluster_wait()
-
-	@cute.jit
-	def warp_scan(self, value: Int32, lane: Int32) -> Int32:
-		"""Inclusive sum over the lanes up to this one."""
-		for i in range_constexpr(5):
-			lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
-			if lane >= 1 << i:
-				value += lower
-		return value

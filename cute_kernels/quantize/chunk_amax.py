@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ..device.absmax import absmax_packed, unpack_absmax
 from ..device.constants import WARP_SIZE
@@ -36,7 +36,7 @@ class ChunkAmaxKernels(AmaxKernels):
 		stream: Any,
 	) -> None:
 		"""Write the amaxes of groups of x, if they are asked for, and of its transform."""
-		if cutlass.const_expr(group_amax is not None):
+		if const_expr(group_amax is not None):
 			self.launch_clear(group_amax, num_sms, stream)
 		self.launch_clear(column_amax, num_sms, stream)
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_WARPS * WARP_SIZE, 1, 1]
@@ -64,7 +64,7 @@ class ChunkAmaxKernels(AmaxKernels):
 				if column >= cols:
 					count = Int32(0)
 				plain, transformed = self.chunks(self.sources(x, first, column, cols), count)
-				if cutlass.const_expr(group_amax is not None):
+				if const_expr(group_amax is not None):
 					self.merge(group_amax, group, unpack_absmax(plain, self.dtype, self.arch))
 				self.merge(column_amax, group, unpack_absmax(transformed, self.dtype, self.arch))
 				item += step
@@ -81,11 +81,11 @@ class ChunkAmaxKernels(AmaxKernels):
 		plain, transformed = Uint32(0), Uint32(0)
 		for start in cutlass.range(0, count, CHUNK, unroll=1):
 			rows = []
-			for r in cutlass.range_constexpr(CHUNK):
+			for r in range_constexpr(CHUNK):
 				row = start + r
 				words = [load_global_if(at + pitch * row, 16, row, count) for at, pitch in sources]
 				rows.append(words[0] if self.maker is None else self.maker.make(words))
-			for w in cutlass.range_constexpr(_LANE_COLS // 2):
+			for w in range_constexpr(_LANE_COLS // 2):
 				words = [row[w] for row in rows]
 				plain = absmax_packed([plain, *words], self.dtype, self.arch)
 				words = transform_words(words, self.arch)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute, range_constexpr
 
 from ..device.constants import WARP_SIZE
 from ..device.convert import unpack_words
@@ -87,7 +87,7 @@ class DbiasReducer(GridKernel):
 				cute.arch.sync_threads()
 				if tid < self.strip:
 					# Tiles past the end of the group are zeros, which change nothing.
-					for w in cutlass.range_constexpr(_WARPS):
+					for w in range_constexpr(_WARPS):
 						at = base + (w * self.strip + tid) * 4
 						total += bits_as_f32(load_shared(at, 1)[0])
 				buffer ^= 1
@@ -113,7 +113,7 @@ class DbiasReducer(GridKernel):
 			pitch = Int64(cols) * DTYPE_BYTES[self.dtype]
 			at = dy.iterator.toint() + row * pitch + mine * DTYPE_BYTES[self.dtype]
 			numbers = self.tree(at, pitch, row, end, 0, self.classes)
-			for c in cutlass.range_constexpr(self.columns):
+			for c in range_constexpr(self.columns):
 				number = numbers[c]
 				lanes = WARP_SIZE // 2
 				while lanes >= self.lanes_per_row:
@@ -122,7 +122,7 @@ class DbiasReducer(GridKernel):
 				totals[c] = number
 		if lane < self.lanes_per_row:
 			at = base + (warp * self.strip + lane * self.columns) * 4
-			for c in cutlass.range_constexpr(0, self.columns, 4):
+			for c in range_constexpr(0, self.columns, 4):
 				count = min(4, self.columns)
 				store_shared(at + c * 4, [f32_as_bits(totals[c + i]) for i in range(count)])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, const_expr, cute, range_constexpr
 
 from ..device.absmax import fmax, warp_max
 from ..device.constants import WARP_SIZE
@@ -67,7 +67,7 @@ class DelayedKernel:
 		maxima = smem.allocate_tensor(Float32, cute.make_layout(_WARPS), byte_alignment=16)
 		slot, tid = cute.arch.block_idx()[0], cute.arch.thread_idx()[0]
 		last = history[0, slot]
-		if cutlass.const_expr(amax is not None):
+		if const_expr(amax is not None):
 			last = asm(_LAST, [Float32], [amax[slot], last])
 		# All have read row 0.
 		cute.arch.sync_threads()
@@ -79,9 +79,9 @@ class DelayedKernel:
 			cute.arch.sync_threads()
 			if tid == 0:
 				basis = last
-				if cutlass.const_expr(self.config.is_max):
+				if const_expr(self.config.is_max):
 					basis = maxima[0]
-					for w in cutlass.range_constexpr(1, _WARPS):
+					for w in range_constexpr(1, _WARPS):
 						basis = fmax(basis, maxima[w])
 				scale[slot] = asm(_NEXT_SCALE, [Float32], [basis, largest, scale[slot]])
 

@@ -20,8 +20,6 @@ from .prologue import Prologue
 
 #: 32-byte vector stores; torch aligns its allocations to 64 bytes or more.
 _ALIGN = 32
-
-
 #: The type of a buffer of codes, by element.
 _CODE_DTYPES = {"e2m1": Uint8, "e4m3": Float8E4M3FN, "e5m2": Float8E5M2}
 
@@ -44,6 +42,8 @@ class FakeBuffers:
 		self.cols = cute.sym_int(divisibility=multiple)
 		self.slot_tiles = cute.sym_int()
 		self.scale_tiles = cute.sym_int()
+		#: The first dimension of what uniform groups have one each of.
+		self.lead = (self.groups,) if self.uniform else ()
 
 	def x(self, prologue: Prologue | None = None) -> Any:
 		"""(T, K), or (G, N, K); as wide as a prologue asks."""
@@ -63,9 +63,7 @@ class FakeBuffers:
 		return _compact(DSL_TYPES[dtype], *lead, cols)
 
 	def offs(self) -> Any:
-		if self.uniform:
-			return None
-		return compact(Int32, self.groups, align=4)
+		return None if self.uniform else compact(Int32, self.groups, align=4)
 
 	def level(self, per_row: bool = False) -> Any:
 		"""(G,) fp32, or one a row; None if the format has no second level."""
@@ -93,18 +91,15 @@ class FakeBuffers:
 		width = self.cols
 		if self.fmt.element.bits < 8:
 			width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
-		pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-		shape: tuple[Any, ...] = (self.rows, width)
-		stride: tuple[Any, ...] = (pitch, 1)
-		if self.uniform:
-			shape = (self.groups, self.rows_each, width)
-			stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), pitch, 1)
-		return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
+		return self._pitched(self.rows_each if self.uniform else self.rows, width)
+
+	def _pitched(self, rows: Any, width: Any) -> Any:
+		stride = [cute.sym_int64(divisibility=PITCH_ALIGNMENT) for _ in (rows, *self.lead)]
+		return make_fake_tensor(self._code_dtype(), (*self.lead, rows, width), (*stride[::-1], 1), assumed_align=_ALIGN)
 
 	def values(self) -> Any:
 		"""(T, K up to a multiple of 128) fp16."""
-		wide = cute.sym_int(divisibility=PIECE_K)
-		return _compact(Float16, self.rows, wide)
+		return _compact(Float16, self.rows, cute.sym_int(divisibility=PIECE_K))
 
 	def scales(self) -> Any:
 		"""(tiles, tiles along K, 512) uint8; or MN-major fp32, (blocks along K, P); or None.
@@ -121,21 +116,11 @@ class FakeBuffers:
 		"""The columnwise copy: (K, P) or (G, K, P) codes, or untransposed (P, K) or (G, P, K)."""
 		slots = cute.sym_int(divisibility=self._bytes(TILE_ROWS))
 		if self.fmt.columnwise == "transposed":
-			lead = (self.groups,) if self.uniform else ()
-			return _compact(self._code_dtype(), *lead, self.cols, slots)
-		pitch = cute.sym_int64(divisibility=PITCH_ALIGNMENT)
-		shape: tuple[Any, ...] = (slots, self.cols)
-		stride: tuple[Any, ...] = (pitch, 1)
-		if self.uniform:
-			shape = (self.groups, *shape)
-			stride = (cute.sym_int64(divisibility=PITCH_ALIGNMENT), *stride)
-		return make_fake_tensor(self._code_dtype(), shape, stride, assumed_align=_ALIGN)
+			return _compact(self._code_dtype(), *self.lead, self.cols, slots)
+		return self._pitched(slots, self.cols)
 
 	def scales_t(self) -> Any:
-		"""(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None.
-
-		With the group first when uniform. Of square blocks MN-major ones are (P / block, blocks).
-		"""
+		"""(ceil(K/128), tiles along P, 512) uint8; or MN-major fp32, (P / block, K); or None; else as ``scales``."""
 		if self.fmt.scale is None:
 			return None
 		if not self.fmt.has_scale_tiles:
@@ -146,13 +131,11 @@ class FakeBuffers:
 
 	def _mn_major(self, blocks: Any, along: Any) -> Any:
 		"""fp32 scales of blocks, as many as ``along``; of square blocks in two dimensions."""
-		lead = (self.groups,) if self.uniform else ()
 		width = cute.sym_int() if self.fmt.is_2d else along
-		return _compact(Float32, *lead, blocks, width)
+		return _compact(Float32, *self.lead, blocks, width)
 
 	def _scale_bytes(self, *tiles: Any) -> Any:
-		lead = (self.groups,) if self.uniform else ()
-		return _compact(Uint8, *lead, *tiles, SF_TILE_BYTES)
+		return _compact(Uint8, *self.lead, *tiles, SF_TILE_BYTES)
 
 	def _bytes(self, elements: int) -> int:
 		return elements * self.fmt.element.bits // 8

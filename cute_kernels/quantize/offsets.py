@@ -11,6 +11,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from ..device.constants import WARP_SIZE
+from ..device.groups import warp_scan
 from ..device.launch import DSL_TYPES, compact, env_stream
 from .config import OffsetsConfig
 
@@ -48,12 +49,12 @@ class OffsetsKernel:
 			value = Int64(0)
 			if base + tid < count:
 				value = splits[base + tid].to(Int64)
-			value = self.warp_scan(value, lane)
+			value = warp_scan(value, lane)
 			if lane == WARP_SIZE - 1:
 				totals[warp, buffer] = value
 			# Two buffers: a warp that is a chunk ahead writes the other one.
 			cute.arch.sync_threads()
-			before = self.warp_scan(totals[lane, buffer], lane)
+			before = warp_scan(totals[lane, buffer], lane)
 			if warp > 0:
 				value += cute.arch.shuffle_sync(before, warp - 1)
 			value += carry
@@ -67,11 +68,3 @@ class OffsetsKernel:
 				out[base + tid] = end
 			buffer ^= 1
 			base += _THREADS
-
-	@cute.jit
-	def warp_scan(self, value: Int64, lane: Int32) -> Int64:
-		for i in cutlass.range_constexpr(5):
-			lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
-			if lane >= 1 << i:
-				value += lower
-		return value

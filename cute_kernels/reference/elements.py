@@ -5,10 +5,8 @@ from torch import Tensor
 
 from ..activations import Activation
 from .activations import activate
+from .copies import slices
 from .reductions import absmax
-
-#: Elements that are made at a time where the caller does not say which.
-_CHUNK = 1 << 19
 
 
 class Elements:
@@ -43,6 +41,5 @@ class Elements:
 		"""(rows,) fp32, the largest magnitude of each row; NaN is passed over."""
 		if self._activation is None:
 			return absmax(self._x)
-		step = max(1, _CHUNK // max(1, self._x.shape[1]))
-		parts = [absmax(self.take(slice(i, i + step))) for i in range(0, self.rows, step)]
+		parts = [absmax(self.take(part)) for part in slices(self.rows, self._x.shape[1])]
 		return torch.cat(parts) if parts else self._x.new_zeros(0, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout.slots import TILE_ROWS
+from .copies import slices
 from .groups import Groups
 
 if TYPE_CHECKING:
@@ -48,14 +49,13 @@ def grouped_dbias(elements: Elements, groups: Groups, out: Tensor) -> None:
 	"""
 	_, group, rows = groups.used_tiles()
 	out.zero_()
-	step = max(1, (1 << 20) // max(1, TILE_ROWS * elements.cols))
-	for start in range(0, len(group), step):
-		row = rows[start : start + step]
+	for part in slices(len(group), TILE_ROWS * elements.cols):
+		row = rows[part]
 		sums = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
 		while sums.shape[1] > 1:
 			half = sums.shape[1] // 2
 			sums = sums[:, :half] + sums[:, half:]
-		for i, g in enumerate(group[start : start + step].tolist()):
+		for i, g in enumerate(group[part].tolist()):
 			out[g] += sums[i, 0]
 
 

@@ -187,16 +187,6 @@ def with_one_nan(acc: Tensor) -> Tensor:
 	return acc
 
 
-def _adder(arch: str, dtype: torch.dtype, *, scaled: bool) -> _Adder:
-	if arch not in TENSOR_CORES:
-		raise ValueError(f"arch must be one of {', '.join(TENSOR_CORES)}, got {arch!r}")
-	adder = _ADDERS[arch].get((dtype, scaled))
-	if adder is None:
-		scales = "with" if scaled else "without"
-		raise ValueError(f"{arch} multiplies no {dtype} operands {scales} block scales")
-	return adder
-
-
 def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
 	"""The adder for these operands, which are checked."""
 	dtypes = (a.elements.dtype, b.elements.dtype)
@@ -205,7 +195,12 @@ def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
 	scales = {None if x.scales is None else x.scales.dtype for x in (a, b)}
 	if len(scales) > 1:
 		raise ValueError("a_scales and b_scales must be of one dtype, or both be None")
-	adder = _adder(arch, dtypes[0], scaled=a.scales is not None)
+	if arch not in TENSOR_CORES:
+		raise ValueError(f"arch must be one of {', '.join(TENSOR_CORES)}, got {arch!r}")
+	adder = _ADDERS[arch].get((dtypes[0], a.scales is not None))
+	if adder is None:
+		how = "without" if a.scales is None else "with"
+		raise ValueError(f"{arch} multiplies no {dtypes[0]} operands {how} block scales")
 	if a.k != b.k:
 		raise ValueError(f"a and b must have one K, got {a.k} and {b.k}")
 	for name, operand in (("a_scales", a), ("b_scales", b)):

@@ -52,10 +52,7 @@ class PlanCache(Generic[P]):
 		self._capacity = capacity
 
 	def get(self, key: Hashable) -> P | None:
-		"""The plan for a key, if there is one.
-
-		``plan_key`` makes keys.
-		"""
+		"""The plan for a key of ``plan_key``, if there is one."""
 		return self._plans.get(key)
 
 	def add(self, key: Hashable, plan: P) -> P:

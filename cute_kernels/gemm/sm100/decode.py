@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Float32, Int32, const_expr, cute, pipeline, range_constexpr
 from cutlass._mlir.dialects import nvvm
 
 from ...device.codecs.values import values_of
@@ -82,12 +82,12 @@ class _Side:
 	def square(self, tile: WorkTile, at: Int32, count: Int32) -> Float32:
 		"""The scale of the square of a tile's ``at``-th stage of codes; 1 where there is none."""
 		scale = Float32(1.0)
-		if cutlass.const_expr(self.squares is not None):
+		if const_expr(self.squares is not None):
 			row, of_half = self.first_row(tile) + self.row, Int32(0)
-			if cutlass.const_expr(self.pairs_rows):
+			if const_expr(self.pairs_rows):
 				row, of_half = row // 2, row % 2 * (self.squares.shape[0] // 2)
 			block = row // SF_TILE_ROWS + of_half
-			group = tile.group if cutlass.const_expr(self.is_uniform) else Int32(0)
+			group = tile.group if const_expr(self.is_uniform) else Int32(0)
 			if at < count and block < self.squares.shape[0]:
 				scale = self.squares[block, at, group]
 		return scale
@@ -179,7 +179,7 @@ class DecodeWarps:
 				# They are on their way while those before are used.
 				following = [side.square(tile, at + 1, count) for side in self.sides]
 				self.codes_pipeline.consumer_wait(codes_state)
-				for half in cutlass.range_constexpr(CODES_STAGES):
+				for half in range_constexpr(CODES_STAGES):
 					if at * CODES_STAGES + half < halves:
 						if self.team == half:
 							self.ab_pipeline.sync_object_empty.wait(ab_state.index, ab_state.phase)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.groups import indexed
 from ...device.memory import load_global, store_shared
@@ -65,14 +65,14 @@ class TileFiller:
 			for n in cutlass.range(rounds, unroll=1):
 				rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
 				rows = [cutlass.min(r, what.count - 1) for r in rows]
-				if cutlass.const_expr(index is not None):
+				if const_expr(index is not None):
 					rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
 				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
-				for i in cutlass.range_constexpr(self.batch):
+				for i in range_constexpr(self.batch):
 					self.store(to, n, i, self.maker.make(inputs[i], True))
 		else:
 			for n in cutlass.range(rounds, unroll=1):
-				for i in cutlass.range_constexpr(self.batch):
+				for i in range_constexpr(self.batch):
 					self.store(to, n, i, [Uint32(0)] * self.maker.words)
 		self.team.sync(team)
 

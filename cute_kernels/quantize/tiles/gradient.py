@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import weighted_gradient
@@ -262,7 +262,7 @@ class GradientQuantizer:
 				cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
 				columns = cols[1] // TILE_COLS
 				if crew > config.num_tiles:
-					for t in cutlass.range_constexpr(config.num_tiles):
+					for t in range_constexpr(config.num_tiles):
 						there = what._replace(col_tile=t * columns + what.col_tile)
 						places = TilePlaces(at + t * own.tile_bytes, shared.scales.toint() + t * SF_TILE_BYTES, at, at)
 						copy = (out[0].codes, out[0].scales)
@@ -317,7 +317,7 @@ class GradientQuantizer:
 	@cute.jit
 	def clear(self, count: Int32, tile_at: Int32) -> None:
 		"""Zero rows of tiles from ``count`` on."""
-		for b in cutlass.range_constexpr(self.config.tile_bytes // BOX_SIZE):
+		for b in range_constexpr(self.config.tile_bytes // BOX_SIZE):
 			base = tile_at + b * BOX_SIZE + count * BOX_BYTES
 			for i in cutlass.range(cute.arch.thread_idx()[0], (TILE_ROWS - count) * 8, self.threads, unroll=1):
 				store_shared(base + i * 16, [Uint32(0)] * 4)
@@ -326,7 +326,7 @@ class GradientQuantizer:
 	def convert_columns(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
 		(what, crew, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
 		tiles.columns.convert(groups, cols, (), out.codes_t, out.scales_t, what, part, places, Uint32(0))
-		if cutlass.const_expr(count > 0):
+		if const_expr(count > 0):
 			tiles.team.sync(crew)
 			if part < count:
 				write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)

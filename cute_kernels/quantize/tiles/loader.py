@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint32, cute
+from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.nvgpu import cpasync, tcgen05
 
 from cute_kernels.device.constants import WARP_SIZE
@@ -102,7 +102,7 @@ class TileLoader:
 				count = Int32(0)
 			found = [wanted, col_tile, first, count, group]
 			for amaxes in (group_amax, column_amax):
-				if cutlass.const_expr(amaxes is not None):
+				if const_expr(amaxes is not None):
 					amax = Int32(0)
 					if is_live:
 						amax = Int32(f32_as_bits(amaxes[group]))
@@ -116,7 +116,7 @@ class TileLoader:
 				ahead_of_it = self.read_ahead(following, inputs)
 				cute.arch.mbarrier_wait(shared.empty + stage, phase)
 				self.describe(shared, stage, what)
-				if cutlass.const_expr(inputs is not None):
+				if const_expr(inputs is not None):
 					self.load_tile(what, inputs, stage, full, shared, *ahead)
 				self.announce(shared, full)
 				what, ahead = following, ahead_of_it
@@ -260,9 +260,9 @@ class RowsLoader(TileLoader):
 		source = inputs.x.iterator.toint() + Int64(col) * self.size
 		to = shared.tiles.toint() + stage * self.config.tile_bytes
 		to += chunk // 8 * BOX_SIZE + row * BOX_BYTES + (chunk ^ row) % 8 * 16
-		for i in cutlass.range_constexpr(TILE_ROWS // WARP_SIZE):
+		for i in range_constexpr(TILE_ROWS // WARP_SIZE):
 			if i * WARP_SIZE < what.count:
-				for half in cutlass.range_constexpr(0, WARP_SIZE, 16):
+				for half in range_constexpr(0, WARP_SIZE, 16):
 					rows = range(half, half + 16, self.rows_at_once)
 					# All of them first: what is copied holds on to its address for a while.
 					sources = [source + Int64(cute.arch.shuffle_sync(index[i], row + n)) * pitch for n in rows]

@@ -18,6 +18,12 @@ _ROWS = 32
 SQUARES_BYTES = 4 * (TILE_COLS // _ROWS) ** 2
 
 
+def _load(row_at: Int32, block: int, chunks: int) -> list[Uint32]:
+	"""The words of a row of a block of so many 16-byte chunks."""
+	places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in range(block * chunks, (block + 1) * chunks)]
+	return [word for place in places for word in load_shared(place, 4)]
+
+
 class Squares:
 	"""Blocks of 32x32, or of a whole tile: then each warp has the amax of its 32 rows."""
 
@@ -34,15 +40,10 @@ class Squares:
 		lane = cute.arch.lane_idx()
 		row_at = tile_at + (part * _ROWS + lane) * BOX_BYTES + lane % 8 * 16
 		for b in range_constexpr(self.across):
-			packed = absmax_packed(self.load(row_at, b), self.dtype, self.arch)
+			packed = absmax_packed(_load(row_at, b, self.chunks), self.dtype, self.arch)
 			a = warp_max(unpack_absmax(packed, self.dtype, self.arch))
 			if lane == 0:
 				store_shared(squares_at + (part * self.across + b) * 4, [f32_as_bits(a)])
-
-	def load(self, row_at: Int32, block: int) -> list[Uint32]:
-		chunks = range(block * self.chunks, (block + 1) * self.chunks)
-		places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in chunks]
-		return [word for place in places for word in load_shared(place, 4)]
 
 	def amax(self, squares_at: Int32, quarter: Int32, across: Int32) -> Float32:
 		"""The amax of the block of a quarter of the rows and of so many 32 columns."""
@@ -79,9 +80,7 @@ class Chooser:
 		row_at = tile_at + row * BOX_BYTES + lane % 8 * 16
 		chunks = self.codec.block * DTYPE_BYTES[self.dtype] // 16
 		for b in range_constexpr(across):
-			mine = range(b * chunks, (b + 1) * chunks)
-			places = [(row_at + c // 8 * BOX_SIZE) ^ (c % 8 * 16) for c in mine]
-			words = [word for place in places for word in load_shared(place, 4)]
+			words = _load(row_at, b, chunks)
 			a = absmax_words(words, self.dtype, self.arch)
 			for bit in range_constexpr(self.codec.block.bit_length() - 1):
 				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit))

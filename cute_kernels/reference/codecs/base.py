@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ...formats import BlockScale, Format
-from ..conversions import decode, encode, encode_e2m1_stochastic, f32
+from ...formats import Format
+from ..conversions import encode, encode_e2m1_stochastic, f32
 
 
 def scaled(values: Tensor, factors: Tensor, vec: int) -> Tensor:
@@ -80,14 +80,3 @@ class Codec(abc.ABC):
 		if factor is not None:
 			level = factor * level
 		return level if second.factor == 1.0 else level * f32(second.factor)
-
-	def values(self, codes: Tensor, stored: Tensor | None) -> Tensor:
-		"""Code times block scale (R, K), exact in fp32: what tensor cores multiply.
-
-		Both are as they are stored; of scales (R, ceil(K / block)).
-		"""
-		values = decode(self.fmt.element, codes)
-		scale: BlockScale | None = self.fmt.scale
-		if scale is None or stored is None:
-			return values
-		return scaled(values, self.scale_values(stored), scale.vec_size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, Uint32, cute
+from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale
@@ -70,7 +70,7 @@ class ExpandKernel(GridKernel):
 		"""
 		rows, width = codes.shape
 		last = rows
-		if cutlass.const_expr(self.config.is_ragged):
+		if const_expr(self.config.is_ragged):
 			last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
 		item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
 		row_items = (last + (_ROWS - 1)) // _ROWS
@@ -87,7 +87,7 @@ class ExpandKernel(GridKernel):
 	@cute.jit
 	def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
 		slot = row
-		if cutlass.const_expr(self.config.is_ragged):
+		if const_expr(self.config.is_ragged):
 			groups = Grouping(offs, offs.shape[0], rows, Int32(0))
 			group, _ = groups.holding(row, Int32(0))
 			start = group_start(offs, group, rows)
@@ -109,9 +109,9 @@ class ExpandKernel(GridKernel):
 		shift = ((1 - odd) * 4).to(Uint32)
 		selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
 		if chunk * PIECE_K < out.shape[1]:
-			for part in cutlass.range_constexpr(4):
+			for part in range_constexpr(4):
 				values = []
-				for j in cutlass.range_constexpr(4):
+				for j in range_constexpr(4):
 					high = high_bytes(words[j][part] << shift, True)
 					halves = asm("prmt.b32 $0, $1, 0, $2;", [Uint32], [high, selector])
 					small = times_scale(halves, pairs[j], part // 2)
