@@ -53,7 +53,7 @@ def _one_copy(fmt: Format, columnwise: bool) -> Format:
 
 def _takes_copies(config: CopyConfig, problem: QuantizeProblem, columnwise: bool) -> Support:
 	"""Whether kernels handle how copies of the format lie, and ``_takes``."""
-	fmt = parse(config.format)
+	fmt = config.fmt
 	if fmt.element.bits < 8:
 		if not fmt.has_scale_tiles:
 			return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
@@ -83,6 +83,10 @@ class CopyConfig:
 	format: str
 	dtype: str
 	grouping: Grouping = "ragged"
+
+	@property
+	def fmt(self) -> Format:
+		return parse(self.format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +123,7 @@ class RowsConfig(CopyConfig):
 	@property
 	def is_light(self) -> bool:
 		"""Whether elements are only multiplied and rounded: then few warps have much of a row each."""
-		return self.arch == "sm_100a" and parse(self.format).scale is None and self.prologue is None
+		return self.arch == "sm_100a" and self.fmt.scale is None and self.prologue is None
 
 	@property
 	def num_compute_warps(self) -> int:
@@ -135,7 +139,7 @@ class RowsConfig(CopyConfig):
 
 	@property
 	def takes_amax(self) -> bool:
-		return parse(self.format).second_level is not None and not self.computes_amax
+		return self.fmt.second_level is not None and not self.computes_amax
 
 	@property
 	def is_preferred(self) -> bool:
@@ -147,7 +151,7 @@ class RowsConfig(CopyConfig):
 		(perf/results/quantize_h200.md). sm_100a was not measured; tile by tile it executes fewer
 		instructions where blocks have scales.
 		"""
-		return self.computes_amax or self.arch == "sm_90a" or parse(self.format).scale is None
+		return self.computes_amax or self.arch == "sm_90a" or self.fmt.scale is None
 
 	@property
 	def num_teams(self) -> int:
@@ -178,7 +182,7 @@ class RowsConfig(CopyConfig):
 			return Support(False, "only a team of one warp holds several rows")
 		if self.warps_per_row > self.num_compute_warps:
 			return Support(False, f"there are {self.num_compute_warps} warps")
-		fmt = parse(self.format)
+		fmt = self.fmt
 		if fmt.is_2d:
 			return Support(False, f"{self.format} has blocks of several rows")
 		if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
@@ -211,7 +215,7 @@ class ValuesConfig(RowsConfig):
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if (self.arch, self.grouping) != ("sm_90a", "ragged"):
 			return Support(False, "values are for ragged operands on sm_90a")
-		if parse(self.format).element.per_byte == 1:
+		if self.fmt.element.per_byte == 1:
 			return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
 		if self.rows_per_warp > 4:
 			return Support(False, "values of a row take at least eight lanes")
@@ -263,7 +267,7 @@ class TileConfig(CopyConfig):
 	#: scales_t, scale_inv, scale, amax, column_amax, seed, drawn, drawn_t, num_sms), with None for what the
 	#: configuration or the format does not use: row_amax (T,) fp32 is used when ``uses_row_amax``,
 	#: group_amax (G,) fp32 when ``uses_group_amax``, the scales where the format takes them;
-	#: scale_inv, scale and, when ``reports_amax``, amax (G,) fp32 are results; column_amax (G,)
+	#: scale_inv, scale and, where the format takes its scales, amax (G,) fp32 are results; column_amax (G,)
 	#: fp32 is used when ``has_own_columns``; seed (2,) int64 is of stochastic formats, drawn
 	#: and drawn_t, if ``is_member``, blocks before each copy's first one. x needs at least one row.
 	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.kernel:TileQuantizer"
@@ -283,29 +287,9 @@ class TileConfig(CopyConfig):
 		return dataclasses.replace(config, format=_one_copy(fmt, config.columnwise).text)
 
 	@property
-	def is_2d(self) -> bool:
-		return parse(self.format).is_2d
-
-	@property
 	def has_own_columns(self) -> bool:
 		"""Whether both copies are written, and the columnwise one has amaxes of its own."""
-		return self.rowwise and self.columnwise and parse(self.format).is_transformed
-
-	@property
-	def is_stochastic(self) -> bool:
-		return parse(self.format).is_stochastic
-
-	@property
-	def is_bytes(self) -> bool:
-		return parse(self.format).element.bits == 8
-
-	@property
-	def has_scale_tiles(self) -> bool:
-		return parse(self.format).has_scale_tiles
-
-	@property
-	def reports_amax(self) -> bool:
-		return parse(self.format).takes_scale
+		return self.rowwise and self.columnwise and self.fmt.is_transformed
 
 	@property
 	def tile_bytes(self) -> int:
@@ -350,7 +334,7 @@ class TileConfig(CopyConfig):
 	@property
 	def uses_group_amax(self) -> bool:
 		"""Whether there are amaxes, or given scales, of groups; those of columns always are."""
-		if parse(self.format).second_level is None:
+		if self.fmt.second_level is None:
 			return False
 		return self.columnwise or not self.uses_row_amax
 

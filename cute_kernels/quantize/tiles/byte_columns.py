@@ -68,7 +68,7 @@ class ByteColumnConverter:
 			rows = self.load(places.tile, chunk, mate, twist)
 			# A word of the chunk in all rows, for each.
 			packed = [absmax_packed([row[w] for row in rows], self.dtype, self.arch) for w in range(4)]
-			if const_expr(self.config.reports_amax):
+			if const_expr(self.config.fmt.takes_scale):
 				seen = absmax_packed([seen, *packed], self.dtype, self.arch)
 			stored, factors = self.scale(packed, level, chunk, mate, places)
 			col = chunk * self.num_cols

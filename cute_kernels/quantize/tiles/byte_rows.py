@@ -76,7 +76,7 @@ class ByteRowConverter:
 		#: sm_90a was not measured to gain by more code.
 		self.is_unrolled = config.arch == "sm_100a"
 		#: Whether rows have scales of their own, which are staged.
-		self.stages_scales = codec.has_scales and not (config.is_2d and not self.is_tiled)
+		self.stages_scales = codec.has_scales and not (config.fmt.is_2d and not self.is_tiled)
 
 	def place(self) -> tuple[Int32, Int32]:
 		"""Which of its row's lanes a lane is, and which of the rows that a warp has at once."""
@@ -141,7 +141,7 @@ class ByteRowConverter:
 			at = lane.source ^ (after * 16)
 			words = self.load(at, rows_on * BOX_BYTES)
 			packed = absmax_packed(words, self.dtype, self.arch)
-			if const_expr(self.config.reports_amax):
+			if const_expr(self.config.fmt.takes_scale):
 				shown = select(rows_on < lane.live, packed, Uint32(0))
 				seen = absmax_packed([seen, shown], self.dtype, self.arch)
 			stored, factor = self.scale(packed, level, q, lane.mate, places)

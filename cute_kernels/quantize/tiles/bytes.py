@@ -21,7 +21,7 @@ class ByteTiles:
 	def __init__(self, config: TileConfig, codec: ByteCodec, tile: TileGeometry, team: Team):
 		self.config = config
 		self.team = team
-		self.squares = Squares(config, codec) if config.is_2d else None
+		self.squares = Squares(config, codec) if config.fmt.is_2d else None
 		self.columns = ByteColumnConverter(config, codec, tile, self.squares)
 		self.rows = ByteRowConverter(config, codec, tile, self.squares)
 
@@ -41,10 +41,10 @@ class ByteTiles:
 	) -> Uint32:
 		"""A warp's part of a tile; gives ``seen`` with the largest magnitudes of it, packed."""
 		config, level = self.config, by[0].level
-		if const_expr(config.columnwise or config.is_2d):
+		if const_expr(config.columnwise or config.fmt.is_2d):
 			if what.count < TILE_ROWS:
 				self.team.clear_rows(places.tile, what.count, team, TILE_ROWS)
-		if const_expr(config.is_2d):
+		if const_expr(config.fmt.is_2d):
 			self.squares.reduce(places.tile, places.squares, part)
 			self.team.sync(team)
 		if const_expr(config.columnwise):

@@ -99,7 +99,7 @@ class ColumnConverter:
 			col = box * self.tile.box_cols + mine.word * self.tile.cols_per_word
 			draw = None
 			if const_expr(by.seed is not None and self.config.columnwise):
-				per_word, is_2d = self.tile.cols_per_word, self.config.is_2d
+				per_word, is_2d = self.tile.cols_per_word, self.config.fmt.is_2d
 				place = (first_row, col, self.order(mine))
 				draw = ColumnDraws.of(by.seed, is_2d, cols, what, place, per_word)
 			codes_of, pairs_of = self.convert_columns(lanes_at, mine, first_row, col, by, draw, places)
@@ -129,13 +129,13 @@ class ColumnConverter:
 		for first in range_constexpr(0, self.num_rows // self.codec.block, 2):
 			blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(2)]
 			row_block = first_row // self.codec.block + first
-			if const_expr(self.config.is_2d and self.codec.chooses_scales):
+			if const_expr(self.config.fmt.is_2d and self.codec.chooses_scales):
 				amaxes = self.load_squares(row_block, col, places)
 			else:
 				amaxes = [self.amaxes(words) for words in blocks]
-			if const_expr(self.config.is_2d and not self.codec.chooses_scales):
+			if const_expr(self.config.fmt.is_2d and not self.codec.chooses_scales):
 				self.store_squares(amaxes, mine, row_block, col, places)
-			elif const_expr(self.codec.chooses_scales and not self.config.is_2d):
+			elif const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
 				amaxes = [self.codec.choose_columns(words, a, by.level) for words, a in zip(blocks, amaxes, strict=True)]
 			if const_expr(self.config.columnwise):
 				factors: tuple[list, list] = ([], [])
@@ -248,7 +248,7 @@ class ColumnConverter:
 		else:
 			pair = absmax_pairs(words, self.dtype)
 			amaxes = list(split_absmax(pair, self.dtype, self.arch))
-		if self.config.is_2d:
+		if self.config.fmt.is_2d:
 			a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes)
 			offset = self.sharing
 			while offset < self.sharing * (self.codec.block // self.tile.cols_per_word):

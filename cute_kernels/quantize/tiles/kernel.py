@@ -80,7 +80,8 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.team = Team(config, self.tile)
 		self.maker = maker_of(config)
 		self.filler = TileFiller(config, self.team) if config.makes_tiles else None
-		tiles = ByteTiles if config.is_bytes else NibbleTiles
+		is_bytes = config.fmt.element.bits == 8
+		tiles = ByteTiles if is_bytes else NibbleTiles
 		self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
 		self.num_compute_warps = config.num_teams * config.warps_per_team
 		self.num_threads = (self.num_compute_warps + self.loader.num_loaders) * WARP_SIZE
@@ -91,13 +92,13 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.factors_bytes = _FACTORS_BYTES * self.num_levels if self.has_table else 0
 		#: Columnwise scale tiles of a slot tile, 0 where scales do not go through shared memory.
 		self.scale_tiles = 0
-		if config.columnwise and config.has_scale_tiles:
+		if config.columnwise and config.fmt.has_scale_tiles:
 			self.scale_tiles = scale_tiles(TILE_ROWS, self.codec.block)
 		#: Bytes of a team's rowwise scales, columnwise ones, and amaxes of square blocks.
-		self.scales_bytes = SF_TILE_BYTES if config.rowwise and config.is_bytes else 0
+		self.scales_bytes = SF_TILE_BYTES if config.rowwise and is_bytes else 0
 		self.scales_t_bytes = self.scale_tiles * SF_TILE_BYTES
 		squares = 4 * self.tile.row_blocks * self.tile.col_blocks
-		self.squares_bytes = max(SQUARES_BYTES, squares) if config.is_2d else 0
+		self.squares_bytes = max(SQUARES_BYTES, squares) if config.fmt.is_2d else 0
 
 	@staticmethod
 	def fake_args(config: TileConfig) -> tuple[Any, ...]:
@@ -114,7 +115,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			fake.scales_t() if config.columnwise else None,
 			*fake.results(),
 			fake.level() if config.has_own_columns else None,
-			fake.seed() if config.is_stochastic else None,
+			fake.seed() if config.fmt.is_stochastic else None,
 			*[Int64(0) if config.is_member else None] * 2,
 			Int32(1),
 			env_stream(),
@@ -129,7 +130,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
 		elif const_expr(self.config.compute_amax):
 			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
-		if const_expr(self.config.reports_amax):
+		if const_expr(self.config.fmt.takes_scale):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
 		if const_expr(self.filler is None and not self.config.copies_rows):
@@ -200,10 +201,10 @@ class TileQuantizer(ChunkAmaxKernels):
 				step = cute.arch.grid_dim()[0] * threads
 				self.levels.write(group_amax, scale_inv, scale, thread, step)
 			out, seeds = Copies(codes, scales, codes_t, scales_t), (None, None)
-			if const_expr(config.is_stochastic):
+			if const_expr(config.fmt.is_stochastic):
 				# Both copies of square blocks have the same codes.
-				own = drawn_t if not config.is_2d else drawn
-				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.is_2d, own))
+				own = drawn_t if not config.fmt.is_2d else drawn
+				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.fmt.is_2d, own))
 			self.compute(x, index, groups, cols, row_amax, out, amax, seeds, warp, shared)
 
 	@cute.jit
@@ -248,7 +249,7 @@ class TileQuantizer(ChunkAmaxKernels):
 						self.tabulate(levels, tables, team)
 				elif const_expr(config.uses_group_amax):
 					levels = self.levels_of(what)
-				if const_expr(config.reports_amax):
+				if const_expr(config.fmt.takes_scale):
 					if what.group != seen_of:
 						self.report(amax, seen_of, seen)
 						seen, seen_of = Uint32(0), what.group
@@ -274,7 +275,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
 			phase ^= copy
 			copy ^= 1
-		if const_expr(config.reports_amax):
+		if const_expr(config.fmt.takes_scale):
 			self.report(amax, seen_of, seen)
 
 	@cute.jit

@@ -24,7 +24,7 @@ class NibbleTiles:
 		self.columns = ColumnConverter(config, codec, tile)
 		self.rows = RowConverter(config, codec, tile)
 		self.chooser = None
-		if config.is_2d and codec.chooses_scales:
+		if config.fmt.is_2d and codec.chooses_scales:
 			self.chooser = Chooser(config, codec, tile)
 
 	@cute.jit
@@ -43,7 +43,7 @@ class NibbleTiles:
 	) -> Uint32:
 		"""A warp's part of a tile, encoded by row and by column. ``seen`` is left as it is."""
 		by_row, by_column = by
-		if const_expr(self.config.columnwise or self.config.is_2d):
+		if const_expr(self.config.columnwise or self.config.fmt.is_2d):
 			if what.count < TILE_ROWS:
 				multiple = TILE_ROWS // 2 if self.columns.skips_rows else TILE_ROWS
 				self.team.clear_rows(places.tile, what.count, team, multiple)

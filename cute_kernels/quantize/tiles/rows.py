@@ -86,7 +86,7 @@ class RowConverter:
 			elif col < cols:
 				blocks = self.load_blocks(row_at, u)
 				a = self.amaxes(blocks, places.squares, row, u, own)
-				if const_expr(self.codec.chooses_scales and not self.config.is_2d):
+				if const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
 					a = [self.codec.choose_row(words, x, by.level) for words, x in zip(blocks, a, strict=True)]
 				scale_word, factors = self.scale(a, by)
 				if const_expr(self.codec.has_scales):
@@ -124,7 +124,7 @@ class RowConverter:
 
 	def amaxes(self, blocks: list[list[Uint32]], squares_at: Int32, row: Int32, u: int, own: Int32) -> list[Float32]:
 		block = self.codec.block
-		if self.config.is_2d:
+		if self.config.fmt.is_2d:
 			place = row // block * self.tile.col_blocks + u * SF_TILE_COLS + own // block
 			words = load_shared(squares_at + place * 4, len(blocks))
 			return [bits_as_f32(word) for word in words]
