@@ -17,13 +17,22 @@ _UNIT = Fraction(1, 2**16)
 
 
 class Member(NamedTuple):
-	"""One group: values of codes (R, K), of scales (R, blocks) or None; ``level``: fp32, (R, 1) or None."""
+	"""One group: values of codes (R, K), of scales (R, blocks) or None; ``level``: fp32, (R, 1) or None.
+
+	``bound`` is the largest block scale of NVFP4, otherwise 0.
+	"""
 
 	codes: np.ndarray
 	scales: np.ndarray | None
 	level: np.float32 | np.ndarray | None
 	per_row: bool
 	vec: int
+	bound: int = 0
+
+	@property
+	def factor(self):
+		"""What a level does to a product; None without one."""
+		return self.level * np.float32(1 / (6 * self.bound)) if self.bound else self.level
 
 	def values(self):
 		if self.scales is None:
@@ -63,7 +72,7 @@ def member(text, copy, group, rows, start=None, columnwise=False):
 		# Row and block of a matrix that has the group's slots along one of its dimensions.
 		row, block = (i, slot // vec + j) if columnwise else (slot + i, j)
 		found[i, j] = numbers[_place(fmt, row, block, columnwise)]
-	return Member(values, found, level, not fmt.is_2d or vec < 128, vec)
+	return Member(values, found, level, not fmt.is_2d or vec < 128, vec, fmt.e4m3_max if vec == 16 else 0)
 
 
 def _code_values(codes):
@@ -91,14 +100,13 @@ def _place(fmt, row, block, columnwise):
 
 def dequantized(text, copy, rows, offs=None, columnwise=False):
 	"""fp32 values of a direction as the contract says: (T, K), or (G, M, K) without ``offs``; rows of the tail are 0."""
-	bound, parts = getattr(parse(text), "e4m3_max", None), []
-	ends = [rows] * len(copy[0]) if offs is None else offs.tolist()
+	parts, ends = [], [rows] * len(copy[0]) if offs is None else offs.tolist()
 	start = None if offs is None else 0
 	for group, end in enumerate(ends):
 		of = member(text, copy, group, end - (start or 0), start, columnwise)
 		factors = of.scales.astype(np.float32)
 		if of.level is not None:
-			factors = factors * of.level * np.float32(1 / (6 * bound))
+			factors = factors * of.level * np.float32(1 / (6 * of.bound))
 		part = of.codes.astype(np.float32) * np.repeat(factors, of.vec, 1)[:, : of.codes.shape[1]]
 		parts.append(torch.from_numpy(part.T if columnwise else part))
 		start = None if offs is None else end

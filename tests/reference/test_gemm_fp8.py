@@ -1,6 +1,6 @@
 import itertools
+import math
 
-import numpy as np
 import torch
 
 from cute_kernels.formats import parse
@@ -23,7 +23,6 @@ from tests.helpers import (
 )
 from tests.reference import fp8_oracle
 
-from .oracle import RCP_2688
 from .test_gemm import check_empty_wgrad
 
 #: Formats of A and B (m_grouped), by what they are there to catch.
@@ -122,16 +121,11 @@ class Wgrad:
 
 def acc_and_factor(a, b):
 	"""What the oracle gives before the epilogue, and what the epilogue multiplies by."""
-	if a.scales is not None and a.vec == 16:
-		levels = [torch.from_numpy(np.asarray(x.level * RCP_2688)) for x in (a, b)]
-		return torch.from_numpy(fp8_oracle.dot_sixteen(a, b)), levels[0] * levels[1]
-	dot = fp8_oracle.dot_blocks if a.vec == b.vec == 128 and a.scales is not None else None
-	acc = torch.from_numpy((dot or fp8_oracle.dot_fp64)(a, b))
-	levels = [x.level for x in (a, b) if x.level is not None]
-	factor = None
-	for level in levels:
-		factor = torch.tensor(level) if factor is None else factor * torch.tensor(level)
-	return acc, factor
+	dot = fp8_oracle.dot_sixteen if a.bound else fp8_oracle.dot_fp64
+	if a.vec == b.vec == 128 and a.scales is not None:
+		dot = fp8_oracle.dot_blocks
+	factors = [torch.tensor(x.factor) for x in (a, b) if x.level is not None]
+	return torch.from_numpy(dot(a, b)), math.prod(factors) if factors else None
 
 
 def scaled(acc, factor, alpha=None):

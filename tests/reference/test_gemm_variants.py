@@ -1,6 +1,5 @@
 import itertools
 
-import numpy as np
 import torch
 
 import cute_kernels
@@ -19,7 +18,7 @@ from tests.helpers import (
 )
 from tests.reference import fp8_oracle
 
-from .test_gemm_fp8 import Product, Wgrad
+from .test_gemm_fp8 import Product, Wgrad, acc_and_factor, scaled
 
 SPLITS = (5, 0, 18)
 OFFS = offsets(SPLITS)
@@ -36,10 +35,6 @@ def copy_of(text, *shape, columnwise=False):
 	return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)
 
 
-def factor(amax, bound):
-	return amax * np.float32(1 / (6 * bound))
-
-
 @each(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
 @each("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
@@ -48,8 +43,8 @@ def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
 	case = Product((a_text, b_text), SPLITS, N, K)
 	want = torch.zeros(len(case.x), N)
 	for _, rows, a, b in case.members():
-		level = factor(a.level, a_bound) * factor(b.level, b_bound)
-		want[rows] = torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level)
+		assert (a.bound, b.bound) == (a_bound, b_bound)
+		want[rows] = scaled(*acc_and_factor(a, b))
 	assert_same_bytes(case.run(), want)
 
 
@@ -60,8 +55,7 @@ def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
 	for g, (start, end) in enumerate(spans(SPLITS)):
 		whole = 16 * -(-(end - start) // 16)
 		a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
-		level = factor(a.level, 448) * factor(b.level, 448)
-		assert_same_bytes(got[g], torch.from_numpy(fp8_oracle.dot_sixteen(a, b) * level))
+		assert_same_bytes(got[g], scaled(*acc_and_factor(a, b)))
 		exact = dy[start:end].double().T @ x[start:end].double()
 		assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 

@@ -24,11 +24,26 @@ from tests.reference import fp8_oracle, oracle
 
 from .block_oracle import Rules
 from .block_oracle import quantize as expect
+from .oracle_variants import FourOverSix, Hadamard, SquareFourOverSix, Stochastic, StochasticHadamard
 from .test_gemm import GARBAGE
 
 #: The texts of formats, and what the oracles are told of them: of NVFP4 its flags, of the others
 #: what they are in the words of the specification.
-NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": {"block_2d": True}, "nvfp4:row_scaled": {"row_scaled": True}}
+SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
+NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": SQUARE, "nvfp4:row_scaled": ROWS}
+SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
+_448_MSE = "four_over_six,e4m3_max=448,four_over_six_error=mse"
+VARIANTS = {
+	"nvfp4:hadamard": {"rule": Hadamard()},
+	"nvfp4:stochastic_rounding": {"rule": Stochastic(SEED)},
+	"nvfp4:hadamard,stochastic_rounding": {"rule": StochasticHadamard(SEED)},
+	"nvfp4:block=16x16,stochastic_rounding": {"rule": Stochastic(SEED), **SQUARE},
+	"nvfp4:four_over_six": {"rule": FourOverSix(256, "mae")},
+	f"nvfp4:{_448_MSE}": {"rule": FourOverSix(448, "mse")},
+	"nvfp4:block=16x16,four_over_six": {"rule": SquareFourOverSix(256, "mae"), **SQUARE},
+	f"nvfp4:block=16x16,{_448_MSE}": {"rule": SquareFourOverSix(448, "mse"), **SQUARE},
+	"nvfp4:row_scaled,four_over_six": {"rule": FourOverSix(256, "mae"), **ROWS},
+}
 RULES = {
 	"mxfp8": Rules("mxfp8", "e4m3", 1, 32),
 	"mxfp8:dtype=e5m2": Rules("mxfp8", "e5m2", 1, 32),
@@ -56,19 +71,21 @@ def buffer_names(text, rowwise=True, columnwise=True):
 	return [name for way in asked for name in fmt.buffer_names(way)]
 
 
+def seed_of(text):
+	return torch.tensor(SEED) if "stochastic" in text else None
+
+
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
+	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
 	return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
 
 
 def expected(x, text, offs, fill=0, amax=None):
-	if text in NVFP4:
-		return expected_nvfp4(x, text, offs, fill, amax)
-	return expected_blocks(x, text, offs, fill)
-
-
-def expected_nvfp4(x, text, offs, fill, amax):
-	options = {"given_amax": None if amax is None else amax.numpy(), "fill": fill} | NVFP4[text]
+	if text in RULES:
+		return expected_blocks(x, text, offs, fill)
+	options = (NVFP4 | VARIANTS)[text] | {"fill": fill}
+	if amax is not None:
+		options |= zip(("given_amax", "given_amax_t"), np.atleast_2d(amax.numpy()), strict=False)
 	rows = None if offs is None else offs.tolist()
 	found = oracle.buffers(x.float().numpy(), rows, **options)
 	return {name: torch.from_numpy(array) for name, array in found.items()}
@@ -101,14 +118,16 @@ def expected_blocks(x, text, offs, fill):
 
 
 def check(x, text, offs=None, amax=None):
+	"""Both copies, each alone and the out form; ``amax`` (2, G) has one for each copy."""
 	whole, before = expected(x, text, offs, amax=amax), x.clone()
 	want = {name: whole[name] for name in buffer_names(text)}
 	got = quantize(x, text, offs, amax=amax)
 	assert_same_buffers(got, want)
 	for rowwise in (False, True):
-		if rowwise and amax is not None and text == "nvfp4:row_scaled":
+		if rowwise and amax is not None and "row_scaled" in text:
 			continue  # refused: the amax of a group would not be used
-		alone = quantize(x, text, offs, rowwise, not rowwise, amax)
+		of_one = amax if amax is None or amax.dim() == 1 else amax[int(not rowwise)]
+		alone = quantize(x, text, offs, rowwise, not rowwise, of_one)
 		assert_same_buffers(alone, {name: want[name] for name in alone})
 	check_out_form(x, text, offs, got, amax)
 	assert_same_bytes(x, before, "input")
@@ -117,22 +136,22 @@ def check(x, text, offs=None, amax=None):
 def check_out_form(x, text, offs, like, amax=None):
 	"""Buffers of sentinels: only what the layout says is written, pitch padding is not."""
 	outputs = {name: poisoned(t) for name, t in like.items()}
-	ops.grouped_quantize_out(x, text, offs, amax, True, True, out=list(outputs.values()))
+	ops.grouped_quantize_out(x, text, offs, amax, True, True, None, seed_of(text), out=list(outputs.values()))
 	want = expected(x, text, offs, SENTINEL, amax)
 	assert_same_buffers(outputs, {name: want[name] for name in outputs})
 	for name in ("codes", "codes_t"):
 		codes = outputs[name]
-		assert codes.stride(-2) % 16 == 0
+		assert codes.stride(-2) % 16 == 0 or not codes.numel()
 		storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
 		written = torch.zeros(len(storage), dtype=torch.bool)
 		written.as_strided(codes.shape, codes.stride())[:] = True
 		assert (storage[~written] == SENTINEL).all(), "pitch padding"
 
 
-@every_format
+@each("text", [*TEXTS, *VARIANTS])
 @each("splits", SPLITS)
 def test_ragged_splits(splits, text):
-	check(sample(sum(splits), 48 if text in NVFP4 else 96), text, offsets(splits))
+	check(sample(sum(splits), 96 if text in RULES else 48), text, offsets(splits))
 
 
 @every_format

@@ -1,5 +1,3 @@
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,6 @@ from tests.helpers import (
 	E4M3,
 	F16,
 	F32,
-	SPLITS,
 	U8,
 	assert_same_bytes,
 	dequantize_arguments,
@@ -24,136 +21,62 @@ from tests.helpers import (
 	ends,
 	offsets,
 	ops,
-	poisoned,
 	sample,
 	weird_values,
 )
-from tests.reference import fp8_oracle, oracle
+from tests.reference import fp8_oracle
 
-from .oracle_variants import (
-	SIGNS,
-	FourOverSix,
-	Hadamard,
-	SquareFourOverSix,
-	Stochastic,
-	StochasticHadamard,
-	block_bytes,
-	undo_hadamard,
-)
+from .oracle_variants import SIGNS, block_bytes, undo_hadamard
+from .test_quantize import SEED, VARIANTS, check, seed_of
 
-SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
+every_variant = each("text", [*VARIANTS])
 
 
-class Variant(NamedTuple):
-	text: str
-	rule: oracle.Rule
-	flags: dict[str, bool] = {}
-
-	@property
-	def seed(self):
-		return torch.tensor(SEED) if "stochastic" in self.text else None
-
-	@property
-	def is_transformed(self):
-		return "hadamard" in self.text
+def is_transformed(text):
+	return "hadamard" in text
 
 
-SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
-VARIANTS = {
-	"hadamard": Variant("nvfp4:hadamard", Hadamard()),
-	"stochastic": Variant("nvfp4:stochastic_rounding", Stochastic(SEED)),
-	"both": Variant("nvfp4:hadamard,stochastic_rounding", StochasticHadamard(SEED)),
-	"stochastic squares": Variant("nvfp4:block=16x16,stochastic_rounding", Stochastic(SEED), SQUARE),
-	"4over6": Variant("nvfp4:four_over_six", FourOverSix(256, "mae")),
-	"4over6 448 mse": Variant("nvfp4:four_over_six,e4m3_max=448,four_over_six_error=mse", FourOverSix(448, "mse")),
-	"4over6 squares": Variant("nvfp4:block=16x16,four_over_six", SquareFourOverSix(256, "mae"), SQUARE),
-	"4over6 448 mse squares": Variant(
-		"nvfp4:block=16x16,four_over_six,e4m3_max=448,four_over_six_error=mse", SquareFourOverSix(448, "mse"), SQUARE
-	),
-	"4over6 rows": Variant("nvfp4:row_scaled,four_over_six", FourOverSix(256, "mae"), ROWS),
-}
-EACH = each("variant", VARIANTS)
-
-
-def expected(x, offs, variant, amax=None):
-	given = zip(("given_amax", "given_amax_t"), (a.numpy() for a in amax or ()), strict=False)
-	options = {"rule": variant.rule} | variant.flags | dict(given)
-	rows = None if offs is None else offs.tolist()
-	found = oracle.buffers(x.float().numpy(), rows, **options)
-	return {name: torch.from_numpy(array) for name, array in found.items()}
-
-
-def check(x, offs, variant, amax=None):
-	fmt = parse(variant.text)
-	want = expected(x, offs, variant, amax)
-	for rowwise, columnwise in ((True, True), (True, False), (False, True)):
-		given = None
-		if amax is not None:
-			if variant.flags == ROWS and not columnwise:
-				continue  # refused: the amax of a group would not be used
-			of_direction = amax[1 if columnwise and variant.is_transformed else 0]
-			has_two = variant.is_transformed and rowwise and columnwise
-			given = torch.stack(amax) if has_two else of_direction
-		names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
-		call = (x, variant.text, offs, given, rowwise, columnwise, None, variant.seed)
-		got = ops.grouped_quantize(*call)
-		for name, g in zip(names, got, strict=True):
-			assert_same_bytes(g, want[name], f"{name} of {rowwise=} {columnwise=}")
-		out = [poisoned(t) for t in got]
-		ops.grouped_quantize_out(*call, out=out)
-		live = x.shape[0] if offs is None else offs[-1]
-		for name, g in zip(names, out, strict=True):
-			if name == "codes" or name == "amax" and variant.flags == ROWS:
-				assert_same_bytes(g[:live], want[name][:live], f"{name} of the out form")
-
-
-@EACH
-@each("splits", SPLITS)
-def test_ragged_splits(splits, variant):
-	check(sample(sum(splits), 16), offsets(splits), variant)
-
-
-@EACH
+@every_variant
 @each("cols", [16, 80, 144])
-def test_widths_and_a_tail(cols, variant):
+def test_widths_and_a_tail(cols, text):
 	x = sample(26, cols)
 	x[21:] = torch.nan
-	check(x, ends(5, 5, 21), variant)
+	check(x, text, ends(5, 5, 21))
 
 
-@EACH
+@every_variant
 @each("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
-def test_uniform(shape, variant):
-	check(sample(*shape), None, variant)
+def test_uniform(shape, text):
+	check(sample(*shape), text)
 
 
-@EACH
-def test_extreme_values(variant):
-	check(weird_values(45, 48, BF16), offsets((22, 3, 20)), variant)
+@every_variant
+def test_extreme_values(text):
+	check(weird_values(45, 48, BF16), text, offsets((22, 3, 20)))
 
 
-@EACH
+@every_variant
 @each("dtype", [F16, F32])
-def test_other_dtypes(dtype, variant):
-	if not variant.is_transformed:
-		check(weird_values(40, 32, dtype), offsets((17, 3, 20)), variant)
+def test_other_dtypes(dtype, text):
+	if not is_transformed(text):
+		check(weird_values(40, 32, dtype), text, offsets((17, 3, 20)))
 		return
 	x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
 	for rowwise in (True, False):
 		with pytest.raises(TypeError, match=f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
-			ops.grouped_quantize(x, variant.text, offs, None, rowwise, True, None, variant.seed)
-	plain = variant.text.replace("hadamard,", "").replace(":hadamard", "")
-	want = ops.grouped_quantize(x, plain, offs, None, True, False, None, variant.seed)
-	got = ops.grouped_quantize(x, variant.text, offs, None, True, False, None, variant.seed)
+			ops.grouped_quantize(x, text, offs, None, rowwise, True, None, seed_of(text))
+	plain = text.replace("hadamard,", "").replace(":hadamard", "")
+	want = ops.grouped_quantize(x, plain, offs, None, True, False, None, seed_of(text))
+	got = ops.grouped_quantize(x, text, offs, None, True, False, None, seed_of(text))
 	for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
 		assert_same_bytes(g, w, name)
 
 
-@EACH
-def test_given_amaxes(variant):
+@every_variant
+def test_given_amaxes(text):
 	x, offs = sample(40, 32), offsets((17, 0, 3, 20))
-	rowwise = torch.tensor([3.0, 1.0, 1e-3, torch.inf])
-	check(x, offs, variant, (rowwise, torch.tensor([0.0, 2.0, 1e30, 17.0])) if variant.is_transformed else (rowwise,))
+	amax = torch.tensor([[3.0, 1.0, 1e-3, torch.inf], [0.0, 2.0, 1e30, 17.0]])
+	check(x, text, offs, amax if is_transformed(text) else amax[0])
 
 
 def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
@@ -176,21 +99,21 @@ def test_the_order_of_a_transform_is_the_stated_one():
 		x = torch.zeros(16, 16)
 		x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
 		assert (transform(x)[0] == 0.25).all()
-		check(x.bfloat16(), offsets((16,)), VARIANTS["hadamard"])
+		check(x.bfloat16(), "nvfp4:hadamard", offsets((16,)))
 
 
-@EACH
+@every_variant
 @each("columnwise", [False, True])
 @each("uniform", [False, True])
-def test_dequantize(variant, columnwise, uniform):
+def test_dequantize(text, columnwise, uniform):
 	"""Codes, scales and amax decoded by hand, and the transform undone."""
 	x = sample(2, 35, 32) if uniform else sample(75, 32)
 	offs = None if uniform else offsets((35, 0, 40))
-	copy = ops.grouped_quantize(x, variant.text, offs, None, not columnwise, columnwise, None, variant.seed)
-	want = fp8_oracle.dequantized(variant.text, copy, x.shape[-2], offs, columnwise)
-	arguments = dequantize_arguments(copy, variant.text, x.shape[-2], F32, offs, columnwise)
+	copy = ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise, None, seed_of(text))
+	want = fp8_oracle.dequantized(text, copy, x.shape[-2], offs, columnwise)
+	arguments = dequantize_arguments(copy, text, x.shape[-2], F32, offs, columnwise)
 	got = ops.grouped_dequantize(*arguments)
-	if variant.is_transformed and columnwise:
+	if is_transformed(text) and columnwise:
 		# Values of missing rows of the last chunks are not in ``want``: whole chunks only.
 		for group, mine in zip(*((want, got) if uniform else (t.split((35, 0, 40)) for t in (want, got))), strict=True):
 			whole = len(group) // 16 * 16
@@ -229,14 +152,14 @@ def drawn(rows, cols, row_blocks, column_blocks):
 	return by_row, by_column.mT.reshape(slots, cols)
 
 
-@each("name", ["stochastic", "both", "stochastic squares"])
-def test_draws_of_groups_with_shapes_of_their_own(name):
+@each("text", [text for text in VARIANTS if "stochastic" in text])
+def test_draws_of_groups_with_shapes_of_their_own(text):
 	"""Each member is a uniform tensor of one group whose blocks come after those before it."""
-	variant, shapes = VARIANTS[name], [(5, 32), (0, 16), (130, 16), (16, 48)]
-	fmt, flat = parse(variant.text), [size for shape in shapes for size in shape]
+	shapes = [(5, 32), (0, 16), (130, 16), (16, 48)]
+	fmt, flat = parse(text), [size for shape in shapes for size in shape]
 	members = [sample(1, *shape) for shape in shapes]
 	names = fmt.buffer_names(False) + fmt.buffer_names(True)
-	call = (variant.text, None, None, True, True, None, variant.seed)
+	call = (text, None, None, True, True, None, seed_of(text))
 	got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
 	found, parts = dict(zip(names, got, strict=True)), member_parts(fmt, shapes, columnwise=True)
 	before = [0, 0]

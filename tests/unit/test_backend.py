@@ -7,7 +7,6 @@ import torch
 import cute_kernels
 from cute_kernels import UnsupportedError, active_backend, backend, capability
 from cute_kernels.ops import registry
-from cute_kernels.ops.reductions import GroupedDbias
 from cute_kernels.runtime import architecture
 from cute_kernels.runtime import backend as backend_module
 from cute_kernels.runtime.backend import BACKENDS, Backend
@@ -136,21 +135,10 @@ def test_backend_and_device_must_fit():
 		active_backend(CUDA)
 
 
-@pytest.fixture
-def no_dbias_kernel(monkeypatch):
+def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
 	without = capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
 	monkeypatch.setattr(capability, "_RUNS", without)
 	monkeypatch.setattr(registry, "_plans", PlanCache())
-
-
-def test_a_gpu_without_a_kernel_is_an_error(monkeypatch, no_dbias_kernel):
-	monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_100a"))
-	op = GroupedDbias(torch.ones(4, 32), ends(4))
-	with pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
-		op.plan(active_backend(CUDA))
-
-
-def test_an_emulated_backend_without_a_kernel_is_an_error(no_dbias_kernel):
 	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
 		cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))
 
