@@ -80,7 +80,6 @@ def test_shifts_clamp(bits):
 
 
 def test_integer_conversions():
-	_check("cvt.s32.s8 %out, %a0;", 32, lambda a: _signed(a & 0xFF, 8), 1)
 	_check("cvt.s64.s32 %out, %a0;", 32, lambda a: _signed(a, 32), 1, 64)
 	_check("cvt.sat.s16.s32 %out, %a0;", 32, lambda a: min(max(_signed(a, 32), -32768), 32767), 1, 16)
 	# A narrow result is truncated, then extended to its register.

@@ -58,8 +58,8 @@ class Rules:
 	element: str
 	rows: int
 	vec: int
-	pow2: bool = True
-	epsilon: float = 0.0
+	pow2: bool
+	epsilon: float
 
 	@property
 	def is_mx(self):
@@ -85,6 +85,14 @@ class Rules:
 	def blocks(self, x, height, width, dtype):
 		scales, enc = self.scales(block_amaxes(x, height, width), dtype)
 		return round_fp8(x * repeated(enc, height, width, x.shape), self.element), scales
+
+
+def rules_of(text):
+	kind, _, options = text.partition(":")
+	given = dict(option.split("=") for option in options.split(",") if option)
+	vec = 32 if kind == "mxfp8" else 128
+	rows, element = vec if "block" in given else 1, given.get("dtype", "e4m3")
+	return Rules(kind, element, rows, vec, given.get("pow2_scales") != "false", float(given.get("amax_epsilon", 0)))
 
 
 def quantize(x, groups, num_tiles, rules, dtype, fill=0):

@@ -98,17 +98,24 @@ def _place(fmt, row, block, columnwise):
 	return block, row
 
 
-def dequantized(text, copy, rows, offs=None, columnwise=False):
-	"""fp32 values of a direction as the contract says: (T, K), or (G, M, K) without ``offs``; rows of the tail are 0."""
+def dequantized(text, copy, rows, offs=None, columnwise=False, undo=None):
+	"""fp32 values of a direction as the contract says: (T, K), or (G, M, K) without ``offs``; rows of the tail are 0.
+
+	``undo`` is of 16 rows, those behind a group's last one among them, over which its rows are spread.
+	"""
 	parts, ends = [], [rows] * len(copy[0]) if offs is None else offs.tolist()
 	start = None if offs is None else 0
 	for group, end in enumerate(ends):
-		of = member(text, copy, group, end - (start or 0), start, columnwise)
+		count = end - (start or 0)
+		of = member(text, copy, group, -(-count // 16) * 16 if undo else count, start, columnwise)
 		factors = of.scales.astype(np.float32)
 		if of.level is not None:
 			factors = factors * of.level * np.float32(1 / (6 * of.bound))
 		part = of.codes.astype(np.float32) * np.repeat(factors, of.vec, 1)[:, : of.codes.shape[1]]
-		parts.append(torch.from_numpy(part.T if columnwise else part))
+		part = part.T if columnwise else part
+		for first in range(0, len(part), 16) if undo else ():
+			part[first : first + 16] = undo(part[first : first + 16].copy())
+		parts.append(torch.from_numpy(part[:count]))
 		start = None if offs is None else end
 	if offs is None:
 		return torch.stack(parts)

@@ -1,12 +1,12 @@
+import functools
 from fractions import Fraction
 
-import numpy as np
 import torch
 
 from cute_kernels.formats import E4M3, E5M2, E8M0, MXFP8, FP8Block
 from cute_kernels.reference import conversions
 from cute_kernels.reference.codecs import codec_of
-from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, beside, each, every_16_bits
+from tests.helpers import BF16, DTYPES, F32, U8, assert_all_same, assert_same_bytes, beside, each, every_16_bits
 from tests.reference import block_oracle
 
 both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
@@ -40,37 +40,16 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
 
 
 @both_elements
-@each("dtype", [BF16, F16])
-def test_the_scale_of_every_amax_of_mxfp8(dtype, element):
-	"""The smallest power of two by which the amax becomes an FP8 number without saturating."""
-	amax = finite(dtype)
-	codec = codec_of(MXFP8(element.dtype), dtype)
-	stored, enc = codec.factors(amax, amax)
-	powers = torch.exp2(torch.arange(255).double() - 127)
-	want = torch.searchsorted(powers * element.max, amax.double()).clamp_max(254)
-	assert_same_bytes(stored, want.to(U8))
-	assert torch.equal(enc.double(), 1 / powers[want])
-	assert torch.equal(codec.scale_values(stored).double(), powers[want])
-
-
-@both_elements
-@each("pow2", [False, True])
+@each("make", [MXFP8, FP8Block, functools.partial(FP8Block, pow2_scales=False)], ["mxfp8", "fp8_block", "fp32 scales"])
 @each("dtype", DTYPES)
-def test_the_scale_of_every_amax_of_fp8_block(dtype, pow2, element):
-	amax = finite(BF16 if dtype == F32 else dtype)
-	amax = torch.cat([amax, torch.tensor([torch.inf])])
-	stored, scale = codec_of(FP8Block(dtype=element.dtype, pow2_scales=pow2), dtype).factors(amax, amax)
-	largest = torch.finfo(dtype).max
-	for a, got, inverse in zip(amax[::7].tolist(), scale[::7], stored[::7], strict=True):
-		quotient = np.float32(element.max) / np.float32(a) if a else np.float32(1)
-		if not 0 < a < torch.inf:
-			want = np.float32(1)
-		elif np.isinf(quotient):
-			want = np.float32(largest)
-		else:
-			want = quotient
-		if pow2:
-			want = np.ldexp(np.float32(0.5), np.frexp(want)[1])
-		assert got.item() == want
-		assert inverse.item() == np.float32(1) / want
-		assert not pow2 or Fraction(got.item()) * Fraction(inverse.item()) == 1
+def test_the_scale_of_every_amax(dtype, make, element):
+	"""MXFP8's is the smallest power of two by which the amax becomes an FP8 number without saturating."""
+	fmt = make(dtype=element.dtype)
+	amax = torch.cat([finite(BF16 if dtype == F32 else dtype), torch.tensor([torch.inf])])
+	found = codec_of(fmt, dtype).factors(amax, amax)
+	rules = block_oracle.rules_of(fmt.text)
+	assert_all_same(found, map(torch.from_numpy, rules.scales(amax.numpy(), str(dtype).removeprefix("torch."))))
+	if rules.is_mx:
+		powers = torch.from_numpy(block_oracle.POWERS)
+		smallest = torch.searchsorted(powers * element.max, amax.double()).clamp_max(254)
+		assert_same_bytes(found[0], smallest.to(U8))

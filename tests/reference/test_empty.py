@@ -2,17 +2,14 @@ import torch
 
 from tests.helpers import F32, dequantize_arguments, each, ends, k_grouped_arguments, m_grouped_arguments, ops
 
+from .test_quantize import every_format
+
 NO_ROWS = ends(0, 0, 0)
-TEXTS = (
-	*("nvfp4", "nvfp4:block=16x16", "nvfp4:row_scaled", "mxfp8", "mxfp8:block=32x32"),
-	*("fp8_block", "fp8_block:block=128x128"),
-)
-every_text = each("text", TEXTS)
 
 
 @each("columnwise", [False, True])
 @each("uniform", [False, True])
-@every_text
+@every_format
 def test_dequantize_no_rows(text, columnwise, uniform):
 	x = torch.ones(*((3, 0) if uniform else (0,)), 64)
 	offs = None if uniform else NO_ROWS
@@ -32,10 +29,6 @@ def test_dbias_of_nothing_is_zero():
 	assert ops.grouped_dbias(torch.ones(0, 5), NO_ROWS).equal(torch.zeros(3, 5))
 	assert ops.grouped_dbias(torch.ones(7, 5), NO_ROWS).equal(torch.zeros(3, 5))
 	assert ops.grouped_dbias(torch.ones(7, 0), NO_ROWS).shape == (3, 0)
-
-
-def test_offsets_of_no_groups():
-	assert ops.compute_offsets(torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
 def test_gemm_of_no_columns():

@@ -7,12 +7,12 @@ from tests.helpers import (
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
-	end_rows,
 	ends,
 	offsets,
 	ops,
 	poisoned,
 	sample,
+	spans,
 )
 
 
@@ -73,11 +73,9 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
 	bias, alpha = torch.randn(4, 24), torch.tensor([1.5, 2.0, -0.7, 0.1])
 	got = ops.m_grouped_gemm(x, b, offs, bias, alpha, transpose_b, out_dtype)
 	want = torch.zeros(58, 24)
-	start = 0
-	for g, end in enumerate(end_rows(splits)):
+	for g, (start, end) in enumerate(spans(splits)):
 		acc = (x[start:end].double() @ w[g].double().T).float()
 		want[start:end] = acc * alpha[g] + bias[g]
-		start = end
 	assert_same_bytes(got, want.to(out_dtype))
 	total = torch.full((58, 24), 3.0, dtype=out_dtype)
 	operands = (x, b, offs, bias, alpha, transpose_b, out_dtype)
@@ -93,11 +91,9 @@ def test_plain_wgrad_is_the_fp64_product_rounded(dtype, out_dtype):
 	a, b = torch.randn(55, 8).to(dtype), torch.randn(55, 12).to(dtype)
 	alpha = torch.tensor([1.5, 2.0, -0.7])
 	got = ops.k_grouped_gemm(a, b, offsets(splits), alpha, out_dtype)
-	start = 0
-	for g, end in enumerate(end_rows(splits)):
+	for g, (start, end) in enumerate(spans(splits)):
 		want = (a[start:end].double().T @ b[start:end].double()).float() * alpha[g]
 		assert_same_bytes(got[g], want.to(out_dtype))
-		start = end
 
 
 def test_nan_and_inf_of_plain_operands_stay_in_their_group():

@@ -22,8 +22,8 @@ from tests.helpers import (
 )
 from tests.reference import fp8_oracle, oracle
 
-from .block_oracle import Rules
 from .block_oracle import quantize as expect
+from .block_oracle import rules_of
 from .oracle_variants import FourOverSix, Hadamard, SquareFourOverSix, Stochastic, StochasticHadamard
 from .test_gemm import GARBAGE
 
@@ -44,21 +44,13 @@ VARIANTS = {
 	f"nvfp4:block=16x16,{_448_MSE}": {"rule": SquareFourOverSix(448, "mse"), **SQUARE},
 	"nvfp4:row_scaled,four_over_six": {"rule": FourOverSix(256, "mae"), **ROWS},
 }
-RULES = {
-	"mxfp8": Rules("mxfp8", "e4m3", 1, 32),
-	"mxfp8:dtype=e5m2": Rules("mxfp8", "e5m2", 1, 32),
-	"mxfp8:block=32x32": Rules("mxfp8", "e4m3", 32, 32),
-	"mxfp8:dtype=e5m2,block=32x32": Rules("mxfp8", "e5m2", 32, 32),
-	"fp8_block": Rules("fp8_block", "e4m3", 1, 128),
-	"fp8_block:dtype=e5m2,pow2_scales=false": Rules("fp8_block", "e5m2", 1, 128, pow2=False),
-	"fp8_block:amax_epsilon=0.25": Rules("fp8_block", "e4m3", 1, 128, epsilon=0.25),
-	"fp8_block:block=128x128": Rules("fp8_block", "e4m3", 128, 128),
-	"fp8_block:block=128x128,dtype=e5m2": Rules("fp8_block", "e5m2", 128, 128),
-	"fp8_block:block=128x128,pow2_scales=false": Rules("fp8_block", "e4m3", 128, 128, pow2=False),
-	"fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25": Rules(
-		"fp8_block", "e4m3", 128, 128, pow2=False, epsilon=0.25
-	),
-}
+_BLOCKS = (
+	*("mxfp8", "mxfp8:dtype=e5m2", "mxfp8:block=32x32", "mxfp8:dtype=e5m2,block=32x32", "fp8_block"),
+	*("fp8_block:dtype=e5m2,pow2_scales=false", "fp8_block:amax_epsilon=0.25", "fp8_block:block=128x128"),
+	*("fp8_block:block=128x128,dtype=e5m2", "fp8_block:block=128x128,pow2_scales=false"),
+	"fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25",
+)
+RULES = {text: rules_of(text) for text in _BLOCKS}
 TEXTS = [*NVFP4, *RULES]
 every_format = each("text", TEXTS)
 every_nvfp4 = each("text", [*NVFP4])
@@ -92,26 +84,16 @@ def expected(x, text, offs, fill=0, amax=None):
 
 
 def expected_blocks(x, text, offs, fill):
-	def ragged(x, rows):
-		groups, tiles = oracle.ragged_groups(rows, len(x))
+	def made(x, groups, tiles):
 		dtype = str(x.dtype).removeprefix("torch.")
 		return expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
 
 	if offs is not None:
-		found = {name: torch.from_numpy(t) for name, t in ragged(x, offs.tolist()).items()}
+		found = made(x, *oracle.ragged_groups(offs.tolist(), len(x)))
 	else:
-		# Each group of a uniform tensor has the buffers of a tensor of its own, save for a tile
-		# that ragged groups need when their rows fill their tiles.
-		each = [ragged(group, [len(group)]) for group in x]
-		tiles = oracle.ceil_div(x.shape[1], 128)
-		found = {name: torch.from_numpy(np.stack([e[name] for e in each])) for name in each[0]}
-		slots, is_mx = 128 * tiles, RULES[text].is_mx
-		found["codes_t"] = found["codes_t"][:, :slots] if is_mx else found["codes_t"][..., :slots]
-		found["scales_t"] = found["scales_t"][:, :, :tiles] if is_mx else found["scales_t"][:, :tiles]
-		if is_mx or RULES[text].rows > 1:
-			found["scales"] = found["scales"][:, :tiles]
-		else:
-			found["scales"] = found["scales"][..., :slots]
+		each = [made(member, *oracle.uniform_groups(1, len(member))) for member in x]
+		found = {name: np.stack([e[name] for e in each]) for name in each[0]}
+	found = {name: torch.from_numpy(t) for name, t in found.items()}
 	element = parse(text).element.dtype
 	codes = {name: found[name].view(element) for name in ("codes", "codes_t")}
 	return found | codes

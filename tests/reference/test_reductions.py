@@ -14,6 +14,7 @@ from tests.helpers import (
 	ops,
 	poisoned,
 	sample,
+	spans,
 	weird_values,
 )
 from tests.reference import oracle
@@ -77,14 +78,13 @@ def tree_sum(rows):
 def test_dbias_order(splits, dtype):
 	dy = sample(sum(splits) + 3, 7, dtype=dtype)
 	dy[sum(splits) :] = torch.nan  # the tail
-	want, start = np.zeros((len(splits), 7), np.float32), 0
+	want = np.zeros((len(splits), 7), np.float32)
 	values = dy.float().numpy()
-	for g, end in enumerate(end_rows(splits)):
+	for g, (start, end) in enumerate(spans(splits)):
 		for first in range(start, end, 128):
 			tile = np.zeros((128, 7), np.float32)
 			tile[: min(128, end - first)] = values[first : min(end, first + 128)]
 			want[g] = want[g] + tree_sum(tile)
-		start = end
 	got = ops.grouped_dbias(dy, offsets(splits))
 	assert_same_bytes(got, torch.from_numpy(want))
 	out = poisoned(got)
