@@ -134,7 +134,6 @@ def grouped_gemm(
 
 
 def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulate: bool) -> Tensor:
-	"""Call a GEMM op in its functional form, or in its out form if there is an ``out``."""
 	if out is None:
 		result: Tensor = getattr(ops, name)(*operands)
 		return result

@@ -133,7 +133,6 @@ def _require_built(role: str, fmt: Format) -> None:
 
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
-	"""Refuse formats that are not multiplied with each other."""
 	_check_product("fprop multiplies input by weight", x, weight, weights=True)
 	dgrad = "dgrad multiplies grad_output by weight"
 	_check_product(dgrad, grad_output, weight, None, weight, weights=True)

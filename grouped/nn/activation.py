@@ -38,7 +38,7 @@ class _Activate(torch.autograd.Function):
 	"""The same without PyTorch's dispatcher, in the form that ``torch.func`` takes."""
 
 	@staticmethod
-	def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:  # type: ignore[override]
+	def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:
 		return ops.moe_activate(x, activation, offs, interleaved)  # type: ignore[no-any-return]
 
 	@staticmethod
@@ -47,8 +47,8 @@ class _Activate(torch.autograd.Function):
 		ctx.save_for_backward(x, offs)
 
 	@staticmethod
-	@once_differentiable  # type: ignore[untyped-decorator]
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	@once_differentiable
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		x, offs = ctx.saved_tensors
 		given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
 		return ops.moe_activate_gradient(*given)[0], None, None, None

@@ -181,7 +181,6 @@ class GroupedLinear(debug.Watched):
 
 	@eager_only(debug.EAGER_ONLY)
 	def _inspected(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
-		"""``forward`` inside ``grouped.debug.inspect``."""
 		debug.check_eager()
 		return self._call(x, offs, is_first_microbatch)
 

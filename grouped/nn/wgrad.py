@@ -138,7 +138,6 @@ class ParameterGradients:
 		return [_mark_as_added(p) if p.requires_grad else None for p in parameters]
 
 	def _write(self, call: LinearCall, wgrad: WgradOperands) -> None:
-		"""Add the weight's gradient to ``main_grad``, or put it there."""
 		main_grads, fresh = self._main_grads(), self._fresh()
 		together = _together(main_grads)
 		if together is not None and len(set(fresh)) == 1:
@@ -184,20 +183,20 @@ class StoredGradients:
 		with torch.enable_grad():
 			end: Tensor = _Accumulate.apply(self, *parameters)  # type: ignore[no-untyped-call]
 		if end.requires_grad:
-			end.backward(torch.empty_like(end))  # type: ignore[no-untyped-call]
+			end.backward(torch.empty_like(end))
 
 
 class _Accumulate(torch.autograd.Function):
 	"""A result without elements, whose backward pass gives parameters their stored gradients."""
 
 	@staticmethod
-	def forward(ctx: Any, stored: StoredGradients, *parameters: Tensor) -> Tensor:  # type: ignore[override]
+	def forward(ctx: Any, stored: StoredGradients, *parameters: Tensor) -> Tensor:
 		ctx.stored = stored
 		return torch.empty(0, device=parameters[0].device)
 
 	@staticmethod
-	@once_differentiable  # type: ignore[untyped-decorator]
-	def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	@once_differentiable
+	def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 		stored: StoredGradients = ctx.stored
 		biases: list[Tensor | None] = [None] * len(stored.sink.biases)
 		if stored.dbias is not None:

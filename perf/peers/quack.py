@@ -67,7 +67,7 @@ class _Experts(torch.autograd.Function):
 	"""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any,
 		x: Tensor,
 		up: Tensor,
@@ -86,7 +86,7 @@ class _Experts(torch.autograd.Function):
 		return h
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		x, up, down, starts, index, order, before = ctx.saved_tensors
 		gemm, groups, depth = _interface(), {"cu_seqlens_m": starts}, {"cu_seqlens_k": starts}
 		d_before, again = gemm.gemm_dgated(dy, down, before, activation="swiglu", **groups)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import grouped
 from grouped import recipes
-from tests.helpers import E5M2, assert_same_buffers, e2m1_values, sample
+from tests.helpers import BF16, E5M2, F32, assert_same_buffers, e2m1_values, sample
 
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
@@ -40,7 +40,7 @@ EVERY_FORMAT = {
 
 def weight(groups=3, rows=48, cols=64):
 	"""(G, N, K) bf16."""
-	return torch.randn(groups, rows, cols, dtype=torch.bfloat16)
+	return torch.randn(groups, rows, cols, dtype=BF16)
 
 
 def ragged(fmt=FORMATS["row-scaled"], **options):
@@ -83,7 +83,7 @@ def assert_same_tensor(got, want):
 def decode_member(codes, scales, amax, cols):
 	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
 	second = amax.reshape(-1, 1) if amax.dim() else amax
-	factor = scales.float() * second * torch.tensor(1 / 2688, dtype=torch.float32)
+	factor = scales.float() * second * torch.tensor(1 / 2688, dtype=F32)
 	return e2m1_values(codes)[:, :cols].float() * factor.repeat_interleave(16, dim=1)[:, :cols]
 
 

@@ -5,11 +5,11 @@ import torch
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, each
+from tests.helpers import BF16, I32, each
 
 from .cases import EVERY_FORMAT
 
-OFFS = torch.tensor([4, 4, 9], dtype=torch.int32)
+OFFS = torch.tensor([4, 4, 9], dtype=I32)
 X = torch.zeros(9, 64, dtype=BF16)
 W = torch.zeros(3, 32, 64, dtype=BF16)
 DELAYED = grouped.FP8(scaling="delayed")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import BF16, E4M3, F32, U8, e2m1_values, each
+from tests.helpers import BF16, E4M3, E5M2, F32, U8, e2m1_values, each
 
 pytest.importorskip("safetensors")
 
@@ -214,7 +214,7 @@ def test_one_expert_in_one_tensor_and_tied_weights(tmp_path):
 U, R = "experts.1.up_proj.weight", "router.weight"
 #: What was loaded in silence.
 WRONG = {
-	"dtype": (lambda t: {U: t[U].float().to(torch.float8_e5m2)}, r"1.up_proj.weight is F8_E5M2 of"),
+	"dtype": (lambda t: {U: t[U].float().to(E5M2)}, r"1.up_proj.weight is F8_E5M2 of"),
 	"heights": (lambda t: {U: t[U][:96].clone()}, r"\(96, 64\), but experts.0.gate_proj.weight is F8_E4M3 of"),
 	"integers": (lambda t: {R: t[R].to(torch.int8)}, "is torch.int8 without the scales"),
 	"codes": (lambda t: {R: t[R].to(E4M3)}, "router.weight is torch.float8_e4m3fn without the scales"),
@@ -357,25 +357,20 @@ def test_convert_of_odd_files(tmp_path):
 			converted(tensors, str(i))
 
 
-def their_files(weights, quantize):
-	"""A checkpoint of experts as another package makes it: ``quantize`` gives tensors by suffix."""
-	tensors = {}
-	for name, weight in weights.items():
-		for g, rows in enumerate(weight):
-			parts = (
-				dict(zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True)) if name == "gate_up" else {"down_proj": rows}
-			)
-			amax = rows.abs().amax().float()
-			for part, t in parts.items():
-				tensors |= {f"{g}.{part}.{s}": v.contiguous() for s, v in quantize(t, amax).items()}
-	return tensors
-
-
 def compare(quantize, dequantize, layout, tmp_path):
-	"""Their bytes load to what they decode to; ours decode in their package to what we hold."""
+	"""Bytes that another package makes load to what they decode to; ours decode there to what we hold.
+
+	``quantize`` gives its tensors by suffix.
+	"""
 	mlp = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
-	weights = {name: getattr(mlp, name).weight.detach().clone() for name in ("gate_up", "down")}
-	write(their_files(weights, quantize), tmp_path)
+	tensors = {}
+	for names in (("gate_proj", "up_proj"), ("down_proj",)):
+		layer = mlp.gate_up if len(names) > 1 else mlp.down
+		for g, rows in enumerate(layer.weight.detach()):
+			for name, part in zip(names, rows.chunk(len(names)), strict=True):
+				made = quantize(part, rows.abs().amax().float())
+				tensors |= {f"{g}.{name}.{suffix}": t.contiguous() for suffix, t in made.items()}
+	write(tensors, tmp_path)
 	assert not checkpoint.load(mlp, tmp_path).reconciled
 	checkpoint.save(mlp, tmp_path / "again", layout)
 	assert same_files(tmp_path, tmp_path / "again")

@@ -97,12 +97,8 @@ def test_host_boundaries():
 		assert_same_bytes(function(x, ends).detach(), module(x, tuple(ends)).detach())
 	assert len(frames) <= 2
 	assert_same_bytes(function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach())
-
-
-def test_host_boundaries_are_checked():
-	function, _ = compiled(linear(RECIPES["nvfp4"]))
 	with pytest.raises(Exception, match="must not decrease"):
-		function(sample(40, K), [13, 12, 35])
+		function(x, [13, 12, 35])
 
 
 def test_microbatches():

@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels import formats
 from grouped import GroupedTensor
-from tests.helpers import E4M3, F32, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import E4M3, F32, U8, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
@@ -48,7 +48,7 @@ def test_linear_parts_are_matrices(fmt):
 	again = GroupedTensor.from_parts(q.format, **by_scale)
 	torch.testing.assert_close(again.dequantize(F32), q.dequantize(F32), rtol=4e-7, atol=0)
 	packed = by_scale | {"codes": by_scale["codes"].view(torch.float4_e2m1fn_x2)}
-	packed["scales"] = packed["scales"].view(torch.uint8)
+	packed["scales"] = packed["scales"].view(U8)
 	assert_same_buffers(bytes_of(GroupedTensor.from_parts(q.format, **packed)), bytes_of(again))
 	one = {"amax": torch.tensor(3.0), "codes": parts["codes"], "scales": parts["scales"]}
 	assert (GroupedTensor.from_parts(q.format, **one).amax == 3).all()

@@ -3,7 +3,7 @@ import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.helpers import BF16, E5M2, F16, F32, SPLITS, assert_same_bytes, each, end_rows, sample, spans
+from tests.helpers import BF16, E5M2, F16, F32, I32, SPLITS, assert_same_bytes, each, end_rows, sample, spans
 
 from .cases import FORMATS, WEIGHT_FORMAT
 
@@ -104,7 +104,7 @@ def test_out_alpha_bias_and_accumulate(trio):
 @each_trio
 @each("dtype", [BF16, F16], ids=str)
 def test_gradients_of_plain_activations(trio, dtype):
-	ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=torch.int32)
+	ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=I32)
 	x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))
 	w, bias = grouped.quantize(weight, trio[1], columnwise=True), torch.randn(4, N, requires_grad=True)
 	y = grouped.grouped_gemm(x.requires_grad_(), w, offs=ends, bias=bias, out_dtype=F32)

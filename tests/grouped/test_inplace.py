@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped import GroupedTensor, updates
-from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, sample
+from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, each, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, pointers, weight
 
@@ -231,7 +231,7 @@ def test_averaged_model(fmt):
 @every_format
 def test_only_the_live_rows_of_a_ragged_tensor_are_rewritten(fmt):
 	x = grouped.quantize(sample(40, 32), fmt, offs=[13, 30])
-	codes = x.rowwise.codes.view(torch.uint8)
+	codes = x.rowwise.codes.view(U8)
 	codes[30:] = 0xA5
 	x.add_(1)
 	assert (codes[30:] == 0xA5).all()

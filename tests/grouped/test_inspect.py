@@ -17,7 +17,7 @@ from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.helpers import F16, F32, assert_all_same, assert_same_bytes, each, sample
+from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, assert_same_bytes, each, sample
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -28,7 +28,7 @@ HEADROOM = {"e2m1": 7 / 6, "e4m3": 464 / 448, "e5m2": 61440 / 57344}
 LARGEST = {"e2m1": 0x77, "e4m3": 0x7E, "e5m2": 0x7B}
 EVERY = ALL_RECIPES | {
 	"stochastic": recipes.NVFP4(stochastic_rounding=True),
-	"hybrid": recipes.MXFP8(grad_dtype=torch.float8_e5m2, weight_block=(32, 32)),
+	"hybrid": recipes.MXFP8(grad_dtype=E5M2, weight_block=(32, 32)),
 	"delayed": recipes.FP8Delayed(),
 }
 
@@ -39,7 +39,7 @@ def wild(*shape):
 	return (sample(*shape) * powers.repeat_interleave(16, dim=-1)).bfloat16()
 
 
-def layer_of(recipe, n=N, dtype=torch.bfloat16, **options):
+def layer_of(recipe, n=N, dtype=BF16, **options):
 	torch.manual_seed(3)
 	layer = GroupedLinear(3, K, n, recipe=recipe, dtype=dtype, **options)
 	layer.load_state_dict({"weight": wild(3, n, K)}, strict=False)
@@ -72,7 +72,7 @@ def groups_of(x):
 def decoded(q, direction):
 	"""Values of each group, and the largest that the scale of each stands for: every code the largest one."""
 	top = q.clone()
-	getattr(top, direction).codes.view(torch.uint8).fill_(LARGEST[q.format.element.name])
+	getattr(top, direction).codes.view(U8).fill_(LARGEST[q.format.element.name])
 	return [groups_of(t.dequantize(F32, direction)) for t in (q, top)]
 
 

@@ -11,7 +11,7 @@ from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
-from tests.helpers import Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, ops
+from tests.helpers import BF16, F16, F32, I32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, ops
 
 H, WIDTH, E, K, T = 64, 32, 6, 2, 21
 MODELS = {
@@ -34,7 +34,7 @@ every_recipe = each("recipe", ALL_RECIPES | DELAYED)
 BY_TOKEN = {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", "fp8-block")}
 
 
-def moe_of(recipe=None, dtype=torch.bfloat16, seed=3, **options):
+def moe_of(recipe=None, dtype=BF16, seed=3, **options):
 	torch.manual_seed(seed)
 	moe = MoE(H, WIDTH, E, K, recipe=recipe, dtype=dtype, **options)
 	if moe.router.selection_bias is not None:
@@ -42,7 +42,7 @@ def moe_of(recipe=None, dtype=torch.bfloat16, seed=3, **options):
 	return moe
 
 
-def tokens(count=T, seed=1, dtype=torch.bfloat16):
+def tokens(count=T, seed=1, dtype=BF16):
 	return torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -105,20 +105,20 @@ def mixture(moe, x, name):
 @each("name", list(MODELS))
 def test_models(name):
 	"""Parameters and tokens are bf16 numbers in fp32: of the experts' results alone some round."""
-	moe = moe_of(dtype=torch.float32, **MODELS[name])
+	moe = moe_of(dtype=F32, **MODELS[name])
 	with torch.no_grad():
 		for p in moe.parameters():
 			p.copy_(p.bfloat16())
 		if name == "gpt-oss":  # So that some of them are clamped.
 			moe.experts.gate_up.weight.mul_(16)
-	x = tokens(dtype=torch.bfloat16).float().requires_grad_()
+	x = tokens(dtype=BF16).float().requires_grad_()
 	want, y = mixture(moe, x, name), moe(x)
 	leaves, dy = [x, *moe.parameters()], torch.randn(T, H).bfloat16()
 	close(y, want)
 	wanted = torch.autograd.grad(want, leaves, dy.double())
 	for got, exact in zip(torch.autograd.grad(y, leaves, dy.float()), wanted, strict=True):
 		close(got, exact)
-	assert y.dtype == torch.float32 and moe(x.view(3, 7, H)).equal(y.view(3, 7, H))
+	assert y.dtype == F32 and moe(x.view(3, 7, H)).equal(y.view(3, 7, H))
 
 
 def close(got, want, relative=2e-2):
@@ -144,7 +144,7 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 		return  # A step changes the scales.
 	moe.zero_grad()
 	want.backward(gradient_like(want))
-	lost = {torch.float32: 0.2, None: 2e-2}[None if recipe.weight is None else torch.float32]
+	lost = {F32: 0.2, None: 2e-2}[None if recipe.weight is None else F32]
 	for p, gradient in zip(moe.parameters(), got[2:], strict=True):
 		if p.grad is not None:
 			assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
@@ -154,8 +154,8 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 def test_router_gradients_of_every_kind_of_input(many, monkeypatch):
 	"""Also of dtypes that are split into parts, and of halves of the tokens; logits have the precision of fp32."""
 	monkeypatch.setattr("grouped.nn.router._MANY_TOKENS", many)
-	half, single = torch.bfloat16, torch.float32
-	for dtype, of_weight in ((half, half), (half, single), (single, single), (torch.float16, torch.float16)):
+	half, single = BF16, F32
+	for dtype, of_weight in ((half, half), (half, single), (single, single), (F16, F16)):
 		x, weight = tokens(dtype=dtype).requires_grad_(), (torch.randn(E, H) / 8).to(of_weight).requires_grad_()
 		logits = torch.ops.grouped.router_logits(x, weight)
 		want = x.double() @ weight.double().T
@@ -172,7 +172,7 @@ def test_halves_of_many_tokens(monkeypatch):
 	for many in (T + 1, T):
 		monkeypatch.setattr("grouped.nn.router._MANY_TOKENS", many)
 		torch.manual_seed(3)
-		found.append(step(MoE(H, WIDTH, 8, K, dtype=torch.bfloat16), tokens()))
+		found.append(step(MoE(H, WIDTH, 8, K, dtype=BF16), tokens()))
 	weights = [made.pop(2) for made in found]
 	assert_all_same(*found)
 	torch.testing.assert_close(*weights, rtol=1e-2, atol=1e-3)
@@ -289,14 +289,14 @@ def test_saved(recipe, recompute, parts):
 	No more bytes of rows with twice the experts, of half the width, twice as many for each token.
 	"""
 	width, experts = 128 // parts, 4 * parts
-	moe = MoE(H, width, experts, parts, recipe=recipe, dtype=torch.bfloat16, recompute=recompute)
+	moe = MoE(H, width, experts, parts, recipe=recipe, dtype=BF16, recompute=recompute)
 	with saved_by(moe) as saved:
 		moe(tokens(60).requires_grad_())
 	rows = [t.shape for t in saved if t.shape[:1] == (60 * parts,)]
 	assert sorted(rows) == sorted([(60 * parts,)] * 2 + [(60 * parts, 2 * width)] * (not recompute))
 	assert sum(t.shape == (60, H) for t in saved) == 1
 	assert {t.shape[1] for t in saved if t.shape[:1] == (60,)} <= {H, experts, parts, 1}
-	assert sum(t.nbytes for t in saved if t.dtype == torch.bfloat16) == 60 * (H + 256 * (not recompute)) * 2
+	assert sum(t.nbytes for t in saved if t.dtype == BF16) == 60 * (H + 256 * (not recompute)) * 2
 
 
 # What goes with grouped layers
@@ -313,7 +313,7 @@ def test_gradients_that_go_another_way(recipe, single, options):
 	named = dict(other.named_parameters())
 	for name, p in named.items():
 		if "weight" in name and "router" not in name:
-			p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+			p.main_grad = torch.zeros_like(p, dtype=F32)
 	want = step(plain, tokens())
 	leaf = tokens().requires_grad_()
 	y = other(leaf)
@@ -376,7 +376,7 @@ def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
 
 
 def test_losses():
-	moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
+	moe, x = moe_of(dtype=F32), tokens(dtype=F32)
 	y, losses = moe(x, losses=True)
 	choice = moe.router(x)
 	counts = torch.bincount(choice.expert_ids.flatten(), minlength=E)
@@ -386,14 +386,14 @@ def test_losses():
 	torch.testing.assert_close(losses.z, choice.logits.logsumexp(-1).pow(2).mean())
 	assert losses.balance.requires_grad and losses.z.requires_grad
 	buffer = torch.cat([x, torch.full((4, H), torch.nan)]).requires_grad_()
-	z, in_buffer = moe(buffer, losses=True, num_tokens=torch.tensor([T], dtype=torch.int32))
+	z, in_buffer = moe(buffer, losses=True, num_tokens=torch.tensor([T], dtype=I32))
 	for a, b in zip(in_buffer, losses, strict=True):
 		torch.testing.assert_close(a, b)
 	(z.sum() + in_buffer.balance + in_buffer.z).backward()
 	assert not buffer.grad[T:].any() and buffer.grad.isfinite().all()
 	assert all(p.grad.isfinite().all() for p in moe.parameters())
 	# Nor do gradients of the tail count, of which the loss may have made anything.
-	biased, dy = moe_of(bias=True), torch.full((T + 4, H), torch.nan, dtype=torch.bfloat16)
+	biased, dy = moe_of(bias=True), torch.full((T + 4, H), torch.nan, dtype=BF16)
 	dy[:T] = 1
 	biased(buffer.detach().bfloat16(), num_tokens=torch.tensor(T)).backward(dy)
 	assert all(p.grad.isfinite().all() for p in biased.parameters())
@@ -414,7 +414,7 @@ def test_selection_bias_moves_towards_balance():
 	counts = torch.tensor([9, 1, 5, 5, 5, 5])
 	moe.router.update_selection_bias(counts, rate=0.5)
 	assert (moe.router.selection_bias - before).tolist() == pytest.approx([-0.5, 0.5, 0, 0, 0, 0])
-	assert moe.half().router.selection_bias.dtype == torch.float32
+	assert moe.half().router.selection_bias.dtype == F32
 	assert "router.selection_bias" in moe.state_dict()
 	with pytest.raises(RuntimeError, match="has no selection_bias"):
 		moe_of().router.update_selection_bias(counts)
@@ -429,13 +429,13 @@ def test_the_first_of_equal_scores_wins():
 
 
 def test_autocast():
-	moe, x = moe_of(dtype=torch.float32), tokens(dtype=torch.float32)
-	with torch.autocast("cpu", torch.bfloat16):
+	moe, x = moe_of(dtype=F32), tokens(dtype=F32)
+	with torch.autocast("cpu", BF16):
 		y = moe(x)
 	choice = moe.router(x)
 	r = grouped.compute_routing(choice.expert_ids, E)
 	h = moe.experts(x.bfloat16()[r.token.long()], r.offs)
-	assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, torch.float32))
+	assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, F32))
 
 
 @each(

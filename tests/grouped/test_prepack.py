@@ -3,7 +3,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import F32, U8, assert_all_same, assert_same_bytes, each, sample, saved
+from tests.helpers import F32, I32, U8, assert_all_same, assert_same_bytes, each, sample, saved
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
 
@@ -20,7 +20,7 @@ def test_every_bit_is_where_it_is_said_to_be():
 		for code in range(16):
 			word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
 			codes = word.int().view(U8)
-			packed = cute_kernels.prepack(codes).view(torch.int32)
+			packed = cute_kernels.prepack(codes).view(I32)
 			sign, magnitude = bits[nibble % 4]
 			want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
 			assert int(packed[0]) & 0xFFFFFFFF == want

@@ -182,10 +182,6 @@ def test_out_reuses_the_storage_with_other_boundaries(fmt):
 			assert_same_member(a, b)
 
 
-def _out():
-	return grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
-
-
 @each(
 	("change", "error", "match"),
 	[
@@ -198,7 +194,7 @@ def _out():
 	],
 )
 def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
-	out = _out()
+	out = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
 	before = bytes_of(out)
 	call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change
 	with pytest.raises(error, match=match):

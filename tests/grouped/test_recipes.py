@@ -80,23 +80,20 @@ def test_an_option_reaches_the_formats(recipe, name, value):
 
 
 def test_roles_of_the_named_recipes():
-	def texts(recipe):
-		return recipe.texts
-
-	assert texts(recipes.BF16()) == (None, None, None)
-	assert texts(recipes.NVFP4()) == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
-	assert texts(recipes.NVFP4RowScaled()) == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
+	assert recipes.BF16().texts == (None, None, None)
+	assert recipes.NVFP4().texts == ("nvfp4", "nvfp4:block=16x16", "nvfp4")
+	assert recipes.NVFP4RowScaled().texts == ("nvfp4:row_scaled", "nvfp4:block=16x16", "nvfp4")
 	nvidia = recipes.NVFP4(hadamard=True, stochastic_rounding=True)
-	assert texts(nvidia)[::2] == ("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
-	assert texts(recipes.MXFP8()) == ("mxfp8",) * 3
-	assert texts(recipes.FP8Block()) == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
-	assert texts(recipes.FP8Current()) == ("fp8", "fp8", "fp8:dtype=e5m2")
+	assert nvidia.texts[::2] == ("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
+	assert recipes.MXFP8().texts == ("mxfp8",) * 3
+	assert recipes.FP8Block().texts == ("fp8_block", "fp8_block:block=128x128", "fp8_block")
+	assert recipes.FP8Current().texts == ("fp8", "fp8", "fp8:dtype=e5m2")
 	delayed = "fp8:scaling=delayed"
-	assert texts(recipes.FP8Delayed()) == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
+	assert recipes.FP8Delayed().texts == (delayed, delayed, "fp8:dtype=e5m2,scaling=delayed")
 	defaults = recipes.FP8Delayed()
 	assert (defaults.history_length, defaults.margin, defaults.algorithm) == (1024, 0, "max")
 	mixed = recipes.MXFP8(weight_block=(32, 32), grad_dtype=E5M2)
-	assert texts(mixed) == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
+	assert mixed.texts == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
 
 
 @each(

@@ -83,9 +83,13 @@ def test_frozen_operands_keep_nothing(frozen, recipe):
 
 
 @each("delay", [True, False])
+@each("held", [True, False])
 @each("recipe", QUANTIZED)
-def test_microbatches_keep_their_rows(recipe, delay):
+def test_microbatches_keep_their_rows(recipe, held, delay):
+	"""And the weight once; one that is quantized already as it is."""
 	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
+	if held:
+		layer.weight = torch.nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	x = sample(ROWS, HIDDEN).requires_grad_()
 	with saved_by(layer) as saved:
 		for first in (True, False, False):
@@ -93,16 +97,6 @@ def test_microbatches_keep_their_rows(recipe, delay):
 	rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
 	weight = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)
 	assert sort(saved) == sort([_OFFS, *(3 * rows), *weight])
-
-
-@each("recipe", QUANTIZED)
-def test_a_quantized_weight_is_kept_as_it_is(recipe):
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
-	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-	layer.weight = torch.nn.Parameter(held)
-	with saved_by(layer) as saved:
-		layer(sample(ROWS, HIDDEN).requires_grad_(), OFFS)
-	assert sort(saved) == sort([_OFFS, *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN)])
 
 
 @each("recipe", ALL_RECIPES)

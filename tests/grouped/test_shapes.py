@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import F16, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import F16, I32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
 from .cases import OpCounter, assert_same_tensor, bytes_of, pointers, ragged, uniform
 
@@ -135,12 +135,13 @@ def test_out_is_written():
 	assert quantize(x, out=q) is q
 	assert_same_tensor(q, quantize(x))
 	assert pointers(q) == before
-	with pytest.raises(ValueError, match="out was made with another shapes"):
-		quantize(x, shapes=[(5, 64)], out=q)
-	with pytest.raises(ValueError, match="out was made with another shape: "):
-		quantize(x[:-1], out=q)
-	with pytest.raises(ValueError, match="out was made with another shape"):
-		grouped.quantize(sample(3, 32, 64), NVFP4, columnwise=True, out=q)
+	for name, given, shapes in (
+		("shapes", x, [(5, 64)]),
+		("shape: ", x[:-1], SHAPES),
+		("shape", sample(3, 32, 64), None),
+	):
+		with pytest.raises(ValueError, match=f"out was made with another {name}"):
+			quantize(given, shapes=shapes, out=q)
 
 
 def test_compiled_quantize_of_every_capacity(fresh_dynamo):
@@ -231,7 +232,7 @@ def test_parts_that_do_not_fit():
 	for changes, message in (
 		({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
 		({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
-		({"offs": torch.tensor([1], dtype=torch.int32)}, "offs and shapes are both given"),
+		({"offs": torch.tensor([1], dtype=I32)}, "offs and shapes are both given"),
 		({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
 		({"prepacked": True}, "prepacked weights are uniform, but shapes"),
 	):

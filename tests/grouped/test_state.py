@@ -4,7 +4,7 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F16, assert_same_buffers, assert_same_bytes, each, each_copy, sample, saved
+from tests.helpers import BF16, F16, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample, saved
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
@@ -173,7 +173,7 @@ def test_construction_on_meta(single):
 	layer = layer_of(single, device="meta")
 	assert all(p.is_meta for p in layer.parameters())
 	x = torch.empty(40, K, dtype=BF16, device="meta", requires_grad=True)
-	y = layer(x, torch.empty(G, dtype=torch.int32, device="meta"))
+	y = layer(x, torch.empty(G, dtype=I32, device="meta"))
 	y.sum().backward()
 	assert y.is_meta and y.shape == (40, N) and x.grad.shape == (40, K)
 	layer.to_empty(device="cpu")

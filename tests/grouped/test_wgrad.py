@@ -5,7 +5,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear
 from grouped.recipes import FP8Delayed
-from tests.helpers import BF16, F32, assert_same_buffers, assert_same_bytes, each, each_copy, sample
+from tests.helpers import BF16, F32, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -234,7 +234,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
 def test_backward_computes_dx_only(recipe, data):
 	x, dy = data
 	layer = layer_of(recipe, delay_wgrad=True)
-	y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=torch.int32))
+	y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
 	with OpCounter() as counter:
 		y.backward(dy)
 	assert counter.counts["m_grouped_gemm"] == 1 and not counter.counts["k_grouped_gemm"]

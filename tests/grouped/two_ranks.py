@@ -30,7 +30,7 @@ from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
 from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
-from tests.helpers import assert_all_same, assert_same_buffers, assert_same_bytes
+from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
@@ -70,7 +70,7 @@ def assert_same(got, want):
 
 def layer(fmt, recipe, train):
 	torch.manual_seed(3)
-	module = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=torch.bfloat16)
+	module = GroupedLinear(GROUPS, K, N, recipe=recipe, dtype=BF16)
 	module.weight = nn.Parameter(quantized(fmt), requires_grad=train)
 	return module
 
@@ -150,7 +150,7 @@ def layers_of_dtensors():
 	for is_quantized in (False, True):
 		module, alone = layer(None, recipes.NVFP4(), False), want
 		if not is_quantized:
-			alone = GroupedLinear(GROUPS, K, N, recipe=recipes.NVFP4(), dtype=torch.bfloat16)
+			alone = GroupedLinear(GROUPS, K, N, recipe=recipes.NVFP4(), dtype=BF16)
 			module = copy.deepcopy(alone)
 		y = alone(x := rows(), ENDS)
 		dy = torch.ones_like(y)
@@ -252,10 +252,10 @@ def fully_sharded():
 					optimizer.step()
 					optimizer.zero_grad()
 			assert_same(module.weight.full_tensor(), alone.weight.data)
-	policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+	policy = MixedPrecisionPolicy(param_dtype=BF16)
 	module = fully_shard(layer(None, recipes.NVFP4(), True).float(), mesh=MESH, mp_policy=policy)
 	module(rows(), ENDS).sum().backward()  # Gradients of one unit have one dtype, that of the policy.
-	assert module.weight.grad.dtype == module.bias.grad.dtype == torch.float32
+	assert module.weight.grad.dtype == module.bias.grad.dtype == F32
 	module = GroupedLinear(3, K, N, bias=False)
 	module.weight = nn.Parameter(quantized(groups=3), False)
 	fully_shard(module, mesh=MESH)
@@ -266,7 +266,7 @@ def fully_sharded():
 @check
 def mixtures_fully_sharded():
 	"""The experts in a unit of their own, in which p stays fp32; each layer in one is refused."""
-	policy, dy = MixedPrecisionPolicy(param_dtype=torch.bfloat16), torch.randn(sum(TOKENS), H).bfloat16()
+	policy, dy = MixedPrecisionPolicy(param_dtype=BF16), torch.randn(sum(TOKENS), H).bfloat16()
 	for recipe, train in ((recipes.BF16(), None), (recipes.BF16(), False), (recipes.NVFP4RowScaled(), True)):
 		alone = with_low_experts(mixture(recipe), train)
 		sharded = copy.deepcopy(alone)
@@ -302,7 +302,7 @@ def sequence_parallel():
 	"""PyTorch's styles around a mixture, which takes all tokens for tensor parallelism, else those of a rank."""
 	dy = torch.randn(2, 8, H).bfloat16()
 	for style, layout in ((ExpertTensorParallel(), Replicate()), (ExpertParallel(), Shard(1))):
-		alone = nn.Sequential(nn.RMSNorm(H, dtype=torch.bfloat16), mixture(recipes.BF16()))
+		alone = nn.Sequential(nn.RMSNorm(H, dtype=BF16), mixture(recipes.BF16()))
 		block = parallelize_module(copy.deepcopy(alone), MESH, {"0": SequenceParallel(), "1": style})
 		x = tokens().detach().view(2, 8, H).requires_grad_()
 		mine = distribute_tensor(x.detach(), MESH, [Shard(1)]).requires_grad_()
@@ -435,7 +435,7 @@ def mixture(recipe, **options):
 	torch.manual_seed(4)
 	# Gradients share a scale in NVFP4RowScaled, in a shared expert those of a rank's tokens alone.
 	shared = 0 if isinstance(recipe, recipes.NVFP4RowScaled) else I
-	return MoE(H, I, 4, 2, recipe=recipe, dtype=torch.bfloat16, shared_intermediate_size=shared, **options)
+	return MoE(H, I, 4, 2, recipe=recipe, dtype=BF16, shared_intermediate_size=shared, **options)
 
 
 def with_low_experts(moe, train=False):
@@ -667,7 +667,7 @@ LARGEST = [4.0, 0.0, 3.0, 0.0, INF, 7.0]
 def updated(row, **options):
 	history, scale = torch.zeros(3, 6), torch.ones(6)
 	history[0] = torch.tensor(row)
-	grouped.delayed_scaling_update(history, scale, torch.float8_e4m3fn, **options)
+	grouped.delayed_scaling_update(history, scale, E4M3, **options)
 	return history, scale
 
 
@@ -680,7 +680,7 @@ def delayed_scaling():
 	row = [9.0] * 6 if RANK else mine
 	assert_all_same(updated(row, amax=torch.tensor(mine), group=dist.group.WORLD), updated(given))
 	recipe = recipes.FP8Delayed(history_length=3, amax_group=dist.group.WORLD)
-	module = GroupedLinear(2, 32, 16, recipe=recipe, dtype=torch.bfloat16)
+	module = GroupedLinear(2, 32, 16, recipe=recipe, dtype=BF16)
 	again = copy.deepcopy(module)
 	for i in range(3):
 		x = (torch.randn(20, 32) * 4.0 ** (i - RANK)).bfloat16()
@@ -691,7 +691,7 @@ def delayed_scaling():
 		assert_same_bytes(leaves[0].grad, leaves[1].grad)
 		assert_same_buffers(again.state_dict(), module.state_dict())
 	with pytest.raises(ValueError, match="scale must have size 6"):
-		grouped.delayed_scaling_update(torch.ones(3, 6), torch.ones(3), torch.float8_e4m3fn, group=dist.group.WORLD)
+		grouped.delayed_scaling_update(torch.ones(3, 6), torch.ones(3), E4M3, group=dist.group.WORLD)
 	for name, value in module.state_dict().items():
 		if "scaling" in name:
 			held = value[1:] if "history" in name else value  # Those of the last step are each rank's own.

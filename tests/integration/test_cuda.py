@@ -5,7 +5,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import each
+from tests.helpers import I32, each
 
 if not torch.cuda.is_available():
 	pytest.skip("needs a GPU", allow_module_level=True)
@@ -18,7 +18,7 @@ RECIPES = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4Row
 
 
 def ends(split, device=CUDA):
-	return torch.tensor(split, dtype=torch.int32, device=device)
+	return torch.tensor(split, dtype=I32, device=device)
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import each
+from tests.helpers import BF16, I32, each
 
-OFFS = torch.tensor([40, 40, 57, 96], dtype=torch.int32)
+OFFS = torch.tensor([40, 40, 57, 96], dtype=I32)
 BOTH = [grouped.recipes.BF16, grouped.recipes.NVFP4, grouped.recipes.NVFP4RowScaled]
 BOTH += [functools.partial(grouped.recipes.NVFP4, hadamard=True, stochastic_rounding=True)]
 FP8 = [grouped.recipes.FP8Block, grouped.recipes.FP8Current, grouped.recipes.MXFP8, grouped.recipes.FP8Delayed]
@@ -66,7 +66,7 @@ SERVED = (grouped.recipes.BF16, grouped.recipes.MXFP8, grouped.recipes.FP8Curren
 @each("recipe", SERVED)
 def test_nvfp4_weights_beside_other_activations(recipe):
 	"""W4A16 and W4A8 in a module: y and the gradient of x."""
-	layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=torch.bfloat16)
+	layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=BF16)
 	fmt = grouped.NVFP4(block=(16, 16))
 	weight = grouped.quantize(layer.weight.detach(), fmt, columnwise=True)
 	layer.weight = torch.nn.Parameter(weight, requires_grad=False)
