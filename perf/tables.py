@@ -8,7 +8,7 @@ import grouped
 
 from .records import Record
 from .suites.counts import ROUTINGS
-from .suites.moe import ALONE, OWN, SLICES
+from .suites.moe import OWN, SLICES
 
 
 @dataclass(frozen=True)
@@ -315,18 +315,6 @@ def _mixtures(name: str, passes: str, counts: tuple[tuple[int, ...], ...], *more
 	)
 
 
-_EXPERTS_ALONE = Table(
-	"experts-h200",
-	("model", "pass", "tokens", "goal BF16", "goal FP8Block / weights kept"),
-	tuple(
-		Row((model, passes, str(n), *goals), {"model": model, "pass": passes, "tokens": n})
-		for (model, passes, n), goals in ALONE.items()
-	),
-	_contenders(("torch", "quack"), *_KEPT),
-	{**_H200, "suite": "moe", "scope": "experts"},
-	"Microseconds.",
-)
-
 _FEW = (64, 4096)
 _MOE = _mixtures("moe-h200", "forward", ((*_FEW, 32768), _FEW, _FEW, _FEW))
 _MOE_STEP = _mixtures(
@@ -369,7 +357,6 @@ TABLES = {
 		_LAYER,
 		_MOE,
 		_MOE_STEP,
-		_EXPERTS_ALONE,
 		_HOST,
 	)
 }
