@@ -109,9 +109,7 @@ class Format(Record, abc.ABC):
 
 	Attributes:
 		name: the name of the format, the first word of its text.
-		element: what a code is.
 		scale: the scale of a block; None where there are no blocks.
-		second_level: the scaling above the blocks of the rowwise copy; None where there is none.
 		columnwise: whether the columnwise copy is the transpose of the rows of each group, in slot
 			columns, or keeps their orientation, in slot rows.
 		k_multiple: what the last dimension of a tensor must be a multiple of.
@@ -136,7 +134,7 @@ class Format(Record, abc.ABC):
 	@property
 	@abc.abstractmethod
 	def second_level(self) -> SecondLevel | None:
-		"""The scaling above the blocks of the rowwise copy."""
+		"""The scaling above the blocks of the rowwise copy; None where there is none."""
 
 	@property
 	def columnwise_level(self) -> SecondLevel | None:

@@ -39,6 +39,7 @@ class FakeArguments:
 
 	def __init__(self, config: GemmConfig):
 		self.config = config
+		self.out_kind = None if config.result is None else operand_of(config.result)
 		self.is_k_grouped = config.grouping == "k_grouped"
 		self.groups, self.rows = cute.sym_int(), cute.sym_int()
 		# Rows of what is gathered.
@@ -95,16 +96,11 @@ class FakeArguments:
 	def per_group(self) -> Any:
 		return _compact(cutlass.Float32, self.groups, align=4)
 
-	@property
-	def out_kind(self) -> OperandKind | None:
-		fmt = self.config.result
-		return None if fmt is None else operand_of(fmt)
-
 	def out_scales(self) -> Any:
 		kind = self.out_kind
-		if kind is None:
-			return None
-		return self._row_scales(kind, cute.sym_int(divisibility=TILE_ROWS)) if kind.has_row_scales else _scale_tiles()
+		if kind is None or not kind.has_row_scales:
+			return kind and _scale_tiles()
+		return self._row_scales(kind, cute.sym_int(divisibility=TILE_ROWS))
 
 	def out(self) -> Any:
 		kind = self.out_kind

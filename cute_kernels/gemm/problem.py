@@ -1,8 +1,6 @@
 """What a grouped GEMM is asked for, and what the configurations of all its kernels have in common.
 
-A configuration holds facts of code generation only, so it can be hashed, pickled and used as a
-cache key; shapes, group boundaries and the number of SMs stay dynamic. It names the kernel and does
-not import it: kernels need the CuTe DSL, configurations do not.
+Configurations are specs of kernels (``runtime.spec``); group boundaries and the number of SMs stay dynamic, too.
 
 Sizes are named by the product that a tile of the output is made of, ``D[M, N] = sum over K``:
 

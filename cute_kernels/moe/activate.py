@@ -41,7 +41,6 @@ class ActivateKernel(GridKernel):
 
 	@staticmethod
 	def fake_args(config: ActivateConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (x, grad, offs, weight, pair, out, scaled, dweight, num_sms, stream)."""
 		rows, pairs = cute.sym_int(), cute.sym_int()
 		multiple = _RUN if config.vectorized else 1
 		narrow = cute.sym_int(divisibility=multiple)

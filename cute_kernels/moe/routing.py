@@ -44,7 +44,6 @@ class RoutingKernel:
 
 	@staticmethod
 	def fake_args(config: RoutingConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (expert_ids, offs, token, pair, row, top_k, stream)."""
 		pairs = cute.sym_int()
 		ids, offs = compact(DSL_TYPES[config.ids], pairs), compact(Int32, cute.sym_int(), align=4)
 		return (ids, offs, *(compact(Int32, pairs, align=4) for _ in range(3)), Int32(1), env_stream())

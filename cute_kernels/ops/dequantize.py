@@ -93,8 +93,7 @@ class GroupedDequantize(OfFormat):
 		check_tensor("codes", self.codes, dtypes=(fmt.element.dtype,), ndim=(3,) if self.offs is None else (2,))
 		if self.offs is None and self.codes.shape[0] < 1:
 			raise ValueError(f"codes must have at least one group, got shape {tuple(self.codes.shape)}")
-		multiple = fmt.k_multiple
-		check_multiple("K", self.shape[-1], multiple, f"codes are of {self.format}")
+		check_multiple("K", self.shape[-1], fmt.k_multiple, f"codes are of {self.format}")
 
 	def outputs(self) -> list[BufferSpec]:
 		has_tail = self.offs is not None or self.shapes is not None

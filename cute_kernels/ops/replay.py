@@ -144,11 +144,9 @@ class Recording:
 		fits += [f"v{i}.data_ptr() % {ALIGNMENT} == {offset}" for i, offset in offsets.items() if offset]
 		fits += [] if index is None else [f"device() == {index}"]
 		device = registry._get_device or torch.cuda.current_device
-		self._fits = _function("given, check", [given, f"return {' and '.join(fits)}"], {"device": device})
-
-	def fits(self, given: list[Any], check: Callable[..., bool]) -> bool:
-		"""Whether tensors that ``check`` says are alike lie where these could, and new ones go there."""
-		return self._fits(given, check)  # type: ignore[no-any-return]
+		body = [given, f"return {' and '.join(fits)}"]
+		#: Of (given, check): whether tensors that ``check`` says are alike lie where these could, and new ones go there.
+		self.fits: Callable[..., bool] = _function("given, check", body, {"device": device})
 
 	def repeat(self, given: list[Any]) -> Found:
 		"""Do it again with these."""

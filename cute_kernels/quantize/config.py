@@ -1,7 +1,7 @@
 """What a quantization kernel is compiled for, and which problems it takes.
 
-Configurations are as ``gemm.problem`` says. A format is its canonical text, such as ``"nvfp4:row_scaled"``; what it
-says decides what a kernel does.
+Configurations are specs of kernels (``runtime.spec``). A format is its canonical text, such as
+``"nvfp4:row_scaled"``; what it says decides what a kernel does.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ class Sm100Gemm:
 		source_tensors: Sources,
 		store_atoms: Stores,
 		store_tensors: Stores,
-		epilogue_tensors: EpilogueTensors,
+		tensors: EpilogueTensors,
 		promoted: tuple[cute.Tensor, cute.Tensor] | None,
 		squares: tuple[cute.Tensor | None, ...],
 		rows: cute.Tensor | None,
@@ -297,7 +297,6 @@ class Sm100Gemm:
 			tmem.allocate(TMEM_COLUMNS)
 			tmem.wait_for_alloc()
 			pointer = tmem.retrieve_ptr(Float32)
-			tensors = epilogue_tensors
 			cta_row = cta * (config.tile.m // config.tile.num_ctas)
 			acc = cute.make_tensor(pointer, acc_layout)
 			direct = swapped = None

@@ -2,10 +2,9 @@
 
   y = fma(fl(partial * s), t, y)        see ``reference.dots``
 
-s is the scale of the operand that has one for each row, A's if both have. The MMA warp starts a new
-accumulator every 128 of K; the epilogue warps add them up, a thread a row, and put the sums where
-the epilogue finds the accumulator of other products. Scales are read from global memory, a block of
-K ahead; those of columns, which every thread needs, go through shared memory.
+The MMA warp starts a new accumulator every 128 of K; the epilogue warps add them up, a thread a row, and put the sums
+where the epilogue finds the accumulator of other products. Scales are read from global memory, a block of K ahead;
+those of columns, which every thread needs, go through shared memory.
 """
 
 from __future__ import annotations

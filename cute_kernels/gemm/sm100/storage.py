@@ -130,10 +130,8 @@ class Layouts:
 		if self.config.mma_kind.is_block_scaled:
 			scales = scale_type(self.config.mma_kind)
 			staged += [(self.stages.m_scales, scales), (self.stages.n_scales, scales)]
-		total = 0
-		for layout, dtype in staged:
-			total += cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0)))
-		assert total == self.config.stage_bytes
+		sizes = (cute.size_in_bytes(dtype, cute.slice_(layout, (None, None, None, 0))) for layout, dtype in staged)
+		assert sum(sizes) == self.config.stage_bytes
 		return self.config.loaded_bytes * self.config.tile.num_ctas
 
 

@@ -185,10 +185,10 @@ class Consumer:
 			columns = promoter.first_columns(part, state.index)
 			warpgroup.wait_group(0)
 			is_read = part + 1 == len(self.parts)
-			if const_expr(is_read and not promoter.reads_last):
+			if const_expr(is_read and not promoter.has_columns):
 				self.ab_pipeline.consumer_release(state)
 			promoter.promote(self.acc, product.acc, part, state.index, scales, columns)
-		if const_expr(promoter.reads_last):
+		if const_expr(promoter.has_columns):
 			self.ab_pipeline.consumer_release(state)
 
 	@cute.jit

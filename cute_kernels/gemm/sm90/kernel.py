@@ -146,18 +146,10 @@ class Sm90Gemm:
 		self, layouts: Layouts, m_scales: cute.Tensor, n_scales: cute.Tensor
 	) -> tuple[list[TmaSource | None], tuple[cute.Tensor | None, ...]]:
 		"""Copies of the fp32 scales of single rows of operands M and N; those of squares."""
-		rows: list[TmaSource | None] = []
-		squares: list[cute.Tensor | None] = []
-		sides = (
-			(m_scales, layouts.stages.m_scales, layouts.tilers.m_scales),
-			(n_scales, layouts.stages.n_scales, layouts.tilers.n_scales),
-		)
-		for scales, stages, tiler in sides:
-			is_square = tiler is None
-			squares.append(squares_view(scales) if is_square else None)
-			view = None if is_square else row_scales_view(scales)
-			rows.append(None if is_square else self.source(view, stages, tiler))
-		return rows, tuple(squares)
+		staged, tilers = layouts.stages, layouts.tilers
+		sides = ((m_scales, staged.m_scales, tilers.m_scales), (n_scales, staged.n_scales, tilers.n_scales))
+		rows = [tiler and self.source(row_scales_view(x), stages, tiler) for x, stages, tiler in sides]
+		return rows, tuple(squares_view(x) if tiler is None else None for x, _, tiler in sides)
 
 	def source(self, tensor: cute.Tensor, staged: Any, tiler: tuple[int, ...], sharers: int = 1) -> TmaSource:
 		"""The TMA copy of one stage of a tensor, of which each of several CTAs loads a part."""

@@ -7,9 +7,8 @@ K, moved to fp32 registers, keeps the error that of 128 products:
   y = fma(fl(partial * s), t, y)        with fp32 block scales, see ``reference.dots``
   y = fma(partial, s * t, y)            if all of them are powers of two
 
-s is the scale of the operand that has one for each row, A's if both have. The last form gives the
-bits of the one before unless a product overflows or is subnormal. It is taken where one operand has
-scales of squares: then s * t is of a row, or of a column, and not of each sum.
+The last form gives the bits of the one before unless a product overflows or is subnormal. It is taken where one operand
+has scales of squares: then s * t is of a row, or of a column, and not of each sum.
 
 Scales of single rows come with the stage. Those of squares, one or two numbers a warpgroup and
 stage, are read from global memory a stage ahead: a lane reading them for 32 stages and shuffles
@@ -80,16 +79,12 @@ class Promoter:
 		if self.n_squares is not None:
 			self.num_squares += 2 if config.pairs_rows else max(1, config.tile.n // _SQUARE)
 		self.squares = cute.make_rmem_tensor(max(1, self.num_squares), Float32)
+		#: Whether columns have scales: then a stage is read once its products are complete.
 		self.has_columns = config.row_scales[1] > 0
 		#: Whether s * t is multiplied first.
 		self.folds = config.pow2_scales and 0 in config.row_scales
 		#: Whether s is of rows of operand M.
 		self.m_is_first = config.row_scales[0] > 0 and not (config.tile.swap_ab and self.has_columns)
-
-	@property
-	def reads_last(self) -> bool:
-		"""Whether a stage is read once its products are complete."""
-		return self.has_columns
 
 	def read_squares(self, tile: WorkTile, k_tile: Int32) -> None:
 		"""Read the scales of squares of a tile's ``k_tile``-th block along K, for ``of_stage``."""

@@ -40,6 +40,8 @@ class WarpSchedule:
 	stores_apart: bool = False
 	gather_warps: int = 0
 
+	store_registers = _STORE_REGISTERS
+
 	@property
 	def first_gather_warp(self) -> int:
 		return self.num_threads // WARP_SIZE - self.gather_warps
@@ -82,7 +84,3 @@ class WarpSchedule:
 		if self.gather_warps == WARPS:
 			return _REGISTERS_GATHERING
 		return _REGISTERS_APART if self.stores_apart else _REGISTERS[self.consumers]
-
-	@property
-	def store_registers(self) -> int:
-		return _STORE_REGISTERS

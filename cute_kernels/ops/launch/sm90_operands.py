@@ -80,13 +80,10 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 
 	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
 		(values,) = workspace.make()
-		if side == "a":
-			codes, scales, amax = a
-			kernel(codes, scales, offs, values, launch.num_sms)
-			return (values, None, amax), b
-		codes, scales, amax = b
-		kernel(codes, scales, None, values, launch.num_sms)
-		return a, (values, None, amax)
+		codes, scales, amax = a if side == "a" else b
+		kernel(codes, scales, offs if side == "a" else None, values, launch.num_sms)
+		made = (values, None, amax)
+		return (made, b) if side == "a" else (a, made)
 
 	return run
 

@@ -99,12 +99,7 @@ class ByteColumnConverter:
 	) -> tuple[list[Uint32 | None], list[Float32]]:
 		"""The scale of each of a lane's columns as it is stored, and its encode factor.
 
-		Args:
-			packed: the largest magnitudes of its rows of each word.
-			level: the second level.
-			chunk: which chunk of the tile's columns it has.
-			mate: which of the chunk's lanes it is.
-			places: where squares are.
+		``packed`` are the largest magnitudes of its rows of each word; it is the ``mate``-th lane of the chunk.
 		"""
 		if not self.codec.has_scales or self.squares is not None:
 			a = Float32(0.0)

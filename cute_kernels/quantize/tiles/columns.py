@@ -168,10 +168,12 @@ class ColumnConverter:
 		return transform_words(words, self.arch) if self.is_transformed else words
 
 	def load_squares(self, row_block: Int32, col: Int32, places: TilePlaces) -> list[list[Float32]]:
-		pitch = 4 * self.tile.col_blocks
-		at = places.squares + (row_block * self.tile.col_blocks + col // self.codec.block) * 4
-		loaded = [bits_as_f32(load_shared(at + i * pitch, 1)[0]) for i in range(2)]
+		at = self.square_at(row_block, col, places)
+		loaded = [bits_as_f32(load_shared(at + i * (4 * self.tile.col_blocks), 1)[0]) for i in range(2)]
 		return [[scale] * self.tile.cols_per_word for scale in loaded]
+
+	def square_at(self, row_block: Int32, col: Int32, places: TilePlaces) -> Int32:
+		return places.squares + (row_block * self.tile.col_blocks + col // self.codec.block) * 4
 
 	@cute.jit
 	def store_squares(
@@ -179,10 +181,9 @@ class ColumnConverter:
 	) -> None:
 		"""The amaxes of two square blocks, one below the other, by a lane that has them."""
 		if mine.word % (self.codec.block // self.tile.cols_per_word) == 0:
-			pitch = 4 * self.tile.col_blocks
-			at = places.squares + (row_block * self.tile.col_blocks + col // self.codec.block) * 4
-			store_shared(at, [f32_as_bits(amaxes[0][0])])
-			store_shared(at + pitch, [f32_as_bits(amaxes[1][0])])
+			at = self.square_at(row_block, col, places)
+			for i in range_constexpr(2):
+				store_shared(at + i * (4 * self.tile.col_blocks), [f32_as_bits(amaxes[i][0])])
 
 	@cute.jit
 	def clear(
