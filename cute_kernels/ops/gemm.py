@@ -40,11 +40,10 @@ from .checks import (
 from .derivatives import not_differentiable
 from .launch import gemm as launch_gemm
 from .pairs import check_accumulation, check_pair, check_transforms, is_w4a8
-from .registry import Op, Runner, register
+from .registry import Op, register
 
 if TYPE_CHECKING:
 	from ..runtime.backend import Backend
-	from ..runtime.launch import Launcher
 
 _FP32 = (torch.float32,)
 
@@ -229,6 +228,7 @@ class MGrouped(GroupedGemm):
 	transpose_b: bool
 
 	fills_fresh: ClassVar[bool] = True
+	kernels = launch_gemm.m_grouped
 
 	@property
 	def of_activation(self) -> tuple[Any, ...]:
@@ -322,9 +322,6 @@ class MGrouped(GroupedGemm):
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec((self.num_rows, self.cols), self.result_dtype, zeroed=True)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_gemm.m_grouped(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		out = outputs[0]
@@ -475,6 +472,7 @@ class KGroupedGemm(GroupedGemm):
 	inverse: Tensor | None = None
 
 	name: ClassVar[str] = "k_grouped_gemm"
+	kernels = launch_gemm.k_grouped
 
 	@property
 	def uses_columnwise(self) -> bool:
@@ -542,9 +540,6 @@ class KGroupedGemm(GroupedGemm):
 	def outputs(self) -> list[BufferSpec]:
 		shape = (self.offs.shape[0], self.width("a"), self.width("b"))
 		return [BufferSpec(shape, self.result_dtype)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_gemm.k_grouped(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(out,) = outputs

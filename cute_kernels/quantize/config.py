@@ -7,6 +7,7 @@ Configurations are specs of kernels (``runtime.spec``). A format is its canonica
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.activations import parse_activation
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 	from typing_extensions import Self
 
 Grouping = Literal["ragged", "uniform"]
+#: What says that a problem is not taken, and why.
+_no = functools.partial(Support, False)
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16
 
@@ -56,23 +59,23 @@ def _takes_copies(config: CopyConfig, problem: QuantizeProblem, columnwise: bool
 	fmt = config.fmt
 	if fmt.element.bits < 8:
 		if not fmt.has_scale_tiles:
-			return Support(False, f"block scales of {config.format} do not lie in 128x4 tiles")
+			return _no(f"block scales of {config.format} do not lie in 128x4 tiles")
 		if columnwise and fmt.columnwise != "transposed":
-			return Support(False, f"the columnwise copy of {config.format} is not transposed")
+			return _no(f"the columnwise copy of {config.format} is not transposed")
 	return _takes(config, problem, fmt.k_multiple)
 
 
 def _takes(config: AmaxConfig | CopyConfig, problem: QuantizeProblem, k_multiple: int) -> Support:
 	"""Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
 	if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
-		return Support(False, f"compiled for {config.dtype} {config.grouping} groups")
+		return _no(f"compiled for {config.dtype} {config.grouping} groups")
 	if problem.prologue != getattr(config, "prologue", None):
-		return Support(False, "compiled for another activation")
+		return _no("compiled for another activation")
 	if problem.dtype not in DTYPE_BYTES:
 		names = ", ".join(DTYPE_BYTES)
-		return Support(False, f"input dtype must be one of {names}, got {problem.dtype}")
+		return _no(f"input dtype must be one of {names}, got {problem.dtype}")
 	if problem.cols <= 0 or problem.cols % k_multiple:
-		return Support(False, f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
+		return _no(f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
 	return Support(True)
 
 
@@ -179,23 +182,23 @@ class RowsConfig(CopyConfig):
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if self.rows_per_warp > 1 and self.warps_per_row > 1:
-			return Support(False, "only a team of one warp holds several rows")
+			return _no("only a team of one warp holds several rows")
 		if self.warps_per_row > self.num_compute_warps:
-			return Support(False, f"there are {self.num_compute_warps} warps")
+			return _no(f"there are {self.num_compute_warps} warps")
 		fmt = self.fmt
 		if fmt.is_2d:
-			return Support(False, f"{self.format} has blocks of several rows")
+			return _no(f"{self.format} has blocks of several rows")
 		if fmt.scale is not None and fmt.scale.vec_size // K_MULTIPLE * self.rows_per_warp > 32:
-			return Support(False, f"blocks of {self.format} take more lanes than a row has")
+			return _no(f"blocks of {self.format} take more lanes than a row has")
 		if fmt.is_stochastic:
-			return Support(False, f"random bytes of {self.format} are drawn tile by tile")
+			return _no(f"random bytes of {self.format} are drawn tile by tile")
 		if fmt.chooses_scales:
-			return Support(False, f"scales of {self.format} are chosen tile by tile")
+			return _no(f"scales of {self.format} are chosen tile by tile")
 		if fmt.takes_scale:
-			return Support(False, f"{self.format} takes scales of groups and gives their amaxes")
+			return _no(f"{self.format} takes scales of groups and gives their amaxes")
 		supported = _takes(self, problem, fmt.k_multiple)
 		if supported and problem.cols > self.max_cols:
-			return Support(False, f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
+			return _no(f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
 		return supported
 
 
@@ -214,11 +217,11 @@ class ValuesConfig(RowsConfig):
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if (self.arch, self.grouping) != ("sm_90a", "ragged"):
-			return Support(False, "values are for ragged operands on sm_90a")
+			return _no("values are for ragged operands on sm_90a")
 		if self.fmt.element.per_byte == 1:
-			return Support(False, f"tensor cores of sm_90a multiply codes of {self.format}")
+			return _no(f"tensor cores of sm_90a multiply codes of {self.format}")
 		if self.rows_per_warp > 4:
-			return Support(False, "values of a row take at least eight lanes")
+			return _no("values of a row take at least eight lanes")
 		return super().can_implement(problem)
 
 
@@ -233,11 +236,11 @@ class TokensConfig(RowsConfig):
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if self.prologue is None or not self.prologue.gathered:
-			return Support(False, "tokens are rows by an index")
+			return _no("tokens are rows by an index")
 		if self.rows_per_warp > 1:
-			return Support(False, "a team has one token at a time")
+			return _no("a team has one token at a time")
 		if self.takes_amax:
-			return Support(False, f"rows of a token differ in {self.format}, by their groups")
+			return _no(f"rows of a token differ in {self.format}, by their groups")
 		return super().can_implement(problem)
 
 
@@ -340,11 +343,11 @@ class TileConfig(CopyConfig):
 
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if not (self.rowwise or self.columnwise):
-			return Support(False, "neither direction is asked for")
+			return _no("neither direction is asked for")
 		if self.prologue is not None and self.prologue.gathered and self.compute_amax:
-			return Support(False, "amaxes of gathered rows are given")
+			return _no("amaxes of gathered rows are given")
 		if self.uses_row_amax and not self.rowwise:
-			return Support(False, f"{self.format} is about the rowwise copy")
+			return _no(f"{self.format} is about the rowwise copy")
 		return _takes_copies(self, problem, self.columnwise)
 
 
@@ -389,11 +392,11 @@ class GradientConfig:
 
 	def can_implement(self, cols: int) -> Support:
 		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
-			return Support(False, "blocks have several rows")
+			return _no("blocks have several rows")
 		if DTYPE_BYTES[self.dtype] != 2:
-			return Support(False, "inputs have 16 bits")
+			return _no("inputs have 16 bits")
 		if self.num_tiles > 1 and cols % 128:
-			return Support(False, "halves are a multiple of 128 columns")
+			return _no("halves are a multiple of 128 columns")
 		return Support(True)
 
 
@@ -430,10 +433,10 @@ class OffsetsConfig:
 
 	def can_implement(self, splits: str, out: str) -> Support:
 		if (splits, out) != (self.splits, self.out):
-			return Support(False, f"compiled for {self.splits} splits and {self.out} offsets")
+			return _no(f"compiled for {self.splits} splits and {self.out} offsets")
 		if {splits, out} <= {"int32", "int64"}:
 			return Support(True)
-		return Support(False, f"splits and offsets must be int32 or int64, got {splits} and {out}")
+		return _no(f"splits and offsets must be int32 or int64, got {splits} and {out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -477,12 +480,12 @@ class DbiasConfig:
 
 	def can_implement(self, dtype: str, cols: int) -> Support:
 		if dtype != self.dtype:
-			return Support(False, f"compiled for {self.dtype}")
+			return _no(f"compiled for {self.dtype}")
 		if dtype not in DTYPE_BYTES:
-			return Support(False, f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
+			return _no(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
 		if cols <= 0 or cols % self.columns_per_lane:
 			multiple = self.columns_per_lane
-			return Support(False, f"N must be a positive multiple of {multiple}, got {cols}")
+			return _no(f"N must be a positive multiple of {multiple}, got {cols}")
 		return Support(True)
 
 

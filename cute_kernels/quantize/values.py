@@ -31,12 +31,9 @@ class RowValuesQuantizer(RowsQuantizer):
 
 	@staticmethod
 	def fake_args(config: ValuesConfig) -> tuple[Any, ...]:
-		"""Stand-ins for (x, index, offs, amax, values, None, None, None, num_sms, stream)."""
 		fake = FakeBuffers(config.dtype, config.grouping, config.format)
-		amax = fake.level(config.computes_amax)
-		nothing = (None, None, None)
-		inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs())
-		return (*inputs, amax, fake.values(), *nothing, Int32(1), env_stream())
+		inputs = (fake.x(config.prologue), fake.index(config.prologue), fake.offs(), fake.level(config.computes_amax))
+		return (*inputs, fake.values(), *(None,) * 3, Int32(1), env_stream())
 
 	@cute.jit
 	def write_row(

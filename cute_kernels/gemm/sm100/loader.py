@@ -34,33 +34,28 @@ class OperandLoad(NamedTuple):
 	mcast_mask: Any
 	is_scale: bool
 
+	@cute.jit
 	def copies(self, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-		return _tile_copies(self, row, k_start, group)
-
-
-@cute.jit
-def _tile_copies(load: OperandLoad, row: Int32, k_start: Int32, group: Any) -> tuple[cute.Tensor, cute.Tensor]:
-	"""Source tiles along K, ((atom, rest), K tiles), and stages ((atom, rest), stages)."""
-	if const_expr(load.is_scale):
-		# Scale tiles are addressed by the tile: rows and K within one are hierarchical modes.
-		row = ((Int32(0), Int32(0)), row // SF_TILE_ROWS)
-		vec_size = load.source.tensor.shape[1][0][0]
-		k_start = ((Int32(0), Int32(0)), k_start // (vec_size * SF_TILE_COLS))
-	elif const_expr(isinstance(load.source.tensor.shape[0], tuple)):
-		# Rows of two halves by turns.
-		row = (Int32(0), row // 2)
-	origin = cute.domain_offset((row, k_start, group), load.source.tensor)
-	tiles = cute.local_tile(origin, load.tiler, (0, None, 0))
-	to_shared, from_global = cpasync.tma_partition(
-		load.source.atom,
-		load.cta_coord,
-		load.cta_layout,
-		cute.group_modes(load.shared, 0, 3),
-		cute.group_modes(load.partition(tiles), 0, 3),
-	)
-	if const_expr(load.is_scale):
-		to_shared, from_global = cute.filter_zeros(to_shared), cute.filter_zeros(from_global)
-	return from_global, to_shared
+		"""Source tiles along K, ((atom, rest), K tiles), and stages ((atom, rest), stages)."""
+		tensor = self.source.tensor
+		if const_expr(self.is_scale):
+			# Scale tiles are addressed by the tile: rows and K within one are hierarchical modes.
+			row = ((Int32(0), Int32(0)), row // SF_TILE_ROWS)
+			k_start = ((Int32(0), Int32(0)), k_start // (tensor.shape[1][0][0] * SF_TILE_COLS))
+		elif const_expr(isinstance(tensor.shape[0], tuple)):
+			# Rows of two halves by turns.
+			row = (Int32(0), row // 2)
+		tiles = cute.local_tile(cute.domain_offset((row, k_start, group), tensor), self.tiler, (0, None, 0))
+		to_shared, from_global = cpasync.tma_partition(
+			self.source.atom,
+			self.cta_coord,
+			self.cta_layout,
+			cute.group_modes(self.shared, 0, 3),
+			cute.group_modes(self.partition(tiles), 0, 3),
+		)
+		if const_expr(self.is_scale):
+			to_shared, from_global = cute.filter_zeros(to_shared), cute.filter_zeros(from_global)
+		return from_global, to_shared
 
 
 class StageLoads:
