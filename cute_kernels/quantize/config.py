@@ -54,26 +54,16 @@ def _one_copy(fmt: Format, columnwise: bool) -> Format:
 	return fmt
 
 
-def _takes_copies(config: CopyConfig, problem: QuantizeProblem, columnwise: bool) -> Support:
-	"""Whether kernels handle how copies of the format lie, and ``_takes``."""
-	fmt = config.fmt
-	if fmt.element.bits < 8:
-		if not fmt.has_scale_tiles:
-			return _no(f"block scales of {config.format} do not lie in 128x4 tiles")
-		if columnwise and fmt.columnwise != "transposed":
-			return _no(f"the columnwise copy of {config.format} is not transposed")
-	return _takes(config, problem, fmt.k_multiple)
-
-
-def _takes(config: AmaxConfig | CopyConfig, problem: QuantizeProblem, k_multiple: int) -> Support:
+def _takes(config: RowsConfig, problem: QuantizeProblem) -> Support:
 	"""Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
 	if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
 		return _no(f"compiled for {config.dtype} {config.grouping} groups")
-	if problem.prologue != getattr(config, "prologue", None):
+	if problem.prologue != config.prologue:
 		return _no("compiled for another activation")
 	if problem.dtype not in DTYPE_BYTES:
 		names = ", ".join(DTYPE_BYTES)
 		return _no(f"input dtype must be one of {names}, got {problem.dtype}")
+	k_multiple = config.fmt.k_multiple
 	if problem.cols <= 0 or problem.cols % k_multiple:
 		return _no(f"K must be a positive multiple of {k_multiple}, got {problem.cols}")
 	return Support(True)
@@ -196,7 +186,7 @@ class RowsConfig(CopyConfig):
 			return _no(f"scales of {self.format} are chosen tile by tile")
 		if fmt.takes_scale:
 			return _no(f"{self.format} takes scales of groups and gives their amaxes")
-		supported = _takes(self, problem, fmt.k_multiple)
+		supported = _takes(self, problem)
 		if supported and problem.cols > self.max_cols:
 			return _no(f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
 		return supported
@@ -341,15 +331,6 @@ class TileConfig(CopyConfig):
 			return False
 		return self.columnwise or not self.uses_row_amax
 
-	def can_implement(self, problem: QuantizeProblem) -> Support:
-		if not (self.rowwise or self.columnwise):
-			return _no("neither direction is asked for")
-		if self.prologue is not None and self.prologue.gathered and self.compute_amax:
-			return _no("amaxes of gathered rows are given")
-		if self.uses_row_amax and not self.rowwise:
-			return _no(f"{self.format} is about the rowwise copy")
-		return _takes_copies(self, problem, self.columnwise)
-
 
 @dataclasses.dataclass(frozen=True)
 class GradientConfig:
@@ -416,9 +397,6 @@ class AmaxConfig:
 	#: group gives 0.
 	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
 
-	def can_implement(self, problem: QuantizeProblem) -> Support:
-		return _takes(self, problem, K_MULTIPLE)
-
 
 @dataclasses.dataclass(frozen=True)
 class OffsetsConfig:
@@ -430,13 +408,6 @@ class OffsetsConfig:
 	#: The compiled function takes (splits, out, multiplier): splits (G,), out (G,), and the
 	#: factor of every offset.
 	kernel: ClassVar[str] = "cute_kernels.quantize.offsets:OffsetsKernel"
-
-	def can_implement(self, splits: str, out: str) -> Support:
-		if (splits, out) != (self.splits, self.out):
-			return _no(f"compiled for {self.splits} splits and {self.out} offsets")
-		if {splits, out} <= {"int32", "int64"}:
-			return Support(True)
-		return _no(f"splits and offsets must be int32 or int64, got {splits} and {out}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,16 +449,6 @@ class DbiasConfig:
 	def choose(cls, dtype: str, cols: int) -> DbiasConfig:
 		return cls(dtype, cols * DTYPE_BYTES[dtype] % 16 == 0)
 
-	def can_implement(self, dtype: str, cols: int) -> Support:
-		if dtype != self.dtype:
-			return _no(f"compiled for {self.dtype}")
-		if dtype not in DTYPE_BYTES:
-			return _no(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype}")
-		if cols <= 0 or cols % self.columns_per_lane:
-			multiple = self.columns_per_lane
-			return _no(f"N must be a positive multiple of {multiple}, got {cols}")
-		return Support(True)
-
 
 @dataclasses.dataclass(frozen=True)
 class DequantizeConfig(CopyConfig):
@@ -514,6 +475,3 @@ class DequantizeConfig(CopyConfig):
 	@property
 	def row_level(self) -> bool:
 		return _is_per_row(self.format, self.columnwise)
-
-	def can_implement(self, problem: QuantizeProblem) -> Support:
-		return _takes_copies(self, problem, self.columnwise)
