@@ -211,18 +211,16 @@ class GemmConfig(abc.ABC):
 	num_sched_stage: ClassVar[int] = 4
 
 	def __post_init__(self) -> None:
-		for name in ("operand", "b_operand"):
-			kind = getattr(self, name)
-			if kind not in OPERANDS and (name == "operand" or kind is not None):
-				raise ValueError(f"{name} must be one of {', '.join(OPERANDS)}, got {kind!r}")
+		tables: dict[str, dict[str, Any]] = {"operand": OPERANDS, "out_dtype": DTYPE_BYTES}
+		optional: dict[str, dict[str, Any]] = {"b_operand": OPERANDS, "bias_dtype": DTYPE_BYTES}
+		for name, known in (tables | optional).items():
+			value = getattr(self, name)
+			if value not in known and (name in tables or value is not None):
+				raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 		if not (self.is_alike or self.decoded_to is not None and self.grouping == "m_grouped"):
 			raise ValueError(f"{self.operand} is not multiplied by {self.b_operand}")
 		if self.grouping not in ("m_grouped", "k_grouped"):
 			raise ValueError(f"grouping must be m_grouped or k_grouped, got {self.grouping!r}")
-		for name in ("out_dtype", "bias_dtype"):
-			dtype = getattr(self, name)
-			if dtype not in DTYPE_BYTES and (name == "out_dtype" or dtype is not None):
-				raise ValueError(f"{name} must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
 		if self.tile not in self.tile_shapes:
 			raise ValueError(f"tile must be one of tile_shapes, got {self.tile}")
 		if self.row_scaled and (self.kind.level_factor is None or self.grouping == "k_grouped"):

@@ -179,7 +179,10 @@ def _quantize_tiles(
 		if fmt.is_2d:
 			squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
 			a = squares.repeat_interleave(vec, dim=2)[..., :cols]
-		drawn = None if draws is None else _tile_draws(draws, fmt, tile, row, vec)
+		drawn = None
+		if draws is not None:
+			# Both directions of square blocks have one rule.
+			drawn = _column_blocks(draws.rows(row.clamp_min(0)), vec) if fmt.is_2d else draws.tiles(tile)
 		encoded, stored = codec.encode(blocks, a, per_group[group, None, None], drawn)
 		codes = encoded.movedim(-1, 2).flatten(1, 2)  # (t, 128, K)
 		codes = codes.masked_fill(~_held(fmt, live).unsqueeze(-1), 0)
@@ -207,13 +210,6 @@ def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tenso
 	chunks = hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK)))
 	rounded: Tensor = chunks.flatten(1, 2).bfloat16().float()
 	return rounded
-
-
-def _tile_draws(draws: Draws, fmt: Format, tile: Tensor, row: Tensor, vec: int) -> Tensor:
-	"""Random bytes of blocks along the rows; both directions of square blocks have one rule."""
-	if fmt.is_2d:
-		return _column_blocks(draws.rows(row.clamp_min(0)), vec)
-	return draws.tiles(tile)
 
 
 def _column_blocks(values: Tensor, vec: int) -> Tensor:

@@ -174,8 +174,9 @@ def tensor_core_gemm(
 		for n in slices(len(b), _TILE_N):
 			tile = acc[m, n]
 			for k in slices(left.k, _TILE_K):
-				terms = _terms(adder, left, m, k), _terms(adder, right, n, k)
-				tile = _accumulate(adder, *terms, tile)
+				terms = *_terms(adder, left, m, k), *_terms(adder, right, n, k)
+				for part in slices(len(terms[0]), adder.k // adder.term):
+					tile = _mma(adder, *(x[part] for x in terms), tile)
 			out[m, n] = tile
 	return with_one_nan(out)
 
@@ -281,15 +282,6 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
 		)
 		value, exponent = value * factor.unsqueeze(-1), exponent + power
 	return value.transpose(0, 1).contiguous(), exponent.T.contiguous()
-
-
-def _accumulate(adder: _Adder, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], acc: Tensor) -> Tensor:
-	"""Take ``acc`` (M, N) through all instructions of the terms of A and B."""
-	terms = adder.k // adder.term
-	for start in range(0, len(a[0]), terms):
-		part = slice(start, start + terms)
-		acc = _mma(adder, a[0][part], a[1][part], b[0][part], b[1][part], acc)
-	return acc
 
 
 def _mma(adder: _Adder, a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor, acc: Tensor) -> Tensor:

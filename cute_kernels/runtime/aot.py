@@ -118,15 +118,13 @@ def _usable_cpus() -> int:
 
 def _in_process(todo: Sequence[KernelSpec], arch: Architecture, jobs: int) -> Iterator[tuple[KernelSpec, Answer]]:
 	for spec in todo:
-		yield spec, _compile_here(spec, arch)
-
-
-def _compile_here(spec: KernelSpec, arch: Architecture) -> Answer:
-	try:
-		compile_kernel(spec, arch)
-	except Exception:  # reported together with every other kernel's
-		return traceback.format_exc()
-	return True if is_on_disk(spec, arch) else None
+		answer: Answer
+		try:
+			compile_kernel(spec, arch)
+			answer = True if is_on_disk(spec, arch) else None
+		except Exception:  # reported together with every other kernel's
+			answer = traceback.format_exc()
+		yield spec, answer
 
 
 def _in_workers(todo: Sequence[KernelSpec], arch: Architecture, jobs: int) -> Iterator[tuple[KernelSpec, Answer]]:

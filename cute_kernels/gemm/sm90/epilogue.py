@@ -318,22 +318,15 @@ class Epilogue:
 				for i in range_constexpr(4):
 					factors[i] = bits_as_f32(words[i % 2])
 			_each("mul.rn.f32", values, factors)
-		if const_expr(bias is not None):
+		if const_expr(self.tensors.bias is not None):
 			addends = cute.make_rmem_tensor(4, Float32)
-			for i in range_constexpr(4):
-				addends[i] = bias[i // 2]
+			for i in range_constexpr(2):
+				if const_expr(bias is not None):
+					addends[2 * i] = addends[2 * i + 1] = bias[i]
+				else:
+					addends[i] = addends[i + 2] = self.bias_of(tile, tile.n_row + j * 8 + self.lane % 4 * 2 + i)
 			_each("add.rn.f32", values, addends)
-		elif const_expr(self.tensors.bias is not None):
-			self.add_bias_of_columns(values, j, tile)
 		return values
-
-	@cute.jit
-	def add_bias_of_columns(self, values: cute.Tensor, j: int, tile: WorkTile) -> None:
-		addends = cute.make_rmem_tensor(4, Float32)
-		for i in range_constexpr(2):
-			col = tile.n_row + j * 8 + self.lane % 4 * 2 + i
-			addends[i] = addends[i + 2] = self.bias_of(tile, col)
-		_each("add.rn.f32", values, addends)
 
 	def stage_block(self, buffer: Int32, first_n: int, acc: cute.Tensor, *of_row: Any) -> None:
 		"""``finish`` and stage the block of columns from ``first_n`` on."""
