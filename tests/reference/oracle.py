@@ -174,7 +174,7 @@ def buffers(
 		"scales_t": filled((*batch, ceil_div(cols, 128), 2 * each, 512), np.uint8, fill),
 		"amax_t": np.array(per_group_t, f32),
 	}
-	codes, scales = found["codes"].reshape(len(x), cols // 2), found["scales"].reshape(-1)
+	codes, scales = found["codes"].reshape(len(x), cols // 2), found["scales"].reshape(tiles, ceil_div(cols, 64), 512)
 	for g, (group, amax) in enumerate(zip(groups, per_group, strict=True)):
 		values = x[group.start : group.end]
 		second = [absmax(v) if row_scaled else amax for v in values]
@@ -199,11 +199,8 @@ def _square_scales(values, amax, rule):
 
 
 def _write_rowwise(codes, scales, group, values, second, squares, rule):
-	blocks = 4 * ceil_div(codes.shape[1], 32)
-	first = group.tile * 128
-	for slot in range(first, first + group.tiles * 128):
-		for block in range(blocks):
-			scales[scale_byte(slot, block, blocks)] = 0
+	scales[group.tile : group.tile + group.tiles] = 0
+	first, blocks, flat = group.tile * 128, 4 * scales.shape[1], scales.reshape(-1)
 	for r, row in enumerate(values):
 		for block in range(len(row) // 16):
 			chunk = row[16 * block : 16 * block + 16]
@@ -211,7 +208,7 @@ def _write_rowwise(codes, scales, group, values, second, squares, rule):
 				byte, enc = rule.scale(chunk[None], absmax(chunk), second[r])
 			else:
 				byte, enc = squares[r // 16][block]
-			scales[scale_byte(first + r, block, blocks)] = byte
+			flat[scale_byte(first + r, block, blocks)] = byte
 			number = (group.start + r) * (len(row) // 16) + block
 			code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
 			for j in range(8):
@@ -221,11 +218,9 @@ def _write_rowwise(codes, scales, group, values, second, squares, rule):
 
 def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, squares, rule):
 	rows, cols = values.shape
-	blocks, scales_t = codes_t.shape[1] // 8, scales_t.reshape(-1)
-	codes_t[:, 64 * first_tile : 64 * (first_tile + group.tiles)] = 0
-	for column in range(128 * ceil_div(cols, 128)):
-		for block in range(8 * first_tile, 8 * (first_tile + group.tiles)):
-			scales_t[scale_byte(column, block, blocks)] = 0
+	last_tile, blocks, flat = first_tile + group.tiles, 4 * scales_t.shape[1], scales_t.reshape(-1)
+	codes_t[:, 64 * first_tile : 64 * last_tile] = 0
+	scales_t[:, 2 * first_tile : 2 * last_tile] = 0
 	for column in range(cols):
 		for block in range(ceil_div(rows, 16)):
 			chunk = values[16 * block : 16 * block + 16, column]
@@ -238,7 +233,7 @@ def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, square
 				first = group.start + 16 * block
 				numbers = ((first + i) * (cols // 16) + column // 16 for i in range(16))
 				places = [(0, number, column % 16) for number in numbers]
-			scales_t[scale_byte(column, 8 * first_tile + block, blocks)] = byte
+			flat[scale_byte(column, 8 * first_tile + block, blocks)] = byte
 			for i, code in enumerate(rule.encode(chunk, enc, places)):
 				at = 64 * first_tile + (16 * block + i) // 2
 				codes_t[column, at] |= code << 4 * (i % 2)

@@ -58,15 +58,12 @@ class Stochastic(Rule):
 
 def round_bf16(v):
 	"""To nearest even, with infinities beyond the largest; NaN stays."""
-	if math.isnan(v):
-		return v
-	bits = int(np.array(v, f32).view(np.uint32))
-	bits += 0x7FFF + (bits >> 16 & 1)
-	return np.array(bits & 0xFFFF0000, np.uint32).view(f32)[()]
+	bits = v.view(np.uint32)
+	return np.where(np.isnan(v), v, (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).view(f32))
 
 
 def butterflies(v):
-	"""H16 times a chunk in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
+	"""H16 times 16 rows in fp32: i with i + 8, then i + 4, i + 2, i + 1."""
 	v = list(v)
 	for distance in (8, 4, 2, 1):
 		for i in range(16):
@@ -81,11 +78,9 @@ class Hadamard(Rule):
 		padded = np.zeros((-(-rows // 16) * 16, cols), f32)
 		padded[:rows] = values
 		for first in range(0, rows, 16):
-			for k in range(cols):
-				chunk = padded[first : first + 16, k]
-				signed = [x * f32(0.25 * s) for x, s in zip(chunk, SIGNS, strict=True)]
-				mixed = [round_bf16(y) for y in butterflies(signed)]
-				padded[first : first + 16, k] = mixed
+			chunk = padded[first : first + 16]
+			signed = [row * f32(0.25 * s) for row, s in zip(chunk, SIGNS, strict=True)]
+			chunk[:] = [round_bf16(row) for row in butterflies(signed)]
 		return padded
 
 

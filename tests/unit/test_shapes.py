@@ -3,7 +3,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_kernels.layout import shapes, slots
-from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import tile_scales
 
@@ -17,13 +16,6 @@ def test_round_up_is_the_smallest_multiple_that_is_not_less(a, b):
 	assert rounded % b == 0
 	assert rounded - b < a <= rounded
 	assert shapes.ceil_div(a, b) * b == rounded
-
-
-@given(sizes, st.sampled_from([1, 2, 4]))
-def test_code_pitch_is_the_next_size_that_tma_takes(width, itemsize):
-	pitch = code_pitch(width, itemsize)
-	assert pitch * itemsize % 16 == 0
-	assert 0 <= (pitch - width) * itemsize < 16
 
 
 @given(splits_of_rows, st.integers(0, 300))
