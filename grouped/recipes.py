@@ -61,33 +61,31 @@ class Recipe:
 	propagate_nonfinite: bool = False
 
 	def __post_init__(self) -> None:
-		roles = {name: getattr(self, name) for name in ROLES}
+		roles = {name: fmt for name in ROLES if (fmt := getattr(self, name)) is not None}
 		if not isinstance(self.propagate_nonfinite, bool):
 			named = ", ".join(f.name for f in fields(self) if f.kw_only)
 			hint = f"; options have names: {named}" if named else ""
 			raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}")
-		missing = [name for name, fmt in roles.items() if fmt is None]
 		for name, fmt in roles.items():
-			if fmt is not None:
-				check_format(name, fmt)
-		if missing and len(missing) < len(roles):
+			check_format(name, fmt)
+		missing = [name for name in ROLES if name not in roles]
+		if roles and missing:
 			raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
 		level = None if self.weight is None else self.weight.second_level
 		if level is not None and level.per == "row":
 			raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
-		for name in ("input", "weight"):
-			fmt = roles[name]
-			if fmt is not None and fmt.element is E5M2:
+		for name, fmt in roles.items():
+			if name != "grad_output" and fmt.element is E5M2:
 				raise ValueError(
 					f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
 				)
 		for name, fmt in roles.items():
-			if fmt is not None:
-				_require_built(name, fmt)
-		self._check_scales()
+			_require_built(name, fmt)
+			if fmt.takes_scale and not self._updates_scales:
+				raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 		if self.input is not None and self.weight is not None and self.grad_output is not None:
 			_check_products(self.input, self.weight, self.grad_output)
-		texts = tuple(fmt and fmt.text for fmt in roles.values())
+		texts = tuple(roles[name].text if name in roles else None for name in ROLES)
 		# Made once: a compiler that traces a layer would otherwise trace how they are made.
 		object.__setattr__(self, "texts", texts)
 
@@ -97,13 +95,8 @@ class Recipe:
 		changed = [f"{f.name}={value}" for f, value in values if value != f.default]
 		return f"{type(self).__name__}({', '.join(changed)})"
 
-	def _check_scales(self) -> None:
-		"""Refuse formats whose scales nobody would update."""
-		for name in ROLES:
-			fmt: Format | None = getattr(self, name)
-			if fmt is not None and fmt.takes_scale:
-				raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
-
+	#: Somebody updates the scales of formats that take them.
+	_updates_scales: ClassVar[bool] = False
 	#: The format of each role as text, as the op ``grouped::linear`` takes it.
 	texts: ClassVar[tuple[str | None, ...]]
 
@@ -302,6 +295,7 @@ class FP8Delayed(_Named):
 	margin: int = _option(0)
 	algorithm: str = _option("max")
 	amax_group: ProcessGroup | str | None = _option(None)
+	_updates_scales: ClassVar[bool] = True
 
 	def __post_init__(self) -> None:
 		super().__post_init__()
@@ -324,16 +318,12 @@ class FP8Delayed(_Named):
 		x = formats.FP8(scaling="delayed")
 		return x, x, formats.FP8(self.grad_dtype, "delayed")
 
-	def _check_scales(self) -> None:
-		"""Their updates are what this recipe is about."""
-
 
 @dataclass(frozen=True)
 class OfCall(Recipe):
 	"""Formats of a call whose scales, if they take any, are given with it: for ops."""
 
-	def _check_scales(self) -> None:
-		"""Whoever gave them updates them."""
+	_updates_scales: ClassVar[bool] = True
 
 
 def check_recipe(recipe: object) -> None:

@@ -115,8 +115,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
 		``y``.
 	"""
 	note(flags, x, weights, y, offs)
-	live = _live(x, offs)
-	watched: Tensor = _WatchGradient.apply(y, flags, live)  # type: ignore[no-untyped-call]
+	watched: Tensor = _WatchGradient.apply(y, flags, offs)  # type: ignore[no-untyped-call]
 	return watched
 
 
@@ -158,15 +157,14 @@ def _holds_nonfinite(weight: Tensor) -> Tensor:
 
 class _WatchGradient(torch.autograd.Function):
 	@staticmethod
-	def forward(ctx: Any, y: Tensor, flags: Tensor, live: Tensor) -> Tensor:
+	def forward(ctx: Any, y: Tensor, flags: Tensor, offs: Tensor) -> Tensor:
 		# Not saved for backward: other calls set flags in between.
 		ctx.flags = flags
-		ctx.save_for_backward(live)
+		ctx.save_for_backward(offs)
 		return y.view_as(y)
 
 	@staticmethod
 	@once_differentiable
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-		(live,) = ctx.saved_tensors
-		_set(ctx.flags, "grad_output", _rows_hold_nonfinite(dy, live))
+		note_gradient(ctx.flags, dy, *ctx.saved_tensors)
 		return dy, None, None

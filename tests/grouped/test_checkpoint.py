@@ -14,6 +14,7 @@ import grouped
 from grouped import checkpoint, convert
 from grouped.checkpoint import files as ckpt_files
 from grouped.checkpoint.parts import quantized
+from grouped.nn import GroupedLinear, GroupedMLP, MoE
 
 HIDDEN, INNER, EXPERTS = 64, 128, 3
 STYLES = {
@@ -26,7 +27,7 @@ LAYOUTS = ("modelopt", "compressed-tensors", "deepseek")
 
 def moe(style="swiglu", seed=0, inner=INNER):
 	torch.manual_seed(seed)
-	return grouped.nn.MoE(HIDDEN, inner, EXPERTS, 2, dtype=BF16, **STYLES[style])
+	return MoE(HIDDEN, inner, EXPERTS, 2, dtype=BF16, **STYLES[style])
 
 
 def raw(t):
@@ -174,15 +175,15 @@ def test_faults(tmp_path):
 	model, other = moe(), tmp_path / "other"
 	checkpoint.save(model, other, "modelopt", shard_bytes=30_000)
 	checkpoint.load(model, other)
-	larger = grouped.nn.MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=BF16)
+	larger = MoE(HIDDEN, INNER, EXPERTS + 1, 2, dtype=BF16)
 	before = larger.router.weight.clone()
-	mlp, renamed = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER), {"rename": {"^": "experts"}}
+	mlp, renamed = GroupedMLP(EXPERTS, HIDDEN, INNER), {"rename": {"^": "experts"}}
 	for call, arguments, error, message in (
 		(checkpoint.save, (model, other, "modelopt"), FileExistsError, "choose another folder"),
 		(checkpoint.save, (model, tmp_path / "c", "gpt-oss"), ValueError, "'deepseek', got 'gpt-oss'"),
 		(checkpoint.save, (model, tmp_path / "c", "deepseek"), ValueError, "is nvfp4, deepseek holds fp8_block"),
 		(checkpoint.load, (model, tmp_path), FileNotFoundError, "no safetensors file in"),
-		(checkpoint.load, (grouped.nn.GroupedLinear(2, 16, 16, single_parameter=False), other), ValueError, "=False"),
+		(checkpoint.load, (GroupedLinear(2, 16, 16, single_parameter=False), other), ValueError, "=False"),
 		(checkpoint.load, (larger, other), KeyError, r"lacks experts.3.gate_proj.weight, .* and has, beyond"),
 		(checkpoint.load, (moe(inner=2 * INNER), other), ValueError, r"\(3, 512, 32\), the checkpoint has \(3, 256, 32\)"),
 	):
@@ -199,7 +200,7 @@ def test_faults(tmp_path):
 
 def test_one_expert_in_one_tensor_and_tied_weights(tmp_path):
 	def model():
-		a, b = (grouped.nn.GroupedMLP(1, HIDDEN, INNER, dtype=BF16) for _ in range(2))
+		a, b = (GroupedMLP(1, HIDDEN, INNER, dtype=BF16) for _ in range(2))
 		b.down.weight = a.down.weight
 		return torch.nn.ModuleList([a, b])
 
@@ -362,7 +363,7 @@ def compare(quantize, dequantize, layout, tmp_path):
 
 	``quantize`` gives its tensors by suffix.
 	"""
-	mlp = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
+	mlp = GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	tensors = {}
 	for names in (("gate_proj", "up_proj"), ("down_proj",)):
 		layer = mlp.gate_up if len(names) > 1 else mlp.down
@@ -374,7 +375,7 @@ def compare(quantize, dequantize, layout, tmp_path):
 	assert not checkpoint.load(mlp, tmp_path).reconciled
 	checkpoint.save(mlp, tmp_path / "again", layout)
 	assert same_files(tmp_path, tmp_path / "again")
-	plain = grouped.nn.GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
+	plain = GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	checkpoint.save(plain, tmp_path / "ours", layout)
 	checkpoint.load(plain, tmp_path / "ours")
 	for module, folder in ((mlp, tmp_path), (plain, tmp_path / "ours")):
@@ -394,7 +395,7 @@ def test_compressed_tensors(tmp_path):
 	from compressed_tensors.quantization import QuantizationScheme  # noqa: PLC0415
 	from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: PLC0415
 
-	checkpoint.save(grouped.nn.GroupedMLP(1, 16, 16), tmp_path / "c", "compressed-tensors")
+	checkpoint.save(GroupedMLP(1, 16, 16), tmp_path / "c", "compressed-tensors")
 	config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
 	scheme = QuantizationScheme.model_validate(config["config_groups"]["group_0"])
 

@@ -3,7 +3,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import cute_kernels
 import grouped
@@ -12,6 +11,7 @@ from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import BF16, F16, F32, I32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, ops
+from tests.reference.test_activations import in_fp64
 
 H, WIDTH, E, K, T = 64, 32, 6, 2, 21
 MODELS = {
@@ -67,15 +67,8 @@ def expert_of(mlp, e, x):
 		return y if layer.bias is None else y + layer.bias[e].double()
 
 	z = linear(mlp.gate_up, x)
-	if mlp.activation.name == "srelu":
-		return linear(mlp.down, z.relu().square())
-	a, b = (z[::2], z[1::2]) if mlp.interleaved else z.chunk(2)
-	if mlp.activation.is_clamped:
-		a = a.clamp(max=7.0)
-		hidden = a * (1.702 * a).sigmoid() * (b.clamp(-7.0, 7.0) + 1)
-	else:
-		hidden = F.silu(a) * b
-	return linear(mlp.down, hidden)
+	z = torch.cat([z[::2], z[1::2]]) if mlp.interleaved else z
+	return linear(mlp.down, in_fp64(mlp.activation, z))
 
 
 def mixture(moe, x, name):

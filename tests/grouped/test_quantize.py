@@ -202,11 +202,6 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
 	assert_same_buffers(bytes_of(out), before)
 
 
-def test_quantize_does_not_track_gradients():
-	x = sample(40, 32).requires_grad_()
-	assert not grouped.quantize(x, FORMATS["1x16"], offs=[40]).requires_grad
-
-
 class OnGpu(torch.Tensor):
 	is_cuda = True
 

@@ -602,15 +602,13 @@ def spread_experts_compile():
 	dy = torch.randn(sum(TOKENS), H).bfloat16()[part]
 	found = []
 	for compiled in (False, True):
-		options = ExpertParallel(capacity=18, wire=grouped.FP8Block())
 		moe = mixture(recipes.BF16())
 		moe.shared = None
-		parallelize_module(moe, MESH, options)
+		parallelize_module(moe, MESH, ExpertParallel(capacity=18, wire=grouped.FP8Block()))
 		mine = tokens().detach()[part].requires_grad_()
 		run = torch.compile(moe, fullgraph=True, backend="eager") if compiled else moe
 		found.append((step(run, mine, dy), mine.grad, moe.experts.gate_up.weight.grad.to_local()))
-	for a, b in zip(*found, strict=True):
-		assert_same_bytes(a, b)
+	assert_all_same(*found)
 
 
 @check
