@@ -1,4 +1,4 @@
-"""Products from buffers, by the layout contract and the order of sums of ``reference.dots``."""
+"""Values and products of buffers, by the layout contract and the order of sums of ``reference.dots``."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The variants of NVFP4 as specified, for ``oracle.quantize``; shares nothing with the package."""
+"""The variants of NVFP4 as specified, for ``oracle.buffers``; shares nothing with the package."""
 
 import functools
 import math

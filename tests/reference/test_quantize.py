@@ -27,9 +27,8 @@ from .block_oracle import rules_of
 from .oracle_variants import FourOverSix, Hadamard, SquareFourOverSix, Stochastic, StochasticHadamard
 from .test_gemm import GARBAGE
 
-#: The texts of formats, and what the oracles are told of them: of NVFP4 its flags, of the others
-#: what they are in the words of the specification.
 SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
+#: The texts of formats, and what the oracles are told of them: of NVFP4 flags and a variant's rule.
 NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": SQUARE, "nvfp4:row_scaled": ROWS}
 SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 _448_MSE = "four_over_six,e4m3_max=448,four_over_six_error=mse"
