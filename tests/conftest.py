@@ -40,6 +40,14 @@ def seed():
 
 
 @pytest.fixture
+def garbage():
+	"""Fresh memory holds NaN."""
+	torch.use_deterministic_algorithms(True)
+	yield
+	torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def fresh_dynamo():
 	torch._dynamo.reset()
 	yield

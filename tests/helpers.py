@@ -25,7 +25,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 I32, U8 = torch.int32, torch.uint8
 
 #: Dtypes of plain operands, by the names that kernels have for them.
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
 
 #: Copies to make: (rowwise, columnwise).
 DIRECTIONS = {"rowwise": (True, False), "columnwise": (False, True), "both": (True, True)}
@@ -119,22 +119,26 @@ def spans(splits):
 
 
 def ends(*rows):
-	return torch.tensor(rows, dtype=torch.int32)
+	return torch.tensor(rows, dtype=I32)
 
 
 def offsets(splits):
 	return ends(*end_rows(splits))
 
 
+def seeded(seed):
+	return torch.Generator().manual_seed(seed)
+
+
 def many_groups():
 	"""End rows of 1500 groups: none to two rows each, a long run of empty ones, and a long one."""
-	sizes = torch.randint(0, 3, (1500,), generator=torch.Generator().manual_seed(5))
+	sizes = torch.randint(0, 3, (1500,), generator=seeded(5))
 	sizes[700:1400] = 0
 	sizes[1450] = 130
 	return sizes.cumsum(0).int()
 
 
-def sample(*shape, dtype=torch.bfloat16):
+def sample(*shape, dtype=BF16):
 	"""Normal values whose magnitude differs from block to block and from row to row."""
 	x = torch.randn(shape)
 	block = torch.randint(-6, 7, (*shape[:-1], -(-shape[-1] // 16))).repeat_interleave(16, dim=-1)
@@ -147,7 +151,7 @@ def every_16_bits(dtype):
 
 
 def beside(values):
-	values, inf = torch.as_tensor(values, dtype=torch.float32), torch.tensor(torch.inf)
+	values, inf = torch.as_tensor(values, dtype=F32), torch.tensor(torch.inf)
 	return torch.cat([values, values.nextafter(inf), values.nextafter(-inf)])
 
 
@@ -182,7 +186,7 @@ class Graphs(list[Any]):
 
 def poisoned(like):
 	"""A tensor of the shape, strides and dtype of ``like``, every byte of it a sentinel."""
-	storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=torch.uint8)
+	storage = torch.full((like.untyped_storage().nbytes(),), SENTINEL, dtype=U8)
 	return storage.view(like.dtype).as_strided(like.shape, like.stride())
 
 
@@ -246,8 +250,8 @@ def assert_same_bytes(got, want, what="output", *, any_nan=False):
 	assert got.dtype == want.dtype, f"{what}: dtype {got.dtype}, not {want.dtype}"
 	if got.numel() == 0:
 		return
-	a = got.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
-	b = want.contiguous().flatten().view(torch.uint8).view(-1, got.element_size())
+	a = got.contiguous().flatten().view(U8).view(-1, got.element_size())
+	b = want.contiguous().flatten().view(U8).view(-1, got.element_size())
 	differs = (a != b).any(1)
 	if any_nan:
 		differs &= ~(got.isnan() & want.isnan()).flatten()

@@ -17,7 +17,7 @@ from cute_kernels.layout.shapes import ceil_div
 from cute_kernels.ops.launch.sm100_operands import scale_tiles
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime import architecture, compile_kernel
-from tests.helpers import DTYPES, U8, assert_same_bytes, offsets
+from tests.helpers import DTYPES, F16, U8, assert_same_bytes, offsets, seeded
 from tests.kernels.op_support import array_of, check_touched
 
 ARCH = "sm_100a"
@@ -115,7 +115,7 @@ def formats_of(config):
 
 def randn(*shape, seed):
 	"""Values of several magnitudes, so that block scales and row amaxes differ."""
-	generator = torch.Generator().manual_seed(seed)
+	generator = seeded(seed)
 	rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
 	return torch.randn(*shape, generator=generator) * rows
 
@@ -164,14 +164,14 @@ class Product:
 			is_expanded = getattr(self.config, "expanded", None) == side
 			if is_expanded and self.config.activations is not None:
 				depth = ceil_div(codes.shape[1], 128) * 128
-				values = torch.full((len(codes), depth), float("nan")).to(codes)
+				values = torch.full((len(codes), depth), torch.nan).to(codes)
 				arrange = compiled(ArrangeConfig(self.config.activations), arch, device)
 				arrange(codes, offs, values, num_sms)
 				codes = values
 			elif is_expanded:
 				depth = ceil_div(2 * codes.shape[1], 128) * 128
-				values = torch.full((len(codes), depth), float("nan"))
-				values = values.to(out.device, torch.float16)
+				values = torch.full((len(codes), depth), torch.nan)
+				values = values.to(out.device, F16)
 				is_ragged = side == "a"
 				expand = compiled(ExpandConfig(is_ragged), arch, device)
 				expand(codes, scales, offs if is_ragged else None, values, num_sms)
@@ -246,7 +246,7 @@ def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
 
 def wild(product):
 	"""With every code, NaN and infinity included, and scales of every magnitude."""
-	generator = torch.Generator().manual_seed(3)
+	generator = seeded(3)
 	for operand in (product.a, product.b):
 		codes = operand.codes.view(U8)
 		drawn = torch.randint(0, 256, codes.shape, generator=generator).to(U8)
@@ -282,7 +282,7 @@ def check_zeroed_tails(config, device="cpu", modes=({},)):
 	for sizes, tail in (([100, 0, 5], 290), ([3], 0), ([0] * 32, 1)):
 		product = m_grouped(config, sizes, 72, 96, tail)
 		if config.row_scaled:
-			product.a.amax[sum(sizes) :] = float("nan")
+			product.a.amax[sum(sizes) :] = torch.nan
 		want = product.expected()
 		want[sum(sizes) :] = 0.0
 		for mode in modes:
@@ -335,7 +335,7 @@ def _plain(config, x, live=None):
 	"""A plain operand with NaN in its rows from ``live`` on."""
 	x = x.to(DTYPES[activations_of(config) or config.operand])
 	if live is not None:
-		x[live:] = float("nan")
+		x[live:] = torch.nan
 	return Operand(x)
 
 

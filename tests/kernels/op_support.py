@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-import cute_kernels
-from cute_kernels import emulator
+from cute_kernels import backend, emulator
 from perf.compiled import compile_for_emulator
 from perf.cubin import read_resources
 from tests.helpers import BF16, assert_same_bytes, each
@@ -18,9 +17,9 @@ each_mode = each("mode", MODES, lambda mode: f"chaos {mode['seed']}" if "seed" i
 
 def check(arch, call, **options):
 	"""What ``call`` returns on an emulated architecture has the bits of the reference."""
-	with cute_kernels.backend("reference"):
+	with backend("reference"):
 		want = call()
-	with cute_kernels.backend(f"emulated:{arch}", **options):
+	with backend(f"emulated:{arch}", **options):
 		assert_same_bytes(call(), want, any_nan=True)
 
 

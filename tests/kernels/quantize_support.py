@@ -14,7 +14,7 @@ from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
-from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned
+from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned, seeded
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -105,7 +105,7 @@ class Problem:
 def ragged(rows, cols, offs, dtype="bfloat16", seed=0):
 	"""Of a case of ``ragged_cases``; NaN in the tail."""
 	x = random_input((rows, cols), DTYPES[dtype], seed)
-	x[int(offs[-1]) :] = float("nan")
+	x[int(offs[-1]) :] = torch.nan
 	return Problem(x, offs)
 
 
@@ -155,7 +155,7 @@ def check(config, problem, given=None, **options):
 
 
 def random_input(shape, dtype, seed=0):
-	generator = torch.Generator().manual_seed(seed)
+	generator = seeded(seed)
 	x = torch.randn(shape, generator=generator)
 	x *= torch.exp2(torch.randint(-6, 7, (*shape[:-1], 1), generator=generator).float())
 	x[..., torch.rand(shape[:-1], generator=generator) < 0.05, :] = 0.0
@@ -167,7 +167,7 @@ def random_input(shape, dtype, seed=0):
 def special_input(rows, cols, dtype):
 	"""Special values; each row has its own mixture, so rows of one group clash as well."""
 	info = torch.finfo(dtype)
-	generator = torch.Generator().manual_seed(1)
+	generator = seeded(1)
 	x = torch.randn(rows, cols, generator=generator)
 	magnitude = torch.randint(-40, 36, (rows, cols // 16, 1), generator=generator).float()
 	x = (x.unflatten(1, (-1, 16)) * torch.pow(10.0, magnitude)).flatten(1)
@@ -176,11 +176,11 @@ def special_input(rows, cols, dtype):
 	for i, value in enumerate((0.0, -0.0, info.max, -info.max, info.tiny, -info.tiny, smallest, -smallest)):
 		x[i % rows :: 9, i::11] = value
 	x = x.to(dtype)
-	x[1::7, ::5] = float("nan")
-	x[2::7, 1::13] = float("inf")
-	x[3::7, 2::13] = -float("inf")
-	x[4::7, 16:32] = float("nan")
-	x[5::17] = float("nan")
+	x[1::7, ::5] = torch.nan
+	x[2::7, 1::13] = torch.inf
+	x[3::7, 2::13] = -torch.inf
+	x[4::7, 16:32] = torch.nan
+	x[5::17] = torch.nan
 	x[6::17] = -0.0
 	x[7::17] = smallest
 	return x

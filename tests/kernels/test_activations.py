@@ -4,12 +4,12 @@ import itertools
 
 import torch
 
-import cute_kernels
+from cute_kernels import backend
 from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize import Prologue, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, ends, many_groups, ops, poisoned
+from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, ends, many_groups, ops, poisoned, seeded
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
@@ -44,7 +44,7 @@ def quantize(text, act, x, offs, way, amax=None):
 		given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
 	if fmt.is_stochastic:
 		given["seed"] = torch.tensor([3, 4])
-	with cute_kernels.backend("reference"):
+	with backend("reference"):
 		like = ops.grouped_quantize(x, text, offs, **given)
 	out = [poisoned(t) for t in like]
 	ops.grouped_quantize_out(x, text, offs, **given, out=out)
@@ -70,10 +70,10 @@ def every_number():
 def test_bits_of_every_curve(arch, by_table, act):
 	a, record = every_number(), parse_activation(act)
 	a = a[: 65536 if by_table else len(a) // 2 * 2]
-	generator = torch.Generator().manual_seed(0)
+	generator = seeded(0)
 	b, grad = torch.randn(2, len(a), generator=generator) * 4
-	b[:: len(a) // 7] = float("nan")
-	b[1 :: len(a) // 7] = float("inf")
+	b[:: len(a) // 7] = torch.nan
+	b[1 :: len(a) // 7] = torch.inf
 	got = [torch.zeros_like(a) for _ in range(3)]
 	b = b.bfloat16().float() if by_table else b
 	compiled(ActivationConfig(act, arch, by_table))(a, b, grad, *got)
@@ -109,7 +109,7 @@ CASES = [
 def test_codes(arch, text, act, way):
 	for rows, cols, offs, fill in RAGGED.values():
 		x = inputs(act, (rows,), cols, fill)
-		x[int(offs[-1]) :] = float("nan")
+		x[int(offs[-1]) :] = torch.nan
 		check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
 
 
@@ -151,7 +151,7 @@ def test_only_the_rows_of_groups_are_read():
 		given["columnwise"] = way == "both"
 		out = ops.grouped_quantize(x, text, offs, **given)
 		others = [offs, given["scale"], *(array_of(t.view(U8)) for t in out)]
-		with cute_kernels.backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
+		with backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
 			check_touched(
 				lambda text=text, out=out: ops.grouped_quantize_out(x, text, offs, **given, out=out),
 				[array_of(x)[:219]],

@@ -3,7 +3,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.quantize import AmaxConfig, OffsetsConfig
 from cute_kernels.reference.reductions import absmax, compute_offsets, grouped_amax
-from tests.helpers import BF16, DTYPES, I32, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DTYPES, I32, each, each_arch, ends, many_groups, seeded
 
 from .op_support import MODES
 from .quantize_support import Problem, compiled, random_input, special_input
@@ -17,11 +17,11 @@ def check(config, problem, num_sms=2):
 	if group_amax is not None:
 		want = torch.empty(len(groups))
 		grouped_amax(problem.matrix, groups, want)
-		assert torch.equal(group_amax, want)
+		assert group_amax.equal(want)
 	if row_amax is not None:
 		want = absmax(problem.matrix)
 		want[groups.group_of_row() == len(groups)] = -7.0
-		assert torch.equal(row_amax, want)
+		assert row_amax.equal(want)
 
 
 @each("dtype", [*DTYPES])
@@ -63,7 +63,7 @@ def test_many_groups_in_chaos_and_races():
 @each("splits", ["int32", "int64"])
 def test_offsets(splits, out):
 	kernel = compiled(OffsetsConfig(splits, out))
-	generator = torch.Generator().manual_seed(3)
+	generator = seeded(3)
 	for count in (1, 31, 33, 1024, 2100):
 		sizes = torch.randint(0, 50, (count,), generator=generator, dtype=getattr(torch, splits))
 		for multiplier in (1, 4096):
@@ -71,7 +71,7 @@ def test_offsets(splits, out):
 			compute_offsets(sizes, multiplier, want)
 			got = torch.full_like(want, -1)
 			kernel(sizes, got, multiplier)
-			assert torch.equal(got, want)
+			assert got.equal(want)
 
 
 @each("out", [I32, torch.int64])
@@ -90,7 +90,7 @@ def test_offsets_saturate(splits, out):
 			want = torch.zeros(len(sizes), dtype=out)
 			kernel(given, got, multiplier)
 			compute_offsets(given, multiplier, want)
-			assert torch.equal(got, want)
+			assert got.equal(want)
 
 
 def test_offsets_in_any_order():
@@ -100,4 +100,4 @@ def test_offsets_in_any_order():
 		got = torch.empty_like(sizes)
 		with emulator.options(**mode):
 			kernel(sizes, got, 1)
-		assert torch.equal(got, sizes.cumsum(0).int())
+		assert got.equal(sizes.cumsum(0).int())

@@ -27,7 +27,7 @@ RAGGED = ragged_cases("odd rows, odd K", 128, 32, 288, 96, 32, 160, 64)
 def special(dtype, cols):
 	"""NaN, infinities, denormals; amaxes of zero, infinity and less than FP8_MAX / FMAX."""
 	x = special_input(150, cols, DTYPES[dtype])
-	x[8::7, 48:64] = -float("nan")
+	x[8::7, 48:64] = -torch.nan
 	tiny = torch.full((140, cols), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
 	tiny[:, ::3] *= -0.5
 	# Magnitudes on both sides of those where a power of two changes.

@@ -1,8 +1,8 @@
 import torch
 
-import cute_kernels
+from cute_kernels import backend
 from cute_kernels.quantize import DbiasConfig
-from tests.helpers import DTYPES, assert_same_bytes, each, each_arch, ends, many_groups, ops
+from tests.helpers import DTYPES, I32, assert_same_bytes, each, each_arch, ends, many_groups, ops, seeded
 
 from .op_support import array_of, check, check_code, check_touched, each_mode, watching
 
@@ -23,10 +23,10 @@ CASES = {
 
 def gradient(rows, cols, offs, dtype="bfloat16"):
 	"""Numbers of very different sizes, so that the order of a sum shows; NaN in the tail."""
-	generator = torch.Generator().manual_seed(0)
+	generator = seeded(0)
 	dy = torch.randn(rows, cols, generator=generator)
 	dy *= torch.exp2(torch.randint(-8, 9, (rows, cols), generator=generator).float())
-	dy[int(offs[-1]) :] = float("nan")
+	dy[int(offs[-1]) :] = torch.nan
 	return dy.to(DTYPES[dtype])
 
 
@@ -65,14 +65,14 @@ def test_special_values():
 	for dtype in DTYPES.values():
 		info = torch.finfo(dtype)
 		numbers = [0.0, -0.0, info.max, -info.max, info.tiny / 2, -info.tiny / 4]
-		numbers += [float("inf"), -float("inf"), float("nan")]
-		generator = torch.Generator().manual_seed(1)
+		numbers += [torch.inf, -torch.inf, torch.nan]
+		generator = seeded(1)
 		dy = torch.tensor(numbers)[torch.randint(0, 6, (300, 64), generator=generator)]
 		dy[:, 40:] = torch.tensor(numbers)[torch.randint(0, 9, (300, 24), generator=generator)]
 		dy[:, :8] = -0.0
 		dy = dy.to(dtype)
 		offs = ends(128, 129, 300)
-		assert not dbias(dy, offs)[:, :8].view(torch.int32).any()  # zeros of positive sign
+		assert not dbias(dy, offs)[:, :8].view(I32).any()  # zeros of positive sign
 		check("sm_100a", lambda dy=dy, offs=offs: dbias(dy, offs))
 
 
@@ -81,7 +81,7 @@ def test_only_the_rows_of_groups_are_read():
 	dy = gradient(rows, cols, offs)
 	live = int(offs[-1])
 	out = torch.full((len(offs), cols), -7.0)
-	with cute_kernels.backend("emulated:sm_90a"):
+	with backend("emulated:sm_90a"):
 		check_touched(lambda: ops.grouped_dbias_out(dy, offs, dbias=out), [array_of(dy)[:live]], [offs, out])
 	assert_same_bytes(out, dbias(dy, offs), any_nan=True)
 
@@ -95,7 +95,7 @@ def test_any_offsets_and_layout_and_grid():
 		check("sm_90a", lambda view=view: dbias(view, ends(20, view.shape[0])))
 	out = torch.zeros(2, 64)
 	falling = ends(100, 20)
-	with watching(dy, falling, out), cute_kernels.backend("emulated:sm_90a"):
+	with watching(dy, falling, out), backend("emulated:sm_90a"):
 		ops.grouped_dbias_out(dy, falling, dbias=out)
 	assert not out[1].any()
 

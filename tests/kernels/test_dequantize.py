@@ -3,7 +3,7 @@ import pickle
 
 import torch
 
-import cute_kernels
+from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.quantize import DequantizeConfig
@@ -13,6 +13,7 @@ from tests.helpers import (
 	DTYPES,
 	E5M2,
 	F32,
+	U8,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -20,6 +21,7 @@ from tests.helpers import (
 	ends,
 	many_groups,
 	ops,
+	seeded,
 )
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode, watching
@@ -53,7 +55,7 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
 	text, columnwise = (KINDS | BYTE_KINDS)[kind]
 	if kind in BYTE_KINDS:
 		shape = (*shape[:-1], 2 * shape[-1])
-	fmt, generator = parse(text), torch.Generator().manual_seed(sum(shape))
+	fmt, generator = parse(text), seeded(sum(shape))
 	groups = None if offs is None else len(offs)
 	specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
 	copy = [random_buffer(specs[name], generator) for name in fmt.operand_names(columnwise)]
@@ -63,11 +65,11 @@ def arguments(shape, offs, kind, dtype="bfloat16"):
 def random_buffer(spec, generator):
 	if spec.dtype == F32:
 		numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
-		special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, float("inf")])
+		special = torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf])
 		pick = torch.randint(0, 10, spec.shape, generator=generator)
 		return torch.where(pick < 5, special[pick % 5], numbers)
 	whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
-	made = torch.randint(0, 256, whole, generator=generator, dtype=torch.uint8)
+	made = torch.randint(0, 256, whole, generator=generator, dtype=U8)
 	return made.view(spec.dtype)[..., : spec.shape[-1]]
 
 
@@ -147,7 +149,7 @@ def test_only_the_rows_of_groups_are_touched(kind):
 		if kind == "row-scaled":
 			needed[1] = amax[:live]
 	needed = [array_of(t) for t in (*needed, out[:live])]
-	with cute_kernels.backend("emulated:sm_90a"):
+	with backend("emulated:sm_90a"):
 		check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *spare])
 	assert (out[live:] == -7).all()
 	assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
@@ -175,7 +177,7 @@ def test_any_offsets_and_grid(kind):
 		check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
 	args[3] = ends(100, 20, -7, 130)
 	out = torch.zeros(140, 64, dtype=BF16)
-	with watching(*args[:4], out), cute_kernels.backend("emulated:sm_90a"):
+	with watching(*args[:4], out), backend("emulated:sm_90a"):
 		dequantize(args, out=out)
 
 

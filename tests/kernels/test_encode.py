@@ -1,7 +1,7 @@
 import torch
 
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, pack_codes
-from tests.helpers import DTYPES, F16, F32, I32, U8, each, each_arch
+from tests.helpers import DTYPES, F16, F32, I32, U8, each, each_arch, seeded
 
 from .quantize_support import compiled
 
@@ -12,7 +12,7 @@ _MEETINGS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, 40.0)
 
 
 def near_ties(dtype):
-	generator = torch.Generator().manual_seed(4)
+	generator = seeded(4)
 	mantissa = torch.arange(128) / 128 + 1
 	meeting, mantissa, ulps = torch.meshgrid(torch.tensor(_MEETINGS), mantissa, torch.arange(-2.0, 3.0), indexing="ij")
 	factors = (meeting / mantissa).flatten()
@@ -31,7 +31,7 @@ def near_ties(dtype):
 
 def check_codes(blocks, factors, dtype):
 	want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
-	assert torch.equal(encoded(EncodeConfig(dtype), blocks, factors), want)
+	assert encoded(EncodeConfig(dtype), blocks, factors).equal(want)
 
 
 def encoded(config, blocks, factors, draws=None):
@@ -58,7 +58,7 @@ def test_stochastic_codes_beside_every_border(arch):
 	y, draws = y.view(-1, 16), draws.clamp(0, 255).to(U8).view(-1, 16)
 	config = EncodeConfig("float32", arch, is_stochastic=True)
 	got = encoded(config, y, torch.ones(len(y)), draws)
-	assert torch.equal(got, pack_codes(encode_e2m1_stochastic(y, draws)))
+	assert got.equal(pack_codes(encode_e2m1_stochastic(y, draws)))
 
 
 @each("dtype", [*DTYPES])

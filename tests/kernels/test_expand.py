@@ -2,7 +2,7 @@ import torch
 
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ArrangeConfig, ExpandConfig
-from tests.helpers import BF16, F16, each, ends
+from tests.helpers import BF16, F16, U8, each, ends
 
 from .gemm_support import compiled, quantize, randn
 from .op_support import array_of, check_touched, watching
@@ -50,7 +50,7 @@ def test_arrange_leaves_the_tail_alone():
 def test_end_rows_that_break_the_rules_do_no_harm(wild):
 	offs = WILD[wild]
 	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
-	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=torch.uint8)
+	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)
 	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
 	values = outputs(F16)
 	with watching(codes, scales, offs, values, x, out):

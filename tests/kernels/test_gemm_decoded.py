@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
-from tests.helpers import DTYPES, each
+from tests.helpers import DTYPES, U8, each, seeded
 
 from .gemm_support import SHAPES, check_modes, m_grouped, quantize
 from .op_support import each_mode
@@ -65,7 +65,7 @@ def test_every_code_and_scale(name):
 	config = replace(config, has_alpha=False, out_dtype="float32")
 	product = m_grouped(config, [128], 264, 128)
 	assert config.b_kind.fmt is not None
-	generator = torch.Generator().manual_seed(3)
+	generator = seeded(3)
 	if product.a.fmt is None:
 		product.a.codes = torch.eye(128).to(DTYPES[config.operand])
 	else:
@@ -75,7 +75,7 @@ def test_every_code_and_scale(name):
 		b.amax.fill_(1 / config.b_kind.level_factor)
 	for part in (b.codes, b.scales):
 		if part is not None:
-			data = part.view(torch.uint8)
+			data = part.view(U8)
 			data.copy_(torch.randint(0, 256, data.shape, generator=generator))
 	if config.b_kind.has_row_scales:
 		# Powers of two and others, so large and small that values leave the range of dtypes.

@@ -12,7 +12,7 @@ from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
 from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
-from tests.helpers import BF16, F32, U8, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
+from tests.helpers import BF16, F32, I32, U8, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
 
 from .op_support import watching
 from .quantize_support import ARCH, NO_RESULTS, NO_TILE_RESULTS, SEED, Problem, expected, random_input
@@ -72,8 +72,8 @@ def test_amax(name):
 	config = AmaxConfig("bfloat16", per_row=True)
 	# Runs of rows go from the last to the first.
 	run_ctas(config, 0, 2**20, big, ends(len(big)), rows, groups, 2)
-	assert torch.equal(rows[before:], x.float().abs().amax(1))
-	assert torch.equal(groups, x.float().abs().amax().view(1))
+	assert rows[before:].equal(x.float().abs().amax(1))
+	assert groups.equal(x.float().abs().amax().view(1))
 
 
 @each_arch
@@ -91,9 +91,9 @@ def test_rows(name, arch):
 	first, ctas = tile * 16 // config.num_teams, 16 // config.num_teams + 2
 	arguments = (big, None, ends(len(big)), amax, codes[:, : cols // 2], scales, *NO_RESULTS, ctas)
 	run_ctas(config, first, first + ctas, *arguments, arch=arch)
-	assert torch.equal(amax[before:], want["amax"])
-	assert torch.equal(codes[before:, : cols // 2], want["codes"])
-	assert torch.equal(scales[tile], want["scales"][0])
+	assert amax[before:].equal(want["amax"])
+	assert codes[before:, : cols // 2].equal(want["codes"])
+	assert scales[tile].equal(want["scales"][0])
 
 
 @each_arch
@@ -132,10 +132,10 @@ def test_tiles(name, text, uniform, arch):
 	codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
 	if uniform:
 		codes_t, scales_t = codes_t[-1], scales_t[-1]
-	assert torch.equal(codes[before:, col // 2 :], want["codes"][:, col // 2 :])
-	assert torch.equal(scales[-1, col // 64 :], want["scales"][0, col // 64 :])
-	assert torch.equal(codes_t[col:, -64:], want["codes_t"][col:, :64])
-	assert torch.equal(scales_t[col // 128, -2:], want["scales_t"][col // 128, :2])
+	assert codes[before:, col // 2 :].equal(want["codes"][:, col // 2 :])
+	assert scales[-1, col // 64 :].equal(want["scales"][0, col // 64 :])
+	assert codes_t[col:, -64:].equal(want["codes_t"][col:, :64])
+	assert scales_t[col // 128, -2:].equal(want["scales_t"][col // 128, :2])
 
 
 @each("vectorized", [True, False])
@@ -149,7 +149,7 @@ def test_dbias(vectorized):
 	run_ctas(config, items - 4, items, big, offs, out, 1)
 	assert_same_bytes(out[1, -64:], want[0, -64:], any_nan=True)
 	# Sums of many groups, of which the last has all rows.
-	offs = torch.zeros(2**19 + 1, dtype=torch.int32)
+	offs = torch.zeros(2**19 + 1, dtype=I32)
 	offs[-1] = ROWS
 	sums = sparse(len(offs), cols, dtype=F32)
 	items = len(offs) * cols // (64 if vectorized else 32)

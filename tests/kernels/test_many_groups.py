@@ -4,8 +4,7 @@ import contextlib
 
 import torch
 
-import cute_kernels
-from cute_kernels import emulator
+from cute_kernels import backend, emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
@@ -24,7 +23,7 @@ def among(groups):
 
 
 def quantized(x, offs, columnwise=False):
-	with cute_kernels.backend("reference"):
+	with backend("reference"):
 		return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
 
 
@@ -64,10 +63,7 @@ READERS = {
 
 def cost(arch, op, arguments):
 	forced = op.startswith("m_grouped")
-	with (
-		cute_kernels.backend(f"emulated:{arch}", num_sms=1),
-		force_tile(TILES[arch]) if forced else contextlib.nullcontext(),
-	):
+	with backend(f"emulated:{arch}", num_sms=1), force_tile(TILES[arch]) if forced else contextlib.nullcontext():
 		emulator.reset_stats()
 		getattr(ops, op)(*arguments)
 		return emulator.stats()["warp_insns"]

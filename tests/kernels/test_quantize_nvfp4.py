@@ -7,7 +7,7 @@ import torch
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.quantize import RowsConfig, TileConfig
-from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seeded
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode, watching
 from .quantize_support import (
@@ -122,7 +122,7 @@ def test_rows_with_amaxes_of_groups(warps, rows):
 @each("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
 	config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
-	generator = torch.Generator().manual_seed(7)
+	generator = seeded(7)
 	for cols in (16, config.max_cols - 48, config.max_cols):
 		# Ends that leave the last packets of a tile with each number of rows.
 		offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
@@ -149,7 +149,7 @@ def test_rows_of_uniform_groups(arch):
 @each_arch
 def test_special_values(arch, dtype):
 	x = special_input(150, 128, DTYPES[dtype])
-	x[8::7, 48:64] = -float("nan")
+	x[8::7, 48:64] = -torch.nan
 	# The last group is all tiny: its S_enc is clamped to FMAX.
 	tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
 	tiny[:, ::3] *= -0.5

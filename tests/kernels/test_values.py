@@ -1,7 +1,6 @@
 import torch
 
-import cute_kernels
-from cute_kernels import emulator
+from cute_kernels import backend, emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
@@ -28,7 +27,7 @@ def values(x, offs, amax, row_scaled):
 	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
 	assert config.can_implement(problem)
 	depth = -(-x.shape[1] // 128) * 128
-	out = torch.full((len(x), depth), float("nan"), dtype=F16, device=x.device)
+	out = torch.full((len(x), depth), torch.nan, dtype=F16, device=x.device)
 	compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
 	return out
 
@@ -36,27 +35,27 @@ def values(x, offs, amax, row_scaled):
 def expanded(parts, offs, k):
 	codes, scales = parts[:2]
 	depth = -(-k // 128) * 128
-	out = torch.full((len(codes), depth), float("nan"), dtype=F16, device=codes.device)
+	out = torch.full((len(codes), depth), torch.nan, dtype=F16, device=codes.device)
 	expand = compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)
 	expand(codes, scales, offs, out, NUM_SMS)
 	return out
 
 
 def check_values(x, offs, row_scaled, device):
-	with cute_kernels.backend("reference"):
+	with backend("reference"):
 		parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
 	x, offs = x.to(device), offs.to(device)
 	# With the pitch that codes have.
 	parts = [on_device_of(x, part) for part in parts]
 	amax = parts[2].clone()
 	if row_scaled:
-		amax.fill_(float("nan"))
+		amax.fill_(torch.nan)
 	got = values(x, offs, amax, row_scaled)
 	want = expanded(parts, offs, x.shape[1])
-	assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+	assert got.view(torch.int16).equal(want.view(torch.int16))
 	live = int(offs[-1])
 	if row_scaled:
-		assert torch.equal(amax[:live].view(I32), parts[2][:live].view(I32))
+		assert amax[:live].view(I32).equal(parts[2][:live].view(I32))
 		assert amax[live:].isnan().all()
 
 
@@ -66,7 +65,7 @@ def check_values(x, offs, row_scaled, device):
 def test_values(shape, dtype, row_scaled, device):
 	sizes, tail, k = SHAPES[shape]
 	x = sample(sum(sizes) + tail, k, dtype=dtype)
-	x[sum(sizes) :] = float("nan")
+	x[sum(sizes) :] = torch.nan
 	check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
 
 
@@ -81,8 +80,8 @@ def test_special_numbers(row_scaled, device):
 	x[0] = 0
 	x[1] *= 1e-39
 	x[2] = 3e38
-	x[3, 5] = float("nan")
-	x[4, 7] = float("inf")
+	x[3, 5] = torch.nan
+	x[4, 7] = torch.inf
 	x[5, 200:] = float("-inf")
 	x[6, 1:] = 0
 	x[7] = -0.0
@@ -111,11 +110,11 @@ def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
 		a = ops.grouped_quantize(x, text, offs)
 		return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
 
-	with cute_kernels.backend(f"reference:{arch}"):
+	with backend(f"reference:{arch}"):
 		want = steps()
-		assert torch.equal(fused(), want)
-	with cute_kernels.backend(f"emulated:{arch}"):
-		assert torch.equal(fused(), want)
+		assert fused().equal(want)
+	with backend(f"emulated:{arch}"):
+		assert fused().equal(want)
 		out = torch.full((45, 40), 2.0)
 		ops.m_grouped_quantize_gemm_out(*arguments, out=out)
-		assert torch.equal(out[:40], want[:40]) and (out[40:] == 2).all()
+		assert out[:40].equal(want[:40]) and (out[40:] == 2).all()

@@ -17,6 +17,7 @@ from cute_kernels.reference.activations import activate
 from tests.helpers import (
 	BF16,
 	DTYPES,
+	E5M2,
 	SPLITS,
 	U8,
 	assert_all_same,
@@ -30,7 +31,7 @@ from tests.helpers import (
 
 _RECORDS = (
 	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16)), NVFP4(four_over_six=True)),
-	*(FP8(), FP8(torch.float8_e5m2), MXFP8(), MXFP8(block=(32, 32))),
+	*(FP8(), FP8(E5M2), MXFP8(), MXFP8(block=(32, 32))),
 	*(FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
 )
 FORMATS = [fmt for fmt in _RECORDS if support("grouped_quantize", fmt, "reference")]

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import BF16, DTYPES, F16, F32, assert_same_bytes, each, offsets, ops
+from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, each, offsets, ops
 
 from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
@@ -193,7 +193,7 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
 		label, arguments = re.escape(label_of(arguments, operand)), require_gradient(arguments, operand)
 	with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
-	assert not any(t.detach().view(torch.uint8).any() for t in tensors(outputs)), "nothing is written"
+	assert not any(t.detach().view(U8).any() for t in tensors(outputs)), "nothing is written"
 	with torch.no_grad():
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
 

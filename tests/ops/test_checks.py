@@ -10,9 +10,20 @@ from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops import dequantize, gemm, quantize, reductions, registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import dequantize_arguments, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import (
+	BF16,
+	F32,
+	I32,
+	U8,
+	dequantize_arguments,
+	each,
+	k_grouped_arguments,
+	m_grouped_arguments,
+	offsets,
+	ops,
+	sample,
+)
 
-I32, F32, U8, BF16 = torch.int32, torch.float32, torch.uint8, torch.bfloat16
 OFFS = offsets((5, 3))
 X = torch.ones(8, 32)
 W = torch.ones(2, 16, 32)

@@ -4,6 +4,7 @@ import threading
 import pytest
 import torch
 
+import cute_kernels
 import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry
@@ -15,11 +16,8 @@ K, N = 512, 16
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def fresh(monkeypatch, fresh_dynamo):
 	monkeypatch.setattr(registry, "_plans", PlanCache())
-	torch._dynamo.reset()
-	yield
-	torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -70,9 +68,7 @@ def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, d
 
 
 def direct_gemm(a, b, offs):
-	from cute_kernels import ops as functions
-
-	return functions.m_grouped_gemm(a, b, offs, None, None, False, None)
+	return cute_kernels.ops.m_grouped_gemm(a, b, offs, None, None, False, None)
 
 
 def gemms():

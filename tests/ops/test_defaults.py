@@ -3,12 +3,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-import cute_kernels
 import grouped
-from cute_kernels import support
+from cute_kernels import backend, support
 from cute_kernels.host import settings
 from grouped import FP8, MXFP8, NVFP4, FP8Block
-from tests.helpers import BF16, F32, assert_same_bytes, each, offsets, ops, run_python, sample
+from tests.helpers import BF16, E5M2, F32, assert_same_bytes, each, offsets, ops, run_python, sample
 
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
@@ -17,7 +16,7 @@ PAIRS = (
 	(NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
 	(MXFP8(), MXFP8(block=(32, 32))),
 	(FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
-	(FP8(), FP8(torch.float8_e5m2)),
+	(FP8(), FP8(E5M2)),
 )
 
 
@@ -55,14 +54,14 @@ def results(x, w, alpha, a, b, offs=OFFS):
 	return found
 
 
-@each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
+@each("arch", ["reference", "reference:sm_90a", "reference:sm_100a"])
 @each(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
-def test_defaults_change_no_bit(a, b, backend):
-	if not (support("grouped_gemm", a, backend) and support("grouped_gemm", b, backend)):
+def test_defaults_change_no_bit(a, b, arch):
+	if not (support("grouped_gemm", a, arch) and support("grouped_gemm", b, arch)):
 		pytest.skip("not built")
 	torch.manual_seed(3)
 	operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
-	with cute_kernels.backend(backend):
+	with backend(arch):
 		want = results(*operands, a, b)
 		for dtype, device in ((torch.float64, "cpu"), (BF16, "cpu"), (F32, "meta")):
 			with defaults(dtype, device):

@@ -146,7 +146,7 @@ def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
 		want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
 		for direction in ("rowwise", "columnwise"):
 			pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
-			assert all(torch.equal(a.view(U8), b.view(U8)) for a, b in pairs)
+			assert all(a.view(U8).equal(b.view(U8)) for a, b in pairs)
 	# The largest value of group 2 is now 448 / 300, though it was to be more.
 	assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
 
@@ -156,7 +156,7 @@ def test_a_copy_takes_over_scales():
 	one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
 	one.copy_(two)
 	assert one.rowwise.scale.tolist() == [3.0, 3.0]
-	assert torch.equal(one.dequantize(), two.dequantize())
+	assert one.dequantize().equal(two.dequantize())
 	other = grouped.quantize(w, FP8())
 	one.copy_(other)
 	assert one.rowwise.scale.tolist() == [3.0, 3.0]
@@ -169,7 +169,7 @@ def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
 	into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
 	want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
 	assert into is q
-	assert torch.equal(q.dequantize(), want.dequantize()) and torch.equal(q.amax, want.amax)
+	assert q.dequantize().equal(want.dequantize()) and q.amax.equal(want.amax)
 	# Its own, too.
 	held = q.rowwise.scale
 	grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
@@ -182,7 +182,7 @@ def test_it_is_saved_compiled_and_read_by_members():
 	x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
 	q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
 	loaded = saved(q)
-	assert loaded.format == E4M3 and torch.equal(loaded.rowwise.scale, scale)
+	assert loaded.format == E4M3 and loaded.rowwise.scale.equal(scale)
 	assert_same_bytes(loaded.dequantize(), q.dequantize())
 	assert q.member(1).scale.item() == 3.0
 	compiled = torch.compile(

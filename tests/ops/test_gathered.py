@@ -5,20 +5,19 @@ import functools
 import pytest
 import torch
 
-import cute_kernels
+from cute_kernels import UnsupportedError, backend
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import gathered
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import assert_same_bytes, each, offsets, ops, quantized, sample
+from tests.helpers import BF16, F16, F32, assert_same_bytes, each, offsets, ops, quantized, sample, seeded
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 TOKENS = 50
 
 
 def index_of(rows, tokens=TOKENS, seed=0):
-	rng = torch.Generator().manual_seed(seed)
+	rng = seeded(seed)
 	index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
 	wild = torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])
 	pick = torch.randint(0, 14, (rows,), generator=rng)
@@ -35,7 +34,7 @@ def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False
 def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
 	rows = sum(sizes) + tail
 	a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
-	a[sum(sizes) :] = float("nan")
+	a[sum(sizes) :] = torch.nan
 	return (a, b, offsets(sizes), None, F32), index_of(rows, tokens)
 
 
@@ -44,11 +43,11 @@ def check(op, arguments, rows, arch="sm_90a", **mode):
 	whole = list(arguments)
 	whole[side] = ops.moe_gather(whole[side], rows)
 	product = getattr(ops, f"{op}_grouped_gemm")
-	with cute_kernels.backend(f"reference:{arch}"):
+	with backend(f"reference:{arch}"):
 		want = product(*whole)
 		assert_same_bytes(product(*arguments, rows=rows), want)
 	if mode:
-		with cute_kernels.backend(**mode):
+		with backend(**mode):
 			assert_same_bytes(product(*arguments, rows=rows), want)
 
 
@@ -133,7 +132,7 @@ def test_every_architecture(arch, monkeypatch):
 	codes, *scales = quantized(w, "nvfp4")
 	given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
 	arguments, rows = (x, codes, offsets((9, 0, 5))), index_of(16)
-	with cute_kernels.backend(f"emulated:{arch}"):
+	with backend(f"emulated:{arch}"):
 		want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
 		assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
 	monkeypatch.setattr(gathered, "_MOST_BYTES", 100)
@@ -148,10 +147,7 @@ def test_what_no_kernel_gathers():
 	w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
 	formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
 	given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
-	with (
-		cute_kernels.backend("emulated:sm_100a"),
-		pytest.raises(cute_kernels.UnsupportedError, match="codes by an index"),
-	):
+	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="codes by an index"):
 		ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import cute_kernels
+from cute_kernels import backend
 from cute_kernels.activations import ACTIVATIONS, is_gated
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import parse
@@ -66,7 +67,7 @@ def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None
 
 def expected(arch, given):
 	*product, activation, interleaved, keeps_z = given
-	with cute_kernels.backend(f"reference:{arch}".strip(":")):
+	with backend(f"reference:{arch}".strip(":")):
 		z = ops.m_grouped_gemm(*product)
 		return [ops.moe_activate(z, activation, None, interleaved), *[z] * keeps_z]
 
@@ -116,7 +117,7 @@ def test_kernels(i, arch, args, tile, options):
 	mode = MODES[i % len(MODES)]
 	given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
 	want = expected(arch, given)
-	with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
+	with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
 		if i % 3:
 			assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
 			return
@@ -172,17 +173,17 @@ def test_quantized_output(arch, case):
 	given = arguments(*args, **{"keeps_z": False} | options)
 	offs, live = given[2], given[2][-1]
 	amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
-	with cute_kernels.backend(f"reference:{arch}"):
+	with backend(f"reference:{arch}"):
 		(a,) = ops.m_grouped_gemm_activate(*given)
 		want = ops.grouped_quantize(a, text, offs, amax)
 		assert_all_same(ops.m_grouped_gemm_activate(*given, text, amax), want)
-	with cute_kernels.backend(f"emulated:{arch}"):
+	with backend(f"emulated:{arch}"):
 		quantized = [poisoned(t) for t in want]
 		ops.grouped_quantize_out(a, text, offs, amax, out=quantized)
 	assert_same_bytes(quantized[0][:live], want[0][:live])
 	for mode in MODES if len(offs) < 9 else MODES[:1]:
 		outputs = [poisoned(t) for t in want]
-		with cute_kernels.backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
+		with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
 			ops.m_grouped_gemm_activate_out(*given, text, amax, out=outputs)
 		assert_all_same(outputs, quantized)
 
@@ -199,7 +200,7 @@ def test_rows_by_an_index(tile, mode):
 	given = arguments("plain plain", 272, 72, "swiglu")
 	rows = index_of(len(given[0]), len(given[0]))
 	want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
-	with cute_kernels.backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
+	with backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
 		assert_all_same(ops.m_grouped_gemm_activate(*given[:13], rows, *given[14:]), want, any_nan=True)
 
 
@@ -210,19 +211,19 @@ def test_rows_are_quantized_on_the_way(index, arch):
 		a, offs = sample(20, 144), offsets((5, 0, 12))
 		codes, *scales = quantized(sample(3, n, 144), b_format)
 		given = (a, codes, offs, scales, fmt, b_format, None, None, False, F16, False, None, None, None, index, None)
-		with cute_kernels.backend(f"reference:{arch}"):
+		with backend(f"reference:{arch}"):
 			picked = a if index is None else ops.moe_gather(a, index)
 			z = ops.m_grouped_quantize_gemm(picked, *given[1:-2])
 			want = [ops.moe_activate(z, "swiglu"), z]
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
-		with cute_kernels.backend(f"emulated:{arch}"):
+		with backend(f"emulated:{arch}"):
 			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want, any_nan=True)
 
 
 def test_nothing_to_do():
 	for sizes, n in (((0, 0), 16), ((3, 0), 0)):
 		given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
-		with cute_kernels.backend("emulated:sm_90a"):
+		with backend("emulated:sm_90a"):
 			assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
 
 
@@ -257,9 +258,9 @@ def test_what_no_kernel_takes_says_so():
 		("sm_100a", "plain plain", 24, "multiple of 16"),
 	]
 	for arch, kind, n, message in cases:
-		with cute_kernels.backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
+		with backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
-	for backend, kind, n, activation, text, message in (
+	for name, kind, n, activation, text, message in (
 		("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
 		("emulated:sm_90a", BLOCKS, 512, "swiglu", "nvfp4", "no sm_90a kernel of grouped_gemm of fp8_block quantizes"),
 		("emulated:sm_90a", "plain plain", 512, "swiglu", "fp8_block", "no sm_90a kernel of grouped_gemm of plain tensors"),
@@ -270,7 +271,7 @@ def test_what_no_kernel_takes_says_so():
 		("reference", "plain plain", 512, "swiglu", BY_ROW, "no part of a row knows the amax of the row"),
 	):
 		given = arguments(kind, n, 128, activation, keeps_z=False)
-		with cute_kernels.backend(backend), pytest.raises(UnsupportedError, match=message):
+		with backend(name), pytest.raises(UnsupportedError, match=message):
 			ops.m_grouped_gemm_activate(*given, text, torch.ones(6) if parse(text).second_level else None)
 	given = arguments("plain plain", 16, 16, "swiglu")
 	given[0].requires_grad_()

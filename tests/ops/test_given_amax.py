@@ -1,6 +1,6 @@
 import torch
 
-import cute_kernels
+from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.runtime.backend import BACKENDS
 from tests.helpers import NVFP4_TEXTS, assert_same_buffers, each, offsets, ops, sample
@@ -21,7 +21,7 @@ SIGNED = torch.tensor([-5.0, torch.nan, torch.inf, -torch.inf, -0.0, -1e-42, 3.0
 
 def on(name, call, x, offs, amax):
 	text, rowwise, columnwise = call
-	with cute_kernels.backend(name):
+	with backend(name):
 		found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
 	fmt = parse(text)
 	names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise

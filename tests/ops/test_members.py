@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-import cute_kernels
+from cute_kernels import backend
 from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
@@ -24,6 +24,7 @@ from tests.helpers import (
 	ops,
 	poisoned,
 	sample,
+	seeded,
 	weird_values,
 )
 
@@ -127,7 +128,7 @@ def test_given_amaxes(fmt):
 @each("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
 	fmt = BUILT[text]
-	generator = torch.Generator().manual_seed(5)
+	generator = seeded(5)
 	rows = torch.randint(0, 3, (1030,), generator=generator).tolist()
 	shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
 	x = sample(live(shapes))
@@ -243,7 +244,7 @@ def test_kernels(arch, text, act):
 	want = ops.grouped_quantize(x, text, **arguments)
 	outs = [poisoned(t) for t in want], [poisoned(t) for t in want]
 	ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
-	with cute_kernels.backend(f"emulated:{arch}"):
+	with backend(f"emulated:{arch}"):
 		ops.grouped_quantize_out(x, text, **arguments, out=outs[1])
 	assert_all_same([t.view(U8) for t in outs[1]], [t.view(U8) for t in outs[0]])
 	if act is not None:
@@ -255,7 +256,7 @@ def test_kernels(arch, text, act):
 		codes, *scales = (named[name] for name in fmt.operand_names(way))
 		given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])
 		decoded = ops.grouped_dequantize(*given)
-		with cute_kernels.backend(f"emulated:{arch}"):
+		with backend(f"emulated:{arch}"):
 			assert_same_bytes(ops.grouped_dequantize(*given), decoded)
 			into = poisoned(decoded)
 			ops.grouped_dequantize_out(*given, out=into)

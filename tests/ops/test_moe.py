@@ -4,14 +4,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import cute_kernels
 import grouped
+from cute_kernels import backend
 from cute_kernels.emulator import reset_stats, stats
 from cute_kernels.moe import RoutingConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import rows
 from tests.helpers import (
+	BF16,
 	DTYPES,
+	F32,
+	I32,
 	Graphs,
 	assert_all_same,
 	assert_same_bytes,
@@ -21,17 +24,17 @@ from tests.helpers import (
 	ops,
 	poisoned,
 	sample,
+	seeded,
 	weird_values,
 )
 
-I32 = torch.int32
 ARCHITECTURES = ("sm_90a", "sm_100a")
 MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races": True}]
 
 
 def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
 	"""Experts of each token, no two the same where there are enough; some are none."""
-	rng = torch.Generator().manual_seed(seed)
+	rng = seeded(seed)
 	ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
 	wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
 	pick = torch.randint(0, 12, ids.shape, generator=rng)
@@ -75,7 +78,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
 		ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
 		want = ops.compute_routing(ids, experts)
 		mode = MODES[i % (4 if dtype == torch.int64 else 3)]
-		with cute_kernels.backend(f"emulated:{arch}", **mode):
+		with backend(f"emulated:{arch}", **mode):
 			assert_all_same(ops.compute_routing(ids, experts), want)
 	registry.forget_plans()
 
@@ -85,7 +88,7 @@ def test_extremes_of_int64_are_no_experts():
 	ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
 	want = loop(ids, 2)
 	assert_all_same(ops.compute_routing(ids, 2), want)
-	with cute_kernels.backend("emulated:sm_90a"):
+	with backend("emulated:sm_90a"):
 		assert_all_same(ops.compute_routing(ids, 2), want)
 
 
@@ -102,7 +105,7 @@ ROUTERS = [
 def routed(case, tokens=7):
 	"""The op and its gradient with every kind of number; with a bias and an end or without."""
 	experts, k, *options = case
-	logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 4
+	logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
 	logits[0], logits[1, 3], logits[2, 5], logits[3, :4] = 0, torch.nan, torch.inf, -torch.inf
 	bias = end = dscores = None
 	if not (experts == 128 or k == 40):
@@ -119,14 +122,14 @@ def test_router_kernels(case):
 	want, at = routed(case), ROUTERS.index(case)
 	for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
 		for mode in MODES[at % 2 :: 2]:
-			with cute_kernels.backend(f"emulated:{arch}", **mode):
+			with backend(f"emulated:{arch}", **mode):
 				assert_all_same(routed(case), want, any_nan=True)
 
 
-def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=torch.float32, seed=0):
+def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
 	ids = ids_of(tokens, top_k, experts, seed=seed)
 	_, token, _, row = ops.compute_routing(ids, experts)
-	rng = torch.Generator().manual_seed(seed)
+	rng = seeded(seed)
 	weight = torch.randn(tokens, top_k, generator=rng)
 	return (sample(tokens, cols, dtype=dtype), sample(tokens * top_k, cols, dtype=dtype), weight, token, row)
 
@@ -148,7 +151,7 @@ def test_gather_and_combine():
 
 def test_what_is_no_row_is_left_out():
 	"""Whatever its weight; beyond both ends."""
-	h, nan = torch.ones(2, 8), float("nan")
+	h, nan = torch.ones(2, 8), torch.nan
 	row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
 	weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
 	assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
@@ -162,13 +165,13 @@ def test_gather_and_combine_kernels(arch, monkeypatch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
 	monkeypatch.setattr(rows, "_MANY_BYTES", 0)
 	registry.forget_plans()
-	cases = [(torch.bfloat16, 8), (torch.bfloat16, 1096), (torch.bfloat16, 9), (torch.float32, 12)]
+	cases = [(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]
 	for i, (dtype, cols) in enumerate(cases):
 		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
-		x[3], h[5], weight[2, 1] = float("nan"), float("inf"), -0.0
+		x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0
 		wild = token.clone()
 		wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
-		out = torch.float32 if i % 2 else dtype
+		out = F32 if i % 2 else dtype
 		calls = (
 			lambda a=(x, wild): ops.moe_gather(*a),
 			lambda a=(x, token, row): ops.moe_gather(*a),
@@ -179,17 +182,17 @@ def test_gather_and_combine_kernels(arch, monkeypatch):
 		)
 		for call in calls[: 5 if arch == "sm_90a" else 3]:
 			want = call()
-			with cute_kernels.backend(f"emulated:{arch}", **MODES[i]):
+			with backend(f"emulated:{arch}", **MODES[i]):
 				assert_same_bytes(call(), want, any_nan=True)
-		with cute_kernels.backend(f"emulated:{arch}"):  # What is no row is nowhere.
+		with backend(f"emulated:{arch}"):  # What is no row is nowhere.
 			ops.moe_gather(x, token, torch.where(row % 4 == 0, 2**31 - 1, row - 1))
 	none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
-	with cute_kernels.backend(f"emulated:{arch}"):
+	with backend(f"emulated:{arch}"):
 		assert not ops.moe_combine(*none).any()
 		assert not ops.moe_gather(none[0], none[1].flatten()).any()
 		assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
 		# One row is contiguous with any stride.
-		row = torch.ones(1, 11, dtype=torch.bfloat16)[:, :8]
+		row = torch.ones(1, 11, dtype=BF16)[:, :8]
 		assert ops.moe_gather(row, none[1].flatten()).sum() == 48
 		assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
@@ -259,7 +262,7 @@ def test_activation_kernels(arch, name, dtype, cols, interleaved):
 	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
 	for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
 		want = call()
-		with cute_kernels.backend(f"emulated:{arch}", **MODES[i + 1]):
+		with backend(f"emulated:{arch}", **MODES[i + 1]):
 			for got, wanted in zip(call(), want, strict=True):
 				# Of the tail nothing is said.
 				rows = live if len(got) == 40 else None
@@ -292,21 +295,21 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 
 	def run():
 		out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
-		torch.ops.cute_kernels.moe_quantize_gradient_out(*given, out=out)
+		ops.moe_quantize_gradient_out(*given, out=out)
 		return out
 
 	like = ops.moe_quantize_gradient(*given)
 	want = run()
 	dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
 	like = [*(poisoned(t) for t in like[:-1]), dp]
-	quantize = torch.ops.cute_kernels.grouped_quantize_out
+	quantize = ops.grouped_quantize_out
 	quantize(dz, formats[0], offs, None, True, True, out=like[:4])
 	quantize(scaled, formats[1], offs, None, False, True, out=like[4:-1])
 	runs, at = [want], QUANTIZED.index(case)
 	zeros, kept = torch.zeros, []
 	monkeypatch.setattr(torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1])
 	for mode in MODES[at % 4 :] if arch == "sm_90a" else [MODES[at % 4]]:
-		with cute_kernels.backend(f"emulated:{arch}", **mode):
+		with backend(f"emulated:{arch}", **mode):
 			runs.append(run())
 	for made in runs:
 		assert_all_same(made, like, any_nan=True)
@@ -324,11 +327,11 @@ GATHERED = [
 @each("arch", ("reference", *ARCHITECTURES))
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 	"""The bits of gathering first, by kernels over poison; in a GEMM, too."""
-	x, _, _, _, _ = operands(50, 320 if act else 160, dtype=torch.bfloat16)
+	x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
 	offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
 	scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
 	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
-	into = torch.ops.cute_kernels.grouped_quantize_out
+	into = ops.grouped_quantize_out
 	given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
 	like = ops.grouped_quantize(*given[0])
 	if arch == "reference":
@@ -338,7 +341,7 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 		return
 	want, got = ([poisoned(t) for t in like] for _ in given)
 	into(*given[0], out=want)
-	with cute_kernels.backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
+	with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
 		into(*given[1], out=got)
 		assert_all_same(got, want)
 		if way == "rowwise" and (act or arch == "sm_90a"):
@@ -370,14 +373,14 @@ def test_tiles_of_rows_by_an_index(arch, case):
 	index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[: len(index) - int(offs[-1])]
 	amax = torch.rand(len(offs)) if "nvfp4" in text else None
 	facts = (text, offs, amax, way == "both", True, None, None, None, None)
-	quantize = torch.ops.cute_kernels.grouped_quantize_out
+	quantize = ops.grouped_quantize_out
 	like = ops.grouped_quantize(x[index.clamp(0, tokens - 1).long()], *facts)
 	want = [poisoned(t) for t in like]
 	quantize(x[index.clamp(0, tokens - 1).long()], *facts, out=want)
 	at = TILES_OF_ROWS.index(case)
 	for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
 		got = [poisoned(t) for t in like]
-		with cute_kernels.backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
+		with backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
 			quantize(x, *facts, index, out=got)
 		assert_all_same(got, want, any_nan=True)
 
@@ -408,20 +411,20 @@ def test_tokens_are_read_once(arch, case):
 		offs, token, _, row = ops.compute_routing(ids, experts)
 		facts = (x, text, offs, None, True, False, None, None, act, None, token)
 		got, want = ([poisoned(t) for t in ops.grouped_quantize(*facts)] for _ in range(2))
-		with cute_kernels.backend(f"emulated:{arch}", **MODES[at % 4]):
-			torch.ops.cute_kernels.grouped_quantize_out(*facts, out=want)
+		with backend(f"emulated:{arch}", **MODES[at % 4]):
+			ops.grouped_quantize_out(*facts, out=want)
 			reset_stats()
-			torch.ops.cute_kernels.grouped_quantize_out(*facts, row, out=got)
+			ops.grouped_quantize_out(*facts, row, out=got)
 			assert stats()["tma_load_bytes"] == x.nbytes
 			assert_all_same(got, want)
 			if text == "nvfp4:row_scaled" and arch == "sm_90a":
-				codes, *scales = ops.grouped_quantize(sample(experts, 16, cols, dtype=torch.bfloat16), "nvfp4")
+				codes, *scales = ops.grouped_quantize(sample(experts, 16, cols, dtype=BF16), "nvfp4")
 				product = (codes, offs, scales, text, "nvfp4", None, None, False, None, False, None, None, act, token)
 				assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, row), ops.m_grouped_quantize_gemm(x, *product))
 			# What is no row is nowhere, and rows of the tail are left alone.
 			wild = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
 			row.view(-1)[: len(wild)] = wild
-			torch.ops.cute_kernels.grouped_quantize_out(*facts, row, out=got)
+			ops.grouped_quantize_out(*facts, row, out=got)
 
 
 def test_gradients():

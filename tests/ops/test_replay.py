@@ -7,10 +7,10 @@ import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import cute_kernels
 import grouped
+from cute_kernels import backend
 from cute_kernels.ops import registry, replay
-from tests.helpers import assert_all_same, each, ops
+from tests.helpers import BF16, F32, assert_all_same, each, ops, seeded
 
 EMULATED = "emulated:sm_90a"
 
@@ -27,18 +27,18 @@ def recordings(monkeypatch):
 
 def moe_of(recipe=None, **options):
 	torch.manual_seed(3)
-	return grouped.nn.MoE(64, 32, 8, 2, recipe=recipe, dtype=torch.bfloat16, **options)
+	return grouped.nn.MoE(64, 32, 8, 2, recipe=recipe, dtype=BF16, **options)
 
 
 def tokens(seed, count=9):
-	return torch.randn(count, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+	return torch.randn(count, 64, generator=seeded(seed)).bfloat16()
 
 
 def check(function):
 	"""Kernels and the reference that adds like them give the same."""
 	found = []
-	for backend in ("reference:sm_90a", EMULATED):
-		with cute_kernels.backend(backend):
+	for name in ("reference:sm_90a", EMULATED):
+		with backend(name):
 			found.append([t.detach() for t in function()])
 	assert_all_same(*found)
 
@@ -85,7 +85,7 @@ def test_a_layer_that_serves(recordings, recipe):
 	assert len(seen) == 6
 	check(lambda: serve(tokens(1, 18)[::2]))
 	before = len(recordings)
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		with FlopCounterMode(display=False) as flops:
 			serve(tokens(1))
 		with torch.profiler.profile() as profile:
@@ -130,7 +130,7 @@ def test_steps(recordings, recipe, way):
 	hook = moe.experts.register_full_backward_hook(lambda *args: seen.append(args))
 	assert steps(5) == passes and len(seen) == 2
 	hook.remove()
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		x = tokens(0).requires_grad_()
 		(dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
 		with pytest.raises(RuntimeError, match="differentiated twice"):
@@ -143,7 +143,7 @@ def test_steps_of_two_threads(recordings):
 	def run(seed):
 		found[seed] = [step(moe, tokens(seed)) for _ in range(3)]
 
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		expected = {seed: step(moe, tokens(seed)) for seed in range(2)}
 		threads = [threading.Thread(target=run, args=(seed,)) for seed in range(2)]
 		for thread in threads:
@@ -159,7 +159,7 @@ def test_steps_of_two_threads(recordings):
 def count(ids, rows):
 	offs, token, _, row = ops.compute_routing(ids, 3)
 	made = ops.moe_gather(rows, token) + 1
-	return [ops.moe_combine(made, row, None, torch.float32), offs], "more"
+	return [ops.moe_combine(made, row, None, F32), offs], "more"
 
 
 def values(width=16):
@@ -178,7 +178,7 @@ def test_what_is_not_repeated(recordings, what):
 			found[0] = found[0] * foreign
 		return found, more
 
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		for i in range(4):
 			ids, rows = values()
 			tensors = [ids, rows, rows] if what == "same" else [ids, rows]
@@ -194,7 +194,7 @@ def test_guards_of_calls_alike(recordings, monkeypatch):
 	"""They are made once, though calls differ by turns in what their key leaves out."""
 	made, guard = [], replay.Recording.guard
 	monkeypatch.setattr(replay.Recording, "guard", lambda *args: (made.append(args[0]), guard(*args))[1])
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		for _ in range(6):
 			for width in (16, 32):
 				ids, rows = values(width)
@@ -205,7 +205,7 @@ def test_guards_of_calls_alike(recordings, monkeypatch):
 
 def test_memory_ends_where_it_did(recordings):
 	"""Temporary tensors of a repeated call are let go as they are read."""
-	with cute_kernels.backend(EMULATED):
+	with backend(EMULATED):
 		for _ in range(3):
 			ids, rows = values()
 			replay.replayed("memory", [ids, rows], lambda given: count(*given))

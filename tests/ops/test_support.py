@@ -8,13 +8,14 @@ import torch
 
 import cute_kernels
 import grouped
-from cute_kernels import UnsupportedError, capability, support
+from cute_kernels import UnsupportedError, backend, capability, support
 from cute_kernels.capability import ARCHITECTURES, OPS
 from cute_kernels.formats import NVFP4
 from cute_kernels.layout.buffers import buffers
 from tests.helpers import (
 	BF16,
 	F32,
+	I32,
 	dequantize_arguments,
 	each,
 	k_grouped_arguments,
@@ -42,7 +43,7 @@ UNSAYABLE = {
 RUN_ON = {NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a", NVFP4(four_over_six=True): "sm_90a"}
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
-DTYPES = (*FLOATS.values(), torch.float64, torch.int32, torch.int64)
+DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
 #: Formats whose codes are packed, so that their bits can be in another order.
 PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
@@ -77,7 +78,7 @@ def held(fmt, uniform=False, columnwise=False):
 	shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
 	directions = {"rowwise": not columnwise, "columnwise": columnwise}
 	if support("grouped_quantize", fmt, "reference"):
-		with cute_kernels.backend("reference"):
+		with backend("reference"):
 			made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions, **given_of(fmt))
 	else:
 		specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
@@ -135,7 +136,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 
 def grouped_gemm_w4a16(fmt, dtype):
 	x = sample(6, K, dtype=F32).to(dtype)
-	with cute_kernels.backend("reference"):  # it quantizes what others only multiply
+	with backend("reference"):  # it quantizes what others only multiply
 		weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
 	grouped.grouped_gemm(x, weights, offs=OFFS)
 	codes, scales = weights.rowwise.operand
@@ -192,7 +193,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
 	status = support(op, fmt, arch, dtype=dtype, **facts)
 	name = arch if arch == "reference" else f"emulated:{arch}"
 	options = facts if prepacked else {}
-	with cute_kernels.backend(name):
+	with backend(name):
 		if status:
 			call(op, fmt, dtype, **options)
 		elif support(op, fmt, arch, **facts):
@@ -207,7 +208,7 @@ def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
 
 @each("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
-	with cute_kernels.backend(f"reference:{core}"):
+	with backend(f"reference:{core}"):
 		for fmt, dtype in ((NVFP4(), BF16), (None, F32)):
 			facts = {} if fmt is None else {"prepacked": True}
 			status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
