@@ -68,16 +68,9 @@ def operand_cases(name, arguments, index, label):
 
 
 def copy_cases(name, arguments, codes, scales, label, ending=""):
-	rest = ((0, f"scales{ending}"), (1, f"amax{ending}"))
 	lists = "scales" if label == "codes" else f"{label}_scales"
-	return [
-		*operand_cases(name, arguments, codes, label),
-		*(
-			case
-			for i, of in rest
-			for case in operand_cases(name, arguments, (scales, i), f"{lists}[{i}], the {of} of nvfp4,")
-		),
-	]
+	rest = [((scales, i), f"{lists}[{i}], the {of}{ending} of nvfp4,") for i, of in enumerate(("scales", "amax"))]
+	return [case for at, what in ((codes, label), *rest) for case in operand_cases(name, arguments, at, what)]
 
 
 def m_grouped(a, b=tuple(V[:3]), offs=OFFS, *rest, **formats):
@@ -119,18 +112,10 @@ WRONG_TYPES = {
 		((X, X.half(), None, 2), "selection_bias must be float32, got float16"),
 	],
 	"moe_route_gradient": [((X, None, OFFS, X), "ids must be int64, got int32")],
-	"moe_gather": [
-		((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int32"),
-		((X, OFFS.long()), "index must be int32, got int64"),
-	],
-	"moe_activate": [((X.int(), "silu"), "x must be bfloat16 or float16 or float32")],
+	"moe_gather": [((X, OFFS.long()), "index must be int32, got int64")],
 	"moe_activate_gradient": [((X, X.half(), "silu"), "grad must be float32, got float16")],
 	"moe_quantize_gradient": [((X, X.half(), *BLOCKS, "silu", OFFS, False, X, OFFS), "grad must be float32")],
-	"moe_combine": [((X.int(), ROW), "h must be bfloat16 or float16 or float32, got int32")],
-	"grouped_amax": [((X.int(), OFFS), "x must be bfloat16 or float16 or float32, got int")],
-	"grouped_dbias": [((X.int(), OFFS), "dy must be")],
 	"grouped_quantize": [
-		((X.int(), NVFP4, OFFS), "x must be"),
 		((X, NVFP4, OFFS, torch.ones(2).double()), "amax must be float32, got float64"),
 		((X, BLOCKS[0], OFFS, None, True, False, *[None] * 4, OFFS, ROW.long()), "inverse must be int32, got int64"),
 	],
@@ -158,12 +143,8 @@ WRONG_VALUES = {
 		((X, None, None, 2, "tanh"), "score must be softmax or sigmoid"),
 	],
 	"moe_route_gradient": [((X, X[:, 1:], torch.ones(8, 32).long(), X), "dscores must have size 32 in dimension 1")],
-	"moe_gather": [
-		((W, OFFS), "x must have 2 dimensions, got shape (2, 16, 32)"),
-		((X, OFFS, ROW), "row must have size 8 in dimension 0, got shape (3, 2)"),
-	],
+	"moe_gather": [((X, OFFS, ROW), "row must have size 8 in dimension 0, got shape (3, 2)")],
 	"moe_activate": [
-		((W, "silu"), "x must have 2 dimensions, got shape (2, 16, 32)"),
 		((X, "silly"), "silly"),
 		((X, "silu", None, True), "interleaved is of gated activations, which silu is not"),
 		((X[:, :3], "swiglu"), "must have an even number of columns, got 3"),
@@ -174,16 +155,11 @@ WRONG_VALUES = {
 		((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
 	],
 	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0")],
-	"moe_combine": [
-		((W, ROW), "h must have 2 dimensions, got shape (2, 16, 32)"),
-		((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)"),
-	],
+	"moe_combine": [((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)")],
 	"grouped_amax": [
 		((X,), "x must have 3 dimensions, got shape (8, 32)"),
-		((W, OFFS), "x must have 2 dimensions, got shape (2, 16, 32)"),
 		((W[:0],), "x must have at least one group, got shape (0, 16, 32)"),
 	],
-	"grouped_dbias": [((W, OFFS), "dy must have 2 dimensions, got shape (2, 16, 32)")],
 	"grouped_quantize": [
 		((X, NVFP4), "x must have 3 dimensions, got shape (8, 32)"),
 		((X, "nvfp4:row_scaled,block=16x16", OFFS), "row_scaled needs block=(1, 16), got block=(16, 16)"),
@@ -256,6 +232,17 @@ CASES = [
 		for arguments, text in rows
 	],
 	*[
+		(name, (x, *rest), error, f"{label} {text}")
+		for name, label, *rest in (
+			*(("moe_gather", "x", OFFS), ("moe_activate", "x", "silu"), ("moe_combine", "h", ROW)),
+			*(("grouped_amax", "x", OFFS), ("grouped_dbias", "dy", OFFS), ("grouped_quantize", "x", NVFP4, OFFS)),
+		)
+		for x, error, text in (
+			(X.int(), TypeError, "must be bfloat16 or float16 or float32, got int32"),
+			(W, ValueError, "must have 2 dimensions, got shape (2, 16, 32)"),
+		)
+	],
+	*[
 		(
 			"compute_offsets",
 			(torch.ones(3, dtype=I32), multiplier, dtype),
@@ -280,19 +267,19 @@ CASES = [
 		for copy in (Q[:1], Q[:2], Q[:4])
 	],
 	*offs_of("m_grouped_gemm", (X, W, OFFS)),
-	*operand_cases("m_grouped_gemm", (X, W, OFFS), 0, "a"),
-	*operand_cases("m_grouped_gemm", (X, W, OFFS), 1, "b"),
 	*offs_of("k_grouped_gemm", (X, X, OFFS)),
-	*operand_cases("k_grouped_gemm", (X, X, OFFS), 0, "a"),
-	*operand_cases("k_grouped_gemm", (X, X, OFFS), 1, "b"),
+	*[
+		case
+		for name, b in (("m_grouped_gemm", W), ("k_grouped_gemm", X))
+		for i in (0, 1)
+		for case in operand_cases(name, (X, b, OFFS), i, "ab"[i])
+	],
 	*offs_of("m_grouped_gemm", FPROP),
 	*[
 		case
-		for side, codes in (("a", 0), ("b", 1))
-		for arguments in (FPROP, DGRAD)
-		for case in copy_cases(
-			"m_grouped_gemm", arguments, codes, M_SCALES[side], side, "_t" if side == "b" and arguments is DGRAD else ""
-		)
+		for codes, (side, at) in enumerate(M_SCALES.items())
+		for arguments, ending in ((FPROP, ""), (DGRAD, "_t" * codes))
+		for case in copy_cases("m_grouped_gemm", arguments, codes, at, side, ending)
 	],
 	*offs_of("m_grouped_gemm", W4A16),
 	*operand_cases("m_grouped_gemm", W4A16, 0, "a"),
@@ -303,8 +290,8 @@ CASES = [
 	*offs_of("k_grouped_gemm", WGRAD),
 	*[
 		case
-		for side, codes in (("a", 0), ("b", 1))
-		for case in copy_cases("k_grouped_gemm", WGRAD, codes, K_SCALES[side], side, "_t")
+		for codes, (side, at) in enumerate(K_SCALES.items())
+		for case in copy_cases("k_grouped_gemm", WGRAD, codes, at, side, "_t")
 	],
 	*[
 		(name, change(arguments, first + i, None), ValueError, f"{side}_scales and {side}_format")
@@ -312,17 +299,12 @@ CASES = [
 		for i, side in enumerate("abab")
 	],
 	*[
-		(name, change(arguments, at, "mxfp8"), ValueError, "a and b must have formats of one kind")
+		(name, change(arguments, at, fmt), ValueError, text)
 		for name, arguments, at in FORMATS_AT
+		for fmt, text in (("mxfp8", "a and b must have formats of one kind"), ("NVFP4", "got 'NVFP4'"))
 	],
-	*[
-		(name, change(arguments, at, "NVFP4"), ValueError, "got 'NVFP4'")
-		for name, arguments, at in (
-			*FORMATS_AT,
-			("grouped_quantize", (X, NVFP4, OFFS), 1),
-			("grouped_dequantize", dequantized(Q[:3]), 2),
-		)
-	],
+	("grouped_quantize", (X, "NVFP4", OFFS), ValueError, "got 'NVFP4'"),
+	("grouped_dequantize", dequantized(Q[:3], text="NVFP4"), ValueError, "got 'NVFP4'"),
 	*[
 		(
 			name,
@@ -331,12 +313,10 @@ CASES = [
 			f"{side}_scales must be {names} of nvfp4, got {1 if is_short else 3} tensors",
 		)
 		for name, arguments, side, at, names in (
-			("m_grouped_gemm", FPROP, "a", 7, "scales, amax"),
-			("m_grouped_gemm", FPROP, "b", 8, "scales, amax"),
+			*(("m_grouped_gemm", FPROP, side, at, "scales, amax") for side, at in M_SCALES.items()),
 			("m_grouped_gemm", DGRAD, "b", 8, "scales_t, amax_t"),
 			("m_grouped_quantize_gemm", FUSED, "b", 3, "scales, amax"),
-			("k_grouped_gemm", WGRAD, "a", 5, "scales_t, amax_t"),
-			("k_grouped_gemm", WGRAD, "b", 6, "scales_t, amax_t"),
+			*(("k_grouped_gemm", WGRAD, side, at, "scales_t, amax_t") for side, at in K_SCALES.items()),
 		)
 		for is_short in (True, False)
 	],

@@ -13,6 +13,7 @@ from cute_kernels.ops.launch import rows
 from tests.helpers import (
 	BF16,
 	DTYPES,
+	F16,
 	F32,
 	I32,
 	Graphs,
@@ -58,13 +59,13 @@ SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4),
 
 
 @each(("tokens", "top_k", "experts"), SHAPES)
-@each("dtype", [torch.int32, torch.int64])
+@each("dtype", [I32, torch.int64])
 def test_routing(tokens, top_k, experts, dtype):
 	ids = ids_of(tokens, top_k, experts, dtype=dtype)
 	assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
-@each("dtype", [torch.int32, torch.int64])
+@each("dtype", [I32, torch.int64])
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
 	"""One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
@@ -92,8 +93,8 @@ def test_extremes_of_int64_are_no_experts():
 		assert_all_same(ops.compute_routing(ids, 2), want)
 
 
+#: Experts, k, score, renormalize, groups, top groups, factor.
 ROUTERS = [
-	# experts, k, score, renormalize, groups, top_groups, factor
 	(128, 8, "softmax", True, 1, 1, 1.0),
 	(256, 8, "sigmoid", True, 8, 4, 2.5),
 	(20, 3, "softmax", False, 1, 1, 1.0),
@@ -197,12 +198,13 @@ def test_gather_and_combine_kernels(arch, monkeypatch):
 		assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
 
-ACTIVATIONS = [
-	("swiglu", torch.bfloat16, 264, False),
-	("clamped_swiglu:limit=2.0", torch.float32, 24, True),
-	("silu", torch.float16, 13, False),
-	("geglu", torch.bfloat16, 9, True),
-]
+each_activation = each(
+	("name", "dtype", "cols", "interleaved"),
+	[
+		*(("swiglu", BF16, 264, False), ("clamped_swiglu:limit=2.0", F32, 24, True)),
+		*(("silu", F16, 13, False), ("geglu", BF16, 9, True)),
+	],
+)
 
 
 def activation_calls(name, dtype, cols, interleaved, ragged=True):
@@ -223,7 +225,7 @@ def activation_calls(name, dtype, cols, interleaved, ragged=True):
 	]
 
 
-@each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
+@each_activation
 def test_activations(name, dtype, cols, interleaved):
 	"""Against autograd in fp64 of what a layer computes with them."""
 	act = grouped.Activation(name.partition(":")[0])
@@ -256,7 +258,7 @@ def test_activations(name, dtype, cols, interleaved):
 	assert_same_bytes(leaf.grad, plain)
 
 
-@each(("name", "dtype", "cols", "interleaved"), ACTIVATIONS)
+@each_activation
 @each_arch
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
 	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
@@ -302,9 +304,8 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 	want = run()
 	dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
 	like = [*(poisoned(t) for t in like[:-1]), dp]
-	quantize = ops.grouped_quantize_out
-	quantize(dz, formats[0], offs, None, True, True, out=like[:4])
-	quantize(scaled, formats[1], offs, None, False, True, out=like[4:-1])
+	ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, out=like[:4])
+	ops.grouped_quantize_out(scaled, formats[1], offs, None, False, True, out=like[4:-1])
 	runs, at = [want], QUANTIZED.index(case)
 	zeros, kept = torch.zeros, []
 	monkeypatch.setattr(torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1])
@@ -331,18 +332,16 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 	offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
 	scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
 	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
-	into = ops.grouped_quantize_out
 	given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
 	like = ops.grouped_quantize(*given[0])
 	if arch == "reference":
 		assert_all_same(ops.grouped_quantize(*given[1]), like)
-		return
-	if arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
+	if arch == "reference" or arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
 		return
 	want, got = ([poisoned(t) for t in like] for _ in given)
-	into(*given[0], out=want)
+	ops.grouped_quantize_out(*given[0], out=want)
 	with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
-		into(*given[1], out=got)
+		ops.grouped_quantize_out(*given[1], out=got)
 		assert_all_same(got, want)
 		if way == "rowwise" and (act or arch == "sm_90a"):
 			of_weight = "fp8_block:block=128x128" if act else "nvfp4"
@@ -354,12 +353,12 @@ def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
 
 #: Format, directions, dtype, tokens, columns and end rows of 700 or many.
 TILES_OF_ROWS = [
-	("fp8_block", "both", torch.bfloat16, 90, 1040, (0, 130, 130, 400, 657)),
-	("mxfp8", "columnwise", torch.float32, 70, 416, (1, 1, 1, 300, 700)),
-	("nvfp4", "both", torch.float16, 1, 272, (0, 0, 257, 258, 640)),
-	("mxfp8:block=32x32", "both", torch.bfloat16, 30, 96, ()),
-	("nvfp4:hadamard", "columnwise", torch.bfloat16, 40, 144, (129,)),
-	("fp8_block", "columnwise", torch.bfloat16, 5, 48, (0, 0)),
+	("fp8_block", "both", BF16, 90, 1040, (0, 130, 130, 400, 657)),
+	("mxfp8", "columnwise", F32, 70, 416, (1, 1, 1, 300, 700)),
+	("nvfp4", "both", F16, 1, 272, (0, 0, 257, 258, 640)),
+	("mxfp8:block=32x32", "both", BF16, 30, 96, ()),
+	("nvfp4:hadamard", "columnwise", BF16, 40, 144, (129,)),
+	("fp8_block", "columnwise", BF16, 5, 48, (0, 0)),
 ]
 
 
@@ -373,28 +372,27 @@ def test_tiles_of_rows_by_an_index(arch, case):
 	index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[: len(index) - int(offs[-1])]
 	amax = torch.rand(len(offs)) if "nvfp4" in text else None
 	facts = (text, offs, amax, way == "both", True, None, None, None, None)
-	quantize = ops.grouped_quantize_out
-	like = ops.grouped_quantize(x[index.clamp(0, tokens - 1).long()], *facts)
-	want = [poisoned(t) for t in like]
-	quantize(x[index.clamp(0, tokens - 1).long()], *facts, out=want)
+	picked = x[index.clamp(0, tokens - 1).long()]
+	want = [poisoned(t) for t in ops.grouped_quantize(picked, *facts)]
+	ops.grouped_quantize_out(picked, *facts, out=want)
 	at = TILES_OF_ROWS.index(case)
 	for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
-		got = [poisoned(t) for t in like]
+		got = [poisoned(t) for t in want]
 		with backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
-			quantize(x, *facts, index, out=got)
+			ops.grouped_quantize_out(x, *facts, index, out=got)
 		assert_all_same(got, want, any_nan=True)
 
 
 #: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and experts.
 BY_TOKEN = [
-	("fp8_block", torch.bfloat16, None, (50, 160, 3, 5)),
-	("fp8_block", torch.float32, None, (1, 16, 2, 3)),
-	("fp8_block:pow2_scales=false", torch.float16, None, (3, 2064, 40, 900)),
-	("mxfp8", torch.bfloat16, None, (40, 4128, 2, 3)),
-	("mxfp8", torch.float32, "swiglu", (5, 96, 3, 1)),
-	("nvfp4:row_scaled", torch.bfloat16, None, (140, 272, 2, 2)),
-	("nvfp4:row_scaled", torch.bfloat16, "silu", (1, 7168, 8, 300)),
-	("nvfp4:row_scaled", torch.float32, None, (9, 2064, 3, 4)),
+	("fp8_block", BF16, None, (50, 160, 3, 5)),
+	("fp8_block", F32, None, (1, 16, 2, 3)),
+	("fp8_block:pow2_scales=false", F16, None, (3, 2064, 40, 900)),
+	("mxfp8", BF16, None, (40, 4128, 2, 3)),
+	("mxfp8", F32, "swiglu", (5, 96, 3, 1)),
+	("nvfp4:row_scaled", BF16, None, (140, 272, 2, 2)),
+	("nvfp4:row_scaled", BF16, "silu", (1, 7168, 8, 300)),
+	("nvfp4:row_scaled", F32, None, (9, 2064, 3, 4)),
 ]
 
 

@@ -92,7 +92,7 @@ def per_group(fmt):
 
 
 def grouped_quantize(fmt, dtype):
-	x = sample(len(OFFS), N, K, dtype=F32).to(dtype)
+	x = sample(len(OFFS), N, K, dtype=dtype)
 	for columnwise in (False, True):
 		if columnwise and not support("grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True):
 			with pytest.raises(TypeError, match="must be bfloat16"):
@@ -112,9 +112,9 @@ def grouped_dequantize(fmt, dtype):
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):
-	plain = sample(6, K, dtype=F32).to(dtype)
+	plain = sample(6, K, dtype=dtype)
 	if fmt is None:
-		b = sample(3, N, K, dtype=F32).to(dtype)
+		b = sample(3, N, K, dtype=dtype)
 		ops.m_grouped_gemm(plain, b, OFFS)
 		ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
 		ops.k_grouped_gemm(plain, plain, OFFS)
@@ -135,7 +135,7 @@ def grouped_gemm(fmt, dtype, prepacked=False):
 
 
 def grouped_gemm_w4a16(fmt, dtype):
-	x = sample(6, K, dtype=F32).to(dtype)
+	x = sample(6, K, dtype=dtype)
 	with backend("reference"):  # it quantizes what others only multiply
 		weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
 	grouped.grouped_gemm(x, weights, offs=OFFS)
