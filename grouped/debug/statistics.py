@@ -107,22 +107,21 @@ class Probe:
 		"""
 		if role not in self.roles:
 			return
-		shape, first = _shape(x), x if isinstance(x, Tensor) else x[0]
+		first = x if isinstance(x, Tensor) else x[0]
+		shape = tuple(x.shape) if isinstance(x, Tensor) else (len(x), *first.shape)
 		if first.is_cuda and torch.cuda.is_current_stream_capturing():
 			raise RuntimeError(
 				"grouped.debug.inspect looks at eager calls: a CUDA graph would look at the "
 				"operands of its capture only; capture outside of it"
 			)
-		directions = (("rowwise", copies.rowwise), ("columnwise", copies.columnwise))
-		for direction, copy in directions:
+		for direction, copy in (("rowwise", copies.rowwise), ("columnwise", copies.columnwise)):
 			if copy is None:
 				continue
 			text = str(copy[0].dtype).removeprefix("torch.") if fmt is None else fmt.text
 			key = Key(self.layer, role, direction, text)
 			if self.step.wants(key):
 				with _undisturbed(first.device):
-					columnwise = direction == "columnwise"
-					self.step.add(key, _measure(x, shape, copy, fmt, offs, columnwise))
+					self.step.add(key, _measure(x, shape, copy, fmt, offs, direction == "columnwise"))
 
 
 @contextlib.contextmanager
@@ -137,10 +136,6 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 			# All backends agree to the bit, and this is the fastest here.
 			stack.enter_context(cute_kernels.backend("reference"))
 		yield
-
-
-def _shape(x: Tensor | Sequence[Tensor]) -> tuple[int, ...]:
-	return tuple(x.shape) if isinstance(x, Tensor) else (len(x), *x[0].shape)
 
 
 def _measure(
@@ -248,8 +243,7 @@ def _saturated(parts: list[tuple[slice, Tensor]], limit: Tensor) -> Tensor:
 
 
 def _filled(codes: Tensor, byte: int) -> Tensor:
-	place, dtype = codes.device, torch.uint8
-	filled = torch.empty_strided(codes.shape, codes.stride(), dtype=dtype, device=place)
+	filled = torch.empty_strided(codes.shape, codes.stride(), dtype=torch.uint8, device=codes.device)
 	return filled.fill_(byte).view(codes.dtype)
 
 

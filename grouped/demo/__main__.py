@@ -118,14 +118,6 @@ def _asked(args: argparse.Namespace) -> list[str]:
 	return sorted(set(names), key=_RECIPES.index)
 
 
-def _check_sizes(names: Sequence[str], model_config: ModelConfig) -> None:
-	"""Raise ValueError for sizes that a recipe does not take, before any training."""
-	for name in names:
-		# Those that do not run here at all are told when it is their turn.
-		with contextlib.suppress(cute_kernels.UnsupportedError):
-			model_config.check(getattr(recipes, name)())
-
-
 def _train_with_progress(
 	recipe: str, corpus: Corpus, model_config: ModelConfig, config: TrainConfig, inspect: Path | None
 ) -> Run:
@@ -187,7 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 	try:
 		model_config = ModelConfig(**selected(ModelConfig))
-		_check_sizes(_asked(args), model_config)
+		for name in _asked(args):
+			# Those that do not run here at all are told when it is their turn.
+			with contextlib.suppress(cute_kernels.UnsupportedError):
+				model_config.check(getattr(recipes, name)())
 		config = TrainConfig(**selected(TrainConfig))
 		backend = cute_kernels.active_backend(torch.device(config.device))
 		corpus = load_corpus()

@@ -92,8 +92,7 @@ def table(runs: Sequence[Run]) -> str:
 	lines = []
 	for row in cells:
 		columns = iter(row)
-		parts = ["  ".join(itertools.islice(columns, len(names))) for _, names in _COLUMNS]
-		lines.append(parts)
+		lines.append(["  ".join(itertools.islice(columns, len(names))) for _, names in _COLUMNS])
 	spans = [title.center(len(part)) for (title, _), part in zip(_COLUMNS, lines[0], strict=True)]
 	rule = ["-" * len(part) for part in lines[0]]
 	text = [" | ".join(parts).rstrip() for parts in (spans, lines[0])]

@@ -134,11 +134,11 @@ class ParameterGradients:
 		if not self.fuse:
 			return call.split(call.weight_gradient(wgrad), needs)
 		self._write(call, wgrad)
-		parameters = self.weights.values()
-		return [_mark_as_added(p) if p.requires_grad else None for p in parameters]
+		return [_mark_as_added(p) if p.requires_grad else None for p in self.weights.values()]
 
 	def _write(self, call: LinearCall, wgrad: WgradOperands) -> None:
-		main_grads, fresh = self._main_grads(), self._fresh()
+		main_grads = self._main_grads()
+		fresh = [self.overwrite or getattr(p, "overwrite_main_grad", False) for p in self.weights.values()]
 		together = _together(main_grads)
 		if together is not None and len(set(fresh)) == 1:
 			call.weight_gradient(wgrad, together, accumulate=not fresh[0])
@@ -155,12 +155,7 @@ class ParameterGradients:
 		torch._foreach_copy_(held, sums)
 
 	def _main_grads(self) -> list[Tensor | None]:
-		named = self.weights.items()
-		return [_main_grad(name, p) if p.requires_grad else None for name, p in named]
-
-	def _fresh(self) -> list[bool]:
-		parameters = self.weights.values()
-		return [self.overwrite or getattr(p, "overwrite_main_grad", False) for p in parameters]
+		return [_main_grad(name, p) if p.requires_grad else None for name, p in self.weights.items()]
 
 
 @dataclasses.dataclass(frozen=True)

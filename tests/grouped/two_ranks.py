@@ -261,6 +261,10 @@ def fully_sharded():
 	fully_shard(module, mesh=MESH)
 	with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
 		module(rows(), [3, 7, 10])
+	# What is gathered.
+	whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
+	payload, _ = whole.fsdp_pre_all_gather(MESH, whole.shape, None, None, None)
+	assert sum(t.nbytes for t in payload) == 2 * (128 * 256 * (1 / 2 + 1 / 16) + 4)
 
 
 @check
@@ -341,13 +345,6 @@ def pipelined():
 			schedule = ScheduleGPipe(stage, 2, loss_fn=lambda y, t: (y * t).float().sum(), scale_grads=False)
 			schedule.step(*(() if RANK else (tokens(),)), target=dy if RANK else None)
 			assert_all_same(gradients(stage.submod), gradients(alone[RANK]))
-
-
-@check
-def what_fsdp_gathers():
-	whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
-	payload, _ = whole.fsdp_pre_all_gather(MESH, whole.shape, None, None, None)
-	assert sum(t.nbytes for t in payload) == 2 * (128 * 256 * (1 / 2 + 1 / 16) + 4)
 
 
 @check
