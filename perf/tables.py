@@ -62,8 +62,12 @@ class Table:
 _H200 = {"kind": "gpu", "gpu": "NVIDIA H200"}
 
 
+def _of(what: str, digits: int = 0, scale: float = 1.0, unit: str = "", **where: Any) -> Cell:
+	return Cell({"what": what, **where}, "value", scale, digits, unit)
+
+
 def _time(**where: Any) -> Cell:
-	return Cell({"what": "time", **where})
+	return _of("time", **where)
 
 
 RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
@@ -76,14 +80,13 @@ _DEMO = Table(
 	("recipe",),
 	tuple(Row((name,), {"format": name}) for name in (*RECIPES, _FULL_NVFP4)),
 	(
-		Column("held-out loss at the start", Cell({"what": "start loss"}, digits=3)),
-		Column("at the end, nats a byte", Cell({"what": "end loss"}, digits=3)),
-		Column("above BF16", Cell({"what": "end loss above BF16"}, digits=2, unit=" %")),
+		Column("held-out loss at the start", _of("start loss", 3)),
+		Column("at the end, nats a byte", _of("end loss", 3)),
+		Column("above BF16", _of("end loss above BF16", 2, unit=" %")),
 		*(
-			Column(f"SNR of {role}", Cell({"what": f"SNR of {role}"}, digits=1, unit=" dB"))
-			for role in ("weights", "activations", "gradients")
+			Column(f"SNR of {role}", _of(f"SNR of {role}", 1, unit=" dB")) for role in ("weights", "activations", "gradients")
 		),
-		Column("ms a step", Cell({"what": "time of a step"})),
+		Column("ms a step", _of("time of a step")),
 	),
 	{"suite": "demo", "kind": "cpu", "contender": "ours"},
 )
@@ -92,7 +95,7 @@ _GIB = 2.0**-30
 
 
 def _bytes(what: str, model: str) -> Cell:
-	return Cell({"what": what, "model": model}, scale=_GIB, digits=2)
+	return _of(what, 2, _GIB, model=model)
 
 
 _MEMORY = Table(
@@ -134,7 +137,7 @@ _QUANTIZERS = (
 
 
 def _each(what: str, digits: int = 2) -> Cell:
-	return Cell({"what": what}, scale=1 / _ELEMENTS, digits=digits)
+	return _of(what, digits, 1 / _ELEMENTS)
 
 
 _COUNT_QUANTIZE = Table(
@@ -145,16 +148,8 @@ _COUNT_QUANTIZE = Table(
 		Column("thread instructions", _each("thread instructions", 1)),
 		Column("bytes read", _each("bytes read"), plus=_each("bytes read by TMA")),
 		Column("bytes written", _each("bytes written"), plus=_each("bytes written by TMA")),
-		Column(
-			"store sectors used",
-			Cell({"what": "bytes written"}, scale=1 / 32, digits=2),
-			over=Cell({"what": "sectors written"}),
-		),
-		Column(
-			"shared wavefronts a request",
-			Cell({"what": "shared wavefronts"}, digits=2),
-			over=Cell({"what": "shared accesses"}),
-		),
+		Column("store sectors used", _of("bytes written", scale=1 / 32, digits=2), over=_of("sectors written")),
+		Column("shared wavefronts a request", _of("shared wavefronts", 2), over=_of("shared accesses")),
 	),
 	{**_BLACKWELL, "rows": _ROWS, "cols": _COLS},
 )
@@ -181,19 +176,11 @@ _COUNT_GEMM = Table(
 	("rows of the experts", "kernel", "tile"),
 	_tile_rows(),
 	(
-		Column(
-			"MMA work / useful",
-			Cell({"what": "MMA operations"}, digits=2),
-			over=Cell({"what": "MMA operations"}, show="flops"),
-		),
-		Column("TMA load MB", Cell({"what": "bytes read by TMA"}, scale=1e-6, digits=1)),
-		Column(
-			"store MB",
-			Cell({"what": "bytes written by TMA"}, scale=1e-6, digits=1),
-			plus=Cell({"what": "bytes written"}, scale=1e-6),
-		),
-		Column("thousand warp instructions", Cell({"what": "warp instructions"}, scale=1e-3)),
-		Column("thousand shared wavefronts", Cell({"what": "shared wavefronts"}, scale=1e-3)),
+		Column("MMA work / useful", _of("MMA operations", 2), over=Cell({"what": "MMA operations"}, show="flops")),
+		Column("TMA load MB", _of("bytes read by TMA", scale=1e-6, digits=1)),
+		Column("store MB", _of("bytes written by TMA", scale=1e-6, digits=1), plus=_of("bytes written", scale=1e-6)),
+		Column("thousand warp instructions", _of("warp instructions", scale=1e-3)),
+		Column("thousand shared wavefronts", _of("shared wavefronts", scale=1e-3)),
 	),
 	{**_BLACKWELL, "n": 2048, "k": 2048},
 )
@@ -264,7 +251,7 @@ _GEMM_H100 = replace(
 
 
 def _step(name: str, **where: Any) -> Column:
-	return Column(name, Cell({"what": "time", **where}, scale=1e-3, digits=2))
+	return Column(name, _of("time", 2, 1e-3, **where))
 
 
 _LAYER = Table(
@@ -339,7 +326,7 @@ _HOST = Table(
 		_call("bf16 GEMM", "bfloat16", **_PRODUCT),
 		_call("`torch._grouped_mm`", "bfloat16", "torch", **_PRODUCT),
 	),
-	(Column("us", Cell({"what": "host time"})),),
+	(Column("us", _of("host time")),),
 	{**_H200, "suite": "host"},
 )
 

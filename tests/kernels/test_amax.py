@@ -59,35 +59,23 @@ def test_many_groups_in_chaos_and_races():
 			check(config, problem)
 
 
-@each("out", ["int32", "int64"])
-@each("splits", ["int32", "int64"])
-def test_offsets(splits, out):
-	kernel = compiled(OffsetsConfig(splits, out))
-	generator = seeded(3)
-	for count in (1, 31, 33, 1024, 2100):
-		sizes = torch.randint(0, 50, (count,), generator=generator, dtype=getattr(torch, splits))
-		for multiplier in (1, 4096):
-			want = torch.empty(count, dtype=getattr(torch, out))
-			compute_offsets(sizes, multiplier, want)
-			got = torch.full_like(want, -1)
-			kernel(sizes, got, multiplier)
-			assert got.equal(want)
-
-
 @each("out", [I32, torch.int64])
 @each("splits", [I32, torch.int64])
-def test_offsets_saturate(splits, out):
+def test_offsets(splits, out):
+	"""Those that saturate, too."""
 	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
-	top, largest = torch.iinfo(splits).max, torch.iinfo(out).max
-	small = [1 << 20, 1 << 30, 1 << 30, -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30), -(1 << 30)]
-	for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
+	top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded(3)
+	for multiplier in (1, 3, 4096, 1 << 20, (1 << 31) - 1):
 		limit = largest // multiplier
-		for sizes in (small, [limit - 2, 1, 1, 1, -limit, -limit, -limit]):
+		for sizes in (
+			*(torch.randint(0, 50, (count,), generator=generator).tolist() for count in (1, 31, 33, 1024, 2100)),
+			[1 << 20, 1 << 30, 1 << 30, *[-(1 << 30)] * 5],
+			[limit - 2, 1, 1, 1, -limit, -limit, -limit],
+		):
 			if max(map(abs, sizes)) > top:
 				continue
 			given = torch.tensor(sizes, dtype=splits)
-			got = torch.zeros(len(sizes), dtype=out)
-			want = torch.zeros(len(sizes), dtype=out)
+			got, want = torch.full((2, len(sizes)), -1, dtype=out)
 			kernel(given, got, multiplier)
 			compute_offsets(given, multiplier, want)
 			assert got.equal(want)

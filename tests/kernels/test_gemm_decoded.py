@@ -40,10 +40,10 @@ CONFIGS = {
 each_config = each("name", [*CONFIGS])
 
 
-@each("shape", [*SHAPES])
+@each("shape", SHAPES)
 @each("name", ["nvfp4", "nvfp4 256x128", "nvfp4 few rows", "nvfp4 partial"])
 def test_shapes(name, shape):
-	m_grouped(CONFIGS[name], *SHAPES[shape]).check()
+	m_grouped(CONFIGS[name], *shape).check()
 
 
 @each_config

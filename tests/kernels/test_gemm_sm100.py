@@ -44,16 +44,16 @@ PLAIN_SHAPES = {
 }
 
 
-@each("shape", [*PLAIN_SHAPES])
+@each("shape", PLAIN_SHAPES)
 @each("config", [PLAIN, PLAIN_FEW_ROWS, PLAIN_DGRAD, PLAIN_WGRAD], ["fprop", "few rows", "dgrad", "wgrad"])
 def test_plain_operands(config, shape):
-	product_of(config, *PLAIN_SHAPES[shape]).check()
+	product_of(config, *shape).check()
 
 
-@each("shape", [*SHAPES])
+@each("shape", SHAPES)
 @each("config", [FPROP, FPROP_ALL, FPROP_FP32, TILED["256x256 partial"]], ["row-scaled", "all", "fp32", "partial"])
 def test_fprop(config, shape):
-	m_grouped(config, *SHAPES[shape]).check()
+	m_grouped(config, *shape).check()
 
 
 @each("k", [32, 144, 320])
@@ -63,10 +63,10 @@ def test_dgrad_reads_a_columnwise_copy(config, k):
 	product.check()
 
 
-@each("shape", [*WGRAD_SHAPES])
+@each("shape", WGRAD_SHAPES)
 @each("config", [WGRAD, WGRAD_ADD], ["overwrite", "accumulate"])
 def test_wgrad(config, shape):
-	k_grouped(config, *WGRAD_SHAPES[shape]).check()
+	k_grouped(config, *shape).check()
 
 
 def tiled_products(name):

@@ -53,10 +53,10 @@ def dgrad(config, sizes, n, k, tail=0):
 	return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
-@each("shape", [*SHAPES])
+@each("shape", SHAPES)
 @each_m_grouped
 def test_fprop(config, shape):
-	sizes, n, k, tail = SHAPES[shape]
+	sizes, n, k, tail = shape
 	# K of MXFP8 is in blocks.
 	k = -(-k // config.kind.k_align) * config.kind.k_align
 	m_grouped(config, sizes, n, k, tail).check()
@@ -70,10 +70,10 @@ def test_dgrad_reads_a_columnwise_copy(config, k):
 	dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
-@each("shape", [*WGRAD_SHAPES])
+@each("shape", WGRAD_SHAPES)
 @each_k_grouped
 def test_wgrad(config, shape):
-	k_grouped(config, *WGRAD_SHAPES[shape]).check()
+	k_grouped(config, *shape).check()
 
 
 @each_m_grouped

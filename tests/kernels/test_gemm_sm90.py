@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from cute_kernels import emulator
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from cute_kernels.gemm.sm90.warp_schedule import WarpSchedule
 from tests.helpers import each, seeded
@@ -60,14 +58,14 @@ KINDS = {
 }
 
 
-@each("shape", [*SHAPES])
+@each("shape", SHAPES)
 @each(
 	"config",
 	[FPROP, FPROP_ALL, FITTED, CLUSTER, PREPACKED, W4A16, W4A16_ALL],
 	["row-scaled", "all", "fitted", "cluster", "prepacked", "w4a16 bf16", "w4a16 fp16, all"],
 )
 def test_fprop(config, shape, device):
-	m_grouped(config, *SHAPES[shape]).check(device=device)
+	m_grouped(config, *shape).check(device=device)
 
 
 @each("k", [32, 144, 320])
@@ -77,10 +75,10 @@ def test_dgrad_reads_a_columnwise_copy(config, k, device):
 	product.check(device=device)
 
 
-@each("shape", [*WGRAD_SHAPES])
+@each("shape", WGRAD_SHAPES)
 @each("config", [WGRAD, WGRAD_ADD, WGRAD_16], ["overwrite", "accumulate", "16 bits"])
 def test_wgrad(config, shape, device):
-	k_grouped(config, *WGRAD_SHAPES[shape]).check(device=device)
+	k_grouped(config, *shape).check(device=device)
 
 
 def flops(product):
@@ -178,13 +176,3 @@ def test_memory_of_every_tile_fits(tile, operand):
 	# What a CTA is launched with, in steps of eight a thread, is all that its warps can share.
 	launched = 65536 // warps.num_threads // 8 * 8 * warps.num_threads
 	assert (consumer * tile.consumers + other) * 128 <= launched
-
-
-CHOICES = [(1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2")]
-CHOICES = [*((FPROP, *c) for c in CHOICES), (SPREAD, 16, "256x32"), (SPREAD, 256, "256x160x2 fitted")]
-
-
-@each("config, rows_each, tile", CHOICES, str)
-def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
-	problem = GemmProblem(config.operand, "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-	assert name_of(choose_config(config, problem, 132).tile) == tile
