@@ -174,9 +174,10 @@ def tensor_core_gemm(
 		for n in slices(len(b), _TILE_N):
 			tile = acc[m, n]
 			for k in slices(left.k, _TILE_K):
-				terms = *_terms(adder, left, m, k), *_terms(adder, right, n, k)
-				for part in slices(len(terms[0]), adder.k // adder.term):
-					tile = _mma(adder, *(x[part] for x in terms), tile)
+				x, x_exponent = _terms(adder, left, m, k)
+				y, y_exponent = _terms(adder, right, n, k)
+				for part in slices(len(x), adder.k // adder.term):
+					tile = _mma(adder, x[part], x_exponent[part], y[part], y_exponent[part], tile)
 			out[m, n] = tile
 	return with_one_nan(out)
 
