@@ -59,6 +59,9 @@ def kernels(monkeypatch, request):
 	def allocate_on_current(*args):
 		raise AssertionError("an allocation on the current device")
 
+	def counters(device):
+		return SimpleNamespace(current=lambda: on_second(torch.zeros(1)) if device == SECOND else torch.zeros(1))
+
 	def properties(device):
 		return SimpleNamespace(multi_processor_count=NUM_SMS[torch.device(device)])
 
@@ -69,6 +72,7 @@ def kernels(monkeypatch, request):
 	monkeypatch.setattr(torch, "empty_strided", allocate)
 	monkeypatch.setattr(registry, "_empty_strided_cuda", allocate_on_current)
 	monkeypatch.setattr(launch, "compile_kernel", kernels.compile)
+	monkeypatch.setattr(launch, "counters", counters)
 	for cache in caches:
 		cache.cache_clear()
 	yield kernels
