@@ -442,13 +442,7 @@ class KGroupedGemm(GroupedGemm):
 		b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with the same offs.
 		offs: (G,) int32 end rows.
 		alpha: (G,) fp32 factors.
-		out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no dtype
-			that it could follow: then it is bf16.
-		a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such as
-			its block scales and second level; None if plain.
-		b_scales: likewise of ``b``.
-		a_format: the text of the format of ``a``; None if plain.
-		b_format: likewise of ``b``.
+		out_dtype: as for ``m_grouped_gemm``, and so all up to ``b_format``.
 		accumulation: as for ``m_grouped_gemm``; "split" by default.
 		rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
 			``m_grouped_gemm``; of plain operands.
