@@ -16,7 +16,7 @@ from cute_kernels.runtime.dsl import require_dsl
 from cute_kernels.runtime.emulated import EmulatedKernel
 from cute_kernels.runtime.spec import KernelSpec, canonical_text, short_name
 
-from ..contender import Contender, Run, Task, unchecked
+from ..contender import Contender, Run, Task, always, unchecked
 from ..cubin import read_resources
 from ..measure.base import Measurement, Meter, of_times
 from .base import Options, Suite
@@ -37,7 +37,6 @@ class _CompileMeter(Meter):
 		self.quick = quick
 
 	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-		del contender
 		cold, warm = [], []
 		for _ in range(1 if self.quick else _REPEATS):
 			with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
@@ -71,16 +70,10 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		# One of each class and kind of operand, unless all are asked for.
 		kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
 		specs.setdefault(canonical_text(spec) if options.full else kind, spec)
-	chosen = list(specs.values())[: 2 if options.quick else None]
-	for spec in chosen:
+	for spec in list(specs.values())[: 2 if options.quick else None]:
 		case = {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}
-
-		def contenders(copy: int, spec: KernelSpec = spec) -> list[Contender]:
-			del copy
-			run = functools.partial(compile_kernel, spec, meter.target)
-			return [unchecked("ours", "", run)]
-
-		yield Task("compile", case, contenders)
+		found = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
+		yield Task("compile", case, always(found))
 
 
 def _brief(spec: KernelSpec) -> str:
@@ -88,8 +81,7 @@ def _brief(spec: KernelSpec) -> str:
 	for field in dataclasses.fields(spec):  # type: ignore[arg-type]
 		value = getattr(spec, field.name)
 		if value != field.default:
-			is_plain = isinstance(value, (str, bool, int))
-			changed.append(f"{field.name}={value if is_plain else canonical_text(value)}")
+			changed.append(f"{field.name}={value if isinstance(value, (str, bool, int)) else canonical_text(value)}")
 	return f"{type(spec).__name__}({', '.join(changed)})"
 
 

@@ -4,10 +4,8 @@ They do not vary between runs, so any difference is a change of a kernel or of w
 """
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from cute_kernels.gemm.problem import TileShape
 from cute_kernels.gemm.sm100.config import Sm100Tile
@@ -87,16 +85,8 @@ def _only(texts: Sequence[str], task: Task) -> Task:
 
 
 def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
-
-	def prepare() -> Callable[[], Any]:
-		return functools.partial(_in_tile, tile, contender.prepare())
-
-	return dataclasses.replace(contender, name=f"{contender.name}, tile {name}", prepare=prepare)
-
-
-def _in_tile(tile: TileShape, run: Callable[[], Any]) -> Any:
-	with force_tile(tile):
-		return run()
+	named = f"{contender.name}, tile {name}"
+	return dataclasses.replace(contender, name=named, prepare=lambda: force_tile(tile)(contender.prepare()))
 
 
 def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:

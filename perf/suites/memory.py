@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..contender import Contender, Run, Task, unchecked
+from ..contender import Contender, Run, Task, always, unchecked
 from ..measure.base import Measurement, Meter
 from ..measure.memory import Sizes, bytes_of_step
 from .base import Options, Suite
@@ -28,7 +28,6 @@ class _MemoryMeter(Meter):
 		self.quick = quick
 
 	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-		del contender
 		protocol = "allocated" if self.kind == "gpu" else "fake tensors"
 		return [Measurement(name, n, "byte", protocol, 0.0, 1) for name, n in self.call(run).items()]
 
@@ -38,15 +37,11 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		shape = TINY if options.quick else MoEShape.of(model)
 		sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, _TOKENS, shape.top_k)
 		case = {"layer": "moe", "model": model, **dataclasses.asdict(sizes), "pass": PASSES[1]}
-
-		def contenders(copy: int, sizes: Sizes = sizes) -> list[Contender]:
-			del copy
-			return [
-				unchecked("ours", name, functools.partial(bytes_of_step, recipe, sizes, meter.device.type))
-				for name, recipe in recipes().items()
-			]
-
-		yield Task("memory", case, contenders)
+		found = [
+			unchecked("ours", name, functools.partial(bytes_of_step, recipe, sizes, meter.device.type))
+			for name, recipe in recipes().items()
+		]
+		yield Task("memory", case, always(found))
 
 
 def _meters(options: Options) -> list[Meter]:
