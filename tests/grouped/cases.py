@@ -52,6 +52,15 @@ def uniform(fmt=WEIGHT_FORMAT, **options):
 	return grouped.quantize(weight(), fmt, **{"columnwise": True, **options})
 
 
+#: (m, n) of the members of ``shaped``.
+SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
+
+
+def shaped(fmt=FORMATS["row-scaled"], **options):
+	"""Of members with shapes of their own and a tail."""
+	return grouped.quantize(sample(4700), fmt, **{"shapes": SHAPES, "columnwise": True, **options})
+
+
 def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **options):
 	return nn.Parameter(uniform(fmt, **options), requires_grad)
 

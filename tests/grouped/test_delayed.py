@@ -210,8 +210,7 @@ def test_weights_kept_in_eval_follow_their_scale():
 		layer.scaling.weight_scale.mul_(0.25)
 		other = layer(x, OFFS)
 		assert layer._kept is not kept
-		fresh = copy.deepcopy(layer)
-		assert_same_bytes(fresh(x, OFFS), other)
+		assert_same_bytes(copy.deepcopy(layer)(x, OFFS), other)
 	assert not torch.equal(y, other)
 
 
@@ -380,8 +379,7 @@ def test_transforms_take_an_evaluated_layer():
 
 @each("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
-	recipe = recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)
-	layer, (x, dy) = layer_of(recipe), step_data(1)[0]
+	layer, (x, dy) = layer_of(recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)), step_data(1)[0]
 	finite = x.clone()
 	finite[20, 3] = 0
 	x[20, 3] = value
@@ -389,8 +387,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
 		y, dx, dw, _ = run(layer, x, dy)
 		assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
 		assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
-	newest = layer.scaling.amax_history("input")[-1]
-	assert newest[2] == finite[13:35].float().abs().max()
+	assert layer.scaling.amax_history("input")[-1][2] == finite[13:35].float().abs().max()
 
 
 @each(
@@ -422,8 +419,7 @@ def test_the_state_rests_under_another_recipe(other):
 	torch.manual_seed(0)
 	layer = GroupedLinear(G, K, N, recipe=RECIPE)
 	plain = GroupedLinear(G, K, N, recipe=other)
-	missing = plain.load_state_dict(layer.state_dict(), strict=False)
-	assert missing.missing_keys == []
+	assert plain.load_state_dict(layer.state_dict(), strict=False).missing_keys == []
 	x = sample(40, K)
 	layer(x, OFFS).sum().backward()
 	state = {name: t.clone() for name, t in layer.scaling.state_dict().items()}

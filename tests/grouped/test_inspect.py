@@ -114,10 +114,8 @@ def test_against_numpy(name):
 			q = grouped.quantize(seen[role], fmt, offs=offs, columnwise=True, scale=scale)
 		if fmt is not None and columnwise and fmt.is_transformed:
 			assert record["saturated"] == record["underflow"] == [None] * 3
-			back = q.dequantize(F32, "columnwise")
-			pairs = zip(groups_of(seen[role]), groups_of(back), strict=True)
-			noise = [((a - b) ** 2).sum() for a, b in pairs]
-			assert record["noise"] == pytest.approx(noise, rel=1e-5)
+			pairs = zip(groups_of(seen[role]), groups_of(q.dequantize(F32, "columnwise")), strict=True)
+			assert record["noise"] == pytest.approx([((a - b) ** 2).sum() for a, b in pairs], rel=1e-5)
 			continue
 		for what, numbers in expected(seen[role], q, columnwise).items():
 			for got, number in zip(record[what], numbers, strict=True):
@@ -318,8 +316,7 @@ def test_layers_files_and_tables(tmp_path):
 			lens.step()
 		with pytest.raises(RuntimeError, match="a.down is inspected already"), inspect(model):
 			pass
-		clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-		clone.a(x, torch.tensor(ENDS))
+		pickle.loads(pickle.dumps(copy.deepcopy(model))).a(x, torch.tensor(ENDS))
 	model.a(x, torch.tensor(ENDS))
 	assert [(r["step"], r["layer"]) for r in lens.records()] == [(0, "a.down"), (1, "a.down")]
 	path = tmp_path / "numerics.jsonl"

@@ -22,8 +22,7 @@ def uniform(grad=False):
 
 def shaped(grad=False):
 	x = sample(ROWS * K)
-	shapes = [(2, 16), (0, 32), (5, 48)]
-	q = grouped.quantize(x, FORMATS["1x16"], shapes=shapes, columnwise=True)
+	q = grouped.quantize(x, FORMATS["1x16"], shapes=[(2, 16), (0, 32), (5, 48)], columnwise=True)
 	return q.requires_grad_(grad)
 
 
@@ -103,8 +102,7 @@ for name in ("bf16", "hadamard", "fp8"):
 
 
 def registered():
-	names = torch._C._dispatch_get_all_op_names()
-	return {n.split("::")[1] for n in names if n.startswith("grouped::")}
+	return {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("grouped::")}
 
 
 def test_every_op_has_a_case():

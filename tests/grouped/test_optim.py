@@ -55,8 +55,7 @@ def test_bytes_are_those_of_torch_then_quantize(fmt, options):
 	for seed in range(1, 4):
 		step(*pair, seed)
 		assert same_bytes(p, quantized_like(p, master))
-	state = pair[1].state[p]
-	assert torch.equal(state["master"], master) and p.dtype == BF16
+	assert torch.equal(pair[1].state[p]["master"], master) and p.dtype == BF16
 
 
 def test_a_master_by_default_and_the_version():

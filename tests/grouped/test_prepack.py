@@ -18,8 +18,7 @@ def test_every_bit_is_where_it_is_said_to_be():
 	bits = [(15, 9), (14, 3), (13, 0), (12, 6)]  # of s and of eem, by t
 	for nibble in range(8):
 		for code in range(16):
-			word = torch.tensor([code << (4 * nibble), 0x89ABCDEF])
-			codes = word.int().view(U8)
+			codes = torch.tensor([code << (4 * nibble), 0x89ABCDEF]).int().view(U8)
 			packed = cute_kernels.prepack(codes).view(I32)
 			sign, magnitude = bits[nibble % 4]
 			want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))

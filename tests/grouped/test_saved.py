@@ -95,15 +95,13 @@ def test_microbatches_keep_their_rows(recipe, held, delay):
 		for first in (True, False, False):
 			layer(x, OFFS, is_first_microbatch=first)
 	rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
-	weight = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)
-	assert sort(saved) == sort([_OFFS, *(3 * rows), *weight])
+	assert sort(saved) == sort([_OFFS, *(3 * rows), *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)])
 
 
 @each("recipe", ALL_RECIPES)
 def test_peak(recipe):
 	"""Beside the gradients live the output and what the first layer's gradients are made of: no quantized weight."""
-	sizes = Sizes(experts=8, hidden=256, intermediate=128, tokens=64)
-	_, peak = measure(recipe, sizes)
+	_, peak = measure(recipe, Sizes(experts=8, hidden=256, intermediate=128, tokens=64))
 	rows, weight = 8 * 64, 8 * 256 * 128
 	gradients = 2 * (3 * weight + rows * 256)
 	wgrad = 2 * rows * 2 * 128

@@ -12,10 +12,9 @@ import grouped
 from grouped import GroupedTensor
 from tests.helpers import F16, I32, Graphs, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import OpCounter, assert_same_tensor, bytes_of, pointers, ragged, uniform
+from .cases import SHAPES, OpCounter, assert_same_tensor, bytes_of, pointers, ragged, shaped, uniform
 
 NVFP4, BY_ROW = grouped.NVFP4(), grouped.NVFP4(row_scaled=True)
-SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
 STARTS = [0, 320, 320, 4480, 4640]
 LIVE, CAPACITY = STARTS[-1], 4700
 
@@ -25,7 +24,7 @@ def quantize(x, fmt=NVFP4, shapes=SHAPES, **options):
 
 
 def make(fmt=NVFP4, shapes=SHAPES):
-	return quantize(sample(CAPACITY), fmt, shapes)
+	return shaped(fmt, shapes=shapes)
 
 
 def parameter(fmt=NVFP4, requires_grad=True):
@@ -116,8 +115,7 @@ def test_copies_between_tensors():
 	assert_same_tensor(target, source)
 	other = make(grouped.FP8()).copy_(source)
 	assert_same_tensor(other, quantize(source.dequantize(), other.format))
-	plain = torch.empty(CAPACITY).copy_(source)
-	assert_same_bytes(plain, source.dequantize().float())
+	assert_same_bytes(torch.empty(CAPACITY).copy_(source), source.dequantize().float())
 	shapes = [(4640 // 32, 32)]
 	for wrong in (make(BY_ROW, shapes), make(NVFP4, shapes)):
 		with pytest.raises(ValueError, match="copy_ needs a source of equal shapes"):
@@ -170,8 +168,7 @@ def test_each_shapes_have_a_graph_of_their_own(fresh_dynamo):
 		return q, q.dequantize()
 
 	x = sample(CAPACITY)
-	calls = [[(rows, 64), (rows + 1, 32)] for rows in (5, 6, 7, 5)]
-	for shapes in calls:
+	for shapes in [[(rows, 64), (rows + 1, 32)] for rows in (5, 6, 7, 5)]:
 		got, values = step(x, shapes)
 		want = grouped.quantize(x, grouped.FP8(), shapes=shapes)
 		assert_same_tensor(got, want)
@@ -218,8 +215,7 @@ def test_rules_that_are_broken(message):
 
 
 def test_shapes_on_a_tensor_cannot_be_traced(fresh_dynamo):
-	graphs = Graphs()
-	step = torch.compile(lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=graphs)
+	step = torch.compile(lambda x, s: grouped.quantize(x, NVFP4, shapes=s), fullgraph=True, backend=Graphs())
 	with pytest.raises(Exception, match="shapes must be a host list in compiled code"):
 		step(sample(CAPACITY), torch.tensor(SHAPES))
 

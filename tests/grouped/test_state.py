@@ -20,8 +20,7 @@ def layer_of(single=True, bias=True, **options):
 
 def quantized_layer(fmt=WEIGHT_FORMAT, requires_grad=True):
 	layer = layer_of()
-	weight = grouped.quantize(layer.weight, fmt, columnwise=True)
-	layer.weight = nn.Parameter(weight, requires_grad)
+	layer.weight = nn.Parameter(grouped.quantize(layer.weight, fmt, columnwise=True), requires_grad)
 	return layer
 
 

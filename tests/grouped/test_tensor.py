@@ -4,27 +4,30 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from grouped import GroupedTensor
 from tests.helpers import BF16, F16, F32, I32, assert_same_buffers, assert_same_bytes, each, sample, saved
 
-from .cases import EVERY_FORMAT, FORMATS, OpCounter, assert_same_tensor, bytes_of, parameter, pointers, ragged, uniform
+from .cases import (
+	EVERY_FORMAT,
+	FORMATS,
+	OpCounter,
+	assert_same_tensor,
+	bytes_of,
+	parameter,
+	pointers,
+	ragged,
+	shaped,
+	uniform,
+)
 
 DIRECTIONS = {"rowwise": {}, "columnwise": {"rowwise": False, "columnwise": True}, "both": {"columnwise": True}}
-
-
 every_format = each("fmt", EVERY_FORMAT)
 
 
-def make_shaped(fmt=FORMATS["row-scaled"], **options):
-	options.setdefault("columnwise", True)
-	return grouped.quantize(sample(4700), fmt, shapes=[(5, 64), (0, 32), (130, 32), (1, 160)], **options)
-
-
-MAKES = {"ragged": ragged, "uniform": uniform, "shapes": make_shaped}
+MAKES = {"ragged": ragged, "uniform": uniform, "shapes": shaped}
 
 
 def test_metadata():
@@ -55,15 +58,6 @@ def test_flatten_and_unflatten(fmt, options):
 		assert pointers(back) == pointers(x)
 		assert x.nbytes == sum(t.nbytes for t in inner.values())
 		assert hash(back.__tensor_flatten__()[1]) == hash(context)
-
-
-def test_a_grouped_tensor_is_a_leaf_of_a_pytree():
-	tree = {"a": [ragged()], "b": (uniform(),)}
-	leaves, spec = pytree.tree_flatten(tree)
-	assert [type(leaf) for leaf in leaves] == [GroupedTensor] * 2
-	assert pytree.tree_unflatten(leaves, spec)["a"][0] is tree["a"][0]
-	copied = pytree.tree_map_only(torch.Tensor, torch.clone, tree)
-	assert_same_tensor(copied["b"][0], tree["b"][0])
 
 
 @each("x", [ragged(), uniform(), parameter()], ids=("x", "w", "parameter"))

@@ -22,8 +22,7 @@ def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
 	arguments = parts(x)
 	for i, is_held in zip((4, 5), directions, strict=True):
 		arguments[i] = arguments[i] if is_held else None
-	again = GroupedTensor(*arguments)
-	got, held = bytes_of(again), bytes_of(x)
+	got, held = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
 	assert_same_buffers(got, {name: held[name] for name in got})
 	assert GroupedTensor(*arguments, requires_grad=True).requires_grad
 	prepacked = uniform().prepack()

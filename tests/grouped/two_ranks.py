@@ -47,8 +47,7 @@ def check(function):
 
 
 def plain_weight(shift=0.0, groups=GROUPS):
-	generator = torch.Generator().manual_seed(7)
-	return torch.randn(groups, N, K, generator=generator).bfloat16() + shift
+	return torch.randn(groups, N, K, generator=torch.Generator().manual_seed(7)).bfloat16() + shift
 
 
 def quantized(fmt=None, shift=0.0, groups=GROUPS):
