@@ -85,9 +85,8 @@ class Recipe:
 				raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
 		if self.input is not None and self.weight is not None and self.grad_output is not None:
 			_check_products(self.input, self.weight, self.grad_output)
-		texts = tuple(roles[name].text if name in roles else None for name in ROLES)
 		# Made once: a compiler that traces a layer would otherwise trace how they are made.
-		object.__setattr__(self, "texts", texts)
+		object.__setattr__(self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES))
 
 	def __str__(self) -> str:
 		# In messages: what differs from the defaults.
@@ -103,8 +102,7 @@ class Recipe:
 	@property
 	def multiple(self) -> int:
 		"""What the sizes of a layer must be a multiple of, since each is K of a product."""
-		records = (self.input, self.weight, self.grad_output)
-		return math.lcm(*(fmt.k_multiple for fmt in records if fmt is not None))
+		return math.lcm(*(fmt.k_multiple for fmt in (self.input, self.weight, self.grad_output) if fmt is not None))
 
 	@property
 	def is_quantized(self) -> bool:
@@ -225,8 +223,7 @@ class MXFP8(_Named):
 	weight_block: tuple[int, int] = _option((1, 32))
 
 	def _roles(self) -> tuple[Format, Format, Format]:
-		weight = formats.MXFP8(block=self.weight_block)
-		return formats.MXFP8(), weight, formats.MXFP8(self.grad_dtype)
+		return formats.MXFP8(), formats.MXFP8(block=self.weight_block), formats.MXFP8(self.grad_dtype)
 
 
 @dataclass(frozen=True)
@@ -246,8 +243,7 @@ class FP8Block(_Named):
 
 	def _roles(self) -> tuple[Format, Format, Format]:
 		x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
-		weight = replace(x, block=(128, 128))
-		return x, weight, replace(x, dtype=self.grad_dtype)
+		return x, replace(x, block=(128, 128)), replace(x, dtype=self.grad_dtype)
 
 
 @dataclass(frozen=True)

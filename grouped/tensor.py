@@ -138,8 +138,7 @@ class GroupedTensor(Tensor):
 		inner: dict[str, Tensor | None] = {"_offs": offs}
 		for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
 			if copy is not None:
-				names = (f"_{name}" for name in fmt.buffer_names(is_columnwise))
-				inner |= zip(names, copy, strict=True)
+				inner |= zip((f"_{name}" for name in fmt.buffer_names(is_columnwise)), copy, strict=True)
 		self._hold(fmt, prepacked, shapes, inner)
 		return self
 
@@ -541,8 +540,7 @@ class GroupedTensor(Tensor):
 		args: tuple[Any, ...] = (),
 		kwargs: dict[str, Any] | None = None,
 	) -> Any:
-		known = HANDLERS.get(func, HANDLERS[None])
-		return known(func, *args, **(kwargs or {}))
+		return HANDLERS.get(func, HANDLERS[None])(func, *args, **(kwargs or {}))
 
 	def __reduce_ex__(self, protocol: Any) -> Any:
 		# Bytes of codes: ``pickle`` writes tensors of FP8 that PyTorch then does not read.

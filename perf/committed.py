@@ -26,8 +26,7 @@ def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[
 		if writer is not None:
 			writer.add(found)
 
-	report = measure_suite("counts", options, choice, keep)
-	return records, print_report(report)
+	return records, print_report(measure_suite("counts", options, choice, keep))
 
 
 def check(records: list[Record], path: Path, partial: bool) -> int:

@@ -182,8 +182,7 @@ def _times(plans: Mapping[str, Plan]) -> Iterator[str]:
 		bounds = ", ".join(f"{what} {share:.0%}" for what, share in list(each.bounds.items())[:2])
 		times = (str(t) if key == "step" else _digits(t.value) for key, t in each.times.items())
 		rows.append([name + "*" * bool(each.missing), *times, bounds, each.basis])
-	titles = next(iter(plans.values())).times
-	return _table(["milliseconds", *titles, "a step is bounded by", "basis"], rows)
+	return _table(["milliseconds", *next(iter(plans.values())).times, "a step is bounded by", "basis"], rows)
 
 
 def _memory(plans: Mapping[str, Plan], gpu: Gpu) -> Iterator[str]:

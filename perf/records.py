@@ -162,10 +162,9 @@ def _default(name: str) -> Any:
 
 def _plain(record: Record) -> dict[str, Any]:
 	"""The fields that differ from their defaults, and the schema."""
-	values = {name: getattr(record, name) for name in _FIELDS}
 	return {
 		name: dict(value) if isinstance(_default(name), dict) or name == "case" else value
-		for name, value in values.items()
+		for name, value in {name: getattr(record, name) for name in _FIELDS}.items()
 		if name == "schema" or value != _default(name)
 	}
 
@@ -262,8 +261,7 @@ def pooled(runs: Sequence[Record]) -> Record:
 	if newest.is_count or not newest.commit or len(values) < ENOUGH_RUNS:
 		return newest
 	spread = round(max(values) - min(values), 6)
-	value = statistics.median(values)
-	return dataclasses.replace(newest, value=value, spread=spread, repeats=len(values))
+	return dataclasses.replace(newest, value=statistics.median(values), spread=spread, repeats=len(values))
 
 
 def by_key(records: Iterable[Record]) -> dict[tuple[Any, ...], list[Record]]:

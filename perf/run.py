@@ -126,10 +126,9 @@ def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: d
 		others = {c.key: c for c in task.contenders(copy)}
 		for mine, contender in zip(runs, contenders, strict=True):
 			mine.append(others[contender.key].prepare())
-	measured = meter.measure(contenders, runs)
 	return [
 		_record(task, one, asdict(measurement), facts)
-		for one, found in zip(batch, measured, strict=True)
+		for one, found in zip(batch, meter.measure(contenders, runs), strict=True)
 		for measurement in found
 	]
 
@@ -274,8 +273,7 @@ def main(arguments: argparse.Namespace) -> int:
 	if arguments.list:
 		for name in arguments.suites:
 			for meter in suite(name).meters(options):
-				tasks = suite(name).tasks(meter, options)
-				print(*(t for t in tasks if t.matches(choice.case)), sep="\n")
+				print(*(t for t in suite(name).tasks(meter, options) if t.matches(choice.case)), sep="\n")
 		return 0
 	if arguments.renew or arguments.check:
 		from perf import committed

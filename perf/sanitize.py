@@ -119,8 +119,7 @@ def _in_tiles(tiles: Sequence[Sm90Tile], *calls: Any) -> None:
 
 
 def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None]) -> None:
-	pairs = dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product))
-	for a, b in pairs:
+	for a, b in dict.fromkeys(pair.formats for pair in PAIRS if pair.fits(product)):
 		if a is None or b is None or not _choice.fits(a.text, b.text):
 			continue
 		second = a if product == "wgrad" else b

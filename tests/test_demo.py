@@ -190,8 +190,7 @@ def test_batches():
 @each("recipe", [grouped.recipes.BF16(), grouped.recipes.NVFP4RowScaled()])
 def test_model_is_causal(recipe):
 	torch.manual_seed(0)
-	config = dataclasses.replace(SMALL, layers=2)
-	model = LanguageModel(config, recipe).requires_grad_(False)
+	model = LanguageModel(dataclasses.replace(SMALL, layers=2), recipe).requires_grad_(False)
 	inputs = torch.randint(256, (2, 16))
 	changed = inputs.clone()
 	changed[:, 9] = (changed[:, 9] + 1) % 256

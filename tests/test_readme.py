@@ -18,8 +18,7 @@ def test_support_table_is_the_capability_table():
 def test_ci_runs_the_second_command():
 	commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
 	assert len(commands) == 2
-	script = (ROOT / ".ci" / "run").read_text()
-	pattern = re.search(r"grep -m1 '(.*?)' README.md", script).group(1)
+	pattern = re.search(r"grep -m1 '(.*?)' README.md", (ROOT / ".ci" / "run").read_text()).group(1)
 	found = subprocess.run(["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True)
 	assert found.stdout.strip() == commands[1]
 

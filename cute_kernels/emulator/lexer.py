@@ -106,5 +106,4 @@ def literal(text: str) -> int | None:
 
 def literals(text: str) -> list[int]:
 	pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"
-	found = re.findall(pattern, text)
-	return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in found]
+	return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in re.findall(pattern, text)]

@@ -77,8 +77,7 @@ def _shfl(op: Opcode, operands: list[str]) -> None:
 
 
 def _vote(op: Opcode, operands: list[str]) -> None:
-	modes = ["all", "any", "uni", "ballot"]
-	op.emit("VOTE", operands, sub=modes.index(op.modifiers[1]))
+	op.emit("VOTE", operands, sub=["all", "any", "uni", "ballot"].index(op.modifiers[1]))
 
 
 def _match(op: Opcode, operands: list[str]) -> None:

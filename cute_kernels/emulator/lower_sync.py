@@ -39,8 +39,7 @@ def _bar(op: Opcode, operands: list[str]) -> None:
 def _fence(op: Opcode, operands: list[str]) -> None:
 	"""The proxy fences of shared memory are followed; all other fences order nothing here."""
 	proxy = op.modifiers[1] if op.name == "fence" and op.modifiers[0] == "proxy" else ""
-	only_global = op.has("global")
-	op.emit("FENCE_PROXY_ASYNC" if proxy.startswith("async") and not only_global else "FENCE")
+	op.emit("FENCE_PROXY_ASYNC" if proxy.startswith("async") and not op.has("global") else "FENCE")
 
 
 def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:

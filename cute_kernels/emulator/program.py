@@ -281,8 +281,7 @@ class KernelBuilder:
 
 	def _place_dynamic_shared(self) -> int:
 		"""Put the dynamic part behind the static variables; returns where it starts."""
-		alignments = list(self.symbols.dynamic_shared.values())
-		start = align(self.symbols.shared_end, max(alignments, default=1))
+		start = align(self.symbols.shared_end, max(self.symbols.dynamic_shared.values(), default=1))
 		self.operands = [
 			(o[0], o[1], o[2], 0, start + o[4]) if o[0] == Kind.SHARED_SYM and o[3] < 0 else o for o in self.operands
 		]

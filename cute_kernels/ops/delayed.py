@@ -81,8 +81,7 @@ class DelayedScalingUpdate(OfFormat):
 		fp32 = (torch.float32,)
 		check_tensor("amax_history", self.amax_history, dtypes=fp32, ndim=(2,))
 		if self.amax_history.shape[0] < 1:
-			shape = tuple(self.amax_history.shape)
-			raise ValueError(f"amax_history must have at least one row, got shape {shape}")
+			raise ValueError(f"amax_history must have at least one row, got shape {tuple(self.amax_history.shape)}")
 		slots = self.amax_history.shape[1:]
 		check_tensor("scale", self.scale, dtypes=fp32, shape=slots)
 		for name in self.written:

@@ -108,8 +108,7 @@ class GroupedDequantize(OfFormat):
 			buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
 			codes, *scales = (of_members[i].of(buffer) for of_members, buffer in buffers)
 			rows = shapes[i][0]
-			op = dataclasses.replace(self, codes=codes, scales=scales, rows=rows, shapes=None)
-			yield op, [of_member]
+			yield dataclasses.replace(self, codes=codes, scales=scales, rows=rows, shapes=None), [of_member]
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		if self.shapes is not None:
@@ -118,5 +117,4 @@ class GroupedDequantize(OfFormat):
 			return
 		(out,) = outputs
 		groups = Groups.of(self.shape, self.offs, self.device)
-		copy = (self.codes, *self.scales)
-		reference.dequantize(groups, self.record, copy, self.columnwise, out)
+		reference.dequantize(groups, self.record, (self.codes, *self.scales), self.columnwise, out)

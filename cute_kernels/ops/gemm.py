@@ -185,8 +185,7 @@ class GroupedGemm(Op):
 	def capability(self) -> tuple[str, Format | None]:
 		if self.a_format is None and self.b_format is not None:
 			return "grouped_gemm_w4a16", self.b_record
-		is_narrow = is_w4a8(self.a_record, self.b_record)
-		return "grouped_gemm_w4a8" if is_narrow else "grouped_gemm", self.a_record
+		return "grouped_gemm_w4a8" if is_w4a8(self.a_record, self.b_record) else "grouped_gemm", self.a_record
 
 	def require(self, backend: Backend) -> None:
 		name, fmt = self.capability()
@@ -532,8 +531,7 @@ class KGroupedGemm(GroupedGemm):
 		check_transforms(self.a_record, self.b_record)
 
 	def outputs(self) -> list[BufferSpec]:
-		shape = (self.offs.shape[0], self.width("a"), self.width("b"))
-		return [BufferSpec(shape, self.result_dtype)]
+		return [BufferSpec((self.offs.shape[0], self.width("a"), self.width("b")), self.result_dtype)]
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(out,) = outputs

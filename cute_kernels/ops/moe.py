@@ -64,8 +64,7 @@ class ComputeRouting(Plain):
 	returns_list: ClassVar[bool] = True
 
 	def check(self) -> None:
-		integers = (torch.int32, torch.int64)
-		check_tensor("expert_ids", self.expert_ids, dtypes=integers, ndim=(2,))
+		check_tensor("expert_ids", self.expert_ids, dtypes=(torch.int32, torch.int64), ndim=(2,))
 		if self.num_experts < 1:
 			raise ValueError(f"num_experts must be positive, got {self.num_experts}")
 
@@ -136,8 +135,7 @@ class MoeGather(Plain):
 
 def _combine_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 	h, row, weight, _ = inputs
-	needs = ctx.needs_input_grad
-	ctx.save_for_backward(row, h if needs[2] else None, weight)
+	ctx.save_for_backward(row, h if ctx.needs_input_grad[2] else None, weight)
 	ctx.shape, ctx.dtype = h.shape, h.dtype
 
 
@@ -194,8 +192,7 @@ class MoeCombine(Plain):
 		same_device("h", self.device, row=self.row, weight=self.weight)
 
 	def outputs(self) -> list[BufferSpec]:
-		shape = (self.row.shape[0], self.h.shape[1])
-		return [BufferSpec(shape, self.out_dtype or self.h.dtype)]
+		return [BufferSpec((self.row.shape[0], self.h.shape[1]), self.out_dtype or self.h.dtype)]
 
 	def kernels(self, launch: Launcher) -> Runner:
 		return launch_moe.combine(self, launch)
@@ -260,15 +257,13 @@ class MoeActivate(Plain):
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
 
 	def outputs(self) -> list[BufferSpec]:
-		columns = result_columns(self.x.shape[1], self.activation)
-		return [BufferSpec((self.x.shape[0], columns), self.x.dtype)]
+		return [BufferSpec((self.x.shape[0], result_columns(self.x.shape[1], self.activation)), self.x.dtype)]
 
 	def kernels(self, launch: Launcher) -> Runner:
 		return launch_moe.activate(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
-		act = parse_activation(self.activation)
-		reference.activate(self.x, act, self.offs, self.interleaved, outputs[0])
+		reference.activate(self.x, parse_activation(self.activation), self.offs, self.interleaved, outputs[0])
 
 
 @register

@@ -201,10 +201,8 @@ class GroupedQuantize(OfFormat):
 		if self.rows is not None and len(x):
 			x = x[self.rows.long().clamp(0, len(x) - 1)]
 		groups = Groups.of(x.shape, self.offs, self.device)
-		truncates = self.record.truncates
-		elements = elements_of(x, self.activation, truncates=truncates)
+		elements = elements_of(x, self.activation, truncates=self.record.truncates)
 		draws = None
 		if self.seed is not None:
 			draws = reference.KeyedDraws(self.seed, elements.cols, drawn_before)
-		given = reference.Given(self.amax, self.scale, draws)
-		reference.quantize(elements, groups, self.record, out, given)
+		reference.quantize(elements, groups, self.record, out, reference.Given(self.amax, self.scale, draws))

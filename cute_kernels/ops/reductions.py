@@ -87,8 +87,7 @@ class GroupedAmax(Op):
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(amax,) = outputs
-		groups = Groups.of(self.x.shape, self.offs, self.device)
-		reference.grouped_amax(self.x, groups, amax)
+		reference.grouped_amax(self.x, Groups.of(self.x.shape, self.offs, self.device), amax)
 
 
 @register
@@ -121,5 +120,4 @@ class GroupedDbias(Op):
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(dbias,) = outputs
-		groups = Groups.of(self.dy.shape, self.offs, self.device)
-		reference.grouped_dbias(reference.Elements(self.dy), groups, dbias)
+		reference.grouped_dbias(reference.Elements(self.dy), Groups.of(self.dy.shape, self.offs, self.device), dbias)

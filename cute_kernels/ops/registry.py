@@ -330,8 +330,7 @@ def register(cls: type[Op]) -> type[Op]:
 
 	def refuse(op: Op, outputs: list[Tensor]) -> None:
 		written = ((cls.out_name, out) for out in outputs)
-		named = (*op.tensors().items(), *written)
-		refuse_derivatives(f"{cls.name}_out", named, f"call {cls.name}")
+		refuse_derivatives(f"{cls.name}_out", (*op.tensors().items(), *written), f"call {cls.name}")
 
 	def call_out(*args: Any, **kwargs: Any) -> None:
 		outputs, options = split(kwargs)
@@ -401,8 +400,7 @@ def keep_dynamo_out(function: Any) -> None:
 	frames = torch._C._dynamo.eval_frame
 	if hasattr(frames, "set_code_exec_strategy"):
 		skip = frames._FrameAction.SKIP
-		strategy = frames._FrameExecStrategy(skip, skip)
-		frames.set_code_exec_strategy(function.__code__, strategy)
+		frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _invoker(cls: type[Op]) -> Callable[..., Any]:

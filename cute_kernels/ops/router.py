@@ -30,8 +30,7 @@ def _context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> Non
 
 def _backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 	dweights, _, dscores = gradients
-	dlogits = torch.ops.cute_kernels.moe_route_gradient(dweights, dscores, *ctx.saved_tensors, *ctx.options)
-	return dlogits, *(None,) * 8
+	return torch.ops.cute_kernels.moe_route_gradient(dweights, dscores, *ctx.saved_tensors, *ctx.options), *(None,) * 8
 
 
 @register

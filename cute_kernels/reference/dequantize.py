@@ -46,8 +46,7 @@ def _dequantize_rows(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], o
 			index = source if level.per == "row" else group[source]
 			vector = copy[level.buffers[0]][index, None]
 		values = decode(codec.fmt.element, copy["codes"][source])
-		factor = codec.decode_factor(stored, vector)
-		out[source] = scaled(values, factor, vec).to(out.dtype)
+		out[source] = scaled(values, codec.decode_factor(stored, vector), vec).to(out.dtype)
 
 
 def _dequantize_tiles(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], out: Tensor) -> None:
@@ -59,8 +58,7 @@ def _dequantize_tiles(codec: Codec, groups: Groups, copy: Mapping[str, Tensor], 
 		index = tile_index(groups, tile)
 		stored = vector = None
 		if scale is not None:
-			scale_tiles = tile_view(fmt, copy["scales"], columnwise=True)[index]
-			stored = linear_scales(fmt, scale_tiles, True, cols)
+			stored = linear_scales(fmt, tile_view(fmt, copy["scales"], columnwise=True)[index], True, cols)
 		if level is not None:
 			vector = copy[level.buffers[0]][group][:, None, None]
 		columns = decode(fmt.element, codes[index])

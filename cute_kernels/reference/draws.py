@@ -101,5 +101,4 @@ class KeyedDraws(Draws):
 		"""(..., 16) uint8 of the blocks of given numbers."""
 		counter = (block & _WORD, block >> 32, self._low, high)
 		words = philox4x32(counter, self._key, _ROUNDS)
-		shifts = torch.arange(0, 32, 8, device=block.device)
-		return (words.unsqueeze(-1) >> shifts).to(torch.uint8).flatten(-2)
+		return (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=block.device)).to(torch.uint8).flatten(-2)

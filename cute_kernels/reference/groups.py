@@ -37,8 +37,7 @@ class Groups:
 		ends = offs.long().clamp(0, num_rows).cummax(0).values if len(offs) else offs.long()
 		starts = torch.cat([ends.new_zeros(1), ends])[:-1]
 		first_tile = starts // TILE_ROWS + torch.arange(len(ends), device=offs.device)
-		tiles = num_slot_tiles(num_rows, len(ends))
-		return cls(starts, ends - starts, first_tile, num_rows, tiles, is_uniform=False)
+		return cls(starts, ends - starts, first_tile, num_rows, num_slot_tiles(num_rows, len(ends)), is_uniform=False)
 
 	@classmethod
 	def uniform(cls, num_groups: int, rows: int, device: torch.device) -> Groups:

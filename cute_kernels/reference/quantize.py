@@ -94,8 +94,7 @@ def _group_amaxes(
 def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
 	out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
 	for _, group, row in tile_parts(groups, elements.cols):
-		per_tile = absmax(_tile_values(elements, row, is_transformed=True).flatten(1))
-		out.scatter_reduce_(0, group, per_tile, "amax")
+		out.scatter_reduce_(0, group, absmax(_tile_values(elements, row, is_transformed=True).flatten(1)), "amax")
 	return out
 
 
@@ -103,8 +102,7 @@ def _named(fmt: Format, out: Mapping[str, Tensor], columnwise: bool) -> dict[str
 	"""The buffers of one direction by their rowwise names; none if it is not asked for."""
 	if ("codes_t" if columnwise else "codes") not in out:
 		return {}
-	copy = [out[name] for name in fmt.buffer_names(columnwise)]
-	return by_name(fmt.buffer_names(columnwise=False), copy)
+	return by_name(fmt.buffer_names(columnwise=False), [out[name] for name in fmt.buffer_names(columnwise)])
 
 
 def _store_level(
@@ -173,8 +171,7 @@ def _quantize_tiles(
 	vec = TILE_ROWS if scale is None else scale.vec_size
 	for tile, group, row in tile_parts(groups, cols):
 		live = row >= 0
-		values = _tile_values(elements, row, fmt.is_transformed)
-		blocks = _column_blocks(values, vec)
+		blocks = _column_blocks(_tile_values(elements, row, fmt.is_transformed), vec)
 		a = absmax(blocks)
 		if fmt.is_2d:
 			squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))

@@ -60,8 +60,7 @@ def route(
 		two = biased.unflatten(1, (groups, -1)).sort(-1, descending=True).values[..., :2]
 		best = _order(two[..., 0] + two[..., 1])[:, :top_groups]
 		allowed = torch.zeros(len(best), groups, dtype=torch.uint8, device=best.device).scatter_(1, best, 1)
-		of_each = allowed.repeat_interleave(logits.shape[1] // groups, 1)
-		order = order.gather(1, _order(of_each.gather(1, order)))
+		order = order.gather(1, _order(allowed.repeat_interleave(logits.shape[1] // groups, 1).gather(1, order)))
 	chosen = order[:, :top_k]
 	w = scores.gather(1, chosen)
 	if renormalize:

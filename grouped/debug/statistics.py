@@ -208,8 +208,7 @@ def _parts(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[s
 def _compare(parts: list[tuple[slice, Tensor]], copy: Tensor) -> tuple[Tensor, Tensor]:
 	"""What is added up of each row, (rows, len(SUMS)), and its largest finite magnitude, fp64."""
 	if not parts:
-		step = max(1, _PART // copy.shape[-1])
-		pieces = [_row_statistics(None, part) for part in copy.split(step)]
+		pieces = [_row_statistics(None, part) for part in copy.split(max(1, _PART // copy.shape[-1]))]
 	else:
 		pieces = [_row_statistics(x, copy[place]) for place, x in parts]
 	sums, amax = zip(*pieces, strict=True)

@@ -123,13 +123,11 @@ class LanguageModel(nn.Module):
 
 	def forward(self, inputs: Tensor) -> ModelOutput:
 		"""Compute the logits of the byte after each of ``inputs`` (batch, <= context) int64."""
-		previous = F.pad(inputs, (1, 0))[:, :-1]
-		x = self.byte(inputs) + self.previous_byte(previous)
+		x = self.byte(inputs) + self.previous_byte(F.pad(inputs, (1, 0))[:, :-1])
 		x = x + self.position.weight[: inputs.shape[1]]
 		balances, counts = [], []
 		for block in self.blocks:
 			x, balance, count = block(x)
 			balances.append(balance)
 			counts.append(count)
-		logits = self.head(self.norm(x))
-		return ModelOutput(logits, torch.stack(balances).mean(), torch.stack(counts))
+		return ModelOutput(self.head(self.norm(x)), torch.stack(balances).mean(), torch.stack(counts))

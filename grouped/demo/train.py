@@ -82,8 +82,7 @@ class ExpertLoad:
 	def of(cls, tokens_per_expert: Tensor) -> ExpertLoad:
 		"""The load of (layers, experts) token counts."""
 		counts = tokens_per_expert.double()
-		ratio = counts.amax(1) / counts.mean(1)
-		return cls(float(ratio.mean()), int((counts == 0).sum()))
+		return cls(float((counts.amax(1) / counts.mean(1)).mean()), int((counts == 0).sum()))
 
 
 @dataclass
@@ -153,8 +152,7 @@ def train(
 	try:
 		run.start_loss = _evaluate(model, held_out)
 		every = None if inspect is None else math.ceil(config.steps / _INSPECTED_STEPS)
-		steps = batches(corpus.train, config.steps, config.seed)
-		_train_steps(model, steps, config, run, on_step, lens, every)
+		_train_steps(model, batches(corpus.train, config.steps, config.seed), config, run, on_step, lens, every)
 	except KeyboardInterrupt:
 		run.interrupted = True
 	if inspect is not None:

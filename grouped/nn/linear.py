@@ -227,8 +227,7 @@ class GroupedLinear(debug.Watched):
 		copies = self._kept_copies(sources, weights, is_first_microbatch, needs_dx, scaling)
 		bias = self._stacked("bias") if self.has_bias else None
 		probe = None if self._lens is None else self._lens.probe()
-		flags = debug.flags_of(self, device)
-		return Layer(weights, bias, self.recipe, copies, sink, scaling, probe, flags)
+		return Layer(weights, bias, self.recipe, copies, sink, scaling, probe, debug.flags_of(self, device))
 
 	@property
 	def is_eager_only(self) -> bool:
@@ -322,9 +321,8 @@ class GroupedLinear(debug.Watched):
 				return None
 			if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
 				return self._kept.copies
-		weight = joined(weights)
 		# Not where rows require a gradient: a later microbatch may where this one does not.
-		copies = quantize_weight(weight, self.recipe, wants_gradients, scaling)
+		copies = quantize_weight(joined(weights), self.recipe, wants_gradients, scaling)
 		self._kept = KeptWeight.of(made_from, self.recipe, copies)
 		return copies
 

@@ -28,8 +28,7 @@ def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
 		is_product = (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
 		if is_product and record.commit and (record.contender, record.format) in _SIDES:
 			case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
-			where = (record.gpu, record.protocol, case, record.commit)
-			both.setdefault(where, {})[record.contender] = record
+			both.setdefault((record.gpu, record.protocol, case, record.commit), {})[record.contender] = record
 	pairs = [sides for sides in both.values() if len(sides) == len(_SIDES)]
 	pairs.sort(key=lambda sides: sides["ours"].time)
 	gpu = pairs[-1]["ours"].gpu if pairs else ""

@@ -25,10 +25,9 @@ def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()
 		ValueError: there are no records.
 	"""
 	text = json.dumps(payload(records, numerics), separators=(",", ":"))
-	packed = gzip.compress(text.encode(), mtime=0)
 	parts = {
 		"style": _asset("style.css"),
-		"records": base64.b64encode(packed).decode(),
+		"records": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(),
 		"script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
 		"data": f'<a href="{data}" download>All records</a>' if data else "",
 	}

@@ -98,8 +98,6 @@ class EmulatorMeter(Meter):
 		return environment("emulator", f"{self.arch}, {self.num_sms} SMs")
 
 	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-		del contender
 		if run not in self._counted:
 			self.call(run)
-		counts = self._counted.pop(run)
-		return [Measurement(name, value, "1", "counted", 0.0, 1) for name, value in counts.items()]
+		return [Measurement(name, value, "1", "counted", 0.0, 1) for name, value in self._counted.pop(run).items()]

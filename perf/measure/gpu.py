@@ -111,8 +111,7 @@ class GpuMeter(Meter):
 		is_burst = self._protocol == "burst"
 		if not is_burst:
 			seconds = _QUICK_SECONDS if self.quick else _WARM_UP_SECONDS
-			rounds = math.ceil(seconds / _REPLAY_SECONDS / len(timers))
-			for index in order * rounds:
+			for index in order * math.ceil(seconds / _REPLAY_SECONDS / len(timers)):
 				timers[index].microseconds()
 		times: list[list[float]] = [[] for _ in timers]
 		meters = [PowerMeter() for _ in timers]
@@ -183,8 +182,7 @@ class _Graph(_Timer):
 def _copy(elements: int) -> tuple[Run, float]:
 	"""A kernel that reads and writes; ``copy_`` would become a slower memory copy in a graph."""
 	source = torch.zeros(elements, dtype=torch.bfloat16, device="cuda")
-	target = torch.empty_like(source)
-	return functools.partial(torch.neg, source, out=target), 4.0 * elements
+	return functools.partial(torch.neg, source, out=torch.empty_like(source)), 4.0 * elements
 
 
 def _dense(size: int) -> tuple[Run, float]:

@@ -90,8 +90,7 @@ class HostMeter(Meter):
 			if contender.is_ours:
 				found.append(Measurement("launches", len(launches), "1", found[0].protocol))
 			if self.kind == "gpu" and launches:
-				again = functools.partial(_call_all, launches)
-				found.append(self._time(again, f"{contender.what} of launches"))
+				found.append(self._time(functools.partial(_call_all, launches), f"{contender.what} of launches"))
 		return found
 
 	def _launches(self, run: Run) -> list[Callable[[], object]]:
@@ -115,8 +114,7 @@ class HostMeter(Meter):
 		protocol = f"smallest of {self._rounds} medians of {self._calls} calls"
 		if self.kind == "cpu":
 			protocol += ", no launches"
-		spread = round(spread_of(medians), 2)
-		return Measurement(what, round(min(medians), 2), "us", protocol, spread, self._rounds)
+		return Measurement(what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds)
 
 
 def _call_all(functions: list[Callable[[], object]]) -> None:

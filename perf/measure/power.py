@@ -22,8 +22,7 @@ class PowerMeter:
 		self._device = ctypes.c_void_p()
 		self._samples: list[tuple[int, float]] = []
 		self._check(self._nvml.nvmlInit_v2())
-		uuid = gpu_uuid().encode()
-		self._check(self._nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(self._device)))
+		self._check(self._nvml.nvmlDeviceGetHandleByUUID(gpu_uuid().encode(), ctypes.byref(self._device)))
 
 	@staticmethod
 	def _check(status: int) -> None:

@@ -83,8 +83,7 @@ class _Call:
 	def rows(self, x: Tensor) -> Any:
 		if not self.is_fp8:
 			return x
-		flat = x.flatten(0, -2)
-		values, scales = self.library.utils.per_token_cast_to_fp8(flat, use_ue8m0=self.pow2)
+		values, scales = self.library.utils.per_token_cast_to_fp8(x.flatten(0, -2), use_ue8m0=self.pow2)
 		return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
 	def error(self, out: Tensor) -> float:

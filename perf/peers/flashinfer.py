@@ -45,14 +45,12 @@ class FlashInfer(Peer):
 			text = "nvfp4" if asked.gives_amax else "nvfp4:row_scaled"
 			assert isinstance(self.meter, EmulatorMeter)
 			kind = (not asked.gives_amax, self.meter.num_sms)
-			call = functools.partial(_emulated, self.path, data, *kind)
-			yield self._quantizer(data, text, call)
+			yield self._quantizer(data, text, functools.partial(_emulated, self.path, data, *kind))
 		elif torch.cuda.get_device_capability()[0] == _BLACKWELL:
 			if asked.gives_amax:
 				yield self._quantizer(data, "nvfp4", functools.partial(_nvfp4, data, False))
 				return
-			by_row = functools.partial(_nvfp4, data, True)
-			yield self._quantizer(data, "nvfp4:row_scaled", by_row)
+			yield self._quantizer(data, "nvfp4:row_scaled", functools.partial(_nvfp4, data, True))
 			yield self._quantizer(data, "mxfp8", functools.partial(_mxfp8, data))
 
 	def _quantizer(self, data: Input, text: str, prepare: Prepare) -> Contender:
@@ -87,8 +85,7 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
 	rows, cols = data.x.shape
 	if codes.shape[-1] == cols:
 		exponents = row_scales(tiles, rows, cols // 32)
-		values = mxfp8_values(codes.view(torch.float8_e4m3fn), exponents)
-		return relative_error(values, data.x)
+		return relative_error(mxfp8_values(codes.view(torch.float8_e4m3fn), exponents), data.x)
 	scales = row_scales(tiles, rows, cols // 16).view(torch.float8_e4m3fn)
 	given = _LARGEST / data.amax.amax()
 	level = 1 / levels[0].float().view(-1, 1) if levels else given

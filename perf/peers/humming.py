@@ -20,17 +20,19 @@ class Humming(W4A16Peer):
 	distribution = "humming-kernels"
 
 	def prepare(self, work: Operands) -> Callable[[], Tensor]:
-		library = importlib.import_module("humming.layer")
-		layer = library.HummingLayer(
-			shape_n=work.shape.n,
-			shape_k=work.shape.k,
-			weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
-			num_experts=work.shape.experts,
-			torch_dtype=torch.bfloat16,
-		).to(work.device)
+		layer = (
+			importlib.import_module("humming.layer")
+			.HummingLayer(
+				shape_n=work.shape.n,
+				shape_k=work.shape.k,
+				weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
+				num_experts=work.shape.experts,
+				torch_dtype=torch.bfloat16,
+			)
+			.to(work.device)
+		)
 		codes, scales, level = linear_nvfp4(work.b)
-		parts = {"weight": codes, "weight_scale": scales, "weight_scale_2": level.view(-1, 1)}
-		layer.load_from_tensors(parts)
+		layer.load_from_tensors({"weight": codes, "weight_scale": scales, "weight_scale_2": level.view(-1, 1)})
 		layer.transform()
 		starts = F.pad(work.offs, (1, 0)).long()
 		kind = {"gemm_type": "grouped_contiguous"}

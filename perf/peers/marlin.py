@@ -71,8 +71,7 @@ def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Ten
 		words = code.view(torch.int32).T.contiguous()
 		packed.append(ops.gptq_marlin_repack(b_q_weight=words, perm=no_order, num_bits=4, **sizes))
 		permuted = marlin.marlin_permute_scales(s=scale.T.contiguous(), group_size=16, **sizes)
-		processed = fp4.nvfp4_marlin_process_scales(permuted, scale_factor=factor, a_dtype=torch.bfloat16)
-		arranged.append(processed[0])
+		arranged.append(fp4.nvfp4_marlin_process_scales(permuted, scale_factor=factor, a_dtype=torch.bfloat16)[0])
 	levels = fp4.nvfp4_marlin_process_global_scale(level, torch.bfloat16) / factor
 	return torch.stack(packed), torch.stack(arranged), levels
 

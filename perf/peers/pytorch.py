@@ -34,8 +34,7 @@ class PyTorch(Peer):
 		plain = functools.partial(_grouped_mm, work)
 		yield self.product(work, "bfloat16", lambda: plain)
 		if work.device.type == "cuda" and work.product == "fprop":
-			rowwise = functools.partial(_rowwise, work)
-			yield self.product(work, "fp8 rowwise", rowwise, 1.0, 1.0)
+			yield self.product(work, "fp8 rowwise", functools.partial(_rowwise, work), 1.0, 1.0)
 
 	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
 		"""NVFP4 and MXFP8 rows; scales are not swizzled."""
@@ -49,8 +48,7 @@ class PyTorch(Peer):
 
 	def _compiled(self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]) -> Contender:
 		def prepare() -> Run:
-			amax = data.amax.amax().view(1)
-			return functools.partial(torch.compile(quantize, dynamic=False), data.x, amax)
+			return functools.partial(torch.compile(quantize, dynamic=False), data.x, data.amax.amax().view(1))
 
 		made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
 		return dataclasses.replace(made, name="torch.compile")

@@ -51,8 +51,7 @@ class TorchAo(Peer):
 		major = torch.cuda.get_device_capability()[0]
 		for text, (function, capabilities) in _LAYERS.items():
 			if major in capabilities:
-				make = functools.partial(_layer, work, function)
-				yield work.contender("torchao", text, make, versions=self.versions)
+				yield work.contender("torchao", text, functools.partial(_layer, work, function), versions=self.versions)
 
 
 def _mxfp8(data: Input) -> Callable[[Tensor], Any]:

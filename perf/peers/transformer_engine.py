@@ -46,8 +46,7 @@ class TransformerEngine(Peer):
 
 			def prepare(make: Any = make) -> Run:
 				te = importlib.import_module(_PYTORCH)
-				quantizer = make(te, rowwise=False in asked.ways, columnwise=True in asked.ways)
-				return functools.partial(quantizer, data.x)
+				return functools.partial(make(te, rowwise=False in asked.ways, columnwise=True in asked.ways), data.x)
 
 			yield self.quantizer(
 				*(data, text, prepare),
@@ -71,8 +70,7 @@ def _e4m3() -> Any:
 
 
 def _fp8(te: Any, **ways: bool) -> Any:
-	device = torch.device("cuda", torch.cuda.current_device())
-	return te.Float8CurrentScalingQuantizer(_e4m3(), device, **ways)
+	return te.Float8CurrentScalingQuantizer(_e4m3(), torch.device("cuda", torch.cuda.current_device()), **ways)
 
 
 #: By our name: what makes them, and who runs them.

@@ -163,8 +163,7 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
 		return value
 
 	solver.step(loss)
-	values = (start + moved.detach()).exp().tolist()
-	return dict(zip(problem.names, values, strict=True))
+	return dict(zip(problem.names, (start + moved.detach()).exp().tolist(), strict=True))
 
 
 def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list[float]:
@@ -183,5 +182,4 @@ def fit(ours: Sequence[Observation]) -> Model:
 	found = [*errors(_solve(halves[0]), halves[1]), *errors(_solve(halves[1]), halves[0])]
 	unseen = [abs(error) for error in found]
 	values = _solve(ours)
-	spread = statistics.quantiles(unseen, n=10)[-1]
-	return Model(values, len(ours), statistics.median(unseen), spread)
+	return Model(values, len(ours), statistics.median(unseen), statistics.quantiles(unseen, n=10)[-1])

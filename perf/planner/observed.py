@@ -85,8 +85,7 @@ def kernels_of(record: Record, counts: Counts) -> list[Kernel]:
 
 
 def _seen(record: Record, counts: Counts) -> Observation:
-	kernels = kernels_of(record, counts)
-	return Observation(kernels, record.microseconds, gpu_of(record.gpu), record.suite)
+	return Observation(kernels_of(record, counts), record.microseconds, gpu_of(record.gpu), record.suite)
 
 
 def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:

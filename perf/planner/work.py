@@ -168,8 +168,7 @@ class Counts:
 		names = ["bfloat16"]
 		if fmt is not None:
 			texts = {text for text, *_ in self._found if text != "bfloat16"}
-			alike = sorted(t for t in texts if parse(t).element.bits == fmt.element.bits)
-			names = [fmt.text, *alike]
+			names = [fmt.text, *sorted(t for t in texts if parse(t).element.bits == fmt.element.bits)]
 		keys = ((name, op, directions, amax) for name in names)
 		return next((self._found[key] for key in keys if key in self._found), None)
 

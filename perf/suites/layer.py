@@ -134,8 +134,7 @@ class LayerWork:
 
 	@property
 	def flops(self) -> float:
-		elements = sum(w[0].numel() for w in self.weights)
-		return 2.0 * self.rows * elements * (3 if self.backward else 1)
+		return 2.0 * self.rows * sum(w[0].numel() for w in self.weights) * (3 if self.backward else 1)
 
 	@property
 	def bytes(self) -> float:
@@ -239,8 +238,7 @@ def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, in
 		return
 	big = MODELS["DeepSeek-V3"]
 	local = LayerShape(big.name, big.shape("up").experts, big.hidden, big.intermediate)
-	shapes = [local, _SMALL]
-	for shape, layer, passes, tokens in itertools.product(shapes, _LAYERS, PASSES, _TOKENS):
+	for shape, layer, passes, tokens in itertools.product([local, _SMALL], _LAYERS, PASSES, _TOKENS):
 		yield layer, shape, tokens * shape.experts, "balanced", passes
 	for routing in _UNEVEN:
 		yield "mlp", local, 512 * local.experts, routing, PASSES[1]

@@ -53,8 +53,7 @@ class Input:
 		self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
 		self.offs[-1] = rows
 		row_amax = self.x.abs().amax(1).float()
-		bounds = [0, *self.offs.tolist()]
-		parts = (row_amax[start:end] for start, end in itertools.pairwise(bounds))
+		parts = (row_amax[start:end] for start, end in itertools.pairwise([0, *self.offs.tolist()]))
 		self.amax = torch.stack([part.amax() if len(part) else part.new_zeros(()) for part in parts])
 
 

@@ -10,8 +10,7 @@ from .ptx import elementwise, fails
 @each("satfinite", [True, False])
 def test_to_ue8m0(rounding, satfinite):
 	"""As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
-	exponents = np.arange(-149, 128)
-	v = np.ldexp(1.0, exponents)
+	v = np.ldexp(1.0, np.arange(-149, 128))
 	v = np.concatenate([v, v * 1.25, v * 1.9999, [0, 3.4028235e38, np.inf]]).astype(np.float32)
 	v = np.concatenate([v, -v])
 	v = np.resize(v, (len(v) + 31) // 32 * 32)
@@ -30,8 +29,7 @@ def test_to_ue8m0(rounding, satfinite):
 
 
 def test_from_ue8m0():
-	codes = np.arange(256, dtype=np.uint16)
-	got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", codes)
+	got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", np.arange(256, dtype=np.uint16))
 	low = (got << 16).view(np.float32)
 	assert (low[:255] == np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)).all()
 	assert np.isnan(low[255])

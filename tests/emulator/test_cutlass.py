@@ -128,8 +128,7 @@ def test_errors_reach_the_caller(x, view):
 
 def test_object_files(tmp_path, x, view):
 	pytest.importorskip("tvm_ffi")
-	compiled = adder(view, options="--enable-tvm-ffi")
-	compiled.export_to_c(str(tmp_path / "add.o"), function_name="add")
+	adder(view, options="--enable-tvm-ffi").export_to_c(str(tmp_path / "add.o"), function_name="add")
 	module = cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
 	emulator.call(module.add, x)
 	assert (x == 1).all()

@@ -80,8 +80,7 @@ def test_scopes_hide_registers_and_labels():
 
 
 def test_unknown_opcode_is_an_error_only_when_reached():
-	kernel = _parse(".reg .pred %p; @%p frobnicate.b32 1; ret;").kernels[0]
-	assert kernel.unsupported == {"frobnicate.b32"}
+	assert _parse(".reg .pred %p; @%p frobnicate.b32 1; ret;").kernels[0].unsupported == {"frobnicate.b32"}
 
 
 @each("body", ["bra NOWHERE;", "mov.b32 %r0, 1", "@%q bra L; L:", ".reg .b32 %r<1>; {"])

@@ -31,13 +31,11 @@ def no_synchronization():
 
 def make_layer(recipe, device=CUDA, bias=True):
 	torch.manual_seed(0)
-	layer = grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe())
-	return layer.to(device)
+	return grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe()).to(device)
 
 
 def make_input(device=CUDA):
-	generator = torch.Generator().manual_seed(1)
-	return torch.randn(ROWS, FEATURES, generator=generator).bfloat16().to(device)
+	return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
 
 
 def step(layer, x, offs):

@@ -175,8 +175,7 @@ def outputs_of(name, arguments):
 def test_what_has_no_derivative_says_so(case, operand):
 	name, arguments = arguments_of(case)
 	arguments = require_gradient(arguments, operand)
-	results = tensors(getattr(ops, name)(**arguments))
-	result = next(t for t in results if t.requires_grad)
+	result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
 	with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
 		result.sum().backward()
 

@@ -52,8 +52,7 @@ def change(arguments, index, value):
 
 
 def offs_of(name, arguments):
-	fields = list(getattr(ops, name).default._schema.arguments)
-	at = [field.name for field in fields].index("offs")
+	at = [field.name for field in getattr(ops, name).default._schema.arguments].index("offs")
 	return [(name, change(arguments, at, offs), *rest) for offs, *rest in OFFS_RULES]
 
 

@@ -72,8 +72,7 @@ def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
 
 def check_against_members(fmt, members, directions, amax=None, tail=9):
 	shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
-	poison = torch.full((tail,), torch.nan, dtype=dtype)
-	x = torch.cat([*(member.flatten() for member in members), poison])
+	x = torch.cat([*(member.flatten() for member in members), torch.full((tail,), torch.nan, dtype=dtype)])
 	scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
 	out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
 	got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
@@ -128,8 +127,7 @@ def test_given_amaxes(fmt):
 @each("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
 	fmt = BUILT[text]
-	generator = seeded(5)
-	rows = torch.randint(0, 3, (1030,), generator=generator).tolist()
+	rows = torch.randint(0, 3, (1030,), generator=seeded(5)).tolist()
 	shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
 	x = sample(live(shapes))
 	out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
@@ -214,11 +212,9 @@ def test_other_shapes_are_another_plan():
 	first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
 	for shapes in (first, second, first):
 		got = call(shapes=shapes)
-		amaxes = [part.abs().max() for part in x.view(2, 128).float()]
-		assert got[3].tolist() == amaxes
+		assert got[3].tolist() == [part.abs().max() for part in x.view(2, 128).float()]
 		(m, n), codes = shapes[:2], got[0]
-		want = ops.grouped_quantize(x.view(2, m, n), "fp8")[0]
-		assert_same_bytes(codes[: m * n].view(m, n), want[0])
+		assert_same_bytes(codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0])
 	assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
 	with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
 		call(shapes=[4, 24, 4, 32])
@@ -250,8 +246,7 @@ def test_kernels(arch, text, act):
 	if act is not None:
 		return
 	directions = (False, True)
-	names = list(buffers(fmt, (1, 2, 32), None, columnwise=True))
-	named = dict(zip(names, want, strict=True))
+	named = dict(zip(list(buffers(fmt, (1, 2, 32), None, columnwise=True)), want, strict=True))
 	for way in directions:
 		codes, *scales = (named[name] for name in fmt.operand_names(way))
 		given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])

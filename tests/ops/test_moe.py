@@ -76,8 +76,7 @@ def test_routing_kernels(arch, dtype, monkeypatch):
 	for i, (tokens, top_k, experts) in enumerate(shapes):
 		ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
 		want = ops.compute_routing(ids, experts)
-		mode = MODES[i % (4 if dtype == torch.int64 else 3)]
-		with backend(f"emulated:{arch}", **mode):
+		with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
 			assert_all_same(ops.compute_routing(ids, experts), want)
 	registry.forget_plans()
 
@@ -164,8 +163,7 @@ def test_gather_and_combine_kernels(arch, monkeypatch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
 	monkeypatch.setattr(rows, "_MANY_BYTES", 0)
 	registry.forget_plans()
-	cases = [(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]
-	for i, (dtype, cols) in enumerate(cases):
+	for i, (dtype, cols) in enumerate([(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]):
 		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
 		x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0
 		wild = token.clone()
@@ -424,8 +422,7 @@ def test_gradients():
 	place = row.clamp_min(0).long()
 
 	def plain(x, h, weight):
-		live = (token >= 0).double()[:, None]
-		rows = x[token.clamp_min(0).long()] * live
+		rows = x[token.clamp_min(0).long()] * (token >= 0).double()[:, None]
 		return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
 
 	def ours(x, h, weight):

@@ -82,8 +82,7 @@ def test_transforms_must_cancel():
 			k_grouped(a, b)
 	for call in (m_grouped, quantizing):
 		for a in (plain, turned):
-			message = f"got no transform for a and '{turned.text}' for b"
-			with pytest.raises(ValueError, match=message):
+			with pytest.raises(ValueError, match=f"got no transform for a and '{turned.text}' for b"):
 				call(a, turned, transpose_b=True)
 
 
@@ -100,8 +99,7 @@ def test_accumulation_of_block_scaled_operands(call, fmt, value):
 	if call is m_grouped:
 		with pytest.raises(ValueError, match=f"={value!r} for fp8 and nvfp4"):
 			call(FP8(), NVFP4(), accumulation=value)
-	message = f"accumulation={value!r} for {fmt.text} and {fmt.text}"
-	with pytest.raises(ValueError, match=message):
+	with pytest.raises(ValueError, match=f"accumulation={value!r} for {fmt.text} and {fmt.text}"):
 		call(fmt, fmt, accumulation=value)
 
 
@@ -126,6 +124,5 @@ def test_a_factor_is_that_of_the_operands_own_record():
 
 	level = torch.tensor([3.0])
 	for columnwise in (False, True):
-		operand = Operand(level, Halved(), level, level, columnwise)
-		assert operand.factor(0, slice(0, 1)).item() == 1.5
+		assert Operand(level, Halved(), level, level, columnwise).factor(0, slice(0, 1)).item() == 1.5
 	assert parse("nvfp4").second_level.factor == 1 / 2688

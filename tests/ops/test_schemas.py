@@ -290,8 +290,7 @@ def test_every_op_has_a_case():
 def test_opcheck(name, make):
 	opcheck(getattr(ops, name).default, make())
 	arguments = detached(make())
-	outputs = outputs_like(name, getattr(ops, name)(*arguments))
-	opcheck(getattr(ops, f"{name}_out").default, arguments, outputs)
+	opcheck(getattr(ops, f"{name}_out").default, arguments, outputs_like(name, getattr(ops, name)(*arguments)))
 
 
 @each_case
@@ -318,8 +317,7 @@ def test_out_form_takes_any_pitch():
 	want = ops.grouped_quantize(data, "nvfp4", OFFS)
 	for pitch in (24, 32, 40):
 		codes = torch.zeros(ROWS, pitch, dtype=U8)[:, :24]
-		outputs = [codes, *map(poisoned, want[1:])]
-		ops.grouped_quantize_out(data, "nvfp4", OFFS, out=outputs)
+		ops.grouped_quantize_out(data, "nvfp4", OFFS, out=[codes, *map(poisoned, want[1:])])
 		assert_same_bytes(codes[:13], want[0][:13])
 
 
@@ -358,8 +356,7 @@ def test_every_out_form_bumps_what_it_writes_and_nothing_else(monkeypatch, name,
 def test_a_buffer_saved_for_backward_and_then_overwritten_raises(where):
 	x = sample(15, 32)
 	amax = torch.ones(3)
-	factor = torch.rand(3, requires_grad=True)
-	y = (factor * amax).sum()
+	y = (torch.rand(3, requires_grad=True) * amax).sum()
 	with backend(where):
 		ops.grouped_amax_out(x, OFFS, amax=amax)
 	with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -107,8 +107,7 @@ def grouped_dequantize(fmt, dtype):
 	for uniform, columnwise in itertools.product((False, True), (False, True)):
 		rows, offs = (N, None) if uniform else (6, OFFS)
 		copy = held(fmt, uniform, columnwise)
-		arguments = dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise)
-		ops.grouped_dequantize(*arguments)
+		ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise))
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):

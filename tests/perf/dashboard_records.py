@@ -27,8 +27,7 @@ def _made():
 			case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
 			product = Record("gemm", case, contender, "time", first, "us", "gpu", fmt, **_GPU)
 			work = {"bytes": 500_000 + tokens, "flops": 2 * 4 * tokens * 512 * 256}
-			ceilings = {"copy": 4.0, "bfloat16": 700.0}
-			product = replace(product, ceilings=ceilings, **work)
+			product = replace(product, ceilings={"copy": 4.0, "bfloat16": 700.0}, **work)
 			now = first * (1 + tokens / 8)
 			for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
 				more = {"value": value, "spread": value / 100, "commit": commit, "time": time}

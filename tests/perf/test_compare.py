@@ -72,8 +72,7 @@ def test_exit_status(tmp_path, capsys):
 	for path, record in zip(paths, (TIME, *runs(101.0, 150.0), COUNT), strict=True):
 		write(path, [record])
 	old, *others = map(str, paths)
-	statuses = [main(["compare", old, new]) for new in (*others, str(tmp_path / "none"))]
-	assert statuses == [0, 1, 2, 2]
+	assert [main(["compare", old, new]) for new in (*others, str(tmp_path / "none"))] == [0, 1, 2, 2]
 	assert "100 -> 150 us (+50.0%" in capsys.readouterr().out
 	assert main(["compare", old, others[1], "--least", "0.6"]) == 0
 

@@ -29,8 +29,7 @@ def fitted(records):
 
 
 def error(found, seen):
-	predicted = sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels)
-	return abs(math.log(predicted / seen.microseconds))
+	return abs(math.log(sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels) / seen.microseconds))
 
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
@@ -52,8 +51,7 @@ def test_published_times_on_a_b200(records, fitted):
 	assert statistics.median(error(fitted, one) for one in seen) <= B200.doubt
 	inside = 0
 	for one in seen:
-		ranges = [fitted.range(kernel, B200) for kernel in one.kernels]
-		low, high = map(sum, zip(*ranges, strict=True))
+		low, high = map(sum, zip(*[fitted.range(kernel, B200) for kernel in one.kernels], strict=True))
 		inside += low <= one.microseconds <= high
 	assert inside > 0.75 * len(seen) > 20
 

@@ -137,8 +137,7 @@ def test_least_bytes_count_each_input_once():
 		assert Quantization("row", False, activates).moved(data, fmt) == 8 * 64 * moved
 	wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
 	assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
-	square = grouped.FP8Block(block=(128, 128))
-	formats = (None, grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(), square)
+	formats = (None, grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(), grouped.FP8Block(block=(128, 128)))
 	each = [2, 0.5625, 1 + 1 / 32, 1 + 4 / 128, 1 + 4 / 128**2]
 	assert [element_bytes(fmt) for fmt in formats] == each
 
@@ -146,14 +145,12 @@ def test_least_bytes_count_each_input_once():
 def test_gemm_on_the_reference():
 	options = Options(peers=[PEER({})])
 	for product in ("fprop", "dgrad", "wgrad"):
-		task = gemm.task(METER, options, SHAPE, 30, product, "11 0 19")
-		found, report = measured(task)
+		found, report = measured(gemm.task(METER, options, SHAPE, 30, product, "11 0 19"))
 		assert not report.failed and not report.wrong
 		who = {(r.contender, r.format) for r in found}
 		assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
 		assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
-		quantized = ("ours, tokens quantized too", "nvfp4:row_scaled x nvfp4")
-		assert quantized in who or product != "fprop"
+		assert ("ours, tokens quantized too", "nvfp4:row_scaled x nvfp4") in who or product != "fprop"
 		assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
 		moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
 		if product == "wgrad":
@@ -200,10 +197,8 @@ def test_the_command(tmp_path, capsys):
 	command = ["run", "quantize", "--backend", "reference", "--quick", "--no-peers"]
 	chosen = ["--filter", "op=amax|directions=row amax=given", "--format", "nvfp4$|bfloat16"]
 	assert main([*command, *chosen, "--out", str(out)]) == 0
-	printed = capsys.readouterr().out
-	assert re.search(r"ours \[nvfp4\] time [\d.]+", printed)
-	records = read(out)
-	assert {r.format for r in records} == {"nvfp4", "bfloat16"}
+	assert re.search(r"ours \[nvfp4\] time [\d.]+", capsys.readouterr().out)
+	assert {r.format for r in read(out)} == {"nvfp4", "bfloat16"}
 	assert main([*command, "--list"]) == 0
 	assert "directions=row+column amax=computed" in capsys.readouterr().out
 	assert main([*command, "--path", "nonsense"]) == 2

@@ -29,8 +29,7 @@ def block_bytes(seed, columnwise, number):
 	first, second = (s % 2**64 for s in seed)
 	high = second >> 32 & 0x7FFFFFFF | columnwise << 31
 	counter = (number & WORD, number >> 32, second & WORD, high)
-	words = philox4x32(counter, (first & WORD, first >> 32), 7)
-	return b"".join(word.to_bytes(4, "little") for word in words)
+	return b"".join(word.to_bytes(4, "little") for word in philox4x32(counter, (first & WORD, first >> 32), 7))
 
 
 def round_e2m1_stochastic(y, r):
@@ -130,8 +129,7 @@ class FourOverSix(Rule):
 
 	def _row_error(self, row, byte, enc, g):
 		total = f32(0)
-		padded = [*row, *[f32(0)] * (16 - len(row))]
-		for i, x in enumerate(padded):
+		for i, x in enumerate([*row, *[f32(0)] * (16 - len(row))]):
 			value = f32(e2m1_value(round_e2m1(x * enc))) * f32(e4m3_value(byte))
 			d = value * g / (f32(6) * self.bound) - x
 			term = abs(d) if self.error == "mae" else d * d

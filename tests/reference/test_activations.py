@@ -125,6 +125,5 @@ def test_views_and_odd_widths():
 		x = whole[:, ::2]  # not contiguous; vector code meets a remainder
 		assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
 		grad = moderate(7, act.width(26))
-		want = activate_gradient(x.contiguous(), grad, act)
-		assert_same_bytes(activate_gradient(x, grad, act), want)
+		assert_same_bytes(activate_gradient(x, grad, act), activate_gradient(x.contiguous(), grad, act))
 		assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))

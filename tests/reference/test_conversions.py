@@ -41,8 +41,7 @@ def test_any_fp32_number(value):
 
 
 def test_decode_e4m3():
-	values = conversions.decode(E4M3, torch.arange(256, dtype=U8)).tolist()
-	for byte, value in enumerate(values):
+	for byte, value in enumerate(conversions.decode(E4M3, torch.arange(256, dtype=U8)).tolist()):
 		want = oracle.e4m3_value(byte)
 		assert value == want or (math.isnan(value) and math.isnan(want))
 
@@ -62,8 +61,7 @@ def test_every_bf16_number_as_the_amax_of_a_block(amax):
 	values = every_16_bits(BF16).float()
 	x = torch.zeros(64, 1024, 16, dtype=BF16)
 	x[..., 5] = values.view(64, 1024).bfloat16()
-	given = torch.tensor([amax])
-	codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), given)
+	codes, scales, _ = ops.grouped_quantize(x.flatten(1), "nvfp4", ends(64), torch.tensor([amax]))
 	want_scales, want_codes = [], []
 	for v in values.numpy():
 		byte, enc = oracle.block_scale(oracle.absmax(v), np.float32(amax))
@@ -72,8 +70,7 @@ def test_every_bf16_number_as_the_amax_of_a_block(amax):
 	got_codes = codes.view(64, 1024, 8)[..., 2] >> 4
 	assert_same_bytes(got_codes.flatten(), torch.tensor(want_codes, dtype=U8), "codes")
 	at = [oracle.scale_byte(row, block, 1024) for row in range(64) for block in range(1024)]
-	got_scales = scales.flatten()[torch.tensor(at)]
-	assert_same_bytes(got_scales, torch.tensor(want_scales, dtype=U8), "scales")
+	assert_same_bytes(scales.flatten()[torch.tensor(at)], torch.tensor(want_scales, dtype=U8), "scales")
 
 
 def test_encoding_a_transposed_matrix_gives_no_warning(recwarn):

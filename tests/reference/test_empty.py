@@ -14,8 +14,7 @@ def test_dequantize_no_rows(text, columnwise, uniform):
 	x = torch.ones(*((3, 0) if uniform else (0,)), 64)
 	offs = None if uniform else NO_ROWS
 	copy = ops.grouped_quantize(x, text, offs, rowwise=not columnwise, columnwise=columnwise)
-	arguments = dequantize_arguments(copy, text, 0, F32, offs, columnwise)
-	out = ops.grouped_dequantize(*arguments)
+	out = ops.grouped_dequantize(*dequantize_arguments(copy, text, 0, F32, offs, columnwise))
 	assert out.shape == x.shape
 
 

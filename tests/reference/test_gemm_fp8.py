@@ -88,8 +88,7 @@ class Product:
 		return ops.m_grouped_gemm(*self.arguments(*options))
 
 	def run_out(self, out, bias=None, alpha=None, accumulate=False):
-		arguments = self.arguments(bias, alpha, out.dtype)
-		ops.m_grouped_gemm_out(*arguments, out=out, accumulate=accumulate)
+		ops.m_grouped_gemm_out(*self.arguments(bias, alpha, out.dtype), out=out, accumulate=accumulate)
 		return out
 
 	def members(self):

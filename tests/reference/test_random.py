@@ -52,8 +52,7 @@ def test_bytes_are_those_of_the_stated_counter(seed):
 	found = draws.tiles(tiles)
 	assert found.shape == (3, 8, 48, 16)
 	for (i, tile), chunk, col in itertools.product(enumerate(tiles.tolist()), (0, 7), (0, 47)):
-		want = block_bytes(seed, 1, (tile * 8 + chunk) * 48 + col)
-		assert bytes(found[i, chunk, col].tolist()) == want
+		assert bytes(found[i, chunk, col].tolist()) == block_bytes(seed, 1, (tile * 8 + chunk) * 48 + col)
 
 
 def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
@@ -70,8 +69,7 @@ def test_bit_63_of_the_second_number_is_not_read_and_all_others_are():
 
 
 def representative():
-	codes = VALUES.double()
-	between = [a + (b - a) * i / 256 for a, b in itertools.pairwise(codes) for i in range(257)]
+	between = [a + (b - a) * i / 256 for a, b in itertools.pairwise(VALUES.double()) for i in range(257)]
 	exact = torch.stack(between).float()
 	near = [torch.nextafter(exact, torch.full_like(exact, end)) for end in (-1.0, 7.0)]
 	powers = torch.tensor([2.0**e for e in (-149, -127, -126, -60, -9, 3, 60, 127)])

@@ -33,8 +33,7 @@ def test_offsets_are_the_inclusive_sum(splits, multiplier, given_dtype, dtype):
 
 
 def test_offsets_count_past_32_bits():
-	splits = torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=I32)
-	got = ops.compute_offsets(splits, 4096, torch.int64)
+	got = ops.compute_offsets(torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=I32), 4096, torch.int64)
 	assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 

@@ -163,8 +163,7 @@ def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
 	before = emulator.installed()
 	emulator.install("sm_100a", num_sms=3)
 	try:
-		kernel = compile_kernel(Scale(2.0), architecture("sm_90a"))
-		assert not isinstance(kernel, EmulatedKernel)
+		assert not isinstance(compile_kernel(Scale(2.0), architecture("sm_90a")), EmulatedKernel)
 		assert (emulator.installed(), emulator.engine.num_sms()) == ("sm_100a", 3)
 	finally:
 		emulator.uninstall()

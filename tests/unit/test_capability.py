@@ -66,16 +66,14 @@ def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
 	monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
 	assert support("grouped_quantize", MXFP8(), "reference")
 	assert support("grouped_quantize", MXFP8(), "sm_100a")
-	reason = support("grouped_quantize", MXFP8(), "sm_90a").reason
-	assert reason == "no sm_90a kernel of grouped_quantize yet"
+	assert support("grouped_quantize", MXFP8(), "sm_90a").reason == "no sm_90a kernel of grouped_quantize yet"
 	assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
 	assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
 def test_prepacked_weights():
 	for fmt in (NVFP4(), NVFP4(block=(16, 16))):
-		answers = [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES]
-		assert answers == [True, True, False]
+		assert [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES] == [True, True, False]
 	reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
 	assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
 	for arch in ("reference", "sm_90a"):

@@ -67,8 +67,7 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
 	if not tokens or experts > MOST_EXPERTS:
 		return lambda op, outputs: op.run_reference(outputs)
 	facts = _per_lane(experts), op.dscores is not None, op.in_parts
-	config = RouterGradientConfig(op.score, op.renormalize, *facts)
-	kernel = launch.kernel(config)
+	kernel = launch.kernel(RouterGradientConfig(op.score, op.renormalize, *facts))
 
 	def run(op: MoeRouteGradient, outputs: Sequence[Tensor]) -> None:
 		given = [dense(t) for t in (op.dweights, op.dscores, op.ids, op.scores)]
@@ -122,8 +121,7 @@ def activate(op: MoeActivate, launch: Launcher) -> Runner:
 	"""How ``moe_activate`` runs."""
 	if not op.x.numel():
 		return lambda op, outputs: None
-	columns = op.outputs()[0].shape[1]
-	kernel = launch.kernel(_activate_config(op, launch, columns))
+	kernel = launch.kernel(_activate_config(op, launch, op.outputs()[0].shape[1]))
 
 	def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
 		given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
@@ -146,8 +144,7 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 			kernel(*rows, None, None, outputs[0], None, None, launch.num_sms)
 			return
 		out, scaled, dweight = outputs
-		weight = op.weight.contiguous().view(-1)
-		kernel(*rows, weight, dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
+		kernel(*rows, op.weight.contiguous().view(-1), dense(op.pair), out, scaled, dweight.view(-1), launch.num_sms)
 
 	return run
 
@@ -162,8 +159,7 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
 	workspace = Allocator([BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device)
 
 	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
-		weight = op.weight.contiguous().view(-1)
-		given = (readable(op.x), readable(op.grad), dense(op.offs), weight, dense(op.pair))
+		given = (readable(op.x), readable(op.grad), dense(op.offs), op.weight.contiguous().view(-1), dense(op.pair))
 		kernel(*given, *outputs[:-1], *workspace.make(), outputs[-1].view(-1), launch.num_sms, None)
 
 	return run

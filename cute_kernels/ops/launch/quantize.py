@@ -102,8 +102,7 @@ def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
 	"""How ``compute_offsets`` runs."""
 	if not op.splits.numel():
 		return lambda op, outputs: None
-	out_dtype = op.dtype or torch.int32
-	kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(out_dtype)))
+	kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(op.dtype or torch.int32)))
 
 	def run(op: ComputeOffsets, outputs: Sequence[Tensor]) -> None:
 		kernel(dense(op.splits), outputs[0], op.multiplier)
@@ -299,8 +298,7 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
 		return lambda op, outputs, fresh=False: None
 	fmt = op.record
 	grouping: Grouping = "uniform" if op.offs is None else "ragged"
-	config = DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
-	kernel = launch.kernel(config)
+	kernel = launch.kernel(DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise))
 	has_scales, has_level = fmt.scale is not None, fmt.second_level is not None
 
 	def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
@@ -318,5 +316,4 @@ def _readable_rows(codes: Tensor) -> Tensor:
 	even = codes.dim() == 2 or codes.stride(0) == codes.shape[1] * pitch
 	if aligned and even and codes.stride(-1) == 1 and pitch % PITCH_ALIGNMENT == 0:
 		return codes
-	padded = codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))
-	return padded[..., : codes.shape[-1]].copy_(codes)
+	return codes.new_empty(*codes.shape[:-1], code_pitch(codes.shape[-1]))[..., : codes.shape[-1]].copy_(codes)

@@ -97,8 +97,7 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue))
 	rows, depth = op.num_rows, op.depth
 	count = rows if config.computes_amax else op.offs.shape[0]
-	specs = [_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)]
-	workspace = Allocator(specs, op.device)
+	workspace = Allocator([_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)], op.device)
 
 	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
 		x = readable(a[0])
