@@ -118,12 +118,11 @@ def test_dtypes(recipe, dtype, parameters):
 @each("single", [True, False])
 @each("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
-	torch.manual_seed(5)
 	layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
 	names = ["weight"] + ["bias"] * bias
 	wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
 	assert [name for name, _ in layer.named_parameters()] == wanted
-	torch.manual_seed(5)
+	torch.manual_seed(0)
 	for g in range(3):
 		expert = nn.Linear(K, N, bias)
 		for name in names:

@@ -10,7 +10,19 @@ from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
-from tests.helpers import BF16, F16, F32, I32, Graphs, assert_all_same, assert_same_bytes, each, needs_compiler, ops
+from tests.helpers import (
+	BF16,
+	F16,
+	F32,
+	I32,
+	Graphs,
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	needs_compiler,
+	ops,
+	seeded,
+)
 from tests.reference.test_activations import in_fp64
 
 H, WIDTH, E, K, T = 64, 32, 6, 2, 21
@@ -43,11 +55,11 @@ def moe_of(recipe=None, dtype=BF16, seed=3, **options):
 
 
 def tokens(count=T, seed=1, dtype=BF16):
-	return torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
+	return torch.randn(count, H, generator=seeded(seed)).to(dtype)
 
 
 def gradient_like(y):
-	return torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+	return torch.randn(y.shape, generator=seeded(9)).to(y.dtype)
 
 
 def step(moe, x, **options):

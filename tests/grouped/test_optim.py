@@ -6,7 +6,7 @@ from torch import nn
 
 import grouped
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each
+from tests.helpers import BF16, F32, U8, each, seeded
 
 FORMATS = [
 	grouped.NVFP4(),
@@ -19,7 +19,7 @@ SHAPE = (3, 80, 64)
 
 
 def draw(seed, *shape):
-	return torch.randn(*(shape or SHAPE), generator=torch.Generator().manual_seed(seed))
+	return torch.randn(*(shape or SHAPE), generator=seeded(seed))
 
 
 def same_bytes(p, q):

@@ -30,7 +30,7 @@ from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
 from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
-from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes
+from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes, seeded
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
@@ -47,7 +47,7 @@ def check(function):
 
 
 def plain_weight(shift=0.0, groups=GROUPS):
-	return torch.randn(groups, N, K, generator=torch.Generator().manual_seed(7)).bfloat16() + shift
+	return torch.randn(groups, N, K, generator=seeded(7)).bfloat16() + shift
 
 
 def quantized(fmt=None, shift=0.0, groups=GROUPS):
@@ -56,7 +56,7 @@ def quantized(fmt=None, shift=0.0, groups=GROUPS):
 
 
 def rows():
-	return torch.randn(10, K, generator=torch.Generator().manual_seed(9)).bfloat16().requires_grad_()
+	return torch.randn(10, K, generator=seeded(9)).bfloat16().requires_grad_()
 
 
 def assert_same(got, want):
@@ -124,7 +124,7 @@ def dtensors():
 		if fmt.second_level is not None and fmt.second_level.per == "row":
 			continue
 		cols = 64 if fmt.k_multiple > 16 else K
-		whole = grouped.quantize(torch.randn(3, N, cols, generator=torch.Generator().manual_seed(1)), fmt, columnwise=True)
+		whole = grouped.quantize(torch.randn(3, N, cols, generator=seeded(1)), fmt, columnwise=True)
 		for groups in (2, 3):
 			part = whole[:groups]
 			sharded = distribute_tensor(nn.Parameter(part, False), MESH, [Shard(0)])
@@ -451,7 +451,7 @@ def full(t):
 
 
 def tokens():
-	x = torch.randn(sum(TOKENS), H, generator=torch.Generator().manual_seed(11)).bfloat16()
+	x = torch.randn(sum(TOKENS), H, generator=seeded(11)).bfloat16()
 	return x.requires_grad_()
 
 

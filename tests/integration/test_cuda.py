@@ -5,7 +5,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import I32, each
+from tests.helpers import I32, each, seeded
 
 if not torch.cuda.is_available():
 	pytest.skip("needs a GPU", allow_module_level=True)
@@ -35,7 +35,7 @@ def make_layer(recipe, device=CUDA, bias=True):
 
 
 def make_input(device=CUDA):
-	return torch.randn(ROWS, FEATURES, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+	return torch.randn(ROWS, FEATURES, generator=seeded(1)).bfloat16().to(device)
 
 
 def step(layer, x, offs):

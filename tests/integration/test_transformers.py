@@ -9,7 +9,7 @@ from torch import nn
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, seeded
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -59,7 +59,7 @@ def model_of(name, dtype=BF16):
 
 
 def ids_of():
-	return torch.randint(1, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(1))
+	return torch.randint(1, VOCABULARY, (2, 9), generator=seeded(1))
 
 
 def logits(model, implementation):

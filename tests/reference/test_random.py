@@ -9,7 +9,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import U8, assert_same_bytes, each, needs_compiler, offsets, ops, sample
+from tests.helpers import U8, assert_same_bytes, each, needs_compiler, offsets, ops, sample, seeded
 from tests.reference import oracle
 
 from .oracle_variants import block_bytes
@@ -137,7 +137,7 @@ def test_the_instruction_rounds_by_the_same_bytes():
 	"""In the emulator's model, with a byte on top of each half of the random bits."""
 	y = torch.cat([representative()[::5], torch.tensor([torch.nan, -0.3, -6.5])])
 	y = torch.nn.functional.pad(torch.cat([y, -y]), (0, -2 * len(y) % 32))
-	r = torch.randint(0, 256, y.shape, generator=torch.Generator().manual_seed(1))
+	r = torch.randint(0, 256, y.shape, generator=seeded(1))
 	bits = (r << 8 | r << 24).numpy().astype(np.uint32)
 	ptx = "cvt.rs.satfinite.e2m1x4.f32 %v, {%a0, %a0, %a0, %a0}, %a1; cvt.u32.u16 %out, %v;"
 	got = elementwise(f".reg .b16 %v; {ptx}", y.numpy(), bits)
