@@ -316,8 +316,7 @@ class _TransformedLinear(_ReverseOnly):
 		needs = ctx.needs_input_grad[:3]
 		options = (ctx.call, ctx.kept_for, needs)
 		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
-		rest = (None,) * (3 + ctx.scales)
-		return *(next(gradients) if need else None for need in needs), *rest
+		return *(next(gradients) if need else None for need in needs), *(None,) * (3 + ctx.scales)
 
 
 class _TransformedGradients(_ReverseOnly):
@@ -398,8 +397,7 @@ def recipe_of(*formats_and_flags: Any) -> Recipe:
 	"""The recipe of the texts of its formats and ``propagate_nonfinite``, as ops have them."""
 	*formats, propagate_nonfinite = formats_and_flags
 	records = (None if text is None else parse(text) for text in formats)
-	of_roles = dict(zip(ROLES, records, strict=True))
-	return OfCall(**of_roles, propagate_nonfinite=propagate_nonfinite)
+	return OfCall(**dict(zip(ROLES, records, strict=True)), propagate_nonfinite=propagate_nonfinite)
 
 
 def _scaling(scales: Sequence[Tensor] | None = None, amaxes: Sequence[Tensor] | None = None) -> Scaling | None:

@@ -136,8 +136,7 @@ if torch.distributed.is_available():
 
 	@handler(functional.all_gather_into_tensor.default, functional.broadcast.default)
 	def _functional(func: Any, x: GroupedTensor, *where: Any) -> GroupedTensor:
-		inputs = gathered_inputs(x, 1, len(x))
-		return gathered(x, [func(t.view(torch.uint8), *where).view(t.dtype) for t in inputs])
+		return gathered(x, [func(t.view(torch.uint8), *where).view(t.dtype) for t in gathered_inputs(x, 1, len(x))])
 
 	# The second one would make it an AsyncCollectiveTensor, which hides what it is.
 	@handler(functional.wait_tensor.default, "_c10d_functional::_wrap_tensor_autograd")

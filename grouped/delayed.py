@@ -85,6 +85,5 @@ def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
 	name = group if isinstance(group, str) else group.group_name
 	# The functional form, which compiled graphs hold, too.
 	functional = torch.ops._c10d_functional
-	pending = functional.all_reduce(finite_or_inf, "max", name)
-	result: Tensor = functional.wait_tensor(pending)
+	result: Tensor = functional.wait_tensor(functional.all_reduce(finite_or_inf, "max", name))
 	return result

@@ -129,8 +129,7 @@ def member(
 	found: dict[str, Tensor] = {}
 	for copy, is_columnwise, take in ((rowwise, False, _rowwise), (columnwise, True, _columnwise)):
 		if copy is not None:
-			names = fmt.buffer_names(is_columnwise)
-			found |= zip(names, take(span, fmt, columns, copy), strict=True)
+			found |= zip(fmt.buffer_names(is_columnwise), take(span, fmt, columns, copy), strict=True)
 	return GroupedMember(fmt, found)
 
 
@@ -151,8 +150,7 @@ def shaped_members(
 			way: QuantizedCopy(fmt, [parts[name][group].of(t) for name, t in zip(fmt.buffer_names(way), copy, strict=True)])
 			for way, copy in copies.items()
 		}
-		span = GroupSpan(0, 0, rows, 0)
-		yield member(span, fmt, columns, of_group.get(False), of_group.get(True))
+		yield member(GroupSpan(0, 0, rows, 0), fmt, columns, of_group.get(False), of_group.get(True))
 
 
 def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:
@@ -161,8 +159,7 @@ def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) ->
 	if fmt.scale is not None:
 		first = span.tile * TILE_ROWS
 		slots = torch.arange(first, first + span.rows, device=copy.scales.device)
-		linear = linear_row_scales(fmt, copy.scales, slots, columns)
-		yield _numbers(fmt.scale, linear[:: _repeats(fmt)])
+		yield _numbers(fmt.scale, linear_row_scales(fmt, copy.scales, slots, columns)[:: _repeats(fmt)])
 	for name in level.buffers if level is not None else ():
 		vector: Tensor = getattr(copy, name)
 		is_per_row = level is not None and level.per == "row"

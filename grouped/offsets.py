@@ -50,5 +50,4 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
 
 def host_integers(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
 	"""Integers of the host as a tensor on ``device``, without a synchronization."""
-	host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-	return host.to(device, non_blocking=True)
+	return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

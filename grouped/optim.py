@@ -118,8 +118,7 @@ class AdamW(Optimizer):
 				loss = closure()
 		scaling = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
 		for group in self.param_groups:
-			held = [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None]
-			self._update(group, held, scaling)
+			self._update(group, [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None], scaling)
 		return loss
 
 	def _update(self, group: dict[str, Any], held: list[tuple[Tensor, Tensor]], scaling: dict[str, Any]) -> None:

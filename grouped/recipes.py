@@ -125,8 +125,7 @@ def _require_built(role: str, fmt: Format) -> None:
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
 	_check_product("fprop multiplies input by weight", x, weight, weights=True)
-	dgrad = "dgrad multiplies grad_output by weight"
-	_check_product(dgrad, grad_output, weight, None, weight, weights=True)
+	_check_product("dgrad multiplies grad_output by weight", grad_output, weight, None, weight, weights=True)
 	_check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
 
 

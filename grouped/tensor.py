@@ -588,8 +588,7 @@ def _rebuild(
 	fields = dict(fields)
 	prepacked, shapes = fields.pop("prepacked", False), fields.pop("shapes", None)
 	fmt = saved_format(format_name, fields, written_by)
-	names = set(_inner_names(fmt))
-	unknown = sorted(inner.keys() - names) + [f"{item!r}" for item in more]
+	unknown = sorted(inner.keys() - set(_inner_names(fmt))) + [f"{item!r}" for item in more]
 	if unknown:
 		raise ValueError(
 			f"a GroupedTensor has no field {', '.join(unknown)}: the file was written by "

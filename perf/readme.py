@@ -93,8 +93,7 @@ class _Renderer:
 		marks = {run: mark for (run, _), mark in zip(runs.most_common(), _MARKS, strict=False)}
 		lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(self._table.heads)}{'---:|' * sum(is_there)}"]
 		for row, cells in zip(self._table.rows, table, strict=True):
-			shown = itertools.compress(cells, is_there)
-			texts = [text + ("" if r is None else marks[_run_of(r)]) for text, r in shown]
+			texts = [text + ("" if r is None else marks[_run_of(r)]) for text, r in itertools.compress(cells, is_there)]
 			if any(texts):
 				lines.append(f"| {' | '.join((*row.titles, *texts))} |")
 		named = (f"{mark}{commit} ({day})" for (commit, day), mark in marks.items())

@@ -222,8 +222,7 @@ def _print(records: Iterable[Record]) -> None:
 	for record in records:
 		spread = "" if not record.spread else f" +- {record.spread / 2:.2g}"
 		unit = "" if record.unit == "1" else f" {record.unit}"
-		found = f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}"
-		lines.setdefault(record.title, []).append(found)
+		lines.setdefault(record.title, []).append(f"{record.what} {record.value:.6g}{spread}{unit}{_shares(record)}")
 	for title, texts in lines.items():
 		print(f"{title} {', '.join(texts)}", flush=True)
 

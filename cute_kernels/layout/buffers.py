@@ -76,8 +76,7 @@ class MemberPart(NamedTuple):
 		"""The part of ``buffer``, of the shape of ``spec``: a view."""
 		*rows, width = self.spec.shape
 		pitch = width if self.spec.pitch is None else self.spec.pitch
-		part = buffer.narrow(0, self.start, self.spec.extent)
-		return part.view(*rows, pitch).narrow(-1, 0, width)
+		return buffer.narrow(0, self.start, self.spec.extent).view(*rows, pitch).narrow(-1, 0, width)
 
 
 def buffers(

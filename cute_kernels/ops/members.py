@@ -38,8 +38,7 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
 	"""
 	if not shapes:
 		raise ValueError("shapes must have at least one member, got none")
-	ends = element_offsets(shapes)[1:]
-	for i, ((m, n), end) in enumerate(zip(shapes, ends, strict=True)):
+	for i, ((m, n), end) in enumerate(zip(shapes, element_offsets(shapes)[1:], strict=True)):
 		if m < 0:
 			raise ValueError(f"shapes[{i}] must have m >= 0 rows, got ({m}, {n})")
 		if n < 1 or n % multiple != 0:

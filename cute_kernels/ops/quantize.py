@@ -170,8 +170,7 @@ class GroupedQuantize(OfFormat):
 			given = (self.amax, self.scale)
 			amax, scale = (v if v is None else v[..., i : i + 1] for v in given)
 			op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
-			into = zip(parts.values(), outputs, strict=True)
-			yield op, [of_members[i].of(buffer) for of_members, buffer in into]
+			yield op, [of_members[i].of(buffer) for of_members, buffer in zip(parts.values(), outputs, strict=True)]
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		if self.shapes is None:

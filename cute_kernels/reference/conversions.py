@@ -51,8 +51,7 @@ def encode_e2m1(y: Tensor) -> Tensor:
 	# Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
 	y, magnitude, power = _cut_to_e2m1(y)
 	magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
-	multiple = magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic)
-	return _e2m1_codes(multiple, y, power)
+	return _e2m1_codes(magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic), y, power)
 
 
 def _cut_to_e2m1(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,8 +68,7 @@ def _e2m1_codes(multiple: Tensor, y: Tensor, power: Tensor) -> Tensor:
 	"""Codes of multiples of p / 2, and the signs of ``y``."""
 	# The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
 	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
-	sign = y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)
-	return code.bitwise_or_(sign).to(torch.uint8)
+	return code.bitwise_or_(y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)).to(torch.uint8)
 
 
 def round_e2m1(magnitude: Tensor) -> Tensor:
@@ -93,15 +91,13 @@ def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
 	y, magnitude, power = _cut_to_e2m1(y)
 	# The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
 	scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
-	multiple = magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8)
-	return _e2m1_codes(multiple, y, power)
+	return _e2m1_codes(magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8), y, power)
 
 
 def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
 	"""Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
 	# Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
-	rounded = v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8)
-	return rounded.masked_fill_(v.isnan(), 0x7F)
+	return v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8).masked_fill_(v.isnan(), 0x7F)
 
 
 def encode_e8m0(v: Tensor) -> Tensor:
@@ -113,8 +109,7 @@ def encode_e8m0(v: Tensor) -> Tensor:
 	exponent = bits >> _MANTISSA_BITS
 	# Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
 	above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
-	byte = exponent.add_(above).clamp_max_(_E8M0_MAX)
-	return byte.masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
+	return exponent.add_(above).clamp_max_(_E8M0_MAX).masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
 
 
 def pack_codes(codes: Tensor) -> Tensor:
@@ -135,5 +130,4 @@ _PAIRS = _pair_table()
 
 def unpack_codes(packed: Tensor) -> Tensor:
 	"""Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
-	pairs = _PAIRS.to(packed.device).index_select(0, packed.int().flatten())
-	return pairs.view(packed.shape).view(torch.float32)
+	return _PAIRS.to(packed.device).index_select(0, packed.int().flatten()).view(packed.shape).view(torch.float32)

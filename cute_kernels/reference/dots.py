@@ -174,8 +174,7 @@ def _add_fp32_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tens
 
 
 def _add_pow2_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
-	factor = scales[0].double() * scales[1].double()
-	return rounded_sum(partial.double() * factor, total.double())
+	return rounded_sum(partial.double() * (scales[0].double() * scales[1].double()), total.double())
 
 
 def _block_scaled_or_promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:

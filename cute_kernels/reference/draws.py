@@ -99,6 +99,5 @@ class KeyedDraws(Draws):
 
 	def _bytes(self, block: Tensor, high: Tensor) -> Tensor:
 		"""(..., 16) uint8 of the blocks of given numbers."""
-		counter = (block & _WORD, block >> 32, self._low, high)
-		words = philox4x32(counter, self._key, _ROUNDS)
+		words = philox4x32((block & _WORD, block >> 32, self._low, high), self._key, _ROUNDS)
 		return (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=block.device)).to(torch.uint8).flatten(-2)

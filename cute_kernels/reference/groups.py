@@ -79,8 +79,7 @@ class Groups:
 		device = self.starts.device
 		tiles = (self.rows + TILE_ROWS - 1) // TILE_ROWS
 		group = torch.repeat_interleave(torch.arange(len(self), device=device), tiles)
-		first_used = tiles.cumsum(0) - tiles
-		index = torch.arange(len(group), device=device) - first_used[group]
+		index = torch.arange(len(group), device=device) - (tiles.cumsum(0) - tiles)[group]
 		local = index[:, None] * TILE_ROWS + torch.arange(TILE_ROWS, device=device)
 		row = torch.where(local < self.rows[group, None], self.starts[group, None] + local, -1)
 		return self.first_tile[group] + index, group, row

@@ -59,8 +59,7 @@ def combine(h: Tensor, row: Tensor, weight: Tensor | None, y: Tensor) -> None:
 		gather(h, index, term)
 		term = term.float()
 		if weight is not None:
-			there = (index >= 0) & (index < h.shape[0])
-			term *= torch.where(there, weight[:, k], 0)[:, None]
+			term *= torch.where((index >= 0) & (index < h.shape[0]), weight[:, k], 0)[:, None]
 		sums += term
 	y.copy_(sums)
 

@@ -123,8 +123,7 @@ class Operand(NamedTuple):
 			return Rows(codes, fmt)
 		blocks = ceil_div(depth, fmt.scale.vec_size)
 		tiles = _tiles(first_slot, depth)
-		scales = linear_column_scales(fmt, self.scales, len(codes), tiles)
-		return Rows(codes, fmt, scales[:, :blocks])
+		return Rows(codes, fmt, linear_column_scales(fmt, self.scales, len(codes), tiles)[:, :blocks])
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:

@@ -204,8 +204,7 @@ def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tenso
 	values = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
 	if not is_transformed:
 		return values
-	chunks = hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK)))
-	rounded: Tensor = chunks.flatten(1, 2).bfloat16().float()
+	rounded: Tensor = hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2).bfloat16().float()
 	return rounded
 
 

@@ -33,8 +33,7 @@ def untile_scales(tiles: Tensor, cols: int) -> Tensor:
 	order = [d - 5 for d in (0, 3, 2, 1, 4)]
 	split = tiles.reshape(*batch, rows, tile_cols, 32, 4, SF_TILE_COLS)
 	width = tile_cols * SF_TILE_COLS
-	linear = split.permute(*range(len(batch)), *order).reshape(*batch, rows * 128, width)
-	return linear[..., :cols]
+	return split.permute(*range(len(batch)), *order).reshape(*batch, rows * 128, width)[..., :cols]
 
 
 def _scale_of(fmt: Format) -> BlockScale:
@@ -70,8 +69,7 @@ def lay_scales(fmt: Format, linear: Tensor, columnwise: bool) -> Tensor:
 	if scale.layout == "tiles_128x4":
 		if not columnwise:
 			return tile_scales(linear).squeeze(1)
-		padded = torch.nn.functional.pad(linear, (0, 0, 0, -linear.shape[1] % SF_TILE_ROWS))
-		return tile_scales(padded).transpose(1, 2)
+		return tile_scales(torch.nn.functional.pad(linear, (0, 0, 0, -linear.shape[1] % SF_TILE_ROWS))).transpose(1, 2)
 	if fmt.is_2d:
 		linear = linear[:, :: scale.vec_size]
 		return linear.mT if columnwise else linear
@@ -113,5 +111,4 @@ def linear_column_scales(fmt: Format, scales_t: Tensor, cols: int, tiles: slice 
 
 	``scales_t`` are those of a ragged tensor or of one group of a uniform one.
 	"""
-	by_tile = linear_scales(fmt, tile_view(fmt, scales_t, columnwise=True)[tiles], True, cols)
-	return by_tile.movedim(0, 1).flatten(1)
+	return linear_scales(fmt, tile_view(fmt, scales_t, columnwise=True)[tiles], True, cols).movedim(0, 1).flatten(1)

@@ -184,8 +184,7 @@ def tensor_core_gemm(
 
 def with_one_nan(acc: Tensor) -> Tensor:
 	"""``acc``, its NaNs replaced by that of GPUs."""
-	bits = acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16)
-	bits.masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
+	acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16).masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
 	return acc
 
 

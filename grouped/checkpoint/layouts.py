@@ -48,8 +48,7 @@ class Layout:
 		codes, scales, *level = stored
 		if self.level is None:
 			return Parts(codes, scales)
-		amax = self.level[1](level[0].double()).float()
-		return Parts(codes, scales, amax.reshape(codes.shape[:-2]))
+		return Parts(codes, scales, self.level[1](level[0].double()).float().reshape(codes.shape[:-2]))
 
 	def stored(self, parts: Parts) -> dict[str, Tensor]:
 		"""The tensors of a file by suffix.
@@ -61,8 +60,7 @@ class Layout:
 		if self.level is not None and parts.amax is not None:
 			amax = parts.amax.double().reshape(-1)
 			tensors.append(self.level[0](parts.amax.double()).float())
-			again = self.level[1](tensors[-1].double()).reshape(-1)
-			if not torch.allclose(again, amax, rtol=1e-6, atol=0, equal_nan=True):
+			if not torch.allclose(self.level[1](tensors[-1].double()).reshape(-1), amax, rtol=1e-6, atol=0, equal_nan=True):
 				raise ValueError(f"{self.name} stores a second level in fp32, which has none for the amax {amax.min():g}")
 		return dict(zip(self.suffixes, tensors, strict=True))
 

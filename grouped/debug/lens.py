@@ -246,8 +246,7 @@ def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str,
 
 
 def _columns(found: Found) -> dict[str, list[float]]:
-	both = torch.cat([found.sums, found.maxima], dim=1).T.tolist()
-	return dict(zip((*SUMS, *MAXIMA), both, strict=True))
+	return dict(zip((*SUMS, *MAXIMA), torch.cat([found.sums, found.maxima], dim=1).T.tolist(), strict=True))
 
 
 def _lists(found: Found) -> dict[str, list[Any]]:

@@ -207,5 +207,4 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _evaluate(model: LanguageModel, batches: list[Batch]) -> float:
-	losses = [_cross_entropy(model(inputs).logits, targets) for inputs, targets in batches]
-	return torch.stack(losses).mean().item()
+	return torch.stack([_cross_entropy(model(inputs).logits, targets) for inputs, targets in batches]).mean().item()

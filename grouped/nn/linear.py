@@ -265,8 +265,7 @@ class GroupedLinear(debug.Watched):
 	def _named(self, name: str) -> dict[str, Tensor]:
 		if self.single_parameter:
 			return {name: getattr(self, name)}
-		names = (f"{name}{group}" for group in range(self.num_groups))
-		return {name: getattr(self, name) for name in names}
+		return {name: getattr(self, name) for name in (f"{name}{group}" for group in range(self.num_groups))}
 
 	def _stacked(self, name: str) -> Tensor:
 		sources = [local(t) for t in self._sources(name)]

@@ -235,8 +235,7 @@ def _gradients(
 	if dweights is not None:
 		given = (dweights, dscores, ids, scores, *ctx.options)
 		if dlogits is None and not needs_dbias and _takes_parts(x, weight):
-			parts = ops.moe_route_gradient(*given, True)
-			return *_gradients_of_parts(x, weight, parts, ends, needs_dx, needs_dweight), None
+			return *_gradients_of_parts(x, weight, ops.moe_route_gradient(*given, True), ends, needs_dx, needs_dweight), None
 		d = ops.moe_route_gradient(*given)
 		dlogits = d if dlogits is None else d + dlogits
 	if dlogits is None:
@@ -349,8 +348,7 @@ def _gradients_of_parts(
 		if parts.shape[0] >= _MANY_TOKENS and ends.shape[0] == 1:
 			# Few tiles, which leave most SMs idle: a half of the tokens each.
 			ends = torch.cat((ends // 2, ends))
-		of_parts = ops.k_grouped_gemm(parts, x, ends, None, torch.float32)
-		dweight = of_parts.view(-1, experts, depth).sum(0).to(weight.dtype)
+		dweight = ops.k_grouped_gemm(parts, x, ends, None, torch.float32).view(-1, experts, depth).sum(0).to(weight.dtype)
 	return dx, dweight
 
 

@@ -108,8 +108,7 @@ class ParameterGradients:
 	@property
 	def wanted(self) -> tuple[bool, bool]:
 		"""Whether the gradients of weight and bias are wanted."""
-		groups = (self.weights, self.biases)
-		weight, bias = (any(p.requires_grad for p in named.values()) for named in groups)
+		weight, bias = (any(p.requires_grad for p in named.values()) for named in (self.weights, self.biases))
 		return weight, bias
 
 	def check(self) -> None:
@@ -151,8 +150,7 @@ class ParameterGradients:
 			torch.zeros_like(held[0]) if m is None or is_fresh else m for m, is_fresh in zip(main_grads, fresh, strict=True)
 		]
 		buffer = call.weight_gradient(wgrad, torch.stack(before), accumulate=not all(fresh))
-		sums = [t for t, m in zip(buffer.unbind(), main_grads, strict=True) if m is not None]
-		torch._foreach_copy_(held, sums)
+		torch._foreach_copy_(held, [t for t, m in zip(buffer.unbind(), main_grads, strict=True) if m is not None])
 
 	def _main_grads(self) -> list[Tensor | None]:
 		return [_main_grad(name, p) if p.requires_grad else None for name, p in self.weights.items()]

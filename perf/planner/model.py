@@ -95,8 +95,7 @@ class _Problem:
 		self._wanted = torch.tensor([o.microseconds for o in observed], dtype=torch.float64)
 
 	def errors(self, logs: Tensor) -> Tensor:
-		values = torch.cat([logs.exp(), logs.new_zeros(1)])
-		times, _ = _times(self._units, values[self._of])
+		times, _ = _times(self._units, torch.cat([logs.exp(), logs.new_zeros(1)])[self._of])
 		sums = torch.zeros_like(self._wanted).index_add(0, self._owner, times)
 		found: Tensor = (sums / self._wanted).log()
 		return found
@@ -181,5 +180,4 @@ def fit(ours: Sequence[Observation]) -> Model:
 	halves = ours[::2], ours[1::2]
 	found = [*errors(_solve(halves[0]), halves[1]), *errors(_solve(halves[1]), halves[0])]
 	unseen = [abs(error) for error in found]
-	values = _solve(ours)
-	return Model(values, len(ours), statistics.median(unseen), statistics.quantiles(unseen, n=10)[-1])
+	return Model(_solve(ours), len(ours), statistics.median(unseen), statistics.quantiles(unseen, n=10)[-1])

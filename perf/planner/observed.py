@@ -31,8 +31,7 @@ def _format(text: str) -> Format | None:
 
 def _sizes(record: Record) -> tuple[int, ...]:
 	case = record.case
-	rows = split_rows(case["routing"], case["experts"], case["rows"], record.seed or 0)
-	return tuple(rows)
+	return tuple(split_rows(case["routing"], case["experts"], case["rows"], record.seed or 0))
 
 
 def _gemm(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
@@ -40,8 +39,7 @@ def _gemm(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
 	a, b = _format(texts[0]), _format(texts[-1])
 	ready = record.contender == "ours, tokens quantized too" and gpu.multiplied(a)[1]
 	prepacked = record.contender == "ours, prepacked"
-	work = Product(case["product"], _sizes(record), case["n"], case["k"], a, b, prepacked, ready)
-	kernels = product(work, gpu)
+	kernels = product(Product(case["product"], _sizes(record), case["n"], case["k"], a, b, prepacked, ready), gpu)
 	if ready and a is not None:
 		elements = case["rows"] * case["k"]
 		kernels[:0] = [quantization("quantize", elements, a, counts, "row", to_values=True)]
@@ -57,8 +55,7 @@ def _quantize(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
 	if op not in ("dequantize", "amax", "dbias"):
 		return []
 	moved = element_bytes(None) + (element_bytes(fmt) if op == "dequantize" else 0.0)
-	each = counts.of(fmt, op, directions) or 0.0
-	return [stream(op, "quantize", elements * moved, elements * each)]
+	return [stream(op, "quantize", elements * moved, elements * (counts.of(fmt, op, directions) or 0.0))]
 
 
 def _layer(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
@@ -100,8 +97,7 @@ def ours(records: Sequence[Record], gpu: str = FITTED) -> list[Observation]:
 		if gpu in record.gpu and record.commit and record.what in _PARTS
 		if record.contender in _OURS.get(record.suite, ())
 	]
-	found = (_seen(record, counts) for record in latest(mine))
-	return [each for each in found if each.kernels]
+	return [each for each in (_seen(record, counts) for record in latest(mine)) if each.kernels]
 
 
 def published(records: Sequence[Record], gpu: str) -> list[Observation]:

@@ -173,8 +173,7 @@ def task(
 		found = [ours(pair, work, meter) for pair in pairs if pair.fits(product)]
 		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
 
-	case = {**shape.case, "rows": rows, "product": product, "routing": routing}
-	return Task(suite, case, contenders)
+	return Task(suite, {**shape.case, "rows": rows, "product": product, "routing": routing}, contenders)
 
 
 def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:

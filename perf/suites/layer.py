@@ -116,8 +116,7 @@ class LayerWork:
 		generator = generator_of(device, seed, copy)
 
 		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-			x = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-			return x.normal_(generator=generator).mul_(scale)
+			return torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_(generator=generator).mul_(scale)
 
 		self.x = draw(rows, shape.hidden)
 		self.weights = [draw(*size, scale=size[-1] ** -0.5) for size in self.weight_sizes.values()]

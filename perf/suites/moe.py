@@ -196,8 +196,7 @@ class ExpertsWork(LayerWork):
 		self.x = self.tokens.index_select(0, self.index)
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
-		gather = functools.partial(self.tokens.index_select, 0, self.index)
-		return replace(super().step(forward, parameters), gather=gather)
+		return replace(super().step(forward, parameters), gather=functools.partial(self.tokens.index_select, 0, self.index))
 
 	def own(self, recipe: grouped.recipes.Recipe, kept: bool, compiled: bool = False) -> Step:
 		"""Training is that of ``GroupedMLP``, of gathered rows; else its kernels gather, as those of ``MoE`` do."""
@@ -219,8 +218,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		def contenders(copy: int) -> list[Contender]:
 			if meter.kind == "gpu" and not copy:
 				torch._dynamo.reset()  # It compiles a function for few shapes.
-			made = work(shape, tokens, routing, passes, meter.device, options.seed, copy)
-			return list(made.contenders(meter, options))
+			return list(work(shape, tokens, routing, passes, meter.device, options.seed, copy).contenders(meter, options))
 
 		case = {**asdict(shape), "tokens": tokens, "routing": routing, "pass": passes}
 		return Task("moe", {**case, "scope": scope} if scope else case, contenders)

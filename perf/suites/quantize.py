@@ -86,8 +86,7 @@ class Quantization:
 		return any(level is not None and level.per == "group" for level in levels)
 
 	def moved(self, data: Input, fmt: Format) -> float:
-		written = len(self.ways) * element_bytes(fmt)
-		return data.x.nbytes + data.x.numel() // (1 + self.activates) * written
+		return data.x.nbytes + data.x.numel() // (1 + self.activates) * (len(self.ways) * element_bytes(fmt))
 
 	@property
 	def case(self) -> dict[str, str]:
@@ -168,8 +167,7 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
 		with cute_kernels.backend("reference"):
 			return _bit_error(got, prepare()())
 
-	moved = data.x.element_size() + element_bytes(fmt)
-	return Contender("ours", text, prepare, error, bytes=data.x.numel() * moved)
+	return Contender("ours", text, prepare, error, bytes=data.x.numel() * (data.x.element_size() + element_bytes(fmt)))
 
 
 def _reduction(data: Input, op: str, meter: Meter) -> Contender:
@@ -184,8 +182,7 @@ def _reduction(data: Input, op: str, meter: Meter) -> Contender:
 			return relative_error(got, run(data.x, data.offs))
 
 	bound = _SUM_BOUND if op == "dbias" else 0.0
-	moved = float(data.x.numel() * data.x.element_size())
-	return Contender("ours", "bfloat16", prepare, error, bound, bytes=moved)
+	return Contender("ours", "bfloat16", prepare, error, bound, bytes=float(data.x.numel() * data.x.element_size()))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,7 @@ def test_options():
 def test_chaos_depends_on_the_seed_alone():
 	def order(seed):
 		with emulator.options(mode="chaos", seed=seed):
-			body = "atom.global.add.u32 %r0, [%p0], 1;"
-			return outcome(body, "%r0", np.zeros(1, np.uint32), block=1024).tolist()
+			return outcome("atom.global.add.u32 %r0, [%p0], 1;", "%r0", np.zeros(1, np.uint32), block=1024).tolist()
 
 	assert order(1) == order(1)
 	assert order(1) != order(2)

@@ -56,5 +56,4 @@ def test_two_floats_at_once():
 			   for i in range(3))  # fmt: skip
 	packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
 	got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
-	product = a.astype(np.float64) * b
-	_equal(got.view(np.float32).reshape(-1, 2), (product + c).astype(np.float32))
+	_equal(got.view(np.float32).reshape(-1, 2), (a.astype(np.float64) * b + c).astype(np.float32))

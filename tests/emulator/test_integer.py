@@ -32,8 +32,7 @@ def _check(ptx, bits, reference, operands=2, out=None):
 	out = out or bits
 	got = elementwise(ptx, *arrays, out=np.dtype(f"u{out // 8}"))
 	columns = zip(*(a.tolist() for a in arrays), strict=True)
-	want = [reference(*row) & ((1 << out) - 1) for row in columns]
-	assert got.tolist() == want
+	assert got.tolist() == [reference(*row) & ((1 << out) - 1) for row in columns]
 
 
 @each("bits", [16, 32, 64])

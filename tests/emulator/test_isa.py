@@ -17,8 +17,7 @@ def _enum(name):
 	"""(name, value or "") of each member."""
 	body = re.search(rf"enum {name} : \w+ {{(.*?)}}", HEADER, re.DOTALL)
 	assert body
-	text = re.sub(r"//[^\n]*", "", body.group(1))
-	members = (m.strip().partition("=") for m in text.split(",") if m.strip())
+	members = (m.strip().partition("=") for m in re.sub(r"//[^\n]*", "", body.group(1)).split(",") if m.strip())
 	return [(name.strip(), value.strip()) for name, _, value in members]
 
 

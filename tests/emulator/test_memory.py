@@ -32,8 +32,7 @@ def test_shared_static_and_dynamic_do_not_overlap():
 	mov.u32 %r1, dynamic; add.u32 %r1, %r1, %r0; mov.u32 %r2, fixed; add.u32 %r2, %r2, %r0;
 	st.shared.b32 [%r1], %t; not.b32 %r3, %t; st.shared.b32 [%r2], %r3;
 	ld.shared.b32 %r4, [%r1]; ld.shared.b32 %r5, [%r2];"""
-	dynamic = ".extern .shared .align 16 .b8 dynamic[];"
-	out = outcome(body, "%r4 %r5", header=dynamic, dynamic_smem=128)
+	out = outcome(body, "%r4 %r5", header=".extern .shared .align 16 .b8 dynamic[];", dynamic_smem=128)
 	assert (out[:, 0] == LANES).all()
 	assert (out[:, 1] == ~LANES).all()
 

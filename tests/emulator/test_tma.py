@@ -199,8 +199,7 @@ def test_invalid_tensor_maps(box, swizzle, message):
 
 def test_missing_proxy_fence():
 	def store(fence):
-		fill = FILL.replace("fence.proxy.async.shared::cta;", fence)
-		_store(aligned(ZEROS), (8, 8), (0, 0), fill=fill)
+		_store(aligned(ZEROS), (8, 8), (0, 0), fill=FILL.replace("fence.proxy.async.shared::cta;", fence))
 
 	# A fence of global memory orders no shared memory.
 	for fence in ("", "fence.proxy.async.global;"):

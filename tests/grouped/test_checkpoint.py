@@ -125,8 +125,7 @@ def test_gate_and_up_of_different_second_levels_are_reconciled(tmp_path):
 	write(tensors, tmp_path / "b")
 	report = checkpoint.load(model, tmp_path / "b")
 	assert list(report.reconciled) == ["experts.1"] and 15 < report.reconciled["experts.1"] < 40
-	codes = model.experts.gate_up.weight.rowwise.codes
-	assert torch.equal(codes[1, :INNER], tensors["experts.1.gate_proj.weight"])
+	assert torch.equal(model.experts.gate_up.weight.rowwise.codes[1, :INNER], tensors["experts.1.gate_proj.weight"])
 	got = model.experts.gate_up.weight.dequantize(F32)[1, INNER:].numpy()
 	want = decoded(tensors, "experts.1.up_proj", "modelopt")
 	noise = np.square(got - want).sum() / np.square(want).sum()
@@ -310,8 +309,7 @@ def test_convert(to, stacked, tmp_path, capsys):
 def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
 	model, record = moe(), checkpoint.LAYOUTS[layout]
 	checkpoint.save(model, tmp_path / "a", layout)
-	weight = torch.randn(EXPERTS, HIDDEN).bfloat16()
-	parts = quantized(weight[None], record.fmt).expert(0)
+	parts = quantized(torch.randn(EXPERTS, HIDDEN).bfloat16()[None], record.fmt).expert(0)
 	tensors = files_of(tmp_path / "a")
 	del tensors["router.weight"]
 	write({**tensors, **{f"router{s}": t for s, t in record.stored(parts).items()}}, tmp_path / "b")
@@ -344,8 +342,7 @@ def test_convert_of_odd_files(tmp_path):
 
 	gate, up = torch.ones(2, 8, 32), torch.full((2, 8, 32), 4.0)
 	found = converted({"x.experts.gate_proj": gate, "x.experts.up_proj": up}, "apart")
-	levels = [found[f"x.experts.{name}_proj_weight_scale_2"] for name in ("gate", "up")]
-	assert len(found) == 6 and torch.equal(*levels)
+	assert len(found) == 6 and torch.equal(*[found[f"x.experts.{name}_proj_weight_scale_2"] for name in ("gate", "up")])
 	for i, (tensors, message) in enumerate(
 		(
 			({"w": torch.zeros(2, 2)}, "no weights of experts"),
@@ -365,8 +362,7 @@ def compare(quantize, dequantize, layout, tmp_path):
 	mlp = GroupedMLP(EXPERTS, HIDDEN, INNER, dtype=BF16)
 	tensors = {}
 	for names in (("gate_proj", "up_proj"), ("down_proj",)):
-		layer = mlp.gate_up if len(names) > 1 else mlp.down
-		for g, rows in enumerate(layer.weight.detach()):
+		for g, rows in enumerate((mlp.gate_up if len(names) > 1 else mlp.down).weight.detach()):
 			for name, part in zip(names, rows.chunk(len(names)), strict=True):
 				made = quantize(part, rows.abs().amax().float())
 				tensors |= {f"{g}.{name}.{suffix}": t.contiguous() for suffix, t in made.items()}

@@ -47,8 +47,7 @@ def step(function, module, x, offs):
 
 
 def linear(recipe, **options):
-	cols = max(N, 3 * recipe.multiple)
-	return GroupedLinear(3, K, cols, recipe=recipe, dtype=BF16, **options)
+	return GroupedLinear(3, K, max(N, 3 * recipe.multiple), recipe=recipe, dtype=BF16, **options)
 
 
 def mlp(recipe, **options):
@@ -123,8 +122,7 @@ def test_a_quantized_weight():
 		for tokens in TOKENS:
 			x, offs = sample(tokens, K), boundaries(tokens)
 			want = step(module, module, x, offs)
-			got = step(function, module, x, offs)
-			assert_all_same(got, want)
+			assert_all_same(step(function, module, x, offs), want)
 			optimizer.step()
 	assert len(frames) == 1
 

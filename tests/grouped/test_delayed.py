@@ -166,8 +166,7 @@ def test_no_gradients_and_eval_change_nothing_and_use_the_scales():
 
 def test_a_backward_pass_has_the_scale_of_its_forward():
 	layer, data = trained()
-	hand = copy.deepcopy(layer)
-	want = run(hand, *data[0])
+	want = run(copy.deepcopy(layer), *data[0])
 	leaf = data[0][0].clone().requires_grad_()
 	y = layer(leaf, OFFS)
 	layer(data[1][0], OFFS)  # a step of its own: nothing new was seen
@@ -232,8 +231,7 @@ def test_a_weight_that_is_quantized_already_has_its_own_scales():
 	history = torch.zeros(4, G)
 	with torch.no_grad():
 		grouped.delayed_scaling_update(history, layer.weight.rowwise.scale, RECIPE.weight, amax=layer.weight.amax)
-	want = torch.full((G,), 448.0).div_(layer.weight.amax)
-	assert_same_bytes(layer.weight.rowwise.scale, want)
+	assert_same_bytes(layer.weight.rowwise.scale, torch.full((G,), 448.0).div_(layer.weight.amax))
 
 
 class Block(nn.Module):
@@ -249,8 +247,7 @@ class Block(nn.Module):
 			self.inner = torch.compile(self.both, fullgraph=True, backend="aot_eager")
 
 	def both(self, x, offs, first=None):
-		hidden = self.up(x, offs, is_first_microbatch=first)
-		return self.down(hidden.relu(), offs, is_first_microbatch=first)
+		return self.down(self.up(x, offs, is_first_microbatch=first).relu(), offs, is_first_microbatch=first)
 
 	def forward(self, x, offs, first=None):
 		if self.again:

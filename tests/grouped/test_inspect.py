@@ -119,8 +119,7 @@ def test_against_numpy(name):
 			continue
 		for what, numbers in expected(seen[role], q, columnwise).items():
 			for got, number in zip(record[what], numbers, strict=True):
-				wanted = number if number is None else pytest.approx(number, rel=1e-5)
-				assert got == wanted, (role, direction, what)
+				assert got == (number if number is None else pytest.approx(number, rel=1e-5)), (role, direction, what)
 		assert record["format"] == ("bfloat16" if fmt is None else fmt.text)
 	if name == "delayed":
 		assert all(v is None or v > 0.1 for v in found["grad_output", "rowwise"]["saturated"])
@@ -300,8 +299,7 @@ def test_nothing_is_read_on_the_host(name):
 		fake = [[mode.from_tensor(t) for t in (c.operand[0], *c.operand[1])] for c in (q.rowwise, q.columnwise)]
 		x, offs = mode.from_tensor(operands()[0]), mode.from_tensor(q.offs)
 		step = Step(0)
-		copies = Copies([x]) if fmt is None else Copies(*fake)
-		Probe("layer", ("input",), step).see("input", x, copies, fmt, offs)
+		Probe("layer", ("input",), step).see("input", x, Copies([x]) if fmt is None else Copies(*fake), fmt, offs)
 	assert all(f.sums.shape == (3, 7) and f.maxima.shape == (3, 2) for f in step.found.values())
 
 

@@ -191,8 +191,7 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
 		layer(x, offs, is_first_microbatch=True)
 		for change in (in_place, data, in_inference_mode, lambda layer: None):
 			change(layer)
-			got = run(x, offs, is_first_microbatch=first)
-			assert_same_bytes(got, layer(x, offs, is_first_microbatch=True))
+			assert_same_bytes(run(x, offs, is_first_microbatch=first), layer(x, offs, is_first_microbatch=True))
 
 
 def test_traces_and_transforms_keep_nothing():

@@ -197,8 +197,7 @@ def test_a_token_is_on_its_own(recipe, name):
 	for rows in (slice(0, 1), slice(3, 20), slice(7, 40, 5)):
 		assert_same_bytes(moe(x[rows]).detach(), y[rows])
 	assert_same_bytes(moe(torch.cat([tokens(9, 5) * 50, x[:8]])).detach()[9:], y[:8])
-	buffer = torch.cat([x[:11], torch.full((6, H), torch.nan, dtype=x.dtype)])
-	got = moe(buffer, num_tokens=torch.tensor(11)).detach()
+	got = moe(torch.cat([x[:11], torch.full((6, H), torch.nan, dtype=x.dtype)]), num_tokens=torch.tensor(11)).detach()
 	assert_same_bytes(got[:11], y[:11])
 	assert not got[11:].any()
 
@@ -271,8 +270,7 @@ def test_recompute_of_weights_that_were_kept():
 			step(moe, tokens(), is_first_microbatch=True)
 			runs.append(step(moe, tokens(), is_first_microbatch=False))
 			for layer in (moe.experts.gate_up, moe.experts.down):
-				held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-				layer.weight = nn.Parameter(held, requires_grad=False)
+				layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True), requires_grad=False)
 			y, dx, drouter = step(moe, tokens())[:3]
 			runs[-1] += [y, dx, drouter]
 		assert_all_same(*runs)
@@ -385,8 +383,7 @@ def test_losses():
 	choice = moe.router(x)
 	counts = torch.bincount(choice.expert_ids.flatten(), minlength=E)
 	assert torch.equal(losses.tokens_per_expert, counts.int())
-	balance = E * (counts / counts.sum() * choice.logits.softmax(-1).mean(0)).sum()
-	torch.testing.assert_close(losses.balance, balance)
+	torch.testing.assert_close(losses.balance, E * (counts / counts.sum() * choice.logits.softmax(-1).mean(0)).sum())
 	torch.testing.assert_close(losses.z, choice.logits.logsumexp(-1).pow(2).mean())
 	assert losses.balance.requires_grad and losses.z.requires_grad
 	buffer = torch.cat([x, torch.full((4, H), torch.nan)]).requires_grad_()

@@ -23,8 +23,7 @@ def draw(seed, *shape):
 
 
 def same_bytes(p, q):
-	pairs = zip(p._inner().values(), q._inner().values(), strict=True)
-	return all(torch.equal(a.view(U8), b.view(U8)) for a, b in pairs)
+	return all(torch.equal(a.view(U8), b.view(U8)) for a, b in zip(p._inner().values(), q._inner().values(), strict=True))
 
 
 def both(fmt=FORMATS[0], dtype=BF16, **options):

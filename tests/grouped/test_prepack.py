@@ -21,8 +21,7 @@ def test_every_bit_is_where_it_is_said_to_be():
 			codes = torch.tensor([code << (4 * nibble), 0x89ABCDEF]).int().view(U8)
 			packed = cute_kernels.prepack(codes).view(I32)
 			sign, magnitude = bits[nibble % 4]
-			want = ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
-			assert int(packed[0]) & 0xFFFFFFFF == want
+			assert int(packed[0]) & 0xFFFFFFFF == ((code >> 3) << sign | (code & 7) << magnitude) << (16 * (nibble // 4))
 			assert_same_bytes(cute_kernels.unpack(packed.view(U8)), codes)
 
 

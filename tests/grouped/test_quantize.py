@@ -32,8 +32,7 @@ def ceil_div(a, b):
 
 
 def of_fp8(m, k, dtype, scales, scales_t):
-	held = {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)}
-	return held | {"scales": (scales, F32), "scales_t": (scales_t, F32)}
+	return {"codes": ((m, k), dtype), "codes_t": ((k, m), dtype)} | {"scales": (scales, F32), "scales_t": (scales_t, F32)}
 
 
 #: Shapes and dtypes of members of m rows and k columns.

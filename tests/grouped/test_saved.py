@@ -26,8 +26,7 @@ def plain(*shape, dtype=BF16):
 
 def copy_of(fmt, shape, groups=GROUPS):
 	specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
-	names = fmt.operand_names(columnwise=True)
-	return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in names]
+	return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in fmt.operand_names(columnwise=True)]
 
 
 def sort(saved):

@@ -27,8 +27,7 @@ def same(a, b):
 def test_an_int_is_itself_and_zero(seed):
 	x = sample(40, 32)
 	one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
-	pair = torch.tensor([seed, 0])
-	assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=pair))
+	assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=torch.tensor([seed, 0])))
 
 
 @each("seed", [3, torch.tensor([3, 4])])

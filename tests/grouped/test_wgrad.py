@@ -21,8 +21,7 @@ RECIPES_AND_FORMS = [(name, "single") for name in ALL_RECIPES] + [
 def layer_of(recipe, form="single", **options):
 	torch.manual_seed(3)
 	options.setdefault("dtype", BF16)
-	single = form == "single"
-	return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=single, **options)
+	return GroupedLinear(GROUPS, K, N, recipe=recipe, single_parameter=form == "single", **options)
 
 
 def weights(layer):
@@ -34,8 +33,7 @@ def give_main_grads(layer, form="single", dtype=F32, value=1.5):
 	parameters = weights(layer)
 	if form == "one buffer":
 		flat = torch.full((sum(p.numel() for p in parameters) + 8,), value, dtype=dtype)
-		views = flat[8:].view(len(parameters), *parameters[0].shape)
-		for p, view in zip(parameters, views, strict=True):
+		for p, view in zip(parameters, flat[8:].view(len(parameters), *parameters[0].shape), strict=True):
 			p.main_grad = view
 		return
 	for p in parameters:

@@ -732,8 +732,7 @@ def main():
 	RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 	torch.set_num_threads(1)
 	store = dist.FileStore(str(FOLDER / "store"), 2)
-	timeout = datetime.timedelta(seconds=30)
-	dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=timeout)
+	dist.init_process_group("gloo", store=store, rank=RANK, world_size=2, timeout=datetime.timedelta(seconds=30))
 	MESH = init_device_mesh("cpu", (2,))
 	for name in sys.argv[3:] or CHECKS:
 		torch.manual_seed(0)

@@ -67,8 +67,7 @@ def test_nvfp4_weights_beside_other_activations(recipe):
 	"""W4A16 and W4A8 in a module: y and the gradient of x."""
 	layer = grouped.nn.GroupedLinear(4, 256, 128, recipe=recipe(), dtype=BF16)
 	fmt = grouped.NVFP4(block=(16, 16))
-	weight = grouped.quantize(layer.weight.detach(), fmt, columnwise=True)
-	layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+	layer.weight = torch.nn.Parameter(grouped.quantize(layer.weight.detach(), fmt, columnwise=True), requires_grad=False)
 	x, dy = (torch.randn(96, k).bfloat16() for k in (256, 128))
 	found = []
 	for backend in ("emulated:sm_100a", "reference:sm_100a"):

@@ -218,8 +218,7 @@ def test_what_a_prepared_model_says(tmp_path):
 			one.save_pretrained(tmp_path)
 	assert not list(tmp_path.iterdir())
 	model.save_pretrained(tmp_path, state_dict=values)
-	again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
-	assert_same_buffers(again.state_dict(), values)
+	assert_same_buffers(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16).state_dict(), values)
 
 
 def test_what_is_refused():
@@ -240,7 +239,6 @@ def test_what_is_refused():
 
 
 def test_a_recipe_of_ones_own():
-	mine = recipes.NVFP4(hadamard=True)
-	assert "mine" in integration.register(mine=mine)
+	assert "mine" in integration.register(mine=recipes.NVFP4(hadamard=True))
 	assert logits(model_of("Mixtral"), "mine").isfinite().all()
 	del integration.RECIPES["mine"]

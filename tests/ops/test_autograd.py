@@ -144,8 +144,7 @@ OPERANDS = [(call, operand) for call, operands in OUT_FORMS.items() for operand 
 def arguments_of(call):
 	"""The op, and its arguments by name; none requires a gradient."""
 	name, make = CALLS[call]
-	fields = getattr(ops, name).default._schema.arguments
-	return name, {f.name: value for f, value in zip(fields, make(), strict=False)}
+	return name, {f.name: value for f, value in zip(getattr(ops, name).default._schema.arguments, make(), strict=False)}
 
 
 def operand_of(arguments, operand):

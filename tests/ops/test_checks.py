@@ -351,8 +351,7 @@ def test_bad_arguments(name, arguments, error, text, suffix):
 
 
 def good_outputs():
-	specs = buffers(parse(NVFP4), X.shape, len(OFFS))
-	return {name: spec.allocate(X.device, True) for name, spec in specs.items()}
+	return {name: spec.allocate(X.device, True) for name, spec in buffers(parse(NVFP4), X.shape, len(OFFS)).items()}
 
 
 def quantize_out(**changes):

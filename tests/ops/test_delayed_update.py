@@ -42,8 +42,7 @@ def by_column(history, scale, dtype, amax=None, **options):
 	amaxes = [None] * len(scale) if amax is None else amax.tolist()
 	columns = zip(history.T.tolist(), scale.tolist(), amaxes, strict=True)
 	done = [oracle(*column[:2], dtype, column[2], **options) for column in columns]
-	want = torch.tensor(np.array([h for h, _ in done]).T.copy())
-	return want, torch.tensor(np.array([s for _, s in done]))
+	return torch.tensor(np.array([h for h, _ in done]).T.copy()), torch.tensor(np.array([s for _, s in done]))
 
 
 def check(history, scale, dtype, amax=None, **options):
@@ -73,8 +72,7 @@ def test_random_histories_step_by_step(dtype, algorithm):
 
 
 def arguments(**changes):
-	base = {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3}
-	return base | changes
+	return {"amax_history": torch.rand(4, 3), "scale": torch.ones(3), "fmt": E4M3} | changes
 
 
 @each(
@@ -153,5 +151,4 @@ def test_compiled():
 
 @each("amax", [None, torch.tensor([1.0, 0.0, INF])])
 def test_opcheck(amax):
-	call = (torch.rand(4, 3), torch.ones(3), TEXTS[E4M3], amax, 1, "most_recent")
-	opcheck(ops.delayed_scaling_update.default, call)
+	opcheck(ops.delayed_scaling_update.default, (torch.rand(4, 3), torch.ones(3), TEXTS[E4M3], amax, 1, "most_recent"))

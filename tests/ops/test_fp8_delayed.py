@@ -40,9 +40,8 @@ def codes_of(x, scale, dtype):
 	"""Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
 	y = x.float() * scale
 	largest = torch.finfo(dtype).max
-	encoded = y.clamp(-largest, largest).to(dtype).view(U8)
 	# The sign of a NaN is dropped.
-	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=U8), encoded)
+	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=U8), y.clamp(-largest, largest).to(dtype).view(U8))
 
 
 def amax_of(x):
@@ -58,8 +57,7 @@ def check(q, x, scale, dtype, bounds):
 		if q.rowwise is not None:
 			assert_same_bytes(member.codes.view(U8), want, f"codes of {g}")
 		if q.columnwise is not None:
-			got = member.codes_t.view(U8).contiguous()
-			assert_same_bytes(got, want.T.contiguous(), f"codes_t of {g}")
+			assert_same_bytes(member.codes_t.view(U8).contiguous(), want.T.contiguous(), f"codes_t of {g}")
 			columns = q.columnwise.codes.view(U8)
 			columns, slot = (columns[g], 0) if q.offs is None else (columns, 128 * (start // 128 + g))
 			padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
@@ -105,8 +103,7 @@ def test_many_groups_and_views():
 	scale = scales(2 * len(offs))[::2]
 	q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
 	group = torch.bucketize(torch.arange(total), offs.long(), right=True)
-	want = codes_of(x, scale[group, None], E4M3.dtype)
-	assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), want)
+	assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale[group, None], E4M3.dtype))
 	assert_same_bytes(q.rowwise.scale, scale.contiguous())
 	assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
 	x[:] = torch.nan

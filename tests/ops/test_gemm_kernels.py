@@ -71,8 +71,7 @@ def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
 def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
 	shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
 	directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
-	made = ops.grouped_quantize(sample(*shape), text, **directions)
-	b = made[: len(parse(text).operand_names(transpose_b))]
+	b = ops.grouped_quantize(sample(*shape), text, **directions)[: len(parse(text).operand_names(transpose_b))]
 	x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
 	alpha = torch.tensor([0.3, 7.0, -1.1])
 	options = (offsets(SPLITS), bias, alpha, transpose_b)

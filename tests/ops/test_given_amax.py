@@ -24,16 +24,14 @@ def on(name, call, x, offs, amax):
 	with backend(name):
 		found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
 	fmt = parse(text)
-	names = fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise
-	return dict(zip(names, found, strict=True))
+	return dict(zip(fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise, found, strict=True))
 
 
 @each("call", CALLS)
 @each("name", NAMES)
 def test_the_sign_of_an_amax_is_dropped(name, call):
 	x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
-	want = on("reference", call, x, offs, SIGNED.abs())
-	assert_same_buffers(on(name, call, x, offs, SIGNED), want)
+	assert_same_buffers(on(name, call, x, offs, SIGNED), on("reference", call, x, offs, SIGNED.abs()))
 
 
 @each("call", CALLS)

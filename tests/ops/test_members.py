@@ -86,8 +86,7 @@ def check_against_members(fmt, members, directions, amax=None, tail=9):
 		for name, buffer in copy.items():
 			assert_same_bytes(parts[name][i].of(got[name]), buffer, f"{name} of member {i}")
 		for way, values in decoded.items():
-			wanted = decode(fmt, copy, m, way).flatten()
-			assert_same_bytes(values[start : start + m * n], wanted, f"values of member {i}")
+			assert_same_bytes(values[start : start + m * n], decode(fmt, copy, m, way).flatten(), f"values of member {i}")
 		start += m * n
 	for values in decoded.values():
 		assert values.shape == x.shape and not values[start:].any()
@@ -111,8 +110,7 @@ def test_dtypes_and_strange_values(fmt, dtype):
 
 @each_format
 def test_given_amaxes(fmt):
-	levels = (fmt.level(False), fmt.level(True))
-	directions = tuple(level is not None and level.per == "group" for level in levels)
+	directions = tuple(level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True)))
 	if not any(directions):
 		with pytest.raises(ValueError, match="amax is the second level"):
 			ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
@@ -158,8 +156,7 @@ def test_only_the_parts_of_members_are_written(fmt):
 		assert outside.eq(SENTINEL).all(), name
 	for way in (False, True):
 		values = decode(fmt, got, len(x), way, flat(shapes))
-		wanted = named(fmt, shapes, (True, True), want)
-		assert_same_bytes(values, decode(fmt, wanted, len(x), way, flat(shapes)))
+		assert_same_bytes(values, decode(fmt, named(fmt, shapes, (True, True), want), len(x), way, flat(shapes)))
 
 
 #: What is passed instead, and the message.

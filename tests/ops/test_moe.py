@@ -304,8 +304,7 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 			runs.append(run())
 	for made in runs:
 		assert_all_same(made, like, any_nan=True)
-	counters = [t.item() for t in kept if t.dtype == I32 and t.shape == (1,)]
-	assert counters == [0] * (0 if interleaved else len(runs) - 1)
+	assert [t.item() for t in kept if t.dtype == I32 and t.shape == (1,)] == [0] * (0 if interleaved else len(runs) - 1)
 
 
 GATHERED = [
@@ -433,8 +432,7 @@ def test_gradients():
 	exact = [t.detach().double().requires_grad_() for t in leaves]
 	dy = torch.randn(9, 24)
 	got = torch.autograd.grad(ours(*leaves), leaves, dy)
-	want = torch.autograd.grad(plain(*exact), exact, dy.double())
-	for a, b in zip(got, want, strict=True):
+	for a, b in zip(got, torch.autograd.grad(plain(*exact), exact, dy.double()), strict=True):
 		torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 	with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
 		ops.moe_gather(x, token)

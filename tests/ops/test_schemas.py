@@ -234,8 +234,7 @@ TEXTS = ("fp8", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_block:block=128x
 
 
 def decoding(text, columnwise):
-	copy = quantized(x(160), text, OFFS, columnwise=columnwise)
-	return dequantize_arguments(copy, text, ROWS, F32, OFFS, columnwise)
+	return dequantize_arguments(quantized(x(160), text, OFFS, columnwise=columnwise), text, ROWS, F32, OFFS, columnwise)
 
 
 for text in TEXTS:

@@ -29,8 +29,7 @@ def test_the_page_is_whole_and_depends_on_the_records_alone():
 	assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//|url\(|@import""", text)
 	assert page(RECORDS, "records.jsonl").count('href="records.jsonl"') == 1
 	packed = re.search(r'id="records">(.*?)</script>', text)[1]
-	data = json.loads(gzip.decompress(base64.b64decode(packed)))
-	assert data == json.loads(json.dumps(payload(RECORDS)))
+	assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(payload(RECORDS)))
 
 
 def test_all_newest_numbers_are_in_the_page():

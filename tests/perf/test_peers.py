@@ -81,8 +81,7 @@ def test_weights_for_other_libraries_are_ours():
 	weight = torch.randn(3, 32, 64, generator=seeded(1)).bfloat16()
 	codes, scales, level = linear_nvfp4(weight)
 	values = torch.stack([pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)])
-	want = grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32)
-	assert torch.allclose(values, want, rtol=1e-6)
+	assert torch.allclose(values, grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32), rtol=1e-6)
 
 
 def test_torchao_quantizers():

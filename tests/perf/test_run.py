@@ -94,8 +94,7 @@ def test_only_times_of_all_the_work_have_a_rate():
 
 def test_contenders_are_chosen_by_name_and_format():
 	task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
-	chosen = {("tor", ""): ["torch"], ("", "g"): [], ("s$", "f"): ["ours"]}
-	for (who, fmt), wanted in chosen.items():
+	for (who, fmt), wanted in {("tor", ""): ["torch"], ("", "g"): [], ("s$", "f"): ["ours"]}.items():
 		found, _ = measured(task, Choice(contender=who, format=fmt))
 		assert [r.contender for r in found] == wanted
 	assert task.matches("rows=1$") and not task.matches("rows=2")
@@ -135,11 +134,9 @@ def test_least_bytes_count_each_input_once():
 	data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
 	for activates, moved in ((False, 2 + 1), (True, 2 + 0.5)):
 		assert Quantization("row", False, activates).moved(data, fmt) == 8 * 64 * moved
-	wgrad = Operands(SHAPE, 40, "wgrad", "balanced", CPU)
-	assert wgrad.least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
+	assert Operands(SHAPE, 40, "wgrad", "balanced", CPU).least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
 	formats = (None, grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(), grouped.FP8Block(block=(128, 128)))
-	each = [2, 0.5625, 1 + 1 / 32, 1 + 4 / 128, 1 + 4 / 128**2]
-	assert [element_bytes(fmt) for fmt in formats] == each
+	assert [element_bytes(fmt) for fmt in formats] == [2, 0.5625, 1 + 1 / 32, 1 + 4 / 128, 1 + 4 / 128**2]
 
 
 def test_gemm_on_the_reference():

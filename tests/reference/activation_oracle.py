@@ -73,8 +73,7 @@ def gelu(x):
 	t = tanh(x * (c0 + c1 * (x * x)))
 	w = clamp(x, -(2.0**32), 2.0**32)
 	steep = (F(1) - t * t) * (c0 + c2 * (w * w))
-	value = np.maximum(x, -FMAX) * (F(0.5) + F(0.5) * t)
-	return value, (F(0.5) * w) * steep + F(0.5) * (F(1) + t)
+	return np.maximum(x, -FMAX) * (F(0.5) + F(0.5) * t), (F(0.5) * w) * steep + F(0.5) * (F(1) + t)
 
 
 def curve(name, x, alpha=1.702, limit=7.0):

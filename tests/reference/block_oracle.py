@@ -36,8 +36,7 @@ def round_fp8(values, element):
 
 def round_e8m0(v):
 	"""The code of the smallest power of two that is at least ``v``; 255 of NaN."""
-	code = np.minimum(np.searchsorted(POWERS, v.astype(np.float64)), 254)
-	return np.where(np.isnan(v), 255, code).astype(np.uint8)
+	return np.where(np.isnan(v), 255, np.minimum(np.searchsorted(POWERS, v.astype(np.float64)), 254)).astype(np.uint8)
 
 
 def repeated(per_block, height, width, shape):

@@ -144,13 +144,11 @@ def dot_blocks(a, b):
 		total = 0.0
 		for block, start in enumerate(range(0, left.shape[1], 128)):
 			part = slice(start, start + 128)
-			units = sum(x * y for x, y in zip(left[i, part], right[j, part], strict=True))
-			partial = fp32(units * _UNIT**2)
+			partial = fp32(sum(x * y for x, y in zip(left[i, part], right[j, part], strict=True)) * _UNIT**2)
 			first, second = a.scales[i, block], b.scales[j, block]
 			if not a.per_row:
 				first, second = second, first
-			scaled = fp32(Fraction(partial) * Fraction(first))
-			total = fp32(Fraction(scaled) * Fraction(second) + Fraction(total))
+			total = fp32(Fraction(fp32(Fraction(partial) * Fraction(first))) * Fraction(second) + Fraction(total))
 		out[i, j] = total
 	return out
 

@@ -183,8 +183,7 @@ def buffers(
 		squares = _square_scales(values, amax, rule) if block_2d else None
 		_write_rowwise(codes, scales, group, values, second, squares, rule)
 		own = [found[name][g] if uniform else found[name] for name in ("codes_t", "scales_t")]
-		base = 0 if uniform else group.tile
-		_write_columnwise(*own, group, base, columns[g], per_group_t[g], squares, rule)
+		_write_columnwise(*own, group, 0 if uniform else group.tile, columns[g], per_group_t[g], squares, rule)
 	return found
 
 
@@ -212,8 +211,7 @@ def _write_rowwise(codes, scales, group, values, second, squares, rule):
 			number = (group.start + r) * (len(row) // 16) + block
 			code = rule.encode(chunk, enc, [(0, number, i) for i in range(16)])
 			for j in range(8):
-				packed = code[2 * j] | code[2 * j + 1] << 4
-				codes[group.start + r, 8 * block + j] = packed
+				codes[group.start + r, 8 * block + j] = code[2 * j] | code[2 * j + 1] << 4
 
 
 def _write_columnwise(codes_t, scales_t, group, first_tile, values, amax, squares, rule):

@@ -48,8 +48,7 @@ class Stochastic(Rule):
 		self.seed = seed
 
 	def encode(self, values, enc, places):
-		pairs = zip(values, places, strict=False)
-		return [round_e2m1_stochastic(v * enc, self.byte(*place)) for v, place in pairs]
+		return [round_e2m1_stochastic(v * enc, self.byte(*place)) for v, place in zip(values, places, strict=False)]
 
 	def byte(self, columnwise, number, element):
 		return block_bytes(self.seed, columnwise, number)[element]
@@ -84,8 +83,7 @@ class Hadamard(Rule):
 
 
 def undo_hadamard(chunk):
-	mixed = butterflies([y * f32(0.25) for y in chunk])
-	return [y * f32(s) for y, s in zip(mixed, SIGNS, strict=True)]
+	return [y * f32(s) for y, s in zip(butterflies([y * f32(0.25) for y in chunk]), SIGNS, strict=True)]
 
 
 class StochasticHadamard(Stochastic, Hadamard):

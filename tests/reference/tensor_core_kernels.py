@@ -184,8 +184,7 @@ def _image(x):
 
 
 def _launch(name, a, b, acc, scales, out):
-	tiles = torch.cat([_image(a), _image(b)])
-	emulator.launch(name, [1], [128], [tiles, acc, scales, out])
+	emulator.launch(name, [1], [128], [torch.cat([_image(a), _image(b)]), acc, scales, out])
 	return out
 
 

@@ -29,8 +29,7 @@ def test_every_16_bit_number_and_beside_every_boundary(element):
 	table = [*table, 2 * table[-1] - table[-2]]  # and what would be next
 	near = beside([*table, *((a + b) / 2 for a, b in itertools.pairwise(table)), 1e-45, 1e38])
 	for values in (*(every_16_bits(dtype).float() for dtype in (BF16, F16)), near, -near):
-		want = torch.from_numpy(convert(values.numpy(), element.name))
-		assert_same_bytes(conversions.encode(element, values), want)
+		assert_same_bytes(conversions.encode(element, values), torch.from_numpy(convert(values.numpy(), element.name)))
 
 
 @given(st.floats(width=32))

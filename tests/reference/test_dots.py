@@ -111,8 +111,7 @@ def test_the_scale_of_single_rows_comes_first():
 
 def mx_rows(x, exponents):
 	shape = len(x), x.shape[1] // 32
-	scales = torch.as_tensor(exponents, dtype=U8).expand(shape)
-	return Rows(x, MXFP8(dtype=x.dtype), scales)
+	return Rows(x, MXFP8(dtype=x.dtype), torch.as_tensor(exponents, dtype=U8).expand(shape))
 
 
 @each_core
@@ -142,8 +141,7 @@ def test_a_scale_that_is_nan(core):
 def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
 	"""Each has an accumulator of its own; a block 2^20 below another one counts in full."""
 	a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
-	rows = mx_rows(a, [127, 107])
-	assert dot(rows, mx_rows(b, 127), Adder("sm_90a")).item() == 32 + 2.0**-15
+	assert dot(mx_rows(a, [127, 107]), mx_rows(b, 127), Adder("sm_90a")).item() == 32 + 2.0**-15
 	# In one accumulator the products of the second block are below its 13 bits.
 	values = codes([[1.0] * 32 + [2.0**-9] * 32])
 	pair = Rows(values, FP8()), Rows(b, FP8())

@@ -79,14 +79,12 @@ def test_zeros_infinities_and_nan():
 	some = (0.0, -0.0, 1.0, -2.5, 2.0**-149, inf, -inf, nan)
 	a, b, c = (torch.tensor(v) for v in zip(*itertools.product(some, repeat=3), strict=True))
 	# Of these numbers fp64 holds every product and sum, but 1 and less than 2^-53.
-	want = (a.double() * b.double() + c.double()).float()
-	assert_same_bytes(fma(a, b, c), want, any_nan=True)
+	assert_same_bytes(fma(a, b, c), (a.double() * b.double() + c.double()).float(), any_nan=True)
 
 
 def test_operands_broadcast():
 	a, b, c = torch.randn(3, 1), torch.randn(1, 4), torch.randn(3, 4)
-	full = [t.expand(3, 4).contiguous() for t in (a, b, c)]
-	assert_same_bytes(fma(a, b, c), fma(*full))
+	assert_same_bytes(fma(a, b, c), fma(*[t.expand(3, 4).contiguous() for t in (a, b, c)]))
 
 
 def test_the_two_parts_of_a_sum():

@@ -83,6 +83,5 @@ def test_w4a16_reads_variants():
 		w = copy_of(text, 3, N, K)
 		values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
 		got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
-		pairs = zip(values, spans(SPLITS), strict=True)
-		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in pairs])
+		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in zip(values, spans(SPLITS), strict=True)])
 		assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

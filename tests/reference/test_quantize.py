@@ -78,14 +78,12 @@ def expected(x, text, offs, fill=0, amax=None):
 	if amax is not None:
 		options |= zip(("given_amax", "given_amax_t"), np.atleast_2d(amax.numpy()), strict=False)
 	rows = None if offs is None else offs.tolist()
-	found = oracle.buffers(x.float().numpy(), rows, **options)
-	return {name: torch.from_numpy(array) for name, array in found.items()}
+	return {name: torch.from_numpy(array) for name, array in oracle.buffers(x.float().numpy(), rows, **options).items()}
 
 
 def expected_blocks(x, text, offs, fill):
 	def made(x, groups, tiles):
-		dtype = str(x.dtype).removeprefix("torch.")
-		return expect(x.float().numpy(), groups, tiles, RULES[text], dtype, fill)
+		return expect(x.float().numpy(), groups, tiles, RULES[text], str(x.dtype).removeprefix("torch."), fill)
 
 	if offs is not None:
 		found = made(x, *oracle.ragged_groups(offs.tolist(), len(x)))
@@ -94,8 +92,7 @@ def expected_blocks(x, text, offs, fill):
 		found = {name: np.stack([e[name] for e in each]) for name in each[0]}
 	found = {name: torch.from_numpy(t) for name, t in found.items()}
 	element = parse(text).element.dtype
-	codes = {name: found[name].view(element) for name in ("codes", "codes_t")}
-	return found | codes
+	return found | {name: found[name].view(element) for name in ("codes", "codes_t")}
 
 
 def check(x, text, offs=None, amax=None):
@@ -215,8 +212,7 @@ def test_dequantize_uniform(rows, text):
 	for columnwise in (False, True):
 		copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
 		arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
-		want = fp8_oracle.dequantized(text, copy, rows, None, columnwise)
-		assert_same_bytes(ops.grouped_dequantize(*arguments), want)
+		assert_same_bytes(ops.grouped_dequantize(*arguments), fp8_oracle.dequantized(text, copy, rows, None, columnwise))
 
 
 @every_nvfp4

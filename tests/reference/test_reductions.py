@@ -43,8 +43,7 @@ def test_offsets_saturate(dtype):
 	for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
 		limit = info.max // multiplier
 		splits = [limit - 2, 1, 1, 1, info.max - limit - 1, -info.max, -limit, -limit, -limit]
-		sums = torch.tensor(splits).cumsum(0).tolist()
-		want = [min(max(total * multiplier, info.min), info.max) for total in sums]
+		want = [min(max(total * multiplier, info.min), info.max) for total in torch.tensor(splits).cumsum(0).tolist()]
 		assert ops.compute_offsets(torch.tensor(splits), multiplier, dtype).tolist() == want
 
 

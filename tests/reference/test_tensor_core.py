@@ -35,8 +35,7 @@ class Kind:
 	block: int = 0
 
 	def __str__(self):
-		names = [str(d).removeprefix("torch.") for d in (self.a, self.b, self.acc, self.scale) if d]
-		return "-".join([self.arch, *names])
+		return "-".join([self.arch, *[str(d).removeprefix("torch.") for d in (self.a, self.b, self.acc, self.scale) if d]])
 
 
 PLAIN = [(F16, F16, F32), (F16, F16, F16), (BF16, BF16, F32), (F32, F32, F32)]
@@ -142,8 +141,7 @@ def tf32(x):
 
 def scale_values(x):
 	if x.dtype == E8M0:
-		codes = x.view(U8).tolist()
-		return [[math.nan if c == 255 else 2.0 ** (c - 127) for c in row] for row in codes]
+		return [[math.nan if c == 255 else 2.0 ** (c - 127) for c in row] for row in x.view(U8).tolist()]
 	return (x.view(U8) & 0x7F).view(E4M3).double().tolist()
 
 
@@ -222,8 +220,7 @@ class Oracle:
 					c = self.step(c, x[s : s + k], y[s : s + k], sx[part], sy[part])
 				out[i, j] = c
 		result = out.to(kind.acc)  # exact
-		bits = result.view(torch.int16 if kind.acc == F16 else torch.int32)
-		bits[out.isnan()] = NAN[kind.acc]
+		result.view(torch.int16 if kind.acc == F16 else torch.int32)[out.isnan()] = NAN[kind.acc]
 		return result
 
 
@@ -274,8 +271,7 @@ def test_equals_the_emulator(kind, sort):
 def test_sign_of_zero():
 	def sign(arch, a, acc):
 		rows, held = (torch.tensor([[v]], dtype=F16) for v in (a, acc))
-		tiny = torch.tensor([[2.0**-14]], dtype=F16)
-		return math.copysign(1.0, tensor_core_gemm(arch, rows, tiny, acc=held).item())
+		return math.copysign(1.0, tensor_core_gemm(arch, rows, torch.tensor([[2.0**-14]], dtype=F16), acc=held).item())
 
 	for arch in ("sm_90a", "sm_100a"):
 		assert sign(arch, -0.0, -0.0) == 1

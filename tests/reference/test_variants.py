@@ -123,8 +123,7 @@ def drawn(rows, cols, row_blocks, column_blocks):
 	rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
 	columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
 	by_column = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
-	by_row = torch.tensor(rowwise, dtype=U8).view(rows, cols)
-	return by_row, by_column.mT.reshape(slots, cols)
+	return torch.tensor(rowwise, dtype=U8).view(rows, cols), by_column.mT.reshape(slots, cols)
 
 
 @each("text", [text for text in VARIANTS if "stochastic" in text])
@@ -178,5 +177,4 @@ def test_the_order_in_which_errors_are_summed():
 		rows = rows + squares[..., column]
 	for half in (8, 4, 2, 1):
 		rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
-	want = torch.from_numpy(rows[0]).repeat_interleave(16, -1)
-	assert torch.equal(_square_sum(errors[:, 0]), want)
+	assert torch.equal(_square_sum(errors[:, 0]), torch.from_numpy(rows[0]).repeat_interleave(16, -1))

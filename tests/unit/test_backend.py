@@ -136,8 +136,7 @@ def test_backend_and_device_must_fit():
 
 
 def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
-	without = capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
-	monkeypatch.setattr(capability, "_RUNS", without)
+	monkeypatch.setattr(capability, "_RUNS", capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")})
 	monkeypatch.setattr(registry, "_plans", PlanCache())
 	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
 		cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))

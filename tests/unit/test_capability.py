@@ -57,8 +57,7 @@ def test_the_table_names_ops_formats_and_architectures_that_there_are():
 
 @pytest.fixture
 def no_mxfp8(monkeypatch):
-	rows = {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"}
-	monkeypatch.setattr(capability, "_RUNS", rows)
+	monkeypatch.setattr(capability, "_RUNS", {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"})
 
 
 def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
@@ -85,8 +84,7 @@ def test_a_reason_against_the_format_comes_first(no_mxfp8):
 
 
 def test_dtypes_that_an_op_does_not_take():
-	wanted = "bfloat16 or float16, not float32"
-	assert wanted in support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32).reason
+	assert "bfloat16 or float16, not float32" in support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32).reason
 	assert "tf32" in support("grouped_gemm", None, "sm_90a", dtype=F32).reason
 	# Quantized on the way.
 	assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)

@@ -68,8 +68,7 @@ def values_config(op: MGroupedQuantizeGemm, launch: Launcher) -> RowsConfig | No
 	quantizer = op.quantizer()
 	problem = quantized(quantizer)
 	config = choose_rows(quantizer, problem, launch, ValuesConfig, TokenValuesConfig)
-	computes_first = op.rows is not None and config.takes_amax
-	return config if config.can_implement(problem) and not computes_first else None
+	return config if config.can_implement(problem) and not (op.rows is not None and config.takes_amax) else None
 
 
 def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:

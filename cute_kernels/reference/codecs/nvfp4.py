@@ -96,8 +96,7 @@ def _sum(errors: Tensor) -> Tensor:
 def _square_sum(errors: Tensor) -> Tensor:
 	"""Sums of square blocks of errors (16 rows, ..., K), each for all columns of its block."""
 	rows = len(errors)
-	columns = errors.unflatten(-1, (-1, rows)).movedim(-1, 0).contiguous()
-	total = _sum(columns)  # (16 rows, ..., K / 16)
+	total = _sum(errors.unflatten(-1, (-1, rows)).movedim(-1, 0).contiguous())  # (16 rows, ..., K / 16)
 	while len(total) > 1:
 		half = len(total) // 2
 		total = total[:half] + total[half:]
