@@ -185,15 +185,13 @@ def experts(
 	"""Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32, both None or neither."""
 	if torch.compiler.is_compiling():
 		y: Tensor = torch.ops.grouped.experts(
-			*(x, p, *routing),
-			*(t for layer in (first, second) for t in (joined(layer.weights), layer.bias)),
-			*(t for layer in (first, second) for t in (*layer.recipe.texts,)),
-			*(layer.recipe.propagate_nonfinite for layer in (first, second)),
-			*style,
-			*(t for layer in (first, second) for t in (layer.scaling or (None, None))),
+			*(x, p, *routing, joined(first.weights), first.bias, joined(second.weights), second.bias),
+			*(*first.recipe.texts, *second.recipe.texts),
+			*(first.recipe.propagate_nonfinite, second.recipe.propagate_nonfinite, *style),
+			*(*(first.scaling or (None, None)), *(second.scaling or (None, None))),
 		)
 		return y
-	return _differentiable(x, p, routing, first, second, style)
+	return _differentiable(x, p, routing, (first, second), style)
 
 
 def without_gradients(
@@ -296,16 +294,15 @@ def products(
 
 
 def _differentiable(
-	x: Tensor, p: Tensor | None, routing: Routing | InPlace, first: Layer, second: Layer, style: Style
+	x: Tensor, p: Tensor | None, routing: Routing | InPlace, layers: tuple[Layer, Layer], style: Style
 ) -> Tensor:
-	anchors = (first.anchor, second.anchor)
-	first = first if anchors[0] is None else first.cut_off()
-	second = second if anchors[1] is None else second.cut_off()
+	anchors = [layer.anchor for layer in layers]
+	first, second = (layer if layer.anchor is None else layer.cut_off() for layer in layers)
 	layers = (first, second)
 	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
 		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
-	y, _, saved = _forward(x, p, routing, (first, second), style)
+	y, _, saved = _forward(x, p, routing, layers, style)
 	for layer, seen in zip(layers, saved, strict=True):
 		if layer.scaling is not None:
 			# No backward pass will.
@@ -530,7 +527,7 @@ _LIBRARY.define(
 
 def _unpacked(
 	arguments: Sequence[Any], records: bool
-) -> tuple[Tensor, Tensor | None, Routing | InPlace, Layer, Layer, Style]:
+) -> tuple[Tensor, Tensor | None, Routing | InPlace, tuple[Layer, Layer], Style]:
 	"""The arguments of ``experts`` of those of the op; ``records``: amaxes may be written."""
 	x, p = arguments[:2]
 	formats, flags = arguments[10:16], arguments[16:18]
@@ -542,13 +539,12 @@ def _unpacked(
 		weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
 		layers.append(Layer([weight], bias, recipe, scaling=scaling))
 	routing = InPlace(arguments[2]) if p is None else Routing(*arguments[2:6])
-	return x, p, routing, layers[0], layers[1], Style(*arguments[18:23])
+	return x, p, routing, (layers[0], layers[1]), Style(*arguments[18:23])
 
 
 def _below_autograd(*arguments: Any) -> Tensor:
 	# What records amaxes is above: this computes, and writes nothing.
-	x, p, routing, first, second, style = _unpacked(arguments, False)
-	return _forward(x, p, routing, (first, second), style)[0]
+	return _forward(*_unpacked(arguments, False))[0]
 
 
 def _autograd(*arguments: Any) -> Tensor:

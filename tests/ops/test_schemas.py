@@ -3,7 +3,7 @@ import functools
 import pytest
 import torch
 from torch.library import opcheck
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import cute_kernels
 from cute_kernels import backend
@@ -125,8 +125,8 @@ def weights_and_pairs():
 
 
 HADAMARD, STOCHASTIC = "nvfp4:hadamard", "nvfp4:block=16x16,stochastic_rounding"
-#: No amax, and both directions.
-BOTH = (None, True, True)
+#: No amax; directions.
+BOTH, BY_ROWS = (None, True, True), (None, True, False)
 
 
 def everything():
@@ -162,18 +162,10 @@ BY_OP = {
 		"rows": lambda: (x(48), "fp8_block", OFFS, *BOTH, *(None,) * 4, *inverse(2)),
 		"columnwise": lambda: (x(48), "nvfp4", OFFS, None, False, True),
 		"activation, 2D": lambda: (x(96), SQUARE, OFFS, *BOTH, None, None, "swiglu"),
-		"activation, uniform": lambda: (w(2, 5, 64), "nvfp4", None, None, True, False, None, None, "gelu"),
+		"activation, uniform": lambda: (w(2, 5, 64), "nvfp4", None, *BY_ROWS, None, None, "gelu"),
 		"activation, shapes": lambda: (w(500), "nvfp4", None, *BOTH, None, None, "swiglu", [5, 32, 2, 32]),
 		"scale given": lambda: (x(48), "fp8:scaling=delayed", OFFS, *BOTH, torch.rand(3)),
-		"scale given, rowwise": lambda: (
-			w(2, 5, 48),
-			"fp8:dtype=e5m2,scaling=delayed",
-			None,
-			None,
-			True,
-			False,
-			torch.rand(2),
-		),
+		"scale given, rowwise": lambda: (w(2, 5, 48), "fp8:dtype=e5m2,scaling=delayed", None, *BY_ROWS, torch.rand(2)),
 		"uniform": lambda: (w(2, 5, 48), BY_ROW, None, *BOTH),
 		"stochastic": lambda: (x(48), STOCHASTIC, OFFS, *BOTH, None, torch.tensor([1, 2])),
 		"hadamard": lambda: (sample(ROWS, 48), HADAMARD, OFFS, torch.ones(2, 3), True, True),
@@ -192,7 +184,8 @@ BY_OP = {
 			x(16, True),
 			w(3, 8, 16, grad=True),
 			OFFS,
-			*[None] * 2,
+			None,
+			None,
 			False,
 			*[None] * 5,
 			False,
@@ -255,12 +248,7 @@ def outputs_like(name, results, make=poisoned):
 	return {out: [make(t.detach()) for t in results]}
 
 
-def mapped(function, arguments):
-	if isinstance(arguments, torch.Tensor):
-		return function(arguments)
-	if isinstance(arguments, (list, tuple)):
-		return [mapped(function, a) for a in arguments]
-	return arguments
+mapped = functools.partial(tree_map_only, torch.Tensor)
 
 
 def tensors(arguments):
