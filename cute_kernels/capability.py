@@ -167,9 +167,7 @@ def support(
 def _whose_rows(op: str, fmt: Format | None, core: str) -> str:
 	"""The architecture whose rows say what a reference runs that adds like the one of ``core``."""
 	key = op, None if fmt is None else fmt.name
-	if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()):
-		return core
-	return "reference"
+	return core if op in _GEMMS and core not in _ADDED_ALIKE.get(key, ()) else "reference"
 
 
 def _why_not_format(op: str, fmt: Format | None) -> str:

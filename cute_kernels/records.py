@@ -136,9 +136,7 @@ def _field_value(default: Any, text: str, words: Mapping[str, Any]) -> Any:
 		# What depends on other fields is a number.
 		default = 0
 	try:
-		if isinstance(default, tuple):
-			return tuple(map(int, text.split("x")))
-		return type(default)(text)
+		return tuple(map(int, text.split("x"))) if isinstance(default, tuple) else type(default)(text)
 	except ValueError:
 		shown = _field_text("", default, words)[1:]
 		raise ValueError(f"must be a value such as {shown}, got {text!r}") from None

@@ -335,9 +335,7 @@ def low(x: Tensor) -> Tensor:
 
 def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 	"""The weight as it multiplies operands of ``dtype``: of that dtype, or quantized as it is."""
-	if isinstance(weights[0], GroupedTensor):
-		return weights[0]
-	return joined([w.to(dtype) for w in weights])
+	return weights[0] if isinstance(weights[0], GroupedTensor) else joined([w.to(dtype) for w in weights])
 
 
 def forward(

@@ -58,9 +58,7 @@ def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, 
 
 
 def _with_padding(t: Tensor) -> Tensor:
-	if t.is_contiguous():
-		return t
-	return torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
+	return t if t.is_contiguous() else torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
 
 
 def gathered(x: GroupedTensor, outputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:

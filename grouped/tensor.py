@@ -567,9 +567,7 @@ def _copies(fmt: Format, inner: dict[str, Tensor]) -> tuple[QuantizedCopy | None
 
 	def copy(columnwise: bool) -> QuantizedCopy | None:
 		names = [f"_{name}" for name in fmt.buffer_names(columnwise)]
-		if names[0] not in inner:
-			return None
-		return QuantizedCopy(fmt, [inner[name] for name in names])
+		return None if names[0] not in inner else QuantizedCopy(fmt, [inner[name] for name in names])
 
 	return copy(columnwise=False), copy(columnwise=True)
 

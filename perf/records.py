@@ -155,9 +155,7 @@ _FIELDS = {f.name: f for f in dataclasses.fields(Record)}
 
 def _default(name: str) -> Any:
 	field = _FIELDS[name]
-	if field.default_factory is not dataclasses.MISSING:
-		return field.default_factory()
-	return field.default
+	return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
 def _plain(record: Record) -> dict[str, Any]:

@@ -247,9 +247,7 @@ def _patch_executor() -> None:
 
 	@_wrap(JitExecutor, "run_compiled_program")
 	def _run_compiled_program(original: Any, self: Any, exe_args: list[Any]) -> Any:
-		if not _is_emulated(self.jit_module):
-			return original(self, exe_args)
-		return _run(lambda: original(self, exe_args))
+		return original(self, exe_args) if not _is_emulated(self.jit_module) else _run(lambda: original(self, exe_args))
 
 
 def _patch_device_queries() -> None:
@@ -258,16 +256,12 @@ def _patch_device_queries() -> None:
 
 	@_wrap(runtime_cuda, "get_device_attribute")
 	def _attribute(original: Any, attribute: Any, device_id: int = 0) -> Any:
-		if _State.arch is None:
-			return original(attribute, device_id)
-		return engine.device_attribute(int(attribute))
+		return original(attribute, device_id) if _State.arch is None else engine.device_attribute(int(attribute))
 
 	def answer(name: str, emulated: Callable[..., Any]) -> None:
 		@_wrap(HardwareInfo, name)
 		def _method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-			if _State.arch is None:
-				return original(self, *args, **kwargs)
-			return emulated(*args, **kwargs)
+			return original(self, *args, **kwargs) if _State.arch is None else emulated(*args, **kwargs)
 
 	answer("__init__", lambda device_id=0: None)
 	answer("get_max_active_clusters", lambda cluster_size, stream=None: max(1, engine.resident_ctas() // cluster_size))

@@ -242,9 +242,7 @@ def _blocks_in_order(a: Rows, b: Rows, adder: Adder) -> Tensor:
 def _decoded(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	"""The values as fp16 operands of sm_90a."""
 	left, right = a.values(torch.float32), b.values(torch.float32)
-	if adder.decoded == "a":
-		return _hopper(right, left, torch.float16).T
-	return _hopper(left, right, torch.float16)
+	return _hopper(right, left, torch.float16).T if adder.decoded == "a" else _hopper(left, right, torch.float16)
 
 
 def _hopper(other: Tensor, decoded: Tensor, dtype: torch.dtype) -> Tensor:

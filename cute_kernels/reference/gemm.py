@@ -90,9 +90,7 @@ def m_grouped_gemm(
 def _matrix(b: Operand, depth: int, transpose_b: bool) -> Rows:
 	if b.fmt is None:
 		return Rows(b.codes.T if transpose_b else b.codes)
-	if b.columnwise:
-		return b.columns(0, depth)
-	return b.rows(slice(0, len(b.codes)), 0, depth)
+	return b.columns(0, depth) if b.columnwise else b.rows(slice(0, len(b.codes)), 0, depth)
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -50,9 +50,7 @@ class Groups:
 	@classmethod
 	def of(cls, shape: Sequence[int], offs: Tensor | None, device: torch.device) -> Groups:
 		"""The groups of a (T, ...) tensor cut at ``offs``, or of a (G, N, ...) one without."""
-		if offs is None:
-			return cls.uniform(shape[0], shape[1], device)
-		return cls.ragged(offs, shape[0])
+		return cls.uniform(shape[0], shape[1], device) if offs is None else cls.ragged(offs, shape[0])
 
 	def __len__(self) -> int:
 		return len(self.starts)

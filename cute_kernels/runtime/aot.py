@@ -111,9 +111,7 @@ def _target(arch: str | Architecture | None) -> Architecture:
 
 
 def _usable_cpus() -> int:
-	if hasattr(os, "sched_getaffinity"):
-		return len(os.sched_getaffinity(0))
-	return os.cpu_count() or 1
+	return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _in_process(todo: Sequence[KernelSpec], arch: Architecture, jobs: int) -> Iterator[tuple[KernelSpec, Answer]]:

@@ -59,9 +59,7 @@ def stacked(parts: Sequence[Parts]) -> Parts:
 def split_rows(t: Tensor, count: int, interleaved: bool) -> list[Tensor]:
 	"""The projections that the rows of a weight (..., N, K), or the numbers of a bias (N,), are."""
 	dim = max(0, t.dim() - 2)
-	if interleaved:
-		return list(t.unflatten(dim, (-1, count)).unbind(dim + 1))
-	return list(t.chunk(count, dim))
+	return list(t.unflatten(dim, (-1, count)).unbind(dim + 1)) if interleaved else list(t.chunk(count, dim))
 
 
 def joined_rows(parts: Sequence[Tensor], interleaved: bool) -> Tensor:

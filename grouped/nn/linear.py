@@ -258,9 +258,7 @@ class GroupedLinear(debug.Watched):
 		return self.scaling.of_call(self.recipe, self.num_groups)
 
 	def _sources(self, name: str) -> list[Tensor]:
-		if self.single_parameter:
-			return [lookup(self, name)]
-		return list(self._named(name).values())
+		return [lookup(self, name)] if self.single_parameter else list(self._named(name).values())
 
 	def _named(self, name: str) -> dict[str, Tensor]:
 		if self.single_parameter:

@@ -27,10 +27,7 @@ def test_codes_and_dbias_of_the_elements(fmt, backward, rows):
 	x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
 	offs = torch.tensor(OFFS, dtype=I32) if len(rows) == 1 else None
 	got, dbias = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True)
-	if backward:
-		elements = activate_gradient(x.float(), grad.float(), SWIGLU)
-	else:
-		elements = activate(x.float(), SWIGLU)
+	elements = activate_gradient(x.float(), grad.float(), SWIGLU) if backward else activate(x.float(), SWIGLU)
 	want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
 	assert got.shape == elements.shape and got.dtype == BF16
 	assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))

@@ -250,9 +250,7 @@ class Block(nn.Module):
 		return self.down(self.up(x, offs, is_first_microbatch=first).relu(), offs, is_first_microbatch=first)
 
 	def forward(self, x, offs, first=None):
-		if self.again:
-			return checkpoint(self.inner, x, offs, first, use_reentrant=False)
-		return self.inner(x, offs, first)
+		return checkpoint(self.inner, x, offs, first, use_reentrant=False) if self.again else self.inner(x, offs, first)
 
 
 @each("compiled", ["nothing", "inside", "outside"])

@@ -188,9 +188,7 @@ def test_microbatches_and_checkpointing(reentrant):
 	lens = inspect(layer, every=2)
 
 	def function(x, offs):
-		if reentrant is None:
-			return layer(x, offs)
-		return checkpoint(layer, x, offs, use_reentrant=reentrant)
+		return layer(x, offs) if reentrant is None else checkpoint(layer, x, offs, use_reentrant=reentrant)
 
 	with lens:
 		for _ in range(3):

@@ -345,9 +345,7 @@ def _before(config, *shape):
 
 
 def _bias(config, groups, n, seed):
-	if config.bias_dtype is None:
-		return None
-	return randn(groups, n, seed=seed + 2).to(DTYPES[config.bias_dtype])
+	return None if config.bias_dtype is None else randn(groups, n, seed=seed + 2).to(DTYPES[config.bias_dtype])
 
 
 def _alpha(config, groups, seed):

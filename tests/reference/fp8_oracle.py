@@ -84,9 +84,7 @@ def _scale_values(fmt, scales):
 	"""fp64 values; bytes are E8M0, of NVFP4 E4M3."""
 	if fmt.scale.vec_size == 16:
 		scales = scales.view(E4M3)
-	if scales.dtype == U8:
-		return np.exp2(scales.numpy().astype(np.float64) - 127)
-	return scales.double().numpy()
+	return np.exp2(scales.numpy().astype(np.float64) - 127) if scales.dtype == U8 else scales.double().numpy()
 
 
 def _place(fmt, row, block, columnwise):

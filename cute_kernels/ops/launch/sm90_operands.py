@@ -39,9 +39,7 @@ def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) 
 		return _quantizer(cast("MGroupedQuantizeGemm", op), launch)
 	if config.activations is not None:
 		return _arranger(op, config.activations, launch)
-	if config.expanded is not None:
-		return _expander(op, config.expanded, launch)
-	return rows_first(op, config)
+	return _expander(op, config.expanded, launch) if config.expanded is not None else rows_first(op, config)
 
 
 def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
