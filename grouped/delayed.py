@@ -23,20 +23,12 @@ def delayed_scaling_update(
 ) -> None:
 	"""Roll a history of amaxes and make the next scales from it, in place, once a step.
 
-	A slot is a column of the history, one group of a tensor. For each, with fl() one rounding to
-	fp32 (TransformerEngine's fused update):
-
-	  last = amax where that is given and not 0, else amax_history[0]
-	  if last != 0:
-	    history = (history[1], ..., history[L-1], last)
-	    A = max(history), passing over NaN; or last for "most_recent"
-	    if A is finite and A > 0: scale = min(fl(fl(FP8_MAX * 2^-margin) / A), FMAX)
-	    history[0] = 0
-
-	The largest of the last L amaxes counts. A slot that saw nothing (``last`` is 0) changes
+	A slot is a column of the history, one group of a tensor. Its scale is FP8_MAX * 2^-margin over the
+	largest of the last L amaxes, by TransformerEngine's rule, which the docstring of
+	``torch.ops.cute_kernels.delayed_scaling_update`` states to the bit. A slot that saw nothing changes
 	nothing. An infinite or NaN amax enters the history; the scale stays as long as it decides.
 
-	With ``group`` each ``last`` is replaced by the largest among the processes before the roll, in
+	With ``group`` each slot takes the largest amax among the processes before the roll, in
 	one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
 	NaN counts as 0: which of two numbers the maximum of one and NaN is depends on the backend of
 	``torch.distributed``. A slot that is 0 or NaN in every process saw nothing.

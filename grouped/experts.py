@@ -6,12 +6,7 @@ backward pass as two linear layers and an activation keep them.
 y[t] = sum over k of p[t, k] h[row(t, k)] with h = W2 a + b2 and a = act(z), z = W1 x + b1.
 
 Kept for the backward pass are x, p, z and the routing. Neither the gathered rows nor a nor h are:
-rows and a are made again, and nothing reads h, for with g = W2^T dy, of the tokens' gradients
-before p multiplies them (SonicMoE, arXiv 2512.14080),
-
-  dp = <g, a> + <dy, b2>      dz = act'(z) (p g)      dW2 = dy (p a)^T      db2 = sum of p dy
-
-so the gradient of W2 is the product of dy, quantized once for both of its products, and p a.
+rows and a are made again, and nothing reads h, by the formulas of docs/moe.md, Memory and gradients.
 """
 
 from __future__ import annotations
