@@ -216,8 +216,7 @@ class _Linear(torch.autograd.Function):
 	) -> Tensor:
 		wanted = any(ctx.needs_input_grad[_WEIGHTS:]), ctx.needs_input_grad[1]
 		ctx.needs = ctx.needs_input_grad[0], *(wanted if sink is None else sink.wanted)
-		options = (copies, ctx.needs, scaling, probe)
-		(y,), kept, amaxes = forward(x, weights, bias, offs, recipe, *options)
+		(y,), kept, amaxes = forward(x, weights, bias, offs, recipe, copies, ctx.needs, scaling, probe)
 		# The scale may be updated in place before the backward pass, which is this call's.
 		scale = None if scaling is None else scaling.scales[-1].clone()
 		ctx.save_for_backward(offs, scale, *(amaxes or (None, None)), *_flat(kept))
@@ -373,8 +372,7 @@ def _differentiable(
 		for t in operands:
 			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
 				_refuse_forward_mode()
-	options = (copies, (False, False), scaling, probe)
-	(y,), _, amaxes = forward(x, weights, bias, offs, recipe, *options)
+	(y,), _, amaxes = forward(x, weights, bias, offs, recipe, copies, (False, False), scaling, probe)
 	if scaling is not None:
 		# No backward pass will.
 		scaling.record(amaxes)

@@ -422,8 +422,7 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
 	made_of_z: list[Any] = [None]
 	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
-		texts = call_1.recipe.texts[2], call_2.recipe.texts[0]
-		made_of_z = ops.moe_quantize_gradient(z, g, *texts, *act, p, pair)
+		made_of_z = ops.moe_quantize_gradient(z, g, call_1.recipe.texts[2], call_2.recipe.texts[0], *act, p, pair)
 		made_of_z = [Copies(made_of_z[:2], made_of_z[2:4]), Copies(None, made_of_z[4:6]), made_of_z[6]]
 	elif g is not None:
 		made_of_z = ops.moe_activate_gradient(z, g, *act, p, pair)

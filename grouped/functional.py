@@ -203,8 +203,7 @@ def quantize(
 	if out is None:
 		flat = flat_shapes(members)
 		directions = (rowwise, columnwise)
-		given = (scale, numbers, act, flat)
-		buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, *given)
+		buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, numbers, act, flat)
 		if torch.compiler.is_compiling():
 			_allow_assemble()
 		out = assemble(shape, dtype, fmt.text, ends, buffers, *directions, members)

@@ -223,8 +223,7 @@ def _quantize(
 	if recipe.propagate_nonfinite and fmt.element.holds_nan:
 		# Codes of FP8 hold no infinity, or are not made of one.
 		x = x.masked_fill(x.isinf(), torch.nan)
-	given = (scale, draw_seed(fmt, x.device))
-	options = (*given, activation, None, index, inverse)
+	options = (scale, draw_seed(fmt, x.device), activation, None, index, inverse)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
 	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
 	names = [name for way in directions for name in fmt.buffer_names(way)]

@@ -168,8 +168,7 @@ def _w4a16_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 	low = dy.to(dtype)
 	da = db = dbias = None
 	if ctx.needs_input_grad[0]:
-		operands = (low, b, offs, None, alpha, not ctx.transpose_b, dtype)
-		da = torch.ops.grouped.gemm_w4a16(*operands)
+		da = torch.ops.grouped.gemm_w4a16(low, b, offs, None, alpha, not ctx.transpose_b, dtype)
 	if ctx.needs_input_grad[1]:
 		# That of the values that b stands for, as dequantize() passes it on.
 		pair = (a, low) if ctx.transpose_b else (low, a)

@@ -459,8 +459,7 @@ class GroupedTensor(Tensor):
 		inner: dict[str, Tensor], context: Context, outer_size: Sequence[int], outer_stride: Sequence[int]
 	) -> GroupedTensor:
 		fmt, dtype, prepacked, shapes = context
-		parts = (inner.get("_offs"), *_copies(fmt, inner))
-		return GroupedTensor._of(outer_size, dtype, fmt, *parts, prepacked, shapes)
+		return GroupedTensor._of(outer_size, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), prepacked, shapes)
 
 	def _inner(self) -> dict[str, Tensor]:
 		named = ((name, getattr(self, name)) for name in _inner_names(self.format))

@@ -40,8 +40,7 @@ class Operands:
 			return x.normal_(generator=generator)
 
 		self.a = draw(rows, shape.k if product == "fprop" else shape.n)
-		weights = (shape.experts, shape.n, shape.k)
-		self.b = draw(rows, shape.k) if product == "wgrad" else draw(*weights)
+		self.b = draw(rows, shape.k) if product == "wgrad" else draw(shape.experts, shape.n, shape.k)
 
 	@property
 	def flops(self) -> float:

@@ -130,8 +130,7 @@ def check_copy(
 	"""
 	codes, scales = copy
 	names = fmt.operand_names(columnwise)
-	asked = {"rowwise": not columnwise, "columnwise": columnwise}
-	wanted = buffers(fmt, shape, num_groups, shapes=shapes, **asked)
+	wanted = buffers(fmt, shape, num_groups, shapes=shapes, rowwise=not columnwise, columnwise=columnwise)
 	if len(scales) != len(names) - 1:
 		raise ValueError(f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors")
 	check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)

@@ -163,8 +163,7 @@ class GroupedQuantize(OfFormat):
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedQuantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its outputs: views."""
 		shapes = pairs(self.shapes or ())
-		directions = {"rowwise": self.rowwise, "columnwise": self.columnwise}
-		parts = member_parts(self.record, shapes, **directions)
+		parts = member_parts(self.record, shapes, rowwise=self.rowwise, columnwise=self.columnwise)
 		of_x = [(m, input_columns(n, self.activation)) for m, n in shapes]
 		for i, x in enumerate(member_views(self.x, of_x)):
 			given = (self.amax, self.scale)

@@ -155,8 +155,7 @@ class Recording:
 
 	def guard(self, given: Sequence[Any]) -> Any:
 		"""What checks that tensors are as these: class, dtype, device, shape, strides, and PyTorch's modes."""
-		of_shapes: dict[str, Any] = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
-		return _Guards(*(given[i] for i in self._there), **of_shapes).check
+		return _Guards(*(given[i] for i in self._there), dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 def _listed(places: Iterable[int]) -> str:

@@ -63,8 +63,7 @@ def quantize(
 	per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
 	for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
 		if copy:
-			amaxes = per_row, per_group[is_columnwise]
-			_store_level(codec, groups, copy, *amaxes, given.scale, is_columnwise)
+			_store_level(codec, groups, copy, per_row, per_group[is_columnwise], given.scale, is_columnwise)
 	# What the scales of blocks follow from.
 	second = per_group if given.scale is None else (given.scale, given.scale)
 	if rowwise and not fmt.is_2d:

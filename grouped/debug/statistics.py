@@ -161,8 +161,7 @@ def _measure(
 	def decoded(codes: Tensor) -> Tensor:
 		if fmt is None:
 			return codes.flatten(0, -2)
-		options = (fmt.text, shape[-2], torch.float32, offs, columnwise)
-		y: Tensor = ops.grouped_dequantize(codes, rest, *options)
+		y: Tensor = ops.grouped_dequantize(codes, rest, fmt.text, shape[-2], torch.float32, offs, columnwise)
 		return y.flatten(0, -2)
 
 	sums, amax = _compare(parts, decoded(codes))

@@ -90,8 +90,7 @@ class _Block(nn.Module):
 		self.attention_norm = nn.RMSNorm(config.hidden)
 		self.attention = Attention(config.hidden, config.heads)
 		self.moe_norm = nn.RMSNorm(config.hidden)
-		sizes = (config.hidden, config.intermediate, config.experts, config.top_k)
-		self.moe = grouped.nn.MoE(*sizes, recipe=recipe)
+		self.moe = grouped.nn.MoE(config.hidden, config.intermediate, config.experts, config.top_k, recipe=recipe)
 
 	def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 		x = x + self.attention(self.attention_norm(x))

@@ -50,5 +50,4 @@ class _Activate(torch.autograd.Function):
 	@once_differentiable
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		x, offs = ctx.saved_tensors
-		given = (x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)
-		return ops.moe_activate_gradient(*given)[0], None, None, None
+		return ops.moe_activate_gradient(x, dy.to(x.dtype), ctx.activation, offs, ctx.interleaved)[0], None, None, None

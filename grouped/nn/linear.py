@@ -101,18 +101,13 @@ class GroupedLinear(debug.Watched):
 		self.scaling: DelayedScaling | None = None
 		if isinstance(self.recipe, FP8Delayed):
 			self.scaling = DelayedScaling(self.recipe, num_groups, device)
-		factory: dict[str, Any] = {"device": device, "dtype": dtype}
 		shapes: dict[str, tuple[int, ...]] = {"weight": (out_features, in_features)}
 		if bias:
 			shapes["bias"] = (out_features,)
 		for name, shape in shapes.items():
-			if single_parameter:
-				tensor = torch.empty(num_groups, *shape, **factory)
-				self.register_parameter(name, nn.Parameter(tensor))
-				continue
-			for group in range(num_groups):
-				tensor = torch.empty(shape, **factory)
-				self.register_parameter(f"{name}{group}", nn.Parameter(tensor))
+			size = (num_groups, *shape) if single_parameter else shape
+			for each in self._names(name):
+				self.register_parameter(each, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
 		if not bias and single_parameter:
 			self.register_parameter("bias", None)
 		for parameter in self.parameters() if delay_wgrad else ():
@@ -201,8 +196,7 @@ class GroupedLinear(debug.Watched):
 	def _apply_to(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
 		rows, ends = self.rows_and_ends(x, offs)
 		call = self.prepare(rows.device, rows.requires_grad, is_first_microbatch)
-		options = (call.copies, call.sink, call.scaling, call.probe)
-		y = multiply(rows, call.weights, call.bias, ends, self.recipe, *options)
+		y = multiply(rows, call.weights, call.bias, ends, self.recipe, call.copies, call.sink, call.scaling, call.probe)
 		if call.flags is not None:
 			y = debug.watch(call.flags, rows, call.weights, y, ends)
 		# Not a view of itself: FSDP warns of those.
@@ -260,10 +254,11 @@ class GroupedLinear(debug.Watched):
 	def _sources(self, name: str) -> list[Tensor]:
 		return [lookup(self, name)] if self.single_parameter else list(self._named(name).values())
 
+	def _names(self, name: str) -> list[str]:
+		return [name] if self.single_parameter else [f"{name}{group}" for group in range(self.num_groups)]
+
 	def _named(self, name: str) -> dict[str, Tensor]:
-		if self.single_parameter:
-			return {name: getattr(self, name)}
-		return {name: getattr(self, name) for name in (f"{name}{group}" for group in range(self.num_groups))}
+		return {each: getattr(self, each) for each in self._names(name)}
 
 	def _stacked(self, name: str) -> Tensor:
 		sources = [local(t) for t in self._sources(name)]

@@ -297,8 +297,7 @@ def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
 		weight = torch.cat([b[j] for _, j in pairs], 1)
 	if experts % _MULTIPLE:
 		weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
-	operands = (x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
-	logits: Tensor = ops.m_grouped_gemm(*operands)
+	logits: Tensor = ops.m_grouped_gemm(x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
 	return logits[:, :experts].contiguous() if experts % _MULTIPLE else logits
 
 

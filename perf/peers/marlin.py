@@ -54,8 +54,7 @@ class Marlin(W4A16Peer):
 			"use_fp32_reduce": True,
 			"is_zp_float": False,
 		}
-		routing = (order, owners, padded, ones)
-		return functools.partial(ops.moe_wna16_marlin_gemm, *arguments, *routing, **options)
+		return functools.partial(ops.moe_wna16_marlin_gemm, *arguments, order, owners, padded, ones, **options)
 
 
 def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Tensor]:

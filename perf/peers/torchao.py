@@ -81,8 +81,7 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
 
 def _layer(work: LayerWork, function: str) -> Step:
 	multiply = getattr(importlib.import_module(_TRAINING), function)
-	options = {"offs": work.offs, "pad_token_groups_for_grouped_mm": True}
-	return plain_layer(work, functools.partial(multiply, **options))
+	return plain_layer(work, functools.partial(multiply, offs=work.offs, pad_token_groups_for_grouped_mm=True))
 
 
 PEER = TorchAo

@@ -115,8 +115,7 @@ def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
 	a, b = work.a, work.b
 	if work.is_wgrad:
 		if a_fmt is not None:
-			options: dict[str, Any] = {"rowwise": False, "columnwise": True, "offs": work.offs}
-			a, b = (grouped.quantize(x, a_fmt, **options) for x in (a, b))
+			a, b = (grouped.quantize(x, a_fmt, rowwise=False, columnwise=True, offs=work.offs) for x in (a, b))
 		return a, b
 	if a_fmt is not None and not pair.quantizes:
 		a = grouped.quantize(a, a_fmt, offs=work.offs)
@@ -130,10 +129,9 @@ def _operands(pair: Pair, work: Operands) -> tuple[Tensor, Tensor]:
 def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 	a_fmt, b_fmt = pair.formats
 	is_mixed = a_fmt is None and b_fmt is not None
-	facts = {"columnwise": work.product != "fprop", "prepacked": pair.prepacked}
 	op = "grouped_gemm_w4a16" if is_mixed else "grouped_gemm"
 	for fmt in dict.fromkeys((b_fmt,) if is_mixed or pair.prepacked else (a_fmt, b_fmt)):
-		require(op, fmt, meter.arch, **facts)
+		require(op, fmt, meter.arch, columnwise=work.product != "fprop", prepacked=pair.prepacked)
 	a, b = _operands(pair, work)
 	options: dict[str, Any] = {"transpose_b": True} if work.product == "dgrad" else {}
 	if pair.quantizes:

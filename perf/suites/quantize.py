@@ -144,8 +144,7 @@ def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender
 	fmt = parse(text)
 
 	def prepare() -> Callable[[], Any]:
-		facts = {"columnwise": True in asked.ways, "activation": asked.activates}
-		require("grouped_quantize", fmt, meter.arch, **facts)
+		require("grouped_quantize", fmt, meter.arch, columnwise=True in asked.ways, activation=asked.activates)
 		return functools.partial(_quantize, data, text, asked)
 
 	return Contender(

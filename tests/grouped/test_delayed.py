@@ -81,9 +81,8 @@ class ByHand:
 	def update(self):
 		r = self.recipe
 		for role in ROLES:
-			options = {"margin": r.margin, "algorithm": r.algorithm}
 			self.history[role], self.scale[role] = by_column(
-				self.history[role], self.scale[role], getattr(r, role).dtype, **options
+				self.history[role], self.scale[role], getattr(r, role).dtype, margin=r.margin, algorithm=r.algorithm
 			)
 
 	def quantize(self, role, x, offs=None):

@@ -123,8 +123,7 @@ def test_members_decode_to_what_dequantize_gives(uniform, name):
 @each("direction", ["rowwise", "columnwise"])
 def test_one_direction(direction, fmt):
 	x = sample(40, 32)
-	only = {"rowwise": direction == "rowwise", "columnwise": direction == "columnwise"}
-	xq = grouped.quantize(x, fmt, offs=[10, 40], **only)
+	xq = grouped.quantize(x, fmt, offs=[10, 40], rowwise=direction == "rowwise", columnwise=direction == "columnwise")
 	both = grouped.quantize(x, fmt, offs=[10, 40], columnwise=True)
 	other = "columnwise" if direction == "rowwise" else "rowwise"
 	assert getattr(xq, other) is None

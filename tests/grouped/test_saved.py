@@ -113,9 +113,8 @@ def test_peak(recipe):
 @each("is_moe", [False, True])
 def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
 	"""Those of the second layer at its own, of the first at its: nothing else refers to them."""
-	sizes = (HIDDEN, WIDTH, GROUPS)
 	options = {"recipe": recipes.FP8Block(), "dtype": BF16}
-	layer = MoE(*sizes, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
+	layer = MoE(HIDDEN, WIDTH, GROUPS, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
 	alive, make = [], LinearCall.weight_gradient
 
 	def live():

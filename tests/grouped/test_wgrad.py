@@ -168,8 +168,7 @@ def test_what_hooks_find(form, data):
 @each("single", [True, False])
 def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
 	x, dy = data
-	options = {"fuse_wgrad_accumulation": True, "delay_wgrad": delay}
-	layer = layer_of(NVFP4, "single" if single else "discrete", **options)
+	layer = layer_of(NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay)
 	give_main_grads(layer)
 	name = "weight" if single else "weight1"
 	parameter = getattr(layer, name)
@@ -248,8 +247,7 @@ def test_delayed_beside_frozen_parameters(form, frozen, data):
 	results = []
 	for delay in (True, False):
 		# Frozen weights need no main_grad.
-		options = {"delay_wgrad": delay, "fuse_wgrad_accumulation": "weight" in frozen}
-		layer = layer_of(RECIPES["row-scaled"], form, **options)
+		layer = layer_of(RECIPES["row-scaled"], form, delay_wgrad=delay, fuse_wgrad_accumulation="weight" in frozen)
 		for name, p in layer.named_parameters():
 			p.requires_grad_(name.rstrip("012") not in frozen)
 		leaf = x.clone().requires_grad_("x" not in frozen)

@@ -91,8 +91,7 @@ def _poisoned(spec):
 
 def quantize(x, offs, fmt, columnwise=False):
 	"""One direction of (T, K) with offs or (G, N, K), by the reference into poisoned buffers."""
-	directions = {"rowwise": not columnwise, "columnwise": columnwise}
-	specs = buffers(fmt, x.shape, None if offs is None else len(offs), **directions)
+	specs = buffers(fmt, x.shape, None if offs is None else len(offs), rowwise=not columnwise, columnwise=columnwise)
 	out = {name: _poisoned(spec) for name, spec in specs.items()}
 	reference.quantize(reference.Elements(x), Groups.of(x.shape, offs, x.device), fmt, out)
 	codes, *rest = (out[name] for name in fmt.operand_names(columnwise))

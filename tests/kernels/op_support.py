@@ -50,6 +50,5 @@ def check_touched(run, needed, others=()):
 	with watching(*needed, *others):
 		run()
 	for i, array in enumerate(needed):
-		less = [*needed[:i], array[:-1], *needed[i + 1 :], *others]
-		with watching(*less), pytest.raises(emulator.EmulatorError):
+		with watching(*needed[:i], array[:-1], *needed[i + 1 :], *others), pytest.raises(emulator.EmulatorError):
 			run()

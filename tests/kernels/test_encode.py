@@ -37,8 +37,7 @@ def check_codes(blocks, factors, dtype):
 def encoded(config, blocks, factors, draws=None):
 	out = torch.zeros(len(blocks), 8, dtype=U8)
 	drawn = torch.zeros(len(blocks), 16, dtype=U8) if draws is None else draws
-	words = (blocks.view(torch.uint32), factors, drawn.view(torch.uint32))
-	compiled(config)(*words, out.view(torch.uint32))
+	compiled(config)(blocks.view(torch.uint32), factors, drawn.view(torch.uint32), out.view(torch.uint32))
 	return out
 
 

@@ -126,8 +126,7 @@ def test_tiles(name, text, uniform, arch):
 	buffers = (codes, scales, codes_t, scales_t)
 	# One tile, the last in both directions.
 	rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
-	arguments = (big, None, offs, None, amax, *buffers, *rest)
-	run_ctas(config, items - 1, items, *arguments, arch=arch)
+	run_ctas(config, items - 1, items, big, None, offs, None, amax, *buffers, *rest, arch=arch)
 	col = (cols - 1) // 128 * 128
 	codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
 	if uniform:
@@ -196,8 +195,7 @@ def test_dequantize(name, direction, uniform):
 	config = DequantizeConfig.choose(fmt, "bfloat16", grouping, columnwise)
 	parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
 	first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
-	arguments = (big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
-	run_ctas(config, first, first + ctas, *arguments)
+	run_ctas(config, first, first + ctas, big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
 	assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
 
 

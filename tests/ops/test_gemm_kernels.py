@@ -74,8 +74,7 @@ def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
 	b = ops.grouped_quantize(sample(*shape), text, **directions)[: len(parse(text).operand_names(transpose_b))]
 	x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
 	alpha = torch.tensor([0.3, 7.0, -1.1])
-	options = (offsets(SPLITS), bias, alpha, transpose_b)
-	arguments = m_grouped_arguments(x, b, *options, b_format=text)
+	arguments = m_grouped_arguments(x, b, offsets(SPLITS), bias, alpha, transpose_b, b_format=text)
 	found = []
 	for name in (f"reference:{arch}", f"emulated:{arch}"):
 		with backend(name):

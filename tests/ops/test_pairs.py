@@ -23,23 +23,20 @@ def zeros(fmt, columnwise=False, uniform=False):
 
 
 def m_grouped(a, b, transpose_b=False, **options):
-	texts = {"a_format": a.text, "b_format": b.text}
 	operands = (zeros(a), zeros(b, transpose_b, uniform=True), OFFS, None, None, transpose_b)
-	return ops.m_grouped_gemm(*m_grouped_arguments(*operands, **texts), **options)
+	return ops.m_grouped_gemm(*m_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options)
 
 
 def quantizing(a, b, transpose_b=False, **options):
 	codes, *scales = zeros(b, transpose_b, uniform=True)
 	x = torch.zeros(8, 32)
-	texts = (a.text, b.text)
 	options |= {"transpose_b": transpose_b}
-	return ops.m_grouped_quantize_gemm(x, codes, OFFS, scales, *texts, **options)
+	return ops.m_grouped_quantize_gemm(x, codes, OFFS, scales, a.text, b.text, **options)
 
 
 def k_grouped(a, b, **options):
-	texts = {"a_format": a.text, "b_format": b.text}
 	operands = (zeros(a, columnwise=True), zeros(b, columnwise=True), OFFS)
-	return ops.k_grouped_gemm(*k_grouped_arguments(*operands, **texts), **options)
+	return ops.k_grouped_gemm(*k_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options)
 
 
 CALLS = {"m_grouped_gemm": m_grouped, "m_grouped_quantize_gemm": quantizing}

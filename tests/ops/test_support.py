@@ -143,9 +143,8 @@ def grouped_gemm_w4a16(fmt, dtype):
 
 
 def grouped_gemm_w4a8(fmt, dtype):
-	texts = {"a_format": fmt.text, "b_format": "nvfp4"}
 	b = held(NVFP4(), uniform=True)
-	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, **texts))
+	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, a_format=fmt.text, b_format="nvfp4"))
 
 
 def delayed_scaling_update(fmt, dtype):

@@ -30,8 +30,7 @@ def _made():
 			product = replace(product, ceilings={"copy": 4.0, "bfloat16": 700.0}, **work)
 			now = first * (1 + tokens / 8)
 			for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
-				more = {"value": value, "spread": value / 100, "commit": commit, "time": time}
-				yield replace(product, **more)
+				yield replace(product, value=value, spread=value / 100, commit=commit, time=time)
 	case = {"op": "quantize", "rows": 256, "cols": 512, "groups": 2, "directions": "row"}
 	run = {"commit": NEW[0], "time": NEW[1]}
 	quantize = Record("quantize", case, "ours", "time", 5.0, "us", "gpu", "nvfp4", bytes=3e6, **run)

@@ -105,8 +105,7 @@ def test_the_scale_of_single_rows_comes_first():
 		((rows, small), (square, large), 2.0**33),
 		((square, small), (rows, large), torch.inf),
 	):
-		pair = (block_rows(a, *first[::-1]), block_rows(b, *second[::-1]))
-		assert dot(*pair, Adder()).item() == want
+		assert dot(block_rows(a, *first[::-1]), block_rows(b, *second[::-1]), Adder()).item() == want
 
 
 def mx_rows(x, exponents):

@@ -78,8 +78,7 @@ def test_plain_fprop_is_the_fp64_product_rounded(dtype, out_dtype, transpose_b):
 		want[start:end] = acc * alpha[g] + bias[g]
 	assert_same_bytes(got, want.to(out_dtype))
 	total = torch.full((58, 24), 3.0, dtype=out_dtype)
-	operands = (x, b, offs, bias, alpha, transpose_b, out_dtype)
-	ops.m_grouped_gemm_out(*operands, out=total, accumulate=True)
+	ops.m_grouped_gemm_out(x, b, offs, bias, alpha, transpose_b, out_dtype, out=total, accumulate=True)
 	assert_same_bytes(total[:54], (want[:54] + 3.0).to(out_dtype))
 	assert (total[54:] == 3.0).all()
 

@@ -88,8 +88,7 @@ def products():
 			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
 			if x.dtype == BF16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
 				rows = torch.zeros(4, dtype=I32)
-				given = {"rows": rows, "inverse": rows.view(2, 2)}
-				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", **given)
+				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", rows=rows, inverse=rows.view(2, 2))
 
 
 def used(arch):

@@ -56,7 +56,6 @@ def test_flat_buffers_hold_those_of_each_member_alone_one_after_the_other(text):
 
 
 def test_each_direction_has_its_own_flat_buffers():
-	asked = {"rowwise": False, "columnwise": True}
 	both = buffers(NVFP4(), (9,), None, columnwise=True, shapes=SHAPES)
-	columnwise = buffers(NVFP4(), (9,), None, shapes=SHAPES, **asked)
+	columnwise = buffers(NVFP4(), (9,), None, shapes=SHAPES, rowwise=False, columnwise=True)
 	assert columnwise == {name: both[name] for name in ("codes_t", "scales_t", "amax_t")}

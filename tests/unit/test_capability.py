@@ -139,8 +139,7 @@ def test_the_printed_table_says_what_support_says():
 		prepacked = title.startswith("prepacked")
 		if op.startswith("compute_"):
 			dtype = dtype and torch.int32
-		facts = {"dtype": dtype, "prepacked": prepacked}
-		answers = [bool(support(op, fmt, arch, **facts)) for arch in ARCHITECTURES]
+		answers = [bool(support(op, fmt, arch, dtype=dtype, prepacked=prepacked)) for arch in ARCHITECTURES]
 		if op.startswith("compute_") and fmt is None:
 			title = "int32"
 		assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers

@@ -94,8 +94,7 @@ def combine(op: MoeCombine, launch: Launcher) -> Runner:
 		return lambda op, outputs: outputs[0].zero_()
 	dtype, out = op.h.dtype, op.out_dtype or op.h.dtype
 	vectorized = all(op.h.shape[1] * t.itemsize % 16 == 0 for t in (dtype, out))
-	names = (dtype_name(dtype), dtype_name(out))
-	kernel = launch.kernel(CombineConfig(*names, op.weight is not None, vectorized))
+	kernel = launch.kernel(CombineConfig(dtype_name(dtype), dtype_name(out), op.weight is not None, vectorized))
 
 	def run(op: MoeCombine, outputs: Sequence[Tensor]) -> None:
 		kernel(readable(op.h), dense(op.row), dense(op.weight), outputs[0], launch.num_sms)
@@ -124,8 +123,7 @@ def activate(op: MoeActivate, launch: Launcher) -> Runner:
 	kernel = launch.kernel(_activate_config(op, launch, op.outputs()[0].shape[1]))
 
 	def run(op: MoeActivate, outputs: Sequence[Tensor]) -> None:
-		given = (readable(op.x), None, dense(op.offs), None, None, outputs[0])
-		kernel(*given, None, None, launch.num_sms)
+		kernel(readable(op.x), None, dense(op.offs), None, None, outputs[0], None, None, launch.num_sms)
 
 	return run
 
@@ -135,8 +133,7 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 	if not op.x.numel():
 		return lambda op, outputs: None
 	weighted = op.weight is not None
-	options = {"gradient": True, "weighted": weighted}
-	kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], **options))
+	kernel = launch.kernel(_activate_config(op, launch, op.grad.shape[1], gradient=True, weighted=weighted))
 
 	def run(op: MoeActivateGradient, outputs: Sequence[Tensor]) -> None:
 		rows = readable(op.x), readable(op.grad), dense(op.offs)
