@@ -85,8 +85,7 @@ def _detach(func: Any, x: GroupedTensor) -> GroupedTensor:
 def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) -> Tensor:
 	if list(size) == [-1] and x.dim() > 1:
 		return Flat([x])
-	same = len(size) == x.dim() and all(w in (-1, s) for w, s in zip(size, x.shape, strict=True))
-	if not same:
+	if len(size) != x.dim() or any(w not in (-1, s) for w, s in zip(size, x.shape, strict=True)):
 		raise TypeError(
 			f"{func} to {tuple(size)} does not work on a GroupedTensor of shape {tuple(x.shape)}; "
 			"decode it first with .dequantize()"
@@ -261,19 +260,8 @@ _ARITHMETIC = ("add", "sub", "mul", "div", "neg", "abs", "lerp", "pow")
 _DECODING = {
 	*(getattr(aten, name) for name in _ARITHMETIC),
 	*(getattr(aten, f"_foreach_{name}") for name in (*_ARITHMETIC, "norm")),
-	aten.rsub,
-	aten.where,
-	aten.linalg_vector_norm,
-	aten.isfinite,
-	aten.isnan,
-	aten.isinf,
-	aten.eq,
-	aten.ne,
-	aten.lt,
-	aten.le,
-	aten.gt,
-	aten.ge,
-	aten.equal,
+	*(aten.rsub, aten.where, aten.linalg_vector_norm, aten.isfinite, aten.isnan, aten.isinf),
+	*(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge, aten.equal),
 }
 #: Ops with an in-place name that change more than values.
 _RESHAPING = ("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_")

@@ -84,9 +84,8 @@ def grouped_gemm(
 	check_is_tensor("b", b)
 	if out is not None:
 		check_is_tensor("out", out)
-	if out is not None and out_dtype not in (None, out.dtype):
-		raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
-	if out is not None:
+		if out_dtype not in (None, out.dtype):
+			raise ValueError(f"out_dtype is {out_dtype}, but out is {out.dtype}")
 		# Here, where operands are whole: no op sees that the tensor around codes requires one.
 		named = (("a", a), ("b", b), ("bias", bias), ("alpha", alpha), ("out", out))
 		refuse_derivatives("grouped_gemm(out=)", named, "leave out= away")
@@ -95,8 +94,7 @@ def grouped_gemm(
 		if offs is not None:
 			raise ValueError("offs is given, but the operands carry their own")
 		if out is None and not is_observed((a, b, bias, alpha), _DIRECT):
-			name, operands = _quantized_operands(a, b, bias, alpha, transpose_b, dtype, accumulation)
-			return _call(name, operands, out=None, accumulate=False)
+			return _call(*_quantized_operands(a, b, bias, alpha, transpose_b, dtype, accumulation))
 		pair = (a, b, bias, alpha, transpose_b)
 		if out is None:
 			result: Tensor = torch.ops.grouped.gemm(*pair, dtype, accumulation)
@@ -114,8 +112,7 @@ def grouped_gemm(
 
 		return sharding.product(gemm, a, b, offs, bias, alpha, 1 + transpose_b)
 	if isinstance(a, GroupedTensor):
-		names = f"{type(a).__name__} and {type(b).__name__}"
-		raise TypeError(f"b must be quantized if a is, got {names}")
+		raise TypeError(f"b must be quantized if a is, got {type(a).__name__} and {type(b).__name__}")
 	check_accumulation(accumulation, None, b.format if isinstance(b, GroupedTensor) else None)
 	if offs is None:
 		raise ValueError("offs is missing: plain operands are cut into groups by offs")
@@ -129,11 +126,10 @@ def grouped_gemm(
 	if b.dim() == 2:
 		_no_ragged_options(bias, transpose_b)
 		return _call("k_grouped_gemm", (a, b, ends, alpha, dtype), out, accumulate)
-	operands = (a, b, ends, bias, alpha, transpose_b, dtype)
-	return _call("m_grouped_gemm", operands, out, accumulate)
+	return _call("m_grouped_gemm", (a, b, ends, bias, alpha, transpose_b, dtype), out, accumulate)
 
 
-def _call(name: str, operands: tuple[object, ...], out: Tensor | None, accumulate: bool) -> Tensor:
+def _call(name: str, operands: tuple[object, ...], out: Tensor | None = None, accumulate: bool = False) -> Tensor:
 	if out is None:
 		result: Tensor = getattr(ops, name)(*operands)
 		return result
@@ -183,29 +179,25 @@ register_autograd("gemm_w4a16", _w4a16_gradients, _save_w4a16, _LIBRARY)
 
 @handler(torch.ops.grouped.gemm.default)
 def _gemm(func: Any, *arguments: Any) -> Tensor:
-	name, operands = _quantized_operands(*arguments)
-	return _call(name, operands, out=None, accumulate=False)
+	return _call(*_quantized_operands(*arguments))
 
 
 @handler(torch.ops.grouped.gemm_out.default)
 def _gemm_out(func: Any, *arguments: Any) -> None:
 	*pair, accumulate, out = arguments[:7]
 	# The dispatcher leaves out what has its default.
-	name, operands = _quantized_operands(*pair, out.dtype, *arguments[7:])  # type: ignore[call-arg]
-	_call(name, operands, out=out, accumulate=accumulate)
+	_call(*_quantized_operands(*pair, out.dtype, *arguments[7:]), out, accumulate)  # type: ignore[call-arg]
 
 
 @handler(torch.ops.grouped.gemm_w4a16.default)
 def _gemm_w4a16(func: Any, *arguments: Any) -> Tensor:
-	name, operands = w4a16_operands(*arguments)
-	return _call(name, operands, out=None, accumulate=False)
+	return _call(*w4a16_operands(*arguments))
 
 
 @handler(torch.ops.grouped.gemm_w4a16_out.default)
 def _gemm_w4a16_out(func: Any, *arguments: Any) -> None:
 	a, b, offs, bias, alpha, transpose_b, accumulate, out = arguments
-	name, operands = w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype)
-	_call(name, operands, out=out, accumulate=accumulate)
+	_call(*w4a16_operands(a, b, offs, bias, alpha, transpose_b, out.dtype), out, accumulate)
 
 
 def _no_ragged_options(bias: Tensor | None, transpose_b: bool) -> None:
@@ -232,8 +224,7 @@ def _quantized_operands(
 		codes, scales = _weights(a, b, transpose_b)
 		first, first_scales = _operand(a, "a", "rowwise")
 		scaled = (first_scales, scales, *formats)
-		options = (bias, alpha, transpose_b, dtype, *scaled, b.prepacked, accumulation)
-		return "m_grouped_gemm", (first, codes, a.offs, *options)
+		return "m_grouped_gemm", (first, codes, a.offs, bias, alpha, transpose_b, dtype, *scaled, b.prepacked, accumulation)
 	_no_ragged_options(bias, transpose_b)
 	if a.num_groups != b.num_groups or a.shape[0] != b.shape[0]:
 		raise ValueError(
@@ -243,8 +234,7 @@ def _quantized_operands(
 	_check_same_offs(a.offs, b.offs)
 	first, first_scales = _operand(a, "a", "columnwise")
 	second, second_scales = _operand(b, "b", "columnwise")
-	rest = (alpha, dtype, first_scales, second_scales, *formats, accumulation)
-	return "k_grouped_gemm", (first, second, a.offs, *rest)
+	return "k_grouped_gemm", (first, second, a.offs, alpha, dtype, first_scales, second_scales, *formats, accumulation)
 
 
 def _check_uniform(b: GroupedTensor, kinds: str) -> None:
@@ -280,8 +270,7 @@ def w4a16_operands(
 	if b.prepacked or (level is not None and level.per == "row"):
 		require("grouped_gemm_w4a16", b.format, "reference", prepacked=b.prepacked)
 	codes, scales = _weights(a, b, transpose_b)
-	options = (bias, alpha, transpose_b, dtype, None, scales, None, b.format.text)
-	return "m_grouped_gemm", (a, codes, offs, *options)
+	return "m_grouped_gemm", (a, codes, offs, bias, alpha, transpose_b, dtype, None, scales, None, b.format.text)
 
 
 def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> tuple[Tensor, list[Tensor]]:
@@ -290,8 +279,7 @@ def _weights(a: Tensor, b: GroupedTensor, transpose_b: bool) -> tuple[Tensor, li
 	depth = b.shape[1 if transpose_b else 2]
 	if a.dim() != 2 or a.shape[1] != depth:
 		# The columnwise codes of b may be padded to whole tiles, so the op cannot see this.
-		shape = tuple(a.shape)
-		raise ValueError(f"a must have as many columns as b contracts, {depth}, got {shape}")
+		raise ValueError(f"a must have as many columns as b contracts, {depth}, got {tuple(a.shape)}")
 	return held
 
 

@@ -29,8 +29,7 @@ class _Counter:
 
 	def update(self) -> None:
 		self._count += 1
-		line = f"{self._title} {self._count}/{self._total} {self._postfix}"
-		print(f"\r{line}", end="", file=sys.stderr, flush=True)
+		print(f"\r{self._title} {self._count}/{self._total} {self._postfix}", end="", file=sys.stderr, flush=True)
 
 	def set_postfix_str(self, s: str) -> None:
 		self._postfix = s

@@ -105,9 +105,9 @@ class GroupedLinear(debug.Watched):
 		if bias:
 			shapes["bias"] = (out_features,)
 		for name, shape in shapes.items():
-			size = (num_groups, *shape) if single_parameter else shape
+			held = (num_groups, *shape) if single_parameter else shape
 			for each in self._names(name):
-				self.register_parameter(each, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
+				self.register_parameter(each, nn.Parameter(torch.empty(held, device=device, dtype=dtype)))
 		if not bias and single_parameter:
 			self.register_parameter("bias", None)
 		for parameter in self.parameters() if delay_wgrad else ():

@@ -286,15 +286,13 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
-	experts = weight.shape[0]
-	offs = _end(x) if end is None else end
+	experts, offs = weight.shape[0], _end(x) if end is None else end
 	if not (x.dtype == weight.dtype and x.dtype in _HALVES):
 		# Products of parts down to 2^-24 of the largest, side by side along K.
 		a = [x] if x.dtype == torch.bfloat16 else bf16_parts(x)
 		b = [weight] if weight.dtype == torch.bfloat16 else bf16_parts(weight)
-		pairs = [(i, j) for i in range(len(a)) for j in range(len(b)) if i + j < 3]
-		x = torch.cat([a[i] for i, _ in pairs], 1)
-		weight = torch.cat([b[j] for _, j in pairs], 1)
+		pairs = [(a[i], b[j]) for i in range(len(a)) for j in range(len(b)) if i + j < 3]
+		x, weight = (torch.cat(parts, 1) for parts in zip(*pairs, strict=True))
 	if experts % _MULTIPLE:
 		weight = torch.nn.functional.pad(weight, (0, 0, 0, -experts % _MULTIPLE))
 	logits: Tensor = ops.m_grouped_gemm(x, weight.unsqueeze(0), offs, None, None, False, torch.float32)
@@ -311,8 +309,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
 	x, weight, end = ctx.saved_tensors
-	end = _end(x) if end is None else end
-	return *_logits_gradients(x, weight, dlogits, end, ctx.needs_input_grad), None
+	return *_logits_gradients(x, weight, dlogits, _end(x) if end is None else end, ctx.needs_input_grad), None
 
 
 def _logits_gradients(
