@@ -79,8 +79,7 @@ def on_device_of(like, tensor):
 	if tensor is None or tensor.device == like.device:
 		return tensor
 	shape = (*tensor.shape[:-1], tensor.stride(-2)) if tensor.dim() > 1 else tensor.shape
-	padded = torch.empty(shape, dtype=tensor.dtype, device=like.device)
-	return padded[..., : tensor.shape[-1]].copy_(tensor)
+	return torch.empty(shape, dtype=tensor.dtype, device=like.device)[..., : tensor.shape[-1]].copy_(tensor)
 
 
 def _poisoned(spec):
@@ -142,8 +141,7 @@ class Product:
 		self.launch(self.prepared(out, num_sms))
 
 	def launch(self, arguments):
-		kernel = compiled(self.config, arch_of(self.config), arguments.out.device.type)
-		kernel(*arguments)
+		compiled(self.config, arch_of(self.config), arguments.out.device.type)(*arguments)
 		# As the next launch wants it.
 		assert arguments.counter is None or not arguments.counter.any()
 
@@ -164,16 +162,14 @@ class Product:
 			if is_expanded and self.config.activations is not None:
 				depth = ceil_div(codes.shape[1], 128) * 128
 				values = torch.full((len(codes), depth), torch.nan).to(codes)
-				arrange = compiled(ArrangeConfig(self.config.activations), arch, device)
-				arrange(codes, offs, values, num_sms)
+				compiled(ArrangeConfig(self.config.activations), arch, device)(codes, offs, values, num_sms)
 				codes = values
 			elif is_expanded:
 				depth = ceil_div(2 * codes.shape[1], 128) * 128
 				values = torch.full((len(codes), depth), torch.nan)
 				values = values.to(out.device, F16)
 				is_ragged = side == "a"
-				expand = compiled(ExpandConfig(is_ragged), arch, device)
-				expand(codes, scales, offs if is_ragged else None, values, num_sms)
+				compiled(ExpandConfig(is_ragged), arch, device)(codes, scales, offs if is_ragged else None, values, num_sms)
 				codes, scales = values, None
 			tensors += [codes, scales, amax]
 		if isinstance(self.config, Sm100GemmConfig) and self.config.pow2_scales:
@@ -198,8 +194,7 @@ class Product:
 		}
 		if config.grouping == "m_grouped":
 			options |= {"bias": self.bias, "transpose_b": config.transpose_b}
-		run = getattr(reference, f"{config.grouping}_gemm")
-		run(self.a.read(), self.b.read(), groups, out, **options)
+		getattr(reference, f"{config.grouping}_gemm")(self.a.read(), self.b.read(), groups, out, **options)
 		return out
 
 	def check(self, num_sms=NUM_SMS, device="cpu", want=None, any_nan=False):
@@ -260,8 +255,7 @@ def wild(product):
 			drawn = torch.randint(0, 256, scales.shape, generator=generator)
 			near = (scales + (drawn % 40 - 20)).clamp(1, 254)
 			is_any = torch.rand(scales.shape, generator=generator) < 0.004
-			new = torch.where(is_any, drawn, near).to(U8)
-			scales.copy_(torch.where((scales == 0) | (scales == 0xFF), scales, new))
+			scales.copy_(torch.where((scales == 0) | (scales == 0xFF), scales, torch.where(is_any, drawn, near).to(U8)))
 		elif scales is not None:
 			power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()
 			scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
@@ -315,8 +309,7 @@ def check_far_rows(config):
 	"""Row 64 of the output, and 32 of codes, start at element 2^31; only pages that are written become memory."""
 	product = m_grouped(config, [65, 33], 8, 32)
 	if config.kind.fmt is not None and not config.kind.is_transposed:
-		codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype)
-		product.a.codes = codes.copy_(product.a.codes)
+		product.a.codes = torch.empty_strided((98, 32), (2**26, 1), dtype=product.a.codes.dtype).copy_(product.a.codes)
 	out = torch.empty_strided(product.before.shape, (2**25, 1), dtype=product.before.dtype)
 	product.run_into(out)
 	assert_same_bytes(out.contiguous(), product.expected())

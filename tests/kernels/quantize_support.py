@@ -50,8 +50,7 @@ def compiled(config):
 		if getattr(config, "arch", name) != name:
 			pytest.skip(f"a kernel for {config.arch}, and this GPU has {name}")
 		return functools.partial(_run_on_gpu, config)
-	arch = getattr(config, "arch", ARCH)
-	return compile_for_emulator(config, arch)
+	return compile_for_emulator(config, getattr(config, "arch", ARCH))
 
 
 def _run_on_gpu(config, *arguments):

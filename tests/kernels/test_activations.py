@@ -70,8 +70,7 @@ def every_number():
 def test_bits_of_every_curve(arch, by_table, act):
 	a, record = every_number(), parse_activation(act)
 	a = a[: 65536 if by_table else len(a) // 2 * 2]
-	generator = seeded(0)
-	b, grad = torch.randn(2, len(a), generator=generator) * 4
+	b, grad = torch.randn(2, len(a), generator=seeded(0)) * 4
 	b[:: len(a) // 7] = torch.nan
 	b[1 :: len(a) // 7] = torch.inf
 	got = [torch.zeros_like(a) for _ in range(3)]

@@ -34,15 +34,13 @@ def test_rows_and_groups(arch, dtype):
 		(40, 2064, ends(1, 2, 40)),
 		(1, 16, ends(1)),
 	):
-		x = special_input(rows, cols, DTYPES[dtype])
-		check(config, Problem(x, offs))
+		check(config, Problem(special_input(rows, cols, DTYPES[dtype]), offs))
 
 
 @each("per_row", [False, True])
 def test_one_of_the_two(per_row):
 	config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
-	x = random_input((90, 48), BF16)
-	check(config, Problem(x, ends(30, 30, 71)))
+	check(config, Problem(random_input((90, 48), BF16), ends(30, 30, 71)))
 
 
 def test_uniform_groups():

@@ -53,8 +53,7 @@ def test_configurations_say_what_they_take():
 	too_long = QuantizeProblem("bfloat16", 32784)
 	refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
 	assert not refused and "32784" in refused.reason
-	square = RowsConfig(SQUARE, "bfloat16")
-	assert "16" in square.can_implement(problem).reason
+	assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
 	odd = QuantizeProblem("bfloat16", 48)
 	assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
 

@@ -69,8 +69,7 @@ def random_buffer(spec, generator):
 		pick = torch.randint(0, 10, spec.shape, generator=generator)
 		return torch.where(pick < 5, special[pick % 5], numbers)
 	whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
-	made = torch.randint(0, 256, whole, generator=generator, dtype=U8)
-	return made.view(spec.dtype)[..., : spec.shape[-1]]
+	return torch.randint(0, 256, whole, generator=generator, dtype=U8).view(spec.dtype)[..., : spec.shape[-1]]
 
 
 def dequantize(args, **out):
@@ -111,8 +110,7 @@ def test_other_dtypes(kind, dtype):
 @each("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind):
 	for i, shape in enumerate(UNIFORM.values()):
-		dtype = "float16" if kind in SOME and i else "bfloat16"
-		args = arguments(shape, None, kind, dtype)
+		args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
 		arch = ARCHITECTURES[kind in KINDS]
 		check(arch, lambda args=args: dequantize(args))
 
@@ -142,9 +140,8 @@ def test_only_the_rows_of_groups_are_touched(kind):
 		needed = [amax, offs]
 	else:
 		pitch = codes.stride(0)
-		storage = codes.as_strided((rows * pitch,), (1,))
 		# Whole rows, and of the last one no byte past K.
-		needed = [storage[: (live - 1) * pitch + cols // 2], amax, offs]
+		needed = [codes.as_strided((rows * pitch,), (1,))[: (live - 1) * pitch + cols // 2], amax, offs]
 		spare = []
 		if kind == "row-scaled":
 			needed[1] = amax[:live]

@@ -30,8 +30,7 @@ def near_ties(dtype):
 
 
 def check_codes(blocks, factors, dtype):
-	want = pack_codes(encode_e2m1(blocks.float() * factors[:, None]))
-	assert encoded(EncodeConfig(dtype), blocks, factors).equal(want)
+	assert encoded(EncodeConfig(dtype), blocks, factors).equal(pack_codes(encode_e2m1(blocks.float() * factors[:, None])))
 
 
 def encoded(config, blocks, factors, draws=None):
@@ -55,8 +54,7 @@ def test_stochastic_codes_beside_every_border(arch):
 	special = torch.tensor([0.0, -0.0, 1e30, -1e38, torch.inf, -torch.inf, torch.nan, 1e-45])
 	y, draws = torch.cat([y * sign, special.repeat(2)]), torch.cat([draws, torch.arange(16) * 17])
 	y, draws = y.view(-1, 16), draws.clamp(0, 255).to(U8).view(-1, 16)
-	config = EncodeConfig("float32", arch, is_stochastic=True)
-	got = encoded(config, y, torch.ones(len(y)), draws)
+	got = encoded(EncodeConfig("float32", arch, is_stochastic=True), y, torch.ones(len(y)), draws)
 	assert got.equal(pack_codes(encode_e2m1_stochastic(y, draws)))
 
 

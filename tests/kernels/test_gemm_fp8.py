@@ -105,8 +105,7 @@ def test_fprop(config, shape, device):
 @each("k", [16, 144, 272])
 @each("config", FPROPS)
 def test_dgrad_reads_a_columnwise_copy(config, k, device):
-	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-	product.check(device=device)
+	m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check(device=device)
 
 
 @each("shape", WGRAD_SHAPES)
@@ -123,14 +122,12 @@ def test_every_tile(config, tile, device):
 			replace(config, tile=tile)
 		return
 	config = replace(config, tile=tile, out_dtype="float32")
-	product = wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11))
-	product.check(tile.num_ctas, device, any_nan=True)
+	wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11)).check(tile.num_ctas, device, any_nan=True)
 
 
 @each("config", WGRADS)
 def test_every_code_and_scale(config, device):
-	product = wild(k_grouped(config, [130, 0, 40], 136, 72))
-	product.check(2, device, any_nan=True)
+	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, device, any_nan=True)
 
 
 @each("mode", MODES[2:], str)

@@ -127,5 +127,4 @@ def test_tensor_cores_multiply_little_that_is_not_asked_for():
 	assert work(product, parts) < 1.25
 	# As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
 	for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
-		one = dataclasses.replace(parts[0], part=None, tile=tile)
-		assert work(product, (one,)) > 1.6
+		assert work(product, (dataclasses.replace(parts[0], part=None, tile=tile),)) > 1.6

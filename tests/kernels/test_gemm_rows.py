@@ -94,8 +94,7 @@ def test_offsets_past_2_to_the_31(config):
 def test_wild_end_rows_do_no_harm(config):
 	product = product_of(config, [130, 10, 60], 72, 96, 11)
 	# Storage of the buffers alone: that is what is watched.
-	out = product.before.clone()
-	prepared = product.prepared(out, 2)
+	prepared = product.prepared(product.before.clone(), 2)
 	for offs in WILD.values():
 		arguments = prepared._replace(offs=offs)
 		with watching(*arguments):

@@ -59,8 +59,7 @@ def test_fprop(config, shape):
 @each("k", [32, 144, 320])
 @each("config", [FPROP, TILED["256x256 partial"]], ["direct", "partial"])
 def test_dgrad_reads_a_columnwise_copy(config, k):
-	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-	product.check()
+	m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check()
 
 
 @each("shape", WGRAD_SHAPES)
@@ -104,8 +103,7 @@ def test_no_two_accesses_of_shared_memory_want_the_same_bank(name):
 
 def test_tails_add_to_the_output_of_two_ctas():
 	config = replace(FPROP_ALL, tile=TILED["256x256 partial"].tile)
-	product = m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5)
-	product.check(4)
+	m_grouped(config, [300, 0, 70, 256], 392, 160, tail=5).check(4)
 
 
 @each("name", [*TILED])

@@ -90,8 +90,7 @@ def test_every_code_and_scale_of_wgrad(config):
 def test_tails_of_every_length(config):
 	# One cluster works on partial and whole tiles by turns.
 	columnwise = config.transpose_b
-	product = m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise)
-	product.check(config.tile.num_ctas)
+	m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise).check(config.tile.num_ctas)
 
 
 @functools.cache
@@ -107,8 +106,7 @@ def several(config):
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-	configs = [*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]
-	for config in dict.fromkeys(configs):
+	for config in dict.fromkeys([*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]):
 		product, want = several(config)
 		with emulator.options(**mode):
 			product.check(config.tile.num_ctas, want=want)

@@ -71,8 +71,7 @@ def test_fprop(config, shape, device):
 @each("k", [32, 144, 320])
 @each("config", [FPROP, W4A16], ["nvfp4", "w4a16"])
 def test_dgrad_reads_a_columnwise_copy(config, k, device):
-	product = m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True)
-	product.check(device=device)
+	m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check(device=device)
 
 
 @each("shape", WGRAD_SHAPES)
@@ -150,8 +149,7 @@ def test_extreme_weights_and_activations(dtype, device):
 	generator = seeded(1)
 	for codes, scales in ((x.codes, x.scales) for x in (product.b, product.a)):
 		if scales is None:
-			bits = torch.randint(-(2**15), 2**15, codes.shape, generator=generator)
-			wild = bits.to(torch.int16).view(codes.dtype)
+			wild = torch.randint(-(2**15), 2**15, codes.shape, generator=generator).to(torch.int16).view(codes.dtype)
 			codes.copy_(torch.where(wild.isfinite(), wild, torch.zeros_like(wild)))
 		else:
 			scales.copy_(torch.randint(0, 0x7F, scales.shape, generator=generator))

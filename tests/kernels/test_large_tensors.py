@@ -69,9 +69,8 @@ def test_amax(name):
 	x = random_input((ROWS, cols), BF16)
 	big = at_the_end(x, before)
 	rows, groups = sparse(len(big), dtype=F32), torch.zeros(1)
-	config = AmaxConfig("bfloat16", per_row=True)
 	# Runs of rows go from the last to the first.
-	run_ctas(config, 0, 2**20, big, ends(len(big)), rows, groups, 2)
+	run_ctas(AmaxConfig("bfloat16", per_row=True), 0, 2**20, big, ends(len(big)), rows, groups, 2)
 	assert rows[before:].equal(x.float().abs().amax(1))
 	assert groups.equal(x.float().abs().amax().view(1))
 
@@ -83,8 +82,7 @@ def test_rows(name, arch):
 	x = random_input((ROWS, cols), BF16)
 	big, tile = at_the_end(x, before), last_tile(before)
 	want = expected(Problem(x, ends(ROWS)), NVFP4(row_scaled=True), True, False)
-	fmt = NVFP4(row_scaled=True)
-	config = RowsConfig(fmt.text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
+	config = RowsConfig(NVFP4(row_scaled=True).text, "bfloat16", warps_per_row=cols // 2048 or 1, arch=arch)
 	amax = sparse(len(big), dtype=F32)
 	codes = sparse(len(big), code_pitch(cols // 2), dtype=U8)
 	scales = sparse(tile + 1, scale_tiles(cols, 16), 512, dtype=U8)
@@ -114,8 +112,7 @@ def test_tiles(name, text, uniform, arch):
 	if uniform:
 		big, offs, lead, groups, tiles = big.view(-1, each, cols), None, (tiles,), tiles, 1
 	want = expected(Problem(x, ends(each)), fmt, True, True, drawn=drawn)
-	grouping = "uniform" if uniform else "ragged"
-	config = TileConfig(text, "bfloat16", grouping, columnwise=True, arch=arch)
+	config = TileConfig(text, "bfloat16", "uniform" if uniform else "ragged", columnwise=True, arch=arch)
 	amax = sparse(groups, dtype=F32)
 	amax[-1] = want["amax"][0]
 	codes = sparse(*big.shape[:-1], code_pitch(cols // 2), dtype=U8)[..., : cols // 2]
@@ -191,8 +188,7 @@ def test_dequantize(name, direction, uniform):
 	if uniform:
 		out, offs = out.view(groups, 128, cols), None
 		big_codes = big_codes if columnwise else big_codes.unflatten(0, (groups, 128))
-	grouping = "uniform" if uniform else "ragged"
-	config = DequantizeConfig.choose(fmt, "bfloat16", grouping, columnwise)
+	config = DequantizeConfig.choose(fmt, "bfloat16", "uniform" if uniform else "ragged", columnwise)
 	parts = ceil_div(cols, 64) if columnwise else 4 * ceil_div(cols, 256)
 	first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
 	run_ctas(config, first, first + ctas, big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
@@ -206,6 +202,5 @@ def test_a_tail_of_zeros():
 	scales = sparse(before // 128 + 1, scale_tiles(cols, 16), 512, dtype=U8)
 	out = sparse(before + 2, cols)
 	out[before - 1 :] = 3.0
-	config = DequantizeConfig("nvfp4", "bfloat16")
-	run_ctas(config, 0, 2**18, codes, scales, torch.ones(1), ends(before), out, 1, 8)
+	run_ctas(DequantizeConfig("nvfp4", "bfloat16"), 0, 2**18, codes, scales, torch.ones(1), ends(before), out, 1, 8)
 	assert (out[before - 1] == 3).all() and not out[before:].any()

@@ -32,8 +32,7 @@ def weights(groups):
 
 
 def quantized_weights(groups):
-	parts = quantized(sample(1, N, K), None)
-	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in parts]
+	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None)]
 
 
 #: Op, its arguments for (x, offs), and how much more than with 64 groups it may cost with 2048.

@@ -126,16 +126,14 @@ def test_several_rows_a_warp(dtype, rows):
 	for cols in (16, config.max_cols - 48, config.max_cols):
 		# Ends that leave the last packets of a tile with each number of rows.
 		offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
-		x = random_input((int(offs[-1]) + 3, cols), DTYPES[dtype])
-		check(config, Problem(x, offs))
+		check(config, Problem(random_input((int(offs[-1]) + 3, cols), DTYPES[dtype]), offs))
 
 
 def test_rows_up_to_16384():
 	for dtype in ("bfloat16", "float32"):
 		config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
 		assert config.max_cols == 16384
-		x = random_input((10, 16384), DTYPES[dtype])
-		check(config, Problem(x, ends(9, 10)))
+		check(config, Problem(random_input((10, 16384), DTYPES[dtype]), ends(9, 10)))
 
 
 @each_arch
@@ -153,8 +151,7 @@ def test_special_values(arch, dtype):
 	# The last group is all tiny: its S_enc is clamped to FMAX.
 	tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
 	tiny[:, ::3] *= -0.5
-	offs = ends(1, 2, 3, 40, 60, 150, 170)
-	problem = Problem(torch.cat([x, tiny]), offs)
+	problem = Problem(torch.cat([x, tiny]), ends(1, 2, 3, 40, 60, 150, 170))
 	check(tiles(dtype, columnwise=True, arch=arch), problem)
 	check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
 	if dtype == "bfloat16":
@@ -188,8 +185,7 @@ def test_more_than_a_thousand_groups(kind):
 	],
 )
 def test_tiles_in_any_order(arch, variant, cols, mode):
-	config = tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant])
-	check(config, in_any_order(cols), **mode)
+	check(tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant]), in_any_order(cols), **mode)
 
 
 @each_arch

@@ -22,22 +22,18 @@ SHAPES = {
 
 
 def values(x, offs, amax, row_scaled):
-	name = str(x.dtype).removeprefix("torch.")
-	problem = QuantizeProblem(name, x.shape[1])
+	problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
 	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
 	assert config.can_implement(problem)
-	depth = -(-x.shape[1] // 128) * 128
-	out = torch.full((len(x), depth), torch.nan, dtype=F16, device=x.device)
+	out = torch.full((len(x), -(-x.shape[1] // 128) * 128), torch.nan, dtype=F16, device=x.device)
 	compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
 	return out
 
 
 def expanded(parts, offs, k):
 	codes, scales = parts[:2]
-	depth = -(-k // 128) * 128
-	out = torch.full((len(codes), depth), torch.nan, dtype=F16, device=codes.device)
-	expand = compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)
-	expand(codes, scales, offs, out, NUM_SMS)
+	out = torch.full((len(codes), -(-k // 128) * 128), torch.nan, dtype=F16, device=codes.device)
+	compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)(codes, scales, offs, out, NUM_SMS)
 	return out
 
 
@@ -51,8 +47,7 @@ def check_values(x, offs, row_scaled, device):
 	if row_scaled:
 		amax.fill_(torch.nan)
 	got = values(x, offs, amax, row_scaled)
-	want = expanded(parts, offs, x.shape[1])
-	assert got.view(torch.int16).equal(want.view(torch.int16))
+	assert got.view(torch.int16).equal(expanded(parts, offs, x.shape[1]).view(torch.int16))
 	live = int(offs[-1])
 	if row_scaled:
 		assert amax[:live].view(I32).equal(parts[2][:live].view(I32))
