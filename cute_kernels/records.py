@@ -16,8 +16,7 @@ _NAME = "name"
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 	"""Raise ValueError unless ``value`` is one of ``choices``."""
 	if value not in choices:
-		listed = " or ".join(str(c) for c in choices)
-		raise ValueError(f"{name} must be {listed}, got {value!r}")
+		raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, got {value!r}")
 
 
 def check_flags(record: object, *names: str) -> None:

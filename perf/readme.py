@@ -121,8 +121,7 @@ def _statistics(used: Sequence[Record]) -> list[str]:
 	if relative:
 		sentences.append(f"± is half of largest minus smallest, at most {max(relative):.1f} %.")
 	if len(kept) < len(used):
-		some = "some" if kept else "these"
-		sentences.append(f"Of {some} records the spread was not kept.")
+		sentences.append(f"Of {'some' if kept else 'these'} records the spread was not kept.")
 	return sentences
 
 

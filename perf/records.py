@@ -91,8 +91,7 @@ class Record:
 	def __post_init__(self) -> None:
 		for name, allowed in (("kind", KINDS), ("origin", ORIGINS), ("schema", (SCHEMA,))):
 			if getattr(self, name) not in allowed:
-				listed = ", ".join(map(str, allowed))
-				raise ValueError(f"{name} must be one of {listed}, got {getattr(self, name)!r}")
+				raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}, got {getattr(self, name)!r}")
 		if isinstance(self.value, bool) or not math.isfinite(self.value):
 			raise ValueError(f"value must be a finite number, got {self.value!r} for {self.what}")
 		for name in ("suite", "contender", "what", "unit"):
@@ -105,10 +104,9 @@ class Record:
 	@property
 	def key(self) -> tuple[Any, ...]:
 		"""What two measurements of one thing have in common, on whatever commit and day."""
-		where = self.gpu or self.machine
 		case = tuple(sorted((name, str(value)) for name, value in self.case.items()))
 		names = (self.suite, self.contender, self.format, self.what, self.unit)
-		return (*names, self.kind, where, self.protocol, case)
+		return (*names, self.kind, self.gpu or self.machine, self.protocol, case)
 
 	@property
 	def title(self) -> str:
@@ -228,8 +226,7 @@ def read(path: Path) -> list[Record]:
 				continue
 			try:
 				value = json.loads(line)
-				columns = value.get(_COLUMNS)
-				rows = [value] if columns is None else _rows(columns)
+				rows = _rows(value[_COLUMNS]) if _COLUMNS in value else [value]
 				records += [Record(**row) for row in rows]
 			except (TypeError, ValueError) as error:
 				raise ValueError(f"{path}, line {number}: {error}") from error
@@ -246,8 +243,7 @@ def load(*paths: Path) -> list[Record]:
 	for path in paths:
 		if not path.exists():
 			raise FileNotFoundError(f"there are no records at {path}")
-		files = sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]
-		for file in files:
+		for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
 			records += read(file)
 	return records
 

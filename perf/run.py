@@ -165,8 +165,8 @@ def _checked(task: Task, contender: Contender, meter: Meter, report: Report) -> 
 		report.raised(task, contender, reason)
 		return None
 	if not error <= contender.bound:
-		allowed = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
-		report.lose(report.wrong, task, contender, allowed)
+		why = f"relative error {error:.3g}, at most {contender.bound:.3g} is right"
+		report.lose(report.wrong, task, contender, why)
 		return None
 	return _Checked(contender, run, error, sum(weight))
 
@@ -296,6 +296,5 @@ def print_report(report: Report) -> int:
 			("WRONG, so not measured", report.wrong),
 		):
 			for line, times in collections.Counter(lines).items():
-				times_text = f" ({times} times)" if times > 1 else ""
-				print(f"{title}: {line}{times_text}", file=sys.stderr)
+				print(f"{title}: {line}" + f" ({times} times)" * (times > 1), file=sys.stderr)
 	return int(report.is_bad)

@@ -89,8 +89,7 @@ def quantize() -> None:
 	for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
 		cols = round_up(_COLS, parse(text).k_multiple)
 		x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
-		amax = torch.ones(len(_ENDS), device=_DEVICE)
-		inputs = ((x, offs, None), (weight, None, None), (x, offs, amax))
+		inputs = ((x, offs, None), (weight, None, None), (x, offs, torch.ones(len(_ENDS), device=_DEVICE)))
 		try:
 			for directions, data in itertools.product(DIRECTIONS, inputs):
 				_quantize(text, directions, *data)
@@ -233,9 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _in_jobs(arguments: argparse.Namespace) -> int:
 	command = [*_PROGRAM, "--format", arguments.format, "--tool", *arguments.tool, "--part", *arguments.part]
-	count = arguments.jobs
-	jobs = [subprocess.Popen([*command, "--share", str(i), str(count)]) for i in range(count)]
-	return max([job.wait() for job in jobs])
+	jobs = [subprocess.Popen([*command, "--share", str(i), str(arguments.jobs)]) for i in range(arguments.jobs)]
+	return max(job.wait() for job in jobs)
 
 
 def main(arguments: argparse.Namespace) -> int:

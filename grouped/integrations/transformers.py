@@ -1,6 +1,6 @@
 """Experts of Hugging Face transformers (5.x) on grouped kernels.
 
-  from .transformers import prepare, register
+  from grouped.integrations.transformers import prepare, register
 
   register()
   model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="grouped_bf16")
@@ -181,9 +181,8 @@ def _for_inference(weight: Tensor, fmt: Format, recipe: Recipe) -> GroupedTensor
 	arch = active_backend(weight.device).arch
 	level = fmt.second_level
 	can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-	if recipe.is_quantized and arch != "reference" and can:
-		return quantized.prepack() if support("grouped_gemm", fmt, arch, prepacked=True) else quantized
-	return quantized
+	can = can and recipe.is_quantized and arch != "reference" and bool(support("grouped_gemm", fmt, arch, prepacked=True))
+	return quantized.prepack() if can else quantized
 
 
 def _forward_of(recipe: Recipe) -> Forward:

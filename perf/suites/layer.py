@@ -170,8 +170,7 @@ class LayerWork:
 		return (self.offs,)
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
-		x = self.x.detach().clone().requires_grad_(self.backward)
-		return Step(forward, x, self.dy, parameters)
+		return Step(forward, self.x.detach().clone().requires_grad_(self.backward), self.dy, parameters)
 
 	@functools.cached_property
 	def expected(self) -> list[Tensor]:

@@ -76,7 +76,7 @@ def _wgmma_ptx(head, dtypes, half, steps, rows):
 	regs = 2 if half else 4
 	shape = f"m64n8k{STEP_BYTES // dtypes[0].itemsize}.{'f16' if half else 'f32'}.{a}.{b}"
 	accumulators = _vector("f", regs)
-	transposed = ", 0, 0" if dtypes[0].itemsize == 2 else ""
+	transposed = ", 0, 0" * (dtypes[0].itemsize == 2)
 	products = "\n".join(
 		f"{_descriptors(rows, step, steps)} wgmma.mma_async.sync.aligned.{shape} {accumulators}, "
 		f"%da, %db, %p1, 1, 1{transposed};"
