@@ -33,21 +33,13 @@ class MGroupedQuantizeGemm(MGrouped):
 
 	The result has the bits of the two. On sm_90a, whose tensor cores multiply fp16, the NVFP4 A
 	never exists as codes: the quantizer writes code times block scale, the operand of the GEMM.
+	Other arguments are those of ``m_grouped_gemm``, of a quantized ``b``.
 
 	Args:
 		a: (T, K) bf16, fp16 or fp32.
-		b: as for ``m_grouped_gemm``, quantized.
-		offs: (G,) int32 end rows.
-		b_scales: as for ``m_grouped_gemm``.
 		a_format: the text of the format that ``a`` is quantized to.
-		b_format: the text of the format of ``b``.
-		bias: (G, N), added in fp32.
-		alpha: (G,) fp32 factors.
-		transpose_b: as for ``m_grouped_gemm``.
 		out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
-		prepacked: as for ``m_grouped_gemm``.
 		seed: as for ``grouped_quantize``.
-		accumulation: as for ``m_grouped_gemm``.
 		activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
 		rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
 		inverse: likewise.
@@ -244,11 +236,7 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
 
 	Args:
 		a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
-		epilogue: as for ``m_grouped_gemm_activate``.
-		interleaved: likewise.
-		keeps_z: likewise.
-		quantize_to: likewise.
-		amax: likewise.
+		epilogue: as for ``m_grouped_gemm_activate``, and so all behind it.
 
 	Returns:
 		As ``m_grouped_gemm_activate``.

@@ -274,14 +274,11 @@ class MoeActivateGradient(Plain):
 	A token's output is the sum of its rows, each with a weight p, of a second product of what
 	``moe_activate`` gives. The gradient of that product's input without p, ``grad``, is enough for
 	the gradient of p: it is <grad, a>, so that the rows that p multiplied need not be kept
-	(SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits.
+	(SonicMoE, arXiv 2512.14080). ``cute_kernels.reference.moe`` states the bits. Other arguments
+	are those of ``moe_activate``.
 
 	Args:
-		x: as for ``moe_activate``.
 		grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-		activation: as for ``moe_activate``.
-		offs: likewise.
-		interleaved: likewise.
 		weight: (T, k) fp32, p of each pair of a token and an expert.
 		pair: (R,) int32, the pair of each row: with ``weight``.
 

@@ -1,5 +1,6 @@
 """``GroupedMLP``: the feed-forward experts of a mixture of experts."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,21 +81,17 @@ class GroupedMLP(nn.Module):
 		self.interleaved = interleaved
 		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
 		self.exchange: Any = None
-
-		def linear(inputs: int, outputs: int) -> GroupedLinear:
-			return GroupedLinear(
-				num_groups,
-				inputs,
-				outputs,
-				bias,
-				recipe=recipe,
-				single_parameter=single_parameter,
-				fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-				delay_wgrad=delay_wgrad,
-				device=device,
-				dtype=dtype,
-			)
-
+		linear = functools.partial(
+			GroupedLinear,
+			num_groups,
+			bias=bias,
+			recipe=recipe,
+			single_parameter=single_parameter,
+			fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+			delay_wgrad=delay_wgrad,
+			device=device,
+			dtype=dtype,
+		)
 		self.gate_up = linear(hidden_size, intermediate_size * (1 + self.activation.is_gated))
 		self.down = linear(intermediate_size, hidden_size)
 
