@@ -253,9 +253,8 @@ class _Dispatch(torch.autograd.Function):
 	@staticmethod
 	def backward(ctx: Any, dx: Tensor, dp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 		(row,) = ctx.saved_tensors
-		exchange = ctx.exchange
-		dx = exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
-		dp = pad(exchange._all_to_all(dp, ctx.back, "routing").flatten(), (0, 1))
+		dx = ctx.exchange._all_to_all(dx, ctx.back, "dispatch_gradient")
+		dp = pad(ctx.exchange._all_to_all(dp, ctx.back, "routing").flatten(), (0, 1))
 		return ops.moe_combine(dx, row, None, ctx.dtype), dp[row.long()], None, None
 
 

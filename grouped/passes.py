@@ -176,8 +176,7 @@ class LinearCall(NamedTuple):
 		if out is None:
 			dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
 			return dweight
-		write = torch.ops.cute_kernels.k_grouped_gemm_out
-		write(a, b, offs, *options, out=out, accumulate=accumulate)
+		torch.ops.cute_kernels.k_grouped_gemm_out(a, b, offs, *options, out=out, accumulate=accumulate)
 		return out
 
 	def split(self, dweight: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:

@@ -175,9 +175,8 @@ class _Recorder(TorchDispatchMode):
 		self._choice, self._count = choice, len(given)
 		self._values: list[Any] = [None] * len(given)
 		# A tensor that wraps others has no address.
-		plain = registry.PLAIN
 		self._offsets = {
-			i: t.data_ptr() % ALIGNMENT if type(t) in plain else None for i, t in enumerate(given) if t is not None
+			i: t.data_ptr() % ALIGNMENT if type(t) in registry.PLAIN else None for i, t in enumerate(given) if t is not None
 		}
 		self._index = given[0].device.index if given[0].is_cuda else None
 		#: Function, places of arguments, place of the result, whether it writes what is there.

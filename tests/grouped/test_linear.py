@@ -191,7 +191,6 @@ def test_only_what_the_gradients_need_is_quantized():
 @each("recipe", QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
 	layer = layer_of(recipe, single_parameter=single)
-	offs = OFFS
 	batches = [sample(40, K) for _ in range(3)]
 
 	def run(flags):
@@ -199,7 +198,7 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 		inputs = [batch.clone().requires_grad_() for batch in batches]
 		with OpCounter() as counter:
 			for leaf, flag in zip(inputs, flags, strict=True):
-				layer(leaf, offs, is_first_microbatch=flag).sum().backward()
+				layer(leaf, OFFS, is_first_microbatch=flag).sum().backward()
 		grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
 		return grads, sum(weight for weight, _, _ in directions(counter))
 
@@ -268,17 +267,16 @@ def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
 
 def test_bf16_activations_beside_a_quantized_weight():
 	layer = quantized_layer(RECIPES["bf16"])
-	ends = ENDS
 	x, dy = sample(40, K).requires_grad_(), sample(40, N)
-	y = layer(x, ends)
+	y = layer(x, ENDS)
 	y.backward(dy)
-	got, vjp = torch.func.vjp(lambda x: layer(x, ends), x.detach())
+	got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x.detach())
 	assert_all_same((got, *vjp(dy)), (y, x.grad))
-	options = {"offs": ends, "out_dtype": BF16}
+	options = {"offs": ENDS, "out_dtype": BF16}
 	held, bias = layer.weight.detach(), layer.bias.detach()
 	assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))
 	assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
-	assert_same_bytes(layer.weight.grad, grouped.grouped_gemm(dy, x.detach(), offs=ends, out_dtype=layer.weight.dtype))
+	assert_same_bytes(layer.weight.grad, grouped.grouped_gemm(dy, x.detach(), offs=ENDS, out_dtype=layer.weight.dtype))
 
 
 @each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])

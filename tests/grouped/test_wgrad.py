@@ -52,16 +52,20 @@ def fp32_wgrad(recipe, x, dy, ends=ENDS):
 
 
 @pytest.fixture
-def data():
-	return sample(40, K), sample(40, N)
+def x():
+	return sample(40, K)
+
+
+@pytest.fixture
+def dy():
+	return sample(40, N)
 
 
 @each("dtype", [F32, BF16])
 @each(("name", "form"), RECIPES_AND_FORMS)
-def test_gradients_add_up_in_main_grad(name, form, dtype, data):
+def test_gradients_add_up_in_main_grad(name, form, dtype, x, dy):
 	"""In fp32 before the one cast; the input's and the bias's are what they always are."""
 	recipe = ALL_RECIPES[name]
-	x, dy = data
 	layer, plain = layer_of(recipe, form, fuse_wgrad_accumulation=True), layer_of(recipe, form)
 	give_main_grads(layer, form, dtype)
 	held = [p.main_grad for p in weights(layer)]
@@ -84,8 +88,7 @@ def test_gradients_add_up_in_main_grad(name, form, dtype, data):
 
 @each("form", FORMS)
 @each("way", ["is_first_microbatch", "overwrite_main_grad"])
-def test_overwriting(way, form, data):
-	x, dy = data
+def test_overwriting(way, form, x, dy):
 	recipe = RECIPES["row-scaled"]
 	layer = layer_of(recipe, form, fuse_wgrad_accumulation=True)
 	give_main_grads(layer, form, value=torch.nan)
@@ -102,24 +105,21 @@ def test_overwriting(way, form, data):
 	assert_same_bytes(main_grads(layer), dw + dw)
 
 
-def test_one_expert_overwrites_and_one_is_frozen(data):
-	x, dy = data
-	recipe = NVFP4
-	layer = layer_of(recipe, "discrete", fuse_wgrad_accumulation=True)
+def test_one_expert_overwrites_and_one_is_frozen(x, dy):
+	layer = layer_of(NVFP4, "discrete", fuse_wgrad_accumulation=True)
 	give_main_grads(layer)
 	layer.weight0.overwrite_main_grad = True
 	layer.weight2.requires_grad_(False)
 	layer.weight2.main_grad = None
 	layer(x, ENDS).backward(dy)
-	dw = fp32_wgrad(recipe, x, dy)
+	dw = fp32_wgrad(NVFP4, x, dy)
 	assert_same_bytes(layer.weight0.main_grad, dw[0])
 	assert_same_bytes(layer.weight1.main_grad, torch.full((N, K), 1.5))
 	assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
 
 
 @each("form", FORMS)
-def test_what_hooks_find(form, data):
-	x, dy = data
+def test_what_hooks_find(form, x, dy):
 	layer = layer_of(NVFP4, form, fuse_wgrad_accumulation=True)
 	give_main_grads(layer, form)
 	seen, kept = [], []
@@ -166,8 +166,7 @@ def test_what_hooks_find(form, data):
 )
 @each("delay", [False, True])
 @each("single", [True, False])
-def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
-	x, dy = data
+def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy):
 	layer = layer_of(NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay)
 	give_main_grads(layer)
 	name = "weight" if single else "weight1"
@@ -187,14 +186,12 @@ def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, data):
 		assert (main_grads(layer) != 1.5).any()
 
 
-def test_a_quantized_parameter(data):
-	x, dy = data
-	recipe = NVFP4
-	layer = layer_of(recipe, fuse_wgrad_accumulation=True)
+def test_a_quantized_parameter(x, dy):
+	layer = layer_of(NVFP4, fuse_wgrad_accumulation=True)
 	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
 	give_main_grads(layer)
 	layer(x, ENDS).backward(dy)
-	assert_same_bytes(main_grads(layer), fp32_wgrad(recipe, x, dy) + 1.5)
+	assert_same_bytes(main_grads(layer), fp32_wgrad(NVFP4, x, dy) + 1.5)
 	assert not layer.weight.grad.any() and type(layer.weight.grad) is torch.Tensor
 
 
@@ -227,8 +224,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
 
 
 @each("recipe", ALL_RECIPES)
-def test_backward_computes_dx_only(recipe, data):
-	x, dy = data
+def test_backward_computes_dx_only(recipe, x, dy):
 	layer = layer_of(recipe, delay_wgrad=True)
 	y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
 	with OpCounter() as counter:
@@ -242,8 +238,7 @@ def test_backward_computes_dx_only(recipe, data):
 
 @each("frozen", ["weight", "bias", "x", "weight bias"])
 @each("form", FORMS[:2])
-def test_delayed_beside_frozen_parameters(form, frozen, data):
-	x, dy = data
+def test_delayed_beside_frozen_parameters(form, frozen, x, dy):
 	results = []
 	for delay in (True, False):
 		# Frozen weights need no main_grad.
@@ -262,8 +257,7 @@ def test_delayed_beside_frozen_parameters(form, frozen, data):
 			assert_same_bytes(grad, want, name)
 
 
-def test_hooks_run_when_the_gradients_are_there(data):
-	x, dy = data
+def test_hooks_run_when_the_gradients_are_there(x, dy):
 	layer = layer_of(NVFP4, delay_wgrad=True)
 	assert all(p.skip_backward_post_hook for p in layer.parameters())
 	seen = []
@@ -280,8 +274,7 @@ def test_hooks_run_when_the_gradients_are_there(data):
 	assert_same_bytes(layer.weight.grad, 2 * want.weight.grad)
 
 
-def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(data):
-	x, dy = data
+def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(x, dy):
 	plain = layer_of(NVFP4)
 	plain(x, ENDS).backward(dy)
 	for reentrant in (True, False):
@@ -293,27 +286,26 @@ def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(data):
 		assert_same_bytes(layer.weight.grad, plain.weight.grad)
 
 
-def test_without_the_option_and_without_parameters_to_train(data):
+def test_without_the_option_and_without_parameters_to_train(x, dy):
 	with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
 		layer_of(RECIPES["bf16"]).backward_dw()
 	layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
-	layer(data[0].requires_grad_(), ENDS).backward(data[1])
+	layer(x.requires_grad_(), ENDS).backward(dy)
 	layer.backward_dw()
 
 
 @each_copy
-def test_copies_wait_for_nothing(copied, data):
+def test_copies_wait_for_nothing(copied, x, dy):
 	layer = layer_of(NVFP4, delay_wgrad=True)
-	layer(data[0], ENDS).backward(data[1])
+	layer(x, ENDS).backward(dy)
 	with pytest.raises(RuntimeError, match="nothing to compute"):
 		copied(layer).backward_dw()
 	layer.backward_dw()
 
 
 @each("options", [{"fuse_wgrad_accumulation": True}, {"delay_wgrad": True}])
-def test_compiled_and_transformed(options, data, fresh_dynamo):
+def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
 	"""A graph breaks at such a layer; who wants one graph, or a transform, hears of it."""
-	x, dy = data
 	recipe, offs = NVFP4, torch.tensor(ENDS)
 	layer, eager = layer_of(recipe, **options), layer_of(recipe, **options)
 	for module in (layer, eager):
