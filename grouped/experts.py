@@ -203,7 +203,6 @@ def without_gradients(
 
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
 _Needs: TypeAlias = "tuple[tuple[bool, bool], tuple[bool, bool]]"
-_NOTHING: _Needs = ((False, False), (False, False))
 #: Classes of tensors that kernels take.
 TAKEN = PLAIN | {GroupedTensor}
 
@@ -267,7 +266,7 @@ def products(
 	r: Routing | InPlace,
 	layers: tuple[Layer, Layer],
 	style: Style,
-	needs: _Needs = _NOTHING,
+	needs: _Needs = ((False, False), (False, False)),
 	keeps_z: bool = False,
 ) -> _Result:
 	"""``_run`` before rows are added up; of tokens that are gathered gradients make it again."""

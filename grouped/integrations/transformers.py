@@ -228,11 +228,8 @@ def _linear(experts: Any, x: Tensor, name: str, offs: Tensor, recipe: Recipe) ->
 	return grouped.linear(x.to(weight.dtype), weight, bias, offs, recipe)
 
 
-_SILU = (nn.SiLU, SiLUActivation)
-
-
 def _is_swiglu(experts: Any) -> bool:
-	is_silu = isinstance(experts._modules.get("act_fn"), _SILU)
+	is_silu = isinstance(experts._modules.get("act_fn"), (nn.SiLU, SiLUActivation))
 	return bool(experts.has_gate and is_silu and type(experts)._apply_gate is hf._default_apply_gate)
 
 

@@ -70,12 +70,9 @@ def _layer(record: Record, gpu: Gpu, counts: Counts) -> list[Kernel]:
 	return step_of(found, kept)
 
 
-_READERS = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}
-
-
 def kernels_of(record: Record, counts: Counts) -> list[Kernel]:
 	"""The kernels that a record's time is of; none if it is not known of what it is."""
-	read = _READERS.get(record.suite)
+	read = {"gemm": _gemm, "quantize": _quantize, "layer": _layer}.get(record.suite)
 	if record.kind != "gpu" or record.what not in _PARTS or read is None:
 		return []
 	return read(record, gpu_of(record.gpu), counts)[_PARTS[record.what]]

@@ -85,7 +85,6 @@ PAIRS = (
 )
 #: Rows of an expert where decoding, mixed and training meet.
 _TOKENS = (1, 8, 16, 64, 128, 512, 4096)
-_UNEVEN = ("zipf", "hot", "empty")
 _SMALL = GroupedShape("small", "up", 4, 256, 256)
 _SMALL_ROWS = 200
 
@@ -182,7 +181,7 @@ def _cases(options: Options) -> Iterator[tuple[GroupedShape, int, str, str]]:
 	first = MODELS[HEADLINE[0][0]].shape(HEADLINE[0][1])
 	for product, tokens in itertools.product(("dgrad", "wgrad"), (128, 512)):
 		yield first, tokens * first.experts, product, "balanced"
-	for routing, tokens in itertools.product(_UNEVEN, (16, 128)):
+	for routing, tokens in itertools.product(("zipf", "hot", "empty"), (16, 128)):
 		yield first, tokens * first.experts, "fprop", routing
 	if options.full:
 		for every, layer in itertools.product(MODELS.values(), ("up", "down")):

@@ -39,7 +39,6 @@ RELEASE = """tcgen05.fence::before_thread_sync; bar.sync 0; tcgen05.fence::after
 """
 
 
-WAIT_FOR_STORES = "tcgen05.wait::st.sync.aligned;"
 WAIT_FOR_MMA = "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;\n@!%p0 bra wait;"
 
 
@@ -51,7 +50,7 @@ def test_missing_wait_for_tensor_memory_stores():
 	want = tcgen05(*operands)
 	with emulator.options(mode="chaos", seed=0):
 		assert (tcgen05(*operands) == want).all()
-		assert not (tcgen05(*operands, edits=((WAIT_FOR_STORES, ""),)) == want).all()
+		assert not (tcgen05(*operands, edits=(("tcgen05.wait::st.sync.aligned;", ""),)) == want).all()
 
 
 def test_missing_wait_for_the_tensor_core():

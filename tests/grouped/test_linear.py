@@ -15,7 +15,6 @@ K, N, ENDS = 96, 160, [13, 13, 35]
 OFFS = torch.tensor(ENDS)
 EVERY_RECIPE = RECIPES | FP8_RECIPES
 QUANTIZED = {name: recipe for name, recipe in EVERY_RECIPE.items() if recipe.is_quantized}
-QUANTIZE = "grouped_quantize"
 MULTIPLY = "m_grouped_quantize_gemm"
 
 
@@ -161,7 +160,7 @@ def directions(counter):
 	return [
 		(False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
 		for name, a in counter.calls
-		if name in (QUANTIZE, MULTIPLY)
+		if name in ("grouped_quantize", MULTIPLY)
 	]
 
 

@@ -16,7 +16,6 @@ from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
 OFFS = torch.tensor([13, 13, 35], dtype=I32)
-DELAYED_TOO = ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()}
 _OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 
@@ -44,7 +43,7 @@ def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
 
 @each("single", [True, False])
 @each("parameters", [BF16, F32])
-@each("recipe", DELAYED_TOO)
+@each("recipe", ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()})
 def test_mlp(recipe, parameters, single):
 	mlp = GroupedMLP(*(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single)
 	x = sample(ROWS, HIDDEN).requires_grad_()

@@ -14,7 +14,6 @@ FPROP_ALL = Sm100GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", 
 FPROP_FP32 = Sm100GemmConfig("nvfp4", out_dtype="float32", row_scaled=True, bias_dtype="bfloat16")
 WGRAD = Sm100GemmConfig("nvfp4", grouping="k_grouped", out_dtype="float32")
 WGRAD_ADD = replace(WGRAD, accumulate=True, has_alpha=True)
-WGRAD_SCALED = replace(WGRAD, has_alpha=True, out_dtype="bfloat16")
 
 #: One product for each of the other tiles, with the options spread over them.
 TILED = {
@@ -116,7 +115,7 @@ def test_wgrad_of_an_empty_group_is_zero_or_untouched():
 	zeros = k_grouped(WGRAD, [4, 0], 8, 16).run()[1]
 	assert zeros.equal(torch.zeros(8, 16)) and not zeros.signbit().any()
 	# Neither a negative factor nor an infinite one makes it anything else.
-	product = k_grouped(WGRAD_SCALED, [4, 0, 0, 9], 8, 16)
+	product = k_grouped(replace(WGRAD, has_alpha=True, out_dtype="bfloat16"), [4, 0, 0, 9], 8, 16)
 	product.alpha[1], product.a.amax[2] = -1.0, torch.inf
 	product.check()
 	product = k_grouped(WGRAD_ADD, [4, 0], 8, 16)

@@ -45,7 +45,6 @@ K_GROUPED = {
 }
 
 each_m_grouped = each("config", M_GROUPED)
-each_dgrad = each("config", DGRAD)
 each_k_grouped = each("config", K_GROUPED)
 
 
@@ -63,7 +62,7 @@ def test_fprop(config, shape):
 
 
 @each("k", [48, 144, 272])
-@each_dgrad
+@each("config", DGRAD)
 def test_dgrad_reads_a_columnwise_copy(config, k):
 	"""Half of an instruction is past K, where codes may be anything: NaN, here."""
 	k = -(-k // config.kind.k_align) * config.kind.k_align

@@ -88,9 +88,8 @@ def dequantized(copy, rows=8, dtype=F32, text=NVFP4, offs=OFFS, columnwise=False
 	return dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
 
 
-TRANSPOSED = ops.grouped_quantize(W.mT, NVFP4, rowwise=False, columnwise=True)
 FPROP = m_grouped(Q[:3])
-DGRAD = m_grouped(Q[:3], TRANSPOSED, OFFS, None, None, True)
+DGRAD = m_grouped(Q[:3], ops.grouped_quantize(W.mT, NVFP4, rowwise=False, columnwise=True), OFFS, None, None, True)
 WGRAD = k_grouped(Q[3:])
 X16 = X.bfloat16()
 W4A16 = m_grouped(X16)

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.usefixtures("garbage")
 OFFS = offsets((5, 0, 28, 7))
 ROWS, K, N = 43, 64, 48  # three rows of tail
 GROUPS = len(OFFS)
-WEIGHTS = "nvfp4:block=16x16"
 
 
 def placed(x, strides, offset):
@@ -134,7 +133,7 @@ CALLS = {
 	"quantize rows": ("grouped_quantize", lambda: (x(dtype=F16), "nvfp4:row_scaled", OFFS)),
 	"quantize with amax": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, alpha())),
 	"quantize activated": ("grouped_quantize", lambda: (x(), "nvfp4", OFFS, None, True, False, None, None, "silu")),
-	"quantize weights": ("grouped_quantize", lambda: (w(), WEIGHTS, None, None, True, True)),
+	"quantize weights": ("grouped_quantize", lambda: (w(), "nvfp4:block=16x16", None, None, True, True)),
 	"dequantize": ("grouped_dequantize", lambda: decoding(x(), ROWS, BF16)),
 	"dequantize rows": ("grouped_dequantize", lambda: decoding(x(), ROWS, F32, text="nvfp4:row_scaled")),
 	"dequantize columns": ("grouped_dequantize", lambda: decoding(x(), ROWS, BF16, columnwise=True)),

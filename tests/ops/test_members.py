@@ -41,7 +41,6 @@ SHAPES = {
 	"single rows": [(1, 32)] * 5,
 }
 each_format = each("fmt", BUILT)
-each_direction = each("directions", DIRECTIONS)
 
 
 def flat(shapes):
@@ -92,7 +91,7 @@ def check_against_members(fmt, members, directions, amax=None, tail=9):
 		assert values.shape == x.shape and not values[start:].any()
 
 
-@each_direction
+@each("directions", DIRECTIONS)
 @each("fmt", BUILT | {"delayed": FP8(scaling="delayed")})
 def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
 	for shapes in SHAPES.values():

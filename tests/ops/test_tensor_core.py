@@ -9,9 +9,7 @@ from tests.helpers import F32, assert_all_same, assert_same_bytes, each, offsets
 from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
-CORES = ("sm_90a", "sm_100a")
-
-every_core = each("core", CORES)
+every_core = each("core", ("sm_90a", "sm_100a"))
 
 
 @every_core

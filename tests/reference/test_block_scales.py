@@ -9,7 +9,6 @@ from cute_kernels.reference.codecs import codec_of
 from tests.helpers import BF16, DTYPES, F32, U8, assert_all_same, assert_same_bytes, beside, each, every_16_bits
 from tests.reference import block_oracle
 
-both_elements = each("element", [E4M3, E5M2], ids=lambda e: e.name)
 FMAX = torch.finfo(F32).max
 
 
@@ -39,7 +38,7 @@ def test_e8m0_rounds_up_at_and_beside_every_power():
 	assert conversions.encode_e8m0(specials).tolist() == [0, 0, 0, 254, 255, 254, 127]
 
 
-@both_elements
+@each("element", [E4M3, E5M2], ids=lambda e: e.name)
 @each("make", [MXFP8, FP8Block, functools.partial(FP8Block, pow2_scales=False)], ["mxfp8", "fp8_block", "fp32 scales"])
 @each("dtype", DTYPES)
 def test_the_scale_of_every_amax(dtype, make, element):
