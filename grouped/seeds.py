@@ -11,9 +11,7 @@ def draw_seed(fmt: Format, device: torch.device) -> Tensor | None:
 
 	Made on the device, so that a CUDA graph draws a new one each time it is replayed.
 	"""
-	if not fmt.is_stochastic:
-		return None
-	return torch.randint(2**63 - 1, (2,), device=device)
+	return None if not fmt.is_stochastic else torch.randint(2**63 - 1, (2,), device=device)
 
 
 def as_seed(seed: int | Tensor | None, fmt: Format, device: torch.device) -> Tensor | None:

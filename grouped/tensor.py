@@ -441,8 +441,7 @@ class GroupedTensor(Tensor):
 		held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
 		kind: str = self.grouping
 		if self._shapes is not None:
-			shown = ", ".join(map(str, self._shapes[:_MOST_SHOWN]))
-			kind = f"shapes=[{shown}{', ...' * (self.num_groups > _MOST_SHOWN)}]"
+			kind = f"shapes=[{', '.join(map(str, self._shapes[:_MOST_SHOWN]))}{', ...' * (self.num_groups > _MOST_SHOWN)}]"
 		return (
 			f"GroupedTensor({tuple(self.shape)}, {kind}, num_groups={self.num_groups}, "
 			f"format={self.format}, {' + '.join(held)}{', prepacked' * self.prepacked}, "

@@ -142,8 +142,7 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
 	"""
 	names = [found["name"] for found in _BLOCK.finditer(text)]
 	if sorted(names) != sorted(TABLES):
-		missing = sorted(TABLES.keys() - set(names)) or "none"
-		raise ValueError(f"the README has the tables {names}; it lacks {missing}")
+		raise ValueError(f"the README has the tables {names}; it lacks {sorted(TABLES.keys() - set(names)) or 'none'}")
 
 	def body(found: re.Match[str]) -> str:
 		return found["start"] + render(TABLES[found["name"]], records) + found["end"]

@@ -99,9 +99,7 @@ def literal(text: str) -> int | None:
 	if _INTEGER.fullmatch(text):
 		text = text.rstrip("U")
 		return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
-	if _DECIMAL.fullmatch(text):
-		return int(struct.unpack("<I", struct.pack("<f", float(text)))[0])
-	return None
+	return int(struct.unpack("<I", struct.pack("<f", float(text)))[0]) if _DECIMAL.fullmatch(text) else None
 
 
 def literals(text: str) -> list[int]:

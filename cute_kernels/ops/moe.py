@@ -324,8 +324,7 @@ class MoeActivateGradient(Plain):
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		act = parse_activation(self.activation)
-		given = (self.x, self.grad, act, self.offs, self.interleaved, self.weight, self.pair)
-		reference.activate_gradient(*given, outputs)
+		reference.activate_gradient(self.x, self.grad, act, self.offs, self.interleaved, self.weight, self.pair, outputs)
 
 
 @register
@@ -362,9 +361,8 @@ class MoeQuantizeGradient(Op):
 
 	def passes(self, dx: Tensor, scaled: Tensor) -> tuple[MoeActivateGradient, GroupedQuantize, GroupedQuantize]:
 		"""What it does, by way of ``dx`` and ``scaled``."""
-		given = (self.activation, self.offs, self.interleaved, self.weight, self.pair)
 		return (
-			MoeActivateGradient(self.x, self.grad, *given),
+			MoeActivateGradient(self.x, self.grad, self.activation, self.offs, self.interleaved, self.weight, self.pair),
 			GroupedQuantize(dx, self.format, self.offs, None, True, True),
 			GroupedQuantize(scaled, self.scaled_format, self.offs, None, False, True),
 		)

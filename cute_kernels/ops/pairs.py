@@ -53,8 +53,7 @@ def check_accumulation(value: str | None, a: Format | None, b: Format | None) ->
 	if value not in ACCUMULATIONS:
 		raise ValueError(f"accumulation must be {' or '.join(ACCUMULATIONS)}, got {value!r}")
 	if a is None or b is None or a.scale is not None or b.scale is not None:
-		names = " and ".join("plain tensors" if fmt is None else fmt.text for fmt in (a, b))
 		raise ValueError(
 			"accumulation is a choice for quantized operands without block scales, such as fp8; "
-			f"got accumulation={value!r} for {names}"
+			f"got accumulation={value!r} for {' and '.join('plain tensors' if fmt is None else fmt.text for fmt in (a, b))}"
 		)

@@ -50,8 +50,7 @@ class ModelConfig:
 		for name in ("hidden", "intermediate"):
 			size = getattr(self, name)
 			if size % recipe.multiple:
-				kind = type(recipe).__name__
-				raise ValueError(f"{name} must be a multiple of {recipe.multiple} for {kind}, got {size}")
+				raise ValueError(f"{name} must be a multiple of {recipe.multiple} for {type(recipe).__name__}, got {size}")
 
 
 class ModelOutput(NamedTuple):

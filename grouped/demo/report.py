@@ -49,9 +49,7 @@ def make_progress(total: int, title: str) -> Any:
 
 def _gap(run: Run, runs: Sequence[Run]) -> float | None:
 	baseline = next((r.end_loss for r in runs if r.recipe == _BASELINE), None)
-	if run.end_loss is None or baseline is None:
-		return None
-	return 100 * (run.end_loss / baseline - 1)
+	return None if run.end_loss is None or baseline is None else 100 * (run.end_loss / baseline - 1)
 
 
 def _cell(value: float | None, spec: str) -> str:

@@ -28,6 +28,7 @@ from ..suites.base import element_bytes
 from .base import NOISE, Peer, padded_rows, unpadded_rows
 
 _ROW_MULTIPLE = 16
+_FORMATS: tuple[Format, ...] = (NVFP4(), MXFP8())
 _MODULE = "blackwell.kernel.moe.torch_scaled_grouped_mm"
 #: Tiles of the example by name: M and N, and CTAs.
 _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 128, 1)}
@@ -46,7 +47,7 @@ class CutlassExample(Peer):
 		if work.product != "fprop" or self.path is None:
 			return
 		assert isinstance(self.meter, EmulatorMeter)
-		for fmt, tile in itertools.product((NVFP4(), MXFP8()), _TILES):
+		for fmt, tile in itertools.product(_FORMATS, _TILES):
 			call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
 			bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
 			note = "groups rounded up to 16 rows; no factor a row"

@@ -115,9 +115,8 @@ def _rowwise(work: Operands) -> Callable[[], Tensor]:
 	# Expert by expert: fp32 copies of all weights may be too much.
 	pairs = [_to_fp8_rows(weight) for weight in work.b]
 	b, b_scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
-	operands = (a, b.transpose(1, 2), a_scale, b_scale)
 	options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-	return functools.partial(torch._scaled_grouped_mm, *operands, offs=work.offs, **options)
+	return functools.partial(torch._scaled_grouped_mm, a, b.transpose(1, 2), a_scale, b_scale, offs=work.offs, **options)
 
 
 def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,8 +20,7 @@ STEPS = [(arch, recipe) for arch, recipe in ALL if cute_kernels.support("grouped
 class TwoLayers(torch.nn.Module):
 	def __init__(self, recipe):
 		super().__init__()
-		sizes = (4, 256, 128)
-		self.layers = torch.nn.ModuleList(grouped.nn.GroupedMLP(*sizes, bias=True, recipe=recipe) for _ in range(2))
+		self.layers = torch.nn.ModuleList(grouped.nn.GroupedMLP(4, 256, 128, bias=True, recipe=recipe) for _ in range(2))
 
 	def forward(self, x):
 		for layer in self.layers:

@@ -120,10 +120,9 @@ def test_tiles(name, text, uniform, arch):
 	codes_t = sparse(*lead, cols, 64 * tiles, dtype=U8)
 	scales_t = sparse(*lead, ceil_div(cols, 128), 2 * tiles, 512, dtype=U8)
 	items = (last_tile(before) + 1) * ceil_div(cols, 128)
-	buffers = (codes, scales, codes_t, scales_t)
 	# One tile, the last in both directions.
 	rest = (*NO_TILE_RESULTS[:4], SEED if fmt.is_stochastic else None, None, None, 1)
-	run_ctas(config, items - 1, items, big, None, offs, None, amax, *buffers, *rest, arch=arch)
+	run_ctas(config, items - 1, items, big, None, offs, None, amax, codes, scales, codes_t, scales_t, *rest, arch=arch)
 	col = (cols - 1) // 128 * 128
 	codes, scales = codes.flatten(0, -2), scales.flatten(0, -3)
 	if uniform:

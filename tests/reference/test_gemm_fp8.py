@@ -236,8 +236,7 @@ def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
 	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
 	bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
 	x = case.x.to(dtype)
-	options = (bias, alpha, transpose_b, F32)
-	got = ops.m_grouped_gemm(*m_grouped_arguments(x, case.b, case.offs, *options, b_format=pair[1]))
+	got = ops.m_grouped_gemm(*m_grouped_arguments(x, case.b, case.offs, bias, alpha, transpose_b, F32, b_format=pair[1]))
 	for g, rows, _, b in case.members():
 		acc = (x[rows].double() @ torch.from_numpy(b.values()).T).float()
 		level = None if b.level is None else torch.tensor(b.level)

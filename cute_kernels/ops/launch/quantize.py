@@ -186,8 +186,7 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
 	kernel = launch.kernel(config)
 	takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
 	if takes_amax and op.amax is None:
-		facts = (False, True, config.arch, config.prologue)
-		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, *facts))
+		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, False, True, config.arch, config.prologue))
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		out = dict(zip(names, outputs, strict=True))
@@ -219,8 +218,7 @@ def _tiles(
 	by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
 	has_own = config.has_own_columns
 	if by_row and op.amax is not None:
-		facts = (True, False, launch.arch, problem.prologue)
-		row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, *facts))
+		row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch, problem.prologue))
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		out = dict(zip(names, outputs, strict=True))
