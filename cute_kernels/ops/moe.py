@@ -29,12 +29,9 @@ _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
 
 class Plain(Op):
-	"""An op of plain tensors, which the capability table lists under its own name."""
+	"""An op of plain tensors."""
 
 	alignment: ClassVar[int] = 16
-
-	def capability(self) -> tuple[str, Format | None]:
-		return self.name, None
 
 
 @register
@@ -249,10 +246,6 @@ class MoeActivate(Plain):
 	setup_context = staticmethod(_activate_context)
 	backward = staticmethod(_activate_backward)
 
-	@property
-	def device(self) -> torch.device:
-		return self.x.device
-
 	def check(self) -> None:
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
 
@@ -298,10 +291,6 @@ class MoeActivateGradient(Plain):
 
 	name: ClassVar[str] = "moe_activate_gradient"
 	returns_list: ClassVar[bool] = True
-
-	@property
-	def device(self) -> torch.device:
-		return self.x.device
 
 	def check(self) -> None:
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)

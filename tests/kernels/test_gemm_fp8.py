@@ -11,40 +11,21 @@ from tests.helpers import each
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, wild
 from .op_support import MODES
-from .test_gemm_sm90 import FPROP, K_TILES, M_TILES, SPREAD, flops, name_of
+from .test_gemm_sm90 import ADDS, FPROP, K_TILES, M_TILES, SPREAD, flops, name_of
 
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
 FAST_ALL = Sm90GemmConfig(
-	"fp8",
-	b_operand="fp8:dtype=e5m2",
-	out_dtype="float16",
-	bias_dtype="float32",
-	has_alpha=True,
-	accumulate=True,
-	tile=M_TILES["256x128x2"],
+	"fp8", b_operand="fp8:dtype=e5m2", out_dtype="float16", bias_dtype="float32", tile=M_TILES["256x128x2"], **ADDS
 )
 SPLIT = Sm90GemmConfig("fp8:dtype=e5m2", b_operand="fp8", split=True, tile=M_TILES["128x128"])
 BLOCK = Sm90GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=M_TILES["256x16"])
 BLOCK_ALL = Sm90GemmConfig(
-	"fp8_block",
-	b_operand=SQUARES,
-	out_dtype="float32",
-	bias_dtype="bfloat16",
-	has_alpha=True,
-	accumulate=True,
-	tile=M_TILES["128x256x2"],
+	"fp8_block", b_operand=SQUARES, out_dtype="float32", bias_dtype="bfloat16", tile=M_TILES["128x256x2"], **ADDS
 )
 #: A has the scales of squares.
 TURNED = Sm90GemmConfig(SQUARES, b_operand="fp8_block:dtype=e5m2", tile=M_TILES["128x128"])
-UNSWAPPED = Sm90GemmConfig(
-	"fp8_block",
-	b_operand=SQUARES,
-	out_dtype="float16",
-	pow2_scales=True,
-	bias_dtype="bfloat16",
-	tile=K_TILES["128x256x2"],
-)
+UNSWAPPED = replace(BLOCK, out_dtype="float16", bias_dtype="bfloat16", tile=K_TILES["128x256x2"])
 UNSWAPPED_ALL = replace(FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"])
 ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
 FPROPS = {
@@ -67,16 +48,7 @@ MIXED = {
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
 	"fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
-	"split": Sm90GemmConfig(
-		"fp8:dtype=e5m2",
-		"k_grouped",
-		b_operand="fp8",
-		out_dtype="float32",
-		accumulate=True,
-		has_alpha=True,
-		split=True,
-		tile=K_TILES["128x128"],
-	),
+	"split": replace(SPLIT, grouping="k_grouped", out_dtype="float32", tile=K_TILES["128x128"], **ADDS),
 	"block": WGRAD,
 	"block, wide": replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
 	"rows x squares": replace(WGRAD, b_operand=SQUARES, accumulate=True),

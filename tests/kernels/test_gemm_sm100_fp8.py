@@ -44,16 +44,13 @@ K_GROUPED = {
 	"promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
 }
 
-each_m_grouped = each("config", M_GROUPED)
-each_k_grouped = each("config", K_GROUPED)
-
 
 def dgrad(config, sizes, n, k, tail=0):
 	return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
 @each("shape", SHAPES)
-@each_m_grouped
+@each("config", M_GROUPED)
 def test_fprop(config, shape):
 	sizes, n, k, tail = shape
 	# K of MXFP8 is in blocks.
@@ -70,17 +67,17 @@ def test_dgrad_reads_a_columnwise_copy(config, k):
 
 
 @each("shape", WGRAD_SHAPES)
-@each_k_grouped
+@each("config", K_GROUPED)
 def test_wgrad(config, shape):
 	k_grouped(config, *shape).check()
 
 
-@each_m_grouped
+@each("config", M_GROUPED)
 def test_every_code_and_scale(config):
 	wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
-@each_k_grouped
+@each("config", K_GROUPED)
 def test_every_code_and_scale_of_wgrad(config):
 	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
 
@@ -88,8 +85,7 @@ def test_every_code_and_scale_of_wgrad(config):
 @each("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config):
 	# One cluster works on partial and whole tiles by turns.
-	columnwise = config.transpose_b
-	m_grouped(config, TAILS, 264, 96, 3, columnwise_b=columnwise).check(config.tile.num_ctas)
+	m_grouped(config, TAILS, 264, 96, 3, columnwise_b=config.transpose_b).check(config.tile.num_ctas)
 
 
 @functools.cache

@@ -22,13 +22,12 @@ def name_of(tile):
 M_TILES = {name_of(tile): tile for tile in SM90_TILES if tile.swap_ab}
 K_TILES = {name_of(tile): tile for tile in SM90_TILES if not tile.swap_ab}
 
+ADDS = {"has_alpha": True, "accumulate": True}
 FPROP = Sm90GemmConfig("nvfp4", row_scaled=True, tile=M_TILES["128x128"])
-FPROP_ALL = Sm90GemmConfig(
-	"nvfp4", out_dtype="float16", bias_dtype="float32", has_alpha=True, accumulate=True, tile=M_TILES["256x16"]
-)
+FPROP_ALL = Sm90GemmConfig("nvfp4", out_dtype="float16", bias_dtype="float32", tile=M_TILES["256x16"], **ADDS)
 CLUSTER = replace(FPROP_ALL, row_scaled=True, tile=M_TILES["256x128x2"])
 WGRAD = Sm90GemmConfig("nvfp4", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
-WGRAD_ADD = replace(WGRAD, accumulate=True, has_alpha=True)
+WGRAD_ADD = replace(WGRAD, **ADDS)
 WGRAD_16 = replace(WGRAD, out_dtype="bfloat16", tile=K_TILES["128x256"])
 PLAIN = Sm90GemmConfig("bfloat16", bias_dtype="bfloat16", tile=M_TILES["256x32"])
 PLAIN_DGRAD = Sm90GemmConfig("float16", out_dtype="float16", transpose_b=True, has_alpha=True, tile=M_TILES["128x128"])
@@ -40,13 +39,7 @@ SPREAD = replace(PLAIN, tile=M_TILES["256x160x2 fitted"])
 PREPACKED = replace(FPROP, prepacked=True, tile=M_TILES["256x8"])
 W4A16 = Sm90GemmConfig("nvfp4", activations="bfloat16", tile=M_TILES["256x16"])
 W4A16_ALL = Sm90GemmConfig(
-	"nvfp4",
-	activations="float16",
-	out_dtype="float32",
-	bias_dtype="bfloat16",
-	has_alpha=True,
-	accumulate=True,
-	tile=M_TILES["128x128"],
+	"nvfp4", activations="float16", out_dtype="float32", bias_dtype="bfloat16", tile=M_TILES["128x128"], **ADDS
 )
 
 #: What the kernel multiplies.
