@@ -84,9 +84,8 @@ def convert(
 			for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
 				writer.add(base + (suffix if is_one else stacked_suffix(suffix)), t)
 			for g, rows in enumerate(weight):
-				expert = int(found["expert"]) if is_one else g
 				snr = signal_to_noise(rows, parts.expert(g), record.fmt)
-				noise.append((found["layer"], projection, expert, snr))
+				noise.append((found["layer"], projection, int(found["expert"]) if is_one else g, snr))
 		_finish(files, writer, Path(target), record, [n for n in files if n not in experts])
 	return noise
 

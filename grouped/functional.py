@@ -201,9 +201,8 @@ def quantize(
 		summed = _made(x, grad, act, ends, dtype if fmt.truncates and not dbias else torch.float32).view(shape)
 		x, act = summed.to(dtype) if fmt.truncates else summed, None
 	if out is None:
-		flat = flat_shapes(members)
 		directions = (rowwise, columnwise)
-		buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, numbers, act, flat)
+		buffers = ops.grouped_quantize(x, fmt.text, ends, amax, *directions, scale, numbers, act, flat_shapes(members))
 		if torch.compiler.is_compiling():
 			_allow_assemble()
 		out = assemble(shape, dtype, fmt.text, ends, buffers, *directions, members)

@@ -260,9 +260,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
 			raise ValueError(f"--path must be PEER=FOLDER, got {item!r}")
 		paths[name] = Path(folder)
 	emulation = {"num_sms": arguments.num_sms} if arguments.num_sms else {}
-	peers = () if arguments.no_peers else all_peers(paths)
 	same = {name: getattr(arguments, name) for name in ("backend", "protocol", "quick", "full", "seed")}
-	return Options(**same, peers=peers, paths=paths, emulation=emulation)
+	return Options(**same, peers=() if arguments.no_peers else all_peers(paths), paths=paths, emulation=emulation)
 
 
 def main(arguments: argparse.Namespace) -> int:

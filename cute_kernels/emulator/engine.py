@@ -367,10 +367,9 @@ def stats() -> dict[str, int]:
 		counts = (ctypes.c_uint64 * lib.emu_num_stats())()
 		lib.emu_stats(counts)
 	opcodes = lib.emu_opcodes().decode().split()
-	names = lib.emu_statistics().decode().split()
 	out = {"warp_insns": counts[0], "thread_insns": counts[1]}
 	out |= {f"op.{name}": counts[2 + i] for i, name in enumerate(opcodes) if counts[2 + i]}
-	out |= zip(names, counts[2 + len(opcodes) :], strict=True)
+	out |= zip(lib.emu_statistics().decode().split(), counts[2 + len(opcodes) :], strict=True)
 	return out
 
 

@@ -44,9 +44,8 @@ def _fence(op: Opcode, operands: list[str]) -> None:
 
 def _mbarrier_arrive(op: Opcode, operands: list[str]) -> None:
 	op.refuse("noComplete")
-	flags = op.flags | op.flag("expect_tx", Flag.EXPECT_TX)
 	state = [NO_OPERAND] if operands[0].startswith("[") else []
-	op.emit("MBAR_ARRIVE", [*state, *operands], flags=flags)
+	op.emit("MBAR_ARRIVE", [*state, *operands], flags=op.flags | op.flag("expect_tx", Flag.EXPECT_TX))
 
 
 def _mbarrier(op: Opcode, operands: list[str]) -> None:

@@ -261,13 +261,12 @@ class KernelBuilder:
 		for index, label, scope in self._table_entries:
 			self.operands[index] = immediate(self._position(label, scope))
 		static_smem = self._place_dynamic_shared()
-		instructions = np.array([tuple(row[f] for f in _FIELDS) for row in self.rows], dtype=INSTRUCTION)
 		operands = np.array(
 			[(*o[:4], (o[4] + (1 << 63)) % (1 << 64) - (1 << 63)) for o in self.operands] or [NO_OPERAND], dtype=OPERAND
 		)
 		return Kernel(
 			name=name,
-			instructions=instructions,
+			instructions=np.array([tuple(row[f] for f in _FIELDS) for row in self.rows], dtype=INSTRUCTION),
 			operands=operands,
 			text=self.text,
 			param_offset=param_offset,

@@ -139,6 +139,5 @@ def _transposed(x: Operand, rows: slice, first_slot: int) -> Rows:
 	"""The columns of one group, its rows as K; those of a block that it does not fill are zeros."""
 	if x.fmt is None:
 		return Rows(x.rows(rows, 0, 0).codes.T)
-	count = rows.stop - rows.start
 	vec = 1 if x.fmt.scale is None else x.fmt.scale.vec_size
-	return x.columns(first_slot, round_up(count, vec))
+	return x.columns(first_slot, round_up(rows.stop - rows.start, vec))

@@ -91,9 +91,8 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 			f"{int(below.any(1).sum())} of {len(top)} experts, have scales more than 2^{_E4M3_BINADES} below their expert's "
 			f"largest; the smallest of them would be {int(lost.max())} powers of two too large"
 		)
-	level = (top - _E4M3_TOP).double().exp2()
 	scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
-	amax = (level * _TENSOR_MAX).float()
+	amax = ((top - _E4M3_TOP).double().exp2() * _TENSOR_MAX).float()
 	return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
 
 

@@ -67,9 +67,8 @@ class DelayedScaling(nn.Module):
 		self.num_groups = num_groups
 		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
 		for role in ROLES:
-			history = torch.zeros(recipe.history_length, num_groups, **factory)
 			self.register_buffer(f"{role}_scale", torch.ones(num_groups, **factory))
-			self.register_buffer(f"{role}_amax_history", history)
+			self.register_buffer(f"{role}_amax_history", torch.zeros(recipe.history_length, num_groups, **factory))
 
 	def scale(self, role: str) -> Tensor:
 		"""(G,) what a role is multiplied by before it is rounded."""

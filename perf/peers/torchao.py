@@ -34,7 +34,6 @@ class TorchAo(Peer):
 		"""Rows in MXFP8 and NVFP4, one second level for all; compiled on a GPU."""
 		if asked.directions != "row":
 			return
-		text = "nvfp4" if asked.gives_amax else "mxfp8"
 		make = _nvfp4 if asked.gives_amax else _mxfp8
 
 		def prepare() -> Run:
@@ -43,7 +42,7 @@ class TorchAo(Peer):
 				quantize = torch.compile(quantize, dynamic=False)
 			return functools.partial(quantize, data.x)
 
-		yield self.quantizer(data, text, prepare, functools.partial(_error, data))
+		yield self.quantizer(data, "nvfp4" if asked.gives_amax else "mxfp8", prepare, functools.partial(_error, data))
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
 		if work.device.type != "cuda":

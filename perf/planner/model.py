@@ -67,9 +67,8 @@ def _names(kernel: Kernel) -> tuple[str, ...]:
 def _units(kernel: Kernel, gpu: Gpu, where: float = 0.0) -> tuple[float, ...]:
 	"""Launches; microseconds of memory, products and instructions at the GPU's rates; waves."""
 	dense = gpu.dense[kernel.multiplied].at(where) * 1e6 if kernel.multiplied else 1.0
-	memory = kernel.bytes / gpu.copy.at(where) * 1e-6
 	rest = (kernel.flops / dense, kernel.instructions / gpu.issue * 1e6, kernel.waves)
-	return (kernel.launches, memory, *rest)
+	return (kernel.launches, kernel.bytes / gpu.copy.at(where) * 1e-6, *rest)
 
 
 def _times(units: Tensor, values: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -71,9 +71,8 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
 		specs.setdefault(canonical_text(spec) if options.full else kind, spec)
 	for spec in list(specs.values())[: 2 if options.quick else None]:
-		case = {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}
 		found = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
-		yield Task("compile", case, always(found))
+		yield Task("compile", {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}, always(found))
 
 
 def _brief(spec: KernelSpec) -> str:

@@ -19,11 +19,10 @@ def test_narrow_loads_extend():
 
 
 def test_loads_extend_to_64_bits():
-	source = np.array([-3] * 32, np.int32)
 	out = np.zeros((32, 2), np.int64)
 	body = """ld.global.s32 %d0, [%p0]; ld.global.u32 %d1, [%p0]; mul.wide.u32 %d2, %t, 16;
 	add.u64 %d2, %p1, %d2; st.global.b64 [%d2], %d0; st.global.b64 [%d2+8], %d1;"""
-	run(body, source, out)
+	run(body, np.array([-3] * 32, np.int32), out)
 	assert (out == [-3, (1 << 32) - 3]).all()
 
 

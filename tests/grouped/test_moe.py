@@ -138,9 +138,8 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
 	choice = moe.router(x)
 	r = grouped.compute_routing(choice.expert_ids, E)
 	leaf = x.clone().requires_grad_()
-	weights = choice.weights.detach().requires_grad_()
 	h = moe.experts(ops.moe_gather(leaf, r.token, r.row), r.offs)
-	want = ops.moe_combine(h, r.row, weights)
+	want = ops.moe_combine(h, r.row, choice.weights.detach().requires_grad_())
 	got = step(moe, x)
 	assert_same_bytes(got[0], want.detach())
 	with torch.no_grad():
@@ -352,10 +351,9 @@ def test_nan_is_found_and_numbers_are_inspected():
 @needs_compiler
 @each("recipe", {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED)
 def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
-	graphs = Graphs() if recipe.is_quantized else "inductor"
 	torch._dynamo.utils.counters.clear()
 	eager, moe = (moe_of(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
-	compiled = torch.compile(moe, fullgraph=True, backend=graphs)
+	compiled = torch.compile(moe, fullgraph=True, backend=Graphs() if recipe.is_quantized else "inductor")
 
 	def run(moe, x):
 		leaf = x.clone().requires_grad_()

@@ -32,9 +32,8 @@ def special(dtype, cols):
 	tiny[:, ::3] *= -0.5
 	# Magnitudes on both sides of those where a power of two changes.
 	edges = torch.tensor([1.0, 1.75, 448.0, 57344.0])[:, None] * (1 + torch.arange(-2, 3) * 2**-23)
-	powers = torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
 	finite = torch.zeros(40, cols)
-	finite[:, ::32] = edges.flatten().repeat(2)[:, None] * powers
+	finite[:, ::32] = edges.flatten().repeat(2)[:, None] * torch.logspace(-8, 7, 8, 2.0)[: cols // 32]
 	finite = finite.clamp(max=torch.finfo(DTYPES[dtype]).max).to(DTYPES[dtype])
 	return Problem(torch.cat([x, tiny, finite]), ends(1, 2, 3, 40, 60, 150, 290, 330))
 
@@ -124,9 +123,8 @@ ROWS = [
 @each(("text", "dtype", "warps", "rows"), ROWS)
 def test_rows(text, dtype, warps, rows):
 	for i, case in enumerate(RAGGED.values()):
-		arch = ARCHITECTURES[i % 3 == 2]
 		problem = ragged(*case, dtype)
-		config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=arch)
+		config = RowsConfig(text, dtype, warps_per_row=warps, rows_per_warp=rows, arch=ARCHITECTURES[i % 3 == 2])
 		if config.can_implement(QuantizeProblem(dtype, problem.x.shape[1])):
 			check(config, problem)
 		else:

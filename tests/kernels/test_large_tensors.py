@@ -26,9 +26,8 @@ each_shape = each("name", [*SHAPES])
 
 
 def sparse(*shape, dtype=BF16):
-	count = torch.Size(shape).numel()
 	flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
-	return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize, flags), dtype=dtype).view(shape)
+	return torch.frombuffer(mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize, flags), dtype=dtype).view(shape)
 
 
 def run_ctas(config, first, grid, *arguments, arch=ARCH):

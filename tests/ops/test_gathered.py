@@ -19,9 +19,8 @@ TOKENS = 50
 def index_of(rows, tokens=TOKENS, seed=0):
 	rng = seeded(seed)
 	index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
-	wild = torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])
 	pick = torch.randint(0, 14, (rows,), generator=rng)
-	return torch.where(pick < 4, wild[pick.clamp(max=3)], index).int()
+	return torch.where(pick < 4, torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])[pick.clamp(max=3)], index).int()
 
 
 def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False, transpose_b=False, seed=0):

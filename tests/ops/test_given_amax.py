@@ -39,9 +39,8 @@ def test_the_sign_of_an_amax_is_dropped(name, call):
 @each("name", NAMES)
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
 	x = torch.empty(*((2, 0) if uniform else (0,)), 32)
-	offs = None if uniform else offsets((0, 0))
 	text, rowwise, columnwise = call
-	found = on(name, call, x, offs, torch.tensor([2.5, -3.0]))
+	found = on(name, call, x, None if uniform else offsets((0, 0)), torch.tensor([2.5, -3.0]))
 	if rowwise and not parse(text).row_scaled:
 		assert found["amax"].tolist() == [2.5, 3.0]
 	if columnwise:

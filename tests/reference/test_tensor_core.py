@@ -167,11 +167,10 @@ class Oracle:
 
 	def sixteen(self, x, y, sx, sy):
 		scale = [Fraction(s) for s in (sx, sy)]
-		value = sum(Fraction(p) * Fraction(q) for p, q in zip(x, y, strict=True))
 		exponents = [-126 if s == 0 else max(floor_log2(s), -6) for s in scale]
 		if self.kind.scale == E8M0:
 			exponents = [floor_log2(s) for s in scale]
-		return value * scale[0] * scale[1], sum(exponents)
+		return sum(Fraction(p) * Fraction(q) for p, q in zip(x, y, strict=True)) * scale[0] * scale[1], sum(exponents)
 
 	def terms(self, x, y, sx, sy):
 		each = 16 if self.kind.a == E2M1 else 1
