@@ -304,8 +304,7 @@ class _TransformedLinear(_ReverseOnly):
 		x, weight, bias, offs, recipe, needs, *scales = inputs
 		ctx.mark_non_differentiable(*output[1:])
 		ctx.set_materialize_grads(False)
-		scale = scales[-1] if scales else None
-		ctx.save_for_backward(x, weight, offs, scale, *output[1:])
+		ctx.save_for_backward(x, weight, offs, scales[-1] if scales else None, *output[1:])
 		ctx.scales = len(scales)
 		ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
 		ctx.kept_for = needs

@@ -500,8 +500,7 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 	# 0 * NaN is NaN: what is not finite would reach all experts by the product.
 	lost = ~dy.isfinite()
 	sums = torch.where(chosen, p.unsqueeze(-1), 0).sum(1).T @ dy.masked_fill(lost, 0)
-	reached = chosen.any(1).T.bfloat16() @ lost.bfloat16()
-	return sums.masked_fill_(reached > 0, torch.nan).to(bias.dtype)
+	return sums.masked_fill_(chosen.any(1).T.bfloat16() @ lost.bfloat16() > 0, torch.nan).to(bias.dtype)
 
 
 # ---- as an op

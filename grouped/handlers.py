@@ -208,8 +208,7 @@ def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
 	aten.randn_like.default,
 )
 def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
-	plain = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-	out: Tensor = func(plain, *args, **kwargs)
+	out: Tensor = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 	return out
 
 

@@ -162,8 +162,7 @@ def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) ->
 		yield _numbers(fmt.scale, linear_row_scales(fmt, copy.scales, slots, columns)[:: _repeats(fmt)])
 	for name in level.buffers if level is not None else ():
 		vector: Tensor = getattr(copy, name)
-		is_per_row = level is not None and level.per == "row"
-		yield vector.flatten()[rows] if is_per_row else vector[span.group]
+		yield vector.flatten()[rows] if level is not None and level.per == "row" else vector[span.group]
 
 
 def _columnwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) -> Iterator[Tensor]:
@@ -182,8 +181,7 @@ def _columnwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy)
 		yield codes[tile * TILE_ROWS : tile * TILE_ROWS + rows]
 	if fmt.scale is not None:
 		scales = copy.scales[span.group] if is_uniform else copy.scales
-		tiles = slice(tile, tile + ceil_div(span.rows, TILE_ROWS))
-		linear = linear_column_scales(fmt, scales, columns, tiles)
+		linear = linear_column_scales(fmt, scales, columns, slice(tile, tile + ceil_div(span.rows, TILE_ROWS)))
 		linear = linear[:: _repeats(fmt), : ceil_div(span.rows, fmt.scale.vec_size)]
 		yield _numbers(fmt.scale, linear if is_transposed else linear.T)
 	for name in level.buffers if level is not None else ():

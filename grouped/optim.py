@@ -149,8 +149,7 @@ class AdamW(Optimizer):
 		state: dict[str, Any] = self.state[p]
 		part = local_part(p)
 		if self._has_master(p) and "master" not in state:
-			is_quantized = isinstance(part, GroupedTensor)
-			master = part.dequantize(torch.float32) if is_quantized else part.detach().float().contiguous()
+			master = part.dequantize(torch.float32) if isinstance(part, GroupedTensor) else part.detach().float().contiguous()
 			state["master"] = part_of(p, master)
 		if "step" not in state:
 			state["step"] = torch.zeros((), dtype=torch.float32, device=part.device)

@@ -248,8 +248,7 @@ def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: F
 		# The first vector of the second level is what a reader multiplies by.
 		name = fmt.operand_names(way)[-1]
 		if level is not None and name in named:
-			holds_nan = rows if level.per == "row" else groups
-			named[name] = named[name].masked_fill(holds_nan, torch.nan)
+			named[name] = named[name].masked_fill(rows if level.per == "row" else groups, torch.nan)
 
 
 def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:

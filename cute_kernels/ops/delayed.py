@@ -100,5 +100,4 @@ class DelayedScalingUpdate(OfFormat):
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		history, scale = outputs
-		is_max = self.algorithm == "max"
-		reference.delayed_scaling_update(history, scale, self.amax, self.largest, is_max)
+		reference.delayed_scaling_update(history, scale, self.amax, self.largest, self.algorithm == "max")

@@ -96,8 +96,7 @@ class GroupedDequantize(OfFormat):
 		check_multiple("K", self.shape[-1], fmt.k_multiple, f"codes are of {self.format}")
 
 	def outputs(self) -> list[BufferSpec]:
-		has_tail = self.offs is not None or self.shapes is not None
-		return [BufferSpec(self.shape, self.dtype, zeroed=has_tail)]
+		return [BufferSpec(self.shape, self.dtype, zeroed=self.offs is not None or self.shapes is not None)]
 
 	def members(self, outputs: Sequence[Tensor]) -> Iterator[tuple[GroupedDequantize, list[Tensor]]]:
 		"""Each group that has a shape of its own as a call for itself, with its output: views."""
@@ -107,8 +106,7 @@ class GroupedDequantize(OfFormat):
 		for i, of_member in enumerate(member_views(outputs[0], shapes)):
 			buffers = zip(of_buffers, (self.codes, *self.scales), strict=True)
 			codes, *scales = (of_members[i].of(buffer) for of_members, buffer in buffers)
-			rows = shapes[i][0]
-			yield dataclasses.replace(self, codes=codes, scales=scales, rows=rows, shapes=None), [of_member]
+			yield dataclasses.replace(self, codes=codes, scales=scales, rows=shapes[i][0], shapes=None), [of_member]
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		if self.shapes is not None:

@@ -316,8 +316,7 @@ class MGrouped(GroupedGemm):
 	@property
 	def plain_dtypes(self) -> tuple[torch.dtype, ...]:
 		"""Dtypes that a plain A may have."""
-		mixed = self.b_format is not None and not self.quantizes_a
-		return INPUT_DTYPES[:2] if mixed else INPUT_DTYPES
+		return INPUT_DTYPES[:2] if self.b_format is not None and not self.quantizes_a else INPUT_DTYPES
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec((self.num_rows, self.cols), self.result_dtype, zeroed=True)]
@@ -479,8 +478,7 @@ class KGroupedGemm(GroupedGemm):
 		"""Slot rows of a quantized A."""
 		fmt = self.a_record
 		assert fmt is not None
-		transposed = fmt.columnwise == "transposed"
-		return fmt.element.count(self.a.shape[1]) if transposed else self.a.shape[0]
+		return fmt.element.count(self.a.shape[1]) if fmt.columnwise == "transposed" else self.a.shape[0]
 
 	@property
 	def num_rows(self) -> int:

@@ -166,8 +166,7 @@ class GroupedQuantize(OfFormat):
 		parts = member_parts(self.record, shapes, rowwise=self.rowwise, columnwise=self.columnwise)
 		of_x = [(m, input_columns(n, self.activation)) for m, n in shapes]
 		for i, x in enumerate(member_views(self.x, of_x)):
-			given = (self.amax, self.scale)
-			amax, scale = (v if v is None else v[..., i : i + 1] for v in given)
+			amax, scale = (v if v is None else v[..., i : i + 1] for v in (self.amax, self.scale))
 			op = dataclasses.replace(self, x=x, shapes=None, amax=amax, scale=scale)
 			yield op, [of_members[i].of(buffer) for of_members, buffer in zip(parts.values(), outputs, strict=True)]
 

@@ -82,8 +82,7 @@ class GroupedAmax(Op):
 		check_input("x", self.x, self.offs)
 
 	def outputs(self) -> list[BufferSpec]:
-		groups = self.x.shape[0] if self.offs is None else self.offs.shape[0]
-		return [BufferSpec((groups,), torch.float32)]
+		return [BufferSpec((self.x.shape[0] if self.offs is None else self.offs.shape[0],), torch.float32)]
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		(amax,) = outputs

@@ -293,8 +293,7 @@ def _arguments(cls: type[Op]) -> str:
 			kind += f"({chr(ord('a') + cls.written.index(field.name))}!)"
 		default = field.default
 		shown = f'"{default}"' if isinstance(default, str) else default
-		is_given = default is not dataclasses.MISSING
-		parts.append(f"{kind} {field.name}" + (f"={shown}" if is_given else ""))
+		parts.append(f"{kind} {field.name}" + (f"={shown}" if default is not dataclasses.MISSING else ""))
 	return ", ".join(parts)
 
 

@@ -196,9 +196,8 @@ def _exact(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	(a_large, a_small), (b_large, b_small) = _cut_at_one(left), _cut_at_one(right)
 	middle = a_large @ b_small.T + a_small @ b_large.T
 	total, rest = two_sum(a_large @ b_large.T, middle)
-	exact = rounded_sum(total, rest + a_small @ b_small.T)
 	# Zeros in place of the other codes are no zeros beside Inf and NaN.
-	return torch.where(plain.isfinite(), exact, plain.float())
+	return torch.where(plain.isfinite(), rounded_sum(total, rest + a_small @ b_small.T), plain.float())
 
 
 def _zeros(a: Tensor, b: Tensor) -> Tensor:

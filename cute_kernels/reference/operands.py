@@ -122,8 +122,7 @@ class Operand(NamedTuple):
 		if fmt.scale is None or self.scales is None:
 			return Rows(codes, fmt)
 		blocks = ceil_div(depth, fmt.scale.vec_size)
-		tiles = _tiles(first_slot, depth)
-		return Rows(codes, fmt, linear_column_scales(fmt, self.scales, len(codes), tiles)[:, :blocks])
+		return Rows(codes, fmt, linear_column_scales(fmt, self.scales, len(codes), _tiles(first_slot, depth))[:, :blocks])
 
 
 def _picked(x: Tensor, index: Tensor) -> Tensor:

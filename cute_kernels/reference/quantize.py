@@ -74,8 +74,7 @@ def quantize(
 			g = second[0][groups.group_of_row().clamp_max_(max(0, len(groups) - 1))]
 		_quantize_rows(codec, elements, groups, g, rowwise, given.draws)
 	if columnwise or (rowwise and fmt.is_2d):
-		squares = rowwise if fmt.is_2d else {}
-		_quantize_tiles(codec, elements, groups, second[1], squares, columnwise, given.draws)
+		_quantize_tiles(codec, elements, groups, second[1], rowwise if fmt.is_2d else {}, columnwise, given.draws)
 
 
 def _group_amaxes(

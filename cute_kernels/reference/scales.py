@@ -47,9 +47,8 @@ def tile_view(fmt: Format, scales: Tensor, columnwise: bool) -> Tensor:
 	if scale.layout == "tiles_128x4":
 		if not columnwise:
 			return scales
-		per_tile = scale_tiles(TILE_ROWS, scale.vec_size)
 		# (ceil(K / 128), tiles along the rows, 512)
-		by_tile: Tensor = scales.unflatten(-2, (-1, per_tile)).movedim(-4, -2)
+		by_tile: Tensor = scales.unflatten(-2, (-1, scale_tiles(TILE_ROWS, scale.vec_size))).movedim(-4, -2)
 		return by_tile
 	if not columnwise and not fmt.is_2d:
 		# (blocks along K, slots)

@@ -265,8 +265,7 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
 	v = torch.nn.functional.pad(v, (0, -v.shape[1] % adder.k))
 	count = v.shape[1] // adder.term
 	if adder.term == 1:
-		lowest = _MIN_EXPONENT.get(elements.dtype, _FP32_MIN_EXPONENT)
-		exponent = _exponent(v, lowest, adder.zero_exponent)
+		exponent = _exponent(v, _MIN_EXPONENT.get(elements.dtype, _FP32_MIN_EXPONENT), adder.zero_exponent)
 	else:
 		exponent = torch.zeros(len(v), count, dtype=torch.int32, device=v.device)
 	value = v.double().unflatten(1, (count, adder.term))
@@ -313,8 +312,7 @@ def _truncate(adder: _Adder, total: Tensor) -> Tensor:
 	bits = adder.accumulator_bits
 	normal = total.view(torch.int64).bitwise_and(-1 << (52 - bits)).view(torch.float64)
 	ulp = 2.0 ** (_FP32_MIN_EXPONENT - bits)
-	subnormal = (total / ulp).trunc_().mul_(ulp)
-	return torch.where(total.abs() < 2.0**_FP32_MIN_EXPONENT, subnormal, normal).float()
+	return torch.where(total.abs() < 2.0**_FP32_MIN_EXPONENT, (total / ulp).trunc_().mul_(ulp), normal).float()
 
 
 def _round_fp16(total: Tensor) -> Tensor:

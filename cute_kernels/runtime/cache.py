@@ -239,8 +239,7 @@ def _source_digest(module: str) -> str | None:
 		if source is None:
 			return None
 		path = Path(source).resolve()
-		is_package = path.name == "__init__.py"
-		roots[path.parent] = sorted(path.parent.rglob("*.py")) if is_package else [path]
+		roots[path.parent] = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
 	if not all(path.is_file() for path in files):  # imported from an archive
 		return None
 	digest = hashlib.sha256()

@@ -85,11 +85,10 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 	low = top - _E4M3_BINADES
 	below = (flat < low.unsqueeze(1)) & ~zero
 	if below.any():
-		lost = (low.unsqueeze(1) - flat)[below]
 		raise ValueError(
 			f"these MXFP4 weights have no exact NVFP4: {int(below.sum())} of {below.numel()} blocks, in "
 			f"{int(below.any(1).sum())} of {len(top)} experts, have scales more than 2^{_E4M3_BINADES} below their expert's "
-			f"largest; the smallest of them would be {int(lost.max())} powers of two too large"
+			f"largest; the smallest of them would be {int((low.unsqueeze(1) - flat)[below].max())} powers of two too large"
 		)
 	scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
 	amax = ((top - _E4M3_TOP).double().exp2() * _TENSOR_MAX).float()

@@ -114,8 +114,7 @@ def _linear(
 	if not layer.single_parameter:
 		raise ValueError(f"{key.lstrip('.')} was made with single_parameter=False: load its state dict into one with True")
 	for attribute in ("weight", "bias") if layer.has_bias else ("weight",):
-		full = f"{key}.{attribute}".lstrip(".")
-		yield ExpertWeight(layer, attribute, full, path, rows, interleaved, False, stacked)
+		yield ExpertWeight(layer, attribute, f"{key}.{attribute}".lstrip("."), path, rows, interleaved, False, stacked)
 
 
 def _of_transformers(experts: Any, name: str, path: str) -> Iterator[ExpertWeight]:

@@ -178,8 +178,7 @@ def _measure(
 		known.remove("second_level")
 	else:
 		vector = rest[-1].flatten().double().abs() * level.factor
-		is_per_row = level.per == "row"
-		second = vector if is_per_row else torch.cat([vector, vector[:1]])[group_of_row]
+		second = vector if level.per == "row" else torch.cat([vector, vector[:1]])[group_of_row]
 	return Found(
 		shape[-1],
 		# The last is of the tail.

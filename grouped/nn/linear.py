@@ -236,8 +236,7 @@ class GroupedLinear(debug.Watched):
 			return None
 		self._wgrads.check_eager(sharded=bool(self._shards))
 		biases = self._named("bias") if self.has_bias else {}
-		overwrite = is_first_microbatch is True
-		return self._wgrads.sink(self._named("weight"), biases, overwrite)
+		return self._wgrads.sink(self._named("weight"), biases, is_first_microbatch is True)
 
 	def _scaling_of_call(self, is_first_microbatch: bool | None) -> Scaling | None:
 		"""The scales of a call under delayed scaling, updated if it is the first of a step.

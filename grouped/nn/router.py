@@ -170,8 +170,7 @@ class Router(nn.Module):
 			count = live.sum().clamp_min(1)
 			mean = (scores * live.unsqueeze(1)).sum(0) / count
 			z = (z * live).sum() / count
-		share = counts / counts.sum().clamp_min(1)
-		return MoELosses(self.num_experts * (share * mean).sum(), z, counts)
+		return MoELosses(self.num_experts * (counts / counts.sum().clamp_min(1) * mean).sum(), z, counts)
 
 	@torch.no_grad()
 	def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
@@ -338,8 +337,7 @@ def _gradients_of_parts(
 	experts, depth = weight.shape
 	if needs_dx:
 		# Not repeat, whose kernel takes twice as long.
-		thrice = torch.cat([weight] * 3).unsqueeze(0)
-		dx = ops.m_grouped_gemm(parts, thrice, ends[-1:], None, None, True, x.dtype)
+		dx = ops.m_grouped_gemm(parts, torch.cat([weight] * 3).unsqueeze(0), ends[-1:], None, None, True, x.dtype)
 	if needs_dweight:
 		if parts.shape[0] >= _MANY_TOKENS and ends.shape[0] == 1:
 			# Few tiles, which leave most SMs idle: a half of the tokens each.

@@ -59,8 +59,7 @@ class Wgrads:
 
 	def sink(self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool) -> ParameterGradients:
 		"""What takes the gradients of one call: see ``ParameterGradients``."""
-		store = self._stored if self._delay else None
-		return ParameterGradients(weights, biases, self._fuse, overwrite, store)
+		return ParameterGradients(weights, biases, self._fuse, overwrite, self._stored if self._delay else None)
 
 	def run_oldest(self, wanted: bool) -> None:
 		"""Compute the gradients that wait longest; that there are none is an error if ``wanted``.
