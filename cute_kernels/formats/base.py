@@ -175,6 +175,10 @@ class Format(Record, abc.ABC):
 		made = {name: fields[name] for name in self.how_made}
 		return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
+	def of_copy(self, columnwise: bool) -> Format:
+		"""The record that says the same of one direction, and no more: copies of equal bytes share their kernels."""
+		return self
+
 	@property
 	def is_2d(self) -> bool:
 		"""Whether one scale covers a square block, so that both directions hold equal values."""

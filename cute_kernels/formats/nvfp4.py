@@ -101,6 +101,11 @@ class NVFP4(Format):
 			fields |= {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
 		return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
+	def of_copy(self, columnwise: bool) -> NVFP4:
+		"""See ``Format``: only rows have levels of their own, only columns are transformed."""
+		name = "row_scaled" if columnwise else "hadamard"
+		return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self
+
 	@property
 	def is_stochastic(self) -> bool:
 		"""Whether codes are rounded by random bits."""

@@ -45,15 +45,6 @@ def _is_per_row(format: str, columnwise: bool = False) -> bool:
 	return level is not None and level.per == "row"
 
 
-def _one_copy(fmt: Format, columnwise: bool) -> Format:
-	"""The record that says the same of one copy, and no more."""
-	if columnwise and fmt.second_level != fmt.columnwise_level:
-		return dataclasses.replace(fmt, row_scaled=False)  # type: ignore[call-arg]
-	if fmt.is_transformed and not columnwise:
-		return dataclasses.replace(fmt, hadamard=False)  # type: ignore[call-arg]
-	return fmt
-
-
 def _takes(config: RowsConfig, problem: QuantizeProblem) -> Support:
 	"""Whether dtype and grouping are those of ``config``, and K is one that kernels take."""
 	if (problem.dtype, problem.grouping) != (config.dtype, config.grouping):
@@ -160,7 +151,7 @@ class RowsConfig(CopyConfig):
 	@classmethod
 	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
 		"""The configuration with the fewest lanes a row that holds the row."""
-		fmt = _one_copy(fmt, columnwise=False)
+		fmt = fmt.of_copy(columnwise=False)
 		for warps, rows in cls.teams:
 			what: dict[str, Any] = {"rows_per_warp": rows, "arch": arch, "prologue": problem.prologue}
 			if arch == "sm_90a" and problem.prologue is not None and problem.prologue.activation is not None:
@@ -277,7 +268,7 @@ class TileConfig(CopyConfig):
 			config = dataclasses.replace(config, compute_amax=False)
 		if config.rowwise and config.columnwise:
 			return config
-		return dataclasses.replace(config, format=_one_copy(fmt, config.columnwise).text)
+		return dataclasses.replace(config, format=fmt.of_copy(config.columnwise).text)
 
 	@property
 	def has_own_columns(self) -> bool:
@@ -466,7 +457,7 @@ class DequantizeConfig(CopyConfig):
 	@classmethod
 	def choose(cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool) -> DequantizeConfig:
 		"""The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-		fmt = _one_copy(fmt.as_decoded, columnwise)
+		fmt = fmt.as_decoded.of_copy(columnwise)
 		if fmt.is_2d and fmt.has_scale_tiles:
 			# The scale of a square block is stored once a row.
 			fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
