@@ -164,13 +164,11 @@ class Router(nn.Module):
 		scores, z = choice.scores, choice.logits.logsumexp(-1).square()
 		if self.score == "sigmoid":
 			scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-		if live is None:
-			mean, z = scores.mean(0), z.mean()
-		else:
-			count = live.sum().clamp_min(1)
-			mean = (scores * live.unsqueeze(1)).sum(0) / count
-			z = (z * live).sum() / count
-		return MoELosses(self.num_experts * (counts / counts.sum().clamp_min(1) * mean).sum(), z, counts)
+		count: Any = max(1, z.shape[0])
+		if live is not None:
+			scores, z, count = scores * live.unsqueeze(1), z * live, live.sum().clamp_min(1)
+		share = counts / counts.sum().clamp_min(1)
+		return MoELosses(self.num_experts * (share * scores.sum(0) / count).sum(), z.sum() / count, counts)
 
 	@torch.no_grad()
 	def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
