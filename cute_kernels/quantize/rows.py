@@ -32,7 +32,6 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, c
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.activations import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
-from cute_kernels.device.codecs.bytes import ByteCodec
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, indexed, next_item
 from cute_kernels.device.launch import env_stream
@@ -545,7 +544,7 @@ class RowsQuantizer:
 		for i in range_constexpr(0, self.pieces_per_lane, self.at_once):
 			last = min(i + self.at_once, self.pieces_per_lane) - 1
 			if const_expr(self.at_once > 2):
-				_, (factor, _) = self.scales(a[i], a[i], level)
+				_, (factor, _) = self.codec.two_scales(a[i], a[i], level)
 				if last * step < left:
 					for j in range_constexpr(i, last + 1):
 						self.write_piece(words, j, factor, None, target, scales_at, lane)
@@ -554,7 +553,7 @@ class RowsQuantizer:
 						if j * step < left:
 							self.write_piece(words, j, factor, None, target, scales_at, lane)
 			elif i * step < left:
-				stored, factors = self.scales(a[i], a[last], level)
+				stored, factors = self.codec.two_scales(a[i], a[last], level)
 				for j in range_constexpr(i, last + 1):
 					if const_expr(j == i) or j * step < left:
 						self.write_piece(words, j, factors[j - i], stored[j - i], target, scales_at, lane)
@@ -584,14 +583,6 @@ class RowsQuantizer:
 	def put(self, at: Int64, words: list[Uint32], lane: Lane) -> None:
 		"""Store what is ``at`` a place of the output, as ``write_row`` takes it."""
 		store_global(at, words)
-
-	def scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
-		"""Scales as they are stored, and encode factors, of blocks with amaxes ``a`` and ``b``."""
-		if isinstance(self.codec, ByteCodec):
-			stored, factors = zip(*(self.codec.block_scale(x, level) for x in (a, b)), strict=True)
-			return list(stored), list(factors)
-		pair, *factors = self.codec.block_scales(a, b, level)
-		return [Uint32(pair), Uint32(pair) >> 8], factors
 
 	@cute.jit
 	def stage(self, stored: Uint32, scales_at: Int32, piece: Int32) -> None:

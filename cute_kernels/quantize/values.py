@@ -11,7 +11,7 @@ from typing import Any
 from cutlass import Boolean, Int32, Int64, Uint32, cute, range_constexpr
 
 from ..device.codecs.base import Level
-from ..device.codecs.nvfp4_fp16 import fp16_values, scales_as_fp16
+from ..device.codecs.e2m1_fp16 import fp16_values, scales_as_fp16
 from ..device.launch import env_stream
 from ..device.memory import transpose_four
 from ..device.ptx import select

@@ -62,33 +62,32 @@ class Codec(abc.ABC):
 
 	# ---- encoding
 
-	@abc.abstractmethod
 	def second_level(self, amax: Float32) -> Level:
-		"""What the codes of a group or row are relative to, from its amax, or the scale given."""
+		"""What the codes of a group or row are relative to, from its amax, or the scale given; nothing by default."""
+		return ()
 
-	@abc.abstractmethod
 	def zero_level(self) -> Level:
 		"""Any level, as what a loop carries before it has one."""
+		return ()
 
 	def level_results(self, level: Level) -> tuple[Float32, ...]:
 		"""The numbers of a group's level that are kept in buffers, in order of ``level_names``."""
 		return ()
 
 	@abc.abstractmethod
-	def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:
-		"""The scale bytes of two blocks with amaxes ``a`` and ``b``, and their encode factors.
+	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
+		"""The scale of a block with amax ``a``, and what ``encode_row`` and ``encode_columns`` take for it.
 
-		Returns:
-			Both bytes, that of ``a`` in the low half, or None if blocks have no scales; what
-			``encode_row`` and ``encode_columns`` take for each block.
+		As it is stored, a word of it alone; None if blocks have no scales.
 		"""
 
-	@abc.abstractmethod
-	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32 | None, Float32]:
-		"""The scale of a block with amax ``a`` as it is stored, a word of it alone, and its encode factor."""
+	def two_scales(self, a: Float32, b: Float32, level: Level) -> tuple[list[Uint32 | None], list[Float32]]:
+		"""``block_scale`` of two blocks: both scales, above whose bits may be others, and both factors."""
+		stored, factors = zip(*(self.block_scale(x, level) for x in (a, b)), strict=True)
+		return list(stored), list(factors)
 
 	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
-		"""The scale bytes of ``block_scales`` alone, for codecs with a table of factors."""
+		"""The scale bytes of two blocks alone, for codecs with a table of factors."""
 		raise NotImplementedError(f"{type(self).__name__} has no table of encode factors")
 
 	def encode_factor(self, index: Uint32, level: Level) -> Float32:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, Uint16, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32, Uint64
 
 from cute_kernels.device.ptx import asm, f32_as_bits, select
 
-from .base import Codec, Level
+from .base import Codec
 from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
 #: Codes of a word; rows of which two words of codes of a column are.
@@ -29,16 +29,6 @@ class ByteCodec(Codec):
 	def multiplies_bf16(self) -> bool:
 		"""Whether elements are multiplied as they are, two at once."""
 		return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
-
-	def second_level(self, amax: Float32) -> Level:
-		return ()
-
-	def zero_level(self) -> Level:
-		return ()
-
-	def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16 | None, Float32, Float32]:
-		"""No scale bytes, which are stored one by one; the factors of both blocks."""
-		return None, self.block_scale(a, level)[1], self.block_scale(b, level)[1]
 
 	# ---- encoding
 

@@ -1,6 +1,6 @@
 """NVFP4 arithmetic, in the order that makes it exact (see ``cute_kernels.reference``).
 
-sm_100a encodes with its own instruction, sm_90a as ``nvfp4_sm90`` says.
+Codes are made as ``nibbles`` says; this is what they are relative to.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Uint16, Uint32, cute
 
-from cute_kernels.device.codecs import nvfp4_sm90, nvfp4_stochastic
-from cute_kernels.device.convert import decode_e2m1, decode_e4m3_pair, unpack_words
-from cute_kernels.device.ptx import asm, bits_as_f32
-from cute_kernels.formats import NVFP4
-
-from .base import Codec
+from ...formats import NVFP4
+from ..convert import decode_e4m3_pair, unpack_words
+from ..ptx import asm, bits_as_f32
+from .nibbles import NibbleCodec
 from .nvfp4_four_over_six import Candidate, FourOverSixLevel, better, candidates, error, is_far
-from .pairs import REGISTERS, Pair, column_pairs, products, row_pairs
 
 _FMAX_BITS = 0x7F7FFFFF
 _ADD = "add.rn.f32 $0, $1, $2;"
 _RCP_ELEMENT_MAX_BITS = 0x3E2AAAAB  # fl(1/6)
 #: Scale bytes that are not negative.
 _SCALE_CODES = 128
-#: Elements of a word of codes.
-_HALF_BLOCK = 8
 
 
 class Level(NamedTuple):
@@ -35,7 +30,7 @@ class Level(NamedTuple):
 	mult: Float32
 
 
-class NVFP4Codec(Codec):
+class NVFP4Codec(NibbleCodec):
 	"""E2M1 codes, E4M3 scales of 16 and an amax a group or row."""
 
 	fmt: NVFP4
@@ -76,7 +71,7 @@ class NVFP4Codec(Codec):
 		return Level(Float32(0.0), Float32(0.0))
 
 	def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
-		"""E4M3 bytes and encode factors, see ``Codec``.
+		"""E4M3 bytes and encode factors, see ``NibbleCodec``.
 
 		``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
 		"""
@@ -101,10 +96,6 @@ class NVFP4Codec(Codec):
 		fmax = bits_as_f32(Uint32(_FMAX_BITS))
 		return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
-	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-		pair, factor, _ = self.block_scales(a, a, level)
-		return Uint32(pair) & Uint32(0xFF), factor
-
 	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
 		text = """{
 			.reg .f32 p, q;
@@ -128,29 +119,6 @@ class NVFP4Codec(Codec):
 			min.f32 $0, q, $3;
 		}"""
 		return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
-
-	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-		half = len(words) // 2
-		parts = (words[:half], words[half:])
-		if self.arch == "sm_90a":
-			places = _row_places(half)
-			return [nvfp4_sm90.encode(part, places, factor, self.dtype) for part in parts]
-		pairs = row_pairs(self.dtype, half)
-		return [_encode(pairs, part, factor) for part in parts]
-
-	def encode_columns(
-		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
-	) -> list[list[Uint32]]:
-		parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
-		codes = []
-		for c, factor in enumerate(factors):
-			if self.arch == "sm_90a":
-				places = [(w, c) for w in range(_HALF_BLOCK)]
-				codes.append([nvfp4_sm90.encode(part, places, factor, self.dtype, twist) for part in parts])
-			else:
-				pairs = column_pairs(self.dtype, _HALF_BLOCK, c)
-				codes.append([_encode(pairs, part, factor) for part in parts])
-		return codes
 
 	def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
 		of = candidates(a, level)
@@ -179,49 +147,9 @@ class NVFP4Codec(Codec):
 	def _error(self, codes: Sequence[Uint32], numbers: Sequence[Float32], candidate: Candidate, level: Level) -> Float32:
 		return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
 
-	def round_row(self, words: Sequence[Uint32], factor: Float32, draws: Sequence[Uint32]) -> list[Uint32]:
-		half = len(words) // 2
-		parts = ((words[:half], draws[:2]), (words[half:], draws[2:]))
-		how, places = (self.dtype, self.arch), _row_places(half)
-		return [nvfp4_stochastic.encode(x, places, factor, r, *how) for x, r in parts]
-
-	def round_columns(
-		self, words: Sequence[Uint32], factors: Sequence[Float32], draws: Sequence[Sequence[Uint32]], twist: Int32 | int = 0
-	) -> list[list[Uint32]]:
-		parts = (words[:_HALF_BLOCK], words[_HALF_BLOCK:])
-		how, codes = (self.dtype, self.arch, twist), []
-		for c, factor in enumerate(factors):
-			places = [(w, c) for w in range(_HALF_BLOCK)]
-			drawn = zip(parts, (draws[c][:2], draws[c][2:]), strict=True)
-			codes.append([nvfp4_stochastic.encode(x, places, factor, r, *how) for x, r in drawn])
-		return codes
-
-	def decode(self, words: Sequence[Uint32]) -> list[Float32]:
-		return [number for word in words for number in decode_e2m1(word)]
-
 	def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
 		return decode_e4m3_pair(pair)
 
 	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
 		"""fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
 		return (scale * level) * Float32(self.fmt.second_level.factor)
-
-
-def _row_places(words: int) -> list[tuple[int, int]]:
-	"""Where each of eight elements is that follow each other in so many words."""
-	return [(w, i) for w in range(words) for i in range(_HALF_BLOCK // words)]
-
-
-def _encode(pairs: Sequence[Pair], words: Sequence[Uint32], factor: Float32) -> Uint32:
-	"""Eight elements, pairs of the operands ``words``, as one word of codes, by the instruction of sm_100a."""
-	body = ""
-	for i, pair in enumerate(products(pairs, "f")):
-		body += f"{pair.text}\ncvt.rn.satfinite.e2m1x2.f32 b{i}, {pair.high}, {pair.low};\n"
-	text = f"""{{
-		{REGISTERS}
-		.reg .b8 b0, b1, b2, b3;
-		mov.b64 f, {{${len(words) + 1}, ${len(words) + 1}}};
-		{body}
-		mov.b32 $0, {{b0, b1, b2, b3}};
-	}}"""
-	return asm(text, [Uint32], [*words, factor])

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
-from ...device.codecs import Codec
+from ...device.codecs.nibbles import NibbleCodec
 from ...device.groups import Grouping
 from ...device.hadamard import transform_words
 from ...device.memory import load_shared, store_global, store_shared, store_shared_half
@@ -43,7 +43,7 @@ class ColumnConverter:
 	order of the code bytes is put right when they are packed.
 	"""
 
-	def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry):
+	def __init__(self, config: TileConfig, codec: NibbleCodec, tile: TileGeometry):
 		self.config = config
 		self.codec = codec
 		self.dtype = config.dtype
@@ -104,9 +104,7 @@ class ColumnConverter:
 				draw = ColumnDraws.of(by.seed, is_2d, cols, what, place, per_word)
 			codes_of, pairs_of = self.convert_columns(lanes_at, mine, first_row, col, by, draw, places)
 			if const_expr(self.config.columnwise):
-				scale_words = None
-				if const_expr(self.codec.has_scales):
-					scale_words = [join_scales(pairs) for pairs in pairs_of]
+				scale_words = [join_scales(pairs) for pairs in pairs_of]
 				self.store(groups, cols, codes_t, what, first_row, col, codes_of, scale_words, places)
 
 	@cute.jit
@@ -195,9 +193,7 @@ class ColumnConverter:
 			col = (mine.first_box + u) * self.tile.box_cols + mine.word * self.tile.cols_per_word
 			words = self.codec.code_bytes(self.num_rows) // 4
 			codes_of = [[Uint32(0)] * words] * self.tile.cols_per_word
-			scale_words = None
-			if const_expr(self.codec.has_scales):
-				scale_words = [Uint32(0)] * self.tile.cols_per_word
+			scale_words = [Uint32(0)] * self.tile.cols_per_word
 			first_row = mine.first_row
 			self.store(groups, cols, codes_t, what, first_row, col, codes_of, scale_words, places)
 
@@ -211,11 +207,10 @@ class ColumnConverter:
 		first_row: Int32,
 		col: Int32,
 		codes_of: list,
-		scale_words: list | None,
+		scale_words: list,
 		places: TilePlaces,
 	) -> None:
-		if const_expr(self.codec.has_scales):
-			self.store_scales(scale_words, first_row, col, places)
+		self.store_scales(scale_words, first_row, col, places)
 		k = what.col_tile * TILE_COLS + col
 		# K is a multiple of 16, so lanes that share columns agree.
 		if k < cols:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cutlass import Int32, Uint32, const_expr, cute
 
-from ...device.codecs import Codec
+from ...device.codecs.nibbles import NibbleCodec
 from ...device.groups import Grouping
 from ...layout.slots import TILE_ROWS
 from ..config import TileConfig
@@ -18,7 +18,7 @@ from .team import Copies, Team
 class NibbleTiles:
 	"""Converts tiles to codes of four bits."""
 
-	def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry, team: Team):
+	def __init__(self, config: TileConfig, codec: NibbleCodec, tile: TileGeometry, team: Team):
 		self.config = config
 		self.team = team
 		self.columns = ColumnConverter(config, codec, tile)

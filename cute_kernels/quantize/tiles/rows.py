@@ -5,7 +5,8 @@ from __future__ import annotations
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_words
-from ...device.codecs import Codec, Level
+from ...device.codecs import Level
+from ...device.codecs.nibbles import NibbleCodec
 from ...device.memory import load_shared, store_global, store_global_half
 from ...device.philox import DRAWN, draw_block
 from ...device.ptx import bits_as_f32, select
@@ -26,7 +27,7 @@ class RowConverter:
 	the unit's columns of both, and they write every sector together.
 	"""
 
-	def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry):
+	def __init__(self, config: TileConfig, codec: NibbleCodec, tile: TileGeometry):
 		self.config = config
 		self.codec = codec
 		self.dtype = config.dtype
@@ -62,7 +63,7 @@ class RowConverter:
 		cols: Int32,
 		by: Encoding,
 		codes: cute.Tensor,
-		scales: cute.Tensor | None,
+		scales: cute.Tensor,
 		what: Descriptor,
 		row: Int32,
 		places: TilePlaces,
@@ -73,24 +74,21 @@ class RowConverter:
 		tiles_along_k = (cols + (self.tile.unit - 1)) // self.tile.unit
 		row_at = self.row_in_tile(places.tile, row, own)
 		codes_at = codes.iterator.toint() + Int64(what.first + row) * pitch
-		if const_expr(self.codec.has_scales):
-			scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
-			scales_at += row_in_tile(row) + own // self.codec.block
+		scales_at = scales.iterator.toint() + Int64(what.tile) * tiles_along_k * SF_TILE_BYTES
+		scales_at += row_in_tile(row) + own // self.codec.block
 		# The first row of the warp's is the lowest: without it there are only scales to clear.
 		idle = row % 32 // 8 * 8 >= what.count
 		for u in range_constexpr(TILE_COLS // self.tile.unit):
 			col = what.col_tile * TILE_COLS + u * self.tile.unit
 			if col < cols and idle:
-				if const_expr(self.codec.has_scales):
-					self.store_scales(scales_at, col, Uint32(0))
+				self.store_scales(scales_at, col, Uint32(0))
 			elif col < cols:
 				blocks = self.load_blocks(row_at, u)
 				a = self.amaxes(blocks, places.squares, row, u, own)
 				if const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
 					a = [self.codec.choose_row(words, x, by.level) for words, x in zip(blocks, a, strict=True)]
 				scale_word, factors = self.scale(a, by)
-				if const_expr(self.codec.has_scales):
-					self.store_scales(scales_at, col, select(live, scale_word, Uint32(0)))
+				self.store_scales(scales_at, col, select(live, scale_word, Uint32(0)))
 				place = Int64(what.first + row) * (cols // DRAWN) + (col + own) // DRAWN
 				out = []
 				for i, (block, factor) in enumerate(zip(blocks, factors, strict=True)):
@@ -130,14 +128,14 @@ class RowConverter:
 			return [bits_as_f32(word) for word in words]
 		return [absmax_words(words, self.dtype, self.arch) for words in blocks]
 
-	def scale(self, a: list[Float32], by: Encoding) -> tuple[Uint32 | None, list[Float32]]:
+	def scale(self, a: list[Float32], by: Encoding) -> tuple[Uint32, list[Float32]]:
 		"""The scale bytes of blocks with these amaxes, as one word, and their encode factors."""
 		pairs, factors = [], []
 		for i in range(0, self.blocks, 2):
 			pair, *encs = scale_blocks(self.codec, a[i], a[i + 1], by.level, by.table)
 			pairs.append(pair)
 			factors += encs
-		return (join_scales(pairs) if self.codec.has_scales else None), factors
+		return join_scales(pairs), factors
 
 	@cute.jit
 	def store_scales(self, scales_at: Int64, col: Int32, scale_word: Uint32) -> None:

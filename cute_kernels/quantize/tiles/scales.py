@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute
 
-from ...device.codecs import Codec, Level
+from ...device.codecs import Level
+from ...device.codecs.nibbles import NibbleCodec
 from ...device.groups import Grouping
 from ...device.memory import load_shared, store_global
 from ...device.ptx import asm, bits_as_f32
@@ -19,8 +20,8 @@ from .geometry import TILE_COLS, Descriptor
 
 
 def scale_blocks(
-	codec: Codec, a: Float32, b: Float32, level: Level, table: Int32 | None
-) -> tuple[Uint16 | None, Float32, Float32]:
+	codec: NibbleCodec, a: Float32, b: Float32, level: Level, table: Int32 | None
+) -> tuple[Uint16, Float32, Float32]:
 	"""Scale bytes of two blocks with amaxes ``a`` and ``b``, that of ``a`` lowest; their factors.
 
 	The level's ``codec.table_size`` encode factors are at ``table`` in shared memory, as fp32; None to compute them.

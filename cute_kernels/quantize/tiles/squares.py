@@ -5,8 +5,9 @@ from __future__ import annotations
 from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max
-from ...device.codecs import Codec, Level
+from ...device.codecs import Level
 from ...device.codecs.bytes import ByteCodec
+from ...device.codecs.nibbles import NibbleCodec
 from ...device.memory import load_shared, store_global, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits
 from ..config import DTYPE_BYTES, TileConfig
@@ -66,7 +67,7 @@ class Squares:
 class Chooser:
 	"""Scales of 16x16 blocks that all elements of a block choose: a lane has a row of the tile."""
 
-	def __init__(self, config: TileConfig, codec: Codec, tile: TileGeometry):
+	def __init__(self, config: TileConfig, codec: NibbleCodec, tile: TileGeometry):
 		self.codec = codec
 		self.dtype = config.dtype
 		self.arch = config.arch

@@ -19,7 +19,7 @@ import itertools
 
 from cutlass import Int32, Uint16, Uint32, cute
 
-from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale, two_halves
+from cute_kernels.device.codecs.e2m1_fp16 import high_bytes, scales_as_fp16, times_scale, two_halves
 from cute_kernels.device.memory import load_shared
 from cute_kernels.device.ptx import asm
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, row_in_tile

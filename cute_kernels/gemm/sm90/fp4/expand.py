@@ -16,7 +16,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.codecs.nvfp4_fp16 import high_bytes, scales_as_fp16, times_scale
+from cute_kernels.device.codecs.e2m1_fp16 import high_bytes, scales_as_fp16, times_scale
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping, group_start
 from cute_kernels.device.launch import GridKernel, compact, env_stream

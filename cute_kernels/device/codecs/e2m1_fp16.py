@@ -1,4 +1,4 @@
-"""NVFP4 codes and block scales to fp16, for architectures without an instruction for it.
+"""E2M1 codes and their E4M3 scales as fp16, for architectures without an instruction for it.
 
 The bits ``s ee m`` of a code, put into fp16 as ``s 000ee m000000000``, are its value times 2^-14, a
 subnormal number where ee is 0; products of such numbers are exact.

@@ -1,8 +1,8 @@
-"""NVFP4 codes that are rounded by random bytes, on sm_90a and sm_100a.
+"""E2M1 codes that are rounded by random bytes, on sm_90a and sm_100a.
 
 With y = fl(x * enc) and h = y * 2^-14 as fp16, rounded toward zero, the bits of |h| are the code of
 the next smaller number and nine bits of how far y is from there to the next larger one (see
-``nvfp4_sm90``). So with r of 256 the probability of the larger one
+``e2m1_sm90``). So with r of 256 the probability of the larger one
 
   code = (min(|h|, 6 * 2^-14) + 2 r) >> 9        sign apart
 
@@ -56,7 +56,7 @@ def encode(
 	arch: str,
 	twist: Int32 | int = 0,
 ) -> Uint32:
-	"""As ``nvfp4_sm90.encode``, with two words of ``draws``, a byte an element."""
+	"""As ``e2m1_sm90.encode``, with two words of ``draws``, a byte an element."""
 	first = len(words) + 1
 	*draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
 	factors: list[Float32 | Uint64] = [factor]

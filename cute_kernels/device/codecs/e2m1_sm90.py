@@ -1,4 +1,4 @@
-"""NVFP4 codes on sm_90a.
+"""E2M1 codes on sm_90a.
 
 sm_90a has no instruction that rounds to E2M1; fp16 does it, two elements at a time. With
 y = fl(x * enc), take
