@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, const_expr, cute, pipeline, range_constexpr
 
-from ...layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS
+from ...layout.shapes import SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS
 from ..scheduler import TileReader, WorkTile
 from . import umma
 from .config import K_BLOCKS, TMEM_LANES, Sm100GemmConfig
@@ -116,7 +116,7 @@ class StageMma:
 		if self.scales:
 			per_tile = self.config.mma_kind.k_blocks_of_scale_tile
 			k_scale_tile, number = divmod(k_block, per_tile)
-			instruction += umma.scale_id(number) if number else 0
+			instruction += umma.scale_id(number * SF_TILE_COLS // per_tile) if number else 0
 			scales = tuple(
 				at + k_scale_tile * x.tiles * _TILE_COLUMNS for at, x in zip(tile.scales, self.scales, strict=True)
 			)

@@ -10,8 +10,9 @@ from ...device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
 from ...device.codecs.nibbles import NibbleCodec
 from ...device.groups import Grouping
 from ...device.hadamard import transform_words
-from ...device.memory import load_shared, store_global, store_shared, store_shared_half
+from ...device.memory import load_shared, store_global, store_shared, store_shared_byte, store_shared_half
 from ...device.ptx import bits_as_f32, f32_as_bits, select
+from ...layout.shapes import SF_TILE_COLS
 from ...layout.slots import TILE_ROWS
 from ..config import TileConfig
 from .draws import ColumnDraws
@@ -56,6 +57,7 @@ class ColumnConverter:
 		#: Rows that a lane has at a time, and how often; boxes with columns that it has.
 		self.num_rows = 64 if self.skips_rows else 32
 		self.steps = 1 if self.skips_rows else 4 // self.sharing
+		self.num_blocks = self.num_rows // codec.block
 		self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
 		self.is_transformed = codec.fmt.is_transformed
 		#: Whether words are used in the order of their rows.
@@ -124,8 +126,9 @@ class ColumnConverter:
 		"""
 		codes_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
 		pairs_of: list[list] = [[] for _ in range(self.tile.cols_per_word)]
-		for first in range_constexpr(0, self.num_rows // self.codec.block, 2):
-			blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(2)]
+		for first in range_constexpr(0, self.num_blocks, 2):
+			at_once = min(2, self.num_blocks)
+			blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(at_once)]
 			row_block = first_row // self.codec.block + first
 			if const_expr(self.config.fmt.is_2d and self.codec.chooses_scales):
 				amaxes = self.load_squares(row_block, col, places)
@@ -138,11 +141,11 @@ class ColumnConverter:
 			if const_expr(self.config.columnwise):
 				factors: tuple[list, list] = ([], [])
 				for c in range_constexpr(self.tile.cols_per_word):
-					pair, *encs = scale_blocks(self.codec, amaxes[0][c], amaxes[1][c], by.level, by.table)
+					pair, *encs = scale_blocks(self.codec, amaxes[0][c], amaxes[-1][c], by.level, by.table)
 					pairs_of[c].append(pair)
 					for of_block, enc in zip(factors, encs, strict=True):
 						of_block.append(enc)
-				for i, (words, encs) in enumerate(zip(blocks, factors, strict=True)):
+				for i, (words, encs) in enumerate(zip(blocks, factors[: len(blocks)], strict=True)):
 					if const_expr(draw is None):
 						codes = self.codec.encode_columns(words, encs, self.order(mine))
 					else:
@@ -228,14 +231,15 @@ class ColumnConverter:
 
 	@cute.jit
 	def store_scales(self, scale_words: list, first_row: Int32, col: Int32, places: TilePlaces) -> None:
-		half = first_row // (TILE_ROWS // 2)
-		at = places.scales_t + (half * TILE_COLS + col) * 4
-		if const_expr(self.sharing == 1):
+		along = SF_TILE_COLS * self.codec.block
+		at = places.scales_t + (first_row // along * TILE_COLS + col) * 4
+		if const_expr(self.num_blocks == SF_TILE_COLS):
 			store_shared(at, scale_words)
 		else:
-			at += first_row % (TILE_ROWS // 2) // self.codec.block
+			at += first_row % along // self.codec.block
+			store = store_shared_half if self.num_blocks > 1 else store_shared_byte
 			for c in range_constexpr(self.tile.cols_per_word):
-				store_shared_half(at + 4 * c, scale_words[c])
+				store(at + 4 * c, scale_words[c])
 
 	def amaxes(self, words: list[Uint32]) -> list[Float32]:
 		"""Amax of each of a lane's columns over a block of rows, or of the square block."""
