@@ -227,6 +227,17 @@ def test_nothing_to_do():
 			assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
 
 
+def test_second_level_of_no_rows():
+	"""It is of groups, not of rows."""
+	given = arguments("plain plain", 288, 144, "swiglu", keeps_z=False, sizes=(0, 0))
+	given, amax = (given[0][:0], *given[1:]), torch.tensor([1.0, -2.0])
+	for which in ("reference", "emulated"):
+		with backend(f"{which}:sm_100a"):
+			outputs = [poisoned(t) for t in ops.m_grouped_gemm_activate(*given, "nvfp4", amax)]
+			ops.m_grouped_gemm_activate_out(*given, "nvfp4", amax, out=outputs)
+		assert_all_same(outputs[-1:], [amax.abs()])
+
+
 @each(
 	("change", "message"),
 	[

@@ -163,7 +163,9 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
 
 
 def _nothing(op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
-	"""There is nothing to write."""
+	"""There is nothing to write but the second level of results that have one: it is of groups, not of rows."""
+	if (amax := getattr(op, "amax", None)) is not None:
+		torch.abs(amax, out=outputs[-1])
 
 
 def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> None:
