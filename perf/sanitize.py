@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import cute_kernels
+import grouped
 from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format, parse
 from cute_kernels.gemm.operands import operand_of
@@ -28,7 +29,9 @@ from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
 
 from .suites.gemm import PAIRS
+from .suites.moe import OWN
 from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buffers
+from .tables import RECIPES
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
@@ -201,6 +204,27 @@ def _k_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 	)
 
 
+def mixture() -> None:
+	"""Training steps of a mixture and of its optimizer: routing, gathered rows, fused activations, gradients, sums."""
+	names = [name for name in RECIPES if _choice.fits(name)][_choice.share :: _choice.shares]
+	for name, own in itertools.product(names, ({}, *OWN.values())):
+		_step(name, own)
+
+
+def _step(name: str, own: dict[str, Any]) -> None:
+	hidden, intermediate = (round_up(size, 32) for size in (_COLS, _WIDTH))
+	x = _sample(_ROWS, hidden).requires_grad_()
+	# Some recipes are refused by the layer, some only by its first product.
+	try:
+		recipe = getattr(grouped.recipes, name)()
+		moe = grouped.nn.MoE(hidden, intermediate, 16, 3, recipe=recipe, device=_DEVICE, dtype=x.dtype, **own)
+		optimizer = grouped.optim.AdamW(moe.parameters())
+		moe(x).sum().backward()
+		optimizer.step()
+	except cute_kernels.UnsupportedError as reason:
+		print(f"not here: {reason}")
+
+
 def canary() -> None:
 	"""Write past the end of an output whose memory was taken away."""
 	text = NVFP4().text
@@ -210,7 +234,7 @@ def canary() -> None:
 	_FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
 
 
-PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped)}
+PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped, mixture)}
 
 
 def _run_under(tool: str, part: str) -> tuple[int, list[str]]:
