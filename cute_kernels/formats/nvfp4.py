@@ -104,7 +104,7 @@ class NVFP4(Format):
 	def of_copy(self, columnwise: bool) -> NVFP4:
 		"""See ``Format``: only rows have levels of their own, only columns are transformed."""
 		name = "row_scaled" if columnwise else "hadamard"
-		return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self
+		return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self  # type: ignore[arg-type]
 
 	@property
 	def is_stochastic(self) -> bool:
