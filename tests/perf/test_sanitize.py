@@ -7,7 +7,7 @@ from tests.helpers import each
 OPS = {"quantize": ("grouped_quantize", 1), "m_grouped": ("m_grouped_gemm", 10), "k_grouped": ("k_grouped_gemm", 8)}
 
 
-@each("part", [*sanitize.PARTS])
+@each("part", [*OPS])
 def test_parts_run(monkeypatch, capsys, part):
 	name, position = OPS[part]
 	op, called = getattr(sanitize.ops, name), set()
@@ -29,6 +29,21 @@ def test_parts_run(monkeypatch, capsys, part):
 		"k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
 	}
 	assert called == set(wanted[part])
+
+
+def test_mixtures_take_steps(monkeypatch, capsys):
+	"""Each in the recipes that are chosen; what a backend has no kernels for is said, and the others go on."""
+	assert set(sanitize.PARTS) == {*OPS, "mixture"}
+	steps, step = [], sanitize.grouped.optim.AdamW.step
+	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+	monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^MXFP8$"))
+	monkeypatch.setattr(sanitize.grouped.optim.AdamW, "step", lambda self: steps.append(step(self)))
+	for name, here in (("reference", True), ("emulated:sm_90a", False)):
+		steps.clear()
+		with cute_kernels.backend(name):
+			sanitize.mixture()
+		mixtures = 1 + len(sanitize.OWN)
+		assert (len(steps), capsys.readouterr().out.count("not here")) == ((mixtures, 0) if here else (0, mixtures))
 
 
 def test_shares_make_the_whole(monkeypatch):
