@@ -98,6 +98,7 @@ def _of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Offsets, 
 
 def rows_of(x: Tensor, depth: int) -> Tensor:
 	"""``x`` as (T, K) rows of the dtype of the computation."""
+	check_is_tensor("x", x)
 	if x.dim() < 2 or x.shape[-1] != depth:
 		raise ValueError(f"x must have shape (..., {depth}) and at least 2 dimensions, got {tuple(x.shape)}")
 	if type(x) is not Tensor and is_spread(x):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.metadata
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,16 @@ def check_is_tensor(name: str, value: object) -> None:
 	"""Raise ``TypeError`` unless ``value`` is a tensor."""
 	if not isinstance(value, Tensor):
 		raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def check_size(name: str, size: object, multiple: int = 1, why: str = "") -> None:
+	"""Raise unless ``size`` is a positive integer and a multiple; ``why`` says what asks for that."""
+	if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+		raise TypeError(f"{name} must be an integer, got {size!r}")
+	if size < 1:
+		raise ValueError(f"{name} must be positive, got {size}")
+	if size % multiple:
+		raise ValueError(f"{name} must be a multiple of {multiple} for {why}, got {size}")
 
 
 def check_parts(

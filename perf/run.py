@@ -54,6 +54,7 @@ class Report:
 	unsupported: list[str] = field(default_factory=list)
 	lost: list[tuple[Contender, str]] = field(default_factory=list)
 	is_bad: bool = False
+	tasks: int = 0
 
 	def raised(self, task: Task, contender: Contender, reason: Exception) -> None:
 		text = str(reason).strip().partition("\n")[0]
@@ -178,6 +179,7 @@ def measure_suite(name: str, options: Options, choice: Choice, keep: Callable[[l
 		tasks = [task for task in found.tasks(meter, options) if task.matches(choice.case)]
 		if not tasks:
 			continue
+		report.tasks += len(tasks)
 		if options.paths and isinstance(meter, EmulatorMeter):
 			claim(meter.arch)
 		facts = {"seed": options.seed, "ceilings": meter.ceilings(), "kind": meter.kind, **meter.environment()}
@@ -284,7 +286,13 @@ def main(arguments: argparse.Namespace) -> int:
 		if writer is not None:
 			writer.add(records)
 
-	return max([print_report(measure_suite(name, options, choice, keep)) for name in arguments.suites])
+	reports = [measure_suite(name, options, choice, keep) for name in arguments.suites]
+	status = max(map(print_report, reports))
+	if not any(report.tasks for report in reports):
+		raise ValueError(
+			f"no case here matches --filter {choice.case!r}: --list has them, with --full or another --backend more"
+		)
+	return status
 
 
 def print_report(report: Report) -> int:

@@ -262,6 +262,8 @@ def _in_jobs(arguments: argparse.Namespace) -> int:
 
 def main(arguments: argparse.Namespace) -> int:
 	"""Run what was asked for; 1 if a tool reports something."""
+	if not torch.cuda.is_available():
+		raise ValueError("sanitize needs a GPU, and torch sees none")
 	if arguments.jobs > 1:
 		return _in_jobs(arguments)
 	_choice.pattern, (_choice.share, _choice.shares) = arguments.format, arguments.share

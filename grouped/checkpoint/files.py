@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+try:
+	from safetensors import SafetensorError, safe_open
+	from safetensors.torch import save_file
+except ImportError as error:
+	raise ImportError("grouped.checkpoint needs safetensors: pip install 'grouped-kernels[checkpoint]'") from error
 
 #: The most bytes of a file, by default.
 SHARD_BYTES = 5 * 10**9

@@ -19,10 +19,18 @@ from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from ..tensor import GroupedTensor
 from ..tracing import eager_only
+from ..validation import check_size
 from .delayed import DelayedScaling
 from .forms import convert
 from .kept import KeptWeight, can_keep, is_static, local, lookup
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
+
+
+def check_width(name: str, size: object, recipe: Recipe | None) -> None:
+	"""Raise unless a product of the recipe can have this width; BF16 is the default."""
+	recipe = BF16() if recipe is None else recipe
+	check_recipe(recipe)
+	check_size(name, size, recipe.multiple, f"{recipe}: it is the blocked dimension of a product")
 
 
 class GroupedLinear(debug.Watched):
@@ -78,16 +86,9 @@ class GroupedLinear(debug.Watched):
 	) -> None:
 		super().__init__()
 		self.recipe = BF16() if recipe is None else recipe
-		check_recipe(self.recipe)
-		for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-			if size < 1:
-				raise ValueError(f"{name} must be positive, got {size}")
-			multiple = 1 if name == "num_groups" else self.recipe.multiple
-			if size % multiple:
-				raise ValueError(
-					f"{name} must be a multiple of {multiple} for {self.recipe}: it is "
-					f"the blocked dimension of a product, got {size}"
-				)
+		check_size("num_groups", num_groups)
+		check_width("in_features", in_features, self.recipe)
+		check_width("out_features", out_features, self.recipe)
 		self.num_groups = num_groups
 		self.in_features = in_features
 		self.out_features = out_features

@@ -14,7 +14,7 @@ from ..experts import InPlace, Layer, Routing, Style, compute_routing, experts
 from ..offsets import Offsets, as_offs
 from ..recipes import Recipe
 from .activation import activate, as_activation
-from .linear import GroupedLinear
+from .linear import GroupedLinear, check_width
 
 
 class Mixture:
@@ -79,6 +79,8 @@ class GroupedMLP(nn.Module):
 		super().__init__()
 		self.activation = as_activation(activation, interleaved)
 		self.interleaved = interleaved
+		check_width("hidden_size", hidden_size, recipe)
+		check_width("intermediate_size", intermediate_size, recipe)
 		#: What runs the experts where they are spread over processes: ``grouped.distributed``.
 		self.exchange: Any = None
 		linear = functools.partial(

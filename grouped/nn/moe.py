@@ -11,6 +11,8 @@ from ..autograd import rows_and_ends, rows_of
 from ..experts import Style, compute_routing, experts, without_gradients
 from ..recipes import Recipe
 from ..tracing import eager_only
+from ..validation import check_is_tensor
+from .linear import check_width
 from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
 
@@ -125,6 +127,8 @@ class MoE(nn.Module):
 		self.experts = mlp(num_experts, intermediate_size)
 		if shared_intermediate_size < 0:
 			raise ValueError(f"shared_intermediate_size must not be negative, got {shared_intermediate_size}")
+		if shared_intermediate_size:
+			check_width("shared_intermediate_size", shared_intermediate_size, recipe)
 		self.shared = mlp(1, shared_intermediate_size) if shared_intermediate_size else None
 		fmt = self.experts.gate_up.recipe.input
 		if recompute and fmt is not None and fmt.is_stochastic:
@@ -228,11 +232,16 @@ class MoE(nn.Module):
 
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
 		"""(1,) where the tokens end."""
+		check_is_tensor("x", x)
 		if num_tokens is None:
 			count = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
 			return torch.full((1,), count, dtype=torch.int32, device=x.device)
 		if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1:
 			raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
+		if num_tokens.dtype not in (torch.int32, torch.int64):
+			raise TypeError(f"num_tokens must be int32 or int64, got {num_tokens.dtype}")
+		if num_tokens.device != x.device:
+			raise ValueError(f"num_tokens must be on the device of x ({x.device}), got {num_tokens.device}")
 		return num_tokens.view(1)
 
 	@eager_only("something looks at the experts, or takes their gradients")

@@ -17,6 +17,8 @@ from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice
 from cute_kernels.reference.router import TINY, bf16_parts
 
+from ..validation import check_size
+
 
 class MoELosses(NamedTuple):
 	"""What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
@@ -85,6 +87,8 @@ class Router(nn.Module):
 	) -> None:
 		super().__init__()
 		check_choice("score", score, SCORES)
+		for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
+			check_size(name, size)
 		if not 1 <= top_k <= num_experts:
 			raise ValueError(f"top_k must be in [1, num_experts = {num_experts}], got {top_k}")
 		if expert_groups < 1 or num_experts % expert_groups:
@@ -179,6 +183,8 @@ class Router(nn.Module):
 		"""
 		if self.selection_bias is None:
 			raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
+		if tokens_per_expert.shape != self.selection_bias.shape:
+			raise ValueError(f"tokens_per_expert must have shape ({self.num_experts},), got {tuple(tokens_per_expert.shape)}")
 		counts = tokens_per_expert.float()
 		self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
@@ -283,6 +289,8 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
+	if x.device != weight.device:
+		raise ValueError(f"x must be on the device of the router's weight ({weight.device}), got {x.device}")
 	experts, offs = weight.shape[0], _end(x) if end is None else end
 	if not (x.dtype == weight.dtype and x.dtype in _HALVES):
 		# Products of parts down to 2^-24 of the largest, side by side along K.

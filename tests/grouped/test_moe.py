@@ -417,6 +417,8 @@ def test_selection_bias_moves_towards_balance():
 	assert "router.selection_bias" in moe.state_dict()
 	with pytest.raises(RuntimeError, match="has no selection_bias"):
 		moe_of().router.update_selection_bias(counts)
+	with pytest.raises(ValueError, match="tokens_per_expert must have shape"):
+		moe.router.update_selection_bias(counts[:1])
 
 
 def test_the_first_of_equal_scores_wins():
@@ -441,6 +443,14 @@ def test_autocast():
 	("change", "error", "match"),
 	[
 		({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
+		({"top_k": 2.0}, TypeError, "top_k must be an integer, got 2.0"),
+		({"hidden_size": 0}, ValueError, "hidden_size must be positive, got 0"),
+		({"intermediate_size": 24, "recipe": recipes.NVFP4()}, ValueError, "^intermediate_size must be a multiple of 16"),
+		(
+			{"shared_intermediate_size": 24, "recipe": recipes.NVFP4()},
+			ValueError,
+			"^shared_intermediate_size must be a mul",
+		),
 		({"score": "tanh"}, ValueError, "score must be softmax or sigmoid"),
 		({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
 		({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
@@ -461,6 +471,13 @@ def test_what_cannot_be_called():
 		moe(torch.zeros(3, 8))
 	with pytest.raises(ValueError, match="num_tokens must be a tensor of one element"):
 		moe(tokens(), num_tokens=3)
+	with pytest.raises(TypeError, match="num_tokens must be int32 or int64, got torch.bool"):
+		moe(tokens(), num_tokens=torch.tensor(True))
+	for options in ({}, {"losses": True}):
+		with pytest.raises(TypeError, match="x must be a tensor, got list"):
+			moe([1.0], **options)
+		with pytest.raises(ValueError, match="x must be on the device of the router's weight"):
+			moe(tokens().to("meta"), **options)
 	with pytest.raises(RuntimeError, match="torch.func"):
 		torch.func.grad(lambda x: moe(x).sum().float())(tokens())
 	x = tokens().requires_grad_()

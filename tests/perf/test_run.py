@@ -217,3 +217,9 @@ def test_relative_errors():
 	assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
 	assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
 	assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+def test_filters_that_match_nothing(capsys):
+	for pattern, why in (("no such case", "no case here matches"), ("(", "unterminated subpattern")):
+		assert main(["run", "gemm", "--backend", "reference", "--filter", pattern]) == 2
+		assert why in capsys.readouterr().err
