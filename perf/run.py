@@ -286,9 +286,11 @@ def main(arguments: argparse.Namespace) -> int:
 		if writer is not None:
 			writer.add(records)
 
-	reports = [measure_suite(name, options, choice, keep) for name in arguments.suites]
-	status = max(map(print_report, reports))
-	if not any(report.tasks for report in reports):
+	status = tasks = 0
+	for name in arguments.suites:
+		report = measure_suite(name, options, choice, keep)
+		status, tasks = max(status, print_report(report)), tasks + report.tasks
+	if not tasks:
 		raise ValueError(
 			f"no case here matches --filter {choice.case!r}: --list has them, with --full or another --backend more"
 		)
