@@ -19,10 +19,8 @@ columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard trans
 stochastic rounding 22.0 (what bounds them: perf/results/counts_sm100a.md), with both of these 26.9
 (30.2 on sm_90a), with four_over_six 74.1 (99.1).
 
-Measured on an H200 (65536 x 7168 bf16): 95 % of a copy's rate rowwise, 90 % columnwise, 83 % both,
-also with 16x16 blocks; FP8, FP8Block and MXFP8 84 to 86 % both. perf/results/quantize_h200.md has
-what was tried. FP8 on sm_100a, counted at 1024 x 4096: FP8Block 4.5 rowwise, 9.1 both; MXFP8 4.3
-and 9.0.
+The README has times on an H200, perf/results/quantize_h200.md what was tried. FP8 on sm_100a,
+counted at 1024 x 4096: FP8Block 4.5 rowwise, 9.1 both; MXFP8 4.3 and 9.0.
 """
 
 from __future__ import annotations
