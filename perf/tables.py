@@ -194,7 +194,7 @@ _QUANTIZE = Table(
 	(
 		*_QUANTIZERS,
 		*(
-			_quantizer(f"{name} {title}", text, directions, amax)
+			_quantizer(f"{name} {title}{', amax given' * (amax == 'given')}", text, directions, amax)
 			for name, text, amax in (
 				("FP8", "fp8", "given"),
 				("MXFP8", "mxfp8", "computed"),
