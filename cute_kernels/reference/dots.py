@@ -14,8 +14,6 @@ Values are codes times block scales. Without a tensor core:
 
   with s the scale of the operand that has a scale for each row (A's if both have) and t that of the
   other, of 128x128 blocks or not. This is the order of TransformerEngine's reference and of cuBLAS.
-  Kernels may multiply powers of two s and t first: that gives these bits unless something overflows
-  or a product of two factors is subnormal.
 
 With one, the accumulator has the bits of that GPU (``reference.tensor_core``):
 
@@ -27,7 +25,8 @@ FP8       one chain, or if ``split`` a      one chain: its accumulator is a full
           fresh accumulator every 128 of    is nothing to split
           K, added to an fp32 sum
 FP8Block  ``partial`` of 128 from a fresh   pow2_scales in both operands: mxf8f6f4, each scale as
-          accumulator, then as above        E8M0 of four blocks of 32; else as sm_90a does it
+          accumulator, then as above, or    E8M0 of four blocks of 32; else as sm_90a does it
+          folded, see below
 MXFP8     a fresh accumulator for each      mxf8f6f4
           block of 32, then y = fl(partial
           * 2^(ea + eb - 254) + y)
@@ -39,6 +38,9 @@ to bf16 (a code of NVFP4 times its scale has 6 significant bits, E4M3 has 4): ea
 and its block scale is rounded to fp32 and then to that dtype, as ``grouped_dequantize`` does it
 without a second level; then all of K is one chain. That is exact for FP8 and NVFP4, and in bf16 for
 powers of two within its range. sm_90a takes NVFP4 in another order, see below.
+
+Folded is y = fma(partial, fl(s * t), y): of powers of two in both operands, where one has blocks of
+128x128. These are the bits above unless something overflows or a product of two factors is subnormal.
 
 No fp32 number is as large or small as the power of two in the cell of MXFP8 may be; it is exact
 here. sm_90a has no instructions for NVFP4: fp16 ones multiply the values, which are exact in fp16.
@@ -152,8 +154,13 @@ def _stored_scales(x: Rows) -> Tensor:
 
 def _promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
 	"""Partial sums of each block of K, scaled and added in fp32 or as if they were."""
-	assert a.fmt is not None
-	add = _add_fp32_scaled if a.scale.element == F32 else _add_pow2_scaled
+	assert a.fmt is not None and b.fmt is not None
+	if a.scale.element != F32:
+		add = _add_pow2_scaled
+	elif adder.tensor_core == "sm_90a" and (a.fmt.is_2d or b.fmt.is_2d) and _have_powers(a, b):
+		add = _add_folded
+	else:
+		add = _add_fp32_scaled
 	partial = _exact if adder.tensor_core is None else _chain
 	out = _zeros(a.codes, b.codes)
 	for m in slices(len(a.codes), _TILE_M):
@@ -173,14 +180,21 @@ def _add_fp32_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tens
 	return fma(partial * scales[0], scales[1], total)
 
 
+def _add_folded(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
+	return fma(partial, scales[0] * scales[1], total)
+
+
 def _add_pow2_scaled(partial: Tensor, scales: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
 	return rounded_sum(partial.double() * (scales[0].double() * scales[1].double()), total.double())
 
 
 def _block_scaled_or_promoted(a: Rows, b: Rows, adder: Adder) -> Tensor:
+	return (_block_scaled if _have_powers(a, b) else _promoted)(a, b, adder)
+
+
+def _have_powers(a: Rows, b: Rows) -> bool:
 	assert a.fmt is not None and b.fmt is not None
-	has_powers = a.fmt.has_pow2_scales and b.fmt.has_pow2_scales
-	return (_block_scaled if has_powers else _promoted)(a, b, adder)
+	return a.fmt.has_pow2_scales and b.fmt.has_pow2_scales
 
 
 def _exact(a: Rows, b: Rows, adder: Adder) -> Tensor:

@@ -238,8 +238,8 @@ def k_grouped(config, sizes, m, n, tail=0, *, seed=0):
 	return Product(config, a, b, offs, rows, before, alpha=alpha)
 
 
-def wild(product):
-	"""With every code, NaN and infinity included, and scales of every magnitude."""
+def wild(product, spread=20):
+	"""With every code, NaN and infinity included, and scales of every magnitude: fp32 ones times up to 2^spread."""
 	generator = seeded(3)
 	for operand in (product.a, product.b):
 		codes = operand.codes.view(U8)
@@ -257,7 +257,7 @@ def wild(product):
 			is_any = torch.rand(scales.shape, generator=generator) < 0.004
 			scales.copy_(torch.where((scales == 0) | (scales == 0xFF), scales, torch.where(is_any, drawn, near).to(U8)))
 		elif scales is not None:
-			power = torch.randint(-20, 20, scales.shape, generator=generator).float().exp2()
+			power = torch.randint(-spread, spread, scales.shape, generator=generator).float().exp2()
 			scales.copy_(torch.where(scales.isfinite(), scales * power, scales))
 	return product
 

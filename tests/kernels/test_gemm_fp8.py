@@ -9,7 +9,7 @@ from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 from tests.helpers import each
 
-from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, wild
+from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of, wild
 from .op_support import MODES
 from .test_gemm_sm90 import ADDS, FPROP, K_TILES, M_TILES, SPREAD, flops, name_of
 
@@ -52,7 +52,7 @@ WGRADS = {
 	"block": WGRAD,
 	"block, wide": replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
 	"rows x squares": replace(WGRAD, b_operand=SQUARES, accumulate=True),
-	"squares x rows": replace(WGRAD, operand=SQUARES, b_operand="fp8_block"),
+	"squares x rows": replace(WGRAD, operand=SQUARES, b_operand="fp8_block", pow2_scales=True),
 }
 
 
@@ -97,9 +97,10 @@ def test_every_tile(config, tile, device):
 	wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11)).check(tile.num_ctas, device, any_nan=True)
 
 
-@each("config", WGRADS)
+@each("config", FPROPS | {f"wgrad {name}": config for name, config in WGRADS.items()})
 def test_every_code_and_scale(config, device):
-	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, device, any_nan=True)
+	for spread in (20, 127):
+		wild(product_of(config, [130, 0, 40], 72, 272), spread).check(2, device, any_nan=True)
 
 
 @each("mode", MODES[2:], str)
