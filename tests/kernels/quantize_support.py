@@ -15,6 +15,7 @@ from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
 from perf.compiled import compile_for_emulator
 from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned, seeded
+from tests.kernels.op_support import watching
 
 ARCH = "sm_100a"
 NUM_SMS = 3
@@ -131,7 +132,7 @@ def quantize(config, problem, given=None):
 	amax, amax_t = map(out.get, ("amax", "amax_t"))
 	results = map(out.get, ("scale_inv", "scale"))
 	if not is_tiles:
-		compiled(config)(*problem.inputs, amax, out["codes"], out.get("scales"), *results, NUM_SMS)
+		launch(config, *problem.inputs, amax, out["codes"], out.get("scales"), *results)
 		return out
 	group = amax if amax_t is None or config.has_own_columns else amax_t
 	if group is amax_t and amax is not None and not config.uses_row_amax:
@@ -143,8 +144,14 @@ def quantize(config, problem, given=None):
 	copies = map(out.get, ("codes", "scales", "codes_t", "scales_t"))
 	own = (amax if fmt.takes_scale else None, amax_t if config.has_own_columns else None)
 	seed = SEED if fmt.is_stochastic else None
-	compiled(config)(*problem.inputs, *levels, *copies, *results, *own, seed, None, None, NUM_SMS)
+	launch(config, *problem.inputs, *levels, *copies, *results, *own, seed, None, None)
 	return out
+
+
+def launch(config, *arguments):
+	"""Nothing else is touched."""
+	with watching(*arguments):
+		compiled(config)(*arguments, NUM_SMS)
 
 
 def check(config, problem, given=None, **options):

@@ -4,10 +4,20 @@ import torch
 
 from cute_kernels.formats import FP8, MXFP8, FP8Block, parse
 from cute_kernels.quantize import QuantizeProblem, RowsConfig, TileConfig
-from tests.helpers import BF16, DIRECTIONS, DTYPES, E5M2, F32, each, each_arch, ends, many_groups
+from tests.helpers import BF16, DIRECTIONS, DTYPES, E5M2, F32, assert_same_buffers, each, each_arch, ends, many_groups
 
 from .op_support import ARCHITECTURES, check_code, each_mode
-from .quantize_support import Problem, check, ragged, ragged_cases, random_input, special_input
+from .quantize_support import (
+	Problem,
+	check,
+	directions_of,
+	expected,
+	quantize,
+	ragged,
+	ragged_cases,
+	random_input,
+	special_input,
+)
 
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
@@ -84,6 +94,20 @@ def test_many_groups(text):
 	offs = many_groups()
 	problem = Problem(random_input((int(offs[-1]) + 5, 32), BF16), offs)
 	check(TileConfig(text, "bfloat16", "ragged", True, True, arch="sm_90a"), problem)
+
+
+@each("text", ["fp8", *SOME, DELAYED])
+def test_end_rows_that_break_the_rules(text):
+	"""They are clamped to the buffer; where they fall, no more is said of what is written."""
+	x, fmt = random_input((140, 96), BF16), parse(text)
+	rows = RowsConfig(text, "bfloat16", arch="sm_90a")
+	for config in (TileConfig(text, "bfloat16", columnwise=True, arch="sm_90a"), rows):
+		if config is rows and not rows.can_implement(QuantizeProblem("bfloat16", 96)):
+			continue
+		got = quantize(config, Problem(x, ends(-5, 20, 1000, 2**31 - 1)))
+		assert_same_buffers(got, expected(Problem(x, ends(0, 20, 140, 140)), fmt, *directions_of(config)))
+		for offs in (ends(100, 20, -7, 130), ends(2**31 - 1, -(2**31), 2**31 - 1, 0)):
+			quantize(config, Problem(x, offs))
 
 
 @each_mode
