@@ -8,10 +8,13 @@ from .problem import GemmConfig, GemmProblem, TileShape
 ConfigT = TypeVar("ConfigT", bound="GemmConfig")
 
 
-def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileShape | None = None) -> ConfigT:
+def choose_config(
+	base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileShape | None = None, bandwidth: float | None = None
+) -> ConfigT:
 	"""``base`` with the tile that suits a problem best, or with the one that is given.
 
-	Deterministic: the same sizes give the same tile, and every tile gives the same bits.
+	Deterministic: the same sizes give the same tile, and every tile gives the same bits. ``bandwidth`` is the peak bytes
+	a second of the GPU's memory; None for that of the GPU which the model is of.
 
 	Raises:
 		ValueError: no tile takes the problem, or not the one asked for; says why.
@@ -31,4 +34,4 @@ def choose_config(base: ConfigT, problem: GemmProblem, num_sms: int, tile: TileS
 		reason = support.reason or reason
 	if not candidates:
 		raise ValueError(f"no grouped GEMM kernel takes {problem}: {reason}")
-	return min(candidates, key=lambda config: config.estimated_cycles(problem, num_sms))
+	return min(candidates, key=lambda config: config.estimated_cycles(problem, num_sms, bandwidth))

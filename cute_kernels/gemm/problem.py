@@ -270,7 +270,7 @@ class GemmConfig(abc.ABC):
 		"""Whether the row tiles of a group have equally many rows; otherwise all but the last are full."""
 		return False
 
-	def parts(self, problem: GemmProblem, num_sms: int) -> tuple[GemmConfig, ...]:
+	def parts(self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None) -> tuple[GemmConfig, ...]:
 		"""The kernels that share a product among them, in the order in which they run."""
 		return (self,)
 
@@ -286,8 +286,8 @@ class GemmConfig(abc.ABC):
 		return self.quantizes_to is None
 
 	@abc.abstractmethod
-	def estimated_cycles(self, problem: GemmProblem, num_sms: int) -> float:
-		"""What a call costs, by a model of time."""
+	def estimated_cycles(self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None) -> float:
+		"""What a call costs, by a model of time; ``bandwidth`` as in ``choose_config``."""
 
 	@property
 	def kind(self) -> OperandKind:

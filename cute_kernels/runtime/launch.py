@@ -21,14 +21,21 @@ class Launcher:
 
 	Attributes:
 		num_sms: SMs of the device, the size of a persistent grid.
+		bandwidth: peak bytes a second of the device's memory; None of an emulated one.
 		arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
 	"""
 
 	def __init__(
-		self, arch: Architecture, num_sms: int, emulation: dict[str, Any], device: torch.device | None = None
+		self,
+		arch: Architecture,
+		num_sms: int,
+		emulation: dict[str, Any],
+		device: torch.device | None = None,
+		bandwidth: float | None = None,
 	) -> None:
 		self._counters = None if device is None else counters(device)
 		self.num_sms = num_sms
+		self.bandwidth = bandwidth
 		self.arch = arch.name
 		self._arch = arch
 		self._emulation = emulation
@@ -61,4 +68,6 @@ def launcher(backend: Backend, device: torch.device) -> Launcher:
 		options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
 		return Launcher(architecture(backend.name), options["num_sms"], options)
 	properties = torch.cuda.get_device_properties(device)
-	return Launcher(device_architecture(device), properties.multi_processor_count, {}, device)
+	# Two words a clock of the memory, which is in kHz.
+	bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
+	return Launcher(device_architecture(device), properties.multi_processor_count, {}, device, bandwidth)

@@ -163,6 +163,13 @@ def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
 	assert choose_config(config, problem, 132).tile == tile
 
 
+def test_the_tile_follows_the_bandwidth():
+	problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 96, 5760, k=2880)
+	h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
+	for bandwidth, tile in ((None, "256x128x2"), (h200, "256x128x2"), (0.98 * h200, "256x128x2"), (h100, "128x128")):
+		assert choose_config(FAST, problem, 132, bandwidth=bandwidth).tile == M_TILES[tile]
+
+
 def test_rows_of_scales_must_be_addressable():
 	for m in (16, 24, 20):
 		problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)

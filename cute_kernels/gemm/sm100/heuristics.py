@@ -27,7 +27,10 @@ _DECODED_PER_CYCLE = 43
 _FILL_CYCLES = 2000
 
 
-def estimated_cycles(config: Sm100GemmConfig, problem: GemmProblem, num_sms: int) -> float:
+def estimated_cycles(
+	config: Sm100GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> float:
+	# Not of memory: what a tile loads comes from L2 here.
 	tile, kind = config.tile, config.mma_kind
 	tile_m, tile_n, tile_k = config.mma_tiler_mnk
 	live = min(problem.groups, problem.rows)

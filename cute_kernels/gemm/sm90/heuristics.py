@@ -1,4 +1,4 @@
-"""What a tile costs on an H200: a small model of time, as for sm_100a.
+"""What a tile costs: a small model of time, as for sm_100a, of an H200 with the memory that the GPU has.
 
 Group sizes are on the device, so all groups are taken to be of the mean size. A step of a tile
 along K costs the larger of the time to decode and multiply, and the time to load.
@@ -30,6 +30,8 @@ _PROMOTED_PER_CYCLE = (500, 160, 45)
 #: share is read from L2 once: 5% of the time of bf16 tiles of 128 x 256.
 _LOAD_BYTES_PER_CYCLE = 46
 _HBM_BYTES_PER_CYCLE = 19
+#: Peak bytes a second of an H200's memory for each of its SMs, by its clock and bus.
+_PEAK_PER_SM = 2 * 3.201e9 * 6144 / 8 / 132
 #: Part of the time of everything that is not hidden behind the slowest.
 _LOST_OVERLAP = 0.1
 #: Cycles before the first MMA of a tile's pipeline and after the last: TMA latency and epilogue.
@@ -59,7 +61,14 @@ def _spread(mean: int, widths: tuple[int, ...], is_one: bool) -> tuple[float, fl
 	return sum(counts) / len(sizes), sum(columns) / sum(counts)
 
 
-def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> float:
+def _bytes_from_memory(bandwidth: float | None, num_sms: int) -> int:
+	"""What an SM loads from memory in a cycle. Whole bytes, so that every H200 has one choice of tiles."""
+	return _HBM_BYTES_PER_CYCLE if bandwidth is None else round(_HBM_BYTES_PER_CYCLE * bandwidth / num_sms / _PEAK_PER_SM)
+
+
+def estimated_cycles(
+	config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> float:
 	tile = config.tile
 	live = min(problem.groups, problem.rows)
 	mean = ceil_div(problem.rows, live)
@@ -88,7 +97,7 @@ def estimated_cycles(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int)
 	own, shared = sum(config.m_stage_bytes), sum(config.n_stage_bytes) / tile.num_ctas
 	load = (own + shared) / _LOAD_BYTES_PER_CYCLE
 	is_weight_n = config.grouping == "m_grouped" and not tile.swap_ab
-	from_memory = (shared if is_weight_n else own) / row_tiles / _HBM_BYTES_PER_CYCLE
+	from_memory = (shared if is_weight_n else own) / row_tiles / _bytes_from_memory(bandwidth, num_sms)
 	# Overlap is not perfect; and where memory bounds all tiles, that with the least work is best.
 	stage = max(multiply, load, from_memory) + _LOST_OVERLAP * (multiply + load)
 	fill = _FILL_CYCLES_WHOLE if config.promotes and config.stores_whole_tiles else _FILL_CYCLES

@@ -49,14 +49,16 @@ def all_parts(config: Sm90GemmConfig) -> list[Sm90GemmConfig]:
 	]
 
 
-def parts_of(config: Sm90GemmConfig, problem: GemmProblem, num_sms: int) -> tuple[Sm90GemmConfig, ...]:
+def parts_of(
+	config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+) -> tuple[Sm90GemmConfig, ...]:
 	"""See ``GemmConfig.parts``: first the one that takes groups of the mean size."""
 	tiles = _tiles(config)
 	is_one = config.tile != tiles.get(config.tile.rows) or problem.groups == 1
 	if is_one or any(tile.num_ctas > num_sms for tile in tiles.values()):
 		return (config,)
 	least = _LEAST_CYCLES_FITTED if config.tile.fitted else _LEAST_CYCLES
-	if estimated_cycles(config, problem, num_sms) < least:
+	if estimated_cycles(config, problem, num_sms, bandwidth) < least:
 		return (config,)
 	chosen = []
 	for part in all_parts(config):

@@ -176,7 +176,7 @@ def _zero(op: object, outputs: Sequence[Tensor], accumulate: bool = False) -> No
 def _choose(base: GemmConfig, problem: GemmProblem, launch: Launcher) -> GemmConfig:
 	try:
 		tile = _forced[-1] if _forced else None
-		return choose_config(base, problem, launch.num_sms, tile)
+		return choose_config(base, problem, launch.num_sms, tile, launch.bandwidth)
 	except ValueError as error:
 		raise UnsupportedError(str(error)) from None
 
@@ -193,7 +193,7 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 	is_dense = all(v is None or v.is_contiguous() for v in vectors)
 
 	keeps_z, is_quantized = config.keeps_z, config.quantizes_to is not None
-	parts = (config,) if _forced else config.parts(problem, launch.num_sms)
+	parts = (config,) if _forced else config.parts(problem, launch.num_sms, launch.bandwidth)
 
 	@functools.cache
 	def kernels(accumulate: bool, zero_tail: bool) -> list[Callable[..., object]]:
