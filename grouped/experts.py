@@ -493,7 +493,7 @@ def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias:
 	# The tail of a capacity buffer may hold anything.
 	dy = dy.float().masked_fill(~there.any(1, keepdim=True), 0)
 	expert = torch.searchsorted(offs, row.clamp_min(0), right=True).clamp_max(len(offs) - 1)
-	dp += (dy @ bias.float().T).gather(1, expert) * there
+	dp += torch.where(there, (dy @ bias.float().T).gather(1, expert), 0)
 	if not need:
 		return None
 	chosen = (expert.unsqueeze(-1) == torch.arange(len(offs), device=offs.device)) & there.unsqueeze(-1)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
@@ -144,8 +145,11 @@ class AdamW(Optimizer):
 		options["beta1"], options["beta2"] = group["betas"]
 		adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
 		for (p, _), target in zip(held, columns["target"], strict=True):
-			if target is not local_part(p):
-				_write(local_part(p), target)
+			part = local_part(p)
+			if target is part:
+				increment_version(part)  # PyTorch's fused kernels count none.
+			else:
+				_write(part, target)
 
 	@torch.no_grad()
 	def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:

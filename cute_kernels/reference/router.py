@@ -79,7 +79,7 @@ def gradient(
 	at = ids.clamp_min(0)
 	d = d * factor
 	if renormalize:
-		w = scores.gather(1, at) * there
+		w = torch.where(there, scores.gather(1, at), 0)
 		total = _in_turn(w) + TINY
 		d = (d - _in_turn(d * w) / total) / total
 	# Of no expert: to a column that is dropped.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..passes import Copies
 from ..recipes import Recipe
@@ -59,7 +62,8 @@ class KeptWeight:
 
 	A change of the weight is seen on the host, without reading it: it is another tensor, has
 	another storage (``.data = ...``), or was written in place, which its version counts. Writes
-	through ``.data`` count no version, in all of PyTorch, and are not seen.
+	through ``.data`` count no version, in all of PyTorch, and are not seen; nor do PyTorch's
+	optimizers with ``fused=True``, after whose steps those of kept weights are counted here.
 
 	Its sources are the parameters that it consists of, and those that it was gathered from: FSDP
 	gathers into one tensor again and again without counting a version.
@@ -74,6 +78,8 @@ class KeptWeight:
 		self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
 		self._views = [_view(part) for part in parts]
 		self._versions = [(t._version, part._version) for t, part in zip(sources, parts, strict=True)]
+		_alive.add(self)
+		_watch_optimizers()
 
 	@classmethod
 	def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> KeptWeight | None:
@@ -102,6 +108,21 @@ class KeptWeight:
 			if (t._version, part._version) != self._versions[i]:
 				return "it was written in place"
 		return None
+
+
+_alive: weakref.WeakSet[KeptWeight] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+	register_optimizer_step_post_hook(_count_fused_step)
+
+
+def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
+	groups = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+	written = {id(p) for params in groups for p in params if p.requires_grad}
+	for kept in _alive if written else ():
+		increment_version([t for ref in kept._tensors if (t := ref()) is not None and id(t) in written])
 
 
 def _weight_options(recipe: Recipe) -> tuple[object, ...]:

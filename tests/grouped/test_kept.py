@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from grouped import recipes
+from grouped import optim, recipes
 from grouped.nn import GroupedLinear, GroupedMLP
 from tests.helpers import I32, assert_same_bytes, each, each_copy, sample
 
@@ -23,9 +23,18 @@ def rename(layer):
 	return "weight" if layer.single_parameter else "weight2"
 
 
-def step(layer):
+def step(layer, optimizer=torch.optim.SGD, **options):
 	layer(sample(40, K), ENDS).sum().backward()
-	torch.optim.SGD(layer.parameters(), lr=1.0).step()
+	optimizer(layer.parameters(), lr=1.0, **options).step()
+
+
+def fused_step(layer):
+	"""For which PyTorch counts no version."""
+	step(layer, torch.optim.AdamW, fused=True)
+
+
+def step_of_ours(layer):
+	step(layer, optim.AdamW)
 
 
 def in_place(layer):
@@ -68,6 +77,8 @@ def new_again_and_again(layer):
 
 CHANGES = {
 	step: "written in place",
+	fused_step: "written in place",
+	step_of_ours: "written in place",
 	in_place: "written in place",
 	in_inference_mode: "written in place",
 	data: r"its data is another tensor \(\.data",

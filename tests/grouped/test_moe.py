@@ -407,6 +407,15 @@ def test_losses():
 	assert none[0].shape == (0, H) and not any(t.any() for t in none[1])
 
 
+def test_a_pair_without_a_row_takes_nothing_of_a_bias():
+	moe, p = moe_of(bias=True), torch.ones(2, K, requires_grad=True)
+	with torch.no_grad():
+		moe.experts.down.bias[1, 3] = torch.nan
+	r = grouped.compute_routing(torch.tensor([[2, -1], [1, E]]), E)
+	moe.experts.run(tokens(2), p, r, None, moe._style(BF16)).sum().backward()
+	assert p.grad.isnan().tolist() == [[False, False], [True, False]] and not p.grad[:, 1].any()
+
+
 def test_selection_bias_moves_towards_balance():
 	moe = moe_of(selection_bias=True, score="sigmoid")
 	before = moe.router.selection_bias.clone()
