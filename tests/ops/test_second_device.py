@@ -63,7 +63,9 @@ def kernels(monkeypatch, request):
 		return SimpleNamespace(current=lambda: on_second(torch.zeros(1)) if device == SECOND else torch.zeros(1))
 
 	def properties(device):
-		return SimpleNamespace(multi_processor_count=NUM_SMS[torch.device(device)])
+		return SimpleNamespace(
+			multi_processor_count=NUM_SMS[torch.device(device)], memory_clock_rate=3201000, memory_bus_width=6144
+		)
 
 	monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 	monkeypatch.setattr(registry, "_get_device", None)  # What CUDA builds have in its place.
