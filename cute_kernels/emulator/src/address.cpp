@@ -1,6 +1,4 @@
 // Address spaces and bounds.
-#include <cstdio>
-
 #include "memory.h"
 
 CTA* cta_at(Cluster* cluster, u32 rank, const char* what) {
@@ -10,8 +8,8 @@ CTA* cta_at(Cluster* cluster, u32 rank, const char* what) {
 
 void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what) {
 	if (offset < SMEM_BASE || offset + bytes > c->smem.size())
-		fail("%s out of bounds: shared offset %u + %llu bytes, CTA has %u..%zu", what, offset, bytes,
-				 SMEM_BASE, c->smem.size());
+		fail("%s out of bounds: shared offset %u + %llu bytes, CTA has %u..%zu", what, offset, bytes, SMEM_BASE,
+				 c->smem.size());
 }
 
 // Of another CTA, or out of bounds.
@@ -52,14 +50,14 @@ void Machine::check_range(u64 address, u64 bytes, const char* what) {
 	if (ranges.empty() || (address >= last_low_ && address + bytes <= last_high_)) return;
 	if (within(ranges, address, bytes) || within(module_ranges, address, bytes)) return;
 	if (params && address >= (u64)params && address + bytes <= (u64)params + program->param_bytes) return;
-	char near[128] = "";
+	std::string near;
 	auto it = ranges.upper_bound(address);
 	if (it != ranges.begin()) {
 		--it;
-		snprintf(near, sizeof near, "; %lld bytes past the end of an allocation of %llu",
-						 (address + bytes - it->second), (it->second - it->first));
+		near = written("; %lld bytes past the end of an allocation of %llu", address + bytes - it->second,
+									 it->second - it->first);
 	}
-	fail("%s out of bounds: address %#llx + %llu%s", what, address, bytes, near);
+	fail("%s out of bounds: address %#llx + %llu%s", what, address, bytes, near.c_str());
 }
 
 static u8* local_pointer(Warp& w, u64 offset, u32 bytes, int lane) {

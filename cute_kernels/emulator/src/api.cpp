@@ -1,6 +1,5 @@
 // The library's C interface, called from Python by ctypes.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -34,18 +33,8 @@ std::string position() {
 	if (!m.program || !m.instruction) return "";
 	const auto& all = m.program->instructions;
 	if (m.instruction < all.data() || m.instruction >= all.data() + all.size()) return "";
-	char where[160] = "";
-	if (m.warp)
-		snprintf(where, sizeof where, "CTA (%u,%u,%u) warp %d, ", m.warp->cta->x, m.warp->cta->y, m.warp->cta->z,
-						 m.warp->id);
-	return "\n  in kernel " + m.program->name + "\n  " + where + "PTX line " + std::to_string(m.instruction->line) +
-				 ": " + m.program->text[m.instruction - all.data()].substr(0, 1000);
-}
-
-// Takes what a fork left of a launch in another thread out of sight: it may be in any state.
-template <class T>
-void abandon(T& value) {
-	new (&value) T();
+	return "\n  in kernel " + m.program->name + "\n  " + (m.warp ? name_of(*m.warp) + ", " : "") + "PTX line " +
+				 std::to_string(m.instruction->line) + ": " + m.program->text[m.instruction - all.data()].substr(0, 1000);
 }
 
 void reset_machine() {
@@ -111,8 +100,9 @@ void emu_stats(u64* out) { memcpy(out, &total, sizeof total); }
 int emu_num_stats() { return sizeof(Stats) / sizeof(u64); }
 void emu_reset_stats() { total = Stats(); }
 void emu_forget_launch() {
-	abandon(machine.resident);
-	abandon(machine.events);
+	// What a fork left of a launch in another thread may be in any state: it is put out of sight.
+	new (&machine.resident) decltype(machine.resident)();
+	new (&machine.events) decltype(machine.events)();
 	reset_machine();
 }
 

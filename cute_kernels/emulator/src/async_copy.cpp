@@ -18,8 +18,7 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 		if (bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %u bytes", bytes);
 		if (filled > bytes) fail("cp.async reads %u bytes and writes %u", filled, bytes);
 		if (to % bytes || from % bytes)
-			fail("misaligned cp.async of %u bytes from %#llx to shared offset %u", bytes, from,
-					 offset_of(to));
+			fail("misaligned cp.async of %u bytes from %#llx to shared offset %u", bytes, from, offset_of(to));
 		u8* p = shared_pointer(w, to, bytes);
 		if (filled) machine.check_range(from, filled, "cp.async");
 		machine.stats.ld_global_bytes += filled;

@@ -10,13 +10,11 @@ static u64 float_result(u8 op, u32 a, u32 b) {
 	if (op != ATOM_ADD) fail("atomic operation %d on f32 is not modelled", op);
 	return float_bits(bits_float(a) + bits_float(b));
 }
-static u64 integer_result(u8 op, u8 type, u64 a, u64 b, u64 swap) {
-	const int bits = type_bits(type);
-	const bool less = is_signed(type) ? sign_extend(a, bits) < sign_extend(b, bits) : a < b;
+u64 integer_reduced(u8 op, u8 type, u64 a, u64 b, u64 swap) {
 	switch (op) {
 		case ATOM_ADD: return a + b;
-		case ATOM_MIN: return less ? a : b;
-		case ATOM_MAX: return less ? b : a;
+		case ATOM_MIN: return is_less(type, a, b) ? a : b;
+		case ATOM_MAX: return is_less(type, a, b) ? b : a;
 		case ATOM_AND: return a & b;
 		case ATOM_OR: return a | b;
 		case ATOM_XOR: return a ^ b;
@@ -31,7 +29,8 @@ static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
 	if (is_float(in.type) || half_of(in.type)) fail("atomics on type %d are not modelled", in.type);
 	const int bits = type_bits(in.type);
 	return zero_extend(
-			integer_result(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)), bits);
+			integer_reduced(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)),
+			bits);
 }
 
 static void atomics(Warp& w, const Instruction& in, u32 mask) {

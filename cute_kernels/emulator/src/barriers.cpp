@@ -1,7 +1,4 @@
 // Named and cluster barriers, and the other instructions that order warps.
-#include <cstdio>
-#include <cstring>
-
 #include "memory.h"
 #include "races.h"
 
@@ -56,9 +53,7 @@ static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
 		arrive(w, b, id, count);
 	}
 	if (b.generation == w.barrier_generation) {
-		char why[64];
-		snprintf(why, sizeof why, "named barrier %u: %u of %u threads", id, b.arrived, threads_expected(w.cta, b));
-		w.waits_for = why;
+		w.waits_for = written("named barrier %u: %u of %u threads", id, b.arrived, threads_expected(w.cta, b));
 		return BLOCK;
 	}
 	w.waiting_on_barrier = -1;

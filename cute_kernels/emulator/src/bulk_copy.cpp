@@ -5,6 +5,28 @@
 #include "memory.h"
 #include "races.h"
 
+void post_load(Warp& w, const Instruction& in, u32 ranks, u32 offset, u32 bytes, u32 barrier, const char* what,
+							 std::function<void(CTA*)> write) {
+	Cluster* cluster = w.cta->cluster;
+	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
+	machine.stats.tma_load_bytes += bytes;
+	const Actor me = issue_async(w, LOAD_AGENT);
+	machine.post([=] {
+		FOR_LANES (rank, ranks) {
+			CTA* d = cluster->ctas[rank].get();
+			if (d->exited) fail("%s into CTA rank %u, which has exited", what, rank);
+			need_in_smem(d, offset, bytes, what);
+			write(d);
+			note_async_write(d, offset, bytes, me);
+			// A multicast signals the same barrier offset in every destination; with cta_group::2 the
+			// one of the barrier's own half of the pair.
+			u32 signalled = rank_of(barrier);
+			if (multicast) signalled = pair ? (rank & ~1u) | (signalled & 1) : rank;
+			mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), offset_of(barrier), bytes, me);
+		}
+	});
+}
+
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write) {
 	for (auto& g : groups) g->reads++, g->writes++;
@@ -25,35 +47,20 @@ void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<voi
 
 static void need_16(u32 bytes, u64 from, u64 to, const char* what) {
 	if (bytes % 16 || from % 16 || to % 16)
-		fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes,
-				 from, to);
+		fail("%s of %u bytes from %#llx to %#llx: size and both addresses must be multiples of 16", what, bytes, from, to);
 }
 
 // Operands: destination, source, size, mbarrier, [CTA mask].
 static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
-	Cluster* cluster = w.cta->cluster;
-	const bool multicast = in.flags & F_MULTICAST;
 	FOR_LANES (lane, mask) {
-		const u32 to = shared_address(w, in, 0, lane);
+		const u32 to = shared_address(w, in, 0, lane), offset = offset_of(to);
 		const u64 from = address_of(w, in, 1, lane);
 		const u32 bytes = (u32)value_of(w, in, 2, lane);
-		const u32 barrier = shared_address(w, in, 3, lane);
 		need_16(bytes, from, to, "bulk load");
 		const u32 ranks = destinations(w, in, 4, lane, to, "bulk load");
-		machine.stats.tma_load_bytes += bytes;
-		const u32 offset = offset_of(to);
-		const Actor me = issue_async(w, LOAD_AGENT);
-		machine.post([=] {
+		post_load(w, in, ranks, offset, bytes, shared_address(w, in, 3, lane), "bulk load", [=](CTA* d) {
 			machine.check_range(from, bytes, "bulk load");
-			FOR_LANES (rank, ranks) {
-				CTA* d = cluster->ctas[rank].get();
-				if (d->exited) fail("bulk load into CTA rank %u, which has exited", rank);
-				need_in_smem(d, offset, bytes, "bulk load");
-				memcpy(d->smem.data() + offset, (const void*)from, bytes);
-				note_async_write(d, offset, bytes, me);
-				mbarrier_complete(cta_at(cluster, multicast ? rank : rank_of(barrier), "an mbarrier address"),
-													offset_of(barrier), bytes, me);
-			}
+			memcpy(d->smem.data() + offset, (const void*)from, bytes);
 		});
 	}
 }

@@ -130,7 +130,7 @@ static void convert_stochastic(Warp& w, const Instruction& in, u32 mask, u8 elem
 }
 
 static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to) {
-	const int bits = to.element == T_E2M1 ? 4 : 8;
+	const int bits = type_bits(to.element);
 	if (to.count == 4) return convert_stochastic(w, in, mask, to.element, bits);
 	auto encode = [&](double x) -> u64 {
 		return encode_mini(relu(in, x), to.element, in.rounding, in.flags & F_SATFINITE, 0);
@@ -144,9 +144,8 @@ static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to)
 }
 
 static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from) {
-	if (!half_of(in.type))
-		fail("conversion of a narrow float to type %d is not modelled", in.type);
-	const int bits = from == T_E2M1 ? 4 : 8;
+	if (!half_of(in.type)) fail("conversion of a narrow float to type %d is not modelled", in.type);
+	const int bits = type_bits(from);
 	const u32 low_mask = (1u << bits) - 1;
 	auto decode = [&](u32 code) -> u64 { return round_to_16(in.type == T_F16X2, relu(in, decode_mini(from, code))); };
 	each_lane(w, in, mask, [&](u64 a) { return decode(a & low_mask) | decode((a >> bits) & low_mask) << 16; });

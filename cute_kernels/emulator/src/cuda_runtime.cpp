@@ -1,6 +1,9 @@
 // The CUDA runtime entry points that CuTe DSL's compiled host code calls, served by the emulator.
 // The names and signatures are those of NVIDIA's libcute_dsl_runtime.so, in whose place
 // CUTE_DSL_LIBS puts this library.
+#include <elf.h>
+
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <set>
@@ -26,18 +29,14 @@ uint64_t read_little_endian(const unsigned char* p, int bytes) {
 }
 // A cubin is a 64-bit ELF file; its size follows from the header tables, wherever they lie.
 size_t elf_bytes(const unsigned char* p) {
-	if (memcmp(p, "\x7f" "ELF\x02", 5) != 0) return 0;
-	const uint64_t programs = read_little_endian(p + 32, 8), sections = read_little_endian(p + 40, 8);
-	const uint64_t program_size = read_little_endian(p + 54, 2), num_programs = read_little_endian(p + 56, 2);
-	const uint64_t section_size = read_little_endian(p + 58, 2), num_sections = read_little_endian(p + 60, 2);
-	uint64_t end = programs + program_size * num_programs;
-	if (sections + section_size * num_sections > end) end = sections + section_size * num_sections;
-	constexpr uint64_t NO_BITS = 8;
-	for (uint64_t i = 0; i < num_sections; i++) {
-		const unsigned char* s = p + sections + i * section_size;
-		if (read_little_endian(s + 4, 4) == NO_BITS) continue;
-		const uint64_t section_end = read_little_endian(s + 24, 8) + read_little_endian(s + 32, 8);
-		if (section_end > end) end = section_end;
+	if (memcmp(p, ELFMAG "\2", 5) != 0) return 0;
+	Elf64_Ehdr e;
+	memcpy(&e, p, sizeof e);
+	uint64_t end = std::max(e.e_phoff + e.e_phentsize * e.e_phnum, e.e_shoff + e.e_shentsize * e.e_shnum);
+	for (int i = 0; i < e.e_shnum; i++) {
+		Elf64_Shdr s;
+		memcpy(&s, p + e.e_shoff + i * e.e_shentsize, sizeof s);
+		if (s.sh_type != SHT_NOBITS) end = std::max(end, s.sh_offset + s.sh_size);
 	}
 	return end;
 }
@@ -115,7 +114,8 @@ int _cudaLaunchKernelEx(const LaunchConfig* c, const void* kernel, void** args) 
 		cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
 		explicit_cluster = 1;
 	}
-	return emu_launch(key_of(kernel).c_str(), c->grid, c->block, cluster, explicit_cluster, (uint32_t)c->dynamic_smem, args);
+	return emu_launch(key_of(kernel).c_str(), c->grid, c->block, cluster, explicit_cluster, (uint32_t)c->dynamic_smem,
+										args);
 }
 int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy, uint32_t block_z,
 											void** args, size_t dynamic_smem, void*) {

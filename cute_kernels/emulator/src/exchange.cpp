@@ -1,6 +1,4 @@
 // Exchanges between the lanes of a warp.
-#include <algorithm>
-
 #include "alu.h"
 #include "numbers.h"
 
@@ -70,20 +68,9 @@ static void elect(Warp& w, const Instruction& in, u32 mask, u32 active) {
 }
 
 static u32 reduce(const Instruction& in, u32 a, u32 b) {
-	const bool with_sign = in.type == T_S32;
-	if (in.type == T_F32) {
-		const float r = float_minmax(in, bits_float(a), bits_float(b), in.sub == ATOM_MIN);
-		return r != r ? 0x7fffffff : float_bits(r);
-	}
-	switch (in.sub) {
-		case ATOM_ADD: return a + b;
-		case ATOM_MIN: return with_sign ? (u32)std::min((i32)a, (i32)b) : std::min(a, b);
-		case ATOM_MAX: return with_sign ? (u32)std::max((i32)a, (i32)b) : std::max(a, b);
-		case ATOM_AND: return a & b;
-		case ATOM_OR: return a | b;
-		case ATOM_XOR: return a ^ b;
-	}
-	fail("redux operation %d is not modelled", in.sub);
+	if (in.type != T_F32) return integer_reduced(in.sub, in.type, a, b);
+	const float r = float_minmax(in, bits_float(a), bits_float(b), in.sub == ATOM_MIN);
+	return r != r ? 0x7fffffff : float_bits(r);
 }
 static void redux(Warp& w, const Instruction& in, u32 mask, u32 active) {
 	u64 scratch[32];

@@ -39,14 +39,9 @@ static void divide(Warp& w, const Instruction& in, u32 mask) {
 }
 
 static void minmax(Warp& w, const Instruction& in, u32 mask) {
-	const bool minimum = in.op == MIN, with_sign = is_signed(in.type);
-	const int bits = type_bits(in.type);
-	const int count = in.num_operands - 1;
-	auto pick = [=](u64 a, u64 b) -> u64 {
-		const u64 x = zero_extend(a, bits), y = zero_extend(b, bits);
-		const bool less = with_sign ? sign_extend(a, bits) < sign_extend(b, bits) : x < y;
-		return less == minimum ? x : y;
-	};
+	const bool minimum = in.op == MIN;
+	const int bits = type_bits(in.type), count = in.num_operands - 1;
+	auto pick = [=](u64 a, u64 b) { return zero_extend(is_less(in.type, a, b) == minimum ? a : b, bits); };
 	each_lane(w, in, mask, count, [&](u64 a, u64 b, u64 c, u64, int) -> u64 {
 		u64 r = pick(a, b);
 		if (count == 3) r = pick(r, c);

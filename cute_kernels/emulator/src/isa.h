@@ -143,6 +143,12 @@ struct Program {
 inline int type_bits(u8 type) {
 	switch (type) {
 		case T_PRED: return 1;
+		case T_E2M1: return 4;
+		case T_E4M3:
+		case T_E5M2:
+		case T_E2M3:
+		case T_E3M2:
+		case T_UE8M0:
 		case T_B8:
 		case T_U8:
 		case T_S8: return 8;
@@ -164,3 +170,7 @@ inline bool is_signed(u8 type) { return type >= T_S8 && type <= T_S64; }
 inline bool is_float(u8 type) { return type >= T_F16 && type <= T_TF32; }
 inline i64 sign_extend(u64 v, int bits) { return bits >= 64 ? (i64)v : (i64)(v << (64 - bits)) >> (64 - bits); }
 inline u64 zero_extend(u64 v, int bits) { return bits >= 64 ? v : v & ((1ull << bits) - 1); }
+inline bool is_less(u8 type, u64 a, u64 b) {  // as integers
+	const int bits = type_bits(type);
+	return is_signed(type) ? sign_extend(a, bits) < sign_extend(b, bits) : zero_extend(a, bits) < zero_extend(b, bits);
+}

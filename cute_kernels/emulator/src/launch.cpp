@@ -1,6 +1,5 @@
 // The life of a grid: clusters come and go until all have run.
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <set>
 
@@ -41,18 +40,14 @@ static void make_smem(CTA* c) {
 
 std::unique_ptr<Cluster> Machine::make_cluster(u64 index) {
 	auto made = std::make_unique<Cluster>();
-	const u32 columns = grid[0] / cluster[0], rows = grid[1] / cluster[1];
-	made->x = index % columns;
-	made->y = index / columns % rows;
-	made->z = index / columns / rows;
+	for (int i = 0; i < 3; index /= grid[i] / cluster[i], i++) made->at[i] = index % (grid[i] / cluster[i]);
 	for (u32 rank = 0; rank < cluster_size(); rank++) {
 		auto c = std::make_unique<CTA>();
 		c->cluster = made.get();
 		c->rank = rank;
-		c->x = made->x * cluster[0] + rank % cluster[0];
-		c->y = made->y * cluster[1] + rank / cluster[0] % cluster[1];
-		c->z = made->z * cluster[2] + rank / cluster[0] / cluster[1];
-		c->linear = c->x + (u64)grid[0] * (c->y + (u64)grid[1] * c->z);
+		for (u32 i = 0, rest = rank; i < 3; rest /= cluster[i], i++)
+			c->at[i] = made->at[i] * cluster[i] + rest % cluster[i];
+		c->linear = c->at[0] + (u64)grid[0] * (c->at[1] + (u64)grid[1] * c->at[2]);
 		make_smem(c.get());
 		make_warps(c.get(), block[0] * block[1] * block[2]);
 		made->ctas.push_back(std::move(c));
@@ -77,10 +72,8 @@ std::string Machine::report() {
 				std::set<u32> pcs;
 				FOR_LANES (lane, w.alive) pcs.insert(w.converged ? w.warp_pc : w.pc[lane]);
 				for (u32 pc : pcs) {
-					char where[96];
-					snprintf(where, sizeof where, "  CTA (%u,%u,%u) warp %d at line %d: ", c->x, c->y, c->z, w.id,
-									 program->instructions[pc].line);
-					report += where + program->text[pc].substr(0, 200);
+					report += "  " + name_of(w) + " at line " + std::to_string(program->instructions[pc].line) + ": " +
+										program->text[pc].substr(0, 200);
 					if (w.blocked) report += "  -- waits for " + w.waits_for;
 					report += "\n";
 					if (report.size() > LONGEST) return report + "  ...\n";
@@ -115,8 +108,7 @@ void Machine::check_progress() {
 		busy_epoch = epoch;
 		busy_insns = stats.warp_insns;
 	} else if (stats.warp_insns - busy_insns > config.max_idle_insns) {
-		fail("livelock: no warp has changed anything for %llu instructions\n%s", config.max_idle_insns,
-				 report().c_str());
+		fail("livelock: no warp has changed anything for %llu instructions\n%s", config.max_idle_insns, report().c_str());
 	}
 }
 

@@ -15,6 +15,7 @@
 struct EmulatorError : std::runtime_error {
 	using std::runtime_error::runtime_error;
 };
+std::string written(const char* format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 struct CTA;
@@ -103,7 +104,7 @@ constexpr u32 SMEM_LIMIT = 232448;
 
 struct CTA {
 	Cluster* cluster;
-	u32 rank, x, y, z;
+	u32 rank, at[3];  // x, y, z in the grid
 	u64 linear;
 	std::vector<u8> smem;
 	// By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
@@ -126,7 +127,7 @@ struct CTA {
 };
 
 struct Cluster {
-	u32 x, y, z;
+	u32 at[3];
 	std::vector<std::unique_ptr<CTA>> ctas;
 	int live = 0;
 	int in_flight = 0;  // asynchronous operations that still touch the cluster
@@ -230,6 +231,7 @@ inline const Operand& operand(const Instruction& in, int i) { return machine.pro
 inline const Operand& element(const Operand& o, u32 i) {
 	return o.kind == K_VEC ? machine.program->operands[o.reg + i] : o;
 }
+std::string name_of(const Warp& w);
 u64 value_of(Warp& w, const Operand& o, int lane);
 u64 address_of(Warp& w, const Operand& o, int lane);
 // Of operand i.

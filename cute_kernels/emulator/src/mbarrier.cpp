@@ -1,5 +1,4 @@
 // mbarrier objects, which live in shared memory as 64 bits.
-#include <cstdio>
 #include <cstring>
 
 #include "memory.h"
@@ -123,10 +122,8 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	if (done != mask && (in.flags & F_TRY) && !w.timed_out) {
 		const int lane = first_lane(mask & ~done);
 		const u32 address = shared_address(w, in, 1, lane);
-		char why[96];
-		snprintf(why, sizeof why, "mbarrier at shared offset %u (CTA rank %u), phase %u", offset_of(address),
-						 rank_of(address), (u32)value_of(w, in, 2, lane) & 1);
-		w.waits_for = why;
+		w.waits_for = written("mbarrier at shared offset %u (CTA rank %u), phase %u", offset_of(address), rank_of(address),
+													(u32)value_of(w, in, 2, lane) & 1);
 		return BLOCK;
 	}
 	w.timed_out = false;

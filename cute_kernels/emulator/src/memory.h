@@ -50,7 +50,10 @@ void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
 // An asynchronous operation's bytes have landed.
 void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 
-// ---- bulk stores (bulk_copy.cpp)
+// ---- bulk and TMA copies (bulk_copy.cpp)
+// A load into the same offset of CTAs of the cluster, whose mbarriers then get the bytes.
+void post_load(Warp& w, const Instruction& in, u32 ranks, u32 offset, u32 bytes, u32 barrier, const char* what,
+							 std::function<void(CTA*)> write);
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write);

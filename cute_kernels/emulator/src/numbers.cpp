@@ -12,6 +12,13 @@ RoundingScope::RoundingScope(u8 rounding) : saved_(fegetround()) {
 }
 RoundingScope::~RoundingScope() { fesetround(saved_); }
 
+// The code of a number that the format has, without its sign: the leading one of a normal number adds 1 to the
+// exponent.
+static u32 code_of(double rounded, int mantissa, int bias) {
+	const int exponent = std::max(exponent_of_normal(rounded), 1 - bias);
+	return ((exponent + bias - 1) << mantissa) + (u32)(rounded * pow2(mantissa - exponent));
+}
+
 float half_to_float(u16 h) { return (float)bits_as<_Float16>(h); }
 u16 float_to_half(float f) { return f != f ? HALF_NAN : bits_as<u16>((_Float16)f); }
 u16 float_to_bf16(float f) {
@@ -33,9 +40,7 @@ u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfi
 	if (rounding != RN && residue != 0)
 		fail("directed rounding of an inexact intermediate to a 16-bit float is not modelled");
 	if (std::isinf(magnitude)) return sign | (satfinite ? infinity - 1 : infinity);
-	if (magnitude == 0) return sign;
-	int exponent = exponent_of_normal(magnitude);
-	const int quantum = std::max(exponent, 1 - bias) - mantissa;
+	const int quantum = std::max(exponent_of_normal(magnitude), 1 - bias) - mantissa;
 	const double scaled = magnitude * pow2(-quantum);
 	double whole = std::floor(scaled);
 	const double part = scaled - whole;
@@ -46,11 +51,8 @@ u16 round_to_16(bool fp16, double value, double residue, u8 rounding, bool satfi
 		whole += 1;
 	}
 	const double rounded = whole * pow2(quantum);
-	if (rounded == 0) return sign;
-	exponent = exponent_of_normal(rounded);
-	if (exponent > bias) return sign | (satfinite || (rounding != RN && !away) ? infinity - 1 : infinity);
-	if (exponent < 1 - bias) return sign | (u16)(rounded * pow2(mantissa + bias - 1));
-	return sign | (u16)((exponent + bias) << mantissa) | (u16)(rounded * pow2(mantissa - exponent) - (1 << mantissa));
+	if (rounded >= pow2(bias + 1)) return sign | (satfinite || (rounding != RN && !away) ? infinity - 1 : infinity);
+	return sign | code_of(rounded, mantissa, bias);
 }
 
 namespace {
@@ -103,11 +105,9 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
 	const u32 sign = std::signbit(x) ? 1u << (f.exponent_bits + f.mantissa_bits) : 0;
 	const u32 infinity = ((1u << f.exponent_bits) - 1) << f.mantissa_bits;
 	const double magnitude = std::fabs(x);
-	if (magnitude == 0) return sign;
-	const int min_exponent = 1 - f.bias;
 	double rounded = INFINITY;
 	if (!std::isinf(magnitude)) {
-		const int quantum = std::max(exponent_of_normal(magnitude), min_exponent) - f.mantissa_bits;
+		const int quantum = std::max(exponent_of_normal(magnitude), 1 - f.bias) - f.mantissa_bits;
 		const double scaled = magnitude * pow2(-quantum);
 		rounded = (rounding == RS   ? std::floor(scaled + fraction)
 							 : rounding == RZ ? std::floor(scaled)
@@ -118,9 +118,5 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
 		if (f.has_infinity && !satfinite) return sign | infinity;
 		rounded = f.max;
 	}
-	if (rounded == 0) return sign;
-	const int exponent = exponent_of_normal(rounded);
-	if (exponent < min_exponent) return sign | (u32)(rounded * pow2(f.mantissa_bits - min_exponent));
-	return sign | (u32)((exponent + f.bias) << f.mantissa_bits) |
-				 ((u32)(rounded * pow2(f.mantissa_bits - exponent)) - (1u << f.mantissa_bits));
+	return sign | code_of(rounded, f.mantissa_bits, f.bias);
 }

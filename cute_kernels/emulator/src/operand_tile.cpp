@@ -35,17 +35,6 @@ static u32 mn_major_address(const MatrixDescriptor& d, u32 row, u32 depth, u32 b
 	return swizzled(d.start + within + span_index * d.leading + (depth % 8) * span + (depth / 8) * d.stride, span);
 }
 
-int element_bits(u8 type) {
-	switch (type) {
-		case T_F16:
-		case T_BF16: return 16;
-		case T_TF32:
-		case T_F32: return 32;
-		case T_E2M1: return 4;
-		default: return 8;
-	}
-}
-
 static float decode_byte(u8 type, u8 code) {
 	static float tables[8][256];
 	static bool ready[8];
@@ -71,7 +60,7 @@ float decode_element(u8 type, const u8* bytes, u32 index) {
 void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out, u64 fenced,
 							 const char* what) {
 	const MatrixDescriptor d = decode_descriptor(descriptor, what);
-	const u32 bits = element_bits(type);
+	const u32 bits = type_bits(type);
 	auto read = [&](u32 address, u32 bytes) {
 		address &= ADDRESS_MASK;
 		need_in_smem(c, address, bytes, what);

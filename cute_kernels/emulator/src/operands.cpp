@@ -4,13 +4,28 @@
 
 #include "machine.h"
 
-void fail(const char* format, ...) {
+static std::string written(const char* format, va_list args) {
 	char text[16384];
+	vsnprintf(text, sizeof text, format, args);
+	return text;
+}
+std::string written(const char* format, ...) {
 	va_list args;
 	va_start(args, format);
-	vsnprintf(text, sizeof text, format, args);
+	std::string text = written(format, args);
 	va_end(args);
-	throw EmulatorError(text);
+	return text;
+}
+void fail(const char* format, ...) {
+	va_list args;
+	va_start(args, format);
+	EmulatorError error(written(format, args));
+	va_end(args);
+	throw error;
+}
+
+std::string name_of(const Warp& w) {
+	return written("CTA (%u,%u,%u) warp %d", w.cta->at[0], w.cta->at[1], w.cta->at[2], w.id);
 }
 
 // The order is that of SPECIAL_REGISTERS in isa.py.
@@ -22,32 +37,18 @@ static u64 special_register(Warp& w, int id, int lane) {
 		case 0: return thread % m.block[0];
 		case 1: return thread / m.block[0] % m.block[1];
 		case 2: return thread / m.block[0] / m.block[1];
-		case 3:
-		case 4:
-		case 5: return m.block[id - 3];
-		case 6: return c->x;
-		case 7: return c->y;
-		case 8: return c->z;
-		case 9:
-		case 10:
-		case 11: return m.grid[id - 9];
+		case 3 ... 5: return m.block[id - 3];
+		case 6 ... 8: return c->at[id - 6];
+		case 9 ... 11: return m.grid[id - 9];
 		case 12: return lane;
 		case 13: return w.id;
 		case 14: return c->warps.size();
 		case 15: return c->linear % m.config.num_sms;
 		case 16: return m.config.num_sms;
-		case 17: return c->cluster->x;
-		case 18: return c->cluster->y;
-		case 19: return c->cluster->z;
-		case 20:
-		case 21:
-		case 22: return m.grid[id - 20] / m.cluster[id - 20];
-		case 23: return c->x % m.cluster[0];
-		case 24: return c->y % m.cluster[1];
-		case 25: return c->z % m.cluster[2];
-		case 26:
-		case 27:
-		case 28: return m.cluster[id - 26];
+		case 17 ... 19: return c->cluster->at[id - 17];
+		case 20 ... 22: return m.grid[id - 20] / m.cluster[id - 20];
+		case 23 ... 25: return c->at[id - 23] % m.cluster[id - 23];
+		case 26 ... 28: return m.cluster[id - 26];
 		case 29: return c->rank;
 		case 30: return m.cluster_size();
 		case 31: return 1u << lane;

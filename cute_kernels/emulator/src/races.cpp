@@ -4,7 +4,6 @@
 #include "races.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "memory.h"
 

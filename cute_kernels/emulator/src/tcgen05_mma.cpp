@@ -72,7 +72,7 @@ std::vector<float> load_a(CTA* c, const MmaArguments& m, u8 type) {
 		load_tile(c, m.a, m.bits(15, 1), type, rows, depth, a.data(), m.fenced, "tcgen05.mma A");
 		return a;
 	}
-	const u32 column = (u32)m.a & 0xffff, bits = element_bits(type), per_cell = 32 / bits;
+	const u32 column = (u32)m.a & 0xffff, bits = type_bits(type), per_cell = 32 / bits;
 	if (rows != 128) fail("tcgen05.mma: A in tensor memory with M = %u is not modelled", rows);
 	need_columns(c, column, depth / per_cell, "tcgen05.mma A");
 	if (acting) race_tmem(c, column, depth / per_cell, -1, false, *acting);

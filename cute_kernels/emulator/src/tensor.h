@@ -10,7 +10,6 @@ struct MatrixDescriptor {
 MatrixDescriptor decode_descriptor(u64 bits, const char* what);
 // The address of 16-byte granule g of row r of a K-major tile.
 u32 k_major_address(const MatrixDescriptor& d, u32 row, u32 granule);
-int element_bits(u8 type);
 float decode_element(u8 type, const u8* bytes, u32 index);
 // rows x depth elements, row-major, out of the shared memory of one CTA.
 void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out, u64 fenced,

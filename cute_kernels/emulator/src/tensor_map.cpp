@@ -61,8 +61,8 @@ static const u8* map_memory(Warp& w, u64 address) {
 
 static void check_global_address(const char* what, u64 address) {
 	if (address % ADDRESS_ALIGNMENT)
-		fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be", what,
-				 address, ADDRESS_ALIGNMENT);
+		fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be", what, address,
+				 ADDRESS_ALIGNMENT);
 }
 
 TensorMap tensor_map_at(Warp& w, u64 address) {

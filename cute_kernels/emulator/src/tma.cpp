@@ -68,36 +68,19 @@ static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates
 
 // Operands: destination, tensor map, coordinates, mbarrier, [CTA mask].
 static void tma_load(Warp& w, const Instruction& in, u32 mask) {
-	Cluster* cluster = w.cta->cluster;
-	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
 	FOR_LANES (lane, mask) {
-		const u32 to = shared_address(w, in, 0, lane);
-		const u32 barrier = shared_address(w, in, 3, lane);
+		const u32 to = shared_address(w, in, 0, lane), offset = offset_of(to);
 		const TensorMap map = tensor_map_at(w, address_of(w, in, 1, lane));
 		const u32 boxes = in.flags & F_GATHER ? GATHERED : 1;
 		const Coordinates at = coordinates(w, operand(in, 2), lane, map, boxes > 1);
-		const u32 bytes = boxes * map.box_bytes(), offset = offset_of(to), barrier_offset = offset_of(barrier),
-							barrier_rank = rank_of(barrier);
 		const u32 ranks = destinations(w, in, 4, lane, to, "TMA load");
 		if (offset % SMEM_ALIGNMENT)
 			fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
-		machine.stats.tma_load_bytes += bytes;
-		const Actor me = issue_async(w, LOAD_AGENT);
-		machine.post([=] {
-			FOR_LANES (rank, ranks) {
-				CTA* d = cluster->ctas[rank].get();
-				if (d->exited) fail("TMA load into CTA rank %u, which has exited", rank);
-				need_in_smem(d, offset, bytes, "TMA load");
-				// Rows of gather4 lie one after the other, and swizzles are those of addresses.
-				for (u32 i = 0; i < boxes; i++)
-					load_box(d, offset + i * map.box_bytes(), map, boxes > 1 ? Coordinates{at[0], at[1 + i]} : at);
-				note_async_write(d, offset, bytes, me);
-				// A multicast signals the same barrier offset in every destination; with cta_group::2 the
-				// one of the barrier's own half of the pair.
-				u32 signalled = barrier_rank;
-				if (multicast) signalled = pair ? (rank & ~1u) | (barrier_rank & 1) : rank;
-				mbarrier_complete(cta_at(cluster, signalled, "an mbarrier address"), barrier_offset, bytes, me);
-			}
+		const u32 box_bytes = map.box_bytes(), barrier = shared_address(w, in, 3, lane);
+		post_load(w, in, ranks, offset, boxes * box_bytes, barrier, "TMA load", [=](CTA* d) {
+			// Rows of gather4 lie one after the other, and swizzles are those of addresses.
+			for (u32 i = 0; i < boxes; i++)
+				load_box(d, offset + i * box_bytes, map, boxes > 1 ? Coordinates{at[0], at[1 + i]} : at);
 		});
 	}
 }

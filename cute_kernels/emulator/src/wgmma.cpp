@@ -15,7 +15,7 @@ struct WgmmaArguments {
 };
 
 void load_a_from_registers(Warp& w, const Operand& vector, u8 type, u32 depth, float* a) {
-	const int bits = element_bits(type), per_register = 32 / bits;
+	const int bits = type_bits(type), per_register = 32 / bits;
 	for (int lane = 0; lane < 32; lane++)
 		for (int r = 0; r < 4; r++) {
 			const u32 word = (u32)w.reg(element(vector, r).reg)[lane];
