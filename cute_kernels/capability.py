@@ -70,8 +70,6 @@ _OF_SCALES = ("delayed_scaling_update",)
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
 _ACTIVATES = ("grouped_quantize", *_GEMMS)
-#: Where the result of a GEMM with an activation is quantized, rowwise, by the format.
-_QUANTIZED_RESULTS = {"fp8_block": ARCHITECTURES, "mxfp8": ARCHITECTURES, "nvfp4": ("reference", "sm_100a")}
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
 
@@ -160,7 +158,7 @@ def support(
 	if gathered and not reason:
 		reason = _why_not_gathered(op, fmt, arch)
 	if result is not None and not reason:
-		reason = _why_not_result(op, fmt, arch, result)
+		reason = _why_not_result(op, result)
 	return Support(False, reason) if reason else _YES
 
 
@@ -232,19 +230,13 @@ def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
 	return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
 
 
-def _why_not_result(op: str, fmt: Format | None, arch: str, result: Format) -> str:
+def _why_not_result(op: str, result: Format) -> str:
 	level = result.second_level
 	if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
 		return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
 	if level is not None and level.per == "row":
 		return f"no part of a row knows the amax of the row, which {result.text} is relative to"
-	# There those quantize whose sums are promoted, times scales of rows or squares.
-	promotes = fmt is not None and fmt.scale is not None and not fmt.has_scale_tiles and op == "grouped_gemm"
-	if (promotes or arch != "sm_90a") and arch in _QUANTIZED_RESULTS.get(result.name, ()):
-		return ""
-	return (
-		f"no {arch} kernel of {op} of {'plain tensors' if fmt is None else fmt.text} quantizes its result to {result.text}"
-	)
+	return ""
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

@@ -79,14 +79,14 @@ class Window(NamedTuple):
 	) -> Window:
 		"""That of the vector at a row and a column of the product, from which on there are ``rows`` rows."""
 		out, z = tensors.out, tensors.z
-		cols, narrow = out.shape[2], col
+		cols, narrow = tensors.columns(config), col
 		if config.is_gated:
 			cols, narrow = 2 * cols, col // 2
 		starts: list[Any] = []
 		if z is not None:
 			starts = [narrow, narrow + out.shape[2]] if config.pairs_rows else [col]
 		targets = [Target.of(config, z, group, row, start) for start in starts]
-		return cls(Target.of(config, out, group, row, narrow), targets, rows, cols - col)
+		return cls(Target.of(config, out, group, row, narrow // config.per_element), targets, rows, cols - col)
 
 	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> Window:
 		"""That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""

@@ -55,8 +55,7 @@ class EpilogueTensors(NamedTuple):
 		return factor
 
 	def columns(self, config: GemmConfig) -> Int32:
-		fmt = config.result
-		return self.out.shape[2] * (1 if fmt is None else fmt.element.per_byte)
+		return self.out.shape[2] * config.per_element
 
 	@property
 	def has_factor(self) -> bool:

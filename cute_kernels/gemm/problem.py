@@ -306,6 +306,11 @@ class GemmConfig(abc.ABC):
 		return None if self.quantizes_to is None else parse(self.quantizes_to)
 
 	@property
+	def per_element(self) -> int:
+		"""Columns of the result that an element of the output has: codes of a byte."""
+		return 1 if self.result is None else self.result.element.per_byte
+
+	@property
 	def is_gated(self) -> bool:
 		return self.act is not None and self.act.is_gated
 

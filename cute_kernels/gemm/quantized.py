@@ -60,6 +60,17 @@ class QuantizedRows:
 		stored, factor = self.codec.block_scale(amax, level)
 		return self.codec.encode_row(words, factor), stored
 
+	def store_vector(
+		self, at: Int64, words: list[Uint32], rows: tuple[Int32, int], cols: tuple[Int32, int], per_word: int
+	) -> None:
+		"""``store_if`` of words of codes, at once where all exist and are aligned, which the pitch of rows decides."""
+		(left, row), (right, col), at_once = rows, cols, min(4, self.codec.code_words)
+		whole = ((at & Int64(4 * len(words) - 1)) == 0) & (right >= col + len(words) * per_word)
+		store_if(at, words, (select(whole, left, Int32(0)), row), cols)
+		rest = select(whole, Int32(0), left)
+		for j in range(0, len(words), at_once):
+			store_if(at + 4 * j, words[j : j + at_once], (rest, row), (right, col + j * per_word))
+
 	def scale_at(self, slot: Int32, col: Int32) -> Int64:
 		"""Where the scale of a slot row goes, of the block of a column."""
 		# Columns are not negative, which divisions of signed numbers would ask.

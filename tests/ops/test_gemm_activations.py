@@ -10,8 +10,11 @@ from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import parse
 from cute_kernels.gemm.sm90.config import SM90_TILES
 from cute_kernels.gemm.sm100.config import SM100_TILES
+from cute_kernels.ops.activated import activates
 from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.runtime.backend import chosen_backend
 from tests.helpers import (
+	BF16,
 	DTYPES,
 	F16,
 	NVFP4_TEXTS,
@@ -147,6 +150,20 @@ QUANTIZED = {
 	"sm_90a, mxfp8, 32": ("mxfp8:dtype=e5m2", (BLOCKS, 320, 48, "geglu"), "256x32 swapped", {"interleaved": True}),
 	"sm_90a, mxfp8, plain": ("mxfp8", (BLOCKS, 416, 48, "gelu"), "128x256", {"dtype": "float16"}),
 	"sm_90a, mxfp8, plain, 8": ("mxfp8", (BLOCKS, 160, 16, "relu"), "256x8 swapped", {"bias": "float32"}),
+	"sm_90a, nvfp4": ("nvfp4", (BLOCKS, 768, 144, "swiglu"), "128x256", MANY | {"bias": "bfloat16"}),
+	"sm_90a, nvfp4, plain": ("nvfp4:four_over_six", (BLOCKS, 400, 48, "gelu"), "128x256", {"dtype": "float16"}),
+	"sm_90a, nvfp4, 32": ("nvfp4:four_over_six", (BLOCKS, 352, 144, "geglu"), "256x32 swapped", {"interleaved": True}),
+	"sm_90a, nvfp4, plain, 8": ("nvfp4", (BLOCKS, 144, 16, "relu"), "256x8 swapped", {"bias": "float32"}),
+	"sm_90a, nvfp4, of nvfp4": (
+		"nvfp4:four_over_six",
+		(f"{BY_ROW} nvfp4 prepacked", 544, 144, "swiglu"),
+		"256x64 swapped",
+		{"interleaved": True, "sizes": (0, 9, 0, 70, 1, 0)},
+	),
+	"sm_90a, nvfp4, of nvfp4, fitted": ("nvfp4", ("nvfp4 nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {}),
+	"sm_90a, nvfp4, smallest": ("nvfp4", ("plain nvfp4", 16, 16, "gelu"), "256x16 swapped", {"bias": "float32"}),
+	"sm_90a, fp8_block, of bf16": ("fp8_block", ("plain plain", 512, 72, "swiglu"), "256x16 swapped", {}),
+	"sm_90a, mxfp8, of fp8": ("mxfp8", ("fp8 fp8", 64, 80, "silu"), "256x64 swapped", {"dtype": "float16"}),
 	"sm_100a, mxfp8": ("mxfp8", ("mxfp8 mxfp8", 320, 64, "swiglu"), "256x256x2 partial", MANY | {"bias": "bfloat16"}),
 	"sm_100a, mxfp8, smallest": (
 		"mxfp8:dtype=e5m2",
@@ -186,6 +203,14 @@ def test_quantized_output(arch, case):
 		with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
 			ops.m_grouped_gemm_activate_out(*given, text, amax, out=outputs)
 		assert_all_same(outputs, quantized)
+
+
+@each(("formats", "taken"), [((None, None), False), (("nvfp4", "nvfp4"), False), (("fp8_block", SQUARES), True)])
+def test_layers_quantize_results_where_that_was_timed(formats, taken):
+	shape, device = (512, 128), torch.device("cpu")
+	with backend("emulated:sm_90a"):
+		found = activates(chosen_backend(), device, BF16, formats, shape, "swiglu", False, 2048, True, "fp8_block")
+	assert found is taken
 
 
 @each("activation", ACTIVATIONS)
@@ -273,8 +298,7 @@ def test_what_no_kernel_takes_says_so():
 			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
 	for name, kind, n, activation, text, message in (
 		("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
-		("emulated:sm_90a", BLOCKS, 512, "swiglu", "nvfp4", "no sm_90a kernel of grouped_gemm of fp8_block quantizes"),
-		("emulated:sm_90a", "plain plain", 512, "swiglu", "fp8_block", "no sm_90a kernel of grouped_gemm of plain tensors"),
+		("emulated:sm_90a", "plain plain", 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
 		("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
 		("emulated:sm_100a", ANY_SCALES, 512, "swiglu", "fp8_block", "no whole blocks of fp8_block after swiglu"),
 		("reference", "plain plain", 512, "swiglu", "fp8", "blocks of single rows, to nearest even, not to fp8"),

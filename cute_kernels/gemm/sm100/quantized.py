@@ -14,7 +14,6 @@ from ...device.constants import WARP_SIZE
 from ...device.memory import load_shared, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
 from ...layout.slots import TILE_ROWS
-from ..activated import store_if
 from ..output import EpilogueTensors
 from ..quantized import QuantizedRows
 from .warp_schedule import NamedBarrierId
@@ -31,16 +30,11 @@ class Rows(QuantizedRows):
 
 	def store_codes(self, codes: list[Uint32], row: Int32, col: Int32, left: Int32) -> None:
 		"""Store codes of columns that exist, if the row does: ``left`` is more than 0."""
-		out, at_once, per_word = self.tensors.out, min(4, self.codec.code_words), self.block // self.codec.code_words
+		out, per_word = self.tensors.out, self.block // self.codec.code_words
 		address = out.iterator.toint() + Int64(row) * out.stride[1] + self.codec.code_bytes(col)
 		for i in range(0, len(codes), _MOST_WORDS):
-			words, at, cols = codes[i : i + _MOST_WORDS], address + 4 * i, self.cols - col - i * per_word
-			# At once where all exist and are aligned, which the pitch of rows decides.
-			whole = ((at & Int64(4 * len(words) - 1)) == 0) & (cols >= len(words) * per_word)
-			store_if(at, words, (select(whole, left, Int32(0)), 0), (cols, 0))
-			rest = select(whole, Int32(0), left)
-			for j in range(0, len(words), at_once):
-				store_if(at + 4 * j, words[j : j + at_once], (rest, 0), (cols, j * per_word))
+			cols = self.cols - col - i * per_word
+			self.store_vector(address + 4 * i, codes[i : i + _MOST_WORDS], (left, 0), (cols, 0), per_word)
 
 	def store_blocks(self, words: list[Uint32], starts: list[Int32], row: Int32, left: Int32, level: Level) -> Uint32:
 		"""Store codes of whole blocks, whose parts begin at columns ``starts``; the word of their scales."""

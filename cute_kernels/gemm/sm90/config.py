@@ -200,7 +200,7 @@ class Sm90GemmConfig(GemmConfig):
 			return True
 		# The warps that store a tile have them, or all warpgroups of its CTA.
 		is_whole = tile.cols == 4 * WARPGROUP_M and tile.swap_ab == (tile.consumers == 4)
-		return is_whole and self.promotes and self.result.element.bits == 8 and self.out_dtype != "float32"
+		return is_whole and self.out_dtype != "float32"
 
 	def can_implement(self, problem: GemmProblem) -> Support:
 		if self.is_decoded and self.pairs_rows and self.tile.m < 2 * SF_TILE_ROWS:
@@ -433,9 +433,13 @@ class Sm90GemmConfig(GemmConfig):
 
 	@property
 	def factor_words(self) -> int:
-		"""Words of shared memory for the factors of a tile's rows, or amaxes of those of two blocks."""
-		if self.quantizes_to is not None:
-			return 2 * self.consumers * self.block_shape[0]
+		"""Words of shared memory for the factors of a tile's rows, and amaxes of those of two blocks."""
+		of_blocks = self.consumers * self.block_shape[0] if self.quantizes_to is not None else 0
+		return self.row_factors + 2 * of_blocks
+
+	@property
+	def row_factors(self) -> int:
+		"""Factors of a tile's rows, each of all warpgroups."""
 		return self.consumers * self.tile.n if self.row_scaled else 0
 
 	@property

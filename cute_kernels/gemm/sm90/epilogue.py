@@ -120,9 +120,9 @@ class Epilogue:
 		size = config.num_store_stage * config.block_bytes
 		self.blocks = blocks.iterator.toint() + group * size
 		if const_expr(factors is not None):
-			#: Of all warpgroups amaxes of rows, or of this one the factors.
-			self.amaxes = factors.iterator.toint()
-			self.factors = self.amaxes + group * (config.tile.n * 4)
+			#: Of this warpgroup the factors; behind those of all, amaxes of rows.
+			self.factors = factors.iterator.toint() + group * (config.tile.n * 4)
+			self.amaxes = factors.iterator.toint() + config.row_factors * 4
 		#: Elements of a vector, and vectors of a block.
 		self.vector = VECTOR_BYTES * 8 // self.staged_element.width
 		self.vectors = self.block_rows * self.block_cols // self.vector
@@ -207,6 +207,7 @@ class Epilogue:
 			self.sync()
 		slot, window = Int32(0), self.window(tile)
 		block_n = self.block_n
+		level = self.quantized.level(tile.group) if self.config.quantizes_to is not None else ()
 		for repeat in range_constexpr(self.repeats):
 			bias = self.load_bias(tile, repeat)
 			for block in range_constexpr(config.tile.n // block_n):
@@ -219,7 +220,7 @@ class Epilogue:
 						if const_expr(config.quantizes_to is None):
 							self.copy(buffer, window, repeat, block * block_n)
 						else:
-							self.quantized.store_block(tile, buffer, window, slot, block * block_n)
+							self.quantized.store_block(tile, buffer, window, slot, block * block_n, level)
 						if const_expr(config.num_store_stage == 1):
 							self.sync()
 						else:

@@ -33,7 +33,7 @@ def _tiles(config: Sm90GemmConfig) -> dict[int, Sm90Tile]:
 	"""Tiles of parts by their rows, the widest first."""
 	if not config.is_decoded or config.grouping != "m_grouped":
 		return {}
-	shapes = (t for t in config.tile_shapes if t.swap_ab and t.m == _M and config.takes(t))
+	shapes = (t for t in config.tile_shapes if t.swap_ab and t.m == _M and config.takes(t) and config.has_blocks(t))
 	tiles = {t.rows: t for t in shapes if t.fitted or t.n in _COLUMNS}
 	return dict(sorted(tiles.items(), reverse=True))
 

@@ -13,6 +13,7 @@ import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import fmax
+from ...device.codecs import Level
 from ...device.memory import load_shared, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
 from ...layout.slots import TILE_ROWS
@@ -42,6 +43,8 @@ class StagedBlocks(QuantizedRows):
 		#: Columns of a staged row's result, and those staged rows that have one block.
 		self.row_cols = WARPGROUP_M // self.halves
 		self.sharing = max(1, self.block // self.row_cols)
+		#: Columns of a word of codes.
+		self.per_word = self.block // self.codec.code_words
 
 	@cute.jit
 	def store_tile(self, tile: WorkTile) -> None:
@@ -51,7 +54,7 @@ class StagedBlocks(QuantizedRows):
 		row, block = warp * _LANES + lane % _LANES, lane // _LANES
 		swizzled = lane % _LANES * VECTOR_BYTES
 		at = epilogue.blocks + block * config.block_bytes + row * (_LANES * VECTOR_BYTES)
-		first = epilogue.first_m
+		first, level = epilogue.first_m, self.level(tile.group)
 		rows = tile.rows - first - row
 		window = Window.of(
 			config, epilogue.tensors, tile.group, tile.m_row + first + row, tile.n_row + block * WARPGROUP_M, rows
@@ -59,18 +62,36 @@ class StagedBlocks(QuantizedRows):
 		slot, col = tile.m_sf_row + first + row, (tile.n_row >> config.is_gated) + block * self.row_cols
 		for i in cutlass.range(config.tile.m // config.consumers // (4 * _LANES), unroll=1):
 			after = i * (4 * _LANES)
-			size = min(self.block, self.row_cols)
+			size, codes = min(self.block, self.row_cols), []
 			for start in range_constexpr(0, self.row_cols, size):
 				words, vectors = [], range(start * _LANES // self.row_cols, (start + size) * _LANES // self.row_cols)
 				for j in range_constexpr(vectors.start, vectors.stop, _AT_ONCE):
 					places = [at + after * (_LANES * VECTOR_BYTES) + (swizzled ^ (j + k) * VECTOR_BYTES) for k in range(_AT_ONCE)]
 					words += self.activate([load_shared(place, 4) for place in places])
-				codes, stored = self.encode(words, self.amax(words, self.sharing, _LANES))
+				made, stored = self.encode(words, self.amax(words, self.sharing, _LANES), level)
 				live = window.moved(after, Int32(0), 1, self.halves)
-				limits = (live.rows, 0), (live.cols, start * self.halves)
-				for j in range_constexpr(0, len(codes), _STORE_WORDS):
-					store_if(live.out.at(0, start + 4 * j), codes[j : j + _STORE_WORDS], *limits)
+				codes += made
+				if const_expr(len(codes) >= _STORE_WORDS):
+					first_col = start + size - len(codes) * self.per_word
+					limits = (live.rows, 0), (live.cols, first_col * self.halves)
+					for j in range_constexpr(0, len(codes), _STORE_WORDS):
+						place = live.out.at(0, self.codec.code_bytes(first_col) + 4 * j)
+						if const_expr(self.codec.code_words < _STORE_WORDS):
+							self.store_vector(place, codes, *limits, self.per_word * self.halves)
+						else:
+							store_if(place, codes[j : j + _STORE_WORDS], *limits)
+					codes = []
 				self.store_scale(select(live.rows > 0, stored, Uint32(0)), slot + after, col + start)
+
+	def joined(self, words: list[Uint32]) -> list[Uint32]:
+		"""Those of neighbouring lanes as well, in order in the first, if a lane's are less than a word of codes.
+
+		Or than a block, where all of it is looked at for its scale.
+		"""
+		own, least = len(words), self.block if self.codec.chooses_scales else self.per_word
+		while len(words) < least // 2:
+			words = words + [Uint32(cute.arch.shuffle_sync_bfly(word, offset=len(words) // own)) for word in words]
+		return words
 
 	@cute.jit
 	def begin(self, tile: WorkTile) -> None:
@@ -83,13 +104,16 @@ class StagedBlocks(QuantizedRows):
 				self.clear(first + epilogue.thread, tile.m_row >> self.config.is_gated, self.config.tile.m // self.halves)
 
 	@cute.jit
-	def store_block(self, tile: WorkTile, buffer: Int32, window: Window, slot: Int32, first: int) -> None:
+	def store_block(self, tile: WorkTile, buffer: Int32, window: Window, slot: Int32, first: int, level: Level) -> None:
 		"""Quantize rows from ``first`` on of which four warpgroups have a quarter each: a lane has one vector."""
-		epilogue, sharing = self.epilogue, self.sharing
+		epilogue, sharing, rows = self.epilogue, self.sharing, window.rows
 		row, lane = epilogue.own_row, epilogue.thread % _LANES
 		words = self.activate([load_shared(epilogue.place(buffer, row, epilogue.own_col), 4)])
 		lanes = min(_LANES, self.block * _LANES // self.row_cols)
 		amax = self.amax(words, lanes)
+		own, words = len(words), self.joined(words)
+		if const_expr(len(words) > own):
+			rows = select(lane % (len(words) // own) == 0, rows, Int32(0))
 		if const_expr(sharing > 1):
 			parts = epilogue.amaxes + (slot * epilogue.block_rows + row) * (4 * self.config.consumers)
 			if (lane == 0) & (epilogue.thread < epilogue.vectors):
@@ -98,8 +122,8 @@ class StagedBlocks(QuantizedRows):
 			if const_expr(sharing < self.config.consumers):
 				parts += (epilogue.group & -sharing) * 4
 			amax = functools.reduce(fmax, map(bits_as_f32, load_shared(parts, sharing)))
-		codes, stored = self.encode(words, amax)
-		store_if(window.out.at(first, 0), codes, (window.rows, first), (window.cols, 0))
+		codes, stored = self.encode(words, amax, level)
+		store_if(window.out.at(first, 0), codes, (rows, first), (window.cols, 0))
 		if (lane % lanes == 0) & (window.rows > first):
 			col = (tile.m_row + epilogue.first_m + epilogue.own_col) >> self.config.is_gated
 			self.store_scale(stored, tile.n_sf_row + first + row, col)

@@ -122,13 +122,15 @@ def activates(op: MGrouped, arch: str, quantizer: bool) -> bool:
 	With ``quantizer``, one that could activate as well comes after it. Then it has to pay, too, which
 	it does but for codes that are decoded and few rows: epilogues take the memory of a stage. Layers of
 	DeepSeek-V3's experts with 128 and 512 rows each took 10 and 7% more, of Qwen3's with 256 2% more
-	and with 2048 9% less; in FP8Block 1% more to 9% less (H200).
+	and with 2048 9% less; in FP8Block 1% more to 9% less (H200). Results are quantized where that was timed.
 	"""
 	if decodes_first(op, arch):
 		op = dataclasses.replace(cast("MGroupedGemm", op), b=op.b.to(op.a.dtype), b_format=None)
 	base, problem = _m_grouped(op, arch)
-	if quantizer and isinstance(base, Sm90GemmConfig) and base.is_decoded and op.num_rows < _MANY_ROWS:
-		return False
+	if isinstance(base, Sm90GemmConfig):
+		is_short = quantizer and base.is_decoded and op.num_rows < _MANY_ROWS
+		if is_short or base.result is not None and not base.kind.has_row_scales:
+			return False
 	tiles = filter(base.may_choose, base.tile_shapes)
 	return any(dataclasses.replace(base, tile=tile).can_implement(problem) for tile in tiles)
 
