@@ -7,7 +7,7 @@ tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU ar
 import dataclasses
 import functools
 
-from .records import Record, check_choice, read
+from .records import Record, check_choice, check_kind, read
 
 _hex = float.fromhex
 
@@ -76,8 +76,7 @@ class Activation(Record):
 		check_choice("activation", self.name, ACTIVATIONS)
 		for field in dataclasses.fields(self)[1:]:
 			value = getattr(self, field.name)
-			if isinstance(value, bool) or not isinstance(value, (int, float)):
-				raise TypeError(f"{field.name} must be a number, got {value!r}")
+			check_kind(float, **{field.name: value})
 			if not 1 / _LARGEST <= value <= _LARGEST:
 				raise ValueError(f"{field.name} must be in [2^-64, 2^64], got {value}")
 			if value != field.default and not self.is_clamped:

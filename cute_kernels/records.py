@@ -6,6 +6,8 @@ configurations and caches, so equal records have equal texts, and a text has one
 """
 
 import dataclasses
+import numbers
+import reprlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -19,11 +21,16 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 		raise ValueError(f"{name} must be {' or '.join(map(str, choices))}, got {value!r}")
 
 
-def check_flags(record: object, *names: str) -> None:
-	"""Raise TypeError unless the fields ``names`` are bools."""
-	for name in names:
-		if not isinstance(getattr(record, name), bool):
-			raise TypeError(f"{name} must be a bool, got {getattr(record, name)!r}")
+#: What ``check_kind`` takes for a class, and calls it; others are themselves.
+_KINDS = {bool: (bool, "a bool"), int: (numbers.Integral, "an integer"), float: (numbers.Real, "a number")}
+
+
+def check_kind(kind: type, **values: object) -> None:
+	"""Raise TypeError unless ``values``, by the names of arguments, are of ``kind``; a bool is no number."""
+	cls, what = _KINDS.get(kind, (kind, f"a {kind.__name__.lower()}"))
+	for name, value in values.items():
+		if not isinstance(value, cls) or (isinstance(value, bool) and kind is not bool):
+			raise TypeError(f"{name} must be {what}, got {reprlib.repr(value)}")
 
 
 class Record:
@@ -76,6 +83,7 @@ def read(what: str, records: Mapping[str, type[R]], text: str) -> R:
 		ValueError: there is no such name, field or value, or the record has another text: fields
 			at their defaults are left out, the others in the record's order.
 	"""
+	check_kind(str, **{what: text})
 	name, _, facts = text.partition(":")
 	if name not in records:
 		raise ValueError(f"{what} must be one of {', '.join(records)}, got {text!r}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cute_kernels.formats import parse
-from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
+from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
 
 from .debug import Probe
 from .offsets import Offsets, as_offs
@@ -64,14 +64,17 @@ def linear(
 			or forward-mode derivative.
 	"""
 	check_recipe(recipe)
-	for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
-		if operand is not None or name != "bias":
-			check_is_tensor(name, operand)
-	if weight.dim() != 3:
-		raise ValueError(f"weight must have shape (G, N, K), got {tuple(weight.shape)}")
+	check_is_tensor("x", x)
+	check_tensor("weight", weight, dtypes=INPUT_DTYPES, ndim=(3,))
+	same_device("x", x.device, weight=weight, bias=bias)
 	groups, cols, depth = weight.shape
 	if is_spread(x, weight):
 		return _of_dtensors(x, weight, bias, offs, recipe)
+	if x.dim() >= 2 and x.shape[-1] != depth:
+		raise ValueError(
+			f"x (..., K) and weight (G, N, K) must share K, got {tuple(x.shape)} and {tuple(weight.shape)}: a weight stored "
+			"(G, K, N) is given as weight.mT"
+		)
 	rows, ends = rows_and_ends(x, offs, groups, depth)
 	if (scaling is not None) != recipe.takes_scales:
 		raise ValueError(

@@ -12,6 +12,7 @@ from cute_kernels.formats import Format
 from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.derivatives import refuse_derivatives
 from cute_kernels.ops.prologue import result_shape
+from cute_kernels.records import check_kind
 
 from .offsets import Offsets, as_offs
 from .seeds import as_seed
@@ -40,8 +41,8 @@ def compute_offsets(splits: Tensor, *, multiplier: int = 1, dtype: torch.dtype =
 		TypeError: a dtype that is not taken, or a multiplier that is no integer.
 		ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
 	"""
-	# Here, too: 2.0 equals 2, so an op that has checked the one takes the other.
-	if not isinstance(multiplier, (int, torch.SymInt)):
+	# Here, too: 2.0 equals 2 and True 1, so an op that has checked the one takes the other.
+	if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
 		raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
 	out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
 	return out
@@ -155,9 +156,10 @@ def quantize(
 	"""
 	check_format("fmt", fmt)
 	check_is_tensor("x", x)
-	for name, given_tensor in (("grad", grad), ("amax", amax), ("scale", scale)):
-		if given_tensor is not None:
-			check_is_tensor(name, given_tensor)
+	if grad is not None:
+		check_is_tensor("grad", grad)
+	if not (type(rowwise) is type(columnwise) is type(dbias) is bool):
+		check_kind(bool, rowwise=rowwise, columnwise=columnwise, dbias=dbias)
 	if torch._C._functorch.is_batchedtensor(x):
 		raise TypeError(
 			"vmap over grouped.quantize: a GroupedTensor has its groups as the batch; stack x to "

@@ -21,6 +21,8 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from cute_kernels.records import check_kind
+
 from .shards import local_part, part_of, sharded_as
 from .tensor import GroupedTensor
 
@@ -81,6 +83,7 @@ class AdamW(Optimizer):
 		for i, beta in enumerate(betas):
 			if not 0 <= beta < 1:
 				raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
+		check_kind(bool, amsgrad=amsgrad, maximize=maximize, master_weights=master_weights)
 		if isinstance(lr, Tensor) and lr.numel() != 1:
 			raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
 		defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.capability import require
+from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.derivatives import refuse_derivatives, register_autograd
 from cute_kernels.ops.pairs import check_accumulation
 from cute_kernels.ops.registry import is_observed
+from cute_kernels.records import check_kind
 
 from .handlers import not_differentiable
 from .offsets import Offsets, as_offs
@@ -78,6 +80,8 @@ def grouped_gemm(
 		NotImplementedError: an operand has a tangent of forward-mode AD.
 		cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
 	"""
+	if not (type(accumulate) is type(transpose_b) is bool):
+		check_kind(bool, accumulate=accumulate, transpose_b=transpose_b)
 	if accumulate and out is None:
 		raise ValueError("accumulate=True adds to out, which is missing")
 	check_is_tensor("a", a)
@@ -116,6 +120,8 @@ def grouped_gemm(
 	check_accumulation(accumulation, None, b.format if isinstance(b, GroupedTensor) else None)
 	if offs is None:
 		raise ValueError("offs is missing: plain operands are cut into groups by offs")
+	if not a.dim():
+		check_tensor("a", a, ndim=(2,))
 	ends = as_offs(offs, a.shape[0], a.device)
 	if isinstance(b, GroupedTensor):
 		if out is None:

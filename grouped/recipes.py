@@ -25,7 +25,7 @@ from cute_kernels.ops.delayed import ALGORITHMS, check_margin
 from cute_kernels.ops.pairs import check_pair, check_transforms
 from cute_kernels.records import check_choice
 
-from .validation import check_format
+from .validation import check_format, check_size
 
 __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NVFP4RowScaled", "Recipe"]
 
@@ -294,11 +294,7 @@ class FP8Delayed(_Named):
 
 	def __post_init__(self) -> None:
 		super().__post_init__()
-		length = self.history_length
-		if isinstance(length, bool) or not isinstance(length, int):
-			raise TypeError(f"history_length must be an integer, got {length!r}")
-		if length < 1:
-			raise ValueError(f"history_length must be positive, got {length}")
+		check_size("history_length", self.history_length)
 		for fmt in self._roles():
 			check_margin(self.margin, fmt)
 		check_choice("algorithm", self.algorithm, ALGORITHMS)

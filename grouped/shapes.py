@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_kernels.ops.checks import check_tensor
 from cute_kernels.ops.members import element_offsets
 
 from .offsets import host_integers
@@ -26,19 +27,18 @@ def as_shapes(shapes: Shapes) -> MemberShapes:
 		ValueError: not one pair a member, or on a device, whose values the host does not have.
 	"""
 	if isinstance(shapes, Tensor):
-		if shapes.dtype not in (torch.int32, torch.int64):
-			raise TypeError(f"shapes must be int32 or int64, got {shapes.dtype}")
-		if shapes.dim() != 2 or shapes.shape[1] != 2:
-			raise ValueError(f"shapes must have shape (G, 2), got {tuple(shapes.shape)}")
+		check_tensor("shapes", shapes, dtypes=(torch.int32, torch.int64), shape=(None, 2))
 		why = "their values decide how large the buffers are, which only the host can allocate"
 		if shapes.device.type != "cpu":
 			raise ValueError(f"shapes must be a host list or a tensor on the CPU, got one on {shapes.device}: {why}")
 		if torch.compiler.is_compiling():
 			raise ValueError(f"shapes must be a host list in compiled code, not a tensor: {why}")
 		return tuple((m, n) for m, n in shapes.tolist())
+	if not hasattr(shapes, "__len__"):
+		raise TypeError(f"shapes must hold (m, n) for each member, got {shapes!r}")
 	found = []
 	for i, shape in enumerate(shapes):
-		if isinstance(shape, (int, np.integer)) or len(shape) != 2:
+		if not hasattr(shape, "__len__") or len(shape) != 2:
 			raise ValueError(f"shapes must hold (m, n) for each member, got {shape!r} at {i}")
 		for size in shape:
 			if isinstance(size, (bool, np.bool_)) or not isinstance(size, (int, np.integer)):

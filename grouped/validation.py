@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import importlib.metadata
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from cute_kernels.formats import RECORDS, Format
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_multiple, check_offs, check_tensor, same_device
 from cute_kernels.ops.members import check_shapes
+from cute_kernels.records import check_kind
 
 from .members import QuantizedCopy
 
@@ -37,10 +37,9 @@ def check_is_tensor(name: str, value: object) -> None:
 		raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
-def check_size(name: str, size: object, multiple: int = 1, why: str = "") -> None:
+def check_size(name: str, size: Any, multiple: int = 1, why: str = "") -> None:
 	"""Raise unless ``size`` is a positive integer and a multiple; ``why`` says what asks for that."""
-	if isinstance(size, bool) or not isinstance(size, numbers.Integral):
-		raise TypeError(f"{name} must be an integer, got {size!r}")
+	check_kind(int, **{name: size})
 	if size < 1:
 		raise ValueError(f"{name} must be positive, got {size}")
 	if size % multiple:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..records import check_choice, check_flags
+from ..records import check_choice, check_kind
 from .base import F32, FP8_ELEMENTS, BlockScale, Format, as_block, record
 
 
@@ -37,7 +37,8 @@ class FP8Block(Format):
 	def __post_init__(self) -> None:
 		object.__setattr__(self, "block", as_block(self.block, self.blocks))
 		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-		check_flags(self, "pow2_scales")
+		check_kind(bool, pow2_scales=self.pow2_scales)
+		check_kind(float, amax_epsilon=self.amax_epsilon)
 		if not 0.0 <= self.amax_epsilon <= F32.max:
 			raise ValueError(f"amax_epsilon must be >= 0 and finite in fp32, got {self.amax_epsilon}")
 		super().__post_init__()

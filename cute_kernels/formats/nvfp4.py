@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Literal
 
-from ..records import check_choice, check_flags
+from ..records import check_choice, check_kind
 from .base import E2M1, E4M3, BlockScale, ElementType, Format, SecondLevel, as_block, record
 
 #: The bound of block scales without ``four_over_six``, and its default with it.
@@ -57,7 +57,8 @@ class NVFP4(Format):
 	blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 16), (16, 16))
 
 	def __post_init__(self) -> None:
-		check_flags(self, "row_scaled", "hadamard", "stochastic_rounding", "four_over_six")
+		for flag in ("row_scaled", "hadamard", "stochastic_rounding", "four_over_six"):
+			check_kind(bool, **{flag: getattr(self, flag)})
 		object.__setattr__(self, "block", as_block(self.block, self.blocks))
 		if self.row_scaled:
 			for flag in ("hadamard", "stochastic_rounding"):
@@ -77,8 +78,8 @@ class NVFP4(Format):
 	def _check_four_over_six(self) -> None:
 		"""Whether the fields that say how it works are valid and apply."""
 		bound = self.e4m3_max
-		if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
-			raise TypeError(f"e4m3_max must be an int, got {bound!r}")
+		if bound is not None:
+			check_kind(int, e4m3_max=bound)
 		check_choice("e4m3_max", bound, (None, *_E4M3_MAX.values()))
 		check_choice("four_over_six_error", self.four_over_six_error, ("mae", "mse"))
 		if self.four_over_six:

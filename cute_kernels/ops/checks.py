@@ -90,7 +90,10 @@ def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.devic
 def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
 	"""All tensors must be on ``device``, that of the argument ``first``."""
 	for name, tensor in others.items():
-		if tensor is not None and tensor.device != device:
+		if tensor is None:
+			continue
+		check_tensor(name, tensor)
+		if tensor.device != device:
 			raise ValueError(f"{name} must be on the device of {first} ({device}), got {tensor.device}")
 
 

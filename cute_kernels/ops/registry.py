@@ -26,6 +26,7 @@ from ..formats import Format, parse
 from ..host.settings import warn_once
 from ..layout.buffers import BufferSpec
 from ..layout.shapes import PITCH_ALIGNMENT
+from ..records import check_kind
 from ..runtime.backend import Backend, chosen_backend, resolve_backend
 from ..runtime.launch import Launcher, launcher
 from ..runtime.plan import INERT, PlanCache, plan_key
@@ -57,6 +58,9 @@ _SCHEMA_TYPES = {
 	"torch.dtype": "ScalarType",
 	"torch.dtype | None": "ScalarType?",
 }
+
+#: Classes of arguments by their annotations.
+_KINDS = {kind.__name__: kind for kind in (Tensor, bool, int, float, str)} | {"torch.dtype": torch.dtype}
 
 
 #: Computes an op into its outputs: (op, outputs, **options). Holds no tensors.
@@ -224,7 +228,15 @@ class Op(abc.ABC):
 		plan: _Plan = _plans.get(key) or _plans.add(key, self._new_plan(choice))
 		return plan
 
+	def _check_types(self) -> None:
+		"""Raise TypeError for what the dispatcher refuses, which may not see the call, and for no tensor."""
+		for field in dataclasses.fields(self):  # type: ignore[arg-type]
+			value, (kind, _, optional) = getattr(self, field.name), str(field.type).partition(" | ")
+			if kind in _KINDS and not (optional and value is None):
+				check_kind(_KINDS[kind], **{field.name: value})
+
 	def _new_plan(self, choice: Any) -> _Plan:
+		self._check_types()
 		if self.device.type == "meta":
 			# There is nothing to compute, and no backend that would.
 			self.check()
@@ -337,6 +349,9 @@ def register(cls: type[Op]) -> type[Op]:
 		plan = op.cached_plan()
 		_check_outputs(op, plan.outputs, outputs)
 		refuse(op, outputs)
+		for name, t in op.tensors().items() if cls.accumulates else ():
+			if t.data_ptr() == outputs[0].data_ptr() != 0:
+				raise ValueError(f"{cls.name}_out: out must not lie where {name} does")
 		# Nothing else tells autograd, which may hold an output for a backward pass.
 		increment_version(outputs)
 		with torch.no_grad():

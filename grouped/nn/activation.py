@@ -8,6 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
 from cute_kernels.activations import Activation, parse_activation
+from cute_kernels.records import check_kind
 
 
 def as_activation(activation: object, interleaved: bool) -> Activation:
@@ -19,6 +20,7 @@ def as_activation(activation: object, interleaved: bool) -> Activation:
 	"""
 	if not isinstance(activation, (str, Activation)):
 		raise TypeError(f"activation must be a name such as 'swiglu' or a grouped.Activation, got {activation!r}")
+	check_kind(bool, interleaved=interleaved)
 	act = parse_activation(activation) if isinstance(activation, str) else activation
 	if interleaved and not act.is_gated:
 		raise ValueError(f"interleaved is of gated activations, which {act.text} is not")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..delayed import delayed_scaling_update, reduced
 from ..passes import Scaling
 from ..recipes import ROLES, FP8Delayed, Recipe
+from ..validation import check_size
 
 
 class DelayedScaling(nn.Module):
@@ -61,8 +62,7 @@ class DelayedScaling(nn.Module):
 		super().__init__()
 		if not isinstance(recipe, FP8Delayed):
 			raise TypeError(f"recipe must be a grouped.recipes.FP8Delayed, got {recipe!r}")
-		if num_groups < 1:
-			raise ValueError(f"num_groups must be positive, got {num_groups}")
+		check_size("num_groups", num_groups)
 		self.recipe = recipe
 		self.num_groups = num_groups
 		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype
+from cute_kernels.records import check_kind
 from grouped import debug
 
 from ..autograd import multiply, rows_and_ends
@@ -89,6 +91,9 @@ class GroupedLinear(debug.Watched):
 		check_size("num_groups", num_groups)
 		check_width("in_features", in_features, self.recipe)
 		check_width("out_features", out_features, self.recipe)
+		check_kind(bool, bias=bias, single_parameter=single_parameter)
+		check_kind(bool, fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad=delay_wgrad)
+		check_dtype("dtype", dtype or torch.get_default_dtype(), INPUT_DTYPES)
 		self.num_groups = num_groups
 		self.in_features = in_features
 		self.out_features = out_features
@@ -214,10 +219,13 @@ class GroupedLinear(debug.Watched):
 
 	def prepare(self, device: torch.device, needs_dx: bool, is_first_microbatch: bool | None) -> Layer:
 		"""What a call on ``device`` multiplies by, and what takes notes of it; ``needs_dx``: rows require a gradient."""
+		if is_first_microbatch is not None and type(is_first_microbatch) is not bool:
+			check_kind(bool, is_first_microbatch=is_first_microbatch)
 		sink = self._sink(is_first_microbatch)
 		sources = self._sources("weight")
 		weights = [local(w) for w in sources]
 		self._check_shape(weights[0])
+		check_dtype("weight", weights[0].dtype, INPUT_DTYPES)
 		scaling = self._scaling_of_call(is_first_microbatch)
 		copies = self._kept_copies(sources, weights, is_first_microbatch, needs_dx, scaling)
 		bias = self._stacked("bias") if self.has_bias else None

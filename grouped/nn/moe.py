@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.activations import Activation
+from cute_kernels.ops.checks import check_dtype, same_device
+from cute_kernels.ops.registry import is_observed
+from cute_kernels.records import check_kind
 
 from ..autograd import rows_and_ends, rows_of
 from ..experts import Style, compute_routing, experts, without_gradients
@@ -97,6 +100,9 @@ class MoE(nn.Module):
 		dtype: torch.dtype | None = None,
 	) -> None:
 		super().__init__()
+		check_kind(bool, recompute=recompute, router_bias=router_bias)
+		if shared_intermediate_size != 0:
+			check_width("shared_intermediate_size", shared_intermediate_size, recipe)
 		factory: dict[str, Any] = {"device": device, "dtype": dtype}
 		self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
 		self.recompute = recompute
@@ -125,10 +131,6 @@ class MoE(nn.Module):
 			)
 
 		self.experts = mlp(num_experts, intermediate_size)
-		if shared_intermediate_size < 0:
-			raise ValueError(f"shared_intermediate_size must not be negative, got {shared_intermediate_size}")
-		if shared_intermediate_size:
-			check_width("shared_intermediate_size", shared_intermediate_size, recipe)
 		self.shared = mlp(1, shared_intermediate_size) if shared_intermediate_size else None
 		fmt = self.experts.gate_up.recipe.input
 		if recompute and fmt is not None and fmt.is_stochastic:
@@ -156,7 +158,8 @@ class MoE(nn.Module):
 			num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
 				an integer tensor of one element on the device of ``x``. The others are the tail of
 				a capacity buffer: they go to no expert, count in no loss, and their outputs and
-				gradients are zeros. For CUDA graphs.
+				gradients are zeros. For CUDA graphs. Out of [0, T] raises on a CPU; where
+				nobody reads it, on a GPU or compiled, it counts as 0 or T.
 			is_first_microbatch: as in ``GroupedLinear.forward``.
 
 		Returns:
@@ -166,6 +169,8 @@ class MoE(nn.Module):
 			ValueError, TypeError: an argument that breaks a rule.
 			RuntimeError: as in ``GroupedLinear.forward``; or a transform of ``torch.func``.
 		"""
+		if not (type(losses) is bool and (is_first_microbatch is None or type(is_first_microbatch) is bool)):
+			check_kind(bool, losses=losses, is_first_microbatch=is_first_microbatch or False)
 		is_eager = not torch.compiler.is_compiling()
 		if is_eager and torch._C._functorch.peek_interpreter_stack():
 			raise RuntimeError("grouped.nn.MoE has no torch.func transforms")
@@ -233,15 +238,15 @@ class MoE(nn.Module):
 	def _end(self, x: Tensor, num_tokens: Tensor | None) -> Tensor:
 		"""(1,) where the tokens end."""
 		check_is_tensor("x", x)
+		most = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
 		if num_tokens is None:
-			count = x.numel() // max(1, x.shape[-1]) if x.dim() else 0
-			return torch.full((1,), count, dtype=torch.int32, device=x.device)
+			return torch.full((1,), most, dtype=torch.int32, device=x.device)
 		if not isinstance(num_tokens, Tensor) or num_tokens.numel() != 1:
 			raise ValueError(f"num_tokens must be a tensor of one element, got {num_tokens!r}")
-		if num_tokens.dtype not in (torch.int32, torch.int64):
-			raise TypeError(f"num_tokens must be int32 or int64, got {num_tokens.dtype}")
-		if num_tokens.device != x.device:
-			raise ValueError(f"num_tokens must be on the device of x ({x.device}), got {num_tokens.device}")
+		check_dtype("num_tokens", num_tokens.dtype, (torch.int32, torch.int64))
+		same_device("x", x.device, num_tokens=num_tokens)
+		if num_tokens.device.type == "cpu" and not is_observed((num_tokens,)) and not 0 <= int(num_tokens) <= most:
+			raise ValueError(f"num_tokens must be in [0, {most}], the tokens of x, got {int(num_tokens)}")
 		return num_tokens.view(1)
 
 	@eager_only("something looks at the experts, or takes their gradients")

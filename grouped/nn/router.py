@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cute_kernels import ops
+from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, same_device
 from cute_kernels.ops.derivatives import register_autograd
 from cute_kernels.ops.replay import replayed
 from cute_kernels.ops.router import SCORES
-from cute_kernels.records import check_choice
+from cute_kernels.records import check_choice, check_kind
 from cute_kernels.reference.router import TINY, bf16_parts
 
 from ..validation import check_size
@@ -87,13 +88,17 @@ class Router(nn.Module):
 	) -> None:
 		super().__init__()
 		check_choice("score", score, SCORES)
-		for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
+		named = {"hidden_size": hidden_size, "num_experts": num_experts, "top_k": top_k}
+		for name, size in (named | {"expert_groups": expert_groups, "top_groups": top_groups}).items():
 			check_size(name, size)
-		if not 1 <= top_k <= num_experts:
+		check_kind(bool, renormalize=renormalize, bias=bias, selection_bias=selection_bias)
+		check_kind(float, routed_scaling_factor=scaling_factor)
+		check_dtype("dtype", dtype or torch.get_default_dtype(), INPUT_DTYPES)
+		if top_k > num_experts:
 			raise ValueError(f"top_k must be in [1, num_experts = {num_experts}], got {top_k}")
-		if expert_groups < 1 or num_experts % expert_groups:
+		if num_experts % expert_groups:
 			raise ValueError(f"expert_groups must divide num_experts = {num_experts}, got {expert_groups}")
-		if not 1 <= top_groups <= expert_groups:
+		if top_groups > expert_groups:
 			raise ValueError(f"top_groups must be in [1, expert_groups = {expert_groups}], got {top_groups}")
 		size = num_experts // expert_groups
 		if expert_groups > 1 and (size < 2 or top_k > top_groups * size):
@@ -183,8 +188,7 @@ class Router(nn.Module):
 		"""
 		if self.selection_bias is None:
 			raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
-		if tokens_per_expert.shape != self.selection_bias.shape:
-			raise ValueError(f"tokens_per_expert must have shape ({self.num_experts},), got {tuple(tokens_per_expert.shape)}")
+		check_tensor("tokens_per_expert", tokens_per_expert, shape=(self.num_experts,))
 		counts = tokens_per_expert.float()
 		self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
@@ -289,8 +293,8 @@ def _ends(x: Tensor) -> Tensor:
 
 
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
-	if x.device != weight.device:
-		raise ValueError(f"x must be on the device of the router's weight ({weight.device}), got {x.device}")
+	check_tensor("x", x, dtypes=INPUT_DTYPES, shape=(None, weight.shape[1]))
+	same_device("the router's weight", weight.device, x=x)
 	experts, offs = weight.shape[0], _end(x) if end is None else end
 	if not (x.dtype == weight.dtype and x.dtype in _HALVES):
 		# Products of parts down to 2^-24 of the largest, side by side along K.

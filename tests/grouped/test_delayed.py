@@ -384,30 +384,6 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
 	assert layer.scaling.amax_history("input")[-1][2] == finite[13:35].float().abs().max()
 
 
-@each(
-	("options", "error", "match"),
-	[
-		({"history_length": 0}, ValueError, "history_length must be positive, got 0"),
-		({"history_length": 2.0}, TypeError, "history_length must be an integer, got 2.0"),
-		# Of the two formats the one with the larger numbers.
-		({"margin": -115}, ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
-		({"algorithm": "mean"}, ValueError, "algorithm must be max or most_recent, got 'mean'"),
-		({"amax_group": 3}, TypeError, "amax_group must be a torch.distributed group"),
-	],
-)
-def test_the_recipe_is_checked_when_it_is_made(options, error, match):
-	with pytest.raises(error, match=match):
-		recipes.FP8Delayed(**options)
-
-
-def test_other_recipes_refuse_formats_that_take_scales():
-	fmt = grouped.FP8(scaling="delayed")
-	with pytest.raises(ValueError, match="whose scales have a history: use FP8Delayed"):
-		recipes.Recipe(fmt, fmt, fmt)
-	with pytest.raises(ValueError, match="grad_output is .* use FP8Delayed"):
-		recipes.Recipe(grouped.FP8(), grouped.FP8(), fmt)
-
-
 @each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
 	layer = GroupedLinear(G, K, N, recipe=RECIPE)

@@ -90,8 +90,8 @@ def test_a_quantized_weight(recipe, prepacked, data):
 @each(
 	("change", "error", "match"),
 	[
-		({"weight": torch.zeros(N, K)}, ValueError, r"weight must have shape \(G, N, K\)"),
-		({"weight": torch.zeros(3, N, 32)}, ValueError, r"x must have shape \(\.\.\., 32\)"),
+		({"weight": torch.zeros(N, K)}, ValueError, "weight must have 3 dimensions"),
+		({"weight": torch.zeros(3, N, 32)}, ValueError, "must share K"),
 		({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
 		({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
 		(

@@ -426,7 +426,7 @@ def test_selection_bias_moves_towards_balance():
 	assert "router.selection_bias" in moe.state_dict()
 	with pytest.raises(RuntimeError, match="has no selection_bias"):
 		moe_of().router.update_selection_bias(counts)
-	with pytest.raises(ValueError, match="tokens_per_expert must have shape"):
+	with pytest.raises(ValueError, match="tokens_per_expert must have size 6"):
 		moe.router.update_selection_bias(counts[:1])
 
 
@@ -464,6 +464,8 @@ def test_autocast():
 		({"expert_groups": 4}, ValueError, "expert_groups must divide num_experts = 6, got 4"),
 		({"expert_groups": 6, "top_groups": 6}, ValueError, "must have two or more"),
 		({"routed_scaling_factor": 0.0}, ValueError, "routed_scaling_factor must be positive"),
+		({"routed_scaling_factor": "2"}, TypeError, "routed_scaling_factor must be a number, got '2'"),
+		({"renormalize": "no"}, TypeError, "renormalize must be a bool, got 'no'"),
 		({"activation": 3}, TypeError, "activation must be a name such as 'swiglu'"),
 		({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
 	],
@@ -480,8 +482,14 @@ def test_what_cannot_be_called():
 		moe(torch.zeros(3, 8))
 	with pytest.raises(ValueError, match="num_tokens must be a tensor of one element"):
 		moe(tokens(), num_tokens=3)
-	with pytest.raises(TypeError, match="num_tokens must be int32 or int64, got torch.bool"):
+	with pytest.raises(TypeError, match="num_tokens must be int32 or int64, got bool"):
 		moe(tokens(), num_tokens=torch.tensor(True))
+	for count in (-1, 1 << 40):
+		with pytest.raises(ValueError, match=f"num_tokens must be in .*, the tokens of x, got {count}"):
+			moe(tokens(), num_tokens=torch.tensor(count))
+	for name in ("is_first_microbatch", "losses"):
+		with pytest.raises(TypeError, match=f"{name} must be a bool, got 'no'"):
+			moe(tokens(), **{name: "no"})
 	for options in ({}, {"losses": True}):
 		with pytest.raises(TypeError, match="x must be a tensor, got list"):
 			moe([1.0], **options)

@@ -15,6 +15,7 @@ from tests.helpers import BF16, E4M3, E5M2, each, sample
 from .cases import ALL_RECIPES
 
 NVFP4, MXFP8, FP8Block, FP8 = grouped.NVFP4, grouped.MXFP8, grouped.FP8Block, grouped.FP8
+DELAYED = recipes.FP8Delayed
 W = NVFP4(block=(16, 16))
 
 
@@ -121,7 +122,8 @@ def test_products_that_are_not_multiplied(roles, error, match):
 	("fmt", "message"),
 	[
 		*((cls, rf": {cls.__name__}\(\), not {cls.__name__}") for cls in (NVFP4, MXFP8, FP8Block, FP8)),
-		*((fmt, " such as") for fmt in ("nvfp4", 4, E4M3, recipes.NVFP4())),
+		*((fmt, " such as") for fmt in ("nvfp4", 4, E4M3)),
+		(recipes.NVFP4(), ".*: a recipe, which has one"),
 	],
 )
 def test_what_is_no_format_is_refused(fmt, message):
@@ -140,6 +142,14 @@ def test_what_is_no_format_is_refused(fmt, message):
 		(lambda: recipes.NVFP4(hadamard=1), TypeError, "hadamard must be a bool, got 1"),
 		(lambda: recipes.NVFP4(input=NVFP4()), TypeError, "unexpected keyword argument 'input'"),
 		(lambda: recipes.MXFP8(grad_dtype=BF16), ValueError, "dtype must be"),
+		(lambda: Recipe(*[FP8(scaling="delayed")] * 3), ValueError, "input .* have a history: use FP8Delayed"),
+		(lambda: Recipe(FP8(), FP8(), FP8(scaling="delayed")), ValueError, "grad_output is .* use FP8Delayed"),
+		(lambda: DELAYED(history_length=0), ValueError, "history_length must be positive, got 0"),
+		(lambda: DELAYED(history_length=2.0), TypeError, "history_length must be an integer, got 2.0"),
+		# Of the two formats the one with the larger numbers.
+		(lambda: DELAYED(margin=-115), ValueError, r"margin must leave 57344.0 \* 2\^-margin"),
+		(lambda: DELAYED(algorithm="mean"), ValueError, "algorithm must be max or most_recent, got 'mean'"),
+		(lambda: DELAYED(amax_group=3), TypeError, "amax_group must be a torch.distributed group"),
 	],
 )
 def test_other_errors(make, error, match):
