@@ -314,10 +314,10 @@ def test_gradients_that_go_another_way(recipe, single, options):
 	named = dict(other.named_parameters())
 	for name, p in named.items():
 		if "weight" in name and "router" not in name:
-			p.main_grad = torch.zeros_like(p, dtype=F32)
+			p.main_grad = torch.full_like(p, torch.nan, dtype=F32)  # Which a first microbatch drops.
 	want = step(plain, tokens())
 	leaf = tokens().requires_grad_()
-	y = other(leaf)
+	y = other(leaf, is_first_microbatch=True)
 	y.backward(gradient_like(y))
 	if delayed:
 		assert all(p.grad is None for name, p in named.items() if "router" not in name)
@@ -326,6 +326,23 @@ def test_gradients_that_go_another_way(recipe, single, options):
 	for (name, p), grad in zip(named.items(), want[2:], strict=True):
 		got = p.main_grad.bfloat16() if fused and hasattr(p, "main_grad") else p.grad
 		assert_same_bytes(got, grad, name)
+
+
+@each("recipe", {"bf16": recipes.BF16(), "fp8-block": recipes.FP8Block()})
+def test_gradients_of_some(recipe):
+	"""They are the same where other parameters are frozen, the input among them."""
+	moe = moe_of(recipe, bias=True, shared_intermediate_size=32)
+	gradients = step(moe, tokens())[2:]
+	for part in ("router", "gate_up", "down", "bias"):
+		for name, p in moe.named_parameters():
+			p.requires_grad_(part in name)
+		moe.zero_grad()
+		y = moe(tokens())
+		y.backward(gradient_like(y))
+		for (name, p), gradient in zip(moe.named_parameters(), gradients, strict=True):
+			if part in name:
+				assert_same_bytes(p.grad, gradient, name)
+			assert p.requires_grad or p.grad is None
 
 
 def test_nan_is_found_and_numbers_are_inspected():
@@ -376,14 +393,18 @@ def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
 
 
 def test_losses():
-	moe, x = moe_of(dtype=F32), tokens(dtype=F32)
-	y, losses = moe(x, losses=True)
-	choice = moe.router(x)
-	counts = torch.bincount(choice.expert_ids.flatten(), minlength=E)
-	assert torch.equal(losses.tokens_per_expert, counts.int())
-	torch.testing.assert_close(losses.balance, E * (counts / counts.sum() * choice.logits.softmax(-1).mean(0)).sum())
-	torch.testing.assert_close(losses.z, choice.logits.logsumexp(-1).pow(2).mean())
-	assert losses.balance.requires_grad and losses.z.requires_grad
+	for score, of in {"sigmoid": torch.sigmoid, "softmax": torch.exp}.items():
+		moe, x = moe_of(dtype=F32, score=score), tokens(dtype=F32)
+		y, losses = moe(x, losses=True)
+		counts = torch.bincount(moe.router(x).expert_ids.flatten(), minlength=E)
+		assert torch.equal(losses.tokens_per_expert, counts.int())
+		logits = x.double() @ moe.router.weight.double().T
+		scores = of(logits) / of(logits).sum(-1, keepdim=True)
+		exact = E * (counts / counts.sum() * scores.mean(0)).sum(), logits.logsumexp(-1).pow(2).mean()
+		for loss, wanted in zip(losses, exact, strict=False):
+			torch.testing.assert_close(loss, wanted.float())
+			both = (torch.autograd.grad(t, moe.router.weight, retain_graph=True)[0] for t in (loss, wanted))
+			torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
 	buffer = torch.cat([x, torch.full((4, H), torch.nan)]).requires_grad_()
 	z, in_buffer = moe(buffer, losses=True, num_tokens=torch.tensor([T], dtype=I32))
 	for a, b in zip(in_buffer, losses, strict=True):

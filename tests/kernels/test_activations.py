@@ -129,6 +129,7 @@ def test_any_order(mode):
 		("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
 		("sm_100a", "nvfp4:row_scaled", "rowwise"),
 		("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "both"),
+		("sm_90a", "fp8_block", "rowwise"),
 	):
 		check(arch, lambda a=(text, "swiglu", x, offs, way): quantize(*a), **mode)
 

@@ -105,9 +105,10 @@ def routed(case, tokens=7):
 	experts, k, *options = case
 	logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
 	logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = 0, torch.nan, torch.inf, -torch.inf, torch.nan
+	logits[5] = -100  # Scores of 0, if they are sigmoids, which are divided by their sum.
 	bias = end = dscores = None
 	if not (experts == 128 or k == 40):
-		bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([5], dtype=I32)
+		bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([6], dtype=I32)
 		bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
 	out = ops.moe_route(logits, bias, end, k, *options)
 	out[1][4, 0] = -1  # Of expert 0, whose NaN is nobody's then.
