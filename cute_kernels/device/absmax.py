@@ -4,8 +4,6 @@ Packed inputs stay packed as long as possible: the absolute maximum of 16-bit in
 a time. A NaN is dropped by ``max`` on the way, as the rule of every format for its amax asks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cutlass import Float32, Uint32, cute

@@ -1,7 +1,5 @@
 """Exact conversions to fp32, and one rounding back, with instructions of sm_90 and later."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cutlass import Float32, Uint32

@@ -4,8 +4,6 @@ In the order of ``cute_kernels.reference.hadamard``, which tensor cores do not k
 1/4 and the sign, which are exact and so may be part of an FMA, then four stages of additions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

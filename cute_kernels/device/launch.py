@@ -1,7 +1,5 @@
 """What kernels of all kinds are compiled with and launched by: stand-ins for arguments, and a grid."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, cute

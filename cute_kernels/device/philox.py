@@ -4,8 +4,6 @@ Philox4x32 with seven rounds; ``cute_kernels.reference.draws`` says which key, c
 element has. What does not depend on the block of 16 elements is computed once, see ``Seed``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Int64, Uint32, cute

@@ -4,8 +4,6 @@ The DSL contracts ``a * b + c`` into an FMA and offers no spelling for several i
 quantizers need, so their arithmetic goes through ``asm``: what is written is what runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

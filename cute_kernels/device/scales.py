@@ -1,7 +1,5 @@
 """Where scales in 128x4 tiles are in global memory."""
 
-from __future__ import annotations
-
 from cutlass import Int32, Int64, cute
 
 from ..layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, row_in_tile

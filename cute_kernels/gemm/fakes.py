@@ -3,8 +3,6 @@
 Extents that must agree at run time share one symbol; the compiled function checks them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -1,7 +1,5 @@
 """The load warp: TMA copies of both operands and their block scales into the stages."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

@@ -1,7 +1,5 @@
 """Where kernels that multiply sums of 128 products by fp32 block scales read these."""
 
-from __future__ import annotations
-
 import cutlass
 from cutlass import Float32, Int32, cute
 

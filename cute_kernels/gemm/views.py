@@ -3,8 +3,6 @@
 Row pitches and group strides are 64-bit; a mode that the grouping lacks has extent 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -4,8 +4,6 @@
 them, where 0 stands for those that are not there, or not any more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr

@@ -13,8 +13,6 @@ Shared memory:  counts of one warp a row, of its share and of what lies before i
         between two barriers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

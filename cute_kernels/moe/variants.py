@@ -1,7 +1,5 @@
 """The kernels of mixtures of experts that are worth compiling ahead of time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ..capability import support

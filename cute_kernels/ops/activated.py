@@ -1,7 +1,5 @@
 """Whether kernels activate in the epilogue of a product, asked before there are operands."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operands of ops as arguments of kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ The members lie one after the other in a tensor of one dimension, each contiguou
 member i starts at element m0 * n0 + ... + m(i-1) * n(i-1). The tensor may be longer: its capacity.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 

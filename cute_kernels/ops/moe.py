@@ -18,12 +18,11 @@ from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_de
 from .launch import moe as launch_moe
 from .prologue import check_prologue, result_columns
 from .quantize import GroupedQuantize
-from .registry import Op, Runner, register
+from .registry import Op, register
 
 if TYPE_CHECKING:
 	from ..formats import Format
 	from ..runtime.backend import Backend
-	from ..runtime.launch import Launcher
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 
@@ -59,6 +58,7 @@ class ComputeRouting(Plain):
 
 	name: ClassVar[str] = "compute_routing"
 	returns_list: ClassVar[bool] = True
+	kernels = launch_moe.compute_routing
 
 	def check(self) -> None:
 		check_tensor("expert_ids", self.expert_ids, dtypes=(torch.int32, torch.int64), ndim=(2,))
@@ -69,9 +69,6 @@ class ComputeRouting(Plain):
 		tokens, top_k = self.expert_ids.shape
 		shapes = (self.num_experts,), (tokens * top_k,), (tokens * top_k,), (tokens, top_k)
 		return [BufferSpec(shape, torch.int32) for shape in shapes]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.compute_routing(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		reference.compute_routing(self.expert_ids, *outputs)
@@ -112,6 +109,7 @@ class MoeGather(Plain):
 	name: ClassVar[str] = "moe_gather"
 	setup_context = staticmethod(_gather_context)
 	backward = staticmethod(_gather_backward)
+	kernels = launch_moe.gather
 
 	def check(self) -> None:
 		check_tensor("x", self.x, dtypes=INPUT_DTYPES, ndim=(2,))
@@ -122,9 +120,6 @@ class MoeGather(Plain):
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec((self.index.shape[0], self.x.shape[1]), self.x.dtype)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.gather(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		reference.gather(self.x, self.index, outputs[0])
@@ -179,6 +174,7 @@ class MoeCombine(Plain):
 	out_name: ClassVar[str] = "y"
 	setup_context = staticmethod(_combine_context)
 	backward = staticmethod(_combine_backward)
+	kernels = launch_moe.combine
 
 	def check(self) -> None:
 		check_tensor("h", self.h, dtypes=INPUT_DTYPES, ndim=(2,))
@@ -190,9 +186,6 @@ class MoeCombine(Plain):
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec((self.row.shape[0], self.h.shape[1]), self.out_dtype or self.h.dtype)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.combine(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		reference.combine(self.h, self.row, self.weight, outputs[0])
@@ -245,15 +238,13 @@ class MoeActivate(Plain):
 	name: ClassVar[str] = "moe_activate"
 	setup_context = staticmethod(_activate_context)
 	backward = staticmethod(_activate_backward)
+	kernels = launch_moe.activate
 
 	def check(self) -> None:
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
 
 	def outputs(self) -> list[BufferSpec]:
 		return [BufferSpec((self.x.shape[0], result_columns(self.x.shape[1], self.activation)), self.x.dtype)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.activate(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		reference.activate(self.x, parse_activation(self.activation), self.offs, self.interleaved, outputs[0])
@@ -291,6 +282,7 @@ class MoeActivateGradient(Plain):
 
 	name: ClassVar[str] = "moe_activate_gradient"
 	returns_list: ClassVar[bool] = True
+	kernels = launch_moe.activate_gradient
 
 	def check(self) -> None:
 		_check_activation(self.x, self.activation, self.offs, self.interleaved)
@@ -307,9 +299,6 @@ class MoeActivateGradient(Plain):
 		if self.weight is None:
 			return specs[:1]
 		return [*specs, BufferSpec(tuple(self.weight.shape), torch.float32, zeroed=True)]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.activate_gradient(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		act = parse_activation(self.activation)
@@ -347,6 +336,7 @@ class MoeQuantizeGradient(Op):
 
 	name: ClassVar[str] = "moe_quantize_gradient"
 	returns_list: ClassVar[bool] = True
+	kernels = launch_moe.quantize_gradient
 
 	def passes(self, dx: Tensor, scaled: Tensor) -> tuple[MoeActivateGradient, GroupedQuantize, GroupedQuantize]:
 		"""What it does, by way of ``dx`` and ``scaled``."""
@@ -378,9 +368,6 @@ class MoeQuantizeGradient(Op):
 	def outputs(self) -> list[BufferSpec]:
 		first, *others = self.passes(self.x, self.grad)
 		return [spec for op in others for spec in op.outputs()] + first.outputs()[-1:]
-
-	def kernels(self, launch: Launcher) -> Runner:
-		return launch_moe.quantize_gradient(self, launch)
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		made = torch.zeros_like(self.x), torch.zeros_like(self.grad)

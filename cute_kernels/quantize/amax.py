@@ -6,8 +6,6 @@ on the order, so the result is deterministic. Runs are taken from the last row t
 read last, and is still in L2, is what a quantizer reads first.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -3,8 +3,6 @@
 A warp takes 256 columns of a slot tile, a chunk of 16 rows at a time: a lane has 8 columns.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

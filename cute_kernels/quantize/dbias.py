@@ -16,8 +16,6 @@ Buffers:   sums of a round, one row a warp, two deep: a barrier of the CTA betwe
            round and its readers; the one of the next round frees the buffer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

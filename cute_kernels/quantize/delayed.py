@@ -4,8 +4,6 @@ One CTA a slot goes through the slot's column of the history, as many rows at a 
 threads: it reads the rows after them before it writes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -9,8 +9,6 @@ Rowwise:     256 columns of the rows j, j + 32, j + 64 and j + 96 for eight j. T
 Columnwise:  64 columns of all 128 rows, see ``dequantize_columns``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

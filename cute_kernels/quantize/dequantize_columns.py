@@ -4,8 +4,6 @@ A lane has 8 columns and 32 rows: of NVFP4 two blocks and 16 bytes of codes a co
 are transposed, rows come out by taking one number of each column's: decoding is the transposition.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr

@@ -4,8 +4,6 @@ A unit is what 16 bytes of the input make. Halves of a row are a multiple of 16 
 unit lies in one of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

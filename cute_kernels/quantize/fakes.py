@@ -3,8 +3,6 @@
 Extents that must agree at run time share one symbol; the compiled function checks them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Int64, Uint8, cute

@@ -1,7 +1,5 @@
 """Second levels that a kernel writes for its caller."""
 
-from __future__ import annotations
-
 import cutlass
 from cutlass import Int32, cute
 

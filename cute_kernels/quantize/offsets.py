@@ -3,8 +3,6 @@
 Offsets saturate at the ends of their type.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

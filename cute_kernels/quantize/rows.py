@@ -22,8 +22,6 @@ K = 4096, 6.6 at 7168, 7.9 at 256; 2.00 bytes read. FP8 at 2048 rows of 4096: 3.
 name pairs of registers and are nothing in machine code.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

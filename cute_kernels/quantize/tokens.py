@@ -5,8 +5,6 @@ A team has a token as in ``rows`` a row. Its scales go out from shared memory, a
 on an H200 that is a third of the time in FP8Block and more than half in NVFP4 (perf/results/quantize_h200.md).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -4,8 +4,6 @@ The numbers are those that the GEMM's expansion makes of the codes, in its order
 being written and read again. The same rows are read in the same way as by the quantizer.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import Boolean, Int32, Int64, Uint32, cute, range_constexpr

@@ -3,8 +3,6 @@
 A kernel that comes to no end takes the process's context along, so none is left half-way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

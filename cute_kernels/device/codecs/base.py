@@ -4,8 +4,6 @@ A kernel makes one codec when it is traced and calls its methods, which emit cod
 for (the format's record, the dtype of the plain side, the architecture) never changes afterwards.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 from typing import Any

@@ -6,8 +6,6 @@ A power of two times a bf16 is exact in bf16 but for products below 2^-126, of w
 zeros either way: there two elements are multiplied at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The bits ``s ee m`` of a code, put into fp16 as ``s 000ee m000000000``, are its 
 subnormal number where ee is 0; products of such numbers are exact.
 """
 
-from __future__ import annotations
-
 from cutlass import Uint32
 
 from ..ptx import asm

@@ -19,8 +19,6 @@ the code 7 of the format's rule. A test goes through every
 border of h.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32

@@ -13,8 +13,6 @@ sm_100a has an instruction that rounds so, ``cvt.rs.satfinite.e2m1x4``; but its 
 two random numbers of 16 bits, and where a byte of an element would have to be is not known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Uint32, Uint64

@@ -3,8 +3,6 @@
 scale = fl(FP8_MAX / amax), scale_inv = fl(1 / scale), code = sat_rn_fp8(fl(x * scale)). No blocks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Float32, Uint32

@@ -10,8 +10,6 @@ bits, where an exponent counts 2^23: that of the quotient is
 with the carry of 0x1FFFFF into the exponent just if the mantissa is above that of 1.75.
 """
 
-from __future__ import annotations
-
 from cutlass import Float32, Uint32
 
 from ...formats import FP8Block

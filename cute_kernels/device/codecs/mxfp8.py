@@ -3,8 +3,6 @@
 e = e8m0(fl(a * fl(1 / FP8_MAX))), rounded up; code = sat_rn_fp8(fl(x * 2^(127 - e))).
 """
 
-from __future__ import annotations
-
 from cutlass import Float32, Uint32
 
 from ..ptx import asm, bits_as_f32

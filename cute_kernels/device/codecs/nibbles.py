@@ -5,8 +5,6 @@
 sm_100a encodes with its own instruction, sm_90a as ``e2m1_sm90`` says.
 """
 
-from __future__ import annotations
-
 import abc
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Codes are made as ``nibbles`` says; this is what they are relative to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ fl(p hi + fl(p lo)), checked for all significands of p of both bounds: two instr
 amax is so large or small that products may leave the range of normal numbers it is a division.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ in both, so is any code of a byte without a block scale, and in bf16 one times a
 the ends of its range.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Accumulators on their way out of tensor memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

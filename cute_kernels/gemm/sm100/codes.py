@@ -1,7 +1,5 @@
 """Codes that no instruction takes with the other operand: how they get into shared memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import Int32, cute, pipeline

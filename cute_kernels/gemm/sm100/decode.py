@@ -6,8 +6,6 @@ has a row, reads 16 bytes of it at a time and writes what they stand for: the sw
 eight rows apart, so neither takes turns at a bank.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -8,8 +8,6 @@ rows; of others, and where they go through an activation, lanes store vectors of
 group has.
 """
 
-from __future__ import annotations
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import tcgen05

@@ -5,8 +5,6 @@ same in all its stages; in a k_grouped product a stage has the next rows along K
 group's last have the number -1 there: of numbers that are none of the rows there are TMA makes zeros.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from cutlass import Int32, Int64, Uint32, const_expr, cute

@@ -24,8 +24,6 @@ Codes that no instruction takes with the other operand are decoded by warps into
 MMA reads; these arrive at their barriers beside the load warp: see ``decode``.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

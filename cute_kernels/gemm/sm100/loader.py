@@ -1,7 +1,5 @@
 """How both operands and their block scales get into shared memory."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

@@ -1,7 +1,5 @@
 """The MMA warp: block scales into tensor memory, then the tensor core's instructions."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

@@ -7,8 +7,6 @@ where the epilogue finds the accumulator of other products. Scales are read from
 those of columns, which every thread needs, go through shared memory.
 """
 
-from __future__ import annotations
-
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute, pipeline, range_constexpr
 from cutlass.cute.nvgpu import tcgen05

@@ -7,8 +7,6 @@ the quantizers of MXFP8 write theirs, so the GEMM after this kernel is that of M
 of fp32 has the bias of E8M0; that of 2^-127, a subnormal, is 0 in both.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

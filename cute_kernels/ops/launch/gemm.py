@@ -143,7 +143,6 @@ def quantizing(op: MGroupedQuantizeGemm, launch: Launcher) -> Runner | None:
 
 
 def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
-	"""How ``k_grouped_gemm`` runs."""
 	(spec,) = op.outputs()
 	groups, m, n = spec.shape
 	if op.num_rows == 0 or m == 0 or n == 0:

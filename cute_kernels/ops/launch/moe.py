@@ -28,7 +28,6 @@ MOST_EXPERTS = 1024
 
 
 def compute_routing(op: ComputeRouting, launch: Launcher) -> Runner:
-	"""How ``compute_routing`` runs."""
 	if not op.expert_ids.numel():
 		return lambda op, outputs: outputs[0].zero_()
 	config = RoutingConfig.choose(dtype_name(op.expert_ids.dtype), op.expert_ids.numel())
@@ -46,7 +45,6 @@ def _per_lane(experts: int) -> int:
 
 
 def route(op: MoeRoute, launch: Launcher) -> Runner:
-	"""How ``moe_route`` runs."""
 	(tokens, experts), groups = op.logits.shape, op.expert_groups
 	if not tokens or experts > MOST_EXPERTS or groups > 32:
 		# The bits are the same.
@@ -62,7 +60,6 @@ def route(op: MoeRoute, launch: Launcher) -> Runner:
 
 
 def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
-	"""How ``moe_route_gradient`` runs."""
 	tokens, experts = op.scores.shape
 	if not tokens or experts > MOST_EXPERTS:
 		return lambda op, outputs: op.run_reference(outputs)
@@ -77,7 +74,6 @@ def route_gradient(op: MoeRouteGradient, launch: Launcher) -> Runner:
 
 
 def gather(op: MoeGather, launch: Launcher) -> Runner:
-	"""How ``moe_gather`` runs."""
 	if not op.index.numel() or not op.x.shape[1]:
 		return lambda op, outputs: None
 	if not op.x.numel():
@@ -87,7 +83,6 @@ def gather(op: MoeGather, launch: Launcher) -> Runner:
 
 
 def combine(op: MoeCombine, launch: Launcher) -> Runner:
-	"""How ``moe_combine`` runs."""
 	if not op.row.shape[0] or not op.h.shape[1]:
 		return lambda op, outputs: None
 	if not op.h.numel() or not op.row.numel():
@@ -117,7 +112,6 @@ def _activate_config(
 
 
 def activate(op: MoeActivate, launch: Launcher) -> Runner:
-	"""How ``moe_activate`` runs."""
 	if not op.x.numel():
 		return lambda op, outputs: None
 	kernel = launch.kernel(_activate_config(op, launch, op.outputs()[0].shape[1]))
@@ -129,7 +123,6 @@ def activate(op: MoeActivate, launch: Launcher) -> Runner:
 
 
 def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
-	"""How ``moe_activate_gradient`` runs."""
 	if not op.x.numel():
 		return lambda op, outputs: None
 	weighted = op.weight is not None
@@ -147,7 +140,6 @@ def activate_gradient(op: MoeActivateGradient, launch: Launcher) -> Runner:
 
 
 def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
-	"""How ``moe_quantize_gradient`` runs."""
 	cols = op.grad.shape[1]
 	config = GradientConfig(op.format, op.scaled_format, dtype_name(op.x.dtype), op.activation, launch.arch)
 	if not op.x.numel() or op.interleaved or not config.can_implement(cols):

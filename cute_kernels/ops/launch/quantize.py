@@ -99,7 +99,6 @@ def _give(given: Tensor, amax: Tensor | None) -> None:
 
 
 def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
-	"""How ``compute_offsets`` runs."""
 	if not op.splits.numel():
 		return lambda op, outputs: None
 	kernel = launch.kernel(OffsetsConfig(dtype_name(op.splits.dtype), dtype_name(op.dtype or torch.int32)))
@@ -111,7 +110,6 @@ def compute_offsets(op: ComputeOffsets, launch: Launcher) -> Runner:
 
 
 def grouped_amax(op: GroupedAmax, launch: Launcher) -> Runner:
-	"""How ``grouped_amax`` runs."""
 	if not op.x.numel():
 		return _zero
 	problem = _problem(op.x, op.offs)
@@ -251,7 +249,6 @@ def _flat(amax: Tensor | None) -> Tensor | None:
 
 
 def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
-	"""How ``grouped_dbias`` runs."""
 	if not op.dy.numel():
 		return _zero
 	kernel = launch.kernel(DbiasConfig.choose(dtype_name(op.dy.dtype), op.dy.shape[-1]))
@@ -270,7 +267,6 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
 
 
 def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
-	"""How ``delayed_scaling_update`` runs."""
 	if not op.scale.numel():
 		return lambda op, outputs: None
 	kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
@@ -282,7 +278,6 @@ def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner
 
 
 def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
-	"""How ``grouped_dequantize`` runs."""
 	if op.shapes is not None:
 		run_each = _each_member(lambda member, _: dequantize(member, launch))
 
