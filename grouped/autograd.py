@@ -1,7 +1,5 @@
 """``grouped.linear``: the grouped linear product, an op that has its gradients with it."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +30,7 @@ def linear(
 	offs: Offsets,
 	recipe: Recipe,
 	*,
-	scaling: DelayedScaling | None = None,
+	scaling: "DelayedScaling | None" = None,
 ) -> Tensor:
 	"""Rows of each group times its weight: ``y = x W_g^T + b_g``; differentiable in x, W and b.
 

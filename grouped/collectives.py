@@ -4,8 +4,6 @@ Collectives that only move data run once for each of them; those that reduce are
 op without a handler. What FSDP2 gathers is in ``GroupedTensor.fsdp_pre_all_gather``.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,7 +61,7 @@ class Flat(Tensor):
 	parts: list[Tensor]
 
 	@staticmethod
-	def __new__(cls, parts: Sequence[Tensor]) -> Flat:
+	def __new__(cls, parts: Sequence[Tensor]) -> "Flat":
 		"""Of tensors of one dtype and device, each of which stays whole."""
 		numel, first = sum(t.numel() for t in parts), parts[0]
 		self: Flat = torch.Tensor._make_wrapper_subclass(cls, (numel,), dtype=first.dtype, device=first.device)

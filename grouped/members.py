@@ -1,7 +1,5 @@
 """The buffers of a quantized tensor by name, and one group's part of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,7 +50,7 @@ class QuantizedCopy:
 	def _asdict(self) -> dict[str, Tensor]:
 		return dict(self._buffers)
 
-	def _replace(self, **buffers: Tensor) -> QuantizedCopy:
+	def _replace(self, **buffers: Tensor) -> "QuantizedCopy":
 		return QuantizedCopy(self._format, list((self._buffers | buffers).values()))
 
 	@property

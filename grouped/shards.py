@@ -1,7 +1,5 @@
 """The plain tensors of a rank's groups, and the tensor of all groups that they are gathered to."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +40,7 @@ def sharded_as(p: Any, t: Any) -> Tensor:
 	return t  # type: ignore[no-any-return]
 
 
-def gathered_inputs(x: GroupedTensor, ranks: int, groups: int) -> tuple[Tensor, ...]:
+def gathered_inputs(x: "GroupedTensor", ranks: int, groups: int) -> tuple[Tensor, ...]:
 	"""The plain tensors of a shard as they are gathered: contiguous, rows of codes with their padding.
 
 	Raises:
@@ -61,7 +59,7 @@ def _with_padding(t: Tensor) -> Tensor:
 	return t if t.is_contiguous() else torch.nn.functional.pad(t, (0, t.stride(-2) - t.shape[-1]))
 
 
-def gathered(x: GroupedTensor, outputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
+def gathered(x: "GroupedTensor", outputs: Sequence[Tensor], dtype: torch.dtype | None = None) -> "GroupedTensor":
 	"""The tensor of all groups over what was gathered of shards like ``x``, or of another dtype: views."""
 	wholes = zip(x._inner().items(), outputs, strict=True)
 	inner = {name: whole if t.dim() == 1 else whole[..., : t.shape[-1]] for (name, t), whole in wholes}

@@ -1,7 +1,5 @@
 """What is measured, as data: models, their shapes, rows, routings, and formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random
@@ -19,7 +17,7 @@ class Model:
 	expert_parallel: tuple[int, ...]
 	gated: bool = True
 
-	def shape(self, layer: str, ranks: int | None = None) -> GroupedShape:
+	def shape(self, layer: str, ranks: int | None = None) -> "GroupedShape":
 		"""The experts of one rank in one of the layers ``"up"`` and ``"down"``.
 
 		Raises:

@@ -1,7 +1,5 @@
 """``perf run``: check contenders, measure those that are right, and keep records."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib
@@ -86,7 +84,7 @@ def measure_task(task: Task, meter: Meter, facts: dict[str, Any], choice: Choice
 
 
 def _measured(
-	task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any], report: Report
+	task: Task, batch: "Sequence[_Checked]", meter: Meter, facts: dict[str, Any], report: Report
 ) -> list[Record]:
 	"""The records of contenders that have room together; who raises does not disturb the others."""
 	try:

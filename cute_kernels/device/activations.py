@@ -13,8 +13,6 @@ an instruction.
   what ``rcp.rn`` does behind a branch. Branches keep numbers from being worked on side by side.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence
@@ -351,7 +349,7 @@ class FactorTable:
 		self.end = self.first + _EXPONENTS * _MANTISSAS
 
 	@classmethod
-	def of(cls, act: Activation, dtype: str) -> FactorTable | None:
+	def of(cls, act: Activation, dtype: str) -> "FactorTable | None":
 		"""That of an input's ``dtype``; None if there is none."""
 		if dtype != "bfloat16" or act.curve in ("relu", "srelu"):
 			return None

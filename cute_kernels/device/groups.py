@@ -5,8 +5,6 @@ slots of ``layout.slots.slot_tile``; uniform groups all have the same number of 
 kernel walks slot tiles in ascending order and asks what each of them holds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -51,7 +49,7 @@ class Grouping:
 	rows_each: Int32
 
 	@classmethod
-	def of(cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None) -> Grouping:
+	def of(cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None) -> "Grouping":
 		"""The grouping of ``x``: (T, K) with offs, or (G, N, K) without; or of its rows by an index."""
 		if offs is None:
 			return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])

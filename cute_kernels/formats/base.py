@@ -5,8 +5,6 @@ of scaling above the blocks, and how the columnwise copy lies. Whoever handles q
 the record for these facts, so a format is added by its record and its codecs.
 """
 
-from __future__ import annotations
-
 import abc
 import dataclasses
 import functools
@@ -167,7 +165,7 @@ class Format(Record, abc.ABC):
 		return False
 
 	@property
-	def as_decoded(self) -> Format:
+	def as_decoded(self) -> "Format":
 		"""What is said to who decodes: the fields of ``how_made`` are at their defaults."""
 		if not self.how_made:
 			return self
@@ -175,7 +173,7 @@ class Format(Record, abc.ABC):
 		made = {name: fields[name] for name in self.how_made}
 		return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
-	def of_copy(self, columnwise: bool) -> Format:
+	def of_copy(self, columnwise: bool) -> "Format":
 		"""The record that says the same of one direction, and no more: copies of equal bytes share their kernels."""
 		return self
 

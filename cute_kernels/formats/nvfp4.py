@@ -1,7 +1,5 @@
 """NVFP4: E2M1 codes, E4M3 block scales and a second fp32 level. Source: NVIDIA."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import ClassVar, Literal
 
@@ -95,14 +93,14 @@ class NVFP4(Format):
 		return {"e4m3_max": _E4M3_MAX[self.four_over_six]}
 
 	@property
-	def as_decoded(self) -> NVFP4:
+	def as_decoded(self) -> "NVFP4":
 		"""See ``Format``: how codes are chosen is not asked for, but the bound of the scales is."""
 		fields: dict[str, object] = {"four_over_six_error": "mae"}
 		if self.e4m3_max == _E4M3_MAX[False]:
 			fields |= {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
 		return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
-	def of_copy(self, columnwise: bool) -> NVFP4:
+	def of_copy(self, columnwise: bool) -> "NVFP4":
 		"""See ``Format``: only rows have levels of their own, only columns are transformed."""
 		name = "row_scaled" if columnwise else "hadamard"
 		return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self  # type: ignore[arg-type]

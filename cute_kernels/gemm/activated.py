@@ -1,7 +1,5 @@
 """Products through an activation: vectors that an epilogue passed through shared memory, into the output."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -49,7 +47,7 @@ class Target(NamedTuple):
 	pitch: Int64
 
 	@classmethod
-	def of(cls, config: GemmConfig, x: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Target:
+	def of(cls, config: GemmConfig, x: cute.Tensor, group: Int32, row: Int32, col: Int32) -> "Target":
 		width = x.element_type.width // 8
 		offset = out_offset(config, x, group, row, col)
 		return cls(x.iterator.toint() + offset * width, Int64(x.stride[1]) * width)
@@ -58,7 +56,7 @@ class Target(NamedTuple):
 		"""The address ``row`` rows and ``offset`` bytes further."""
 		return self.address + self.pitch * row + offset
 
-	def moved(self, row: Int32, offset: Int32) -> Target:
+	def moved(self, row: Int32, offset: Int32) -> "Target":
 		return Target(self.at(row, offset), self.pitch)
 
 
@@ -76,7 +74,7 @@ class Window(NamedTuple):
 	@classmethod
 	def of(
 		cls, config: GemmConfig, tensors: EpilogueTensors, group: Int32, row: Int32, col: Int32, rows: Int32
-	) -> Window:
+	) -> "Window":
 		"""That of the vector at a row and a column of the product, from which on there are ``rows`` rows."""
 		out, z = tensors.out, tensors.z
 		cols, narrow = tensors.columns(config), col
@@ -88,7 +86,7 @@ class Window(NamedTuple):
 		targets = [Target.of(config, z, group, row, start) for start in starts]
 		return cls(Target.of(config, out, group, row, narrow // config.per_element), targets, rows, cols - col)
 
-	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> Window:
+	def moved(self, row: Int32, col: Int32, width: int, halves: int) -> "Window":
 		"""That of a block ``row`` and ``col`` further, of elements of ``width`` bytes."""
 		narrow = col // halves * width
 		of_z = narrow if len(self.z) > 1 else col * width

@@ -6,8 +6,6 @@ the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then 
 is one of what was cast, so that its bits are those of a kernel that reads it from memory.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, Int64, const_expr, cute
@@ -38,7 +36,7 @@ class EpilogueTensors(NamedTuple):
 	level: cute.Tensor | None = None
 
 	@classmethod
-	def of(cls, x: GemmArguments) -> EpilogueTensors:
+	def of(cls, x: GemmArguments) -> "EpilogueTensors":
 		z = None if x.z is None else output_view(x.z)
 		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales, x.out_level)
 

@@ -14,9 +14,7 @@ end: up to 8% less time than every ``num_clusters``-th (H200).
 Each tile is handed to the other warps as a record of eight words through a ring in shared memory.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute, pipeline, range_constexpr
@@ -25,10 +23,7 @@ from ..device.constants import WARP_SIZE
 from ..device.groups import group_end, group_start, warp_scan
 from ..device.ptx import asm_volatile
 from ..layout.slots import TILE_ROWS, slot_tile
-from .problem import N_ALIGN
-
-if TYPE_CHECKING:
-	from .problem import Extents, GemmConfig
+from .problem import N_ALIGN, Extents, GemmConfig
 
 #: Words of a tile record.
 TILE_WORDS = 8

@@ -1,14 +1,12 @@
 """Locks that a forked child does not inherit from threads that it does not have."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
 
-_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+_locks: "weakref.WeakSet[ForkSafeLock]" = weakref.WeakSet()
 
 
 class ForkSafeLock:

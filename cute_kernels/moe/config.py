@@ -1,7 +1,5 @@
 """What the kernels of a mixture of experts are compiled for; shapes stay dynamic."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
@@ -25,7 +23,7 @@ class RoutingConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.routing:RoutingKernel"
 
 	@classmethod
-	def choose(cls, ids: str, pairs: int) -> RoutingConfig:
+	def choose(cls, ids: str, pairs: int) -> "RoutingConfig":
 		return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
 
 
@@ -74,7 +72,7 @@ class GatherConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.rows:GatherKernel"
 
 	@classmethod
-	def choose(cls, row_bytes: int) -> Self:
+	def choose(cls, row_bytes: int) -> "Self":
 		return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
 
 

@@ -12,7 +12,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from ..layout.prepack import unpack
 from ..layout.shapes import PITCH_ALIGNMENT
 from ..layout.slots import TILE_ROWS, most_rows
 from ..reference.groups import Groups
+from ..runtime.backend import Backend
 from .checks import (
 	INPUT_DTYPES,
 	check_copy,
@@ -41,9 +42,6 @@ from .derivatives import not_differentiable
 from .launch import gemm as launch_gemm
 from .pairs import check_accumulation, check_pair, check_transforms, is_w4a8
 from .registry import Op, register
-
-if TYPE_CHECKING:
-	from ..runtime.backend import Backend
 
 _FP32 = (torch.float32,)
 

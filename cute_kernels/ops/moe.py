@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..activations import parse_activation
 from ..capability import require
-from ..formats import parse
+from ..formats import Format, parse
 from ..layout.buffers import BufferSpec
 from ..reference import moe as reference
+from ..runtime.backend import Backend
 from .checks import INPUT_DTYPES, check_dtype, check_offs, check_tensor, same_device
 from .launch import moe as launch_moe
 from .prologue import check_prologue, result_columns
 from .quantize import GroupedQuantize
 from .registry import Op, register
-
-if TYPE_CHECKING:
-	from ..formats import Format
-	from ..runtime.backend import Backend
 
 _INT32, _FP32 = (torch.int32,), (torch.float32,)
 

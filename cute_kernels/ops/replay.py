@@ -8,13 +8,11 @@ It is recorded below the dispatcher, ops of this package taken apart. What reads
 or takes a tensor that is neither given nor made inside, is never repeated.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..runtime.backend import Choice, chosen_backend, resolve_backend
+from ..runtime.launch import Launcher
 from ..runtime.plan import plan_key
 from . import registry
 from .arguments import ALIGNMENT
-
-if TYPE_CHECKING:
-	from ..runtime.launch import Launcher
 
 #: Tensors and Nones, and anything else that follows from metadata alone.
 Found: TypeAlias = "tuple[Sequence[Any], Any]"

@@ -1,7 +1,5 @@
 """Where the rows of each group lie: in the input, and in slot order."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -32,7 +30,7 @@ class Groups:
 	is_uniform: bool
 
 	@classmethod
-	def ragged(cls, offs: Tensor, num_rows: int) -> Groups:
+	def ragged(cls, offs: Tensor, num_rows: int) -> "Groups":
 		"""Groups that end at the rows ``offs``, clamped to the matrix and to be non-decreasing."""
 		ends = offs.long().clamp(0, num_rows).cummax(0).values if len(offs) else offs.long()
 		starts = torch.cat([ends.new_zeros(1), ends])[:-1]
@@ -40,7 +38,7 @@ class Groups:
 		return cls(starts, ends - starts, first_tile, num_rows, num_slot_tiles(num_rows, len(ends)), is_uniform=False)
 
 	@classmethod
-	def uniform(cls, num_groups: int, rows: int, device: torch.device) -> Groups:
+	def uniform(cls, num_groups: int, rows: int, device: torch.device) -> "Groups":
 		"""``num_groups`` groups of ``rows`` rows each, one after the other."""
 		group = torch.arange(num_groups, device=device)
 		tiles = uniform_tiles(rows)
@@ -48,7 +46,7 @@ class Groups:
 		return cls(group * rows, counts, group * tiles, num_groups * rows, num_groups * tiles, is_uniform=True)
 
 	@classmethod
-	def of(cls, shape: Sequence[int], offs: Tensor | None, device: torch.device) -> Groups:
+	def of(cls, shape: Sequence[int], offs: Tensor | None, device: torch.device) -> "Groups":
 		"""The groups of a (T, ...) tensor cut at ``offs``, or of a (G, N, ...) one without."""
 		return cls.uniform(shape[0], shape[1], device) if offs is None else cls.ragged(offs, shape[0])
 

@@ -1,7 +1,5 @@
 """The operands of a product as a GEMM reads them: rows of what it contracts, with their scales."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -85,7 +83,7 @@ class Operand(NamedTuple):
 			level = (self.level[rows] if self.row_index is None else _picked(self.level, self.row_index[rows]))[:, None]
 		return level * f32(second.factor)
 
-	def of_group(self, group: int) -> Operand:
+	def of_group(self, group: int) -> "Operand":
 		"""One group of a uniform tensor; its second level stays behind."""
 		scales = None if self.scales is None else self.scales[group]
 		return Operand(self.codes[group], self.fmt, scales, None, self.columnwise)

@@ -1,7 +1,5 @@
 """Per-row and per-group reductions, and offsets from counts."""
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING
 
@@ -41,7 +39,7 @@ def grouped_amax(x: Tensor, groups: Groups, out: Tensor) -> None:
 	out.copy_(group_amax(absmax(x).flatten(), groups))
 
 
-def grouped_dbias(elements: Elements, groups: Groups, out: Tensor) -> None:
+def grouped_dbias(elements: "Elements", groups: Groups, out: Tensor) -> None:
 	"""Write the column sums of each group to ``out`` (G, N) fp32; zeros for an empty group.
 
 	The order is fixed: within each tile of 128 rows of a group (missing rows count as zero) row i

@@ -9,8 +9,6 @@ prevents (``emulator.cutlass_hooks``), emulated host code is linked into a share
 which prefers the emulator's functions (RTLD_DEEPBIND).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -48,8 +46,8 @@ def real_device() -> Iterator[None]:
 
 
 def load_emulated(
-	files: Mapping[str, bytes], symbol: str, renew: Callable[[], EmulatedKernel] | None = None
-) -> EmulatedKernel:
+	files: Mapping[str, bytes], symbol: str, renew: "Callable[[], EmulatedKernel] | None" = None
+) -> "EmulatedKernel":
 	"""Load a kernel's host code, exported as ``symbol``, bound to the emulator.
 
 	``files`` are ``"o"``, the object file that the DSL exported, and the device code of every kernel that it
@@ -90,7 +88,7 @@ class EmulatedKernel:
 	"""
 
 	def __init__(
-		self, function: Callable[..., object], ptx: str, cubin: bytes, renew: Callable[[], EmulatedKernel] | None = None
+		self, function: Callable[..., object], ptx: str, cubin: bytes, renew: "Callable[[], EmulatedKernel] | None" = None
 	) -> None:
 		from cute_kernels import emulator
 

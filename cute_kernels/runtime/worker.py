@@ -8,8 +8,6 @@ Protocol: the parent writes a pickled ``bytes`` object to standard input, which 
 ``(spec, arch)``; the worker answers on standard output with a pickled ``Answer``.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
@@ -36,7 +34,7 @@ class Worker:
 	def __init__(self) -> None:
 		self._process: subprocess.Popen[bytes] | None = None
 
-	def __enter__(self) -> Worker:
+	def __enter__(self) -> "Worker":
 		return self
 
 	def __exit__(

@@ -1,7 +1,5 @@
 """Folders of safetensors files: read by name, written shard by shard."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,9 +97,9 @@ class Reader:
 		"""Shape and dtype, likewise."""
 		return self.shape(name), self._of[name].get_slice(name).get_dtype()
 
-	def config(self, name: str = "config.json") -> dict[str, Any]:
-		"""A JSON file of the folder; {} if there is none."""
-		path = self.folder / name
+	def config(self) -> dict[str, Any]:
+		"""``config.json``; {} if there is none."""
+		path = self.folder / "config.json"
 		found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 		return found
 
@@ -128,7 +126,7 @@ class Writer:
 		self._names = set[str]()
 		self._bytes = self._total = 0
 
-	def __enter__(self) -> Writer:
+	def __enter__(self) -> "Writer":
 		return self
 
 	def __exit__(self, kind: object, *_: object) -> None:

@@ -1,7 +1,5 @@
 """A quantized weight as the plain tensors of a file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,7 +26,7 @@ class Parts(NamedTuple):
 	scales: Tensor
 	amax: Tensor | None = None
 
-	def expert(self, group: int) -> Parts:
+	def expert(self, group: int) -> "Parts":
 		"""The weight of one expert."""
 		return Parts(self.codes[group], self.scales[group], None if self.amax is None else self.amax[group])
 

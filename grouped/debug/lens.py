@@ -1,7 +1,5 @@
 """What quantization does to the numbers of a model, by layer, role, direction and expert."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import math
@@ -35,7 +33,7 @@ def check_eager() -> None:
 class LayerLens:
 	"""What a layer asks in each call whether to look, and for what."""
 
-	def __init__(self, lens: inspect, layer: str) -> None:
+	def __init__(self, lens: "inspect", layer: str) -> None:
 		self._lens, self._layer = lens, layer
 
 	def probe(self) -> Probe | None:
@@ -103,7 +101,7 @@ class inspect:
 		self._number = 0
 		self._steps: list[Step] = []
 
-	def __enter__(self) -> inspect:
+	def __enter__(self) -> "inspect":
 		for name, layer in self._layers.items():
 			if layer._lens is not None:
 				raise RuntimeError(f"{name} is inspected already: leave that block first")

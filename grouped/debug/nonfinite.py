@@ -1,7 +1,5 @@
 """Finds where numbers stop being finite in a model of grouped layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")
 
-_active: detect_nonfinite | None = None
+_active: "detect_nonfinite | None" = None
 
 
 class Watched(nn.Module):
@@ -26,7 +24,7 @@ class Watched(nn.Module):
 	#: The flags that the one set up, one for each of ``ROLES``.
 	_nonfinite: Tensor | None = None
 	#: What the other set up.
-	_lens: LayerLens | None = None
+	_lens: "LayerLens | None" = None
 
 
 class detect_nonfinite:
@@ -60,7 +58,7 @@ class detect_nonfinite:
 				(name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, Watched)
 			]
 
-	def __enter__(self) -> detect_nonfinite:
+	def __enter__(self) -> "detect_nonfinite":
 		global _active
 		if _active is not None:
 			raise RuntimeError("detect_nonfinite is active already")

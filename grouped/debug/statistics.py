@@ -1,7 +1,5 @@
 """What a quantized copy lost, expert by expert: computed and kept on the device."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -52,7 +50,7 @@ class Found:
 	maxima: Tensor
 	known: frozenset[str]
 
-	def joined(self, other: Found) -> Found:
+	def joined(self, other: "Found") -> "Found":
 		"""Of both calls together."""
 		maxima = torch.maximum(self.maxima, other.maxima)
 		return Found(self.columns, self.sums + other.sums, maxima, self.known & other.known)

@@ -1,7 +1,5 @@
 """Trains the model in one recipe and measures it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import statistics
@@ -79,7 +77,7 @@ class ExpertLoad:
 	idle: int
 
 	@classmethod
-	def of(cls, tokens_per_expert: Tensor) -> ExpertLoad:
+	def of(cls, tokens_per_expert: Tensor) -> "ExpertLoad":
 		"""The load of (layers, experts) token counts."""
 		counts = tokens_per_expert.double()
 		return cls(float((counts.amax(1) / counts.mean(1)).mean()), int((counts == 0).sum()))

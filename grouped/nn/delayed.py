@@ -1,7 +1,5 @@
 """The state of delayed scaling: what a layer carries from one step to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -138,7 +136,7 @@ class DelayedScaling(nn.Module):
 			)
 		return True
 
-	def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedScaling:
+	def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DelayedScaling":
 		def keep_dtype(t: Tensor) -> Tensor:
 			moved = fn(t)
 			return moved if moved.dtype == t.dtype else t.to(moved.device)

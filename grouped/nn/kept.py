@@ -1,7 +1,5 @@
 """A quantized weight that outlives a call, with what it was made from."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Sequence
@@ -82,7 +80,7 @@ class KeptWeight:
 		_watch_optimizers()
 
 	@classmethod
-	def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> KeptWeight | None:
+	def of(cls, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> "KeptWeight | None":
 		"""The copies, unless they are no tensors with data of their own (fake ones, say)."""
 		if any(type(t) is not Tensor for copy in copies[:2] for t in copy or ()):
 			return None

@@ -1,7 +1,5 @@
 """``GroupedLinear``: one linear layer per group, in one product."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable
@@ -351,7 +349,7 @@ class GroupedLinear(debug.Watched):
 			f"recipe={type(self.recipe).__name__}, single_parameter={self.single_parameter}"
 		)
 
-	def train(self, mode: bool = True) -> GroupedLinear:
+	def train(self, mode: bool = True) -> "GroupedLinear":
 		"""Set the mode, and drop a kept weight: see ``forward``."""
 		self._kept = None
 		super().train(mode)
@@ -370,7 +368,7 @@ class GroupedLinear(debug.Watched):
 		# A copy has other parameters, and a file none at all.
 		return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}}
 
-	def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
+	def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
 		self._kept = None
 		super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 		self._shards = {}

@@ -1,7 +1,5 @@
 """The router of a mixture of experts: which experts a token goes to, and with what weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -128,7 +126,7 @@ class Router(nn.Module):
 			if self.selection_bias is not None:
 				self.selection_bias.zero_()
 
-	def _apply(self, fn: Any, recurse: bool = True) -> Router:
+	def _apply(self, fn: Any, recurse: bool = True) -> "Router":
 		kept = self.selection_bias
 		super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 		moved = self.selection_bias

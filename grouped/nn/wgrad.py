@@ -6,8 +6,6 @@ there. ``param.grad_added_to_main_grad`` tells the hooks of a data-parallel wrap
 tensor in ``param.grad`` all the same, and drop it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -57,7 +55,7 @@ class Wgrads:
 				"fuse_wgrad_accumulation and delay_wgrad are not for sharded parameters, whose gradients FSDP takes itself"
 			)
 
-	def sink(self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool) -> ParameterGradients:
+	def sink(self, weights: dict[str, Tensor], biases: dict[str, Tensor], overwrite: bool) -> "ParameterGradients":
 		"""What takes the gradients of one call: see ``ParameterGradients``."""
 		return ParameterGradients(weights, biases, self._fuse, overwrite, self._stored if self._delay else None)
 
@@ -91,7 +89,7 @@ class ParameterGradients:
 	biases: dict[str, Tensor]
 	fuse: bool
 	overwrite: bool
-	store: deque[StoredGradients] | None
+	store: "deque[StoredGradients] | None"
 
 	@property
 	def anchor(self) -> Tensor | None:

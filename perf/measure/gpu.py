@@ -1,7 +1,5 @@
 """Times on a GPU: CUDA graphs by turns, nothing warm in L2."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -95,7 +93,7 @@ class GpuMeter(Meter):
 			torch.cuda.empty_cache()
 		return found
 
-	def _name(self, timer: _Timer) -> str:
+	def _name(self, timer: "_Timer") -> str:
 		return f"{self._protocol}, L2-cold{timer.suffix}{', quick' if self.quick else ''}"
 
 	def _calls(self, one: float) -> int:
@@ -104,7 +102,7 @@ class GpuMeter(Meter):
 		seconds = _QUICK_SECONDS if self.quick else _REPLAY_SECONDS
 		return max(3, math.ceil(seconds / one))
 
-	def _replay(self, timers: Sequence[_Timer]) -> tuple[list[list[float]], list[PowerMeter]]:
+	def _replay(self, timers: "Sequence[_Timer]") -> tuple[list[list[float]], list[PowerMeter]]:
 		"""Microseconds of a call, by timer and replay, and what the GPU drew."""
 		order = list(range(len(timers)))
 		shuffle = random.Random(0).shuffle

@@ -1,7 +1,5 @@
 """What clock a GPU ran at and what it drew while something was timed."""
 
-from __future__ import annotations
-
 import ctypes
 import statistics
 import threading
@@ -36,7 +34,7 @@ class PowerMeter:
 		self._check(self._nvml.nvmlDeviceGetPowerUsage(self._device, power))
 		return values[0].value, values[1].value / 1000
 
-	def __enter__(self) -> PowerMeter:
+	def __enter__(self) -> "PowerMeter":
 		self._stop = threading.Event()
 		self._thread = threading.Thread(target=self._run)
 		self._thread.start()

@@ -1,7 +1,5 @@
 """What a suite is, and what is asked of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,11 +25,11 @@ class Options:
 	quick: bool = False
 	full: bool = False
 	seed: int = 0
-	peers: Sequence[Peer] = ()
+	peers: "Sequence[Peer]" = ()
 	paths: Mapping[str, Path] = field(default_factory=dict)
 	emulation: Mapping[str, Any] = field(default_factory=dict)
 
-	def competing(self, meter: Meter, offered: Callable[[Peer], Iterator[Contender]]) -> Iterator[Contender]:
+	def competing(self, meter: Meter, offered: "Callable[[Peer], Iterator[Contender]]") -> Iterator[Contender]:
 		for peer in self.peers:
 			if meter.kind in peer.kinds and not peer.missing(meter):
 				peer.meter = meter

@@ -9,15 +9,11 @@ _REGISTERS = """
 .reg .pred %q<16>; .reg .b16 %h<64>; .reg .b32 %r<300>; .reg .f32 %f<300>; .reg .b64 %d<64>;
 .reg .b32 %t;
 """
-# mbarrier.try_wait until the phase is done; {n} makes the label unique.
-WAIT = """
-WAIT{n}: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], {parity};
-@!%q15 bra WAIT{n};
-"""
 
 
-def wait(bar, parity=0, n=0):
-	return WAIT.format(bar=bar, parity=parity, n=n)
+# Until the phase is done.
+def wait(bar):
+	return f" WAIT: mbarrier.try_wait.parity.shared::cta.b64 %q15, [{bar}], 0; @!%q15 bra WAIT; "
 
 
 def fails(match):

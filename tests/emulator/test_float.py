@@ -8,14 +8,13 @@ _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x
 			0x00800000, 0x7F7FFFFF, 0x33800000]  # fmt: skip
 
 
-def _floats(count, dtype=np.float32, seed=0):
-	rng = np.random.default_rng(seed)
+def _floats(count):
+	rng = np.random.default_rng(0)
 	arrays = []
 	for _ in range(count):
 		v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
-		v = v.astype(dtype)
-		if dtype is np.float32:
-			v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
+		v = v.astype(np.float32)
+		v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
 		arrays.append(v)
 	return arrays
 

@@ -30,8 +30,8 @@ def close(got, want):
 	assert (got.double() - want).abs().max() <= 2e-6 * want.abs().max().clamp_min(1e-30)
 
 
-def tensors(splits, tail=3):
-	rows = end_rows(splits)[-1] + tail
+def tensors(splits):
+	rows = end_rows(splits)[-1] + 3
 	return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
 
 

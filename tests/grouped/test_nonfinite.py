@@ -87,7 +87,7 @@ def test_compiled(place):
 def test_where_an_operand_is_quantized_on_the_way(name):
 	"""Without gradients of the weight no product reads a columnwise copy."""
 	layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
-	x, dy = with_nan(40, K), with_nan(40, N)
+	x, dy = with_nan(K), with_nan(N)
 	with torch.no_grad():
 		y = layer(x, ENDS)
 	assert_all_or_none(y, ROWS == 3 if name == "row-scaled" else FIRST)
@@ -159,8 +159,8 @@ def train(model, offs=ENDS, x=None, dy=None, function=None):
 	y.backward(dy)
 
 
-def with_nan(rows, cols):
-	x = sample(rows, cols)
+def with_nan(cols):
+	x = sample(40, cols)
 	x[3, 3] = torch.nan
 	return x
 
@@ -192,8 +192,8 @@ def test_where_it_is_found(name, place, compiled):
 	with grouped.debug.detect_nonfinite(mlp) as found:
 		if place == "weight":
 			broken_weight(mlp)
-		x = with_nan(40, K) if place == "x" else None
-		train(mlp, x=x, dy=with_nan(40, K) if place == "dy" else None, function=function)
+		x = with_nan(K) if place == "x" else None
+		train(mlp, x=x, dy=with_nan(K) if place == "dy" else None, function=function)
 		if place != "weight":
 			train(mlp, function=function)
 	assert found.report() == FOUND[name, place]
@@ -215,7 +215,7 @@ def test_all_layers_without_a_model():
 	layers = [GroupedLinear(3, K, K, recipe=RECIPES["nvfp4"]) for _ in range(3)]
 	model = nn.ModuleList(layers)
 	with grouped.debug.detect_nonfinite() as found:
-		for layer, x in zip(reversed(layers), (sample(40, K), with_nan(40, K), None), strict=True):
+		for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
 			if x is not None:
 				train(layer, x=x)
 		with pytest.raises(RuntimeError, match="active already"), grouped.debug.detect_nonfinite():
@@ -229,11 +229,11 @@ def test_all_layers_without_a_model():
 def test_only_the_layers_of_the_model():
 	mlp, other = mlp_of(RECIPES["nvfp4"]), mlp_of(RECIPES["nvfp4"])
 	with grouped.debug.detect_nonfinite(mlp.down) as found:
-		train(other, x=with_nan(40, K))
-		train(mlp, x=with_nan(40, K))
+		train(other, x=with_nan(K))
+		train(mlp, x=with_nan(K))
 	assert found.report() == {}
 	with grouped.debug.detect_nonfinite(mlp.gate_up) as found:
-		train(mlp, x=with_nan(40, K))
+		train(mlp, x=with_nan(K))
 	assert found.report() == {"GroupedLinear": ("input",)}
 
 

@@ -26,8 +26,8 @@ WRITES = {
 writes = each("write", WRITES)
 
 
-def frozen(fmt=WEIGHT_FORMAT):
-	return nn.Parameter(grouped.quantize(weight(), fmt, columnwise=True), False)
+def frozen():
+	return parameter(False)
 
 
 def frozen_layer(recipe):

@@ -45,9 +45,9 @@ def main_grads(layer):
 	return held[0] if held[0].dim() == 3 else torch.stack(held)
 
 
-def fp32_wgrad(recipe, x, dy, ends=ENDS):
+def fp32_wgrad(recipe, x, dy):
 	layer = layer_of(recipe).float()
-	layer(x, ends).backward(dy)
+	layer(x, ENDS).backward(dy)
 	return layer.weight.grad
 
 

@@ -69,9 +69,9 @@ def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
 	return ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, None, columnwise, shapes)
 
 
-def check_against_members(fmt, members, directions, amax=None, tail=9):
+def check_against_members(fmt, members, directions, amax=None):
 	shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
-	x = torch.cat([*(member.flatten() for member in members), torch.full((tail,), torch.nan, dtype=dtype)])
+	x = torch.cat([*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)])
 	scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
 	out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
 	got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)

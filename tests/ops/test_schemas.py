@@ -39,8 +39,8 @@ INDEX = torch.tensor([3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1], dty
 BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
 
 
-def nvfp4(cols, text="nvfp4", columnwise=False):
-	return quantized(sample(ROWS, cols), text, OFFS, columnwise=columnwise)
+def nvfp4(cols):
+	return quantized(sample(ROWS, cols), "nvfp4", OFFS)
 
 
 def weight(*shape, columnwise=False):

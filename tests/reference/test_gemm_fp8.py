@@ -101,9 +101,9 @@ class Product:
 
 
 class Wgrad:
-	def __init__(self, pair, splits, n=32, k=64, *, tail=2):
+	def __init__(self, pair, splits, n=32, k=64):
 		self.pair, self.splits, self.offs = pair, splits, offsets(splits)
-		self.tensors = [sample(sum(splits) + tail, cols) / 8 for cols in (n, k)]
+		self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
 		self.copies = columnwise(pair, self.tensors, self.offs)
 
 	def arguments(self, alpha=None, dtype=F32):

@@ -44,8 +44,8 @@ def on_disk(traced):
 	return traced
 
 
-def object_path(spec=SPEC, arch=SM90):
-	return cache.default_cache().root / f"{cache.cache_key(spec, arch).name}.o"
+def object_path():
+	return cache.default_cache().root / f"{cache.cache_key(SPEC, SM90).name}.o"
 
 
 def test_memory_then_disk_then_compiler(traced):

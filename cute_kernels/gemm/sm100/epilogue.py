@@ -9,10 +9,8 @@ activation makes 64 bytes of 128, and of what goes into it each half has as many
 operands: ``epilogue_swapped``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, const_expr, cute, pipeline, range_constexpr
@@ -27,10 +25,8 @@ from ..output import VECTOR_BYTES, EpilogueTensors, OutputStore, out_offset, vec
 from ..problem import N_ALIGN
 from ..scheduler import WorkTile
 from .accumulators import AccReader
+from .config import Sm100GemmConfig
 from .quantized import Rows
-
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
 
 _SWIZZLE_ROWS = 8
 #: Numbers that an activation makes at a time: warps that decode leave no registers for more.

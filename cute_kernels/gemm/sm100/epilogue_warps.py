@@ -1,20 +1,14 @@
 """The epilogue warps: each tile to the epilogue that it takes, and zeros where there is none."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import cutlass
 from cutlass import Int32, const_expr, cute, range_constexpr
 
 from ..output import VECTOR_BYTES, EpilogueTensors, out_offset, vector_at
 from ..scheduler import TileReader, WorkTile
-
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
-	from .epilogue import Epilogue
-	from .epilogue_swapped import SwappedEpilogue
-	from .promotion import Promoter
+from .config import Sm100GemmConfig
+from .epilogue import Epilogue
+from .epilogue_swapped import SwappedEpilogue
+from .promotion import Promoter
 
 
 class EpilogueWarps:

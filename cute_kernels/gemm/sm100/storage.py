@@ -1,7 +1,5 @@
 """What a CTA keeps where: layouts of shared and of tensor memory, and the pipelines over them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass
@@ -150,7 +148,7 @@ class Barriers(NamedTuple):
 	codes: cute.Pointer | None = None
 
 	@staticmethod
-	def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> Barriers:
+	def allocate(config: Sm100GemmConfig, smem: cutlass.memory.SmemAllocator) -> "Barriers":
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS)
 		codes = stage_barriers(smem, config.num_codes_stage) if config.codes else None
 		return Barriers(

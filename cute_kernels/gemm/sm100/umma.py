@@ -5,8 +5,6 @@ kernel computes the descriptors, which are plain integers, and one thread issues
 Bit fields: PTX ISA, "tcgen05 matrix descriptor" and "instruction descriptor".
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Int32, Int64, cute
@@ -50,7 +48,7 @@ class ElementStages(NamedTuple):
 	mn_major: bool
 
 	@classmethod
-	def of(cls, kind: OperandKind, stages: cute.Tensor, mn_major: bool) -> ElementStages:
+	def of(cls, kind: OperandKind, stages: cute.Tensor, mn_major: bool) -> "ElementStages":
 
 		def distance(row: int = 0, k: int = 0, block: int = 0, stage: int = 0) -> int:
 			index = cute.crd2idx(((row, k), 0, block, stage), stages.layout)
