@@ -29,7 +29,7 @@ TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
-	num_sms = 148
+	num_sms, bandwidth = 148, None
 
 	def __init__(self, arch="sm_100a"):
 		self.arch = arch
