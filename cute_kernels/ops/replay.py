@@ -8,8 +8,8 @@ It is recorded below the dispatcher, ops of this package taken apart. What reads
 or takes a tensor that is neither given nor made inside, is never repeated.
 """
 
+import copy
 import functools
-import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -211,7 +211,9 @@ class _Recorder(TorchDispatchMode):
 
 			return run
 
-		return types.SimpleNamespace(arch=launch.arch, num_sms=launch.num_sms, kernel=kernel)
+		noted: Any = copy.copy(launch)
+		noted.kernel = kernel
+		return noted
 
 	def _note_function(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
 		if not isinstance(result, Tensor) or func.namespace != "aten" or _OF_VALUES.intersection(func.tags):
