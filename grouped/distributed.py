@@ -19,6 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.functional import pad
 
 from cute_kernels import ops
+from cute_kernels.records import check_kind
 
 from .experts import Layer, Routing, Style, compute_routing, experts
 from .nn import GroupedLinear, GroupedMLP, MoE
@@ -367,6 +368,7 @@ class ExpertParallel(_Style):
 		super().__init__(mesh)
 		check_wire("wire", wire)
 		check_wire("gradient_wire", gradient_wire)
+		check_kind(bool, overlap=overlap)
 		if isinstance(capacity, int):
 			capacity = capacity, capacity
 		if capacity is not None and min(capacity) < 1:

@@ -278,7 +278,8 @@ class FP8Delayed(_Named):
 		amax_group: processes that share the scales: their amaxes are reduced to the largest at each update, so all of them
 			must take the same steps. A ``torch.distributed`` group or its name, which is what is kept.
 			``DistributedDataParallel`` needs ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
-			of which a distributed checkpoint keeps one set.
+			of which a distributed checkpoint keeps one set; else first call ``update()`` of each ``scaling``, which reduces
+			the amaxes of the last step.
 
 	Raises:
 		TypeError: an argument has the wrong type.

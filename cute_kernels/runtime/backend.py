@@ -175,6 +175,8 @@ def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any],
 	for option in options:
 		if option not in known:
 			raise TypeError(f"backend {name} takes {', '.join(known) or 'no options'}; got {option}")
+	if "seed" in options and options.get("mode") != "chaos":
+		raise ValueError(f"seed is of mode='chaos', got {options}")
 	return tuple(sorted(options.items()))
 
 

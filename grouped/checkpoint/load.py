@@ -9,6 +9,8 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cute_kernels.records import check_kind
+
 from ..tensor import GroupedTensor
 from .files import Reader, progress
 from .layouts import LAYOUTS, Layout, stacked_suffix
@@ -62,6 +64,7 @@ def load(
 		ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
 			device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
 	"""
+	check_kind(bool, strict=strict)
 	files, report = Reader(folder), Report()
 	missing = list[str]()
 	weights, first = list(expert_weights(module, rename)), dict[int, ExpertWeight]()

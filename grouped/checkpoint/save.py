@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cute_kernels.formats import Format
+from cute_kernels.records import check_kind
 
 from ..tensor import GroupedTensor
 from .files import SHARD_BYTES, Writer, progress
@@ -52,7 +53,10 @@ def save(
 		TypeError: a parameter is sharded: gather it first.
 	"""
 	record = writable(layout)
+	check_kind(bool, stacked=stacked)
 	weights = {weight.key: weight for weight in expert_weights(module, rename)}
+	if not weights:
+		raise ValueError(f"{type(module).__name__} has no experts, which alone are quantized")
 	state = state_of(module)
 	for key, weight in weights.items():
 		if not weight.is_bias:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .nonfinite import Watched
+from ..validation import check_size
+from .nonfinite import Watched, named_layers
 from .statistics import MAXIMA, SUMS, Found, Probe, Step
 
 EAGER_ONLY = (
@@ -81,6 +82,7 @@ class inspect:
 		roles: those of ``input``, ``weight`` and ``grad_output`` to look at.
 
 	Raises:
+		TypeError: ``every`` is no integer, or names are one string.
 		ValueError: there is no such layer or role, or ``every`` is not positive.
 		RuntimeError: on entry, where another one looks at a layer.
 	"""
@@ -88,8 +90,7 @@ class inspect:
 	def __init__(
 		self, model: nn.Module, *, every: int = 1, layers: Sequence[str] | None = None, roles: Sequence[str] = _ROLES
 	) -> None:
-		if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-			raise ValueError(f"every must be a positive number of steps, got {every!r}")
+		check_size("every", every)
 		for name, given in (("layers", layers), ("roles", roles)):
 			if isinstance(given, str):
 				raise TypeError(f"{name} must be a sequence of names, got the string {given!r}")
@@ -232,9 +233,7 @@ class inspect:
 
 
 def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Watched]:
-	found = {name or type(layer).__name__: layer for name, layer in model.named_modules() if isinstance(layer, Watched)}
-	if not found:
-		raise ValueError("model holds no grouped layers")
+	found = named_layers(model)
 	for pattern in patterns or ():
 		if not fnmatch.filter(found, pattern):
 			raise ValueError(f"layers: {pattern!r} is none of {', '.join(found)}")

@@ -27,6 +27,14 @@ class Watched(nn.Module):
 	_lens: "LayerLens | None" = None
 
 
+def named_layers(model: nn.Module) -> dict[str, Watched]:
+	"""The layers of ``model`` by name; there must be one."""
+	found = {name or type(layer).__name__: layer for name, layer in model.named_modules() if isinstance(layer, Watched)}
+	if not found:
+		raise ValueError("model holds no grouped layers")
+	return found
+
+
 class detect_nonfinite:
 	"""Watch the grouped layers that run inside for NaN and infinities.
 
@@ -46,17 +54,14 @@ class detect_nonfinite:
 			Compiled calls need it, and are compiled anew inside.
 
 	Raises:
+		ValueError: ``model`` holds no grouped layers.
 		RuntimeError: on entry, inside another one; on a call of a compiled layer without ``model``.
 	"""
 
 	def __init__(self, model: nn.Module | None = None) -> None:
-		self._layers: list[tuple[str, Watched]] = []
+		self._layers: list[tuple[str, Watched]] = [] if model is None else list(named_layers(model).items())
 		self._flags: list[tuple[str, Tensor]] = []
 		self._takes_all = model is None
-		if model is not None:
-			self._layers = [
-				(name or type(layer).__name__, layer) for name, layer in model.named_modules() if isinstance(layer, Watched)
-			]
 
 	def __enter__(self) -> "detect_nonfinite":
 		global _active

@@ -57,10 +57,12 @@ def register(**more: Recipe) -> tuple[str, ...]:
 
 	Raises:
 		TypeError: a value is no recipe.
-		ValueError: a recipe with delayed scaling: transformers' experts keep no scales for it.
+		ValueError: a name that transformers has, or a recipe with delayed scaling, for which its experts keep no scales.
 	"""
 	for name, recipe in more.items():
 		check_recipe(recipe)
+		if name not in RECIPES and name in (*hf.ALL_EXPERTS_FUNCTIONS, "eager"):
+			raise ValueError(f"{name} is an experts implementation of transformers: take another name")
 		if recipe.takes_scales:
 			raise ValueError(
 				f"{name}: {recipe} keeps scales from step to step, for which transformers' experts "

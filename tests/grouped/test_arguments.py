@@ -47,6 +47,7 @@ def quantize(x=X, fmt=None, **options):
 		(lambda: grouped.nn.GroupedLinear(3, 64, 32, dtype=I32), "dtype must be bfloat16 or float16 or float32"),
 		(lambda: grouped.optim.AdamW([X], amsgrad=1), "amsgrad must be a bool, got 1"),
 		(lambda: grouped.linear(X, W.mT, None, OFFS, recipes.BF16()), "a weight stored (G, K, N) is given as weight.mT"),
+		(lambda: grouped.debug.detect_nonfinite(torch.nn.Identity()), "model holds no grouped layers"),
 		(lambda: grouped.grouped_gemm(X, SQUARE, offs=OFFS, out=X), "out must not lie where a does"),
 	],
 )

@@ -337,16 +337,14 @@ def test_layers_files_and_tables(tmp_path):
 def test_wrong_arguments():
 	layer = layer_of(recipes.BF16())
 	for options, error, message in (
-		({"every": 0}, ValueError, "every must be a positive number of steps, got 0"),
-		({"every": True}, ValueError, "got True"),
+		({"every": 0}, ValueError, "every must be positive, got 0"),
+		({"every": True}, TypeError, "got True"),
 		({"roles": ["output"]}, ValueError, "grad_output, got 'output'"),
 		({"roles": "input"}, TypeError, "roles must be a sequence of names, got the string"),
 		({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
 	):
 		with pytest.raises(error, match=message):
 			inspect(layer, **options)
-	with pytest.raises(ValueError, match="holds no grouped layers"):
-		inspect(nn.Linear(2, 2))
 	with pytest.raises(ValueError, match="no step was looked at"):
 		inspect(layer).table()
 	with pytest.raises(ValueError, match="step 3 was not looked at"):

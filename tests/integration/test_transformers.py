@@ -226,6 +226,8 @@ def test_what_is_refused():
 		integration.register(mine=recipes.FP8Delayed())
 	with pytest.raises(TypeError, match="recipe"):
 		integration.register(mine="bf16")
+	with pytest.raises(ValueError, match="eager is an experts implementation of transformers"):
+		integration.register(eager=recipes.BF16())
 	with pytest.raises(ValueError, match="has no experts"):
 		integration.prepare(nn.Linear(2, 2))
 	model = model_of("Mixtral")
