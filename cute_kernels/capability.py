@@ -5,11 +5,12 @@ runs. An architecture is ``"reference"`` (exact PyTorch, any device), ``"sm_90a"
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 
-from .formats import FP8, MXFP8, NVFP4, Format, FP8Block
+from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, Format, FP8Block
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
@@ -72,6 +73,11 @@ _SHAPED = ("grouped_quantize", "grouped_dequantize")
 _ACTIVATES = ("grouped_quantize", *_GEMMS)
 #: Architectures that take the order of bits of ``cute_kernels.prepack``.
 _PREPACKED = ("reference", "sm_90a")
+#: Elements that lanes of kernels take at once; blocks that they have whole, by bits of codes and scales, and if tiled.
+_PIECE = 16
+_BLOCKS = {(8, 0, False): (0,), (4, 8, True): (16, 32), (8, 8, True): (32,), (8, 32, False): (128,)}
+#: What is kept of a second level that both directions share.
+_LEVEL = {"scale_inv", "scale", "amax"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +164,7 @@ def support(
 	if gathered and not reason:
 		reason = _why_not_gathered(op, fmt, arch)
 	if result is not None and not reason:
-		reason = _why_not_result(op, result)
+		reason = why_not_result(op, result, arch)
 	return Support(False, reason) if reason else _YES
 
 
@@ -190,7 +196,42 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
 
 def _why_not_arch(op: str, fmt: Format | None, arch: str) -> str:
 	key = op, None if fmt is None else fmt.name
-	return "" if arch in _RUNS[key] else f"no {arch} kernel of {op} yet"
+	if arch not in _RUNS[key]:
+		return f"no {arch} kernel of {op} yet"
+	return "" if fmt is None or arch == "reference" else refuses(fmt)
+
+
+@functools.lru_cache(maxsize=256)
+def refuses(fmt: Format) -> str:
+	"""Why no kernel takes the facts of a record, whatever its name; empty if nothing is against them.
+
+	What only some kernels do not take, their configurations say.
+	"""
+	element, scale, level = fmt.element, fmt.scale, fmt.second_level
+	of_scale, vec, layout = (scale.element.bits, scale.vec_size, scale.layout) if scale else (0, 0, None)
+	block, sizes = getattr(fmt, "block", (1, vec)), _BLOCKS.get((element.bits, of_scale, fmt.has_scale_tiles), ())
+	is_byte, is_piece = element.bits == 8, (element.bits, vec) == (4, _PIECE)
+	per_piece = fmt.is_stochastic or fmt.chooses_scales or fmt.is_transformed
+	is_level = level is None
+	if level is not None and level.buffers == ("amax",):
+		is_level = level.per == "group" or not (fmt.is_2d or level.is_shared)
+	elif level is not None:
+		is_level = level.per == "group" and level.is_shared and {"amax"} <= {*level.buffers} <= _LEVEL
+	blocks = f"block {block} of vec_size {vec}"
+	rules = (
+		(element in (E2M1, E4M3, E5M2), f"element {element.name}: it is e2m1, e4m3 or e5m2"),
+		(fmt.k_multiple % _PIECE == 0, f"k_multiple {fmt.k_multiple}: it is a multiple of {_PIECE}"),
+		(
+			vec in sizes and block in ((1, vec), (vec, vec)),
+			f"{blocks}: {element.name} with scales of {of_scale} bits, {layout}, has {sizes}",
+		),
+		(is_byte or fmt.columnwise == "transposed", f"columnwise {fmt.columnwise}: {element.name} is transposed"),
+		(is_byte or not fmt.takes_scale, f"takes_scale: {element.name} has scales of blocks"),
+		(is_piece or not per_piece, f"{blocks}: only e2m1 by {_PIECE} is drawn, transformed or chosen for"),
+		(is_piece or is_byte or not fmt.is_2d, f"{blocks}: squares of {element.name} are of {_PIECE}"),
+		(is_level, f"{level}: an amax of groups or single rows, or {sorted(_LEVEL)} shared"),
+	)
+	return next((why for is_taken, why in rules if not is_taken), "")
 
 
 def _why_not_dtype(op: str, fmt: Format | None, arch: str, dtype: torch.dtype | None) -> str:
@@ -230,13 +271,14 @@ def _why_not_gathered(op: str, fmt: Format | None, arch: str) -> str:
 	return f"no {arch} kernel of {op} reads codes by an index: quantize rows by it (grouped_quantize)"
 
 
-def _why_not_result(op: str, result: Format) -> str:
+def why_not_result(op: str, result: Format, arch: str) -> str:
+	"""Why ``op`` does not quantize its result to such a record; empty if nothing is against it."""
 	level = result.second_level
 	if op not in _GEMMS or result.scale is None or result.is_2d or result.is_stochastic:
 		return f"its result is quantized to blocks of single rows, to nearest even, not to {result.text}"
 	if level is not None and level.per == "row":
 		return f"no part of a row knows the amax of the row, which {result.text} is relative to"
-	return ""
+	return "" if arch == "reference" else refuses(result)
 
 
 def require(op: str, fmt: Format | None, arch: str, **facts: Any) -> None:

@@ -27,6 +27,8 @@ class MXFP8(Format):
 	second_level: ClassVar[None] = None
 	columnwise: ClassVar[Literal["untransposed"]] = "untransposed"
 	k_multiple: ClassVar[int] = 32
+	#: The scale of a square block is stored once a row.
+	how_made: ClassVar[tuple[str, ...]] = ("block",)
 	blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
 
 	def __post_init__(self) -> None:

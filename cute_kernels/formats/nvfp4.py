@@ -52,6 +52,8 @@ class NVFP4(Format):
 	scale: ClassVar[BlockScale] = BlockScale(E4M3, 16, "tiles_128x4")
 	columnwise: ClassVar[Literal["transposed"]] = "transposed"
 	k_multiple: ClassVar[int] = 16
+	#: The scale of a square block is stored once a row.
+	how_made: ClassVar[tuple[str, ...]] = ("block", "four_over_six_error")
 	blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 16), (16, 16))
 
 	def __post_init__(self) -> None:
@@ -93,12 +95,13 @@ class NVFP4(Format):
 		return {"e4m3_max": _E4M3_MAX[self.four_over_six]}
 
 	@property
-	def as_decoded(self) -> "NVFP4":
+	def as_decoded(self) -> Format:
 		"""See ``Format``: how codes are chosen is not asked for, but the bound of the scales is."""
-		fields: dict[str, object] = {"four_over_six_error": "mae"}
-		if self.e4m3_max == _E4M3_MAX[False]:
-			fields |= {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
-		return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
+		made = super().as_decoded
+		if self.e4m3_max != _E4M3_MAX[False]:
+			return made
+		fields = {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
+		return dataclasses.replace(made, **fields)  # type: ignore
 
 	def of_copy(self, columnwise: bool) -> "NVFP4":
 		"""See ``Format``: only rows have levels of their own, only columns are transformed."""

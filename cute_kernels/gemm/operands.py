@@ -10,13 +10,12 @@ scales of rows those of squares.
 import dataclasses
 from typing import Literal
 
-from ..capability import UnsupportedError
+from ..capability import UnsupportedError, refuses
+from ..device.constants import DTYPE_BYTES
 from ..formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
-from ..formats.base import FP8_ELEMENTS
+from ..formats.base import E4M3, FP8_ELEMENTS
 from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
-#: Bytes of one element, by the dtype names that configurations use.
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 #: Bytes of K that one instruction contracts.
 _INSTRUCTION_BYTES = 32
 
@@ -52,15 +51,15 @@ _DSL_TYPES = {
 	"bfloat16": "BFloat16",
 	"float16": "Float16",
 }
-#: Instructions of sm_100a by element and element of the block scale.
+#: Instructions of sm_100a by element, element of the block scale and elements that share one.
 _TCGEN05 = {
-	("float16", None): Tcgen05Kind("f16", 0),
-	("bfloat16", None): Tcgen05Kind("f16", 1),
-	("e4m3", None): Tcgen05Kind("f8f6f4", 0),
-	("e5m2", None): Tcgen05Kind("f8f6f4", 1),
-	("e4m3", "e8m0"): Tcgen05Kind("mxf8f6f4.block_scale.block32", 0, scale=1),
-	("e5m2", "e8m0"): Tcgen05Kind("mxf8f6f4.block_scale.block32", 1, scale=1),
-	("e2m1", "e4m3"): Tcgen05Kind("mxf4nvf4.block_scale.block16", 1, scale=0),
+	("float16", None, 0): Tcgen05Kind("f16", 0),
+	("bfloat16", None, 0): Tcgen05Kind("f16", 1),
+	("e4m3", None, 0): Tcgen05Kind("f8f6f4", 0),
+	("e5m2", None, 0): Tcgen05Kind("f8f6f4", 1),
+	("e4m3", "e8m0", 32): Tcgen05Kind("mxf8f6f4.block_scale.block32", 0, scale=1),
+	("e5m2", "e8m0", 32): Tcgen05Kind("mxf8f6f4.block_scale.block32", 1, scale=1),
+	("e2m1", "e4m3", 16): Tcgen05Kind("mxf4nvf4.block_scale.block16", 1, scale=0),
 }
 #: Elements that instructions of sm_90a take; others are decoded to these.
 _WGMMA = ("bfloat16", "float16", "e4m3", "e5m2")
@@ -78,6 +77,10 @@ class OperandKind:
 
 	name: str
 	fmt: Format | None = None
+
+	def __post_init__(self) -> None:
+		if self.fmt is not None and (reason := refuses(self.fmt)):
+			raise UnsupportedError(f"no grouped GEMM kernel multiplies operands of {self.name}: {reason}")
 
 	@property
 	def element(self) -> str:
@@ -147,7 +150,12 @@ class OperandKind:
 	@property
 	def tcgen05(self) -> Tcgen05Kind | None:
 		"""Instructions of sm_100a; None if it has none for such operands."""
-		return _TCGEN05.get((self.element, None if self.scale is None else self.scale.element.name))
+		return _TCGEN05.get((self.element, None if self.scale is None else self.scale.element.name, self.sf_vec_size))
+
+	@property
+	def is_decodable(self) -> bool:
+		"""Whether codes, if of four bits, have the scales that kernels decode them by."""
+		return self.bits >= 8 or self.scale is not None and (self.scale.element, self.sf_vec_size) == (E4M3, 16)
 
 	@property
 	def is_wgmma(self) -> bool:
@@ -188,9 +196,9 @@ OPERANDS = {
 
 def _facts(fmt: Format) -> tuple[object, ...]:
 	"""What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
-	is_square = fmt.has_squares
 	level = fmt.second_level
-	return fmt.element, fmt.scale, is_square, None if level is None else level.factor
+	copies = fmt.columnwise, fmt.k_multiple
+	return fmt.element, fmt.scale, fmt.has_squares, None if level is None else level.factor, copies
 
 
 _BY_FACTS = {_facts(kind.fmt): kind for kind in OPERANDS.values() if kind.fmt}

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from cute_kernels.activations import Activation, parse_activation
-from cute_kernels.capability import Support
+from cute_kernels.capability import Support, why_not_result
 from cute_kernels.formats import Format, parse
 from cute_kernels.layout.shapes import SF_TILE_ROWS, ceil_div
 
@@ -243,6 +243,8 @@ class GemmConfig(abc.ABC):
 			raise ValueError("keeps_z needs an activation, and interleaved a gated one")
 		if self.quantizes_to is not None and (self.activation is None or self.keeps_z):
 			raise ValueError("quantizes_to needs an activation, and z is not kept")
+		if self.result is not None and (reason := why_not_result("grouped_gemm", self.result, self.arch)):
+			raise ValueError(f"quantizes_to: {reason}")
 		if reason := self.refuses(self.tile):
 			raise ValueError(f"this product cannot have the tile {self.tile}: {reason}")
 

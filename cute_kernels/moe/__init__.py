@@ -1,5 +1,1 @@
-"""Kernels of a mixture of experts between its products: configurations here, kernels beside."""
-
-from .config import ActivateConfig, CombineConfig, GatherConfig, RouterConfig, RoutingConfig
-
-__all__ = ["ActivateConfig", "CombineConfig", "GatherConfig", "RouterConfig", "RoutingConfig"]
+"""Kernels of a mixture of experts between its products: configurations in ``config``, kernels beside."""

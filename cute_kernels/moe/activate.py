@@ -13,13 +13,12 @@ from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 
 from cute_kernels.activations import parse_activation
 from cute_kernels.device.activations import activated, weighted_gradient
-from cute_kernels.device.constants import WARP_SIZE
+from cute_kernels.device.constants import DTYPE_BYTES, WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import group_end
 from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from cute_kernels.device.memory import load_global_if, store_global, store_global_half
 from cute_kernels.device.ptx import add_rn, f32_as_bits
-from cute_kernels.quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
 	from .config import ActivateConfig

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import cutlass
 from cutlass import Float32, Int16, Int32, Int64, Uint32, cute
 
-from ..device.constants import WARP_SIZE
+from ..device.constants import DTYPE_BYTES, WARP_SIZE
 from ..device.convert import pack_words, unpack_words
 from ..device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from ..device.memory import load_global_if, store_global, store_global_half
 from ..device.ptx import add_rn, mul_rn
-from ..quantize.config import DTYPE_BYTES
 
 if TYPE_CHECKING:
 	from .config import CombineConfig, GatherConfig

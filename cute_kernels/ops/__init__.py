@@ -7,28 +7,6 @@ where nothing observes the call (``registry.Op.invoke``). Each op is documented 
 # flops counts.
 from cute_kernels.ops import delayed, dequantize, flops, fused_gemm, gemm, moe, quantize, reductions, router  # noqa: F401
 
-__all__ = [
-	"compute_offsets",
-	"compute_routing",
-	"delayed_scaling_update",
-	"grouped_amax",
-	"grouped_dbias",
-	"grouped_dequantize",
-	"grouped_quantize",
-	"k_grouped_gemm",
-	"m_grouped_gemm",
-	"m_grouped_gemm_activate",
-	"m_grouped_quantize_gemm",
-	"m_grouped_quantize_gemm_activate",
-	"moe_activate",
-	"moe_activate_gradient",
-	"moe_combine",
-	"moe_gather",
-	"moe_quantize_gradient",
-	"moe_route",
-	"moe_route_gradient",
-]
-
 compute_offsets = reductions.ComputeOffsets.invoke
 compute_routing = moe.ComputeRouting.invoke
 delayed_scaling_update = delayed.DelayedScalingUpdate.invoke

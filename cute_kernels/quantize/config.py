@@ -11,8 +11,8 @@ import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cute_kernels.activations import parse_activation
-from cute_kernels.capability import Support
-from cute_kernels.formats import Format, parse
+from cute_kernels.capability import Support, UnsupportedError, refuses
+from cute_kernels.formats import E4M3, Format, parse
 
 from .prologue import DTYPE_BYTES, Prologue
 
@@ -62,11 +62,19 @@ def _takes(config: RowsConfig, problem: QuantizeProblem) -> Support:
 
 @dataclasses.dataclass(frozen=True)
 class CopyConfig:
-	"""What all kernels of copies of a format are compiled for: its canonical text, and the dtype of the plain side."""
+	"""What all kernels of copies of a format are compiled for: its canonical text, and the dtype of the plain side.
+
+	Raises:
+		UnsupportedError: the kernel does not take what the record of the format says.
+	"""
 
 	format: str
 	dtype: str
 	grouping: Grouping = "ragged"
+
+	def __post_init__(self) -> None:
+		if reason := refuses(self.fmt):
+			raise UnsupportedError(f"no kernel of {self.format}: {reason}")
 
 	@property
 	def fmt(self) -> Format:
@@ -129,11 +137,9 @@ class RowsConfig(CopyConfig):
 	def is_preferred(self) -> bool:
 		"""Whether rowwise copies are made this way where tile by tile would do, too.
 
-		Rows with amaxes of their own take one read instead of two. Of the others an H200 makes
-		those of NVFP4 in 299 us by rows and 299 to 303 tile by tile, of FP8 in 343 and 364, of
-		FP8Block in 355 and 376, of MXFP8 in 352 and 375, of SwiGLU in FP8Block in 272 and 523
-		(perf/results/quantize_h200.md). sm_100a was not measured; tile by tile it executes fewer
-		instructions where blocks have scales.
+		Rows with amaxes of their own take one read instead of two. Others are 0 to 6% faster on an H200, of SwiGLU twice as
+		fast (perf/results/quantize_h200.md). sm_100a was not measured; tile by tile it executes fewer instructions where
+		blocks have scales.
 		"""
 		return self.computes_amax or self.arch == "sm_90a" or self.fmt.scale is None
 
@@ -177,6 +183,8 @@ class RowsConfig(CopyConfig):
 			return _no(f"scales of {self.format} are chosen tile by tile")
 		if fmt.takes_scale:
 			return _no(f"{self.format} takes scales of groups and gives their amaxes")
+		if fmt.scale is not None and self.max_cols // fmt.scale.vec_size * fmt.scale.element.bits % 32:
+			return _no(f"scales of a row of {self.max_cols} are no whole words")
 		supported = _takes(self, problem)
 		if supported and problem.cols > self.max_cols:
 			return _no(f"K = {problem.cols} exceeds the {self.max_cols} that a team holds")
@@ -199,8 +207,8 @@ class ValuesConfig(RowsConfig):
 	def can_implement(self, problem: QuantizeProblem) -> Support:
 		if (self.arch, self.grouping) != ("sm_90a", "ragged"):
 			return _no("values are for ragged operands on sm_90a")
-		if self.fmt.element.per_byte == 1:
-			return _no(f"tensor cores of sm_90a multiply codes of {self.format}")
+		if (scale := self.fmt.scale) is None or (scale.element, scale.vec_size) != (E4M3, 16):
+			return _no(f"values are of codes with e4m3 scales of 16, not of {self.format}")
 		if self.rows_per_warp > 4:
 			return _no("values of a row take at least eight lanes")
 		return super().can_implement(problem)
@@ -259,6 +267,11 @@ class TileConfig(CopyConfig):
 	warps_per_team: ClassVar[int] = 4
 	#: Slot tiles that a column of tiles goes through before the next begins.
 	band: ClassVar[int] = 8
+
+	def __post_init__(self) -> None:
+		super().__post_init__()
+		if self.fmt.element.per_byte == 1 and self.uses_row_amax:
+			raise UnsupportedError(f"no kernel makes {self.format} tile by tile: its rows have second levels of their own")
 
 	@classmethod
 	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool) -> TileConfig:
@@ -363,8 +376,9 @@ class GradientConfig:
 		return (self.num_tiles + 1) * self.copies[0].tile_bytes
 
 	def can_implement(self, cols: int) -> Support:
-		if any(parse(text).is_2d for text in (self.format, self.scaled_format)):
-			return _no("blocks have several rows")
+		for fmt in map(parse, (self.format, self.scaled_format)):
+			if fmt.is_2d or fmt.element.per_byte > 1 or fmt.second_level is not None:
+				return _no(f"codes are bytes with scales of parts of a row, not {fmt.text}")
 		if DTYPE_BYTES[self.dtype] != 2:
 			return _no("inputs have 16 bits")
 		if self.num_tiles > 1 and cols % 128:
@@ -457,11 +471,7 @@ class DequantizeConfig(CopyConfig):
 	@classmethod
 	def choose(cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool) -> DequantizeConfig:
 		"""The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-		fmt = fmt.as_decoded.of_copy(columnwise)
-		if fmt.is_2d and fmt.has_scale_tiles:
-			# The scale of a square block is stored once a row.
-			fmt = dataclasses.replace(fmt, block=type(fmt)().block)  # type: ignore
-		return cls(fmt.text, dtype, grouping, columnwise)
+		return cls(fmt.as_decoded.of_copy(columnwise).text, dtype, grouping, columnwise)
 
 	@property
 	def row_level(self) -> bool:

@@ -3,9 +3,7 @@
 import dataclasses
 
 from ..activations import Activation, parse_activation
-
-#: Bytes of one element, by the dtype names that configurations use.
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from ..device.constants import DTYPE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,21 +5,6 @@ Importing it needs no CuTe DSL; the DSL is imported when the first kernel is com
 
 from .arch import Architecture, architecture, device_architecture
 from .compile import compile_kernel, forget_kernels
-from .dsl import dsl_unavailable, require_dsl
-from .launch import Launcher, launcher
-from .plan import PlanCache
-from .spec import KernelSpec
+from .launch import launcher
 
-__all__ = [
-	"Architecture",
-	"KernelSpec",
-	"Launcher",
-	"PlanCache",
-	"architecture",
-	"compile_kernel",
-	"device_architecture",
-	"dsl_unavailable",
-	"forget_kernels",
-	"launcher",
-	"require_dsl",
-]
+__all__ = ["Architecture", "architecture", "compile_kernel", "device_architecture", "forget_kernels", "launcher"]

@@ -9,7 +9,7 @@ from torch import Tensor
 from cute_kernels import emulator, reference
 from cute_kernels.formats import parse
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.quantize import TileConfig
+from cute_kernels.quantize.config import TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel

@@ -1,9 +1,9 @@
 import dataclasses
 import re
 
-from cute_kernels.formats import NVFP4
+from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.gemm.variants import kernel_specs
-from cute_kernels.quantize import AmaxConfig, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.quantize.config import AmaxConfig, Prologue, QuantizeProblem, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import DTYPES, each
 
@@ -56,6 +56,9 @@ def test_configurations_say_what_they_take():
 	assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
 	odd = QuantizeProblem("bfloat16", 48)
 	assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
+	# Scales of a row are whole words.
+	short = QuantizeProblem("float32", 64, prologue=Prologue("float32", "swiglu"))
+	assert RowsConfig.choose(MXFP8(), short, "sm_90a").rows_per_warp == 4
 
 
 def facts(spec):

@@ -1,7 +1,7 @@
 import torch
 
 from cute_kernels import backend
-from cute_kernels.quantize import DbiasConfig
+from cute_kernels.quantize.config import DbiasConfig
 from tests.helpers import DTYPES, I32, assert_same_bytes, each, each_arch, ends, many_groups, ops, seeded
 
 from .op_support import array_of, check, check_code, check_touched, each_mode, watching

@@ -6,7 +6,7 @@ import torch
 from cute_kernels import backend
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.quantize import DequantizeConfig
+from cute_kernels.quantize.config import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import (
 	BF16,

@@ -10,7 +10,7 @@ from cute_kernels import emulator
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
-from cute_kernels.quantize import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
+from cute_kernels.quantize.config import AmaxConfig, DbiasConfig, DequantizeConfig, RowsConfig, TileConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import BF16, F32, I32, U8, assert_same_bytes, dequantize_arguments, each, each_arch, ends, ops
 

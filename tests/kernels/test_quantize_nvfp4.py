@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels import emulator
 from cute_kernels.formats import NVFP4
-from cute_kernels.quantize import RowsConfig, TileConfig
+from cute_kernels.quantize.config import RowsConfig, TileConfig
 from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seeded
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode, watching

@@ -232,7 +232,7 @@ def test_operands_without_a_tangent_pass_in_a_dual_level():
 		assert_same_bytes(ops.m_grouped_gemm(**arguments), ops.m_grouped_gemm(**arguments))
 
 
-@each("name", cute_kernels.ops.__all__)
+@each("name", [name for name, op in vars(cute_kernels.ops).items() if callable(op)])
 def test_every_form_is_documented(name):
 	text = getattr(ops, name).__doc__
 	assert "Args:" in text

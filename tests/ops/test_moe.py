@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels import backend
 from cute_kernels.emulator import reset_stats, stats
-from cute_kernels.moe import RoutingConfig
+from cute_kernels.moe.config import RoutingConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import rows
 from tests.helpers import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cute_kernels import capability, support
-from cute_kernels.capability import ARCHITECTURES, OPS, UnsupportedError, markdown_table, require
+from cute_kernels.capability import ARCHITECTURES, OPS, markdown_table, require
 from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
 from tests.helpers import BF16, F32, each, raises
 
@@ -40,12 +40,8 @@ def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
 			require(op, fmt, arch, **facts)
 			continue
 		assert status.reason
-		with raises(UnsupportedError, [op, arch, status.reason]):
+		with raises(NotImplementedError, [op, arch, status.reason]):
 			require(op, fmt, arch, **facts)
-
-
-def test_unsupported_is_not_implemented():
-	assert issubclass(UnsupportedError, NotImplementedError)
 
 
 def test_the_table_names_ops_formats_and_architectures_that_there_are():

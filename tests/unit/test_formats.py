@@ -2,7 +2,7 @@ import itertools
 
 import torch
 
-from cute_kernels.formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
+from cute_kernels.formats import E4M3, E5M2, FP8, MXFP8, NVFP4, FP8Block, parse
 from tests.helpers import F16, assert_is_value, each, raises
 
 EVERY = (NVFP4(), NVFP4(row_scaled=True), MXFP8(), FP8Block(), FP8())
@@ -13,21 +13,6 @@ def test_records_are_values(fmt):
 	assert_is_value(fmt)
 
 
-def test_no_two_records_are_equal():
-	assert all(a != b for a, b in itertools.combinations(EVERY, 2))
-
-
-def test_element_types():
-	assert [(e.max, e.per_byte) for e in (E2M1, E4M3, E5M2)] == [(6.0, 2), (448.0, 1), (57344.0, 1)]
-
-
-def test_nvfp4_constants():
-	assert NVFP4.element is E2M1 and NVFP4.scale.element is E4M3
-	assert NVFP4.scale.vec_size == 16
-	assert NVFP4().tensor_max == 2688.0
-	assert not NVFP4().is_2d and NVFP4(block=(16, 16)).is_2d
-
-
 @each(("bound", "per"), [*itertools.product((None, 256, 448), ("group", "row"))])
 def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
 	fmt = NVFP4(row_scaled=per == "row", four_over_six=True, e4m3_max=bound)
@@ -36,12 +21,6 @@ def test_the_bound_of_block_scales_decides_the_second_level(bound, per):
 	assert fmt.second_level.factor == 1 / (6.0 * want) and fmt.second_level.per == per
 	assert fmt.columnwise_level.factor == 1 / (6.0 * want)
 	assert NVFP4().e4m3_max == 448 and NVFP4(e4m3_max=448) == NVFP4()
-
-
-def test_facts_of_variants():
-	assert NVFP4(hadamard=True).is_transformed and NVFP4(stochastic_rounding=True).is_stochastic
-	for fmt in EVERY:
-		assert not fmt.is_transformed and not fmt.is_stochastic
 
 
 def test_messages_show_texts():

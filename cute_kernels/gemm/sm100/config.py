@@ -15,9 +15,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...formats import FP8, MXFP8
 from ...layout.shapes import PIECE_K, SF_TILE_BYTES, SF_TILE_COLS, SF_TILE_ROWS, SF_TILE_WORDS, ceil_div
-from ..operands import DTYPE_BYTES, OperandKind, operand_of
+from ..operands import DTYPE_BYTES, OPERANDS, OperandKind
 from ..problem import GemmConfig, GemmGrouping, TileShape
 from . import heuristics
 
@@ -133,6 +132,8 @@ class Sm100GemmConfig(GemmConfig):
 			return f"there is no kernel for {self.operand} yet"
 		if self.codes and self.transpose_b:
 			return "codes that are decoded are contiguous along K"
+		if not all(codes.kind.is_decodable for codes in self.codes):
+			return "codes of four bits that are decoded have e4m3 scales of 16"
 		if len(self.codes) > 1 and tile.swap_partial and tile.num_ctas > 1:
 			return "rows of A that are decoded are not split by how many there are"
 		if tile.may_swap and self.grouping == "k_grouped":
@@ -190,13 +191,13 @@ class Sm100GemmConfig(GemmConfig):
 		return 4 * 2 * self.tile.n * 4 if self.row_scales[1] else 0
 
 	def _taken(self, kind: OperandKind) -> OperandKind:
-		"""The kind as instructions take it: none take fp32 scales."""
+		"""The kind as instructions take it: none take fp32 scales, but scales of the same elements or none."""
 		if self.decoded_to is not None:
 			return self.decoded_to
-		if kind.fmt is None or not kind.has_row_scales:
+		if not kind.has_row_scales:
 			return kind
-		cls = MXFP8 if self.pow2_scales else FP8
-		return operand_of(cls(kind.fmt.element.dtype))
+		alike = (k for k in OPERANDS.values() if k.element == kind.element and k.tcgen05)
+		return next(k for k in alike if k.is_block_scaled == self.pow2_scales)
 
 	@property
 	def mma_kind(self) -> OperandKind:

@@ -157,7 +157,8 @@ class Sm90GemmConfig(GemmConfig):
 		return Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
 
 	def refuses(self, tile: Sm90Tile) -> str:
-		if self.kind.is_wgmma and self.kind.is_block_scaled and not self.kind.has_row_scales:
+		is_scaled = self.kind.is_block_scaled and not self.kind.has_row_scales
+		if not self.kind.is_decodable or is_scaled and not self.is_decoded:
 			return f"there is no kernel for {self.operand} yet"
 		if tile.m == WARPGROUP_M and (
 			not self.kind.is_wgmma or self.kind.has_short_sums or self.gathered or self.activation

@@ -88,7 +88,7 @@ def _sm90_fields(op: GroupedGemm) -> dict[str, Any]:
 def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 	"""How the ``m_grouped`` GEMMs run."""
 	if op.num_rows == 0 or op.cols == 0:
-		return _nothing
+		return _give_level
 	if gathers_first(op, "a", launch.arch):
 		return multiply_gathered(op, "a", launch, m_grouped)
 	if decodes_first(op, launch.arch):
@@ -163,8 +163,8 @@ def k_grouped(op: KGroupedGemm, launch: Launcher) -> Runner:
 	return _runner(op, _choose(base, problem, launch), problem, launch)
 
 
-def _nothing(op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
-	"""There is nothing to write but the second level of results that have one: it is of groups, not of rows."""
+def _give_level(op: object, outputs: Sequence[Tensor], accumulate: bool = False, fresh: bool = False) -> None:
+	"""Write the second level of results that have one, of groups, not of rows: magnitudes of the amaxes given."""
 	if (amax := getattr(op, "amax", None)) is not None:
 		torch.abs(amax, out=outputs[-1])
 
@@ -215,7 +215,8 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 		out, z = outputs if keeps_z else (outputs[0], None)
 		out_scales, level = (*outputs[1:], None)[:2] if is_quantized else (None, None)
 		if level is not None:
-			level = dense(torch.abs(cast(Any, op).amax, out=level))
+			_give_level(op, outputs)
+			level = dense(level)
 		for kernel in kernels(accumulate, fresh):
 			# As GemmArguments names them; making one takes half a microsecond of every call.
 			kernel(*a, *b, offs, rows, bias, alpha, out, launch.num_sms, z, out_scales, level, None)
