@@ -17,17 +17,11 @@ INSTRUCTION = np.dtype(
 			"u2", "u1", "u1", "u1", "u1", "u1", "u1", "i4",
 			"u1", "u2", "u4", "i4", "i4", "i8", "i8",
 		],
-		"offsets": [0, 2, 3, 4, 5, 6, 7, 8, 12, 14, 16, 20, 24, 32, 40],
-		"itemsize": 48,
-	}
+	},
+	align=True,
 )  # fmt: skip
 OPERAND = np.dtype(
-	{
-		"names": ["kind", "negated", "count", "reg", "imm"],
-		"formats": ["u1", "u1", "u2", "i4", "i8"],
-		"offsets": [0, 1, 2, 4, 8],
-		"itemsize": 16,
-	}
+	{"names": ["kind", "negated", "count", "reg", "imm"], "formats": ["u1", "u1", "u2", "i4", "i8"]}, align=True
 )
 
 
@@ -56,12 +50,9 @@ COMPARISONS = [
 ]  # fmt: skip
 REDUCTIONS = ["add", "min", "max", "and", "or", "xor", "exch", "cas"]
 SPECIAL_REGISTERS = [
-	"tid.x", "tid.y", "tid.z", "ntid.x", "ntid.y", "ntid.z",
-	"ctaid.x", "ctaid.y", "ctaid.z", "nctaid.x", "nctaid.y", "nctaid.z",
+	*(f"{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
 	"laneid", "warpid", "nwarpid", "smid", "nsmid",
-	"clusterid.x", "clusterid.y", "clusterid.z", "nclusterid.x", "nclusterid.y", "nclusterid.z",
-	"cluster_ctaid.x", "cluster_ctaid.y", "cluster_ctaid.z",
-	"cluster_nctaid.x", "cluster_nctaid.y", "cluster_nctaid.z",
+	*(f"{name}.{axis}" for name in ("clusterid", "nclusterid", "cluster_ctaid", "cluster_nctaid") for axis in "xyz"),
 	"cluster_ctarank", "cluster_nctarank",
 	"lanemask_eq", "lanemask_le", "lanemask_lt", "lanemask_ge", "lanemask_gt",
 	"clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",

@@ -9,8 +9,7 @@ _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 # Line information ends with its line, not with a semicolon.
 _LINE_INFO = re.compile(r"^[ \t]*\.(?:loc|file)\b[^\n]*$", re.MULTILINE)
 _LABEL = re.compile(r"([\w$%]+)\s*:(?!:)")
-_FLOAT32 = re.compile(r"0[fF][0-9a-fA-F]{8}")
-_FLOAT64 = re.compile(r"0[dD][0-9a-fA-F]{16}")
+_FLOAT_BITS = re.compile(r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}")
 _INTEGER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?")
 _DECIMAL = re.compile(r"[-+]?\d+\.\d*(e[-+]?\d+)?")
 
@@ -85,17 +84,10 @@ def statements(body: str, line: int) -> Iterator[Statement]:
 			pos = end + 1
 
 
-def _bits_of_float(text: str) -> int | None:
-	"""``0f3F800000`` and ``0d...``: the bits themselves."""
-	if not (_FLOAT32.fullmatch(text) or _FLOAT64.fullmatch(text)):
-		return None
-	return int("0x" + text[2:], 0)
-
-
 def literal(text: str) -> int | None:
 	"""The bits of a literal, or None where the text is none; a decimal float is an f32."""
-	if (bits := _bits_of_float(text)) is not None:
-		return bits
+	if _FLOAT_BITS.fullmatch(text):
+		return int("0x" + text[2:], 0)
 	if _INTEGER.fullmatch(text):
 		text = text.rstrip("U")
 		return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
@@ -103,5 +95,4 @@ def literal(text: str) -> int | None:
 
 
 def literals(text: str) -> list[int]:
-	pattern = r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|-?0x[0-9a-fA-F]+|-?\d+"
-	return [int(v, 0) if (bits := _bits_of_float(v)) is None else bits for v in re.findall(pattern, text)]
+	return [value for part in re.split(r"[{},\s]+", text) if (value := literal(part)) is not None]

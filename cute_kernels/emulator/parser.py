@@ -134,12 +134,9 @@ class Module:
 			if text:
 				self._instruction(builder, text)
 			return
-		directive, _, rest = text[1:].partition(" ")
-		directive, _, tail = directive.partition("\t")
-		rest = f"{tail} {rest}".strip()
+		directive, rest = (*text[1:].split(None, 1), "")[:2]
 		if directive == "reg":
-			type_name, _, names = rest.lstrip(".").replace("\t", " ").partition(" ")
-			builder.declare_registers(type_name, names)
+			builder.declare_registers(*rest.lstrip(".").split(None, 1))
 		elif directive in ("shared", "local", "global", "const"):
 			self._declare(directive, rest, builder.symbols)
 		elif directive == "branchtargets":

@@ -46,9 +46,7 @@ def load_corpus() -> Corpus:
 
 def unigram_entropy(data: Tensor) -> float:
 	"""Entropy in nats of the byte frequencies: the loss of the best model without context."""
-	counts = torch.bincount(data.long())
-	frequency = counts[counts > 0].double() / len(data)
-	return float(-(frequency * frequency.log()).sum())
+	return float(torch.special.entr(torch.bincount(data.long()).double() / len(data)).sum())
 
 
 def sample_batch(data: Tensor, batch: int, context: int, generator: torch.Generator) -> Batch:

@@ -110,9 +110,8 @@ struct CTA {
 	// By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
 	std::vector<u64> proxy_shadow;
 	std::vector<u32> tmem;
-	std::vector<u8> tmem_used;
+	u32 tmem_used = 0;  // units that are allocated, a bit for each
 	bool tmem_permit_given_up = false;
-	u32 tmem_columns = 0;
 	NamedBarrier barriers[16];
 	std::vector<Warp> warps;
 	int live_warps = 0, pending_reads = 0;

@@ -17,7 +17,7 @@ void cta_exit(CTA* c) {
 				"the cluster's last CTA exits while %d asynchronous operations are in flight (loads, "
 				"tensor-memory copies, MMAs, commits): nothing waited for them",
 				cluster->in_flight);
-	if (c->tmem_columns) fail("CTA exits holding %u columns of tensor memory", c->tmem_columns);
+	if (c->tmem_used) fail("CTA exits holding %u columns of tensor memory", __builtin_popcount(c->tmem_used) * TMEM_UNIT);
 	if (c->pending_reads)
 		fail(
 				"CTA exits while a bulk store still reads its shared memory (missing "

@@ -6,9 +6,12 @@
 #include "races.h"
 #include "tensor.h"
 
-constexpr u32 UNITS = TMEM_COLUMNS / TMEM_UNIT, UNWRITTEN = 0x7fffffff;
+constexpr u32 UNWRITTEN = 0x7fffffff;
 static u32 column_of(u32 address) { return address & 0xffff; }
 static u32 lane_of(u32 address) { return (address >> 16) & 0x7f; }
+static u32 units_of(u32 column, u32 count) {  // as in CTA::tmem_used
+	return (2u << (column + count - 1) / TMEM_UNIT) - (1u << column / TMEM_UNIT);
+}
 
 CTA* pair_peer(CTA* c, const char* what) { return cta_at(c->cluster, c->rank ^ 1, what); }
 
@@ -20,18 +23,11 @@ static Status allocate(Warp& w, const Instruction& in, u32 mask) {
 	if (columns < TMEM_UNIT || columns > TMEM_COLUMNS || (columns & (columns - 1)))
 		fail("tcgen05.alloc of %u columns: must be a power of two in 32..512", columns);
 	if (c->tmem_permit_given_up) fail("tcgen05.alloc after relinquish_alloc_permit");
-	if (c->tmem.empty()) {
-		c->tmem.assign(TMEM_LANES * TMEM_COLUMNS, UNWRITTEN);
-		c->tmem_used.assign(UNITS, 0);
-	}
-	const u32 units = columns / TMEM_UNIT;
-	for (u32 first = 0; first + units <= UNITS; first += units) {
-		bool free = true;
-		for (u32 i = 0; i < units; i++) free &= !c->tmem_used[first + i];
-		if (!free) continue;
-		for (u32 i = 0; i < units; i++) c->tmem_used[first + i] = 1;
-		c->tmem_columns += columns;
-		const u32 address = first * TMEM_UNIT;
+	if (c->tmem.empty()) c->tmem.assign(TMEM_LANES * TMEM_COLUMNS, UNWRITTEN);
+	for (u32 address = 0; address < TMEM_COLUMNS; address += columns) {
+		const u32 units = units_of(address, columns);
+		if (c->tmem_used & units) continue;
+		c->tmem_used |= units;
 		const u32 to = shared_address(w, in, 0, 0);
 		memcpy(shared_pointer(w, to, 4), &address, 4);
 		note_generic_write(w, 0, to, 4);
@@ -51,20 +47,16 @@ static Status deallocate(Warp& w, const Instruction& in, u32 mask) {
 	if (c->tmem.empty() || columns < TMEM_UNIT || columns % TMEM_UNIT || first % TMEM_UNIT ||
 			first + columns > TMEM_COLUMNS)
 		fail("tcgen05.dealloc of column %u, %u columns, which was never allocated", first, columns);
-	for (u32 i = first / TMEM_UNIT; i < (first + columns) / TMEM_UNIT; i++) {
-		if (!c->tmem_used[i]) fail("tcgen05.dealloc of column %u, %u columns: free tensor memory", first, columns);
-		c->tmem_used[i] = 0;
-	}
-	c->tmem_columns -= columns;
+	const u32 units = units_of(first, columns);
+	if (units & ~c->tmem_used) fail("tcgen05.dealloc of column %u, %u columns: free tensor memory", first, columns);
+	c->tmem_used &= ~units;
 	machine.epoch++;
 	return OK;
 }
 EXECUTES(deallocate, TC_DEALLOC)
 
 void need_columns(CTA* c, u32 column, u32 count, const char* what) {
-	bool allocated = !c->tmem.empty() && column + count <= TMEM_COLUMNS;
-	for (u32 i = column / TMEM_UNIT; allocated && i <= (column + count - 1) / TMEM_UNIT; i++) allocated = c->tmem_used[i];
-	if (!allocated)
+	if (column + count > TMEM_COLUMNS || units_of(column, count) & ~c->tmem_used)
 		fail("%s touches tensor memory columns %u..%u, outside any allocation", what, column, column + count - 1);
 }
 
