@@ -33,8 +33,8 @@ is written apart from the engine.
 - deadlock, with every warp's position and what it waits for, and polling for what does not come;
 - an mbarrier that is used before ``mbarrier.init`` or gets more arrivals than it was made for, and
   named barriers with differing thread counts;
-- shared memory that is written by ordinary stores and read by TMA or a tensor core with no
-  ``fence.proxy.async`` between, by the writer or the issuer;
+- shared memory that is written by ordinary stores and read by TMA or a tensor core, or overwritten
+  by TMA, with no ``fence.proxy.async`` between, by the writer or the issuer;
 - tensor memory that is not freed, a CTA that exits under a pending bulk store, a cluster that
   exits before its loads, copies, MMAs or commits have completed;
 - in chaos mode, by wrong results: missing waits. Copies, MMAs and tensor-memory stores take effect

@@ -198,13 +198,19 @@ def test_invalid_tensor_maps(box, swizzle, message):
 
 
 def test_missing_proxy_fence():
-	def store(fence):
-		_store(aligned(ZEROS), (8, 8), (0, 0), fill=FILL.replace("fence.proxy.async.shared::cta;", fence))
+	own = "fence.proxy.async.shared::cta;"
+	load = EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0").replace("%p0", "%p1") + WAIT
+
+	def store(fence, body=STORE):
+		_store(aligned(ZEROS), (8, 8), (0, 0), body, FILL.replace(own, fence))
 
 	# A fence of global memory orders no shared memory.
 	for fence in ("", "fence.proxy.async.global;"):
 		with fails(r"TMA store reads .* no fence.proxy.async"):
 			store(fence)
+		with fails(r"load overwrites .* no fence.proxy.async"):
+			store(fence, load)
+	store(own, load)
 	with emulator.options(check_fences=False):
 		store("")
 

@@ -5,19 +5,20 @@
 #include "memory.h"
 #include "races.h"
 
-void post_load(Warp& w, const Instruction& in, u32 ranks, u32 offset, u32 bytes, u32 barrier, const char* what,
-							 std::function<void(CTA*)> write) {
+void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, u32 bytes, u32 barrier,
+							 const char* what, std::function<void(CTA*)> write) {
 	Cluster* cluster = w.cta->cluster;
 	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
 	machine.stats.tma_load_bytes += bytes;
 	const Actor me = issue_async(w, LOAD_AGENT);
+	const u64 fenced = w.fenced[lane];
 	machine.post([=] {
 		FOR_LANES (rank, ranks) {
 			CTA* d = cluster->ctas[rank].get();
 			if (d->exited) fail("%s into CTA rank %u, which has exited", what, rank);
 			need_in_smem(d, offset, bytes, what);
 			write(d);
-			note_async_write(d, offset, bytes, me);
+			note_async_write(d, offset, bytes, me, fenced, what);
 			// A multicast signals the same barrier offset in every destination; with cta_group::2 the
 			// one of the barrier's own half of the pair.
 			u32 signalled = rank_of(barrier);
@@ -58,7 +59,7 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
 		const u32 bytes = (u32)value_of(w, in, 2, lane);
 		need_16(bytes, from, to, "bulk load");
 		const u32 ranks = destinations(w, in, 4, lane, to, "bulk load");
-		post_load(w, in, ranks, offset, bytes, shared_address(w, in, 3, lane), "bulk load", [=](CTA* d) {
+		post_load(w, in, lane, ranks, offset, bytes, shared_address(w, in, 3, lane), "bulk load", [=](CTA* d) {
 			machine.check_range(from, bytes, "bulk load");
 			memcpy(d->smem.data() + offset, (const void*)from, bytes);
 		});

@@ -39,7 +39,7 @@ void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what);
 void note_generic_write(Warp& w, int lane, u32 address, u32 bytes);
 void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes);  // atomics
 void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what);
-void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by);
+void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by, u64 issuer_fenced, const char* what);
 
 // ---- mbarriers (mbarrier.cpp)
 bool mbarrier_done(CTA* c, u32 offset, u64 phase_parity);
@@ -52,8 +52,8 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 
 // ---- bulk and TMA copies (bulk_copy.cpp)
 // A load into the same offset of CTAs of the cluster, whose mbarriers then get the bytes.
-void post_load(Warp& w, const Instruction& in, u32 ranks, u32 offset, u32 bytes, u32 barrier, const char* what,
-							 std::function<void(CTA*)> write);
+void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, u32 bytes, u32 barrier,
+							 const char* what, std::function<void(CTA*)> write);
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
 								std::function<void(const std::vector<u8>&)> write);

@@ -1,6 +1,4 @@
 // Which generic-proxy writes the async proxy may see.
-#include <cstring>
-
 #include "memory.h"
 #include "races.h"
 
@@ -24,8 +22,7 @@ void note_generic_write(Warp& w, int lane, u32 address, u32 bytes) {
 	note_generic_write_unraced(w, lane, address, bytes);
 }
 
-void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what) {
-	if (acting) race_shared(c, offset, bytes, false, *acting);
+static void need_fence(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what, const char* does) {
 	if (!machine.config.check_fences) return;
 	for (u32 i = offset / 4; i < word_after(offset, bytes); i++) {
 		const u64 tag = c->proxy_shadow[i];
@@ -33,15 +30,19 @@ void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const ch
 		const u32 thread = (u32)(tag >> THREAD_SHIFT) - 1;
 		const u64 when = tag & TIME_MASK;
 		if (c->warps[thread / 32].fenced[thread % 32] <= when && issuer_fenced <= when)
-			fail("%s reads shared offset %u written by thread %u, with no fence.proxy.async between", what, i * 4, thread);
+			fail("%s %s shared offset %u written by thread %u, with no fence.proxy.async between", what, does, i * 4, thread);
 		c->proxy_shadow[i] = 0;
 	}
 }
 
-void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by) {
+void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what) {
+	if (acting) race_shared(c, offset, bytes, false, *acting);
+	need_fence(c, offset, bytes, issuer_fenced, what, "reads");
+}
+
+void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by, u64 issuer_fenced, const char* what) {
 	race_shared(c, offset, bytes, true, by);
-	if (machine.config.check_fences)
-		memset(&c->proxy_shadow[offset / 4], 0, (word_after(offset, bytes) - offset / 4) * 8);
+	need_fence(c, offset, bytes, issuer_fenced, what, "overwrites");
 }
 
 static void proxy_fence(Warp& w, const Instruction&, u32 mask) {

@@ -77,7 +77,7 @@ static void tma_load(Warp& w, const Instruction& in, u32 mask) {
 		if (offset % SMEM_ALIGNMENT)
 			fail("TMA load: shared destination offset %u is not %u-byte aligned", offset, SMEM_ALIGNMENT);
 		const u32 box_bytes = map.box_bytes(), barrier = shared_address(w, in, 3, lane);
-		post_load(w, in, ranks, offset, boxes * box_bytes, barrier, "TMA load", [=](CTA* d) {
+		post_load(w, in, lane, ranks, offset, boxes * box_bytes, barrier, "TMA load", [=](CTA* d) {
 			// Rows of gather4 lie one after the other, and swizzles are those of addresses.
 			for (u32 i = 0; i < boxes; i++)
 				load_box(d, offset + i * box_bytes, map, boxes > 1 ? Coordinates{at[0], at[1 + i]} : at);
