@@ -67,7 +67,7 @@ ZEROED = [
 	*(sm100_fp8.M_GROUPED[name] for name in ("mxfp8", "fp8 few", "promoted")),
 	decoded.CONFIGS["nvfp4 few rows"],
 ]
-FAR = [sm100.FPROP, sm100.TILED["swapped 128x64"], *ZEROED[-4:]]
+FAR = [sm90.PLAIN, fp8.BLOCK, fp8.UNSWAPPED, sm100.FPROP, sm100.TILED["swapped 128x64"], *ZEROED[-4:]]
 
 
 @each("config", ZEROED, str)
