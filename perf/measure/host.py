@@ -28,6 +28,7 @@ class _Recorder:
 
 	def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
 		self.arch, self.num_sms, self._launch = arch, num_sms, launch
+		self.bandwidth = launch and launch.bandwidth
 		self.launches: list[Callable[[], object]] | None = None
 
 	def kernel(self, spec: Any) -> Callable[..., object]:
