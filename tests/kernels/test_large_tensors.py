@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from cute_kernels import emulator
+from cute_kernels import backend, emulator
 from cute_kernels.formats import NVFP4, parse
 from cute_kernels.layout.buffers import buffers, code_pitch
 from cute_kernels.layout.shapes import ceil_div, scale_tiles
@@ -194,6 +194,16 @@ def test_dequantize(name, direction, uniform):
 	first, ctas = tile * parts // 8, parts // 8 // 2 * 2 + 2
 	run_ctas(config, first, first + ctas, big_codes, big_scales, big_amax, offs, out, 0, ctas // 2)
 	assert_same_bytes(out.flatten(0, -2)[before : before + ROWS], want, any_nan=True)
+
+
+@each_arch
+def test_gather_and_combine(arch):
+	last, before, index = random_input((ROWS, 512), BF16), 2**23, torch.randperm(ROWS).int()
+	row, weight, h = index.view(-1, 4), torch.rand(ROWS // 4, 4), at_the_end(last, before)
+	want = ops.moe_gather(last, index), ops.moe_combine(last, row, weight)
+	with backend(f"emulated:{arch}"):
+		assert_same_bytes(ops.moe_gather(h, index + before), want[0])
+		assert_same_bytes(ops.moe_combine(h, row + before, weight), want[1])
 
 
 def test_a_tail_of_zeros():
