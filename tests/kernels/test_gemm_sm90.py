@@ -98,7 +98,8 @@ def test_plain_operands(config, shape, device):
 
 @each(
 	("kind", "tile"),
-	[(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())],
+	[(k, t) for i, k in enumerate(KINDS) for t in ([*M_TILES.values()][i::3] if i else M_TILES.values())]
+	+ [("bf16", M_TILES["256x160 fitted"])],
 )
 def test_every_tile(tile, kind, device):
 	base = Sm90GemmConfig(out_dtype="float32", tile=M_TILES["128x128"], **KINDS[kind])

@@ -12,8 +12,9 @@ from tests.helpers import BF16, dequantize_arguments, each, each_arch, m_grouped
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
-#: Tiles must not follow the number of groups.
+#: Tiles must not follow the number of groups. sm_90a has two lists of tiles of FP8 products.
 TILES = {"sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4), "sm_100a": Sm100Tile(128, 32, swap_ab=True)}
+UNEVEN = TILES | {"sm_90a": Sm90Tile(128, 128, swap_ab=True)}
 
 
 def among(groups):
@@ -22,17 +23,22 @@ def among(groups):
 	return sizes.cumsum(0).int()
 
 
-def quantized(x, offs, columnwise=False):
+def quantized(x, offs, columnwise=False, text="nvfp4"):
 	with backend("reference"):
-		return ops.grouped_quantize(x, "nvfp4", offs, None, not columnwise, columnwise)
+		return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
 
 
 def weights(groups):
 	return sample(1, N, K).repeat(groups, 1, 1)
 
 
-def quantized_weights(groups):
-	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None)]
+def quantized_weights(groups, text="nvfp4"):
+	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None, text=text)]
+
+
+def fp8_product(x, offs):
+	a, b = quantized(x, offs, text="fp8"), quantized_weights(len(offs), "fp8")
+	return m_grouped_arguments(a[:2], b[:2], offs, a_format="fp8", b_format="fp8")
 
 
 #: Op, its arguments for (x, offs), and how much more than with 64 groups it may cost with 2048.
@@ -55,14 +61,15 @@ READERS = {
 		lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
 		1.2,
 	),
+	"fp8 gemm": ("m_grouped_gemm", fp8_product, 1.25),
 	"bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
 	"w4a16 gemm": ("m_grouped_gemm", lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs), 1.05),
 }
 
 
-def cost(arch, op, arguments):
+def cost(tile, arch, op, arguments):
 	forced = op.startswith("m_grouped")
-	with backend(f"emulated:{arch}", num_sms=1), force_tile(TILES[arch]) if forced else contextlib.nullcontext():
+	with backend(f"emulated:{arch}", num_sms=1), force_tile(tile) if forced else contextlib.nullcontext():
 		emulator.reset_stats()
 		getattr(ops, op)(*arguments)
 		return emulator.stats()["warp_insns"]
@@ -73,5 +80,6 @@ def cost(arch, op, arguments):
 def test_empty_groups_cost_nothing(name, arch):
 	op, make, most = READERS[name]
 	x = sample(ROWS, K)
-	few, many = (cost(arch, op, make(x, among(groups))) for groups in (64, 2048))
+	tile = (UNEVEN if make is fp8_product else TILES)[arch]
+	few, many = (cost(tile, arch, op, make(x, among(groups))) for groups in (64, 2048))
 	assert few < many <= most * few
