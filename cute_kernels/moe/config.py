@@ -1,6 +1,6 @@
 """What the kernels of a mixture of experts are compiled for; shapes stay dynamic."""
 
-import dataclasses
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _ONE_CTA = 4096
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RoutingConfig:
 	"""The stable counting sort of tokens by expert; each of the CTAs of a cluster counts all pairs."""
 
@@ -27,7 +27,7 @@ class RoutingConfig:
 		return cls(ids, 1 if pairs <= _ONE_CTA else cls.ctas)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RouterConfig:
 	"""The choice of experts by logits.
 
@@ -47,7 +47,7 @@ class RouterConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.router:RouterKernel"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class RouterGradientConfig:
 	"""The gradient of that, attributes as there; ``biased``: of scores, too; ``in_parts``: as three bf16 numbers."""
 
@@ -61,7 +61,7 @@ class RouterGradientConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.router:RouterGradientKernel"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class GatherConfig:
 	"""Rows by an index; a lane moves ``width`` bytes at once, which divide the bytes of a row: 16, 4 or 2."""
 
@@ -76,7 +76,7 @@ class GatherConfig:
 		return cls(next(w for w in (16, 4, 2) if row_bytes % w == 0))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class SpreadConfig(GatherConfig):
 	"""The same token by token: one read of each row of x."""
 
@@ -84,7 +84,7 @@ class SpreadConfig(GatherConfig):
 	kernel: ClassVar[str] = "cute_kernels.moe.rows:SpreadKernel"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CombineConfig:
 	"""The weighted sum of each token's rows.
 
@@ -101,7 +101,7 @@ class CombineConfig:
 	kernel: ClassVar[str] = "cute_kernels.moe.rows:CombineKernel"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ActivateConfig:
 	"""An activation of the rows of experts, or its gradient, with that of weights if rows have any.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ class Plain(Op):
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class ComputeRouting(Plain):
 	"""Rows of tokens sorted by expert, and where each token went: a stable counting sort.
 
@@ -85,7 +85,7 @@ def _gather_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MoeGather(Plain):
 	"""Rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
@@ -146,7 +146,7 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MoeCombine(Plain):
 	"""The weighted sum of each token's rows: ``y[t] = sum over k of weight[t, k] h[row[t, k]]``.
 
@@ -210,7 +210,7 @@ def _activate_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MoeActivate(Plain):
 	"""An activation of the rows of experts, in fp32 and rounded once to the dtype of ``x``.
 
@@ -248,7 +248,7 @@ class MoeActivate(Plain):
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MoeActivateGradient(Plain):
 	"""The gradient of ``moe_activate``, and of the weights of rows if there are some.
 
@@ -303,7 +303,7 @@ class MoeActivateGradient(Plain):
 
 
 @register
-@dataclasses.dataclass
+@dataclass
 class MoeQuantizeGradient(Op):
 	"""``moe_activate_gradient``, then ``grouped_quantize``, to the bit, where tiles allow it from one read.
 

@@ -3,7 +3,7 @@
 On the emulator its CuTe DSL quantizers run from a checkout (``--path FlashInfer=FOLDER``).
 """
 
-import functools
+from functools import partial
 import importlib
 import os
 import sys
@@ -45,16 +45,16 @@ class FlashInfer(Peer):
 			text = "nvfp4" if asked.gives_amax else "nvfp4:row_scaled"
 			assert isinstance(self.meter, EmulatorMeter)
 			kind = (not asked.gives_amax, self.meter.num_sms)
-			yield self._quantizer(data, text, functools.partial(_emulated, self.path, data, *kind))
+			yield self._quantizer(data, text, partial(_emulated, self.path, data, *kind))
 		elif torch.cuda.get_device_capability()[0] == _BLACKWELL:
 			if asked.gives_amax:
-				yield self._quantizer(data, "nvfp4", functools.partial(_nvfp4, data, False))
+				yield self._quantizer(data, "nvfp4", partial(_nvfp4, data, False))
 				return
-			yield self._quantizer(data, "nvfp4:row_scaled", functools.partial(_nvfp4, data, True))
-			yield self._quantizer(data, "mxfp8", functools.partial(_mxfp8, data))
+			yield self._quantizer(data, "nvfp4:row_scaled", partial(_nvfp4, data, True))
+			yield self._quantizer(data, "mxfp8", partial(_mxfp8, data))
 
 	def _quantizer(self, data: Input, text: str, prepare: Prepare) -> Contender:
-		return self.quantizer(data, text, prepare, functools.partial(_error, data))
+		return self.quantizer(data, text, prepare, partial(_error, data))
 
 	def products(self, work: Operands) -> Iterator[Contender]:
 		if self.meter.kind == "emulator" or work.product != "fprop":
@@ -62,7 +62,7 @@ class FlashInfer(Peer):
 
 		def prepare() -> Callable[[], Tensor]:
 			multiply = importlib.import_module("flashinfer.grouped_mm").grouped_mm_bf16
-			return functools.partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
+			return partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
 
 		yield self.product(work, "bfloat16", prepare)
 
@@ -71,12 +71,12 @@ def _nvfp4(data: Input, by_row: bool) -> Run:
 	quantize = importlib.import_module("flashinfer").nvfp4_quantize
 	if by_row:
 		level = torch.tensor([1 / _LARGEST], device=data.x.device)
-		return functools.partial(quantize, data.x, level, per_token_activation=True)
-	return functools.partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
+		return partial(quantize, data.x, level, per_token_activation=True)
+	return partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
 
 
 def _mxfp8(data: Input) -> Run:
-	return functools.partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
+	return partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
 
 
 def _error(data: Input, got: tuple[Tensor, ...]) -> float:

@@ -1,7 +1,7 @@
 """PyTorch: grouped products, and quantizers as its compiler makes them."""
 
 import dataclasses
-import functools
+from functools import partial
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -31,10 +31,10 @@ class PyTorch(Peer):
 		return {"torch": torch.__version__}
 
 	def products(self, work: Operands) -> Iterator[Contender]:
-		plain = functools.partial(_grouped_mm, work)
+		plain = partial(_grouped_mm, work)
 		yield self.product(work, "bfloat16", lambda: plain)
 		if work.device.type == "cuda" and work.product == "fprop":
-			yield self.product(work, "fp8 rowwise", functools.partial(_rowwise, work), 1.0, 1.0)
+			yield self.product(work, "fp8 rowwise", partial(_rowwise, work), 1.0, 1.0)
 
 	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
 		"""NVFP4 and MXFP8 rows; scales are not swizzled."""
@@ -48,7 +48,7 @@ class PyTorch(Peer):
 
 	def _compiled(self, data: Input, text: str, quantize: Callable[..., Any], decode: Callable[..., Tensor]) -> Contender:
 		def prepare() -> Run:
-			return functools.partial(torch.compile(quantize, dynamic=False), data.x, data.amax.amax().view(1))
+			return partial(torch.compile(quantize, dynamic=False), data.x, data.amax.amax().view(1))
 
 		made = self.quantizer(data, text, prepare, lambda got: relative_error(decode(*got), data.x))
 		return dataclasses.replace(made, name="torch.compile")
@@ -61,8 +61,8 @@ class PyTorch(Peer):
 		yield self._step(work, compiled(swiglu, work.device))
 
 	def _step(self, work: LayerWork, activate: Callable[[Tensor], Tensor]) -> Contender:
-		product = functools.partial(torch._grouped_mm, offs=work.offs)
-		make = functools.partial(plain_layer, work, product, activate)
+		product = partial(torch._grouped_mm, offs=work.offs)
+		make = partial(plain_layer, work, product, activate)
 		return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"], versions=self.versions)
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
@@ -116,7 +116,7 @@ def _rowwise(work: Operands) -> Callable[[], Tensor]:
 	pairs = [_to_fp8_rows(weight) for weight in work.b]
 	b, b_scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
 	options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-	return functools.partial(torch._scaled_grouped_mm, a, b.transpose(1, 2), a_scale, b_scale, offs=work.offs, **options)
+	return partial(torch._scaled_grouped_mm, a, b.transpose(1, 2), a_scale, b_scale, offs=work.offs, **options)
 
 
 def nvfp4_given(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """torchao 0.18: its training recipes of grouped products, and its quantizers under compilation."""
 
-import functools
+from functools import partial
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,9 +40,9 @@ class TorchAo(Peer):
 			quantize = make(data)
 			if data.x.device.type == "cuda":
 				quantize = torch.compile(quantize, dynamic=False)
-			return functools.partial(quantize, data.x)
+			return partial(quantize, data.x)
 
-		yield self.quantizer(data, "nvfp4" if asked.gives_amax else "mxfp8", prepare, functools.partial(_error, data))
+		yield self.quantizer(data, "nvfp4" if asked.gives_amax else "mxfp8", prepare, partial(_error, data))
 
 	def layers(self, work: LayerWork) -> Iterator[Contender]:
 		if work.device.type != "cuda":
@@ -50,7 +50,7 @@ class TorchAo(Peer):
 		major = torch.cuda.get_device_capability()[0]
 		for text, (function, capabilities) in _LAYERS.items():
 			if major in capabilities:
-				yield work.contender("torchao", text, functools.partial(_layer, work, function), versions=self.versions)
+				yield work.contender("torchao", text, partial(_layer, work, function), versions=self.versions)
 
 
 def _mxfp8(data: Input) -> Callable[[Tensor], Any]:
@@ -80,7 +80,7 @@ def _error(data: Input, got: tuple[Tensor, ...]) -> float:
 
 def _layer(work: LayerWork, function: str) -> Step:
 	multiply = getattr(importlib.import_module(_TRAINING), function)
-	return plain_layer(work, functools.partial(multiply, offs=work.offs, pad_token_groups_for_grouped_mm=True))
+	return plain_layer(work, partial(multiply, offs=work.offs, pad_token_groups_for_grouped_mm=True))
 
 
 PEER = TorchAo

@@ -1,7 +1,7 @@
 """Grouped products of one layer's shapes: each format of ours, and peers."""
 
 import dataclasses
-import functools
+from functools import partial
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -93,8 +93,8 @@ def ours(pair: Pair, work: Operands, meter: Meter) -> Contender:
 	return Contender(
 		name=f"ours{pair.variant}",
 		format=pair.text(work.product),
-		prepare=functools.partial(_prepare, pair, work, meter),
-		error=functools.partial(_error, pair, work),
+		prepare=partial(_prepare, pair, work, meter),
+		error=partial(_error, pair, work),
 		bound=_BOUND,
 		# What is added to is read and written.
 		bytes=work.least_bytes(*_bytes(pair, work), 8.0 if pair.accumulates else 2.0),
@@ -137,13 +137,13 @@ def _prepare(pair: Pair, work: Operands, meter: Meter) -> Callable[[], Tensor]:
 		# Squares are not multiplied by squares.
 		gradient = a_fmt if b_fmt is not None and b_fmt.is_2d else b_fmt
 		recipe = grouped.recipes.Recipe(input=a_fmt, weight=b_fmt, grad_output=gradient)
-		return functools.partial(grouped.linear, a, b, None, work.offs, recipe)
+		return partial(grouped.linear, a, b, None, work.offs, recipe)
 	if a_fmt is None:
 		options["offs"] = work.offs
 	if pair.accumulates:
 		options["out"] = torch.zeros(dataclasses.astuple(work.shape)[2:], device=work.device)
 		options["accumulate"] = True
-	return functools.partial(grouped.grouped_gemm, a, b, **options)
+	return partial(grouped.grouped_gemm, a, b, **options)
 
 
 def _error(pair: Pair, work: Operands, out: Tensor) -> float:

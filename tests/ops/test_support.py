@@ -1,6 +1,6 @@
 """The support table against the ops: what it says runs, runs; what it denies raises its reason."""
 
-import itertools
+from itertools import product
 import re
 
 import pytest
@@ -31,13 +31,13 @@ from tests.unit.test_capability import FORMATS
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
-	*itertools.product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
-	*itertools.product(
+	*product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
+	*product(
 		("grouped_quantize", "grouped_dequantize", "moe_quantize_gradient", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
 		FORMATS[:1],
 	),
 	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
-	*itertools.product(("delayed_scaling_update",), set(FORMATS) - SCALED),
+	*product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
 #: Variants that share kernels' skeletons and are run on one architecture here.
 RUN_ON = {NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a", NVFP4(four_over_six=True): "sm_90a"}
@@ -49,7 +49,7 @@ PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
 
 def combinations():
-	for op, fmt, arch, prepacked in itertools.product(OPS, FORMATS, ARCHITECTURES, (False, True)):
+	for op, fmt, arch, prepacked in product(OPS, FORMATS, ARCHITECTURES, (False, True)):
 		if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
 			continue
 		if arch not in ("reference", RUN_ON.get(fmt, arch)):
@@ -104,7 +104,7 @@ def grouped_quantize(fmt, dtype):
 
 
 def grouped_dequantize(fmt, dtype):
-	for uniform, columnwise in itertools.product((False, True), (False, True)):
+	for uniform, columnwise in product((False, True), (False, True)):
 		rows, offs = (N, None) if uniform else (6, OFFS)
 		copy = held(fmt, uniform, columnwise)
 		ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise))
