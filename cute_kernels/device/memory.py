@@ -4,8 +4,6 @@ Addresses are integers: 32-bit byte offsets into shared memory, 64-bit global ad
 lists of 32-bit words.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

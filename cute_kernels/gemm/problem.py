@@ -18,8 +18,6 @@ Two words: the *tail* is what a buffer has after the rows of its last group; the
 group is *partial* if the group's rows do not fill it.
 """
 
-from __future__ import annotations
-
 import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -143,7 +141,7 @@ class GemmArguments(NamedTuple):
 	out_level: Any = None
 	counter: Any = None
 
-	def in_order(self, config: GemmConfig) -> tuple[Any, Any, Any, Any]:
+	def in_order(self, config: "GemmConfig") -> tuple[Any, Any, Any, Any]:
 		if config.tile.swap_ab:
 			return self.b, self.a, self.b_scales, self.a_scales
 		return self.a, self.b, self.a_scales, self.b_scales
@@ -272,7 +270,7 @@ class GemmConfig(abc.ABC):
 		"""Whether the row tiles of a group have equally many rows; otherwise all but the last are full."""
 		return False
 
-	def parts(self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None) -> tuple[GemmConfig, ...]:
+	def parts(self, problem: GemmProblem, num_sms: int, bandwidth: float | None = None) -> "tuple[GemmConfig, ...]":
 		"""The kernels that share a product among them, in the order in which they run."""
 		return (self,)
 

@@ -4,8 +4,6 @@ Rows of scales lie in slots: those that no row has in a group's last tile of 128
 quantizer leaves them, and so are those past the last block in a tile of scales.
 """
 
-from __future__ import annotations
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 

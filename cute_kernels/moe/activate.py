@@ -4,9 +4,7 @@ A warp takes a row, a lane eight neighbouring columns of every 256. The sum that
 a row's weight stays in its warp: ``cute_kernels.reference.moe`` states its order.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
@@ -20,8 +18,7 @@ from cute_kernels.device.launch import DSL_TYPES, GridKernel, compact, env_strea
 from cute_kernels.device.memory import load_global_if, store_global, store_global_half
 from cute_kernels.device.ptx import add_rn, f32_as_bits
 
-if TYPE_CHECKING:
-	from .config import ActivateConfig
+from .config import ActivateConfig
 
 _WARPS = 8
 #: Columns of the result that a lane takes at a time.

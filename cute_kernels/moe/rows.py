@@ -3,9 +3,7 @@
 A warp takes a strip of a row at a time. Every lane has its loads under way before it uses any.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int16, Int32, Int64, Uint32, cute
@@ -15,9 +13,7 @@ from ..device.convert import pack_words, unpack_words
 from ..device.launch import DSL_TYPES, GridKernel, compact, env_stream
 from ..device.memory import load_global_if, store_global, store_global_half
 from ..device.ptx import add_rn, mul_rn
-
-if TYPE_CHECKING:
-	from .config import CombineConfig, GatherConfig
+from .config import CombineConfig, GatherConfig
 
 _WARPS = 8
 _THREADS = _WARPS * WARP_SIZE

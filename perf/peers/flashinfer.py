@@ -3,12 +3,12 @@
 On the emulator its CuTe DSL quantizers run from a checkout (``--path FlashInfer=FOLDER``).
 """
 
-from functools import partial
 import importlib
 import os
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 

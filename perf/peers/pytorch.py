@@ -1,8 +1,8 @@
 """PyTorch: grouped products, and quantizers as its compiler makes them."""
 
 import dataclasses
-from functools import partial
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch

@@ -1,8 +1,8 @@
 """torchao 0.18: its training recipes of grouped products, and its quantizers under compilation."""
 
-from functools import partial
 import importlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch

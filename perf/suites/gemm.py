@@ -1,9 +1,9 @@
 """Grouped products of one layer's shapes: each format of ours, and peers."""
 
 import dataclasses
-from functools import partial
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch

@@ -1,7 +1,7 @@
 """The support table against the ops: what it says runs, runs; what it denies raises its reason."""
 
-from itertools import product
 import re
+from itertools import product
 
 import pytest
 import torch

@@ -9,8 +9,6 @@ Codes that no instruction takes with the other operand have stages of their own,
 K as those of what is multiplied, which warps decode them to: see ``decode``.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -347,7 +345,7 @@ class ScaleTilesConfig:
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm100.scale_tiles:ScaleTilesKernel"
 
 	@classmethod
-	def before(cls, config: Sm100GemmConfig) -> ScaleTilesConfig | None:
+	def before(cls, config: Sm100GemmConfig) -> "ScaleTilesConfig | None":
 		"""What a GEMM's scales go through; None if they stay as they are."""
 		if not (config.takes_scale_tiles or config.pairs_scales):
 			return None

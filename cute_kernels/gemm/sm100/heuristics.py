@@ -6,8 +6,6 @@ figures for a B200 (dense FP4 peak, and half of it for each doubling of the elem
 measurements: they decide ties between tiles, never correctness.
 """
 
-from __future__ import annotations
-
 import math
 from typing import TYPE_CHECKING
 
@@ -28,7 +26,7 @@ _FILL_CYCLES = 2000
 
 
 def estimated_cycles(
-	config: Sm100GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+	config: "Sm100GemmConfig", problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> float:
 	# Not of memory: what a tile loads comes from L2 here.
 	tile, kind = config.tile, config.mma_kind

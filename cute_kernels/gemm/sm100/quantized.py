@@ -1,9 +1,6 @@
 """What an activation makes of rows in tensor memory, to codes and block scales: see ``gemm.quantized``."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
@@ -16,10 +13,8 @@ from ...device.ptx import bits_as_f32, f32_as_bits, select
 from ...layout.slots import TILE_ROWS
 from ..output import EpilogueTensors
 from ..quantized import QuantizedRows
+from .config import Sm100GemmConfig
 from .warp_schedule import NamedBarrierId
-
-if TYPE_CHECKING:
-	from .config import Sm100GemmConfig
 
 #: Words of the longest vector that is stored, and columns of the product of a CTA with swapped operands.
 _MOST_WORDS, _SWAPPED_COLUMNS = 8, 128

@@ -1,7 +1,5 @@
 """The consumer warpgroups: warpgroup MMA over the stages, then the epilogue."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

@@ -5,8 +5,6 @@ through shared memory, some rows of 128 bytes of output at a time. Then eight la
 of a row, and rows outside of the group are left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -8,8 +8,6 @@ Rows past the group's last are zeros, and those whose index is none of the rows 
 is read there.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass

@@ -12,9 +12,7 @@ ab         gather -> consumers      one a lane, once its copies are there
 ========== ======================== =======================================================
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Uint8, const_expr, cute, pipeline
@@ -37,15 +35,13 @@ from ..views import (
 	scale_words_view,
 	squares_view,
 )
+from .config import Sm90GemmConfig
 from .consumer import Consumer
 from .epilogue import Epilogue, StoreWarps
 from .gather import Gathered, GatherWarp
 from .promotion import Promoter
 from .storage import Barriers, Layouts, Stages, make_pipelines
 from .warp_schedule import WarpSchedule
-
-if TYPE_CHECKING:
-	from .config import Sm90GemmConfig
 
 
 class Sources(NamedTuple):

@@ -15,8 +15,6 @@ stage, are read from global memory a stage ahead: a lane reading them for 32 sta
 were 5% slower (H200).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from cutlass import Float32, Int32, cute

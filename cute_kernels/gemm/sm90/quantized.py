@@ -4,10 +4,8 @@ A tile has 256 columns of the product: a consumer warpgroup staged them for the 
 64, or four have 64 each. Those that have parts of a block tell each other their amaxes.
 """
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
@@ -21,11 +19,8 @@ from ..activated import Window, store_if
 from ..output import VECTOR_BYTES
 from ..quantized import QuantizedRows
 from ..scheduler import WorkTile
-from .config import WARPGROUP_M
+from .config import WARPGROUP_M, Sm90GemmConfig
 from .warp_schedule import CONSUMERS_BARRIER, WARPGROUP_SIZE
-
-if TYPE_CHECKING:
-	from .config import Sm90GemmConfig
 
 #: Lanes of a staged row of 128 bytes; rows of as many lanes.
 _LANES = 8

@@ -1,7 +1,5 @@
 """What a CTA keeps in shared memory, and the pipelines over it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import cutlass
@@ -115,7 +113,7 @@ class Barriers(NamedTuple):
 	numbers: cute.Pointer | None
 
 	@staticmethod
-	def allocate(config: Sm90GemmConfig, layouts: Layouts, smem: cutlass.memory.SmemAllocator) -> Barriers:
+	def allocate(config: Sm90GemmConfig, layouts: Layouts, smem: cutlass.memory.SmemAllocator) -> "Barriers":
 		words = cute.make_layout(config.num_sched_stage * TILE_WORDS + 4 * config.mixes_groups)
 		size = config.consumers * config.num_store_stage * config.block_bytes
 		factors = None

@@ -1,7 +1,5 @@
 """Which warp does what, and how often each barrier is arrived at."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ...device.constants import WARP_SIZE

@@ -8,8 +8,6 @@ Lanes of a chunk read rows 16 apart, which the swizzle treats alike, four chunks
 all banks, every other lane reads the rows of an eight in another order, see ``twist``.
 """
 
-from __future__ import annotations
-
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, split_absmax

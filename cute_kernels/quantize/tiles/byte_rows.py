@@ -5,8 +5,6 @@ that share a block take its amax by shuffles. Scales go through shared memory, e
 of it, and leave four bytes a row, which is what 128 columns have in every layout of scales.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import cutlass

@@ -1,7 +1,5 @@
 """What a team does with a tile where a code is a byte: squares, then columns, then rows."""
 
-from __future__ import annotations
-
 from cutlass import Int32, Uint32, const_expr, cute
 
 from ...device.codecs.bytes import ByteCodec

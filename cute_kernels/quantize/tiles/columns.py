@@ -1,7 +1,5 @@
 """The columnwise half of the tile quantizer: a tile's columns to transposed codes and scales."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr

@@ -1,7 +1,5 @@
 """Random bytes of the columns of a tile, see ``cute_kernels.reference.draws``."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from cutlass import Int32, Int64, Uint32
@@ -39,7 +37,7 @@ class ColumnDraws:
 	@classmethod
 	def of(
 		cls, seed: Seed, is_2d: bool, cols: Int32, what: Descriptor, place: tuple[Int32, Int32, Int32 | int], per_word: int
-	) -> ColumnDraws:
+	) -> "ColumnDraws":
 		"""Those of a lane whose ``place`` in the tile is (first row, first column, twist)."""
 		row, col, twist = place
 		column = what.col_tile * TILE_COLS + col

@@ -16,9 +16,7 @@ of an older phase for its own. Two a team are enough: a stage is refilled only a
 seen its barrier, and that comes before the team's next tile but one is loaded.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
@@ -30,12 +28,10 @@ from cute_kernels.device.launch import DSL_TYPES
 from cute_kernels.device.memory import copy_async, load_global_if, load_shared, store_shared
 from cute_kernels.device.ptx import f32_as_bits
 from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.quantize.config import TileConfig
 
 from ..config import DTYPE_BYTES
 from .geometry import BOX_BYTES, BOX_ROWS, BOX_SIZE, TILE_COLS, Descriptor, SharedMemory, TileGeometry
-
-if TYPE_CHECKING:
-	from cute_kernels.quantize.config import TileConfig
 
 DESCRIPTOR_WORDS = 8
 

@@ -1,7 +1,5 @@
 """What a team does with a tile where two codes share a byte: columns first, then rows."""
 
-from __future__ import annotations
-
 from cutlass import Int32, Uint32, const_expr, cute
 
 from ...device.codecs.nibbles import NibbleCodec

@@ -1,7 +1,5 @@
 """The rowwise half of the tile quantizer: a tile's rows to codes and scales."""
 
-from __future__ import annotations
-
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from ...device.absmax import absmax_words

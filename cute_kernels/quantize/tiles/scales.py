@@ -4,8 +4,6 @@ All tiles of a group share a second level, so a block's encode factor depends on
 alone, and where a reciprocal is dear a team keeps the factors of all bytes in shared memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute

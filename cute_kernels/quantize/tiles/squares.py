@@ -1,7 +1,5 @@
 """Amaxes of square blocks that no warp has the whole of: a pass over the tile before all others."""
 
-from __future__ import annotations
-
 from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
 
 from ...device.absmax import absmax_packed, absmax_words, fmax, unpack_absmax, warp_max

@@ -1,7 +1,5 @@
 """What the four warps of a team do together."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import cutlass

@@ -5,8 +5,6 @@ The order is that of ``expand``. A warp takes a row, a quad of lanes 128 element
 lane q writes elements q and q + 4 of all four.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

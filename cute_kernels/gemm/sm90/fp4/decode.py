@@ -13,8 +13,6 @@ instructions. So one instruction takes four elements each of four blocks. Operan
 elements in the same order, that of ``layout.pieces``: the bits of the sum depend on it.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from cutlass import Int32, Uint16, Uint32, cute

@@ -8,8 +8,6 @@ A warp takes a row, a quad of lanes 128 elements of it. All four lanes read the 
 what goes into 16 bytes of every 64 that the quad stores together.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import cutlass

@@ -1,7 +1,5 @@
 """The stages in shared memory of operand M where it comes as codes."""
 
-from __future__ import annotations
-
 from cutlass import cute
 
 from cute_kernels.layout.shapes import PIECE_K, SF_TILE_ROWS, SF_TILE_WORDS
