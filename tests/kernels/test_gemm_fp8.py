@@ -42,6 +42,8 @@ FPROPS = {
 MIXED = {
 	"fast": replace(FAST, tile=M_TILES["256x128x2"]),
 	"fast, all": FAST_ALL,
+	"fast, spread": replace(FAST, tile=M_TILES["256x160x2 fitted"]),
+	"fast, all, spread": replace(FAST_ALL, tile=M_TILES["256x160 fitted"]),
 	"block": replace(UNSWAPPED, tile=K_TILES["128x256"]),
 	"block, all": replace(BLOCK_ALL, tile=K_TILES["128x128"]),
 }
@@ -149,7 +151,8 @@ def test_meaningless_configurations_are_refused(fields, message):
 
 
 CHOICES = [(BLOCK, 1, M_TILES["256x8"]), (BLOCK, 128, K_TILES["128x256"]), (BLOCK, 4096, K_TILES["128x256x2"])]
-CHOICES += [(FAST, 128, M_TILES["256x128x2"]), (FAST, 256, K_TILES["128x256"])]
+CHOICES += [(FAST, rows, M_TILES["256x160x2 fitted"]) for rows in (128, 256)]
+CHOICES += [(FAST, 64, M_TILES["256x128x2"]), (FAST, 512, K_TILES["128x256"])]
 CHOICES += [
 	(FPROP, rows, M_TILES[tile])
 	for rows, tile in ((1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2"))
@@ -164,10 +167,10 @@ def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
 
 
 def test_the_tile_follows_the_bandwidth():
-	problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 96, 5760, k=2880)
+	problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * 96, 4096, k=7168)
 	h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
-	for bandwidth, tile in ((None, "256x128x2"), (h200, "256x128x2"), (0.98 * h200, "256x128x2"), (h100, "128x128")):
-		assert choose_config(FAST, problem, 132, bandwidth=bandwidth).tile == M_TILES[tile]
+	for bandwidth, tile in ((None, "128x256"), (h200, "128x256"), (0.98 * h200, "128x256"), (h100, "128x256x2")):
+		assert choose_config(BLOCK, problem, 132, bandwidth=bandwidth).tile == K_TILES[tile]
 
 
 def test_rows_of_scales_must_be_addressable():
