@@ -187,7 +187,7 @@ def _tanh(t: _Text, x: _Number) -> _Number:
 	return t.each(text, u, t.add(u, t.sub(1.0, p)), x)
 
 
-def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) -> _Curve:
+def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool, s: _Number | None = None) -> _Curve:
 	y = x if limit is None else t.low(x, limit)
 	steep = y if alpha == 1.0 else t.mul(y, alpha)
 	factor = y
@@ -195,7 +195,7 @@ def _silu(t: _Text, x: _Number, alpha: float, limit: float | None, quick: bool) 
 		steep = t.high(steep, _STEEP)
 		factor = steep if alpha == 1.0 else t.high(y, -Numbers.FMAX)
 	c = steep if quick else t.low(steep, _FLAT)
-	s = _sigmoid(t, c, quick)
+	s = s or _sigmoid(t, c, quick)
 	value = t.mul(factor, s)
 
 	def slope() -> _Number:
@@ -225,12 +225,12 @@ def _relu(t: _Text, x: _Number, is_squared: bool) -> _Curve:
 	return _Curve(core, lambda: t.where_above(x, 0.0, 1.0, core))
 
 
-def _curve(t: _Text, act: Activation, x: _Number, quick: bool) -> _Curve:
+def _curve(t: _Text, act: Activation, x: _Number, quick: bool, s: _Number | None = None) -> _Curve:
 	if act.curve == "gelu":
 		return _gelu(t, x)
 	if act.curve in ("relu", "srelu"):
 		return _relu(t, x, act.curve == "srelu")
-	return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick)
+	return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick, s)
 
 
 def _alpha(act: Activation) -> float:
@@ -248,11 +248,11 @@ def _gate(t: _Text, act: Activation, b: _Number) -> _Number:
 
 
 def _made(
-	t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool, with_value: bool
+	t: _Text, act: Activation, is_gradient: bool, inputs: list[_Number], quick: bool, with_value: bool, by_factor: bool
 ) -> list[_Number]:
 	"""The elements of x or A, then B and then the gradient, where there are those."""
 	x, *others = inputs
-	curve = _curve(t, act, x, quick)
+	curve = _curve(t, act, x, quick, others.pop() if by_factor else None)
 	if not act.is_gated:
 		return [*([t.mul(curve.slope(), others[0])] if is_gradient else []), *[curve.value] * with_value]
 	b, gate = others[0], _gate(t, act, others[0])
@@ -274,12 +274,13 @@ def activated(
 	inputs: Sequence[Sequence[Float32]],
 	quick: bool = False,
 	with_value: bool = False,
+	by_factor: bool = False,
 ) -> list[list[Float32]]:
 	"""Elements that an activation makes, in fp32.
 
 	``inputs`` are as many numbers each: x, or A and B of a gated one; then the gradient of the result, if
 	``is_gradient`` asks for that of the input. If ``quick`` no x or A is beyond ``quick_to``; NaN may be there. With
-	``with_value`` what is differentiated is made, too.
+	``with_value`` what is differentiated is made, too. ``by_factor`` the sigmoids are given last.
 
 	Returns:
 		As many elements; of the gradient of a gated activation those of A, and those of B. Values last.
@@ -295,7 +296,7 @@ def activated(
 		names = [f"${num_results * width + j}" for j in range(len(given))]
 		parts = [names[j : j + width] for j in range(0, len(names), width)]
 		numbers = [_Number(p[0] if width == 1 else None, p) for p in parts]
-		for j, number in enumerate(_made(text, act, is_gradient, numbers, quick, with_value)):
+		for j, number in enumerate(_made(text, act, is_gradient, numbers, quick, with_value, by_factor)):
 			text.result(number, [f"${j * width + k}" for k in range(width)])
 		body = "\n".join(text.lines)
 		given += [Int64(_signed(bits)) for bits in text.constants]
@@ -332,6 +333,8 @@ def _store(made: list[list[Float32]], out: cute.Tensor) -> None:
 #: Exponents of a table, mantissas of a bf16, and bytes: an fp32 factor of each number and its negative.
 _EXPONENTS, _MANTISSAS = 32, 128
 TABLE_BYTES = 2 * _EXPONENTS * _MANTISSAS * 4
+#: Of the threads that write a table; behind those of teams.
+_TABLE_BARRIER = 15
 
 
 class FactorTable:
@@ -360,12 +363,13 @@ class FactorTable:
 
 	@cute.jit
 	def fill(self, at: Int32, thread: Int32, num_threads: int) -> None:
-		"""Write the table, by so many threads."""
+		"""Write the table, by so many threads; all of them have it then."""
 		size = TABLE_BYTES // 8
 		for i in cutlass.range(thread, 2 * size, num_threads, unroll=1):
 			x = bits_as_f32(Uint32((i % size + self.first) << 16 | i // size << 31))
 			factor = _apply(lambda t, x: _curve(t, self.act, x, False).factor, x)
 			store_shared(at + i * 4, [f32_as_bits(factor)])
+		cute.arch.barrier(barrier_id=_TABLE_BARRIER, number_of_threads=num_threads)
 
 	def _product(self, t: _Text, x: _Number, factor: _Number, *b: _Number) -> _Number:
 		value = t.mul(t.low(x, self.act.limit) if self.act.is_clamped else x, factor)
@@ -375,9 +379,13 @@ class FactorTable:
 		"""``activated`` of words of x, or of A and B; the table is ``at`` an address below 2^15."""
 		# Infinity times a factor of 0 would be NaN.
 		x = [asm("max.NaN.bf16x2 $0, $1, $2;", [Uint32], [word, Uint32(0xFF7FFF7F)]) for word in inputs[0]]
-		factors = [bits_as_f32(load_shared(place, 1)[0]) for word in x for place in self._places(word, at)]
+		factors = self.factors(x, at)
 		x, *b = (unpack_words(words, "bfloat16") for words in (x, *inputs[1:]))
 		return [_apply(self._product, *of_each) for of_each in zip(x, factors, *b, strict=True)]
+
+	def factors(self, x: Sequence[Uint32], at: Int32) -> list[Float32]:
+		"""Of words of x."""
+		return [bits_as_f32(load_shared(place, 1)[0]) for word in x for place in self._places(word, at)]
 
 	def _places(self, word: Uint32, at: Int32) -> Sequence[Int32]:
 		"""Where the factors of a pair are, each worked out in half a word."""
@@ -409,15 +417,24 @@ def _apply(formula: Any, *numbers: Float32) -> Float32:
 
 
 def weighted_gradient(
-	act: Activation, config: Any, inputs: Sequence[Sequence[Float32]], grad: Sequence[Float32], p: Float32
+	act: Activation,
+	config: Any,
+	inputs: Sequence[Sequence[Float32]],
+	grad: Sequence[Float32],
+	p: Float32,
+	factors: list[Float32] | None = None,
 ) -> tuple[list[list[Float32]], list[Float32], Float32]:
 	"""What ``moe_activate_gradient`` makes of neighbours in a row of weight ``p``.
 
 	Of x, or A and B, and the gradient of the result: the gradients of the inputs, p times the values,
-	which are rounded to ``config.dtype`` first, and the sum of <grad, values> of 16 lanes.
+	which are rounded to ``config.dtype`` first, and the sum of <grad, values> of 16 lanes. By ``factors`` of a table
+	of x or A if there are some.
 	"""
 	inputs = [*inputs, [mul_rn(p, number) for number in grad]]
-	made = activated_by_size(act, True, config.arch, inputs, True)
+	if factors is None:
+		made = activated_by_size(act, True, config.arch, inputs, True)
+	else:
+		made = activated(act, True, config.arch, [*inputs, factors], with_value=True, by_factor=True)
 	values = unpack_words(pack_words(made.pop(), config.dtype), config.dtype)
 	total = Float32(0.0)
 	for g, a in zip(grad, values, strict=True):

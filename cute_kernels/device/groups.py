@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ..layout.slots import TILE_ROWS
+from .constants import WARP_SIZE
 
 
 @cute.jit
@@ -78,6 +79,10 @@ class Grouping:
 		if self.offs is None:
 			return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
 		return _holds_ragged(self.offs, self.num_groups, self.num_rows, tile)
+
+	def holds_together(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+		"""``holds`` of one tile for all lanes of a warp, of ragged groups."""
+		return _holds_together(self.offs, self.num_groups, self.num_rows, tile)
 
 	def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
 		"""The first slot tile at or after ``tile`` that holds rows, and what it holds.
@@ -194,6 +199,26 @@ def _holds_ragged(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: I
 			group = middle
 		else:
 			high = middle
+	return _held(offs, num_rows, group, tile)
+
+
+@cute.jit
+def _holds_together(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
+	# As ``_holds_ragged``, but lanes look at 32 groups between the ends.
+	group, high = Int32(0), num_groups
+	while high - group > 1:
+		step = (high - group + WARP_SIZE) // (WARP_SIZE + 1)
+		middle = group + (cute.arch.lane_idx() + 1) * step
+		is_before = Boolean(False)
+		if middle < high:
+			is_before = group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile
+		group += cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) * step
+		high = cutlass.min(group + step, high)
+	return _held(offs, num_rows, group, tile)
+
+
+@cute.jit
+def _held(offs: cute.Tensor, num_rows: Int32, group: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
 	start = group_start(offs, group, num_rows)
 	first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
 	return group, first, cutlass.min(group_end(offs, group, num_rows) - first, Int32(TILE_ROWS))

@@ -321,7 +321,7 @@ class TileConfig(CopyConfig):
 	def num_teams(self) -> int:
 		"""Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
 		if self.makes_tiles:
-			return 3  # that many warps have the registers
+			return 4 if self.fmt.element.bits == 8 else 3  # more have no registers for codes of four bits
 		return 4 if self.num_tiles > 4 else 2
 
 	@property
@@ -374,6 +374,11 @@ class GradientConfig:
 	@property
 	def tile_bytes(self) -> int:
 		return (self.num_tiles + 1) * self.copies[0].tile_bytes
+
+	@property
+	def has_room(self) -> bool:
+		"""Whether a table of sigmoids fits; beside two stages of three tiles and tiles of scales it does not."""
+		return self.num_tiles == 1 or not any(copy.fmt.has_scale_tiles for copy in self.copies)
 
 	def can_implement(self, cols: int) -> Support:
 		for fmt in map(parse, (self.format, self.scaled_format)):

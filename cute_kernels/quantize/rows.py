@@ -31,7 +31,7 @@ from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.activations import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
-from cute_kernels.device.groups import Grouping, indexed, next_item
+from cute_kernels.device.groups import Grouping, indexed
 from cute_kernels.device.launch import env_stream
 from cute_kernels.device.memory import (
 	bulk_load,
@@ -54,15 +54,13 @@ from .levels import LevelWriter
 _PACKET_ROWS = 8
 _PACKETS = 16  # of a 128-row slot tile
 _SECTOR = 32
-#: Behind those of teams.
-_TABLE_BARRIER = 15
 
 
 class SharedMemory(NamedTuple):
 	"""Pointers into shared memory: stages of ``rows_per_warp`` rows, with ``packets`` saying what begins in each.
 
 	``scales`` are bytes of each team's packet, row by row, ``partial`` amaxes of each warp's part of a row, two deep;
-	``table`` is what elements are made by.
+	``table`` is what elements are made by, ``taken`` how many packets of the CTA are taken.
 	"""
 
 	table: cute.Pointer
@@ -72,6 +70,7 @@ class SharedMemory(NamedTuple):
 	partial: cute.Pointer
 	full: cute.Pointer
 	empty: cute.Pointer
+	taken: cute.Pointer
 
 
 class Output(NamedTuple):
@@ -196,11 +195,14 @@ class RowsQuantizer:
 			partial=smem.allocate_array(Uint32, 2 * config.num_compute_warps, byte_alignment=8),
 			full=smem.allocate_array(Int64, num_slots, byte_alignment=8),
 			empty=smem.allocate_array(Int64, num_slots, byte_alignment=8),
+			taken=smem.allocate_array(Int32, 1, byte_alignment=4),
 		)
 		tid = cute.arch.thread_idx()[0]
 		if tid < num_slots:
 			cute.arch.mbarrier_init(shared.full + tid, 1)
 			cute.arch.mbarrier_init(shared.empty + tid, config.warps_per_row)
+		if tid == 0:
+			store_shared(shared.taken.toint(), [Uint32(0)])
 		cute.arch.mbarrier_init_fence()
 		cute.arch.sync_threads()
 
@@ -216,7 +218,6 @@ class RowsQuantizer:
 			self.levels.write(amax, scale_inv, scale, thread, step)
 			if const_expr(self.table is not None):
 				self.table.fill(shared.table.toint(), tid, threads)
-				cute.arch.barrier(barrier_id=_TABLE_BARRIER, number_of_threads=threads)
 			lane = self.lane_of(warp, self.cols(x), shared)
 			self.compute(index, offs, Output(amax, codes, scales), lane, shared)
 
@@ -243,36 +244,50 @@ class RowsQuantizer:
 		config = self.config
 		groups = Grouping.of(x, offs, index)
 		stage, phase, group = Int32(0), Int32(1), Int32(0)
-		step = cute.arch.grid_dim()[0] * config.num_teams
-		item = cute.arch.block_idx()[0] * config.num_teams + team
-		num_items = groups.num_tiles() * _PACKETS
+		num_items = groups.tiles_to_last() * _PACKETS
+		item, first, count = Int32(0), Int32(0), Int32(0)
 		while item < num_items:
-			packet = item % _PACKETS
-			tile, group, first, count = groups.seek(item // _PACKETS, group)
-			if tile != item // _PACKETS:
-				item = next_item(item, step, tile, Int32(_PACKETS))
-			else:
+			# Lanes go on together: the packet of each is one with rows.
+			count = Int32(0)
+			while item < num_items and self.row_of(item, 0) >= count:
+				item = self.take(shared)
+				if item < num_items:
+					tile, group, first, count = groups.seek(item // _PACKETS, group)
+					if tile != item // _PACKETS:
+						count = Int32(0)
+						self.skip(tile * _PACKETS, shared)
+			if item < num_items:
 				for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
-					if self.row_of(packet, r) < count or r == 0:
+					if self.row_of(item, r) < count:
 						slot = team * config.num_stages + stage
 						wait_each(shared.empty + slot, phase)
 						if r == 0:
 							place = shared.packets.toint() + slot * 16
 							store_shared(place, [Uint32(v) for v in (item, first, count, group)])
-						self.load_rows(x, index, packet, r, first, count, slot, shared)
+						self.load_rows(x, index, item, r, first, count, slot, shared)
 						stage, phase = self.next_stage(stage, phase)
-				item += step
 		slot = team * config.num_stages + stage
 		wait_each(shared.empty + slot, phase)
 		store_shared(shared.packets.toint() + slot * 16, [Uint32(0)] * 4)
 		cute.arch.mbarrier_arrive(shared.full + slot)
+
+	def take(self, shared: SharedMemory) -> Int32:
+		"""The next packet of the CTA that no team has."""
+		taken = cute.arch.atomic_add(shared.taken, Int32(1), sem="relaxed", scope="cta")
+		return cute.arch.block_idx()[0] + taken * cute.arch.grid_dim()[0]
+
+	def skip(self, item: Int32, shared: SharedMemory) -> None:
+		"""Take no packets before ``item``."""
+		ctas = cute.arch.grid_dim()[0]
+		least = (item - cute.arch.block_idx()[0] + ctas - 1) // ctas
+		cute.arch.atomic_max(shared.taken, least, sem="relaxed", scope="cta")
 
 	@cute.jit
 	def load_rows(
 		self,
 		x: cute.Tensor,
 		index: cute.Tensor | None,
-		packet: Int32,
+		item: Int32,
 		r: Int32,
 		first: Int32,
 		count: Int32,
@@ -281,16 +296,13 @@ class RowsQuantizer:
 	) -> None:
 		"""Fill a stage with rows ``r`` and on of a packet, as far as they exist."""
 		row_bytes = self.row_bytes(x)
-		rows = [self.row_of(packet, r + i) for i in range(self.config.rows_per_warp)]
+		rows = [self.row_of(item, r + i) for i in range(self.config.rows_per_warp)]
 		size = Int32(0)
 		for row in rows:
 			if row < count:
 				size += row_bytes
 		bar = shared.full + slot
-		if size > 0:
-			cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
-		else:
-			cute.arch.mbarrier_arrive(bar)
+		cute.arch.mbarrier_arrive_and_expect_tx(bar, size)
 		target = shared.rows.toint() + slot * self.stage_bytes
 		for i in range_constexpr(len(rows)):
 			if rows[i] < count:
@@ -341,14 +353,14 @@ class RowsQuantizer:
 			words = load_shared(shared.packets.toint() + slot * 16, 4)
 			packet = Packet(*[Int32(word) for word in words])
 			count = packet.count
-			if self.row_of(packet.item, Int32(0)) < count:
+			if count > 0:
 				stage, phase, parity = self.convert_packet(out, packet, lane, stage, phase, parity, shared)
-			else:
-				self.release(shared.empty + slot)
-				stage, phase = self.next_stage(stage, phase)
 				if const_expr(self.writes_scales):
-					if count > 0:
-						self.write_scales(out.scales, packet, None, lane)
+					# Of packets without rows behind the tile's last, too; the first has some.
+					item = packet.item + 1
+					while self.row_of(item, Int32(0)) >= count:
+						self.write_scales(out.scales, packet._replace(item=item), None, lane)
+						item += 1
 
 	@cute.jit
 	def convert_packet(

@@ -54,7 +54,6 @@ class ActivationKernel:
 		if cutlass.const_expr(self.config.by_table):
 			table_at = cutlass.memory.SmemAllocator().allocate_array(Uint8, TABLE_BYTES, byte_alignment=16).toint()
 			FactorTable.of(self.activation, "bfloat16").fill(table_at, thread, _THREADS)
-			cute.arch.sync_threads()
 		first = (cute.arch.block_idx()[0] * _THREADS + thread) * _EACH
 		for i in cutlass.range(first, a.shape[0], _CTAS * _THREADS * _EACH, unroll=1):
 			self.apply((a, b, grad), (value, of_a, of_b), i, table_at)

@@ -51,7 +51,15 @@ class TileFiller:
 		return unit, thread // 4 % 2 + thread // (2 * self.units) * 2
 
 	@cute.jit
-	def fill(self, x: cute.Tensor, index: cute.Tensor | None, what: Descriptor, team: Int32, tile_at: Int32) -> None:
+	def fill(
+		self,
+		x: cute.Tensor,
+		index: cute.Tensor | None,
+		what: Descriptor,
+		team: Int32,
+		tile_at: Int32,
+		table: cute.Pointer | None,
+	) -> None:
 		"""Make the rows of a tile that exist; for the whole team."""
 		unit, row = self.place(in_place(self.team.thread(team)))
 		cols = in_place(self.maker.cols(x))
@@ -69,7 +77,7 @@ class TileFiller:
 					rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
 				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
 				for i in range_constexpr(self.batch):
-					self.store(to, n, i, self.maker.make(inputs[i], True))
+					self.store(to, n, i, self.maker.make(inputs[i], True, None if table is None else table.toint()))
 		else:
 			for n in cutlass.range(rounds, unroll=1):
 				for i in range_constexpr(self.batch):

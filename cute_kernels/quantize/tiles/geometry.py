@@ -81,7 +81,8 @@ class SharedMemory(NamedTuple):
 	"""Pointers into shared memory: stages of one tile, with descriptors of what they hold.
 
 	Of each team: rowwise scales, columnwise scale bytes two deep, amaxes of square blocks two deep, encode factors of
-	its group by scale byte, and arrival barriers of its tiles, two deep, see ``TileLoader``.
+	its group by scale byte, and arrival barriers of its tiles, two deep, see ``TileLoader``. ``table`` is what
+	activations are made by, if anything.
 	"""
 
 	tiles: cute.Pointer
@@ -92,3 +93,4 @@ class SharedMemory(NamedTuple):
 	descriptors: cute.Pointer
 	full: cute.Pointer
 	empty: cute.Pointer
+	table: cute.Pointer | None = None

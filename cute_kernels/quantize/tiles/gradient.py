@@ -18,7 +18,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.activations import parse_activation
-from cute_kernels.device.activations import weighted_gradient
+from cute_kernels.device.activations import TABLE_BYTES, FactorTable, quick_to, weighted_gradient
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
@@ -65,47 +65,53 @@ class GradientLoader(TileLoader):
 	def load(self, groups: Grouping, cols: Int32, inputs: Inputs, shared: SharedMemory) -> None:  # type: ignore[override]
 		stage, phase, tall = Int32(0), Int32(1), self.config.band
 		col_tiles = (cols + (TILE_COLS - 1)) // TILE_COLS
-		num_tiles = groups.num_tiles()
+		num_tiles = groups.tiles_to_last()
 		item, end = cute.arch.block_idx()[0], num_tiles * col_tiles
 		while item < end:
 			band = item // (tall * col_tiles) * tall
 			wanted, col_tile = self.tile_of(item, num_tiles, col_tiles)
-			tile, group, first, count = groups.seek(wanted, Int32(0))
+			group, first, count = groups.holds_together(wanted)
 			least = item
-			if tile == wanted:
+			if count <= 0:
+				head = groups.seek(band, Int32(0))[0]
+				if head >= band + tall:
+					least = head // tall * (tall * col_tiles)  # no rows up to there
+			taken = self.take(inputs.counter, item, end, least)
+			if count > 0:
 				weights = self.read_weights(inputs, first, count)
 				cute.arch.mbarrier_wait(shared.empty + stage, phase)
-				what = Descriptor(tile, col_tile, first, count, group, Int32(0), Int32(0))
+				what = Descriptor(wanted, col_tile, first, count, group, Int32(0), Int32(0))
 				self.describe(shared, stage, what)
 				self.load_tile(what, inputs, stage, stage, shared)
 				self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
 				self.announce(shared, stage)
 				phase ^= stage
 				stage ^= 1
-			elif tile >= band + tall:
-				head = groups.seek(band, Int32(0))[0]
-				if head >= band + tall:
-					least = head // tall * (tall * col_tiles)  # no rows up to there
-			item = self.next(inputs.counter, item, end, least)
+			item = self.next(inputs.counter, taken, end)
 		cute.arch.mbarrier_wait(shared.empty + stage, phase)
 		self.describe(shared, stage, Descriptor(*[Int32(0)] * 7))
 		self.announce(shared, stage)
 
 	@cute.jit
-	def next(self, counter: cute.Tensor, item: Int32, end: Int32, least: Int32) -> Int32:
-		"""The next item that no CTA has, not before ``least``.
+	def take(self, counter: cute.Tensor, item: Int32, end: Int32, least: Int32) -> Int32:
+		"""How many items were taken, in the first lane; that is asked before the answer is needed.
 
-		CTAs began with items of their own, and each makes one addition that gives it none: the last clears the counter.
+		CTAs began with items of their own. The next one is not before ``least``.
 		"""
-		step = cute.arch.grid_dim()[0]
+		taken = Int32(0)
 		if cute.arch.lane_idx() == 0:
 			if least > item:
-				cute.arch.atomic_max(counter.iterator, cutlass.min(least, end) - step, sem="relaxed", scope="gpu")
-			item = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-			if item == end - 1:
-				cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
-			item += step
-		return cute.arch.shuffle_sync(item, 0)
+				least = cutlass.min(least, end) - cute.arch.grid_dim()[0]
+				cute.arch.atomic_max(counter.iterator, least, sem="relaxed", scope="gpu")
+			taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+		return taken
+
+	@cute.jit
+	def next(self, counter: cute.Tensor, taken: Int32, end: Int32) -> Int32:
+		"""The item after those that were taken; who finds none after all additions clears the counter."""
+		if cute.arch.lane_idx() == 0 and taken == end - 1:
+			cute.arch.atomic_exch(counter.iterator, Int32(0), sem="relaxed", scope="gpu")
+		return cute.arch.shuffle_sync(taken, 0) + cute.arch.grid_dim()[0]
 
 	def read_weights(self, inputs: Inputs, first: Int32, count: Int32) -> list[Uint32]:
 		"""Of a lane's row of each 32; 0 where there is none."""
@@ -148,6 +154,9 @@ class GradientQuantizer:
 		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
 		self.scale_tiles = [t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles]
 		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
+		self.table = None
+		if config.arch == "sm_90a" and config.has_room and quick_to(self.act) is not None:
+			self.table = FactorTable.of(self.act, config.dtype)
 
 	def converter(self, copy: TileConfig) -> ByteTiles:
 		codec = codec_of(copy.format, copy.dtype, copy.arch)
@@ -216,6 +225,9 @@ class GradientQuantizer:
 		def part(size: int, align: int = 16) -> cute.Pointer:
 			return smem.allocate_array(Uint8, max(size, 1), byte_alignment=align)
 
+		table = None
+		if const_expr(self.table is not None):
+			table = part(TABLE_BYTES)  # the first, so that addresses in it are low
 		tiles = part(stages * self.config.tile_bytes, 1024)
 		shared = SharedMemory(
 			tiles=tiles,
@@ -226,6 +238,7 @@ class GradientQuantizer:
 			descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
 			full=smem.allocate_array(Int64, stages, byte_alignment=8),
 			empty=smem.allocate_array(Int64, stages, byte_alignment=8),
+			table=table,
 		)
 		tid = cute.arch.thread_idx()[0]
 		if tid < stages:
@@ -239,6 +252,8 @@ class GradientQuantizer:
 			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair, counter)
 			self.loader.load(groups, cols[1], inputs, shared)
 		else:
+			if const_expr(self.table is not None):
+				self.table.fill(table.toint(), tid, self.threads)
 			copies = (Copies(*out[:4]), Copies(None, None, *out[4:]))
 			self.compute(groups, cols, copies, sums, warp, shared)
 
@@ -256,7 +271,7 @@ class GradientQuantizer:
 			count = what.count
 			if count > 0:
 				at = shared.tiles.toint() + stage * config.tile_bytes
-				self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums)
+				self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums, shared.table)
 				# The next load of this stage is an asynchronous write after these.
 				cute.arch.fence_view_async_shared()
 				cute.arch.barrier(barrier_id=self.crews + 1, number_of_threads=self.threads)
@@ -282,7 +297,9 @@ class GradientQuantizer:
 			stage ^= 1
 
 	@cute.jit
-	def make(self, what: Descriptor, tile_at: Int32, factors_at: Int32, sums: cute.Tensor) -> None:
+	def make(
+		self, what: Descriptor, tile_at: Int32, factors_at: Int32, sums: cute.Tensor, table: cute.Pointer | None
+	) -> None:
 		config, lane = self.config, cute.arch.lane_idx()
 		unit, second = lane % _LANES, lane // _LANES
 		of_tile = [tile_at + unit // 8 * BOX_SIZE + t * config.copies[0].tile_bytes for t in range(config.num_tiles + 1)]
@@ -292,9 +309,11 @@ class GradientQuantizer:
 			# Of an odd number of rows the last one twice.
 			row = cutlass.min(first + second, what.count - 1)
 			place = row * BOX_BYTES + (unit ^ row) % 8 * 16
-			*inputs, grad = [unpack_words(load_shared(at + place, 4), config.dtype) for at in of_tile]
+			words = [load_shared(at + place, 4) for at in of_tile]
+			*inputs, grad = [unpack_words(of_one, config.dtype) for of_one in words]
 			p = bits_as_f32(load_shared(factors_at + row * 4, 1)[0])
-			made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p)
+			factors = None if self.table is None else self.table.factors(words[0], table.toint())
+			made, scaled, total = weighted_gradient(self.act, config, inputs, grad, p, factors)
 			cute.arch.sync_warp()  # both have read the row
 			if first + second < what.count:
 				for at, numbers in zip(of_tile, [*made, scaled], strict=True):

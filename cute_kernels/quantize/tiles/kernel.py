@@ -32,6 +32,7 @@ from cutlass import Int32, Int64, Uint8, Uint32, const_expr, cute, range_constex
 from cutlass.cute.nvgpu import cpasync
 
 from cute_kernels.device.absmax import unpack_absmax
+from cute_kernels.device.activations import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.groups import Grouping
@@ -78,6 +79,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.team = Team(config, self.tile)
 		self.maker = maker_of(config)
 		self.filler = TileFiller(config, self.team) if config.makes_tiles else None
+		self.table = None if self.maker is None else self.maker.table
 		is_bytes = config.fmt.element.bits == 8
 		tiles = ByteTiles if is_bytes else NibbleTiles
 		self.tiles = tiles(config, self.codec, self.tile, self.team)  # type: ignore[arg-type]
@@ -161,7 +163,9 @@ class TileQuantizer(ChunkAmaxKernels):
 		drawn_t: Int64 | None,
 	) -> None:
 		config = self.config
-		smem = cutlass.memory.SmemAllocator()
+		smem, table = cutlass.memory.SmemAllocator(), None
+		if const_expr(self.table is not None):
+			table = _bytes(smem, TABLE_BYTES)  # the first, so that addresses in it are low
 		tiles, stages, copies = config.num_tiles, config.num_stages, 2 * config.num_teams
 		shared = SharedMemory(
 			tiles=smem.allocate_array(Uint8, tiles * config.tile_bytes, byte_alignment=1024),
@@ -172,6 +176,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			descriptors=smem.allocate_array(Int32, stages * DESCRIPTOR_WORDS, byte_alignment=16),
 			full=smem.allocate_array(Int64, copies, byte_alignment=8),
 			empty=smem.allocate_array(Int64, stages, byte_alignment=8),
+			table=table,
 		)
 		tid = cute.arch.thread_idx()[0]
 		if tid < copies:
@@ -193,8 +198,10 @@ class TileQuantizer(ChunkAmaxKernels):
 				inputs = Tma(box_copy, box_source, box)
 			self.loader.load(groups, cols, group_amax, column_amax, inputs, shared, warp - self.num_compute_warps)
 		else:
+			threads = self.num_compute_warps * WARP_SIZE
+			if const_expr(self.table is not None):
+				self.table.fill(table.toint(), tid, threads)
 			if const_expr(group_amax is not None):
-				threads = self.num_compute_warps * WARP_SIZE
 				thread = cute.arch.block_idx()[0] * threads + tid
 				step = cute.arch.grid_dim()[0] * threads
 				self.levels.write(group_amax, scale_inv, scale, thread, step)
@@ -240,7 +247,7 @@ class TileQuantizer(ChunkAmaxKernels):
 					tile_at += stage * config.tile_bytes
 				else:
 					tile_at += team * config.tile_bytes
-					self.filler.fill(x, index, what, team, tile_at)
+					self.filler.fill(x, index, what, team, tile_at, shared.table)
 				if const_expr(self.has_table):
 					if what.group != level_of:
 						levels, level_of = self.levels_of(what), what.group
