@@ -61,8 +61,13 @@ def saved_by(module: nn.Module) -> Iterator[list[Saved]]:
 		yield found
 
 
-def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[list[Saved], int]:
-	"""What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake tensors."""
+def measure(
+	recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu", recompute: bool = False
+) -> tuple[list[Saved], int]:
+	"""What a step keeps, and its peak in bytes above what is there before it; on a CPU of fake tensors.
+
+	``recompute`` is that of a mixture.
+	"""
 	fake = FakeTensorMode() if device == "cpu" else contextlib.nullcontext()
 	with fake, torch.device(device):
 		experts, widths = sizes.experts, (sizes.hidden, sizes.intermediate)
@@ -70,7 +75,7 @@ def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[
 		module: nn.Module
 		rows, ends = sizes.tokens, []
 		if sizes.top_k:
-			module = MoE(*widths, experts, sizes.top_k, **options)
+			module = MoE(*widths, experts, sizes.top_k, recompute=recompute, **options)
 		else:
 			module = GroupedMLP(experts, *widths, **options)
 			ends, rows = [torch.full((experts,), rows).cumsum(0).to(torch.int32)], experts * rows
@@ -89,9 +94,9 @@ def measure(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> tuple[
 		return saved, _peak_of_fakes(step, [*leaves, dy, *ends])
 
 
-def bytes_of_step(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu") -> dict[str, int]:
+def bytes_of_step(recipe: recipes.Recipe, sizes: Sizes, device: str = "cpu", recompute: bool = False) -> dict[str, int]:
 	"""What ``measure`` finds, in sums: of activations, of weights, and the peak."""
-	saved, peak = measure(recipe, sizes, device)
+	saved, peak = measure(recipe, sizes, device, recompute)
 	of_weights = sum(t.nbytes for t in saved if len(t.shape) > 2)
 	of_activations = sum(t.nbytes for t in saved) - of_weights
 	return {"saved of activations": of_activations, "saved of weights": of_weights, "peak": peak}

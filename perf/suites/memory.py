@@ -14,6 +14,8 @@ from .layer import PASSES, recipes
 from .moe import SLICES, TINY, MoEShape
 
 _TOKENS = 4096
+#: Recipes that are also measured where the backward pass makes the first product again.
+RECOMPUTED = ("BF16", "FP8Block")
 
 
 class _MemoryMeter(Meter):
@@ -38,8 +40,11 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		sizes = Sizes(shape.experts, shape.hidden, shape.intermediate, _TOKENS, shape.top_k)
 		case = {"layer": "moe", "model": model, **dataclasses.asdict(sizes), "pass": PASSES[1]}
 		found = [
-			unchecked("ours", name, functools.partial(bytes_of_step, recipe, sizes, meter.device.type))
+			unchecked(
+				"ours" + ", recompute" * again, name, functools.partial(bytes_of_step, recipe, sizes, meter.device.type, again)
+			)
 			for name, recipe in recipes().items()
+			for again in (False, True)[: 1 + (name in RECOMPUTED)]
 		]
 		yield Task("memory", case, always(found))
 
