@@ -265,8 +265,7 @@ def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | 
 	``once_differentiable`` does this only where dy requires a gradient, though that of the weight depends on x, too.
 	"""
 	refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
-	refused: tuple[Tensor | None, ...] = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
-	return refused
+	return refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
 
 
 _TWICE = "grouped.linear cannot be differentiated twice"
@@ -368,7 +367,7 @@ def _differentiable(
 	operands = (x, bias, anchor, *weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
 		rest = (offs, recipe, copies, sink, scaling, probe, *weights)
-		return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-any-return,no-untyped-call]
+		return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-untyped-call]
 	if forward_ad._current_level >= 0:
 		for t in operands:
 			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
@@ -426,8 +425,7 @@ def _linear_transformed(
 	needs = x.requires_grad, weight.requires_grad
 	scales = () if scaling is None else scaling.scales
 	outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
-	y: Tensor = outputs[0]
-	return y
+	return outputs[0]
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:

@@ -77,5 +77,4 @@ def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
 	name = group if isinstance(group, str) else group.group_name
 	# The functional form, which compiled graphs hold, too.
 	functional = torch.ops._c10d_functional
-	result: Tensor = functional.wait_tensor(functional.all_reduce(finite_or_inf, "max", name))
-	return result
+	return functional.wait_tensor(functional.all_reduce(finite_or_inf, "max", name))

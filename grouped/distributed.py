@@ -130,8 +130,7 @@ class Exchange:
 		if self.overlap and meanwhile is not None:
 			meanwhile()
 		# The gradient of the weights is what ``_Dispatch`` has.
-		y: Tensor = _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
-		return y
+		return _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
 
 	def places(self, routing: Routing, p: Tensor) -> Places:
 		"""Where the tokens of all ranks go; how many, the ranks tell each other."""
@@ -275,8 +274,7 @@ class _Combine(torch.autograd.Function):
 	) -> Tensor:
 		ctx.save_for_backward(arrived, places.token)
 		ctx.splits, ctx.exchange, ctx.dtype = places.tokens, exchange, h.dtype
-		y: Tensor = ops.moe_combine(exchange._finish(back), places.row, p, dtype)
-		return y
+		return ops.moe_combine(exchange._finish(back), places.row, p, dtype)
 
 	@staticmethod
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -197,8 +197,7 @@ def without_gradients(
 	found = None if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled else _facts(layers)
 	if found is None:
 		return run()
-	y: Tensor = replayed((key, found[0]), [*given, *found[1]], lambda _: ([run()], None), TAKEN)[0][0]
-	return y
+	return replayed((key, found[0]), [*given, *found[1]], lambda _: ([run()], None), TAKEN)[0][0]
 
 
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
@@ -295,7 +294,7 @@ def _differentiable(
 	layers = (first, second)
 	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-any-return,no-untyped-call]
+		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-untyped-call]
 	y, _, saved = _forward(x, p, routing, layers, style)
 	for layer, seen in zip(layers, saved, strict=True):
 		if layer.scaling is not None:

@@ -44,8 +44,7 @@ def compute_offsets(splits: Tensor, *, multiplier: int = 1, dtype: torch.dtype =
 	# Here, too: 2.0 equals 2 and True 1, so an op that has checked the one takes the other.
 	if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
 		raise TypeError(f"multiplier must be an integer, got {multiplier!r}")
-	out: Tensor = ops.compute_offsets(splits, multiplier, dtype)
-	return out
+	return ops.compute_offsets(splits, multiplier, dtype)
 
 
 @overload
@@ -171,7 +170,7 @@ def quantize(
 		if any(t is not None for t in (shapes, activation, grad, amax, scale, seed, out)) or dbias:
 			raise ValueError("x that is a DTensor goes with offs, rowwise and columnwise alone: pass to_local() of it")
 		found: Any = sharding.quantize(x, fmt, offs, rowwise=rowwise, columnwise=columnwise)
-		return found  # type: ignore[no-any-return]
+		return found
 	x, grad = x.detach(), None if grad is None else grad.detach()
 	act = _activation_text(activation)
 	shape = tuple(x.shape) if grad is not None else result_shape(x.shape, act)
@@ -224,11 +223,10 @@ def _made(x: Tensor, grad: Tensor | None, act: str, ends: Tensor | None, dtype: 
 	"""What an activation makes of ``x``, or its gradient, rounded to ``dtype`` at once."""
 	rows = x.to(dtype).flatten(0, -2)
 	if grad is None:
-		made: Tensor = ops.moe_activate(rows, act, ends)
-		return made
+		return ops.moe_activate(rows, act, ends)
 	check_tensor("grad", grad, dtypes=(x.dtype,), ndim=(x.dim(),))
 	(gradient,) = ops.moe_activate_gradient(rows, grad.to(dtype).flatten(0, -2), act, ends)
-	return gradient  # type: ignore[no-any-return]
+	return gradient
 
 
 @constant_call

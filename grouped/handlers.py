@@ -208,8 +208,7 @@ def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
 	aten.randn_like.default,
 )
 def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
-	out: Tensor = func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
-	return out
+	return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
 @handler(aten.new_empty.default)
@@ -221,8 +220,7 @@ def _new_empty(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) 
 		device, dtype = torch.device(kwargs["device"]), kwargs.get("dtype") or x.dtype
 		if dtype in ops.checks.INPUT_DTYPES:
 			return x._apply_inner(lambda t: _empty(t, device), dtype)
-	plain: Tensor = _new(func, x, size, **kwargs)
-	return plain
+	return _new(func, x, size, **kwargs)
 
 
 @handler(aten.is_pinned.default)
@@ -235,14 +233,12 @@ def _new_zeros(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any) 
 	# What FSDP pads its shards with: groups of the same shape whose values are zeros.
 	if x.grouping == "uniform" and tuple(size[1:]) == tuple(x.shape[1:]) and kwargs.get("dtype") in (None, x.dtype):
 		return _regrouped(x, size[0], lambda t: _empty(t, kwargs.get("device"), size[0]).zero_())
-	plain: Tensor = _new(func, x, size, **kwargs)
-	return plain
+	return _new(func, x, size, **kwargs)
 
 
 @handler(aten.new_empty_strided.default, aten.new_ones.default, aten.new_full.default)
 def _new(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
-	out: Tensor = func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
-	return out
+	return func(torch.empty(0, dtype=x.dtype, device=x.device), *args, **kwargs)
 
 
 @handler(aten.copy_.default)

@@ -174,8 +174,7 @@ class LinearCall(NamedTuple):
 		elif b_scales:
 			options += (*(None,) * 5, *b_scales)
 		if out is None:
-			dweight: Tensor = ops.k_grouped_gemm(a, b, offs, *options)
-			return dweight
+			return ops.k_grouped_gemm(a, b, offs, *options)
 		torch.ops.cute_kernels.k_grouped_gemm_out(a, b, offs, *options, out=out, accumulate=accumulate)
 		return out
 
@@ -305,8 +304,7 @@ def _call(name: str, operands: tuple[object, ...], epilogue: Epilogue | None) ->
 	"""What an op of products gives, of all its arguments; or that of its name with an activation."""
 	if epilogue is None:
 		return [getattr(ops, name)(*operands)]
-	outputs: list[Tensor] = getattr(ops, f"{name}_activate")(*operands, *epilogue)
-	return outputs
+	return getattr(ops, f"{name}_activate")(*operands, *epilogue)
 
 
 def _plain_product(

@@ -101,8 +101,7 @@ def grouped_gemm(
 			return _call(*_quantized_operands(a, b, bias, alpha, transpose_b, dtype, accumulation))
 		pair = (a, b, bias, alpha, transpose_b)
 		if out is None:
-			result: Tensor = torch.ops.grouped.gemm(*pair, dtype, accumulation)
-			return result
+			return torch.ops.grouped.gemm(*pair, dtype, accumulation)
 		torch.ops.grouped.gemm_out(*pair, accumulate, out, accumulation)
 		return out
 	if (type(a) not in _DIRECT or type(b) not in _DIRECT) and is_spread(a, b):
@@ -125,8 +124,7 @@ def grouped_gemm(
 	ends = as_offs(offs, a.shape[0], a.device)
 	if isinstance(b, GroupedTensor):
 		if out is None:
-			mixed: Tensor = torch.ops.grouped.gemm_w4a16(a, b, ends, bias, alpha, transpose_b, dtype)
-			return mixed
+			return torch.ops.grouped.gemm_w4a16(a, b, ends, bias, alpha, transpose_b, dtype)
 		torch.ops.grouped.gemm_w4a16_out(a, b, ends, bias, alpha, transpose_b, accumulate, out)
 		return out
 	if b.dim() == 2:
@@ -137,8 +135,7 @@ def grouped_gemm(
 
 def _call(name: str, operands: tuple[object, ...], out: Tensor | None = None, accumulate: bool = False) -> Tensor:
 	if out is None:
-		result: Tensor = getattr(ops, name)(*operands)
-		return result
+		return getattr(ops, name)(*operands)
 	getattr(_ops, f"{name}_out")(*operands, out=out, accumulate=accumulate)
 	return out
 

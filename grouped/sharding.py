@@ -92,8 +92,7 @@ def _mesh_of(*operands: Any) -> DeviceMesh:
 
 
 def _part(t: Any, placements: Any, gradient: Any = None) -> Tensor:
-	part: Tensor = t.redistribute(t.device_mesh, placements).to_local(grad_placements=gradient)
-	return part
+	return t.redistribute(t.device_mesh, placements).to_local(grad_placements=gradient)
 
 
 def whole(part: Tensor, mesh: DeviceMesh, placements: Sequence[Any], shape: tuple[int, ...]) -> DTensor:

@@ -37,7 +37,7 @@ def sharded_as(p: Any, t: Any) -> Tensor:
 
 		where = (p.device_mesh, p.placements)
 		t = t.redistribute(*where) if is_spread(t) else distribute_tensor(t, *where, src_data_rank=None)
-	return t  # type: ignore[no-any-return]
+	return t
 
 
 def gathered_inputs(x: "GroupedTensor", ranks: int, groups: int) -> tuple[Tensor, ...]:

@@ -137,5 +137,4 @@ def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
 	unknown = ", ".join(repr(field) for field in fields if field not in known)
 	if unknown:
 		raise ValueError(f"{cls.__name__} has no field {unknown}: {both}")
-	fmt: Format = cls(**fields)
-	return fmt
+	return cls(**fields)

@@ -64,8 +64,7 @@ def unpack(flat: Tensor, columns: int, fmt: Format, dtype: torch.dtype) -> Tenso
 			part = part.flatten()
 		found[name] = part.view(spec.dtype)
 	codes, *rest = (found[name] for name in fmt.operand_names(columnwise=False))
-	out: Tensor = ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, _one_group(flat), False, None)
-	return out
+	return ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, _one_group(flat), False, None)
 
 
 def _one_group(x: Tensor) -> Tensor:

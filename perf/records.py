@@ -182,8 +182,7 @@ def _open(path: Path, mode: str) -> IO[str]:
 		return path.open(mode, encoding="utf-8")
 	opener: Any = lzma.open
 	filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "pb": 0}] if "w" in mode else None
-	file: IO[str] = opener(path, mode, filters=filters, encoding="utf-8")
-	return file
+	return opener(path, mode, filters=filters, encoding="utf-8")
 
 
 def _cells(plain: Mapping[str, Any]) -> dict[str, Any]:

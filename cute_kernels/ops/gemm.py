@@ -110,8 +110,7 @@ def _saved(ctx: Any, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | None, 
 	"""What ``setup_context`` saved; nothing of quantized operands."""
 	if not ctx.saved_tensors:
 		not_differentiable(f"{name} of quantized operands")(ctx)
-	saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None] = ctx.saved_tensors
-	return saved
+	return ctx.saved_tensors
 
 
 class GroupedGemm(Op):
@@ -489,7 +488,7 @@ class KGroupedGemm(GroupedGemm):
 		"""N or K."""
 		fmt, codes = getattr(self, f"{side}_record"), getattr(self, side)
 		transposed = fmt is not None and fmt.columnwise == "transposed"
-		return codes.shape[0 if transposed else 1]  # type: ignore[no-any-return]
+		return codes.shape[0 if transposed else 1]
 
 	def check(self) -> None:
 		check_tensor("a", self.a, ndim=(2,))

@@ -49,8 +49,7 @@ def code_tiles(fmt: Format, codes_t: Tensor) -> Tensor:
 	Those that are not transposed: ([G,] tiles, 128, K).
 	"""
 	if fmt.columnwise == "untransposed":
-		by_tile: Tensor = codes_t.unflatten(-2, (-1, TILE_ROWS))
-		return by_tile
+		return codes_t.unflatten(-2, (-1, TILE_ROWS))
 	by_tile = codes_t.unflatten(-1, (-1, fmt.element.width(TILE_ROWS)))
 	return by_tile.movedim(-2, -3)
 

@@ -70,8 +70,7 @@ class GivenDraws(Draws):
 		if self._columnwise is None:
 			raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
 		slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
-		blocks: Tensor = slots.unflatten(1, (-1, BLOCK)).movedim(2, -1)
-		return blocks
+		return slots.unflatten(1, (-1, BLOCK)).movedim(2, -1)
 
 
 class KeyedDraws(Draws):

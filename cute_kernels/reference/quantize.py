@@ -202,14 +202,12 @@ def _tile_values(elements: Elements, row: Tensor, is_transformed: bool) -> Tenso
 	values = elements.take(row.clamp_min(0)).masked_fill_((row < 0).unsqueeze(-1), 0.0)
 	if not is_transformed:
 		return values
-	rounded: Tensor = hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2).bfloat16().float()
-	return rounded
+	return hadamard.transform(values.unflatten(1, (-1, hadamard.CHUNK))).flatten(1, 2).bfloat16().float()
 
 
 def _column_blocks(values: Tensor, vec: int) -> Tensor:
 	"""Blocks (t, 128 / vec, K, vec) along the rows of tiles (t, 128, K)."""
-	blocks: Tensor = values.unflatten(1, (-1, vec)).movedim(2, -1)
-	return blocks
+	return values.unflatten(1, (-1, vec)).movedim(2, -1)
 
 
 def _held(fmt: Format, live: Tensor) -> Tensor:
@@ -217,5 +215,4 @@ def _held(fmt: Format, live: Tensor) -> Tensor:
 	if not fmt.is_transformed:
 		return live
 	chunks = live.unflatten(1, (-1, hadamard.CHUNK))
-	held: Tensor = chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)
-	return held
+	return chunks.any(2, keepdim=True).expand_as(chunks).flatten(1)

@@ -48,8 +48,7 @@ def tile_view(fmt: Format, scales: Tensor, columnwise: bool) -> Tensor:
 		if not columnwise:
 			return scales
 		# (ceil(K / 128), tiles along the rows, 512)
-		by_tile: Tensor = scales.unflatten(-2, (-1, scale_tiles(TILE_ROWS, scale.vec_size))).movedim(-4, -2)
-		return by_tile
+		return scales.unflatten(-2, (-1, scale_tiles(TILE_ROWS, scale.vec_size))).movedim(-4, -2)
 	if not columnwise and not fmt.is_2d:
 		# (blocks along K, slots)
 		by_tile = scales.unflatten(-1, (-1, TILE_ROWS)).movedim(-2, -3)

@@ -102,8 +102,7 @@ def _compile_and_load(
 	compiled = _compile(spec, arch)
 	files = _export(compiled, spec, arch)
 	if files is None:
-		kernel: Callable[..., object] = compiled
-		return kernel
+		return compiled
 	keep(files)
 	return _load(files, spec, arch)
 
@@ -188,8 +187,7 @@ def _load(
 		path = Path(folder) / "kernel.o"
 		path.write_bytes(files["o"])
 		module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-	kernel: Callable[..., object] = module[_symbol(spec)]
-	return kernel
+	return module[_symbol(spec)]
 
 
 def _symbol(spec: KernelSpec) -> str:

@@ -86,8 +86,7 @@ class Reader:
 		return len(self._of)
 
 	def __getitem__(self, name: str) -> Tensor:
-		tensor: Tensor = self._of[name].get_tensor(name)
-		return tensor
+		return self._of[name].get_tensor(name)
 
 	def shape(self, name: str) -> tuple[int, ...]:
 		"""The shape of a tensor, without reading it."""
@@ -100,8 +99,7 @@ class Reader:
 	def config(self) -> dict[str, Any]:
 		"""``config.json``; {} if there is none."""
 		path = self.folder / "config.json"
-		found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-		return found
+		return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Writer:

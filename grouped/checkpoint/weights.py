@@ -38,8 +38,7 @@ class ExpertWeight(NamedTuple):
 	@property
 	def parameter(self) -> Tensor:
 		"""The parameter."""
-		found: Tensor = getattr(self.owner, self.attribute)
-		return found
+		return getattr(self.owner, self.attribute)
 
 	@property
 	def is_bias(self) -> bool:

@@ -118,8 +118,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
 		``y``.
 	"""
 	note(flags, x, weights, y, offs)
-	watched: Tensor = _WatchGradient.apply(y, flags, offs)  # type: ignore[no-untyped-call]
-	return watched
+	return _WatchGradient.apply(y, flags, offs)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

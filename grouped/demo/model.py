@@ -79,8 +79,7 @@ class Attention(nn.Module):
 	def forward(self, x: Tensor) -> Tensor:
 		"""Mix each position of (batch, context, hidden) with those before it."""
 		q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-		y: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-		return y
+		return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
 class _Block(nn.Module):

@@ -209,8 +209,7 @@ def _forward_of(recipe: Recipe) -> Forward:
 		rows = _linear(self, _activated(self, hidden), second, offs, recipe)
 		if has_norm:
 			rows = self.post_expert_norm(rows)
-		y: Tensor = ops.moe_combine(rows, row, top_k_weights.float(), dtype)
-		return y
+		return ops.moe_combine(rows, row, top_k_weights.float(), dtype)
 
 	return forward
 
@@ -236,5 +235,4 @@ def _is_swiglu(experts: Any) -> bool:
 
 
 def _activated(experts: Any, hidden: Tensor) -> Tensor:
-	made: Tensor = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-	return made
+	return experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)

@@ -30,10 +30,8 @@ def as_activation(activation: object, interleaved: bool) -> Activation:
 def activate(x: Tensor, activation: str, offs: Tensor | None = None, interleaved: bool = False) -> Tensor:
 	"""``torch.ops.cute_kernels.moe_activate``, differentiable in eager mode and ``torch.func``."""
 	if torch.compiler.is_compiling():
-		y: Tensor = torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
-		return y
-	z: Tensor = _Activate.apply(x, activation, offs, interleaved)  # type: ignore[no-untyped-call]
-	return z
+		return torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
+	return _Activate.apply(x, activation, offs, interleaved)  # type: ignore[no-untyped-call]
 
 
 class _Activate(torch.autograd.Function):
@@ -41,7 +39,7 @@ class _Activate(torch.autograd.Function):
 
 	@staticmethod
 	def forward(x: Tensor, activation: str, offs: Tensor | None, interleaved: bool) -> Tensor:
-		return ops.moe_activate(x, activation, offs, interleaved)  # type: ignore[no-any-return]
+		return ops.moe_activate(x, activation, offs, interleaved)
 
 	@staticmethod
 	def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

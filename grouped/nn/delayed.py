@@ -70,13 +70,11 @@ class DelayedScaling(nn.Module):
 
 	def scale(self, role: str) -> Tensor:
 		"""(G,) what a role is multiplied by before it is rounded."""
-		found: Tensor = getattr(self, f"{role}_scale")
-		return found
+		return getattr(self, f"{role}_scale")
 
 	def amax_history(self, role: str) -> Tensor:
 		"""(L, G) amaxes of a role: those of the present step in row 0, the newest in row L - 1."""
-		found: Tensor = getattr(self, f"{role}_amax_history")
-		return found
+		return getattr(self, f"{role}_amax_history")
 
 	@torch.no_grad()
 	def reset(self) -> None:

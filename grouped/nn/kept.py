@@ -45,8 +45,7 @@ def is_static(sources: Sequence[Tensor]) -> bool:
 
 def local(t: Any) -> Tensor:
 	"""This rank's part of a DTensor, differentiable; else the tensor."""
-	part: Tensor = t if type(t) in _PLAIN or not hasattr(t, "_local_tensor") else t.to_local()
-	return part
+	return t if type(t) in _PLAIN or not hasattr(t, "_local_tensor") else t.to_local()
 
 
 def lookup(module: nn.Module, name: str) -> Any:

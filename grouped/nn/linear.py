@@ -174,8 +174,7 @@ class GroupedLinear(debug.Watched):
 				something traces or transforms a layer that trains in eager mode only.
 		"""
 		if self._lens is not None:
-			seen: Tensor = self._inspected(x, offs, is_first_microbatch)
-			return seen
+			return self._inspected(x, offs, is_first_microbatch)
 		return self._call(x, offs, is_first_microbatch)
 
 	@eager_only(debug.EAGER_ONLY)
@@ -185,8 +184,7 @@ class GroupedLinear(debug.Watched):
 
 	def _call(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
 		if self._takes_gradients():
-			y: Tensor = self._train_apart(x, offs, is_first_microbatch)
-			return y
+			return self._train_apart(x, offs, is_first_microbatch)
 		return self._apply_to(x, offs, is_first_microbatch)
 
 	@eager_only(EAGER_ONLY)

@@ -123,7 +123,7 @@ class GroupedMLP(nn.Module):
 		ends = as_offs(offs, rows.shape[0], rows.device)
 		hidden = activate(rows, self.activation.text, ends, self.interleaved)
 		hidden = hidden.view(*z.shape[:-1], hidden.shape[1])
-		return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+		return self.down(hidden, ends, is_first_microbatch=is_first_microbatch)
 
 	def _exchanged(self, x: Tensor, offs: Offsets, is_first_microbatch: bool | None) -> Tensor:
 		groups = self.gate_up.num_groups
@@ -162,7 +162,7 @@ class GroupedMLP(nn.Module):
 		layers = self.layers(rows, weights, is_first_microbatch)
 		if self.exchange is None:
 			return experts(rows, weights, routing, *layers, style)
-		return self.exchange(rows, weights, routing, *layers, style, meanwhile)  # type: ignore[no-any-return]
+		return self.exchange(rows, weights, routing, *layers, style, meanwhile)
 
 	def layers(self, rows: Tensor, weights: Tensor | None, is_first_microbatch: bool | None) -> tuple[Layer, Layer]:
 		"""What a call multiplies by."""

@@ -194,7 +194,7 @@ class MoE(nn.Module):
 
 		def shared() -> Tensor | None:
 			beside = self.shared
-			return None if beside is None else beside(rows, ends, is_first_microbatch=is_first_microbatch)  # type: ignore[no-any-return]
+			return None if beside is None else beside(rows, ends, is_first_microbatch=is_first_microbatch)
 
 		mixture = Mixture(choice.weights, routing, self._style(x.dtype), shared)
 		y = run(rows, mixture, is_first_microbatch=is_first_microbatch)
@@ -251,8 +251,7 @@ class MoE(nn.Module):
 
 	@eager_only("something looks at the experts, or takes their gradients")
 	def _run_eager(self, rows: Tensor, mixture: Mixture, *, is_first_microbatch: bool | None) -> Tensor:
-		y: Tensor = self.experts(rows, mixture, is_first_microbatch=is_first_microbatch)
-		return y
+		return self.experts(rows, mixture, is_first_microbatch=is_first_microbatch)
 
 	def backward_dw(self) -> None:
 		"""As ``GroupedLinear.backward_dw``, of all experts."""

@@ -211,8 +211,7 @@ def _main_grad(name: str, parameter: Tensor) -> Tensor:
 	if tuple(held.shape) != shape or held.device != parameter.device or not held.is_contiguous():
 		got = f"shape {tuple(held.shape)} with strides {held.stride()} on {held.device}"
 		raise ValueError(f"{name}.main_grad does not fit: {rule}; got {got}")
-	checked: Tensor = held
-	return checked
+	return held
 
 
 def _mark_as_added(parameter: Any) -> Tensor:

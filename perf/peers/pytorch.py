@@ -101,8 +101,7 @@ def _mixture(work: MoEWork) -> Step:
 
 
 def _grouped_mm(work: Operands) -> Tensor:
-	out: Tensor = torch._grouped_mm(*work.factors, offs=work.offs)
-	return out
+	return torch._grouped_mm(*work.factors, offs=work.offs)
 
 
 def _to_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +139,7 @@ def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
 	table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
 	both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
 	blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
-	values: Tensor = blocks.flatten(-2) / level
-	return values
+	return blocks.flatten(-2) / level
 
 
 def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +152,7 @@ def mxfp8_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
 
 def mxfp8_values(codes: Tensor, exponents: Tensor) -> Tensor:
 	scale = torch.exp2(exponents.float() - 127).unsqueeze(-1)
-	values: Tensor = (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
-	return values
+	return (codes.float().unflatten(-1, (-1, 32)) * scale).flatten(-2)
 
 
 def grouped_mlp(

@@ -82,8 +82,7 @@ class _Experts(torch.autograd.Function):
 		of_up = {"activation": "swiglu", "store_preact": keeps, "A_idx": index, **rows}
 		before, hidden = gemm.gemm_gated(source, up.transpose(1, 2), **of_up)
 		ctx.save_for_backward(x, up, down, starts, index, order, before)
-		h: Tensor = gemm.gemm(hidden, down.transpose(1, 2), **rows)
-		return h
+		return gemm.gemm(hidden, down.transpose(1, 2), **rows)
 
 	@staticmethod
 	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +120,7 @@ def _alone(work: LayerWork, *gather: Tensor | None) -> Step:
 	leaves, starts = _leaves(work, 0), _starts(work.offs)
 
 	def forward(x: Tensor) -> Tensor:
-		return _Experts.apply(x, *leaves, starts, *gather)  # type: ignore[no-any-return,no-untyped-call]
+		return _Experts.apply(x, *leaves, starts, *gather)  # type: ignore[no-untyped-call]
 
 	return _Step(**vars(LayerWork.step(work, forward, [[w] for w in leaves])))
 

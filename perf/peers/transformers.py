@@ -40,8 +40,7 @@ def _layer(work: MoEWork) -> Step:
 		# gpt-oss's are (E, K, N).
 		given = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
 		tensors = dict(zip(names, given, strict=False))
-		y: Tensor = torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
-		return y
+		return torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
 
 	return work.plain(experts)
 

@@ -96,8 +96,7 @@ class _Problem:
 	def errors(self, logs: Tensor) -> Tensor:
 		times, _ = _times(self._units, torch.cat([logs.exp(), logs.new_zeros(1)])[self._of])
 		sums = torch.zeros_like(self._wanted).index_add(0, self._owner, times)
-		found: Tensor = (sums / self._wanted).log()
-		return found
+		return (sums / self._wanted).log()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +166,7 @@ def _solve(observed: Sequence[Observation]) -> dict[str, float]:
 def errors(values: Mapping[str, float], observed: Sequence[Observation]) -> list[float]:
 	problem = _Problem(observed)
 	known = [values.get(name) or _assumed(name) for name in problem.names]
-	found: list[float] = problem.errors(torch.tensor(known).double().log()).tolist()
-	return found
+	return problem.errors(torch.tensor(known).double().log()).tolist()
 
 
 def fit(ours: Sequence[Observation]) -> Model:

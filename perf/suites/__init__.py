@@ -9,5 +9,4 @@ SUITES = ("quantize", "gemm", "layer", "moe", "memory", "host", "compile", "coun
 
 
 def suite(name: str) -> Suite:
-	found: Suite = importlib.import_module(f"perf.suites.{name}").SUITE
-	return found
+	return importlib.import_module(f"perf.suites.{name}").SUITE
