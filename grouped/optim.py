@@ -56,7 +56,7 @@ class AdamW(Optimizer):
 
 	Raises:
 		ValueError: a number out of range, or a master of another shape.
-		TypeError: a master of a parameter that has none.
+		TypeError: a master of a parameter that has none, or a parameter of a format that no master quantizes to.
 	"""
 
 	#: GradScaler then leaves the division to the step.
@@ -102,6 +102,16 @@ class AdamW(Optimizer):
 		for group in self.param_groups if masters else ():
 			for p in group["params"]:
 				self._state(p, group)
+
+	def add_param_group(self, param_group: dict[str, Any]) -> None:
+		"""Add a group of parameters, as PyTorch's optimizers do."""
+		super().add_param_group(param_group)
+		for p in self.param_groups[-1]["params"]:
+			part = local_part(p)
+			if isinstance(part, GroupedTensor) and part.format.is_transformed and part.columnwise is not None:
+				raise TypeError(
+					f"{part.format} transforms columns in bf16, not of fp32 masters: quantize weights without hadamard"
+				)
 
 	def _has_master(self, p: Tensor) -> bool:
 		is_low = p.dtype in (torch.bfloat16, torch.float16)

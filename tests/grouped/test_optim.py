@@ -175,6 +175,9 @@ def test_faults():
 			optim.AdamW([p], **options)
 	with pytest.raises(TypeError, match="no parameter with a master"):
 		optim.AdamW([p], masters={draw(0): draw(0)})
+	transformed = grouped.quantize(draw(0).bfloat16(), grouped.NVFP4(hadamard=True), columnwise=True)
+	with pytest.raises(TypeError, match="quantize weights without hadamard"):
+		optim.AdamW([nn.Parameter(transformed)])
 	q = nn.Parameter(draw(0))
 	q.grad = torch.zeros(SHAPE).to_sparse()
 	with pytest.raises(RuntimeError, match="sparse"):
