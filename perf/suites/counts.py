@@ -18,6 +18,8 @@ from ..measure import Meter
 from ..measure.emulator import EmulatorMeter
 from .base import Options, Suite
 from .gemm import Pair
+from .layer import PASSES
+from .moe import MoEShape, MoEWork
 from .quantize import Quantization, Tasks
 
 #: SMs of the emulated GPU.
@@ -47,6 +49,7 @@ ROUTINGS = {
 	"routed": "432 80 160 32 176 128 560 480",
 	"skewed": "16 16 240 192 416 1040 16 112",
 }
+_MIXTURE = MoEShape("counted", 4, 256, 256, 2)
 _FULL_SHAPE = GroupedShape("counted", "up", 8, 2048, 2048)
 _SHAPE = GroupedShape("counted", "up", 4, 512, 512)
 _RAGGED = "37 150 1 68"
@@ -103,11 +106,19 @@ def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, 
 	return dataclasses.replace(made, contenders=contenders)
 
 
+def _step(meter: Meter, options: Options) -> Task:
+	"""A whole mixture: what is fused, and what is between products."""
+	which = ("moe", _MIXTURE, _INPUT[0], "random", PASSES[1], meter.device, options.seed)
+	case = {"layer": "moe", **dataclasses.asdict(_MIXTURE), "tokens": _INPUT[0], "pass": PASSES[1]}
+	return Task("counts", case, lambda copy: list(MoEWork(*which).contenders(meter, options)))
+
+
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 	yield from _quantizers(meter, options)
 	if not options.full:
 		for product in ("fprop", "dgrad", "wgrad"):
 			yield _product(meter, options, _SHAPE, product, _RAGGED)
+		yield _step(meter, options)
 	else:
 		for sizes in ROUTINGS.values():
 			yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)

@@ -24,7 +24,7 @@ from .layer import PASSES, LayerShape, LayerWork, Step
 #: Models, and of how many ranks one has the experts that are measured: all of DeepSeek-V3's fit on no GPU.
 SLICES = {"Qwen3-30B-A3B": 1, "DeepSeek-V3": 8, "gpt-oss-120b": 1, "Mixtral-8x7B": 1}
 _TOKENS = (64, 512, 2048, 4096, 32768)
-_RECIPES = ("BF16", "FP8Block", "NVFP4RowScaled")
+_RECIPES = ("BF16", "FP8Block", "MXFP8", "NVFP4RowScaled")
 #: Peers round logits to bf16: some tokens go to another expert.
 PEER_BOUND = 0.2
 #: Of sigmoid scores, beside logits.
