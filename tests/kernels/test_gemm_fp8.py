@@ -167,10 +167,12 @@ def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
 
 
 def test_the_tile_follows_the_bandwidth():
-	problem = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * 96, 4096, k=7168)
+	problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 64, 5760, k=2880)
 	h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
-	for bandwidth, tile in ((None, "128x256"), (h200, "128x256"), (0.98 * h200, "128x256"), (h100, "128x256x2")):
-		assert choose_config(BLOCK, problem, 132, bandwidth=bandwidth).tile == K_TILES[tile]
+	for bandwidth, tile in ((None, "256x128x2"), (h200, "256x128x2"), (0.98 * h200, "256x128x2"), (h100, "128x128")):
+		assert choose_config(FAST, problem, 132, bandwidth=bandwidth).tile == M_TILES[tile]
+	block = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * 128, 4096, k=7168)
+	assert choose_config(BLOCK, block, 132, bandwidth=h100).tile == K_TILES["128x256"]
 
 
 def test_rows_of_scales_must_be_addressable():
