@@ -321,7 +321,8 @@ class TileConfig(CopyConfig):
 	def num_teams(self) -> int:
 		"""Tiles that a CTA converts at the same time; at least half of ``num_stages``."""
 		if self.makes_tiles:
-			return 4 if self.fmt.element.bits == 8 else 3  # more have no registers for codes of four bits
+			# More have no registers for codes of four bits, and no shared memory for tiles of fp32.
+			return 4 if self.fmt.element.bits == 8 and self.tile_bytes <= 32768 else 3
 		return 4 if self.num_tiles > 4 else 2
 
 	@property
