@@ -12,7 +12,7 @@ block neighbouring lanes have a piece each, and take its amax by shuffles.
 
 Roles:     one loader warp, lane t serves team t | num_teams teams of warps_per_row warps.
 Pipeline:  rows, loader -> team: full: one arrival and the rows' bytes; empty: one arrival a warp.
-           Rows past the end of the group carry no bytes and, but for a packet's first, no stage.
+           Teams take packets with rows from a counter; rows past the end carry no bytes, and alone no stage.
 
 On an H200, 65536 x 7168 bf16: FP8 with given amaxes 96 % of a copy's rate, FP8Block 94, MXFP8 95. What an
 activation makes of bf16 there by a table, FP8Block of SwiGLU of 262144 x 1536 at 88 %.

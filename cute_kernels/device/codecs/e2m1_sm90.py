@@ -64,12 +64,14 @@ def encode(
 		{odd}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-	# Bytes 1, 3, 5, 7 of two words are the high ones of their halves.
+	return asm(text, [Uint32], [*words, factor, byte_order(twist)])
+
+
+def byte_order(twist: Int32 | int) -> Uint32:
+	"""What ``prmt`` takes the high bytes of the halves of two words by: 1, 3, 5, 7."""
 	order = Uint32(0x7531)
-	if not isinstance(twist, int):
-		# Byte i of the result comes from half i ^ twist / 2.
-		order = order ^ Uint32(twist) * Uint32(0x1111)
-	return asm(text, [Uint32], [*words, factor, order])
+	# Byte i of the result comes from half i ^ twist / 2.
+	return order if isinstance(twist, int) else order ^ Uint32(twist) * Uint32(0x1111)
 
 
 def _bytes_of_codes(name: str, elements: Sequence[tuple[str, int]], factor: str, order: str, dtype: str) -> str:

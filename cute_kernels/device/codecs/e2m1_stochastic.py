@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from cutlass import Float32, Int32, Uint32, Uint64
 
 from ..ptx import asm
+from .e2m1_sm90 import byte_order
 
 _REGISTERS = """
 	.reg .b32 x0, x1, p0, p1, even, odd, high, drawn;
@@ -80,7 +81,4 @@ def encode(
 		{body}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-	order = Uint32(0x7531)
-	if not isinstance(twist, int):
-		order = order ^ Uint32(twist) * Uint32(0x1111)
-	return asm(text, [Uint32], [*words, *draws, order, Uint32(_LIMIT), *factors])
+	return asm(text, [Uint32], [*words, *draws, byte_order(twist), Uint32(_LIMIT), *factors])
