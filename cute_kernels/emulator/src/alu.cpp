@@ -4,21 +4,19 @@
 #include "memory.h"
 #include "numbers.h"
 
-static void move(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, move, MOV) {
 	const int bits = type_bits(in.type);
 	each_lane(w, in, mask, [=](u64 a) { return zero_extend(a, bits); });
 }
-EXECUTES(move, MOV)
 
-static void convert_address(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, convert_address, CVTA) {
 	const u64 window = in.space == SHARED ? SHARED_WINDOW : in.space == LOCAL ? LOCAL_WINDOW : 0;
 	const bool from_generic = in.sub;
 	each_lane(w, in, mask, [=](u64 a) { return from_generic ? a - window : a + window; });
 }
-EXECUTES(convert_address, CVTA)
 
 // mov.bN d, {a, b, ...}.
-static void pack(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, pack, PACK) {
 	const Operand& parts = operand(in, 1);
 	const int bits = type_bits(in.type) / parts.count;
 	u64* d = w.reg(operand(in, 0).reg);
@@ -30,9 +28,8 @@ static void pack(Warp& w, const Instruction& in, u32 mask) {
 	}
 	FOR_LANES (lane, mask) d[lane] = packed[lane];
 }
-EXECUTES(pack, PACK)
 
-static void unpack(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, unpack, UNPACK) {
 	const Operand& parts = operand(in, 0);
 	const int bits = type_bits(in.type) / parts.count;
 	u64 scratch[32], packed[32] = {};
@@ -42,25 +39,21 @@ static void unpack(Warp& w, const Instruction& in, u32 mask) {
 		if (u64* d = target(w, element(parts, i)))
 			FOR_LANES (lane, mask) d[lane] = zero_extend(packed[lane] >> (i * bits), bits);
 }
-EXECUTES(unpack, UNPACK)
 
-static void choose(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, choose, SELP) {
 	const int bits = type_bits(in.type);
 	const bool negated = operand(in, 3).negated;
 	each_lane(w, in, mask, [=](u64 a, u64 b, u64 p) { return zero_extend(((p & 1) ^ negated) ? a : b, bits); });
 }
-EXECUTES(choose, SELP)
 
-static void map_to_rank(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, map_to_rank, MAPA) {
 	const u32 ranks = machine.cluster_size();
 	each_lane(w, in, mask, [=](u64 a, u64 rank) {
 		if ((u32)rank >= ranks) fail("mapa to CTA rank %u of a cluster of %u", (u32)rank, ranks);
 		return (a & ~0xff000000ull) | (u64)(u32)rank << 24;
 	});
 }
-EXECUTES(map_to_rank, MAPA)
 
-static void arithmetic(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, arithmetic, ADD, SUB, MUL, MAD, DIV, REM, ABS, NEG, MIN, MAX) {
 	(is_float(in.type) || half_of(in.type) || in.type == T_F32X2 ? float_arithmetic : integer_arithmetic)(w, in, mask);
 }
-EXECUTES(arithmetic, ADD, SUB, MUL, MAD, DIV, REM, ABS, NEG, MIN, MAX)

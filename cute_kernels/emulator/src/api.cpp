@@ -1,6 +1,5 @@
 // The library's C interface, called from Python by ctypes.
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -15,16 +14,11 @@ Stats total;
 
 // Tensor maps live among the parameters, so the copy is aligned for them.
 void copy_params(const Program& program, void** args) {
-	static size_t capacity = 0;
-	Machine& m = machine;
-	if (capacity < program.param_bytes + 128) {
-		free(m.params);
-		capacity = (program.param_bytes + 4096) / 128 * 128;
-		m.params = (u8*)aligned_alloc(128, capacity);
-		if (!m.params) fail("out of memory for kernel parameters");
-	}
+	static std::vector<u8> memory;
+	memory.resize(program.param_bytes + 128);
+	machine.params = memory.data() + -(u64)memory.data() % 128;
 	for (size_t i = 0; i < program.param_offset.size(); i++)
-		memcpy(m.params + program.param_offset[i], args[i], program.param_size[i]);
+		memcpy(machine.params + program.param_offset[i], args[i], program.param_size[i]);
 }
 
 // Where the error happened, if an instruction was being executed.

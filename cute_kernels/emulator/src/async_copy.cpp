@@ -5,7 +5,7 @@
 #include "races.h"
 
 // Operands: destination, source, size, [size of the source, or a predicate to ignore it].
-static void copy(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, copy, CP_ASYNC) {
 	FOR_LANES (lane, mask) {
 		const u32 to = shared_address(w, in, 0, lane);
 		const u64 from = address_of(w, in, 1, lane);
@@ -36,15 +36,9 @@ static void copy(Warp& w, const Instruction& in, u32 mask) {
 				&w.copy_time[lane]);
 	}
 }
-EXECUTES(copy, CP_ASYNC)
-
-static void commit(Warp& w, const Instruction&, u32 mask) {
-	FOR_LANES (lane, mask) w.copies.commit(lane);
-}
-EXECUTES(commit, CP_ASYNC_COMMIT)
 
 // aux: how many groups may stay pending; -1 waits for everything, committed or not.
-static Status wait(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, wait, CP_ASYNC_WAIT) {
 	const bool all = in.aux < 0;
 	const size_t keep = all ? 0 : (size_t)in.aux;
 	FOR_LANES (lane, mask) {
@@ -62,10 +56,9 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
-EXECUTES(wait, CP_ASYNC_WAIT)
 
 // cp.async.mbarrier.arrive: arrives once the lane's earlier copies have landed.
-static void arrive(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, arrive, CP_ASYNC_MBAR) {
 	const bool counted = in.sub;  // .noinc: the arrival is one of those that init counted
 	FOR_LANES (lane, mask) {
 		const SharedPlace barrier = shared_place(w, in, 0, lane, 8);
@@ -80,4 +73,3 @@ static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	}
 	if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }
-EXECUTES(arrive, CP_ASYNC_MBAR)

@@ -33,7 +33,7 @@ static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
 			bits);
 }
 
-static void atomics(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, atomics, ATOM, RED) {
 	const int first = in.op == ATOM ? 1 : 0;
 	const u32 bytes = type_bytes(in.type);
 	if (in.vec > 1) fail("vector atomics are not modelled");
@@ -55,4 +55,3 @@ static void atomics(Warp& w, const Instruction& in, u32 mask) {
 	machine.stats.atomics += __builtin_popcount(mask);
 	machine.epoch++;
 }
-EXECUTES(atomics, ATOM, RED)

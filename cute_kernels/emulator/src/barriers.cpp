@@ -36,7 +36,7 @@ static void arrive(Warp& w, NamedBarrier& b, u32 id, u32 count) {
 }
 
 // sub: 1 for bar.arrive.  Operands: id, [count].
-static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, named_barrier, BAR) {
 	if (mask != w.alive) return CONVERGE;
 	const u32 id = (u32)value_of(w, in, 0, first_lane(mask));
 	const u32 count = (u32)value_of(w, in, 1, first_lane(mask));
@@ -60,9 +60,8 @@ static Status named_barrier(Warp& w, const Instruction& in, u32 mask) {
 	race_acquire(w, b.sync);
 	return OK;
 }
-EXECUTES(named_barrier, BAR)
 
-static Status cluster_arrive(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, cluster_arrive, CLUSTER_ARRIVE) {
 	if (mask != w.alive) return CONVERGE;
 	Cluster* cluster = w.cta->cluster;
 	if (w.cluster_arrived) fail("barrier.cluster.arrive twice without a wait");
@@ -73,9 +72,8 @@ static Status cluster_arrive(Warp& w, const Instruction& in, u32 mask) {
 	cluster_barrier_settle(cluster);
 	return OK;
 }
-EXECUTES(cluster_arrive, CLUSTER_ARRIVE)
 
-static Status cluster_wait(Warp& w, const Instruction&, u32 mask) {
+INSTRUCTION(Status, cluster_wait, CLUSTER_WAIT) {
 	if (mask != w.alive) return CONVERGE;
 	Cluster* cluster = w.cta->cluster;
 	if (!w.cluster_arrived) fail("barrier.cluster.wait without an arrive");
@@ -87,27 +85,21 @@ static Status cluster_wait(Warp& w, const Instruction&, u32 mask) {
 	race_acquire(w, cluster->sync);
 	return OK;
 }
-EXECUTES(cluster_wait, CLUSTER_WAIT)
 
 // bar.warp.sync: the lanes that it names meet.
-static Status meet(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, meet, BARWARP) {
 	const u32 members = (u32)value_of(w, in, 0, first_lane(mask));
 	return members & w.alive & ~mask ? CONVERGE : OK;
 }
-EXECUTES(meet, BARWARP)
 
-static void set_registers(Warp&, const Instruction& in, u32) {
+INSTRUCTION(void, set_registers, SETMAXNREG) {
 	if (in.aux % 8 || in.aux < 24 || in.aux > 256) fail("setmaxnreg %lld", in.aux);
 }
-EXECUTES(set_registers, SETMAXNREG)
 
-static void nothing(Warp&, const Instruction&, u32) {}
-EXECUTES(nothing, FENCE, NOP, NANOSLEEP, TC_FENCE, WGMMA_FENCE)
+INSTRUCTION(void, nothing, FENCE, NOP, NANOSLEEP, TC_FENCE, WGMMA_FENCE) {}
 
-static void trap(Warp&, const Instruction&, u32) { fail("trap"); }
-EXECUTES(trap, TRAP)
+INSTRUCTION(void, trap, TRAP) { fail("trap"); }
 
-static void refuse(Warp&, const Instruction& in, u32) {
+INSTRUCTION(void, refuse, UNSUPPORTED) {
 	fail("instruction not modelled: %s", machine.program->text[&in - machine.program->instructions.data()].c_str());
 }
-EXECUTES(refuse, UNSUPPORTED)

@@ -47,7 +47,7 @@ static u32 funnel_shift(const Instruction& in, u32 low, u32 high, u32 amount) {
 	return (in.flags & F_LEFT) ? (u32)((v << n) >> 32) : (u32)(v >> n);
 }
 
-static void bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, bit_manipulation, AND, OR, XOR, NOT, LOP3, SHL, SHR, SHF, PRMT, POPC, CLZ, BREV, BFE, BFI) {
 	const int bits = type_bits(in.type);
 	const bool with_sign = is_signed(in.type);
 	auto set = [&](auto f) { each_lane(w, in, mask, f); };
@@ -86,4 +86,3 @@ static void bit_manipulation(Warp& w, const Instruction& in, u32 mask) {
 			});
 	}
 }
-EXECUTES(bit_manipulation, AND, OR, XOR, NOT, LOP3, SHL, SHR, SHF, PRMT, POPC, CLZ, BREV, BFE, BFI)

@@ -52,7 +52,7 @@ static void need_16(u32 bytes, u64 from, u64 to, const char* what) {
 }
 
 // Operands: destination, source, size, mbarrier, [CTA mask].
-static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, global_to_shared, BULK_G2S) {
 	FOR_LANES (lane, mask) {
 		const u32 to = shared_address(w, in, 0, lane), offset = offset_of(to);
 		const u64 from = address_of(w, in, 1, lane);
@@ -65,10 +65,9 @@ static void global_to_shared(Warp& w, const Instruction& in, u32 mask) {
 		});
 	}
 }
-EXECUTES(global_to_shared, BULK_G2S)
 
 // Operands: destination, source, size.
-static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, shared_to_global, BULK_S2G) {
 	FOR_LANES (lane, mask) {
 		const u64 to = address_of(w, in, 0, lane);
 		const u32 from = shared_address(w, in, 1, lane);
@@ -92,15 +91,13 @@ static void shared_to_global(Warp& w, const Instruction& in, u32 mask) {
 				});
 	}
 }
-EXECUTES(shared_to_global, BULK_S2G)
 
-static void commit(Warp& w, const Instruction&, u32 mask) {
-	FOR_LANES (lane, mask) w.bulk_stores.commit(lane);
+INSTRUCTION(void, commit, BULK_COMMIT, CP_ASYNC_COMMIT) {
+	FOR_LANES (lane, mask) (in.op == BULK_COMMIT ? w.bulk_stores : w.copies).commit(lane);
 }
-EXECUTES(commit, BULK_COMMIT)
 
 // aux: how many groups may stay pending; .read waits for their sources only.
-static Status wait(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, wait, BULK_WAIT) {
 	const size_t keep = (size_t)in.aux;
 	const bool only_reads = in.flags & F_READ;
 	FOR_LANES (lane, mask) {
@@ -123,4 +120,3 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
-EXECUTES(wait, BULK_WAIT)

@@ -33,7 +33,7 @@ bool compare(const Instruction& in, u8 type, u64 a, u64 b) {
 }
 
 // setp p|q, a, b {, c}: q is the comparison's opposite.
-void set_predicate(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, set_predicate, SETP) {
 	const bool combined = in.num_operands > 4;
 	u64 scratch[3][32] = {};
 	const Source a = source(w, operand(in, 2), scratch[0]), b = source(w, operand(in, 3), scratch[1]);
@@ -55,4 +55,3 @@ void set_predicate(Warp& w, const Instruction& in, u32 mask) {
 		if (q) q[lane] = combine(!v, other);
 	}
 }
-EXECUTES(set_predicate, SETP)

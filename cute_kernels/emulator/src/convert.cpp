@@ -151,7 +151,7 @@ static void convert_from_mini(Warp& w, const Instruction& in, u32 mask, u8 from)
 	each_lane(w, in, mask, [&](u64 a) { return decode(a & low_mask) | decode((a >> bits) & low_mask) << 16; });
 }
 
-void convert(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, convert, CVT) {
 	const Packed to = packed_mini(in.type), from = packed_mini(in.type2);
 	if (to.count) return convert_to_mini(w, in, mask, to);
 	if (from.count) return convert_from_mini(w, in, mask, from.element);
@@ -162,4 +162,3 @@ void convert(Warp& w, const Instruction& in, u32 mask) {
 		});
 	each_lane(w, in, mask, [&](u64 a) { return convert_scalar(in, in.type, in.type2, a); });
 }
-EXECUTES(convert, CVT)

@@ -59,9 +59,7 @@ std::string hash_of(const void* data) {
 	uint64_t h = 14695981039346656037ull;  // FNV-1a
 	const size_t bytes = elf_bytes(p);
 	for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211ull;
-	char text[32];
-	snprintf(text, sizeof text, "%016llx", (unsigned long long)h);
-	return text;
+	return std::to_string(h);
 }
 
 struct LaunchAttribute {
@@ -83,18 +81,6 @@ struct LaunchConfig {
 };
 
 using SetRaised = void (*)(const char* kind, const char** message, int count);
-void raise_tvm_error(SetRaised set, int code) {
-	char text[64];
-	const char* message = emu_last_error();
-	if (!*message) {
-		snprintf(text, sizeof text, "CUDA error %d from the emulator", code);
-		message = text;
-	}
-	if (set) set("RuntimeError", &message, 1);
-}
-void print_error(int code) {
-	if (code) fprintf(stderr, "CUDA error %d from the emulator: %s\n", code, emu_last_error());
-}
 }  // namespace
 
 extern "C" {
@@ -159,8 +145,10 @@ int _cudaDeviceGetAttribute(int* value, int attribute, int) {
 	return 0;
 }
 
-void cuda_dialect_assert_success(int code) { print_error(code); }
-void cuda_dialect_print_on_error(int code) { print_error(code); }
+void cuda_dialect_print_on_error(int code) {
+	if (code) fprintf(stderr, "CUDA error %d from the emulator: %s\n", code, emu_last_error());
+}
+void cuda_dialect_assert_success(int code) { cuda_dialect_print_on_error(code); }
 const char* cuda_dialect_get_error_name(int code) { return code ? "emulatorError" : "cudaSuccess"; }
 int cuda_dialect_init_library_once(void** library, int (*init)(void**), int (*load)(void**, int),
 																	 void (*)(const char*, const char*)) {
@@ -174,6 +162,11 @@ int cuda_dialect_init_library_once(void** library, int (*init)(void**), int (*lo
 int cuda_dialect_unload_library_once(void*) { return 0; }
 
 // A failed launch becomes the pending TVM-FFI error, with the emulator's own message.
-void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised set, int code) { raise_tvm_error(set, code); }
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(SetRaised set, int code) { raise_tvm_error(set, code); }
+void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised set, int code) {
+	std::string text = emu_last_error();
+	if (text.empty()) text = "CUDA error " + std::to_string(code) + " from the emulator";
+	const char* message = text.c_str();
+	if (set) set("RuntimeError", &message, 1);
+}
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(SetRaised set, int code) { CuteDSLRT_TVMFFISetRaisedCudaError(set, code); }
 }

@@ -86,12 +86,11 @@ static void redux(Warp& w, const Instruction& in, u32 mask, u32 active) {
 	FOR_LANES (lane, mask) d[lane] = r;
 }
 
-static void active_mask(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, active_mask, ACTIVEMASK) {
 	each_lane(w, in, mask, 0, [=](u64, u64, u64, u64, int) -> u64 { return mask; });
 }
-EXECUTES(active_mask, ACTIVEMASK)
 
-static Status exchange(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, exchange, SHFL, VOTE, MATCH, ELECT, REDUX) {
 	const int members_operand = in.op == SHFL ? 5 : in.op == MATCH ? 3 : 2;
 	const u32 members = value_of(w, in, members_operand, first_lane(mask));
 	if (!gathered(w, members, mask)) return CONVERGE;
@@ -106,4 +105,3 @@ static Status exchange(Warp& w, const Instruction& in, u32 mask) {
 	}
 	return OK;
 }
-EXECUTES(exchange, SHFL, VOTE, MATCH, ELECT, REDUX)

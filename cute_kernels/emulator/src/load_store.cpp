@@ -76,7 +76,7 @@ static void store_element(Warp& w, const Instruction& in, const Operand& from, c
 	}
 }
 
-static void load_store(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, load_store, LD, ST) {
 	const bool store = in.op == ST;
 	const u32 bytes = type_bytes(in.type), count = std::max<u32>(in.vec, 1), total = bytes * count;
 	const Operand& where = operand(in, store ? 0 : 1);
@@ -99,7 +99,6 @@ static void load_store(Warp& w, const Instruction& in, u32 mask) {
 	}
 	if (store) machine.epoch++;
 }
-EXECUTES(load_store, LD, ST)
 
 // ---- ldmatrix, stmatrix: lane 8 i + r holds the address of row r of matrix i.
 static void store_bytes_transposed(Warp& w, const u64* registers, const u32* rows) {
@@ -131,7 +130,7 @@ static void move_matrix(Warp& w, const Instruction& in, u64* registers, const u3
 		}
 }
 
-static Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, matrix_load_store, LDMATRIX, STMATRIX) {
 	const bool store = in.op == STMATRIX;
 	if (Status s = need_full_warp(w, mask, store ? "stmatrix" : "ldmatrix")) return s;
 	u32 address[32];
@@ -155,4 +154,3 @@ static Status matrix_load_store(Warp& w, const Instruction& in, u32 mask) {
 	if (store) machine.epoch++;
 	return OK;
 }
-EXECUTES(matrix_load_store, LDMATRIX, STMATRIX)

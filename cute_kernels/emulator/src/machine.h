@@ -245,7 +245,8 @@ Status need_full_warp(const Warp& w, u32 mask, const char* what);
 	for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
 			 rest_##lane &= rest_##lane - 1)
 
-// ---- instructions: EXECUTES(f, ADD, SUB) behind f(w, in, mask), which returns a Status or nothing.
+// ---- instructions: INSTRUCTION(void, f, ADD, SUB) { ... } defines what executes these opcodes, f(w, in, mask), which
+// returns nothing or a Status; EXECUTES(f, ADD) says it of a function that there is.
 using Execute = Status (*)(Warp& w, const Instruction& in, u32 mask);
 extern Execute executions[NUM_OPCODES];
 template <auto f>
@@ -260,6 +261,10 @@ struct Executes {
 	}
 };
 #define EXECUTES(f, ...) static const Executes<f> executes_##f{__VA_ARGS__};
+#define INSTRUCTION(result, f, ...)                          \
+	static result f(Warp& w, const Instruction& in, u32 mask); \
+	EXECUTES(f, __VA_ARGS__)                                   \
+	static result f(Warp& w, const Instruction& in, u32 mask)
 
 void barrier_settle(CTA* c, NamedBarrier& b);
 void cluster_barrier_settle(Cluster* cluster);

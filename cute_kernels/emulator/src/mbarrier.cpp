@@ -66,7 +66,7 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by) {
 	mbarrier_transaction(c, offset, -(i64)bytes);
 }
 
-static void initialise(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, initialise, MBAR_INIT) {
 	FOR_LANES (lane, mask) {
 		const auto [c, offset, p] = shared_place(w, in, 0, lane, 8);
 		if (offset % 8) fail("misaligned mbarrier at shared offset %u", offset);
@@ -82,10 +82,9 @@ static void initialise(Warp& w, const Instruction& in, u32 mask) {
 		memcpy(p, &m, 8);
 	}
 }
-EXECUTES(initialise, MBAR_INIT)
 
 // With or without expect_tx.  Operands: state, address, count or bytes.
-static void arrive(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, arrive, MBAR_ARRIVE) {
 	FOR_LANES (lane, mask) {
 		const auto [c, offset, _] = shared_place(w, in, 1, lane, 8);
 		u32 count = 1;
@@ -100,18 +99,16 @@ static void arrive(Warp& w, const Instruction& in, u32 mask) {
 	}
 	if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }
-EXECUTES(arrive, MBAR_ARRIVE)
 
-static void expect_transactions(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, expect_transactions, MBAR_EXPECT_TX) {
 	FOR_LANES (lane, mask) {
 		const auto [c, offset, _] = shared_place(w, in, 0, lane, 8);
 		mbarrier_transaction(c, offset, (u32)value_of(w, in, 1, lane));
 	}
 }
-EXECUTES(expect_transactions, MBAR_EXPECT_TX)
 
 // Operands: predicate, address, state or parity.
-static Status wait(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, wait, MBAR_WAIT) {
 	u32 done = 0;
 	FOR_LANES (lane, mask) {
 		const auto [c, offset, _] = shared_place(w, in, 1, lane, 8);
@@ -131,4 +128,3 @@ static Status wait(Warp& w, const Instruction& in, u32 mask) {
 		FOR_LANES (lane, mask) d[lane] = done >> lane & 1;
 	return OK;
 }
-EXECUTES(wait, MBAR_WAIT)

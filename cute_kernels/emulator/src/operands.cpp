@@ -91,11 +91,8 @@ u64 value_of(Warp& w, const Operand& o, int lane) {
 u64 address_of(Warp& w, const Operand& o, int lane) {
 	switch (o.kind) {
 		case K_ADDR_REG: return w.reg(o.reg)[lane] + o.imm;
-		case K_ADDR_ABS:
-		case K_GLOBAL_SYM:
-		case K_LOCAL_SYM: return o.imm;
-		case K_SHARED_SYM: return (w.cta->rank << 24 | SMEM_BASE) + o.imm;
-		case K_PARAM_SYM: return (u64)machine.params + o.imm;
+		case K_ADDR_ABS: return o.imm;
+		case K_SHARED_SYM ... K_LOCAL_SYM: return value_of(w, o, lane);
 	}
 	fail("operand kind %d is not an address", o.kind);
 }

@@ -45,9 +45,8 @@ void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by, u64 issuer
 	need_fence(c, offset, bytes, issuer_fenced, what, "overwrites");
 }
 
-static void proxy_fence(Warp& w, const Instruction&, u32 mask) {
+INSTRUCTION(void, proxy_fence, FENCE_PROXY_ASYNC) {
 	machine.writes++;
 	FOR_LANES (lane, mask) w.fenced[lane] = machine.writes;
 	machine.writes++;
 }
-EXECUTES(proxy_fence, FENCE_PROXY_ASYNC)

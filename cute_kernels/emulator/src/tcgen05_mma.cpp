@@ -157,7 +157,7 @@ void run(CTA* lead, const MmaArguments& m) {
 }  // namespace
 
 // Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate.
-static void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, tensor_mma, TC_MMA) {
 	FOR_LANES (lane, mask) {
 		auto value = [&](int i) { return value_of(w, in, i, lane); };
 		auto address = [&](int i) { return address_of(w, in, i, lane); };
@@ -191,10 +191,9 @@ static void tensor_mma(Warp& w, const Instruction& in, u32 mask) {
 				&c->tensor_core_time);
 	}
 }
-EXECUTES(tensor_mma, TC_MMA)
 
 // Arrives on an mbarrier once all earlier tensor-core work of this CTA is done.
-static void commit(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, commit, TC_COMMIT) {
 	Cluster* cluster = w.cta->cluster;
 	FOR_LANES (lane, mask) {
 		const u32 address = shared_address(w, in, 0, lane);
@@ -211,4 +210,3 @@ static void commit(Warp& w, const Instruction& in, u32 mask) {
 				&w.cta->tensor_core_time);
 	}
 }
-EXECUTES(commit, TC_COMMIT)

@@ -81,14 +81,13 @@ TensorMap tensor_map_at(Warp& w, u64 address) {
 
 // A kernel that makes a tensor map by itself keeps the address bits that the format has room for,
 // by an AND (see lower_alu.py).  What it drops would be read from elsewhere without a word.
-static void tensor_map_address(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, tensor_map_address, TMAP_ADDRESS) {
 	FOR_LANES (lane, mask) {
 		const u64 address = value_of(w, in, 1, lane);
 		check_global_address("tensor map made by the kernel", address);
 		target(w, operand(in, 0))[lane] = address & value_of(w, in, 2, lane);
 	}
 }
-EXECUTES(tensor_map_address, TMAP_ADDRESS)
 
 // What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
 // why the map is invalid.

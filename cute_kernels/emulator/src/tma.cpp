@@ -67,7 +67,7 @@ static void load_box(CTA* d, u32 offset, const TensorMap& map, const Coordinates
 }
 
 // Operands: destination, tensor map, coordinates, mbarrier, [CTA mask].
-static void tma_load(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, tma_load, TMA_G2S) {
 	FOR_LANES (lane, mask) {
 		const u32 to = shared_address(w, in, 0, lane), offset = offset_of(to);
 		const TensorMap map = tensor_map_at(w, address_of(w, in, 1, lane));
@@ -84,7 +84,6 @@ static void tma_load(Warp& w, const Instruction& in, u32 mask) {
 		});
 	}
 }
-EXECUTES(tma_load, TMA_G2S)
 
 static void store_box(const TensorMap& map, const Coordinates& at, const std::vector<u8>& data) {
 	walk_box(map, at, [&](const Piece& piece) {
@@ -95,7 +94,7 @@ static void store_box(const TensorMap& map, const Coordinates& at, const std::ve
 }
 
 // Operands: tensor map, coordinates, source.
-static void tma_store(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, tma_store, TMA_S2G) {
 	for (u32 left = mask; left;) {
 		const int lane = first_lane(left);
 		const u64 map_address = address_of(w, in, 0, lane);
@@ -135,4 +134,3 @@ static void tma_store(Warp& w, const Instruction& in, u32 mask) {
 				[=](const std::vector<u8>& data) { store_box(map, at, data); });
 	}
 }
-EXECUTES(tma_store, TMA_S2G)

@@ -16,7 +16,7 @@ static u32 units_of(u32 column, u32 count) {  // as in CTA::tmem_used
 CTA* pair_peer(CTA* c, const char* what) { return cta_at(c->cluster, c->rank ^ 1, what); }
 
 // Operands: where in shared memory to write the address, columns.
-static Status allocate(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, allocate, TC_ALLOC) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.alloc")) return s;
 	CTA* c = w.cta;
 	const u32 columns = (u32)value_of(w, in, 1, 0);
@@ -37,9 +37,8 @@ static Status allocate(Warp& w, const Instruction& in, u32 mask) {
 	w.waits_for = "tcgen05.alloc";
 	return BLOCK;
 }
-EXECUTES(allocate, TC_ALLOC)
 
-static Status deallocate(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, deallocate, TC_DEALLOC) {
 	if (Status s = need_full_warp(w, mask, "tcgen05.dealloc")) return s;
 	CTA* c = w.cta;
 	const u32 first = column_of((u32)value_of(w, in, 0, 0));
@@ -53,7 +52,6 @@ static Status deallocate(Warp& w, const Instruction& in, u32 mask) {
 	machine.epoch++;
 	return OK;
 }
-EXECUTES(deallocate, TC_DEALLOC)
 
 void need_columns(CTA* c, u32 column, u32 count, const char* what) {
 	if (column + count > TMEM_COLUMNS || units_of(column, count) & ~c->tmem_used)
@@ -112,7 +110,7 @@ void store(Warp& w, const Access& a, const Operand& from) {
 }  // namespace
 
 // sub: the shape; aux: repetitions.
-static Status load_store(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, load_store, TC_LD, TC_ST) {
 	const bool is_store = in.op == TC_ST;
 	const char* what = is_store ? "tcgen05.st" : "tcgen05.ld";
 	if (Status s = need_full_warp(w, mask, what)) return s;
@@ -140,14 +138,12 @@ static Status load_store(Warp& w, const Instruction& in, u32 mask) {
 		load(w, a, values);
 	return OK;
 }
-EXECUTES(load_store, TC_LD, TC_ST)
 
-static void wait(Warp& w, const Instruction& in, u32) {
+INSTRUCTION(void, wait, TC_WAIT) {
 	if (in.flags & F_LOAD) return;
 	for (auto& write : w.tmem_stores) write();
 	w.tmem_stores.clear();
 }
-EXECUTES(wait, TC_WAIT)
 
 namespace {
 enum CopyShape { C32x128b, C128x256b, C128x128b, C4x256b, C64x128b_02_13, C64x128b_01_23 };
@@ -179,12 +175,11 @@ void copy(CTA* c, u32 address, u64 descriptor, CopyShape shape, u64 fenced) {
 }
 }  // namespace
 
-static void give_up_permit(Warp& w, const Instruction&, u32) { w.cta->tmem_permit_given_up = true; }
-EXECUTES(give_up_permit, TC_RELINQUISH)
+INSTRUCTION(void, give_up_permit, TC_RELINQUISH) { w.cta->tmem_permit_given_up = true; }
 
 // Operands: tensor memory address, descriptor.  With cta_group::2 each CTA of the pair copies from
 // its own shared memory.
-static void start_copy(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(void, start_copy, TC_CP) {
 	const bool pair = in.flags & F_CTA2;
 	const auto shape = (CopyShape)in.sub;
 	CTA* c = w.cta;
@@ -201,4 +196,3 @@ static void start_copy(Warp& w, const Instruction& in, u32 mask) {
 				&c->tensor_core_time);
 	}
 }
-EXECUTES(start_copy, TC_CP)

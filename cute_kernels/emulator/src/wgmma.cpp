@@ -76,7 +76,7 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
 }
 
 // Operands: D, A (descriptor or registers), B, scale-d, scale-a, scale-b, [trans-a, trans-b].
-Status issue(Warp& w, const Instruction& in, u32 mask) {
+INSTRUCTION(Status, issue, WGMMA) {
 	if (Status s = need_full_warp(w, mask, "wgmma")) return s;
 	auto value = [&](int i) { return value_of(w, in, i, 0); };
 	const bool a_in_registers = operand(in, 1).kind == K_VEC;
@@ -104,7 +104,6 @@ Status issue(Warp& w, const Instruction& in, u32 mask) {
 		w.open_wgmmas.push_back(op);
 	return OK;
 }
-EXECUTES(issue, WGMMA)
 
 void drain(Warp& w, size_t keep) {
 	while (w.wgmma_groups.size() > keep) {
@@ -113,15 +112,14 @@ void drain(Warp& w, size_t keep) {
 	}
 }
 
-void commit(Warp& w, const Instruction&, u32) {
+INSTRUCTION(void, commit, WGMMA_COMMIT) {
 	if (races_on) w.wgmma_clocks.push_back(w.cta->tensor_core.clock[agent_of(w, WGMMA_AGENT)]);
 	w.wgmma_groups.push_back(std::move(w.open_wgmmas));
 	w.open_wgmmas.clear();
 	if (machine.chance(2)) drain(w, 0);
 }
-EXECUTES(commit, WGMMA_COMMIT)
 
-void wait(Warp& w, const Instruction& in, u32) {
+INSTRUCTION(void, wait, WGMMA_WAIT) {
 	const size_t keep = in.aux;
 	drain(w, keep);
 	while (races_on && w.wgmma_clocks.size() > keep) {
@@ -130,5 +128,4 @@ void wait(Warp& w, const Instruction& in, u32) {
 		w.wgmma_clocks.pop_front();
 	}
 }
-EXECUTES(wait, WGMMA_WAIT)
 }  // namespace
