@@ -1,6 +1,6 @@
 """``perf dashboard``: all records as one page that needs no network.
 
-The same records give the same bytes: nothing of the machine that builds the page is in it.
+The same records and plotly give the same bytes: nothing else of the machine that builds the page is in it.
 """
 
 import argparse

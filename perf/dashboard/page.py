@@ -1,6 +1,7 @@
 """The page: its parts and the records, put into one file."""
 
 import base64
+import functools
 import gzip
 import json
 from collections.abc import Sequence
@@ -11,23 +12,37 @@ from ..records import Record
 from .things import payload
 
 #: In the order in which they need each other.
-SCRIPTS = ("dom", "data", "filters", "canvas", "plot", "tables", "plots", "views", "numerics", "main")
+SCRIPTS = ("data", "tables", "plots", "views")
 
 
 def _asset(name: str) -> str:
 	return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
+def _packed(text: str) -> str:
+	return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+@functools.cache
+def _plotly() -> str:
+	try:
+		from plotly.offline import get_plotlyjs
+	except ImportError as error:
+		raise ImportError("perf dashboard needs plotly: pip install 'grouped-kernels[perf]'") from error
+	return _packed(get_plotlyjs())
+
+
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
 	"""The whole page; ``data`` is the address of a file of the records, if there is one beside it.
 
 	Raises:
+		ImportError: there is no plotly.
 		ValueError: there are no records.
 	"""
-	text = json.dumps(payload(records, numerics), separators=(",", ":"))
 	parts = {
 		"style": _asset("style.css"),
-		"records": base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode(),
+		"records": _packed(json.dumps(payload(records, numerics), separators=(",", ":"))),
+		"plotly": _plotly(),
 		"script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
 		"data": f'<a href="{data}" download>All records</a>' if data else "",
 	}

@@ -113,16 +113,14 @@ def _made_with(record: Record) -> str:
 
 
 def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
-	kernel = kernel_of(record)
 	found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
 	found |= {
 		"ceilings": dict(record.ceilings),
 		"place": record.gpu or record.machine,
 		"case": dict(record.case),
-		"kernel": kernel,
+		"kernel": kernel_of(record),
 		"caseId": _case_id(record.case),
 		"commit": commit_name(record.commit),
-		"slug": re.sub(r"[^a-z0-9]+", "-", kernel.lower()).strip("-"),
 		"with": _made_with(record),
 		# Ours with a setting that the op would choose itself, such as a tile.
 		"variant": bool(re.match(r"ours,.*\d", record.contender)),

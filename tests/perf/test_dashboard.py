@@ -3,6 +3,7 @@ import gzip
 import json
 import random
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from perf.__main__ import main
 from perf.compare import compare
 from perf.dashboard.badge import badge, speedups
 from perf.dashboard.numerics import read_numerics
-from perf.dashboard.page import page
+from perf.dashboard.page import _plotly, page
 from perf.dashboard.things import commits_of, history_of, payload, roofs_of
 from perf.records import RESULTS, latest, read, write
 
@@ -30,6 +31,13 @@ def test_the_page_is_whole_and_depends_on_the_records_alone():
 	assert page(RECORDS, "records.jsonl").count('href="records.jsonl"') == 1
 	packed = re.search(r'id="records">(.*?)</script>', text)[1]
 	assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(payload(RECORDS)))
+
+
+def test_without_plotly_the_extra_is_named(monkeypatch):
+	_plotly.cache_clear()
+	monkeypatch.setitem(sys.modules, "plotly.offline", None)
+	with pytest.raises(ImportError, match=r"pip install 'grouped-kernels\[perf\]'"):
+		page(RECORDS)
 
 
 def test_all_newest_numbers_are_in_the_page():
@@ -72,12 +80,8 @@ def test_runs_of_one_commit_are_one_step():
 
 def test_kernels_and_variants():
 	things = payload(RECORDS)["things"]
-	gemm, slug = "gemm nvfp4:row_scaled x nvfp4, fprop", "gemm-nvfp4-row-scaled-x-nvfp4-fprop"
-	assert {t["slug"]: t["kernel"] for t in things if "slug" in t} == {
-		"quantize-nvfp4-row": "quantize nvfp4, row",
-		slug: gemm,
-		f"{slug}-prepacked": f"{gemm}, prepacked",
-	}
+	gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
+	assert {t["kernel"] for t in things if "kernel" in t} == {"quantize nvfp4, row", gemm, f"{gemm}, prepacked"}
 	assert {t["contender"] for t in things if t.get("variant")} == {"ours, tile 128x16"}
 
 

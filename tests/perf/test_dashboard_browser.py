@@ -8,9 +8,10 @@ import pytest
 
 from perf.dashboard.numerics import read_numerics
 from perf.dashboard.page import page
+from perf.dashboard.things import payload
 from tests.helpers import each
 
-from .dashboard_records import RECORDS, all_committed, save_numerics
+from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -18,8 +19,9 @@ OPTIONS = (
 	"--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
 	" --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
-KERNEL = "kernel/gemm-nvfp4-row-scaled-x-nvfp4-fprop"
-MADE = ("", "tokens", "roofline", "history", "kernels", "numerics", KERNEL, "?suite=gemm&contender=torch")
+KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
+CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["things"] if "history" in t)
+MADE = ("", "view=tokens", "view=roofline", "view=history", "view=numerics", CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
 	pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
@@ -39,26 +41,35 @@ def folder(tmp_path_factory):
 
 
 def shown(folder, which, view):
-	"""Titles, text and number of rows of a view; what it writes to its console fails."""
-	url = f"{(folder / f'{which}.html').as_uri()}#/{view}"
+	"""Titles, text and elements of a view; what it writes to its console fails."""
+	url = f"{(folder / f'{which}.html').as_uri()}#{view}"
 	command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
 	done = subprocess.run(command, capture_output=True, text=True, timeout=60)
 	assert "CONSOLE" not in done.stderr, done.stderr
 	main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
-	return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main.count("<td")
+	return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 
 @each(
-	("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "tokens", "roofline", "kernels"))]
+	("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "view=tokens", "view=roofline"))]
 )
 def test_views_are_drawn(folder, which, view):
-	titles, text, cells = shown(folder, which, view)
-	assert len(titles) == 1 and cells
-	assert not re.search("Nothing|undefined" if view == "numerics" else "Nothing|NaN|undefined", text)
-	if view == "history":
+	titles, text, main = shown(folder, which, view)
+	assert len(titles) == 1 and "<td" in main
+	assert not re.search("Nothing|undefined" if "numerics" in view else "Nothing|NaN|undefined", text)
+	# Plotly draws each point of the tables below its plots.
+	tables = re.findall(r"(?s)<details.*?</details>", main)
+	points = sum(table.count("<tr>") - 1 for table in tables)
+	assert main.count('class="point ') == points and bool(points) == view.startswith("view=")
+	if view == "view=history":
 		assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
+	if which == "made" and view in ("", KERNEL):
+		names = {"ours", "torch"} if view else {r.contender for r in CURRENT} - {"ours, tile 128x16"}
+		for record in CURRENT:
+			if record.suite == "gemm" and record.contender in names:
+				assert f'title="{record.value:g} us, {record.commit}"' in main
 
 
-@each(("view", "title"), [("numerics", "page"), ("kernel/none", "kernel")])
+@each(("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")])
 def test_there_is_no_such_view(folder, view, title):
 	assert shown(folder, "committed", view)[0] == [f"No such {title}"]

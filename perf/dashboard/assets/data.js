@@ -1,57 +1,65 @@
-// The records, as perf/dashboard/things.py makes them.
+// The records, as perf/dashboard/things.py makes them, and how they are said.
 
-const packed = Uint8Array.from(atob($("records").textContent), (letter) => letter.charCodeAt(0));
-const DATA = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+/** What is packed into an element of the page. */
+const unpacked = (id) => new Response(new Blob([Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0))])
+	.stream().pipeThrough(new DecompressionStream("gzip")));
+const DATA = await unpacked("records").json();
+
+/** An element: its properties, and children, of which those that are nothing are left out. */
+function h(tag, properties, ...children) {
+	const element = Object.assign(document.createElement(tag), properties);
+	element.append(...children.flat(Infinity).filter((child) => child || child === 0));
+	return element;
+}
+
+const unique = (list) => [...new Set(list)];
+
+/** By numbers inside, so that 16 comes before 128. */
+const natural = new Intl.Collator("en", { numeric: true }).compare;
+
+/** A number with three digits, or all before the point. */
+const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3, maximumFractionDigits: 0, roundingPriority: "morePrecision" });
+
+function amount(value, unit) {
+	const suffix = { 1: "", byte: "B", us: "µs" }[unit] ?? unit;
+	const [by, prefix] = (suffix === "" || suffix === "B") && [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]
+		.find(([least]) => value >= least && value >= 1e4) || [1, ""];
+	return `${short(value / by)} ${prefix}${suffix}`.trim();
+}
+
+const percent = (share) => `${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)} %`;
 
 const KINDS = { gpu: "GPU times", cpu: "CPU", emulator: "Emulator counts" };
+/** In this order entries of a case are said, others after them. */
+const ENTRIES = "op task call product model layer pass directions amax experts n k hidden intermediate groups cols dtype rows tokens routing".split(" ");
+const rank = (name) => ENTRIES.indexOf(name) + 1 || 99;
+
+const tokensText = (t) => `${short(t.tokens)} token${t.tokens === 1 ? "" : "s"} an expert`;
+
+/** A case in words: all of it, or the entries that are asked for. */
+const caseText = (t, isAsked = () => true) => Object.entries(t.case).filter(([name]) => isAsked(name)).sort(([a], [b]) => rank(a) - rank(b) || natural(a, b))
+	.map(([name, value]) => (name === "rows" && t.case.experts ? tokensText(t) : name !== "amax" && typeof value === "string" ? value : `${name.replace(/_/g, " ")} ${value}`)).join(", ");
+
+const whoRank = (t) => (t.contender === "ours" ? 0 : t.contender.startsWith("ours") ? 1 : 2);
+const contenderOrder = (a, b) => whoRank(a) - whoRank(b) || natural(a.series, b.series);
+
+const commitName = (index) => DATA.commits[index][0];
+const dayOf = (time) => (time || "").slice(0, 10);
 
 /** What was measured, each with its newest record. */
 const THINGS = DATA.things;
 for (const thing of THINGS) {
-	for (const name of ["format", "protocol", "place"]) thing[name] ??= "";
+	for (const name of ["format", "protocol", "place", "kernel"]) thing[name] ??= "";
 	thing.case ??= {};
 	thing.series = thing.format ? `${thing.contender} · ${thing.format}` : thing.contender;
-	thing.where = `${thing.kind}:${thing.place}`;
+	thing.where = `${KINDS[thing.kind]}: ${thing.place || "unknown machine"}`;
 	thing.quantity = thing.protocol ? `${thing.what}, ${thing.protocol}` : thing.what;
 	thing.isRace = Boolean(thing.us) && (thing.what === "time" || thing.what === "host time");
 	// Rows of an expert on the average, where a case has groups.
 	thing.tokens = thing.case.rows / (thing.case.experts || thing.case.groups) || 0;
-	const entries = Object.entries(thing.case).map(([name, value]) => `${name}=${value} ${value}`);
-	thing.text = [thing.suite, thing.series, thing.quantity, thing.place, ...entries].join(" ").toLowerCase();
+	thing.text = JSON.stringify([thing.suite, thing.series, thing.quantity, thing.place, thing.case]).toLowerCase();
 }
 
-/** Things of each kernel of ours, by its name in addresses. */
-const KERNELS = groupBy(THINGS.filter((t) => t.slug), (t) => t.slug);
-
-const tokensText = (t) => `${short(t.tokens)} token${t.tokens === 1 ? "" : "s"} an expert`;
-
-/** How entries of a case are said, in this order: "%" is the value. Others follow with their names. */
-const CASE_TEXTS = {
-	op: "%", task: "%", call: "%", product: "%", model: "%", layer: "%", pass: "%", directions: "%", amax: "amax %", experts: "% experts", n: "N %", k: "K %",
-	hidden: "hidden %", intermediate: "intermediate %", groups: "% groups", cols: "% columns", dtype: "%", rows: "% rows", routing: "%",
-};
-
-/** A case in words: all of it, or the entries that are asked for. */
-function caseText(t, names = Object.keys(t.case)) {
-	const known = [...Object.keys(CASE_TEXTS), ...Object.keys(t.case).filter((name) => !(name in CASE_TEXTS))];
-	return known.filter((name) => name in t.case && names.includes(name)).map((name) => (name === "rows" && t.case.experts ? tokensText(t)
-		: (CASE_TEXTS[name] || `${name.replace(/_/g, " ")} %`).replace("%", t.case[name]))).join(", ");
-}
-
-/** Suites where contenders race, with the entries of which a row of a table tells cases apart; of other suites each has many numbers. */
-const RACES = { gemm: ["rows", "routing"], quantize: ["op", "directions", "amax"], layer: ["rows", "routing"], host: null };
-
-const rank = (list, item) => (list.indexOf(item) + 1 || 99);
-const suiteOrder = (a, b) => rank(Object.keys(RACES), a) - rank(Object.keys(RACES), b) || natural(a, b);
-const whoRank = (t) => (t.contender === "ours" ? 0 : t.contender.startsWith("ours") ? 1 : 2);
-const contenderOrder = (a, b) => whoRank(a) - whoRank(b) || natural(a.series, b.series);
-
-/** What comes first where there is a choice: times, then what most of ours have. */
-function quantityOrder([, as], [, bs]) {
-	const place = ([t]) => rank(["time", "host time"], t.what) + (t.unit === "1" ? 99 : 0);
-	const ours = (things) => things.filter((t) => whoRank(t) < 2).length;
-	return place(as) - place(bs) || ours(bs) - ours(as) || bs.length - as.length;
-}
-
-const commitName = (index) => DATA.commits[index][0];
-const dayOf = (time) => (time || "").slice(0, 10);
+/** Peers belong to the kernels of ours that race with them. */
+const races = Map.groupBy(THINGS.filter((t) => t.kernel), (t) => t.where + t.caseId);
+for (const peer of THINGS.filter((t) => whoRank(t) === 2)) peer.kernel = unique((races.get(peer.where + peer.caseId) || []).map((t) => t.kernel));

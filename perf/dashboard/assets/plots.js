@@ -1,47 +1,89 @@
-// Which points the plots have.
+// Plots, which plotly draws, and which points they have.
 
-const shortPlace = (t) => t.place.replace("NVIDIA ", "");
+document.head.append(h("script", { textContent: await unpacked("plotly").text() }));
+
+/** The place of each contender among all, for its look on all pages: ours first, then who races most. */
+const PLACES = new Map([...Map.groupBy(THINGS.filter((t) => t.us), (t) => t.series)]
+	.sort(([, [a, ...as]], [, [b, ...bs]]) => Boolean(a.variant) - Boolean(b.variant) || (whoRank(b) < 2) - (whoRank(a) < 2) || bs.length - as.length)
+	.map(([name], i) => [name, i]));
+const COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"];
+const SYMBOLS = ["circle", "square", "diamond", "cross", "x"];
+const MARKS = { 1: "triangle-up", "-1": "triangle-down" };
+
+/** An element that plotly draws into as soon as it is in the page. */
+function plotOf(title, traces, layout) {
+	const plot = h("div", { className: "plot", ariaLabel: title });
+	const axis = ({ label, ...more } = {}) => ({ gridcolor: "#8884", zerolinecolor: "#8886", automargin: true, title: { text: label, standoff: 14 }, ...more });
+	queueMicrotask(async () => {
+		await Plotly.newPlot(plot, traces, {
+			...layout, title: { text: title, font: { size: 14 }, x: 0 }, font: { color: getComputedStyle(document.body).color }, hovermode: "closest", showlegend: !layout.isMap,
+			paper_bgcolor: "transparent", plot_bgcolor: "transparent", xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
+			legend: { orientation: "h", yref: "container", y: 0 }, margin: { t: 50, r: 20 }, modebar: { bgcolor: "transparent" },
+		}, { responsive: true, displaylogo: false });
+		plot.on("plotly_click", ({ points: [{ customdata }] }) => customdata && (location.hash = customdata));
+	});
+	return plot;
+}
+
+/**
+ * A plot of series and a table of its points.
+ *
+ * series: [{name, line, roof, points: [{x, y, half, label, text, href, mark, note}]}], points by x, "half" of an error bar; columns: heads of label and text.
+ */
+function figure(title, series, columns, xaxis, yaxis) {
+	const shown = series.filter((one) => !one.roof);
+	const rows = shown.flatMap((one) => one.points.map((p) => [one.name, h("a", { href: p.href }, p.label), p.text, p.note]));
+	if (!rows.length) return h("p", {}, `${title}: nothing is left to plot. Fewer filters show more.`);
+	const traces = series.map(({ name, line, roof, points }, i) => {
+		const of = (get) => points.map(get);
+		const place = PLACES.get(name) ?? i;
+		const color = roof ? "#888" : COLORS[place % 10];
+		return {
+			name, x: of((p) => p.x), y: of((p) => p.y), mode: roof ? "lines" : line ? "lines+markers" : "markers",
+			text: of((p) => [p.label, p.text, p.note].filter(Boolean).join("<br>")), hovertemplate: roof ? "" : "%{text}", customdata: of((p) => p.href),
+			line: { color, dash: roof === "published" ? "dash" : "solid" }, error_y: { array: of((p) => p.half || 0), visible: points.some((p) => p.half), thickness: 1 },
+			marker: { opacity: 1, size: of((p) => (p.mark ? 16 : 9)), symbol: of((p) => MARKS[p.mark] || SYMBOLS[Math.floor(place / 10) % 5]), color: of((p) => ({ 1: "#d92d20", "-1": "#16a34a" }[p.mark] || color)) },
+		};
+	});
+	return [plotOf(title, traces, { xaxis, yaxis }), h("details", {}, h("summary", {}, `Table of the ${rows.length} points`), tableOf(title, ["series", ...columns, "remark"], rows))];
+}
 
 /** Lines that can be drawn over tokens per expert: cases alike but for their rows. */
 function tokenGroups(things) {
-	const groups = groupBy(things.filter((t) => t.isRace && t.tokens), (t) =>
-		[`${t.suite} on ${shortPlace(t)}: ${caseText(t, Object.keys(t.case).filter((name) => name !== "rows"))}`, t.protocol].filter(Boolean).join(": "));
-	return [...groups].map(([key, things]) => ({ key, things })).filter((g) => unique(g.things.map((t) => t.case.rows)).length > 1)
-		.sort((a, b) => (b.things[0].kind === "gpu") - (a.things[0].kind === "gpu") || b.things.length - a.things.length || natural(a.key, b.key));
+	const groups = Map.groupBy(things.filter((t) => t.isRace && t.tokens), (t) => `${t.suite} on ${t.place}: ${caseText(t, (name) => name !== "rows")}: ${t.protocol}`);
+	return new Map([...groups].filter(([, group]) => unique(group.map((t) => t.tokens)).length > 1)
+		.sort(([, a], [, b]) => (b[0].kind === "gpu") - (a[0].kind === "gpu") || b.length - a.length));
 }
 
-const baseOf = (t, group) => group.things.find((o) => o.contender === "torch" && /^(bf16|bfloat16)$/i.test(o.format) && o.caseId === t.caseId);
+const baseOf = (t, group) => group.find((o) => o.contender === "torch" && /^(bf16|bfloat16)$/i.test(o.format) && o.caseId === t.caseId);
 
-const RATES = {
-	time: { label: "time, µs", unit: "us", of: (t) => t.us, note: remark },
-	speed: {
-		label: "speed relative to torch in bf16", unit: "×", of: (t, group) => baseOf(t, group)?.us / t.us,
-		note: (t, group) => `measured at ${t.commit}, torch at ${baseOf(t, group).commit}`,
-	},
-};
+const RATES = new Map([
+	["time, µs", { unit: "us", of: (t) => t.us, note: remark }],
+	["speed relative to torch in bf16", {
+		unit: "×", of: (t, group) => baseOf(t, group)?.us / t.us, note: (t, group) => `measured at ${t.commit}, torch at ${baseOf(t, group).commit}`,
+	}],
+]);
 
 /** Series of things, a point for each. */
-const seriesOf = (things, line, pointOf) => [...groupBy([...things].sort(contenderOrder), (t) => t.series)].map(([name, group]) => ({
-	name, line, points: group.map((t) => ({ href: address(`case/${t.caseId}`), ...pointOf(t) })).sort((a, b) => a.x - b.x),
+const seriesOf = (things, line, pointOf) => [...Map.groupBy(things.toSorted(contenderOrder), (t) => t.series)].map(([name, group]) => ({
+	name, line, points: group.map((t) => ({ href: address({ view: "case", case: t.caseId }), ...pointOf(t) })).sort((a, b) => a.x - b.x),
 }));
 
-function tokensPlot(name, group, metric = "time") {
-	const { label, unit, of, note } = RATES[metric];
-	const things = group.things.filter((t) => of(t, group));
+function tokensPlot(title, group, label) {
+	const { unit, of, note } = RATES.get(label);
+	const things = group.filter((t) => of(t, group));
 	const series = seriesOf(things, true, (t) => ({
-		x: t.tokens, y: of(t, group), half: metric === "time" ? (t.spread || 0) / 2 * (t.us / t.value) : 0,
-		label: tokensText(t), text: amount(of(t, group), unit), note: note(t, group),
+		x: t.tokens, y: of(t, group), half: unit === "us" ? (t.spread || 0) / 2 * (t.us / t.value) : 0, label: tokensText(t), text: amount(of(t, group), unit), note: note(t, group),
 	}));
-	const ticks = unique(things.map((t) => t.tokens)).sort((a, b) => a - b);
-	return plotFigure({
-		name, title: `${group.key}: ${label}`, series, columns: ["tokens an expert", label],
-		x: { label: "tokens an expert", log: true, ticks, room: 34 }, y: { label, log: metric !== "speed", zero: metric === "speed" },
-	});
+	const tickvals = unique(things.map((t) => t.tokens));
+	return figure(title, series, ["tokens an expert", label], { label: "tokens an expert", type: "log", tickvals, ticktext: tickvals.map(short) },
+		{ label, ...(unit === "us" ? { type: "log" } : { rangemode: "tozero" }) });
 }
 
-const roofLine = ([, name, rate, measured], unit, points) => ({
-	name: `${name} ${short(rate)} ${unit}, ${measured ? "measured" : "published"}`, roof: true, measured, points: points.map(([x, y]) => ({ x, y })),
-});
+const roofLine = ([, name, rate, isMeasured], unit, points) => {
+	const roof = isMeasured ? "measured" : "published";
+	return { name: `${name} ${short(rate)} ${unit}, ${roof}`, roof, points: points.map(([x, y]) => ({ x, y })) };
+};
 
 /** Rates of products over their arithmetic intensity under the roofs of a GPU, and of what only moves bytes under that of a copy. */
 function rooflinePlots(gpu, things) {
@@ -62,8 +104,8 @@ function rooflinePlots(gpu, things) {
 	if (moves.length && memory) bandwidth.push(roofLine(memory, "TB/s", [Math.min(...moves.map(size)) / 1.05, Math.max(...moves.map(size)) * 1.05].map((x) => [x, memory[2]])));
 	const columns = ["case", "rate"];
 	return [
-		plotFigure({ name: "roofline", title: `Products on ${gpu}: TFLOP/s over FLOP a byte`, series: roofline, columns, x: { label: "useful FLOP / least byte", log: true }, y: { label: "TFLOP/s", log: true } }),
-		plotFigure({ name: "bandwidth", title: `Memory-bound kernels on ${gpu}: TB/s of the least bytes`, series: bandwidth, columns, x: { label: "least bytes, MB", log: true, pad: 1.15 }, y: { label: "TB/s", zero: true } }),
+		figure(`Products on ${gpu}: TFLOP/s over FLOP a byte`, roofline, columns, { label: "useful FLOP / least byte", type: "log" }, { label: "TFLOP/s", type: "log" }),
+		figure(`Memory-bound kernels on ${gpu}: TB/s of the least bytes`, bandwidth, columns, { label: "least bytes, MB", type: "log" }, { label: "TB/s", rangemode: "tozero" }),
 	];
 }
 
@@ -71,28 +113,25 @@ const stepsOf = (t) => t.history.map(([commit, value, sign, worseBy, noise, spre
 
 /** Histories that can share a plot: contenders of one case and quantity. */
 function historyGroups(things) {
-	const groups = groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${shortPlace(t)}: ${caseText(t)}: ${t.quantity}`);
+	const groups = Map.groupBy(things.filter((t) => t.history), (t) => `${t.suite} on ${t.place}: ${caseText(t)}: ${t.quantity}`);
 	const longest = (group) => Math.max(...group.map((t) => t.history.length));
-	return [...groups].sort((a, b) => b[1][0].isRace - a[1][0].isRace || longest(b[1]) - longest(a[1]) || natural(a[0], b[0])).map(([key, things]) => ({ key, things }));
+	return new Map([...groups].sort(([, a], [, b]) => b[0].isRace - a[0].isRace || longest(b) - longest(a)));
 }
 
-function historyPlot(name, group) {
-	const commits = unique(group.things.flatMap((t) => t.history.map(([commit]) => commit))).sort((a, b) => a - b);
-	const [{ unit, what }] = group.things;
-	const series = [...group.things].sort(contenderOrder).map((t) => ({
+function historyPlot(title, things) {
+	const commits = unique(things.flatMap((t) => t.history.map(([commit]) => commit))).sort((a, b) => a - b);
+	const [{ unit, what }] = things;
+	const series = things.toSorted(contenderOrder).map((t) => ({
 		name: t.series, line: true,
 		points: stepsOf(t).map((step) => ({
-			x: commits.indexOf(step.commit), y: step.value, half: (step.spread || 0) / 2, mark: step.sign,
-			label: `${commitName(step.commit)}, ${dayOf(DATA.commits[step.commit][1])}`, text: amount(step.value, unit), href: address(`case/${t.caseId}`),
+			x: commitName(step.commit), y: step.value, half: (step.spread || 0) / 2, mark: step.sign, text: amount(step.value, unit), href: address({ view: "case", case: t.caseId }),
+			label: `${commitName(step.commit)}, ${dayOf(DATA.commits[step.commit][1])}`,
 			note: step.sign ? `${VERDICTS[step.sign]} by ${percent(Math.abs(step.worseBy))}, noise ${percent(step.noise)}` : "",
 		})),
 	}));
-	const label = unit === "1" ? what : `${what}, ${unit === "us" ? "µs" : unit}`;
-	return plotFigure({
-		name, title: group.key, series, columns: ["commit", label],
-		x: { label: "commit", ticks: commits.map((_, i) => i), format: (i) => (i in commits ? commitName(commits[i]) : ""), room: 64, pad: 0.4 },
-		y: { label, log: series.every((s) => s.points.every((p) => p.y > p.half)) },
-	});
+	const label = unit === "1" ? what : `${what}, ${unit.replace("us", "µs")}`;
+	const isPositive = series.every((s) => s.points.every((p) => p.y > p.half));
+	return figure(title, series, ["commit", label], { label: "commit", type: "category", categoryarray: commits.map(commitName) }, { label, type: isPositive ? "log" : "linear" });
 }
 
 /** Steps that are worse or better, the newest first; "open" if none came after. */

@@ -1,97 +1,108 @@
 // The views: each gives a title and what stands below it.
 
-/** A choice of this view among groups with a key, and a title if that is another: what was chosen, and the control. */
-function picker(id, label, groups) {
-	const wanted = groups.find((g) => g.key === params.get(id)) || groups[0];
-	return [wanted, selectField(id, label, { "": groups.map((g) => [g.key, g.title ?? g.key]) }, wanted.key, (value) => choose(id, value))];
-}
+const NOTHING = "Nothing that was measured passes the filters.";
+const p = (...children) => h("p", {}, children);
+const fields = (...children) => h("div", { className: "fields" }, children);
 
-const nothing = () => h("p", { class: "empty" }, "Nothing that was measured passes the filters.");
-const section = (title, ...content) => [h("h2", null, title), content];
-const missing = (what, path, text) => [`No such ${what}`, p(link(path, text))];
-
-function latestView() {
-	const things = chosen();
-	const places = Object.entries(KINDS).flatMap(([kind, title]) => [...groupBy(things.filter((t) => t.kind === kind), (t) => t.place)].map(([place, here]) =>
-		section(`${title}: ${place || "unknown machine"}`, [...groupBy(here, (t) => t.suite)].sort(([a], [b]) => suiteOrder(a, b)).map(([suite, group]) =>
-			h("section", { "aria-label": `${suite} on ${place}` }, h("h3", null, suite),
-				suite in RACES ? raceTables(group, `${kind}-${place}-${suite}`) : profileTables(group))))));
+function latestView(things) {
+	const places = Map.groupBy(things, (t) => t.where);
+	if (!things.length) return ["Latest numbers", NOTHING];
 	return ["Latest numbers", p("Medians, ± half of the range of the repeats where it was kept. Of each row the fastest is bold."),
-		places.length ? places : nothing()];
+		Object.values(KINDS).flatMap((kind) => [...places].filter(([where]) => where.startsWith(kind))).map(([where, here]) => [h("h2", {}, where),
+			[...Map.groupBy(here, (t) => t.suite)].map(([suite, group]) => [h("h3", {}, suite), pivots(group)])])];
 }
 
-function rooflineView() {
-	const things = chosen().filter((t) => t.kind === "gpu");
-	const gpus = [...groupBy(things, (t) => t.place)].sort((a, b) => b[1].length - a[1].length).map(([key]) => ({ key }));
-	if (!gpus.length) return ["Rooflines", nothing()];
-	const [gpu, field] = picker("gpu", "GPU", gpus);
+function rooflineView(things) {
+	const gpus = Map.groupBy(things.filter((t) => t.kind === "gpu"), (t) => t.place);
+	const [gpu, found, field] = pick("gpu", "GPU", new Map([...gpus].sort(([, a], [, b]) => b.length - a.length)));
 	return ["Rooflines",
 		p("How near kernels come to what the GPU can do. Bytes are the least that a task must move, operations the useful ones. Roofs are the highest that runs measured, or else those of the data sheet (dashed). Memory is the rate of a copy: what only reads may pass it a little."),
-		gpus.length > 1 && field, rooflinePlots(gpu.key, things.filter((t) => t.isRace && t.tbs && t.place === gpu.key))];
+		found ? [field, rooflinePlots(gpu, found.filter((t) => t.isRace && t.tbs))] : NOTHING];
 }
 
-function tokensView() {
-	const groups = tokenGroups(chosen());
-	if (!groups.length) return ["Time against tokens", nothing()];
-	const [group, field] = picker("case", "Case", groups);
-	const [metric, rate] = picker("rate", "Rate", Object.keys(RATES).filter((key) => group.things.some((t) => RATES[key].of(t, group))).map((key) => ({ key, title: RATES[key].label })));
-	return ["Time against tokens", h("div", { class: "fields" }, field, rate), tokensPlot("tokens", group, metric.key),
-		section("As a table", raceTable(group.key, group.things))];
+function tokensView(things) {
+	const [title, group, field] = pick("group", "Case", tokenGroups(things));
+	if (!group) return ["Time against tokens", NOTHING];
+	const [rate, , rateField] = pick("rate", "Rate", new Map([...RATES].filter(([, { of }]) => group.some((t) => of(t, group)))));
+	return ["Time against tokens", fields(field, rateField), tokensPlot(title, group, rate), pivots(group)];
 }
 
-function historyView() {
-	const groups = historyGroups(chosen());
-	if (!groups.length) return ["History", nothing()];
-	const [group, field] = picker("thing", "What", groups);
-	const wanted = { "worse and better": () => true, worse: (c) => c.step.sign > 0, "worse, not mended since": (c) => c.open };
-	const [verdict, verdictField] = picker("verdict", "Changes", Object.keys(wanted).map((key) => ({ key })));
-	const changes = changesOf(chosen()).filter(wanted[verdict.key]);
-	const most = 200;
+function historyView(things) {
+	const [title, group, field] = pick("thing", "What", historyGroups(things));
+	const [, isWanted, verdictField] = pick("verdict", "Changes", new Map([["worse and better", () => true], ["worse", (c) => c.step.sign > 0], ["worse, not mended since", (c) => c.open]]));
+	const changes = changesOf(things).filter(isWanted);
 	return ["History",
-		p("Medians of each commit. ▲ marks a regression, ▼ an improvement: a change beyond the noise of both commits, as ", h("code", null, "perf compare"), " reckons it."),
-		field, historyPlot("history", group),
-		section(`Changes (${changes.length})`, verdictField, changesTable(`Changes from commit to commit${changes.length > most ? `, the newest ${most}` : ""}`, changes.slice(0, most)))];
-}
-
-function kernelsView() {
-	const rows = [...KERNELS.values()].map((things) => chosen(things)).filter((things) => things.length).sort(([a], [b]) => natural(a.kernel, b.kernel)).map((things) =>
-		tr(head(link(`kernel/${things[0].slug}`, things[0].kernel)), td(unique(things.map((t) => t.place)).sort(natural).join("; ")), number(things.length)));
-	return ["Kernels", rows.length ? tableOf("Kernels", ["kernel", "counted for, timed on", "things"], rows) : nothing()];
-}
-
-/** A kernel of ours: its counts and times, and those of peers in the same cases. */
-function kernelView(slug) {
-	if (!KERNELS.has(slug)) return missing("kernel", "kernels", "All kernels");
-	const own = KERNELS.get(slug);
-	const cases = new Set(own.map((t) => `${t.where}|${t.caseId}`));
-	const things = chosen([...own, ...THINGS.filter((t) => whoRank(t) === 2 && cases.has(`${t.where}|${t.caseId}`))]);
-	const counted = things.filter((t) => t.kind === "emulator");
-	const [group] = tokenGroups(things.filter((t) => t.kind === "gpu"));
-	const timed = groupBy(things.filter((t) => t.isRace), (t) => `${KINDS[t.kind]}: ${t.suite} on ${t.place}`);
-	const changes = changesOf(chosen(own));
-	return [own[0].kernel, p(link("kernels", "All kernels")), things.length ? null : nothing(),
-		counted.length && section("Counts of the emulator", p("Instructions are of PTX. They do not vary between runs, and CI fails if one grows by more than 2 %."), profileTables(counted)),
-		group && section("Time against tokens", tokensPlot("kernel-tokens", group)),
-		[...timed].map(([title, found]) => section(title, raceTables(found, title))),
-		changes.length && section("Changes", changesTable("Changes of this kernel from commit to commit", changes.slice(0, 50)))];
+		p("Medians of each commit. ▲ marks a regression, ▼ an improvement: a change beyond the noise of both commits, as ", h("code", {}, "perf compare"), " reckons it."),
+		group ? [field, historyPlot(title, group)] : NOTHING, h("h2", {}, `Changes (${changes.length})`), verdictField, changesTable(changes)];
 }
 
 /** All that is known of one case. */
-function caseView(id) {
-	const all = THINGS.filter((t) => t.caseId === id);
-	if (!all.length) return missing("case", "", "Latest numbers");
-	const groups = [...groupBy(all, (t) => `${KINDS[t.kind]}: ${t.suite} on ${t.place}: ${t.quantity}`)].sort(quantityOrder);
-	const [past] = historyGroups(all.filter((t) => isChosen(t) && t.isRace));
+function caseView() {
+	const things = THINGS.filter((t) => t.caseId === params.get("case"));
+	if (!things.length) return ["No such case", link({}, "Latest numbers")];
 	const error = (t) => (t.error === 0 ? "exact" : t.error?.toExponential(1));
-	const rowOf = (t) => tr(head(t.contender, small(t.format)), h("td", { class: "number", title: t.value }, amount(t.value, t.unit), small(plusMinus(t))),
-		[t.tbs && short(t.tbs), t.tflops && short(t.tflops), error(t), t.repeats].map((text) => number(text)), td(t.commit),
-		h("td", { class: "day" }, dayOf(t.time)), h("td", { class: "note" }, t.with));
-	return [`${all[0].suite}: ${caseText(all[0])}`, past && section("History", historyPlot("case-history", past)),
-		groups.map(([title, things]) => section(title, tableOf(title, ["contender", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"],
-			things.sort((a, b) => a.value - b.value).map(rowOf), "wide")))];
+	const rows = things.sort((a, b) => natural(a.where, b.where) || natural(a.quantity, b.quantity) || a.value - b.value).map((t) => [
+		[t.contender, small(t.format)], [t.quantity, small(t.where)], h("span", { title: t.value }, amount(t.value, t.unit), small(plusMinus(t))), t.tbs && short(t.tbs),
+		t.tflops && short(t.tflops), error(t), t.repeats, t.commit, dayOf(t.time), t.with]);
+	return [`${things[0].suite}: ${caseText(things[0])}`, [...historyGroups(things.filter((t) => isChosen(t) && t.isRace))].slice(0, 1).map(([title, group]) => historyPlot(title, group)),
+		tableOf("Records", ["contender", "quantity", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"], rows)];
 }
 
-const VIEWS = {
-	"": ["Latest", latestView], tokens: ["Tokens", tokensView], roofline: ["Rooflines", rooflineView],
-	history: ["History", historyView], kernels: ["Kernels", kernelsView], kernel: [null, kernelView], case: [null, caseView],
+/** Quantities of grouped.debug.inspect: titles and how their numbers are written. */
+const QUANTITIES = {
+	snr_db: ["signal over noise, dB", (v) => v.toFixed(1)], saturated: ["share saturated", percent], underflow: ["share that underflows to zero", percent],
+	amax: ["amax", short], rows: ["rows: load of an expert", short], second_level: ["second-level scale", (v) => v.toPrecision(3)], nonfinite: ["NaN and infinite", short],
 };
+
+/** What quantization does to the numbers of a model: records of grouped.debug.inspect. */
+function numericsView() {
+	const operandOf = (r) => `${r.layer}, ${r.role}, ${r.direction}, ${r.format}`;
+	const [, ofRun, runField] = pick("run", "Run", Map.groupBy(DATA.numerics, (r) => r.run || "unnamed"));
+	const [label, [key, format], field] = pick("quantity", "Quantity", new Map(Object.entries(QUANTITIES)
+		.filter(([key]) => ofRun.some((r) => r[key].some((v) => v !== null))).map(([key, [title, format]]) => [title, [key, format]])));
+	const found = ofRun.sort((a, b) => a.step - b.step);
+	const [operand, records, operandField] = pick("operand", "Operand", Map.groupBy(found, operandOf));
+	const [step, ofStep, stepField] = pick("step", "Step", Map.groupBy(found.toReversed(), (r) => String(r.step)));
+	const series = records[0][key].map((_, expert) => ({
+		name: `expert ${expert}`, line: true, points: records.filter((r) => r[key][expert] !== null).map((r) => ({
+			x: r.step, y: r[key][expert], label: `step ${r.step}`, text: format(r[key][expert]), href: `#${new URLSearchParams({ ...Object.fromEntries(params), step: r.step })}`,
+		})),
+	}));
+	const z = ofStep.map((r) => r[key]);
+	const experts = Array.from({ length: Math.max(...z.map((row) => row.length)) }, (_, expert) => expert);
+	const map = { type: "heatmap", z, x: experts, y: ofStep.map(operandOf), text: z.map((row) => row.map((v) => (v === null ? "unknown" : format(v)))), texttemplate: "%{text}", colorscale: "Blues", reversescale: true };
+	return ["Numerics", p("What quantization does to the operands of each layer, as ", h("code", {}, "grouped.debug.inspect"), " saw it."), fields(operandField, field, runField),
+		figure(`${operand}: ${label}`, series, ["step", label], { label: "step" }, { label }), stepField,
+		plotOf(`${label}, step ${step}`, [map], { isMap: true, xaxis: { label: "expert", type: "category" } })];
+}
+
+const VIEWS = { "": latestView, tokens: tokensView, roofline: rooflineView, history: historyView, numerics: numericsView, case: caseView };
+const TITLES = { "": "Latest", tokens: "Tokens", roofline: "Rooflines", history: "History", ...(DATA.numerics.length && { numerics: "Numerics" }) };
+
+/** Draw the view of the address. */
+function render() {
+	const [main, status] = ["main", "[role=status]"].map((name) => document.querySelector(name));
+	const focused = document.activeElement.id;
+	const name = params.get("view") || "";
+	const things = THINGS.filter(isChosen);
+	document.querySelectorAll(".plot").forEach(Plotly.purge);
+	const [title, ...body] = name in TITLES || name === "case" ? VIEWS[name](things) : ["No such page", link({}, "Latest numbers")];
+	main.replaceChildren(h("h1", {}, title), ...body.flat(Infinity).filter(Boolean));
+	document.title = `${title} · grouped-kernels`;
+	document.querySelector("nav").replaceChildren("grouped-kernels", ...Object.entries(TITLES).map(([view, text]) => Object.assign(link({ view }, text), { ariaCurrent: view === name ? "page" : null })));
+	for (const id in FILTERS) document.getElementById(id).value = params.get(id) || "";
+	status.textContent = `${things.length} of ${THINGS.length} measured things are shown.`;
+	document.getElementById(focused)?.focus();
+}
+
+function go() {
+	params = new URLSearchParams(location.hash.slice(1));
+	render();
+}
+
+const { text, ...selects } = FILTERS;
+document.querySelector("form").append(...Object.entries(selects).map(([id, label]) => selectOf(id, label, ["", ...unique(THINGS.flatMap((t) => t[id])).filter(Boolean).sort(natural)])),
+	h("label", {}, text, h("input", { id: "text", type: "search", placeholder: "DeepSeek wgrad", oninput: choose })), h("a", { href: "#" }, "Clear"));
+addEventListener("hashchange", go);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+go();
