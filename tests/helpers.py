@@ -176,6 +176,15 @@ def saved(x, weights_only=True):
 	return torch.load(file, weights_only=weights_only)
 
 
+def step(module, x, dy, *given, function=None, **options):
+	"""Output and gradients, that of x first, of the module or a function of it."""
+	leaf = x.clone().requires_grad_()
+	module.zero_grad()
+	y = (module if function is None else function)(leaf, *given, **options)
+	y.backward(dy)
+	return [y.detach(), leaf.grad, *(p.grad for p in module.parameters() if p.grad is not None)]
+
+
 class Graphs(list[Any]):
 	"""The backend aot_eager, which keeps the graphs that it is given."""
 

@@ -20,6 +20,7 @@ from tests.helpers import (
 	each,
 	sample,
 	saved,
+	step,
 )
 from tests.ops.test_delayed_update import by_column
 
@@ -41,12 +42,7 @@ def step_data(steps):
 
 
 def run(module, x, dy, function=None):
-	leaf = x.clone().requires_grad_()
-	y = (module if function is None else function)(leaf, OFFS)
-	y.backward(dy)
-	gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
-	module.zero_grad()
-	return [y.detach(), leaf.grad, *gradients]
+	return step(module, x, dy, OFFS, function=function)
 
 
 def with_data():
@@ -132,14 +128,10 @@ def test_training_is_the_composition_by_hand(single, algorithm):
 	for i, (x, dy) in enumerate(step_data(8)):
 		if firsts[i]:
 			optimizer.step()
-		layer.zero_grad()
 		offs = torch.tensor([[13, 13, 35], [5, 20, 40], [0, 0, 40]][i % 3], dtype=I32)
 		w, b = stacked(layer.parameters(), single)
-		leaf = x.clone().requires_grad_()
-		y = layer(leaf, offs, is_first_microbatch=firsts[i])
-		y.backward(dy)
-		dw, db = stacked((p.grad for p in layer.parameters()), single)
-		assert_all_same((y.detach(), leaf.grad, dw, db), hand.step(w, b, x, dy, offs, firsts[i]))
+		y, dx, *grads = step(layer, x, dy, offs, is_first_microbatch=firsts[i])
+		assert_all_same((y, dx, *stacked(grads, single)), hand.step(w, b, x, dy, offs, firsts[i]))
 		hand.assert_state_of(layer)
 	# By now the scales follow what was seen.
 	for role in ROLES:

@@ -7,7 +7,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import Recipe
-from tests.helpers import BF16, F16, F32, SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample
+from tests.helpers import BF16, F16, F32, SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample, step
 
 from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -72,16 +72,13 @@ def test_against_one_linear_per_expert(splits, recipe):
 	want = expected(layer, x, ends, dy)
 	x[ends[-1] :] = torch.nan
 	dy[ends[-1] :] = torch.nan
-	x.requires_grad_()
-	y = layer(x, torch.tensor(ends))
-	y.backward(dy)
-	gradients = [p.grad for p in layer.parameters()]
+	y, dx, *gradients = step(layer, x, dy, torch.tensor(ends))
 	if not layer.single_parameter:
 		gradients = [torch.stack(gradients[i : i + len(splits)]) for i in range(0, len(gradients), len(splits))]
-	assert {t.dtype for t in (y, x.grad, *gradients)} == {F32}
-	for a, b in zip((y.detach(), x.grad, *gradients), want, strict=layer.has_bias):
+	assert {t.dtype for t in (y, dx, *gradients)} == {F32}
+	for a, b in zip((y, dx, *gradients), want, strict=layer.has_bias):
 		close(a, b, 1e-5)
-	assert not y[ends[-1] :].any() and not x.grad[ends[-1] :].any()
+	assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
 	for g, rows in enumerate(splits):
 		if not rows:
 			assert not any(t[g].any() for t in gradients)
@@ -101,17 +98,11 @@ def test_dtypes(recipe, dtype, parameters):
 	layer = layer_of(recipe, dtype=parameters)
 	x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
 	tolerance = {BF16: 1e-2, F16: 2e-3, F32: 1e-5}
-	x.requires_grad_()
-	y = layer(x, ends)
-	y.backward(dy)
-	assert y.dtype == x.grad.dtype == dtype
-	assert layer.weight.grad.dtype == layer.bias.grad.dtype == parameters
+	got, dtypes = step(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
+	assert [t.dtype for t in got] == dtypes
 	if recipe.is_quantized or dtype != F16:
-		want = expected(layer, x.detach(), ends, dy)
-		close(y.detach(), want[0], tolerance[dtype])
-		close(x.grad, want[1], tolerance[dtype])
-		close(layer.weight.grad, want[2], tolerance[parameters])
-		close(layer.bias.grad, want[3], tolerance[parameters])
+		for t, want, of in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
+			close(t, want, tolerance[of])
 
 
 @each("single", [True, False])
@@ -266,16 +257,15 @@ def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
 
 def test_bf16_activations_beside_a_quantized_weight():
 	layer = quantized_layer(RECIPES["bf16"])
-	x, dy = sample(40, K).requires_grad_(), sample(40, N)
-	y = layer(x, ENDS)
-	y.backward(dy)
-	got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x.detach())
-	assert_all_same((got, *vjp(dy)), (y, x.grad))
+	x, dy = sample(40, K), sample(40, N)
+	y, dx, dw, _ = step(layer, x, dy, ENDS)
+	got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x)
+	assert_all_same((got, *vjp(dy)), (y, dx))
 	options = {"offs": ENDS, "out_dtype": BF16}
 	held, bias = layer.weight.detach(), layer.bias.detach()
-	assert_same_bytes(y, grouped.grouped_gemm(x.detach(), held, bias=bias, **options))
-	assert_same_bytes(x.grad, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
-	assert_same_bytes(layer.weight.grad, grouped.grouped_gemm(dy, x.detach(), offs=ENDS, out_dtype=layer.weight.dtype))
+	assert_same_bytes(y, grouped.grouped_gemm(x, held, bias=bias, **options))
+	assert_same_bytes(dx, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
+	assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
 
 
 @each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])

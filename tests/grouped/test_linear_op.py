@@ -1,3 +1,4 @@
+import functools
 import io
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, sample
+from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, sample, step
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
@@ -22,11 +23,7 @@ def layer_of(recipe, **options):
 
 
 def gradients(module, x, dy, function=None):
-	leaf = x.clone().requires_grad_()
-	module.zero_grad()
-	y = function(leaf) if function else module(leaf, OFFS)
-	y.backward(dy)
-	return y.detach(), leaf.grad, module.weight.grad.clone(), module.bias.grad.clone()
+	return step(module, x, dy, OFFS, function=function)
 
 
 def saved_and_loaded(program):
@@ -47,7 +44,7 @@ def test_it_is_what_the_module_computes(recipe, data):
 	x, dy = data
 	want = gradients(layer, x, dy)
 
-	def linear(x):
+	def linear(x, _):
 		return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
 
 	assert_all_same(gradients(layer, x, dy, linear), want)
@@ -71,12 +68,12 @@ def test_a_quantized_weight(recipe, prepacked, data):
 	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
 	layer.weight = nn.Parameter(held.prepack() if prepacked else held)
 
-	def linear(x):
-		return grouped.linear(x, layer.weight, layer.bias, OFFS, recipe)
+	def linear(x, offs):
+		return grouped.linear(x, layer.weight, layer.bias, offs, recipe)
 
 	assert_all_same(gradients(layer, x, dy, linear), want)
 	assert_all_same(gradients(saved_and_loaded(torch.export.export(layer, (x, OFFS))), x, dy), want)
-	assert_all_same(gradients(layer, x, dy, lambda x: checkpoint(layer, x, OFFS, use_reentrant=False)), want)
+	assert_all_same(gradients(layer, x, dy, functools.partial(checkpoint, layer, use_reentrant=False)), want)
 	with torch.no_grad(), torch.autocast("cpu", BF16):
 		assert_same_bytes(layer(x.float(), OFFS), want[0])
 
@@ -200,13 +197,8 @@ def test_backward_through_an_exported_module(recipe, single, strict):
 	for parameters_want_one in (True, False):
 		results = []
 		for module in (mlp, exported):
-			module.zero_grad()
 			module.requires_grad_(parameters_want_one)
-			leaf = x.clone().requires_grad_()
-			y = module(leaf, offs)
-			y.backward(dy)
-			grads = [p.grad for p in module.parameters()] if parameters_want_one else []
-			results.append([y.detach(), leaf.grad, *grads])
+			results.append(step(module, x, dy, offs))
 		assert_all_same(*results)
 
 

@@ -9,6 +9,7 @@ import grouped
 from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
+from tests import helpers
 from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
 from tests.helpers import (
 	BF16,
@@ -63,11 +64,7 @@ def gradient_like(y):
 
 
 def step(moe, x, **options):
-	leaf = x.clone().requires_grad_()
-	moe.zero_grad()
-	y = moe(leaf, **options)
-	y.backward(gradient_like(y))
-	return [y.detach(), leaf.grad, *(p.grad for p in moe.parameters())]
+	return helpers.step(moe, x, gradient_like(x), **options)
 
 
 # Numbers

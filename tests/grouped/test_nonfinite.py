@@ -7,7 +7,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, sample
+from tests.helpers import BF16, assert_all_same, each, sample, step
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -39,13 +39,9 @@ def run(recipe, place, value=torch.nan, single=True, compiled=False):
 		target = {"x": x[3], "dy": dy[3], "weight": weight[2, 3] if single else weight[3]}[place]
 		with torch.no_grad():
 			target[5] = value
-	function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
-	x.requires_grad_()
-	y = function(x, torch.tensor(ENDS))
-	y.backward(dy)
-	weights = [layer.weight] if single else [layer.weight0, layer.weight1, layer.weight2]
-	dw = torch.stack([p.grad for p in weights]).view(3, N, K)
-	return y.detach(), x.grad, dw
+	function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else None
+	y, dx, *gradients = step(layer, x, dy, torch.tensor(ENDS), function=function)
+	return y, dx, torch.stack(gradients[: 1 if single else 3]).view(3, N, K)
 
 
 def assert_all_or_none(values, wanted, found=torch.isnan):

@@ -208,9 +208,16 @@ def test_those_that_are_filled_by_others_are_grouped():
 	assert type(torch.empty_like(p, dtype=F32)) is torch.Tensor
 
 
+VARIANTS = {
+	"hadamard": grouped.NVFP4(hadamard=True),
+	"stochastic": grouped.NVFP4(block=(16, 16), stochastic_rounding=True),
+	"448": grouped.NVFP4(four_over_six=True, e4m3_max=448, four_over_six_error="mse"),
+}
+
+
 @each("weights_only", [True, False])
 @each("options", DIRECTIONS)
-@every_format
+@each("fmt", EVERY_FORMAT | VARIANTS)
 def test_save_and_load(fmt, options, weights_only):
 	for made in MAKES.values():
 		x = made(fmt, **options)

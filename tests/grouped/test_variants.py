@@ -9,7 +9,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import F16, F32, each, offsets, sample, saved
+from tests.helpers import F16, F32, each, offsets, sample, step
 
 from .cases import bytes_of
 
@@ -86,20 +86,9 @@ def test_records_of_old_files():
 	assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
 
 
-@each("fmt", [HADAMARD, SQUARES, NVFP4(four_over_six=True, e4m3_max=448, four_over_six_error="mse")], ids=str)
-def test_saved_and_loaded(fmt):
-	q = grouped.quantize(sample(40, 32), fmt, offs=[13, 40], columnwise=True)
-	loaded = saved(q)
-	assert loaded.format == fmt and same(loaded, q)
-
-
-def gradients(layer, x, dy, offs, state=0):
+def gradients(layer, x, dy, offs, state=0, function=None):
 	torch.manual_seed(state)
-	x = x.clone().requires_grad_()
-	layer.zero_grad()
-	y = layer(x, offs)
-	y.backward(dy)
-	return y.detach(), x.grad, layer.weight.grad.clone()
+	return step(layer, x, dy, offs, function=function)[:3]
 
 
 def test_gradients_follow_the_generator():
@@ -114,16 +103,8 @@ def test_a_compiled_layer_draws_anew():
 	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
 	compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
 	for rows in (40, 56):
-		x, dy, offs = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
-
-		def step(state, x=x, dy=dy, offs=offs):
-			torch.manual_seed(state)
-			leaf = x.clone().requires_grad_()
-			layer.zero_grad()
-			compiled(leaf, offs).backward(dy)
-			return leaf.grad, layer.weight.grad.clone()
-
-		first, again, other = step(1), step(1), step(2)
+		given = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
+		first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))
 		assert all(map(torch.equal, first, again))
 		assert not any(map(torch.equal, first, other))
 
