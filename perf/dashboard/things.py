@@ -70,27 +70,26 @@ def commits_of(records: Iterable[Record]) -> dict[str, str]:
 	return dict(sorted(first.items(), key=lambda item: (item[1], item[0])))
 
 
-def history_of(records: Iterable[Record], commits: Sequence[str]) -> list[list[Any]]:
+def history_of(records: Iterable[Record], commits: Mapping[str, str]) -> list[dict[str, Any]]:
 	"""What became of the one thing of these records, by ``perf compare``, over named commits.
 
 	Returns:
-		Of each commit that has it: place of the commit, median of its runs, 1 if that is worse than before, -1 if better,
-		else 0, relative difference (positive if worse), the noise, and the spread of its newest run.
+		Of each commit that has it: its name and time, the median of its runs, the verdict, the relative difference
+		(positive if worse), the noise, and the spread of its newest run.
 	"""
 	by_commit: dict[str, list[Record]] = {}
 	for record in records:
 		name = commit_name(record.commit)
 		by_commit.setdefault(name, []).append(dataclasses.replace(record, commit=name))
-	steps: list[list[Any]] = []
+	steps: list[dict[str, Any]] = []
 	before: list[Record] = []
-	for place, name in enumerate(commits):
+	for name, time in commits.items():
 		if name in by_commit:
 			# Compared with itself, the first commit gives its median.
 			(change,) = compare(before or by_commit[name], by_commit[name])
-			sign = {"worse": 1, "better": -1}.get(change.verdict, 0)
-			worse_by = change.worse_by if math.isfinite(change.worse_by) else 1e9
-			noise = round(change.threshold, 5)
-			steps.append([place, change.new, sign, round(worse_by, 5), noise, change.record.spread])
+			worse_by = round(change.worse_by, 5) if math.isfinite(change.worse_by) else 1e9
+			step = {"commit": name, "time": time, "value": change.new, "verdict": change.verdict, "worse_by": worse_by}
+			steps.append(step | {"noise": round(change.threshold, 5), "spread": change.record.spread})
 			before = by_commit[name]
 	return steps
 
@@ -112,7 +111,7 @@ def _made_with(record: Record) -> str:
 	return ", ".join(parts)
 
 
-def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
+def _thing(record: Record, history: list[dict[str, Any]]) -> dict[str, Any]:
 	found: dict[str, Any] = {name: getattr(record, name) for name in _SHOWN.split()}
 	found |= {
 		"ceilings": dict(record.ceilings),
@@ -129,7 +128,7 @@ def _thing(record: Record, history: list[list[Any]]) -> dict[str, Any]:
 		found |= {"us": record.microseconds, "tbs": record.tbs, "tflops": record.tflops}
 	if len(history) > 1:
 		found["history"] = history
-	return {n: v for n, v in found.items() if v not in (None, "", {}) and v is not False}
+	return found
 
 
 def _order(record: Record) -> tuple[Any, ...]:
@@ -147,8 +146,7 @@ def payload(records: Sequence[Record], numerics: Sequence[Any] = ()) -> dict[str
 		raise ValueError("there are no records to show")
 	ordered = sorted(records, key=_order)
 	commits = commits_of(ordered)
-	names = list(commits)
-	things = [_thing(pooled(runs), history_of(runs, names)) for runs in by_key(ordered).values()]
+	things = [_thing(pooled(runs), history_of(runs, commits)) for runs in by_key(ordered).values()]
 	gpus = sorted({record.gpu for record in ordered if record.kind == "gpu"})
 	roofs = {gpu: roofs_of(gpu, ordered) for gpu in gpus}
-	return {"commits": list(commits.items()), "things": things, "roofs": roofs, "numerics": list(numerics)}
+	return {"things": things, "roofs": roofs, "numerics": list(numerics)}

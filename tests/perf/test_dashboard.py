@@ -45,8 +45,7 @@ def test_all_newest_numbers_are_in_the_page():
 	fields += ["value", "spread", "error", "bytes", "flops"]
 	rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
 	things = payload(RECORDS)["things"]
-	empty = {"format": "", "protocol": "", "case": {}, "place": ""}
-	found = [[t.get(n, empty.get(n)) for n in (*fields, "case", "place")] for t in things]
+	found = [[t[n] for n in (*fields, "case", "place")] for t in things]
 	assert sorted(map(repr, found)) == sorted(map(repr, rows))
 	things = payload(all_committed())["things"]
 	assert len(things) == len({record.key for record in all_committed()})
@@ -54,17 +53,16 @@ def test_all_newest_numbers_are_in_the_page():
 
 def test_history_says_what_compare_says():
 	data = payload(RECORDS)
-	assert [name for name, _ in data["commits"]] == [OLD[0], "bbbbbbb"]
 	changes = compare([r for r in RECORDS if r.commit == OLD[0]], CURRENT)
 	changed = [(c.record, c) for c in changes if c.old is not None]
 	wanted = {(r.contender, r.case["rows"]): (c.old, c.new, c.verdict) for r, c in changed}
 	found = {}
 	for thing in data["things"]:
 		if "history" in thing:
-			(_, old, *_), (_, new, sign, *_) = thing["history"]
-			verdict = {1: "worse", -1: "better", 0: "same"}[sign]
-			found[thing["contender"], thing["case"]["rows"]] = (old, new, verdict)
-			assert sign == {"ours, prepacked": 1, "torch": -1}.get(thing["contender"], 0)
+			old, new = thing["history"]
+			assert (old["commit"], new["commit"]) == (OLD[0], "bbbbbbb")
+			found[thing["contender"], thing["case"]["rows"]] = (old["value"], new["value"], new["verdict"])
+			assert new["verdict"] == {"ours, prepacked": "worse", "torch": "better"}.get(thing["contender"], "same")
 	assert found == wanted
 
 
@@ -73,16 +71,19 @@ def test_runs_of_one_commit_are_one_step():
 	made = [replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i)) for i, (v, c) in enumerate(runs)]
 	commits = commits_of(made)
 	assert list(commits.items()) == [("aaaaaaa", "0"), ("bbbbbbb-dirty", "2"), ("unknown", "3")]
-	steps = history_of(made, list(commits))
-	assert [step[:3] for step in steps] == [[0, 101, 0], [1, 101, 0], [2, 120, 1]]
-	assert steps[2][3] == pytest.approx(120 / 101 - 1, abs=1e-4)
+	steps = history_of(made, commits)
+	found = [(step["commit"], step["value"], step["verdict"]) for step in steps]
+	assert found == [
+		(name, *rest) for name, rest in zip(commits, [(101, "same"), (101, "same"), (120, "worse")], strict=True)
+	]
+	assert steps[2]["worse_by"] == pytest.approx(120 / 101 - 1, abs=1e-4)
 
 
 def test_kernels_and_variants():
 	things = payload(RECORDS)["things"]
 	gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
-	assert {t["kernel"] for t in things if "kernel" in t} == {"quantize nvfp4, row", gemm, f"{gemm}, prepacked"}
-	assert {t["contender"] for t in things if t.get("variant")} == {"ours, tile 128x16"}
+	assert {t["kernel"] for t in things if t["kernel"]} == {"quantize nvfp4, row", gemm, f"{gemm}, prepacked"}
+	assert {t["contender"] for t in things if t["variant"]} == {"ours, tile 128x16"}
 
 
 def test_roofs_are_measured_or_said_to_be_published():

@@ -21,7 +21,7 @@ OPTIONS = (
 )
 KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
 CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["things"] if "history" in t)
-MADE = ("", "view=tokens", "view=roofline", "view=history", "view=numerics", CASE, KERNEL, "suite=gemm&contender=torch")
+MADE = ("", "view=tokens", "view=rooflines", "view=history", "view=numerics", CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
 	pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
@@ -51,7 +51,7 @@ def shown(folder, which, view):
 
 
 @each(
-	("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "view=tokens", "view=roofline"))]
+	("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", "view=tokens", "view=rooflines"))]
 )
 def test_views_are_drawn(folder, which, view):
 	titles, text, main = shown(folder, which, view)

@@ -1,8 +1,8 @@
 // The records, as perf/dashboard/things.py makes them, and how they are said.
 
 /** What is packed into an element of the page. */
-const unpacked = (id) => new Response(new Blob([Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0))])
-	.stream().pipeThrough(new DecompressionStream("gzip")));
+const unpacked = (id) => new Response(new Response(Uint8Array.from(atob(document.getElementById(id).textContent), (letter) => letter.charCodeAt(0)))
+	.body.pipeThrough(new DecompressionStream("gzip")));
 const DATA = await unpacked("records").json();
 
 /** An element: its properties, and children, of which those that are nothing are left out. */
@@ -29,7 +29,6 @@ function amount(value, unit) {
 
 const percent = (share) => `${(100 * share).toFixed(Math.abs(share) < 0.0995 ? 1 : 0)} %`;
 
-const KINDS = { gpu: "GPU times", cpu: "CPU", emulator: "Emulator counts" };
 /** In this order entries of a case are said, others after them. */
 const ENTRIES = "op task call product model layer pass directions amax experts n k hidden intermediate groups cols dtype rows tokens routing".split(" ");
 const rank = (name) => ENTRIES.indexOf(name) + 1 || 99;
@@ -43,18 +42,14 @@ const caseText = (t, isAsked = () => true) => Object.entries(t.case).filter(([na
 const whoRank = (t) => (t.contender === "ours" ? 0 : t.contender.startsWith("ours") ? 1 : 2);
 const contenderOrder = (a, b) => whoRank(a) - whoRank(b) || natural(a.series, b.series);
 
-const commitName = (index) => DATA.commits[index][0];
-const dayOf = (time) => (time || "").slice(0, 10);
 
 /** What was measured, each with its newest record. */
 const THINGS = DATA.things;
 for (const thing of THINGS) {
-	for (const name of ["format", "protocol", "place", "kernel"]) thing[name] ??= "";
-	thing.case ??= {};
-	thing.series = thing.format ? `${thing.contender} · ${thing.format}` : thing.contender;
-	thing.where = `${KINDS[thing.kind]}: ${thing.place || "unknown machine"}`;
-	thing.quantity = thing.protocol ? `${thing.what}, ${thing.protocol}` : thing.what;
-	thing.isRace = Boolean(thing.us) && (thing.what === "time" || thing.what === "host time");
+	thing.series = [thing.contender, thing.format].filter(Boolean).join(" · ");
+	thing.where = `${{ gpu: "GPU times", cpu: "CPU", emulator: "Emulator counts" }[thing.kind]}: ${thing.place || "unknown machine"}`;
+	thing.quantity = [thing.what, thing.protocol].filter(Boolean).join(", ");
+	thing.isRace = Boolean(thing.us) && /^(host )?time$/.test(thing.what);
 	// Rows of an expert on the average, where a case has groups.
 	thing.tokens = thing.case.rows / (thing.case.experts || thing.case.groups) || 0;
 	thing.text = JSON.stringify([thing.suite, thing.series, thing.quantity, thing.place, thing.case]).toLowerCase();

@@ -1,6 +1,8 @@
 // Plots, which plotly draws, and which points they have.
 
-document.head.append(h("script", { textContent: await unpacked("plotly").text() }));
+let loading = null;
+/** It takes a second or two, so that the first plot asks for it. */
+const load = async () => document.head.append(h("script", { textContent: await unpacked("plotly").text() }));
 
 /** The place of each contender among all, for its look on all pages: ours first, then who races most. */
 const PLACES = new Map([...Map.groupBy(THINGS.filter((t) => t.us), (t) => t.series)]
@@ -8,13 +10,15 @@ const PLACES = new Map([...Map.groupBy(THINGS.filter((t) => t.us), (t) => t.seri
 	.map(([name], i) => [name, i]));
 const COLORS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"];
 const SYMBOLS = ["circle", "square", "diamond", "cross", "x"];
-const MARKS = { 1: "triangle-up", "-1": "triangle-down" };
+const MARKS = { worse: ["triangle-up", "#d92d20"], better: ["triangle-down", "#16a34a"] };
 
 /** An element that plotly draws into as soon as it is in the page. */
 function plotOf(title, traces, layout) {
 	const plot = h("div", { className: "plot", ariaLabel: title });
 	const axis = ({ label, ...more } = {}) => ({ gridcolor: "#8884", zerolinecolor: "#8886", automargin: true, title: { text: label, standoff: 14 }, ...more });
 	queueMicrotask(async () => {
+		await (loading ??= load());
+		if (!plot.isConnected) return;
 		await Plotly.newPlot(plot, traces, {
 			...layout, title: { text: title, font: { size: 14 }, x: 0 }, font: { color: getComputedStyle(document.body).color }, hovermode: "closest", showlegend: !layout.isMap,
 			paper_bgcolor: "transparent", plot_bgcolor: "transparent", xaxis: axis(layout.xaxis), yaxis: axis(layout.yaxis),
@@ -42,7 +46,7 @@ function figure(title, series, columns, xaxis, yaxis) {
 			name, x: of((p) => p.x), y: of((p) => p.y), mode: roof ? "lines" : line ? "lines+markers" : "markers",
 			text: of((p) => [p.label, p.text, p.note].filter(Boolean).join("<br>")), hovertemplate: roof ? "" : "%{text}", customdata: of((p) => p.href),
 			line: { color, dash: roof === "published" ? "dash" : "solid" }, error_y: { array: of((p) => p.half || 0), visible: points.some((p) => p.half), thickness: 1 },
-			marker: { opacity: 1, size: of((p) => (p.mark ? 16 : 9)), symbol: of((p) => MARKS[p.mark] || SYMBOLS[Math.floor(place / 10) % 5]), color: of((p) => ({ 1: "#d92d20", "-1": "#16a34a" }[p.mark] || color)) },
+			marker: { opacity: 1, size: of((p) => (p.mark in MARKS ? 16 : 9)), symbol: of((p) => MARKS[p.mark]?.[0] || SYMBOLS[Math.floor(place / 10) % 5]), color: of((p) => MARKS[p.mark]?.[1] || color) },
 		};
 	});
 	return [plotOf(title, traces, { xaxis, yaxis }), h("details", {}, h("summary", {}, `Table of the ${rows.length} points`), tableOf(title, ["series", ...columns, "remark"], rows))];
@@ -91,10 +95,9 @@ function rooflinePlots(gpu, things) {
 	const [intensity, size] = [(t) => t.flops / t.bytes, (t) => t.bytes / 1e6];
 	const memory = DATA.roofs[gpu].find(([kind]) => kind === "copy");
 	const dense = DATA.roofs[gpu].filter(([kind]) => kind !== "copy");
-	const share = (t) => (t.ceilings?.copy ? `, ${percent(t.tbs / t.ceilings.copy)} of a copy in the same run` : "");
-	const point = (t) => ({ label: caseText(t), note: amount(t.value, t.unit) });
-	const roofline = seriesOf(products, false, (t) => ({ ...point(t), x: intensity(t), y: t.tflops, text: `${short(t.tflops)} TFLOP/s at ${short(intensity(t))} FLOP/B` }));
-	const bandwidth = seriesOf(moves, false, (t) => ({ ...point(t), x: size(t), y: t.tbs, text: `${short(t.tbs)} TB/s${share(t)}` }));
+	const point = (t) => ({ label: caseText(t), note: `${amount(t.value, t.unit)}, ${remark(t)}` });
+	const roofline = seriesOf(products, false, (t) => ({ ...point(t), x: intensity(t), y: t.tflops, text: `${short(intensity(t))} FLOP/B` }));
+	const bandwidth = seriesOf(moves, false, (t) => ({ ...point(t), x: size(t), y: t.tbs, text: `${short(t.tbs)} TB/s` }));
 	if (products.length && memory && dense.length) {
 		const ridge = ([, , rate]) => rate / memory[2];
 		const [low, top] = [Math.min(...products.map(intensity)), Math.max(...dense.map(ridge))];
@@ -102,14 +105,11 @@ function rooflinePlots(gpu, things) {
 		roofline.push(roofLine(memory, "TB/s", [low, top].map((x) => [x, x * memory[2]])), ...dense.map((roof) => roofLine(roof, "TFLOP/s", [ridge(roof), high].map((x) => [x, roof[2]]))));
 	}
 	if (moves.length && memory) bandwidth.push(roofLine(memory, "TB/s", [Math.min(...moves.map(size)) / 1.05, Math.max(...moves.map(size)) * 1.05].map((x) => [x, memory[2]])));
-	const columns = ["case", "rate"];
 	return [
-		figure(`Products on ${gpu}: TFLOP/s over FLOP a byte`, roofline, columns, { label: "useful FLOP / least byte", type: "log" }, { label: "TFLOP/s", type: "log" }),
-		figure(`Memory-bound kernels on ${gpu}: TB/s of the least bytes`, bandwidth, columns, { label: "least bytes, MB", type: "log" }, { label: "TB/s", rangemode: "tozero" }),
+		figure(`Products on ${gpu}: TFLOP/s over FLOP a byte`, roofline, ["case", "intensity"], { label: "useful FLOP / least byte", type: "log" }, { label: "TFLOP/s", type: "log" }),
+		figure(`Memory-bound kernels on ${gpu}: TB/s of the least bytes`, bandwidth, ["case", "rate"], { label: "least bytes, MB", type: "log" }, { label: "TB/s", rangemode: "tozero" }),
 	];
 }
-
-const stepsOf = (t) => t.history.map(([commit, value, sign, worseBy, noise, spread]) => ({ commit, value, sign, worseBy, noise, spread }));
 
 /** Histories that can share a plot: contenders of one case and quantity. */
 function historyGroups(things) {
@@ -119,22 +119,22 @@ function historyGroups(things) {
 }
 
 function historyPlot(title, things) {
-	const commits = unique(things.flatMap((t) => t.history.map(([commit]) => commit))).sort((a, b) => a - b);
+	const commits = unique(things.flatMap((t) => t.history).sort((a, b) => natural(a.time, b.time)).map((step) => step.commit));
 	const [{ unit, what }] = things;
 	const series = things.toSorted(contenderOrder).map((t) => ({
 		name: t.series, line: true,
-		points: stepsOf(t).map((step) => ({
-			x: commitName(step.commit), y: step.value, half: (step.spread || 0) / 2, mark: step.sign, text: amount(step.value, unit), href: address({ view: "case", case: t.caseId }),
-			label: `${commitName(step.commit)}, ${dayOf(DATA.commits[step.commit][1])}`,
-			note: step.sign ? `${VERDICTS[step.sign]} by ${percent(Math.abs(step.worseBy))}, noise ${percent(step.noise)}` : "",
+		points: t.history.map((step) => ({
+			x: step.commit, y: step.value, half: (step.spread || 0) / 2, mark: step.verdict, text: amount(step.value, unit), href: address({ view: "case", case: t.caseId }),
+			label: `${step.commit}, ${step.time.slice(0, 10)}`,
+			note: step.verdict in MARKS ? `${step.verdict} by ${percent(Math.abs(step.worse_by))}, noise ${percent(step.noise)}` : "",
 		})),
 	}));
 	const label = unit === "1" ? what : `${what}, ${unit.replace("us", "µs")}`;
 	const isPositive = series.every((s) => s.points.every((p) => p.y > p.half));
-	return figure(title, series, ["commit", label], { label: "commit", type: "category", categoryarray: commits.map(commitName) }, { label, type: isPositive ? "log" : "linear" });
+	return figure(title, series, ["commit", label], { label: "commit", type: "category", categoryarray: commits }, { label, type: isPositive ? "log" : "linear" });
 }
 
 /** Steps that are worse or better, the newest first; "open" if none came after. */
-const changesOf = (things) => things.filter((t) => t.history).flatMap((thing) => stepsOf(thing).map((step, i, steps) => ({
-	thing, step, before: steps[i - 1], open: step.sign > 0 && i + 1 === steps.length,
-}))).filter((c) => c.step.sign).sort((a, b) => b.step.commit - a.step.commit || Math.abs(b.step.worseBy) - Math.abs(a.step.worseBy));
+const changesOf = (things) => things.filter((t) => t.history).flatMap((thing) => thing.history.map((step, i, steps) => ({
+	thing, step, before: steps[i - 1], open: step.verdict === "worse" && i + 1 === steps.length,
+}))).filter((c) => c.step.verdict in MARKS).sort((a, b) => natural(b.step.time, a.step.time) || Math.abs(b.step.worse_by) - Math.abs(a.step.worse_by));

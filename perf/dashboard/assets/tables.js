@@ -86,11 +86,9 @@ function pivots(things) {
 	});
 }
 
-const VERDICTS = { 1: "worse", "-1": "better" };
-
 /** Steps of histories as rows. */
 const changesTable = (changes) => tableOf("Changes from commit to commit", ["what", "verdict", "change", "quantity", "values", "commits"], changes.map(({ thing: t, before, step }) => [
-	[t.series, small(caseLink(t))], h("b", { className: VERDICTS[step.sign] }, { 1: "▲ worse", "-1": "▼ better" }[step.sign]),
-	[step.worseBy > 1e6 ? "from 0" : `${step.value > before.value ? "+" : "−"}${percent(Math.abs(step.worseBy))}`, small(`noise ${percent(step.noise)}`)],
-	[t.quantity, small(t.place)], `${amount(before.value, t.unit)} → ${amount(step.value, t.unit)}`, `${commitName(before.commit)} → ${commitName(step.commit)}`,
+	[t.series, small(caseLink(t))], h("b", { className: step.verdict }, `${step.verdict === "worse" ? "▲" : "▼"} ${step.verdict}`),
+	[step.worse_by > 1e6 ? "from 0" : `${step.value > before.value ? "+" : "−"}${percent(Math.abs(step.worse_by))}`, small(`noise ${percent(step.noise)}`)],
+	[t.quantity, small(t.place)], `${amount(before.value, t.unit)} → ${amount(step.value, t.unit)}`, `${before.commit} → ${step.commit}`,
 ]));

@@ -2,13 +2,14 @@
 
 const NOTHING = "Nothing that was measured passes the filters.";
 const p = (...children) => h("p", {}, children);
+const missing = (what) => [`No such ${what}`, link({}, "Latest numbers")];
 const fields = (...children) => h("div", { className: "fields" }, children);
 
 function latestView(things) {
-	const places = Map.groupBy(things, (t) => t.where);
 	if (!things.length) return ["Latest numbers", NOTHING];
 	return ["Latest numbers", p("Medians, ± half of the range of the repeats where it was kept. Of each row the fastest is bold."),
-		Object.values(KINDS).flatMap((kind) => [...places].filter(([where]) => where.startsWith(kind))).map(([where, here]) => [h("h2", {}, where),
+		// GPUs are first, by their name.
+		[...Map.groupBy(things, (t) => t.where)].sort(([a], [b]) => natural(b, a)).map(([where, here]) => [h("h2", {}, where),
 			[...Map.groupBy(here, (t) => t.suite)].map(([suite, group]) => [h("h3", {}, suite), pivots(group)])])];
 }
 
@@ -29,7 +30,7 @@ function tokensView(things) {
 
 function historyView(things) {
 	const [title, group, field] = pick("thing", "What", historyGroups(things));
-	const [, isWanted, verdictField] = pick("verdict", "Changes", new Map([["worse and better", () => true], ["worse", (c) => c.step.sign > 0], ["worse, not mended since", (c) => c.open]]));
+	const [, isWanted, verdictField] = pick("verdict", "Changes", new Map([["worse and better", () => true], ["worse", (c) => c.step.verdict === "worse"], ["worse, not mended since", (c) => c.open]]));
 	const changes = changesOf(things).filter(isWanted);
 	return ["History",
 		p("Medians of each commit. ▲ marks a regression, ▼ an improvement: a change beyond the noise of both commits, as ", h("code", {}, "perf compare"), " reckons it."),
@@ -39,11 +40,11 @@ function historyView(things) {
 /** All that is known of one case. */
 function caseView() {
 	const things = THINGS.filter((t) => t.caseId === params.get("case"));
-	if (!things.length) return ["No such case", link({}, "Latest numbers")];
+	if (!things.length) return missing("case");
 	const error = (t) => (t.error === 0 ? "exact" : t.error?.toExponential(1));
 	const rows = things.sort((a, b) => natural(a.where, b.where) || natural(a.quantity, b.quantity) || a.value - b.value).map((t) => [
 		[t.contender, small(t.format)], [t.quantity, small(t.where)], h("span", { title: t.value }, amount(t.value, t.unit), small(plusMinus(t))), t.tbs && short(t.tbs),
-		t.tflops && short(t.tflops), error(t), t.repeats, t.commit, dayOf(t.time), t.with]);
+		t.tflops && short(t.tflops), error(t), t.repeats, t.commit, t.time.slice(0, 10), t.with]);
 	return [`${things[0].suite}: ${caseText(things[0])}`, [...historyGroups(things.filter((t) => isChosen(t) && t.isRace))].slice(0, 1).map(([title, group]) => historyPlot(title, group)),
 		tableOf("Records", ["contender", "quantity", "value", "TB/s", "TFLOP/s", "error", "repeats", "commit", "day", "with"], rows)];
 }
@@ -76,20 +77,19 @@ function numericsView() {
 		plotOf(`${label}, step ${step}`, [map], { isMap: true, xaxis: { label: "expert", type: "category" } })];
 }
 
-const VIEWS = { "": latestView, tokens: tokensView, roofline: rooflineView, history: historyView, numerics: numericsView, case: caseView };
-const TITLES = { "": "Latest", tokens: "Tokens", roofline: "Rooflines", history: "History", ...(DATA.numerics.length && { numerics: "Numerics" }) };
+const VIEWS = { latest: latestView, tokens: tokensView, rooflines: rooflineView, history: historyView, ...(DATA.numerics.length && { numerics: numericsView }), case: caseView };
 
 /** Draw the view of the address. */
 function render() {
 	const [main, status] = ["main", "[role=status]"].map((name) => document.querySelector(name));
 	const focused = document.activeElement.id;
-	const name = params.get("view") || "";
+	const name = params.get("view") || "latest";
 	const things = THINGS.filter(isChosen);
-	document.querySelectorAll(".plot").forEach(Plotly.purge);
-	const [title, ...body] = name in TITLES || name === "case" ? VIEWS[name](things) : ["No such page", link({}, "Latest numbers")];
+	document.querySelectorAll(".plot").forEach((plot) => window.Plotly?.purge(plot));
+	const [title, ...body] = Object.hasOwn(VIEWS, name) ? VIEWS[name](things) : missing("page");
 	main.replaceChildren(h("h1", {}, title), ...body.flat(Infinity).filter(Boolean));
 	document.title = `${title} · grouped-kernels`;
-	document.querySelector("nav").replaceChildren("grouped-kernels", ...Object.entries(TITLES).map(([view, text]) => Object.assign(link({ view }, text), { ariaCurrent: view === name ? "page" : null })));
+	document.querySelector("nav").replaceChildren("grouped-kernels", ...Object.keys(VIEWS).slice(0, -1).map((view) => Object.assign(link({ view }, view), { ariaCurrent: view === name ? "page" : null })));
 	for (const id in FILTERS) document.getElementById(id).value = params.get(id) || "";
 	status.textContent = `${things.length} of ${THINGS.length} measured things are shown.`;
 	document.getElementById(focused)?.focus();
