@@ -53,6 +53,18 @@ def raises(error, words):
 	assert not [word for word in words if word not in str(caught.value)], caught.value
 
 
+def refusals(call, cases, *error):
+	"""A test of each case: what ``call`` is given, the error unless all have it, and its message."""
+
+	@each("case", cases)
+	def test(case):
+		given, *errors, match = case
+		with pytest.raises(*errors or error, match=match):
+			call(given)
+
+	return test
+
+
 def assert_is_value(record):
 	again = dataclasses.replace(record)
 	assert again == record and again is not record and hash(again) == hash(record)

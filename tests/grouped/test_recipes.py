@@ -10,7 +10,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import BF16, E4M3, E5M2, each, sample, step
+from tests.helpers import BF16, E4M3, E5M2, each, refusals, sample, step
 
 from .cases import ALL_RECIPES
 
@@ -93,26 +93,24 @@ def test_roles_of_the_named_recipes():
 	assert mixed.texts == ("mxfp8", "mxfp8:block=32x32", "mxfp8:dtype=e5m2")
 
 
-@each(
-	("roles", "error", "match"),
+@each("roles", [(FP8Block(), FP8Block(), FP8Block()), (MXFP8(), W, MXFP8())])
+def test_products_that_are_multiplied(roles):
+	output(Recipe(*roles))
+
+
+test_products_that_are_not_multiplied = refusals(
+	lambda roles: Recipe(*roles),
 	[
-		((FP8Block(), FP8Block(), FP8Block()), None, None),
-		((FP8Block((128, 128)), FP8Block((128, 128)), FP8Block()), ValueError, "fprop multiplies"),
-		((FP8Block(), FP8Block((128, 128)), FP8Block((128, 128))), ValueError, "dgrad multiplies"),
-		((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), ValueError, "wgrad multiplies"),
-		((FP8(), MXFP8(), FP8()), ValueError, "fprop multiplies input by weight: .*one kind"),
-		((NVFP4(), W, FP8()), ValueError, "wgrad multiplies grad_output by input: .*one kind"),
-		((MXFP8(), W, MXFP8()), None, None),
-		((FP8(E5M2), FP8(), FP8()), ValueError, "input must have E4M3 codes, got fp8:dtype=e5m2"),
-		((FP8(), FP8(E5M2), FP8()), ValueError, "weight must have E4M3 codes, got fp8:dtype=e5m2"),
+		((FP8Block((128, 128)), FP8Block((128, 128)), FP8Block()), "fprop multiplies"),
+		((FP8Block(), FP8Block((128, 128)), FP8Block((128, 128))), "dgrad multiplies"),
+		((FP8Block((128, 128)), FP8Block(), FP8Block((128, 128))), "wgrad multiplies"),
+		((FP8(), MXFP8(), FP8()), "fprop multiplies input by weight: .*one kind"),
+		((NVFP4(), W, FP8()), "wgrad multiplies grad_output by input: .*one kind"),
+		((FP8(E5M2), FP8(), FP8()), "input must have E4M3 codes, got fp8:dtype=e5m2"),
+		((FP8(), FP8(E5M2), FP8()), "weight must have E4M3 codes, got fp8:dtype=e5m2"),
 	],
+	ValueError,
 )
-def test_products_that_are_not_multiplied(roles, error, match):
-	if error is None:
-		output(Recipe(*roles))
-		return
-	with pytest.raises(error, match=match):
-		Recipe(*roles)
 
 
 @each(
@@ -130,8 +128,8 @@ def test_what_is_no_format_is_refused(fmt, message):
 		grouped.quantize(sample(2, 48, 64), fmt)
 
 
-@each(
-	("make", "error", "match"),
+test_other_errors = refusals(
+	lambda make: make(),
 	[
 		(lambda: Recipe(NVFP4(), None, NVFP4()), ValueError, r"all roles or none; no format for \['weight'\]"),
 		(lambda: recipes.NVFP4(propagate_nonfinite=1), TypeError, "propagate_nonfinite must be a bool, got 1"),
@@ -149,9 +147,6 @@ def test_what_is_no_format_is_refused(fmt, message):
 		(lambda: DELAYED(amax_group=3), TypeError, "amax_group must be a torch.distributed group"),
 	],
 )
-def test_other_errors(make, error, match):
-	with pytest.raises(error, match=match):
-		make()
 
 
 def test_messages_say_what_differs_from_the_defaults():

@@ -18,7 +18,6 @@ from tests.helpers import (
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
-	ends,
 	offsets,
 	ops,
 	sample,
@@ -34,20 +33,6 @@ every_variant = each("text", [*VARIANTS])
 
 def is_transformed(text):
 	return "hadamard" in text
-
-
-@every_variant
-@each("cols", [16, 80, 144])
-def test_widths_and_a_tail(cols, text):
-	x = sample(26, cols)
-	x[21:] = torch.nan
-	check(x, text, ends(5, 5, 21))
-
-
-@every_variant
-@each("shape", [(2, 16, 32), (2, 131, 16), (1, 1, 16), (2, 0, 32)])
-def test_uniform(shape, text):
-	check(sample(*shape), text)
 
 
 @every_variant

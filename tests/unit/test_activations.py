@@ -1,8 +1,6 @@
-import pytest
-
 import grouped
 from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
-from tests.helpers import assert_is_value, each, raises
+from tests.helpers import assert_is_value, each, raises, refusals
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
 
@@ -67,8 +65,8 @@ def test_texts_of_nothing(text, words):
 		parse_activation(text)
 
 
-@each(
-	("fields", "error", "match"),
+test_meaningless_records = refusals(
+	lambda fields: Activation(**fields),
 	[
 		({"name": "tanh"}, ValueError, "activation must be gelu or silu or"),
 		({"name": "clamped_swiglu", "limit": float("inf")}, ValueError, "limit must be in"),
@@ -79,6 +77,3 @@ def test_texts_of_nothing(text, words):
 		({"name": "gelu", "limit": 6.0}, ValueError, "limit is of clamped_swiglu; gelu has none"),
 	],
 )
-def test_meaningless_records(fields, error, match):
-	with pytest.raises(error, match=match):
-		Activation(**fields)
