@@ -250,7 +250,7 @@ class _Linear(torch.autograd.Function):
 		gradients = (dx, dbias, *dweights)
 		# Gradients are on where somebody means to differentiate these again.
 		if torch.is_grad_enabled():
-			gradients = _without_derivative(gradients)
+			gradients = without_derivative(gradients, _TWICE)
 		dx, dbias, *dweights = gradients
 		return dx, dbias, *(None,) * (_WEIGHTS - 2), *dweights
 
@@ -259,12 +259,12 @@ class _Linear(torch.autograd.Function):
 		_refuse_forward_mode()
 
 
-def _without_derivative(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+def without_derivative(gradients: Sequence[Tensor | None], message: str) -> tuple[Tensor | None, ...]:
 	"""The gradients, of which a derivative raises.
 
 	``once_differentiable`` does this only where dy requires a gradient, though that of the weight depends on x, too.
 	"""
-	refuse: Any = torch._C._functions.DelayedError(_TWICE.encode(), len(gradients))
+	refuse: Any = torch._C._functions.DelayedError(message.encode(), len(gradients))
 	return refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
 
 

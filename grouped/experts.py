@@ -27,7 +27,7 @@ from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
-from .autograd import WeightGradients, recipe_of
+from .autograd import WeightGradients, recipe_of, without_derivative
 from .passes import (
 	Copies,
 	Epilogue,
@@ -369,8 +369,7 @@ class _Experts(torch.autograd.Function):
 		with torch.no_grad():
 			gradients = _backward(ctx, given)
 		if torch.is_grad_enabled():
-			refuse: Any = torch._C._functions.DelayedError(b"grouped.nn.MoE cannot be differentiated twice", len(gradients))
-			gradients = refuse(*(t if t is None else t.detach().requires_grad_() for t in gradients))
+			gradients = without_derivative(gradients, "grouped.nn.MoE cannot be differentiated twice")
 		dx, dp, db_1, db_2, *dweights = gradients
 		return dx, dp, db_1, db_2, None, None, None, None, None, *dweights
 

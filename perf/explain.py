@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from cute_kernels.gemm.problem import N_ALIGN
+from grouped.debug.lens import aligned
 from grouped.recipes import Recipe
 
 from .cases import ROUTINGS, split_rows
@@ -170,10 +171,9 @@ def _digits(value: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-	widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-	for first, *rest in (heads, ["-" * width for width in widths], *rows):
-		cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-		yield "  ".join((first.ljust(widths[0]), *cells)).rstrip()
+	first, *rest = aligned([heads, *rows])
+	for cells in (first, ["-" * len(head) for head in first], *rest):
+		yield "  ".join(cells).rstrip()
 
 
 def _times(plans: Mapping[str, Plan]) -> Iterator[str]:

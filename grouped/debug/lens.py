@@ -202,16 +202,8 @@ class inspect:
 		"""``summary`` as text, one line for each layer, role and direction."""
 		head = ["layer", "role", "direction", "format", "snr dB", "worst", "saturated %"]
 		head += ["underflow %", "amax", "nonfinite", "load", "idle"]
-		lines = [head, *(_line(entry) for entry in self.summary(step))]
-		widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-		first = lines[0].index("snr dB")
-		return "\n".join(
-			"  ".join(
-				cell.rjust(width) if i >= first else cell.ljust(width)
-				for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-			).rstrip()
-			for line in lines
-		)
+		lines = aligned([head, *map(_line, self.summary(step))], head.index("snr dB"))
+		return "\n".join("  ".join(line).rstrip() for line in lines)
 
 	def save(self, path: str | Path, *, run: str = "", append: bool = False) -> None:
 		"""Write ``records`` as JSON lines.
@@ -230,6 +222,13 @@ class inspect:
 		]
 		with Path(path).open("a" if append else "w", encoding="utf-8") as file:
 			file.writelines(line + "\n" for line in lines)
+
+
+def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
+	"""Cells as wide as their columns, the first ``texts`` of which are text and the others numbers."""
+	widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+	sides = [str.ljust] * texts + [str.rjust] * (len(widths) - texts)
+	return [[side(*cell) for side, *cell in zip(sides, row, widths, strict=True)] for row in rows]
 
 
 def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Watched]:

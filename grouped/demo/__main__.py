@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.hub import tqdm  # type: ignore[attr-defined]
 
 import cute_kernels
 from grouped import recipes
@@ -121,16 +122,14 @@ def _asked(args: argparse.Namespace) -> list[str]:
 def _train_with_progress(
 	recipe: str, corpus: Corpus, model_config: ModelConfig, config: TrainConfig, inspect: Path | None
 ) -> Run:
-	progress = report.make_progress(config.steps, recipe)
+	# Where tqdm is not installed PyTorch's stand-in, which counts percents.
+	with tqdm(total=config.steps, desc=recipe, unit="step", dynamic_ncols=True) as progress:
 
-	def on_step(loss: float) -> None:
-		progress.set_postfix_str(f"loss {loss:.3f}")
-		progress.update()
+		def on_step(loss: float) -> None:
+			progress.set_description(f"{recipe} loss {loss:.3f}", refresh=False)
+			progress.update(1)
 
-	try:
 		return train(recipe, corpus, model_config, config, on_step, inspect)
-	finally:
-		progress.close()
 
 
 def _train_all(

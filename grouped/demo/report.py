@@ -5,10 +5,11 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from grouped.debug.lens import aligned
 
 from .snr import ROLES
 from .train import Run
@@ -18,33 +19,6 @@ INSTALL = "pip install 'grouped-kernels[demo]'"
 _BASELINE = "BF16"
 _ABSENT = "n/a"
 _SMOOTHING = 0.9
-
-
-class _Counter:
-	"""Counts steps on one line of stderr, where tqdm is not installed."""
-
-	def __init__(self, total: int, title: str) -> None:
-		self._total, self._title = total, title
-		self._count, self._postfix = 0, ""
-
-	def update(self) -> None:
-		self._count += 1
-		print(f"\r{self._title} {self._count}/{self._total} {self._postfix}", end="", file=sys.stderr, flush=True)
-
-	def set_postfix_str(self, s: str) -> None:
-		self._postfix = s
-
-	def close(self) -> None:
-		print(file=sys.stderr)
-
-
-def make_progress(total: int, title: str) -> Any:
-	"""A tqdm bar of ``total`` steps, or without tqdm a plain counter, which has the part of it that is used."""
-	try:
-		import tqdm
-	except ImportError:
-		return _Counter(total, title)
-	return tqdm.tqdm(total=total, desc=title, unit="step", dynamic_ncols=True)
 
 
 def _gap(run: Run, runs: Sequence[Run]) -> float | None:
@@ -83,11 +57,9 @@ _COLUMNS = (
 def table(runs: Sequence[Run]) -> str:
 	"""One line a recipe, in plain text."""
 	rows = [[name for _, names in _COLUMNS for name in names], *(_row(run, runs) for run in runs)]
-	widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-	# The first column is text and the others are numbers; a bar separates what belongs together.
-	cells = [[c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))] for row in rows]
 	lines = []
-	for row in cells:
+	# A bar separates what belongs together.
+	for row in aligned(rows):
 		columns = iter(row)
 		lines.append(["  ".join(itertools.islice(columns, len(names))) for _, names in _COLUMNS])
 	spans = [title.center(len(part)) for (title, _), part in zip(_COLUMNS, lines[0], strict=True)]
