@@ -228,7 +228,7 @@ def aligned(rows: Sequence[Sequence[str]], texts: int = 1) -> list[list[str]]:
 	"""Cells as wide as their columns, the first ``texts`` of which are text and the others numbers."""
 	widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
 	sides = [str.ljust] * texts + [str.rjust] * (len(widths) - texts)
-	return [[side(*cell) for side, *cell in zip(sides, row, widths, strict=True)] for row in rows]
+	return [[side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)] for row in rows]
 
 
 def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Watched]:

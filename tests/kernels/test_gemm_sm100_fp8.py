@@ -4,7 +4,7 @@ from cute_kernels import emulator
 from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 from tests.helpers import each
 
-from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, wild
+from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, product_of, wild
 from .op_support import each_mode
 from .test_gemm_sm100 import TAILS
 
@@ -72,14 +72,9 @@ def test_wgrad(config, shape):
 	k_grouped(config, *shape).check()
 
 
-@each("config", M_GROUPED)
+@each("config", M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED.items()})
 def test_every_code_and_scale(config):
-	wild(m_grouped(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
-
-
-@each("config", K_GROUPED)
-def test_every_code_and_scale_of_wgrad(config):
-	wild(k_grouped(config, [130, 0, 40], 136, 72)).check(2, any_nan=True)
+	wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
 @each("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])

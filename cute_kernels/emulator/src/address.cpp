@@ -9,7 +9,7 @@ CTA* cta_at(Cluster* cluster, u32 rank, const char* what) {
 void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what) {
 	if (offset < SMEM_BASE || offset + bytes > c->smem.size())
 		fail("%s out of bounds: shared offset %u + %llu bytes, CTA has %u..%zu", what, offset, bytes, SMEM_BASE,
-				 c->smem.size());
+			c->smem.size());
 }
 
 // Of another CTA, or out of bounds.
@@ -54,8 +54,8 @@ void Machine::check_range(u64 address, u64 bytes, const char* what) {
 	auto it = ranges.upper_bound(address);
 	if (it != ranges.begin()) {
 		--it;
-		near = written("; %lld bytes past the end of an allocation of %llu", address + bytes - it->second,
-									 it->second - it->first);
+		near = written(
+			"; %lld bytes past the end of an allocation of %llu", address + bytes - it->second, it->second - it->first);
 	}
 	fail("%s out of bounds: address %#llx + %llu%s", what, address, bytes, near.c_str());
 }

@@ -28,7 +28,7 @@ std::string position() {
 	const auto& all = m.program->instructions;
 	if (m.instruction < all.data() || m.instruction >= all.data() + all.size()) return "";
 	return "\n  in kernel " + m.program->name + "\n  " + (m.warp ? name_of(*m.warp) + ", " : "") + "PTX line " +
-				 std::to_string(m.instruction->line) + ": " + m.program->text[m.instruction - all.data()].substr(0, 1000);
+		std::to_string(m.instruction->line) + ": " + m.program->text[m.instruction - all.data()].substr(0, 1000);
 }
 
 void reset_machine() {
@@ -45,7 +45,7 @@ void add_to_total(const Stats& s) {
 	const u64* part = (const u64*)&s;
 	for (size_t i = 0; i < sizeof(Stats) / sizeof(u64); i++) sum[i] += part[i];
 }
-}  // namespace
+}
 
 extern "C" {
 #define X(name) #name " "
@@ -56,9 +56,8 @@ const char* emu_statistics() { return STATISTICS(X); }
 void emu_configure(const Config* c) { machine.config = *c; }
 
 void emu_add_program(const char* key, const char* name, const Instruction* instructions, u32 num_instructions,
-										 const Operand* operands, u32 num_operands, const char* text, const u32* param_offset,
-										 const u32* param_size, u32 num_params, u32 param_bytes, u32 num_regs, u32 static_smem,
-										 u32 local_bytes) {
+	const Operand* operands, u32 num_operands, const char* text, const u32* param_offset, const u32* param_size,
+	u32 num_params, u32 param_bytes, u32 num_regs, u32 static_smem, u32 local_bytes) {
 	auto p = std::make_unique<Program>();
 	p->name = name;
 	p->instructions.assign(instructions, instructions + num_instructions);
@@ -69,7 +68,7 @@ void emu_add_program(const char* key, const char* name, const Instruction* instr
 	p->num_regs = num_regs;
 	p->static_smem = static_smem;
 	p->local_bytes = local_bytes;
-	for (u32 i = 0; i < num_instructions; i++) {  // one line each
+	for (u32 i = 0; i < num_instructions; i++) { // one line each
 		const char* end = strchr(text, '\n');
 		p->text.emplace_back(text, end ? end - text : strlen(text));
 		text = end ? end + 1 : text + strlen(text);
@@ -101,14 +100,14 @@ void emu_forget_launch() {
 }
 
 int emu_launch(const char* key, const u32* grid, const u32* block, const u32* cluster, int explicit_cluster,
-							 u32 dynamic_smem, void** args) {
+	u32 dynamic_smem, void** args) {
 	try {
 		auto it = programs.find(key);
 		if (it == programs.end())
 			fail(
-					"kernel %s was never handed to the emulator: it was compiled while the emulator was not "
-					"installed, or loaded from a cache without its PTX",
-					key);
+				"kernel %s was never handed to the emulator: it was compiled while the emulator was not "
+				"installed, or loaded from a cache without its PTX",
+				key);
 		Machine& m = machine;
 		m.program = it->second.get();
 		m.stats = Stats();

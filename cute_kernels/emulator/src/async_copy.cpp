@@ -27,13 +27,13 @@ INSTRUCTION(void, copy, CP_ASYNC) {
 		CopyGroupPtr group = w.copies.opened(lane);
 		group->writes++;
 		machine.post(
-				[=] {
-					memcpy(p, (const void*)from, filled);
-					memset(p + filled, 0, bytes - filled);
-					group->writes--;
-					machine.epoch++;
-				},
-				&w.copy_time[lane]);
+			[=] {
+				memcpy(p, (const void*)from, filled);
+				memset(p + filled, 0, bytes - filled);
+				group->writes--;
+				machine.epoch++;
+			},
+			&w.copy_time[lane]);
 	}
 }
 
@@ -59,17 +59,17 @@ INSTRUCTION(Status, wait, CP_ASYNC_WAIT) {
 
 // cp.async.mbarrier.arrive: arrives once the lane's earlier copies have landed.
 INSTRUCTION(void, arrive, CP_ASYNC_MBAR) {
-	const bool counted = in.sub;  // .noinc: the arrival is one of those that init counted
+	const bool counted = in.sub; // .noinc: the arrival is one of those that init counted
 	FOR_LANES (lane, mask) {
 		const SharedPlace barrier = shared_place(w, in, 0, lane, 8);
 		if (!counted) mbarrier_expect_arrival(barrier.owner, barrier.offset);
 		const Actor me = races_on ? warp_actor(w) : Actor();
 		machine.post(
-				[=] {
-					if (races_on) race_join(barrier.owner->mbarrier_sync[barrier.offset].gathering, me.clock);
-					mbarrier_arrive(barrier.owner, barrier.offset, 1);
-				},
-				&w.copy_time[lane]);
+			[=] {
+				if (races_on) race_join(barrier.owner->mbarrier_sync[barrier.offset].gathering, me.clock);
+				mbarrier_arrive(barrier.owner, barrier.offset, 1);
+			},
+			&w.copy_time[lane]);
 	}
 	if (races_on) w.clock[agent_of(w, WARP_AGENT)]++;
 }

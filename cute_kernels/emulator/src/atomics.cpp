@@ -29,8 +29,7 @@ static u64 result_of(const Instruction& in, u64 old, u64 value, u64 swap) {
 	if (is_float(in.type) || half_of(in.type)) fail("atomics on type %d are not modelled", in.type);
 	const int bits = type_bits(in.type);
 	return zero_extend(
-			integer_reduced(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)),
-			bits);
+		integer_reduced(in.sub, in.type, zero_extend(old, bits), zero_extend(value, bits), zero_extend(swap, bits)), bits);
 }
 
 INSTRUCTION(void, atomics, ATOM, RED) {

@@ -16,7 +16,7 @@ static u32 permute_bytes(u32 a, u32 b, u32 selector) {
 	for (u32 i = 0; i < 4; i++) {
 		const u32 nibble = (selector >> (4 * i)) & 0xf;
 		u32 byte = (bytes >> (8 * (nibble & 7))) & 0xff;
-		if (nibble & 8) byte = (byte & 0x80) ? 0xff : 0;  // replicate the sign
+		if (nibble & 8) byte = (byte & 0x80) ? 0xff : 0; // replicate the sign
 		r |= byte << (8 * i);
 	}
 	return r;

@@ -6,7 +6,7 @@
 #include "races.h"
 
 void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, u32 bytes, u32 barrier,
-							 const char* what, std::function<void(CTA*)> write) {
+	const char* what, std::function<void(CTA*)> write) {
 	Cluster* cluster = w.cta->cluster;
 	const bool multicast = in.flags & F_MULTICAST, pair = in.flags & F_CTA2;
 	machine.stats.tma_load_bytes += bytes;
@@ -29,7 +29,7 @@ void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, 
 }
 
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
-								std::function<void(const std::vector<u8>&)> write) {
+	std::function<void(const std::vector<u8>&)> write) {
 	for (auto& g : groups) g->reads++, g->writes++;
 	source->pending_reads++;
 	machine.post([=] {
@@ -84,11 +84,11 @@ INSTRUCTION(void, shared_to_global, BULK_S2G) {
 			check_async_read(c, offset_of(from), bytes, w.fenced[lane], "bulk store");
 		}
 		post_store(
-				c, {group}, [=](std::vector<u8>& data) { data.assign(memory, memory + bytes); },
-				[=](const std::vector<u8>& data) {
-					machine.check_range(to, bytes, "bulk store");
-					memcpy((void*)to, data.data(), bytes);
-				});
+			c, {group}, [=](std::vector<u8>& data) { data.assign(memory, memory + bytes); },
+			[=](const std::vector<u8>& data) {
+				machine.check_range(to, bytes, "bulk store");
+				memcpy((void*)to, data.data(), bytes);
+			});
 	}
 }
 

@@ -123,7 +123,7 @@ static void convert_stochastic(Warp& w, const Instruction& in, u32 mask, u8 elem
 		for (int i = 0; i < 4; i++) {
 			const u32 slice = (i & 1) ? (u32)random[lane] >> 16 : random[lane] & 0xffff;
 			r = r << bits |
-					encode_mini(relu(in, bits_float(x[i][lane])), element_type, RS, in.flags & F_SATFINITE, slice / 65536.0);
+				encode_mini(relu(in, bits_float(x[i][lane])), element_type, RS, in.flags & F_SATFINITE, slice / 65536.0);
 		}
 		d[lane] = r;
 	}
@@ -136,9 +136,8 @@ static void convert_to_mini(Warp& w, const Instruction& in, u32 mask, Packed to)
 		return encode_mini(relu(in, x), to.element, in.rounding, in.flags & F_SATFINITE, 0);
 	};
 	if (const u8 from = half_of(in.type2))
-		return each_lane(w, in, mask, [&](u64 a) {
-			return encode(number_of(from, (u16)(a >> 16))) << bits | encode(number_of(from, (u16)a));
-		});
+		return each_lane(w, in, mask,
+			[&](u64 a) { return encode(number_of(from, (u16)(a >> 16))) << bits | encode(number_of(from, (u16)a)); });
 	if (in.type2 != T_F32) fail("conversion of type %d to a narrow float is not modelled", in.type2);
 	each_lane(w, in, mask, [&](u64 a, u64 b) { return encode(bits_float(a)) << bits | encode(bits_float(b)); });
 }

@@ -56,7 +56,7 @@ const unsigned char* cubin_in(const unsigned char* p) {
 }
 std::string hash_of(const void* data) {
 	const unsigned char* p = cubin_in((const unsigned char*)data);
-	uint64_t h = 14695981039346656037ull;  // FNV-1a
+	uint64_t h = 14695981039346656037ull; // FNV-1a
 	const size_t bytes = elf_bytes(p);
 	for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211ull;
 	return std::to_string(h);
@@ -71,7 +71,7 @@ struct LaunchAttribute {
 		} cluster;
 	} value;
 };
-constexpr int CLUSTER_DIMENSION = 4;  // cudaLaunchAttributeClusterDimension
+constexpr int CLUSTER_DIMENSION = 4; // cudaLaunchAttributeClusterDimension
 struct LaunchConfig {
 	unsigned grid[3], block[3];
 	size_t dynamic_smem;
@@ -81,7 +81,7 @@ struct LaunchConfig {
 };
 
 using SetRaised = void (*)(const char* kind, const char** message, int count);
-}  // namespace
+}
 
 extern "C" {
 void emu_set_device(int num_sms, int major, int minor) { device = {num_sms, major, minor}; }
@@ -100,11 +100,11 @@ int _cudaLaunchKernelEx(const LaunchConfig* c, const void* kernel, void** args) 
 		cluster[0] = dims.x, cluster[1] = dims.y, cluster[2] = dims.z;
 		explicit_cluster = 1;
 	}
-	return emu_launch(key_of(kernel).c_str(), c->grid, c->block, cluster, explicit_cluster, (uint32_t)c->dynamic_smem,
-										args);
+	return emu_launch(
+		key_of(kernel).c_str(), c->grid, c->block, cluster, explicit_cluster, (uint32_t)c->dynamic_smem, args);
 }
 int _cudaLaunchKernel(const void* kernel, uint64_t grid_xy, uint32_t grid_z, uint64_t block_xy, uint32_t block_z,
-											void** args, size_t dynamic_smem, void*) {
+	void** args, size_t dynamic_smem, void*) {
 	const uint32_t grid[3] = {(uint32_t)grid_xy, (uint32_t)(grid_xy >> 32), grid_z};
 	const uint32_t block[3] = {(uint32_t)block_xy, (uint32_t)(block_xy >> 32), block_z};
 	const uint32_t cluster[3] = {1, 1, 1};
@@ -133,13 +133,13 @@ int _cudaGetDeviceCount(int* count) {
 int _cudaStreamSynchronize(void*) { return 0; }
 int _cudaDeviceGetAttribute(int* value, int attribute, int) {
 	switch (attribute) {
-		case 1: *value = 1024; break;             // threads per block
-		case 10: *value = 32; break;              // warp size
-		case 16: *value = device.num_sms; break;  // multiprocessors
-		case 75: *value = device.major; break;    // compute capability
+		case 1: *value = 1024; break; // threads per block
+		case 10: *value = 32; break; // warp size
+		case 16: *value = device.num_sms; break; // multiprocessors
+		case 75: *value = device.major; break; // compute capability
 		case 76: *value = device.minor; break;
-		case 81: *value = 233472; break;  // shared memory per multiprocessor
-		case 97: *value = 232448; break;  // shared memory per block, opt-in
+		case 81: *value = 233472; break; // shared memory per multiprocessor
+		case 97: *value = 232448; break; // shared memory per block, opt-in
 		default: *value = 0;
 	}
 	return 0;
@@ -150,8 +150,8 @@ void cuda_dialect_print_on_error(int code) {
 }
 void cuda_dialect_assert_success(int code) { cuda_dialect_print_on_error(code); }
 const char* cuda_dialect_get_error_name(int code) { return code ? "emulatorError" : "cudaSuccess"; }
-int cuda_dialect_init_library_once(void** library, int (*init)(void**), int (*load)(void**, int),
-																	 void (*)(const char*, const char*)) {
+int cuda_dialect_init_library_once(
+	void** library, int (*init)(void**), int (*load)(void**, int), void (*)(const char*, const char*)) {
 	if (*library) return 0;
 	void* loaded = nullptr;
 	int status = init(&loaded);
@@ -168,5 +168,7 @@ void CuteDSLRT_TVMFFISetRaisedCudaError(SetRaised set, int code) {
 	const char* message = text.c_str();
 	if (set) set("RuntimeError", &message, 1);
 }
-void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(SetRaised set, int code) { CuteDSLRT_TVMFFISetRaisedCudaError(set, code); }
+void CuteDSLRT_TVMFFISetRaisedCudaLaunchError(SetRaised set, int code) {
+	CuteDSLRT_TVMFFISetRaisedCudaError(set, code);
+}
 }

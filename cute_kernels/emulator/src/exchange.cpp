@@ -10,7 +10,7 @@ static void shuffle(Warp& w, const Instruction& in, u32 mask) {
 	const Source values = source(w, operand(in, 2), scratch[0]);
 	const Source b = source(w, operand(in, 3), scratch[1]);
 	const Source c = source(w, operand(in, 4), scratch[2]);
-	for (int lane = 0; lane < 32; lane++) a[lane] = values[lane];  // d may be a
+	for (int lane = 0; lane < 32; lane++) a[lane] = values[lane]; // d may be a
 	u64* d = target(w, operand(in, 0));
 	u64* p = target(w, operand(in, 1));
 	FOR_LANES (lane, mask) {
@@ -19,10 +19,10 @@ static void shuffle(Warp& w, const Instruction& in, u32 mask) {
 		int from;
 		bool inside;
 		switch (in.sub) {
-			case 0: from = first | (amount & ~segment), inside = from <= last; break;  // idx
-			case 1: from = (int)lane - (int)amount, inside = from >= last; break;      // up
-			case 2: from = lane + amount, inside = from <= last; break;                // down
-			default: from = lane ^ amount, inside = from <= last;                      // bfly
+			case 0: from = first | (amount & ~segment), inside = from <= last; break; // idx
+			case 1: from = (int)lane - (int)amount, inside = from >= last; break; // up
+			case 2: from = lane + amount, inside = from <= last; break; // down
+			default: from = lane ^ amount, inside = from <= last; // bfly
 		}
 		if (d) d[lane] = (u32)a[inside ? from : lane];
 		if (p) p[lane] = inside;

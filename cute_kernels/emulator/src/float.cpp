@@ -4,7 +4,7 @@
 #include "alu.h"
 #include "numbers.h"
 
-static const u32 FLOAT_NAN = 0x7fffffff;  // the NaN that the hardware writes
+static const u32 FLOAT_NAN = 0x7fffffff; // the NaN that the hardware writes
 
 template <class T>
 static T minmax(const Instruction& in, T a, T b, bool minimum) {
@@ -13,7 +13,7 @@ static T minmax(const Instruction& in, T a, T b, bool minimum) {
 		if ((in.flags & F_NANPROP) || (a != a && b != b)) return (T)NAN;
 		return a != a ? b : a;
 	}
-	if (a == 0 && b == 0) return std::signbit(a) == minimum ? a : b;  // -0 < +0
+	if (a == 0 && b == 0) return std::signbit(a) == minimum ? a : b; // -0 < +0
 	return minimum ? std::min(a, b) : std::max(a, b);
 }
 float float_minmax(const Instruction& in, float a, float b, bool minimum) { return minmax(in, a, b, minimum); }
@@ -64,7 +64,7 @@ static u32 single(const Instruction& in, u32 a_bits, u32 b_bits, u32 c_bits) {
 	float r = rounded(in, a, b, c);
 	if (in.flags & F_FTZ) r = flush_subnormal(r);
 	if (in.flags & F_SAT) r = r != r ? 0.f : std::min(1.f, std::max(0.f, r));
-	if (in.flags & F_RELU) r = r != r || r > 0 ? r : 0.f;  // -0 becomes +0
+	if (in.flags & F_RELU) r = r != r || r > 0 ? r : 0.f; // -0 becomes +0
 	return r != r && !keeps_nan_bits(in.op) ? FLOAT_NAN : float_bits(r);
 }
 
@@ -77,7 +77,7 @@ static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
 	auto flush = [=](u16 h) -> u16 { return ftz && !(h & 0x7c00) ? h & 0x8000 : h; };
 	const double x = number_of(type, flush(a)), y = number_of(type, flush(b)), z = number_of(type, flush(c));
 	double r, residue = 0;
-	auto exact_sum = [&](double p, double q) {  // r + residue == p + q
+	auto exact_sum = [&](double p, double q) { // r + residue == p + q
 		r = p + q;
 		if (std::isfinite(r)) {
 			const double t = r - p;
@@ -88,7 +88,7 @@ static u16 half(const Instruction& in, u8 type, u16 a, u16 b, u16 c) {
 		case ADD: exact_sum(x, y); break;
 		case SUB: exact_sum(x, -y); break;
 		case FMA:
-		case MAD: exact_sum(x * y, z); break;  // the product of two halves is exact
+		case MAD: exact_sum(x * y, z); break; // the product of two halves is exact
 		default: r = arithmetic<double>(in, x, y, z);
 	}
 	if (in.flags & F_SAT) {
@@ -117,7 +117,7 @@ void float_arithmetic(Warp& w, const Instruction& in, u32 mask) {
 		}
 		case T_F32X2:
 			return apply(
-					[&](u64 a, u64 b, u64 c) { return single(in, a, b, c) | (u64)single(in, a >> 32, b >> 32, c >> 32) << 32; });
+				[&](u64 a, u64 b, u64 c) { return single(in, a, b, c) | (u64)single(in, a >> 32, b >> 32, c >> 32) << 32; });
 	}
 	fail("floating-point instruction on type %d is not modelled", in.type);
 }

@@ -33,7 +33,7 @@ static void divide(Warp& w, const Instruction& in, u32 mask) {
 		if (!y) return remainder ? x : zero_extend(~0ull, bits);
 		if (!with_sign) return remainder ? x % y : x / y;
 		const i64 p = sign_extend(a, bits), q = sign_extend(b, bits);
-		if (q == -1) return remainder ? 0 : zero_extend(-a, bits);  // the quotient may overflow
+		if (q == -1) return remainder ? 0 : zero_extend(-a, bits); // the quotient may overflow
 		return zero_extend(remainder ? p % q : p / q, bits);
 	});
 }

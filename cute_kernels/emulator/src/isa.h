@@ -9,7 +9,7 @@
 using u8 = uint8_t;
 using u16 = uint16_t;
 using u32 = uint32_t;
-using u64 = unsigned long long;  // as printf knows it
+using u64 = unsigned long long; // as printf knows it
 using i8 = int8_t;
 using i16 = int16_t;
 using i32 = int32_t;
@@ -36,7 +36,7 @@ enum Opcode : u16 {
 #define X(name) name,
 	OPCODES(X)
 #undef X
-			NUM_OPCODES
+		NUM_OPCODES
 };
 
 // The packed narrow floats are in the order of their elements.
@@ -51,7 +51,7 @@ enum Type : u8 {
 #define X(name) T_##name,
 	TYPES(X)
 #undef X
-			NUM_TYPES
+		NUM_TYPES
 };
 
 enum Space : u8 { GENERIC, GLOBAL, SHARED, LOCAL, PARAM, CONST };
@@ -89,9 +89,9 @@ enum Flag : u32 {
 	F_BLOCKSCALE = 1 << 17,
 	F_ATMEM = 1 << 18,
 	F_RELAXED = 1 << 19,
-	F_LOAD = 1 << 20,    // tcgen05.wait::ld
-	F_IGNORE = 1 << 21,  // cp.async with an ignore-src predicate
-	F_GATHER = 1 << 22,  // TMA of four rows
+	F_LOAD = 1 << 20, // tcgen05.wait::ld
+	F_IGNORE = 1 << 21, // cp.async with an ignore-src predicate
+	F_GATHER = 1 << 22, // TMA of four rows
 };
 enum Rounding : u8 { RN, RZ, RM, RP, RNA, RNI, RZI, RMI, RPI, RS };
 enum Comparison : u8 {
@@ -101,7 +101,7 @@ enum Comparison : u8 {
 	CMP_LE,
 	CMP_GT,
 	CMP_GE,
-	CMP_EQU,  // true of NaN, and so on in the order of those above
+	CMP_EQU, // true of NaN, and so on in the order of those above
 	CMP_NEU,
 	CMP_LTU,
 	CMP_LEU,
@@ -114,19 +114,19 @@ enum Reduction : u8 { ATOM_ADD, ATOM_MIN, ATOM_MAX, ATOM_AND, ATOM_OR, ATOM_XOR,
 
 struct Operand {
 	u8 kind, negated;
-	u16 count;  // K_VEC: operands [reg, reg + count) of the program
+	u16 count; // K_VEC: operands [reg, reg + count) of the program
 	i32 reg;
 	i64 imm;
 };
 struct Instruction {
 	u16 op;
 	u8 type, type2, space, vec, rounding, sub;
-	i32 guard;  // predicate register, or -1
+	i32 guard; // predicate register, or -1
 	u8 guard_negated, padding;
 	u16 num_operands;
 	u32 flags;
-	i32 operands;  // index of the first one
-	i32 line;      // of the PTX text
+	i32 operands; // index of the first one
+	i32 line; // of the PTX text
 	i64 aux, aux2;
 };
 static_assert(sizeof(Operand) == 16 && sizeof(Instruction) == 48, "isa.py spells these layouts");
@@ -135,7 +135,7 @@ struct Program {
 	std::string name;
 	std::vector<Instruction> instructions;
 	std::vector<Operand> operands;
-	std::vector<std::string> text;  // PTX by instruction, for reports
+	std::vector<std::string> text; // PTX by instruction, for reports
 	std::vector<u32> param_offset, param_size;
 	u32 param_bytes = 0, num_regs = 0, static_smem = 0, local_bytes = 0;
 };
@@ -170,7 +170,7 @@ inline bool is_signed(u8 type) { return type >= T_S8 && type <= T_S64; }
 inline bool is_float(u8 type) { return type >= T_F16 && type <= T_TF32; }
 inline i64 sign_extend(u64 v, int bits) { return bits >= 64 ? (i64)v : (i64)(v << (64 - bits)) >> (64 - bits); }
 inline u64 zero_extend(u64 v, int bits) { return bits >= 64 ? v : v & ((1ull << bits) - 1); }
-inline bool is_less(u8 type, u64 a, u64 b) {  // as integers
+inline bool is_less(u8 type, u64 a, u64 b) { // as integers
 	const int bits = type_bits(type);
 	return is_signed(type) ? sign_extend(a, bits) < sign_extend(b, bits) : zero_extend(a, bits) < zero_extend(b, bits);
 }

@@ -73,7 +73,7 @@ std::string Machine::report() {
 				FOR_LANES (lane, w.alive) pcs.insert(w.converged ? w.warp_pc : w.pc[lane]);
 				for (u32 pc : pcs) {
 					report += "  " + name_of(w) + " at line " + std::to_string(program->instructions[pc].line) + ": " +
-										program->text[pc].substr(0, 200);
+						program->text[pc].substr(0, 200);
 					if (w.blocked) report += "  -- waits for " + w.waits_for;
 					report += "\n";
 					if (report.size() > LONGEST) return report + "  ...\n";
@@ -90,15 +90,15 @@ void Machine::check_launch() const {
 	for (int i = 0; i < 3; i++)
 		if (!cluster[i] || !grid[i] || grid[i] % cluster[i])
 			fail("grid %ux%ux%u is empty or not divisible by the cluster %ux%ux%u", grid[0], grid[1], grid[2], cluster[0],
-					 cluster[1], cluster[2]);
+				cluster[1], cluster[2]);
 	if (cluster_size() > 16) fail("cluster of %u CTAs", cluster_size());
 }
 
 // Removes the clusters that have finished and lets others take their place.
 void Machine::retire_clusters() {
 	const size_t before = resident.size();
-	resident.erase(std::remove_if(resident.begin(), resident.end(), [](auto& cl) { return cl->live == 0; }),
-								 resident.end());
+	resident.erase(
+		std::remove_if(resident.begin(), resident.end(), [](auto& cl) { return cl->live == 0; }), resident.end());
 	if (resident.size() != before) start_clusters();
 }
 

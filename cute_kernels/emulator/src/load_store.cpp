@@ -50,8 +50,8 @@ static u64 extend_loaded(const Instruction& in, u64 v) {
 	return (in.flags & F_WIDE) || in.type == T_S64 ? (u64)extended : (u32)extended;
 }
 
-static void load_element(Warp& w, const Instruction& in, const Operand& to, const u64* address, u64 skip, u32 bytes,
-												 u32 mask) {
+static void load_element(
+	Warp& w, const Instruction& in, const Operand& to, const u64* address, u64 skip, u32 bytes, u32 mask) {
 	u64* d = target(w, to);
 	FOR_LANES (lane, mask) {
 		const u64 a = address[lane] + skip;
@@ -63,8 +63,8 @@ static void load_element(Warp& w, const Instruction& in, const Operand& to, cons
 		d[lane] = extend_loaded(in, v);
 	}
 }
-static void store_element(Warp& w, const Instruction& in, const Operand& from, const u64* address, u64 skip, u32 bytes,
-													u32 mask) {
+static void store_element(
+	Warp& w, const Instruction& in, const Operand& from, const u64* address, u64 skip, u32 bytes, u32 mask) {
 	u64 scratch[32];
 	const Source values = source(w, from, scratch);
 	FOR_LANES (lane, mask) {

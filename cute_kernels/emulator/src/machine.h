@@ -27,7 +27,7 @@ struct Warp;
 // The agents of a cluster are, for each CTA, its warps, then the TMA loads, the bulk stores and the
 // wgmmas that each warp issued, then the tensor core.
 using Clock = std::vector<u32>;
-struct Actor {  // who accesses, and what it knows to have happened before
+struct Actor { // who accesses, and what it knows to have happened before
 	u32 agent = 0;
 	Clock clock;
 	int line = 0;
@@ -37,17 +37,17 @@ struct LastWrite {
 	u32 when = 0;
 	int line = 0;
 };
-struct SyncClock {  // of a barrier: arrivals of the open phase, and of all completed ones
+struct SyncClock { // of a barrier: arrivals of the open phase, and of all completed ones
 	Clock gathering, released;
 };
 
 // A group of cp.async or cp.async.bulk operations of one lane.
 struct CopyGroup {
-	int reads = 0, writes = 0;  // operations that still have to read their source, write their target
-	u32 clock = 0;              // race detection: the newest operation of the group
+	int reads = 0, writes = 0; // operations that still have to read their source, write their target
+	u32 clock = 0; // race detection: the newest operation of the group
 };
 using CopyGroupPtr = std::shared_ptr<CopyGroup>;
-struct CopyGroups {  // of each lane: those that were committed, and the one that is open
+struct CopyGroups { // of each lane: those that were committed, and the one that is open
 	std::deque<CopyGroupPtr> committed[32];
 	CopyGroupPtr open[32];
 	const CopyGroupPtr& opened(int lane) {
@@ -69,25 +69,25 @@ using Deferred = std::function<void()>;
 struct Warp {
 	CTA* cta;
 	int id;
-	u32 alive = 0;  // lane masks
+	u32 alive = 0; // lane masks
 	u32 stalled = 0;
 	bool converged = true;
-	u32 warp_pc = 0;  // while converged
-	u32 pc[32];       // while diverged
+	u32 warp_pc = 0; // while converged
+	u32 pc[32]; // while diverged
 	bool blocked = false, timed_out = false;
 	std::string waits_for;
 	std::vector<u64> registers;
 	std::vector<u8> local;
 	CopyGroups bulk_stores, copies;
-	std::vector<u64> copy_time;  // when the last cp.async of a lane lands
+	std::vector<u64> copy_time; // when the last cp.async of a lane lands
 	std::vector<Deferred> open_wgmmas;
 	std::deque<std::vector<Deferred>> wgmma_groups;
-	std::vector<Deferred> tmem_stores;  // chaos: tcgen05.st not yet waited for
-	std::vector<u64> fenced;            // by lane: time of its last fence.proxy.async
+	std::vector<Deferred> tmem_stores; // chaos: tcgen05.st not yet waited for
+	std::vector<u64> fenced; // by lane: time of its last fence.proxy.async
 	int waiting_on_barrier = -1;
 	u64 barrier_generation = 0, cluster_generation = 0;
 	bool cluster_arrived = false;
-	Clock clock;  // race detection: what the warp knows, and the clocks of committed wgmma groups
+	Clock clock; // race detection: what the warp knows, and the clocks of committed wgmma groups
 	std::deque<u32> wgmma_clocks;
 	u64* reg(i32 r) { return registers.data() + (size_t)r * 32; }
 };
@@ -98,19 +98,19 @@ struct NamedBarrier {
 	SyncClock sync;
 };
 
-constexpr u32 TMEM_LANES = 128, TMEM_COLUMNS = 512, TMEM_UNIT = 32;  // columns of one allocation
-constexpr u32 SMEM_BASE = 1024;                                      // the driver keeps the first KiB
+constexpr u32 TMEM_LANES = 128, TMEM_COLUMNS = 512, TMEM_UNIT = 32; // columns of one allocation
+constexpr u32 SMEM_BASE = 1024; // the driver keeps the first KiB
 constexpr u32 SMEM_LIMIT = 232448;
 
 struct CTA {
 	Cluster* cluster;
-	u32 rank, at[3];  // x, y, z in the grid
+	u32 rank, at[3]; // x, y, z in the grid
 	u64 linear;
 	std::vector<u8> smem;
 	// By 4 bytes: the last generic-proxy writer (thread + 1, in the top 16 bits) and when it wrote.
 	std::vector<u64> proxy_shadow;
 	std::vector<u32> tmem;
-	u32 tmem_used = 0;  // units that are allocated, a bit for each
+	u32 tmem_used = 0; // units that are allocated, a bit for each
 	bool tmem_permit_given_up = false;
 	NamedBarrier barriers[16];
 	std::vector<Warp> warps;
@@ -119,7 +119,7 @@ struct CTA {
 	u64 tensor_core_time = 0;
 	// Race detection.  Cells cover shared words, then tensor memory by column and quarter.
 	std::vector<LastWrite> last_writes;
-	std::vector<u32> last_reads;  // cell x agent
+	std::vector<u32> last_reads; // cell x agent
 	std::map<u32, SyncClock> mbarrier_sync;
 	Actor tensor_core;
 	u32* tmem_cell(u32 lane, u32 column) { return &tmem[(size_t)lane * TMEM_COLUMNS + column]; }
@@ -129,7 +129,7 @@ struct Cluster {
 	u32 at[3];
 	std::vector<std::unique_ptr<CTA>> ctas;
 	int live = 0;
-	int in_flight = 0;  // asynchronous operations that still touch the cluster
+	int in_flight = 0; // asynchronous operations that still touch the cluster
 	u32 arrived = 0;
 	u64 generation = 0;
 	SyncClock sync;
@@ -152,15 +152,15 @@ struct Stats {
 
 struct Event {
 	u64 when, sequence;
-	Warp* issuer;  // null where only global memory is touched
+	Warp* issuer; // null where only global memory is touched
 	const Instruction* instruction;
 	Deferred run;
-	bool operator<(const Event& o) const {  // std::priority_queue puts the largest first
+	bool operator<(const Event& o) const { // std::priority_queue puts the largest first
 		return when != o.when ? when > o.when : sequence > o.sequence;
 	}
 };
 
-constexpr u64 SHARED_WINDOW = 1ull << 60, LOCAL_WINDOW = 2ull << 60;  // of generic addresses
+constexpr u64 SHARED_WINDOW = 1ull << 60, LOCAL_WINDOW = 2ull << 60; // of generic addresses
 
 enum Mode : u32 { EAGER, CHAOS };
 struct Config {
@@ -178,17 +178,17 @@ struct Machine {
 	u32 grid[3], block[3], cluster[3];
 	u32 dynamic_smem = 0;
 	bool explicit_cluster = false;
-	u8* params = nullptr;  // 128-byte aligned copy of the kernel's parameters
+	u8* params = nullptr; // 128-byte aligned copy of the kernel's parameters
 	std::vector<std::unique_ptr<Cluster>> resident;
 	u64 next_cluster = 0, total_clusters = 0;
 	std::priority_queue<Event> events;
 	u64 now = 0, sequence = 0;
-	u64 epoch = 0;   // changes whenever something changes that a blocked warp may wait for
-	u64 writes = 1;  // a clock of generic shared-memory writes and proxy fences
+	u64 epoch = 0; // changes whenever something changes that a blocked warp may wait for
+	u64 writes = 1; // a clock of generic shared-memory writes and proxy fences
 	std::mt19937_64 rng;
-	std::map<u64, u64> ranges, module_ranges;  // start -> end of the memory a kernel may touch
-	u64 busy_epoch = 0, busy_insns = 0;        // when the epoch last changed
-	const Instruction* instruction = nullptr;  // that is being executed, and by whom
+	std::map<u64, u64> ranges, module_ranges; // start -> end of the memory a kernel may touch
+	u64 busy_epoch = 0, busy_insns = 0; // when the epoch last changed
+	const Instruction* instruction = nullptr; // that is being executed, and by whom
 	Warp* warp = nullptr;
 	bool in_event = false;
 
@@ -205,7 +205,7 @@ struct Machine {
 	void post(Deferred run, u64* chain = nullptr);
 	void check_range(u64 address, u64 bytes, const char* what);
 
- private:
+private:
 	u64 last_low_ = 1, last_high_ = 0;
 	bool within(const std::map<u64, u64>& ranges, u64 address, u64 bytes);
 	void retire_clusters();
@@ -213,13 +213,13 @@ struct Machine {
 	std::unique_ptr<Cluster> make_cluster(u64 index);
 	void check_launch() const;
 
- public:
+public:
 	void forget_last_range() { last_low_ = 1, last_high_ = 0; }
 };
 extern Machine machine;
 
 // ---- operands (operands.cpp)
-struct Source {  // a value per lane, or one for all (stride 0)
+struct Source { // a value per lane, or one for all (stride 0)
 	const u64* values;
 	int stride;
 	u64 operator[](int lane) const { return values[lane * stride]; }
@@ -241,7 +241,7 @@ inline int first_lane(u32 mask) { return __builtin_ctz(mask); }
 // For instructions that a whole warp executes: CONVERGE while lanes are elsewhere, an error if some
 // lanes have left or are switched off.
 Status need_full_warp(const Warp& w, u32 mask, const char* what);
-#define FOR_LANES(lane, mask)                                                                          \
+#define FOR_LANES(lane, mask) \
 	for (u32 rest_##lane = (mask), lane = 0; rest_##lane && ((lane = __builtin_ctz(rest_##lane)), true); \
 			 rest_##lane &= rest_##lane - 1)
 
@@ -261,9 +261,9 @@ struct Executes {
 	}
 };
 #define EXECUTES(f, ...) static const Executes<f> executes_##f{__VA_ARGS__};
-#define INSTRUCTION(result, f, ...)                          \
+#define INSTRUCTION(result, f, ...) \
 	static result f(Warp& w, const Instruction& in, u32 mask); \
-	EXECUTES(f, __VA_ARGS__)                                   \
+	EXECUTES(f, __VA_ARGS__) \
 	static result f(Warp& w, const Instruction& in, u32 mask)
 
 void barrier_settle(CTA* c, NamedBarrier& b);

@@ -6,7 +6,7 @@
 
 namespace {
 struct Mbarrier {
-	i64 transactions : 24;  // bytes still to come
+	i64 transactions : 24; // bytes still to come
 	u64 pending : 19;
 	u64 expected : 19;
 	u64 phase : 1;
@@ -31,7 +31,7 @@ bool complete_if_done(CTA* c, u32 offset, Mbarrier* m) {
 	if (races_on) race_complete(c->mbarrier_sync[offset]);
 	return true;
 }
-}  // namespace
+}
 
 bool mbarrier_done(CTA* c, u32 offset, u64 parity) { return mbarrier_at(c, offset)->phase != (parity & 1); }
 
@@ -120,7 +120,7 @@ INSTRUCTION(Status, wait, MBAR_WAIT) {
 		const int lane = first_lane(mask & ~done);
 		const u32 address = shared_address(w, in, 1, lane);
 		w.waits_for = written("mbarrier at shared offset %u (CTA rank %u), phase %u", offset_of(address), rank_of(address),
-													(u32)value_of(w, in, 2, lane) & 1);
+			(u32)value_of(w, in, 2, lane) & 1);
 		return BLOCK;
 	}
 	w.timed_out = false;

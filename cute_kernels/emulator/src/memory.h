@@ -3,7 +3,7 @@
 #include "machine.h"
 
 // ---- addresses (address.cpp)
-constexpr u32 OFFSET_MASK = 0xffffff;  // a shared::cluster address is CTA rank << 24 | offset
+constexpr u32 OFFSET_MASK = 0xffffff; // a shared::cluster address is CTA rank << 24 | offset
 inline bool is_shared_window(u64 a) { return a >= SHARED_WINDOW && a < LOCAL_WINDOW; }
 inline u32 shared_address(u64 a) { return (u32)(a >= SHARED_WINDOW ? a - SHARED_WINDOW : a); }
 inline u32 shared_address(Warp& w, const Instruction& in, int i, int lane) {
@@ -37,13 +37,13 @@ void need_in_smem(CTA* c, u32 offset, u64 bytes, const char* what);
 // its writer, or the thread that issues the asynchronous operation, has executed fence.proxy.async
 // after it.
 void note_generic_write(Warp& w, int lane, u32 address, u32 bytes);
-void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes);  // atomics
+void note_generic_write_unraced(Warp& w, int lane, u32 address, u32 bytes); // atomics
 void check_async_read(CTA* c, u32 offset, u32 bytes, u64 issuer_fenced, const char* what);
 void note_async_write(CTA* c, u32 offset, u32 bytes, const Actor& by, u64 issuer_fenced, const char* what);
 
 // ---- mbarriers (mbarrier.cpp)
 bool mbarrier_done(CTA* c, u32 offset, u64 phase_parity);
-void mbarrier_expect_arrival(CTA* c, u32 offset);  // one more in the open phase
+void mbarrier_expect_arrival(CTA* c, u32 offset); // one more in the open phase
 // Returns the state before the arrival.
 u64 mbarrier_arrive(CTA* c, u32 offset, u32 count);
 void mbarrier_transaction(CTA* c, u32 offset, i64 bytes);
@@ -53,17 +53,17 @@ void mbarrier_complete(CTA* c, u32 offset, u32 bytes, const Actor& by);
 // ---- bulk and TMA copies (bulk_copy.cpp)
 // A load into the same offset of CTAs of the cluster, whose mbarriers then get the bytes.
 void post_load(Warp& w, const Instruction& in, int lane, u32 ranks, u32 offset, u32 bytes, u32 barrier,
-							 const char* what, std::function<void(CTA*)> write);
+	const char* what, std::function<void(CTA*)> write);
 // The reading half, then the writing half, of a store from shared to global memory.
 void post_store(CTA* source, std::vector<CopyGroupPtr> groups, std::function<void(std::vector<u8>&)> read,
-								std::function<void(const std::vector<u8>&)> write);
+	std::function<void(const std::vector<u8>&)> write);
 
 // A tensor map, decoded.  In memory it has the hardware's own 128-byte format, because the DSL's
 // host code writes those bits itself.
 struct TensorMap {
 	u64 address = 0;
-	u32 last[5] = {};    // dimension - 1
-	u64 stride[4] = {};  // bytes, of dimensions 1..4
+	u32 last[5] = {}; // dimension - 1
+	u64 stride[4] = {}; // bytes, of dimensions 1..4
 	u16 box[5] = {};
 	u8 type = 0, rank = 0, swizzle = 0;
 

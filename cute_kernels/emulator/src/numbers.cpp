@@ -5,7 +5,7 @@
 
 #include "machine.h"
 
-static const u16 HALF_NAN = 0x7fff;  // the NaN that the hardware writes for 16-bit formats
+static const u16 HALF_NAN = 0x7fff; // the NaN that the hardware writes for 16-bit formats
 
 RoundingScope::RoundingScope(u8 rounding) : saved_(fegetround()) {
 	fesetround(rounding == RZ ? FE_TOWARDZERO : rounding == RM ? FE_DOWNWARD : rounding == RP ? FE_UPWARD : FE_TONEAREST);
@@ -78,12 +78,12 @@ u32 encode_ue8m0(double x, u8 rounding, bool satfinite) {
 	constexpr u32 NOT_A_NUMBER = 255, LARGEST = 254;
 	if (x != x) return NOT_A_NUMBER;
 	const u32 magnitude = float_bits((float)std::fabs(x)), mantissa = magnitude & 0x7fffff;
-	const u32 two_to_minus_127 = 0x400000;  // a subnormal float, and the smallest ue8m0
+	const u32 two_to_minus_127 = 0x400000; // a subnormal float, and the smallest ue8m0
 	u32 exponent = magnitude >> 23;
 	if (rounding == RP && mantissa && magnitude > two_to_minus_127) exponent += 1;
 	return satfinite ? std::min(exponent, LARGEST) : exponent;
 }
-}  // namespace
+}
 
 float decode_mini(u8 type, u32 code) {
 	if (type == T_UE8M0) return code == 255 ? NAN : (float)std::ldexp(1.0, (int)code - 127);
@@ -94,8 +94,8 @@ float decode_mini(u8 type, u32 code) {
 	if (type == T_E4M3 && (code & 0x7f) == 0x7f) return NAN;
 	if (type == T_E5M2 && exponent == 31) return mantissa ? NAN : (float)(sign * INFINITY);
 	const double fraction = (double)mantissa / (1 << f.mantissa_bits);
-	return (float)(sign *
-								 (exponent ? std::ldexp(1.0 + fraction, (int)exponent - f.bias) : std::ldexp(fraction, 1 - f.bias)));
+	return (
+		float)(sign * (exponent ? std::ldexp(1.0 + fraction, (int)exponent - f.bias) : std::ldexp(fraction, 1 - f.bias)));
 }
 
 u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction) {
@@ -109,10 +109,10 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
 	if (!std::isinf(magnitude)) {
 		const int quantum = std::max(exponent_of_normal(magnitude), 1 - f.bias) - f.mantissa_bits;
 		const double scaled = magnitude * pow2(-quantum);
-		rounded = (rounding == RS   ? std::floor(scaled + fraction)
-							 : rounding == RZ ? std::floor(scaled)
-																: std::nearbyint(scaled)) *
-							pow2(quantum);
+		rounded = (rounding == RS      ? std::floor(scaled + fraction)
+									: rounding == RZ ? std::floor(scaled)
+																	 : std::nearbyint(scaled)) *
+			pow2(quantum);
 	}
 	if (rounded > f.max) {
 		if (f.has_infinity && !satfinite) return sign | infinity;

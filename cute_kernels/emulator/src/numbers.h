@@ -35,10 +35,10 @@ u32 encode_mini(double x, u8 type, u8 rounding, bool satfinite, double fraction)
 
 // Runs f under the rounding mode of an instruction.
 class RoundingScope {
- public:
+public:
 	explicit RoundingScope(u8 rounding);
 	~RoundingScope();
 
- private:
+private:
 	int saved_;
 };

@@ -3,7 +3,7 @@
 #include "numbers.h"
 #include "tensor.h"
 
-constexpr u32 ADDRESS_MASK = 0x3ffff;  // what a descriptor's start address can reach
+constexpr u32 ADDRESS_MASK = 0x3ffff; // what a descriptor's start address can reach
 
 MatrixDescriptor decode_descriptor(u64 bits, const char* what) {
 	if ((bits >> 49) & 7) fail("%s: a base offset in a matrix descriptor is not modelled", what);
@@ -57,8 +57,8 @@ float decode_element(u8 type, const u8* bytes, u32 index) {
 	}
 }
 
-void load_tile(CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out, u64 fenced,
-							 const char* what) {
+void load_tile(
+	CTA* c, u64 descriptor, bool mn_major, u8 type, u32 rows, u32 depth, float* out, u64 fenced, const char* what) {
 	const MatrixDescriptor d = decode_descriptor(descriptor, what);
 	const u32 bits = type_bits(type);
 	auto read = [&](u32 address, u32 bytes) {

@@ -10,8 +10,8 @@
 bool races_on = false;
 const Actor* acting = nullptr;
 static u32 num_agents = 0;
-constexpr u32 MAX_AGENTS = 512;  // cells hold a clock for every agent: 120 MB a CTA at this size
-constexpr u32 QUARTERS = 4;      // of tensor memory: the lanes that one warp can reach
+constexpr u32 MAX_AGENTS = 512; // cells hold a clock for every agent: 120 MB a CTA at this size
+constexpr u32 QUARTERS = 4; // of tensor memory: the lanes that one warp can reach
 
 static u32 agents_per_cta(const CTA* c) { return 4 * (u32)c->warps.size() + 1; }
 
@@ -30,8 +30,8 @@ void races_setup(Cluster* cluster) {
 	const u32 per_cta = agents_per_cta(cluster->ctas[0].get());
 	num_agents = per_cta * (u32)cluster->ctas.size();
 	if (num_agents > MAX_AGENTS)
-		fail("races: a cluster with %zu warps is too large to follow",
-				 cluster->ctas.size() * cluster->ctas[0]->warps.size());
+		fail(
+			"races: a cluster with %zu warps is too large to follow", cluster->ctas.size() * cluster->ctas[0]->warps.size());
 	for (auto& c : cluster->ctas) {
 		const size_t cells = c->smem.size() / 4 + TMEM_COLUMNS * QUARTERS;
 		c->last_writes.assign(cells, LastWrite());
@@ -63,7 +63,7 @@ static std::string name_of(const CTA* c, u32 agent, int line) {
 	static const char* const KINDS[] = {"warp", "a TMA load of warp", "a bulk store of warp", "a wgmma of warp"};
 	const u32 warps = (u32)c->warps.size(), rank = agent / agents_per_cta(c), index = agent % agents_per_cta(c);
 	std::string name =
-			index < 4 * warps ? KINDS[index / warps] + (" " + std::to_string(index % warps)) : "the tensor core";
+		index < 4 * warps ? KINDS[index / warps] + (" " + std::to_string(index % warps)) : "the tensor core";
 	name += " of CTA rank " + std::to_string(rank);
 	if (line) name += " (PTX line " + std::to_string(line) + ")";
 	return name;
@@ -76,7 +76,7 @@ static void touch(CTA* c, size_t cell, bool write, bool part, const Actor& by, c
 	const u32* known = by.clock.data();
 	if (last.when && last.agent != by.agent && last.when > known[last.agent] && !(part && write))
 		fail("data race on %s %u: %s by %s is not ordered after the write by %s", where, at, write ? "write" : "read",
-				 name_of(c, by.agent, by.line).c_str(), name_of(c, last.agent, last.line).c_str());
+			name_of(c, by.agent, by.line).c_str(), name_of(c, last.agent, last.line).c_str());
 	if (!write) {
 		reads[by.agent] = known[by.agent];
 		return;
@@ -84,7 +84,7 @@ static void touch(CTA* c, size_t cell, bool write, bool part, const Actor& by, c
 	for (u32 i = 0; i < num_agents; i++)
 		if (reads[i] > known[i] && i != by.agent)
 			fail("data race on %s %u: write by %s is not ordered after a read by %s", where, at,
-					 name_of(c, by.agent, by.line).c_str(), name_of(c, i, 0).c_str());
+				name_of(c, by.agent, by.line).c_str(), name_of(c, i, 0).c_str());
 	last = {(u16)by.agent, known[by.agent], by.line};
 	std::fill(reads, reads + num_agents, 0u);
 }

@@ -14,14 +14,14 @@ void cta_exit(CTA* c) {
 	cluster->live--;
 	if (!cluster->live && cluster->in_flight - c->pending_reads > 0)
 		fail(
-				"the cluster's last CTA exits while %d asynchronous operations are in flight (loads, "
-				"tensor-memory copies, MMAs, commits): nothing waited for them",
-				cluster->in_flight);
+			"the cluster's last CTA exits while %d asynchronous operations are in flight (loads, "
+			"tensor-memory copies, MMAs, commits): nothing waited for them",
+			cluster->in_flight);
 	if (c->tmem_used) fail("CTA exits holding %u columns of tensor memory", __builtin_popcount(c->tmem_used) * TMEM_UNIT);
 	if (c->pending_reads)
 		fail(
-				"CTA exits while a bulk store still reads its shared memory (missing "
-				"cp.async.bulk.wait_group)");
+			"CTA exits while a bulk store still reads its shared memory (missing "
+			"cp.async.bulk.wait_group)");
 }
 
 void lanes_exit(Warp& w, u32 mask) {
@@ -115,14 +115,14 @@ bool pick_lanes(Warp& w, bool any, u32* mask, u32* pc) {
 	w.stalled &= ~*mask;
 	return true;
 }
-}  // namespace
+}
 
 void Machine::post(Deferred run, u64* chain) {
 	// Most operations land soon; one in eight may take very long.
 	u64 when = now;
 	if (chaos()) when += 1 + rng() % (rng() % 8 ? 200 : 4000);
 	if (chain) *chain = when = std::max(when, *chain);
-	if (!in_event) warp->cta->cluster->in_flight++;  // what an event posts touches global memory only
+	if (!in_event) warp->cta->cluster->in_flight++; // what an event posts touches global memory only
 	events.push({when, sequence++, in_event ? nullptr : warp, instruction, std::move(run)});
 }
 

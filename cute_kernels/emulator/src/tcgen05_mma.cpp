@@ -11,20 +11,20 @@ enum Kind { F16_KIND, TF32_KIND, F8F6F4, I8, MXF8F6F4, MXF4, MXF4NVF4 };
 
 struct MmaArguments {
 	Kind kind;
-	u32 d;  // tensor memory address
-	u64 a;  // descriptor, or tensor memory address
-	u64 b;  // descriptor
+	u32 d; // tensor memory address
+	u64 a; // descriptor, or tensor memory address
+	u64 b; // descriptor
 	u32 scale_a, scale_b;
 	bool a_in_tmem, scaled, pair, accumulate;
 	u32 scale_block;
 	u64 fenced;
-	u32 descriptor;  // instruction descriptor
+	u32 descriptor; // instruction descriptor
 
 	u32 bits(int shift, int count) const { return (descriptor >> shift) & ((1u << count) - 1); }
 	u32 m() const { return bits(24, 5) << 4; }
 	u32 n() const { return bits(17, 6) << 3; }
 	u32 k() const { return kind == F16_KIND ? 16 : kind == TF32_KIND ? 8 : kind >= MXF4 ? 64 : 32; }
-	u32 rows() const { return m() / (pair ? 2 : 1); }  // in each CTA
+	u32 rows() const { return m() / (pair ? 2 : 1); } // in each CTA
 	bool fp16_accumulators() const { return !scaled && bits(4, 2) == 0; }
 };
 
@@ -148,13 +148,13 @@ void run(CTA* lead, const MmaArguments& m) {
 	const u8 type_a = operand_type(m.kind, m.bits(7, 3)), type_b = operand_type(m.kind, m.bits(10, 3));
 	const u32 ctas = m.pair ? 2 : 1, rows_b = m.n() / ctas, depth = m.k();
 	CTA* cta[2] = {lead, m.pair ? pair_peer(lead, "tcgen05.mma.cta_group::2") : nullptr};
-	std::vector<float> b((size_t)m.n() * depth);  // each CTA holds its share of B
+	std::vector<float> b((size_t)m.n() * depth); // each CTA holds its share of B
 	for (u32 i = 0; i < ctas; i++)
-		load_tile(cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth], m.fenced,
-							"tcgen05.mma B");
+		load_tile(
+			cta[i], m.b, m.bits(16, 1), type_b, rows_b, depth, &b[(size_t)i * rows_b * depth], m.fenced, "tcgen05.mma B");
 	for (u32 i = 0; i < ctas; i++) run_in(cta[i], m, b, type_a, type_b);
 }
-}  // namespace
+}
 
 // Operands: d, a, b, instruction descriptor, [scale A, scale B,] accumulate.
 INSTRUCTION(void, tensor_mma, TC_MMA) {
@@ -184,11 +184,11 @@ INSTRUCTION(void, tensor_mma, TC_MMA) {
 		CTA* c = w.cta;
 		const Actor me = issue_tensor(w);
 		machine.post(
-				[=] {
-					ActingScope scope(me);
-					run(c, m);
-				},
-				&c->tensor_core_time);
+			[=] {
+				ActingScope scope(me);
+				run(c, m);
+			},
+			&c->tensor_core_time);
 	}
 }
 
@@ -200,13 +200,13 @@ INSTRUCTION(void, commit, TC_COMMIT) {
 		const u32 offset = offset_of(address), ranks = destinations(w, in, 1, lane, address, "tcgen05.commit");
 		const Actor me = issue_tensor(w);
 		machine.post(
-				[=] {
-					FOR_LANES (rank, ranks) {
-						CTA* c = cluster->ctas[rank].get();
-						if (races_on) race_join(c->mbarrier_sync[offset].gathering, me.clock);
-						mbarrier_arrive(c, offset, 1);
-					}
-				},
-				&w.cta->tensor_core_time);
+			[=] {
+				FOR_LANES (rank, ranks) {
+					CTA* c = cluster->ctas[rank].get();
+					if (races_on) race_join(c->mbarrier_sync[offset].gathering, me.clock);
+					mbarrier_arrive(c, offset, 1);
+				}
+			},
+			&w.cta->tensor_core_time);
 	}
 }

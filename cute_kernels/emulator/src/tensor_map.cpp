@@ -14,7 +14,7 @@ constexpr u64 ADDRESS_ALIGNMENT = 16, STRIDE_LIMIT = 1ull << 40;
 constexpr u32 SWIZZLE_SPAN[] = {1u << 30, 32, 64, 128};
 // By hardware code: u8 u16 u32 s32 u64 s64 f16 f32 f32.ftz f64 bf16 u4 tf32 u4-in-u8 u6-in-u8
 constexpr u8 ELEMENT_BITS[16] = {8, 16, 32, 32, 64, 64, 16, 32, 32, 64, 16, 4, 32, 4, 6, 32};
-}  // namespace
+}
 
 u32 TensorMap::element_bits() const { return ELEMENT_BITS[type]; }
 u32 TensorMap::box_bytes() const {
@@ -62,7 +62,7 @@ static const u8* map_memory(Warp& w, u64 address) {
 static void check_global_address(const char* what, u64 address) {
 	if (address % ADDRESS_ALIGNMENT)
 		fail("%s: the global address %#llx is not a multiple of %llu bytes, as a tensor map's must be", what, address,
-				 ADDRESS_ALIGNMENT);
+			ADDRESS_ALIGNMENT);
 }
 
 TensorMap tensor_map_at(Warp& w, u64 address) {
@@ -91,8 +91,8 @@ INSTRUCTION(void, tensor_map_address, TMAP_ADDRESS) {
 
 // What cuTensorMapEncodeTiled does, of the hardware's element type and swizzle.  Returns null, or
 // why the map is invalid.
-extern "C" const char* emu_tensor_map_encode(void* out, int type, u32 rank, u64 address, const u64* dims,
-																						 const u64* strides, const u32* box, int swizzle) {
+extern "C" const char* emu_tensor_map_encode(
+	void* out, int type, u32 rank, u64 address, const u64* dims, const u64* strides, const u32* box, int swizzle) {
 	if (rank < 1 || rank > 5) return "the rank must be 1..5";
 	if (address % ADDRESS_ALIGNMENT) return "the global address must be 16-byte aligned";
 	TensorMap map;

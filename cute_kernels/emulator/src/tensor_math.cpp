@@ -6,8 +6,8 @@
 #include "numbers.h"
 #include "tensor.h"
 
-static constexpr i32 NOT_FINITE = 4096;  // an exponent above all others
-static constexpr i32 NONE = -1000;       // an exponent below all others, whatever is added to it
+static constexpr i32 NOT_FINITE = 4096; // an exponent above all others
+static constexpr i32 NONE = -1000; // an exponent below all others, whatever is added to it
 static constexpr i32 LOWEST_TOP = -133;
 static i32 zero_exponent(Adder r) { return r.hopper ? NONE : -126; }
 
@@ -41,7 +41,7 @@ static double round_sum(double sum, Adder r) {
 }
 static double finish(double sum, Adder r) {
 	const double rounded = round_sum(sum, r);
-	return r.hopper && rounded == 0 ? 0 : rounded;  // never -0
+	return r.hopper && rounded == 0 ? 0 : rounded; // never -0
 }
 
 static std::vector<i32> exponents(const float* v, size_t count, u8 type, Adder r) {
@@ -57,8 +57,8 @@ static double add_not_finite(double c, const float* a, const float* b, u32 k, i3
 	return c + s;
 }
 
-static double add_products(double c, const float* a, const float* b, const i32* ea, const i32* eb, u32 k, i32 scale,
-													 Adder adder) {
+static double add_products(
+	double c, const float* a, const float* b, const i32* ea, const i32* eb, u32 k, i32 scale, Adder adder) {
 	i32 top = -8192;
 	for (u32 i = 0; i < k; i++) top = std::max(top, ea[i] + eb[i]);
 	const i32 ec = exponent_of(c, adder.fp16 ? -14 : -126, zero_exponent(adder));
@@ -82,8 +82,8 @@ void multiply_add(const Operands& ops, double* acc, Adder adder, const i32* scal
 		for (u32 j = 0; j < ops.n; j++) {
 			const size_t row = (size_t)i * ops.k, column = (size_t)j * ops.k;
 			double& c = acc[(size_t)i * ops.n + j];
-			c = add_products(c, ops.a + row, ops.b + column, &ea[row], &eb[column], ops.k,
-											 scale_a ? scale_a[i] + scale_b[j] : 0, adder);
+			c = add_products(
+				c, ops.a + row, ops.b + column, &ea[row], &eb[column], ops.k, scale_a ? scale_a[i] + scale_b[j] : 0, adder);
 		}
 }
 
@@ -96,7 +96,7 @@ Scale decode_scale(u8 type, u8 code) {
 }
 
 static double add_fp4(double c, const float* a, const float* b, const Scale* sa, const Scale* sb, u32 k, u32 block) {
-	constexpr u32 EXACT = 16;  // products that are added before the scales apply
+	constexpr u32 EXACT = 16; // products that are added before the scales apply
 	const Adder r = BLACKWELL_FP4;
 	double terms[8];
 	i32 term_exponents[8], top = exponent_of(c, -126, zero_exponent(r));
@@ -126,6 +126,6 @@ void multiply_add_fp4(const Operands& ops, const Scale* scale_a, const Scale* sc
 		for (u32 j = 0; j < ops.n; j++) {
 			double& c = acc[(size_t)i * ops.n + j];
 			c = add_fp4(c, ops.a + (size_t)i * ops.k, ops.b + (size_t)j * ops.k, scale_a + (size_t)i * scales,
-									scale_b + (size_t)j * scales, ops.k, block);
+				scale_b + (size_t)j * scales, ops.k, block);
 		}
 }

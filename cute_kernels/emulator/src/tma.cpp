@@ -7,15 +7,15 @@
 #include "races.h"
 
 using Coordinates = std::array<i32, 5>;
-constexpr u32 GRANULE = 16;          // bytes that a swizzle moves as one
-constexpr u32 SMEM_ALIGNMENT = 128;  // of a box in shared memory, swizzled or not
+constexpr u32 GRANULE = 16; // bytes that a swizzle moves as one
+constexpr u32 SMEM_ALIGNMENT = 128; // of a box in shared memory, swizzled or not
 
 // The part of one granule that lies inside the tensor.
 struct Piece {
-	u32 offset;   // of the granule, from the start of the box, before swizzling
-	u64 address;  // global
-	u32 skip;     // bytes of the granule before the part
-	u32 bytes;    // 0: all of the granule is outside
+	u32 offset; // of the granule, from the start of the box, before swizzling
+	u64 address; // global
+	u32 skip; // bytes of the granule before the part
+	u32 bytes; // 0: all of the granule is outside
 };
 template <class F>
 static void walk_box(const TensorMap& map, const Coordinates& at, F visit) {
@@ -40,7 +40,7 @@ static void walk_box(const TensorMap& map, const Coordinates& at, F visit) {
 				continue;
 			}
 			visit(Piece{row * row_bytes + b, base + (u64)((x + first) * bits / 8), (u32)(first * bits / 8),
-									(u32)((end - first) * bits / 8)});
+				(u32)((end - first) * bits / 8)});
 		}
 	}
 }
@@ -112,7 +112,7 @@ INSTRUCTION(void, tma_store, TMA_S2G) {
 		FOR_LANES (other, left) {
 			if ((int)other != lane) {
 				if (coordinates(w, operand(in, 1), other, map) != at || address_of(w, in, 0, other) != map_address ||
-						shared_address(w, in, 2, other) != from)
+					shared_address(w, in, 2, other) != from)
 					continue;
 			}
 			groups.push_back(w.bulk_stores.opened(other));
@@ -125,12 +125,12 @@ INSTRUCTION(void, tma_store, TMA_S2G) {
 			check_async_read(c, offset, bytes, w.fenced[lane], "TMA store");
 		}
 		post_store(
-				c, groups,
-				[=](std::vector<u8>& data) {
-					data.resize(bytes);
-					for (u32 b = 0; b < bytes; b += GRANULE)
-						memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle_span()), GRANULE);
-				},
-				[=](const std::vector<u8>& data) { store_box(map, at, data); });
+			c, groups,
+			[=](std::vector<u8>& data) {
+				data.resize(bytes);
+				for (u32 b = 0; b < bytes; b += GRANULE)
+					memcpy(data.data() + b, c->smem.data() + swizzled(offset + b, map.swizzle_span()), GRANULE);
+			},
+			[=](const std::vector<u8>& data) { store_box(map, at, data); });
 	}
 }

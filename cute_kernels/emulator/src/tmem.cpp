@@ -9,7 +9,7 @@
 constexpr u32 UNWRITTEN = 0x7fffffff;
 static u32 column_of(u32 address) { return address & 0xffff; }
 static u32 lane_of(u32 address) { return (address >> 16) & 0x7f; }
-static u32 units_of(u32 column, u32 count) {  // as in CTA::tmem_used
+static u32 units_of(u32 column, u32 count) { // as in CTA::tmem_used
 	return (2u << (column + count - 1) / TMEM_UNIT) - (1u << column / TMEM_UNIT);
 }
 
@@ -44,7 +44,7 @@ INSTRUCTION(Status, deallocate, TC_DEALLOC) {
 	const u32 first = column_of((u32)value_of(w, in, 0, 0));
 	const u32 columns = (u32)value_of(w, in, 1, 0);
 	if (c->tmem.empty() || columns < TMEM_UNIT || columns % TMEM_UNIT || first % TMEM_UNIT ||
-			first + columns > TMEM_COLUMNS)
+		first + columns > TMEM_COLUMNS)
 		fail("tcgen05.dealloc of column %u, %u columns, which was never allocated", first, columns);
 	const u32 units = units_of(first, columns);
 	if (units & ~c->tmem_used) fail("tcgen05.dealloc of column %u, %u columns: free tensor memory", first, columns);
@@ -68,7 +68,7 @@ Cell cell_of(Shape shape, u32 i, u32 lane) {
 	switch (shape) {
 		case S32x32b: return {lane, i};
 		case S16x128b: return {lane / 4 + (i & 1) * 8, (i / 2) * 4 + lane % 4};
-		default: return {lane / 4 + ((i >> 1) & 1) * 8, (i / 4) * 8 + (lane % 4) * 2 + (i & 1)};  // 16x256b
+		default: return {lane / 4 + ((i >> 1) & 1) * 8, (i / 4) * 8 + (lane % 4) * 2 + (i & 1)}; // 16x256b
 	}
 }
 u32 columns_of(Shape shape, u32 repetitions) {
@@ -107,7 +107,7 @@ void store(Warp& w, const Access& a, const Operand& from) {
 			write();
 	}
 }
-}  // namespace
+}
 
 // sub: the shape; aux: repetitions.
 INSTRUCTION(Status, load_store, TC_LD, TC_ST) {
@@ -124,10 +124,10 @@ INSTRUCTION(Status, load_store, TC_LD, TC_ST) {
 	a.column = column_of(address);
 	a.lane = lane_of(address);
 	a.registers = values.kind == K_VEC ? values.count : 1;
-	if (a.lane < 32) a.lane += quarter;  // the low lanes name the warp's own quarter
+	if (a.lane < 32) a.lane += quarter; // the low lanes name the warp's own quarter
 	if (a.lane < quarter || a.lane >= quarter + 32)
 		fail("%s by warp %d at tensor memory lane %u: the warp may only reach lanes %u..%u", what, w.id, a.lane, quarter,
-				 quarter + 31);
+			quarter + 31);
 	if (a.lane % (a.shape == S32x32b ? 32 : 16)) fail("%s: shape %d cannot start at lane %u", what, in.sub, a.lane);
 	const u32 columns = columns_of(a.shape, (u32)in.aux);
 	need_columns(w.cta, a.column, columns, what);
@@ -173,7 +173,7 @@ void copy(CTA* c, u32 address, u64 descriptor, CopyShape shape, u64 fenced) {
 				memcpy(c->tmem_cell((lane + to) % TMEM_LANES, column + g * 4), c->smem.data() + from, 16);
 		}
 }
-}  // namespace
+}
 
 INSTRUCTION(void, give_up_permit, TC_RELINQUISH) { w.cta->tmem_permit_given_up = true; }
 
@@ -188,11 +188,11 @@ INSTRUCTION(void, start_copy, TC_CP) {
 		const u64 descriptor = value_of(w, in, 1, lane), fenced = w.fenced[lane];
 		const Actor me = issue_tensor(w);
 		machine.post(
-				[=] {
-					ActingScope scope(me);
-					copy(c, address, descriptor, shape, fenced);
-					if (pair) copy(pair_peer(c, "tcgen05.cp.cta_group::2"), address, descriptor, shape, fenced);
-				},
-				&c->tensor_core_time);
+			[=] {
+				ActingScope scope(me);
+				copy(c, address, descriptor, shape, fenced);
+				if (pair) copy(pair_peer(c, "tcgen05.cp.cta_group::2"), address, descriptor, shape, fenced);
+			},
+			&c->tensor_core_time);
 	}
 }

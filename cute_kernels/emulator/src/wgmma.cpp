@@ -50,8 +50,8 @@ void run(Warp& w, const Instruction& in, const WgmmaArguments& args) {
 		load_a_from_registers(w, operand_a, type_a, depth, a.data());
 	} else {
 		std::vector<float> all(GROUP_ROWS * depth);
-		load_tile(w.cta, args.descriptor_a, args.transpose_a, type_a, GROUP_ROWS, depth, all.data(), w.fenced[0],
-							"wgmma A");
+		load_tile(
+			w.cta, args.descriptor_a, args.transpose_a, type_a, GROUP_ROWS, depth, all.data(), w.fenced[0], "wgmma A");
 		const auto first = all.begin() + (w.id % 4) * WARP_ROWS * depth;
 		std::copy(first, first + WARP_ROWS * depth, a.begin());
 	}
@@ -128,4 +128,4 @@ INSTRUCTION(void, wait, WGMMA_WAIT) {
 		w.wgmma_clocks.pop_front();
 	}
 }
-}  // namespace
+}
