@@ -7,9 +7,11 @@ A step is torch's fused AdamW on the master, and one quantization of it into the
 storage: the parameter's bytes are ``grouped.quantize`` of what ``torch.optim.AdamW(fused=True)``
 makes of the master, to the bit. There is no bf16 copy of the weight.
 
-That is a few kernels, not one: with bf16 gradients, which are cast to fp32 first, 40 bytes an element
-go to memory and back in FP8Block and 43 in NVFP4, whose amaxes take a read of their own. One kernel
-would move 28 and 27. Counted, not measured.
+On GPUs one kernel does both (``torch.ops.cute_kernels.adamw_quantize``): with bf16 gradients 28 bytes
+an element go to memory and back in FP8Block and MXFP8. In NVFP4 and FP8, whose groups have amaxes,
+these are kept from the update, and a second kernel quantizes: 31 and 32. It rounds as torch's CUDA
+kernel does (PyTorch 2.13), which itself updates plain parameters, row-scaled, ragged and shaped
+GroupedTensors, and all with ``amsgrad``. On CPUs torch updates everything, and rounds otherwise.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
 from .shards import local_part, part_of, sharded_as
@@ -140,25 +143,28 @@ class AdamW(Optimizer):
 		return loss
 
 	def _update(self, group: dict[str, Any], held: list[tuple[Tensor, Tensor]], scaling: dict[str, Any]) -> None:
-		columns: dict[str, list[Tensor]] = {name: [] for name in ("target", "grad", "step", *_MOMENTS)}
+		columns: dict[str, list[Tensor]] = {name: [] for name in ("param", "target", "grad", "step", *_MOMENTS)}
 		for p, grad in held:
 			if grad.is_sparse:
 				raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
-			state = self._state(p, group)
+			state, part = self._state(p, group), local_part(p)
+			if _has_kernel(part) and not group["amsgrad"]:
+				_update_and_quantize(group, state, part, local_part(grad), **scaling)
+				continue
 			target = self._target(p)
+			columns["param"].append(part)
 			columns["step"].append(state["step"])
 			columns["target"].append(target)
 			columns["grad"].append(local_part(grad).to(target.dtype).contiguous())
 			for name in _MOMENTS[: 2 + group["amsgrad"]]:
 				columns[name].append(local_part(state[name]))
-		if not held:
+		if not columns["param"]:
 			return
 		lists: list[Any] = [columns[name] for name in ("target", "grad", *_MOMENTS, "step")]
 		options: dict[str, Any] = {n: group[n] for n in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
 		options["beta1"], options["beta2"] = group["betas"]
 		adamw(*lists, fused=True, **options, **scaling)  # type: ignore[misc]
-		for (p, _), target in zip(held, columns["target"], strict=True):
-			part = local_part(p)
+		for part, target in zip(columns["param"], columns["target"], strict=True):
 			if target is part:
 				increment_version(part)  # PyTorch's fused kernels count none.
 			else:
@@ -214,6 +220,32 @@ class AdamW(Optimizer):
 	def __getstate__(self) -> dict[str, Any]:
 		# PyTorch's copies have no other attributes.
 		return {**super().__getstate__(), "_master_weights": self._master_weights}
+
+
+def _has_kernel(part: Tensor) -> bool:
+	"""Whether ``adamw_quantize`` takes it, on kernels; elsewhere torch updates first: on GPUs with the same bits."""
+	if not isinstance(part, GroupedTensor) or part.grouping != "uniform":
+		return False
+	level = part.format.second_level
+	return (level is None or level.per == "group") and active_backend(part.device).arch != "reference"
+
+
+def _update_and_quantize(
+	group: dict[str, Any], state: dict[str, Any], part: GroupedTensor, grad: Tensor, grad_scale: Any, found_inf: Any
+) -> None:
+	(beta1, beta2), step = group["betas"], state["step"].add_(1)
+
+	def number(x: Any) -> Tensor:
+		return x.to(step).view(()) if isinstance(x, Tensor) else torch.full_like(step, x)
+
+	scale = number(1.0 if grad_scale is None else grad_scale) * (-1.0 if group["maximize"] else 1.0)
+	skips = number(0.0 if found_inf is None else found_inf)
+	# The powers by the function that torch's kernel calls, of fp32.
+	numbers = torch.stack([number(group["lr"]), beta1**step, beta2**step, scale, skips])
+	step.sub_(skips)
+	update = {name: local_part(state[name]) for name in _MOMENTS[:2]} | {"grad": grad, "numbers": numbers}
+	update |= {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+	part._quantize_into(local_part(state["master"]), None, update=update)
 
 
 def _gradient(p: Tensor) -> Tensor | None:

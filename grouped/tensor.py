@@ -477,8 +477,9 @@ class GroupedTensor(Tensor):
 		scale: Tensor | None = None,
 		seed: Tensor | None = None,
 		activation: str | None = None,
+		update: dict[str, Any] | None = None,
 	) -> None:
-		"""Quantize ``x``, or what an activation makes of it, into this tensor's storage.
+		"""Quantize ``x``, or what an activation or an ``update`` by AdamW makes of it, into this tensor's storage.
 
 		What is quantized has this shape and is cut at ``offs``. Where the format takes scales and none is given, with those
 		that this tensor has; where it is stochastic and no seed is given, by one that is drawn.
@@ -495,8 +496,13 @@ class GroupedTensor(Tensor):
 			scale = held_scale.clone()
 		if seed is None:
 			seed = draw_seed(self.format, x.device)
-		given = (scale, seed, activation, flat_shapes(self._shapes))
-		torch.ops.cute_kernels.grouped_quantize_out(*(x, self.format.text, offs, amax, *directions, *given), out=inner)
+		if update is not None:
+			update |= {"master": x, "out": inner, "format": self.format.text, "scale": scale, "seed": seed}
+			update["rowwise"], update["columnwise"] = directions
+			torch.ops.cute_kernels.adamw_quantize(**update)
+		else:
+			given = (scale, seed, activation, flat_shapes(self._shapes))
+			torch.ops.cute_kernels.grouped_quantize_out(*(x, self.format.text, offs, amax, *directions, *given), out=inner)
 		if self.prepacked:
 			for copy in copies:
 				if copy is not None:

@@ -90,12 +90,18 @@ def _quantize(
 def quantize() -> None:
 	offs = _offs()
 	for text in [text for text in FORMATS if _choice.fits(text)][_choice.share :: _choice.shares]:
-		cols = round_up(_COLS, parse(text).k_multiple)
+		fmt = parse(text)
+		cols = round_up(_COLS, fmt.k_multiple)
 		x, weight = _sample(_ROWS, cols), _sample(len(_ENDS), _WIDTH, cols)
 		inputs = ((x, offs, None), (weight, None, None), (x, offs, torch.ones(len(_ENDS), device=_DEVICE)))
 		try:
 			for directions, data in itertools.product(DIRECTIONS, inputs):
 				_quantize(text, directions, *data)
+			if not fmt.is_transformed:
+				scale = torch.ones(len(_ENDS), device=_DEVICE) if fmt.takes_scale else None
+				p = torch.nn.Parameter(grouped.quantize(weight, fmt, columnwise=True, scale=scale))
+				p.grad = weight
+				grouped.optim.AdamW([p]).step()
 		except cute_kernels.UnsupportedError as reason:
 			print(f"not here: {reason}")
 	x = _sample(_ROWS, _COLS)

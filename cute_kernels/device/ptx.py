@@ -84,6 +84,6 @@ def f32_as_bits(value: Float32) -> Uint32:
 	return Uint32(llvm.bitcast(Uint32.mlir_type, value.ir_value()))
 
 
-def select(condition: Boolean, a: Uint32, b: Uint32) -> Uint32:
-	"""``a`` if the condition holds, else ``b``; never a branch."""
-	return Uint32(arith.select(condition.ir_value(), a.ir_value(), b.ir_value()))
+def select(condition: Boolean, a: Any, b: Any) -> Any:
+	"""``a`` if the condition holds, else ``b`` of its type; never a branch."""
+	return type(a)(arith.select(condition.ir_value(), a.ir_value(), b.ir_value()))

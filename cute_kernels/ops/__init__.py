@@ -5,8 +5,9 @@ where nothing observes the call (``registry.Op.invoke``). Each op is documented 
 """
 
 # flops counts.
-from cute_kernels.ops import delayed, dequantize, flops, fused_gemm, gemm, moe, quantize, reductions, router  # noqa: F401
+from cute_kernels.ops import delayed, dequantize, flops, fused_gemm, gemm, moe, optimizer, quantize, reductions, router  # noqa: F401
 
+adamw_quantize = optimizer.AdamWQuantize.invoke
 compute_offsets = reductions.ComputeOffsets.invoke
 compute_routing = moe.ComputeRouting.invoke
 delayed_scaling_update = delayed.DelayedScalingUpdate.invoke

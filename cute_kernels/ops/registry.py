@@ -279,7 +279,8 @@ def _run_reference(op: Op, outputs: Sequence[Tensor], **options: Any) -> None:
 		op.run_reference(outputs, **options)
 
 
-def _check_outputs(op: Op, specs: Sequence[BufferSpec], given: Sequence[Tensor]) -> None:
+def check_outputs(op: Op, specs: Sequence[BufferSpec], given: Sequence[Tensor]) -> None:
+	"""What the caller gives to be written must be what ``specs`` say."""
 	if len(given) != len(specs):
 		shapes = ", ".join(str(tuple(spec.shape)) for spec in specs)
 		raise ValueError(f"{op.name}_out: {op.out_name} must be {len(specs)} tensors, of shapes {shapes}; got {len(given)}")
@@ -302,7 +303,7 @@ def _arguments(cls: type[Op]) -> str:
 	for field in dataclasses.fields(cls):  # type: ignore[arg-type]
 		kind = _SCHEMA_TYPES[str(field.type)]
 		if field.name in cls.written:
-			kind += f"({chr(ord('a') + cls.written.index(field.name))}!)"
+			kind = kind.replace("Tensor", f"Tensor({chr(ord('a') + cls.written.index(field.name))}!)")
 		default = field.default
 		shown = f'"{default}"' if isinstance(default, str) else default
 		parts.append(f"{kind} {field.name}" + (f"={shown}" if default is not dataclasses.MISSING else ""))
@@ -347,7 +348,7 @@ def register(cls: type[Op]) -> type[Op]:
 		outputs, options = split(kwargs)
 		op = cls(*args, **kwargs)
 		plan = op.cached_plan()
-		_check_outputs(op, plan.outputs, outputs)
+		check_outputs(op, plan.outputs, outputs)
 		refuse(op, outputs)
 		for name, t in op.tensors().items() if cls.accumulates else ():
 			if t.data_ptr() == outputs[0].data_ptr() != 0:
@@ -361,7 +362,7 @@ def register(cls: type[Op]) -> type[Op]:
 		outputs, _ = split(kwargs)
 		op = cls(*args, **kwargs)
 		op.check()
-		_check_outputs(op, op.outputs(), outputs)
+		check_outputs(op, op.outputs(), outputs)
 		refuse(op, outputs)
 
 	_define(cls.name, functional, call, fake, cls.__doc__)
@@ -379,7 +380,8 @@ def register_inplace(cls: type[Op]) -> type[Op]:
 	def call(*args: Any, **kwargs: Any) -> None:
 		op = cls(*args, **kwargs)
 		plan = op.cached_plan()
-		outputs = [getattr(op, name) for name in cls.written]
+		held = [getattr(op, name) for name in cls.written]
+		outputs = [t for one in held for t in (one if isinstance(one, list) else [one])]
 		refuse_derivatives(cls.name, op.tensors().items(), remedy)
 		# Nothing else tells autograd, which may hold an output for a backward pass.
 		increment_version(outputs)

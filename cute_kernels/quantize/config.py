@@ -274,7 +274,7 @@ class TileConfig(CopyConfig):
 			raise UnsupportedError(f"no kernel makes {self.format} tile by tile: its rows have second levels of their own")
 
 	@classmethod
-	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: bool) -> TileConfig:
+	def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a", **what: Any) -> TileConfig:
 		facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
 		config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
 		if fmt.second_level is None or fmt.takes_scale:
@@ -335,6 +335,17 @@ class TileConfig(CopyConfig):
 		if self.fmt.second_level is None:
 			return False
 		return self.columnwise or not self.uses_row_amax
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWTileConfig(TileConfig):
+	"""``TileConfig`` of fp32 masters that a step of AdamW updates first, by gradients of this dtype."""
+
+	gradient: str = "bfloat16"
+
+	#: The compiled function takes what that of ``TileConfig`` does, for the index what ``adamw.Update`` says.
+	kernel: ClassVar[str] = "cute_kernels.quantize.adamw:AdamWTileQuantizer"
+	makes_tiles: ClassVar[bool] = True  # type: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -407,6 +418,14 @@ class AmaxConfig:
 	#: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
 	#: group gives 0.
 	kernel: ClassVar[str] = "cute_kernels.quantize.amax:AmaxReducer"
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamWConfig(AmaxConfig):
+	"""A step of AdamW on fp32 masters by gradients of ``dtype``, and amaxes of their groups."""
+
+	#: The compiled function takes (master, *update, group_amax, num_sms).
+	kernel: ClassVar[str] = "cute_kernels.quantize.adamw:AdamWKernel"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ class ElementMaker:
 	Attributes:
 		unit: elements of a unit.
 		words: words of a unit's elements.
+		loads: 16-byte loads of a unit.
 	"""
 
 	def __init__(self, prologue: Prologue, dtype: str, arch: str):
@@ -27,7 +28,7 @@ class ElementMaker:
 		self.dtype = dtype
 		self.arch = arch
 		self.size = DTYPE_BYTES[prologue.dtype]
-		self.unit = prologue.unit
+		self.unit, self.loads = prologue.unit, prologue.num_inputs
 		self.words = self.unit * DTYPE_BYTES[dtype] // 4
 		#: What kernels that have the room make elements by.
 		self.table = FactorTable.of(prologue.record, prologue.dtype) if arch == "sm_90a" else None

@@ -9,6 +9,8 @@ from cute_kernels.formats.base import FP8_ELEMENTS
 
 from .config import (
 	DTYPE_BYTES,
+	AdamWConfig,
+	AdamWTileConfig,
 	AmaxConfig,
 	DbiasConfig,
 	DelayedConfig,
@@ -57,6 +59,11 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 	if support("delayed_scaling_update", FP8(scaling="delayed"), arch):
 		for is_max, takes_amax in itertools.product((True, False), repeat=2):
 			yield DelayedConfig(is_max, takes_amax)
+	for dtype in ("bfloat16", "float32"):
+		yield AdamWConfig(dtype, "uniform", arch=arch)
+		for fmt in (FP8Block(block=(128, 128)), MXFP8()):
+			master = QuantizeProblem("float32", fmt.k_multiple, "uniform")
+			yield AdamWTileConfig.choose(fmt, master, arch, columnwise=True, gradient=dtype)
 	for dtype, grouping in itertools.product(DTYPE_BYTES, _GROUPINGS):
 		if support("grouped_amax", None, arch):
 			yield AmaxConfig(dtype, grouping, arch=arch)

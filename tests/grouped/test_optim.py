@@ -5,8 +5,10 @@ import torch
 from torch import nn
 
 import grouped
+from cute_kernels import backend
+from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each, seeded
+from tests.helpers import BF16, F32, U8, each, each_arch, seeded
 
 FORMATS = [
 	grouped.NVFP4(),
@@ -55,6 +57,46 @@ def test_bytes_are_those_of_torch_then_quantize(fmt, options):
 		step(*pair, seed)
 		assert same_bytes(p, quantized_like(p, master))
 	assert torch.equal(pair[1].state[p]["master"], master) and p.dtype == BF16
+
+
+@each_arch
+@each("fmt", [*FORMATS, grouped.FP8(scaling="delayed"), grouped.NVFP4(stochastic_rounding=True)], str)
+def test_kernels_have_the_bits_of_torchs_cuda_kernel_then_quantize(fmt, arch):
+	"""That one's arithmetic is the reference's, not that on CPUs; GradScaler skips the second step."""
+	w, options = draw(0), {"scale": torch.ones(3)} if fmt.takes_scale else {}
+	p = nn.Parameter(grouped.quantize(w.bfloat16(), fmt, columnwise=True, **options))
+	p = nn.Parameter(p.detach().prepack()) if fmt == FORMATS[0] else p
+	constants = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3}
+	ours = optim.AdamW([p], masters={p: w}, lr=torch.tensor(3e-2), maximize=True, **constants)
+	held, scaler = [w.clone(), *torch.zeros(2, *SHAPE)], torch.amp.GradScaler("cpu", init_scale=8.0)
+	scaler.scale(torch.zeros(()))
+	for count, seed in ((1, 1), (1, None), (2, 2)):
+		p.grad = torch.full(SHAPE, torch.inf).bfloat16() if seed is None else draw(seed).bfloat16()
+		numbers = torch.tensor([3e-2, 0.8, 0.99, -scaler.get_scale(), seed is None])
+		numbers[1:3] **= count
+		adamw(held, p.grad, numbers, (0.8, 0.99, 1e-6, 0.3))
+		version = p._version
+		torch.manual_seed(7)
+		with backend(f"emulated:{arch}"):
+			scaler.step(ours)
+		scaler.update()
+		torch.manual_seed(7)
+		q = grouped.quantize(held[0], fmt, columnwise=True, **options)
+		assert same_bytes(p, q.prepack() if p.prepacked else q) and p._version > version
+		state = ours.state[p]
+		assert state["step"] == count and all(map(torch.equal, [state[n] for n in ("master", *optim._MOMENTS[:2])], held))
+
+
+def test_what_has_no_kernel_is_torchs():
+	w, fmt = draw(0), {"fmt": grouped.NVFP4(row_scaled=True)}
+	for given, options in ((w, {}), (w[0], {"offs": [80]}), (w.view(-1), {"shapes": [(80, 64)] * 3}), (w, fmt)):
+		p = nn.Parameter(grouped.quantize(given, **{"fmt": FORMATS[0]} | options))
+		master, amsgrad = p.detach().dequantize().requires_grad_(), not options
+		ours, theirs = optim.AdamW([p], amsgrad=amsgrad), torch.optim.AdamW([master], fused=True, amsgrad=amsgrad)
+		p.grad = master.grad = draw(1, *given.shape)
+		with backend("emulated:sm_90a"):
+			ours.step(), theirs.step()
+		assert torch.equal(ours.state[p]["master"], master)
 
 
 def test_a_master_by_default_and_the_version():

@@ -5,6 +5,7 @@ import torch
 
 import cute_kernels
 import grouped
+from cute_kernels.formats import parse
 from tests.helpers import I32, each, seeded
 
 if not torch.cuda.is_available():
@@ -168,3 +169,17 @@ def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
 	for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
 		assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
 		assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]
+
+
+@each("text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"])
+def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
+	w, made = torch.randn(3, 200, 160, generator=seeded(0)).to(CUDA), []
+	for _ in range(2):
+		p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
+		ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
+		for seed in range(4):
+			p.grad = torch.randn(w.shape, generator=seeded(seed)).bfloat16().to(CUDA)
+			ours.step()
+		made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
+		monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
+	assert_same(*made)

@@ -29,6 +29,7 @@ from tests.helpers import (
 	sample,
 )
 
+from .test_adamw import arguments as updating
 from .test_layouts import CALLS
 
 OFFS = offsets((5, 0, 8))
@@ -264,12 +265,28 @@ def registered():
 
 
 #: Ops that write their arguments, which have tests of their own.
-IN_PLACE = {"delayed_scaling_update"}
+IN_PLACE = {
+	"adamw_quantize": lambda: updating("nvfp4:block=16x16", (2, 3, 32)),
+	"delayed_scaling_update": lambda: (x(3), torch.ones(3), "fp8:scaling=delayed", torch.ones(3), 1, "most_recent"),
+}
 
 
 def test_every_op_has_a_case():
 	named = {name for name, _, _ in CASES}
-	assert named | {f"{name}_out" for name in named} | IN_PLACE == registered()
+	assert named | {f"{name}_out" for name in named} | set(IN_PLACE) == registered()
+
+
+@each(("name", "make"), {name: (name, make) for name, make in IN_PLACE.items()})
+def test_versions_count_what_is_written_in_place(name, make):
+	op, given = getattr(ops, name).default, make()
+	opcheck(op, given)
+	before = [[t._version for t in tensors(value)] for value in given]
+	op(*given)
+	for argument, value, versions in zip(op._schema.arguments, given, before, strict=False):
+		is_written = argument.alias_info is not None
+		assert [t._version > version for t, version in zip(tensors(value), versions, strict=True)] == [is_written] * len(
+			versions
+		)
 
 
 @pytest.mark.usefixtures("comparable")

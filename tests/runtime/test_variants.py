@@ -11,6 +11,7 @@ from cute_kernels.ops.delayed import ALGORITHMS, DelayedScalingUpdate
 from cute_kernels.ops.dequantize import GroupedDequantize
 from cute_kernels.ops.fused_gemm import MGroupedQuantizeGemm
 from cute_kernels.ops.moe import MoeQuantizeGradient
+from cute_kernels.ops.optimizer import AdamWQuantize
 from cute_kernels.ops.quantize import GroupedQuantize
 from cute_kernels.ops.reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 from cute_kernels.runtime import aot, architecture
@@ -107,6 +108,9 @@ def used(arch):
 	state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
 	for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS):
 		ops.append(DelayedScalingUpdate(*state, text, amax, algorithm=algorithm))
+	master = torch.empty(1, 2, 32)
+	for dtype, text in itertools.product((BF16, torch.float32), ("nvfp4", "mxfp8", "fp8_block:block=128x128")):
+		ops.append(AdamWQuantize(*[master] * 3, master.to(dtype), master, [], text, True, True, *[0.0] * 4))
 	for op in ops:
 		op.kernels(recorder)
 	return {spec for spec in recorder.specs if is_quantizer(spec)}

@@ -16,6 +16,8 @@ from ...formats import Format
 from ...layout.buffers import BufferSpec, code_pitch
 from ...layout.shapes import PITCH_ALIGNMENT
 from ...quantize.config import (
+	AdamWConfig,
+	AdamWTileConfig,
 	AmaxConfig,
 	DbiasConfig,
 	DelayedConfig,
@@ -38,6 +40,7 @@ from .rows import by_token, gatherer
 if TYPE_CHECKING:
 	from ..delayed import DelayedScalingUpdate
 	from ..dequantize import GroupedDequantize
+	from ..optimizer import AdamWQuantize
 	from ..quantize import GroupedQuantize
 	from ..reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 
@@ -273,6 +276,33 @@ def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner
 
 	def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
 		kernel(*outputs, dense(op.amax), op.largest)
+
+	return run
+
+
+def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
+	like, fmt, gradient = op.quantize(op.master), op.record, dtype_name(op.grad.dtype)
+	if not op.master.numel():
+		empty = _no_elements(like)
+		return lambda op, outputs: empty(op.quantize(op.master), outputs[3:])
+	names, after = tuple(like.specs()), None
+	if fmt.second_level is None or fmt.takes_scale:
+		facts = {"rowwise": op.rowwise, "columnwise": op.columnwise, "gradient": gradient}
+		kernel = launch.kernel(AdamWTileConfig.choose(fmt, quantized(like), launch.arch, **facts))
+	else:
+		kernel = launch.kernel(AdamWConfig(gradient, "uniform", arch=launch.arch))
+		after = quantize(op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch)
+
+	def run(op: AdamWQuantize, outputs: Sequence[Tensor]) -> None:
+		held, out = outputs[:3], dict(zip(names, outputs[3:], strict=True))
+		by = (*held, readable(op.grad), dense(op.numbers), op.beta1, op.beta2, op.eps, op.weight_decay)
+		amax = out.get("amax", out.get("amax_t"))
+		if after is not None:
+			kernel(*by, amax, launch.num_sms)
+			after(op.quantize(held[0], amax), outputs[3:])
+			return
+		buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
+		kernel(*by, None, None, dense(op.scale), *buffers, amax, *[None] * 4, launch.num_sms)
 
 	return run
 

@@ -9,7 +9,7 @@ write to all banks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
@@ -17,11 +17,9 @@ from cutlass import Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from ...device.groups import indexed
 from ...device.memory import load_global, store_shared
 from ...device.ptx import in_place
-from ..elements import ElementMaker
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor
 
 if TYPE_CHECKING:
-	from ..config import TileConfig
 	from .team import Team
 
 #: 16-byte loads that a lane has under way.
@@ -33,15 +31,14 @@ _EIGHT = 8
 class TileFiller:
 	"""Makes tiles, see the module."""
 
-	def __init__(self, config: TileConfig, team: Team):
-		self.maker = ElementMaker(config.prologue, config.dtype, config.arch)
-		self.team = team
+	def __init__(self, maker: Any, team: Team):
+		self.maker, self.team = maker, team
 		#: Chunks of a unit, units of a row, and rows that the team has at once.
-		self.chunks = self.maker.words // 4
-		self.units = TILE_COLS // self.maker.unit
+		self.chunks = maker.words // 4
+		self.units = TILE_COLS // maker.unit
 		self.rows_at_once = team.threads // self.units
 		#: Rows of a lane whose loads are under way.
-		self.batch = _LOADS // self.maker.prologue.num_inputs
+		self.batch = _LOADS // maker.loads
 
 	def place(self, thread: Int32) -> tuple[Int32, Int32]:
 		"""The unit and the first row of a thread of the team."""
@@ -52,13 +49,7 @@ class TileFiller:
 
 	@cute.jit
 	def fill(
-		self,
-		x: cute.Tensor,
-		index: cute.Tensor | None,
-		what: Descriptor,
-		team: Int32,
-		tile_at: Int32,
-		table: cute.Pointer | None,
+		self, x: cute.Tensor, index: Any, what: Descriptor, team: Int32, tile_at: Int32, table: cute.Pointer | None
 	) -> None:
 		"""Make the rows of a tile that exist; for the whole team."""
 		unit, row = self.place(in_place(self.team.thread(team)))
@@ -69,20 +60,34 @@ class TileFiller:
 		rounds = (what.count + (self.rows_at_once * self.batch - 1)) // (self.rows_at_once * self.batch)
 		self.team.sync(team)  # until then a warp may still read the tile before
 		if col < cols:
-			sources = self.maker.sources(x, what.first if index is None else Int32(0), col, cols)
-			for n in cutlass.range(rounds, unroll=1):
-				rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
-				rows = [cutlass.min(r, what.count - 1) for r in rows]
-				if const_expr(index is not None):
-					rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
-				inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
-				for i in range_constexpr(self.batch):
-					self.store(to, n, i, self.maker.make(inputs[i], True, None if table is None else table.toint()))
+			self.make_rows(x, index, what, (to, row, col, cols), rounds, table)
 		else:
 			for n in cutlass.range(rounds, unroll=1):
 				for i in range_constexpr(self.batch):
 					self.store(to, n, i, [Uint32(0)] * self.maker.words)
 		self.team.sync(team)
+
+	@cute.jit
+	def make_rows(
+		self,
+		x: cute.Tensor,
+		index: cute.Tensor | None,
+		what: Descriptor,
+		place: tuple[Int32, ...],
+		rounds: Int32,
+		table: cute.Pointer | None,
+	) -> None:
+		"""A thread's units; ``place`` is where the first goes, its row and column, and how many columns there are."""
+		to, row, col, cols = place
+		sources = self.maker.sources(x, what.first if index is None else Int32(0), col, cols)
+		for n in cutlass.range(rounds, unroll=1):
+			rows = [row + (n * self.batch + i) * self.rows_at_once for i in range(self.batch)]
+			rows = [cutlass.min(r, what.count - 1) for r in rows]
+			if const_expr(index is not None):
+				rows = [indexed(index, what.first + r, x.shape[0]) for r in rows]
+			inputs = [[load_global(at + Int64(r) * pitch, 4) for at, pitch in sources] for r in rows]
+			for i in range_constexpr(self.batch):
+				self.store(to, n, i, self.maker.make(inputs[i], True, None if table is None else table.toint()))
 
 	def store(self, to: Int32, n: Int32, i: int, words: list[Uint32]) -> None:
 		"""A lane's unit of row ``i`` of batch ``n``."""

@@ -78,7 +78,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.loader = loader(config, self.tile, in_bands=not gathered)
 		self.team = Team(config, self.tile)
 		self.maker = maker_of(config)
-		self.filler = TileFiller(config, self.team) if config.makes_tiles else None
+		self.filler = None if self.maker is None else TileFiller(self.maker, self.team)
 		self.table = None if self.maker is None else self.maker.table
 		is_bytes = config.fmt.element.bits == 8
 		tiles = ByteTiles if is_bytes else NibbleTiles
@@ -146,7 +146,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		box_source: cute.Tensor | None,
 		box: cute.ComposedLayout | None,
 		x: cute.Tensor,
-		index: cute.Tensor | None,
+		index: Any,
 		offs: cute.Tensor | None,
 		row_amax: cute.Tensor | None,
 		group_amax: cute.Tensor | None,
@@ -216,7 +216,7 @@ class TileQuantizer(ChunkAmaxKernels):
 	def compute(
 		self,
 		x: cute.Tensor,
-		index: cute.Tensor | None,
+		index: Any,
 		groups: Grouping,
 		cols: Int32,
 		row_amax: cute.Tensor | None,
