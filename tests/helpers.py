@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import os
 import pickle
@@ -94,6 +95,8 @@ def has_compiler():
 	return shutil.which(os.environ.get("CXX") or "g++") is not None
 
 
+#: In one graph, by no compiler.
+whole_graph = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="Inductor needs g++")
 
 _RECORDS = (

@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, ops, sample
+from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, ops, sample, whole_graph
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
@@ -53,7 +53,7 @@ def test_compiled_once_for_all_token_counts(fresh_dynamo):
 		d, dbias = grouped.quantize(x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True)
 		return q.dequantize(), q.dequantize(direction="columnwise"), d.dequantize(), dbias
 
-	compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+	compiled = whole_graph(function)
 	with torch._dynamo.config.patch(error_on_recompile=True):
 		for tokens in (40, 41, 130, 7):
 			x, grad = sample(tokens, 96), sample(tokens, 48)

@@ -18,6 +18,7 @@ from tests.helpers import (
 	each,
 	needs_compiler,
 	sample,
+	whole_graph,
 )
 
 from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
@@ -228,7 +229,7 @@ def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
 		return grouped.linear(x, layer.weight, layer.bias, route(x, experts), recipe)
 
 	for called in (module, function):
-		once = torch.compile(called, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+		once = whole_graph(called, dynamic=dynamic)
 		for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
 			x = sample(len(experts), K)
 			assert_same_bytes(once(x, experts), called(x, experts))

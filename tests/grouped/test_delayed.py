@@ -21,6 +21,7 @@ from tests.helpers import (
 	sample,
 	saved,
 	step,
+	whole_graph,
 )
 from tests.ops.test_delayed_update import by_column
 
@@ -235,7 +236,7 @@ class Block(nn.Module):
 		self.again = again
 		self.inner = self.both
 		if compiled:
-			self.inner = torch.compile(self.both, fullgraph=True, backend="aot_eager")
+			self.inner = whole_graph(self.both)
 
 	def both(self, x, offs, first=None):
 		return self.down(self.up(x, offs, is_first_microbatch=first).relu(), offs, is_first_microbatch=first)
@@ -249,7 +250,7 @@ def test_recomputation_changes_nothing(compiled):
 	plain, again = Block(False), Block(True, compiled == "inside")
 	function = again
 	if compiled == "outside":
-		function = torch.compile(again, fullgraph=True, backend="aot_eager")
+		function = whole_graph(again)
 	for x, dy in step_data(4):
 		assert_all_same(run(again, x, dy, function), run(plain, x, dy))
 		assert_same_state(again, plain)

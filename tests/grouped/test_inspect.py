@@ -17,7 +17,7 @@ from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, each, sample, step
+from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, each, sample, step, whole_graph
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -269,7 +269,7 @@ def test_plain_copies(dtype):
 def test_compiled(fresh_dynamo):
 	layer, (x, dy) = layer_of(recipes.NVFP4()), operands()
 	function = torch.compile(layer, backend="aot_eager")
-	whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+	whole = whole_graph(layer)
 	plain = train(layer, x, dy, whole)
 	with inspect(layer) as lens:
 		with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):

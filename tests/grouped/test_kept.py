@@ -4,7 +4,7 @@ from torch import nn
 
 from grouped import optim, recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import I32, assert_same_bytes, each, each_copy, sample
+from tests.helpers import I32, assert_same_bytes, each, each_copy, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -197,7 +197,7 @@ def test_copies_have_their_own(copied, first):
 @each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first, fresh_dynamo):
 	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
-	run = torch.compile(layer, fullgraph=True, backend="aot_eager")
+	run = whole_graph(layer)
 	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
 		layer(x, offs, is_first_microbatch=True)
 		for change in (in_place, data, in_inference_mode, lambda layer: None):

@@ -7,7 +7,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, sample, step
+from tests.helpers import BF16, assert_all_same, each, sample, step, whole_graph
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -39,7 +39,7 @@ def run(recipe, place, value=torch.nan, single=True, compiled=False):
 		target = {"x": x[3], "dy": dy[3], "weight": weight[2, 3] if single else weight[3]}[place]
 		with torch.no_grad():
 			target[5] = value
-	function = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else None
+	function = whole_graph(layer) if compiled else None
 	y, dx, *gradients = step(layer, x, dy, torch.tensor(ENDS), function=function)
 	return y, dx, torch.stack(gradients[: 1 if single else 3]).view(3, N, K)
 
@@ -184,7 +184,7 @@ FOUND = {
 def test_where_it_is_found(name, place, compiled):
 	"""It stays found when good batches follow; the tails hold NaN and are passed over."""
 	mlp = mlp_of(RECIPES[name])
-	function = torch.compile(mlp, fullgraph=True, backend="aot_eager") if compiled else mlp
+	function = whole_graph(mlp) if compiled else mlp
 	with grouped.debug.detect_nonfinite(mlp) as found:
 		if place == "weight":
 			broken_weight(mlp)

@@ -3,7 +3,7 @@ import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import F32, I32, U8, assert_all_same, assert_same_bytes, each, sample, saved
+from tests.helpers import F32, I32, U8, assert_all_same, assert_same_bytes, each, sample, saved, whole_graph
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
 
@@ -74,7 +74,7 @@ def test_products_have_the_same_bits(compiled):
 	def products(w):
 		return (grouped.grouped_gemm(a, w), grouped.grouped_gemm(grad, w, transpose_b=True))
 
-	run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
+	run = whole_graph(products) if compiled else products
 	assert_all_same(run(w.prepack()), products(w))
 
 

@@ -9,7 +9,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import F16, F32, each, offsets, sample, step
+from tests.helpers import F16, F32, each, offsets, sample, step, whole_graph
 
 from .cases import bytes_of
 
@@ -101,7 +101,7 @@ def test_gradients_follow_the_generator():
 
 def test_a_compiled_layer_draws_anew():
 	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-	compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+	compiled = whole_graph(layer, dynamic=True)
 	for rows in (40, 56):
 		given = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
 		first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import grouped
-from tests.helpers import BF16, I32, each, sample
+from tests.helpers import BF16, I32, each, sample, whole_graph
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -103,10 +103,10 @@ def test_inference_tensors_have_no_version():
 def test_compiled(recipe):
 	layer = frozen_layer(recipe)
 	x = sample(40, K).requires_grad_()
-	y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, torch.tensor(OFFS, dtype=I32))
+	y = whole_graph(layer)(x, torch.tensor(OFFS, dtype=I32))
 	before = versions(layer.weight)
 
-	@torch.compile(fullgraph=True, backend="aot_eager")
+	@whole_graph
 	def requantize(w, dense):
 		grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
 

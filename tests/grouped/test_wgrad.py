@@ -5,7 +5,7 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear
 from grouped.recipes import FP8Delayed
-from tests.helpers import BF16, F32, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample
+from tests.helpers import BF16, F32, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample, whole_graph
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -320,7 +320,7 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
 
 	message = "trains in eager mode only"
 	torch._dynamo.reset()
-	whole = torch.compile(layer, backend="aot_eager", fullgraph=True)
+	whole = whole_graph(layer)
 	with pytest.raises(Exception, match=message):
 		whole(x, offs)
 	for strict in (True, False):

@@ -31,7 +31,7 @@ from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
 from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
-from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes, seeded
+from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes, seeded, whole_graph
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
@@ -681,7 +681,7 @@ def delayed_scaling():
 	for i in range(3):
 		x = (torch.randn(20, 32) * 4.0 ** (i - RANK)).bfloat16()
 		leaves = [x.clone().requires_grad_() for _ in range(2)]
-		for leaf, run in zip(leaves, (module, torch.compile(again, fullgraph=True, backend="aot_eager")), strict=True):
+		for leaf, run in zip(leaves, (module, whole_graph(again)), strict=True):
 			y = run(leaf, [20, 20] if RANK else [8, 20])
 			y.backward(torch.full_like(y, 2.0 ** (i + RANK)))
 		assert_same_bytes(leaves[0].grad, leaves[1].grad)

@@ -9,7 +9,7 @@ from torch import nn
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, seeded
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, seeded, whole_graph
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -180,7 +180,7 @@ def test_compiled_in_one_graph(name, fresh_dynamo):
 	if name == "GptOss":
 		integration.prepare(model)
 	block = model.model.layers[-1].mlp
-	compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=True)
+	compiled = whole_graph(block, dynamic=True)
 
 	def result(block, x):
 		with torch.no_grad():

@@ -9,7 +9,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry
 from cute_kernels.runtime.plan import PlanCache
-from tests.helpers import BF16, F32, assert_same_bytes, each, m_grouped_arguments, offsets, ops, sample
+from tests.helpers import BF16, F32, assert_same_bytes, each, m_grouped_arguments, offsets, ops, sample, whole_graph
 
 OFFS = offsets((3, 5))
 K, N = 512, 16
@@ -158,7 +158,7 @@ def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
 		return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
 	a, b = operands()
-	function = torch.compile(product, fullgraph=True, backend="aot_eager")
+	function = whole_graph(product)
 	names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
 	results = []
 	for i, name in enumerate(names):

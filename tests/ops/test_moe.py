@@ -13,7 +13,6 @@ from tests.helpers import (
 	F16,
 	F32,
 	I32,
-	Graphs,
 	assert_all_same,
 	assert_same_bytes,
 	each,
@@ -438,20 +437,3 @@ def test_gradients():
 		torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 	with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
 		ops.moe_gather(x, token)
-
-
-def test_compiled_once_for_all_numbers_of_tokens():
-	graphs = Graphs()
-
-	def layer(x, ids, weight):
-		_, token, _, row = ops.compute_routing(ids, 5)
-		return ops.moe_combine(ops.moe_gather(x, token, row) * 2, row, weight)
-
-	compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=graphs)
-	for tokens in (7, 20, 3):
-		ids = ids_of(tokens, 2, 5)
-		x, weight = torch.randn(tokens, 8, requires_grad=True), torch.rand(tokens, 2)
-		for got in (compiled(x, ids, weight), layer(x, ids, weight)):
-			(grad,) = torch.autograd.grad(got.sum(), x)
-			torch.testing.assert_close(grad, 2 * (weight * (ids.clamp(-1, 5) % 5 == ids)).sum(1, keepdim=True).expand_as(x))
-	assert len(graphs) == 1

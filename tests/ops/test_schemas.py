@@ -328,7 +328,9 @@ def test_out_form_takes_any_pitch():
 def test_compile_once_for_all_sizes_and_offsets():
 	graphs = Graphs()
 
-	def step(a, b, offs):
+	def step(a, b, offs, ids):
+		_, token, _, row = ops.compute_routing(ids, 5)
+		a = ops.moe_combine(ops.moe_gather(a, token, row) * 2, row, None)
 		q = ops.grouped_quantize(a, BY_ROW, offs, columnwise=True)
 		v = ops.grouped_quantize(b, "nvfp4")
 		y = ops.m_grouped_gemm(*m_grouped_arguments(q[:3], v, offs, a_format=BY_ROW))
@@ -338,7 +340,8 @@ def test_compile_once_for_all_sizes_and_offsets():
 	b = sample(3, 24, 32)
 	for splits in ((40, 0, 33), (300, 5, 9), (2, 2, 2)):
 		a, offs = sample(sum(splits) + 3, 32), offsets(splits)
-		assert_all_same(compiled(a, b, offs), step(a, b, offs))
+		given = a, b, offs, torch.randint(-1, 6, (len(a), 2))
+		assert_all_same(compiled(*given), step(*given))
 	assert len(graphs) == 1
 
 

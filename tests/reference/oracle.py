@@ -73,12 +73,15 @@ def absmax(values):
 	return largest
 
 
-def second_level(g):
-	s_enc = f32(2688) / g
+def encode_scale(largest, g):
+	s_enc = largest / g
 	if not s_enc <= FMAX:
 		s_enc = FMAX
-	if g == 0 or s_enc == 0:
-		s_enc = f32(1)
+	return f32(1) if g == 0 or s_enc == 0 else s_enc
+
+
+def second_level(g):
+	s_enc = encode_scale(f32(2688), g)
 	return f32(1) / s_enc, s_enc * ONE_SIXTH
 
 

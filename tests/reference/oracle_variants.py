@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from .oracle import E2M1_VALUES, FMAX, Rule, e2m1_value, e4m3_value, f32, round_e2m1, round_e4m3
+from .oracle import E2M1_VALUES, FMAX, Rule, e2m1_value, e4m3_value, encode_scale, f32, round_e2m1, round_e4m3
 
 WORD = 0xFFFFFFFF
 #: TransformerEngine's fixed signs.
@@ -100,11 +100,7 @@ class FourOverSix(Rule):
 		self.bound, self.error = f32(bound), error
 
 	def scale(self, block, a, g):
-		s_enc = f32(6) * self.bound / g
-		if not s_enc <= FMAX:
-			s_enc = FMAX
-		if g == 0 or s_enc == 0:
-			s_enc = f32(1)
+		s_enc = encode_scale(f32(6) * self.bound, g)
 		base = a / f32(6) * s_enc
 		six, four = (self._candidate(base * f32(factor), s_enc) for factor in (1, 1.5))
 		return four if self._error(block, *four, g) < self._error(block, *six, g) else six

@@ -4,6 +4,7 @@ from tests.helpers import (
 	BF16,
 	DTYPES,
 	F32,
+	assert_all_same,
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
@@ -41,21 +42,14 @@ def test_garbage_offsets_act_as_their_clamped_values(rows):
 	given = ends(*rows)
 	legal = given.clamp(0, 40).cummax(0).values.int()
 	a = ops.grouped_quantize(x, "nvfp4", legal, columnwise=True)
-	pairs = [
-		[ops.m_grouped_gemm(x, w, offs) for offs in (given, legal)],
-		[ops.k_grouped_gemm(x, x, offs) for offs in (given, legal)],
-		[ops.grouped_dbias(x, offs) for offs in (given, legal)],
-		[ops.grouped_amax(x, offs) for offs in (given, legal)],
-		*[
-			[
-				ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, BF16, offs, columnwise))
-				for offs in (given, legal)
-			]
-			for copy, columnwise in ((a[:3], False), (a[3:], True))
-		],
-	]
-	for got, want in pairs:
-		assert_same_bytes(got, want)
+
+	def made(offs):
+		yield from (ops.m_grouped_gemm(x, w, offs), ops.k_grouped_gemm(x, x, offs))
+		yield from (ops.grouped_dbias(x, offs), ops.grouped_amax(x, offs))
+		for copy, columnwise in ((a[:3], False), (a[3:], True)):
+			yield ops.grouped_dequantize(*dequantize_arguments(copy, "nvfp4", 40, BF16, offs, columnwise))
+
+	assert_all_same(made(given), made(legal))
 	out = torch.full((50, 24), 7.0)  # the operand ends at row 40 of a larger buffer
 	ops.m_grouped_gemm_out(x, w, given, out_dtype=F32, out=out[:40])
 	assert (out[40:] == 7.0).all() and (out[int(legal[-1]) : 40] == 7.0).all()
