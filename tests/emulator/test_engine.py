@@ -11,7 +11,7 @@ import pytest
 from cute_kernels import emulator
 from cute_kernels.emulator import compilation
 from cute_kernels.host import settings
-from tests.helpers import DAMAGE, each, run_python
+from tests.helpers import DAMAGE, each, raises, run_python
 
 from .ptx import fails, outcome, run
 
@@ -25,7 +25,7 @@ def test_arguments():
 	run(ADD_ONE, x, 5)
 	assert (x == 5).all()
 	for given, message in (((x,), "2 parameters, got 1"), ((bytes(4), 1), "a parameter of 8 bytes got 4")):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			emulator.launch("kernel", (1,), (32,), given)
 	with pytest.raises(KeyError):
 		emulator.launch("no such kernel", (1,), (32,))
@@ -94,7 +94,7 @@ def test_options():
 		assert num_sms() == {7}
 	assert num_sms() == {emulator.engine.device_sms()}
 	for option, message in (({"mode": "fast"}, "mode must be one of"), ({"num_sms": 0}, "num_sms must be positive")):
-		with pytest.raises(ValueError, match=message), emulator.options(**option):
+		with raises(ValueError, message), emulator.options(**option):
 			pass
 
 
@@ -226,7 +226,7 @@ print(status >> 8, num_sms())
 
 def test_no_compiler(monkeypatch):
 	monkeypatch.setenv("CXX", "no-such-compiler")
-	with pytest.raises(emulator.BuildError, match=r"no-such-compiler.*apt-get install g\+\+"):
+	with raises(emulator.BuildError, r"no-such-compiler.*apt-get install g\+\+"):
 		compilation.compiler()
 
 
@@ -289,7 +289,7 @@ def test_a_damaged_library_is_built_anew(built, damage):
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
 	(tmp_path / "machine.h").write_text("this is no C++")
 	monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
-	with pytest.raises(emulator.BuildError, match="did not compile"):
+	with raises(emulator.BuildError, "did not compile"):
 		compilation._compile(compilation.compiler(), tmp_path)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import BF16, E4M3, E5M2, F32, U8, e2m1_values, each
+from tests.helpers import BF16, E4M3, E5M2, F32, U8, e2m1_values, each, raises
 
 pytest.importorskip("safetensors")
 
@@ -75,7 +75,7 @@ def test_what_is_loaded_is_what_was_saved(layout, style, stacked, tmp_path):
 	if style == "gpt-oss":
 		assert torch.equal(model.experts.gate_up.bias, saved.experts.gate_up.bias)
 	if report.reconciled:
-		with pytest.raises(ValueError, match="span gate and up"):
+		with raises(ValueError, "span gate and up"):
 			checkpoint.save(model, tmp_path / "b", layout)
 		return
 	checkpoint.save(model, tmp_path / "b", layout, stacked=stacked)
@@ -160,7 +160,7 @@ def test_mxfp4_is_nvfp4_where_exact(span, tmp_path):
 	gate_up = {"experts.gate_up_proj_blocks": blocks, "experts.gate_up_proj_scales": exponents}
 	write({**plain, **biases, **gate_up, "experts.down_proj": down}, tmp_path)
 	if span > 17:
-		with pytest.raises(ValueError, match=rf"more than 2\^17 below .* {span - 17} powers of two too large"):
+		with raises(ValueError, rf"more than 2\^17 below .* {span - 17} powers of two too large"):
 			checkpoint.load(model, tmp_path)
 		return
 	checkpoint.load(model, tmp_path)
@@ -185,14 +185,14 @@ def test_faults(tmp_path):
 		(checkpoint.load, (larger, other), KeyError, r"lacks experts.3.gate_proj.weight, .* and has, beyond"),
 		(checkpoint.load, (moe(inner=2 * INNER), other), ValueError, r"\(3, 512, 32\), the checkpoint has \(3, 256, 32\)"),
 	):
-		with pytest.raises(error, match=message):
+		with raises(error, message):
 			call(*arguments)
 	assert torch.equal(larger.router.weight, before)
-	with pytest.raises(KeyError, match="beyond the module, router"):
+	with raises(KeyError, "beyond the module, router"):
 		checkpoint.load(mlp, other, **renamed)
 	assert checkpoint.load(mlp, other, **renamed, strict=False).unexpected == ["router.weight"]
 	next(other.glob("*-00002-*")).unlink()
-	with pytest.raises(FileNotFoundError, match="00002"):
+	with raises(FileNotFoundError, "00002"):
 		checkpoint.load(model, other)
 
 
@@ -228,7 +228,7 @@ def test_what_a_file_has_wrong_is_found(fault, tmp_path):
 	tensors = files_of(tmp_path)
 	tensors |= change(tensors)
 	write({n: t for n, t in tensors.items() if fault != "no scales" or "_inv" not in n}, tmp_path)
-	with pytest.raises(ValueError, match=message):
+	with raises(ValueError, message):
 		checkpoint.load(moe(), tmp_path, strict=False)
 
 
@@ -240,7 +240,7 @@ def test_folders_that_are_wrong(tmp_path):
 	first, last = min(whole.values()), max(whole.values())
 
 	def check(message):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			checkpoint.load(two, a, rename={r"^\d\.": ""})
 
 	check(r"would be experts.0.gate_proj.weight, .* rename them apart")
@@ -256,11 +256,11 @@ def test_folders_that_are_wrong(tmp_path):
 	check(f"{first} and z.safetensors both have")
 	(a / first).write_bytes((a / first).read_bytes()[:-9])
 	check("no whole safetensors file")
-	with pytest.raises(ValueError, match="two tensors would be called"):
+	with raises(ValueError, "two tensors would be called"):
 		checkpoint.save(two, b, "modelopt", rename={r"^\d\.": ""}, shard_bytes=9000)
 	with torch.no_grad():
 		two.float()[0].experts.down.weight.mul_(1e-37)
-	with pytest.raises(ValueError, match="in fp32, which has none for the amax"):
+	with raises(ValueError, "in fp32, which has none for the amax"):
 		checkpoint.save(two, b, "modelopt")
 	assert not list(b.iterdir())
 
@@ -301,7 +301,7 @@ def test_convert(to, stacked, tmp_path, capsys):
 	assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
 	assert (tmp_path / "a/tokenizer.json").exists()
 	for again in (source, tmp_path / "b"):  # The folder has files; weights are quantized already.
-		with pytest.raises(SystemExit, match="1"):
+		with raises(SystemExit, "1"):
 			convert.main([str(again), str(tmp_path / ("a" if again == source else "c")), "--to", *to])
 
 
@@ -316,7 +316,7 @@ def test_other_weights_that_are_quantized_are_decoded(layout, tmp_path):
 	checkpoint.load(model, tmp_path / "b")
 	want = decoded(files_of(tmp_path / "b"), "router", layout)
 	np.testing.assert_allclose(model.router.weight.detach().float().numpy(), want, rtol=4e-3)
-	with pytest.raises(ValueError, match="meta device"):
+	with raises(ValueError, "meta device"):
 		checkpoint.load(model.to("meta"), tmp_path / "a")
 
 
@@ -330,7 +330,7 @@ def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
 	checkpoint.save(experts(), tmp_path, "modelopt", stacked=True)
 	tensors = {n: t for n, t in files_of(tmp_path).items() if "down" not in n}
 	write({**tensors, "x.down_proj": torch.ones(2, 64, 64)}, tmp_path)
-	with pytest.raises(ValueError, match=r"x.down_proj is plain, other weights"):
+	with raises(ValueError, r"x.down_proj is plain, other weights"):
 		checkpoint.load(experts(), tmp_path)
 
 
@@ -350,7 +350,7 @@ def test_convert_of_odd_files(tmp_path):
 			({"experts.0.w1.weight": torch.zeros(8, 16), "experts.0.w3.weight": torch.zeros(0, 16)}, "w3.weight must"),
 		)
 	):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			converted(tensors, str(i))
 
 

@@ -17,6 +17,7 @@ from tests.helpers import (
 	assert_same_bytes,
 	each,
 	needs_compiler,
+	raises,
 	sample,
 	whole_graph,
 )
@@ -97,7 +98,7 @@ def test_host_boundaries():
 		assert_same_bytes(function(x, ends).detach(), module(x, tuple(ends)).detach())
 	assert len(frames) <= 2
 	assert_same_bytes(function(x, torch.tensor([13, 20, 35])).detach(), module(x, [13, 20, 35]).detach())
-	with pytest.raises(Exception, match="must not decrease"):
+	with raises(Exception, "must not decrease"):
 		function(x, [13, 12, 35])
 
 
@@ -233,5 +234,5 @@ def test_counts_whose_number_is_known_at_run_time_only(name, dynamic):
 		for experts in (torch.tensor([0, 0, 2, 2]), torch.tensor([1, 1, 1, 1, 2, 2])):
 			x = sample(len(experts), K)
 			assert_same_bytes(once(x, experts), called(x, experts))
-		with pytest.raises(Exception, match="one end row for each of the 3 groups|u0.* 3"):
+		with raises(Exception, "one end row for each of the 3 groups|u0.* 3"):
 			once(sample(4, K), torch.tensor([0, 1, 2, 3]))

@@ -18,6 +18,7 @@ from tests.helpers import (
 	assert_same_buffers,
 	assert_same_bytes,
 	each,
+	raises,
 	sample,
 	saved,
 	step,
@@ -259,7 +260,7 @@ def test_recomputation_changes_nothing(compiled):
 def test_reentrant_recomputation_raises():
 	layer, x, dy = with_data()
 	y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
-	with pytest.raises(RuntimeError, match="use_reentrant=False"):
+	with raises(RuntimeError, "use_reentrant=False"):
 		y.backward(dy)
 
 
@@ -287,7 +288,7 @@ def test_state_dict_keys_and_shapes():
 		**{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
 	}
 	assert not any("scaling" in k for k in layer_of(recipes.BF16()).state_dict())
-	with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
+	with raises(RuntimeError, r"Missing key.*scaling.input_scale"):
 		layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
 
 
@@ -333,15 +334,15 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
 		(RECIPE, DelayedScaling(RECIPE, 2), "scaling was made for 2 groups"),
 		(RECIPE, DelayedScaling(recipes.FP8Delayed(), G), "scaling was made for 3 groups"),
 	):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			grouped.linear(x, w, None, OFFS, recipe, scaling=scaling)
-	with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
+	with raises(TypeError, "must be a grouped.recipes.FP8Delayed"):
 		DelayedScaling(recipes.BF16(), G)
-	with pytest.raises(ValueError, match="num_groups must be positive"):
+	with raises(ValueError, "num_groups must be positive"):
 		DelayedScaling(RECIPE, 0)
 	layer = layer_of(recipes.BF16())
 	layer.recipe = RECIPE
-	with pytest.raises(RuntimeError, match="make it with this recipe"):
+	with raises(RuntimeError, "make it with this recipe"):
 		layer(x, OFFS)
 
 
@@ -359,7 +360,7 @@ def test_transforms_take_an_evaluated_layer():
 	assert_same_bytes(torch.func.grad(loss)(x), want)
 	assert_same_buffers(state_of(layer), before)
 	layer.train()
-	with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
+	with raises(RuntimeError, r"call eval\(\) on the layer"):
 		torch.func.grad(loss)(x)
 	assert_same_buffers(state_of(layer), before)
 

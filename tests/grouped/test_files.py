@@ -1,10 +1,9 @@
-import pytest
 import torch
 
 import grouped
 from cute_kernels import formats
 from grouped import GroupedTensor
-from tests.helpers import E4M3, F32, U8, assert_same_buffers, assert_same_bytes, each, refusals, sample, saved
+from tests.helpers import E4M3, F32, U8, assert_same_buffers, assert_same_bytes, each, raises, refusals, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, decode_member
 
@@ -23,7 +22,7 @@ def quantized(fmt, ragged):
 def test_parts_make_the_tensor_again(fmt, ragged, layout):
 	q = quantized(fmt, ragged)
 	if layout == "linear" and ragged and fmt.has_squares:
-		with pytest.raises(ValueError, match="no linear scales"):
+		with raises(ValueError, "no linear scales"):
 			q.to_parts(layout)
 		return
 	read = saved({name: t.clone() for name, t in q.to_parts(layout).items()})
@@ -100,5 +99,5 @@ def test_what_has_no_parts():
 		grouped.quantize(sample(512), FORMATS["1x16"], shapes=[(8, 64)]),
 		grouped.quantize(sample(3, 32, 64), FORMATS["1x16"], rowwise=False, columnwise=True),
 	):
-		with pytest.raises(ValueError, match="to_parts is of the rowwise copy"):
+		with raises(ValueError, "to_parts is of the rowwise copy"):
 			q.to_parts()

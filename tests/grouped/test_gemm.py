@@ -1,9 +1,22 @@
-import pytest
 import torch
 
 import grouped
 from grouped import MXFP8, FP8Block
-from tests.helpers import BF16, E5M2, F16, F32, I32, SPLITS, assert_same_bytes, each, end_rows, refusals, sample, spans
+from tests.helpers import (
+	BF16,
+	E5M2,
+	F16,
+	F32,
+	I32,
+	SPLITS,
+	assert_same_bytes,
+	each,
+	end_rows,
+	raises,
+	refusals,
+	sample,
+	spans,
+)
 
 from .cases import FORMATS, WEIGHT_FORMAT
 
@@ -116,7 +129,7 @@ def test_gradients_of_plain_activations(trio, dtype):
 def test_a_product_of_quantized_parameters_has_no_derivative():
 	x, w, _ = operands()
 	y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
-	with pytest.raises(RuntimeError, match=r"no derivative.*grouped\.nn"):
+	with raises(RuntimeError, r"no derivative.*grouped\.nn"):
 		y.sum().backward()
 
 
@@ -157,5 +170,5 @@ def test_a_direction_that_is_missing_is_named():
 		("b has no columnwise copy", lambda: grouped.grouped_gemm(column, x)),
 		("b has no columnwise copy", plain.backward),
 	):
-		with pytest.raises(RuntimeError, match=message):
+		with raises(RuntimeError, message):
 			call()

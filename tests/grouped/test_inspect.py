@@ -17,7 +17,7 @@ from grouped.debug import inspect
 from grouped.debug.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.passes import Copies
-from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, each, sample, step, whole_graph
+from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, each, raises, sample, step, whole_graph
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -272,10 +272,10 @@ def test_compiled(fresh_dynamo):
 	whole = whole_graph(layer)
 	plain = train(layer, x, dy, whole)
 	with inspect(layer) as lens:
-		with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):
+		with raises(Exception, r"grouped\.debug\.inspect looks at the operands"):
 			train(layer, x, dy, whole)
 		seen = train(layer, x, dy, function)
-		with pytest.raises(RuntimeError, match=r"grouped\.debug\.inspect looks at the operands"):
+		with raises(RuntimeError, r"grouped\.debug\.inspect looks at the operands"):
 			torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
 	assert totals(lens) == BOTH | WEIGHT
 	assert_all_same(seen, plain)
@@ -306,7 +306,7 @@ def test_layers_files_and_tables(tmp_path):
 			with torch.no_grad():
 				model.a(x, torch.tensor(ENDS))
 			lens.step()
-		with pytest.raises(RuntimeError, match="a.down is inspected already"), inspect(model):
+		with raises(RuntimeError, "a.down is inspected already"), inspect(model):
 			pass
 		pickle.loads(pickle.dumps(copy.deepcopy(model))).a(x, torch.tensor(ENDS))
 	model.a(x, torch.tensor(ENDS))
@@ -339,9 +339,9 @@ def test_wrong_arguments():
 		({"roles": "input"}, TypeError, "roles must be a sequence of names, got the string"),
 		({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
 	):
-		with pytest.raises(error, match=message):
+		with raises(error, message):
 			inspect(layer, **options)
-	with pytest.raises(ValueError, match="no step was looked at"):
+	with raises(ValueError, "no step was looked at"):
 		inspect(layer).table()
-	with pytest.raises(ValueError, match="step 3 was not looked at"):
+	with raises(ValueError, "step 3 was not looked at"):
 		inspect(layer).summary(3)

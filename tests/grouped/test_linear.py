@@ -1,13 +1,24 @@
 import itertools
 
-import pytest
 import torch
 from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import Recipe
-from tests.helpers import BF16, F16, F32, SPLITS, assert_all_same, assert_same_bytes, each, end_rows, sample, step
+from tests.helpers import (
+	BF16,
+	F16,
+	F32,
+	SPLITS,
+	assert_all_same,
+	assert_same_bytes,
+	each,
+	end_rows,
+	raises,
+	sample,
+	step,
+)
 
 from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -130,7 +141,7 @@ def test_two_backward_passes_and_accumulation(recipe):
 	y.backward(dy)
 	for t, once in zip((x, *layer.parameters()), first, strict=True):
 		assert_same_bytes(t.grad, 2 * once)
-	with pytest.raises(RuntimeError, match="second time"):
+	with raises(RuntimeError, "second time"):
 		y.backward(dy)
 
 
@@ -200,12 +211,12 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 def test_a_later_microbatch_needs_a_kept_weight():
 	layer = layer_of(RECIPES["row-scaled"])
 	x = sample(40, K)
-	with pytest.raises(RuntimeError, match="a call with True kept; none was"):
+	with raises(RuntimeError, "a call with True kept; none was"):
 		layer(x, ENDS, is_first_microbatch=False)
 	with torch.no_grad():
 		layer(x, ENDS, is_first_microbatch=True)
 	layer(x, ENDS, is_first_microbatch=False)
-	with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
+	with raises(RuntimeError, "columnwise weight.*under no_grad"):
 		layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
@@ -222,7 +233,7 @@ def test_a_frozen_quantized_weight():
 	with OpCounter() as counter:
 		layer(x, OFFS)
 	assert directions(counter) == [(False, True, False)]
-	with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
+	with raises(RuntimeError, "weight has no columnwise copy"):
 		layer(x.requires_grad_(), ENDS)
 	with torch.no_grad():
 		layer(x, ENDS)
@@ -251,7 +262,7 @@ def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
 	alone = layer_of(mlp.gate_up.recipe)
 	alone.weight = mlp.gate_up.weight = nn.Parameter(make())
 	for module in (alone, mlp):
-		with pytest.raises(error, match=match):
+		with raises(error, match):
 			module(sample(40, K), ENDS)
 
 
@@ -270,5 +281,5 @@ def test_bf16_activations_beside_a_quantized_weight():
 
 @each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])
 def test_construction_refuses(arguments, name):
-	with pytest.raises(ValueError, match=f"{name} must be positive"):
+	with raises(ValueError, f"{name} must be positive"):
 		GroupedLinear(*arguments)

@@ -7,7 +7,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, sample, step, whole_graph
+from tests.helpers import BF16, assert_all_same, each, raises, sample, step, whole_graph
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -214,7 +214,7 @@ def test_all_layers_without_a_model():
 		for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
 			if x is not None:
 				train(layer, x=x)
-		with pytest.raises(RuntimeError, match="active already"), grouped.debug.detect_nonfinite():
+		with raises(RuntimeError, "active already"), grouped.debug.detect_nonfinite():
 			pass
 	(name, roles), *others = found.report().items()
 	assert not others and roles == ("input",)
@@ -236,7 +236,7 @@ def test_only_the_layers_of_the_model():
 def test_a_compiled_layer_needs_the_model():
 	layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"])
 	function = torch.compile(layer, fullgraph=True, backend="eager")
-	with grouped.debug.detect_nonfinite(), pytest.raises(Exception, match="needs the model to watch a compiled layer"):
+	with grouped.debug.detect_nonfinite(), raises(Exception, "needs the model to watch a compiled layer"):
 		train(layer, function=function)
 
 

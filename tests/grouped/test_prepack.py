@@ -1,9 +1,8 @@
-import pytest
 import torch
 
 import cute_kernels
 import grouped
-from tests.helpers import F32, I32, U8, assert_all_same, assert_same_bytes, each, sample, saved, whole_graph
+from tests.helpers import F32, I32, U8, assert_all_same, assert_same_bytes, each, raises, sample, saved, whole_graph
 
 from .cases import FORMATS, WEIGHT_FORMAT, assert_same_tensor
 
@@ -42,7 +41,7 @@ def test_strides_are_kept():
 	],
 )
 def test_bad_codes(codes, error, match):
-	with pytest.raises(error, match=match.replace("(", r"\(").replace(")", r"\)")):
+	with raises(error, match.replace("(", r"\(").replace(")", r"\)")):
 		cute_kernels.prepack(codes)
 
 
@@ -80,15 +79,15 @@ def test_products_have_the_same_bits(compiled):
 
 def test_plain_activations_are_refused():
 	packed = weights().prepack()
-	with pytest.raises(cute_kernels.UnsupportedError, match=r"unpack\(\) them"):
+	with raises(cute_kernels.UnsupportedError, r"unpack\(\) them"):
 		grouped.grouped_gemm(sample(36, K), packed, offs=ENDS)
 
 
 def test_only_weights_can_be_prepacked():
 	ragged = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
-	with pytest.raises(ValueError, match="only uniform weights"):
+	with raises(ValueError, "only uniform weights"):
 		ragged.prepack()
-	with pytest.raises(ValueError, match="nvfp4:row_scaled cannot be combined with prepacked"):
+	with raises(ValueError, "nvfp4:row_scaled cannot be combined with prepacked"):
 		grouped.quantize(sample(3, N, K), FORMATS["row-scaled"]).prepack()
 
 
@@ -96,6 +95,6 @@ def test_other_architectures_say_so():
 	a = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=ENDS)
 	with (
 		cute_kernels.backend("emulated:sm_100a"),
-		pytest.raises(cute_kernels.UnsupportedError, match=r"for sm_90a, not sm_100a: unpack\(\)"),
+		raises(cute_kernels.UnsupportedError, r"for sm_90a, not sm_100a: unpack\(\)"),
 	):
 		grouped.grouped_gemm(a, weights().prepack())

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 import grouped
@@ -15,6 +14,7 @@ from tests.helpers import (
 	assert_same_bytes,
 	each,
 	end_rows,
+	raises,
 	sample,
 )
 
@@ -133,7 +133,7 @@ def test_one_direction(direction, fmt):
 	member = xq.member(0)
 	assert (member.codes is None) == (direction == "columnwise")
 	assert (member.codes_t is None) == (direction == "rowwise")
-	with pytest.raises(RuntimeError, match=f"no {other} copy"):
+	with raises(RuntimeError, f"no {other} copy"):
 		xq.dequantize(direction=other)
 
 
@@ -142,9 +142,9 @@ def test_member_indices():
 	assert_same_member(xq.member(-1), xq.member(2))
 	assert len(xq.unbind()) == 3 and len(list(xq)) == 3
 	for wrong in (3, -4):
-		with pytest.raises(IndexError, match="3"):
+		with raises(IndexError, "3"):
 			xq.member(wrong)
-	with pytest.raises(ValueError, match="dim must be 0"):
+	with raises(ValueError, "dim must be 0"):
 		xq.unbind(1)
 
 
@@ -158,9 +158,9 @@ def test_dequantize_rounds_once(fmt, dtype):
 	for out in (BF16, F16):
 		assert_same_bytes(xq.dequantize(out), exact.to(out))
 	assert not exact[20:].any()
-	with pytest.raises(TypeError, match="dtype must be"):
+	with raises(TypeError, "dtype must be"):
 		xq.dequantize(torch.float64)
-	with pytest.raises(ValueError, match="direction must be"):
+	with raises(ValueError, "direction must be"):
 		xq.dequantize(direction="both")
 
 
@@ -194,7 +194,7 @@ def test_out_that_does_not_fit_is_refused_untouched(change, error, match):
 	out = grouped.quantize(sample(40, 32), FORMATS["1x16"], offs=[10, 40])
 	before = bytes_of(out)
 	call = {"x": sample(40, 32), "fmt": FORMATS["1x16"], "offs": [20, 40], "out": out} | change
-	with pytest.raises(error, match=match):
+	with raises(error, match):
 		grouped.quantize(call.pop("x"), call.pop("fmt"), **call)
 	assert_same_buffers(bytes_of(out), before)
 
@@ -212,7 +212,7 @@ def test_members_are_not_read_while_a_graph_is_captured(monkeypatch, capturing):
 	ragged._offs = ragged.offs.as_subclass(OnGpu)
 	if capturing:
 		for read in (lambda: ragged.member(0), lambda: ragged.member(-1), ragged.unbind):
-			with pytest.raises(RuntimeError, match="capturing"):
+			with raises(RuntimeError, "capturing"):
 				read()
 	else:
 		assert len(ragged.unbind()) == 2 and ragged.member(1).codes.shape == (27, 32)

@@ -10,7 +10,7 @@ from cute_kernels.capability import support
 from grouped import recipes
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
-from tests.helpers import BF16, E4M3, E5M2, each, refusals, sample, step
+from tests.helpers import BF16, E4M3, E5M2, each, raises, refusals, sample, step
 
 from .cases import ALL_RECIPES
 
@@ -37,14 +37,14 @@ def test_a_flag_is_refused_or_honoured(flag, roles):
 	changed = formats | dict.fromkeys(roles, fmt)
 	status = support("grouped_quantize", fmt, "reference")
 	if not status:
-		with pytest.raises(cute_kernels.UnsupportedError, match=rf"{roles[0]} cannot be.*{flag}"):
+		with raises(cute_kernels.UnsupportedError, rf"{roles[0]} cannot be.*{flag}"):
 			Recipe(**changed)
 		assert status.reason
 	elif flag == "row_scaled" and "weight" in roles:
-		with pytest.raises(ValueError, match="one second-level scale a group"):
+		with raises(ValueError, "one second-level scale a group"):
 			Recipe(**changed)
 	elif flag == "hadamard" and len(roles) == 1:
-		with pytest.raises(ValueError, match="must be transformed alike"):
+		with raises(ValueError, "must be transformed alike"):
 			Recipe(**changed)
 	else:
 		assert_honoured(Recipe(**changed), Recipe(**formats))
@@ -122,9 +122,9 @@ test_products_that_are_not_multiplied = refusals(
 	],
 )
 def test_what_is_no_format_is_refused(fmt, message):
-	with pytest.raises(TypeError, match=f"weight must be a format record{message}"):
+	with raises(TypeError, f"weight must be a format record{message}"):
 		Recipe(NVFP4(), fmt, NVFP4())
-	with pytest.raises(TypeError, match=f"fmt must be a format record{message}"):
+	with raises(TypeError, f"fmt must be a format record{message}"):
 		grouped.quantize(sample(2, 48, 64), fmt)
 
 
@@ -163,7 +163,7 @@ def test_a_transformed_weight_is_refused_before_any_work(recipe):
 	layer.weight = torch.nn.Parameter(q, requires_grad=False)
 	x = torch.randn(4, 32, dtype=BF16)
 	assert layer(x, [2, 4]).shape == (4, 32)
-	with pytest.raises(ValueError, match="nvfp4:hadamard, whose .* without hadamard where x requ"):
+	with raises(ValueError, "nvfp4:hadamard, whose .* without hadamard where x requ"):
 		layer(x.requires_grad_(), [2, 4])
 
 
@@ -192,5 +192,5 @@ def test_sizes_that_the_blocks_do_not_divide(recipe):
 	GroupedLinear(2, multiple, 3 * multiple, recipe=recipe)
 	if multiple > 1:
 		for sizes in ((multiple // 2, multiple), (multiple, multiple + multiple // 2)):
-			with pytest.raises(ValueError, match=f"must be a multiple of {multiple}"):
+			with raises(ValueError, f"must be a multiple of {multiple}"):
 				GroupedLinear(2, *sizes, recipe=recipe)

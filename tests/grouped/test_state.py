@@ -1,10 +1,9 @@
-import pytest
 import torch
 from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F16, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample, saved
+from tests.helpers import BF16, F16, I32, assert_same_buffers, assert_same_bytes, each, each_copy, raises, sample, saved
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
@@ -55,7 +54,7 @@ def test_a_partial_set_is_missing_keys(strict):
 	del state["weight1"]
 	before = layer.weight.detach().clone()
 	if strict:
-		with pytest.raises(RuntimeError, match=r"Missing key.*\"weight\""):
+		with raises(RuntimeError, r"Missing key.*\"weight\""):
 			layer.load_state_dict(state)
 	else:
 		result = layer.load_state_dict(state, strict=False)
@@ -66,9 +65,9 @@ def test_a_partial_set_is_missing_keys(strict):
 
 def test_stacks_of_other_sizes_are_refused():
 	state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
-	with pytest.raises(RuntimeError, match="size mismatch for weight"):
+	with raises(RuntimeError, "size mismatch for weight"):
 		layer_of().load_state_dict(state)
-	with pytest.raises(RuntimeError, match="Missing key"):
+	with raises(RuntimeError, "Missing key"):
 		layer_of(single=False).load_state_dict(state)
 
 
@@ -129,7 +128,7 @@ def test_loading_and_moving_drop_the_kept_weight():
 		layer = layer_of()
 		layer(x, OFFS, is_first_microbatch=True)
 		change(layer)
-		with pytest.raises(RuntimeError, match="none was"):
+		with raises(RuntimeError, "none was"):
 			layer(x, OFFS, is_first_microbatch=False)
 
 

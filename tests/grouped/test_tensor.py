@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import BF16, F16, F32, I32, assert_same_buffers, assert_same_bytes, each, sample, saved
+from tests.helpers import BF16, F16, F32, I32, assert_same_buffers, assert_same_bytes, each, raises, sample, saved
 
 from .cases import (
 	EVERY_FORMAT,
@@ -40,7 +40,7 @@ def test_metadata():
 	assert x.stride() == (64, 1) and x.is_contiguous() and len(w) == 3
 	for held in (x.rowwise, x.columnwise, w.rowwise, w.columnwise):
 		assert held._fields == ("codes", "scales", "amax")
-	with pytest.raises(ValueError, match="both None"):
+	with raises(ValueError, "both None"):
 		GroupedTensor((1, 16), BF16, FORMATS["1x16"], None, None, None)
 
 
@@ -127,11 +127,11 @@ def test_assigning_data(other, requires_grad):
 def test_assigning_data_that_cannot_be_held():
 	p = parameter()
 	before = bytes_of(p)
-	with pytest.raises(TypeError, match=r"GroupedTensor, got Tensor; copy_\(\)"):
+	with raises(TypeError, r"GroupedTensor, got Tensor; copy_\(\)"):
 		p.data = torch.zeros(p.shape)
-	with pytest.raises(ValueError, match=r"shape \(3, 48, 64\), got \(2, 48, 64\)"):
+	with raises(ValueError, r"shape \(3, 48, 64\), got \(2, 48, 64\)"):
 		p.data = grouped.quantize(sample(2, 48, 64), FORMATS["16x16"])
-	with pytest.raises(RuntimeError, match="incompatible tensor type"):
+	with raises(RuntimeError, "incompatible tensor type"):
 		p.data = p.data.to("meta")
 	assert_same_buffers(bytes_of(p), before)
 
@@ -179,7 +179,7 @@ def test_to_another_dtype_keeps_the_bytes(fmt, dtype):
 		assert got.dtype == dtype and got.dequantize().dtype == dtype
 		assert_same_buffers(bytes_of(got), bytes_of(x))
 	for refused in (torch.float64, I32):
-		with pytest.raises(TypeError, match="dtype must be bfloat16 or float16 or float32"):
+		with raises(TypeError, "dtype must be bfloat16 or float16 or float32"):
 			x.to(refused)
 
 
@@ -331,7 +331,7 @@ ALTERNATIVES = {
 def test_what_would_decode_behind_your_back_is_refused(name, inference):
 	w = uniform()
 	before = bytes_of(w)
-	with torch.inference_mode(inference), pytest.raises(TypeError, match=r"GroupedTensor.*\.dequantize\(\)") as caught:
+	with torch.inference_mode(inference), raises(TypeError, r"GroupedTensor.*\.dequantize\(\)") as caught:
 		REFUSED[name](w)
 	assert re.search(ALTERNATIVES.get(name, ""), str(caught.value))
 	assert w.shape == (3, 48, 64)

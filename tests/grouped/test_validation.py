@@ -1,9 +1,8 @@
-import pytest
 import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import I32, assert_same_buffers, each, sample, saved
+from tests.helpers import I32, assert_same_buffers, each, raises, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 
@@ -54,7 +53,7 @@ WRONG = {
 def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
 	arguments = parts(make())
 	arguments[index] = change(arguments[index])
-	with pytest.raises(error, match=match):
+	with raises(error, match):
 		GroupedTensor(*arguments)
 
 
@@ -72,12 +71,12 @@ def test_each_buffer_of_any_format_is_checked(fmt, index, make):
 			(buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
 		):
 			arguments[index] = held._replace(**{name: wrong})
-			with pytest.raises(error, match=f"{direction} {name} must"):
+			with raises(error, f"{direction} {name} must"):
 				GroupedTensor(*arguments)
 
 
 def test_prepacked_activations_are_refused():
-	with pytest.raises(ValueError, match="prepacked weights are uniform"):
+	with raises(ValueError, "prepacked weights are uniform"):
 		GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
@@ -91,7 +90,7 @@ def test_a_file_of_a_newer_version_says_which_field_it_has():
 		({"inner": given["inner"] | {"_zeros": torch.zeros(3)}}, (), r"no field _zeros.*9\.9, this is"),
 		({}, ("more",), r"no field 'more'.*9\.9, this is"),
 	):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			rebuild(*(given | change).values(), *more)
 
 
@@ -104,13 +103,13 @@ def test_a_file_without_a_version_is_read():
 def test_a_file_whose_parts_do_not_fit_is_refused():
 	x = ragged()
 	x._codes = x._codes[:5]
-	with pytest.raises(ValueError, match="rowwise codes must have size 36"):
+	with raises(ValueError, "rowwise codes must have size 36"):
 		saved(x, weights_only=False)
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
 	x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=I32)
-	with pytest.raises(TypeError, match=r"vmap over grouped.quantize.*\(G, N, K\)"):
+	with raises(TypeError, r"vmap over grouped.quantize.*\(G, N, K\)"):
 		torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
-	with pytest.raises(TypeError, match="vmap over grouped.quantize"):
+	with raises(TypeError, "vmap over grouped.quantize"):
 		torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))

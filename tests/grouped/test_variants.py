@@ -1,6 +1,5 @@
 import dataclasses
 
-import pytest
 import torch
 
 import cute_kernels
@@ -9,7 +8,7 @@ from grouped import NVFP4
 from grouped.nn import GroupedLinear
 from grouped.recipes import Recipe
 from grouped.validation import saved_format
-from tests.helpers import F16, F32, each, offsets, sample, step, whole_graph
+from tests.helpers import F16, F32, each, offsets, raises, sample, step, whole_graph
 
 from .cases import bytes_of
 
@@ -32,10 +31,10 @@ def test_an_int_is_itself_and_zero(seed):
 
 @each("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
-	with pytest.raises(ValueError, match="seed is of stochastic rounding, which nvfp4 does not"):
+	with raises(ValueError, "seed is of stochastic rounding, which nvfp4 does not"):
 		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
 	out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
-	with pytest.raises(ValueError, match="seed is of stochastic rounding"):
+	with raises(ValueError, "seed is of stochastic rounding"):
 		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
 
 
@@ -114,7 +113,7 @@ def test_only_bf16_is_transformed(dtype):
 	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
 	with torch.no_grad():
 		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
-	with pytest.raises(TypeError, match="nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
+	with raises(TypeError, "nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
 		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
 	status = cute_kernels.support("grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True)
 	assert not status and "bfloat16 only" in status.reason

@@ -1,9 +1,8 @@
-import pytest
 import torch
 from torch import nn
 
 import grouped
-from tests.helpers import BF16, I32, each, sample, whole_graph
+from tests.helpers import BF16, I32, each, raises, sample, whole_graph
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -48,7 +47,7 @@ def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
 	y = layer(x, OFFS)
 	with torch.no_grad():
 		write(layer.weight)
-	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+	with raises(RuntimeError, "modified by an inplace operation"):
 		y.sum().backward()
 	layer(x, OFFS).sum().backward()
 
@@ -84,7 +83,7 @@ def test_assigning_data_between_forward_and_backward():
 		layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
 		x.grad = None
 		if recipe == "bf16":
-			with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+			with raises(RuntimeError, "modified by an inplace operation"):
 				y.sum().backward()
 		else:
 			y.sum().backward()
@@ -112,7 +111,7 @@ def test_compiled(recipe):
 
 	requantize(layer.weight, weight())
 	assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
-	with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+	with raises(RuntimeError, "modified by an inplace operation"):
 		y.sum().backward()
 
 
@@ -130,7 +129,7 @@ def test_out_refuses_what_requires_a_gradient(kind, which):
 	tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
 	tensors[which] = tensors[which].detach().requires_grad_()
 	options |= {"bias": tensors["bias"], "out": tensors["out"]}
-	with pytest.raises(RuntimeError, match=f"{which} requires a gradient.*leave out= away"):
+	with raises(RuntimeError, f"{which} requires a gradient.*leave out= away"):
 		grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
 	assert not tensors["out"].detach().any()
 	with torch.no_grad():
@@ -141,7 +140,7 @@ def test_out_refuses_what_requires_a_gradient(kind, which):
 def test_quantizing_into_a_leaf_that_requires_a_gradient():
 	p = parameter()
 	before = p.rowwise.codes.clone()
-	with pytest.raises(RuntimeError, match=r"out requires a gradient.*torch.no_grad\(\)"):
+	with raises(RuntimeError, r"out requires a gradient.*torch.no_grad\(\)"):
 		grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
 	assert torch.equal(p.rowwise.codes, before)
 	with torch.no_grad():

@@ -5,7 +5,18 @@ from torch import nn
 import grouped
 from grouped.nn import GroupedLinear
 from grouped.recipes import FP8Delayed
-from tests.helpers import BF16, F32, I32, assert_same_buffers, assert_same_bytes, each, each_copy, sample, whole_graph
+from tests.helpers import (
+	BF16,
+	F32,
+	I32,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	each_copy,
+	raises,
+	sample,
+	whole_graph,
+)
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
 
@@ -177,7 +188,7 @@ def test_a_main_grad_that_does_not_fit(single, delay, make, error, match, x, dy)
 	counter = OpCounter()
 	if delay:
 		y.backward(dy)
-	with counter, pytest.raises(error, match=match):
+	with counter, raises(error, match):
 		layer.backward_dw() if delay else y.backward(dy)
 	assert not {name for name in counter.counts if "group" in name}
 	if delay:  # What waited is there still.
@@ -219,7 +230,7 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
 		if fuse:
 			assert_same_bytes(main_grads(delayed), main_grads(plain))
 	assert_same_buffers(delayed.state_dict(), plain.state_dict())
-	with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
+	with raises(RuntimeError, "backward_dw has nothing to compute"):
 		delayed.backward_dw()
 
 
@@ -287,7 +298,7 @@ def test_delayed_under_activation_checkpointing_and_in_other_grad_modes(x, dy):
 
 
 def test_without_the_option_and_without_parameters_to_train(x, dy):
-	with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
+	with raises(RuntimeError, "made with delay_wgrad=True"):
 		layer_of(RECIPES["bf16"]).backward_dw()
 	layer = layer_of(RECIPES["bf16"], delay_wgrad=True).requires_grad_(False)
 	layer(x.requires_grad_(), ENDS).backward(dy)
@@ -298,7 +309,7 @@ def test_without_the_option_and_without_parameters_to_train(x, dy):
 def test_copies_wait_for_nothing(copied, x, dy):
 	layer = layer_of(NVFP4, delay_wgrad=True)
 	layer(x, ENDS).backward(dy)
-	with pytest.raises(RuntimeError, match="nothing to compute"):
+	with raises(RuntimeError, "nothing to compute"):
 		copied(layer).backward_dw()
 	layer.backward_dw()
 
@@ -321,12 +332,12 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
 	message = "trains in eager mode only"
 	torch._dynamo.reset()
 	whole = whole_graph(layer)
-	with pytest.raises(Exception, match=message):
+	with raises(Exception, message):
 		whole(x, offs)
 	for strict in (True, False):
-		with pytest.raises(Exception, match=message):
+		with raises(Exception, message):
 			torch.export.export(layer, (x, offs), strict=strict)
-	with pytest.raises(RuntimeError, match=message):
+	with raises(RuntimeError, message):
 		torch.func.grad(lambda x: layer(x, offs).sum())(x)
 	# Nothing is lost where nobody asks for gradients of parameters.
 	with torch.no_grad():

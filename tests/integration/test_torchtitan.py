@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from grouped import recipes
-from tests.helpers import BF16, assert_same_bytes
+from tests.helpers import BF16, assert_same_bytes, raises
 
 moe = pytest.importorskip("torchtitan.models.common.moe", exc_type=ImportError)
 from torchtitan.config import Configurable  # noqa: E402
@@ -82,7 +82,7 @@ def test_layers_that_stay():
 	converted("MXFP8", nested)
 	assert isinstance(nested.inner_experts.recipe, recipes.MXFP8)
 	for skip in ({"skip": ("inner",)}, {"skip_first": 1}, {"skip_last": 1}):
-		with pytest.raises(ValueError, match=f"no experts to convert: .*{next(iter(skip))}"):
+		with raises(ValueError, f"no experts to convert: .*{next(iter(skip))}"):
 			converted("MXFP8", nested, **skip)
 
 
@@ -97,9 +97,9 @@ def test_first_and_last_layers_stay():
 
 
 def test_what_is_refused():
-	with pytest.raises(ValueError, match="recipe must be one of"):
+	with raises(ValueError, "recipe must be one of"):
 		converted("FP4")
-	with pytest.raises(ValueError, match="keeps scales"):
+	with raises(ValueError, "keeps scales"):
 		converted("FP8Delayed")
-	with pytest.raises(ValueError, match="skip_last must not be negative"):
+	with raises(ValueError, "skip_last must not be negative"):
 		converted("BF16", skip_last=-1)

@@ -9,7 +9,7 @@ from torch import nn
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, seeded, whole_graph
+from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, raises, seeded, whole_graph
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -199,7 +199,7 @@ def test_prepare_changes_all_or_nothing(name):
 	last = model.model.layers[-1].mlp.experts
 	whole = last.down_proj
 	last.down_proj = nn.Parameter(whole[..., :24] if name == "Mixtral" else whole[:, :24])
-	with pytest.raises(ValueError, match="down_proj of .*Experts: K must be a positive multiple of 16"):
+	with raises(ValueError, "down_proj of .*Experts: K must be a positive multiple of 16"):
 		integration.prepare(model)
 	assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
 	last.down_proj = whole
@@ -214,7 +214,7 @@ def test_what_a_prepared_model_says(tmp_path):
 	saved = sum((p.numel() * 2 - p.nbytes) for p in model.parameters() if isinstance(p, grouped.GroupedTensor))
 	assert 0 < saved == plain - model.get_memory_footprint()
 	for one in (model, copy.deepcopy(model), model.model):
-		with pytest.raises(ValueError, match=r"prepare\(\) quantized .*gate_up_proj: save before"):
+		with raises(ValueError, r"prepare\(\) quantized .*gate_up_proj: save before"):
 			one.save_pretrained(tmp_path)
 	assert not list(tmp_path.iterdir())
 	model.save_pretrained(tmp_path, state_dict=values)
@@ -222,21 +222,21 @@ def test_what_a_prepared_model_says(tmp_path):
 
 
 def test_what_is_refused():
-	with pytest.raises(ValueError, match="keeps scales from step to step"):
+	with raises(ValueError, "keeps scales from step to step"):
 		integration.register(mine=recipes.FP8Delayed())
-	with pytest.raises(TypeError, match="recipe"):
+	with raises(TypeError, "recipe"):
 		integration.register(mine="bf16")
-	with pytest.raises(ValueError, match="eager is an experts implementation of transformers"):
+	with raises(ValueError, "eager is an experts implementation of transformers"):
 		integration.register(eager=recipes.BF16())
-	with pytest.raises(ValueError, match="has no experts"):
+	with raises(ValueError, "has no experts"):
 		integration.prepare(nn.Linear(2, 2))
 	model = model_of("Mixtral")
 	for implementation, message in (("eager", "experts_implementation='eager'"), ("grouped_bf16", "pass fmt")):
 		model.set_experts_implementation(implementation)
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			integration.prepare(model)
 	assert integration.prepare(model, grouped.NVFP4()) == integration.prepare(model, grouped.NVFP4())
-	with pytest.raises(ValueError, match="gate_up_proj is nvfp4 already, fmt is mxfp8"):
+	with raises(ValueError, "gate_up_proj is nvfp4 already, fmt is mxfp8"):
 		integration.prepare(model, grouped.MXFP8())
 
 

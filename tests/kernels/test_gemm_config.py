@@ -2,15 +2,13 @@
 
 from dataclasses import replace
 
-import pytest
-
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.operands import OPERANDS, operand_of
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm100.config import SM100_TILES, TMEM_COLUMNS, Sm100GemmConfig, Sm100Tile
-from tests.helpers import each, refusals
+from tests.helpers import each, raises, refusals
 
 BASES = [
 	*(
@@ -137,8 +135,8 @@ def test_a_tile_can_be_forced_and_is_checked():
 	base = Sm100GemmConfig("nvfp4")
 	for tile in SM100_TILES:
 		assert choose_config(base, PROBLEM, NUM_SMS, tile).tile == tile
-	with pytest.raises(ValueError, match="K must be"):
+	with raises(ValueError, "K must be"):
 		choose_config(base, replace(PROBLEM, k=8), NUM_SMS)
-	with pytest.raises(ValueError, match="2 CTAs need"):
+	with raises(ValueError, "2 CTAs need"):
 		choose_config(base, PROBLEM, 1, Sm100Tile(256, 256, 2))
 	assert choose_config(base, PROBLEM, 1).tile.num_ctas == 1

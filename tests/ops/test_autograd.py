@@ -1,11 +1,10 @@
 import re
 
-import pytest
 import torch
 from torch.autograd import forward_ad
 
 import cute_kernels
-from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, each, offsets, ops
+from tests.helpers import BF16, DTYPES, F16, F32, U8, assert_same_bytes, each, offsets, ops, raises
 
 from .test_layouts import CALLS
 from .test_schemas import outputs_like, tensors
@@ -121,7 +120,7 @@ def test_alpha_has_no_derivative(name):
 		out = ops.m_grouped_gemm(a, torch.randn(2, 3, 4), offs, None, alpha)
 	else:
 		out = ops.k_grouped_gemm(a, a.detach(), offs, alpha)
-	with pytest.raises(RuntimeError, match="alpha"):
+	with raises(RuntimeError, "alpha"):
 		out.sum().backward()
 
 
@@ -175,7 +174,7 @@ def test_what_has_no_derivative_says_so(case, operand):
 	name, arguments = arguments_of(case)
 	arguments = require_gradient(arguments, operand)
 	result = next(t for t in tensors(getattr(ops, name)(**arguments)) if t.requires_grad)
-	with pytest.raises(RuntimeError, match=f"{name} (of quantized operands )?has no derivative"):
+	with raises(RuntimeError, f"{name} (of quantized operands )?has no derivative"):
 		result.sum().backward()
 
 
@@ -189,7 +188,7 @@ def test_out_forms_refuse_what_requires_a_gradient(case, operand):
 		next(t for t in tensors(outputs) if t.is_floating_point()).requires_grad_()
 	else:
 		label, arguments = re.escape(label_of(arguments, operand)), require_gradient(arguments, operand)
-	with pytest.raises(RuntimeError, match=f"{name}_out.*{label} requires a gradient"):
+	with raises(RuntimeError, f"{name}_out.*{label} requires a gradient"):
 		getattr(ops, f"{name}_out")(**arguments, **outputs)
 	assert not any(t.detach().view(U8).any() for t in tensors(outputs)), "nothing is written"
 	with torch.no_grad():
@@ -218,7 +217,7 @@ def test_forward_mode_is_refused(case, operand, way):
 		return getattr(cute_kernels.ops, name)(*ordered)
 
 	for function in (call, call_directly, call_out):
-		with pytest.raises((NotImplementedError, RuntimeError), match="no forward-mode|in forward"):
+		with raises((NotImplementedError, RuntimeError), "no forward-mode|in forward"):
 			if way == "func.jvp":
 				torch.func.jvp(function, (primal,), (tangent,))
 			else:

@@ -1,6 +1,5 @@
 """The GEMM ops on emulated sm_100a kernels: the same bits as the reference that adds like them."""
 
-import pytest
 import torch
 
 from cute_kernels import UnsupportedError, backend
@@ -19,6 +18,7 @@ from tests.helpers import (
 	m_grouped_arguments,
 	offsets,
 	ops,
+	raises,
 	sample,
 )
 
@@ -97,9 +97,9 @@ def test_no_rows():
 def test_what_the_kernels_refuse_says_why():
 	x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
 	with backend("emulated:sm_100a"):
-		with pytest.raises(UnsupportedError, match="float32"):
+		with raises(UnsupportedError, "float32"):
 			ops.m_grouped_gemm(x, w, offsets((4,)))
-		with pytest.raises(UnsupportedError, match="K must be a positive multiple"):
+		with raises(UnsupportedError, "K must be a positive multiple"):
 			ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
 
 
@@ -132,5 +132,5 @@ def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
 def test_a_tile_that_a_product_cannot_have_is_refused():
 	swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
 	x = sample(sum(SPLITS), 32).bfloat16()
-	with backend("emulated:sm_100a"), force_tile(swapped), pytest.raises(UnsupportedError, match="swap_ab"):
+	with backend("emulated:sm_100a"), force_tile(swapped), raises(UnsupportedError, "swap_ab"):
 		ops.k_grouped_gemm(x, x, offsets(SPLITS))

@@ -3,7 +3,6 @@
 import functools
 import itertools
 
-import pytest
 import torch
 
 from cute_kernels import backend
@@ -23,6 +22,7 @@ from tests.helpers import (
 	each,
 	ops,
 	poisoned,
+	raises,
 	refusals,
 	sample,
 	seeded,
@@ -112,7 +112,7 @@ def test_dtypes_and_strange_values(fmt, dtype):
 def test_given_amaxes(fmt):
 	directions = tuple(level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True)))
 	if not any(directions):
-		with pytest.raises(ValueError, match="amax is the second level"):
+		with raises(ValueError, "amax is the second level"):
 			ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
 		return
 	amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
@@ -189,13 +189,13 @@ def test_rules_of_decoding():
 	arguments = (codes, scales, "nvfp4", 384, BF16)
 	assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
 	offs = torch.tensor([5, 6], dtype=I32)
-	with pytest.raises(ValueError, match="offs and shapes are both given"):
+	with raises(ValueError, "offs and shapes are both given"):
 		ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
-	with pytest.raises(ValueError, match="must end within the 383 elements"):
+	with raises(ValueError, "must end within the 383 elements"):
 		ops.grouped_dequantize(codes, scales, "nvfp4", 383, BF16, shapes=shapes)
-	with pytest.raises(ValueError, match="codes must have size 2560 in dimension 0"):
+	with raises(ValueError, "codes must have size 2560 in dimension 0"):
 		ops.grouped_dequantize(*arguments[:3], 9999, BF16, shapes=[5, 64, 70, 64])
-	with pytest.raises(ValueError, match="codes must have 3 dimensions"):
+	with raises(ValueError, "codes must have 3 dimensions"):
 		ops.grouped_dequantize(*arguments)
 
 
@@ -209,7 +209,7 @@ def test_other_shapes_are_another_plan():
 		(m, n), codes = shapes[:2], got[0]
 		assert_same_bytes(codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0])
 	assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
-	with pytest.raises(ValueError, match="must have a positive multiple of 16 columns"):
+	with raises(ValueError, "must have a positive multiple of 16 columns"):
 		call(shapes=[4, 24, 4, 32])
 
 

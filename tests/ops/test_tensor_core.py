@@ -1,11 +1,10 @@
 """``reference:sm_90a`` and ``reference:sm_100a``; their bits are in reference/test_tensor_core.py."""
 
-import pytest
 import torch
 
 import grouped
 from cute_kernels import UnsupportedError, active_backend, backend
-from tests.helpers import F32, assert_all_same, assert_same_bytes, each, offsets, ops, poisoned, sample
+from tests.helpers import F32, assert_all_same, assert_same_bytes, each, offsets, ops, poisoned, raises, sample
 from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
@@ -22,9 +21,9 @@ def test_fp32_operands_are_refused(core):
 			("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
 			("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
 		):
-			with pytest.raises(UnsupportedError, match=f"on reference:{core}: a tensor core cuts"):
+			with raises(UnsupportedError, f"on reference:{core}: a tensor core cuts"):
 				getattr(ops, name)(*operands)
-		with pytest.raises(UnsupportedError, match="cuts float32"):
+		with raises(UnsupportedError, "cuts float32"):
 			ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
 	assert_same_bytes(out, before)
 
@@ -90,5 +89,5 @@ def test_w4a8(text, transpose_b):
 		factor = levels[0] * levels[1] if len(levels) > 1 else levels[0]
 		acc = torch.from_numpy(a.values() @ b.values().T).float()
 		assert_same_bytes(exact[rows], scaled(acc, factor))
-	with backend("reference:sm_90a"), pytest.raises(UnsupportedError, match="no sm_90a kernel of grouped_gemm_w4a8"):
+	with backend("reference:sm_90a"), raises(UnsupportedError, "no sm_90a kernel of grouped_gemm_w4a8"):
 		case.run()

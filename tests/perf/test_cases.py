@@ -1,7 +1,7 @@
 import pytest
 
 from perf.cases import HEADLINE, MODELS, ROUTINGS, ends_of, split_rows
-from tests.helpers import each
+from tests.helpers import each, raises
 
 #: (N, K) of both layers and experts of a rank, from the models' cards.
 PUBLISHED = {
@@ -29,9 +29,9 @@ def test_every_model_splits_over_its_ranks():
 			assert model.shape("up", ranks).experts * ranks == model.experts
 		assert model.top_k <= model.experts
 	assert all(name in MODELS for name, _ in HEADLINE)
-	with pytest.raises(ValueError, match="not a multiple"):
+	with raises(ValueError, "not a multiple"):
 		MODELS["DeepSeek-V3"].shape("up", 7)
-	with pytest.raises(ValueError, match="up or down"):
+	with raises(ValueError, "up or down"):
 		MODELS["DeepSeek-V3"].shape("gate")
 
 
@@ -59,7 +59,7 @@ def test_routings_are_what_they_say():
 def test_rows_may_be_given():
 	assert split_rows("5 0 3", 3, 8) == [5, 0, 3]
 	for wrong in ("5 0 4", "5 3"):
-		with pytest.raises(ValueError, match="8 rows in 3 groups"):
+		with raises(ValueError, "8 rows in 3 groups"):
 			split_rows(wrong, 3, 8)
-	with pytest.raises(ValueError, match="routing must be one of"):
+	with raises(ValueError, "routing must be one of"):
 		split_rows("even", 3, 8)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from perf import records
 from perf.records import RESULTS, Record, Writer, latest, load, read, write
-from tests.helpers import refusals
+from tests.helpers import raises, refusals
 
 BASE = Record(
 	suite="gemm",
@@ -98,10 +98,10 @@ def test_a_wrong_line_is_named(tmp_path):
 	path = tmp_path / "r.jsonl"
 	write(path, [BASE])
 	path.write_text(path.read_text() + '{"value": "fast"}\n')
-	with pytest.raises(ValueError, match="line 2"):
+	with raises(ValueError, "line 2"):
 		read(path)
 	path.write_text('{"columns": {"suite": ["a"], "value": [1.0, 2.0]}}\n')
-	with pytest.raises(ValueError, match="line 1"):
+	with raises(ValueError, "line 1"):
 		read(path)
 	with pytest.raises(FileNotFoundError):
 		load(tmp_path / "none")
@@ -113,7 +113,7 @@ def test_rates_and_shares_are_of_the_least_work():
 	assert BASE.share("fp8") is None
 	in_ms = replace(BASE, value=0.1, unit="ms")
 	assert in_ms.microseconds == pytest.approx(100) and in_ms.tbs == pytest.approx(BASE.tbs)
-	with pytest.raises(ValueError, match="no time"):
+	with raises(ValueError, "no time"):
 		_ = replace(BASE, unit="GB").microseconds
 
 

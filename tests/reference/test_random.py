@@ -1,7 +1,6 @@
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from cute_kernels import reference
@@ -9,7 +8,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.reference.conversions import encode_e2m1, encode_e2m1_stochastic, round_e2m1
 from cute_kernels.reference.philox import philox4x32
 from tests.emulator.ptx import elementwise
-from tests.helpers import U8, assert_same_bytes, each, needs_compiler, offsets, ops, sample, seeded
+from tests.helpers import U8, assert_same_bytes, each, needs_compiler, offsets, ops, raises, sample, seeded
 from tests.reference import oracle
 
 from .oracle_variants import block_bytes
@@ -96,7 +95,7 @@ def test_rounding_to_nearest_as_values():
 @each("missing", ["rowwise", "columnwise"])
 def test_bytes_that_are_missing(missing):
 	draws = reference.GivenDraws()
-	with pytest.raises(ValueError, match=f"{missing} is None"):
+	with raises(ValueError, f"{missing} is None"):
 		(draws.rows if missing == "rowwise" else draws.tiles)(torch.arange(1))
 
 
@@ -111,10 +110,10 @@ def test_bytes_that_are_missing(missing):
 	],
 )
 def test_wrong_seeds(text, seed, error, words):
-	with pytest.raises(error, match=words):
+	with raises(error, words):
 		ops.grouped_quantize(sample(4, 32), text, offsets((4,)), seed=seed)
 	weight = ops.grouped_quantize(sample(1, 16, 32), NVFP4().text)
-	with pytest.raises(error, match=words.replace("device of x", "device of a")):
+	with raises(error, words.replace("device of x", "device of a")):
 		ops.m_grouped_quantize_gemm(sample(4, 32), weight[0], offsets((4,)), weight[1:], text, "nvfp4", seed=seed)
 
 

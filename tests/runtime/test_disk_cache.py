@@ -15,7 +15,7 @@ from cute_kernels.formats import NVFP4
 from cute_kernels.runtime import architecture, cache
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
 from cute_kernels.runtime.spec import canonical_text, resolve
-from tests.helpers import DAMAGE, each
+from tests.helpers import DAMAGE, each, raises
 
 from .toy_kernels import Scale
 
@@ -267,7 +267,7 @@ def test_values_have_distinct_texts():
 
 @each("value", [[1], {"a": 1}, object(), torch.zeros(1), print])
 def test_values_without_a_stable_text_are_refused(value):
-	with pytest.raises(TypeError, match="no stable text"):
+	with raises(TypeError, "no stable text"):
 		canonical_text(Holder((value,)))
 
 
@@ -277,8 +277,8 @@ def test_names_of_kernels_are_resolved():
 		"tests.runtime.toy_kernels:Nothing": "module tests.runtime.toy_kernels has no 'Nothing'",
 		"tests.runtime.nothing:Scale": "No module named 'tests.runtime.nothing'",
 	}.items():
-		with pytest.raises(ImportError, match=message):
+		with raises(ImportError, message):
 			resolve(name)
 	for name in ("tests.runtime", "tests.runtime:", ":Scale"):
-		with pytest.raises(ValueError, match="must be 'package.module:Class', got"):
+		with raises(ValueError, "must be 'package.module:Class', got"):
 			resolve(name)

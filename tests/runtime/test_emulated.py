@@ -6,7 +6,7 @@ import torch
 
 from cute_kernels.runtime import aot, architecture, cache, compile_kernel, forget_kernels
 from cute_kernels.runtime.emulated import EmulatedKernel
-from tests.helpers import each, run_python
+from tests.helpers import each, raises, run_python
 
 from .toy_kernels import Scale
 
@@ -55,7 +55,7 @@ def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
 def test_faults_and_wrong_arguments_raise():
 	kernel = compile_kernel(Scale(2.0), EMULATED[1])
 	x, y = torch.zeros(64), torch.zeros(64)
-	with pytest.raises(ValueError, match=r"to match x\.shape"):
+	with raises(ValueError, r"to match x\.shape"):
 		kernel(x, y[:-1])
 	emulator.watch(x)
 	try:
@@ -172,5 +172,5 @@ def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
 
 def test_tensors_of_another_device_are_refused():
 	kernel = compile_kernel(Scale(2.0), EMULATED[0])
-	with pytest.raises(ValueError, match="got one on meta"):
+	with raises(ValueError, "got one on meta"):
 		kernel(torch.ones(4, device="meta"), torch.ones(4))

@@ -47,7 +47,7 @@ def test_emulator_options():
 		with backend("emulated:sm_100a"):
 			assert active_backend(CPU).emulation == ()
 	for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
-		with pytest.raises(TypeError, match=rf"{name}.*{option}"), backend(name, **{option: 1}):
+		with raises(TypeError, rf"{name}.*{option}"), backend(name, **{option: 1}):
 			pytest.fail("entered the block")
 	assert active_backend(CPU).name == "reference"
 
@@ -78,7 +78,7 @@ def test_environment_chooses(monkeypatch):
 )
 def test_options_in_the_environment_are_checked(monkeypatch, text, error, words):
 	monkeypatch.setenv(VARIABLE, text)
-	with pytest.raises(error, match=words):
+	with raises(error, words):
 		active_backend(CPU)
 
 
@@ -130,16 +130,16 @@ def test_a_thread_that_leaves_its_block_takes_no_other_choice():
 
 
 def test_backend_and_device_must_fit():
-	with backend("cuda"), pytest.raises(UnsupportedError, match=r"CUDA tensors.*cpu"):
+	with backend("cuda"), raises(UnsupportedError, r"CUDA tensors.*cpu"):
 		some_call()
-	with backend("emulated:sm_90a"), pytest.raises(UnsupportedError, match=r"emulated.*cuda"):
+	with backend("emulated:sm_90a"), raises(UnsupportedError, r"emulated.*cuda"):
 		active_backend(CUDA)
 
 
 def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
 	monkeypatch.setattr(capability, "_RUNS", capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")})
 	monkeypatch.setattr(registry, "_plans", PlanCache())
-	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="no sm_100a kernel of grouped_dbias"):
+	with backend("emulated:sm_100a"), raises(UnsupportedError, "no sm_100a kernel of grouped_dbias"):
 		cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))
 
 

@@ -11,7 +11,7 @@ from cute_kernels.__main__ import report
 from cute_kernels.host import settings
 from cute_kernels.host.locks import ForkSafeLock
 from cute_kernels.host.trust import make_folder, open_folder, read_file, write_file
-from tests.helpers import each
+from tests.helpers import each, raises
 
 NOBODY = 65534
 
@@ -37,7 +37,7 @@ def read(folder, name="file"):
 
 @each("text", ["", "2", "y", "none", "enabled"])
 def test_what_is_no_boolean_is_an_error(text):
-	with pytest.raises(ValueError, match=f"NAME must be one of .*, got '{text}'"):
+	with raises(ValueError, f"NAME must be one of .*, got '{text}'"):
 		settings.boolean("NAME", text)
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
 def test_what_others_can_write_is_not_read(folder, name, mode):
 	path = folder / name
 	path.chmod(path.stat().st_mode | mode)
-	with pytest.raises(PermissionError, match="other users may write it.*chmod go-w"):
+	with raises(PermissionError, "other users may write it.*chmod go-w"):
 		read(folder)
 
 
@@ -86,7 +86,7 @@ def test_what_others_can_write_is_not_read(folder, name, mode):
 @each("name", ["", "file"])
 def test_what_another_user_owns_is_not_read(folder, name):
 	os.chown(folder / name, NOBODY, NOBODY)
-	with pytest.raises(PermissionError, match=f"belongs to user {NOBODY}, not to 0 or root"):
+	with raises(PermissionError, f"belongs to user {NOBODY}, not to 0 or root"):
 		read(folder)
 
 
@@ -94,7 +94,7 @@ def test_the_target_of_a_link_is_what_counts(folder):
 	(folder / "link").symlink_to("file")
 	assert read(folder, "link") == b"code"
 	(folder / "file").chmod(0o666)
-	with pytest.raises(PermissionError, match="link is not used"):
+	with raises(PermissionError, "link is not used"):
 		read(folder, "link")
 
 
@@ -102,7 +102,7 @@ def test_what_is_no_file_is_not_read(folder):
 	os.mkfifo(folder / "pipe", 0o644)
 	(folder / "inner").mkdir()
 	for name in ("pipe", "inner"):
-		with pytest.raises(OSError, match="not a regular file"):
+		with raises(OSError, "not a regular file"):
 			read(folder, name)
 
 
