@@ -314,7 +314,7 @@ class _TransformedLinear(_ReverseOnly):
 	def backward(ctx: Any, dy: Tensor, *_: None) -> tuple[Tensor | None, ...]:
 		needs = ctx.needs_input_grad[:3]
 		options = (ctx.call, ctx.kept_for, needs)
-		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))  # type: ignore[no-untyped-call]
+		gradients = iter(_TransformedGradients.apply(dy, *ctx.saved_tensors, *options))
 		return *(next(gradients) if need else None for need in needs), *(None,) * (3 + ctx.scales)
 
 
@@ -367,7 +367,7 @@ def _differentiable(
 	operands = (x, bias, anchor, *weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
 		rest = (offs, recipe, copies, sink, scaling, probe, *weights)
-		return _Linear.apply(x, bias, anchor, *rest)  # type: ignore[no-untyped-call]
+		return _Linear.apply(x, bias, anchor, *rest)
 	if forward_ad._current_level >= 0:
 		for t in operands:
 			if t is not None and forward_ad.unpack_dual(t).tangent is not None:
@@ -424,7 +424,7 @@ def _linear_transformed(
 	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
 	needs = x.requires_grad, weight.requires_grad
 	scales = () if scaling is None else scaling.scales
-	outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)  # type: ignore[no-untyped-call]
+	outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)
 	return outputs[0]
 
 

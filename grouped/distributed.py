@@ -123,14 +123,14 @@ class Exchange:
 		``meanwhile`` is called while results travel.
 		"""
 		places = self.places(routing, p)
-		rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)  # type: ignore[no-untyped-call]
+		rows, weights, expert, arrived = _Dispatch.apply(x, p, places, self)
 		local = compute_routing(expert, self.num_experts // self.ranks)
 		h = experts(rows, weights, local, first, second, style._replace(dtype=rows.dtype, apart=True))
 		back = self._start(h.detach(), places.pairs.back, "combine")
 		if self.overlap and meanwhile is not None:
 			meanwhile()
 		# The gradient of the weights is what ``_Dispatch`` has.
-		return _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)  # type: ignore[no-untyped-call]
+		return _Combine.apply(h, back, p.detach(), arrived, places, style.dtype, self)
 
 	def places(self, routing: Routing, p: Tensor) -> Places:
 		"""Where the tokens of all ranks go; how many, the ranks tell each other."""
@@ -431,9 +431,9 @@ class _PartialSums:
 	def __call__(
 		self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style, meanwhile: object = None
 	) -> Tensor:
-		x, p = _Copied.apply(x, self.group), _Copied.apply(p, self.group)  # type: ignore[no-untyped-call]
+		x, p = _Copied.apply(x, self.group), _Copied.apply(p, self.group)
 		y = experts(x, p, routing, first, second, style._replace(dtype=torch.float32))
-		summed: Tensor = _Summed.apply(y, self.group)  # type: ignore[no-untyped-call]
+		summed: Tensor = _Summed.apply(y, self.group)
 		return summed.to(style.dtype)
 
 

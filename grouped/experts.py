@@ -294,7 +294,7 @@ def _differentiable(
 	layers = (first, second)
 	operands = (x, p, first.bias, second.bias, *anchors, *first.weights, *second.weights)
 	if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
-		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])  # type: ignore[no-untyped-call]
+		return _Experts.apply(*operands[:6], routing, layers, style, *operands[6:])
 	y, _, saved = _forward(x, p, routing, layers, style)
 	for layer, seen in zip(layers, saved, strict=True):
 		if layer.scaling is not None:
@@ -311,7 +311,7 @@ class _Experts(torch.autograd.Function):
 	"""The experts in eager mode, and where a compiler traces what they consist of."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any,
 		x: Tensor,
 		p: Tensor | None,
@@ -360,7 +360,7 @@ class _Experts(torch.autograd.Function):
 		return y
 
 	@staticmethod
-	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+	def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 		for layer in ctx.layers:
 			if layer.sink is not None:
 				layer.sink.check()

@@ -312,7 +312,7 @@ class GroupedTensor(Tensor):
 			TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
 			ValueError: a tensor of another shape is assigned.
 		"""
-		return Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+		return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
 	@data.setter
 	def data(self, other: Tensor) -> None:

@@ -118,7 +118,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
 		``y``.
 	"""
 	note(flags, x, weights, y, offs)
-	return _WatchGradient.apply(y, flags, offs)  # type: ignore[no-untyped-call]
+	return _WatchGradient.apply(y, flags, offs)
 
 
 @torch.no_grad()

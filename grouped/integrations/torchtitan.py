@@ -32,7 +32,7 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 	"""
 
 	@dataclasses.dataclass(kw_only=True, slots=True)
-	class Config(QuantizationConverter.Config):  # type: ignore[misc,name-defined]
+	class Config(QuantizationConverter.Config):  # type: ignore[misc]
 		"""What to convert.
 
 		Attributes:
@@ -92,7 +92,7 @@ def _class_of(parent: Any) -> Any:
 
 	class Experts(parent):  # type: ignore[misc]
 		@dataclasses.dataclass(kw_only=True, slots=True)
-		class Config(parent.Config):  # type: ignore[misc,name-defined]
+		class Config(parent.Config):  # type: ignore[misc]
 			recipe: Recipe
 
 		def __init__(self, config: Config) -> None:

@@ -31,7 +31,7 @@ def activate(x: Tensor, activation: str, offs: Tensor | None = None, interleaved
 	"""``torch.ops.cute_kernels.moe_activate``, differentiable in eager mode and ``torch.func``."""
 	if torch.compiler.is_compiling():
 		return torch.ops.cute_kernels.moe_activate(x, activation, offs, interleaved)
-	return _Activate.apply(x, activation, offs, interleaved)  # type: ignore[no-untyped-call]
+	return _Activate.apply(x, activation, offs, interleaved)
 
 
 class _Activate(torch.autograd.Function):

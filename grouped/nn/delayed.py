@@ -139,7 +139,7 @@ class DelayedScaling(nn.Module):
 			moved = fn(t)
 			return moved if moved.dtype == t.dtype else t.to(moved.device)
 
-		super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+		super()._apply(keep_dtype, recurse)
 		return self
 
 	def extra_repr(self) -> str:

@@ -368,7 +368,7 @@ class GroupedLinear(debug.Watched):
 
 	def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
 		self._kept = None
-		super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+		super()._apply(fn, recurse)
 		self._shards = {}
 		for name, parameter in self._parameters.items():
 			self._note_shard(name, parameter)

@@ -128,7 +128,7 @@ class Router(nn.Module):
 
 	def _apply(self, fn: Any, recurse: bool = True) -> "Router":
 		kept = self.selection_bias
-		super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+		super()._apply(fn, recurse)
 		moved = self.selection_bias
 		if kept is not None and moved is not None and moved.dtype != torch.float32:
 			self.selection_bias = kept.to(moved.device)
@@ -160,7 +160,7 @@ class Router(nn.Module):
 		given = (x, weight, bias, selection_bias, end, options)
 		is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 		if is_differentiable and torch.is_grad_enabled():
-			weights, ids, scores, logits = _Routed.apply(*given)  # type: ignore[no-untyped-call]
+			weights, ids, scores, logits = _Routed.apply(*given)
 		else:
 			weights, ids, scores, logits, _ = _routed(*given)
 		return Choice(ids, weights, scores, logits)
@@ -195,7 +195,7 @@ class _Routed(torch.autograd.Function):
 	"""Logits and the choice by them without PyTorch's dispatcher."""
 
 	@staticmethod
-	def forward(  # type: ignore[override]
+	def forward(
 		ctx: Any,
 		x: Tensor,
 		weight: Tensor,
@@ -214,8 +214,8 @@ class _Routed(torch.autograd.Function):
 		return tuple(out)
 
 	@staticmethod
-	@once_differentiable  # type: ignore[untyped-decorator]
-	def backward(  # type: ignore[override]
+	@once_differentiable
+	def backward(
 		ctx: Any, dweights: Tensor | None, _: None, dscores: Tensor | None, dlogits: Tensor | None
 	) -> tuple[Tensor | None, ...]:
 		given = [*ctx.saved_tensors, dweights, dscores, dlogits]

@@ -171,7 +171,7 @@ class StoredGradients:
 		"""Compute them and have autograd add them to the parameters, hooks and all."""
 		parameters = (*self.sink.weights.values(), *self.sink.biases.values())
 		with torch.enable_grad():
-			end: Tensor = _Accumulate.apply(self, *parameters)  # type: ignore[no-untyped-call]
+			end: Tensor = _Accumulate.apply(self, *parameters)
 		if end.requires_grad:
 			end.backward(torch.empty_like(end))
 

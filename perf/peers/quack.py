@@ -120,7 +120,7 @@ def _alone(work: LayerWork, *gather: Tensor | None) -> Step:
 	leaves, starts = _leaves(work, 0), _starts(work.offs)
 
 	def forward(x: Tensor) -> Tensor:
-		return _Experts.apply(x, *leaves, starts, *gather)  # type: ignore[no-untyped-call]
+		return _Experts.apply(x, *leaves, starts, *gather)
 
 	return _Step(**vars(LayerWork.step(work, forward, [[w] for w in leaves])))
 
@@ -131,7 +131,7 @@ def _mixture(work: MoEWork) -> Step:
 	def experts(x: Tensor, p: Tensor, ids: Tensor, up: Tensor, down: Tensor) -> Tensor:
 		order, offs = by_expert(ids, len(up))
 		index = (order // work.shape.top_k).int()
-		return add(_Experts.apply(x, up, down, _starts(offs), None, index, order), order, p)  # type: ignore[no-untyped-call]
+		return add(_Experts.apply(x, up, down, _starts(offs), None, index, order), order, p)
 
 	return _Step(**vars(work.plain(experts, _leaves(work, 1))), place=1)
 

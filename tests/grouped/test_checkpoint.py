@@ -385,9 +385,9 @@ def compare(quantize, dequantize, layout, tmp_path):
 
 def test_compressed_tensors(tmp_path):
 	pytest.importorskip("compressed_tensors")
-	from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor  # noqa: PLC0415
-	from compressed_tensors.quantization import QuantizationScheme  # noqa: PLC0415
-	from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam  # noqa: PLC0415
+	from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+	from compressed_tensors.quantization import QuantizationScheme
+	from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 	checkpoint.save(GroupedMLP(1, 16, 16), tmp_path / "c", "compressed-tensors")
 	config = json.loads((tmp_path / "c/config.json").read_text())["quantization_config"]
@@ -418,9 +418,9 @@ def test_modelopt(tmp_path):
 
 def test_a_model_of_transformers(tmp_path):
 	pytest.importorskip("transformers")
-	from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415
+	from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-	from grouped.integrations.transformers import register  # noqa: PLC0415
+	from grouped.integrations.transformers import register
 
 	register()
 	sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32, "num_experts": 4}
