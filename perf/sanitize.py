@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cute_kernels
 import grouped
@@ -30,7 +31,7 @@ from cute_kernels.ops.launch.gemm import force_tile
 
 from .suites.gemm import PAIRS
 from .suites.moe import OWN
-from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given, named_buffers
+from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given
 from .tables import RECIPES
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -44,7 +45,7 @@ _ENDS, _ROWS = (5, 5, 70, 199, 200), 230
 _COLS, _WIDTH = 272, 208
 #: Columns of more tiles than there are CTAs.
 _WIDE = 16384
-_FLAT: Any = torch.ops.cute_kernels
+_gemm = grouped.grouped_gemm
 
 
 @dataclasses.dataclass
@@ -66,25 +67,22 @@ class _Choice:
 _choice = _Choice()
 
 
-def _offs() -> torch.Tensor:
+def _offs() -> Tensor:
 	return torch.tensor(_ENDS, dtype=torch.int32, device=_DEVICE)
 
 
-def _sample(*shape: int) -> torch.Tensor:
+def _sample(*shape: int) -> Tensor:
 	return torch.randn(*shape, device=_DEVICE).bfloat16()
 
 
-def _quantize(
-	text: str, directions: str, x: torch.Tensor, offs: torch.Tensor | None, amax: torch.Tensor | None
-) -> None:
+def _quantize(text: str, directions: str, x: Tensor, offs: Tensor | None, amax: Tensor | None) -> None:
 	fmt, asked = parse(text), Quantization(directions, amax is not None)
-	if not asked.fits(fmt):
-		return
-	amax, seed = given(fmt, amax, asked, x.device)
-	named = named_buffers(fmt, asked, ops.grouped_quantize(x, text, offs, amax, *DIRECTIONS[directions], None, seed))
-	for way in asked.ways:
-		codes, *rest = (named[name] for name in fmt.operand_names(way))
-		ops.grouped_dequantize(codes, rest, text, x.shape[-2], x.dtype, offs, way)
+	if asked.fits(fmt):
+		rowwise, columnwise = DIRECTIONS[directions]
+		amax, _ = given(fmt, amax, asked, x.device)
+		q = grouped.quantize(x, fmt, offs=offs, rowwise=rowwise, columnwise=columnwise, amax=amax)
+		for way in asked.ways:
+			q.dequantize(x.dtype, "columnwise" if way else "rowwise")
 
 
 def quantize() -> None:
@@ -138,39 +136,26 @@ def _in_all_formats(product: str, run: Callable[[Format, Format, int, int], None
 			print(f"not here: {reason}")
 
 
-def _operand(
-	fmt: Format, x: torch.Tensor, offs: torch.Tensor | None, columnwise: bool = False
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-	buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
-	named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
-	codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
-	return codes, scales
-
-
 def m_grouped() -> None:
 	x, weight, offs = _sample(_ROWS, _COLS), _sample(len(_ENDS), _WIDTH, _COLS), _offs()
 	bias, turned = _sample(len(_ENDS), _WIDTH), weight.transpose(1, 2).contiguous()
 	if _choice.fits(_PLAIN):
-		_in_all_tiles(
-			lambda: ops.m_grouped_gemm(x, weight, offs, bias), lambda: ops.m_grouped_gemm(x, turned, offs, None, None, True)
-		)
+		_in_all_tiles(lambda: _gemm(x, weight, offs=offs, bias=bias), lambda: _gemm(x, turned, offs=offs, transpose_b=True))
 	_in_all_formats("fprop", _m_grouped)
 	_in_all_formats("fprop", _counted)
 
 
 def _m_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
-	groups, offs = len(_ENDS), _offs()
-	a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
-	b, b_scales = _operand(b_fmt, _sample(groups, width, cols), None)
-	b_t, t_scales = _operand(b_fmt, _sample(groups, cols, width), None, True)
+	groups = len(_ENDS)
+	a = grouped.quantize(_sample(_ROWS, cols), a_fmt, offs=_offs())
+	b = grouped.quantize(_sample(groups, width, cols), b_fmt)
+	b_t = grouped.quantize(_sample(groups, cols, width), b_fmt, rowwise=False, columnwise=True)
 	bias, alpha = _sample(groups, width), torch.ones(groups, device=_DEVICE)
 	out = torch.zeros(_ROWS, width, device=_DEVICE)
-	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
-	plain = (offs, None, None, False, out.dtype, a_scales, b_scales, *texts)
 	_in_all_tiles(
-		lambda: ops.m_grouped_gemm(a, b, offs, bias, alpha, False, bf16, *plain[5:]),
-		lambda: _FLAT.m_grouped_gemm_out(a, b, *plain, out=out, accumulate=True),
-		lambda: ops.m_grouped_gemm(a, b_t, offs, None, None, True, bf16, a_scales, t_scales, *texts),
+		lambda: _gemm(a, b, bias=bias, alpha=alpha),
+		lambda: _gemm(a, b, out=out, accumulate=True),
+		lambda: _gemm(a, b_t, transpose_b=True),
 	)
 
 
@@ -178,36 +163,31 @@ def _counted(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 	"""Products whose CTAs take tiles from a counter, and that quantize what they activate."""
 	if not operand_of(a_fmt).has_short_sums:
 		return
-	offs = _offs()
-	a, a_scales = _operand(a_fmt, _sample(_ROWS, cols), offs)
-	b, b_scales = _operand(b_fmt, _sample(len(_ENDS), _WIDE, cols), None)
+	a = grouped.quantize(_sample(_ROWS, cols), a_fmt, offs=_offs())
+	b = grouped.quantize(_sample(len(_ENDS), _WIDE, cols), b_fmt)
+	(codes, scales), (b_codes, b_scales) = (x.rowwise.operand for x in (a, b) if x.rowwise is not None)
 	texts, bf16 = (a_fmt.text, b_fmt.text), torch.bfloat16
-	given = (a, b, offs, None, None, False, bf16, a_scales, b_scales, *texts, False, *[None] * 3)
+	operands = (codes, b_codes, a.offs, None, None, False, bf16, scales, b_scales, *texts, False, *[None] * 3)
 	amax = None if a_fmt.second_level is None else torch.ones(len(_ENDS), device=_DEVICE)
 	_in_tiles(
 		[tile for tile in SM90_TILES if tile.rows == 128],
-		lambda: ops.m_grouped_gemm(*given),
-		lambda: ops.m_grouped_gemm_activate(*given, "swiglu", False, False, a_fmt.text, amax),
+		lambda: _gemm(a, b),
+		lambda: ops.m_grouped_gemm_activate(*operands, "swiglu", False, False, a_fmt.text, amax),
 	)
 
 
 def k_grouped() -> None:
 	x, dy, offs = _sample(_ROWS, _COLS), _sample(_ROWS, _WIDTH), _offs()
 	if _choice.fits(_PLAIN):
-		_in_all_tiles(lambda: ops.k_grouped_gemm(dy, x, offs))
+		_in_all_tiles(lambda: _gemm(dy, x, offs=offs))
 	_in_all_formats("wgrad", _k_grouped)
 
 
 def _k_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
-	offs = _offs()
-	a, a_scales = _operand(a_fmt, _sample(_ROWS, width), offs, True)
-	b, b_scales = _operand(b_fmt, _sample(_ROWS, cols), offs, True)
+	options: dict[str, Any] = {"offs": _offs(), "rowwise": False, "columnwise": True}
+	a, b = (grouped.quantize(_sample(_ROWS, n), fmt, **options) for n, fmt in ((width, a_fmt), (cols, b_fmt)))
 	out = torch.zeros(len(_ENDS), width, cols, device=_DEVICE)
-	quantized = (a_scales, b_scales, a_fmt.text, b_fmt.text)
-	_in_all_tiles(
-		lambda: ops.k_grouped_gemm(a, b, offs, None, torch.bfloat16, *quantized),
-		lambda: _FLAT.k_grouped_gemm_out(a, b, offs, None, out.dtype, *quantized, out=out, accumulate=True),
-	)
+	_in_all_tiles(lambda: _gemm(a, b), lambda: _gemm(a, b, out=out, accumulate=True))
 
 
 def mixture() -> None:
@@ -233,11 +213,12 @@ def _step(name: str, own: dict[str, Any]) -> None:
 
 def canary() -> None:
 	"""Write past the end of an output whose memory was taken away."""
-	text = NVFP4().text
-	codes, *scales = ops.grouped_quantize(_sample(_ROWS, _COLS), text, _offs())
+	q = grouped.quantize(_sample(_ROWS, _COLS), NVFP4(), offs=_offs())
 	out = torch.empty(_ROWS, _COLS, device=_DEVICE, dtype=torch.bfloat16)
 	out.untyped_storage().resize_(256)
-	_FLAT.grouped_dequantize_out(codes, scales, text, _ROWS, out.dtype, _offs(), out=out)
+	assert q.rowwise is not None
+	codes, scales = q.rowwise.operand
+	torch.ops.cute_kernels.grouped_dequantize_out(codes, scales, NVFP4().text, _ROWS, out.dtype, q.offs, out=out)
 
 
 PARTS = {part.__name__: part for part in (quantize, m_grouped, k_grouped, mixture)}

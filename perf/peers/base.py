@@ -179,8 +179,5 @@ def linear_nvfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 	Returns:
 		(G, N, K / 2) codes, (G, N, K / 16) E4M3 scales, and (G,) what both are multiplied by.
 	"""
-	members = grouped.quantize(weight, NVFP4()).unbind()
-	codes, scales, amax = (
-		torch.stack([getattr(member, name) for member in members]) for name in ("codes", "scales", "amax")
-	)
-	return codes, scales.view(torch.float8_e4m3fn), amax.view(-1).float() / NVFP4().tensor_max
+	parts = grouped.quantize(weight, NVFP4()).to_parts(global_scale=True)
+	return parts["codes"], parts["scales"], parts["global_scale"]
