@@ -216,10 +216,8 @@ class inspect:
 			run: what tells these steps from those of other runs, such as a recipe's name.
 			append: add to the file, instead of writing a new one.
 		"""
-		lines = [
-			json.dumps({"numerics": _SCHEMA, "run": run} | record, allow_nan=False)
-			for record in map(_rounded, self.records())
-		]
+		records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)
+		lines = [json.dumps({"numerics": _SCHEMA, "run": run} | record) for record in records]
 		with Path(path).open("a" if append else "w", encoding="utf-8") as file:
 			file.writelines(line + "\n" for line in lines)
 
@@ -305,10 +303,5 @@ def _line(entry: dict[str, Any]) -> list[str]:
 	]
 
 
-def _rounded(record: dict[str, Any]) -> dict[str, Any]:
-	def short(value: Any) -> Any:
-		if isinstance(value, list):
-			return [short(v) for v in value]
-		return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
-
-	return {name: short(value) for name, value in record.items()}
+def _short(number: str) -> float:
+	return float(f"{float(number):.{_DIGITS}g}")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import grouped
 
 from ..recipes import Recipe
+from ..validation import check_size
 
 _NUM_BYTES = 256
 
@@ -34,12 +35,10 @@ class ModelConfig:
 	context: int = 64
 
 	def __post_init__(self) -> None:
-		for field in dataclasses.fields(self):
-			if getattr(self, field.name) < 1:
-				raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
-		for name in ("hidden", "intermediate"):
-			if getattr(self, name) % 16:
-				raise ValueError(f"{name} must be a multiple of 16, got {getattr(self, name)}")
+		for name, size in dataclasses.asdict(self).items():
+			check_size(name, size)
+			if name in ("hidden", "intermediate") and size % 16:
+				raise ValueError(f"{name} must be a multiple of 16, got {size}")
 		if self.hidden % self.heads:
 			raise ValueError(f"heads must divide hidden = {self.hidden}, got {self.heads}")
 		if self.top_k > self.experts:
@@ -48,9 +47,7 @@ class ModelConfig:
 	def check(self, recipe: Recipe) -> None:
 		"""Raise ValueError for sizes that the products of a recipe do not take."""
 		for name in ("hidden", "intermediate"):
-			size = getattr(self, name)
-			if size % recipe.multiple:
-				raise ValueError(f"{name} must be a multiple of {recipe.multiple} for {type(recipe).__name__}, got {size}")
+			check_size(name, getattr(self, name), recipe.multiple, type(recipe).__name__)
 
 
 class ModelOutput(NamedTuple):

@@ -11,8 +11,7 @@ from typing import Any
 
 from grouped.debug.lens import aligned
 
-from .snr import ROLES
-from .train import Run
+from .train import ROLES, Run
 
 #: What to run for the progress bar and the plot.
 INSTALL = "pip install 'grouped-kernels[demo]'"

@@ -14,14 +14,16 @@ from torch.nn import functional as F
 
 from grouped import debug, recipes
 
+from ..validation import check_size
 from .data import Batch, Corpus, sample_batch
 from .model import LanguageModel, ModelConfig
-from .snr import mean_db
 
 _BALANCE_WEIGHT = 0.01
 _MAX_GRAD_NORM = 1.0
 _MOST_HELD_OUT_BATCHES = 8
 _INSPECTED_STEPS = 16
+#: What enters the products of a grouped linear layer, and the lens's names of it.
+ROLES = {"weights": "weight", "activations": "input", "gradients": "grad_output"}
 #: Fixed: runs of any seed are measured on the same batches.
 _HELD_OUT_SEED = 1234
 
@@ -45,8 +47,7 @@ class TrainConfig:
 
 	def __post_init__(self) -> None:
 		for name in ("steps", "batch"):
-			if getattr(self, name) < 1:
-				raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+			check_size(name, getattr(self, name))
 		if not 0 < self.learning_rate < math.inf:
 			raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
 		if not 0 <= self.seed < 2**63:
@@ -194,7 +195,7 @@ def _train_steps(
 		run.step_seconds.append(time.perf_counter() - started)
 		run.load = ExpertLoad.of(output.tokens_per_expert)
 		if not left:
-			run.snr_db = mean_db(lens)
+			run.snr_db = _mean_db(lens)
 		lens.step()
 		on_step(run.losses[-1])
 
@@ -206,3 +207,13 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def _evaluate(model: LanguageModel, batches: list[Batch]) -> float:
 	return torch.stack([_cross_entropy(model(inputs).logits, targets) for inputs, targets in batches]).mean().item()
+
+
+def _mean_db(lens: debug.inspect) -> dict[str, float | None]:
+	"""Mean signal-to-noise ratio over the layers in the last step, by role; None for a role without one.
+
+	Of the rowwise copies, which fprop and, of gradients, dgrad read.
+	"""
+	entries = [entry for entry in lens.summary() if entry["direction"] == "rowwise" and entry["snr_db"] is not None]
+	found = {name: [e["snr_db"] for e in entries if e["role"] == role] for name, role in ROLES.items()}
+	return {name: statistics.fmean(ratios) if ratios else None for name, ratios in found.items()}

@@ -31,6 +31,7 @@ from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
 from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
+from tests.grouped.cases import assert_same_tensor as assert_same
 from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes, seeded, whole_graph
 
 GROUPS, N, K = 4, 32, 48
@@ -58,14 +59,6 @@ def quantized(fmt=None, shift=0.0, groups=GROUPS):
 
 def rows():
 	return torch.randn(10, K, generator=seeded(9)).bfloat16().requires_grad_()
-
-
-def assert_same(got, want):
-	assert type(got) is type(want) is grouped.GroupedTensor and got.shape == want.shape
-	names, context = want.__tensor_flatten__()
-	assert got.__tensor_flatten__() == (names, context)
-	for name in names:
-		assert_same_bytes(getattr(got, name), getattr(want, name), name)
 
 
 def layer(fmt, recipe, train):
