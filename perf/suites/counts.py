@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from cute_kernels.gemm.problem import TileShape
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from perf.suites import gemm
+from perf.suites import fused, gemm
 
 from ..cases import GroupedShape
 from ..contender import Contender, Task
@@ -119,6 +119,7 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		for product in ("fprop", "dgrad", "wgrad"):
 			yield _product(meter, options, _SHAPE, product, _RAGGED)
 		yield _step(meter, options)
+		yield from fused.tasks(meter, options)
 	else:
 		for sizes in ROUTINGS.values():
 			yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)

@@ -114,29 +114,39 @@ def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
 	return buffers
 
 
-def named_buffers(fmt: Format, asked: Quantization, buffers: list[Tensor]) -> dict[str, Tensor]:
-	names = [name for way in asked.ways for name in fmt.buffer_names(way)]
-	return dict(zip(dict.fromkeys(names), buffers, strict=True))
+def operand(
+	fmt: Format | None, x: Tensor, offs: Tensor | None = None, columnwise: bool = False
+) -> tuple[Tensor, list[Tensor] | None]:
+	"""Codes of a copy and what else it needs to be read, or ``x`` itself."""
+	if fmt is None:
+		return x, None
+	buffers = ops.grouped_quantize(x, fmt.text, offs, None, not columnwise, columnwise)
+	named = dict(zip(fmt.buffer_names(columnwise), buffers, strict=True))
+	codes, *scales = (named[name] for name in fmt.operand_names(columnwise))
+	return codes, scales
 
 
-def _decoding(
-	data: Input, fmt: Format, named: dict[str, Tensor], way: bool, dtype: torch.dtype
-) -> Callable[[], Tensor]:
-	codes, *rest = (named[name] for name in fmt.operand_names(way))
-	return functools.partial(ops.grouped_dequantize, codes, rest, fmt.text, len(data.x), dtype, data.offs, way)
+def decoded(
+	fmt: Format, asked: Quantization, buffers: list[Tensor], offs: Tensor | None, rows: int, dtype: torch.dtype
+) -> list[Tensor]:
+	"""What follows the copies, then what each stands for."""
+	names = list(dict.fromkeys(name for way in asked.ways for name in fmt.buffer_names(way)))
+	named, found = dict(zip(names, buffers, strict=False)), []
+	for way in asked.ways:
+		codes, *rest = (named[name] for name in fmt.operand_names(way))
+		found.append(ops.grouped_dequantize(codes, rest, fmt.text, rows, dtype, offs, way))
+	return [*buffers[len(names) :], *found]
 
 
-def _bit_error(got: Tensor, want: Tensor) -> float:
+def bit_error(got: Tensor, want: Tensor) -> float:
 	return 0.0 if torch.equal(got, want) else relative_error(got, want) or 1.0
 
 
 def _quantize_error(data: Input, fmt: Format, asked: Quantization, buffers: list[Tensor]) -> float:
 	"""0 if all copies decode to the bits that the reference's do."""
 	with cute_kernels.backend("reference"):
-		got = named_buffers(fmt, asked, buffers)
-		want = named_buffers(fmt, asked, _quantize(data, fmt.text, asked))
-		ways = ([_decoding(data, fmt, of, way, torch.float32)() for of in (got, want)] for way in asked.ways)
-		return max(itertools.starmap(_bit_error, ways))
+		both = (buffers, _quantize(data, fmt.text, asked))
+		return max(map(bit_error, *(decoded(fmt, asked, of, data.offs, len(data.x), torch.float32) for of in both)))
 
 
 def ours(data: Input, text: str, asked: Quantization, meter: Meter) -> Contender:
@@ -158,12 +168,12 @@ def _decoder(data: Input, text: str, way: bool, meter: Meter) -> Contender:
 	def prepare() -> Callable[[], Any]:
 		require("grouped_dequantize", fmt, meter.arch, columnwise=way)
 		with cute_kernels.backend("reference"):
-			named = named_buffers(fmt, asked, _quantize(data, text, asked))
-		return _decoding(data, fmt, named, way, torch.bfloat16)
+			buffers = _quantize(data, text, asked)
+		return lambda: decoded(fmt, asked, buffers, data.offs, len(data.x), torch.bfloat16)[0]
 
 	def error(got: Tensor) -> float:
 		with cute_kernels.backend("reference"):
-			return _bit_error(got, prepare()())
+			return bit_error(got, prepare()())
 
 	return Contender("ours", text, prepare, error, bytes=data.x.numel() * (data.x.element_size() + element_bytes(fmt)))
 

@@ -1,0 +1,122 @@
+"""What a mixture of experts does between and in its products, by one op and by several: a part of ``counts``."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cute_kernels
+from cute_kernels.formats import parse
+
+from ..contender import Contender, Run, Task, always
+from ..measure import Meter
+from ..operands import generator_of
+from .base import Options
+from .gemm import Pair
+from .quantize import Quantization, bit_error, decoded, operand
+
+_SIZES = {"tokens": 256, "top_k": 2, "experts": 4, "hidden": 256, "intermediate": 256}
+_ROW, _COLUMN, _BOTH = (Quantization(directions, False) for directions in ("row", "column", "row+column"))
+#: Formats of products, and to which these quantize.
+_PRODUCTS = {
+	Pair(None, None): "",
+	Pair("mxfp8", "mxfp8"): "mxfp8",
+	Pair("fp8_block", "fp8_block:block=128x128"): "fp8_block",
+	Pair("nvfp4:row_scaled", "nvfp4"): "nvfp4",
+}
+#: DeepSeek-V3's router: experts; k, score, renormalize, groups, best groups, factor.
+_EXPERTS, _ROUTER = 256, (8, "sigmoid", True, 8, 4, 2.5)
+_PLAIN = "bfloat16"
+_OPS: Any = torch.ops.cute_kernels
+
+
+def tasks(meter: Meter, options: Options) -> list[Task]:
+	"""One of each call."""
+	generator = generator_of(meter.device, options.seed, 0)
+	tokens, top_k, experts, hidden, wide = _SIZES.values()
+
+	def draw(*sizes: int) -> Tensor:
+		return torch.randn(sizes, device=meter.device, generator=generator).bfloat16()
+
+	logits, x, w = draw(tokens, _EXPERTS).float(), draw(tokens, hidden), draw(experts, 2 * wide, hidden)
+	z, g, h = (draw(tokens * top_k, width) for width in (2 * wide, wide, hidden))
+	p = draw(tokens, top_k).float().softmax(-1)
+	offs, token, pair, row = _OPS.compute_routing(logits[:, :experts].topk(top_k).indices, experts)
+	found: dict[str, list[Contender]] = {}
+
+	def add(
+		call: str,
+		text: str,
+		one: Run,
+		apart: Run | None = None,
+		*copies: Quantization,
+		to: str = "",
+		kept: Run | None = None,
+	) -> None:
+		def error(got: Any) -> float:
+			with cute_kernels.backend(f"reference:{meter.arch}"):
+				both = [[t] if isinstance(t, Tensor) else t for t in (got, (apart or one)())]
+				for asked in copies:
+					both = [decoded(parse(to or text), asked, t, offs, len(z), torch.float32) for t in both]
+				return max(map(bit_error, *both))  # Several ops may return more.
+
+		for name, run in {"ours": one, "ours, z kept": kept, "ours, apart": apart}.items():
+			if run is not None:
+				found.setdefault(call, []).append(Contender(name, text, partial(partial, run), error))
+
+	weights, ids, scores = _OPS.moe_route(logits, None, None, *_ROUTER)
+	chosen = (weights, None, ids, scores, *_ROUTER[1:3], _ROUTER[-1], True)
+	gather = partial(_OPS.moe_gather, x, token, row)
+	gradient = partial(_OPS.moe_activate_gradient, z, g, "swiglu", offs, False, p, pair)
+	add("route", _PLAIN, partial(_OPS.moe_route, logits, None, None, *_ROUTER))
+	add("route gradient", _PLAIN, partial(_OPS.moe_route_gradient, *chosen))
+	add("routing", _PLAIN, partial(_OPS.compute_routing, ids, _EXPERTS))
+	add("gather", _PLAIN, gather)
+	add("combine", _PLAIN, partial(_OPS.moe_combine, h, row, p))
+	add("swiglu gradient", _PLAIN, gradient)
+
+	def gathering(call: str, text: str, run: Callable[..., Any], *copies: Quantization) -> None:
+		add(f"gather+{call}", text, partial(run, x, rows=token, inverse=row), lambda: run(gather()), *copies)
+
+	gathering("fprop", _PLAIN, partial(_OPS.m_grouped_gemm, b=w, offs=offs))
+	gathering("wgrad", _PLAIN, partial(_OPS.k_grouped_gemm, z, offs=offs))
+	for text in ("mxfp8", "fp8_block", "nvfp4:row_scaled"):
+		gathering("quantize", text, partial(_OPS.grouped_quantize, format=text, offs=offs), _ROW)
+
+	def training(text: str) -> None:
+		quantize = partial(_OPS.grouped_quantize, format=text, offs=offs, columnwise=True)
+
+		def passes() -> list[Tensor]:
+			dz, pa, dp = gradient()
+			return [*quantize(dz), *quantize(pa, rowwise=False), dp]
+
+		one = partial(quantize, z, activation="swiglu")
+		add("swiglu+quantize", text, one, lambda: quantize(_OPS.moe_activate(z, "swiglu", offs)), _BOTH)
+		one = partial(_OPS.moe_quantize_gradient, z, g, text, text, "swiglu", offs, False, p, pair)
+		add("swiglu gradient+quantize", text, one, passes, _BOTH, _COLUMN)
+
+	training("mxfp8")
+	training("fp8_block")
+
+	def product(pair: Pair, to: str) -> None:
+		(a, of_a), (b, of_b) = map(operand, pair.formats, (h, w), (offs, None))
+		given = (a, b, offs, None, None, False, None, of_a, of_b, pair.a, pair.b)
+		multiply, text = partial(_OPS.m_grouped_gemm, *given), pair.text("fprop")
+		one = partial(_OPS.m_grouped_gemm_activate, *given, epilogue="swiglu")
+
+		def apart() -> list[Tensor]:
+			z = multiply()
+			return [_OPS.moe_activate(z, "swiglu", offs), z]
+
+		add("fprop+swiglu", text, one, apart, kept=partial(one, keeps_z=True))
+		if to:
+			amax = None if parse(to).second_level is None else torch.full((experts,), 900.0)
+			quantize = partial(_OPS.grouped_quantize, format=to, offs=offs, amax=amax, activation="swiglu")
+			one = partial(one, quantize_to=to, amax=amax)
+			add("fprop+swiglu+quantize", text, one, lambda: quantize(multiply()), _ROW, to=to)
+
+	for formats, to in _PRODUCTS.items():
+		product(formats, to)
+	return [Task("counts", {"call": call, **_SIZES}, always(calls)) for call, calls in found.items()]
