@@ -19,16 +19,14 @@ from .quantize import Quantization, bit_error, decoded, operand
 
 _SIZES = {"tokens": 256, "top_k": 2, "experts": 4, "hidden": 256, "intermediate": 256}
 _ROW, _COLUMN, _BOTH = (Quantization(directions, False) for directions in ("row", "column", "row+column"))
-#: Formats of products, and to which these quantize.
-_PRODUCTS = {
-	Pair(None, None): "",
-	Pair("mxfp8", "mxfp8"): "mxfp8",
-	Pair("fp8_block", "fp8_block:block=128x128"): "fp8_block",
-	Pair("nvfp4:row_scaled", "nvfp4"): "nvfp4",
-}
+_PAIRS = (
+	Pair(None, None),
+	Pair("mxfp8", "mxfp8"),
+	Pair("fp8_block", "fp8_block:block=128x128"),
+	Pair("nvfp4:row_scaled", "nvfp4"),
+)
 #: DeepSeek-V3's router: experts; k, score, renormalize, groups, best groups, factor.
 _EXPERTS, _ROUTER = 256, (8, "sigmoid", True, 8, 4, 2.5)
-_PLAIN = "bfloat16"
 _OPS: Any = torch.ops.cute_kernels
 
 
@@ -48,9 +46,9 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
 
 	def add(
 		call: str,
-		text: str,
 		one: Run,
 		apart: Run | None = None,
+		text: str = "bfloat16",
 		*copies: Quantization,
 		to: str = "",
 		kept: Run | None = None,
@@ -70,20 +68,20 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
 	chosen = (weights, None, ids, scores, *_ROUTER[1:3], _ROUTER[-1], True)
 	gather = partial(_OPS.moe_gather, x, token, row)
 	gradient = partial(_OPS.moe_activate_gradient, z, g, "swiglu", offs, False, p, pair)
-	add("route", _PLAIN, partial(_OPS.moe_route, logits, None, None, *_ROUTER))
-	add("route gradient", _PLAIN, partial(_OPS.moe_route_gradient, *chosen))
-	add("routing", _PLAIN, partial(_OPS.compute_routing, ids, _EXPERTS))
-	add("gather", _PLAIN, gather)
-	add("combine", _PLAIN, partial(_OPS.moe_combine, h, row, p))
-	add("swiglu gradient", _PLAIN, gradient)
+	add("route", partial(_OPS.moe_route, logits, None, None, *_ROUTER))
+	add("route gradient", partial(_OPS.moe_route_gradient, *chosen))
+	add("routing", partial(_OPS.compute_routing, ids, _EXPERTS))
+	add("gather", gather)
+	add("combine", partial(_OPS.moe_combine, h, row, p))
+	add("swiglu gradient", gradient)
 
-	def gathering(call: str, text: str, run: Callable[..., Any], *copies: Quantization) -> None:
-		add(f"gather+{call}", text, partial(run, x, rows=token, inverse=row), lambda: run(gather()), *copies)
+	def gathering(call: str, run: Callable[..., Any], *more: Any) -> None:
+		add(f"gather+{call}", partial(run, x, rows=token, inverse=row), lambda: run(gather()), *more)
 
-	gathering("fprop", _PLAIN, partial(_OPS.m_grouped_gemm, b=w, offs=offs))
-	gathering("wgrad", _PLAIN, partial(_OPS.k_grouped_gemm, z, offs=offs))
+	gathering("fprop", partial(_OPS.m_grouped_gemm, b=w, offs=offs))
+	gathering("wgrad", partial(_OPS.k_grouped_gemm, z, offs=offs))
 	for text in ("mxfp8", "fp8_block", "nvfp4:row_scaled"):
-		gathering("quantize", text, partial(_OPS.grouped_quantize, format=text, offs=offs), _ROW)
+		gathering("quantize", partial(_OPS.grouped_quantize, format=text, offs=offs), text, _ROW)
 
 	def training(text: str) -> None:
 		quantize = partial(_OPS.grouped_quantize, format=text, offs=offs, columnwise=True)
@@ -93,14 +91,14 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
 			return [*quantize(dz), *quantize(pa, rowwise=False), dp]
 
 		one = partial(quantize, z, activation="swiglu")
-		add("swiglu+quantize", text, one, lambda: quantize(_OPS.moe_activate(z, "swiglu", offs)), _BOTH)
+		add("swiglu+quantize", one, lambda: quantize(_OPS.moe_activate(z, "swiglu", offs)), text, _BOTH)
 		one = partial(_OPS.moe_quantize_gradient, z, g, text, text, "swiglu", offs, False, p, pair)
-		add("swiglu gradient+quantize", text, one, passes, _BOTH, _COLUMN)
+		add("swiglu gradient+quantize", one, passes, text, _BOTH, _COLUMN)
 
 	training("mxfp8")
 	training("fp8_block")
 
-	def product(pair: Pair, to: str) -> None:
+	def product(pair: Pair) -> None:
 		(a, of_a), (b, of_b) = map(operand, pair.formats, (h, w), (offs, None))
 		given = (a, b, offs, None, None, False, None, of_a, of_b, pair.a, pair.b)
 		multiply, text = partial(_OPS.m_grouped_gemm, *given), pair.text("fprop")
@@ -110,13 +108,14 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
 			z = multiply()
 			return [_OPS.moe_activate(z, "swiglu", offs), z]
 
-		add("fprop+swiglu", text, one, apart, kept=partial(one, keeps_z=True))
-		if to:
+		add("fprop+swiglu", one, apart, text, kept=partial(one, keeps_z=True))
+		if pair.a:
+			to = pair.a.partition(":")[0]
 			amax = None if parse(to).second_level is None else torch.full((experts,), 900.0)
 			quantize = partial(_OPS.grouped_quantize, format=to, offs=offs, amax=amax, activation="swiglu")
 			one = partial(one, quantize_to=to, amax=amax)
-			add("fprop+swiglu+quantize", text, one, lambda: quantize(multiply()), _ROW, to=to)
+			add("fprop+swiglu+quantize", one, lambda: quantize(multiply()), text, _ROW, to=to)
 
-	for formats, to in _PRODUCTS.items():
-		product(formats, to)
+	for formats in _PAIRS:
+		product(formats)
 	return [Task("counts", {"call": call, **_SIZES}, always(calls)) for call, calls in found.items()]
