@@ -3,7 +3,7 @@
 Memory is the most above parameters, rows and their gradients, which are there before and after.
 """
 
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -24,17 +24,12 @@ def details_of(run: Callable[[], Any]) -> list[Measurement]:
 
 def _eager(run: Callable[[], Any]) -> list[float]:
 	"""Microseconds of a call among many without a graph."""
+
+	def seconds(calls: int) -> float:
+		torch.cuda.synchronize()
+		return timeit.timeit(run, number=calls) + timeit.timeit(torch.cuda.synchronize, number=1)
+
 	calls = 1
-	times: list[float] = []
-	while len(times) < _REPEATS:
-		torch.cuda.synchronize()
-		start = time.perf_counter()
-		for _ in range(calls):
-			run()
-		torch.cuda.synchronize()
-		elapsed = time.perf_counter() - start
-		if elapsed < _SECONDS:
-			calls *= 2
-		else:
-			times.append(elapsed / calls * 1e6)
-	return times
+	while seconds(calls) < _SECONDS:
+		calls *= 2
+	return [seconds(calls) / calls * 1e6 for _ in range(_REPEATS)]

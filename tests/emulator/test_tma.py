@@ -1,10 +1,9 @@
 import types
 
 import numpy as np
-import pytest
 
 from cute_kernels import emulator
-from tests.helpers import each
+from tests.helpers import each, raises
 
 from .ptx import aligned, fails, run, wait
 
@@ -193,7 +192,7 @@ def test_faulty_loads(fault, message):
 )
 def test_invalid_tensor_maps(box, swizzle, message):
 	array = aligned(np.zeros((512, 64), np.float32))
-	with pytest.raises(ValueError, match=message):
+	with raises(ValueError, message):
 		emulator.tensor_map(array, box, swizzle=swizzle)
 
 

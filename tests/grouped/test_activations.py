@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, ops, sample, whole_graph
+from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, ops, sample
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
@@ -45,22 +45,6 @@ def test_into_a_tensor_that_there_is(fmt):
 		for way in ("rowwise", "columnwise"):
 			got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
 			assert_same_bytes(got, exact)
-
-
-def test_compiled_once_for_all_token_counts(fresh_dynamo):
-	def function(x, grad, offs):
-		q = grouped.quantize(x, grouped.NVFP4(), offs=offs, activation="swiglu", columnwise=True)
-		d, dbias = grouped.quantize(x, grouped.FP8(), offs=offs, activation="swiglu", grad=grad, dbias=True)
-		return q.dequantize(), q.dequantize(direction="columnwise"), d.dequantize(), dbias
-
-	compiled = whole_graph(function)
-	with torch._dynamo.config.patch(error_on_recompile=True):
-		for tokens in (40, 41, 130, 7):
-			x, grad = sample(tokens, 96), sample(tokens, 48)
-			offs = torch.tensor([tokens // 3, tokens // 3, tokens], dtype=I32)
-			torch._dynamo.mark_dynamic(x, 0)
-			torch._dynamo.mark_dynamic(grad, 0)
-			assert_all_same(compiled(x, grad, offs), function(x, grad, offs))
 
 
 def test_gradients_do_not_pass():

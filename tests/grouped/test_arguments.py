@@ -1,11 +1,10 @@
 import re
 
-import pytest
 import torch
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, I32, each, refusals
+from tests.helpers import BF16, I32, each, raises, refusals
 
 from .cases import EVERY_FORMAT
 
@@ -52,7 +51,7 @@ def quantize(x=X, fmt=None, **options):
 	],
 )
 def test_what_is_wrong_is_named(call, message):
-	with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+	with raises((TypeError, ValueError), re.escape(message)):
 		call()
 
 

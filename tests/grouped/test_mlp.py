@@ -1,11 +1,10 @@
-import pytest
 import torch
 from torch.nn import functional as F
 
 from cute_kernels.activations import ACTIVATIONS
 from grouped import Activation
 from grouped.nn import GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, sample
+from tests.helpers import BF16, assert_all_same, each, raises, sample
 from tests.reference.test_activations import in_fp64
 
 from .cases import ALL_RECIPES, RECIPES
@@ -77,5 +76,5 @@ def test_no_tokens():
 
 
 def test_errors_come_from_the_layers():
-	with pytest.raises(ValueError, match="x must have shape"):
+	with raises(ValueError, "x must have shape"):
 		mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)

@@ -32,7 +32,17 @@ from grouped.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
 from tests.grouped.cases import EVERY_FORMAT
 from tests.grouped.cases import assert_same_tensor as assert_same
-from tests.helpers import BF16, E4M3, F32, assert_all_same, assert_same_buffers, assert_same_bytes, seeded, whole_graph
+from tests.helpers import (
+	BF16,
+	E4M3,
+	F32,
+	assert_all_same,
+	assert_same_buffers,
+	assert_same_bytes,
+	raises,
+	seeded,
+	whole_graph,
+)
 
 GROUPS, N, K = 4, 32, 48
 ENDS = [3, 3, 7, 10]
@@ -106,9 +116,9 @@ def moved_by_collectives():
 		dist.recv(both[0], 1)
 		assert_same(both[0], second)
 	for reduce in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
-		with pytest.raises(TypeError, match="does not work on a GroupedTensor; decode it first"):
+		with raises(TypeError, "does not work on a GroupedTensor; decode it first"):
 			reduce(mine)
-	with pytest.raises(TypeError, match="needs GroupedTensors of one format"):
+	with raises(TypeError, "needs GroupedTensors of one format"):
 		dist.all_gather([plain_weight(), plain_weight()], mine)
 
 
@@ -214,7 +224,7 @@ def products_of_dtensors():
 		(ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
 		(ValueError, "goes with offs", lambda: grouped.quantize(W, fmt, out=made)),
 	):
-		with pytest.raises(error, match=message):
+		with raises(error, message):
 			make()
 
 
@@ -252,7 +262,7 @@ def fully_sharded():
 	module = GroupedLinear(3, K, N, bias=False)
 	module.weight = nn.Parameter(quantized(groups=3), False)
 	fully_shard(module, mesh=MESH)
-	with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
+	with raises(ValueError, "their number, 3, must be a multiple of its 2 ranks"):
 		module(rows(), [3, 7, 10])
 	# What is gathered.
 	whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
@@ -274,7 +284,7 @@ def mixtures_fully_sharded():
 		if train is not False:
 			assert_same_bytes(*(full(m.experts.down.weight.grad) for m in (sharded, alone)))
 	fully_shard(alone.experts.down, mesh=MESH)
-	with pytest.raises(RuntimeError, match="not called: shard, or hook into, the experts"):
+	with raises(RuntimeError, "not called: shard, or hook into, the experts"):
 		alone(x)
 
 
@@ -303,7 +313,7 @@ def sequence_parallel():
 		block = parallelize_module(copy.deepcopy(alone), MESH, {"0": SequenceParallel(), "1": style})
 		x = tokens().detach().view(2, 8, H).requires_grad_()
 		mine = distribute_tensor(x.detach(), MESH, [Shard(1)]).requires_grad_()
-		with pytest.raises(TypeError, match="x is a DTensor.*PrepareModuleInputOutput"):
+		with raises(TypeError, "x is a DTensor.*PrepareModuleInputOutput"):
 			block(mine)
 		around = PrepareModuleInputOutput(
 			input_layouts=(Shard(1),),
@@ -641,9 +651,9 @@ def what_cannot_be_spread():
 		("cut between groups", lambda: ExpertTensorParallel(MESH)(with_low_experts(mixture(plain)))),
 		("must be a multiple of 16 on each", lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4()))),
 	):
-		with pytest.raises(ValueError, match=message):
+		with raises(ValueError, message):
 			make()
-	with pytest.raises(TypeError, match="experts of torchtitan"):
+	with raises(TypeError, "experts of torchtitan"):
 		ExpertParallel(MESH)(nn.Linear(2, 2))
 
 
@@ -679,7 +689,7 @@ def delayed_scaling():
 			y.backward(torch.full_like(y, 2.0 ** (i + RANK)))
 		assert_same_bytes(leaves[0].grad, leaves[1].grad)
 		assert_same_buffers(again.state_dict(), module.state_dict())
-	with pytest.raises(ValueError, match="scale must have size 6"):
+	with raises(ValueError, "scale must have size 6"):
 		grouped.delayed_scaling_update(torch.ones(3, 6), torch.ones(3), E4M3, group=dist.group.WORLD)
 	for name, value in module.state_dict().items():
 		if "scaling" in name:
@@ -706,7 +716,7 @@ def a_rank_that_does_not_come_or_dies():
 		exchange = Exchange(group, 4)
 		start = time.perf_counter()
 		routing = compute_routing(torch.tensor([[0, 2]]), 4)
-		with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
+		with raises(RuntimeError, "one of them is gone, or did not come before"):
 			exchange.places(routing, torch.ones(1, 2))
 		assert time.perf_counter() - start < 20
 		if group is late:

@@ -2,12 +2,10 @@
 
 from dataclasses import astuple, replace
 
-import pytest
-
 from cute_kernels.gemm.choice import choose_config
 from cute_kernels.gemm.problem import GemmProblem
 from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
-from tests.helpers import each, refusals
+from tests.helpers import each, raises, refusals
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of, wild
 from .op_support import MODES
@@ -92,7 +90,7 @@ def test_wgrad(config, shape, device):
 @each("tile", SM90_TILES, lambda t: name_of(t) + " swapped" * t.swap_ab)
 def test_every_tile(config, tile, device):
 	if not config.takes(tile):
-		with pytest.raises(ValueError, match="cannot have the tile"):
+		with raises(ValueError, "cannot have the tile"):
 			replace(config, tile=tile)
 		return
 	config = replace(config, tile=tile, out_dtype="float32")

@@ -2,14 +2,13 @@ import contextlib
 import math
 from fractions import Fraction
 
-import pytest
 import torch
 
 from cute_kernels import backend
 from cute_kernels.formats import parse
 from cute_kernels.quantize.config import AdamWConfig, AdamWTileConfig
 from cute_kernels.quantize.variants import kernel_specs
-from tests.helpers import BF16, F16, F32, assert_all_same, each, each_arch, ops, seeded
+from tests.helpers import BF16, F16, F32, assert_all_same, each, each_arch, ops, raises, seeded
 from tests.kernels.op_support import check_code, watching
 from tests.reference.rational import fp32
 
@@ -90,5 +89,5 @@ def test_faults():
 		(5, out[:-1], ValueError, "out must be 6 tensors"),
 		(6, "nvfp4:row_scaled", ValueError, "weights have second levels of groups, which nvfp4:row_scaled has not"),
 	):
-		with pytest.raises(error, match=message):
+		with raises(error, message):
 			ops.adamw_quantize(*given[:at], value, *given[at + 1 :])

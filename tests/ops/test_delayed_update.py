@@ -2,12 +2,11 @@ import itertools
 import math
 
 import numpy as np
-import pytest
 import torch
 
 import grouped
 from cute_kernels import backend
-from tests.helpers import BF16, E4M3, E5M2, F16, assert_all_same, assert_same_bytes, each, each_arch, seeded
+from tests.helpers import BF16, E4M3, E5M2, F16, assert_all_same, assert_same_bytes, each, each_arch, raises, seeded
 
 TEXTS = {E4M3: "fp8:scaling=delayed", E5M2: "fp8:dtype=e5m2,scaling=delayed"}
 FP8_MAX = {E4M3: 448.0, E5M2: 57344.0}
@@ -97,7 +96,7 @@ def test_errors(change, error, match):
 	call = arguments(**change)
 	history = call.pop("amax_history")
 	before = history.clone()
-	with pytest.raises(error, match=match):
+	with raises(error, match):
 		grouped.delayed_scaling_update(history, **call)
 	assert history.equal(before)
 

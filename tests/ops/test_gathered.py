@@ -11,7 +11,7 @@ from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import gathered
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import BF16, F16, F32, assert_same_bytes, each, offsets, ops, quantized, sample, seeded
+from tests.helpers import BF16, F16, F32, assert_same_bytes, each, offsets, ops, quantized, raises, sample, seeded
 
 TOKENS = 50
 
@@ -146,7 +146,7 @@ def test_what_no_kernel_gathers():
 	w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
 	formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
 	given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
-	with backend("emulated:sm_100a"), pytest.raises(UnsupportedError, match="codes by an index"):
+	with backend("emulated:sm_100a"), raises(UnsupportedError, "codes by an index"):
 		ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
 
 

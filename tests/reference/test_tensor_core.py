@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cute_kernels import emulator
 from cute_kernels.reference import tensor_core
 from cute_kernels.reference.tensor_core import tensor_core_gemm
-from tests.helpers import BF16, E4M3, E5M2, F16, F32, U8, assert_same_bytes, e2m1_values, each
+from tests.helpers import BF16, E4M3, E5M2, F16, F32, U8, assert_same_bytes, e2m1_values, each, raises
 
 E2M1 = U8
 E8M0 = torch.float8_e8m0fnu
@@ -345,5 +345,5 @@ def test_errors(arguments, options, message):
 	blocks = {E8M0: 4 if E2M1 in dtypes else 2, E4M3: 8}
 	rows = {"a_scales": 2, "b_scales": 3}
 	options = {k: zeros(rows[k], blocks[v], v) if k in rows else v for k, v in options.items()}
-	with pytest.raises(ValueError, match=message):
+	with raises(ValueError, message):
 		tensor_core_gemm(arch, *operands, **options)
