@@ -5,7 +5,7 @@ from pathlib import Path
 
 from perf import compare
 
-from .records import RESULTS, Record, Writer, latest, read, write
+from .records import RESULTS, Record, append, latest, read, write
 from .run import Choice, measure_suite, print_report
 from .suites.base import Options
 
@@ -19,12 +19,10 @@ def record_of(full: bool) -> Path:
 
 def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:
 	records: list[Record] = []
-	writer = Writer(out) if out else None
 
 	def keep(found: list[Record]) -> None:
 		records.extend(found)
-		if writer is not None:
-			writer.add(found)
+		append(out, found)
 
 	return records, print_report(measure_suite("counts", options, choice, keep))
 

@@ -148,20 +148,13 @@ class Record:
 		return None if rate is None or not most else rate / most
 
 
-_FIELDS = {f.name: f for f in dataclasses.fields(Record)}
-
-
-def _default(name: str) -> Any:
-	field = _FIELDS[name]
-	return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
 def _plain(record: Record) -> dict[str, Any]:
-	"""The fields that differ from their defaults, and the schema."""
+	"""The fields that differ from their defaults, the case and the schema."""
+	values = ((f, getattr(record, f.name)) for f in dataclasses.fields(Record))
 	return {
-		name: dict(value) if isinstance(_default(name), dict) or name == "case" else value
-		for name, value in {name: getattr(record, name) for name in _FIELDS}.items()
-		if name == "schema" or value != _default(name)
+		f.name: dict(value) if isinstance(value, Mapping) else value
+		for f, value in values
+		if f.name in ("case", "schema") or value not in (f.default, {})
 	}
 
 
@@ -269,13 +262,9 @@ def latest(records: Iterable[Record]) -> list[Record]:
 	return list(map(pooled, by_key(records).values()))
 
 
-class Writer:
-	"""Appends records to a file as they come: a run that is cut short leaves what it has."""
-
-	def __init__(self, path: Path) -> None:
+def append(path: Path | None, records: Sequence[Record]) -> None:
+	"""Add records to a file, if there is to be one, as they come: a run that is cut short leaves what it has."""
+	if path is not None:
 		path.parent.mkdir(parents=True, exist_ok=True)
-		self._path = path
-
-	def add(self, records: Sequence[Record]) -> None:
-		with self._path.open("a", encoding="utf-8") as file:
+		with path.open("a", encoding="utf-8") as file:
 			file.writelines(_text(_plain(record)) for record in records)

@@ -21,7 +21,7 @@ from .measure import Meter
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
-from .records import FAILURE, Record, Writer, merged
+from .records import FAILURE, Record, append, merged
 from .suites import SUITES, suite
 from .suites.base import Options
 
@@ -277,12 +277,10 @@ def main(arguments: argparse.Namespace) -> int:
 		from perf import committed
 
 		return committed.main(arguments, options, choice)
-	writer = Writer(arguments.out) if arguments.out else None
 
 	def keep(records: list[Record]) -> None:
 		_print(records)
-		if writer is not None:
-			writer.add(records)
+		append(arguments.out, records)
 
 	status = tasks = 0
 	for name in arguments.suites:

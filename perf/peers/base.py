@@ -21,9 +21,7 @@ from ..environment import package_version
 from ..measure import Meter
 from ..operands import Operands
 from ..suites.base import element_bytes
-from ..suites.layer import LayerWork
-from ..suites.moe import ExpertsWork, MoEWork
-from ..suites.quantize import Input, Quantization
+from ..suites.quantize import Input
 
 #: Relative errors of products and of values that are more than quantization, by format. Normal numbers give 0.095
 #: (NVFP4 values), 0.13 (their products), 0.027 and 0.038 (FP8); what is wrong gives 1 and more.
@@ -34,7 +32,9 @@ class Peer:
 	"""A library that does what this package does.
 
 	Its contenders take the same bf16 operands as ours, are checked against the same products before they are timed, and
-	run on their library's public functions. What a library does not do it does not offer.
+	run on their library's public functions, by methods that are there if the library does such a thing: ``quantizers``
+	(of an ``Input``, as a ``Quantization`` asks), ``products`` (of bf16 ``Operands``, whose conversion is not timed),
+	``layers`` (of a ``LayerWork``), ``mixtures`` (of a ``MoEWork``) and ``experts`` (of an ``ExpertsWork``).
 
 	Attributes:
 		name: as ``Record.contender``.
@@ -119,22 +119,6 @@ class Peer:
 		check, moved = error or work.error, work.least_bytes(a_bytes, b_bytes)
 		done = (self.name, text, prepare, check, NOISE[noise], moved, work.flops)
 		return Contender(*done, versions=self.versions, note=note)
-
-	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		yield from ()
-
-	def products(self, work: Operands) -> Iterator[Contender]:
-		"""Its grouped products of bf16 operands, whose conversion is not timed."""
-		yield from ()
-
-	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		yield from ()
-
-	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		yield from ()
-
-	def experts(self, work: ExpertsWork) -> Iterator[Contender]:
-		yield from ()
 
 
 class W4A16Peer(Peer, abc.ABC):

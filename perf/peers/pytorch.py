@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_kernels.reference.conversions import unpack_codes
+
 from ..contender import Contender, Run, relative_error
 from ..operands import Operands
 from ..suites.layer import LayerWork, Step, swiglu
@@ -15,7 +17,6 @@ from ..suites.moe import PEER_BOUND, ExpertsWork, MoEWork, compiled
 from ..suites.quantize import Input, Quantization
 from .base import NOISE, Peer
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP8_MAX = 448.0
 
 
@@ -136,9 +137,7 @@ def nvfp4_rows(x: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nvfp4_values(codes: Tensor, scales: Tensor, level: Tensor) -> Tensor:
-	table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=codes.device)
-	both = torch.stack((codes & 0xF, codes >> 4), -1).flatten(-2)
-	blocks = table[both.long()].unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
+	blocks = unpack_codes(codes).unflatten(-1, (-1, 16)) * scales.float().unsqueeze(-1)
 	return blocks.flatten(-2) / level
 
 

@@ -29,19 +29,18 @@ class Options:
 	paths: Mapping[str, Path] = field(default_factory=dict)
 	emulation: Mapping[str, Any] = field(default_factory=dict)
 
-	def competing(self, meter: Meter, offered: "Callable[[Peer], Iterator[Contender]]") -> Iterator[Contender]:
+	def competing(self, meter: Meter, what: str, *work: Any) -> Iterator[Contender]:
+		"""What the method ``what`` of each peer that has one offers."""
 		for peer in self.peers:
-			if meter.kind in peer.kinds and not peer.missing(meter):
+			if hasattr(peer, what) and meter.kind in peer.kinds and not peer.missing(meter):
 				peer.meter = meter
-				yield from offered(peer)
+				yield from getattr(peer, what)(*work)
 
 
 @dataclass(frozen=True)
 class Suite:
 	"""A set of tasks, and the meters that measure them, one after the other."""
 
-	name: str
-	summary: str
 	tasks: Callable[[Meter, Options], Iterator[Task]]
 	meters: Callable[[Options], list[Meter]]
 	has_peers: bool = False

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import tempfile
-import time
+import timeit
 from collections.abc import Iterator
 from unittest import mock
 
@@ -57,9 +57,7 @@ class _CompileMeter(Meter):
 
 def _microseconds(run: Run) -> float:
 	forget_kernels()
-	start = time.perf_counter()
-	run()
-	return (time.perf_counter() - start) * 1e6
+	return timeit.timeit(run, number=1) * 1e6
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
@@ -94,4 +92,4 @@ def _meters(options: Options) -> list[Meter]:
 	return [_CompileMeter(target, options.quick) for target in targets]
 
 
-SUITE = Suite("compile", "compile and load times, registers, stack", _tasks, _meters)
+SUITE = Suite(_tasks, _meters)

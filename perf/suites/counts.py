@@ -133,4 +133,4 @@ def _meters(options: Options) -> list[Meter]:
 	return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
 
 
-SUITE = Suite("counts", "instructions and bytes on the emulator", _tasks, _meters, True)
+SUITE = Suite(_tasks, _meters, True)

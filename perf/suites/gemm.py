@@ -168,7 +168,7 @@ def task(
 	def contenders(copy: int) -> list[Contender]:
 		work = Operands(shape, rows, product, routing, meter.device, options.seed, copy)
 		found = [ours(pair, work, meter) for pair in pairs if pair.fits(product)]
-		return [*found, *options.competing(meter, lambda peer: peer.products(work))]
+		return [*found, *options.competing(meter, "products", work)]
 
 	return Task(suite, {**shape.case, "rows": rows, "product": product, "routing": routing}, contenders)
 
@@ -200,4 +200,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		yield task(meter, options, *case)
 
 
-SUITE = Suite("gemm", "grouped products: fprop, dgrad, wgrad", _tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, True)

@@ -91,4 +91,4 @@ def _meters(options: Options) -> list[Meter]:
 	return [HostMeter(options.backend, options.quick)]
 
 
-SUITE = Suite("host", "host time of op calls", _tasks, _meters, True)
+SUITE = Suite(_tasks, _meters, True)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -113,12 +114,9 @@ class LayerWork:
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
 		generator = generator_of(device, seed, copy)
-
-		def draw(*sizes: int, scale: float = 1.0) -> Tensor:
-			return torch.empty(sizes, dtype=torch.bfloat16, device=device).normal_(generator=generator).mul_(scale)
-
+		draw = functools.partial(torch.randn, dtype=torch.bfloat16, device=device, generator=generator)
 		self.x = draw(rows, shape.hidden)
-		self.weights = [draw(*size, scale=size[-1] ** -0.5) for size in self.weight_sizes.values()]
+		self.weights = [draw(*size).mul_(size[-1] ** -0.5) for size in self.weight_sizes.values()]
 		self.dy = draw(rows, self.weights[-1].shape[1]) if self.backward else None
 
 	@property
@@ -193,8 +191,7 @@ class LayerWork:
 		return y if down is None else F.linear(self.activate(y), down, of_down)
 
 	def error(self, results: Sequence[Tensor]) -> float:
-		errors = [relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]
-		return next((e for e in errors if e != e), max(errors))
+		return float(np.max([relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]))
 
 	def contender(
 		self,
@@ -225,7 +222,7 @@ class LayerWork:
 			if options.full and meter.kind == "gpu" and self.layer != "experts":
 				make = functools.partial(self.own, recipe, False, True)
 				yield self.contender("ours, compiled", name, make, bound)
-		yield from options.competing(meter, lambda peer: getattr(peer, self.offered)(self))
+		yield from options.competing(meter, self.offered, self)
 
 
 def _cases(options: Options, meter: Meter) -> Iterator[tuple[str, LayerShape, int, str, str]]:
@@ -251,4 +248,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		yield Task("layer", {**case, "pass": passes}, functools.partial(contenders, which=which))
 
 
-SUITE = Suite("layer", "linear layers and MLPs, forward and backward", _tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, True)

@@ -53,4 +53,4 @@ def _meters(options: Options) -> list[Meter]:
 	return [_MemoryMeter(options.backend, options.quick)]
 
 
-SUITE = Suite("memory", "memory of a training step", _tasks, _meters)
+SUITE = Suite(_tasks, _meters)

@@ -236,4 +236,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 			yield task(ExpertsWork, model, passes, tokens, "random", "experts")
 
 
-SUITE = Suite("moe", "mixtures of experts, forward and backward", _tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, True)

@@ -45,8 +45,7 @@ class Input:
 
 	def __init__(self, rows: int, cols: int, groups: int, device: torch.device, seed: int = 0, copy: int = 0) -> None:
 		generator = generator_of(device, seed, copy)
-		self.x = torch.empty(rows, cols, dtype=torch.bfloat16, device=device)
-		self.x.normal_(generator=generator)
+		self.x = torch.randn(rows, cols, dtype=torch.bfloat16, device=device, generator=generator)
 		self.x *= torch.exp2(torch.randn(rows, 1, device=device, generator=generator))
 		cuts = torch.rand(groups, device=device, generator=generator) + 0.5
 		self.offs = (cuts.cumsum(0) / cuts.sum() * rows).round().int()
@@ -211,7 +210,7 @@ class Tasks:
 		def contenders(data: Input) -> Iterator[Contender]:
 			yield from (ours(data, text, asked, self.meter) for text in FORMATS if asked.fits(parse(text)))
 			if not asked.activates:
-				yield from self.options.competing(self.meter, lambda peer: peer.quantizers(data, asked))
+				yield from self.options.competing(self.meter, "quantizers", data, asked)
 
 		return self._task(asked.case, contenders)
 
@@ -236,4 +235,4 @@ def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
 		yield from Tasks(meter, options, shape)
 
 
-SUITE = Suite("quantize", "quantizers, decoding, amaxes and column sums", _tasks, default_meters, True)
+SUITE = Suite(_tasks, default_meters, True)

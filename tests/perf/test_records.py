@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perf import records
-from perf.records import RESULTS, Record, Writer, latest, load, read, write
+from perf.records import RESULTS, Record, append, latest, load, read, write
 from tests.helpers import raises, refusals
 
 BASE = Record(
@@ -61,10 +61,8 @@ def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batc
 	path = tmp_path_factory.mktemp("records") / "r.jsonl"
 	write(path, many)
 	assert sorted_texts(read(path)) == sorted_texts(many)
-	for half in (batches[:2], batches[2:]):
-		writer = Writer(path)
-		for batch in half:
-			writer.add(batch)
+	for batch in batches:
+		append(path, batch)
 	assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
 
 
