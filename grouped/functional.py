@@ -1,6 +1,6 @@
 """Quantize grouped tensors, and offsets from counts."""
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .shards import is_spread
 from .tensor import GroupedTensor, assemble, handler
 from .tracing import constant_call
 from .validation import check_format, check_is_tensor
+
+if TYPE_CHECKING:
+	from typing_extensions import Unpack
 
 __all__ = ["compute_offsets", "quantize"]
 
@@ -47,41 +50,28 @@ def compute_offsets(splits: Tensor, *, multiplier: int = 1, dtype: torch.dtype =
 	return ops.compute_offsets(splits, multiplier, dtype)
 
 
+class _Options(TypedDict, total=False):
+	offs: Offsets | None
+	shapes: Shapes | None
+	rowwise: bool
+	columnwise: bool
+	activation: str | Activation | None
+	grad: Tensor | None
+	amax: Tensor | None
+	scale: Tensor | None
+	seed: int | Tensor | None
+	out: GroupedTensor | None
+
+
 @overload
 def quantize(
-	x: Tensor,
-	fmt: Format,
-	*,
-	offs: Offsets | None = ...,
-	shapes: Shapes | None = ...,
-	rowwise: bool = ...,
-	columnwise: bool = ...,
-	activation: str | Activation | None = ...,
-	grad: Tensor | None = ...,
-	dbias: Literal[False] = ...,
-	amax: Tensor | None = ...,
-	scale: Tensor | None = ...,
-	seed: int | Tensor | None = ...,
-	out: GroupedTensor | None = ...,
+	x: Tensor, fmt: Format, *, dbias: Literal[False] = ..., **options: "Unpack[_Options]"
 ) -> GroupedTensor: ...
 
 
 @overload
 def quantize(
-	x: Tensor,
-	fmt: Format,
-	*,
-	offs: Offsets | None = ...,
-	shapes: Shapes | None = ...,
-	rowwise: bool = ...,
-	columnwise: bool = ...,
-	activation: str | Activation | None = ...,
-	grad: Tensor | None = ...,
-	dbias: Literal[True],
-	amax: Tensor | None = ...,
-	scale: Tensor | None = ...,
-	seed: int | Tensor | None = ...,
-	out: GroupedTensor | None = ...,
+	x: Tensor, fmt: Format, *, dbias: Literal[True], **options: "Unpack[_Options]"
 ) -> tuple[GroupedTensor, Tensor]: ...
 
 
