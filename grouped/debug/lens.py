@@ -1,5 +1,6 @@
 """What quantization does to the numbers of a model, by layer, role, direction and expert."""
 
+import dataclasses
 import fnmatch
 import json
 import math
@@ -239,12 +240,9 @@ def _named_layers(model: nn.Module, patterns: Sequence[str] | None) -> dict[str,
 	return {n: x for n, x in found.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
 
 
-def _columns(found: Found) -> dict[str, list[float]]:
-	return dict(zip((*SUMS, *MAXIMA), torch.cat([found.sums, found.maxima], dim=1).T.tolist(), strict=True))
-
-
 def _lists(found: Found) -> dict[str, list[Any]]:
-	columns = _columns(found)
+	statistics = torch.cat([found.sums, found.maxima], dim=1).T.tolist()
+	columns = dict(zip((*SUMS, *MAXIMA), statistics, strict=True))
 	lists: dict[str, list[Any]] = {}
 	for name, values in columns.items():
 		if name not in found.known:
@@ -266,19 +264,12 @@ def _decibels(signal: float | None, noise: float | None) -> float | None:
 
 def _together(found: Found) -> dict[str, Any]:
 	"""All experts of a layer as one, and the one that fares worst."""
-	columns = _columns(found)
-	rows, lists = columns["rows"], _lists(found)
-	total: dict[str, Any] = {
-		name: (max if name in MAXIMA else sum)(columns[name]) if name in found.known else None for name in columns
-	}
-	for name in _SHARES:
-		if total[name] is not None:
-			elements = total["rows"] * found.columns
-			total[name] = total[name] / elements if elements else None
+	lists, sums, maxima = _lists(found), found.sums.sum(0, keepdim=True), found.maxima.amax(0, keepdim=True)
+	total = {name: one for name, (one,) in _lists(dataclasses.replace(found, sums=sums, maxima=maxima)).items()}
+	rows = lists["rows"]
 	known = [(v, expert) for expert, v in enumerate(lists["snr_db"]) if v is not None]
 	worst, expert = min(known, default=(None, None))
 	return total | {
-		"snr_db": _decibels(total["signal"], total["noise"]),
 		"worst_snr_db": worst,
 		"worst_expert": expert,
 		"load": max(rows) * len(rows) / total["rows"] if total["rows"] else None,

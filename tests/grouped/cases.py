@@ -89,6 +89,11 @@ def assert_same_tensor(got, want):
 	assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
+def close(got, want, relative=2e-2):
+	"""The largest difference, over the largest magnitude that there should be."""
+	torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=relative * float(want.detach().abs().max()))
+
+
 def decode_member(codes, scales, amax, cols):
 	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
 	second = amax.reshape(-1, 1) if amax.dim() else amax

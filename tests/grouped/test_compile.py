@@ -22,7 +22,7 @@ from tests.helpers import (
 	whole_graph,
 )
 
-from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, parameter
+from .cases import ALL_RECIPES, EVERY_FORMAT, FORMATS, RECIPES, WEIGHT_FORMAT, assert_same_tensor, close, parameter
 
 K, N = 64, 48
 TOKENS = (40, 130, 7)
@@ -87,7 +87,7 @@ def test_inductor():
 			got = step(function, module, x, offs)
 			for a, b in zip(got, step(module, module, x, offs), strict=True):
 				# Inductor's silu may differ from eager's in the last bit of fp32.
-				torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
+				close(a, b, 0.05)
 
 
 def test_host_boundaries():

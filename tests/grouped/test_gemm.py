@@ -1,3 +1,5 @@
+import functools
+
 import torch
 
 import grouped
@@ -18,6 +20,7 @@ from tests.helpers import (
 	spans,
 )
 
+from . import cases
 from .cases import FORMATS, WEIGHT_FORMAT
 
 N, K = 96, 160
@@ -38,9 +41,8 @@ TRIOS = {
 each_trio = each("trio", TRIOS)
 
 
-def close(got, want):
-	"""fp32 accumulation over at most a few hundred products, and one factor."""
-	assert (got.double() - want).abs().max() <= 2e-6 * want.abs().max().clamp_min(1e-30)
+#: fp32 accumulation over at most a few hundred products, and one factor.
+close = functools.partial(cases.close, relative=2e-6)
 
 
 def tensors(splits):

@@ -20,7 +20,7 @@ from tests.helpers import (
 	step,
 )
 
-from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
+from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter, close
 
 K, N, ENDS = 96, 160, [13, 13, 35]
 OFFS = torch.tensor(ENDS)
@@ -66,11 +66,6 @@ def expected(layer, x, ends, dy):
 		db[g] = dy[rows].double().sum(0)
 	assert not y[live:].any()
 	return y, dx, dw, db
-
-
-def close(got, want, tolerance):
-	scale = float(want.abs().max()) or 1.0
-	assert (got.double() - want).abs().max() <= tolerance * scale
 
 
 @each("recipe", EVERY_RECIPE)

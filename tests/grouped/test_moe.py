@@ -10,7 +10,7 @@ from grouped import experts, recipes
 from grouped.nn import MoE
 from perf.measure.memory import saved_by
 from tests import helpers
-from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT
+from tests.grouped.cases import ALL_RECIPES, WEIGHT_FORMAT, close
 from tests.helpers import (
 	BF16,
 	F16,
@@ -122,10 +122,6 @@ def test_models(name):
 	for got, exact in zip(torch.autograd.grad(y, leaves, dy.float()), wanted, strict=True):
 		close(got, exact)
 	assert y.dtype == F32 and moe(x.view(3, 7, H)).equal(y.view(3, 7, H))
-
-
-def close(got, want, relative=2e-2):
-	torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=relative * float(want.abs().max()))
 
 
 @every_recipe
