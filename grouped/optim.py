@@ -14,7 +14,9 @@ kernel does (PyTorch 2.13), which itself updates plain parameters, row-scaled, r
 GroupedTensors, and all with ``amsgrad``. On CPUs torch updates everything, and rounds otherwise.
 """
 
-from collections.abc import Callable, Mapping
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +30,14 @@ from cute_kernels.records import check_kind
 
 from .shards import local_part, part_of, sharded_as
 from .tensor import GroupedTensor
+from .tracing import eager_only
+from .validation import check_is_tensor
 
 __all__ = ["AdamW"]
 
 #: What a parameter keeps in fp32.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_KEPT = {"master", "step", *_MOMENTS}
 
 
 class AdamW(Optimizer):
@@ -59,7 +64,8 @@ class AdamW(Optimizer):
 
 	Raises:
 		ValueError: a number out of range, or a master of another shape.
-		TypeError: a master of a parameter that has none, or a parameter of a format that no master quantizes to.
+		TypeError: no number or bool where one belongs, a master that is none or of a parameter that has none,
+			or a parameter of a format that no master quantizes to.
 	"""
 
 	#: GradScaler then leaves the division to the step.
@@ -78,26 +84,19 @@ class AdamW(Optimizer):
 		masters: Mapping[Tensor, Tensor] | None = None,
 		master_weights: bool = False,
 	) -> None:
-		for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-			if not isinstance(value, Tensor) and not value >= 0:
-				raise ValueError(f"{name} must be at least 0, got {value}")
-		if len(betas) != 2:
-			raise ValueError(f"betas must be two numbers, got {betas}")
-		for i, beta in enumerate(betas):
-			if not 0 <= beta < 1:
-				raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
-		check_kind(bool, amsgrad=amsgrad, maximize=maximize, master_weights=master_weights)
-		if isinstance(lr, Tensor) and lr.numel() != 1:
-			raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
+		check_kind(bool, master_weights=master_weights)
+		masters = masters or {}
+		check_kind(Mapping, masters=masters)
 		defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 		self._master_weights = master_weights
 		super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
 		known = {p for group in self.param_groups for p in group["params"]}
-		for p, master in (masters or {}).items():
+		for p, master in masters.items():
 			if p not in known or not self._has_master(p):
 				raise TypeError("masters names a tensor that is no parameter with a master of this optimizer")
-			if master.shape != p.shape:
-				raise ValueError(f"the master of a parameter must have its shape {tuple(p.shape)}, got {tuple(master.shape)}")
+			_check_shape("the master", master, p.shape)
+			if isinstance(local_part(master), GroupedTensor) or not master.is_floating_point():
+				raise TypeError(f"the master of a parameter must be plain, in floating point, got {reprlib.repr(master)}")
 			# Copied last: what is sharded may be a view of the whole.
 			held = sharded_as(p, master.detach()).to(p.device, torch.float32, copy=True)
 			self.state[p]["master"] = held.contiguous()
@@ -107,9 +106,11 @@ class AdamW(Optimizer):
 				self._state(p, group)
 
 	def add_param_group(self, param_group: dict[str, Any]) -> None:
-		"""Add a group of parameters, as PyTorch's optimizers do."""
+		"""Add a group of parameters, as PyTorch's optimizers do; it raises what the class raises."""
 		super().add_param_group(param_group)
-		for p in self.param_groups[-1]["params"]:
+		group = self.param_groups[-1]
+		_check_options(**{name: group[name] for name in self.defaults})
+		for p in group["params"]:
 			part = local_part(p)
 			if isinstance(part, GroupedTensor) and part.format.is_transformed and part.columnwise is not None:
 				raise TypeError(
@@ -132,6 +133,7 @@ class AdamW(Optimizer):
 
 		Raises:
 			RuntimeError: a gradient is sparse.
+			ValueError: a gradient has another shape than its parameter.
 		"""
 		loss = None
 		if closure is not None:
@@ -142,12 +144,15 @@ class AdamW(Optimizer):
 			self._update(group, [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None], scaling)
 		return loss
 
+	@eager_only("powers of beta have the bits of eager mode")
 	def _update(self, group: dict[str, Any], held: list[tuple[Tensor, Tensor]], scaling: dict[str, Any]) -> None:
 		columns: dict[str, list[Tensor]] = {name: [] for name in ("param", "target", "grad", "step", *_MOMENTS)}
 		for p, grad in held:
+			part = local_part(p)
+			_check_shape("the gradient", local_part(grad), part.shape)
 			if grad.is_sparse:
 				raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
-			state, part = self._state(p, group), local_part(p)
+			state = self._state(p, group)
 			if _has_kernel(part) and not group["amsgrad"]:
 				_update_and_quantize(group, state, part, local_part(grad), **scaling)
 				continue
@@ -198,16 +203,27 @@ class AdamW(Optimizer):
 
 		Masters and moments keep fp32. A parameter of which the state has no master keeps the one that it
 		has. The parameters' bytes are the module's to load.
+
+		Raises:
+			ValueError: a state has another shape than its parameter.
 		"""
 		masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
+		pairs = [
+			(p, state_dict["state"].get(key, {}))
+			for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False)
+			for p, key in zip(group["params"], saved["params"], strict=False)
+		]
+		# Before anything is changed; PyTorch compares the numbers of parameters alone.
+		for p, found in pairs:
+			for name in _KEPT & found.keys():
+				_check_shape(name, local_part(torch.as_tensor(found[name])), () if name == "step" else local_part(p).shape)
 		super().load_state_dict(state_dict)
 		# PyTorch casts states to the dtype of the parameter, and shares ``step``.
-		pairs = zip(self.param_groups, state_dict["param_groups"], strict=True)
-		for p, key in ((p, key) for group, saved in pairs for p, key in zip(group["params"], saved["params"], strict=True)):
-			saved_state, held = state_dict["state"].get(key, {}), self._has_master(p)
+		for p, found in pairs:
+			held = self._has_master(p)
 			dtype = torch.float32 if held else p.dtype
-			for name in {"master", "step", *_MOMENTS} & saved_state.keys():
-				value = torch.as_tensor(saved_state[name]).detach()
+			for name in _KEPT & found.keys():
+				value = torch.as_tensor(found[name]).detach()
 				if name == "step":
 					self.state[p][name] = value.to(p.device, torch.float32, copy=True)
 				else:
@@ -220,6 +236,30 @@ class AdamW(Optimizer):
 	def __getstate__(self) -> dict[str, Any]:
 		# PyTorch's copies have no other attributes.
 		return {**super().__getstate__(), "_master_weights": self._master_weights}
+
+
+def _check_options(lr: Any, betas: Any, amsgrad: bool, maximize: bool, **others: Any) -> None:
+	is_tensor = isinstance(lr, Tensor)
+	if is_tensor and lr.numel() != 1:
+		raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
+	check_kind(float, **others, lr=0.0 if is_tensor else lr)
+	for name, value in {"lr": lr, **others}.items():
+		if not 0 <= value < math.inf:
+			raise ValueError(f"{name} must be at least 0 and finite, got {value}")
+	if not isinstance(betas, Sequence) or len(betas) != 2:
+		raise ValueError(f"betas must be two numbers, got {betas!r}")
+	for i, beta in enumerate(betas):
+		check_kind(float, **{f"betas[{i}]": beta})
+		if not 0 <= beta < 1:
+			raise ValueError(f"betas[{i}] must be at least 0 and below 1, got {beta}")
+	check_kind(bool, amsgrad=amsgrad, maximize=maximize)
+
+
+def _check_shape(name: str, t: Any, shape: Sequence[int]) -> None:
+	"""The fused kernels read and write as many elements as the parameter has, wherever they lie."""
+	check_is_tensor(name, t)
+	if t.shape != tuple(shape):
+		raise ValueError(f"{name} of a parameter must have the shape {tuple(shape)}, got {tuple(t.shape)}")
 
 
 def _has_kernel(part: Tensor) -> bool:

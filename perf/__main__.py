@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 	parsed = parser.parse_args(arguments)
 	try:
 		status: int = modules[parsed.command].main(parsed)
-	except (ValueError, FileNotFoundError, re.error) as error:
+	except (ValueError, OSError, ImportError, re.error) as error:
 		print(f"error: {error}", file=sys.stderr)
 		return 2
 	return status

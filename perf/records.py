@@ -212,16 +212,16 @@ def read(path: Path) -> list[Record]:
 		ValueError: a line is no record; it says which.
 	"""
 	records: list[Record] = []
+	number = 0
 	with _open(path, "rt") as file:
-		for number, line in enumerate(file, 1):
-			if not line.strip():
-				continue
-			try:
-				value = json.loads(line)
-				rows = _rows(value[_COLUMNS]) if _COLUMNS in value else [value]
-				records += [Record(**row) for row in rows]
-			except (TypeError, ValueError) as error:
-				raise ValueError(f"{path}, line {number}: {error}") from error
+		try:
+			for number, line in enumerate(file, 1):  # noqa: B007, it is in the message
+				if line.strip():
+					value = json.loads(line)
+					rows = _rows(value[_COLUMNS]) if _COLUMNS in value else [value]
+					records += [Record(**row) for row in rows]
+		except (AttributeError, EOFError, TypeError, ValueError, lzma.LZMAError) as error:
+			raise ValueError(f"{path}, line {number}: {error}") from error
 	return records
 
 

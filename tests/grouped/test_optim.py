@@ -67,6 +67,8 @@ def test_kernels_have_the_bits_of_torchs_cuda_kernel_then_quantize(fmt, arch):
 	p = nn.Parameter(p.detach().prepack()) if fmt == FORMATS[0] else p
 	constants = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3}
 	ours = optim.AdamW([p], masters={p: w}, lr=torch.tensor(3e-2), maximize=True, **constants)
+	if fmt == FORMATS[3]:
+		ours.step = torch.compile(ours.step, backend="eager")
 	held, scaler = [w.clone(), *torch.zeros(2, *SHAPE)], torch.amp.GradScaler("cpu", init_scale=8.0)
 	scaler.scale(torch.zeros(()))
 	for count, seed in ((1, 1), (1, None), (2, 2)):
@@ -205,17 +207,33 @@ def test_grad_scaler_skips_steps_with_infinities():
 
 def test_faults():
 	p = nn.Parameter(grouped.quantize(draw(0), grouped.NVFP4()))
-	for options, message in (
-		({"lr": float("nan")}, r"lr must be at least 0, got nan"),
-		({"betas": (0.9,)}, r"betas must be two numbers, got \(0.9,\)"),
-		({"betas": (0.9, 1.0)}, r"betas\[1\] must be at least 0 and below 1, got 1"),
-		({"lr": torch.ones(2)}, r"lr must have one element, got the shape \(2,\)"),
-		({"masters": {p: draw(0)[:1]}}, r"must have its shape \(3, 80, 64\), got \(1, 80, 64\)"),
+	for options, error, message in (
+		({"lr": float("nan")}, ValueError, r"lr must be at least 0 and finite, got nan"),
+		({"lr": torch.tensor(-1.0)}, ValueError, r"lr must be at least 0 and finite, got -1"),
+		({"lr": torch.ones(2)}, ValueError, r"lr must have one element, got the shape \(2,\)"),
+		({"eps": "1e-8"}, TypeError, r"eps must be a number, got '1e-8'"),
+		({"betas": 0.9}, ValueError, r"betas must be two numbers, got 0.9"),
+		({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1"),
+		({"maximize": "no"}, TypeError, r"maximize must be a bool, got 'no'"),
 	):
-		with raises(ValueError, message):
-			optim.AdamW([p], **options)
-	with raises(TypeError, "no parameter with a master"):
-		optim.AdamW([p], masters={draw(0): draw(0)})
+		for make in (optim.AdamW([nn.Parameter(draw(1))]).add_param_group, lambda group: optim.AdamW([group])):
+			with raises(error, message):
+				make({"params": [p], **options})
+	for masters, error, message in (
+		([p], TypeError, "masters must be a mapping"),
+		({p: draw(0)[:1]}, ValueError, r"must have the shape \(3, 80, 64\), got \(1, 80, 64\)"),
+		({p: p}, TypeError, r"must be plain, in floating point, got GroupedTensor"),
+		({draw(0): draw(0)}, TypeError, "no parameter with a master"),
+	):
+		with raises(error, message):
+			optim.AdamW([p], masters=masters)
+	ours = optim.AdamW([p])
+	with raises(ValueError, r"exp_avg .* \(3, 80, 64\), got \(1, 80, 64\)"):
+		ours.load_state_dict(ours.state_dict() | {"state": {0: {"exp_avg": draw(0)[:1]}}})
+	p.main_grad, p.grad_added_to_main_grad = draw(0)[:1], True
+	with raises(ValueError, r"gradient .* \(3, 80, 64\), got \(1, 80, 64\)"):
+		ours.step()
+	assert not ours.state
 	transformed = grouped.quantize(draw(0).bfloat16(), grouped.NVFP4(hadamard=True), columnwise=True)
 	with raises(TypeError, "quantize weights without hadamard"):
 		optim.AdamW([nn.Parameter(transformed)])

@@ -33,11 +33,12 @@ def test_the_page_is_whole_and_depends_on_the_records_alone():
 	assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(payload(RECORDS)))
 
 
-def test_without_plotly_the_extra_is_named(monkeypatch):
+def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
 	_plotly.cache_clear()
 	monkeypatch.setitem(sys.modules, "plotly.offline", None)
-	with pytest.raises(ImportError, match=r"pip install 'grouped-kernels\[perf\]'"):
-		page(RECORDS)
+	write(tmp_path / "records.jsonl", RECORDS)
+	assert main(["dashboard", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+	assert "needs plotly: pip install 'grouped-kernels[perf]'" in capsys.readouterr().err
 
 
 def test_all_newest_numbers_are_in_the_page():

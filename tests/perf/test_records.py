@@ -98,9 +98,15 @@ def test_a_wrong_line_is_named(tmp_path):
 	path.write_text(path.read_text() + '{"value": "fast"}\n')
 	with raises(ValueError, "line 2"):
 		read(path)
-	path.write_text('{"columns": {"suite": ["a"], "value": [1.0, 2.0]}}\n')
-	with raises(ValueError, "line 1"):
-		read(path)
+	for columns in ('{"suite": ["a"], "value": [1.0, 2.0]}', "5"):
+		path.write_text(f'{{"columns": {columns}}}\n')
+		with raises(ValueError, "line 1"):
+			read(path)
+	cut = tmp_path / "r.jsonl.xz"
+	write(cut, [BASE])
+	cut.write_bytes(cut.read_bytes()[:-9])
+	with raises(ValueError, "r.jsonl.xz, line"):
+		read(cut)
 	with pytest.raises(FileNotFoundError):
 		load(tmp_path / "none")
 
