@@ -263,11 +263,12 @@ def _check_shape(name: str, t: Any, shape: Sequence[int]) -> None:
 
 
 def _has_kernel(part: Tensor) -> bool:
-	"""Whether ``adamw_quantize`` takes it, on kernels; elsewhere torch updates first: on GPUs with the same bits."""
+	"""Whether ``adamw_quantize`` takes it, on GPUs, also fake ones, and emulated; elsewhere torch updates first."""
 	if not isinstance(part, GroupedTensor) or part.grouping != "uniform":
 		return False
 	level = part.format.second_level
-	return (level is None or level.per == "group") and active_backend(part.device).arch != "reference"
+	runs_kernels = part.is_cuda or (part.is_cpu and active_backend(part.device).arch != "reference")
+	return (level is None or level.per == "group") and runs_kernels
 
 
 def _update_and_quantize(

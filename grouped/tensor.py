@@ -497,9 +497,8 @@ class GroupedTensor(Tensor):
 		if seed is None:
 			seed = draw_seed(self.format, x.device)
 		if update is not None:
-			update |= {"master": x, "out": inner, "format": self.format.text, "scale": scale, "seed": seed}
-			update["rowwise"], update["columnwise"] = directions
-			torch.ops.cute_kernels.adamw_quantize(**update)
+			made = dict(zip(("rowwise", "columnwise"), directions, strict=True), format=self.format.text, out=inner)
+			torch.ops.cute_kernels.adamw_quantize(master=x, scale=scale, seed=seed, **made, **update)
 		else:
 			given = (scale, seed, activation, flat_shapes(self._shapes))
 			torch.ops.cute_kernels.grouped_quantize_out(*(x, self.format.text, offs, amax, *directions, *given), out=inner)

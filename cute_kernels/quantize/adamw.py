@@ -115,16 +115,16 @@ class AdamWKernel(AmaxKernels):
 
 	@cute.kernel
 	def kernel(self, master: cute.Tensor, by: Update, amax: cute.Tensor) -> None:
-		warps, size = _THREADS // WARP_SIZE, master.shape[1] * master.shape[2]
-		runs, factors = (size + (_RUN - 1)) // _RUN, self.stepper.factors(by)
+		warps, size = _THREADS // WARP_SIZE, Int64(master.shape[1]) * master.shape[2]
+		runs, factors = Int32((size + (_RUN - 1)) // _RUN), self.stepper.factors(by)
 		# From the last to the first, which the quantizer then finds in L2.
 		index = master.shape[0] * runs - 1 - cute.arch.block_idx()[0] * warps - cute.arch.warp_idx()
 		while index >= 0:
 			group, packed = index // runs, Uint32(0)
-			first = (index - group * runs) * _RUN
-			end, at_once = cutlass.min(first + _RUN, size), Stepper.unit
-			for at in cutlass.range(first + cute.arch.lane_idx() * at_once, end, WARP_SIZE * at_once, unroll=1):
-				words = self.stepper.step(master, by, factors, Int64(group) * size + at)
+			first, at_once = Int64(index - group * runs) * _RUN, Stepper.unit
+			start, count = group * size + first, Int32(cutlass.min(size - first, Int64(_RUN)))
+			for at in cutlass.range(cute.arch.lane_idx() * at_once, count, WARP_SIZE * at_once, unroll=1):
+				words = self.stepper.step(master, by, factors, start + at)
 				packed = absmax_packed([packed, *words], self.dtype, self.arch)
 			self.merge(amax, group, unpack_absmax(packed, self.dtype, self.arch))
 			index -= cute.arch.grid_dim()[0] * warps

@@ -2,6 +2,7 @@ import copy
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import grouped
 from cute_kernels import backend
@@ -86,6 +87,23 @@ def test_kernels_have_the_bits_of_torchs_cuda_kernel_then_quantize(fmt, arch):
 		assert same_bytes(p, q.prepack() if p.prepacked else q) and p._version > version
 		state = ours.state[p]
 		assert state["step"] == count and all(map(torch.equal, [state[n] for n in ("master", *optim._MOMENTS[:2])], held))
+
+
+def test_compiled_and_on_a_gpu_that_is_not_there(monkeypatch):
+	made, plain = [], optim._update_and_quantize
+	for update in (plain, torch.compile(plain, backend="eager", fullgraph=True)):
+		monkeypatch.setattr(optim, "_update_and_quantize", update)
+		p, ours, *_ = both(FORMATS[2])
+		p.grad = draw(1).to(BF16)
+		with backend("emulated:sm_90a"):
+			ours.step()
+		made.append(p)
+	assert same_bytes(*made)
+	monkeypatch.undo()
+	with FakeTensorMode():
+		p = nn.Parameter(grouped.quantize(torch.zeros(SHAPE, device="cuda"), FORMATS[2]))
+		p.grad = torch.zeros_like(p, dtype=F32)
+		optim.AdamW([p]).step()
 
 
 def test_what_has_no_kernel_is_torchs():
