@@ -200,13 +200,7 @@ def _empty_like(func: Any, x: GroupedTensor, **kwargs: Any) -> Any:
 	return x._apply_inner(lambda t: _empty(t, kwargs.get("device")))
 
 
-@handler(
-	aten.zeros_like.default,
-	aten.ones_like.default,
-	aten.full_like.default,
-	aten.rand_like.default,
-	aten.randn_like.default,
-)
+@handler(*(getattr(aten, f"{name}_like").default for name in ("zeros", "ones", "full", "rand", "randn")))
 def _like(func: Any, x: GroupedTensor, *args: Any, **kwargs: Any) -> Tensor:
 	return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)
 

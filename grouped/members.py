@@ -157,7 +157,7 @@ def _rowwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy) ->
 	if fmt.scale is not None:
 		first = span.tile * TILE_ROWS
 		slots = torch.arange(first, first + span.rows, device=copy.scales.device)
-		yield _numbers(fmt.scale, linear_row_scales(fmt, copy.scales, slots, columns)[:: _repeats(fmt)])
+		yield numbers_of(fmt.scale, linear_row_scales(fmt, copy.scales, slots, columns)[:: _repeats(fmt)])
 	for name in level.buffers if level is not None else ():
 		vector: Tensor = getattr(copy, name)
 		yield vector.flatten()[rows] if level is not None and level.per == "row" else vector[span.group]
@@ -181,7 +181,7 @@ def _columnwise(span: GroupSpan, fmt: Format, columns: int, copy: QuantizedCopy)
 		scales = copy.scales[span.group] if is_uniform else copy.scales
 		linear = linear_column_scales(fmt, scales, columns, slice(tile, tile + ceil_div(span.rows, TILE_ROWS)))
 		linear = linear[:: _repeats(fmt), : ceil_div(span.rows, fmt.scale.vec_size)]
-		yield _numbers(fmt.scale, linear if is_transposed else linear.T)
+		yield numbers_of(fmt.scale, linear if is_transposed else linear.T)
 	for name in level.buffers if level is not None else ():
 		vector: Tensor = getattr(copy, name)
 		yield vector[span.group]
@@ -192,6 +192,6 @@ def _repeats(fmt: Format) -> int:
 	return fmt.scale.vec_size if fmt.scale and fmt.has_squares else 1
 
 
-def _numbers(scale: BlockScale, stored: Tensor) -> Tensor:
+def numbers_of(scale: BlockScale, stored: Tensor) -> Tensor:
 	"""Scale bytes as the numbers that they are; E8M0 stays bytes, which few ops of torch take."""
 	return stored.view(scale.element.dtype) if scale.element.dtype.is_signed else stored

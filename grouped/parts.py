@@ -16,7 +16,7 @@ from cute_kernels.records import check_choice
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.scales import lay_scales, linear_scales, tile_view
 
-from .members import QuantizedCopy
+from .members import QuantizedCopy, numbers_of
 from .validation import check_format
 
 #: How block scales lie: a matrix, as in checkpoints, or what ``layout.buffers`` has.
@@ -126,7 +126,7 @@ def _linear(fmt: Format, scale: BlockScale, scales: Tensor, shape: Sequence[int]
 	by_slot = linear_scales(fmt, tiles if offs is not None else tiles.flatten(0, 1), False, shape[-1]).flatten(0, 1)
 	slot, _ = _slots(shape, offs, scales.device)
 	rows = torch.cat([by_slot, by_slot.new_zeros(1, by_slot.shape[1])])[slot].view(*shape[:-1], by_slot.shape[1])
-	return rows.view(scale.element.dtype) if scale.element.dtype.is_signed else rows
+	return numbers_of(scale, rows)
 
 
 def _second_level(

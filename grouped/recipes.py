@@ -29,6 +29,9 @@ from .validation import check_format, check_size
 
 __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NVFP4RowScaled", "Recipe"]
 
+#: Those that are ready to use.
+NAMES = tuple(name for name in __all__ if name != "Recipe")
+
 ROLES = ("input", "weight", "grad_output")
 
 

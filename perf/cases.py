@@ -1,5 +1,6 @@
 """What is measured, as data: models, their shapes, rows, routings, and formats."""
 
+import collections
 import dataclasses
 import itertools
 import random
@@ -98,10 +99,8 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
 	lot = random.Random(seed)
 	weights = [1.0] * groups
 	if routing == "random":
-		counts = [0] * groups
-		for group in lot.choices(range(groups), k=rows):
-			counts[group] += 1
-		return counts
+		counts = collections.Counter(lot.choices(range(groups), k=rows))
+		return [counts[group] for group in range(groups)]
 	if routing == "zipf":
 		weights = [(rank + 1) ** -_EXPONENT for rank in range(groups)]
 	elif routing == "hot":
@@ -112,11 +111,8 @@ def split_rows(routing: str, groups: int, rows: int, seed: int = 0) -> list[int]
 		raise ValueError(f"routing must be one of {', '.join(ROUTINGS)}, got {routing}")
 	lot.shuffle(weights)
 	# Rounded ends rather than sizes: they add up.
-	ends, total = [0], 0.0
-	for weight in weights:
-		total += weight
-		ends.append(round(total / sum(weights) * rows))
-	return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+	ends = [0, *(round(total / sum(weights) * rows) for total in itertools.accumulate(weights))]
+	return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def ends_of(sizes: list[int]) -> list[int]:

@@ -22,7 +22,7 @@ class Contender:
 		bound: the largest error that is right.
 		capturable: whether it can be captured in a CUDA graph.
 		is_step: whether it is a whole pass of a layer, of which eager time and memory are kept beside the time.
-		versions: of the contender's packages.
+		versions: of the contender's packages; those of a peer ``Options.competing`` adds.
 	"""
 
 	name: str

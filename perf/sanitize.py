@@ -32,7 +32,6 @@ from cute_kernels.ops.launch.gemm import force_tile
 from .suites.gemm import PAIRS
 from .suites.moe import OWN
 from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given
-from .tables import RECIPES
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 #: Exit status of a tool that reports something.
@@ -192,7 +191,7 @@ def _k_grouped(a_fmt: Format, b_fmt: Format, width: int, cols: int) -> None:
 
 def mixture() -> None:
 	"""Training steps of a mixture and of its optimizer: routing, gathered rows, fused activations, gradients, sums."""
-	names = [name for name in RECIPES if _choice.fits(name)][_choice.share :: _choice.shares]
+	names = [name for name in grouped.recipes.NAMES if _choice.fits(name)][_choice.share :: _choice.shares]
 	for name, own in itertools.product(names, ({}, *OWN.values())):
 		_step(name, own)
 

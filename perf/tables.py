@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import grouped
+from grouped.recipes import NAMES
 
 from .records import Record
 from .suites.counts import ROUTINGS
@@ -71,15 +71,13 @@ def _time(**where: Any) -> Cell:
 	return _of("time", **where)
 
 
-RECIPES = tuple(name for name in grouped.recipes.__all__ if name != "Recipe")
-
 # The demo.
 
 _FULL_NVFP4 = "NVFP4(hadamard=True, stochastic_rounding=True)"
 _DEMO = Table(
 	"demo",
 	("recipe",),
-	tuple(Row((name,), {"format": name}) for name in (*RECIPES, _FULL_NVFP4)),
+	tuple(Row((name,), {"format": name}) for name in (*NAMES, _FULL_NVFP4)),
 	(
 		Column("held-out loss at the start", _of("start loss", 3)),
 		Column("at the end, nats a byte", _of("end loss", 3)),
@@ -103,7 +101,7 @@ _MEMORY = Table(
 	"memory",
 	("recipe",),
 	(
-		*(Row((name,), {"format": name, "contender": "ours"}) for name in RECIPES),
+		*(Row((name,), {"format": name, "contender": "ours"}) for name in NAMES),
 		*(Row((f"{name}, `recompute`",), {"format": name, "contender": "ours, recompute"}) for name in RECOMPUTED),
 	),
 	tuple(

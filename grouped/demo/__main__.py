@@ -19,7 +19,6 @@ from .data import Corpus, load_corpus, unigram_entropy
 from .model import ModelConfig
 from .train import Run, TrainConfig, train
 
-_RECIPES = ("BF16", *(name for name in recipes.__all__ if name not in ("BF16", "Recipe")))
 _DEFAULT = ("BF16", "NVFP4", "NVFP4RowScaled")
 _ALL = "all"
 _LEGEND = """\
@@ -56,10 +55,10 @@ def _parser() -> argparse.ArgumentParser:
 	add(
 		"--recipe",
 		nargs="+",
-		choices=(*_RECIPES, _ALL),
+		choices=(*recipes.NAMES, _ALL),
 		default=_DEFAULT,
 		metavar="RECIPE",
-		help=f"what to train in: one or more of {', '.join(_RECIPES)}, or {_ALL}",
+		help=f"what to train in: one or more of {', '.join(recipes.NAMES)}, or {_ALL}",
 	)
 	add("--out", type=Path, default=Path("demo_out"), help="folder for the results")
 	add(
@@ -115,8 +114,8 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 def _asked(args: argparse.Namespace) -> list[str]:
 	"""The recipes to train in, BF16 first: the others are compared with it if they are stopped."""
-	names = _RECIPES if _ALL in args.recipe else args.recipe
-	return sorted(set(names), key=_RECIPES.index)
+	names = recipes.NAMES if _ALL in args.recipe else args.recipe
+	return sorted(set(names), key=recipes.NAMES.index)
 
 
 def _train_with_progress(

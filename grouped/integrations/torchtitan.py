@@ -50,9 +50,8 @@ class GroupedExpertsConverter(QuantizationConverter):  # type: ignore[misc]
 	def __init__(self, config: Config) -> None:
 		recipe: Any = config.recipe
 		if isinstance(recipe, str):
-			names = [name for name in recipes.__all__ if name != "Recipe"]
-			if recipe not in names:
-				raise ValueError(f"recipe must be one of {', '.join(names)}, got {recipe!r}")
+			if recipe not in recipes.NAMES:
+				raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")
 			recipe = getattr(recipes, recipe)()
 		check_recipe(recipe)
 		for name in ("skip_first", "skip_last"):

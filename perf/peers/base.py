@@ -96,8 +96,7 @@ class Peer:
 		"""One of its quantizers, to the format ``text``, of which it writes so many copies."""
 		fmt = parse(text)
 		moved = data.x.numel() * (2.0 + copies * element_bytes(fmt))
-		bound, versions = NOISE[fmt.name.partition("_")[0]], self.versions
-		return Contender(self.name, text, prepare, error, bound, moved, versions=versions, note=note)
+		return Contender(self.name, text, prepare, error, NOISE[fmt.name.partition("_")[0]], moved, note=note)
 
 	def product(
 		self,
@@ -118,7 +117,7 @@ class Peer:
 		noise = next(name for name in ("nvfp4", "fp8", "bfloat16") if name in text)
 		check, moved = error or work.error, work.least_bytes(a_bytes, b_bytes)
 		done = (self.name, text, prepare, check, NOISE[noise], moved, work.flops)
-		return Contender(*done, versions=self.versions, note=note)
+		return Contender(*done, note=note)
 
 
 class W4A16Peer(Peer, abc.ABC):

@@ -27,10 +27,6 @@ class PyTorch(Peer):
 	module = "torch"
 	kinds = ("gpu", "cpu")
 
-	@property
-	def versions(self) -> dict[str, str]:
-		return {"torch": torch.__version__}
-
 	def products(self, work: Operands) -> Iterator[Contender]:
 		plain = partial(_grouped_mm, work)
 		yield self.product(work, "bfloat16", lambda: plain)
@@ -64,11 +60,11 @@ class PyTorch(Peer):
 	def _step(self, work: LayerWork, activate: Callable[[Tensor], Tensor]) -> Contender:
 		product = partial(torch._grouped_mm, offs=work.offs)
 		make = partial(plain_layer, work, product, activate)
-		return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"], versions=self.versions)
+		return work.contender("torch", "BF16", make, 3 * NOISE["bfloat16"])
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
 		"""The layer in bf16, with the activation and the sum by its compiler."""
-		yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
+		yield work.contender("torch", "BF16", lambda: _mixture(work), PEER_BOUND)
 
 
 def combine(h: Tensor, order: Tensor, p: Tensor) -> Tensor:

@@ -44,12 +44,12 @@ class Quack(Peer):
 
 	def _step(self, work: LayerWork, *gather: Tensor | None) -> Contender:
 		make = functools.partial(_alone, work, *gather)
-		return work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"], versions=self.versions)
+		return work.contender("quack", "BF16", make, 4 * NOISE["bfloat16"])
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
 		"""With PyTorch's router, sort, sums and shared expert; it has no SwiGLU that clamps."""
 		if "activation" not in work.options:
-			yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND, versions=self.versions)
+			yield work.contender("quack", "BF16", lambda: _mixture(work), PEER_BOUND)
 
 
 def _interface() -> Any:

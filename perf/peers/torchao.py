@@ -50,7 +50,7 @@ class TorchAo(Peer):
 		major = torch.cuda.get_device_capability()[0]
 		for text, (function, capabilities) in _LAYERS.items():
 			if major in capabilities:
-				yield work.contender("torchao", text, partial(_layer, work, function), versions=self.versions)
+				yield work.contender("torchao", text, partial(_layer, work, function))
 
 
 def _mxfp8(data: Input) -> Callable[[Tensor], Any]:

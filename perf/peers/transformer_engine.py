@@ -62,7 +62,7 @@ class TransformerEngine(Peer):
 			if major in capabilities:
 				make = functools.partial(_layer, work, recipe, multiple)
 				# Group sizes go through the host, which a capture cannot see change.
-				yield work.contender("TransformerEngine", text, make, capturable=False, versions=self.versions)
+				yield work.contender("TransformerEngine", text, make, capturable=False)
 
 
 def _e4m3() -> Any:

@@ -21,7 +21,7 @@ class Transformers(Peer):
 	kinds = ("gpu", "cpu")
 
 	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND, versions=self.versions)
+		yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND)
 
 
 def _layer(work: MoEWork) -> Step:

@@ -34,7 +34,9 @@ class Options:
 		for peer in self.peers:
 			if hasattr(peer, what) and meter.kind in peer.kinds and not peer.missing(meter):
 				peer.meter = meter
-				yield from getattr(peer, what)(*work)
+				for contender in getattr(peer, what)(*work):
+					contender.versions = peer.versions
+					yield contender
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -78,8 +78,7 @@ class Step:
 
 
 def recipes() -> dict[str, grouped.recipes.Recipe]:
-	names = (name for name in grouped.recipes.__all__ if name != "Recipe")
-	return {name: getattr(grouped.recipes, name)() for name in names}
+	return {name: getattr(grouped.recipes, name)() for name in grouped.recipes.NAMES}
 
 
 def swiglu(z: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ class LayerWork:
 	of an MLP (G, H, I) as well. ``recipes`` are ours, ``offered`` is what peers call theirs.
 	"""
 
-	recipes: ClassVar[Sequence[str]] = tuple(recipes())
+	recipes: ClassVar[Sequence[str]] = grouped.recipes.NAMES
 	offered: ClassVar[str] = "layers"
 
 	def __init__(
@@ -194,14 +193,7 @@ class LayerWork:
 		return float(np.max([relative_error(a, b) for a, b in zip(results, self.expected, strict=True)]))
 
 	def contender(
-		self,
-		name: str,
-		recipe: str,
-		make: Callable[[], Step],
-		bound: float = _BOUND,
-		*,
-		capturable: bool = True,
-		versions: Mapping[str, str] | None = None,
+		self, name: str, recipe: str, make: Callable[[], Step], bound: float = _BOUND, *, capturable: bool = True
 	) -> Contender:
 		made: list[Step] = []
 
@@ -210,7 +202,7 @@ class LayerWork:
 			return made[0].run
 
 		fixed = (name, recipe, prepare, lambda got: self.error(made[0].results()), bound, self.bytes, self.flops)
-		return Contender(*fixed, capturable=capturable, is_step=True, versions=versions or {})
+		return Contender(*fixed, capturable=capturable, is_step=True)
 
 	def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:
 		for name in self.recipes:
