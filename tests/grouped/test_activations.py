@@ -4,7 +4,7 @@ import torch
 import grouped
 from cute_kernels.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, ops, sample
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ends, ops, sample
 
 OFFS = [10, 10, 37]
 FORMATS = {f.name: f for f in (grouped.NVFP4(), grouped.FP8(), grouped.MXFP8(), grouped.FP8Block())}
@@ -25,7 +25,7 @@ def stored(fmt, elements):
 @each("backward", [False, True])
 def test_codes_and_dbias_of_the_elements(fmt, backward, rows):
 	x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
-	offs = torch.tensor(OFFS, dtype=I32) if len(rows) == 1 else None
+	offs = ends(*OFFS) if len(rows) == 1 else None
 	got, dbias = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True)
 	elements = activate_gradient(x.float(), grad.float(), SWIGLU) if backward else activate(x.float(), SWIGLU)
 	want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)

@@ -4,11 +4,11 @@ import torch
 
 import grouped
 from grouped import recipes
-from tests.helpers import BF16, I32, each, raises, refusals
+from tests.helpers import BF16, I32, each, ends, raises, refusals
 
 from .cases import EVERY_FORMAT
 
-OFFS = torch.tensor([4, 4, 9], dtype=I32)
+OFFS = ends(4, 4, 9)
 X = torch.zeros(9, 64, dtype=BF16)
 W = torch.zeros(3, 32, 64, dtype=BF16)
 SQUARE = torch.zeros(3, 64, 64, dtype=BF16)

@@ -3,7 +3,7 @@ from torch import nn
 
 from grouped import optim, recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import I32, assert_same_bytes, each, each_copy, raises, sample, whole_graph
+from tests.helpers import assert_same_bytes, each, each_copy, ends, raises, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized
 
@@ -195,7 +195,7 @@ def test_copies_have_their_own(copied, first):
 
 @each("first", [None, True, False])
 def test_compiled_calls_see_every_change(first, fresh_dynamo):
-	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
+	layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
 	run = whole_graph(layer)
 	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
 		layer(x, offs, is_first_microbatch=True)
@@ -205,7 +205,7 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
 
 
 def test_traces_and_transforms_keep_nothing():
-	layer, x, offs = layer_of().eval(), sample(40, K), torch.tensor(ENDS, dtype=I32)
+	layer, x, offs = layer_of().eval(), sample(40, K), ends(*ENDS)
 	with torch.no_grad():
 		graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, offs))(x)
 		assert layer._kept is None

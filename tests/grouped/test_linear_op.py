@@ -10,12 +10,12 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, I32, assert_all_same, assert_same_bytes, each, raises, refusals, sample, step
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ends, raises, refusals, sample, step
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
 K, N = 64, 96
-OFFS = torch.tensor([13, 13, 35], dtype=I32)
+OFFS = ends(13, 13, 35)
 
 
 def layer_of(recipe, **options):
@@ -184,7 +184,7 @@ def test_backward_through_an_exported_module(recipe, single, strict):
 	exported = saved_and_loaded(program)
 	assert [str(node.target) for node in program.graph.nodes].count("grouped.experts.default") == 1
 	x, dy = sample(77, K), sample(77, K)
-	offs = torch.tensor([30, 30, 70], dtype=I32)
+	offs = ends(30, 30, 70)
 	for parameters_want_one in (True, False):
 		results = []
 		for module in (mlp, exported):

@@ -2,7 +2,7 @@ import numpy as np
 import torch
 
 import grouped
-from tests.helpers import I32, assert_same_buffers, assert_same_bytes, each, raises, refusals, sample
+from tests.helpers import I32, assert_same_buffers, assert_same_bytes, each, ends, raises, refusals, sample
 
 from .cases import FORMATS, bytes_of
 
@@ -14,14 +14,14 @@ FORMS = {
 	"numpy uint8": np.array([7, 7, 33], dtype=np.uint8),
 	"list of numpy": list(np.array([7, 7, 33])),
 	"int64": torch.tensor([7, 7, 33]),
-	"strided": torch.tensor([7, 0, 7, 0, 33, 0], dtype=I32)[::2],
+	"strided": ends(7, 0, 7, 0, 33, 0)[::2],
 }
 
 
 @each("offs", FORMS)
 def test_every_form_of_offs_means_the_same(offs):
 	x = sample(ROWS, 32)
-	want = grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor([7, 7, 33], dtype=I32), columnwise=True)
+	want = grouped.quantize(x, FORMATS["1x16"], offs=ends(7, 7, 33), columnwise=True)
 	got = grouped.quantize(x, FORMATS["1x16"], offs=offs, columnwise=True)
 	assert got.offs.dtype == I32
 	assert_same_buffers(bytes_of(got), bytes_of(want))
@@ -89,13 +89,13 @@ def test_operands_of_wgrad_are_cut_alike():
 
 def test_a_quantized_tensor_owns_its_boundaries():
 	"""Neither side sees the other write: callers reuse offs buffers, ``out=`` rewrites offs."""
-	offs = torch.tensor([7, 7, 33], dtype=I32)
+	offs = ends(7, 7, 33)
 	x = sample(ROWS, 32)
 	xq = grouped.quantize(x, FORMATS["1x16"], offs=offs)
 	before = xq.dequantize()
 	offs.fill_(3)
 	assert_same_bytes(xq.dequantize(), before)
-	second = torch.tensor([1, 2, 3], dtype=I32)
+	second = ends(1, 2, 3)
 	grouped.quantize(x, FORMATS["1x16"], offs=second, out=xq)
 	xq.offs.zero_()
 	assert offs.tolist() == [3, 3, 3] and second.tolist() == [1, 2, 3]

@@ -10,12 +10,12 @@ from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from grouped.passes import LinearCall
 from perf.measure.memory import Saved, Sizes, measure, saved_by
-from tests.helpers import BF16, E4M3, F32, I32, each, sample
+from tests.helpers import BF16, E4M3, F32, I32, each, ends, sample
 
 from .cases import ALL_RECIPES, QUANTIZED, WEIGHT_FORMAT
 
 ROWS, GROUPS, HIDDEN, WIDTH = 40, 3, 64, 32
-OFFS = torch.tensor([13, 13, 35], dtype=I32)
+OFFS = ends(13, 13, 35)
 _OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 

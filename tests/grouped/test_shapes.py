@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import F16, I32, Graphs, assert_same_buffers, assert_same_bytes, each, raises, sample, saved
+from tests.helpers import F16, Graphs, assert_same_buffers, assert_same_bytes, each, ends, raises, sample, saved
 
 from .cases import SHAPES, OpCounter, assert_same_tensor, bytes_of, pointers, ragged, shaped, uniform
 
@@ -227,7 +227,7 @@ def test_parts_that_do_not_fit():
 	for changes, message in (
 		({"shape": (10, 470)}, r"shape must be \(capacity,\) with shapes"),
 		({"shapes": None}, r"shape must be \(G, N, K\) without offs"),
-		({"offs": torch.tensor([1], dtype=I32)}, "offs and shapes are both given"),
+		({"offs": ends(1)}, "offs and shapes are both given"),
 		({"shapes": [*SHAPES[:2], (100, 32), SHAPES[3]]}, "rowwise codes must have size"),
 		({"prepacked": True}, "prepacked weights are uniform, but shapes"),
 	):

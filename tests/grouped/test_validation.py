@@ -2,7 +2,7 @@ import torch
 
 import grouped
 from grouped import GroupedTensor
-from tests.helpers import I32, assert_same_buffers, each, raises, sample, saved
+from tests.helpers import I32, assert_same_buffers, each, ends, raises, sample, saved
 
 from .cases import EVERY_FORMAT, FORMATS, bytes_of, ragged, uniform
 
@@ -108,7 +108,7 @@ def test_a_file_whose_parts_do_not_fit_is_refused():
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-	x, offs = sample(2, 36, 64), torch.tensor([7, 36], dtype=I32)
+	x, offs = sample(2, 36, 64), ends(7, 36)
 	with raises(TypeError, r"vmap over grouped.quantize.*\(G, N, K\)"):
 		torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
 	with raises(TypeError, "vmap over grouped.quantize"):

@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 import grouped
-from tests.helpers import BF16, I32, each, raises, sample, whole_graph
+from tests.helpers import BF16, each, ends, raises, sample, whole_graph
 
 from .cases import FORMATS, RECIPES, WEIGHT_FORMAT, parameter, weight
 
@@ -102,7 +102,7 @@ def test_inference_tensors_have_no_version():
 def test_compiled(recipe):
 	layer = frozen_layer(recipe)
 	x = sample(40, K).requires_grad_()
-	y = whole_graph(layer)(x, torch.tensor(OFFS, dtype=I32))
+	y = whole_graph(layer)(x, ends(*OFFS))
 	before = versions(layer.weight)
 
 	@whole_graph

@@ -20,6 +20,7 @@ from tests.helpers import (
 	assert_same_bytes,
 	dequantize_arguments,
 	each,
+	ends,
 	k_grouped_arguments,
 	m_grouped_arguments,
 	offsets,
@@ -35,7 +36,7 @@ from .test_layouts import CALLS
 
 OFFS = offsets((5, 0, 8))
 ROWS = 15  # two rows of tail
-INDEX = torch.tensor([3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1], dtype=I32)
+INDEX = ends(3, 0, 6, 3, -1, 2, 7, 5, 5, 0, 1, 2**31 - 1, 4, 1, 1)
 
 
 BY_ROW, SQUARE = NVFP4_TEXTS["row-scaled"], NVFP4_TEXTS["16x16"]
