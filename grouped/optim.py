@@ -109,13 +109,17 @@ class AdamW(Optimizer):
 		"""Add a group of parameters, as PyTorch's optimizers do; it raises what the class raises."""
 		super().add_param_group(param_group)
 		group = self.param_groups[-1]
-		_check_options(**{name: group[name] for name in self.defaults})
-		for p in group["params"]:
-			part = local_part(p)
-			if isinstance(part, GroupedTensor) and part.format.is_transformed and part.columnwise is not None:
-				raise TypeError(
-					f"{part.format} transforms columns in bf16, not of fp32 masters: quantize weights without hadamard"
-				)
+		try:
+			_check_options(**{name: group[name] for name in self.defaults})
+			for p in group["params"]:
+				part = local_part(p)
+				if isinstance(part, GroupedTensor) and part.format.is_transformed and part.columnwise is not None:
+					raise TypeError(
+						f"{part.format} transforms columns in bf16, not of fp32 masters: quantize weights without hadamard"
+					)
+		except (TypeError, ValueError):
+			del self.param_groups[-1]
+			raise
 
 	def _has_master(self, p: Tensor) -> bool:
 		is_low = p.dtype in (torch.bfloat16, torch.float16)

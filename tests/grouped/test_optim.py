@@ -234,9 +234,11 @@ def test_faults():
 		({"betas": (0.9, 1.0)}, ValueError, r"betas\[1\] must be at least 0 and below 1, got 1"),
 		({"maximize": "no"}, TypeError, r"maximize must be a bool, got 'no'"),
 	):
-		for make in (optim.AdamW([nn.Parameter(draw(1))]).add_param_group, lambda group: optim.AdamW([group])):
+		ours = optim.AdamW([nn.Parameter(draw(1))])
+		for make in (ours.add_param_group, lambda group: optim.AdamW([group])):
 			with raises(error, message):
 				make({"params": [p], **options})
+		assert len(ours.param_groups) == 1
 	for masters, error, message in (
 		([p], TypeError, "masters must be a mapping"),
 		({p: draw(0)[:1]}, ValueError, r"must have the shape \(3, 80, 64\), got \(1, 80, 64\)"),
