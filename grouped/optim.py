@@ -49,7 +49,7 @@ class AdamW(Optimizer):
 	updated shard by shard; a shard of a GroupedTensor must hold whole groups.
 
 	A gradient is ``param.main_grad`` where ``fuse_wgrad_accumulation`` put it there, else
-	``param.grad``. Runs in a CUDA graph if ``lr`` is a tensor or stays, and with ``torch.amp.GradScaler``.
+	``param.grad``. Runs in a CUDA graph if ``lr`` is a tensor there or stays, and with ``torch.amp.GradScaler``.
 
 	Args:
 		params: parameters, or groups of them.
@@ -281,7 +281,8 @@ def _update_and_quantize(
 	(beta1, beta2), step = group["betas"], state["step"].add_(1)
 
 	def number(x: Any) -> Tensor:
-		return x.to(step).view(()) if isinstance(x, Tensor) else torch.full_like(step, x)
+		# The host waits for no copy to the GPU, which a CUDA graph refuses: it would keep that value.
+		return x.to(step, non_blocking=True).view(()) if isinstance(x, Tensor) else torch.full_like(step, x)
 
 	scale = number(1.0 if grad_scale is None else grad_scale) * (-1.0 if group["maximize"] else 1.0)
 	skips = number(0.0 if found_inf is None else found_inf)
