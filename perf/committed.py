@@ -13,10 +13,6 @@ from .suites.base import Options
 RENEW = "python -m perf run counts --renew"
 
 
-def record_of(full: bool) -> Path:
-	return RESULTS / ("counts-readme.jsonl.xz" if full else "counts-ci.jsonl.xz")
-
-
 def _measured(options: Options, choice: Choice, out: Path | None) -> tuple[list[Record], int]:
 	records: list[Record] = []
 
@@ -59,7 +55,7 @@ def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int
 	"""
 	if arguments.suites != ["counts"]:
 		raise ValueError("--renew and --check are for the suite counts")
-	path = record_of(options.full)
+	path = RESULTS / f"counts-{'readme' if options.full else 'ci'}.jsonl.xz"
 	partial = bool(options.backend or choice.case or choice.contender or choice.format)
 	if arguments.renew and partial:
 		raise ValueError("--renew replaces the whole record: leave filters away")

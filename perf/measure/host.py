@@ -91,7 +91,7 @@ class HostMeter(Meter):
 			if contender.is_ours:
 				found.append(Measurement("launches", len(launches), "1", found[0].protocol))
 			if self.kind == "gpu" and launches:
-				found.append(self._time(functools.partial(_call_all, launches), f"{contender.what} of launches"))
+				found.append(self._time(lambda: [launch() for launch in launches], f"{contender.what} of launches"))
 		return found
 
 	def _launches(self, run: Run) -> list[Callable[[], object]]:
@@ -116,8 +116,3 @@ class HostMeter(Meter):
 		if self.kind == "cpu":
 			protocol += ", no launches"
 		return Measurement(what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds)
-
-
-def _call_all(functions: list[Callable[[], object]]) -> None:
-	for function in functions:
-		function()

@@ -14,12 +14,12 @@ def layer_of(single=True, recipe=RECIPES["row-scaled"], **options):
 	return GroupedLinear(3, K, N, recipe=recipe, single_parameter=single, **options)
 
 
-def first_weight(layer):
-	return layer.weight if layer.single_parameter else layer.weight2
-
-
-def rename(layer):
+def name_of_first(layer):
 	return "weight" if layer.single_parameter else "weight2"
+
+
+def first_weight(layer):
+	return getattr(layer, name_of_first(layer))
 
 
 def step(layer, optimizer=torch.optim.SGD, **options):
@@ -27,22 +27,8 @@ def step(layer, optimizer=torch.optim.SGD, **options):
 	optimizer(layer.parameters(), lr=1.0, **options).step()
 
 
-def fused_step(layer):
-	"""For which PyTorch counts no version."""
-	step(layer, torch.optim.AdamW, fused=True)
-
-
-def step_of_ours(layer):
-	step(layer, optim.AdamW)
-
-
-def in_place(layer):
-	with torch.no_grad():
-		first_weight(layer).mul_(2)
-
-
-def in_inference_mode(layer):
-	with torch.inference_mode():
+def in_place(layer, mode=torch.no_grad):
+	with mode():
 		first_weight(layer).mul_(2)
 
 
@@ -50,54 +36,47 @@ def data(layer):
 	first_weight(layer).data = first_weight(layer).data * 2
 
 
-def new_parameter(layer):
-	setattr(layer, rename(layer), nn.Parameter(first_weight(layer).detach() * 2))
-
-
-def new_parameter_on_the_same_storage(layer):
-	"""Whose version is that of the old one, written through it."""
+def on_the_same_storage(layer):
+	"""A parameter whose version is that of the old one, written through it."""
 	old = first_weight(layer).detach()
 	parameter = nn.Parameter(old.data)
 	with torch.no_grad():
 		while parameter._version < old._version:
 			parameter.mul_(2)
 		parameter.mul_(2)
-	setattr(layer, rename(layer), parameter)
+	setattr(layer, name_of_first(layer), parameter)
 
 
-def recipe(layer):
-	layer.recipe = recipes.Recipe(*[RECIPES["nvfp4"].input] * 3)
-
-
-def new_again_and_again(layer):
-	for _ in range(2):
-		data(layer)
-
-
+WRITTEN, OTHER_DATA, OTHER = "written in place", r"its data is another tensor \(\.data", "it is another tensor"
 CHANGES = {
-	step: "written in place",
-	fused_step: "written in place",
-	step_of_ours: "written in place",
-	in_place: "written in place",
-	in_inference_mode: "written in place",
-	data: r"its data is another tensor \(\.data",
-	new_again_and_again: r"its data is another tensor \(\.data",
-	new_parameter: "it is another tensor",
-	new_parameter_on_the_same_storage: "it is another tensor",
-	recipe: "the recipe is Recipe.*and was NVFP4RowScaled",
+	"step": (step, WRITTEN),
+	# PyTorch counts no version.
+	"fused step": (lambda layer: step(layer, torch.optim.AdamW, fused=True), WRITTEN),
+	"step of ours": (lambda layer: step(layer, optim.AdamW), WRITTEN),
+	"in place": (in_place, WRITTEN),
+	"in inference mode": (lambda layer: in_place(layer, torch.inference_mode), WRITTEN),
+	"data": (data, OTHER_DATA),
+	"data again": (lambda layer: [data(layer), data(layer)], OTHER_DATA),
+	"parameter": (lambda layer: setattr(layer, name_of_first(layer), nn.Parameter(first_weight(layer) * 2)), OTHER),
+	"parameter on the same storage": (on_the_same_storage, OTHER),
+	"recipe": (
+		lambda layer: setattr(layer, "recipe", recipes.Recipe(*[RECIPES["nvfp4"].input] * 3)),
+		"the recipe is Recipe.*and was NVFP4RowScaled",
+	),
 }
+changes = each(("change", "message"), CHANGES)
 
 
 @each("single", [True, False])
-@each("change", [*CHANGES], lambda change: change.__name__)
-def test_a_changed_weight_is_not_used(change, single):
+@changes
+def test_a_changed_weight_is_not_used(change, message, single):
 	layer = layer_of(single)
 	x = sample(40, K)
 	step(layer)
 	layer(x, ENDS, is_first_microbatch=True)
 	layer(x, ENDS, is_first_microbatch=False)
 	change(layer)
-	with raises(RuntimeError, f"the weight changed since: .*{CHANGES[change]}"):
+	with raises(RuntimeError, f"the weight changed since: .*{message}"):
 		layer(x, ENDS, is_first_microbatch=False)
 	fresh = layer(x, ENDS, is_first_microbatch=True).detach()
 	assert_same_bytes(fresh, layer(x, ENDS).detach())
@@ -105,9 +84,9 @@ def test_a_changed_weight_is_not_used(change, single):
 
 
 @each("single", [True, False])
-@each("change", [*CHANGES], lambda change: change.__name__)
+@changes
 @each("grad_mode", [torch.no_grad, torch.inference_mode])
-def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, single):
+def test_inference_keeps_a_weight_until_it_changes(grad_mode, change, message, single):
 	layer = layer_of(single).eval()
 	x = sample(40, K)
 
@@ -199,8 +178,9 @@ def test_compiled_calls_see_every_change(first, fresh_dynamo):
 	run = whole_graph(layer)
 	with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
 		layer(x, offs, is_first_microbatch=True)
-		for change in (in_place, data, in_inference_mode, lambda layer: None):
-			change(layer)
+		for name in ("in place", "data", "in inference mode", None):
+			if name:
+				CHANGES[name][0](layer)
 			assert_same_bytes(run(x, offs, is_first_microbatch=first), layer(x, offs, is_first_microbatch=True))
 
 
