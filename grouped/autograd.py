@@ -171,10 +171,9 @@ def multiply(
 	the operands.
 	"""
 	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
-		y: Tensor = torch.ops.grouped.linear(
+		return torch.ops.grouped.linear(
 			*(x, joined(weights), bias, offs, *recipe.texts, recipe.propagate_nonfinite), *(scaling or ())
 		)
-		return y
 	return _differentiable(x, weights, bias, offs, recipe, copies, sink, scaling, probe)
 
 

@@ -179,13 +179,12 @@ def experts(
 ) -> Tensor:
 	"""Y (T, H) of ``style.dtype`` for tokens x (T, H) and weights p (T, k) fp32, both None or neither."""
 	if torch.compiler.is_compiling():
-		y: Tensor = torch.ops.grouped.experts(
+		return torch.ops.grouped.experts(
 			*(x, p, *routing, joined(first.weights), first.bias, joined(second.weights), second.bias),
 			*(*first.recipe.texts, *second.recipe.texts),
 			*(first.recipe.propagate_nonfinite, second.recipe.propagate_nonfinite, *style),
 			*(*(first.scaling or (None, None)), *(second.scaling or (None, None))),
 		)
-		return y
 	return _differentiable(x, p, routing, (first, second), style)
 
 

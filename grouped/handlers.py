@@ -61,7 +61,7 @@ def _dequantize(func: Any, x: GroupedTensor, dtype: torch.dtype | None, directio
 	held = x.rowwise if direction == "rowwise" else x.columnwise
 	if held is None:
 		raise RuntimeError(f"this GroupedTensor has no {direction} copy: {x!r}")
-	out: Tensor = ops.grouped_dequantize(
+	return ops.grouped_dequantize(
 		*held.operand,
 		x.format.text,
 		x.shape[-2] if x.member_shapes is None else x.shape[0],
@@ -70,7 +70,6 @@ def _dequantize(func: Any, x: GroupedTensor, dtype: torch.dtype | None, directio
 		direction == "columnwise",
 		flat_shapes(x.member_shapes),
 	)
-	return out
 
 
 # ---- handlers of aten ops

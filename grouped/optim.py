@@ -199,8 +199,7 @@ class AdamW(Optimizer):
 
 		Contiguous, as all that goes with it: the fused kernel takes elements as they lie in memory.
 		"""
-		target: Tensor = local_part(self.state[p]["master"] if self._has_master(p) else p).contiguous()
-		return target
+		return local_part(self.state[p]["master"] if self._has_master(p) else p).contiguous()
 
 	def load_state_dict(self, state_dict: dict[str, Any]) -> None:
 		"""Load what ``state_dict`` gave, also that of ``torch.optim.AdamW``.

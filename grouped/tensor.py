@@ -343,8 +343,7 @@ class GroupedTensor(Tensor):
 			raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
 		if dtype is not None and not isinstance(dtype, torch.dtype):
 			raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-		out: Tensor = torch.ops.grouped.dequantize(self, dtype, direction)
-		return out
+		return torch.ops.grouped.dequantize(self, dtype, direction)
 
 	def prepack(self) -> GroupedTensor:
 		"""The same weights with their codes in the order that sm_90a multiplies fastest.

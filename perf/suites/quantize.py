@@ -109,8 +109,7 @@ def given(
 def _quantize(data: Input, text: str, asked: Quantization) -> list[Tensor]:
 	amax, seed = given(parse(text), data.amax if asked.gives_amax else None, asked, data.x.device)
 	options = (None, seed, "swiglu" if asked.activates else None)
-	buffers: list[Tensor] = ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *options)
-	return buffers
+	return ops.grouped_quantize(data.x, text, data.offs, amax, *DIRECTIONS[asked.directions], *options)
 
 
 def operand(
