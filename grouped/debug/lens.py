@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -30,18 +31,6 @@ def check_eager() -> None:
 	"""Raise RuntimeError where something traces or transforms a call."""
 	if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
 		raise RuntimeError(EAGER_ONLY)
-
-
-class LayerLens:
-	"""What a layer asks in each call whether to look, and for what."""
-
-	def __init__(self, lens: "inspect", layer: str) -> None:
-		self._lens, self._layer = lens, layer
-
-	def probe(self) -> Probe | None:
-		"""What looks at the operands of a call; None in a step that is passed over."""
-		step = self._lens._present()
-		return None if step is None else Probe(self._layer, self._lens._roles, step)
 
 
 class inspect:
@@ -108,7 +97,7 @@ class inspect:
 			if layer._lens is not None:
 				raise RuntimeError(f"{name} is inspected already: leave that block first")
 		for name, layer in self._layers.items():
-			layer._lens = LayerLens(self, name)
+			layer._lens = functools.partial(self._probe, name)
 		return self
 
 	def __exit__(self, *exception: object) -> None:
@@ -123,13 +112,13 @@ class inspect:
 		"""Forget all steps but how many there were."""
 		self._steps = []
 
-	def _present(self) -> Step | None:
-		"""The present step; None if it is passed over."""
+	def _probe(self, layer: str) -> Probe | None:
+		"""What looks at the operands of a call of a layer; None in a step that is passed over."""
 		if self._number % self._every:
 			return None
 		if not self._steps or self._steps[-1].number != self._number:
 			self._steps.append(Step(self._number))
-		return self._steps[-1]
+		return Probe(layer, self._roles, self._steps[-1])
 
 	def records(self) -> list[dict[str, Any]]:
 		"""All statistics, one record for each step, layer, role, direction and format.

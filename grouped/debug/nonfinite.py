@@ -1,6 +1,6 @@
 """Finds where numbers stop being finite in a model of grouped layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..tensor import GroupedTensor
 
 if TYPE_CHECKING:
-	from .lens import LayerLens
+	from .statistics import Probe
 
 #: What is looked at in each layer, in the order of ``detect_nonfinite.report``.
 ROLES = ("input", "weight", "output", "grad_output")
@@ -23,8 +23,8 @@ class Watched(nn.Module):
 
 	#: The flags that the one set up, one for each of ``ROLES``.
 	_nonfinite: Tensor | None = None
-	#: What the other set up.
-	_lens: "LayerLens | None" = None
+	#: What gives what the other looks at a call with, if it does.
+	_lens: "Callable[[], Probe | None] | None" = None
 
 
 def named_layers(model: nn.Module) -> dict[str, Watched]:

@@ -150,11 +150,6 @@ def _measure(
 	groups = Groups.of(shape, offs, codes.device)
 	group_of_row = groups.group_of_row()
 	known = {*SUMS, *MAXIMA}
-	if isinstance(x, GroupedTensor):
-		# What it was made from is gone.
-		known -= {"signal", "noise", "saturated", "underflow", "nonfinite"}
-		x = []
-	parts = _parts(x, shape)
 
 	def decoded(codes: Tensor) -> Tensor:
 		if fmt is None:
@@ -162,11 +157,18 @@ def _measure(
 		y: Tensor = ops.grouped_dequantize(codes, rest, fmt.text, shape[-2], torch.float32, offs, columnwise)
 		return y.flatten(0, -2)
 
-	sums, amax = _compare(parts, decoded(codes))
+	values = decoded(codes)
+	if isinstance(x, GroupedTensor):
+		# What it was made from is gone.
+		known -= {"signal", "noise", "saturated", "underflow", "nonfinite"}
+		x = values
 	if fmt is not None and columnwise and fmt.is_transformed:
 		# Its codes belong to no element.
 		known -= {"saturated", "underflow"}
-	elif fmt is not None and parts:
+	parts = _parts(x, shape)
+	sums, amax = map(torch.cat, zip(*(_row_statistics(part, values[place]) for place, part in parts), strict=True))
+	del values
+	if fmt is not None and "saturated" in known:
 		limit = decoded(_filled(codes, _largest(fmt.element)[0]))
 		limit *= _largest(fmt.element)[1]
 		sums[:, SUMS.index("saturated")] = _saturated(parts, limit)
@@ -201,19 +203,9 @@ def _parts(x: Tensor | Sequence[Tensor], shape: tuple[int, ...]) -> list[tuple[s
 	return found
 
 
-def _compare(parts: list[tuple[slice, Tensor]], copy: Tensor) -> tuple[Tensor, Tensor]:
+def _row_statistics(x: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
 	"""What is added up of each row, (rows, len(SUMS)), and its largest finite magnitude, fp64."""
-	if not parts:
-		pieces = [_row_statistics(None, part) for part in copy.split(max(1, _PART // copy.shape[-1]))]
-	else:
-		pieces = [_row_statistics(x, copy[place]) for place, x in parts]
-	sums, amax = zip(*pieces, strict=True)
-	return torch.cat(sums), torch.cat(amax)
-
-
-def _row_statistics(x: Tensor | None, copy: Tensor) -> tuple[Tensor, Tensor]:
-	copy = copy.float()
-	y = copy if x is None else x.float()
+	y, copy = x.float(), copy.float()
 	finite, finite_copy = y.isfinite(), copy.isfinite()
 	both = finite & finite_copy
 	columns = {

@@ -225,7 +225,7 @@ class GroupedLinear(debug.Watched):
 		scaling = self._scaling_of_call(is_first_microbatch)
 		copies = self._kept_copies(sources, weights, is_first_microbatch, needs_dx, scaling)
 		bias = self._stacked("bias") if self.has_bias else None
-		probe = None if self._lens is None else self._lens.probe()
+		probe = None if self._lens is None else self._lens()
 		return Layer(weights, bias, self.recipe, copies, sink, scaling, probe, debug.flags_of(self, device))
 
 	@property
