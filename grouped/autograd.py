@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_tensor, sam
 
 from .debug import Probe
 from .offsets import Offsets, as_offs
-from .passes import Copies, Kept, LinearCall, Scaling, WgradOperands, backward, forward, joined, low
+from .passes import Copies, Kept, LinearCall, Scaling, backward, forward, joined, low
 from .recipes import ROLES, OfCall, Recipe, check_recipe
 from .shards import is_spread
 from .tensor import GroupedTensor, handler
@@ -21,6 +21,7 @@ from .validation import check_is_tensor
 
 if TYPE_CHECKING:
 	from .nn.delayed import DelayedScaling
+	from .nn.wgrad import ParameterGradients
 
 
 def linear(
@@ -133,26 +134,6 @@ def rows_and_ends(x: Tensor, offs: Offsets, groups: int, depth: int) -> tuple[Te
 	return rows, ends
 
 
-class WeightGradients(Protocol):
-	"""Where a layer wants the gradients of its parameters, if not returned to autograd."""
-
-	@property
-	def anchor(self) -> Tensor | None:
-		"""What connects the product to autograd in place of the parameters, if anything does."""
-
-	@property
-	def wanted(self) -> tuple[bool, bool]:
-		"""Whether the gradients of weight and bias are wanted."""
-
-	def check(self) -> None:
-		"""Raise if what the gradients are to be written to does not fit."""
-
-	def take(
-		self, call: LinearCall, wgrad: WgradOperands | None, dbias: Tensor | None
-	) -> tuple[Sequence[Tensor | None], Tensor | None]:
-		"""Handle the gradients of one backward pass; returns what autograd gets in their place."""
-
-
 def multiply(
 	x: Tensor,
 	weights: Sequence[Tensor],
@@ -160,7 +141,7 @@ def multiply(
 	offs: Tensor,
 	recipe: Recipe,
 	copies: Copies | None = None,
-	sink: WeightGradients | None = None,
+	sink: "ParameterGradients | None" = None,
 	scaling: Scaling | None = None,
 	probe: Probe | None = None,
 ) -> Tensor:
@@ -210,7 +191,7 @@ class _Linear(torch.autograd.Function):
 		offs: Tensor,
 		recipe: Recipe,
 		copies: Copies | None,
-		sink: WeightGradients | None,
+		sink: "ParameterGradients | None",
 		scaling: Scaling | None,
 		probe: Probe | None,
 		*weights: Tensor,
@@ -356,7 +337,7 @@ def _differentiable(
 	offs: Tensor,
 	recipe: Recipe,
 	copies: Copies | None = None,
-	sink: WeightGradients | None = None,
+	sink: "ParameterGradients | None" = None,
 	scaling: Scaling | None = None,
 	probe: Probe | None = None,
 ) -> Tensor:

@@ -27,7 +27,7 @@ from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
-from .autograd import WeightGradients, recipe_of, without_derivative
+from .autograd import recipe_of, without_derivative
 from .passes import (
 	Copies,
 	Epilogue,
@@ -47,6 +47,7 @@ from .validation import check_is_tensor
 
 if TYPE_CHECKING:
 	from .debug import Probe
+	from .nn.wgrad import ParameterGradients
 	from .recipes import Recipe
 
 
@@ -106,7 +107,7 @@ class Layer(NamedTuple):
 	bias: Tensor | None
 	recipe: Recipe
 	copies: Copies | None = None
-	sink: WeightGradients | None = None
+	sink: ParameterGradients | None = None
 	scaling: Scaling | None = None
 	probe: Probe | None = None
 	flags: Tensor | None = None
