@@ -47,6 +47,7 @@ _NO_SM90 = ("reference", "sm_100a")
 _FORMATS = ("nvfp4", "fp8", "fp8_block", "mxfp8")
 _OF_FORMATS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
 _NOT_PLAIN = ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
+#: Of formats that have a second level, these take those whose scales the caller gives.
 _OF_SOME = ("delayed_scaling_update", "moe_quantize_gradient")
 #: What runs: architectures by op and name of the format, None if plain.
 _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
@@ -56,8 +57,7 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 	# By the format of the activations.
 	**{("grouped_gemm_w4a8", name): _NO_SM90 for name in _FORMATS[1:]},
 	("delayed_scaling_update", "fp8"): ARCHITECTURES,
-	("moe_quantize_gradient", "fp8_block"): ARCHITECTURES,
-	("moe_quantize_gradient", "mxfp8"): ARCHITECTURES,
+	**{("moe_quantize_gradient", name): ARCHITECTURES for name in _FORMATS[1:]},
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", "mxfp8"): ("sm_90a",)}
@@ -65,8 +65,6 @@ _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", 
 _GEMMS = ("grouped_gemm", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Reference backends that add like a tensor core, and whose.
 _ADDS_LIKE = {f"reference:{arch}": arch for arch in ARCHITECTURES[1:]}
-#: Ops on the scales that formats take from the caller.
-_OF_SCALES = ("delayed_scaling_update",)
 #: Ops that take groups that have shapes of their own.
 _SHAPED = ("grouped_quantize", "grouped_dequantize")
 #: Where ops put their input through an activation first, or their result last.
@@ -186,9 +184,9 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
 	if (op, fmt.name) not in _RUNS:
 		takes_formats = any(other == op and name is not None for other, name in _RUNS)
 		return f"no {op} of {kind} yet" if takes_formats else f"{op} takes plain tensors, not {kind}"
-	if op in _OF_SCALES and not fmt.takes_scale:
-		return f"{fmt} has no scales that outlive a tensor"
 	level = fmt.second_level
+	if op in _OF_SOME and level is not None and not fmt.takes_scale:
+		return f"{fmt} has no scales that outlive a tensor"
 	if op == "grouped_gemm_w4a16" and level is not None and level.per == "row":
 		return "weights have one second-level scale a group"
 	return ""
@@ -326,7 +324,7 @@ def markdown_table() -> str:
 				titles.setdefault(cells(op, None, dtype=dtype), []).append(title)
 		if any(other == op and name is not None for other, name in _RUNS):
 			for title, fmt, prepacked in formats:
-				if op in _OF_SCALES and not fmt.takes_scale or (op, fmt.name) not in _RUNS:
+				if (op, fmt.name) not in _RUNS or (op in _OF_SOME and _why_not_format(op, fmt)):
 					continue
 				titles.setdefault(cells(op, fmt, prepacked=prepacked), []).append(title)
 		if op in _ACTIVATES:

@@ -40,6 +40,7 @@ from .passes import (
 	forward,
 	joined,
 	made,
+	quantized_gradient,
 	wgrad_operand,
 )
 from .tensor import GroupedTensor, handler
@@ -419,8 +420,8 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
 	made_of_z: list[Any] = [None]
 	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
-		made_of_z = ops.moe_quantize_gradient(z, g, call_1.recipe.texts[2], call_2.recipe.texts[0], *act, p, pair)
-		made_of_z = [Copies(made_of_z[:2], made_of_z[2:4]), Copies(None, made_of_z[4:6]), made_of_z[6]]
+		both_recipes, scales = (first.recipe, second.recipe), (scales_1[1], scales_2[0])
+		made_of_z = [*quantized_gradient(z, g, both_recipes, scales, *act, p, pair)]
 	elif g is not None:
 		made_of_z = ops.moe_activate_gradient(z, g, *act, p, pair)
 	dz, *more = made_of_z

@@ -6,8 +6,8 @@ product reads, in one direction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -223,16 +223,34 @@ def _quantize(
 		x = x.masked_fill(x.isinf(), torch.nan)
 	options = (scale, draw_seed(fmt, x.device), activation, None, index, inverse)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
-	directions = [way for way, asked in ((False, rowwise), (True, columnwise)) if asked]
-	names = [name for way in directions for name in fmt.buffer_names(way)]
-	named = dict(zip(dict.fromkeys(names), buffers, strict=True))
+	named = _named(fmt, iter(buffers), rowwise, columnwise)
 	if recipe.propagate_nonfinite and not fmt.element.holds_nan:
 		_spread_nan(named, x, offs, fmt)
+	return _copies_of_buffers(fmt, named)
 
+
+def _named(fmt: Format, buffers: Iterator[Tensor], rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
+	"""What ``grouped_quantize`` gives of the directions that are asked for, by name."""
+	names = [name for way, asked in ((False, rowwise), (True, columnwise)) if asked for name in fmt.buffer_names(way)]
+	return {name: next(buffers) for name in dict.fromkeys(names)}
+
+
+def _copies_of_buffers(fmt: Format, named: dict[str, Tensor]) -> Copies:
 	def copy(way: bool) -> list[Tensor] | None:
-		return [named[name] for name in fmt.operand_names(way)] if way in directions else None
+		return [named[name] for name in fmt.operand_names(way)] if fmt.buffer_names(way)[0] in named else None
 
-	return Copies(copy(False), copy(True), None if scale is None else named["amax"])
+	return Copies(copy(False), copy(True), named["amax"] if fmt.takes_scale else None)
+
+
+def quantized_gradient(
+	z: Tensor, g: Tensor | None, recipes: tuple[Recipe, Recipe], scales: Sequence[Tensor | None], *rest: Any
+) -> tuple[Copies, Copies, Tensor]:
+	"""Copies of dz and p a, and dp, by one op: of the formats that the two products have for them."""
+	formats = _format(recipes[0], "grad_output"), _format(recipes[1], "input")
+	*made, dp = ops.moe_quantize_gradient(z, g, *(fmt.text for fmt in formats), *rest, *scales)
+	buffers = iter(made)
+	dz, scaled = (_copies_of_buffers(fmt, _named(fmt, buffers, not i, True)) for i, fmt in enumerate(formats))
+	return dz, scaled, dp
 
 
 def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
@@ -438,7 +456,7 @@ def wgrad_operand(
 	its scales where its format takes them.
 	"""
 	if isinstance(x, Copies):
-		return x.columnwise or [], None
+		return x.columnwise or [], x.amax
 	if not call.recipe.is_quantized:
 		if isinstance(x, Rows) and x.activation is None and x.at is not None:
 			return [low(x.x), x.at, *([] if x.inverse is None else [x.inverse])], None
@@ -469,7 +487,7 @@ def backward(
 		(a, *a_scales), (b, *b_scales) = dy.rowwise or [], weight or []
 		how = (call.recipe.texts[2], call.weight_format, call.prepacked)
 		product: Tensor = ops.m_grouped_gemm(a, b, offs, None, None, True, call.dtype, a_scales, b_scales, *how)
-		return Gradients(product, WgradOperands(dy.columnwise or [], x or [], offs), None)
+		return Gradients(product, WgradOperands(dy.columnwise or [], x or [], offs), None, dy.amax)
 	amax = None
 	if needs[2] or call.probe is not None or not call.recipe.is_quantized:
 		dy = made(dy)

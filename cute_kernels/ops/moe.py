@@ -313,12 +313,14 @@ class MoeQuantizeGradient(Op):
 	Args:
 		x: (R, W), what enters the activation; bf16, fp16 or fp32.
 		grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-		format: the text of the format of the gradient of ``x``, MXFP8 or FP8Block.
+		format: the text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with delayed scaling.
 		scaled_format: likewise, of ``p * a``.
+		scale: as ``grouped_quantize`` takes it, of the gradient of ``x`` if its format does.
+		scaled_scale: likewise, of ``p * a``.
 
 	Returns:
-		Codes, scales, codes_t and scales_t of the gradient of ``x``, codes_t and scales_t of ``p * a``,
-		and the gradient of ``weight``.
+		The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise as ``grouped_quantize``
+		returns them, such as codes, scales, codes_t, scales_t, codes_t and scales_t; and the gradient of ``weight``.
 	"""
 
 	x: Tensor
@@ -330,6 +332,8 @@ class MoeQuantizeGradient(Op):
 	interleaved: bool
 	weight: Tensor
 	pair: Tensor
+	scale: Tensor | None = None
+	scaled_scale: Tensor | None = None
 
 	name: ClassVar[str] = "moe_quantize_gradient"
 	returns_list: ClassVar[bool] = True
@@ -339,19 +343,20 @@ class MoeQuantizeGradient(Op):
 		"""What it does, by way of ``dx`` and ``scaled``."""
 		return (
 			MoeActivateGradient(self.x, self.grad, self.activation, self.offs, self.interleaved, self.weight, self.pair),
-			GroupedQuantize(dx, self.format, self.offs, None, True, True),
-			GroupedQuantize(scaled, self.scaled_format, self.offs, None, False, True),
+			GroupedQuantize(dx, self.format, self.offs, None, True, True, self.scale),
+			GroupedQuantize(scaled, self.scaled_format, self.offs, None, False, True, self.scaled_scale),
 		)
 
 	def outputs_of(self, outputs: Sequence[Tensor], dx: Tensor, scaled: Tensor) -> tuple[Sequence[Tensor], ...]:
 		"""The outputs of each of ``passes``."""
-		return [dx, scaled, outputs[-1]], outputs[:4], outputs[4:-1]
+		count = len(self.passes(dx, scaled)[1].specs())
+		return [dx, scaled, outputs[-1]], outputs[:count], outputs[count:-1]
 
 	def check(self) -> None:
 		first, *others = self.passes(self.x, self.grad)
 		for op in others:
 			require(self.name, op.record, "reference")  # other formats ask for more arguments
-			op.check()
+			op.check("scale" if op is others[0] else "scaled_scale")
 		first.check()
 		same_device("x", self.device, offs=self.offs)
 

@@ -87,7 +87,7 @@ class GroupedQuantize(OfFormat):
 			return len(self.shapes) // 2
 		return self.x.shape[0] if self.offs is None else self.offs.shape[0]
 
-	def check(self) -> None:
+	def check(self, name: str = "scale") -> None:
 		fmt = self.record
 		check_input("x", self.x, self.offs, self.shapes)
 		if self.rows is not None:
@@ -112,20 +112,20 @@ class GroupedQuantize(OfFormat):
 				"autocast do, or use a format without that transform"
 			)
 		check_seed(self.seed, fmt, "x", self.device)
-		self._check_given()
+		self._check_given(name)
 
-	def _check_given(self) -> None:
+	def _check_given(self, name: str) -> None:
 		takes = self.record.takes_scale
 		if takes and self.scale is None:
-			raise ValueError(f"scale is missing: {self.format} takes (G,) fp32 scales")
+			raise ValueError(f"{name} is missing: {self.format} takes (G,) fp32 scales")
 		if self.scale is not None:
 			if not takes:
 				raise ValueError(
-					f"scale is for formats that take one, {self.format} computes it: leave it "
+					f"{name} is for formats that take one, {self.format} computes it: leave it "
 					"away, or take FP8(scaling='delayed')"
 				)
-			check_tensor("scale", self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
-			same_device("x", self.device, scale=self.scale)
+			check_tensor(name, self.scale, dtypes=(torch.float32,), shape=(self.num_groups,))
+			same_device("x", self.device, **{name: self.scale})
 		if self.amax is None:
 			return
 		if takes:

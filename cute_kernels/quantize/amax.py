@@ -55,17 +55,21 @@ class AmaxKernels:
 		self.reduce(x, offs, row_amax, group_amax).launch(grid=grid, block=block, stream=stream)
 
 	@cute.jit
-	def launch_clear(self, group_amax: cute.Tensor, num_sms: Int32, stream: Any) -> None:
-		"""Write zeros: what ``merge`` starts from."""
+	def launch_clear(
+		self, group_amax: cute.Tensor, num_sms: Int32, stream: Any, other: cute.Tensor | None = None
+	) -> None:
+		"""Write zeros, also to others of the groups: what ``merge`` starts from."""
 		grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
-		self.clear(group_amax).launch(grid=grid, block=block, stream=stream)
+		self.clear(group_amax, other).launch(grid=grid, block=block, stream=stream)
 
 	@cute.kernel
-	def clear(self, group_amax: cute.Tensor) -> None:
+	def clear(self, group_amax: cute.Tensor, other: cute.Tensor | None) -> None:
 		tid = cute.arch.thread_idx()[0] + cute.arch.block_idx()[0] * _THREADS
 		step = cute.arch.grid_dim()[0] * _THREADS
 		for g in cutlass.range(tid, group_amax.shape[0], step, unroll=1):
 			group_amax[g] = Float32(0.0)
+			if const_expr(other is not None):
+				other[g] = Float32(0.0)
 
 	@cute.kernel
 	def reduce(

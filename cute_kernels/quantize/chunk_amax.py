@@ -34,9 +34,7 @@ class ChunkAmaxKernels(AmaxKernels):
 		stream: Any,
 	) -> None:
 		"""Write the amaxes of groups of x, if they are asked for, and of its transform."""
-		if const_expr(group_amax is not None):
-			self.launch_clear(group_amax, num_sms, stream)
-		self.launch_clear(column_amax, num_sms, stream)
+		self.launch_clear(column_amax, num_sms, stream, group_amax)
 		grid, block = [num_sms * _CTAS_PER_SM, 1, 1], [_WARPS * WARP_SIZE, 1, 1]
 		self.reduce_chunks(x, offs, group_amax, column_amax).launch(grid=grid, block=block, stream=stream)
 

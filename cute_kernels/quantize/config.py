@@ -362,15 +362,21 @@ class GradientConfig:
 	activation: str
 	arch: str
 
-	#: The compiled function takes (x, grad, offs, weight, pair, codes, scales, codes_t, scales_t,
-	#: scaled_t, scaled_scales_t, sums, dweight, num_sms, counter): x (R, W), grad (R, N), weight and dweight
-	#: (T * k,) fp32, pair (R,) int32, sums (tiles along N, R) fp32 to work in; a counter, as of GEMMs.
+	#: The compiled function takes (x, grad, offs, weight, pair, given, scaled_given, codes, scales, codes_t,
+	#: scales_t, scale_inv, scale, amax, scaled_t, scaled_scales_t, scaled_scale_inv, scaled_scale, scaled_amax,
+	#: sums, dweight, num_sms, counter): x (R, W), grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32,
+	#: sums (tiles along N, R) fp32 to work in; a counter, as of GEMMs. Of a format that takes scales these are given
+	#: (G,) fp32, of which scale_inv, scale and amax (G,) are results, else None.
 	kernel: ClassVar[str] = "cute_kernels.quantize.tiles.gradient:GradientQuantizer"
 	#: Tiles are taken from a counter: some have few rows.
 	mixes_groups: ClassVar[bool] = True
 	num_stages: ClassVar[int] = 2
 	band: ClassVar[int] = TileConfig.band
-	has_own_columns: ClassVar[bool] = False
+
+	@property
+	def has_own_columns(self) -> bool:
+		"""Whether p times the result has scales that are given."""
+		return parse(self.scaled_format).takes_scale
 
 	@property
 	def copies(self) -> tuple[TileConfig, TileConfig]:
@@ -394,8 +400,8 @@ class GradientConfig:
 
 	def can_implement(self, cols: int) -> Support:
 		for fmt in map(parse, (self.format, self.scaled_format)):
-			if fmt.is_2d or fmt.element.per_byte > 1 or fmt.second_level is not None:
-				return _no(f"codes are bytes with scales of parts of a row, not {fmt.text}")
+			if fmt.is_2d or fmt.element.per_byte > 1 or (fmt.second_level is not None and not fmt.takes_scale):
+				return _no(f"codes are bytes with scales that are given or of parts of a row, not {fmt.text}")
 		if DTYPE_BYTES[self.dtype] != 2:
 			return _no("inputs have 16 bits")
 		if self.num_tiles > 1 and cols % 128:

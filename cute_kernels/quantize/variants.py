@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
+import torch
+
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
@@ -85,9 +87,10 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 				dtype="bfloat16" if fmt.truncates else "float32", cols=fmt.k_multiple, prologue=Prologue("bfloat16", "swiglu")
 			)
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
-	for fmt in (FP8Block(), MXFP8()):
+	for fmt in (FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
 		if support("moe_quantize_gradient", fmt, arch):
-			yield GradientConfig(fmt.text, fmt.text, "bfloat16", "swiglu", arch)
+			scaled = FP8(scaling="delayed") if fmt.takes_scale else fmt
+			yield GradientConfig(fmt.text, scaled.text, "bfloat16", "swiglu", arch)
 	yield from _gathered(arch)
 
 

@@ -220,20 +220,25 @@ def test_steps_repeat_and_recompute(recipe):
 	assert_all_same(*runs[::2])
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")})
+@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED)
 def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
-	"""With the bits of quantizing them after, unless something else reads them."""
+	"""With the bits of quantizing them after, and its amaxes in some steps, unless something else reads them."""
+
+	def steps(moe):
+		moe = copy.deepcopy(moe)
+		return [t for seed in range(3) for t in step(moe, tokens(seed=seed))] + [t.clone() for t in moe.buffers()]
+
 	calls, make = [], experts.ops.moe_quantize_gradient
 	monkeypatch.setattr(experts.ops, "moe_quantize_gradient", lambda *given: calls.append(1) or make(*given))
 	for options, by_one in (({}, 1), ({"activation": "srelu", "recompute": True}, 1), ({"bias": True}, 0)):
 		moe = moe_of(recipe, **options)
-		got = step(moe, tokens())
-		with grouped.debug.inspect(moe):
-			assert_all_same(step(moe, tokens()), got)
+		got = steps(moe)
 		with monkeypatch.context() as patch:
 			patch.setattr(experts, "_quantizes_gradients", lambda *_: False)
-			assert_all_same(step(moe, tokens()), got)
-		assert len(calls) == by_one
+			assert_all_same(steps(moe), got)
+		with grouped.debug.inspect(moe):
+			assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
+		assert len(calls) == 3 * by_one
 		calls.clear()
 
 

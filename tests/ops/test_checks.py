@@ -93,7 +93,7 @@ DGRAD = m_grouped(Q[:3], ops.grouped_quantize(W.mT, NVFP4, rowwise=False, column
 WGRAD = k_grouped(Q[3:])
 X16 = X.bfloat16()
 W4A16 = m_grouped(X16)
-BLOCKS = ("fp8_block", "mxfp8")
+BLOCKS, DELAYED = ("fp8_block", "mxfp8"), "fp8:scaling=delayed"
 FUSED = (X16, V[0], OFFS, V[1:3], NVFP4, NVFP4)
 #: Where the lists of scales are in the arguments of ``m_grouped_gemm`` and ``k_grouped_gemm``.
 M_SCALES, K_SCALES = {"a": 7, "b": 8}, {"a": 5, "b": 6}
@@ -152,7 +152,11 @@ WRONG_VALUES = {
 		((X, X, "silu", None, False, X), "weight and pair go together"),
 		((X, X, "silu", None, False, X, OFFS), "pair must have size 8 in dimension 0"),
 	],
-	"moe_quantize_gradient": [((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0")],
+	"moe_quantize_gradient": [
+		((X, X, *BLOCKS, "silu", OFFS, False, X, OFFS), "pair must have size 8 in dimension 0"),
+		((X, X, BLOCKS[1], DELAYED, "silu", OFFS, False, X, OFFS, OFFS), "scale is for formats that take one, mxfp8"),
+		((X, X, BLOCKS[1], DELAYED, "silu", OFFS, False, X, OFFS), "scaled_scale is missing: fp8:scaling=delayed takes"),
+	],
 	"moe_combine": [((X, ROW, X), "weight must have size 3 in dimension 0, got shape (8, 32)")],
 	"grouped_amax": [
 		((X,), "x must have 3 dimensions, got shape (8, 32)"),

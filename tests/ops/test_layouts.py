@@ -122,7 +122,10 @@ CALLS = {
 	"activate gradient": ("moe_activate_gradient", lambda: (x(), x(), "silu", OFFS, False, torch.rand(ROWS, 1), PAIRS)),
 	"quantize gradient": (
 		"moe_quantize_gradient",
-		lambda: (x(256), x(128), "fp8_block", "mxfp8", "swiglu", OFFS, False, torch.rand(ROWS, 1), PAIRS),
+		lambda: (
+			*(x(256), x(128), "fp8:scaling=delayed", "mxfp8", "swiglu", OFFS, False),
+			*(torch.rand(ROWS, 1), PAIRS, alpha()),
+		),
 	),
 	"combine": ("moe_combine", lambda: (x(), torch.tensor([[2, 0], [-1, 1]], dtype=I32), torch.rand(2, 2))),
 	"amax": ("grouped_amax", lambda: (x(), OFFS)),

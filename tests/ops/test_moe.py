@@ -270,6 +270,10 @@ QUANTIZED = [
 	(96, "swiglu", True, ("fp8_block", "mxfp8:block=32x32"), "bfloat16", (150,)),
 	(144, "silu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0, 129)),
 	(128, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0)),
+	(256, "swiglu", False, ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed"), "bfloat16", (0, 1, 1, 130, 147)),
+	(32, "silu", False, ("mxfp8", "fp8:scaling=delayed"), "float16", ()),
+	(128, "geglu", False, ("fp8:scaling=delayed", "fp8_block"), "bfloat16", (149, 150, 150)),
+	(48, "swiglu", True, ("fp8:scaling=delayed",) * 2, "float32", (150,)),
 ]
 
 
@@ -284,7 +288,9 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 	pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
 	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
 	x[int(offs[-1]) :] = torch.nan
-	given = (x, grad, *formats, act, offs, interleaved, weight, pair)
+	weight[5] = torch.tensor([torch.inf, torch.nan])
+	scales = [torch.exp2(torch.arange(-6.0, len(offs) - 6).clamp(-90, 90)) if "delayed" in t else None for t in formats]
+	given, split = (x, grad, *formats, act, offs, interleaved, weight, pair, *scales), 4 + ("delayed" in formats[0])
 
 	def run():
 		out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
@@ -295,8 +301,8 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 	want = run()
 	dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
 	like = [*(poisoned(t) for t in like[:-1]), dp]
-	ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, out=like[:4])
-	ops.grouped_quantize_out(scaled, formats[1], offs, None, False, True, out=like[4:-1])
+	ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, scales[0], out=like[:split])
+	ops.grouped_quantize_out(scaled, formats[1], offs, None, False, True, scales[1], out=like[split:-1])
 	runs, at = [want], QUANTIZED.index(case)
 	zeros, kept = torch.zeros, []
 	monkeypatch.setattr(torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1])

@@ -168,7 +168,9 @@ PLAIN = {
 
 def moe_quantize_gradient(fmt, dtype):
 	x, pair = torch.ones(6, K).to(dtype), torch.arange(6).int()
-	ops.moe_quantize_gradient(x, x, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), pair)
+	ops.moe_quantize_gradient(
+		x, x, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), pair, *[given_of(fmt)["scale"]] * 2
+	)
 
 
 _CALLS = (

@@ -100,7 +100,9 @@ def used(arch):
 	ops += products()
 	both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
 	given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
-	ops += [MoeQuantizeGradient(*given[0], text, text, *given[1]) for text in ("fp8_block", "mxfp8")]
+	delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
+	for texts in (("fp8_block",) * 2, ("mxfp8",) * 2, delayed):
+		ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
 	for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
 		ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))
 	for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):

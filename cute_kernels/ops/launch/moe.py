@@ -145,11 +145,15 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
 	if not op.x.numel() or op.interleaved or not config.can_implement(cols):
 		return _by_passes(op, launch)
 	kernel = launch.kernel(config)
+	names = [(i, name) for i, one in enumerate(op.passes(op.x, op.grad)[1:]) for name in one.specs()]
+	columns = "codes_t", "scales_t", "scale_inv", "scale", "amax"
+	taken = [(0, "codes"), (0, "scales"), *((i, name) for i in range(2) for name in columns)]
 	workspace = Allocator([BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device)
 
 	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:
 		given = (readable(op.x), readable(op.grad), dense(op.offs), op.weight.contiguous().view(-1), dense(op.pair))
-		kernel(*given, *outputs[:-1], *workspace.make(), outputs[-1].view(-1), launch.num_sms, None)
+		out, scales = dict(zip(names, outputs[:-1], strict=True)), (dense(op.scale), dense(op.scaled_scale))
+		kernel(*given, *scales, *map(out.get, taken), *workspace.make(), outputs[-1].view(-1), launch.num_sms, None)
 
 	return run
 

@@ -7,7 +7,7 @@ from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a ti
 goes to memory, for a second kernel.
 
 With 96 KiB a stage there are two, and the loader has the time in which one is worked on: what to
-load, and what weights, it has read by then.
+load, and what weights and scales, it has read by then.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
 from cute_kernels.activations import parse_activation
+from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.activations import TABLE_BYTES, FactorTable, quick_to, weighted_gradient
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
@@ -25,10 +26,12 @@ from cute_kernels.device.convert import pack_words, unpack_words
 from cute_kernels.device.groups import Grouping
 from cute_kernels.device.launch import compact, env_stream
 from cute_kernels.device.memory import load_global_if, load_shared, store_shared
-from cute_kernels.device.ptx import add_rn, bits_as_f32, select
+from cute_kernels.device.ptx import add_rn, bits_as_f32, f32_as_bits, select
 from cute_kernels.layout.shapes import SF_TILE_BYTES, scale_tiles
 from cute_kernels.layout.slots import TILE_ROWS
+from cute_kernels.quantize.amax import AmaxKernels
 from cute_kernels.quantize.fakes import FakeBuffers
+from cute_kernels.quantize.levels import LevelWriter
 
 from .bytes import ByteTiles
 from .geometry import BOX_BYTES, BOX_SIZE, TILE_COLS, Descriptor, SharedMemory, TileGeometry, TilePlaces
@@ -37,6 +40,7 @@ from .scales import write_column_scales
 from .team import Copies, Team
 
 if TYPE_CHECKING:
+	from cute_kernels.device.codecs import Level
 	from cute_kernels.quantize.config import GradientConfig, TileConfig
 
 _THREADS = 256
@@ -46,15 +50,18 @@ _ROWS = WARP_SIZE // _LANES
 #: Bytes of weights of a stage's rows; behind them, how many rows were taken.
 _WEIGHTS = TILE_ROWS * 4
 _FACTORS = _WEIGHTS + 16
+#: Where the amaxes of both copies are in the kernel's ``out``, each behind its scale_inv and scale.
+_AMAXES = (6, 11)
 
 
 class Inputs(NamedTuple):
-	"""Copies of boxes of the inputs, the weights of rows, and the counter of tiles."""
+	"""Copies of boxes of the inputs, the weights of rows, given scales of both copies, and the counter of tiles."""
 
 	x: Tma
 	grad: Tma
 	weight: cute.Tensor
 	pair: cute.Tensor
+	given: tuple[cute.Tensor | None, cute.Tensor | None]
 	counter: cute.Tensor
 
 
@@ -79,8 +86,9 @@ class GradientLoader(TileLoader):
 			taken = self.take(inputs.counter, item, end, least)
 			if count > 0:
 				weights = self.read_weights(inputs, first, count)
+				scales = [Int32(0) if of_copy is None else Int32(f32_as_bits(of_copy[group])) for of_copy in inputs.given]
 				cute.arch.mbarrier_wait(shared.empty + stage, phase)
-				what = Descriptor(wanted, col_tile, first, count, group, Int32(0), Int32(0))
+				what = Descriptor(wanted, col_tile, first, count, group, *scales)
 				self.describe(shared, stage, what)
 				self.load_tile(what, inputs, stage, stage, shared)
 				self.store_weights(weights, shared.factors.toint() + stage * _FACTORS)
@@ -140,17 +148,18 @@ class GradientLoader(TileLoader):
 		cute.arch.mbarrier_arrive(shared.full + full)  # each lane, for its weights
 
 
-class GradientQuantizer:
+class GradientQuantizer(AmaxKernels):
 	"""Persistent quantizer of gradients, see the module."""
 
 	def __init__(self, config: GradientConfig):
-		self.config = config
+		self.config, self.dtype, self.arch = config, config.dtype, config.arch
 		self.act = parse_activation(config.activation)
 		#: Four warps a tile, for its columns, and four for rows.
 		self.crews = config.num_tiles + 2
 		self.tiles = [self.converter(copy) for copy in config.copies]
 		self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
 		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
+		self.takes_scale = any(copy.fmt.takes_scale for copy in config.copies)
 		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
 		self.scale_tiles = [t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles]
 		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
@@ -166,15 +175,16 @@ class GradientQuantizer:
 	@staticmethod
 	def fake_args(config: GradientConfig) -> tuple[Any, ...]:
 		fake, scaled = (FakeBuffers(config.dtype, "ragged", copy.format) for copy in config.copies)
-		scaled.rows, pairs = fake.rows, cute.sym_int()
+		scaled.rows, scaled.groups, pairs = fake.rows, fake.groups, cute.sym_int()
 		return (
 			fake.x(),
 			scaled.x(),
 			fake.offs(),
 			compact(Float32, pairs, align=4),
 			compact(Int32, fake.rows, align=4),
-			*(fake.codes(), fake.scales(), fake.codes_t(), fake.scales_t()),
-			*(scaled.codes_t(), scaled.scales_t()),
+			*(fake.level(), scaled.level()),
+			*(fake.codes(), fake.scales(), fake.codes_t(), fake.scales_t(), *fake.results()),
+			*(scaled.codes_t(), scaled.scales_t(), *scaled.results()),
 			compact(Float32, cute.sym_int(), fake.rows, align=4),
 			compact(Float32, pairs, align=4),
 			Int32(1),
@@ -184,9 +194,13 @@ class GradientQuantizer:
 
 	@cute.jit
 	def __call__(self, *args: Any) -> None:
-		x, grad, offs, weight, pair, *out, sums, dweight, num_sms, counter, stream = args
+		x, grad, offs, weight, pair, *of_copies, sums, dweight, num_sms, counter, stream = args
+		given, out = tuple(of_copies[:2]), tuple(of_copies[2:])
+		if const_expr(self.takes_scale):
+			first, *other = [out[at] for at in _AMAXES if out[at] is not None]
+			self.launch_clear(first, num_sms, stream, *other)
 		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
-		self.kernel(*copies[0], *copies[1], offs, weight, pair, tuple(out), sums, counter).launch(
+		self.kernel(*copies[0], *copies[1], offs, weight, pair, given, out, sums, counter).launch(
 			grid=[num_sms, 1, 1], block=[self.threads + WARP_SIZE, 1, 1], stream=stream, min_blocks_per_mp=1
 		)
 		ctas = cutlass.min((x.shape[0] + (_THREADS - 1)) // _THREADS, num_sms * (2048 // _THREADS))
@@ -216,7 +230,8 @@ class GradientQuantizer:
 		offs: cute.Tensor,
 		weight: cute.Tensor,
 		pair: cute.Tensor,
-		out: tuple[cute.Tensor, ...],
+		given: tuple[cute.Tensor | None, ...],
+		out: tuple[cute.Tensor | None, ...],
 		sums: cute.Tensor,
 		counter: cute.Tensor,
 	) -> None:
@@ -249,26 +264,36 @@ class GradientQuantizer:
 		groups, warp = Grouping.of(x_source, offs), cute.arch.make_warp_uniform(tid // WARP_SIZE)
 		cols = x_source.shape[1], grad_source.shape[1]
 		if warp == self.threads // WARP_SIZE:
-			inputs = Inputs(Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box), weight, pair, counter)
+			boxes = Tma(x_copy, x_source, x_box), Tma(grad_copy, grad_source, grad_box)
+			inputs = Inputs(*boxes, weight, pair, given, counter)
 			self.loader.load(groups, cols[1], inputs, shared)
 		else:
 			if const_expr(self.table is not None):
 				self.table.fill(table.toint(), tid, self.threads)
-			copies = (Copies(*out[:4]), Copies(None, None, *out[4:]))
-			self.compute(groups, cols, copies, sums, warp, shared)
+			copies, amaxes = (Copies(*out[:4]), Copies(None, None, *out[7:9])), [out[at] for at in _AMAXES]
+			thread = cute.arch.block_idx()[0] * self.threads + tid
+			for i, at in enumerate(_AMAXES):
+				levels = LevelWriter(self.tiles[i].columns.codec)
+				levels.write(given[i], *out[at - 2 : at], thread, cute.arch.grid_dim()[0] * self.threads)
+			self.compute(groups, cols, copies, amaxes, sums, warp, shared)
 
 	@cute.jit
 	def compute(
-		self, groups: Grouping, cols: Any, out: Any, sums: cute.Tensor, warp: Int32, shared: SharedMemory
+		self, groups: Grouping, cols: Any, out: Any, amaxes: Any, sums: cute.Tensor, warp: Int32, shared: SharedMemory
 	) -> None:
 		config, own = self.config, self.config.copies[0]
 		crew = warp // own.warps_per_team
 		part = warp - crew * own.warps_per_team
 		stage, phase, count = Int32(0), Int32(0), Int32(1)
+		seen, seen_of = Uint32(0), Int32(0)
 		while count > 0:
 			cute.arch.mbarrier_wait(shared.full + stage, phase)
 			what = self.loader.read_descriptor(shared, stage)
 			count = what.count
+			if const_expr(self.takes_scale):
+				if count == 0 or what.group != seen_of:
+					self.report(amaxes, crew, seen_of, seen)
+					seen, seen_of = Uint32(0), what.group
 			if count > 0:
 				at = shared.tiles.toint() + stage * config.tile_bytes
 				self.make(what, at, shared.factors.toint() + stage * _FACTORS, sums, shared.table)
@@ -281,15 +306,15 @@ class GradientQuantizer:
 						there = what._replace(col_tile=t * columns + what.col_tile)
 						places = TilePlaces(at + t * own.tile_bytes, shared.scales.toint() + t * SF_TILE_BYTES, at, at)
 						copy = (out[0].codes, out[0].scales)
-						self.tiles[0].rows.convert(groups, cols[0], (), *copy, there, part, places, Uint32(0))
+						self.tiles[0].rows.convert(groups, cols[0], self.level(0, what), *copy, there, part, places, Uint32(0))
 				else:
 					scales_t = shared.scales_t.toint() + (crew * 2 + stage) * self.scales_bytes
 					places = TilePlaces(at + crew * own.tile_bytes, at, scales_t, at)
 					if crew < config.num_tiles:
 						there = what._replace(col_tile=crew * columns + what.col_tile)
-						self.convert_columns(0, groups, cols[0], out[0], there, crew, part, places)
+						seen = self.convert_columns(0, groups, cols[0], out[0], there, crew, part, places, seen)
 					else:
-						self.convert_columns(1, groups, cols[1], out[1], what, crew, part, places)
+						seen = self.convert_columns(1, groups, cols[1], out[1], what, crew, part, places, seen)
 				cute.arch.sync_warp()
 				with cute.arch.elect_one():
 					cute.arch.mbarrier_arrive(shared.empty + stage)
@@ -322,7 +347,7 @@ class GradientQuantizer:
 					sums[what.col_tile, what.first + row] = total
 			first = cute.arch.shuffle_sync(after, 0)
 		if what.count < TILE_ROWS:
-			self.clear(what.count, tile_at)
+			self.clear_rows(what.count, tile_at)
 
 	@cute.jit
 	def take(self, factors_at: Int32) -> Int32:
@@ -334,7 +359,7 @@ class GradientQuantizer:
 		return first
 
 	@cute.jit
-	def clear(self, count: Int32, tile_at: Int32) -> None:
+	def clear_rows(self, count: Int32, tile_at: Int32) -> None:
 		"""Zero rows of tiles from ``count`` on."""
 		for b in range_constexpr(self.config.tile_bytes // BOX_SIZE):
 			base = tile_at + b * BOX_SIZE + count * BOX_BYTES
@@ -342,10 +367,25 @@ class GradientQuantizer:
 				store_shared(base + i * 16, [Uint32(0)] * 4)
 
 	@cute.jit
-	def convert_columns(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> None:
-		(what, crew, part, places), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
-		tiles.columns.convert(groups, cols, (), out.codes_t, out.scales_t, what, part, places, Uint32(0))
+	def convert_columns(self, kind: int, groups: Grouping, cols: Int32, out: Copies, *where: Any) -> Uint32:
+		(what, crew, part, places, seen), tiles, count = where, self.tiles[kind], self.scale_tiles[kind]
+		copy = (self.level(kind, what), out.codes_t, out.scales_t)
+		seen = tiles.columns.convert(groups, cols, *copy, what, part, places, seen)
 		if const_expr(count > 0):
 			tiles.team.sync(crew)
 			if part < count:
 				write_column_scales(groups, out.scales_t, what, places.scales_t, part, count)
+		return seen
+
+	def level(self, kind: int, what: Descriptor) -> Level:
+		"""What codes of a group are relative to."""
+		return self.tiles[kind].columns.codec.second_level(bits_as_f32(Uint32((what.amax, what.column_amax)[kind])))
+
+	@cute.jit
+	def report(self, amaxes: Any, crew: Int32, group: Int32, seen: Uint32) -> None:
+		"""Fold what a warp's columns have seen of a group into the group's amax; rows are those of columns."""
+		best = unpack_absmax(seen, self.dtype, self.arch)
+		for i in range_constexpr(2):
+			if const_expr(amaxes[i] is not None):
+				if (crew == self.config.num_tiles) == bool(i):
+					self.merge(amaxes[i], group, best)
