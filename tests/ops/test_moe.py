@@ -289,7 +289,7 @@ def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
 	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
 	x[int(offs[-1]) :] = torch.nan
 	weight[5] = torch.tensor([torch.inf, torch.nan])
-	scales = [torch.exp2(torch.arange(-6.0, len(offs) - 6).clamp(-90, 90)) if "delayed" in t else None for t in formats]
+	scales = [torch.exp2(torch.arange(len(offs)).clamp(0, 90) - i) if "delayed" in formats[i] else None for i in (0, 1)]
 	given, split = (x, grad, *formats, act, offs, interleaved, weight, pair, *scales), 4 + ("delayed" in formats[0])
 
 	def run():
