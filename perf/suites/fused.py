@@ -84,19 +84,22 @@ def tasks(meter: Meter, options: Options) -> list[Task]:
 		gathering("quantize", partial(_OPS.grouped_quantize, format=text, offs=offs), text, _ROW)
 
 	def training(text: str) -> None:
-		quantize = partial(_OPS.grouped_quantize, format=text, offs=offs, columnwise=True)
+		scale = torch.full((experts,), 16.0) if parse(text).takes_scale else None
+		quantize = partial(_OPS.grouped_quantize, format=text, offs=offs, columnwise=True, scale=scale)
 
 		def passes() -> list[Tensor]:
 			dz, pa, dp = gradient()
 			return [*quantize(dz), *quantize(pa, rowwise=False), dp]
 
-		one = partial(quantize, z, activation="swiglu")
-		add("swiglu+quantize", one, lambda: quantize(_OPS.moe_activate(z, "swiglu", offs)), text, _BOTH)
-		one = partial(_OPS.moe_quantize_gradient, z, g, text, text, "swiglu", offs, False, p, pair)
+		if scale is None:
+			one = partial(quantize, z, activation="swiglu")
+			add("swiglu+quantize", one, lambda: quantize(_OPS.moe_activate(z, "swiglu", offs)), text, _BOTH)
+		one = partial(_OPS.moe_quantize_gradient, z, g, text, text, "swiglu", offs, False, p, pair, scale, scale)
 		add("swiglu gradient+quantize", one, passes, text, _BOTH, _COLUMN)
 
 	training("mxfp8")
 	training("fp8_block")
+	training("fp8:scaling=delayed")
 
 	def product(pair: Pair) -> None:
 		(a, of_a), (b, of_b) = map(operand, pair.formats, (h, w), (offs, None))
