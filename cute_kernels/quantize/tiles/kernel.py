@@ -16,7 +16,7 @@ fill four sectors, columnwise scales go through shared memory and leave as 512-b
 Counted by perf run counts at 1024 x 4096 bf16: 5.3 PTX instructions an element rowwise, 5.4
 columnwise, 10.2 both, 9.6 both with 16x16 blocks; 2.05 bytes read. On sm_90a 9.7 rowwise, 9.4
 columnwise, 18.4 both, 17.8 both with 16x16 blocks. Both with the Hadamard transform 15.1, with
-stochastic rounding 22.0 (what bounds them: perf/results/counts_sm100a.md), with both of these 26.9
+stochastic rounding 22.0 (what bounds them: perf/results/counts_sm100a.md of c9ab7ae9), with both of these 26.9
 (30.2 on sm_90a), with four_over_six 74.1 (99.1).
 
 The README has times on an H200, perf/results/quantize_h200.md what was tried. FP8 on sm_100a,
