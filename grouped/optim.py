@@ -246,7 +246,8 @@ def _check_options(lr: Any, betas: Any, amsgrad: bool, maximize: bool, **others:
 	if is_tensor and lr.numel() != 1:
 		raise ValueError(f"lr must have one element, got the shape {tuple(lr.shape)}")
 	check_kind(float, **others, lr=0.0 if is_tensor else lr)
-	for name, value in {"lr": lr, **others}.items():
+	is_read = not is_tensor or lr.device.type == "cpu"  # no host waits for a GPU
+	for name, value in {**({"lr": lr} if is_read else {}), **others}.items():
 		if not 0 <= value < math.inf:
 			raise ValueError(f"{name} must be at least 0 and finite, got {value}")
 	if not isinstance(betas, Sequence) or len(betas) != 2:

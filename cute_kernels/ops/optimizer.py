@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -81,6 +82,9 @@ class AdamWQuantize(OfFormat):
 		check_tensor("grad", self.grad, dtypes=INPUT_DTYPES, shape=shape)
 		check_tensor("numbers", self.numbers, dtypes=fp32, shape=(5,))
 		same_device("master", self.device, **self.tensors())
+		for name, end in (("beta1", 1), ("beta2", 1), ("eps", math.inf), ("weight_decay", math.inf)):
+			if not 0 <= getattr(self, name) < end:
+				raise ValueError(f"{name} must be at least 0 and below {end}, got {getattr(self, name)}")
 		level = self.record.second_level
 		if level is not None and level.per == "row":
 			raise ValueError(f"weights have second levels of groups, which {self.format} has not")

@@ -87,6 +87,8 @@ def test_faults():
 		(2, master.mT.contiguous().mT, ValueError, "exp_avg_sq is written in place and must be contiguous"),
 		(3, master[:1], ValueError, "grad must have size 2 in dimension 0"),
 		(5, out[:-1], ValueError, "out must be 6 tensors"),
+		(9, 1.0, ValueError, "beta1 must be at least 0 and below 1, got 1"),
+		(11, float("nan"), ValueError, "eps must be at least 0 and below inf, got nan"),
 		(6, "nvfp4:row_scaled", ValueError, "weights have second levels of groups, which nvfp4:row_scaled has not"),
 	):
 		with raises(error, message):
