@@ -99,13 +99,13 @@ class AdamWKernel(AmaxKernels):
 
 	def __init__(self, config: AdamWConfig):
 		self.arch = config.arch
-		self.stepper = Stepper(config.dtype)
+		self.stepper = Stepper(config.gradient)
 
 	@staticmethod
 	def fake_args(config: AdamWConfig) -> tuple[Any, ...]:
 		fake = FakeBuffers("float32", "uniform")
 		x = fake.x()
-		return (x, *_fake(x, config.dtype), fake.level(), Int32(1), env_stream())
+		return (x, *_fake(x, config.gradient), fake.level(), Int32(1), env_stream())
 
 	@cute.jit
 	def __call__(self, *args: Any) -> None:

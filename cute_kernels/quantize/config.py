@@ -363,7 +363,7 @@ class GradientConfig:
 	arch: str
 
 	#: The compiled function takes (x, grad, offs, weight, pair, given, scaled_given, codes, scales, codes_t,
-	#: scales_t, scale_inv, scale, amax, scaled_t, scaled_scales_t, scaled_scale_inv, scaled_scale, scaled_amax,
+	#: scales_t, scale_inv, scale, amax, of p a None, None, then codes_t to amax,
 	#: sums, dweight, num_sms, counter): x (R, W), grad (R, N), weight and dweight (T * k,) fp32, pair (R,) int32,
 	#: sums (tiles along N, R) fp32 to work in; a counter, as of GEMMs. Of a format that takes scales these are given
 	#: (G,) fp32, of which scale_inv, scale and amax (G,) are results, else None.
@@ -427,8 +427,11 @@ class AmaxConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AdamWConfig(AmaxConfig):
-	"""A step of AdamW on fp32 masters by gradients of ``dtype``, and amaxes of their groups."""
+class AdamWConfig:
+	"""A step of AdamW on fp32 masters by gradients of a dtype, and amaxes of their groups."""
+
+	gradient: str
+	arch: str = "sm_100a"
 
 	#: The compiled function takes (master, *update, group_amax, num_sms).
 	kernel: ClassVar[str] = "cute_kernels.quantize.adamw:AdamWKernel"

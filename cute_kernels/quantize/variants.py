@@ -30,7 +30,15 @@ from .config import (
 )
 
 Config = (
-	AmaxConfig | DbiasConfig | DelayedConfig | DequantizeConfig | GradientConfig | OffsetsConfig | RowsConfig | TileConfig
+	AdamWConfig
+	| AmaxConfig
+	| DbiasConfig
+	| DelayedConfig
+	| DequantizeConfig
+	| GradientConfig
+	| OffsetsConfig
+	| RowsConfig
+	| TileConfig
 )
 
 #: What is quantized to, row by row and tile by tile.
@@ -62,7 +70,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 		for is_max, takes_amax in itertools.product((True, False), repeat=2):
 			yield DelayedConfig(is_max, takes_amax)
 	for dtype in ("bfloat16", "float32"):
-		yield AdamWConfig(dtype, "uniform", arch=arch)
+		yield AdamWConfig(dtype, arch)
 		for fmt in (FP8Block(block=(128, 128)), MXFP8()):
 			master = QuantizeProblem("float32", fmt.k_multiple, "uniform")
 			yield AdamWTileConfig.choose(fmt, master, arch, columnwise=True, gradient=dtype)

@@ -16,6 +16,7 @@ from ...quantize.config import GradientConfig
 from ...runtime.launch import Launcher
 from ..arguments import dense, dtype_name, readable
 from ..registry import Allocator, Runner
+from .quantize import BUFFERS
 from .rows import gatherer
 
 if TYPE_CHECKING:
@@ -146,8 +147,7 @@ def quantize_gradient(op: MoeQuantizeGradient, launch: Launcher) -> Runner:
 		return _by_passes(op, launch)
 	kernel = launch.kernel(config)
 	names = [(i, name) for i, one in enumerate(op.passes(op.x, op.grad)[1:]) for name in one.specs()]
-	columns = "codes_t", "scales_t", "scale_inv", "scale", "amax"
-	taken = [(0, "codes"), (0, "scales"), *((i, name) for i in range(2) for name in columns)]
+	taken = [(i, name) for i in range(2) for name in (*BUFFERS, "amax")]
 	workspace = Allocator([BufferSpec((ceil_div(cols, TILE_ROWS), op.grad.shape[0]), torch.float32)], op.device)
 
 	def run(op: MoeQuantizeGradient, outputs: Sequence[Tensor]) -> None:

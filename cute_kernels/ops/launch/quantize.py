@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 	from ..quantize import GroupedQuantize
 	from ..reductions import ComputeOffsets, GroupedAmax, GroupedDbias
 
+#: What kernels of both copies write, in the order of their arguments.
+BUFFERS = ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale")
+
 
 def _problem(x: Tensor, offs: Tensor | None) -> QuantizeProblem:
 	return QuantizeProblem(dtype_name(x.dtype), x.shape[-1], "uniform" if offs is None else "ragged")
@@ -236,7 +239,7 @@ def _tiles(
 				_give(op.amax[1], amax_t)
 		if row_kernel is not None:
 			row_kernel(*inputs[::2], row_amax, None, launch.num_sms)
-		buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
+		buffers = map(out.get, BUFFERS)
 		own = amax_t if has_own else None
 		is_own = has_own or amax_t is group_amax
 		kernel(*inputs, row_amax, group_amax, *buffers, seen, own, seed, *(drawn or (None, None)), launch.num_sms)
@@ -290,7 +293,7 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
 		facts = {"rowwise": op.rowwise, "columnwise": op.columnwise, "gradient": gradient}
 		kernel = launch.kernel(AdamWTileConfig.choose(fmt, quantized(like), launch.arch, **facts))
 	else:
-		kernel = launch.kernel(AdamWConfig(gradient, "uniform", arch=launch.arch))
+		kernel = launch.kernel(AdamWConfig(gradient, launch.arch))
 		after = quantize(op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch)
 
 	def run(op: AdamWQuantize, outputs: Sequence[Tensor]) -> None:
@@ -301,8 +304,8 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
 			kernel(*by, amax, launch.num_sms)
 			after(op.quantize(held[0], amax), outputs[3:])
 			return
-		buffers = map(out.get, ("codes", "scales", "codes_t", "scales_t", "scale_inv", "scale"))
-		kernel(*by, None, None, dense(op.scale), *buffers, amax, *[None] * 4, launch.num_sms)
+		buffers = map(out.get, BUFFERS)
+		kernel(*by, None, None, dense(op.scale), *buffers, amax, None, dense(op.seed), None, None, launch.num_sms)
 
 	return run
 

@@ -1,8 +1,7 @@
 """A tile whose elements are made: by its team, from global memory, into shared memory.
 
-It lies there as the loader's copies would leave it, with zeros for columns past K; of rows that do
-not exist, there may be some of the last one. Lanes that
-follow each other take units of one row that follow each other. Where a unit takes two 16-byte
+It lies there as the loader's copies would leave it, with zeros for columns past K; rows that do not exist hold
+anything. Lanes that follow each other take units of one row that follow each other. Where a unit takes two 16-byte
 chunks (fp32 elements of a 16-bit input), eight lanes have half a box each of two rows, so that they
 write to all banks.
 """

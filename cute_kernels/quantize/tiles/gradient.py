@@ -50,8 +50,6 @@ _ROWS = WARP_SIZE // _LANES
 #: Bytes of weights of a stage's rows; behind them, how many rows were taken.
 _WEIGHTS = TILE_ROWS * 4
 _FACTORS = _WEIGHTS + 16
-#: Where the amaxes of both copies are in the kernel's ``out``, each behind its scale_inv and scale.
-_AMAXES = (6, 11)
 
 
 class Inputs(NamedTuple):
@@ -184,7 +182,7 @@ class GradientQuantizer(AmaxKernels):
 			compact(Int32, fake.rows, align=4),
 			*(fake.level(), scaled.level()),
 			*(fake.codes(), fake.scales(), fake.codes_t(), fake.scales_t(), *fake.results()),
-			*(scaled.codes_t(), scaled.scales_t(), *scaled.results()),
+			*(None, None, scaled.codes_t(), scaled.scales_t(), *scaled.results()),
 			compact(Float32, cute.sym_int(), fake.rows, align=4),
 			compact(Float32, pairs, align=4),
 			Int32(1),
@@ -197,7 +195,7 @@ class GradientQuantizer(AmaxKernels):
 		x, grad, offs, weight, pair, *of_copies, sums, dweight, num_sms, counter, stream = args
 		given, out = tuple(of_copies[:2]), tuple(of_copies[2:])
 		if const_expr(self.takes_scale):
-			first, *other = [out[at] for at in _AMAXES if out[at] is not None]
+			first, *other = [t for t in (out[len(out) // 2 - 1], out[-1]) if t is not None]
 			self.launch_clear(first, num_sms, stream, *other)
 		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
 		self.kernel(*copies[0], *copies[1], offs, weight, pair, given, out, sums, counter).launch(
@@ -270,11 +268,12 @@ class GradientQuantizer(AmaxKernels):
 		else:
 			if const_expr(self.table is not None):
 				self.table.fill(table.toint(), tid, self.threads)
-			copies, amaxes = (Copies(*out[:4]), Copies(None, None, *out[7:9])), [out[at] for at in _AMAXES]
+			both = out[: len(out) // 2], out[len(out) // 2 :]
+			copies, amaxes = tuple(Copies(*one[:4]) for one in both), [one[-1] for one in both]
 			thread = cute.arch.block_idx()[0] * self.threads + tid
-			for i, at in enumerate(_AMAXES):
+			for i, one in enumerate(both):
 				levels = LevelWriter(self.tiles[i].columns.codec)
-				levels.write(given[i], *out[at - 2 : at], thread, cute.arch.grid_dim()[0] * self.threads)
+				levels.write(given[i], *one[4:-1], thread, cute.arch.grid_dim()[0] * self.threads)
 			self.compute(groups, cols, copies, amaxes, sums, warp, shared)
 
 	@cute.jit
