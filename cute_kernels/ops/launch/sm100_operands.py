@@ -41,7 +41,7 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
 		specs = [BufferSpec(tuple(cast("Tensor", sides[1][1]).shape), torch.uint8)]
 	workspace, half = Allocator(specs, op.device), cast("MGrouped", op).cols // 2 if before.pairs_rows else 0
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		if turn is not None:
 			a, b = turn(a, b, offs)
 		*first, b_tiles = workspace.make()
