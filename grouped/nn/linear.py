@@ -22,7 +22,7 @@ from ..tracing import eager_only
 from ..validation import check_size
 from .delayed import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_static, local, lookup
+from .kept import KeptWeight, can_keep, is_captured, is_static, local, lookup, warn_of_captured_quantization
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
 
@@ -313,7 +313,11 @@ class GroupedLinear(debug.Watched):
 			return self._copies_of_first_microbatch(made_from, needs_dx)
 		wants_gradients = torch.is_grad_enabled()
 		if is_first_microbatch is None:
-			if self.training or wants_gradients or not is_static(sources):
+			if self.training or wants_gradients:
+				return None
+			if not is_static(sources):
+				if is_captured(sources[0]):
+					warn_of_captured_quantization(self.recipe)
 				return None
 			if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
 				return self._kept.copies
