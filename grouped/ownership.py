@@ -89,6 +89,10 @@ RULES: dict[str, tuple[str, str]] = {
 		"another library's tensor class holds it",
 		"Load the model with plain weights, in bfloat16, float16 or float32",
 	),
+	"hooked": (
+		"a hook on its gradient (register_hook, register_post_accumulate_grad_hook) would stay with the old one",
+		"Register hooks afterwards, on the new parameter",
+	),
 	"tied": (
 		"other modules share it, and would keep the old one",
 		"Untie it first, by a parameter of its own for each module",
@@ -146,13 +150,17 @@ class Ownership:
 		kind = _kind_of(parameter)
 		if kind in ("meta", None) and id(module) in self._offloaded:
 			kind = "accelerate"
-		if kind is None and id(parameter) in self._reduced:
+		if kind in ("hooked", None) and id(parameter) in self._reduced:
 			kind = "ddp"
-		if kind is None and self._is_shared(parameter, key, together):
+		if kind is None and self._has_other_holder(parameter, key, together):
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
-	def _is_shared(self, parameter: Tensor, key: tuple[int, str], together: Iterable[Target]) -> bool:
+	def is_shared(self, parameter: Tensor) -> bool:
+		"""Tell whether the parameter has several names under ``root``."""
+		return len(self._holders.get(id(parameter), ())) > 1
+
+	def _has_other_holder(self, parameter: Tensor, key: tuple[int, str], together: Iterable[Target]) -> bool:
 		"""Tell whether a module has the parameter under a name that is not replaced with it."""
 		names = {(id(module), name) for module, name in self._holders.get(id(parameter), ())} - {key}
 		return bool(names) and not names <= {(id(module), name) for module, name in together}
@@ -236,6 +244,8 @@ def _kind_of(parameter: Any) -> str | None:
 		return "deepspeed"
 	if parameter.is_meta:
 		return "meta"
+	if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+		return "hooked"
 	is_known = type(parameter) in _PLAIN or isinstance(parameter, GroupedTensor)
 	return None if is_known or type(parameter).__name__ == "FakeTensor" else "subclass"
 

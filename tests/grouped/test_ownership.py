@@ -111,6 +111,11 @@ def deepspeed(model, mesh):
 	return model, first(model)
 
 
+def hooked(model, mesh):
+	first(model).weight.register_post_accumulate_grad_hook(lambda p: None)
+	return model, first(model)
+
+
 def accelerate(model, mesh):
 	pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
 	return model, first(model)
@@ -144,6 +149,7 @@ OWNED = {
 	"tied": ("tied", tied),
 	"subclass": ("subclass", subclass),
 	"deepspeed": ("deepspeed", deepspeed),
+	"hooked": ("hooked", hooked),
 	"accelerate": ("accelerate", accelerate),
 	"peft": ("peft", adapted),
 	"modules_to_save": ("peft", saved_by_peft),
