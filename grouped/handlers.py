@@ -12,7 +12,7 @@ from cute_kernels.ops.derivatives import register_autograd
 
 from .collectives import Flat
 from .shapes import flat_shapes
-from .tensor import HANDLERS, GroupedTensor, handler
+from .tensor import HANDLERS, NO_MEMORY, GroupedTensor, handler
 from .updates import adds_update, snapshot, warn_if_lost
 
 aten = torch.ops.aten
@@ -90,6 +90,11 @@ def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any)
 			"decode it first with .dequantize()"
 		)
 	return x._apply_inner(lambda t: t)
+
+
+@handler(aten.view.dtype)
+def _reinterpret(func: Any, x: GroupedTensor, dtype: torch.dtype) -> NoReturn:
+	raise TypeError(f"{func} does not work on a GroupedTensor: {NO_MEMORY}")
 
 
 def _regrouped(x: GroupedTensor, groups: int, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
