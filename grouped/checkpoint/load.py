@@ -4,6 +4,7 @@ In three passes, so that nothing is changed if something is wrong: ``plan`` comp
 headers with the module, ``check_values`` reads scales, and then tensors are read one after the other and written.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +139,7 @@ class _Work(NamedTuple):
 			fill(other.target, other.stored.plain)
 		for plan, owner in progress(self.plans, "experts"):
 			if plan.layout is None:
-				fill(plan.weight.parameter, lambda groups, plan=plan: _values(plan, groups))
+				fill(plan.weight.parameter, functools.partial(_values, plan))
 				continue
 			retire([plan.weight.parameter], "checkpoint.load")
 			_replace(plan, owner, self.report)
@@ -242,7 +243,7 @@ def _used(stored: list[Stored]) -> set[str]:
 
 
 def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: Report) -> None:
-	"""Sort names that nothing takes: harmless ones, scales of activations, others. Raise for those that change results."""
+	"""Sort names that nothing takes: harmless ones, scales of activations, others; raise if one changes results."""
 	names = [name for name in files if name not in used and name not in report.ignored]
 	patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
 	ignored = set(harmless(names, used, patterns if isinstance(patterns, list | tuple | set) else ()))
@@ -251,8 +252,8 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
 	if change:
 		raise ValueError(
 			f"{files.where(change[0])} changes the results of the weight beside it, and is not applied here"
-			f"{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint without it, as with the factors of "
-			"AWQ or SmoothQuant folded into the weights"
+			f"{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint without it, as with the "
+			"factors of AWQ or SmoothQuant folded into the weights"
 		)
 	report.ignored += [name for name in files if name in ignored or name in neutral]
 	scales = tuple(s for layout in LAYOUTS.values() if layout.input_scale for s in _input_scales(layout.input_scale))
@@ -306,7 +307,7 @@ def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
 		chunks = [slice(i, i + 4096) for i in range(0, rows, 4096)]
 		if not same or not all(torch.equal(files.rows(first, c), files.rows(second, c)) for c in chunks):
 			raise ValueError(
-				f"the module ties {first} and {second}, but they differ in the checkpoint ({files.path(second)}): untie them first"
+				f"the module ties {first} and {second}, but they differ in {files.folder}: untie them in the module first"
 			)
 
 

@@ -41,9 +41,7 @@ def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | 
 	if info is None:
 		return
 	if not hasattr(info, "shard_mesh_size"):
-		raise ValueError(
-			f"{key} is replicated by FSDP, which gathers plain parameters only: load before, or use fully_shard"
-		)
+		raise ValueError(f"{key} is replicated by FSDP, which gathers plain parameters only: use fully_shard")
 	if shape != tuple(p.shape):
 		raise ValueError(
 			f"{key} has the shape {tuple(p.shape)} under fully_shard, quantized it has {shape}, for experts are transposed: "
@@ -52,8 +50,8 @@ def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | 
 	groups, ranks = owner.manager._orig_size[0], info.shard_mesh_size  # type: ignore[union-attr]
 	if groups % ranks:
 		raise ValueError(
-			f"{key} has {groups} groups on the {ranks} ranks of fully_shard: the number of quantized groups must be a multiple "
-			"of the ranks. Shard over fewer ranks, or load a plain checkpoint"
+			f"{key} has {groups} groups on the {ranks} ranks of fully_shard: the number of quantized groups must be a "
+			"multiple of the ranks. Shard over fewer ranks, or load a plain checkpoint"
 		)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of a file that make a weight: what their headers must say, which numbers scales may have, and reading them."""
+"""The tensors of a file that make a weight: what their headers must say, which numbers scales may have."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
