@@ -256,7 +256,8 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
 			"factors of AWQ or SmoothQuant folded into the weights"
 		)
 	report.ignored += [name for name in files if name in ignored or name in neutral]
-	scales = tuple(s for layout in LAYOUTS.values() if layout.input_scale for s in _input_scales(layout.input_scale))
+	suffixes = [layout.input_scale for layout in LAYOUTS.values() if layout.input_scale] + [".activation_scale"]
+	scales = tuple(suffixes + [stacked_suffix(suffix) for suffix in suffixes])
 	for name in names:
 		if name.endswith(scales):
 			report.input_scales[name] = torch.empty(0)
@@ -292,11 +293,6 @@ def _tail(name: str) -> str:
 
 def _some(names: list[str]) -> str:
 	return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
-
-
-def _input_scales(suffix: str) -> tuple[str, str]:
-	"""Ends of the names of static scales, of one expert's and of all experts' tensors."""
-	return suffix, stacked_suffix(suffix)
 
 
 def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
