@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cute_kernels.records import check_kind
 
 from ..tensor import GroupedTensor
+from .config import check_config
 from .files import Reader, progress
 from .layouts import LAYOUTS, Layout, stacked_suffix
 from .parts import joined_rows, reconciled, stacked
@@ -66,6 +67,7 @@ def load(
 	"""
 	check_kind(bool, strict=strict)
 	files, report = Reader(folder), Report()
+	check_config(folder)
 	missing = list[str]()
 	weights, first = list(expert_weights(module, rename)), dict[int, ExpertWeight]()
 	tied = [(weight, first.setdefault(id(weight.parameter), weight)) for weight in weights]
