@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.functional import pad
@@ -21,9 +21,12 @@ from torch.nn.functional import pad
 from cute_kernels import ops
 from cute_kernels.records import check_kind
 
+from .capacity import as_capacity, expert_capacity
+from .clipping import clip_grad_norm_
 from .experts import Layer, Routing, Style, compute_routing, experts
-from .nn import GroupedLinear, GroupedMLP, MoE
+from .nn import GroupedMLP, MoE
 from .shards import local_part
+from .sums import Sum, SummedGradient
 from .tensor import GroupedTensor
 from .wire import check_wire, pack, unpack
 
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 	from cute_kernels.formats import Format
 
-__all__ = ["Exchange", "ExpertParallel", "ExpertTensorParallel"]
+__all__ = ["Exchange", "ExpertParallel", "ExpertTensorParallel", "clip_grad_norm_", "expert_capacity"]
 
 _collectives = torch.ops._c10d_functional
 
@@ -286,9 +289,10 @@ class _Combine(torch.autograd.Function):
 class _Style(ParallelStyle):
 	"""What both styles share: on which modules, and how their parameters are sharded."""
 
-	def __init__(self, mesh: DeviceMesh | None = None) -> None:
+	def __init__(self, mesh: DeviceMesh | None = None, *, replicate: bool = True) -> None:
 		super().__init__()
-		self.mesh = mesh
+		check_kind(bool, replicate=replicate)
+		self.mesh, self.replicate = mesh, replicate
 
 	def __call__(self, module: nn.Module) -> nn.Module:
 		"""Spread the experts of ``module`` over the mesh of this style; returns ``module``."""
@@ -314,10 +318,21 @@ class _Style(ParallelStyle):
 				raise ValueError(f"{layer.recipe} keeps scales of all experts on each rank: use FP8Current, or FP8Block")
 		return mlp
 
-	def _shard(self, layer: GroupedLinear, mesh: DeviceMesh, placement: Placement) -> None:
+	def _shard(self, layer: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
 		for name, p in list(layer.named_parameters(recurse=False)):
 			part = distribute_tensor(p.detach(), mesh, [placement], src_data_rank=getattr(self, "src_data_rank", 0))
 			setattr(layer, name, nn.Parameter(part, p.requires_grad))
+
+	def _replicate(self, moe: MoE, mesh: DeviceMesh, group: str | None) -> None:
+		"""Make the parameters that each rank has whole DTensors, too; ``group``: of ranks with tokens of their own."""
+		moe.router.token_group = group
+		if not self.replicate:
+			return
+		layers = [] if moe.shared is None else [moe.shared.gate_up, moe.shared.down]
+		for layer in layers:
+			layer.token_group = group
+		for module in (moe.router, *layers):
+			self._shard(module, mesh, Replicate())
 
 
 class ExpertParallel(_Style):
@@ -325,12 +340,16 @@ class ExpertParallel(_Style):
 
 	Or of a ``GroupedMLP``, whose rows are this rank's, with ``offs`` of all experts. Weights may be quantized.
 
-	``parallelize_module(moe, mesh["ep"], ExpertParallel())`` makes the experts' parameters DTensors,
-	``Shard(0)``; the router stays whole on each rank, which has tokens of its own: sum its gradients
-	over the mesh as those of any module of data parallelism.
+	``parallelize_module(moe, mesh["ep"], ExpertParallel())`` makes all parameters DTensors: those of the experts
+	``Shard(0)``, those of router and shared expert ``Replicate()``, with the values of the mesh's first rank. Gradients
+	of all of them are sums over the mesh when ``backward()`` returns: nothing is left to sum. So one call of
+	``torch.nn.utils.clip_grad_norm_`` and ``foreach`` optimizers take them together; beside plain parameters of other
+	modules use ``grouped.distributed.clip_grad_norm_``.
 
 	The bits of outputs and gradients are those of one process with all tokens, rank after rank
-	(``docs/moe.md``), whatever R is; of the second layer's bias fp32 sums have another order. With a
+	(``docs/moe.md``), whatever R is; of the second layer's bias, router and shared expert fp32 sums have another order.
+	A shared expert is the exception under recipes with one scale for all tokens (NVFP4, FP8Current; of gradients
+	NVFP4RowScaled, too): each rank quantizes its own tokens, by their amax. With a
 	``wire`` they are those of a process whose experts read ``dequantize(quantize(x, wire))``.
 
 	Args:
@@ -339,19 +358,23 @@ class ExpertParallel(_Style):
 			scales are sent instead of the tokens' dtype; None for that.
 		gradient_wire: likewise, of the gradients of outputs. Outputs and gradients of tokens travel
 			in the dtype of the computation.
-		capacity: pairs of a token and an expert that each rank sends to each other, and, as a second
-			number, tokens; as many by default. Shapes are static then and nothing is read on the host,
-			for CUDA graphs and ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted
-			in ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as there are,
-			whose numbers the host reads once a call.
+		capacity: (pairs, tokens), the most that one rank sends to each single rank in a call, itself included: pairs of a
+			token and an expert, and tokens. Neither is per expert nor a sum over the ranks; one number stands for both.
+			``expert_capacity`` computes them: 4096 tokens of a rank, top 8 of 256 experts on 2 ranks are 4096 * 8 / 2 = 16384
+			pairs if routing is even, 20480 with a quarter to spare, and 4096 tokens. Buffers and work grow with it: a rank
+			computes R * pairs rows. Shapes are static then and nothing is read on the host, for CUDA graphs and
+			``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted in ``moe.exchange.dropped``.
+			(T * min(k, E / R), T) drops none. None: as many as there are, whose numbers the host reads once a call.
 		overlap: the shared expert of a ``MoE`` computes while outputs of the others travel, with the same bits.
+		replicate: router and shared expert become DTensors, too. With False they stay plain, for ``fully_shard`` along a
+			mesh that has these ranks in it; their gradients are then to be summed as those of any module of data parallelism.
 
 	``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
 	Raises:
-		TypeError: no such module, or a wire that is no format.
+		TypeError: no such module, a wire that is no format, or a capacity of other kinds than ints.
 		ValueError: ranks that do not divide E, a recipe of delayed scaling, a mesh of several
-			dimensions, a wire whose rows share scales, or a capacity that is not positive.
+			dimensions, a wire whose rows share scales, or a capacity that is not one positive number or two.
 	"""
 
 	def __init__(
@@ -362,16 +385,13 @@ class ExpertParallel(_Style):
 		gradient_wire: Format | None = None,
 		capacity: int | tuple[int, int] | None = None,
 		overlap: bool = True,
+		replicate: bool = True,
 	) -> None:
-		super().__init__(mesh)
+		super().__init__(mesh, replicate=replicate)
 		check_wire("wire", wire)
 		check_wire("gradient_wire", gradient_wire)
 		check_kind(bool, overlap=overlap)
-		if isinstance(capacity, int):
-			capacity = capacity, capacity
-		if capacity is not None and min(capacity) < 1:
-			raise ValueError(f"capacity must be positive, got {capacity}")
-		self.options = (wire, gradient_wire, capacity, overlap)
+		self.options = (wire, gradient_wire, as_capacity(capacity), overlap)
 
 	def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
 		mlp = self._checked(module, device_mesh)
@@ -383,7 +403,10 @@ class ExpertParallel(_Style):
 				raise ValueError(f"hidden_size must be a multiple of {fmt.k_multiple} for {fmt}, got {hidden}")
 		for layer in (mlp.gate_up, mlp.down):
 			self._shard(layer, device_mesh, Shard(0))
-		mlp.exchange = Exchange(device_mesh.get_group(), experts_, *self.options)
+		group = device_mesh.get_group()
+		mlp.exchange = Exchange(group, experts_, *self.options)
+		if isinstance(module, MoE):
+			self._replicate(module, device_mesh, group.group_name)
 		return module
 
 
@@ -419,6 +442,8 @@ class ExpertTensorParallel(_Style):
 		self._shard(first, device_mesh, rows)
 		self._shard(second, device_mesh, Shard(2))
 		mlp.exchange = _PartialSums(device_mesh.get_group().group_name)
+		if isinstance(module, MoE):
+			self._replicate(module, device_mesh, None)
 		return module
 
 
@@ -431,33 +456,7 @@ class _PartialSums:
 	def __call__(
 		self, x: Tensor, p: Tensor, routing: Routing, first: Layer, second: Layer, style: Style, meanwhile: object = None
 	) -> Tensor:
-		x, p = _Copied.apply(x, self.group), _Copied.apply(p, self.group)
+		x, p = SummedGradient.apply(x, self.group), SummedGradient.apply(p, self.group)
 		y = experts(x, p, routing, first, second, style._replace(dtype=torch.float32))
-		summed: Tensor = _Summed.apply(y, self.group)
+		summed: Tensor = Sum.apply(y, self.group)
 		return summed.to(style.dtype)
-
-
-def _sum(x: Tensor, group: str) -> Tensor:
-	out: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.float().contiguous(), "sum", group))
-	return out.to(x.dtype)
-
-
-class _Copied(torch.autograd.Function):
-	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-		ctx.group = group
-		return x.view_as(x)
-
-	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-		return _sum(dx, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-		return _sum(x, group)
-
-	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-		return dx, None

@@ -12,7 +12,15 @@ from torch import Tensor
 from cute_kernels.capability import require
 from cute_kernels.formats import RECORDS, Format
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.ops.checks import INPUT_DTYPES, check_dtype, check_multiple, check_offs, check_tensor, same_device
+from cute_kernels.ops.checks import (
+	INPUT_DTYPES,
+	check_dtype,
+	check_end_rows_of,
+	check_multiple,
+	check_offs,
+	check_tensor,
+	same_device,
+)
 from cute_kernels.ops.members import check_shapes
 from cute_kernels.records import check_kind
 
@@ -112,6 +120,7 @@ def _check_groups(
 	check_multiple("K", shape[-1], fmt.k_multiple, f"shape is {wanted}")
 	if offs is not None:
 		check_offs(offs)
+		check_end_rows_of(offs, shape[0], "the tensor")
 
 
 @functools.cache

@@ -9,6 +9,7 @@ one of this user's.
 
 import contextlib
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -74,13 +75,18 @@ def read_file(folder: int, name: str) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-	"""Put a file in its place at once, which no other user may write, whatever the umask is."""
+	"""Put a file in its place at once, which no other user may write, whatever the umask is.
+
+	A folder in its place is deleted: else the file would be missing for ever.
+	"""
 	part = path.with_name(f"{path.name}.{os.getpid()}.part")
 	try:
 		part.unlink(missing_ok=True)  # of a process that died and had this number
 		flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 		with os.fdopen(os.open(part, flags, FILE_MODE), "wb") as file:
 			file.write(data)
+		if path.is_dir() and not path.is_symlink():
+			shutil.rmtree(path)
 		part.replace(path)
 	except OSError:
 		with contextlib.suppress(OSError):

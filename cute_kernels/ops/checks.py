@@ -1,15 +1,84 @@
 """Checks of op arguments. Every message names the argument, its value and the rule."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..formats import Format
 from ..layout.buffers import buffers
 
 #: Dtypes of plain operands.
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Classes of tensors whose values the host may read.
+_READABLE = frozenset({Tensor, torch.nn.Parameter})
+
+
+class EndRowChecks:
+	"""Process-wide settings of ``check_end_rows_of``.
+
+	Attributes:
+		reads_cpu: values of CPU tensors are checked on the host.
+		recorder: called with offs and the number of rows for each tensor on another device, or None.
+	"""
+
+	reads_cpu = True
+	recorder: Callable[[Tensor, int], object] | None = None
+
+
+@contextlib.contextmanager
+def unchecked_end_rows() -> Iterator[None]:
+	"""Do not read ``offs`` inside the block: kernels clamp the values then. For tests of kernels."""
+	before = EndRowChecks.reads_cpu
+	EndRowChecks.reads_cpu = False
+	try:
+		yield
+	finally:
+		EndRowChecks.reads_cpu = before
+
+
+def check_end_rows(values: Sequence[Any], rows: int, x: str = "x") -> None:
+	"""``values`` must be end rows of groups in ``x``, which has so many rows; fewer leave a tail."""
+	start = 0
+	for group, end in enumerate(values):
+		if end < start:
+			raise ValueError(f"offs must not decrease or be negative, got {end} at {group}{_counts_hint(values, rows)}")
+		start = end
+	if start > rows:
+		raise ValueError(f"offs must end within the {rows} rows of {x}, got {start}")
+
+
+def _counts_hint(values: Sequence[Any], rows: int) -> str:
+	"""How to make end rows, if the values may be counts."""
+	total = sum(map(int, values))
+	if min(values) < 0 or total > rows:
+		return ""
+	return (
+		f". offs are the end rows of the groups, and these look like counts, which add up to {total}: "
+		"grouped.compute_offsets(counts) returns their end rows"
+	)
+
+
+def check_end_rows_of(offs: Tensor, rows: int, x: str = "x") -> None:
+	"""``check_end_rows`` of a CPU tensor that holds values; of other devices the recorder takes note.
+
+	Traced, transformed and meta tensors are passed over: the ops that run later check theirs.
+	"""
+	if torch.compiler.is_compiling() or type(offs) not in _READABLE:
+		return
+	if torch._C._functorch.is_functorch_wrapped_tensor(offs) or torch._is_functional_tensor(offs):
+		return
+	with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
+		if not offs.is_cpu:
+			if EndRowChecks.recorder is not None and not offs.is_meta:
+				EndRowChecks.recorder(offs, rows)
+			return
+		values = offs.tolist() if EndRowChecks.reads_cpu else [0]
+	if values[0] < 0 or values[-1] > rows or values != sorted(values):
+		check_end_rows(values, rows, x)
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:

@@ -66,6 +66,10 @@ class GroupedDequantize(OfFormat):
 		return (*batch, self.rows, cols)
 
 	@property
+	def num_rows(self) -> int:
+		return self.rows
+
+	@property
 	def num_groups(self) -> int | None:
 		"""G of a ragged tensor; None if uniform, or with ``shapes``."""
 		return None if self.offs is None else self.offs.shape[0]

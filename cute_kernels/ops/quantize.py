@@ -81,6 +81,10 @@ class GroupedQuantize(OfFormat):
 	kernels = launch_quantize.quantize
 
 	@property
+	def num_rows(self) -> int:
+		return (self.x if self.rows is None else self.rows).shape[0]
+
+	@property
 	def num_groups(self) -> int:
 		"""G."""
 		if self.shapes is not None:

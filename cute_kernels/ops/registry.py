@@ -30,6 +30,7 @@ from ..records import check_kind
 from ..runtime.backend import Backend, chosen_backend, resolve_backend
 from ..runtime.launch import Launcher, launcher
 from ..runtime.plan import INERT, PlanCache, plan_key
+from .checks import EndRowChecks, check_end_rows_of
 from .derivatives import not_differentiable, refuse_derivatives, register_autograd
 
 #: How Inductor's code allocates on the current device: 0.8 us on the host of an H200, where ``torch.empty_strided``
@@ -161,6 +162,8 @@ class Op(abc.ABC):
 	#: For differentiable ops: what to save, and the gradients of the inputs.
 	setup_context: ClassVar[Callable[..., None] | None] = None
 	backward: ClassVar[Callable[..., Any] | None] = None
+	#: Whether ``offs`` is an argument, the end rows of groups.
+	takes_offs: ClassVar[bool] = False
 	#: The functional op, without the dispatcher where nothing observes the call.
 	invoke: ClassVar[Callable[..., Any]]
 
@@ -185,6 +188,18 @@ class Op(abc.ABC):
 	@abc.abstractmethod
 	def check(self) -> None:
 		"""Raise ValueError or TypeError for arguments that break a rule."""
+
+	@property
+	def num_rows(self) -> int:
+		"""Rows that ``offs`` cuts into groups."""
+		first: Tensor = next(iter(vars(self).values()))
+		return first.shape[0]
+
+	def check_values(self) -> None:
+		"""Raise ValueError for values of CPU tensors that break a rule, in each call: a plan does not depend on them."""
+		offs: Tensor | None = getattr(self, "offs", None)
+		if offs is not None and (offs.is_cpu or EndRowChecks.recorder is not None):
+			check_end_rows_of(offs, self.num_rows, next(iter(vars(self))))
 
 	@abc.abstractmethod
 	def outputs(self) -> Sequence[BufferSpec]:
@@ -226,6 +241,8 @@ class Op(abc.ABC):
 		choice = chosen_backend()
 		key = plan_key(type(self), choice, vars(self).values())
 		plan: _Plan = _plans.get(key) or _plans.add(key, self._new_plan(choice))
+		if self.takes_offs:
+			self.check_values()
 		return plan
 
 	def _check_types(self) -> None:
@@ -322,6 +339,7 @@ def _schema(cls: type[Op]) -> tuple[str, str]:
 def register(cls: type[Op]) -> type[Op]:
 	"""Class decorator: register the functional and the ``_out`` form of an op, and their fakes."""
 	functional, out = _schema(cls)
+	cls.takes_offs = any(field.name == "offs" for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
 	def result(outputs: list[Tensor]) -> Tensor | list[Tensor]:
 		return outputs if cls.returns_list else outputs[0]
@@ -427,7 +445,7 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 	that require gradients or have no data.
 	"""
 	dispatched = getattr(torch.ops.cute_kernels, cls.name).default
-	FUNCTIONAL[dispatched] = cls
+	FUNCTIONAL[dispatched], takes_offs = cls, cls.takes_offs
 
 	def invoke(*args: Any) -> Any:
 		if is_observed(args):
@@ -435,6 +453,8 @@ def _invoker(cls: type[Op]) -> Callable[..., Any]:
 		choice = chosen_backend()
 		key, op = plan_key(cls, choice, args), cls(*args)
 		plan = _plans.get(key) or _plans.add(key, op._new_plan(choice))
+		if takes_offs:
+			op.check_values()
 		outputs = plan.compute(op)
 		return outputs if cls.returns_list else outputs[0]
 

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -69,12 +69,31 @@ class Backend:
 
 
 #: A backend as it was chosen: its name and options, the text of the environment, or None.
-Choice: TypeAlias = "tuple[str, tuple[tuple[str, Any], ...]] | str | None"
+Choice: TypeAlias = "_Block | str | None"
 
-# Process-wide rather than thread-local: autograd runs the backward pass of GPU ops in its own
-# threads, which must see the choice too.
-_chosen: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
-_chosen_lock = threading.Lock()
+#: Name and options of a block's backend.
+_Block: TypeAlias = "tuple[str, tuple[tuple[str, Any], ...]]"
+#: Blocks that the main thread is inside of, for threads without a block of their own.
+_main_blocks: list[_Block] = []
+#: Blocks of all threads. While it is 0, nothing else is looked at.
+_entered = 0
+_entered_lock = threading.Lock()
+#: Key of a thread's blocks in PyTorch's thread-local state. Autograd hands that state to its own threads, which run the
+#: backward pass of GPU ops.
+_THREAD_KEY = "cute_kernels.backend"
+#: An object that is left in that state when a thread ends may block or abort the process, so it must be removed. A
+#: PyTorch that cannot remove it has the main thread's choice in autograd's threads.
+_remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+
+
+class _Thread(threading.local):
+	"""Blocks that this thread is inside of."""
+
+	def __init__(self) -> None:
+		self.blocks = _main_blocks if threading.current_thread() is threading.main_thread() else []
+
+
+_thread = _Thread()
 
 
 def _check_name(name: str, source: str) -> str:
@@ -83,9 +102,40 @@ def _check_name(name: str, source: str) -> str:
 	return name
 
 
+def _caller_blocks() -> list[_Block]:
+	"""Blocks of the thread whose backward pass this thread runs."""
+	found: list[_Block] = torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else []
+	return found
+
+
+def _enter(block: _Block) -> list[_Block]:
+	"""Add a block of this thread; returns the list that has it."""
+	global _entered
+	blocks = _thread.blocks
+	if not blocks and _remove is not None:
+		torch._C._stash_obj_in_tls(_THREAD_KEY, blocks)
+	with _entered_lock:
+		_entered += 1
+	blocks.append(block)
+	return blocks
+
+
+def _leave(blocks: list[_Block], block: _Block) -> None:
+	global _entered
+	# Not the last one: generators may leave their blocks in another order.
+	blocks[:] = [other for other in blocks if other is not block]
+	if not blocks and _remove is not None:
+		_remove(_THREAD_KEY)
+	with _entered_lock:
+		_entered -= 1
+
+
 @contextlib.contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-	"""Run ops on the backend ``name`` inside a ``with`` block, in all threads.
+	"""Run ops on the backend ``name`` inside a ``with`` block.
+
+	The block holds in the thread that enters it, and in the backward passes that this thread runs. A thread without a
+	block of its own uses the block of the main thread, or else the environment's choice.
 
 	Ops choose when they run, also inside a compiled function: enter the block around the call of
 	one, whichever backend it was compiled under. A block inside of it is no part of the graph:
@@ -107,28 +157,28 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 			"call of the compiled function"
 		)
 	_check_name(name, "backend")
-	choice = (name, _check_options(name, options))
-	with _chosen_lock:
-		_chosen.append(choice)
+	block = (name, _check_options(name, options))
+	blocks = _enter(block)
 	try:
 		yield
 	finally:
-		# Not the last one: another thread may have entered a block since.
-		with _chosen_lock:
-			_chosen[:] = [other for other in _chosen if other is not choice]
+		_leave(blocks, block)
 
 
 def chosen_backend() -> Choice:
 	"""What decides ``active_backend`` beside the device, to key what was worked out for it.
 
-	Another thread may choose at any time: read it once, and pass it on.
+	The main thread may choose at any time: read it once, and pass it on.
 	"""
-	try:
-		return _chosen[-1]
-	except IndexError:
-		# ``os.environ`` encodes and decodes: a microsecond of every call.
-		text = _environment.get(_KEY)
-		return text.decode() if isinstance(text, bytes) else text
+	if _entered:
+		if _thread.blocks:
+			return _thread.blocks[-1]
+		# Not a look at the length before: the other thread may leave its block in between.
+		for block in reversed(_caller_blocks() or _main_blocks):
+			return block
+	# ``os.environ`` encodes and decodes: a microsecond of every call.
+	text = _environment.get(_KEY)
+	return text.decode() if isinstance(text, bytes) else text
 
 
 def active_backend(device: torch.device) -> Backend:

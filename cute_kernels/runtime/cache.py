@@ -29,6 +29,7 @@ from ..host.settings import cache_root, kernel_cache_is_on, warn_once
 from ..host.trust import distrust, make_folder, open_folder, read_file, write_file
 from .arch import Architecture
 from .dsl import installed_versions
+from .sources import digest_of, module_file
 from .spec import KernelSpec, canonical_text, short_name
 
 #: Bump when the meaning of an entry's files changes.
@@ -36,16 +37,8 @@ _LAYOUT = 1
 #: A compilation takes seconds; a lock held for longer than this belongs to a stuck process.
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
-#: Folders and files of this package that compiled kernels depend on; of ``runtime`` only what compiles them.
-_KERNEL_SOURCE = ("formats", "layout", "device", "quantize", "gemm")
-_COMPILER_SOURCE = (
-	"activations.py",
-	"records.py",
-	"runtime/arch.py",
-	"runtime/compile.py",
-	"runtime/dsl.py",
-	"runtime/spec.py",
-)
+#: Files of this package that compile kernels. What they import in turn does not change the code.
+_COMPILER_SOURCE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("arch", "compile", "dsl", "spec"))
 #: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
 #: every version, so what is not named here counts.
 _HARMLESS_DSL_VARIABLES = frozenset(
@@ -202,7 +195,7 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
 		The key, or None if the kernel's sources are not known for sure (unreadable, or edited since
 		this process started): then the disk is left alone rather than trusted with a weaker key.
 	"""
-	sources = _source_digest(type(spec).__module__)
+	sources = _source_digest(type(spec).__module__, spec.kernel.partition(":")[0])
 	if sources is None:
 		return None
 	facts = {
@@ -224,35 +217,35 @@ def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
 
 
 @functools.cache
-def _source_digest(module: str) -> str | None:
-	"""Digest of this package's kernel sources and of ``module``'s package or folder of this one."""
-	package = Path(__file__).resolve().parent.parent
-	folders = [*_KERNEL_SOURCE]
-	if module.startswith(f"{package.name}.moe."):
-		folders.append("moe")  # What other kernels do not use.
-	files = [path for name in folders for path in (package / name).rglob("*.py")]
-	files += [package / name for name in _COMPILER_SOURCE]
-	roots = {package: files}
-	top = module.partition(".")[0]
-	if top != package.name:
+def _source_digest(*modules: str) -> str | None:
+	"""Digest of the sources of ``modules``, of all that they import of this package, and of what compiles them.
+
+	If a module is of another package, all sources of that package count.
+	"""
+	digests: list[str | None] = [_compiler_digest()]
+	for module in modules:
+		file = module_file(module)
+		if file is not None:
+			digests.append(digest_of([file], _STARTED))
+			continue
+		top = module.partition(".")[0]
 		source = getattr(sys.modules.get(top), "__file__", None)
-		if source is None:
+		if source is None or top == __name__.partition(".")[0]:
 			return None
 		path = Path(source).resolve()
-		roots[path.parent] = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-	if not all(path.is_file() for path in files):  # imported from an archive
-		return None
-	digest = hashlib.sha256()
+		files = list(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+		# Without a file the module comes from an archive.
+		digests.append(digest_of(files, _STARTED, path.parent) if path in files else None)
+	return None if None in digests else hashlib.sha256(" ".join(filter(None, digests)).encode()).hexdigest()
+
+
+def _compiler_digest() -> str | None:
 	try:
-		for root, paths in roots.items():
-			for path in sorted(paths):
-				if path.stat().st_mtime > _STARTED:
-					return None
-				digest.update(f"{path.relative_to(root)}\0".encode())
-				digest.update(hashlib.sha256(path.read_bytes()).digest())
+		if any(path.stat().st_mtime > _STARTED for path in _COMPILER_SOURCE):
+			return None
+		return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in _COMPILER_SOURCE)).hexdigest()
 	except OSError:
 		return None
-	return digest.hexdigest()
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""Looks into a model of grouped layers while it runs: where NaN come from, what formats lose."""
+"""Looks into a model of grouped layers while it runs: where NaN come from, what formats lose, if offs are valid."""
 
 from .lens import EAGER_ONLY, check_eager, inspect
 from .nonfinite import ROLES, Watched, detect_nonfinite, flags_of, note, note_gradient, watch
+from .offsets import check_offsets
 from .statistics import Probe
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
 	"Probe",
 	"Watched",
 	"check_eager",
+	"check_offsets",
 	"detect_nonfinite",
 	"flags_of",
 	"inspect",

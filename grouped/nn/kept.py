@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..passes import Copies
 from ..recipes import Recipe
 from ..shards import local_part
+from ..sums import SummedGradient
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -59,9 +60,12 @@ def warn_of_captured_quantization(recipe: Recipe) -> None:
 	)
 
 
-def local(t: Any) -> Tensor:
-	"""This rank's part of a DTensor, differentiable; else the tensor."""
-	return t if type(t) in _PLAIN or not hasattr(t, "_local_tensor") else t.to_local()
+def local(t: Any, group: str | None = None) -> Tensor:
+	"""This rank's part of a DTensor, differentiable; else the tensor. Gradients are summed over ``group``, if given."""
+	if type(t) in _PLAIN or not hasattr(t, "_local_tensor"):
+		return t
+	part: Tensor = t.to_local()
+	return part if group is None or not part.requires_grad else SummedGradient.apply(part, group)
 
 
 def lookup(module: nn.Module, name: str) -> Any:

@@ -70,6 +70,10 @@ class GroupedLinear(debug.Watched):
 		ValueError: sizes that are not positive, or that the recipe's blocks do not divide.
 	"""
 
+	#: Name of the process group whose ranks have rows of their own and replicas of the parameters, which are DTensors:
+	#: gradients are summed over it.
+	token_group: str | None = None
+
 	def __init__(
 		self,
 		num_groups: int,
@@ -219,7 +223,7 @@ class GroupedLinear(debug.Watched):
 			check_kind(bool, is_first_microbatch=is_first_microbatch)
 		sink = self._sink(is_first_microbatch)
 		sources = self._sources("weight")
-		weights = [local(w) for w in sources]
+		weights = [local(w, self.token_group) for w in sources]
 		self._check_shape(weights[0])
 		check_dtype("weight", weights[0].dtype, INPUT_DTYPES)
 		scaling = self._scaling_of_call(is_first_microbatch)
@@ -265,7 +269,7 @@ class GroupedLinear(debug.Watched):
 		return {each: getattr(self, each) for each in self._names(name)}
 
 	def _stacked(self, name: str) -> Tensor:
-		sources = [local(t) for t in self._sources(name)]
+		sources = [local(t, self.token_group) for t in self._sources(name)]
 		return sources[0] if self.single_parameter else torch.stack(sources)
 
 	def _check_shape(self, weight: Tensor) -> None:

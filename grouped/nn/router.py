@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,12 @@ from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice, check_kind
 from cute_kernels.reference.router import TINY, bf16_parts
 
+from ..sums import sum_over
 from ..validation import check_size
+from .kept import local
+
+if TYPE_CHECKING:
+	from torch.distributed import ProcessGroup
 
 
 class MoELosses(NamedTuple):
@@ -67,6 +72,9 @@ class Router(nn.Module):
 
 	bias: Tensor | None
 	selection_bias: Tensor | None
+	#: Name of the process group whose ranks route tokens of their own, None if there is one rank. Counts are summed over
+	#: it, and gradients if the parameters are DTensors.
+	token_group: str | None = None
 
 	def __init__(
 		self,
@@ -141,22 +149,26 @@ class Router(nn.Module):
 
 	@property
 	def tensors(self) -> tuple[Any, Any, Any]:
-		"""Weight, bias and selection bias."""
-		weight = self._parameters.get("weight")
+		"""Weight, bias and selection bias as plain tensors."""
+		weight: Any = self._parameters.get("weight")
 		if weight is None or "bias" not in self._parameters or "selection_bias" not in self._buffers:
-			return self.weight, self.bias, self.selection_bias
-		return weight, self._parameters["bias"], self._buffers["selection_bias"]
+			found: Any = self.weight, self.bias, self.selection_bias
+		else:
+			found = weight, self._parameters["bias"], self._buffers["selection_bias"]
+		if type(found[0]) is nn.Parameter:
+			return found
+		return *(t if t is None else local(t, self.token_group) for t in found[:2]), found[2]
 
 	def forward(self, x: Tensor, end: Tensor | None = None) -> Choice:
 		"""Choose the experts of tokens ``x`` (T, H); those from ``end`` (1,) int32 on get none."""
 		options = self.options
-		if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
-			logits: Tensor = torch.ops.grouped.router_logits(x, self.weight, end)
-			if self.bias is not None:
-				logits = logits + self.bias.float()
-			weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, self.selection_bias, end, *options)
-			return Choice(ids, weights, scores, logits)
 		weight, bias, selection_bias = self.tensors
+		if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
+			logits: Tensor = torch.ops.grouped.router_logits(x, weight, end)
+			if bias is not None:
+				logits = logits + bias.float()
+			weights, ids, scores = torch.ops.cute_kernels.moe_route(logits, selection_bias, end, *options)
+			return Choice(ids, weights, scores, logits)
 		given = (x, weight, bias, selection_bias, end, options)
 		is_differentiable = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
 		if is_differentiable and torch.is_grad_enabled():
@@ -178,16 +190,34 @@ class Router(nn.Module):
 		return MoELosses(self.num_experts * (share * scores.sum(0) / count).sum(), z.sum() / count, counts)
 
 	@torch.no_grad()
-	def update_selection_bias(self, tokens_per_expert: Tensor, rate: float = 1e-3) -> None:
+	def update_selection_bias(
+		self, tokens_per_expert: Tensor, rate: float = 1e-3, *, group: "ProcessGroup | None" = None
+	) -> None:
 		"""Balance without a loss, once a step, as DeepSeek-V3 does (arXiv 2408.15664).
 
-		Raises the bias of experts with fewer tokens than the mean by ``rate`` and lowers the
-		others'. ``tokens_per_expert`` (E,) are those of the step, over all processes.
+		Raises the bias of experts with fewer tokens than the mean by ``rate`` and lowers the others'.
+
+		All processes must have the same biases, so counts are summed over them before they are compared. Under
+		``ExpertParallel`` the router knows its processes. Under other parallelism, or if there are more processes with
+		tokens of their own than those of the mesh, pass their ``group``; each of its processes must call.
+
+		Args:
+			tokens_per_expert: (E,) counts of the step in this process, such as ``MoELosses.tokens_per_expert``. Counts that
+				are summed over the processes already give the same biases.
+			rate: step of a bias.
+			group: processes to sum over instead of those that the router knows.
+
+		Raises:
+			RuntimeError: the router has no ``selection_bias``.
+			TypeError, ValueError: ``tokens_per_expert`` is no tensor of E numbers.
 		"""
 		if self.selection_bias is None:
 			raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")
 		check_tensor("tokens_per_expert", tokens_per_expert, shape=(self.num_experts,))
 		counts = tokens_per_expert.float()
+		name = self.token_group if group is None else group.group_name
+		if name is not None:
+			counts = sum_over(counts, name)
 		self.selection_bias += rate * torch.sign(counts.mean() - counts)
 
 

@@ -1,8 +1,29 @@
-import numpy as np
-import torch
+import copy
+import inspect
 
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import cute_kernels
 import grouped
-from tests.helpers import I32, assert_same_buffers, assert_same_bytes, each, ends, raises, refusals, sample
+from cute_kernels.ops.checks import EndRowChecks, unchecked_end_rows
+from grouped.nn.activation import activate
+from tests.helpers import (
+	BF16,
+	E4M3,
+	I32,
+	assert_same_buffers,
+	assert_same_bytes,
+	each,
+	ends,
+	ops,
+	raises,
+	refusals,
+	sample,
+	whole_graph,
+)
 
 from .cases import FORMATS, bytes_of
 
@@ -58,11 +79,129 @@ test_offs_that_cannot_be_are_refused = refusals(
 		),
 	],
 )
-def test_tensors_of_offs_are_clamped_not_read(wild, tame):
-	"""They cannot raise without a sync; what int32 cannot hold, cut to 32 bits, would be a row of the tensor."""
+def test_unchecked_offs_are_clamped(wild, tame):
+	"""As those of a GPU, which nobody reads; what int32 cannot hold, cut to 32 bits, would be a row of the tensor."""
 	x = sample(ROWS, 32)
-	got, want = (grouped.quantize(x, FORMATS["1x16"], offs=offs) for offs in (torch.tensor(wild), tame))
-	assert_same_bytes(got.dequantize(), want.dequantize())
+	with unchecked_end_rows():
+		made = (grouped.quantize(x, FORMATS["1x16"], offs=offs) for offs in (torch.tensor(wild), tame))
+		got, want = (t.dequantize() for t in made)
+	assert_same_bytes(got, want)
+	with raises(ValueError, "offs must"):
+		grouped.quantize(x, FORMATS["1x16"], offs=torch.tensor(wild))
+
+
+X, LINEAR = sample(ROWS, 32), grouped.nn.GroupedLinear(3, 32, 16, dtype=BF16)
+MLP = grouped.nn.GroupedMLP(3, 32, 16, dtype=BF16)
+WEIGHT, LOW = LINEAR.weight.detach(), grouped.quantize(LINEAR.weight, FORMATS["1x16"], columnwise=True)
+#: Calls that take offs, by modules and functions, by flat ops, and in other forms.
+CALLS = {
+	"quantize": lambda offs: grouped.quantize(X, FORMATS["1x16"], offs=offs),
+	"linear": lambda offs: grouped.linear(X, WEIGHT, None, offs, grouped.recipes.NVFP4()),
+	"GroupedLinear": lambda offs: LINEAR(X, offs),
+	"GroupedMLP": lambda offs: MLP(X, offs),
+	"gemm": lambda offs: grouped.grouped_gemm(X, WEIGHT, offs=offs),
+	"W4A16": lambda offs: grouped.grouped_gemm(X, LOW, offs=offs),
+	"wgrad": lambda offs: grouped.grouped_gemm(X, X, offs=offs),
+	"gemm into out": lambda offs: grouped.grouped_gemm(X, WEIGHT, offs=offs, out=torch.zeros(ROWS, 16)),
+	"from_parts": lambda offs: grouped.GroupedTensor.from_parts(grouped.FP8(), X.to(E4M3), offs=offs, global_scale=ONES),
+	"func": lambda offs: torch.func.grad(lambda x: grouped.linear(x, WEIGHT, None, offs, RECIPE).sum())(X),
+	"activate": lambda offs: activate(X, "silu", offs),
+	"op quantize": lambda offs: ops.grouped_quantize(X, "nvfp4", offs),
+	"op m_grouped_gemm": lambda offs: ops.m_grouped_gemm(X, WEIGHT, offs),
+	"op k_grouped_gemm": lambda offs: ops.k_grouped_gemm(X, X, offs),
+	"op dequantize": lambda offs: ops.grouped_dequantize(X.to(E4M3), [ONES], "fp8", ROWS, BF16, offs),
+	"op amax": lambda offs: ops.grouped_amax(X, offs),
+	"op amax into out": lambda offs: ops.grouped_amax_out(X, offs, amax=torch.zeros(3)),
+	"op dbias": lambda offs: ops.grouped_dbias(X, offs),
+	"op moe_activate": lambda offs: ops.moe_activate(X, "silu", offs),
+	"op linear": lambda offs: torch.ops.grouped.linear(X, WEIGHT, None, offs, None, None, None, False),
+	"op of more rows": lambda offs: ops.m_grouped_gemm(X[:20], WEIGHT, offs, rows=torch.arange(20, dtype=I32).repeat(2)),
+}
+ONES, RECIPE = torch.ones(3), grouped.recipes.BF16()
+
+
+@each("backend", ["reference", "emulated:sm_90a"])
+@each("call", CALLS)
+def test_tensors_of_offs_on_a_cpu_are_checked_as_lists_are(call, backend):
+	if backend != "reference" and call not in (CALLS["linear"], CALLS["op amax"]):
+		pytest.skip("the check does not depend on the backend: two calls show it")
+	with cute_kernels.backend(backend):
+		for bad, message in (
+			(ends(30, 0, 10), ["got 0 at 1", "look like counts, which add up to 40", "grouped.compute_offsets"]),
+			(ends(20, 30, 29), "must not decrease or be negative, got 29 at 2$"),
+			(ends(-1, 30, 40), "negative, got -1 at 0$"),
+			(ends(10, 20, 41), "within the 40 rows of .*, got 41$"),
+		):
+			for _ in range(2):  # A plan does not depend on values.
+				with raises(ValueError, message):
+					call(bad)
+		for good in (ends(7, 7, 33), ends(0, 0, 0)):
+			call(good)
+
+
+def test_compiled_and_replayed_calls_check_offs():
+	run = whole_graph(lambda x, offs: grouped.linear(x, WEIGHT, None, offs, RECIPE))
+	run(X, ends(7, 7, 33))
+	with raises(ValueError, "got 0 at 1"):
+		run(X, ends(30, 0, 10))
+	with cute_kernels.backend("emulated:sm_90a"), torch.no_grad():
+		for _ in range(3):
+			MLP(X, ends(7, 7, 33))
+		with raises(ValueError, "got 0 at 1"):
+			MLP(X, ends(30, 0, 10))
+
+
+def test_offs_without_values_are_not_read():
+	offs = ends(30, 0, 10)
+	assert copy.deepcopy(LINEAR).to("meta")(X.to("meta"), offs.to("meta")).shape == (ROWS, 16)
+	with FakeTensorMode() as mode:
+		x, weight, fake = (mode.from_tensor(t) for t in (X, WEIGHT, offs))
+		assert grouped.linear(x, weight, None, fake, RECIPE).shape == (ROWS, 16)
+
+
+def test_a_tensor_of_a_file_has_its_offs_checked():
+	made = grouped.quantize(X, grouped.FP8(), offs=[7, 7, 33])
+	with raises(ValueError, "offs must end within the 40 rows of the tensor, got 41"):
+		grouped.GroupedTensor(made.shape, made.dtype, made.format, ends(7, 7, 41), made.rowwise, None)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+	"""CPU tensors are taken for those of a device that the host does not read."""
+
+	names = {"EndRowChecks": EndRowChecks}
+	source = "def record(offs, rows, *_):\n if EndRowChecks.recorder is not None: EndRowChecks.recorder(offs, rows)"
+	exec(compile(source, cute_kernels.__file__, "exec"), names)  # Its line is not the caller's.
+	for module in (grouped.offsets, cute_kernels.ops.registry):
+		monkeypatch.setattr(module, "check_end_rows_of", names["record"])
+
+
+@each(
+	("bad", "message"),
+	[
+		((-1, 30, 40), "an end row is negative"),
+		((30, 0, 10), "the end rows decrease"),
+		((7, 7, 41), "the last end row is past the 40 rows"),
+	],
+)
+def test_offs_of_a_device_are_checked_when_asked(recorded, bad, message):
+	with grouped.debug.check_offsets() as found:
+		LINEAR(X, ends(7, 7, 33))
+		found.check()
+		ops.grouped_amax(X, ends(*bad))
+		line = inspect.currentframe().f_lineno - 1
+		LINEAR(X, ends(9, 8, 7))
+		with raises(ValueError, [message, "offs of 3 groups", f"{__file__}:{line}", "grouped.compute_offsets"]):
+			found.check()
+		found.check()
+	with raises(ValueError, message), grouped.debug.check_offsets(), torch.inference_mode():
+		LINEAR(X, ends(*bad))
+	with raises(KeyError, "its own"), grouped.debug.check_offsets():
+		LINEAR(X, ends(*bad))
+		raise KeyError("its own")
+	with grouped.debug.check_offsets(), raises(RuntimeError, "active already"), grouped.debug.check_offsets():
+		pass
+	assert EndRowChecks.recorder is None
 
 
 @each("multiplier", [1.5, 2.0, "2", None])

@@ -500,9 +500,7 @@ def spread(name, part):
 		weight = getattr(moe.experts, layer).weight
 		assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == 2
 		assert_same_bytes(weight.grad.full_tensor(), getattr(alone.experts, layer).weight.grad, layer)
-	gradient = moe.router.weight.grad.clone()
-	dist.all_reduce(gradient)
-	torch.testing.assert_close(gradient, alone.router.weight.grad, rtol=0.02, atol=0.02)
+	assert_close_gradients(moe, alone)
 	return moe
 
 
@@ -567,6 +565,111 @@ def spread_experts_in_odd_cases():
 		assert moe.exchange.dropped == 2 * sum(TOKENS) - kept and mine.grad.isfinite().all()
 
 
+def assert_close_gradients(moe, alone):
+	"""Those of router and shared expert, which nobody has to sum; they are those of all tokens on each rank."""
+	for (name, p), q in zip(moe.named_parameters(), alone.parameters(), strict=True):
+		if not name.startswith("experts."):
+			assert p.placements == p.grad.placements == (Replicate(),), name
+			torch.testing.assert_close(p.grad.to_local(), q.grad, rtol=0.02, atol=0.02)
+
+
+def norm_of(model):
+	"""In fp64, of the whole gradients."""
+	return torch.stack([full(p.grad).double().norm() for p in model.parameters()]).norm()
+
+
+@check
+def gradients_are_clipped_and_optimizers_step_over_all_parameters():
+	"""PyTorch's calls take router, shared and spread experts together."""
+	dy = torch.randn(sum(TOKENS), H).bfloat16()
+	adamw = torch.optim.AdamW
+	for style, options, make in (
+		(ExpertParallel(), {"selection_bias": True}, lambda m: adamw(m.parameters(), lr=0.01, foreach=True)),
+		(ExpertParallel(capacity=18), {"bias": True, "router_bias": True}, lambda m: adamw(m.parameters(), fused=True)),
+		(ExpertTensorParallel(), {}, lambda m: adamw(m.parameters(), lr=0.01, foreach=True)),
+		(ExpertParallel(), {}, lambda m: grouped.optim.AdamW(m.parameters(), lr=0.01)),
+	):
+		alone = mixture(recipes.BF16(), **options)
+		moe = parallelize_module(copy.deepcopy(alone), MESH, style)
+		part = of_rank() if type(style) is ExpertParallel else slice(None)
+		step(alone, tokens(), dy)
+		step(moe, tokens().detach()[part].requires_grad_(), dy[part])
+		want = norm_of(alone)
+		for norm in (
+			torch.nn.utils.clip_grad_norm_(moe.parameters(), 1e9).full_tensor(),
+			grouped.distributed.clip_grad_norm_(moe.parameters(), want.item() / 2),
+		):
+			assert (norm - want).abs() < 0.01 * want
+		assert (norm_of(moe) - want / 2).abs() < 0.01 * want
+		before = [full(p.detach()).clone() for p in moe.parameters()]
+		make(moe).step()
+		for old, p in zip(before, moe.parameters(), strict=True):
+			new = full(p.detach())
+			assert not torch.equal(old, new)
+			both = [torch.empty_like(new) for _ in range(2)]
+			dist.all_gather(both, new.contiguous())
+			assert_same_bytes(*both)
+
+
+@check
+def clipping_takes_plain_parameters_and_those_of_several_meshes():
+	"""As torchtitan spreads a model: experts along one mesh, all others sharded along another; or not at all."""
+	whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+	for others in ("plain", "sharded"):
+		alone = nn.Sequential(nn.Linear(H, H, dtype=BF16), mixture(recipes.BF16()))
+		model = copy.deepcopy(alone)
+		parallelize_module(model[1], whole["ep"], ExpertParallel(replicate=others == "plain"))
+		assert isinstance(model[1].router.weight, DTensor) == (others == "plain")
+		if others == "sharded":
+			fully_shard(model[1].experts, mesh=whole["dp"])
+			fully_shard(model, mesh=whole["dp", "ep"]._flatten("all"))
+		for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+			q.grad = torch.randn(q.shape, generator=seeded(q.numel())).bfloat16()
+			p.grad = q.grad.clone()
+			if isinstance(p, DTensor):
+				p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements, src_data_rank=None)
+		with raises(RuntimeError, "mesh|mixed"):
+			torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+		want = norm_of(alone)
+		for order in (2.0, torch.inf):
+			norm = grouped.distributed.clip_grad_norm_(model.parameters(), 1e9, order)
+			largest = max(p.grad.abs().max() for p in alone.parameters())
+			wanted = want if order == 2.0 else largest
+			assert type(norm) is torch.Tensor and (norm - wanted).abs() < 0.01 * wanted
+		grouped.distributed.clip_grad_norm_(model.parameters(), 1.0)
+		assert (norm_of(model) - 1).abs() < 0.01
+		model[1].router.weight.grad *= torch.inf
+		with raises(RuntimeError, "cannot be clipped"):
+			grouped.distributed.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+@check
+def biases_of_the_ranks_stay_alike():
+	"""Counts are summed over the ranks; also where each process has a plain router, given its group."""
+	for spread_over in (True, False):
+		alone = mixture(recipes.BF16(), selection_bias=True, score="sigmoid")
+		moe = copy.deepcopy(alone)
+		group = None if spread_over else dist.group.WORLD
+		if spread_over:
+			parallelize_module(moe, MESH, ExpertParallel())
+		for _ in range(3):
+			for module, x, given in ((alone, tokens(), None), (moe, tokens()[of_rank()], group)):
+				_, losses = module(x.detach(), losses=True)
+				module.router.update_selection_bias(losses.tokens_per_expert, 0.1, group=given)
+		assert alone.router.selection_bias.any()
+		assert_same_bytes(moe.router.selection_bias, alone.router.selection_bias)
+
+
+@check
+def drops_add_up_over_calls():
+	moe = parallelize_module(mixture(recipes.BF16(), selection_bias=True), MESH, ExpertParallel(capacity=1))
+	moe.router.selection_bias[:2] = 100.0
+	for calls in (1, 2, 3):
+		with torch.no_grad():
+			moe(tokens())
+		assert moe.exchange.dropped == calls * (2 * sum(TOKENS) - 1)
+
+
 @check
 def the_shared_expert_overlaps():
 	"""It computes while results travel, with the same bits; with a capacity nothing is read on the host."""
@@ -579,7 +682,7 @@ def the_shared_expert_overlaps():
 				setattr(module, name, logged(log, getattr(module, name)))
 			x = tokens().detach()[: TOKENS[RANK]].requires_grad_()
 			with NothingRead() if capacity else contextlib.nullcontext():
-				found.append((step(moe, x, torch.ones_like(x)), x.grad, moe.shared.down.weight.grad))
+				found.append((step(moe, x, torch.ones_like(x)), x.grad, full(moe.shared.down.weight.grad)))
 			until = log[: log.index("forward")]
 			assert until[-1] == "_finish" if not overlap else until == [*["_start", "_finish"] * exchanges, "_start"], log
 		assert_all_same(*found)
@@ -627,7 +730,7 @@ def tensor_parallel():
 		both = [torch.empty_like(got) for _ in range(2)]
 		dist.all_gather(both, got)
 		assert_same_bytes(*both)
-		for a, b in ((got, y), (mine.grad, x.grad), (moe.router.weight.grad, alone.router.weight.grad)):
+		for a, b in ((got, y), (mine.grad, x.grad), (full(moe.router.weight.grad), alone.router.weight.grad)):
 			assert (a - b).float().norm() < 0.02 * b.float().norm()
 		for layer in ("gate_up", "down"):
 			a, b = (getattr(m.experts, layer).weight for m in (moe, alone))
@@ -642,7 +745,7 @@ def what_cannot_be_spread():
 	plain, nvfp4, delayed = recipes.BF16(), grouped.NVFP4(), recipes.FP8Delayed()
 	for message, make in (
 		("wire must quantize each row by itself", lambda: ExpertParallel(wire=nvfp4)),
-		("capacity must be positive", lambda: ExpertParallel(capacity=0)),
+		("capacity must be one positive number or two.*got 0", lambda: ExpertParallel(capacity=0)),
 		("mesh is missing", lambda: ExpertParallel()(mixture(plain))),
 		("must be a multiple of the mesh's 2", lambda: ExpertParallel(MESH)(MoE(H, I, 3, 2))),
 		("spread over processes already", lambda: ExpertParallel(MESH)(ExpertParallel(MESH)(mixture(plain)))),
@@ -654,6 +757,12 @@ def what_cannot_be_spread():
 	):
 		with raises(ValueError, message):
 			make()
+	for capacity in ((3, 4, 5), (3,), (3, -1), [2, 0]):
+		with raises(ValueError, "capacity must be one positive number or two"):
+			ExpertParallel(capacity=capacity)
+	for capacity in (True, (3, True), 2.0, (3, 4.0), "34", torch.tensor([3, 4])):
+		with raises(TypeError, "capacity must be an int or a tuple"):
+			ExpertParallel(capacity=capacity)
 	with raises(TypeError, "experts of torchtitan"):
 		ExpertParallel(MESH)(nn.Linear(2, 2))
 

@@ -1,10 +1,12 @@
 import dataclasses
 import enum
+import importlib
 import json
 import os
 import shutil
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import filelock  # noqa: F401  (a user without privileges may not be able to import it)
@@ -12,7 +14,8 @@ import pytest
 import torch
 
 from cute_kernels.formats import NVFP4
-from cute_kernels.runtime import architecture, cache
+from cute_kernels.runtime import architecture, cache, sources
+from cute_kernels.runtime.aot import FAMILIES
 from cute_kernels.runtime.cache import CacheKey, DiskCache, cache_key, default_cache
 from cute_kernels.runtime.spec import canonical_text, resolve
 from tests.helpers import DAMAGE, each, raises
@@ -177,7 +180,7 @@ def test_arguments_and_architecture_are_in_the_key():
 		lambda patch: patch.setattr(cache, "installed_versions", lambda: ("dsl-4.8.2",)),
 		lambda patch: patch.setattr(cache.platform, "python_version", lambda: "3.99.0"),
 		lambda patch: patch.setattr(cache, "_host", lambda: "another CPU"),
-		lambda patch: patch.setattr(cache, "_source_digest", lambda module: "edited"),
+		lambda patch: patch.setattr(cache, "_source_digest", lambda *modules: "edited"),
 		lambda patch: patch.setattr(cache, "_LAYOUT", 99),
 		lambda patch: patch.setenv("CUTE_DSL_LINEINFO", "1"),
 		lambda patch: patch.setenv("CUTE_DSL_ADDED_IN_A_LATER_VERSION", "1"),
@@ -235,14 +238,105 @@ def test_an_unreadable_source_is_not_trusted(other_package):
 	assert source_digest() is None
 
 
-def test_our_kernel_sources_count_and_our_ops_do_not(monkeypatch):
-	package = Path(cache.__file__).parent.parent
-	read, read_bytes = set(), Path.read_bytes
-	monkeypatch.setattr(Path, "read_bytes", lambda path: (read.add(path), read_bytes(path))[1])
-	assert source_digest("cute_kernels.gemm") is not None
-	names = {path.relative_to(package).as_posix() for path in read}
-	assert names >= {"runtime/compile.py", "formats/__init__.py"} and "runtime/backend.py" not in names
-	assert not {name.partition("/")[0] for name in names} & {"reference", "ops", "emulator"}
+def every_spec():
+	for family in FAMILIES:
+		for arch in ("sm_90a", "sm_100a"):
+			yield from importlib.import_module(family).kernel_specs(arch)
+
+
+def modules_of(spec):
+	return type(spec).__module__, spec.kernel.partition(":")[0]
+
+
+EVERY_KERNEL = sorted({modules_of(spec) for spec in every_spec()})
+
+
+def sources_of(*modules):
+	return set(sources.source_files([sources.module_file(module) for module in modules]))
+
+
+def objects_of(module):
+	"""Modules of this package whose functions and classes, and parts of what these read, a module has by name."""
+	for value in vars(module).values():
+		if isinstance(value, types.ModuleType) and hasattr(module, "__path__"):
+			continue  # A package has all modules in it that anything has imported.
+		values = [value, *vars(value).values()] if isinstance(value, type) else [value]
+		for each_value in values:
+			name = (
+				each_value.__name__ if isinstance(each_value, types.ModuleType) else getattr(each_value, "__module__", None)
+			)
+			if isinstance(name, str) and name.startswith("cute_kernels."):
+				yield name
+
+
+@each("modules", EVERY_KERNEL)
+def test_every_module_that_a_kernel_reads_is_in_its_key(modules):
+	"""From module to module by the objects that each has, not by its sources: all of these are in the key."""
+	pytest.importorskip("cutlass")
+	files, seen, pending = sources_of(*modules), set(), list(modules)
+	while pending:
+		name = pending.pop()
+		if name not in seen:
+			seen.add(name)
+			pending += objects_of(importlib.import_module(name))
+	missing = {name for name in seen if sources.module_file(name) not in files}
+	assert not missing
+
+
+@each(
+	("kernel", "needed"),
+	[
+		("cute_kernels.moe.router:RouterKernel", "reference/router.py"),  # TINY
+		("cute_kernels.gemm.sm90.kernel:Sm90Gemm", "capability.py"),
+		("cute_kernels.quantize.tiles.kernel:TileQuantizer", "formats/base.py"),
+		("cute_kernels.quantize.dequantize:Dequantizer", "layout/slots.py"),
+		("cute_kernels.gemm.sm100.kernel:Sm100Gemm", "records.py"),
+	],
+)
+def test_what_kernels_bake_in_from_elsewhere_is_in_their_keys(kernel, needed, monkeypatch):
+	spec = next(spec for spec in every_spec() if spec.kernel == kernel)
+	before = cache_key(spec, architecture("sm_90a")).name
+	path, read = sources.module_file("cute_kernels").parent / needed, sources._read
+	assert path.is_file()
+
+	def edited(file, when):
+		digest, imported = read(file, when)
+		return b"edited" if file == path else digest, imported
+
+	monkeypatch.setattr(sources, "_read", edited)
+	cache._source_digest.cache_clear()
+	assert cache_key(spec, architecture("sm_90a")).name != before
+
+
+def test_ops_the_emulator_and_other_kernels_are_not_in_a_key():
+	root = sources.module_file("cute_kernels").parent
+	names = {path.relative_to(root).as_posix() for path in sources_of("cute_kernels.gemm.sm90.kernel")}
+	assert not {name.partition("/")[0] for name in names} & {"ops", "emulator", "quantize", "moe", "runtime"}
+	assert "__init__.py" not in names
+
+
+@each(
+	("source", "package", "names"),
+	[
+		(b"from ..formats import parse", "cute_kernels.ops", ["formats/__init__.py"]),
+		(b"from . import checks, nothing", "cute_kernels.ops", ["ops/checks.py", "ops/__init__.py"]),
+		(b"def f():\n from .records import check_kind", "cute_kernels", ["records.py"]),
+		(b"import cute_kernels.layout.slots as slots", "", ["layout/slots.py"]),
+		(b"import torch\nfrom cutlass import cute", "cute_kernels.device", []),
+	],
+)
+def test_imports_are_found_in_sources(source, package, names):
+	root = sources.module_file("cute_kernels").parent
+	assert [path.relative_to(root).as_posix() for path in sources.imported_files(source, package)] == names
+
+
+def test_a_folder_in_the_place_of_an_entry_is_replaced(stored):
+	for suffix in ("json", "o"):
+		path = stored.root / f"{KEY.name}.{suffix}"
+		path.unlink()
+		(path / "inner").mkdir(parents=True)
+		assert stored.load(KEY) is None
+		assert stored.store(KEY, FILES) and stored.load(KEY) == FILES
 
 
 class Color(enum.IntEnum):

@@ -1,5 +1,6 @@
 import contextlib
 import threading
+from concurrent import futures
 
 import pytest
 import torch
@@ -111,22 +112,78 @@ def test_unknown_names_raise_and_change_nothing(name):
 	assert active_backend(CPU).name == "reference"
 
 
-def test_all_threads_see_the_choice():
-	seen = []
+def in_thread(function):
+	"""What the function returns in another thread."""
+	with futures.ThreadPoolExecutor(1) as pool:
+		return pool.submit(function).result(timeout=60)
+
+
+def active():
+	return active_backend(CPU).name
+
+
+def test_threads_without_a_block_see_that_of_the_main_thread():
 	with backend("emulated:sm_100a"):
-		thread = threading.Thread(target=lambda: seen.append(active_backend(CPU).name))
-		thread.start()
-		thread.join()
-	assert seen == ["emulated:sm_100a"]
+		assert in_thread(active) == "emulated:sm_100a"
+	assert in_thread(active) == "reference"
 
 
-def test_a_thread_that_leaves_its_block_takes_no_other_choice():
+def test_the_block_of_a_thread_is_its_own(monkeypatch):
+	"""It wins over that of the main thread, which does not see it; nor does a thread without a block."""
+
+	def job():
+		before = active()
+		with backend("emulated:sm_90a"):
+			entered.wait()
+			looked.wait()
+			with backend("reference"):
+				inner = active()
+			return before, active(), inner
+
+	for name in (None, "emulated:sm_100a"):
+		entered, looked = threading.Barrier(2), threading.Barrier(2)
+		outer = name or "reference"
+		with backend(name) if name else contextlib.nullcontext(), futures.ThreadPoolExecutor(1) as pool:
+			found = pool.submit(job)
+			entered.wait()
+			assert active() == in_thread(active) == outer
+			looked.wait()
+			assert found.result() == (outer, "emulated:sm_90a", "reference")
+			assert pool.submit(active).result() == outer
+	assert active() == "reference"
+
+
+def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
+	seen = []
+
+	class Note(torch.autograd.Function):
+		@staticmethod
+		def forward(ctx, x):
+			return x.clone()
+
+		@staticmethod
+		def backward(ctx, dy):
+			seen.append(active())
+			return dy
+
+	def job():
+		y = Note.apply(torch.ones(2, requires_grad=True)).sum()
+		with backend("reference:sm_90a"):
+			y.backward()
+
+	with backend("emulated:sm_100a"):
+		in_thread(job)
+		Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
+	assert seen == ["reference:sm_90a", "emulated:sm_100a"]
+
+
+def test_a_block_may_be_left_before_one_inside_of_it():
+	"""As generators leave theirs."""
 	with contextlib.ExitStack() as mine:
 		with backend("emulated:sm_100a"):
-			# As if another thread entered while this one was inside.
 			mine.enter_context(backend("emulated:sm_90a"))
-		assert active_backend(CPU).name == "emulated:sm_90a"
-	assert active_backend(CPU).name == "reference"
+		assert active() == "emulated:sm_90a"
+	assert active() == "reference"
 
 
 def test_backend_and_device_must_fit():
