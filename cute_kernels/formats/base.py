@@ -164,6 +164,16 @@ class Format(Record, abc.ABC):
 		return self.scale is not None and self.scale.element == E8M0
 
 	@property
+	def decodes_by(self) -> Literal["nibbles", "bytes"] | None:
+		"""How kernels make bf16 or fp16 numbers of codes; None where none does.
+
+		``"nibbles"`` are E2M1 codes with E4M3 scales of 16, ``"bytes"`` codes of a byte with scales of any kind.
+		"""
+		if self.element == E2M1 and self.scale is not None and (self.scale.element, self.scale.vec_size) == (E4M3, 16):
+			return "nibbles"
+		return "bytes" if self.element.bits == 8 else None
+
+	@property
 	def takes_scale(self) -> bool:
 		"""Whether the caller gives the scale of each group, which else follows from its amax."""
 		return False
