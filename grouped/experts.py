@@ -129,7 +129,7 @@ class Layer(NamedTuple):
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
-		is_seen, fmt = after.probe is not None or after.recipe.propagate_nonfinite, after.recipe.input
+		is_seen, fmt = after.probe is not None, after.recipe.formats[0]
 		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
 		if by_quantizer and keeps_z:
 			# As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
@@ -417,7 +417,7 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
 	act = (style.activation, offs, style.interleaved)
 	both = is_gathered and wgrad is not None and need_dx and tuple(of_first) == (True, False)
-	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
+	is_seen = first.flags is not None or any(one.probe for one in ctx.layers)
 	made_of_z: list[Any] = [None]
 	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
 		both_recipes, scales = (first.recipe, second.recipe), (scales_1[1], scales_2[0])

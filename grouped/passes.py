@@ -78,13 +78,12 @@ class Rows(NamedTuple):
 		x = self.x if self.at is None else ops.moe_gather(self.x, self.at, self.inverse)
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
-	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
+	def read_by(self, fmt: Format) -> Rows:
 		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
 
-		Rows that something else sees are made, and so are activations that a quantizer does not round
-		to their dtype, or not at all.
+		Activations that a quantizer does not round to their dtype, or not at all, are made.
 		"""
-		if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
+		if self.activation is not None and (self.interleaved or not fmt.truncates):
 			return Rows(self.made(), self.offs)
 		return self
 
@@ -192,7 +191,7 @@ def joined(sources: Sequence[Tensor]) -> Tensor:
 def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool, scaling: Scaling | None = None) -> Copies:
 	"""Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
 	fmt, scale = _format(recipe, "weight"), _scale(scaling, "weight")
-	return _quantize(weight.detach(), None, fmt, recipe, True, columnwise, scale)
+	return _quantize(weight.detach(), None, fmt, True, columnwise, scale)
 
 
 def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
@@ -200,33 +199,21 @@ def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
 
 
 def _format(recipe: Recipe, role: str) -> Format:
-	fmt: Format | None = getattr(recipe, role)
+	fmt = recipe.formats[ROLES.index(role)]
 	if fmt is None:
 		raise ValueError(f"recipe has no format for {role}: {recipe}")
 	return fmt
 
 
 def _quantize(
-	x: Tensor | Rows,
-	offs: Tensor | None,
-	fmt: Format,
-	recipe: Recipe,
-	rowwise: bool,
-	columnwise: bool,
-	scale: Tensor | None,
+	x: Tensor | Rows, offs: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool, scale: Tensor | None
 ) -> Copies:
 	activation = index = inverse = None
 	if isinstance(x, Rows):
-		x, _, index, inverse, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
-	if recipe.propagate_nonfinite and fmt.element.holds_nan:
-		# Codes of FP8 hold no infinity, or are not made of one.
-		x = x.masked_fill(x.isinf(), torch.nan)
+		x, _, index, inverse, activation, _ = x.read_by(fmt)
 	options = (scale, draw_seed(fmt, x.device), activation, None, index, inverse)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
-	named = _named(fmt, iter(buffers), rowwise, columnwise)
-	if recipe.propagate_nonfinite and not fmt.element.holds_nan:
-		_spread_nan(named, x, offs, fmt)
-	return _copies_of_buffers(fmt, named)
+	return _copies_of_buffers(fmt, _named(fmt, iter(buffers), rowwise, columnwise))
 
 
 def _named(fmt: Format, buffers: Iterator[Tensor], rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
@@ -253,30 +240,6 @@ def quantized_gradient(
 	return dz, scaled, dp
 
 
-def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
-	"""Make the second level NaN of each row or group that holds one."""
-	rows = x.amax(dim=-1).isnan()
-	groups = _groups_of(rows, offs)
-	for way in (False, True):
-		if way and fmt.is_transformed:
-			# Where infinities meet in a transform they are NaN then, which an amax passes over.
-			groups = _groups_of(~(x.amax(dim=-1).isfinite() & x.amin(dim=-1).isfinite()), offs)
-		level = fmt.level(way)
-		# The first vector of the second level is what a reader multiplies by.
-		name = fmt.operand_names(way)[-1]
-		if level is not None and name in named:
-			named[name] = named[name].masked_fill(rows if level.per == "row" else groups, torch.nan)
-
-
-def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
-	if offs is None:
-		return rows.any(dim=-1)
-	# How many rows before each one do; those of the tail are in no difference.
-	before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-	at_end = before[offs.clamp(0, rows.shape[0]).long()]
-	return at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
-
-
 def _quantize_and_multiply(
 	role: str,
 	x: Tensor | Rows | Quantized,
@@ -297,7 +260,7 @@ def _quantize_and_multiply(
 	"""
 	codes, *scales = weight
 	options = (bias, None, transpose, call.dtype)
-	is_seen = call.recipe.propagate_nonfinite or call.probe is not None
+	is_seen = call.probe is not None
 	if isinstance(x, Quantized):
 		copies = Copies(x.copy)
 	else:
@@ -305,14 +268,14 @@ def _quantize_and_multiply(
 			x = made(x)
 		if not columnwise and scale is None and not is_seen:
 			texts = (fmt.text, call.weight_format)
-			rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
+			rows = x.read_by(fmt) if isinstance(x, Rows) else Rows(x, offs)
 			last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at, rows.inverse)
 			return _call(
 				"m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue
 			), Copies()
-		copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
+		copies = _quantize(x, offs, fmt, True, columnwise, scale)
 		if call.probe is not None:
-			call.probe.see(role, made(x), copies, fmt, offs)
+			call.probe.see(role, made(x), copies, getattr(call.recipe, role), offs)
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
 	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None, None)
 	return _call("m_grouped_gemm", (a_codes, codes, offs, *options, *rest), epilogue), copies
@@ -464,9 +427,9 @@ def wgrad_operand(
 	if call.probe is not None:
 		x = made(x)
 	fmt = _format(call.recipe, "input")
-	copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
+	copies = _quantize(x, offs, fmt, False, True, scale)
 	if call.probe is not None:
-		call.probe.see("input", made(x), copies, fmt, offs)
+		call.probe.see("input", made(x), copies, call.recipe.input, offs)
 	return copies.columnwise or [], copies.amax
 
 
@@ -527,8 +490,8 @@ def _quantized_gradients(
 		)
 		return dx, copies
 	if need_dweight:
-		copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+		copies = _quantize(dy, offs, fmt, False, True, scale)
 		if call.probe is not None:
-			call.probe.see("grad_output", made(dy), copies, fmt, offs)
+			call.probe.see("grad_output", made(dy), copies, call.recipe.grad_output, offs)
 		return None, copies
 	return None, Copies()
