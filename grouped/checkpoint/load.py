@@ -18,6 +18,7 @@ from cute_kernels.records import check_kind
 from ..ownership import Owner, Ownership, check_replaceable, retire
 from ..shards import local_part
 from ..tensor import GroupedTensor
+from .config import check_config
 from .extras import changing, harmless
 from .files import Reader, progress
 from .layouts import LAYOUTS, stacked_suffix
@@ -158,6 +159,7 @@ def _prepare(
 	ownership = Ownership(module)
 	_check_can_fill(module, ownership, named, weights)
 	files, missing, report = Reader(folder), list[str](), Report()
+	check_config(folder)
 	plans = [plan for weight in first.values() if (plan := find_weight(weight, files, missing)) is not None]
 	of_experts = {weight.key for weight in weights}
 	others, copies = list[_Other](), list[tuple[str, str]]()
