@@ -47,9 +47,9 @@ def read_json(path: Path) -> dict[str, Any]:
 	try:
 		content = json.loads(path.read_text(encoding="utf-8"))
 	except (ValueError, RecursionError) as error:
-		raise ValueError(f"{path} is damaged: it is no JSON ({error})") from None
+		raise ValueError(f"{path} is no JSON: {error}") from None
 	if not isinstance(content, dict):
-		raise ValueError(f"{path} must be a JSON object, got {type(content).__name__}")
+		raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
 	return content
 
 

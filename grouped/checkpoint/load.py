@@ -198,7 +198,7 @@ def _check_can_fill(
 	"""Raise ValueError for parameters whose values are elsewhere."""
 	for weight in weights:
 		owner = ownership.owner(weight.owner, weight.attribute)
-		if owner is not None and owner.kind in _COMPUTED:
+		if owner is not None and owner.kind in (*_ELSEWHERE, *_COMPUTED):
 			raise ValueError(f"checkpoint.load cannot fill {weight.key}: {owner.rule}. {owner.advice}")
 	targets = {id(p): (m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None}
 	for keys, t in named:
@@ -276,6 +276,8 @@ def _lacks(files: Reader, missing: list[str], unexpected: list[str]) -> str:
 def _hint(files: Reader, missing: list[str], unexpected: list[str]) -> str:
 	if not missing:
 		return "strict=False leaves these out"
+	if any(".lora_" in name for name in missing):
+		return "the module has adapters of PEFT: load the checkpoint before get_peft_model"
 	tails = {_tail(name) for name in unexpected}
 	if any(_tail(name) in tails for name in missing):
 		return "where modules have other names there, say rename={'mlp': 'block_sparse_moe'}"
