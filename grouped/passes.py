@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.formats import Format
+from cute_kernels.reference.codecs import codec_of
 
 from .members import QuantizedCopy
 from .products import w4a16_operands
@@ -40,18 +41,32 @@ class Copies(NamedTuple):
 class Scaling(NamedTuple):
 	"""The scales of a call under delayed scaling, and where the amaxes that it sees go.
 
-	``scales`` are (G,) fp32 of input, weight and grad_output, ``amaxes`` of each the largest of a step so far, written
-	when the gradients of the call are computed; None if it does not count.
+	``scales`` are (G,) fp32 of input, weight and grad_output, 0 where a group has none yet and takes that of its
+	current amax; ``amaxes`` of each the largest of a step so far, written when the gradients of the call are computed;
+	None if it does not count. ``may_be_zero`` says of each role whether a scale may be 0: else no amax is asked for.
 	"""
 
 	scales: Sequence[Tensor]
 	amaxes: Sequence[Tensor] | None = None
+	may_be_zero: Sequence[bool] = (True, True, True)
 
 	def record(self, seen: Sequence[Tensor | None]) -> None:
 		"""Raise the largest amaxes to those of a call, in the order of roles; None is no call's."""
 		for largest, amax in zip(self.amaxes or (), seen, strict=False):
 			if amax is not None:
 				largest.copy_(torch.maximum(largest, amax))
+
+
+class GivenScale(NamedTuple):
+	"""A scale of each group (G,) fp32 for one operand, and whether some may be 0; see ``Scaling``."""
+
+	value: Tensor
+	may_be_zero: bool
+
+	def scale(self, x: Tensor, offs: Tensor | None, fmt: Format) -> Tensor:
+		"""The scales for ``x``: of groups that have none those of ``FP8(scaling="current")``."""
+		_, current, _ = codec_of(fmt).level(ops.grouped_amax(x, offs))
+		return torch.where(self.value == 0, current, self.value)
 
 
 class Rows(NamedTuple):
@@ -151,17 +166,30 @@ class LinearCall(NamedTuple):
 	discrete: bool
 	#: What looks at its operands.
 	probe: Probe | None = None
+	#: Of each role whether a scale that is given may be 0.
+	may_be_zero: tuple[bool, ...] = ()
 
 	@classmethod
 	def of(
-		cls, x: Tensor | Rows | Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
+		cls,
+		x: Tensor | Rows | Quantized,
+		weight: Tensor,
+		bias: Tensor | None,
+		recipe: Recipe,
+		probe: Probe | None = None,
+		scaling: Scaling | None = None,
 	) -> LinearCall:
 		"""Of the call with these operands, the first parameter of the weight among them."""
 		prepacked, weight_format = False, recipe.texts[1]
 		if isinstance(weight, GroupedTensor):
 			prepacked, weight_format = weight.prepacked, weight.format.text
 		dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-		return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe)
+		may_be_zero = () if scaling is None else tuple(scaling.may_be_zero)
+		return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe, may_be_zero)
+
+	def given(self, role: str, scale: Tensor | None) -> GivenScale | None:
+		"""The scale of a role's operand, if the call has some."""
+		return None if scale is None else GivenScale(scale, self.may_be_zero[ROLES.index(role)])
 
 	def weight_gradient(self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
 		"""The gradient of the weight (G, N, K), of its dtype or written into ``out``."""
@@ -194,8 +222,9 @@ def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool, scaling: S
 	return _quantize(weight.detach(), None, fmt, True, columnwise, scale)
 
 
-def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
-	return None if scaling is None else scaling.scales[ROLES.index(role)]
+def _scale(scaling: Scaling | None, role: str) -> GivenScale | None:
+	index = ROLES.index(role)
+	return None if scaling is None else GivenScale(scaling.scales[index], scaling.may_be_zero[index])
 
 
 def _format(recipe: Recipe, role: str) -> Format:
@@ -206,9 +235,13 @@ def _format(recipe: Recipe, role: str) -> Format:
 
 
 def _quantize(
-	x: Tensor | Rows, offs: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool, scale: Tensor | None
+	x: Tensor | Rows, offs: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool, given: GivenScale | None
 ) -> Copies:
 	activation = index = inverse = None
+	scale = None if given is None else given.value
+	if given is not None and given.may_be_zero:
+		x = made(x)
+		scale = given.scale(x, offs, fmt)
 	if isinstance(x, Rows):
 		x, _, index, inverse, activation, _ = x.read_by(fmt)
 	options = (scale, draw_seed(fmt, x.device), activation, None, index, inverse)
@@ -250,7 +283,7 @@ def _quantize_and_multiply(
 	call: LinearCall,
 	transpose: bool,
 	columnwise: bool,
-	scale: Tensor | None,
+	scale: GivenScale | None,
 	epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], Copies]:
 	"""What the product of quantized x and the weight gives, and x's columnwise copy if asked for.
@@ -361,7 +394,7 @@ def forward(
 	if probe is not None:
 		_see_weight(probe, weights, copies, recipe.weight)
 	rowwise, columnwise, amax = copies
-	call, fmt = LinearCall.of(x, weight, bias, recipe, probe), _format(recipe, "input")
+	call, fmt = LinearCall.of(x, weight, bias, recipe, probe, scaling), _format(recipe, "input")
 	y, of_x = _quantize_and_multiply(
 		*("input", x, rowwise or [], offs, bias, fmt, call),
 		transpose=False,
@@ -427,7 +460,7 @@ def wgrad_operand(
 	if call.probe is not None:
 		x = made(x)
 	fmt = _format(call.recipe, "input")
-	copies = _quantize(x, offs, fmt, False, True, scale)
+	copies = _quantize(x, offs, fmt, False, True, call.given("input", scale))
 	if call.probe is not None:
 		call.probe.see("input", made(x), copies, call.recipe.input, offs)
 	return copies.columnwise or [], copies.amax
@@ -486,11 +519,14 @@ def _quantized_gradients(
 	fmt = _format(call.recipe, "grad_output")
 	if need_dx and weight is not None:
 		(dx,), copies = _quantize_and_multiply(
-			*("grad_output", dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight, scale=scale
+			*("grad_output", dy, weight, offs, None, fmt, call),
+			transpose=True,
+			columnwise=need_dweight,
+			scale=call.given("grad_output", scale),
 		)
 		return dx, copies
 	if need_dweight:
-		copies = _quantize(dy, offs, fmt, False, True, scale)
+		copies = _quantize(dy, offs, fmt, False, True, call.given("grad_output", scale))
 		if call.probe is not None:
 			call.probe.see("grad_output", made(dy), copies, call.recipe.grad_output, offs)
 		return None, copies

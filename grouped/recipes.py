@@ -33,6 +33,8 @@ __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NV
 NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 ROLES = ("input", "weight", "grad_output")
+#: What ``FP8Delayed`` begins with.
+INITIAL_SCALES = ("current", "one")
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,11 @@ class FP8Delayed(_Named):
 		margin: the scales are divided by two to this power.
 		algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
 			TransformerEngine's ``amax_compute_algo``.
+		initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand is quantized by its own
+			amax, with the bits of ``FP8Current``, until an update has seen the group; ``margin`` is not applied. The
+			device decides this for each group, so an expert without tokens in the first steps begins the same way later.
+			It takes one more read of each operand until all groups have begun. ``"one"``: scales are 1, as
+			TransformerEngine begins, and products below the smallest code vanish in the first step.
 		amax_group: processes that share the scales: their amaxes are reduced to the largest at each update, so all of them
 			must take the same steps. A ``torch.distributed`` group or its name, which is what is kept.
 			``DistributedDataParallel`` needs ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
@@ -300,6 +307,7 @@ class FP8Delayed(_Named):
 	margin: int = _option(0)
 	algorithm: str = _option("max")
 	amax_group: ProcessGroup | str | None = _option(None)
+	initial_scale: str = _option("current")
 	_updates_scales: ClassVar[bool] = True
 
 	def __post_init__(self) -> None:
@@ -308,6 +316,7 @@ class FP8Delayed(_Named):
 		for fmt in self._roles():
 			check_margin(self.margin, fmt)
 		check_choice("algorithm", self.algorithm, ALGORITHMS)
+		check_choice("initial_scale", self.initial_scale, INITIAL_SCALES)
 		# Its name alone is the same on all processes, and can be copied and saved.
 		group: Any = self.amax_group
 		group = getattr(group, "group_name", group)
