@@ -1,5 +1,8 @@
 """Quantized rows as bytes, a row with its scales: what travels between processes."""
 
+import dataclasses
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,11 +24,27 @@ def check_wire(name: str, fmt: Format | None) -> None:
 	if fmt is None:
 		return
 	check_format(name, fmt)
+	if not _is_by_rows(fmt):
+		similar = _by_rows(fmt)
+		advice = "FP8Block(), MXFP8() and NVFP4(row_scaled=True) do" if similar is None else f"use {similar} instead"
+		raise ValueError(f"{name} must quantize each row by itself, which {fmt} does not: {advice}")
+
+
+def _is_by_rows(fmt: Format) -> bool:
 	level = fmt.second_level
-	if fmt.is_2d or fmt.is_stochastic or fmt.takes_scale or (level is not None and level.per != "row"):
-		raise ValueError(
-			f"{name} must quantize each row by itself, such as FP8Block(), MXFP8() or NVFP4(row_scaled=True), got {fmt}"
-		)
+	return not (fmt.is_2d or fmt.is_stochastic or fmt.takes_scale or (level is not None and level.per != "row"))
+
+
+def _by_rows(fmt: Format) -> str | None:
+	"""Constructor of the format of the same class that quantizes each row by itself, if there is one."""
+	default: Any = type(fmt)()
+	wanted = {"row_scaled": True, "stochastic_rounding": False, "block": getattr(default, "block", None)}
+	names = [field.name for field in dataclasses.fields(default)]
+	similar = dataclasses.replace(default, **{name: wanted[name] for name in names if name in wanted})
+	if not _is_by_rows(similar):
+		return None
+	changed = (name for name in names if getattr(similar, name) != getattr(default, name))
+	return f"{type(fmt).__name__}({', '.join(f'{name}={getattr(similar, name)!r}' for name in changed)})"
 
 
 def pack(x: Tensor, fmt: Format) -> Tensor:

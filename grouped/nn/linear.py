@@ -50,7 +50,8 @@ class GroupedLinear(debug.Watched):
 			parameter's shape and device, of fp32 or its dtype. The parameter's ``grad_added_to_main_grad`` is set to True,
 			and its ``.grad`` gets zeros, for hooks such as Megatron-LM's want a tensor there, which they drop. The bias has
 			its gradient in ``.grad``.
-		delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``, and run no hook of theirs.
+		delay_wgrad: backward passes leave the gradients of the parameters to ``backward_dw``, and run no hook of theirs. A
+			PyTorch optimizer that steps while gradients wait warns.
 		device: device of the parameters.
 		dtype: dtype of the parameters. Weights are quantized from this dtype, and take gradients
 			of it; the computation has the dtype of the input.

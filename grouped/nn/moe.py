@@ -1,11 +1,12 @@
 """``MoE``: a mixture of experts, from tokens to tokens."""
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cute_kernels.activations import Activation
+from cute_kernels.activations import ACTIVATIONS, Activation
 from cute_kernels.ops.checks import check_dtype, same_device
 from cute_kernels.ops.registry import is_observed
 from cute_kernels.records import check_kind
@@ -18,6 +19,21 @@ from ..validation import check_is_tensor
 from .linear import check_width
 from .mlp import GroupedMLP, Mixture, is_bare
 from .router import MoELosses, Router
+
+#: Names by which configurations of Hugging Face mean the curve of experts that have a gate.
+_COMMON_NAMES = ("gelu", "relu", "silu")
+
+
+def _warn_of_no_gate(activation: object) -> None:
+	"""Warn if experts get no gate by a name that other libraries give gated ones."""
+	if isinstance(activation, str) and activation in _COMMON_NAMES:
+		gated = next(act.name for act in map(Activation, ACTIVATIONS) if act.is_gated and act.curve == activation)
+		warnings.warn(
+			f"MoE(activation={activation!r}) has experts without a gate: W2 {activation}(W1 x). For gated experts of models "
+			f"whose configuration says {activation!r}, pass {gated!r}; for these experts without this warning pass "
+			f"grouped.Activation({activation!r})",
+			stacklevel=3,
+		)
 
 
 class MoE(nn.Module):
@@ -36,7 +52,9 @@ class MoE(nn.Module):
 	  num_experts: E.
 	  top_k: experts of each token.
 	  recipe: formats of the experts' products; BF16 by default.
-	  activation: as in ``GroupedMLP``; gpt-oss's is ``"clamped_swiglu"``.
+	  activation: as in ``GroupedMLP``; gpt-oss's is ``"clamped_swiglu"``. Hugging Face's ``hidden_act="silu"`` of models
+	    with a ``gate_proj`` is ``"swiglu"`` here: a name without a gate, such as ``"silu"``, makes experts without a gate,
+	    with a warning. ``grouped.Activation("silu")`` asks for them without one.
 	  bias: experts have biases.
 	  interleaved: as in ``GroupedMLP``.
 	  score: ``"softmax"`` or ``"sigmoid"`` of the logits.
@@ -71,6 +89,9 @@ class MoE(nn.Module):
 	Raises:
 	  ValueError: sizes or options that break a rule.
 	  TypeError: ``recipe`` or ``activation`` is none.
+
+	Warns:
+	  UserWarning: ``activation`` is ``"gelu"``, ``"relu"`` or ``"silu"``.
 	"""  # noqa: E501
 
 	def __init__(
@@ -101,6 +122,7 @@ class MoE(nn.Module):
 	) -> None:
 		super().__init__()
 		check_kind(bool, recompute=recompute, router_bias=router_bias)
+		_warn_of_no_gate(activation)
 		if shared_intermediate_size != 0:
 			check_width("shared_intermediate_size", shared_intermediate_size, recipe)
 		factory: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -158,7 +180,9 @@ class MoE(nn.Module):
 			num_tokens: how many of the T tokens that the leading dimensions flatten to are there:
 				an integer tensor of one element on the device of ``x``. The others are the tail of
 				a capacity buffer: they go to no expert, count in no loss, and their outputs and
-				gradients are zeros. For CUDA graphs. Out of [0, T] raises on a CPU; where
+				gradients are zeros. For CUDA graphs. Only tokens at the end can be left out: there is no padding mask. Padding
+				at the left or in the middle of sequences is routed, counts in the losses and in ``tokens_per_expert``; pack
+				the batch (``x[mask]``) to leave it out. Out of [0, T] raises on a CPU; where
 				nobody reads it, on a GPU or compiled, it counts as 0 or T.
 			is_first_microbatch: as in ``GroupedLinear.forward``.
 

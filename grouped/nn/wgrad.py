@@ -7,6 +7,9 @@ tensor in ``param.grad`` all the same, and drop it.
 """
 
 import dataclasses
+import functools
+import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..passes import LinearCall, WgradOperands
@@ -36,6 +40,9 @@ class Wgrads:
 		self.hooks: list[Callable[[], object]] = []
 		self._fuse, self._delay = fuse, delay
 		self._stored: deque[StoredGradients] = deque()
+		if delay:
+			_waiting_somewhere.add(self)
+			_watch_optimizers()
 
 	def __getstate__(self) -> dict[str, Any]:
 		# A copy has other parameters.
@@ -59,6 +66,18 @@ class Wgrads:
 		"""What takes the gradients of one call: see ``ParameterGradients``."""
 		return ParameterGradients(weights, biases, self._fuse, overwrite, self._stored if self._delay else None)
 
+	def __setstate__(self, state: dict[str, Any]) -> None:
+		self.__dict__.update(state)
+		if self._delay:
+			_waiting_somewhere.add(self)
+			_watch_optimizers()
+
+	@property
+	def waiting(self) -> list[Tensor]:
+		"""Parameters whose gradients wait for ``backward_dw``."""
+		sinks = {id(stored.sink): stored.sink for stored in self._stored}
+		return [p for sink in sinks.values() for p in (*sink.weights.values(), *sink.biases.values())]
+
 	def run_oldest(self, wanted: bool) -> None:
 		"""Compute the gradients that wait longest; that there are none is an error if ``wanted``.
 
@@ -74,6 +93,29 @@ class Wgrads:
 		self._stored.popleft().accumulate()
 		for hook in self.hooks:
 			hook()
+
+
+#: Layers with ``delay_wgrad``.
+_waiting_somewhere: weakref.WeakSet[Wgrads] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+	register_optimizer_step_pre_hook(_warn_of_waiting)
+
+
+def _warn_of_waiting(optimizer: Optimizer, *_: Any) -> None:
+	"""Warn if an optimizer steps over parameters whose gradients wait: it passes over them or uses old ones."""
+	waiting = {id(p) for wgrads in _waiting_somewhere if wgrads._stored for p in wgrads.waiting}
+	if not waiting:
+		return
+	count = sum(id(p) in waiting for group in optimizer.param_groups for p in group["params"])
+	if count:
+		warnings.warn(
+			f"{type(optimizer).__name__}.step() without the gradients of {count} parameters of layers with delay_wgrad=True: "
+			"call backward_dw() of these layers after each backward pass, before the step",
+			stacklevel=4,
+		)
 
 
 @dataclasses.dataclass(frozen=True)

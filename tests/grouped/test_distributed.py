@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import grouped
-from tests.helpers import assert_same_buffers, each, sample
+from grouped.distributed import expert_capacity
+from tests.helpers import assert_same_buffers, each, raises, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
 from .two_ranks import CHECKS, assert_same, launch, quantized
@@ -24,6 +25,33 @@ def test_on_two_ranks(folder, name):
 	for rank in range(2):
 		error = json.loads((folder / f"{rank}.json").read_text())[name]
 		assert not error, error
+
+
+def test_capacity_of_even_routing():
+	"""Documented numbers, what drops nothing, and the shares of tokens with random experts."""
+	assert expert_capacity(4096, 8, 256, 2) == (20480, 4096)
+	assert expert_capacity(4096, 8, 256, 2, slack=1.0) == (16384, 4082)
+	assert expert_capacity(100, 2, 8, 4, slack=100.0) == (100 * 2, 100)
+	assert expert_capacity(100, 4, 8, 8, slack=100.0) == (100, 100)
+	pairs, count = expert_capacity(20000, 4, 32, 8, slack=1.0)
+	ids = torch.rand(20000, 32).topk(4).indices // 4
+	assert abs((ids == 0).sum() / pairs - 1) < 0.05 and abs((ids == 0).any(1).sum() / count - 1) < 0.05
+
+
+@each(
+	("given", "error", "message"),
+	[
+		((0, 2, 8, 4), ValueError, "num_tokens must be positive, got 0"),
+		((9, 2, 9, 4), ValueError, "num_experts must be a multiple of 4"),
+		((9, 9, 8, 4), ValueError, "top_k must be at most num_experts = 8, got 9"),
+		((9, 2, 8, 4, 0.5), ValueError, "slack must be at least 1 and finite, got 0.5"),
+		((9, 2, 8, True), TypeError, "num_ranks must be"),
+		((9, 2, 8, 4, "2"), TypeError, "slack must be"),
+	],
+)
+def test_capacities_that_cannot_be(given, error, message):
+	with raises(error, message):
+		expert_capacity(*given)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")

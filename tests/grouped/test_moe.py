@@ -1,4 +1,6 @@
+import contextlib
 import copy
+import warnings
 
 import pytest
 import torch
@@ -448,6 +450,55 @@ def test_selection_bias_moves_towards_balance():
 		moe_of().router.update_selection_bias(counts)
 	with pytest.raises(ValueError, match="tokens_per_expert must have size 6"):
 		moe.router.update_selection_bias(counts[:1])
+
+
+def test_selection_bias_is_moved_by_the_mean_count():
+	"""Not the median, 3: three experts have fewer tokens than the mean, 4, and one has as many."""
+	moe = moe_of(selection_bias=True)
+	moe.router.selection_bias.zero_()
+	moe.router.update_selection_bias(torch.tensor([1, 2, 2, 4, 5, 10], dtype=I32), rate=1.0)
+	assert moe.router.selection_bias.tolist() == [1, 1, 1, 0, -1, -1]
+
+
+@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block", "row-scaled")})
+def test_only_the_router_takes_gradients(recipe):
+	"""Nor do tokens: the gradients are those of a step in which all take some, also from a kept weight."""
+	both = moe_of(recipe, bias=True), moe_of(recipe, bias=True)
+	both[1].experts.requires_grad_(False)
+	for first in (None, True, False):
+		for moe in both:
+			moe.zero_grad()
+		y, _ = step(both[0], tokens().requires_grad_(), is_first_microbatch=first)[:2]
+		got = both[1](tokens(), is_first_microbatch=first)
+		got.backward(gradient_like(got))
+		assert_same_bytes(got.detach(), y.detach())
+		assert both[1].router.weight.grad.any()
+		assert_same_bytes(both[1].router.weight.grad, both[0].router.weight.grad)
+
+
+def test_a_kept_weight_without_the_copy_that_gradients_of_the_router_read():
+	"""The gradient of routing weights reads the columnwise copy of the second weight alone, here."""
+	for trains, needs_copy in ((True, True), (False, False)):
+		moe = moe_of(ALL_RECIPES["fp8-block"])
+		moe.experts.requires_grad_(False)
+		moe.router.requires_grad_(trains)
+		with torch.no_grad():
+			moe(tokens(), is_first_microbatch=True)
+		error = pytest.raises(RuntimeError, match="needs the columnwise weight") if needs_copy else contextlib.nullcontext()
+		with error:
+			moe(tokens(), is_first_microbatch=False)
+
+
+@each("name", ["gelu", "relu", "silu"])
+def test_experts_without_a_gate_are_asked_for(name):
+	gated = {"gelu": "geglu", "relu": "reglu", "silu": "swiglu"}[name]
+	with pytest.warns(UserWarning, match=rf"without a gate.*pass '{gated}'.*grouped.Activation\('{name}'\)"):
+		moe = moe_of(activation=name)
+	assert moe.experts.gate_up.out_features == WIDTH
+	with warnings.catch_warnings():
+		warnings.simplefilter("error")
+		for activation in (gated, grouped.Activation(name), "srelu"):
+			moe_of(activation=activation)
 
 
 def test_the_first_of_equal_scores_wins():

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -346,3 +348,40 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
 	leaf = x.clone().requires_grad_()
 	whole(leaf, offs).backward(dy)
 	assert leaf.grad.any()
+
+
+@each("single", [True, False])
+def test_a_step_without_delayed_gradients_warns(single, x, dy, recwarn):
+	"""Of parameters that the optimizer has, and only as long as gradients wait."""
+	layer = layer_of(RECIPES["bf16"], "single" if single else "discrete", delay_wgrad=True)
+	other = nn.Parameter(torch.zeros(2))
+	both, alone = (torch.optim.SGD(ps, lr=0.1) for ps in ([other, *layer.parameters()], [other]))
+	other.grad = torch.ones(2)
+	both.step()
+	layer(x, ENDS).backward(dy)
+	layer(x, ENDS).backward(dy)
+	alone.step()
+	assert not recwarn.list
+	count = 2 if single else 2 * GROUPS
+	with pytest.warns(UserWarning, match=rf"SGD.step\(\) without the gradients of {count} parameters.*backward_dw"):
+		both.step()
+	assert layer.weight.grad is None if single else layer.weight0.grad is None
+	layer.backward_dw()
+	with pytest.warns(UserWarning, match="backward_dw"):
+		both.step()
+	layer.backward_dw()
+	recwarn.clear()
+	both.step()
+	assert not recwarn.list
+
+
+def test_a_copy_of_a_layer_with_delayed_gradients_warns_of_its_own(x, dy, recwarn):
+	layer = layer_of(RECIPES["bf16"], delay_wgrad=True)
+	layer(x, ENDS).backward(dy)
+	again = copy.deepcopy(layer)
+	optimizer = torch.optim.SGD(again.parameters(), lr=0.1)
+	optimizer.step()
+	assert not recwarn.list
+	again(x, ENDS).backward(dy)
+	with pytest.warns(UserWarning, match="backward_dw"):
+		optimizer.step()

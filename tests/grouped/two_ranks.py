@@ -744,7 +744,9 @@ def tensor_parallel():
 def what_cannot_be_spread():
 	plain, nvfp4, delayed = recipes.BF16(), grouped.NVFP4(), recipes.FP8Delayed()
 	for message, make in (
-		("wire must quantize each row by itself", lambda: ExpertParallel(wire=nvfp4)),
+		(r"wire must quantize each row by itself.*use NVFP4\(row_scaled=True\)", lambda: ExpertParallel(wire=nvfp4)),
+		(r"gradient_wire must .*use FP8Block\(\) instead", lambda: ExpertParallel(gradient_wire=SQUARE)),
+		("wire must .*FP8Block.*MXFP8.*do$", lambda: ExpertParallel(wire=grouped.FP8())),
 		("capacity must be one positive number or two.*got 0", lambda: ExpertParallel(capacity=0)),
 		("mesh is missing", lambda: ExpertParallel()(mixture(plain))),
 		("must be a multiple of the mesh's 2", lambda: ExpertParallel(MESH)(MoE(H, I, 3, 2))),

@@ -159,6 +159,27 @@ def test_what_is_no_row_is_left_out():
 	assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
+@each("given", [torch.inf, -torch.inf, torch.nan])
+def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
+	"""Whatever dy holds: absent pairs have zeros, and no row takes what another token was given."""
+	row = torch.tensor([[0, -1, 2], [-1, 9, 2**31 - 1], [4, 1, -(2**31)]], dtype=I32)
+	there = (row >= 0) & (row < 6)
+	for weights in (None, torch.tensor([[0.5, 2.0, 3.0]] * 3)):
+		for token in range(3):
+			h, dy = sample(6, 8).requires_grad_(), torch.ones(3, 8)
+			dy[token, 5] = given
+			weight = None if weights is None else weights.clone().requires_grad_()
+			ops.moe_combine(h, row, weight).backward(dy.to(h.dtype))
+			want = torch.zeros(6, 8)
+			for t, k in there.nonzero().tolist():
+				want[row[t, k]] = dy[t] * (1.0 if weight is None else weight[t, k].detach())
+			assert_same_bytes(h.grad, want.to(h.dtype), any_nan=True)
+			assert h.grad[[3, 5]].eq(0).all()
+			if weight is not None:
+				assert weight.grad[~there].eq(0).all()
+				assert weight.grad[there].isfinite().tolist() == [t != token for t, _ in there.nonzero().tolist()]
+
+
 @each_arch
 def test_gather_and_combine_kernels(arch, monkeypatch):
 	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
