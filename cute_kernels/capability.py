@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .errors import UnsupportedError as UnsupportedError
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
@@ -89,10 +90,6 @@ class Support:
 
 	def __bool__(self) -> bool:
 		return self.ok
-
-
-class UnsupportedError(NotImplementedError):
-	"""A combination of op, format and architecture that this version does not run."""
 
 
 _YES = Support(True)

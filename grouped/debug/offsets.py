@@ -1,20 +1,20 @@
 """Checks of group boundaries on a GPU, without a synchronization until they are read."""
 
 import sys
+from pathlib import Path
 from types import FrameType
 
 import torch
 from torch import Tensor
 
 import cute_kernels
-import grouped
 from cute_kernels.ops.checks import EndRowChecks
 
 #: Rules by their numbers in a code: what ``offs`` broke.
 _RULES = ("an end row is negative", "the end rows decrease", "the last end row is past the {rows} rows of the tensor")
 _NONE = torch.iinfo(torch.int64).max
 #: Folders of code that is not the user's.
-_INTERNAL = tuple(module.__path__[0] for module in (cute_kernels, grouped, torch))
+_INTERNAL = (str(Path(__file__).parents[1]), *(module.__path__[0] for module in (cute_kernels, torch)))
 
 
 class check_offsets:
