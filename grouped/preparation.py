@@ -25,7 +25,12 @@ from .tensor import GroupedTensor
 from .validation import check_format
 
 #: Attributes of transformers' experts: ``use_experts_implementation`` sets them on every class that it wraps.
-_MARKS = ("has_gate", "is_transposed", "down_proj")
+_MARKS = ("has_gate", "is_transposed")
+
+
+def has_experts_interface(module: nn.Module) -> bool:
+	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
+	return all(mark in vars(module) or hasattr(type(module), mark) for mark in _MARKS) and hasattr(module, "down_proj")
 
 
 class Weight(NamedTuple):
@@ -145,7 +150,7 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 			yield [_weight_of(module.gate_up), _weight_of(module.down)]
 		elif isinstance(module, GroupedLinear) and module not in inside:
 			yield [_weight_of(module)]
-		elif "transformers" in sys.modules and all(hasattr(module, mark) for mark in _MARKS):
+		elif "transformers" in sys.modules and has_experts_interface(module):
 			from .integrations import transformers as integration
 
 			recipe = integration.recipe_in_use(module)
