@@ -218,15 +218,15 @@ class FsdpWatch:
 			if manager is None:
 				return
 			self._managers[name] = manager
-		sharded, gathered, *others = _tensors_of(manager)
+		sharded, gathered, between = _tensors_of(manager)
 		if value is gathered:
 			present = module._parameters.get(name)
-			if not any(present is t for t in (sharded, gathered, *others)):
+			if not any(present is t for t in (sharded, gathered, between)):
 				raise RuntimeError(
 					f"{type(module).__name__}.{name} was replaced, but FSDP2 (fully_shard) goes on with its own tensor: copy_() "
 					"into the parameter, or replace it before fully_shard"
 				)
-		elif not hasattr(value, "_local_tensor"):  # Of load_state_dict(assign=True) FSDP2 takes a DTensor.
+		elif not hasattr(value, "_local_tensor"):  # FSDP2 takes a DTensor of load_state_dict(assign=True).
 			rule, advice = RULES["fsdp"]
 			raise ValueError(f"{type(module).__name__}.{name} cannot be assigned: {rule}. {advice}")
 
@@ -337,7 +337,7 @@ def _adapted_parameters(module: nn.Module) -> Iterator[tuple[int, str]]:
 		name = getattr(module, "parameter_name", None)
 		for key in [name] if name is not None else list(base._parameters):
 			yield id(base), key
-	others = sys.modules.get("peft.utils.other")
-	if others is not None and isinstance(module, getattr(others, "ModulesToSaveWrapper", ())):
+	wrappers = sys.modules.get("peft.utils.other")
+	if wrappers is not None and isinstance(module, getattr(wrappers, "ModulesToSaveWrapper", ())):
 		for inner in module.modules():
 			yield from ((id(inner), key) for key in inner._parameters)

@@ -97,7 +97,7 @@ def prepare(
 		model: a model, or experts alone, on the device where it will run. Call it before ``fully_shard``,
 			``DistributedDataParallel``, ``parallelize_module``, an adapter of the experts, and the optimizer.
 		fmt: the format of the weights; None for that of the recipe of each layer, where layers with ``BF16`` stay plain.
-			Beside ``BF16`` quantized weights run with bf16 or fp16 activations (W4A16, W8A16). Where the recipe has delayed
+			Quantized weights under ``BF16`` run with bf16 or fp16 activations (W4A16, W8A16). If the recipe has delayed
 			scaling, None takes the scales of the weight as it is now.
 		trainable: the weights take gradients, and have the columnwise copy that the gradient of the input reads.
 		columnwise: keep that copy also for weights that take no gradient; by default ``trainable``.
@@ -169,13 +169,13 @@ def _weight_of(layer: GroupedLinear) -> Weight:
 
 def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
 	"""The format to quantize to, or that the weight has; None if the recipe leaves it plain."""
-	own, found = weight.recipe.weight, weight.module._parameters.get(weight.name)
-	if fmt is None and isinstance(found, GroupedTensor):
-		return found.format
-	if fmt is not None or own is None or not own.takes_scale:
-		return fmt or own
+	default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
+	if fmt is None and isinstance(parameter, GroupedTensor):
+		return parameter.format
+	if fmt is not None or default is None or not default.takes_scale:
+		return fmt or default
 	# A history of scales is for a weight that changes in each step.
-	return dataclasses.replace(own, scaling="current")  # type: ignore[call-arg, type-var]
+	return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
 
 
 class _Plan:
@@ -191,18 +191,18 @@ class _Plan:
 		"""Raise unless all weights can be replaced, quantized and multiplied."""
 		plain = []
 		for weight, fmt in weights:
-			found = weight.module._parameters.get(weight.name)
-			if isinstance(found, GroupedTensor):
-				self._check_quantized(weight, fmt, found)
+			parameter = weight.module._parameters.get(weight.name)
+			if isinstance(parameter, GroupedTensor):
+				self._check_quantized(weight, fmt, parameter)
 			else:
 				plain.append((weight, fmt))
 		check_replaceable(self._model, [(weight.module, weight.name) for weight, _ in plain], "prepare()")
-		seen: dict[int, tuple[Any, ...]] = {}
+		facts_of: dict[int, tuple[Any, ...]] = {}
 		tried: set[tuple[Any, ...]] = set()
 		for weight, fmt in plain:
 			p = weight.parameter
 			facts = (weight.recipe, fmt, weight.transposed)
-			if seen.setdefault(id(p), facts) != facts:
+			if facts_of.setdefault(id(p), facts) != facts:
 				raise ValueError(
 					f"prepare() cannot replace {self._path(weight)}: layers with other recipes share it. Give each its own"
 				)
@@ -214,11 +214,11 @@ class _Plan:
 	def _path(self, weight: Weight) -> str:
 		return self._ownership.path(weight.module, weight.name)
 
-	def _check_quantized(self, weight: Weight, fmt: Format, found: GroupedTensor) -> None:
+	def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
 		path = self._path(weight)
-		if fmt != found.format:
-			raise ValueError(f"{path} is {found.format} already, fmt is {fmt}")
-		if self._columnwise and found.columnwise is None:
+		if fmt != quantized.format:
+			raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
+		if self._columnwise and quantized.columnwise is None:
 			raise ValueError(
 				f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
 				"weights with columnwise=True or trainable=True"
@@ -300,8 +300,8 @@ def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
 
 def reorder(weight: Weight) -> None:
 	"""Have a quantized weight that serves lie in the order that products of its recipe read."""
-	held = weight.parameter
-	if isinstance(held, GroupedTensor) and not held.requires_grad:
-		wanted = prepacks(weight.recipe, held.format, held.device)
-		if wanted != held.prepacked:
-			held.data = held.data.prepack() if wanted else held.data.unpack()
+	parameter = weight.parameter
+	if isinstance(parameter, GroupedTensor) and not parameter.requires_grad:
+		is_faster = prepacks(weight.recipe, parameter.format, parameter.device)
+		if is_faster != parameter.prepacked:
+			parameter.data = parameter.data.prepack() if is_faster else parameter.data.unpack()
