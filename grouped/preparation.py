@@ -80,8 +80,9 @@ def prepare(
 	``grouped.integrations.transformers``, becomes a GroupedTensor (G, N, K). Calls then use it as it is: they quantize no
 	weight, also where a CUDA graph replays them. The memory of a plain weight is free when nothing else holds it.
 
-	By default the weights serve: they take no gradient, and lie in the order that the GPU multiplies fastest. A second
-	call changes nothing. Errors come before the first layer is changed, or leave whole layers.
+	By default the weights serve: they take no gradient, and lie in the order that the GPU multiplies fastest. Weights
+	that are quantized already, as a checkpoint's, get what is missing of that. A second call changes nothing. Errors come
+	before the first layer is changed, or leave whole layers.
 
 	To train quantized weights, without a copy in bf16::
 
@@ -223,6 +224,10 @@ class _Plan:
 				f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
 				"weights with columnwise=True or trainable=True"
 			)
+		try:
+			check_product(quantized, weight.recipe, quantized.device, needs_dx=self._columnwise)
+		except (TypeError, ValueError) as error:
+			raise type(error)(f"{path} is {fmt}, which {weight.recipe} does not multiply: {error}") from None
 
 	def _rehearse(self, weight: Weight, fmt: Format) -> None:
 		"""Raise unless the device quantizes the weight, and multiplies it."""
@@ -248,6 +253,7 @@ class _Plan:
 				if isinstance(module, GroupedLinear):
 					module._kept = None
 			parameter.requires_grad_(self._trainable)
+			reorder(weight)
 		for weight, _ in weights:
 			if weight.transposed:
 				weight.module.is_transposed = False  # type: ignore[assignment]
@@ -260,8 +266,6 @@ class _Plan:
 		if id(old) in self._shared:
 			return self._shared[id(old)][1]
 		quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
-		if not self._trainable and prepacks(weight.recipe, fmt, old.device):
-			quantized = quantized.prepack()
 		new = nn.Parameter(quantized, requires_grad=self._trainable)
 		for name, value in vars(old).items():
 			setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
@@ -271,14 +275,17 @@ class _Plan:
 
 
 def check_product(weight: GroupedTensor, recipe: Recipe, device: torch.device, *, needs_dx: bool) -> None:
-	"""Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes are not read."""
+	"""Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes are not read.
+
+	A prepacked weight is taken for what ``reorder`` makes of it.
+	"""
 	groups, _, depth = weight.shape
 	# A call on the meta device raises what one with data does.
 	x = torch.empty(1, depth, dtype=weight.dtype, device="meta", requires_grad=needs_dx)
 	offs = torch.ones(groups, dtype=torch.int32, device="meta")
 	scaling = DelayedScaling(recipe, groups, "meta") if isinstance(recipe, FP8Delayed) else None
 	with torch.enable_grad():
-		y = linear(x, weight.to("meta"), None, offs, recipe, scaling=scaling)
+		y = linear(x, _on_meta(weight), None, offs, recipe, scaling=scaling)
 	if needs_dx:
 		y.backward(torch.empty_like(y))
 	arch = active_backend(device).listed
@@ -288,6 +295,11 @@ def check_product(weight: GroupedTensor, recipe: Recipe, device: torch.device, *
 		require("grouped_gemm_w4a8", recipe.input, arch)
 	else:
 		require("grouped_gemm", weight.format, arch)
+
+
+def _on_meta(weight: GroupedTensor) -> Tensor:
+	moved: Any = weight.data.to("meta")
+	return moved.unpack()
 
 
 def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
@@ -301,7 +313,7 @@ def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
 def reorder(weight: Weight) -> None:
 	"""Have a quantized weight that serves lie in the order that products of its recipe read."""
 	parameter = weight.parameter
-	if isinstance(parameter, GroupedTensor) and not parameter.requires_grad:
+	if isinstance(parameter, GroupedTensor) and not (parameter.requires_grad or parameter.is_meta):
 		is_faster = prepacks(weight.recipe, parameter.format, parameter.device)
 		if is_faster != parameter.prepacked:
 			parameter.data = parameter.data.prepack() if is_faster else parameter.data.unpack()

@@ -140,7 +140,7 @@ def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
 		weights = [weight for layer in expert_layers(self) for weight in layer if weight.is_of_transformers]
 		for weight in weights:
 			if isinstance(quantized := weight.parameter.detach(), GroupedTensor):
-				check_product(quantized.unpack(), weight.recipe, quantized.device, needs_dx=False)
+				check_product(quantized, weight.recipe, quantized.device, needs_dx=False)
 	except (TypeError, ValueError, NotImplementedError) as error:
 		for config, name in zip(configs, before, strict=True):
 			config._experts_implementation_internal = name
