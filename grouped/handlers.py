@@ -260,6 +260,14 @@ _DECODING = {
 _RESHAPING = ("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_")
 
 
+@handler(aten.baddbmm.default)
+def _add_product(func: Any, x: Tensor, *factors: Tensor, **kwargs: Any) -> Tensor:
+	# PEFT's LoRA of a stack of experts: the weight plus a product of plain matrices.
+	if not isinstance(x, GroupedTensor) or any(isinstance(t, GroupedTensor) for t in factors):
+		_refuse(func)
+	return func(x.dequantize(), *factors, **kwargs)
+
+
 def _writes(argument: Any) -> bool:
 	return argument.alias_info is not None and argument.alias_info.is_write
 

@@ -196,6 +196,47 @@ def check_replaceable(root: nn.Module, targets: Iterable[Target], purpose: str, 
 			raise ValueError(f"{purpose} cannot replace {ownership.path(module, name)}: {owner.rule}. {owner.advice}")
 
 
+class FsdpWatch:
+	"""Refusal of parameters that are assigned to a module whose own FSDP2 shards.
+
+	FSDP2 assigns its own tensors at each call, so that the answer is kept; it finds others at no time.
+	"""
+
+	def __init__(self) -> None:
+		self._managers: dict[str, Any] = {}
+
+	def check(self, module: nn.Module, name: str, value: Any) -> None:
+		"""Raise unless FSDP2, if it shards the parameter ``name``, may take ``value`` in its place.
+
+		Raises:
+			ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
+			RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was assigned before.
+		"""
+		manager = self._managers.get(name)
+		if manager is None or not any(value is t for t in _tensors_of(manager)):
+			manager = next((found for found, key in _fsdp_parameters() if key == (id(module), name)), None)
+			if manager is None:
+				return
+			self._managers[name] = manager
+		sharded, gathered, between = _tensors_of(manager)
+		if value is gathered:
+			present = module._parameters.get(name)
+			if not any(present is t for t in (sharded, gathered, between)):
+				raise RuntimeError(
+					f"{type(module).__name__}.{name} was replaced, but FSDP2 (fully_shard) goes on with its own tensor: copy_() "
+					"into the parameter, or replace it before fully_shard"
+				)
+		elif not hasattr(value, "_local_tensor"):  # FSDP2 takes a DTensor of load_state_dict(assign=True).
+			rule, advice = RULES["fsdp"]
+			raise ValueError(f"{type(module).__name__}.{name} cannot be assigned: {rule}. {advice}")
+
+
+def _tensors_of(manager: Any) -> tuple[Any, ...]:
+	"""The tensors that FSDP2 sets as a parameter: the shard, what was gathered, and what lies between calls."""
+	between = getattr(manager, "_sharded_post_forward_param", None)
+	return manager.sharded_param, getattr(manager, "_unsharded_param", None), between
+
+
 # ---- parameters that were replaced
 
 _retired: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
@@ -296,7 +337,7 @@ def _adapted_parameters(module: nn.Module) -> Iterator[tuple[int, str]]:
 		name = getattr(module, "parameter_name", None)
 		for key in [name] if name is not None else list(base._parameters):
 			yield id(base), key
-	others = sys.modules.get("peft.utils.other")
-	if others is not None and isinstance(module, getattr(others, "ModulesToSaveWrapper", ())):
+	wrappers = sys.modules.get("peft.utils.other")
+	if wrappers is not None and isinstance(module, getattr(wrappers, "ModulesToSaveWrapper", ())):
 		for inner in module.modules():
 			yield from ((id(inner), key) for key in inner._parameters)

@@ -25,7 +25,12 @@ from .tensor import GroupedTensor
 from .validation import check_format
 
 #: Attributes of transformers' experts: ``use_experts_implementation`` sets them on every class that it wraps.
-_MARKS = ("has_gate", "is_transposed", "down_proj")
+_MARKS = ("has_gate", "is_transposed")
+
+
+def has_experts_interface(module: nn.Module) -> bool:
+	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
+	return all(mark in vars(module) or hasattr(type(module), mark) for mark in _MARKS) and hasattr(module, "down_proj")
 
 
 class Weight(NamedTuple):
@@ -75,8 +80,9 @@ def prepare(
 	``grouped.integrations.transformers``, becomes a GroupedTensor (G, N, K). Calls then use it as it is: they quantize no
 	weight, also where a CUDA graph replays them. The memory of a plain weight is free when nothing else holds it.
 
-	By default the weights serve: they take no gradient, and lie in the order that the GPU multiplies fastest. A second
-	call changes nothing. Errors come before the first layer is changed, or leave whole layers.
+	By default the weights serve: they take no gradient, and lie in the order that the GPU multiplies fastest. Weights
+	that are quantized already, as a checkpoint's, get what is missing of that. A second call changes nothing. Errors come
+	before the first layer is changed, or leave whole layers.
 
 	To train quantized weights, without a copy in bf16::
 
@@ -92,7 +98,7 @@ def prepare(
 		model: a model, or experts alone, on the device where it will run. Call it before ``fully_shard``,
 			``DistributedDataParallel``, ``parallelize_module``, an adapter of the experts, and the optimizer.
 		fmt: the format of the weights; None for that of the recipe of each layer, where layers with ``BF16`` stay plain.
-			Beside ``BF16`` quantized weights run with bf16 or fp16 activations (W4A16, W8A16). Where the recipe has delayed
+			Quantized weights under ``BF16`` run with bf16 or fp16 activations (W4A16, W8A16). If the recipe has delayed
 			scaling, None takes the scales of the weight as it is now.
 		trainable: the weights take gradients, and have the columnwise copy that the gradient of the input reads.
 		columnwise: keep that copy also for weights that take no gradient; by default ``trainable``.
@@ -145,7 +151,7 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 			yield [_weight_of(module.gate_up), _weight_of(module.down)]
 		elif isinstance(module, GroupedLinear) and module not in inside:
 			yield [_weight_of(module)]
-		elif "transformers" in sys.modules and all(hasattr(module, mark) for mark in _MARKS):
+		elif "transformers" in sys.modules and has_experts_interface(module):
 			from .integrations import transformers as integration
 
 			recipe = integration.recipe_in_use(module)
@@ -164,13 +170,13 @@ def _weight_of(layer: GroupedLinear) -> Weight:
 
 def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
 	"""The format to quantize to, or that the weight has; None if the recipe leaves it plain."""
-	own, found = weight.recipe.weight, weight.module._parameters.get(weight.name)
-	if fmt is None and isinstance(found, GroupedTensor):
-		return found.format
-	if fmt is not None or own is None or not own.takes_scale:
-		return fmt or own
+	default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
+	if fmt is None and isinstance(parameter, GroupedTensor):
+		return parameter.format
+	if fmt is not None or default is None or not default.takes_scale:
+		return fmt or default
 	# A history of scales is for a weight that changes in each step.
-	return dataclasses.replace(own, scaling="current")  # type: ignore[call-arg, type-var]
+	return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
 
 
 class _Plan:
@@ -186,18 +192,18 @@ class _Plan:
 		"""Raise unless all weights can be replaced, quantized and multiplied."""
 		plain = []
 		for weight, fmt in weights:
-			found = weight.module._parameters.get(weight.name)
-			if isinstance(found, GroupedTensor):
-				self._check_quantized(weight, fmt, found)
+			parameter = weight.module._parameters.get(weight.name)
+			if isinstance(parameter, GroupedTensor):
+				self._check_quantized(weight, fmt, parameter)
 			else:
 				plain.append((weight, fmt))
 		check_replaceable(self._model, [(weight.module, weight.name) for weight, _ in plain], "prepare()")
-		seen: dict[int, tuple[Any, ...]] = {}
+		facts_of: dict[int, tuple[Any, ...]] = {}
 		tried: set[tuple[Any, ...]] = set()
 		for weight, fmt in plain:
 			p = weight.parameter
 			facts = (weight.recipe, fmt, weight.transposed)
-			if seen.setdefault(id(p), facts) != facts:
+			if facts_of.setdefault(id(p), facts) != facts:
 				raise ValueError(
 					f"prepare() cannot replace {self._path(weight)}: layers with other recipes share it. Give each its own"
 				)
@@ -209,15 +215,19 @@ class _Plan:
 	def _path(self, weight: Weight) -> str:
 		return self._ownership.path(weight.module, weight.name)
 
-	def _check_quantized(self, weight: Weight, fmt: Format, found: GroupedTensor) -> None:
+	def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
 		path = self._path(weight)
-		if fmt != found.format:
-			raise ValueError(f"{path} is {found.format} already, fmt is {fmt}")
-		if self._columnwise and found.columnwise is None:
+		if fmt != quantized.format:
+			raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
+		if self._columnwise and quantized.columnwise is None:
 			raise ValueError(
 				f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
 				"weights with columnwise=True or trainable=True"
 			)
+		try:
+			check_product(quantized, weight.recipe, quantized.device, needs_dx=self._columnwise)
+		except (TypeError, ValueError) as error:
+			raise type(error)(f"{path} is {fmt}, which {weight.recipe} does not multiply: {error}") from None
 
 	def _rehearse(self, weight: Weight, fmt: Format) -> None:
 		"""Raise unless the device quantizes the weight, and multiplies it."""
@@ -243,6 +253,7 @@ class _Plan:
 				if isinstance(module, GroupedLinear):
 					module._kept = None
 			parameter.requires_grad_(self._trainable)
+			reorder(weight)
 		for weight, _ in weights:
 			if weight.transposed:
 				weight.module.is_transposed = False  # type: ignore[assignment]
@@ -255,8 +266,6 @@ class _Plan:
 		if id(old) in self._shared:
 			return self._shared[id(old)][1]
 		quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
-		if not self._trainable and prepacks(weight.recipe, fmt, old.device):
-			quantized = quantized.prepack()
 		new = nn.Parameter(quantized, requires_grad=self._trainable)
 		for name, value in vars(old).items():
 			setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
@@ -266,14 +275,17 @@ class _Plan:
 
 
 def check_product(weight: GroupedTensor, recipe: Recipe, device: torch.device, *, needs_dx: bool) -> None:
-	"""Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes are not read."""
+	"""Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes are not read.
+
+	A prepacked weight is taken for what ``reorder`` makes of it.
+	"""
 	groups, _, depth = weight.shape
 	# A call on the meta device raises what one with data does.
 	x = torch.empty(1, depth, dtype=weight.dtype, device="meta", requires_grad=needs_dx)
 	offs = torch.ones(groups, dtype=torch.int32, device="meta")
 	scaling = DelayedScaling(recipe, groups, "meta") if isinstance(recipe, FP8Delayed) else None
 	with torch.enable_grad():
-		y = linear(x, weight.to("meta"), None, offs, recipe, scaling=scaling)
+		y = linear(x, _on_meta(weight), None, offs, recipe, scaling=scaling)
 	if needs_dx:
 		y.backward(torch.empty_like(y))
 	arch = active_backend(device).listed
@@ -283,6 +295,11 @@ def check_product(weight: GroupedTensor, recipe: Recipe, device: torch.device, *
 		require("grouped_gemm_w4a8", recipe.input, arch)
 	else:
 		require("grouped_gemm", weight.format, arch)
+
+
+def _on_meta(weight: GroupedTensor) -> Tensor:
+	moved: Any = weight.data.to("meta")
+	return moved.unpack()
 
 
 def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
@@ -295,8 +312,8 @@ def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
 
 def reorder(weight: Weight) -> None:
 	"""Have a quantized weight that serves lie in the order that products of its recipe read."""
-	held = weight.parameter
-	if isinstance(held, GroupedTensor) and not held.requires_grad:
-		wanted = prepacks(weight.recipe, held.format, held.device)
-		if wanted != held.prepacked:
-			held.data = held.data.prepack() if wanted else held.data.unpack()
+	parameter = weight.parameter
+	if isinstance(parameter, GroupedTensor) and not (parameter.requires_grad or parameter.is_meta):
+		is_faster = prepacks(weight.recipe, parameter.format, parameter.device)
+		if is_faster != parameter.prepacked:
+			parameter.data = parameter.data.prepack() if is_faster else parameter.data.unpack()

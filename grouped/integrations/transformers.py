@@ -29,7 +29,7 @@ from grouped import recipes
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
 from ..nn.kept import lookup
-from ..preparation import check_product, expert_layers, reorder
+from ..preparation import check_product, expert_layers, has_experts_interface, reorder
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -140,7 +140,7 @@ def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
 		weights = [weight for layer in expert_layers(self) for weight in layer if weight.is_of_transformers]
 		for weight in weights:
 			if isinstance(quantized := weight.parameter.detach(), GroupedTensor):
-				check_product(quantized.unpack(), weight.recipe, quantized.device, needs_dx=False)
+				check_product(quantized, weight.recipe, quantized.device, needs_dx=False)
 	except (TypeError, ValueError, NotImplementedError) as error:
 		for config, name in zip(configs, before, strict=True):
 			config._experts_implementation_internal = name
@@ -158,9 +158,7 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 
 def experts_of(model: nn.Module) -> Iterator[Any]:
 	"""Yield the experts under ``model`` that use transformers' interface."""
-	# What use_experts_implementation sets on every class that it wraps.
-	marks = ("has_gate", "is_transposed", "down_proj")
-	return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
+	return filter(has_experts_interface, model.modules())
 
 
 def recipe_in_use(experts: Any) -> Recipe:

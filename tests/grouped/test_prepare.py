@@ -246,3 +246,21 @@ def test_another_format_is_refused():
 	grouped.prepare(model)
 	with raises(ValueError, "experts.gate_up.weight is fp8_block:block=128x128 already, fmt is nvfp4"):
 		grouped.prepare(model, grouped.NVFP4())
+
+
+def test_weights_that_are_quantized_already():
+	"""As a checkpoint's: they get the order that the GPU reads, and their products are checked."""
+	layer = GroupedLinear(2, 64, 64, recipe=recipes.NVFP4(), dtype=BF16)
+	layer.weight = nn.Parameter(grouped.quantize(layer.weight.detach(), grouped.NVFP4()))
+	weight, values = layer.weight, layer.weight.dequantize()
+	for name, prepacked in (("emulated:sm_90a", True), ("reference", False)):
+		with backend(name):
+			assert grouped.prepare(layer) == grouped.prepare(layer, grouped.NVFP4()) == 1
+		assert layer.weight is weight and weight.prepacked is prepacked and not weight.requires_grad
+		assert torch.equal(weight.dequantize(), values)
+	layer.recipe = recipes.MXFP8()
+	assert grouped.prepare(layer) == 1  # W4A8
+	layer.weight = nn.Parameter(grouped.quantize(values, grouped.MXFP8()), requires_grad=False)
+	layer.recipe = recipes.NVFP4()
+	with raises(ValueError, [r"weight is mxfp8, which NVFP4() does not multiply", "formats of one kind"]):
+		grouped.prepare(layer)
