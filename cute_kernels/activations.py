@@ -6,7 +6,10 @@ tanh form), SiLU arXiv 1702.03118, gated units arXiv 2002.05202, squared ReLU ar
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeVar
 
+from .errors import UnsupportedError
 from .records import Record, check_choice, check_kind, read
 
 _hex = float.fromhex
@@ -32,6 +35,31 @@ class Numbers:
 	GELU = _hex("0x1.988454p-1"), _hex("0x1.2444f4p-5"), _hex("0x1.b6676cp-4")
 
 
+class Curve(NamedTuple):
+	"""A function of one variable, as the reference and the kernels compute it.
+
+	Attributes:
+		family: ``"rectified"`` is max(x, 0); ``"tanh"`` is GELU's; ``"sigmoid"`` is x times the sigmoid of ``alpha`` x.
+		alpha: the factor of the sigmoid's argument; None where the activation has it as a parameter.
+		is_squared: the result is squared.
+		is_clamped: the argument is clamped at the activation's ``limit``.
+	"""
+
+	family: Literal["rectified", "tanh", "sigmoid"]
+	alpha: float | None = 1.0
+	is_squared: bool = False
+	is_clamped: bool = False
+
+
+#: The curves by name; nothing computes one that is not here.
+CURVES: dict[str, Curve] = {
+	"gelu": Curve("tanh"),
+	"silu": Curve("sigmoid"),
+	"qgelu": Curve("sigmoid", Numbers.QUICK),
+	"clamped_silu": Curve("sigmoid", None, is_clamped=True),
+	"relu": Curve("rectified"),
+	"srelu": Curve("rectified", is_squared=True),
+}
 #: The curve of each activation, and whether a second half of its input multiplies it.
 _FACTS: dict[str, tuple[str, bool]] = {
 	"gelu": ("gelu", False),
@@ -86,7 +114,7 @@ class Activation(Record):
 
 	@property
 	def curve(self) -> str:
-		"""The function of one variable: gelu, silu, relu, qgelu, srelu or clamped_silu."""
+		"""The name of the function of one variable, one of ``CURVES``."""
 		return _FACTS[self.name][0]
 
 	@property
@@ -97,11 +125,44 @@ class Activation(Record):
 	@property
 	def is_clamped(self) -> bool:
 		"""Whether it clamps its input at ``limit``."""
-		return self.curve == "clamped_silu"
+		curve = CURVES.get(self.curve)
+		return curve is not None and curve.is_clamped
 
 	def width(self, columns: int) -> int:
 		"""Columns of the result for an input of ``columns`` ones."""
 		return columns // 2 if self.is_gated else columns
+
+
+F = TypeVar("F")
+
+
+def curve_of(act: Activation) -> Curve:
+	"""The curve of an activation.
+
+	Raises:
+		UnsupportedError: ``CURVES`` has none of its name.
+	"""
+	if act.curve not in CURVES:
+		raise UnsupportedError(f"activation {act.name} has the curve {act.curve!r}, which is none of {', '.join(CURVES)}")
+	return CURVES[act.curve]
+
+
+def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
+	"""That of ``formulas``, by the family of a curve, which is for an activation.
+
+	Raises:
+		UnsupportedError: there is none.
+	"""
+	family = curve_of(act).family
+	if family not in formulas:
+		raise UnsupportedError(f"no formula of the curve {act.curve!r}, which is of the family {family!r}")
+	return formulas[family]
+
+
+def alpha_of(act: Activation) -> float:
+	"""The factor of the argument of an activation's sigmoid; 1 without a sigmoid."""
+	alpha = curve_of(act).alpha
+	return act.alpha if alpha is None else alpha
 
 
 def is_gated(text: str) -> bool:

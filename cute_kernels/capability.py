@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, Format, FP8Block
+from .errors import UnsupportedError as UnsupportedError
+from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
@@ -45,6 +46,8 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
 }
 _NO_SM90 = ("reference", "sm_100a")
 _FORMATS = ("nvfp4", "fp8", "fp8_block", "mxfp8")
+#: Those whose codes are bytes.
+_OF_BYTES = tuple(name for name in _FORMATS if RECORDS[name]().element.bits == 8)
 _OF_FORMATS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
 _NOT_PLAIN = ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Of formats that have a second level, these take those whose scales the caller gives.
@@ -55,9 +58,9 @@ _RUNS: dict[tuple[str, str | None], tuple[str, ...]] = {
 	**{(op, name): ARCHITECTURES for op in _OF_FORMATS for name in _FORMATS},
 	("grouped_gemm", "mxfp8"): _NO_SM90,
 	# By the format of the activations.
-	**{("grouped_gemm_w4a8", name): _NO_SM90 for name in _FORMATS[1:]},
+	**{("grouped_gemm_w4a8", name): _NO_SM90 for name in _OF_BYTES},
 	("delayed_scaling_update", "fp8"): ARCHITECTURES,
-	**{("moe_quantize_gradient", name): ARCHITECTURES for name in _FORMATS[1:]},
+	**{("moe_quantize_gradient", name): ARCHITECTURES for name in _OF_BYTES},
 }
 #: Ops and formats that the reference backend adds like a tensor core that has no kernel of them.
 _ADDED_ALIKE: dict[tuple[str, str | None], tuple[str, ...]] = {("grouped_gemm", "mxfp8"): ("sm_90a",)}
@@ -87,10 +90,6 @@ class Support:
 
 	def __bool__(self) -> bool:
 		return self.ok
-
-
-class UnsupportedError(NotImplementedError):
-	"""A combination of op, format and architecture that this version does not run."""
 
 
 _YES = Support(True)
@@ -179,7 +178,7 @@ def _why_not_format(op: str, fmt: Format | None) -> str:
 	kind = type(fmt).__name__
 	if all(name != fmt.name for _, name in _RUNS):
 		return f"{kind} is not built yet"
-	if op == "grouped_gemm_w4a8" and fmt.element.bits < 8:
+	if op == "grouped_gemm_w4a8" and fmt.element.bits != 8:
 		return "it is of activations of a byte beside weights of four bits"
 	if (op, fmt.name) not in _RUNS:
 		takes_formats = any(other == op and name is not None for other, name in _RUNS)

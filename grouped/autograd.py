@@ -203,7 +203,7 @@ class _Linear(torch.autograd.Function):
 		scale = None if scaling is None else scaling.scales[-1].clone()
 		ctx.save_for_backward(offs, scale, *(amaxes or (None, None)), *_flat(kept))
 		# Not saved: other calls write the amaxes of the step in between.
-		ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe)
+		ctx.call = LinearCall.of(x, weights[0], bias, recipe, probe, scaling)
 		ctx.sink, ctx.scaling = sink, scaling
 		return y
 
@@ -287,7 +287,8 @@ class _TransformedLinear(_ReverseOnly):
 		ctx.set_materialize_grads(False)
 		ctx.save_for_backward(x, weight, offs, scales[-1] if scales else None, *output[1:])
 		ctx.scales = len(scales)
-		ctx.call = LinearCall.of(x, weight, bias, recipe)._replace(prepacked=False)
+		scaling = Scaling(scales) if scales else None
+		ctx.call = LinearCall.of(x, weight, bias, recipe, None, scaling)._replace(prepacked=False)
 		ctx.kept_for = needs
 
 	@staticmethod
@@ -365,7 +366,7 @@ _LIBRARY = torch.library.Library("grouped", "FRAGMENT")
 _LIBRARY.define(
 	"linear(Tensor x, Tensor weight, Tensor? bias, Tensor offs, str? input_format, "
 	"str? weight_format, str? grad_output_format, bool propagate_nonfinite, "
-	"Tensor[]? scales=None, Tensor[]? amaxes=None) -> Tensor",
+	"Tensor[]? scales=None, Tensor[]? amaxes=None, bool[]? may_be_zero=None) -> Tensor",
 	tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -378,8 +379,12 @@ def recipe_of(*formats_and_flags: Any) -> Recipe:
 	return OfCall(**dict(zip(ROLES, records, strict=True)), propagate_nonfinite=propagate_nonfinite)
 
 
-def _scaling(scales: Sequence[Tensor] | None = None, amaxes: Sequence[Tensor] | None = None) -> Scaling | None:
-	return None if scales is None else Scaling(scales, amaxes)
+def _scaling(
+	scales: Sequence[Tensor] | None = None,
+	amaxes: Sequence[Tensor] | None = None,
+	may_be_zero: Sequence[bool] | None = None,
+) -> Scaling | None:
+	return None if scales is None else Scaling(scales, amaxes, may_be_zero or (True, True, True))
 
 
 def _linear_below_autograd(
@@ -387,7 +392,8 @@ def _linear_below_autograd(
 ) -> Tensor:
 	recipe = recipe_of(*recipe_and_scaling[:4])
 	# What records amaxes is above: this computes, and writes nothing.
-	scaling = _scaling(*recipe_and_scaling[4:5])
+	scales, _, may_be_zero = (*recipe_and_scaling[4:], None, None, None)[:3]
+	scaling = _scaling(scales, None, may_be_zero)
 	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
 
 

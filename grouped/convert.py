@@ -3,22 +3,26 @@
 Reads and writes safetensors files tensor by tensor, without a model. Weights of experts are those
 whose names end as DeepSeek's, Qwen3's or Mixtral's do, one an expert and projection, or all of a
 layer in one tensor; gate and up of an expert get one second level. Everything else is copied.
+``--calibrate`` runs the model over token ids or text, and writes the static scales of experts' inputs.
 ``--report`` writes the signal-to-noise ratio of every expert as an HTML page.
 """
 
 import argparse
+import collections
 import html
 import re
-import shutil
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .checkpoint.files import SHARD_BYTES, Reader, Writer, progress
-from .checkpoint.layouts import Layout, stacked_suffix, writable
+from .calibrate import input_amaxes
+from .checkpoint.config import CONFIG, MODELOPT_CONFIG, Quantized, check_plain, config_files
+from .checkpoint.files import CLAIM, SHARD_BYTES, Reader, Writer, progress
+from .checkpoint.layouts import Layout, writable
 from .checkpoint.parts import quantized, signal_to_noise
 from .checkpoint.weights import ALIASES
 
@@ -28,6 +32,8 @@ _PROJECTIONS = "|".join([*ALIASES, *ALIASES.values()])
 #: Names of experts' weights: of one expert and of all of them.
 _ONE = re.compile(rf"(?P<layer>.*experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
 _ALL = re.compile(rf"(?P<layer>.*experts)\.(?P<projection>gate_up_proj|{_PROJECTIONS})(\.weight)?")
+#: Which of a layer's two inputs a projection takes: 0 the tokens, 1 the activations between.
+_INPUTS = {"down_proj": 1, "w2": 1}
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
 
@@ -40,31 +46,48 @@ def convert(
 	transposed: bool = False,
 	shard_bytes: int = SHARD_BYTES,
 	device: torch.device | str = "cpu",
+	calibrate: str | Path | None = None,
 ) -> list[tuple[str, str, int, float]]:
 	"""Quantize the experts of a checkpoint.
 
 	Args:
 		source: a folder of safetensors files; its other files are copied, its ``config.json`` with the quantization added.
-		target: a folder without safetensors files.
+		target: a folder without safetensors files, their index or a ``hf_quant_config.json``.
 		layout: as of ``grouped.checkpoint.save``.
 		transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
 		shard_bytes: the most bytes of a file.
-		device: where to quantize.
+		device: where to quantize, and to run the model for ``calibrate``.
+		calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as ``grouped.calibrate.read_ids`` takes
+			it. The model in ``source``, made by transformers, runs over it, and each quantized weight gets the static
+			scale of its input: ``input_scale`` (modelopt) or ``input_global_scale`` (compressed-tensors). An expert
+			that sees no token gets the largest scale of its layer's others.
 
 	Returns:
 		Layer, projection, expert and SNR in dB of each weight.
 
 	Raises:
-		FileNotFoundError: ``source`` lacks files.
-		FileExistsError: ``target`` has safetensors files.
-		ValueError: no experts, a layout that cannot be written, weights that are quantized already, or K no multiple of 16.
+		FileNotFoundError: ``source`` or ``calibrate`` lacks files.
+		FileExistsError: ``target`` has files of a checkpoint, or another process writes to it.
+		ValueError: no experts, a layout that cannot be written, weights that are quantized already, K no multiple of 16,
+			``shard_bytes`` no positive integer; ``calibrate`` with a layout without input scales, with ids that
+			the model does not have, or for a model whose experts transformers does not run.
+		OSError: a file cannot be written, as on a full disk.
+
+	Warns:
+		UserWarning: transformers' ``from_pretrained`` would read the new folder wrongly or not at all.
 	"""
 	files, record = Reader(source), writable(layout)
+	if calibrate is not None and record.input_scale is None:
+		raise ValueError(f"layout {layout} has no input scales to calibrate: its readers scale activations as they run")
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
 	if not experts:
 		raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
-	noise = list[tuple[str, str, int, float]]()
+	for name in files:
+		if name not in experts:
+			check_plain(name, files.header(name).dtype)
+	noise, weights = list[tuple[str, str, int, float]](), list[Quantized]()
 	with Writer(target, shard_bytes) as writer:
+		amaxes = None if calibrate is None else input_amaxes(source, calibrate, sorted({*_layers(experts, files)}), device)
 		for name in progress(list(files), "tensors"):
 			if name not in experts:
 				writer.add(name, files[name])
@@ -80,14 +103,27 @@ def convert(
 					other = _checked(partner, files[partner].to(device), is_one, transposed, record)
 					amax = torch.maximum(amax, other.abs().amax((1, 2)).float())
 			parts = quantized(weight, record.fmt, amax)
-			base = name.removesuffix(".weight")
+			weights.append(Quantized(name.removesuffix(".weight"), not is_one))
 			for suffix, t in record.stored(parts.expert(0) if is_one else parts).items():
-				writer.add(base + (suffix if is_one else stacked_suffix(suffix)), t)
+				writer.add(weights[-1].tensor(suffix), t)
+			if amaxes is not None and record.input_scale:
+				inputs = amaxes[found["layer"]][_INPUTS.get(projection, 0)]
+				scale = record.input_level(inputs[int(found["expert"])] if is_one else inputs)
+				writer.add(weights[-1].tensor(record.input_scale), scale)
 			for g, rows in enumerate(weight):
 				snr = signal_to_noise(rows, parts.expert(g), record.fmt)
 				noise.append((found["layer"], projection, int(found["expert"]) if is_one else g, snr))
-		_finish(files, writer, Path(target), record, [n for n in files if n not in experts])
+		_finish(files, writer, record, weights, [n for n in files if n not in experts])
 	return noise
+
+
+def _layers(experts: Mapping[str, re.Match[str]], files: Reader) -> Iterator[tuple[str, int]]:
+	"""The name of each layer of experts, and how many experts it has, once or more."""
+	indices = collections.defaultdict[str, set[int]](set)
+	for name, found in experts.items():
+		is_one = "expert" in found.groupdict()
+		indices[found["layer"]].update([int(found["expert"])] if is_one else range(files.shape(name)[0]))
+	return ((layer, max(of_layer) + 1) for layer, of_layer in indices.items())
 
 
 def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: Layout) -> Tensor:
@@ -102,14 +138,13 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 	return weight
 
 
-def _finish(files: Reader, writer: Writer, target: Path, layout: Layout, plain: list[str]) -> None:
-	ignored = [n.removesuffix(".weight") for n in plain if n.endswith(".weight") and len(files.shape(n)) == 2]
-	config = {**files.config(), "quantization_config": {**layout.config, "ignore": ignored}}
-	writer.close(lambda: {"config.json": config})
-	for path in files.folder.iterdir():
-		is_weights = path.name.endswith((".safetensors", ".safetensors.index.json"))
-		if path.is_file() and not is_weights and not (target / path.name).exists():
-			shutil.copy2(path, target)
+def _finish(files: Reader, writer: Writer, layout: Layout, weights: list[Quantized], copied: list[str]) -> None:
+	plain = [n.removesuffix(".weight") for n in copied if n.endswith(".weight") and len(files.shape(n)) > 1]
+	if any(n.split(".")[-1] == "embed_tokens" for n in plain) and not any(n.split(".")[-1] == "lm_head" for n in plain):
+		plain.append("lm_head")  # Tied, so not in the files; readers make it and ask whether it is quantized.
+	no_copy = (".safetensors", ".safetensors.index.json", ".partial", CONFIG, MODELOPT_CONFIG, CLAIM)
+	copies = [path for path in files.folder.iterdir() if path.is_file() and not path.name.endswith(no_copy)]
+	writer.close(lambda: config_files(files.config(), layout, weights, plain, writer.names), copies)
 
 
 def report(noise: Sequence[tuple[str, str, int, float]], title: str) -> str:
@@ -151,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 	parser.add_argument("--to", choices=list(_LAYOUTS), required=True, help="the format")
 	parser.add_argument("--layout", help="modelopt, compressed-tensors (nvfp4) or deepseek (fp8_block)")
 	parser.add_argument("--transposed", action="store_true", help="tensors of all experts are (E, K, N)")
+	parser.add_argument("--calibrate", type=Path, metavar="FILE", help="token ids or text to measure experts' inputs on")
 	parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 	parser.add_argument("--report", type=Path, help="HTML page of the SNR of every expert")
 	options = parser.parse_args(arguments)
@@ -158,15 +194,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 	try:
 		if writable(layout).fmt.name != options.to:
 			parser.error(f"layout {layout} does not hold {options.to}")
-		noise = convert(options.source, options.target, layout=layout, transposed=options.transposed, device=options.device)
-	except (ValueError, OSError) as error:
-		parser.exit(1, f"{error}\n")
+		if options.report and not options.report.absolute().parent.is_dir():
+			raise FileNotFoundError(f"no folder {options.report.absolute().parent} for the report")
+		with warnings.catch_warnings(record=True) as caught:
+			warnings.simplefilter("always", UserWarning)
+			noise = convert(
+				options.source,
+				options.target,
+				layout=layout,
+				transposed=options.transposed,
+				device=_device(options.device),
+				calibrate=options.calibrate,
+			)
+		if options.report:
+			options.report.write_text(report(noise, f"{options.source.name} in {options.to}"))
+	except (ValueError, TypeError, ImportError, OSError) as error:
+		parser.exit(1, f"{parser.prog}: {' '.join(str(error).split())}\n")
+	for message in dict.fromkeys(" ".join(str(warning.message).split()) for warning in caught):
+		print(f"{parser.prog}: warning: {message}", file=sys.stderr)
 	values = sorted(snr for *_, snr in noise)
 	middle = values[len(values) // 2]
 	print(f"{len(noise)} weights of experts: SNR {values[0]:.2f} to {values[-1]:.2f} dB, median {middle:.2f}")
-	if options.report:
-		options.report.write_text(report(noise, f"{options.source.name} in {options.to}"))
 	return 0
+
+
+def _device(name: str) -> torch.device:
+	"""The device of a name.
+
+	Raises:
+		ValueError: there is none.
+	"""
+	try:
+		device = torch.device(name)
+		torch.empty(0, device=device)
+	except (RuntimeError, AssertionError) as error:
+		raise ValueError(f"no device {name!r}: {str(error).splitlines()[0]}") from None
+	return device
 
 
 if __name__ == "__main__":

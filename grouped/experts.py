@@ -129,7 +129,7 @@ class Layer(NamedTuple):
 		weight, (of_x, of_weight, _) = self.weights[0], self.recipe.texts
 		if isinstance(weight, GroupedTensor):
 			of_weight = weight.format.text
-		is_seen, fmt = after.probe is not None or after.recipe.propagate_nonfinite, after.recipe.input
+		is_seen, fmt = after.probe is not None, after.recipe.formats[0]
 		by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
 		if by_quantizer and keeps_z:
 			# As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
@@ -185,7 +185,7 @@ def experts(
 			*(x, p, *routing, joined(first.weights), first.bias, joined(second.weights), second.bias),
 			*(*first.recipe.texts, *second.recipe.texts),
 			*(first.recipe.propagate_nonfinite, second.recipe.propagate_nonfinite, *style),
-			*(*(first.scaling or (None, None)), *(second.scaling or (None, None))),
+			*(*(first.scaling or (None,) * 3), *(second.scaling or (None,) * 3)),
 		)
 	return _differentiable(x, p, routing, (first, second), style)
 
@@ -217,7 +217,7 @@ def _facts(layers: Sequence[Layer]) -> tuple[Hashable, list[Tensor | None]] | No
 	for weights, bias, recipe, copies, _, scaling, probe, flags in layers:
 		if probe is not None or flags is not None:
 			return None
-		key += (recipe.texts, recipe.propagate_nonfinite, len(weights))
+		key += (recipe.texts, recipe.propagate_nonfinite, len(weights), scaling and tuple(scaling.may_be_zero))
 		tensors += (bias, *weights, *(scaling.scales if scaling else ()))
 		weight = weights[0]
 		if isinstance(weight, GroupedTensor):
@@ -356,7 +356,9 @@ class _Experts(torch.autograd.Function):
 		ctx.counts = tuple(len(part) for part in saved)
 		ctx.save_for_backward(*(t for part in saved for t in part))
 		ctx.layers = [Layer((), None, layer.recipe, None, *layer[4:]) for layer in layers]
-		ctx.calls = [LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe) for layer in layers]
+		ctx.calls = [
+			LinearCall.of(x, layer.weights[0], layer.bias, layer.recipe, layer.probe, layer.scaling) for layer in layers
+		]
 		ctx.style = style
 		return y
 
@@ -417,8 +419,10 @@ def _gradients(ctx: Any, given: list[Any]) -> Sequence[Tensor | None]:
 	wgrad, db_2, dp = got.wgrad, got.dbias, None
 	act = (style.activation, offs, style.interleaved)
 	both = is_gathered and wgrad is not None and need_dx and tuple(of_first) == (True, False)
-	is_seen = first.flags is not None or any(one.probe or one.recipe.propagate_nonfinite for one in ctx.layers)
+	is_seen = first.flags is not None or any(one.probe for one in ctx.layers)
 	made_of_z: list[Any] = [None]
+	# What takes the scales of its current amaxes is made before it is quantized.
+	is_seen |= any((*call_1.may_be_zero[2:], *call_2.may_be_zero[:1]))
 	if both and not is_seen and _quantizes_gradients(first.recipe, second.recipe):
 		both_recipes, scales = (first.recipe, second.recipe), (scales_1[1], scales_2[0])
 		made_of_z = [*quantized_gradient(z, g, both_recipes, scales, *act, p, pair)]
@@ -474,7 +478,7 @@ def _again(ctx: Any, layer: Layer, rows: Rows, scale: Tensor | None, again: list
 	copies = Copies(weights) if ctx.has_copies else None
 	scaling = None
 	if scale is not None:
-		scaling = Scaling([scale, weight_scale, scale])
+		scaling = Scaling([scale, weight_scale, scale], may_be_zero=ctx.calls[0].may_be_zero)
 	sources = [weights[0].new_empty(())] if ctx.has_copies else weights
 	layer = layer._replace(weights=sources, bias=bias, copies=copies, scaling=scaling, probe=None, flags=None)
 	return layer.forward(rows, rows.offs, (False, False))[0][0]
@@ -511,7 +515,7 @@ _LIBRARY.define(
 	f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
 	"bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
 	"bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
-	"Tensor[]? scales_2, Tensor[]? amaxes_2) -> Tensor",
+	"bool[]? may_be_zero_1, Tensor[]? scales_2, Tensor[]? amaxes_2, bool[]? may_be_zero_2) -> Tensor",
 	tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -525,8 +529,8 @@ def _unpacked(
 	layers = []
 	for i in range(2):
 		recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
-		scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
-		scaling = None if scales is None else Scaling(scales, amaxes if records else None)
+		scales, amaxes, may_be_zero = arguments[23 + 3 * i : 26 + 3 * i]
+		scaling = None if scales is None else Scaling(scales, amaxes if records else None, may_be_zero)
 		weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
 		layers.append(Layer([weight], bias, recipe, scaling=scaling))
 	routing = InPlace(arguments[2]) if p is None else Routing(*arguments[2:6])

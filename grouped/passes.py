@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cute_kernels import ops
 from cute_kernels.formats import Format
+from cute_kernels.reference.codecs import codec_of
 
 from .members import QuantizedCopy
 from .products import w4a16_operands
@@ -40,18 +41,32 @@ class Copies(NamedTuple):
 class Scaling(NamedTuple):
 	"""The scales of a call under delayed scaling, and where the amaxes that it sees go.
 
-	``scales`` are (G,) fp32 of input, weight and grad_output, ``amaxes`` of each the largest of a step so far, written
-	when the gradients of the call are computed; None if it does not count.
+	``scales`` are (G,) fp32 of input, weight and grad_output, 0 where a group has none yet and takes that of its
+	current amax; ``amaxes`` of each the largest of a step so far, written when the gradients of the call are computed;
+	None if it does not count. ``may_be_zero`` says of each role whether a scale may be 0: else no amax is asked for.
 	"""
 
 	scales: Sequence[Tensor]
 	amaxes: Sequence[Tensor] | None = None
+	may_be_zero: Sequence[bool] = (True, True, True)
 
 	def record(self, seen: Sequence[Tensor | None]) -> None:
 		"""Raise the largest amaxes to those of a call, in the order of roles; None is no call's."""
 		for largest, amax in zip(self.amaxes or (), seen, strict=False):
 			if amax is not None:
 				largest.copy_(torch.maximum(largest, amax))
+
+
+class GivenScale(NamedTuple):
+	"""A scale of each group (G,) fp32 for one operand, and whether some may be 0; see ``Scaling``."""
+
+	value: Tensor
+	may_be_zero: bool
+
+	def scale(self, x: Tensor, offs: Tensor | None, fmt: Format) -> Tensor:
+		"""The scales for ``x``: of groups that have none those of ``FP8(scaling="current")``."""
+		_, current, _ = codec_of(fmt).level(ops.grouped_amax(x, offs))
+		return torch.where(self.value == 0, current, self.value)
 
 
 class Rows(NamedTuple):
@@ -78,13 +93,12 @@ class Rows(NamedTuple):
 		x = self.x if self.at is None else ops.moe_gather(self.x, self.at, self.inverse)
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
-	def read_by(self, fmt: Format, is_seen: bool) -> Rows:
+	def read_by(self, fmt: Format) -> Rows:
 		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
 
-		Rows that something else sees are made, and so are activations that a quantizer does not round
-		to their dtype, or not at all.
+		Activations that a quantizer does not round to their dtype, or not at all, are made.
 		"""
-		if is_seen or (self.activation is not None and (self.interleaved or not fmt.truncates)):
+		if self.activation is not None and (self.interleaved or not fmt.truncates):
 			return Rows(self.made(), self.offs)
 		return self
 
@@ -152,17 +166,30 @@ class LinearCall(NamedTuple):
 	discrete: bool
 	#: What looks at its operands.
 	probe: Probe | None = None
+	#: Of each role whether a scale that is given may be 0.
+	may_be_zero: tuple[bool, ...] = ()
 
 	@classmethod
 	def of(
-		cls, x: Tensor | Rows | Quantized, weight: Tensor, bias: Tensor | None, recipe: Recipe, probe: Probe | None = None
+		cls,
+		x: Tensor | Rows | Quantized,
+		weight: Tensor,
+		bias: Tensor | None,
+		recipe: Recipe,
+		probe: Probe | None = None,
+		scaling: Scaling | None = None,
 	) -> LinearCall:
 		"""Of the call with these operands, the first parameter of the weight among them."""
 		prepacked, weight_format = False, recipe.texts[1]
 		if isinstance(weight, GroupedTensor):
 			prepacked, weight_format = weight.prepacked, weight.format.text
 		dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-		return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe)
+		may_be_zero = () if scaling is None else tuple(scaling.may_be_zero)
+		return cls(recipe, prepacked, weight_format, *dtypes, weight.dim() == 2, probe, may_be_zero)
+
+	def given(self, role: str, scale: Tensor | None) -> GivenScale | None:
+		"""The scale of a role's operand, if the call has some."""
+		return None if scale is None else GivenScale(scale, self.may_be_zero[ROLES.index(role)])
 
 	def weight_gradient(self, operands: WgradOperands, out: Tensor | None = None, *, accumulate: bool = False) -> Tensor:
 		"""The gradient of the weight (G, N, K), of its dtype or written into ``out``."""
@@ -192,41 +219,34 @@ def joined(sources: Sequence[Tensor]) -> Tensor:
 def quantize_weight(weight: Tensor, recipe: Recipe, columnwise: bool, scaling: Scaling | None = None) -> Copies:
 	"""Quantize (G, N, K) weights, rowwise and if asked for columnwise."""
 	fmt, scale = _format(recipe, "weight"), _scale(scaling, "weight")
-	return _quantize(weight.detach(), None, fmt, recipe, True, columnwise, scale)
+	return _quantize(weight.detach(), None, fmt, True, columnwise, scale)
 
 
-def _scale(scaling: Scaling | None, role: str) -> Tensor | None:
-	return None if scaling is None else scaling.scales[ROLES.index(role)]
+def _scale(scaling: Scaling | None, role: str) -> GivenScale | None:
+	index = ROLES.index(role)
+	return None if scaling is None else GivenScale(scaling.scales[index], scaling.may_be_zero[index])
 
 
 def _format(recipe: Recipe, role: str) -> Format:
-	fmt: Format | None = getattr(recipe, role)
+	fmt = recipe.formats[ROLES.index(role)]
 	if fmt is None:
 		raise ValueError(f"recipe has no format for {role}: {recipe}")
 	return fmt
 
 
 def _quantize(
-	x: Tensor | Rows,
-	offs: Tensor | None,
-	fmt: Format,
-	recipe: Recipe,
-	rowwise: bool,
-	columnwise: bool,
-	scale: Tensor | None,
+	x: Tensor | Rows, offs: Tensor | None, fmt: Format, rowwise: bool, columnwise: bool, given: GivenScale | None
 ) -> Copies:
 	activation = index = inverse = None
+	scale = None if given is None else given.value
+	if given is not None and given.may_be_zero:
+		x = made(x)
+		scale = given.scale(x, offs, fmt)
 	if isinstance(x, Rows):
-		x, _, index, inverse, activation, _ = x.read_by(fmt, recipe.propagate_nonfinite)
-	if recipe.propagate_nonfinite and fmt.element.holds_nan:
-		# Codes of FP8 hold no infinity, or are not made of one.
-		x = x.masked_fill(x.isinf(), torch.nan)
+		x, _, index, inverse, activation, _ = x.read_by(fmt)
 	options = (scale, draw_seed(fmt, x.device), activation, None, index, inverse)
 	buffers = ops.grouped_quantize(x, fmt.text, offs, None, rowwise, columnwise, *options)
-	named = _named(fmt, iter(buffers), rowwise, columnwise)
-	if recipe.propagate_nonfinite and not fmt.element.holds_nan:
-		_spread_nan(named, x, offs, fmt)
-	return _copies_of_buffers(fmt, named)
+	return _copies_of_buffers(fmt, _named(fmt, iter(buffers), rowwise, columnwise))
 
 
 def _named(fmt: Format, buffers: Iterator[Tensor], rowwise: bool, columnwise: bool) -> dict[str, Tensor]:
@@ -253,30 +273,6 @@ def quantized_gradient(
 	return dz, scaled, dp
 
 
-def _spread_nan(named: dict[str, Tensor], x: Tensor, offs: Tensor | None, fmt: Format) -> None:
-	"""Make the second level NaN of each row or group that holds one."""
-	rows = x.amax(dim=-1).isnan()
-	groups = _groups_of(rows, offs)
-	for way in (False, True):
-		if way and fmt.is_transformed:
-			# Where infinities meet in a transform they are NaN then, which an amax passes over.
-			groups = _groups_of(~(x.amax(dim=-1).isfinite() & x.amin(dim=-1).isfinite()), offs)
-		level = fmt.level(way)
-		# The first vector of the second level is what a reader multiplies by.
-		name = fmt.operand_names(way)[-1]
-		if level is not None and name in named:
-			named[name] = named[name].masked_fill(rows if level.per == "row" else groups, torch.nan)
-
-
-def _groups_of(rows: Tensor, offs: Tensor | None) -> Tensor:
-	if offs is None:
-		return rows.any(dim=-1)
-	# How many rows before each one do; those of the tail are in no difference.
-	before = torch.nn.functional.pad(rows.cumsum(0), (1, 0))
-	at_end = before[offs.clamp(0, rows.shape[0]).long()]
-	return at_end > torch.nn.functional.pad(at_end[:-1], (1, 0))
-
-
 def _quantize_and_multiply(
 	role: str,
 	x: Tensor | Rows | Quantized,
@@ -287,7 +283,7 @@ def _quantize_and_multiply(
 	call: LinearCall,
 	transpose: bool,
 	columnwise: bool,
-	scale: Tensor | None,
+	scale: GivenScale | None,
 	epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], Copies]:
 	"""What the product of quantized x and the weight gives, and x's columnwise copy if asked for.
@@ -297,7 +293,7 @@ def _quantize_and_multiply(
 	"""
 	codes, *scales = weight
 	options = (bias, None, transpose, call.dtype)
-	is_seen = call.recipe.propagate_nonfinite or call.probe is not None
+	is_seen = call.probe is not None
 	if isinstance(x, Quantized):
 		copies = Copies(x.copy)
 	else:
@@ -305,14 +301,14 @@ def _quantize_and_multiply(
 			x = made(x)
 		if not columnwise and scale is None and not is_seen:
 			texts = (fmt.text, call.weight_format)
-			rows = x.read_by(fmt, False) if isinstance(x, Rows) else Rows(x, offs)
+			rows = x.read_by(fmt) if isinstance(x, Rows) else Rows(x, offs)
 			last = (call.prepacked, draw_seed(fmt, rows.x.device), None, rows.activation, rows.at, rows.inverse)
 			return _call(
 				"m_grouped_quantize_gemm", (rows.x, codes, offs, scales, *texts, *options, *last), epilogue
 			), Copies()
-		copies = _quantize(x, offs, fmt, call.recipe, True, columnwise, scale)
+		copies = _quantize(x, offs, fmt, True, columnwise, scale)
 		if call.probe is not None:
-			call.probe.see(role, made(x), copies, fmt, offs)
+			call.probe.see(role, made(x), copies, getattr(call.recipe, role), offs)
 	a_codes, *a_scales = cast("list[Tensor]", copies.rowwise)
 	rest = (a_scales, scales, fmt.text, call.weight_format, call.prepacked, None, None, None)
 	return _call("m_grouped_gemm", (a_codes, codes, offs, *options, *rest), epilogue), copies
@@ -378,7 +374,7 @@ def forward(
 		if isinstance(x, Rows) and x.activation is None and probe is None and not need_dweight:
 			index, x = (x.at, x.inverse), x.x
 		x = made(x)
-		low_x = x if isinstance(weight, GroupedTensor) else low(x)
+		low_x = low(x)
 		low_weight = _low_weight(weights, low_x.dtype)
 		y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype, index, epilogue)
 		if probe is not None:
@@ -398,7 +394,7 @@ def forward(
 	if probe is not None:
 		_see_weight(probe, weights, copies, recipe.weight)
 	rowwise, columnwise, amax = copies
-	call, fmt = LinearCall.of(x, weight, bias, recipe, probe), _format(recipe, "input")
+	call, fmt = LinearCall.of(x, weight, bias, recipe, probe, scaling), _format(recipe, "input")
 	y, of_x = _quantize_and_multiply(
 		*("input", x, rowwise or [], offs, bias, fmt, call),
 		transpose=False,
@@ -442,8 +438,8 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 		raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
 	if weight.columnwise is None and need_dx:
 		raise RuntimeError(
-			f"weight has no columnwise copy, which dgrad reads: {weight!r}; quantize it with columnwise=True, or serve it "
-			"under torch.no_grad()"
+			f"weight has no columnwise copy, which dgrad reads: {weight!r}; make it by "
+			"grouped.prepare or grouped.quantize with columnwise=True, or call the layer under torch.no_grad()"
 		)
 
 
@@ -464,9 +460,9 @@ def wgrad_operand(
 	if call.probe is not None:
 		x = made(x)
 	fmt = _format(call.recipe, "input")
-	copies = _quantize(x, offs, fmt, call.recipe, False, True, scale)
+	copies = _quantize(x, offs, fmt, False, True, call.given("input", scale))
 	if call.probe is not None:
-		call.probe.see("input", made(x), copies, fmt, offs)
+		call.probe.see("input", made(x), copies, call.recipe.input, offs)
 	return copies.columnwise or [], copies.amax
 
 
@@ -523,12 +519,15 @@ def _quantized_gradients(
 	fmt = _format(call.recipe, "grad_output")
 	if need_dx and weight is not None:
 		(dx,), copies = _quantize_and_multiply(
-			*("grad_output", dy, weight, offs, None, fmt, call), transpose=True, columnwise=need_dweight, scale=scale
+			*("grad_output", dy, weight, offs, None, fmt, call),
+			transpose=True,
+			columnwise=need_dweight,
+			scale=call.given("grad_output", scale),
 		)
 		return dx, copies
 	if need_dweight:
-		copies = _quantize(dy, offs, fmt, call.recipe, False, True, scale)
+		copies = _quantize(dy, offs, fmt, False, True, call.given("grad_output", scale))
 		if call.probe is not None:
-			call.probe.see("grad_output", made(dy), copies, fmt, offs)
+			call.probe.see("grad_output", made(dy), copies, call.recipe.grad_output, offs)
 		return None, copies
 	return None, Copies()

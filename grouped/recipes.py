@@ -33,6 +33,8 @@ __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NV
 NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 ROLES = ("input", "weight", "grad_output")
+#: What ``FP8Delayed`` begins with.
+INITIAL_SCALES = ("current", "one")
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,14 @@ class Recipe:
 		input: activations that enter the layer.
 		weight: the layer's weights.
 		grad_output: gradients of the layer's output.
-		propagate_nonfinite: what is not finite in an operand reaches the output and the gradients, as NaN. Without this a
-			run that diverges looks healthy: NVFP4's codes hold no NaN, so that it becomes a finite number, and FP8's hold no
-			infinity, which becomes the largest number. With it, a NaN makes the second-level scale of what it was quantized
-			to NVFP4 with NaN, and with that every product that reads the scale: the whole group, or the row of a row-scaled
-			operand; an infinity does so by itself. FP8's codes hold a NaN, which reaches the products of its row or column by
-			itself, and so does an infinity then. Costs one more read of each operand; finite numbers keep their bits. Weights
-			that are quantized already are taken as they are.
+		propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the gradients, so that
+			``torch.amp.GradScaler`` and whatever else looks for one finds it. Operands are quantized with
+			``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block or,
+			under FP8 with one scale per group, its group shares; so does a NaN under NVFP4, with the group or the row
+			of a row-scaled operand. FP8's codes hold a NaN themselves, which reaches the products of its row or
+			column. Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
+			number and FP8 an infinity into its largest one: a run that diverges then looks healthy. Weights that are
+			quantized already are taken as they are; rows behind the last group are not looked at.
 
 	Raises:
 		TypeError: a role is no format record.
@@ -61,7 +64,7 @@ class Recipe:
 	input: Format | None = None
 	weight: Format | None = None
 	grad_output: Format | None = None
-	propagate_nonfinite: bool = False
+	propagate_nonfinite: bool = True
 
 	def __post_init__(self) -> None:
 		roles = {name: fmt for name in ROLES if (fmt := getattr(self, name)) is not None}
@@ -89,6 +92,9 @@ class Recipe:
 		if self.input is not None and self.weight is not None and self.grad_output is not None:
 			_check_products(self.input, self.weight, self.grad_output)
 		# Made once: a compiler that traces a layer would otherwise trace how they are made.
+		marks = {"nan_scales": True} if self.propagate_nonfinite else {}
+		formats = tuple(replace(roles[name], **marks) if name in roles else None for name in ROLES)
+		object.__setattr__(self, "formats", formats)
 		object.__setattr__(self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES))
 
 	def __str__(self) -> str:
@@ -99,6 +105,8 @@ class Recipe:
 
 	#: Somebody updates the scales of formats that take them.
 	_updates_scales: ClassVar[bool] = False
+	#: What the operand of each role is quantized to: its format, with ``nan_scales`` if that is asked for.
+	formats: ClassVar[tuple[Format | None, ...]]
 	#: The format of each role as text, as the op ``grouped::linear`` takes it.
 	texts: ClassVar[tuple[str | None, ...]]
 
@@ -278,6 +286,11 @@ class FP8Delayed(_Named):
 		margin: the scales are divided by two to this power.
 		algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
 			TransformerEngine's ``amax_compute_algo``.
+		initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand is quantized by its own
+			amax, with the bits of ``FP8Current``, until an update has seen the group; ``margin`` is not applied. The
+			device decides this for each group, so an expert without tokens in the first steps begins the same way later.
+			It takes one more read of each operand until all groups have begun. ``"one"``: scales are 1, as
+			TransformerEngine begins, and products below the smallest code vanish in the first step.
 		amax_group: processes that share the scales: their amaxes are reduced to the largest at each update, so all of them
 			must take the same steps. A ``torch.distributed`` group or its name, which is what is kept.
 			``DistributedDataParallel`` needs ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
@@ -294,6 +307,7 @@ class FP8Delayed(_Named):
 	margin: int = _option(0)
 	algorithm: str = _option("max")
 	amax_group: ProcessGroup | str | None = _option(None)
+	initial_scale: str = _option("current")
 	_updates_scales: ClassVar[bool] = True
 
 	def __post_init__(self) -> None:
@@ -302,6 +316,7 @@ class FP8Delayed(_Named):
 		for fmt in self._roles():
 			check_margin(self.margin, fmt)
 		check_choice("algorithm", self.algorithm, ALGORITHMS)
+		check_choice("initial_scale", self.initial_scale, INITIAL_SCALES)
 		# Its name alone is the same on all processes, and can be copied and saved.
 		group: Any = self.amax_group
 		group = getattr(group, "group_name", group)

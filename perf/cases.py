@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import random
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,18 @@ MODELS = {
 		Model("DeepSeek-V2-Lite", 2048, 1408, 64, 6, (1,)),
 		Model("Mixtral-8x22B", 6144, 16384, 8, 2, (8,)),
 	)
+}
+#: What models have that the others do not, as options of ``grouped.nn.MoE``.
+OWN: dict[str, dict[str, Any]] = {
+	"DeepSeek-V3": {
+		"score": "sigmoid",
+		"selection_bias": True,
+		"expert_groups": 8,
+		"top_groups": 4,
+		"routed_scaling_factor": 2.5,
+		"shared_intermediate_size": 2048,
+	},
+	"gpt-oss-120b": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
 }
 #: Shapes that a run measures unless it is asked for all: many rows and few, wide and narrow.
 HEADLINE = (("DeepSeek-V3", "up"), ("DeepSeek-V3", "down"), ("Mixtral-8x7B", "up"), ("Qwen3-30B-A3B", "up"))

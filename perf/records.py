@@ -15,14 +15,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-#: Version of the form; a reader refuses any other.
-SCHEMA = 1
+from .roofs import impossible
+from .traffic import work_of
+
+#: Version of the form. Records of version 1 are read as well: there the work of a layer's pass was that of its case. It
+#: is derived anew for the contender. A reader refuses any other version.
+SCHEMA = 2
+_OLD_SCHEMA = 1
 #: What ran: a GPU, the reference backend on a CPU, or the emulator. They never share a table.
 KINDS = ("gpu", "cpu", "emulator")
 #: Where a number is from: ``perf run``; a record of the scripts before it; a text whose raw record is gone.
 ORIGINS = ("run", "converted", "noted")
 #: What a record counts that says in its note why there is no number.
 FAILURE = "failure"
+#: Times of all the work of a call; a part of it has another name.
+_WHOLE_TIMES = ("time", "eager time")
 #: From as many runs of a commit on, they themselves say how much runs differ.
 ENOUGH_RUNS = 3
 #: The records of this repository.
@@ -48,7 +55,8 @@ class Record:
 		spread: largest minus smallest of the ``repeats``; None if it was not kept.
 		error: relative error that the check before the measurement found; 0 if the bits are equal,
 			None if only a wrong result would have been noticed.
-		bytes: least bytes: each input read once, each output written once.
+		bytes: least bytes that this contender moves: each input read once, in the form that the contender has it in, each
+			output written once. What a pass of a layer makes for itself ``perf.traffic`` says.
 		flops: useful operations; padding is none.
 		ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
 			``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
@@ -205,6 +213,19 @@ def write(path: Path, records: Iterable[Record]) -> None:
 		file.write(_text({_COLUMNS: {name: [row.get(name) for row in rows] for name in names}}))
 
 
+def _upgraded(row: dict[str, Any]) -> dict[str, Any]:
+	"""The fields of a record in the form of ``SCHEMA``."""
+	if row.get("schema") != _OLD_SCHEMA:
+		return row
+	work = work_of(row) if is_whole(row["what"], row["unit"]) else None
+	return {**row, "schema": SCHEMA} | ({} if work is None else {"bytes": work.bytes, "flops": work.flops})
+
+
+def is_whole(what: str, unit: str) -> bool:
+	"""Whether a quantity is of all the work of a contender: a time or a count, and no part of the time."""
+	return what in _WHOLE_TIMES or (unit == "1" and what != FAILURE)
+
+
 def read(path: Path) -> list[Record]:
 	"""The records of a file.
 
@@ -219,8 +240,8 @@ def read(path: Path) -> list[Record]:
 				if line.strip():
 					value = json.loads(line)
 					rows = _rows(value[_COLUMNS]) if _COLUMNS in value else [value]
-					records += [Record(**row) for row in rows]
-		except (AttributeError, EOFError, TypeError, ValueError, lzma.LZMAError) as error:
+					records += [Record(**_upgraded(row)) for row in rows]
+		except (AttributeError, EOFError, KeyError, TypeError, ValueError, lzma.LZMAError) as error:
 			raise ValueError(f"{path}, line {number}: {error}") from error
 	return records
 
@@ -230,13 +251,17 @@ def load(*paths: Path) -> list[Record]:
 
 	Raises:
 		FileNotFoundError: there is no such path.
+		ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
 	"""
 	records = []
 	for path in paths:
 		if not path.exists():
 			raise FileNotFoundError(f"there are no records at {path}")
 		for file in sorted(path.rglob("*.jsonl*")) if path.is_dir() else [path]:
-			records += read(file)
+			for record in read(file):
+				if reason := impossible(record):
+					raise ValueError(f"{file}: {record.title} {record.what} {record.value:g} {record.unit}: {reason}")
+				records.append(record)
 	return records
 
 

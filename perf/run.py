@@ -21,13 +21,12 @@ from .measure import Meter
 from .measure.emulator import EmulatorMeter, claim
 from .measure.gpu import PROTOCOLS
 from .peers import all_peers
-from .records import FAILURE, Record, append, merged
+from .records import FAILURE, Record, append, is_whole, merged
+from .roofs import impossible
 from .suites import SUITES, suite
 from .suites.base import Options
 
 _LOG_SECONDS = 30.0
-#: What else is a time of all of a task's work.
-_EAGER = "eager time"
 
 
 @dataclass(frozen=True)
@@ -48,6 +47,7 @@ class Report:
 	"""What came of a run beside records, in lines for people; bad if one of this package's own was wrong or raised."""
 
 	wrong: list[str] = field(default_factory=list)
+	impossible: list[str] = field(default_factory=list)
 	failed: list[str] = field(default_factory=list)
 	unsupported: list[str] = field(default_factory=list)
 	lost: list[tuple[Contender, str]] = field(default_factory=list)
@@ -88,7 +88,7 @@ def _measured(
 ) -> list[Record]:
 	"""The records of contenders that have room together; who raises does not disturb the others."""
 	try:
-		return _measure_batch(task, batch, meter, facts)
+		return _measure_batch(task, batch, meter, facts, report)
 	except Exception as reason:  # what can be called may still not be captured
 		if len(batch) == 1:
 			report.raised(task, batch[0].contender, reason)
@@ -117,7 +117,9 @@ def _batches(checked: Sequence[_Checked], room: float) -> Iterator[list[_Checked
 		yield batch
 
 
-def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any]) -> list[Record]:
+def _measure_batch(
+	task: Task, batch: Sequence[_Checked], meter: Meter, facts: dict[str, Any], report: Report
+) -> list[Record]:
 	contenders = [one.contender for one in batch]
 	least = min((c.bytes for c in contenders if c.bytes), default=0.0)
 	runs = [[one.run or one.contender.prepare()] for one in batch]
@@ -125,17 +127,20 @@ def _measure_batch(task: Task, batch: Sequence[_Checked], meter: Meter, facts: d
 		others = {c.key: c for c in task.contenders(copy)}
 		for mine, contender in zip(runs, contenders, strict=True):
 			mine.append(others[contender.key].prepare())
-	return [
-		_record(task, one, asdict(measurement), facts)
-		for one, found in zip(batch, meter.measure(contenders, runs), strict=True)
-		for measurement in found
-	]
+	records: list[Record] = []
+	for one, found in zip(batch, meter.measure(contenders, runs), strict=True):
+		measured = [_record(task, one, asdict(measurement), facts) for measurement in found]
+		reason = next(filter(None, map(impossible, measured)), "")
+		if reason:
+			report.lose(report.impossible, task, one.contender, reason)
+		else:
+			records += measured
+	return records
 
 
 def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any]) -> Record:
 	contender, fields = one.contender, merged(facts, own)
-	# A part of the time is not that of all the work.
-	is_part = own["unit"] == "us" and own["what"] not in (contender.what, _EAGER)
+	is_all = own["what"] == contender.what or is_whole(own["what"], own["unit"])
 	if contender.versions:
 		fields["versions"] = {**facts.get("versions", {}), **contender.versions}
 	return Record(
@@ -144,8 +149,8 @@ def _record(task: Task, one: _Checked, own: dict[str, Any], facts: dict[str, Any
 		contender=contender.name,
 		format=contender.format,
 		error=float(f"{one.error:.3g}"),
-		bytes=None if is_part else contender.bytes,
-		flops=None if is_part else contender.flops,
+		bytes=contender.bytes if is_all else None,
+		flops=contender.flops if is_all else None,
 		note=contender.note,
 		**fields,
 	)
@@ -299,6 +304,7 @@ def print_report(report: Report) -> int:
 			("not here", report.unsupported),
 			("FAILED", report.failed),
 			("WRONG, so not measured", report.wrong),
+			("IMPOSSIBLE, so not kept", report.impossible),
 		):
 			for line, times in collections.Counter(lines).items():
 				print(f"{title}: {line}" + f" ({times} times)" * (times > 1), file=sys.stderr)

@@ -29,8 +29,8 @@ from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
 from cute_kernels.layout.shapes import round_up
 from cute_kernels.ops.launch.gemm import force_tile
 
+from .cases import OWN
 from .suites.gemm import PAIRS
-from .suites.moe import OWN
 from .suites.quantize import DIRECTIONS, FORMATS, Quantization, given
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

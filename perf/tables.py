@@ -6,10 +6,11 @@ from typing import Any
 
 from grouped.recipes import NAMES
 
+from .cases import OWN
 from .records import Record
 from .suites.counts import ROUTINGS
 from .suites.memory import RECOMPUTED
-from .suites.moe import OWN, SLICES
+from .suites.moe import SLICES
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ an instruction.
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from cute_kernels.activations import Activation, Numbers
+from cute_kernels.activations import Activation, Numbers, alpha_of, curve_of, formula_of
 
 from .convert import pack_words, unpack_words
 from .memory import load_shared, store_shared
@@ -225,21 +225,21 @@ def _relu(t: _Text, x: _Number, is_squared: bool) -> _Curve:
 	return _Curve(core, lambda: t.where_above(x, 0.0, 1.0, core))
 
 
+#: By the family of a curve, of the arguments of ``_curve``.
+_FORMULAS: dict[str, Callable[..., _Curve]] = {
+	"tanh": lambda t, act, x, quick, s: _gelu(t, x),
+	"rectified": lambda t, act, x, quick, s: _relu(t, x, curve_of(act).is_squared),
+	"sigmoid": lambda t, act, x, quick, s: _silu(t, x, alpha_of(act), act.limit if act.is_clamped else None, quick, s),
+}
+
+
 def _curve(t: _Text, act: Activation, x: _Number, quick: bool, s: _Number | None = None) -> _Curve:
-	if act.curve == "gelu":
-		return _gelu(t, x)
-	if act.curve in ("relu", "srelu"):
-		return _relu(t, x, act.curve == "srelu")
-	return _silu(t, x, _alpha(act), act.limit if act.is_clamped else None, quick, s)
-
-
-def _alpha(act: Activation) -> float:
-	return {"silu": 1.0, "qgelu": Numbers.QUICK}.get(act.curve, act.alpha)
+	return formula_of(act, _FORMULAS)(t, act, x, quick, s)
 
 
 def quick_to(act: Activation) -> float | None:
 	"""Up to which magnitude ``activated`` may be ``quick``; None of curves without a sigmoid."""
-	return None if act.curve in ("gelu", "relu", "srelu") else (_FLAT - 1) / _alpha(act)
+	return (_FLAT - 1) / alpha_of(act) if curve_of(act).family == "sigmoid" else None
 
 
 def _gate(t: _Text, act: Activation, b: _Number) -> _Number:
@@ -345,7 +345,7 @@ class FactorTable:
 
 	def __init__(self, act: Activation):
 		self.act = act
-		self.alpha = 1.0 if act.curve == "gelu" else _alpha(act)
+		self.alpha = alpha_of(act)
 		#: The lowest exponent, up to which alpha takes numbers to 2^-25 at most, and the bits where numbers begin and end.
 		self.lowest = math.floor(-25 - math.log2(self.alpha))
 		self.first = (self.lowest + 127) * _MANTISSAS
@@ -354,7 +354,7 @@ class FactorTable:
 	@classmethod
 	def of(cls, act: Activation, dtype: str) -> "FactorTable | None":
 		"""That of an input's ``dtype``; None if there is none."""
-		if dtype != "bfloat16" or act.curve in ("relu", "srelu"):
+		if dtype != "bfloat16" or curve_of(act).family == "rectified":
 			return None
 		table = cls(act)
 		# The largest number is a 256th below that power of two.

@@ -114,6 +114,9 @@ class Format(Record, abc.ABC):
 		truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype before
 			it is quantized, so that it gives the codes of an activation that is stored.
 		how_made: fields that say how codes are made, which who decodes them need not know.
+		nan_scales: what is not finite decodes to NaN, with all that shares its scale; see ``amaxes_keep_nan``. Finite
+			numbers have the same bytes either way. Without it an infinity saturates, and E2M1, which has no NaN,
+			makes a number of one.
 	"""
 
 	name: ClassVar[str]
@@ -123,6 +126,7 @@ class Format(Record, abc.ABC):
 	k_multiple: ClassVar[int]
 	truncates: ClassVar[bool] = True
 	how_made: ClassVar[tuple[str, ...]] = ()
+	nan_scales: bool
 
 	@property
 	def element(self) -> ElementType:
@@ -160,9 +164,28 @@ class Format(Record, abc.ABC):
 		return self.scale is not None and self.scale.element == E8M0
 
 	@property
+	def decodes_by(self) -> Literal["nibbles", "bytes"] | None:
+		"""How kernels make bf16 or fp16 numbers of codes; None where none does.
+
+		``"nibbles"`` are E2M1 codes with E4M3 scales of 16, ``"bytes"`` codes of a byte with scales of any kind.
+		"""
+		if self.element == E2M1 and self.scale is not None and (self.scale.element, self.scale.vec_size) == (E4M3, 16):
+			return "nibbles"
+		return "bytes" if self.element.bits == 8 else None
+
+	@property
 	def takes_scale(self) -> bool:
 		"""Whether the caller gives the scale of each group, which else follows from its amax."""
 		return False
+
+	@property
+	def amaxes_keep_nan(self) -> bool:
+		"""Whether the amax of a block, row or group that holds a NaN is NaN, so that its scale is.
+
+		So it is with ``nan_scales`` where no code is NaN. Where codes hold one, amaxes pass over it; scales then are NaN
+		just where an amax is infinite.
+		"""
+		return self.nan_scales and not self.element.holds_nan
 
 	@property
 	def as_decoded(self) -> "Format":

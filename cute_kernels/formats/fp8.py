@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from ..records import check_choice
+from ..records import check_choice, check_kind
 from .base import FP8_ELEMENTS, Format, SecondLevel, record
 
 
@@ -18,10 +18,12 @@ class FP8(Format):
 		dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
 		scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
 			the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
+		nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
 	"""
 
 	dtype: torch.dtype = torch.float8_e4m3fn
 	scaling: Literal["current", "delayed"] = "current"
+	nan_scales: bool = False
 
 	name: ClassVar[str] = "fp8"
 	scale: ClassVar[None] = None
@@ -30,11 +32,12 @@ class FP8(Format):
 	columnwise: ClassVar[Literal["transposed"]] = "transposed"
 	k_multiple: ClassVar[int] = 16
 	truncates: ClassVar[bool] = False
-	how_made: ClassVar[tuple[str, ...]] = ("scaling",)
+	how_made: ClassVar[tuple[str, ...]] = ("scaling", "nan_scales")
 
 	def __post_init__(self) -> None:
 		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
 		check_choice("scaling", self.scaling, ("current", "delayed"))
+		check_kind(bool, nan_scales=self.nan_scales)
 		super().__post_init__()
 
 	@property

@@ -32,6 +32,7 @@ class NVFP4(Format):
 			room for the scale that maps to 4; or 448, which is the only value without it.
 		four_over_six_error: which of its two errors decides: the sum of the magnitudes of a block's
 			errors ("mae") or of their squares ("mse").
+		nan_scales: amaxes keep NaN, of blocks, rows and groups, and so do scales, as in ``Format``.
 
 	Raises:
 		TypeError: a field of another type.
@@ -46,6 +47,7 @@ class NVFP4(Format):
 	four_over_six: bool = False
 	e4m3_max: int | None = None
 	four_over_six_error: Literal["mae", "mse"] = "mae"
+	nan_scales: bool = False
 
 	name: ClassVar[str] = "nvfp4"
 	element: ClassVar[ElementType] = E2M1
@@ -53,11 +55,11 @@ class NVFP4(Format):
 	columnwise: ClassVar[Literal["transposed"]] = "transposed"
 	k_multiple: ClassVar[int] = 16
 	#: The scale of a square block is stored once a row.
-	how_made: ClassVar[tuple[str, ...]] = ("block", "four_over_six_error")
+	how_made: ClassVar[tuple[str, ...]] = ("block", "four_over_six_error", "nan_scales")
 	blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 16), (16, 16))
 
 	def __post_init__(self) -> None:
-		for flag in ("row_scaled", "hadamard", "stochastic_rounding", "four_over_six"):
+		for flag in ("row_scaled", "hadamard", "stochastic_rounding", "four_over_six", "nan_scales"):
 			check_kind(bool, **{flag: getattr(self, flag)})
 		object.__setattr__(self, "block", as_block(self.block, self.blocks))
 		if self.row_scaled:

@@ -13,7 +13,7 @@ from typing import Literal
 from ..capability import UnsupportedError, refuses
 from ..device.constants import DTYPE_BYTES
 from ..formats import FP8, MXFP8, NVFP4, BlockScale, Format, FP8Block
-from ..formats.base import E4M3, FP8_ELEMENTS
+from ..formats.base import FP8_ELEMENTS
 from ..layout.shapes import PITCH_ALIGNMENT, SF_TILE_COLS
 
 #: Bytes of K that one instruction contracts.
@@ -154,8 +154,8 @@ class OperandKind:
 
 	@property
 	def is_decodable(self) -> bool:
-		"""Whether codes, if of four bits, have the scales that kernels decode them by."""
-		return self.bits >= 8 or self.scale is not None and (self.scale.element, self.sf_vec_size) == (E4M3, 16)
+		"""Whether kernels decode codes, if there are any: ``Format.decodes_by``."""
+		return self.fmt is None or self.fmt.decodes_by is not None
 
 	@property
 	def is_wgmma(self) -> bool:

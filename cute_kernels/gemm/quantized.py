@@ -7,7 +7,7 @@ quantizer leaves them, and so are those past the last block in a tile of scales.
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..device.absmax import absmax_packed, unpack_absmax
+from ..device.absmax import absmax_packed, fmax, unpack_absmax
 from ..device.codecs import Codec, Level, codec_of
 from ..device.convert import pack_words
 from ..device.memory import store_global, store_global_byte
@@ -27,7 +27,7 @@ class QuantizedRows:
 		self.tensors = tensors
 		self.dtype, self.arch = config.out_dtype, config.arch
 		self.codec: Codec = codec_of(config.quantizes_to or "", self.dtype, self.arch)
-		self.halves = 1 + config.is_gated
+		self.halves, self.nan = 1 + config.is_gated, self.codec.fmt.amaxes_keep_nan
 		self.block, self.is_tiled = self.codec.block, self.codec.fmt.has_scale_tiles
 		self.cols = tensors.columns(config)
 		#: Columns of the scales of a word.
@@ -39,12 +39,16 @@ class QuantizedRows:
 
 	def amax(self, words: list[Uint32], lanes: int = 1, apart: int = 1) -> Float32:
 		"""The largest magnitude of a row's part that so many lanes have, each so far from the next."""
-		packed, mates = absmax_packed(words, self.dtype, self.arch), 1
+		packed, mates = absmax_packed(words, self.dtype, self.arch, self.nan), 1
 		while mates < lanes:
 			other = Uint32(cute.arch.shuffle_sync_bfly(packed, offset=mates * apart))
-			packed = absmax_packed([packed, other], self.dtype, self.arch)
+			packed = absmax_packed([packed, other], self.dtype, self.arch, self.nan)
 			mates *= 2
-		return unpack_absmax(packed, self.dtype, self.arch)
+		return unpack_absmax(packed, self.dtype, self.arch, self.nan)
+
+	def larger(self, a: Float32, b: Float32) -> Float32:
+		"""The larger amax of parts of a block."""
+		return fmax(a, b, self.nan)
 
 	def level(self, group: Int32) -> Level:
 		"""The second level of a group."""

@@ -115,6 +115,7 @@ def _served(kind: OperandKind) -> Iterator[KernelSpec]:
 	"""Kernels for sm_90a beside weights that are quantized once: prepacked, and W4A16."""
 	base = Sm90GemmConfig(kind.name, tile=Sm90GemmConfig.any_tile("m_grouped"), zero_tail=True)
 	yield ArrangeConfig("bfloat16")
+	yield ArrangeConfig("bfloat16", gathered=True)
 	for tile in filter(base.takes, Sm90GemmConfig.tile_shapes):
 		yield dataclasses.replace(base, tile=tile, activations="bfloat16")
 		for row_scaled in (False, True):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..activations import parse_activation
+from ..activations import curve_of, parse_activation
 from ..formats import Format, parse
 from ..layout.buffers import BufferSpec, buffers
 from ..reference.moe import activate
@@ -170,7 +170,9 @@ class _Activated(MGrouped):
 
 	def check(self) -> None:
 		super().check()
-		is_gated = parse_activation(self.epilogue).is_gated
+		act = parse_activation(self.epilogue)
+		curve_of(act)  # Raises if nothing computes it.
+		is_gated = act.is_gated
 		if self.transpose_b:
 			raise ValueError("transpose_b is of dgrad, whose result goes through no activation")
 		if is_gated and self.cols % 2:

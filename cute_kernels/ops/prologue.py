@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cute_kernels import reference
 
-from ..activations import is_gated, parse_activation
+from ..activations import curve_of, is_gated, parse_activation
 from .checks import check_tensor, same_device
 
 
@@ -41,10 +41,13 @@ def check_prologue(name: str, x: Tensor, activation: str | None, grad: Tensor | 
 	Raises:
 		ValueError: ``activation`` is no text of one, or a shape, width or device that does not fit.
 		TypeError: ``grad`` has another dtype than ``x``.
+		UnsupportedError: nothing computes the activation's curve.
 	"""
 	if activation is None:
 		return
-	if parse_activation(activation).is_gated and x.dim() > 1 and x.shape[-1] % 2:
+	act = parse_activation(activation)
+	curve_of(act)  # Raises if nothing computes it.
+	if act.is_gated and x.dim() > 1 and x.shape[-1] % 2:
 		raise ValueError(
 			f"{name} (..., 2N) of {activation}, which is gated, must have an even number of columns, got {x.shape[-1]}"
 		)

@@ -100,6 +100,7 @@ class AdamWKernel(AmaxKernels):
 	def __init__(self, config: AdamWConfig):
 		self.arch = config.arch
 		self.stepper = Stepper(config.gradient)
+		self.keeps_nan = config.keeps_nan
 
 	@staticmethod
 	def fake_args(config: AdamWConfig) -> tuple[Any, ...]:
@@ -125,8 +126,8 @@ class AdamWKernel(AmaxKernels):
 			start, count = group * size + first, Int32(cutlass.min(size - first, Int64(_RUN)))
 			for at in cutlass.range(cute.arch.lane_idx() * at_once, count, WARP_SIZE * at_once, unroll=1):
 				words = self.stepper.step(master, by, factors, start + at)
-				packed = absmax_packed([packed, *words], self.dtype, self.arch)
-			self.merge(amax, group, unpack_absmax(packed, self.dtype, self.arch))
+				packed = absmax_packed([packed, *words], self.dtype, self.arch, self.keeps_nan)
+			self.merge(amax, group, unpack_absmax(packed, self.dtype, self.arch, self.keeps_nan))
 			index -= cute.arch.grid_dim()[0] * warps
 
 

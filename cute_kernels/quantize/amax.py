@@ -20,12 +20,14 @@ from ..device.ptx import f32_as_bits
 from .config import DTYPE_BYTES, AmaxConfig
 from .elements import ElementMaker, maker_of
 from .fakes import FakeBuffers
+from .levels import LevelWriter
 
 _LOAD_BYTES = 32
 _UNROLL = 4
 _RUN_BYTES = 16384
 _THREADS = 512
 _CTAS_PER_SM = 2
+_INF_BITS, _NAN_BITS = 0x7F800000, 0x7FFFFFFF
 
 
 class AmaxKernels:
@@ -38,6 +40,10 @@ class AmaxKernels:
 	dtype: str
 	arch: str
 	maker: ElementMaker | None
+	#: Whether the amax of what holds a NaN is NaN.
+	keeps_nan: bool = False
+	#: What ``begin_levels`` writes by.
+	levels: LevelWriter
 
 	@cute.jit
 	def launch_amax(
@@ -61,6 +67,36 @@ class AmaxKernels:
 		"""Write zeros, also to others of the groups: what ``merge`` starts from."""
 		grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
 		self.clear(group_amax, other).launch(grid=grid, block=block, stream=stream)
+
+	@cute.jit
+	def launch_levels(
+		self,
+		amaxes: tuple[cute.Tensor | None, ...],
+		given: tuple[cute.Tensor | None, ...],
+		scale_invs: tuple[cute.Tensor | None, ...],
+		scales: tuple[cute.Tensor | None, ...],
+		num_sms: Int32,
+		stream: Any,
+	) -> None:
+		"""``launch_clear``, and the levels of scales that are given, which ``merge`` may make NaN then; of each copy."""
+		grid, block = [num_sms, 1, 1], [_THREADS, 1, 1]
+		self.begin_levels(amaxes, given, scale_invs, scales).launch(grid=grid, block=block, stream=stream)
+
+	@cute.kernel
+	def begin_levels(
+		self,
+		amaxes: tuple[cute.Tensor | None, ...],
+		given: tuple[cute.Tensor | None, ...],
+		scale_invs: tuple[cute.Tensor | None, ...],
+		scales: tuple[cute.Tensor | None, ...],
+	) -> None:
+		tid = cute.arch.thread_idx()[0] + cute.arch.block_idx()[0] * _THREADS
+		step = cute.arch.grid_dim()[0] * _THREADS
+		for i in range_constexpr(len(amaxes)):
+			if const_expr(amaxes[i] is not None):
+				for g in cutlass.range(tid, amaxes[i].shape[0], step, unroll=1):
+					amaxes[i][g] = Float32(0.0)
+					self.levels.write_group(given[i], scale_invs[i], scales[i], g)
 
 	@cute.kernel
 	def clear(self, group_amax: cute.Tensor, other: cute.Tensor | None) -> None:
@@ -108,7 +144,7 @@ class AmaxKernels:
 			a = warp_max(self.absmax(x, r, r + 1))
 			if cute.arch.lane_idx() == 0:
 				row_amax[r] = a
-			best = fmax(best, a)
+			best = fmax(best, a, self.keeps_nan)
 		return best
 
 	@cute.jit
@@ -120,7 +156,7 @@ class AmaxKernels:
 			row_bytes = x.shape[len(x.shape) - 1] * DTYPE_BYTES[self.dtype]
 			source = x.iterator.toint() + Int64(row) * row_bytes
 			packed = self.absmax_read(source, (end - row) * row_bytes)
-		return unpack_absmax(packed, self.dtype, self.arch)
+		return unpack_absmax(packed, self.dtype, self.arch, self.keeps_nan)
 
 	@cute.jit
 	def absmax_read(self, source: Int64, num_bytes: Int32) -> Uint32:
@@ -131,11 +167,11 @@ class AmaxKernels:
 			words = [packed]
 			for i in range_constexpr(_UNROLL):
 				words.extend(load_global(source + (at + i * (WARP_SIZE * _LOAD_BYTES)), 8))
-			packed = absmax_packed(words, self.dtype, self.arch)
+			packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
 			at += _UNROLL * WARP_SIZE * _LOAD_BYTES
 		while at < num_bytes:
 			words = [packed, *load_global(source + at, 8)]
-			packed = absmax_packed(words, self.dtype, self.arch)
+			packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
 			at += WARP_SIZE * _LOAD_BYTES
 		return packed
 
@@ -154,16 +190,25 @@ class AmaxKernels:
 				places = self.maker.places(x_at + r * x_bytes, (unit - r * units) * self.maker.unit, cols)
 				inputs.append([load_global_if(at, 16, unit, count) for at in places])
 			words = [packed, *(word for given in inputs for word in self.maker.make(given))]
-			packed = absmax_packed(words, self.dtype, self.arch)
+			packed = absmax_packed(words, self.dtype, self.arch, self.keeps_nan)
 		return packed
 
 	@cute.jit
-	def merge(self, group_amax: cute.Tensor, group: Int32, best: Float32) -> None:
+	def merge(self, group_amax: cute.Tensor, group: Int32, best: Float32, scale_inv: cute.Tensor | None = None) -> None:
+		"""Raise the amax of a group to the largest of a warp's; ``scale_inv`` is NaN then if that is infinite."""
 		best = warp_max(best)
-		if best > 0.0:
+		is_positive = best > 0.0
+		if const_expr(self.keeps_nan):
+			is_positive = f32_as_bits(best) != 0  # NaN is not above 0
+		if is_positive:
 			if cute.arch.lane_idx() == 0:
 				bits = cute.recast_ptr(group_amax.iterator + group, dtype=Uint32)
 				cute.arch.atomic_max(bits, f32_as_bits(best), sem="relaxed", scope="gpu")
+				if const_expr(scale_inv is not None):
+					if f32_as_bits(best) == Uint32(_INF_BITS):
+						# Bits of NaN are above those of any scale.
+						bits = cute.recast_ptr(scale_inv.iterator + group, dtype=Uint32)
+						cute.arch.atomic_max(bits, Uint32(_NAN_BITS), sem="relaxed", scope="gpu")
 
 
 class AmaxReducer(AmaxKernels):
@@ -173,6 +218,7 @@ class AmaxReducer(AmaxKernels):
 		self.dtype = config.dtype
 		self.arch = config.arch
 		self.maker = maker_of(config)
+		self.keeps_nan = config.keeps_nan
 
 	@staticmethod
 	def fake_args(config: AmaxConfig) -> tuple[Any, ...]:

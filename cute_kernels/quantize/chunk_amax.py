@@ -61,8 +61,8 @@ class ChunkAmaxKernels(AmaxKernels):
 					count = Int32(0)
 				plain, transformed = self.chunks(self.sources(x, first, column, cols), count)
 				if const_expr(group_amax is not None):
-					self.merge(group_amax, group, unpack_absmax(plain, self.dtype, self.arch))
-				self.merge(column_amax, group, unpack_absmax(transformed, self.dtype, self.arch))
+					self.merge(group_amax, group, unpack_absmax(plain, self.dtype, self.arch, self.keeps_nan))
+				self.merge(column_amax, group, unpack_absmax(transformed, self.dtype, self.arch, self.keeps_nan))
 				item += step
 
 	def sources(self, x: cute.Tensor, row: Int32, col: Int32, cols: Int32) -> list[tuple[Int64, Int64]]:
@@ -83,7 +83,7 @@ class ChunkAmaxKernels(AmaxKernels):
 				rows.append(words[0] if self.maker is None else self.maker.make(words))
 			for w in range_constexpr(_LANE_COLS // 2):
 				words = [row[w] for row in rows]
-				plain = absmax_packed([plain, *words], self.dtype, self.arch)
+				plain = absmax_packed([plain, *words], self.dtype, self.arch, self.keeps_nan)
 				words = transform_words(words, self.arch)
-				transformed = absmax_packed([transformed, *words], self.dtype, self.arch)
+				transformed = absmax_packed([transformed, *words], self.dtype, self.arch, self.keeps_nan)
 		return plain, transformed

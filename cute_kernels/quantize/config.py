@@ -419,6 +419,8 @@ class AmaxConfig:
 	per_group: bool = True
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
+	#: Whether the amax of what holds a NaN is NaN, see ``Format.amaxes_keep_nan``.
+	keeps_nan: bool = False
 
 	#: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and
 	#: group_amax (G,) fp32, None where not written. Rows of the tail are left alone; an empty
@@ -432,6 +434,8 @@ class AdamWConfig:
 
 	gradient: str
 	arch: str = "sm_100a"
+	#: As ``AmaxConfig`` has it.
+	keeps_nan: bool = False
 
 	#: The compiled function takes (master, *update, group_amax, num_sms).
 	kernel: ClassVar[str] = "cute_kernels.quantize.adamw:AdamWKernel"

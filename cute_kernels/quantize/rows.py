@@ -156,6 +156,7 @@ class RowsQuantizer:
 		self.is_tiled = self.codec.fmt.has_scale_tiles if self.codec.has_scales else not config.is_light
 		#: Whether scales are written, by way of shared memory.
 		self.writes_scales = self.codec.has_scales
+		self.keeps_nan = config.fmt.amaxes_keep_nan
 		#: Whether the amax of a block is asked for.
 		self.needs_amax = self.codec.has_scales or config.computes_amax
 
@@ -501,9 +502,9 @@ class RowsQuantizer:
 			a[i] = Float32(0.0)
 			if const_expr(self.needs_amax):
 				if lane.of_row + i * self.lanes_per_row < lane.num_pieces:
-					a[i] = absmax_words(self.block(words, i), self.dtype, self.arch)
+					a[i] = absmax_words(self.block(words, i), self.dtype, self.arch, self.keeps_nan)
 			for bit in range_constexpr(self.sharing.bit_length() - 1):
-				a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit))
+				a[i] = fmax(a[i], cute.arch.shuffle_sync_bfly(a[i], offset=1 << bit), self.keeps_nan)
 		return words, a
 
 	def block(self, words: cute.Tensor, i: int) -> list[Uint32]:
@@ -519,11 +520,11 @@ class RowsQuantizer:
 		"""The row's amax from its blocks' amaxes. Also a barrier of the team."""
 		g = a[0]
 		for i in range_constexpr(1, self.pieces_per_lane):
-			g = fmax(g, a[i])
+			g = fmax(g, a[i], self.keeps_nan)
 		per_team = self.config.warps_per_row
 		if const_expr(self.lanes_per_row < WARP_SIZE):
 			for i in range_constexpr(self.lanes_per_row.bit_length() - 1):
-				g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i))
+				g = fmax(g, cute.arch.shuffle_sync_bfly(g, offset=1 << i), self.keeps_nan)
 		else:
 			g = warp_max(g)
 		if const_expr(per_team > 1):

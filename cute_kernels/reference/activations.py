@@ -71,7 +71,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..activations import Activation, Numbers
+from ..activations import Activation, Numbers, alpha_of, curve_of, formula_of
 from .conversions import f32
 
 
@@ -199,14 +199,23 @@ class _ClampedSilu(_Silu):
 		return super().slope(x, core).masked_fill_(x > self._limit, 0.0)
 
 
-_CURVES: dict[str, Callable[[Activation], _Curve]] = {
-	"relu": lambda act: _Relu(),
-	"srelu": lambda act: _SquaredRelu(),
-	"gelu": lambda act: _Gelu(),
-	"silu": lambda act: _Silu(),
-	"qgelu": lambda act: _Silu(Numbers.QUICK),
-	"clamped_silu": lambda act: _ClampedSilu(act.alpha, act.limit),
+def _rectified(act: Activation) -> _Curve:
+	return _SquaredRelu() if curve_of(act).is_squared else _Relu()
+
+
+def _sigmoid_curve(act: Activation) -> _Curve:
+	return _ClampedSilu(alpha_of(act), act.limit) if act.is_clamped else _Silu(alpha_of(act))
+
+
+_FORMULAS: dict[str, Callable[[Activation], _Curve]] = {
+	"rectified": _rectified,
+	"tanh": lambda act: _Gelu(),
+	"sigmoid": _sigmoid_curve,
 }
+
+
+def _curve(act: Activation) -> _Curve:
+	return formula_of(act, _FORMULAS)(act)
 
 
 def _gate(b: Tensor, act: Activation) -> Tensor:
@@ -218,7 +227,7 @@ def _gate(b: Tensor, act: Activation) -> Tensor:
 
 def activate(x: Tensor, act: Activation) -> Tensor:
 	"""Elements of ``x``, (..., W) fp32: ``act(x)``, or ``act(A) * B`` of a gated activation, (..., W / 2)."""
-	curve = _CURVES[act.curve](act)
+	curve = _curve(act)
 	if not act.is_gated:
 		return curve.value(x, curve.core(x))
 	a, b = x.chunk(2, dim=-1)
@@ -227,7 +236,7 @@ def activate(x: Tensor, act: Activation) -> Tensor:
 
 def activate_gradient(x: Tensor, grad: Tensor, act: Activation) -> Tensor:
 	"""The gradient of ``activate(x, act)``, of which ``grad`` is the gradient, with respect to ``x``; fp32."""
-	curve = _CURVES[act.curve](act)
+	curve = _curve(act)
 	if not act.is_gated:
 		return curve.slope(x, curve.core(x)).mul_(grad)
 	a, b = x.chunk(2, dim=-1)

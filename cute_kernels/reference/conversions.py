@@ -24,6 +24,12 @@ def f32(value: float) -> float:
 	return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 
+def mark_nan(x: Tensor, where: Tensor) -> Tensor:
+	"""``x`` fp32, made NaN in place where ``where`` is set, of the bits that instructions of GPUs give."""
+	x.view(torch.int32).masked_fill_(where, 0x7FFFFFFF)
+	return x
+
+
 def encode(element: ElementType, y: Tensor) -> Tensor:
 	"""Round fp32 to codes (uint8), one a byte whatever their width.
 

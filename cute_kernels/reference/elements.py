@@ -37,9 +37,9 @@ class Elements:
 		made = activate(x, self._activation)
 		return made.to(self.dtype).float() if self._truncates else made
 
-	def absmax(self) -> Tensor:
-		"""(rows,) fp32, the largest magnitude of each row; NaN is passed over."""
+	def absmax(self, *, nan: bool = False) -> Tensor:
+		"""(rows,) fp32, the largest magnitude of each row; NaN is passed over, or with ``nan`` the result."""
 		if self._activation is None:
-			return absmax(self._x)
-		parts = [absmax(self.take(part)) for part in slices(self.rows, self._x.shape[1])]
+			return absmax(self._x, nan=nan)
+		parts = [absmax(self.take(part), nan=nan) for part in slices(self.rows, self._x.shape[1])]
 		return torch.cat(parts) if parts else self._x.new_zeros(0, dtype=torch.float32)

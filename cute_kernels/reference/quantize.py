@@ -59,7 +59,7 @@ def quantize(
 		# Nobody asks for amaxes of whole rows, which take a pass over all elements.
 		per_row = torch.zeros(1, dtype=torch.float32, device=elements.device).expand(elements.rows)
 	else:
-		per_row = elements.absmax()
+		per_row = elements.absmax(nan=fmt.amaxes_keep_nan)
 	per_group = _group_amaxes(elements, groups, fmt, per_row, given.amax, bool(columnwise))
 	for is_columnwise, copy in ((False, rowwise), (True, columnwise)):
 		if copy:
@@ -86,13 +86,13 @@ def _group_amaxes(
 		return rowwise, columnwise
 	rowwise = group_amax(per_row, groups)
 	is_own = is_columnwise and fmt.is_transformed
-	return rowwise, _transformed_amax(elements, groups) if is_own else rowwise
+	return rowwise, _transformed_amax(elements, groups, fmt.amaxes_keep_nan) if is_own else rowwise
 
 
-def _transformed_amax(elements: Elements, groups: Groups) -> Tensor:
+def _transformed_amax(elements: Elements, groups: Groups, nan: bool) -> Tensor:
 	out = torch.zeros(len(groups), dtype=torch.float32, device=elements.device)
 	for _, group, row in tile_parts(groups, elements.cols):
-		out.scatter_reduce_(0, group, absmax(_tile_values(elements, row, is_transformed=True).flatten(1)), "amax")
+		out.scatter_reduce_(0, group, absmax(_tile_values(elements, row, is_transformed=True).flatten(1), nan=nan), "amax")
 	return out
 
 
@@ -138,7 +138,7 @@ def _quantize_rows(
 	for part in slices(len(slot), cols):  # the live rows are the first ones
 		blocks = _whole_blocks(elements.take(part), vec).unflatten(1, (-1, vec))
 		drawn = None if draws is None else draws.rows(row[part]).unflatten(1, (-1, vec))
-		encoded, stored = codec.encode(blocks, absmax(blocks), g[part, None], drawn)
+		encoded, stored = codec.encode(blocks, absmax(blocks, nan=fmt.amaxes_keep_nan), g[part, None], drawn)
 		copy["codes"][part] = pack(fmt.element, encoded.flatten(1)[:, :cols])
 		if linear is not None and stored is not None:
 			linear[slot[part]] = stored
@@ -170,9 +170,9 @@ def _quantize_tiles(
 	for tile, group, row in tile_parts(groups, cols):
 		live = row >= 0
 		blocks = _column_blocks(_tile_values(elements, row, fmt.is_transformed), vec)
-		a = absmax(blocks)
+		a = absmax(blocks, nan=fmt.amaxes_keep_nan)
 		if fmt.is_2d:
-			squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)))
+			squares = absmax(_whole_blocks(a, vec).unflatten(2, (-1, vec)), nan=fmt.amaxes_keep_nan)
 			a = squares.repeat_interleave(vec, dim=2)[..., :cols]
 		drawn = None
 		if draws is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..layout.slots import TILE_ROWS
+from .conversions import mark_nan
 from .copies import slices
 from .groups import Groups
 
@@ -14,15 +15,17 @@ if TYPE_CHECKING:
 	from .elements import Elements
 
 
-def absmax(x: Tensor, dim: int = -1) -> Tensor:
+def absmax(x: Tensor, dim: int = -1, *, nan: bool = False) -> Tensor:
 	"""Largest |x| along ``dim``, fp32; 0 for an empty slice.
 
-	NaN is passed over, as the hardware's ``max`` does.
+	NaN is passed over, as the hardware's ``max`` does; with ``nan`` it is the result, as of ``max.NaN``.
 	"""
 	if x.shape[dim] == 0:
 		return x.new_zeros(x.shape[:dim] + x.shape[dim:][1:], dtype=torch.float32)
 	magnitude = x.abs()
 	amax = magnitude.amax(dim)
+	if nan:
+		return mark_nan(amax.float(), amax.isnan())
 	if bool(amax.isnan().any()):
 		amax = magnitude.nan_to_num_(nan=0.0, posinf=math.inf).amax(dim)
 	return amax.float()

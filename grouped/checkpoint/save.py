@@ -11,6 +11,7 @@ from cute_kernels.formats import Format
 from cute_kernels.records import check_kind
 
 from ..tensor import GroupedTensor
+from .config import Quantized, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
 from .parts import Parts, parts_of, quantized, split_rows
@@ -36,20 +37,25 @@ def save(
 
 	Args:
 		module: as in ``load``.
-		folder: where to; it must not have safetensors files.
+		folder: where to; it must not have safetensors files, their index or a ``hf_quant_config.json``.
 		layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"`` (FP8Block
 			of 128x128 with fp32 scales).
 		rename: as in ``load``.
 		stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each, ``experts.0.gate_proj.weight``.
 		shard_bytes: the most bytes of a file; so much is held until it is written.
-		input_scales: static scales of activations by name, such as ``Report.input_scales``.
+		input_scales: static scales of activations by name, such as ``Report.input_scales``. If each quantized weight
+			has one, the config says that activations are quantized, else that weights alone are. Those of weights
+			that are not quantized here are left out, with a warning.
 		config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
 			transformers model by default.
 
 	Raises:
-		FileExistsError: the folder has safetensors files.
+		FileExistsError: the folder has files of a checkpoint, or another process writes to it.
 		ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-			blocks span gate and up; a second level beyond fp32; or two tensors of one name.
+			blocks span gate and up; a second level beyond fp32; two tensors of one name; a weight
+			besides experts that is not plain; an input scale that the layout does not have, or that is not
+			finite and positive; or ``shard_bytes`` that is no positive integer.
+		OSError: a file cannot be written, as on a full disk.
 		TypeError: a parameter is sharded: gather it first.
 	"""
 	record = writable(layout)
@@ -64,24 +70,41 @@ def save(
 	for key, t in state.items():
 		if hasattr(t, "_local_tensor"):
 			raise TypeError(f"{key} is sharded (DTensor): save a module with whole parameters")
+		if key not in weights:
+			check_plain(key, str(t.dtype).removeprefix("torch."))
 	if config is None:
 		of_module: Any = getattr(module, "config", None)
 		config = {} if of_module is None else of_module.to_dict()
+	quantized = [one for key, weight in weights.items() if key in state for one in _names(weight, stacked)]
+	scales = checked_scales(input_scales, record, quantized)
+	plain = [renamed(key, rename).removesuffix(".weight") for key in _plain_matrices(module) if key not in weights]
 	with Writer(folder, shard_bytes) as writer:
-		ignored = []
 		for key, t in progress(state.items(), "saving"):
 			if key in weights:
 				for name, part in _stored(weights[key], record, stacked):
 					writer.add(name, part)
-				continue
-			name = renamed(key, rename)
-			writer.add(name, t)
-			if name.endswith(".weight") and t.dim() == 2:
-				ignored.append(name.removesuffix(".weight"))
-		for name, scale in (input_scales or {}).items():
+			else:
+				writer.add(renamed(key, rename), t)
+		for name, scale in scales.items():
 			writer.add(name, scale)
-		said = {**record.config, "ignore": ignored}
-		writer.close(lambda: {"config.json": {**config, "quantization_config": said}})
+		writer.close(lambda: config_files(config, record, quantized, plain, writer.names))
+
+
+def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:
+	"""The weights of a file that the parameter is written as."""
+	if weight.is_bias:
+		return []
+	if is_stacked:
+		return [Quantized(weight.path + weight.stacked, True)]
+	return [Quantized(name, False) for g in range(weight.shape[0]) for name in weight.names(g, (), ".weight")]
+
+
+def _plain_matrices(module: nn.Module) -> Iterator[str]:
+	"""Names of weights with two dimensions or more, second names of tied ones included.
+
+	Files lack a tied ``lm_head``, but readers make the module and ask whether it is quantized.
+	"""
+	return (key for key, t in module.state_dict(keep_vars=True).items() if key.endswith(".weight") and t.dim() > 1)
 
 
 def _check_holds(key: str, weight: ExpertWeight, layout: Layout, stacked: bool) -> None:

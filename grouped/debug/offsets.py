@@ -14,7 +14,7 @@ from cute_kernels.ops.checks import EndRowChecks
 _RULES = ("an end row is negative", "the end rows decrease", "the last end row is past the {rows} rows of the tensor")
 _NONE = torch.iinfo(torch.int64).max
 #: Folders of code that is not the user's.
-_INTERNAL = (cute_kernels.__path__[0], str(Path(__file__).parents[1]), torch.__path__[0])
+_INTERNAL = (str(Path(__file__).parents[1]), *(module.__path__[0] for module in (cute_kernels, torch)))
 
 
 class check_offsets:

@@ -38,10 +38,21 @@ class DelayedScaling(nn.Module):
 	``no_grad``. In compiled code nobody can tell: the update in a recomputation changes nothing
 	where gradients of a step are computed in the order of its microbatches, the first one first.
 
+	**How groups begin.** A scale of 0 says that a group has none yet: then an operand takes that of its own amax, as
+	under ``FP8Current``, in each call until an update has seen the group. So begin all groups; with
+	``recipe.initial_scale="one"`` scales begin as ones. The device decides, and no call waits for it. Until all groups of
+	a role have begun, each call asks for the amax of its operand; ``poll`` learns that they have. ``update`` calls it in
+	eager mode. A CUDA graph that was captured before keeps asking, and so does compiled code until somebody calls
+	``poll`` between steps.
+
+	**What is not finite.** With ``recipe.propagate_nonfinite`` an amax that is infinite is not recorded: the step that
+	saw it is one that ``torch.amp.GradScaler`` skips, and the scale would rest as long as the history holds it.
+
 	Buffers, all fp32, in the state dict, and fp32 whatever dtype the layer is cast to:
-	``{role}_scale`` (G,), first ones, and ``{role}_amax_history`` (L, G), first zeros, for
-	``input``, ``weight`` and ``grad_output``. One slot a group, for single and discrete parameters
+	``{role}_scale`` (G,), first zeros, or ones under ``initial_scale="one"``, and ``{role}_amax_history`` (L, G), first
+	zeros, for ``input``, ``weight`` and ``grad_output``. One slot a group, for single and discrete parameters
 	alike. A weight that is a GroupedTensor has its own scales, and the slots of ``weight`` rest.
+	Where an older state dict has a scale of 1 and no amax, a group begins as the recipe says.
 	State dicts of other recipes lack the buffers: with ``load_state_dict(..., strict=False)`` they
 	load, in either direction. Under another recipe, set as ``layer.recipe``, the state rests.
 
@@ -64,12 +75,19 @@ class DelayedScaling(nn.Module):
 		self.recipe = recipe
 		self.num_groups = num_groups
 		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
+		#: Of each role whether a group may have no scale yet, as far as the host knows.
+		self._may_be_zero = [self._initial == 0] * len(ROLES)
+		self._word: _Word | None = None
 		for role in ROLES:
-			self.register_buffer(f"{role}_scale", torch.ones(num_groups, **factory))
+			self.register_buffer(f"{role}_scale", torch.full((num_groups,), self._initial, **factory))
 			self.register_buffer(f"{role}_amax_history", torch.zeros(recipe.history_length, num_groups, **factory))
 
+	@property
+	def _initial(self) -> float:
+		return 0.0 if self.recipe.initial_scale == "current" else 1.0
+
 	def scale(self, role: str) -> Tensor:
-		"""(G,) what a role is multiplied by before it is rounded."""
+		"""(G,) what a role is multiplied by before it is rounded; 0 where a group has not begun."""
 		return getattr(self, f"{role}_scale")
 
 	def amax_history(self, role: str) -> Tensor:
@@ -78,9 +96,10 @@ class DelayedScaling(nn.Module):
 
 	@torch.no_grad()
 	def reset(self) -> None:
-		"""Forget all amaxes; scales are ones again."""
+		"""Forget all amaxes and scales: groups begin again."""
+		self._begin_again()
 		for role in ROLES:
-			self.scale(role).fill_(1)
+			self.scale(role).fill_(self._initial)
 			self.amax_history(role).zero_()
 
 	@torch.no_grad()
@@ -90,6 +109,9 @@ class DelayedScaling(nn.Module):
 		With ``recipe.amax_group`` the amaxes of all roles are reduced in one all-reduce first.
 		"""
 		recipe = self.recipe
+		if recipe.propagate_nonfinite:
+			for role in ROLES:
+				self.amax_history(role)[0].nan_to_num_(nan=0.0, posinf=0.0)
 		if recipe.amax_group is not None:
 			latest = torch.stack([self.amax_history(role)[0] for role in ROLES])
 			latest = reduced(latest.flatten(), recipe.amax_group).view_as(latest)
@@ -101,6 +123,41 @@ class DelayedScaling(nn.Module):
 				margin=recipe.margin,
 				algorithm=recipe.algorithm,
 			)
+		if not torch.compiler.is_compiling():
+			self.poll()
+
+	def _begin_again(self) -> None:
+		self._may_be_zero = [self._initial == 0] * len(ROLES)
+		self._word = None
+
+	@torch.no_grad()
+	def poll(self) -> None:
+		"""Learn for which roles all groups have begun, so that later calls ask for no amaxes.
+
+		On a GPU nothing waits: one call sends for the answer, and a later one finds it.
+		"""
+		if not any(self._may_be_zero):
+			return
+		scales = [self.scale(role) for role in ROLES]
+		if self._word is None and _is_readable(scales):
+			self._word = _Word(torch.stack(scales).eq(0).any(1))
+			if scales[0].is_cuda:
+				return
+		found = None if self._word is None else self._word.read()
+		if found is not None:
+			self._may_be_zero, self._word = found, None
+
+	def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+		super()._load_from_state_dict(state_dict, prefix, *rest)
+		self._begin_again()
+		with torch.no_grad():
+			for role in ROLES:
+				is_new = ~self.amax_history(role).bool().any(0)
+				scale = self.scale(role)
+				scale.masked_fill_(is_new & ((scale == 0) | (scale == 1)), self._initial)
+
+	def __getstate__(self) -> dict[str, Any]:
+		return {**self.__dict__, "_word": None}
 
 	def of_call(self, recipe: Recipe, num_groups: int) -> Scaling:
 		"""The scales of a call, and where its amaxes go if they count.
@@ -116,8 +173,8 @@ class DelayedScaling(nn.Module):
 			)
 		scales = [self.scale(role) for role in ROLES]
 		if not self._counts():
-			return Scaling(scales)
-		return Scaling(scales, [self.amax_history(role)[0] for role in ROLES])
+			return Scaling(scales, None, self._may_be_zero)
+		return Scaling(scales, [self.amax_history(role)[0] for role in ROLES], self._may_be_zero)
 
 	def begin(self, is_first_microbatch: bool | None) -> None:
 		"""Update the scales if a call of a layer is the first of a step."""
@@ -149,6 +206,34 @@ class DelayedScaling(nn.Module):
 			f"num_groups={self.num_groups}, history_length={recipe.history_length}, "
 			f"margin={recipe.margin}, algorithm={recipe.algorithm}"
 		)
+
+
+class _Word:
+	"""Flags (n,) on their way from a device to the host.
+
+	Args:
+		flags: bool, on any device.
+	"""
+
+	def __init__(self, flags: Tensor) -> None:
+		self._event: torch.cuda.Event | None = None
+		self._flags = flags
+		if flags.is_cuda:
+			self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+			self._flags.copy_(flags, non_blocking=True)
+			self._event = torch.cuda.Event()
+			self._event.record()
+
+	def read(self) -> list[bool] | None:
+		"""The flags; None if they are not there yet."""
+		return None if self._event is not None and not self._event.query() else self._flags.tolist()
+
+
+def _is_readable(tensors: list[Tensor]) -> bool:
+	"""Whether values may be copied to the host here: none is fake, and no stream is captured."""
+	if any(type(t) is not Tensor or t.is_meta for t in tensors):
+		return False
+	return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _is_recomputed() -> bool:

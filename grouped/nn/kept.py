@@ -1,6 +1,7 @@
 """A quantized weight that outlives a call, with what it was made from."""
 
 import functools
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +42,22 @@ def is_static(sources: Sequence[Tensor]) -> bool:
 			return False
 	if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
 		return False
-	return not (sources[0].is_cuda and torch.cuda.is_current_stream_capturing())
+	return not is_captured(sources[0])
+
+
+def is_captured(weight: Tensor) -> bool:
+	"""Whether the call is being captured into a CUDA graph."""
+	return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def warn_of_captured_quantization(recipe: Recipe) -> None:
+	"""Warn, once for each recipe, that a CUDA graph of inference quantizes a weight at each replay."""
+	warnings.warn(
+		f"a CUDA graph that is being captured quantizes weights for {recipe}, and each replay will do so again. Call "
+		"grouped.prepare(model) before the capture: it quantizes them once, in place",
+		stacklevel=3,
+	)
 
 
 def local(t: Any, group: str | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from grouped import debug
 from ..autograd import multiply, rows_and_ends
 from ..experts import Layer
 from ..offsets import Offsets
+from ..ownership import FsdpWatch
 from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from ..tensor import GroupedTensor
@@ -22,7 +23,7 @@ from ..tracing import eager_only
 from ..validation import check_size
 from .delayed import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_static, local, lookup
+from .kept import KeptWeight, can_keep, is_captured, is_static, local, lookup, warn_of_captured_quantization
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
 
@@ -106,6 +107,7 @@ class GroupedLinear(debug.Watched):
 		self._kept: KeptWeight | None = None
 		#: The last DTensor of each parameter: what FSDP gathers the present one from.
 		self._shards: dict[str, Tensor] = {}
+		self._fsdp = FsdpWatch()
 		#: The state of delayed scaling; None under recipes that have none.
 		self.scaling: DelayedScaling | None = None
 		if isinstance(self.recipe, FP8Delayed):
@@ -318,7 +320,11 @@ class GroupedLinear(debug.Watched):
 			return self._copies_of_first_microbatch(made_from, needs_dx)
 		wants_gradients = torch.is_grad_enabled()
 		if is_first_microbatch is None:
-			if self.training or wants_gradients or not is_static(sources):
+			if self.training or wants_gradients:
+				return None
+			if not is_static(sources):
+				if is_captured(sources[0]):
+					warn_of_captured_quantization(self.recipe)
 				return None
 			if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
 				return self._kept.copies
@@ -360,6 +366,8 @@ class GroupedLinear(debug.Watched):
 
 	def __setattr__(self, name: str, value: Any) -> None:
 		# FSDP calls this where a class defines it, and else changes what nn.Module holds.
+		if name in self.__dict__.get("_shards", ()):
+			self._fsdp.check(self, name, value)
 		self._note_shard(name, value)
 		super().__setattr__(name, value)
 
@@ -369,7 +377,7 @@ class GroupedLinear(debug.Watched):
 
 	def __getstate__(self) -> dict[str, Any]:
 		# A copy has other parameters, and a file none at all.
-		return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}}
+		return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}, "_fsdp": FsdpWatch()}
 
 	def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
 		self._kept = None

@@ -10,16 +10,8 @@ from typing import Any
 
 from ..compare import compare
 from ..records import Record, by_key, pooled
+from ..roofs import published
 
-#: Rates of data sheets, dense: memory in TB/s, products in TFLOP/s. A name is looked for in that of
-#: the GPU, the longest first.
-PUBLISHED = {
-	"H100": {"copy": 3.35, "bfloat16": 989.0, "fp8": 1979.0},
-	"H200": {"copy": 4.8, "bfloat16": 989.0, "fp8": 1979.0},
-	"B200": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 9000.0},
-	"GB200": {"copy": 8.0, "bfloat16": 2500.0, "fp8": 5000.0, "fp4": 10000.0},
-	"B300": {"copy": 8.0, "bfloat16": 2250.0, "fp8": 4500.0, "fp4": 14000.0},
-}
 _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
 _TIMES = ("us", "ms", "s")
 #: Fields of a record that the page shows as they are.
@@ -31,13 +23,12 @@ def roofs_of(gpu: str, records: Iterable[Record]) -> list[tuple[str, str, float,
 
 	Of those that were measured the highest; the others are of its data sheet.
 	"""
-	names = sorted((name for name in PUBLISHED if name in gpu), key=len)
 	measured: dict[str, float] = {}
 	for record in records:
 		if record.gpu == gpu and record.kind == "gpu":
 			for kind, rate in record.ceilings.items():
 				measured[kind] = max(rate, measured.get(kind, 0.0))
-	roofs = (PUBLISHED[names[-1]] if names else {}) | measured
+	roofs = published(gpu) | measured
 	known = {kind: name for kind, name in _ROOFS.items() if kind in roofs}
 	return [(kind, name, roofs[kind], kind in measured) for kind, name in known.items()]
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from cute_kernels.formats import Format
 
+from ..roofs import published
+
 
 @dataclass(frozen=True)
 class Range:
@@ -85,11 +87,17 @@ class Gpu:
 		return ("bfloat16", True) if is_fine else ("fp8", False)
 
 
+def _peak(name: str) -> dict[str, float]:
+	"""TFLOP/s of a data sheet."""
+	sheet = published(name)
+	return {kind: rate for kind, rate in sheet.items() if kind != "copy"} | {"float16": sheet["bfloat16"]}
+
+
 #: An H100 has the SMs, clocks and power limit of an H200, and less bandwidth.
 _H200 = Gpu(
 	*("H200", "sm_90a", 132, 1.7, Range(4.25, 4.25)),
 	dense={"bfloat16": Range(682.0, 682.0), "float16": Range(688.0, 688.0), "fp8": Range(1270.0, 1270.0)},
-	peak={"bfloat16": 989.0, "float16": 989.0, "fp8": 1979.0},
+	peak=_peak("H200"),
 	memory=141.0,
 	tiles=Tiles((8, 128), 0, 256, 128, 64),
 	source="measured on an H200 at 700 W, sustained",
@@ -102,7 +110,7 @@ _H100 = replace(_H200, name="H100", copy=Range(2.99, 2.99), memory=80.0, source=
 _B200 = Gpu(
 	*("B200", "sm_100a", 148, 1.85, Range(6.4, 7.2)),
 	dense={"bfloat16": Range(1360.0, 1540.0), "fp8": Range(2330.0, 3500.0), "fp4": Range(5239.0, 5702.0)},
-	peak={"bfloat16": 2250.0, "fp8": 4500.0, "fp4": 9000.0},
+	peak=_peak("B200"),
 	memory=180.0,
 	tiles=Tiles((256, 256), 16, 128, 256, 256),
 	source="published rates, counts of the emulator",

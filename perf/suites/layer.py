@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..cases import MODELS, ends_of, split_rows
 from ..contender import Contender, Task, relative_error
 from ..measure import Meter
 from ..operands import generator_of
+from ..traffic import layer_work
 from .base import Options, Suite, default_meters
 
 _LAYERS = ("linear", "mlp")
@@ -108,7 +110,7 @@ class LayerWork:
 		copy: int = 0,
 	) -> None:
 		self.layer, self.shape, self.rows, self.routing, self.device = layer, shape, rows, routing, device
-		self.backward = passes == PASSES[1]
+		self.backward, self.seed = passes == PASSES[1], seed
 		self.activate = swiglu
 		self.sizes = split_rows(routing, shape.experts, rows, seed)
 		self.offs = torch.tensor(ends_of(self.sizes), dtype=torch.int32, device=device)
@@ -128,13 +130,13 @@ class LayerWork:
 		return {"gate_up.weight": up, "down.weight": (groups, hidden, wide)}
 
 	@property
-	def flops(self) -> float:
-		return 2.0 * self.rows * sum(w[0].numel() for w in self.weights) * (3 if self.backward else 1)
+	def case(self) -> dict[str, Any]:
+		"""As in ``Record``, as far as the work depends on it."""
+		named = {"layer": self.layer, "rows": self.rows, "routing": self.routing, "pass": PASSES[self.backward]}
+		return dataclasses.asdict(self.shape) | named
 
-	@property
-	def bytes(self) -> float:
-		values = self.x.numel() + self.rows * self.weights[-1].shape[1] + sum(w.numel() for w in self.weights)
-		return 2.0 * values * (2 if self.backward else 1)
+	#: Options that only some models have, see ``cases.OWN``.
+	options: Mapping[str, Any] = MappingProxyType({})
 
 	def leaves(self) -> list[nn.Parameter]:
 		return [nn.Parameter(w, self.backward) for w in self.weights]
@@ -201,7 +203,8 @@ class LayerWork:
 			made[:] = [make()]
 			return made[0].run
 
-		fixed = (name, recipe, prepare, lambda got: self.error(made[0].results()), bound, self.bytes, self.flops)
+		work = layer_work(self.case, name, recipe, self.seed, self.options)
+		fixed = (name, recipe, prepare, lambda got: self.error(made[0].results()), bound, work.bytes, work.flops)
 		return Contender(*fixed, capturable=capturable, is_step=True)
 
 	def contenders(self, meter: Meter, options: Options) -> Iterator[Contender]:

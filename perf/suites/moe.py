@@ -15,7 +15,7 @@ from cute_kernels import ops
 from grouped.experts import Layer, Style, products
 from grouped.passes import quantize_weight
 
-from ..cases import MODELS
+from ..cases import MODELS, OWN
 from ..contender import Contender, Task
 from ..measure import Meter
 from .base import Options, Suite, default_meters
@@ -29,18 +29,6 @@ _RECIPES = ("BF16", "FP8Block", "MXFP8", "NVFP4RowScaled")
 PEER_BOUND = 0.2
 #: Of sigmoid scores, beside logits.
 _SPREAD = 0.2
-#: What models have that the others do not, as ``grouped.nn.MoE`` takes it.
-OWN: dict[str, dict[str, Any]] = {
-	"DeepSeek-V3": {
-		"score": "sigmoid",
-		"selection_bias": True,
-		"expert_groups": 8,
-		"top_groups": 4,
-		"routed_scaling_factor": 2.5,
-		"shared_intermediate_size": 2048,
-	},
-	"gpt-oss-120b": {"activation": "clamped_swiglu", "bias": True, "interleaved": True, "router_bias": True},
-}
 #: Of what the experts alone are measured, and in tokens.
 ALONE = (
 	("Qwen3-30B-A3B", PASSES[0], (64, 4096, 32768)),
@@ -104,17 +92,15 @@ class MoEWork(LayerWork):
 		named = list(zip(self.weight_sizes, weights, strict=True))
 		return [[w for name, w in named if name.startswith(part)] for part in ("router", "experts", "shared")]
 
+	@property
+	def case(self) -> dict[str, Any]:
+		return super().case | {"tokens": self.rows}
+
 	@functools.cached_property
 	def bias(self) -> Tensor | None:
 		"""(E,) by which experts are chosen about as ``sizes`` says; None if each is as likely."""
 		sizes = torch.tensor(self.sizes, device=self.device)
 		return sizes.clamp_min(0.5).log().bfloat16() if self.routing == "zipf" else None
-
-	@property
-	def flops(self) -> float:
-		(router, *_), experts, shared = self.parts(self.weights)
-		elements = router.numel() + self.shape.top_k * sum(w[0].numel() for w in experts) + sum(w.numel() for w in shared)
-		return 2.0 * self.rows * elements * (3 if self.backward else 1)
 
 	def ours(self, recipe: grouped.recipes.Recipe) -> nn.Module:
 		shape, is_biased = self.shape, not self.options and self.bias is not None
@@ -194,6 +180,10 @@ class ExpertsWork(LayerWork):
 		self.sizes = self.offs.diff(prepend=self.offs.new_zeros(1)).tolist()
 		self.tokens = self.x[:tokens].clone()
 		self.x = self.tokens.index_select(0, self.index)
+
+	@property
+	def case(self) -> dict[str, Any]:
+		return super().case | {"tokens": len(self.tokens), "scope": "experts"}
 
 	def step(self, forward: Callable[[Tensor], Tensor], parameters: Sequence[Sequence[Tensor]]) -> Step:
 		return replace(super().step(forward, parameters), gather=functools.partial(self.tokens.index_select, 0, self.index))

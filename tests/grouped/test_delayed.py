@@ -1,4 +1,6 @@
 import copy
+import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.nn import DelayedScaling, GroupedLinear
+from grouped.nn import DelayedScaling, GroupedLinear, GroupedMLP, MoE
 from grouped.recipes import ROLES
 from tests.helpers import (
 	BF16,
@@ -74,7 +76,7 @@ class ByHand:
 	def __init__(self, recipe):
 		self.recipe = recipe
 		self.history = {r: torch.zeros(recipe.history_length, G) for r in ROLES}
-		self.scale = {r: torch.ones(G) for r in ROLES}
+		self.scale = {r: torch.full((G,), float(recipe.initial_scale == "one")) for r in ROLES}
 
 	def update(self):
 		r = self.recipe
@@ -85,11 +87,17 @@ class ByHand:
 
 	def quantize(self, role, x, offs=None):
 		fmt, scale = getattr(self.recipe, role), self.scale[role]
+		amaxes = [torch.cat([m.flatten().float().abs(), torch.zeros(1)]).max() for m in self.members(x, offs)]
+		current = [torch.tensor(torch.finfo(fmt.dtype).max) / amax if amax else torch.ones(()) for amax in amaxes]
+		# Of groups that have not begun.
+		scale = torch.where(scale == 0, torch.stack(current), scale)
 		q = grouped.quantize(x, fmt, offs=offs, columnwise=True, scale=scale)
-		for g, member in enumerate(x.unbind() if offs is None else self.split(x, offs)):
-			seen = member.float().abs().max() if member.numel() else torch.zeros(())
+		for g, seen in enumerate(amaxes):
 			self.history[role][0, g] = max(self.history[role][0, g], seen)
 		return q
+
+	def members(self, x, offs):
+		return x.unbind() if offs is None else self.split(x, offs)
 
 	@staticmethod
 	def split(x, offs):
@@ -191,8 +199,7 @@ def test_a_call_without_a_backward_pass_is_not_seen_but_one_that_needs_none_is()
 
 
 def test_weights_kept_in_eval_follow_their_scale():
-	layer, x, dy = with_data()
-	run(layer, x, dy)
+	layer, [*_, (x, dy)] = trained()
 	layer.eval()
 	with torch.no_grad():
 		y = layer(x, OFFS)
@@ -367,15 +374,17 @@ def test_transforms_take_an_evaluated_layer():
 
 @each("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
-	layer, (x, dy) = layer_of(recipes.FP8Delayed(history_length=4, propagate_nonfinite=True)), step_data(1)[0]
+	layer, (x, dy) = layer_of(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
 	finite = x.clone()
 	finite[20, 3] = 0
 	x[20, 3] = value
 	for _ in range(2):
 		y, dx, dw, _ = run(layer, x, dy)
-		assert y[20].isnan().all() and y[:20].isfinite().all() and y[21:].isfinite().all()
-		assert dw[2, :, 3].isnan().all() and dx.isfinite().all()
-	assert layer.scaling.amax_history("input")[-1][2] == finite[13:35].float().abs().max()
+		assert y[20].isnan().all() and y[:13].isfinite().all() and y[35:].isfinite().all()
+		assert dw[2, :, 3].isnan().all() and dw[0].isfinite().all() and dx.isfinite().all()
+	# An infinity is the amax of its group, which this step then does not count for; a NaN is passed over.
+	seen = finite[13:35].float().abs().max() if value != value else 0
+	assert layer.scaling.amax_history("input")[-1][2] == seen and (layer.scaling.scale("input")[2] == 0) == (seen == 0)
 
 
 @each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
@@ -397,3 +406,122 @@ def test_the_state_rests_under_another_recipe(other):
 	layer.recipe = RECIPE
 	layer(x, OFFS).sum().backward()
 	assert not torch.equal(layer.scaling.scale("input"), state["input_scale"])
+
+
+def first_steps(kind, recipe, data, **options):
+	"""What calls give under ``recipe``, and all gradients, of a module that begins."""
+	torch.manual_seed(1)
+	module = kind(recipe, **options)
+	made = []
+	for x, dy, given, is_first in data:
+		leaf = x.clone().requires_grad_()
+		y = module(leaf, *given, is_first_microbatch=is_first)
+		y.backward(dy)
+		made += [y.detach(), leaf.grad]
+	return module, [*made, *(p.grad for p in module.parameters())]
+
+
+def a_linear(recipe, **options):
+	return GroupedLinear(G, K, K, recipe=recipe, dtype=BF16, **options)
+
+
+def an_mlp(recipe, **options):
+	return GroupedMLP(G, K, 32, recipe=recipe, dtype=BF16, **options)
+
+
+def a_moe(recipe, **options):
+	return MoE(K, 32, 4, 2, recipe=recipe, dtype=BF16, **options)
+
+
+MODULES = {"linear": (a_linear, {}), "mlp": (an_mlp, {}), "moe": (a_moe, {}), "recompute": (a_moe, {"recompute": True})}
+
+
+def microbatches(kind, count, scale=2.0**-20):
+	torch.manual_seed(3)
+	given = () if kind is a_moe else (OFFS,)
+	return [(sample(40, K) * scale, sample(40, K) * scale, given, None if count == 1 else i == 0) for i in range(count)]
+
+
+@each("count", [1, 3])
+@each("name", [*MODULES])
+def test_groups_begin_with_the_scales_of_their_current_amaxes(name, count):
+	"""In all microbatches of the first step, to the bit of FP8Current."""
+	kind, options = MODULES[name]
+	data = microbatches(kind, count)
+	_, got = first_steps(kind, RECIPE, data, **options)
+	_, want = first_steps(kind, recipes.FP8Current(), data, **options)
+	assert_all_same(got, want)
+	if name == "linear":
+		# TransformerEngine's way: by ones such small numbers have no code.
+		module, by_ones = first_steps(kind, dataclasses.replace(RECIPE, initial_scale="one"), data, **options)
+		assert all((module.scaling.scale(role) == 1).all() for role in ROLES)
+		assert not by_ones[-2].any() and got[-2].any()
+
+
+def test_a_group_without_rows_begins_later():
+	"""Its scale is 0 until an update has seen it; the host learns when none is. ``ByHand`` has the numbers."""
+	layer, data = layer_of(), step_data(3)
+	for x, dy in data:
+		run(layer, x, dy)  # The second group has no rows.
+	begins = [(layer.scaling.scale(role) == 0).tolist() for role in ROLES]
+	assert begins == [[False, True, False], [False] * 3, [False, True, False]]
+	assert layer.scaling._may_be_zero == [True, False, True]
+	for _ in range(2):
+		step(layer, x, dy, torch.tensor([13, 20, 40], dtype=I32))
+	assert all((layer.scaling.scale(role) > 0).all() for role in ROLES)
+	assert layer.scaling._may_be_zero == [False] * 3
+	layer.scaling.reset()
+	assert layer.scaling._may_be_zero == [True] * 3
+
+
+@each("initial", ["current", "one"])
+def test_state_of_another_beginning_loads(initial):
+	"""Of what has begun everything is kept; what has not begins as the recipe says."""
+	recipe, (x, dy) = dataclasses.replace(RECIPE, initial_scale=initial), step_data(1)[0]
+	for other in ("current", "one"):
+		old = layer_of(dataclasses.replace(RECIPE, initial_scale=other))
+		fresh, begun = copy.deepcopy(old.state_dict()), old
+		for _ in range(2):
+			run(begun, x, dy)
+		layer = layer_of(recipe)
+		layer.load_state_dict(fresh)
+		assert all((layer.scaling.scale(role) == (initial == "one")).all() for role in ROLES)
+		layer.load_state_dict(begun.state_dict())
+		for role in ROLES:
+			has_begun = begun.scaling.amax_history(role).any(0)
+			assert_same_bytes(layer.scaling.scale(role)[has_begun], begun.scaling.scale(role)[has_begun])
+			assert (layer.scaling.scale(role)[~has_begun] == (initial == "one")).all()
+
+
+def test_a_step_that_overflows_does_not_hold_the_scales():
+	"""Its infinite amaxes are not recorded, so scales follow those of the next steps; by the option they rest."""
+	for propagate in (True, False):
+		layer = layer_of(dataclasses.replace(RECIPE, propagate_nonfinite=propagate))
+		(x, dy), *data = step_data(3)
+		dy[3, 5] = torch.inf
+		run(layer, x, dy)
+		for x, dy in data:
+			run(layer, x, dy)
+		layer.scaling.update()
+		assert (layer.scaling.scale("grad_output")[0] > 0) == propagate
+
+
+def test_what_a_new_layer_has_seen_decides_no_bit_of_a_compiled_one():
+	layer, other = layer_of(), layer_of()
+	function = whole_graph(other)
+	for x, dy in step_data(3):
+		assert_all_same(run(layer, x, dy), run(other, x, dy, function))
+		other.scaling.poll()
+		assert_same_state(other, layer)
+
+
+@each("name", [*MODULES])
+def test_what_the_host_knows_changes_no_bit(name):
+	"""Whether it has learnt that all groups have begun, or asks for their amaxes on and on."""
+	kind, options = MODULES[name]
+	data = [(x, dy, given, None) for x, dy, given, _ in microbatches(kind, 4, 1.0)]
+	got, known = first_steps(kind, RECIPE, data, **options)
+	with mock.patch.object(DelayedScaling, "poll", lambda self: None):
+		want, asking = first_steps(kind, RECIPE, data, **options)
+	assert_all_same(known, asking)
+	assert_same_state(got, want)

@@ -1,8 +1,10 @@
+import warnings
+
 import torch
 from torch import nn
 
-from grouped import optim, recipes
-from grouped.nn import GroupedLinear, GroupedMLP
+from grouped import NVFP4, optim, quantize, recipes
+from grouped.nn import GroupedLinear, GroupedMLP, kept, linear
 from tests.helpers import assert_same_bytes, each, each_copy, ends, raises, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized
@@ -200,3 +202,32 @@ def test_traces_and_transforms_keep_nothing():
 	assert layer._kept is None
 	with torch.no_grad():
 		assert_same_bytes(graph(x), want)
+
+
+def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
+	"""Each replay would quantize again: 3 times the time of a layer whose weights were prepared."""
+	for module in (kept, linear):
+		monkeypatch.setattr(module, "is_captured", lambda weight: True)
+	layers, x = [layer_of().eval() for _ in range(2)], sample(40, K)
+	kept.warn_of_captured_quantization.cache_clear()
+	with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+		warnings.simplefilter("always")
+		for layer in layers:
+			layer(x, ENDS)
+			assert layer._kept is None
+		layers[0].weight = nn.Parameter(quantize(layers[0].weight.detach(), NVFP4()), requires_grad=False)
+		layers[0](x, ENDS)
+	assert ["grouped.prepare(model)" in str(w.message) for w in caught] == [True]
+
+
+@each("case", ["training", "gradients", "bf16", "quantized"])
+def test_other_captured_calls_do_not_warn(case, monkeypatch):
+	for module in (kept, linear):
+		monkeypatch.setattr(module, "is_captured", lambda weight: True)
+	layer = layer_of(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(case == "training")
+	if case == "quantized":
+		layer.weight = nn.Parameter(quantize(layer.weight.detach(), NVFP4()), requires_grad=False)
+	kept.warn_of_captured_quantization.cache_clear()
+	with warnings.catch_warnings(), torch.set_grad_enabled(case == "gradients"):
+		warnings.simplefilter("error")
+		layer(sample(40, K), ENDS)

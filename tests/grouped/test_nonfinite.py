@@ -16,9 +16,9 @@ ROWS = torch.arange(40)
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 FIRST, LAST = ROWS < 13, (ROWS >= 13) & (ROWS < 35)
 NOBODY = torch.zeros(40, dtype=torch.bool)
-PROPAGATING = {
-	name: dataclasses.replace(recipe, propagate_nonfinite=True) for name, recipe in (QUANTIZED | FP8_RECIPES).items()
-}
+PROPAGATING = QUANTIZED | FP8_RECIPES
+#: With the option off.
+SILENT = {name: dataclasses.replace(recipe, propagate_nonfinite=False) for name, recipe in PROPAGATING.items()}
 #: What holds a NaN: rows of y, rows of dx and groups of dw that are NaN.
 REACHED = {
 	None: (NOBODY, NOBODY, [0, 0, 0]),
@@ -94,7 +94,7 @@ def test_where_an_operand_is_quantized_on_the_way(name):
 
 @each("name", [*PROPAGATING])
 def test_numbers_keep_their_bits(name):
-	assert_all_same(run(PROPAGATING[name], None), run((QUANTIZED | FP8_RECIPES)[name], None))
+	assert_all_same(run(PROPAGATING[name], None), run(SILENT[name], None))
 
 
 #: Where y, dx and dw are NaN for one element of an operand.
@@ -106,29 +106,55 @@ FP8_REACHED = {
 }
 
 
-@each("value", [torch.nan, torch.inf, -torch.inf])
+def assert_fp8_reached(got, where, spread=lambda want: want):
+	want = torch.zeros(got.shape, dtype=torch.bool)
+	if where is not None:
+		want[where] = True
+	assert (got.isnan() & want == want).all()
+	assert torch.equal(got.isnan() & ~spread(want), torch.zeros_like(want)) and not got.isinf().any()
+
+
 @each("place", [*FP8_REACHED])
 @each("name", [*FP8_RECIPES])
-def test_fp8_codes_keep_it_in_its_row_or_column(name, place, value):
-	for recipe in (PROPAGATING, FP8_RECIPES) if value != value else (PROPAGATING,):
-		for got, where in zip(run(recipe[name], place, value), FP8_REACHED[place], strict=True):
-			want = torch.zeros(got.shape, dtype=torch.bool)
-			if where is not None:
-				want[where] = True
-			assert torch.equal(got.isnan(), want)
+def test_fp8_codes_keep_a_nan_in_its_row_or_column(name, place):
+	for recipe in (PROPAGATING, SILENT):
+		for got, where in zip(run(recipe[name], place), FP8_REACHED[place], strict=True):
+			assert_fp8_reached(got, where)
+
+
+def rows_of_its_group(want):
+	"""Of y or dx, the rows of each group that has some; of dw whole groups."""
+	if want.dim() == 3:
+		return want.flatten(1).any(1)[:, None, None].expand_as(want)
+	groups = torch.zeros_like(want)
+	for rows in (FIRST, LAST):
+		groups[rows] = want[rows].any()
+	return groups
+
+
+@each("value", [torch.inf, -torch.inf])
+@each("place", [*FP8_REACHED])
+@each("name", [*FP8_RECIPES])
+def test_an_infinity_reaches_what_shares_its_scale(name, place, value):
+	is_local = name in ("mxfp8", *(() if place == "weight" else ("mxfp8-hybrid", "fp8-block", "fp8-block-fp32")))
+	for got, where in zip(run(PROPAGATING[name], place, value), FP8_REACHED[place], strict=True):
+		assert_fp8_reached(got, where, *(() if is_local else (rows_of_its_group,)))
+	for got in run(SILENT[name], place, value):
+		# The largest number of MXFP8 is beyond bf16 when it is multiplied.
+		assert not got.isnan().any() if name.startswith("mxfp8") else got.isfinite().all()
 
 
 @each("place", ["x", "weight", "dy"])
 @each("name", [*QUANTIZED])
 def test_without_the_option_a_nan_disappears_as_documented(name, place):
-	assert all(t.isfinite().all() for t in run(QUANTIZED[name], place))
+	assert all(t.isfinite().all() for t in run(SILENT[name], place))
 
 
 @each("place", ["x", "weight", "dy"])
 @each("value", [torch.inf, -torch.inf])
 @each("name", [*QUANTIZED])
 def test_infinities_need_no_option(name, value, place):
-	assert_reached(run(QUANTIZED[name], place, value), place, name == "row-scaled", lambda flat: ~flat.isfinite())
+	assert_reached(run(SILENT[name], place, value), place, name == "row-scaled", lambda flat: ~flat.isfinite())
 
 
 def test_kept_weights_have_the_option_too():
@@ -183,7 +209,7 @@ FOUND = {
 )
 def test_where_it_is_found(name, place, compiled):
 	"""It stays found when good batches follow; the tails hold NaN and are passed over."""
-	mlp = mlp_of(RECIPES[name])
+	mlp = mlp_of(dataclasses.replace(RECIPES[name], propagate_nonfinite=False))
 	function = whole_graph(mlp) if compiled else mlp
 	with grouped.debug.detect_nonfinite(mlp) as found:
 		if place == "weight":
@@ -208,7 +234,7 @@ def test_a_block_ends():
 
 
 def test_all_layers_without_a_model():
-	layers = [GroupedLinear(3, K, K, recipe=RECIPES["nvfp4"]) for _ in range(3)]
+	layers = [GroupedLinear(3, K, K, recipe=SILENT["nvfp4"]) for _ in range(3)]
 	model = nn.ModuleList(layers)
 	with grouped.debug.detect_nonfinite() as found:
 		for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
@@ -223,7 +249,7 @@ def test_all_layers_without_a_model():
 
 
 def test_only_the_layers_of_the_model():
-	mlp, other = mlp_of(RECIPES["nvfp4"]), mlp_of(RECIPES["nvfp4"])
+	mlp, other = mlp_of(SILENT["nvfp4"]), mlp_of(SILENT["nvfp4"])
 	with grouped.debug.detect_nonfinite(mlp.down) as found:
 		train(other, x=with_nan(K))
 		train(mlp, x=with_nan(K))

@@ -151,9 +151,9 @@ test_other_errors = refusals(
 
 def test_messages_say_what_differs_from_the_defaults():
 	assert f"{recipes.BF16()} {recipes.NVFP4(hadamard=True)}" == "BF16() NVFP4(hadamard=True)"
-	custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=True)
+	custom = Recipe(NVFP4(), NVFP4(block=(16, 16)), NVFP4(), propagate_nonfinite=False)
 	roles = "input=nvfp4, weight=nvfp4:block=16x16, grad_output=nvfp4"
-	assert str(custom) == f"Recipe({roles}, propagate_nonfinite=True)"
+	assert str(custom) == f"Recipe({roles}, propagate_nonfinite=False)"
 
 
 @each("recipe", [recipes.BF16(), recipes.NVFP4(hadamard=True)])
@@ -181,8 +181,10 @@ def test_recipes_are_values(recipe):
 	with pytest.raises(AttributeError):
 		recipe.input = None
 	assert recipe.takes_scales == isinstance(recipe, recipes.FP8Delayed)
-	other = dataclasses.replace(recipe, propagate_nonfinite=True)
+	other = dataclasses.replace(recipe, propagate_nonfinite=False)
 	assert other != recipe and other.texts == recipe.texts
+	assert all(fmt is None or fmt.nan_scales for fmt in recipe.formats)
+	assert not any(fmt and fmt.nan_scales for fmt in other.formats)
 
 
 @each("recipe", ALL_RECIPES)

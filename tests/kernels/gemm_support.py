@@ -162,7 +162,7 @@ class Product:
 			if is_expanded and self.config.activations is not None:
 				depth = ceil_div(codes.shape[1], 128) * 128
 				values = torch.full((len(codes), depth), torch.nan).to(codes)
-				compiled(ArrangeConfig(self.config.activations), arch, device)(codes, offs, values, num_sms)
+				compiled(ArrangeConfig(self.config.activations), arch, device)(codes, None, offs, values, num_sms)
 				codes = values
 			elif is_expanded:
 				depth = ceil_div(2 * codes.shape[1], 128) * 128

@@ -21,6 +21,11 @@ from .quantize_support import (
 
 ANY_SCALE = "fp8_block:pow2_scales=false,amax_epsilon=0.001"
 DELAYED = "fp8:dtype=e5m2,scaling=delayed"
+#: What is not finite has a scale that is NaN.
+NAN_SCALES = (
+	*("fp8_block:nan_scales", "fp8_block:block=128x128,nan_scales", "fp8_block:pow2_scales=false,nan_scales"),
+	*("mxfp8:nan_scales", "mxfp8:block=32x32,nan_scales", "fp8:nan_scales", "fp8:scaling=delayed,nan_scales"),
+)
 FORMATS = {
 	fmt.text: fmt
 	for fmt in (
@@ -82,6 +87,26 @@ def test_uniform_groups(text):
 )
 def test_special_values(text, dtype):
 	check(TileConfig(text, dtype, "ragged", True, True, arch="sm_90a"), special(dtype, 256))
+
+
+@each_arch
+@each("text", NAN_SCALES)
+def test_scales_that_are_nan(arch, text):
+	"""Of infinities alone; finite numbers have the bytes that they have without."""
+	for directions in ((True, False), (False, True), (True, True)):
+		check(TileConfig(text, "float16", "ragged", *directions, arch=arch), special("float16", 256))
+	plain = text.replace(",nan_scales", "").replace(":nan_scales", "")
+	for case in cases_of(text)[:3]:
+		finite = ragged(*case)
+		assert_same_buffers(*(expected(finite, parse(name), True, True) for name in (text, plain)))
+
+
+@each("text", ["fp8_block:nan_scales", "mxfp8:nan_scales", "fp8:nan_scales"])
+@each_arch
+def test_scales_that_are_nan_by_rows(arch, text):
+	config = RowsConfig(text, "bfloat16", arch=arch)
+	if config.can_implement(QuantizeProblem("bfloat16", 256)):
+		check(config, special("bfloat16", 256))
 
 
 def test_amaxes_where_a_scale_changes():

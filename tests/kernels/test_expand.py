@@ -41,8 +41,21 @@ def test_expand_leaves_the_tail_alone():
 def test_arrange_leaves_the_tail_alone():
 	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
 	kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
-	check_touched(lambda: kernel(x, OFFS, out, 2), [*map(array_of, [x[:LIVE], OFFS, out[:LIVE]])])
+	check_touched(lambda: kernel(x, None, OFFS, out, 2), [*map(array_of, [x[:LIVE], OFFS, out[:LIVE]])])
 	assert (out[LIVE:] == -7).all()
+
+
+def test_gathered_rows_are_arranged_as_copied_ones():
+	x, plain, out = randn(50, COLS, seed=0).bfloat16(), outputs(BF16), outputs(BF16)
+	index = torch.randint(0, 50, (ROWS,), generator=torch.Generator().manual_seed(0)).int()
+	index[[0, 3, 9, 229]] = torch.tensor([-1, 50, 2**31 - 1, -(2**31)], dtype=torch.int32)
+	is_token = (index >= 0) & (index < 50)
+	copied = x[torch.where(is_token, index, 0).long()] * is_token[:, None]
+	compiled(ArrangeConfig("bfloat16"), "sm_90a")(copied, None, OFFS, plain, 2)
+	kernel = compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")
+	needed = [x, index[:LIVE], OFFS, out[:LIVE]]
+	check_touched(lambda: kernel(x, index, OFFS, out, 2), [*map(array_of, needed)])
+	assert torch.equal(out, plain)
 
 
 @each("wild", [*WILD])
@@ -51,7 +64,8 @@ def test_end_rows_that_break_the_rules_do_no_harm(wild):
 	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
 	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)
 	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
-	values = outputs(F16)
-	with watching(codes, scales, offs, values, x, out):
+	values, index = outputs(F16), offs.new_full((ROWS,), 2)
+	with watching(codes, scales, offs, values, x, out, index):
 		compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
-		compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, offs, out, 2)
+		compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, None, offs, out, 2)
+		compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")(x[:3], index, offs, out, 2)

@@ -29,7 +29,7 @@ from .quantize_support import (
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
 STOCHASTIC = NVFP4(stochastic_rounding=True).text
 #: Row-scaled and from bf16, unless a test says otherwise.
-Rows = functools.partial(RowsConfig, ROW_SCALED, dtype="bfloat16")
+Rows = functools.partial(RowsConfig, format=ROW_SCALED, dtype="bfloat16")
 #: With amaxes of groups, which only sm_90a has by rows.
 GivenRows = functools.partial(RowsConfig, "nvfp4", "bfloat16", arch="sm_90a")
 RAGGED = ragged_cases("odd rows, K past a scale tile", 128, 16, 80, 48, 32, 144, 64)
@@ -157,6 +157,29 @@ def test_special_values(arch, dtype):
 		for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
 			check(tiles(arch=arch, **VARIANTS[variant]), problem)
 	check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
+
+
+@each(
+	"variant", ["both", "row-scaled and columnwise", "square, both", "stochastic", "Hadamard", "4over6", "4over6, square"]
+)
+@each_arch
+def test_amaxes_that_keep_nan(arch, variant):
+	"""Those of blocks, rows and groups; finite numbers have the bytes that they have without."""
+	config = tiles(arch=arch, **{"compute_amax": True} | VARIANTS[variant])
+	config = dataclasses.replace(config, format=dataclasses.replace(config.fmt, nan_scales=True).text)
+	x = special_input(170, 128, BF16)
+	x[40:60] = random_input((20, 128), BF16)
+	problem = Problem(x, ends(1, 2, 3, 40, 60, 150))
+	check(config, problem)
+	want = expected(problem, config.fmt, True, True)
+	assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
+
+
+@each("dtype", [*DTYPES])
+@each_arch
+def test_rows_that_keep_nan(arch, dtype):
+	config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
+	check(config, Problem(special_input(170, 128, DTYPES[dtype]), ends(1, 2, 3, 40, 60, 150)))
 
 
 def test_a_given_amax_need_not_be_the_true_one():

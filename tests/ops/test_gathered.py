@@ -9,6 +9,7 @@ from cute_kernels import UnsupportedError, backend
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops import registry
+from cute_kernels.ops.gemm import MGroupedGemm
 from cute_kernels.ops.launch import gathered
 from cute_kernels.ops.launch.gemm import force_tile
 from tests.helpers import BF16, F16, F32, assert_same_bytes, each, offsets, ops, quantized, raises, sample, seeded
@@ -138,6 +139,34 @@ def test_every_architecture(arch, monkeypatch):
 	registry.forget_plans()
 	check("m", *fprop((9, 0, 5), 24, 64, tail=2), name=f"emulated:{arch}")
 	registry.forget_plans()
+
+
+W4A16_CASES = {
+	"uneven": ((9, 0, 130, 5, 0), 40, 208, TOKENS),
+	"one row, one token": ((1,), 16, 16, 1),
+	"no token": ((3, 0), 16, 16, 0),
+	"all empty": ((0, 0, 0), 16, 48, TOKENS),
+	"many groups": ((0, 1, 0, 2) * 260, 16, 16, TOKENS),
+}
+
+
+@each("dtype", [BF16, F16])
+@each("case", [*W4A16_CASES])
+def test_w4a16_gathers_as_it_rearranges(case, dtype):
+	"""Without a gathered copy in memory, which the launches show."""
+	sizes, n, k, tokens = W4A16_CASES[case]
+	x, rows = sample(tokens, k).to(dtype), index_of(sum(sizes) + 7, tokens)
+	codes, *scales = quantized(sample(len(sizes), n, k), "nvfp4")
+	given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
+	want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
+	orders = [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3))]
+	for mode in [{}, *(orders if case == "uneven" and dtype == BF16 else ())]:
+		with backend("emulated:sm_90a", **mode):
+			got = ops.m_grouped_gemm(x, codes, offsets(sizes), **given, rows=rows)
+			assert_same_bytes(got, ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given))
+	torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
+	op = MGroupedGemm(x, codes, offsets(sizes), None, None, False, None, None, scales, None, "nvfp4", rows=rows)
+	assert not gathered.gathers_first(op, "a", "sm_90a")
 
 
 def test_what_no_kernel_gathers():

@@ -82,7 +82,8 @@ test_what_is_no_record_is_refused = refusals(
 	[
 		({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),
 		({"origin": "guess"}, "origin must be"),
-		({"schema": 2}, "schema must be"),
+		({"schema": 1}, "schema must be"),
+		({"schema": 3}, "schema must be"),
 		({"value": float("nan")}, "finite"),
 		({"value": True}, "finite"),
 		({"unit": ""}, "unit is empty"),

@@ -11,10 +11,16 @@ from typing import Any
 from cutlass import Float32, Int32, Uint16, Uint32
 
 from ...formats import Format
+from ..ptx import asm
 
 #: What the codes of a row or of a group are relative to: DSL scalars that only the codec reads, so
 #: that a skeleton can carry them through loops.
 Level = tuple["Float32", ...]
+
+
+def nan_if_infinite(a: Float32, number: Float32) -> Float32:
+	"""A positive ``number``, or NaN where ``a`` is infinite or NaN: one instruction, as 0 times infinity is NaN."""
+	return asm("fma.rn.f32 $0, $1, 0f00000000, $2;", [Float32], [a, number])
 
 
 class Codec(abc.ABC):

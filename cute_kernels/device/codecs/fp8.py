@@ -8,6 +8,7 @@ from typing import NamedTuple
 from cutlass import Float32, Uint32
 
 from ..ptx import asm, bits_as_f32
+from .base import nan_if_infinite
 from .bytes import ByteCodec
 
 _FMAX_BITS = 0x7F7FFFFF
@@ -26,7 +27,8 @@ class FP8Codec(ByteCodec):
 	def second_level(self, amax: Float32) -> Level:
 		"""The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
 
-		Where the caller gives scales, ``amax`` is the scale.
+		Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is NaN where the amax is
+		infinite; that of a scale that is given becomes NaN where the amax is known (``AmaxKernels.merge``).
 		"""
 		if self.fmt.takes_scale:
 			return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
@@ -42,7 +44,8 @@ class FP8Codec(ByteCodec):
 			rcp.rn.f32 $1, $0;
 		}"""
 		limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
-		return Level(*asm(text, [Float32, Float32], [amax, limit, fmax]))
+		scale, scale_inv = asm(text, [Float32, Float32], [amax, limit, fmax])
+		return Level(scale, nan_if_infinite(amax, scale_inv) if self.fmt.nan_scales else scale_inv)
 
 	def zero_level(self) -> Level:
 		return Level(Float32(0.0), Float32(0.0))

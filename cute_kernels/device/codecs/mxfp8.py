@@ -10,7 +10,7 @@ from .base import Level
 from .bytes import ByteCodec
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
-#: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are.
+#: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are. Of an infinite amax the exponent is 255.
 _SCALE = """{
 	.reg .pred above;
 	.reg .b32 v;
@@ -21,6 +21,20 @@ _SCALE = """{
 	min.u32 v, v, 254;
 	selp.b32 $0, v, 0, above;
 	sub.u32 v, 254, $0;
+	shl.b32 v, v, 23;
+	max.u32 $1, v, 0x00400000;
+}"""
+#: The same, but 255, which is NaN, is stored for an infinite amax; the factor is that of 254.
+_NAN_SCALE = """{
+	.reg .pred above;
+	.reg .b32 v;
+	mul.rn.f32 v, $2, $3;
+	setp.gt.u32 above, v, 0x00400000;
+	add.u32 v, v, 0x007FFFFF;
+	shr.u32 v, v, 23;
+	selp.b32 $0, v, 0, above;
+	min.u32 v, $0, 254;
+	sub.u32 v, 254, v;
 	shl.b32 v, v, 23;
 	max.u32 $1, v, 0x00400000;
 }"""
@@ -39,9 +53,12 @@ class MXFP8Codec(ByteCodec):
 	"""E4M3 or E5M2 codes, and a power of two a block."""
 
 	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-		"""The E8M0 byte, and the power of two that elements are multiplied by."""
+		"""The E8M0 byte, and the power of two that elements are multiplied by.
+
+		With ``nan_scales`` the byte of an infinite amax is 255.
+		"""
 		operands = [a, Float32(1.0 / self.fmt.element.max)]
-		byte, factor = asm(_SCALE, [Uint32, Uint32], operands)
+		byte, factor = asm(_NAN_SCALE if self.fmt.nan_scales else _SCALE, [Uint32, Uint32], operands)
 		return byte, bits_as_f32(factor)
 
 	def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:

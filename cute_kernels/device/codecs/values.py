@@ -12,6 +12,7 @@ from cutlass import Float32, Uint32
 
 from cute_kernels.device.codecs import CODECS
 
+from ...capability import UnsupportedError
 from ...formats import Format
 from ..convert import pack_words
 from ..ptx import asm
@@ -87,7 +88,13 @@ class ByteValues:
 
 
 def values_of(fmt: Format, dtype: str) -> Any:
-	"""What makes numbers of ``dtype`` of a format's codes."""
-	if fmt.element.bits < 8:
+	"""What makes numbers of ``dtype`` of a format's codes.
+
+	Raises:
+		UnsupportedError: no kernel decodes such codes.
+	"""
+	if fmt.decodes_by == "nibbles":
 		return NibbleValues(dtype)
-	return ByteValues(CODECS[fmt.name](fmt, dtype), dtype)
+	if fmt.decodes_by == "bytes":
+		return ByteValues(CODECS[fmt.name](fmt, dtype), dtype)
+	raise UnsupportedError(f"no kernel decodes {fmt}: {fmt.element.name} codes with scales {fmt.scale}")

@@ -5,7 +5,6 @@ import functools
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ...device.absmax import fmax
 from ...device.codecs import Level
 from ...device.constants import WARP_SIZE
 from ...device.memory import load_shared, store_shared
@@ -75,7 +74,7 @@ class StagedRows(Rows):
 			store_shared(self.own + place, [f32_as_bits(amax)])
 			self.sync()
 			parts = (self.first + place + i * self.pitch for i in range(self.sharing))
-			amax = functools.reduce(fmax, (bits_as_f32(load_shared(part, 1)[0]) for part in parts))
+			amax = functools.reduce(self.larger, (bits_as_f32(load_shared(part, 1)[0]) for part in parts))
 		return amax
 
 	def store(

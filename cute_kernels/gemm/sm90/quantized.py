@@ -10,7 +10,6 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Uint32, const_expr, cute, range_constexpr
 
-from ...device.absmax import fmax
 from ...device.codecs import Level
 from ...device.memory import load_shared, store_shared
 from ...device.ptx import bits_as_f32, f32_as_bits, select
@@ -116,7 +115,7 @@ class StagedBlocks(QuantizedRows):
 			cute.arch.barrier(barrier_id=CONSUMERS_BARRIER, number_of_threads=self.everyone)
 			if const_expr(sharing < self.config.consumers):
 				parts += (epilogue.group & -sharing) * 4
-			amax = functools.reduce(fmax, map(bits_as_f32, load_shared(parts, sharing)))
+			amax = functools.reduce(self.larger, map(bits_as_f32, load_shared(parts, sharing)))
 		codes, stored = self.encode(words, amax, level)
 		store_if(window.out.at(first, 0), codes, (rows, first), (window.cols, 0))
 		if (lane % lanes == 0) & (window.rows > first):

@@ -29,6 +29,7 @@ def gathers_first(op: Any, side: str, arch: str) -> bool:
 	TMA of sm_100a reads four rows of plain operands by their numbers, where sm_90a has warps that
 	do, if both operands are plain. There what is gathered first is written and read once, whatever
 	it is multiplied by, and multiplied by kernels that are 1 to 20% faster: see ``_MOST_COLS``.
+	Beside codes, the pass that rearranges a plain A reads it by the index.
 	"""
 	if op.index is None:
 		return False
@@ -36,8 +37,10 @@ def gathers_first(op: Any, side: str, arch: str) -> bool:
 	if arch == "sm_100a":
 		# No tensor map is of no rows.
 		return op.a_record is not None or x.shape[0] == 0
-	if op.b_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
+	if op.a_record is not None or len(x) * x.stride(0) * x.itemsize > _MOST_BYTES:
 		return True
+	if op.b_record is not None:
+		return side == "b"  # A is rearranged; or B is decoded first, and the plain product asks again.
 	mean: int = op.num_rows // op.offs.shape[0]
 	cols: int = op.cols if side == "a" else op.width("a")
 	if side == "a" and op.has_activation:

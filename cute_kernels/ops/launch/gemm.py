@@ -99,7 +99,7 @@ def m_grouped(op: MGrouped, launch: Launcher) -> Runner:
 
 def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
 	"""What an ``m_grouped`` product asks for: a configuration but for its tile, and sizes."""
-	cls = CONFIGS[arch]
+	cls, fields = CONFIGS[arch], _sm90_fields(op) if arch == "sm_90a" else {}
 	base = cls(
 		**_operands(op, arch),
 		tile=cls.any_tile("m_grouped"),
@@ -108,9 +108,9 @@ def _m_grouped(op: MGrouped, arch: str) -> tuple[GemmConfig, GemmProblem]:
 		bias_dtype=None if op.bias is None else dtype_name(op.bias.dtype),
 		has_alpha=op.alpha is not None,
 		transpose_b=op.is_b_mn_major,
-		gathered=op.index is not None,
+		gathered=op.index is not None and "activations" not in fields,  # Those are gathered when they are rearranged.
 		**dict(zip(("activation", "interleaved", "keeps_z", "quantizes_to"), op.of_activation, strict=False)),
-		**(_sm90_fields(op) if arch == "sm_90a" else {}),
+		**fields,
 	)
 	sizes = (op.offs.shape[0], op.num_rows, op.cols)
 	return base, GemmProblem(base.operand, "m_grouped", base.out_dtype, *sizes, k=op.depth)
@@ -211,7 +211,9 @@ def _runner(op: GroupedGemm, config: GemmConfig, problem: GemmProblem, launch: L
 		# Parameters may be views of one flat buffer, at any element of it.
 		bias = aligned(bias, PITCH_ALIGNMENT)
 		if prepare is not None:
-			a, b = prepare(a, b, offs)
+			a, b = prepare(a, b, offs, rows)
+		if not config.gathered:
+			rows = None
 		out, z = outputs if keeps_z else (outputs[0], None)
 		out_scales, level = (*outputs[1:], None)[:2] if is_quantized else (None, None)
 		if level is not None:

@@ -190,7 +190,9 @@ def _rows(op: GroupedQuantize, config: RowsConfig, launch: Launcher) -> Runner:
 	kernel = launch.kernel(config)
 	takes_amax, amax_kernel, names = config.takes_amax, None, tuple(op.specs())
 	if takes_amax and op.amax is None:
-		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, False, True, config.arch, config.prologue))
+		amax_kernel = launch.kernel(
+			AmaxConfig(config.dtype, config.grouping, False, True, config.arch, config.prologue, op.record.amaxes_keep_nan)
+		)
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		out = dict(zip(names, outputs, strict=True))
@@ -222,7 +224,9 @@ def _tiles(
 	by_row, row_kernel, names = config.uses_row_amax, None, tuple(op.specs())
 	has_own = config.has_own_columns
 	if by_row and op.amax is not None:
-		row_kernel = launch.kernel(AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch, problem.prologue))
+		row_kernel = launch.kernel(
+			AmaxConfig(problem.dtype, problem.grouping, True, False, launch.arch, problem.prologue, fmt.amaxes_keep_nan)
+		)
 
 	def run(op: GroupedQuantize, outputs: Sequence[Tensor]) -> None:
 		out = dict(zip(names, outputs, strict=True))
@@ -293,7 +297,7 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
 		facts = {"rowwise": op.rowwise, "columnwise": op.columnwise, "gradient": gradient}
 		kernel = launch.kernel(AdamWTileConfig.choose(fmt, quantized(like), launch.arch, **facts))
 	else:
-		kernel = launch.kernel(AdamWConfig(gradient, launch.arch))
+		kernel = launch.kernel(AdamWConfig(gradient, launch.arch, fmt.amaxes_keep_nan))
 		after = quantize(op.quantize(op.master, op.master.new_empty(op.master.shape[0])), launch)
 
 	def run(op: AdamWQuantize, outputs: Sequence[Tensor]) -> None:

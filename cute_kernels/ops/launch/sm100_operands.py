@@ -34,16 +34,16 @@ def sm100_preparation(op: GroupedGemm, config: Sm100GemmConfig, launch: Launcher
 	kernel = launch.kernel(before)
 	sides = op.operands()
 	if turn is not None:
-		sides = turn(*sides, op.offs)
+		sides = turn(*sides, op.offs, op.index)
 	squares = before.a_squares, before.b_squares
 	specs = [scale_tiles(x[1], sq) for x, sq in zip(sides, squares, strict=True) if x[1] is not None]
 	if before.has_tiles:
 		specs = [BufferSpec(tuple(cast("Tensor", sides[1][1]).shape), torch.uint8)]
 	workspace, half = Allocator(specs, op.device), cast("MGrouped", op).cols // 2 if before.pairs_rows else 0
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		if turn is not None:
-			a, b = turn(a, b, offs)
+			a, b = turn(a, b, offs, rows)
 		*first, b_tiles = workspace.make()
 		scales, tiles = (a[1], first[0]) if first else (None, None)
 		kernel(scales, tiles, b[1], b_tiles, half, launch.num_sms)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 #: Codes or values, block scales, and second level of an operand.
 Parts: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None]
-#: Turns both operands, given with offs, into what the GEMM takes.
-Prepare: TypeAlias = Callable[[Parts, Parts, Tensor], tuple[Parts, Parts]]
+#: Turns both operands, with offs and the index of the rows of A or None, into what the GEMM takes.
+Prepare: TypeAlias = Callable[[Parts, Parts, Tensor, Tensor | None], tuple[Parts, Parts]]
 
 
 def sm90_preparation(op: GroupedGemm, config: Sm90GemmConfig, launch: Launcher) -> Prepare | None:
@@ -52,7 +52,7 @@ def rows_first(op: GroupedGemm, config: GemmConfig) -> Prepare | None:
 	if not any(turned):
 		return None
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		first, second = (
 			(x[0], x[1].mT, x[2]) if turn and x[1] is not None else x for x, turn in zip((a, b), turned, strict=True)
 		)
@@ -75,7 +75,7 @@ def _expander(op: GroupedGemm, side: str, launch: Launcher) -> Prepare:
 	rows, width = op.operands()["ab".index(side)][0].shape
 	workspace = Allocator([_pieces(rows, width * 2, torch.float16)], op.device)
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		(values,) = workspace.make()
 		codes, scales, amax = a if side == "a" else b
 		kernel(codes, scales, offs if side == "a" else None, values, launch.num_sms)
@@ -91,12 +91,15 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 	kernel = launch.kernel(config)
 	amax_kernel = None
 	if not config.computes_amax:
-		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue))
+		amax_config = AmaxConfig(
+			config.dtype, config.grouping, arch=config.arch, prologue=config.prologue, keeps_nan=config.fmt.amaxes_keep_nan
+		)
+		amax_kernel = launch.kernel(amax_config)
 	rows, depth = op.num_rows, op.depth
 	count = rows if config.computes_amax else op.offs.shape[0]
 	workspace = Allocator([_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)], op.device)
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		x = readable(a[0])
 		values, amax = workspace.make()
 		if amax_kernel is not None:
@@ -110,14 +113,14 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 
 def _arranger(op: GroupedGemm, dtype: str, launch: Launcher) -> Prepare:
 	"""What puts activations into the order in which instructions contract them beside codes."""
-	kernel = launch.kernel(ArrangeConfig(dtype))
+	kernel = launch.kernel(ArrangeConfig(dtype, gathered=op.index is not None))
 	x = op.operands()[0][0]
-	rows, depth = x.shape
-	workspace = Allocator([_pieces(rows, depth, x.dtype)], op.device)
+	num_rows = len(x) if op.index is None else len(op.index)
+	workspace = Allocator([_pieces(num_rows, x.shape[1], x.dtype)], op.device)
 
-	def run(a: Parts, b: Parts, offs: Tensor) -> tuple[Parts, Parts]:
+	def run(a: Parts, b: Parts, offs: Tensor, rows: Tensor | None) -> tuple[Parts, Parts]:
 		(values,) = workspace.make()
-		kernel(a[0], offs, values, launch.num_sms)
+		kernel(a[0], rows, offs, values, launch.num_sms)
 		return (values, None, None), b
 
 	return run

@@ -241,16 +241,17 @@ class ColumnConverter:
 
 	def amaxes(self, words: list[Uint32]) -> list[Float32]:
 		"""Amax of each of a lane's columns over a block of rows, or of the square block."""
+		nan = self.config.fmt.amaxes_keep_nan
 		if self.dtype == "float32":
-			amaxes = [absmax_words(words, self.dtype, self.arch)]
+			amaxes = [absmax_words(words, self.dtype, self.arch, nan)]
 		else:
-			pair = absmax_pairs(words, self.dtype)
-			amaxes = list(split_absmax(pair, self.dtype, self.arch))
+			pair = absmax_pairs(words, self.dtype, nan)
+			amaxes = list(split_absmax(pair, self.dtype, self.arch, nan))
 		if self.config.fmt.is_2d:
-			a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes)
+			a = amaxes[0] if len(amaxes) == 1 else fmax(*amaxes, nan)
 			offset = self.sharing
 			while offset < self.sharing * (self.codec.block // self.tile.cols_per_word):
-				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=offset))
+				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=offset), nan)
 				offset *= 2
 			amaxes = [a] * len(amaxes)
 		return amaxes

@@ -158,6 +158,9 @@ class GradientQuantizer(AmaxKernels):
 		self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
 		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
 		self.takes_scale = any(copy.fmt.takes_scale for copy in config.copies)
+		#: Whether levels of scales that are given become NaN when amaxes are known.
+		self.levels = LevelWriter(self.tiles[0].columns.codec)
+		self.marks_levels = self.takes_scale and any(copy.fmt.nan_scales for copy in config.copies)
 		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
 		self.scale_tiles = [t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles]
 		self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
@@ -194,7 +197,11 @@ class GradientQuantizer(AmaxKernels):
 	def __call__(self, *args: Any) -> None:
 		x, grad, offs, weight, pair, *of_copies, sums, dweight, num_sms, counter, stream = args
 		given, out = tuple(of_copies[:2]), tuple(of_copies[2:])
-		if const_expr(self.takes_scale):
+		if const_expr(self.marks_levels):
+			both = out[: len(out) // 2], out[len(out) // 2 :]
+			scale_invs, scales, amaxes = zip(*(one[4:] for one in both), strict=True)
+			self.launch_levels(amaxes, given, scale_invs, scales, num_sms, stream)
+		elif const_expr(self.takes_scale):
 			first, *other = [t for t in (out[len(out) // 2 - 1], out[-1]) if t is not None]
 			self.launch_clear(first, num_sms, stream, *other)
 		copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
@@ -270,15 +277,26 @@ class GradientQuantizer(AmaxKernels):
 				self.table.fill(table.toint(), tid, self.threads)
 			both = out[: len(out) // 2], out[len(out) // 2 :]
 			copies, amaxes = tuple(Copies(*one[:4]) for one in both), [one[-1] for one in both]
-			thread = cute.arch.block_idx()[0] * self.threads + tid
-			for i, one in enumerate(both):
-				levels = LevelWriter(self.tiles[i].columns.codec)
-				levels.write(given[i], *one[4:-1], thread, cute.arch.grid_dim()[0] * self.threads)
-			self.compute(groups, cols, copies, amaxes, sums, warp, shared)
+			thread, marked = cute.arch.block_idx()[0] * self.threads + tid, [None, None]
+			if const_expr(self.marks_levels):
+				marked = [one[4] if copy.fmt.nan_scales else None for one, copy in zip(both, self.config.copies, strict=True)]
+			else:
+				for i, one in enumerate(both):
+					levels = LevelWriter(self.tiles[i].columns.codec)
+					levels.write(given[i], *one[4:-1], thread, cute.arch.grid_dim()[0] * self.threads)
+			self.compute(groups, cols, copies, amaxes, marked, sums, warp, shared)
 
 	@cute.jit
 	def compute(
-		self, groups: Grouping, cols: Any, out: Any, amaxes: Any, sums: cute.Tensor, warp: Int32, shared: SharedMemory
+		self,
+		groups: Grouping,
+		cols: Any,
+		out: Any,
+		amaxes: Any,
+		marked: Any,
+		sums: cute.Tensor,
+		warp: Int32,
+		shared: SharedMemory,
 	) -> None:
 		config, own = self.config, self.config.copies[0]
 		crew = warp // own.warps_per_team
@@ -291,7 +309,7 @@ class GradientQuantizer(AmaxKernels):
 			count = what.count
 			if const_expr(self.takes_scale):
 				if count == 0 or what.group != seen_of:
-					self.report(amaxes, crew, seen_of, seen)
+					self.report(amaxes, marked, crew, seen_of, seen)
 					seen, seen_of = Uint32(0), what.group
 			if count > 0:
 				at = shared.tiles.toint() + stage * config.tile_bytes
@@ -381,10 +399,10 @@ class GradientQuantizer(AmaxKernels):
 		return self.tiles[kind].columns.codec.second_level(bits_as_f32(Uint32((what.amax, what.column_amax)[kind])))
 
 	@cute.jit
-	def report(self, amaxes: Any, crew: Int32, group: Int32, seen: Uint32) -> None:
+	def report(self, amaxes: Any, marked: Any, crew: Int32, group: Int32, seen: Uint32) -> None:
 		"""Fold what a warp's columns have seen of a group into the group's amax; rows are those of columns."""
 		best = unpack_absmax(seen, self.dtype, self.arch)
 		for i in range_constexpr(2):
 			if const_expr(amaxes[i] is not None):
 				if (crew == self.config.num_tiles) == bool(i):
-					self.merge(amaxes[i], group, best)
+					self.merge(amaxes[i], group, best, marked[i])

@@ -72,6 +72,9 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.arch = config.arch
 		self.codec = codec_of(config.format, config.dtype, config.arch)
 		self.levels = LevelWriter(self.codec)
+		self.keeps_nan = config.fmt.amaxes_keep_nan
+		#: Whether levels of scales that are given become NaN when amaxes are known.
+		self.marks_levels = config.fmt.takes_scale and config.fmt.nan_scales
 		self.tile = TileGeometry(config.dtype, self.codec.block)
 		gathered = config.prologue is not None and config.prologue.gathered
 		loader = RowsLoader if config.copies_rows else TileLoader
@@ -124,13 +127,15 @@ class TileQuantizer(ChunkAmaxKernels):
 	@cute.jit
 	def __call__(self, *args: Any) -> None:
 		*given, num_sms, stream = args
-		x, _, offs, row_amax, group_amax, *_, amax, column_amax, _, _, _ = given
+		x, _, offs, row_amax, group_amax, *_, scale_inv, scale, amax, column_amax, _, _, _ = given
 		if const_expr(self.config.compute_amax and self.codec.fmt.is_transformed):
 			own = (None, group_amax) if column_amax is None else (group_amax, column_amax)
 			self.launch_chunk_amax(x, offs, *own, num_sms, stream)
 		elif const_expr(self.config.compute_amax):
 			self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
-		if const_expr(self.config.fmt.takes_scale):
+		if const_expr(self.marks_levels):
+			self.launch_levels((amax,), (group_amax,), (scale_inv,), (scale,), num_sms, stream)
+		elif const_expr(self.config.fmt.takes_scale):
 			self.launch_clear(amax, num_sms, stream)
 		copies: tuple[Any, ...] = (None,) * 3
 		if const_expr(self.filler is None and not self.config.copies_rows):
@@ -201,7 +206,7 @@ class TileQuantizer(ChunkAmaxKernels):
 			threads = self.num_compute_warps * WARP_SIZE
 			if const_expr(self.table is not None):
 				self.table.fill(table.toint(), tid, threads)
-			if const_expr(group_amax is not None):
+			if const_expr(group_amax is not None and not self.marks_levels):
 				thread = cute.arch.block_idx()[0] * threads + tid
 				step = cute.arch.grid_dim()[0] * threads
 				self.levels.write(group_amax, scale_inv, scale, thread, step)
@@ -210,7 +215,8 @@ class TileQuantizer(ChunkAmaxKernels):
 				# Both copies of square blocks have the same codes.
 				own = drawn_t if not config.fmt.is_2d else drawn
 				seeds = (seed_of(seed, False, drawn), seed_of(seed, not config.fmt.is_2d, own))
-			self.compute(x, index, groups, cols, row_amax, out, amax, seeds, warp, shared)
+			marked = scale_inv if self.marks_levels else None
+			self.compute(x, index, groups, cols, row_amax, out, amax, marked, seeds, warp, shared)
 
 	@cute.jit
 	def compute(
@@ -222,6 +228,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		row_amax: cute.Tensor | None,
 		out: Copies,
 		amax: cute.Tensor | None,
+		marked: cute.Tensor | None,
 		seeds: tuple[Seed | None, Seed | None],
 		warp: Int32,
 		shared: SharedMemory,
@@ -256,7 +263,7 @@ class TileQuantizer(ChunkAmaxKernels):
 					levels = self.levels_of(what)
 				if const_expr(config.fmt.takes_scale):
 					if what.group != seen_of:
-						self.report(amax, seen_of, seen)
+						self.report(amax, marked, seen_of, seen)
 						seen, seen_of = Uint32(0), what.group
 				places = TilePlaces(
 					tile=tile_at,
@@ -281,12 +288,12 @@ class TileQuantizer(ChunkAmaxKernels):
 			phase ^= copy
 			copy ^= 1
 		if const_expr(config.fmt.takes_scale):
-			self.report(amax, seen_of, seen)
+			self.report(amax, marked, seen_of, seen)
 
 	@cute.jit
-	def report(self, amax: cute.Tensor, group: Int32, seen: Uint32) -> None:
+	def report(self, amax: cute.Tensor, marked: cute.Tensor | None, group: Int32, seen: Uint32) -> None:
 		"""Fold the packed magnitudes that a warp has seen of a group into the group's amax."""
-		self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch))
+		self.merge(amax, group, unpack_absmax(seen, self.dtype, self.arch), marked)
 
 	def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
 		amaxes = (what.amax, what.column_amax)[: self.num_levels]

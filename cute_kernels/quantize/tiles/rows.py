@@ -124,7 +124,7 @@ class RowConverter:
 			place = row // block * self.tile.col_blocks + u * SF_TILE_COLS + own // block
 			words = load_shared(squares_at + place * 4, len(blocks))
 			return [bits_as_f32(word) for word in words]
-		return [absmax_words(words, self.dtype, self.arch) for words in blocks]
+		return [absmax_words(words, self.dtype, self.arch, self.config.fmt.amaxes_keep_nan) for words in blocks]
 
 	def scale(self, a: list[Float32], by: Encoding) -> tuple[Uint32, list[Float32]]:
 		"""The scale bytes of blocks with these amaxes, as one word, and their encode factors."""

@@ -70,6 +70,7 @@ class Chooser:
 		self.dtype = config.dtype
 		self.arch = config.arch
 		self.tile = tile
+		self.nan = config.fmt.amaxes_keep_nan
 
 	@cute.jit
 	def choose(self, tile_at: Int32, squares_at: Int32, part: Int32, level: Level) -> None:
@@ -80,9 +81,9 @@ class Chooser:
 		chunks = self.codec.block * DTYPE_BYTES[self.dtype] // 16
 		for b in range_constexpr(across):
 			words = _load(row_at, b, chunks)
-			a = absmax_words(words, self.dtype, self.arch)
+			a = absmax_words(words, self.dtype, self.arch, self.nan)
 			for bit in range_constexpr(self.codec.block.bit_length() - 1):
-				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit))
+				a = fmax(a, cute.arch.shuffle_sync_bfly(a, offset=1 << bit), self.nan)
 			scale = self.codec.choose_square(words, a, level)
 			if lane % self.codec.block == 0:
 				at = squares_at + (row // self.codec.block * across + b) * 4

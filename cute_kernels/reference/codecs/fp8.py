@@ -7,13 +7,15 @@ With g the amax of a group and fl() one rounding to fp32:
   code      = fp8(fl(x * scale))                                saturating, to nearest even
   value     = fl(code * scale_inv)                              what a code decodes to
 
-NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F.
+NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. With ``nan_scales``
+scale_inv is NaN where g is infinite, also where the scale is given.
 """
 
 import torch
 from torch import Tensor
 
 from ...formats import FP8
+from ..conversions import mark_nan
 from .base import Codec
 
 _FMAX = torch.finfo(torch.float32).max
@@ -24,7 +26,10 @@ class FP8Codec(Codec):
 
 	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
 		scale = self._scale(amax) if scale is None else scale
-		return scale.reciprocal(), scale, amax
+		scale_inv = scale.reciprocal()
+		if self.fmt.nan_scales:
+			mark_nan(scale_inv, amax.isinf())
+		return scale_inv, scale, amax
 
 	def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
 		return None, g if self.fmt.takes_scale else self._scale(g)

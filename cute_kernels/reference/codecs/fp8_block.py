@@ -8,14 +8,15 @@ With a the amax of a block and fl() one rounding to fp32:
   code  = fp8(fl(x * scale))                     saturating, to nearest even
   value = fl(code * scale_inv), scale_inv = fl(1 / scale), the stored scale
 
-NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infinities saturate.
+NaN never reaches an amax; as an element it becomes the code of NaN, 0x7F. Infinities saturate;
+with ``nan_scales`` the scale_inv of their block is NaN.
 """
 
 import torch
 from torch import Tensor
 
 from ...formats import Format, FP8Block
-from ..conversions import f32
+from ..conversions import f32, mark_nan
 from .base import Codec
 
 #: Sign and exponent of an fp32 number: without its mantissa a number is rounded to a power of two.
@@ -35,10 +36,14 @@ class FP8BlockCodec(Codec):
 		# Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
 		scale = torch.full_like(a, self.fmt.element.max).div_(a)
 		scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
-		scale = scale.masked_fill_((a == 0) | a.isinf(), 1.0)
+		is_inf = a.isinf()
+		scale = scale.masked_fill_((a == 0) | is_inf, 1.0)
 		if self._is_pow2:
 			scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
-		return scale.reciprocal(), scale
+		scale_inv = scale.reciprocal()
+		if self.fmt.nan_scales:
+			mark_nan(scale_inv, is_inf)
+		return scale_inv, scale
 
 	def scale_values(self, stored: Tensor) -> Tensor:
 		return stored

@@ -8,7 +8,7 @@ With a the amax of a block and fl() one rounding to fp32:
 
 ``e`` is 254 for an infinite amax and 0 for one of up to FP8_MAX * 2^-127, zero included; 2^-127 is
 subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the code
-of NaN, 0x7F. Infinities saturate.
+of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which is NaN.
 """
 
 import torch
@@ -20,6 +20,8 @@ from .base import Codec
 
 #: The sum of the E8M0 codes of a power of two and of its inverse.
 _INVERSE = 254
+#: The E8M0 code of NaN.
+_NAN = 255
 
 
 class MXFP8Codec(Codec):
@@ -32,7 +34,10 @@ class MXFP8Codec(Codec):
 	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 		# An amax is never NaN, so that no code is 255.
 		stored = encode_e8m0(a * self._rcp_max)
-		return stored, decode(E8M0, _INVERSE - stored)
+		factors = decode(E8M0, _INVERSE - stored)
+		if self.fmt.nan_scales:
+			stored = stored.masked_fill(a.isinf(), _NAN)
+		return stored, factors
 
 	def scale_values(self, stored: Tensor) -> Tensor:
 		return decode(E8M0, stored)

@@ -11,7 +11,8 @@ With g the amax of a group or of a row, a the amax of a block, and fl() one roun
 
 This is the order of TransformerEngine's PyTorch reference. ``a * (S_enc / 6)`` and ``(a / 6) *
 S_enc`` give different bytes, so the order is part of the format. NaN never reaches an amax; as an
-element it becomes code 7. Where s rounds to zero, enc is FMAX and the value decodes to zero.
+element it becomes code 7. With ``nan_scales`` it does, so that g, a and s are NaN, and S_enc and enc
+are FMAX. Where s rounds to zero, enc is FMAX and the value decodes to zero.
 
 With ``four_over_six`` 2688 is 6 * e4m3_max throughout. A block is encoded by two scales, one that
 maps its amax to 6 and one that maps it to 4, and keeps the codes of the smaller error, those of s6
@@ -81,7 +82,9 @@ class NVFP4Codec(Codec):
 
 def _enc(scales: Tensor, s_enc: Tensor) -> Tensor:
 	"""What elements are multiplied by, of stored scales."""
-	return (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_().clamp_max_(_FMAX)
+	factors = (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_()
+	# As the hardware's ``min`` does; a scale is NaN where an amax is, see ``Format.amaxes_keep_nan``.
+	return factors.nan_to_num_(nan=_FMAX, posinf=_FMAX)
 
 
 def _sum(errors: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ function rooflineView(things) {
 	const gpus = Map.groupBy(things.filter((t) => t.kind === "gpu"), (t) => t.place);
 	const [gpu, found, field] = pick("gpu", "GPU", new Map([...gpus].sort(([, a], [, b]) => b.length - a.length)));
 	return ["Rooflines",
-		p("How near kernels come to what the GPU can do. Bytes are the least that a task must move, operations the useful ones. Roofs are the highest that runs measured, or else those of the data sheet (dashed). Memory is the rate of a copy: what only reads may pass it a little."),
+		p("How near kernels come to what the GPU can do. Bytes are the least that a contender must move, of operands in the form in which it has them; operations are the useful ones. Roofs are the highest that runs measured, or else those of the data sheet (dashed). Memory is the rate of a copy: what only reads may pass it a little."),
 		found ? [field, rooflinePlots(gpu, found.filter((t) => t.isRace && t.tbs))] : NOTHING];
 }
 

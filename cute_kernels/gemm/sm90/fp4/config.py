@@ -23,8 +23,10 @@ class ArrangeConfig:
 
 	Attributes:
 		dtype: ``"bfloat16"`` or ``"float16"``.
+		gathered: rows are read by an index.
 	"""
 
 	dtype: str
+	gathered: bool = False
 
 	kernel: ClassVar[str] = "cute_kernels.gemm.sm90.fp4.arrange:ArrangeKernel"
