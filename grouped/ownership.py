@@ -148,14 +148,15 @@ class Ownership:
 			kind = "accelerate"
 		if kind is None and id(parameter) in self._reduced:
 			kind = "ddp"
-		if kind is None and self._is_shared(parameter, key, together):
+		if kind is None and self.is_shared(module, name, together):
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
-	def _is_shared(self, parameter: Tensor, key: tuple[int, str], together: Iterable[Target]) -> bool:
-		"""Tell whether a module has the parameter under a name that is not replaced with it."""
-		names = {(id(module), name) for module, name in self._holders.get(id(parameter), ())} - {key}
-		return bool(names) and not names <= {(id(module), name) for module, name in together}
+	def is_shared(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
+		"""Tell whether a module has the parameter under a name that is not replaced with it; also of a DTensor."""
+		holders = self._holders.get(id(module._parameters.get(name)), ())
+		names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
+		return bool(names) and not names <= {(id(other), key) for other, key in together}
 
 
 def owner_of(root: nn.Module, module: nn.Module, name: str) -> Owner | None:

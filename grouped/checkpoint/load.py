@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.records import check_kind
 
-from ..ownership import Owner, Ownership, check_replaceable, retire
+from ..ownership import RULES, Owner, Ownership, check_replaceable, retire
 from ..shards import local_part
 from ..tensor import GroupedTensor
 from .config import check_config
@@ -221,6 +221,11 @@ def _check_owners(
 	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
 	for plan, owner in zip(plans, owners, strict=True):
 		if plan.layout is not None:
+			if (owner is not None and owner.kind == "dtensor") and ownership.is_shared(
+				plan.weight.owner, plan.weight.attribute, targets
+			):
+				rule, advice = RULES["tied"]
+				raise ValueError(f"checkpoint.load cannot replace {plan.weight.key}: {rule}. {advice}")
 			check_can_quantize(plan.weight.key, plan.weight.parameter, plan.weight.shape, owner)
 	return owners
 

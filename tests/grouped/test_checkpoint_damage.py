@@ -406,6 +406,22 @@ def test_levels_of_a_stack(layout, level, tmp_path):
 	assert_same_bytes(*(m.layers[1].experts.down.weight.dequantize() for m in (got, want)))
 
 
+@each("layout", ["modelopt", "compressed-tensors"])
+def test_stacks_that_are_transposed(layout, tmp_path):
+	"""ModelOpt quantizes along K, and writes (G, K, N) where a model has its weights so: Llama 4."""
+	tensors = saved(tmp_path / "a", layout, True)
+	turned = {n: t.mT if t.dim() == 3 else t for n, t in tensors.items()}
+	want, got = layers(1), layers(2)
+	checkpoint.load(want, tmp_path / "a")
+	checkpoint.load(got, written(turned, tmp_path / "b"))
+	for a, b in zip(got.layers[1].experts.parameters(), want.layers[1].experts.parameters(), strict=True):
+		assert_same_bytes(a.dequantize(), b.dequantize())
+	name = f"{STACK}_weight_scale"
+	turned[name] = turned[name].contiguous()
+	set_byte(name, 0x7F)(turned)
+	refused(layers(1), written(turned, tmp_path / "c"), ValueError, f"{name} in .* has nan")
+
+
 #: Names beside the weights of a layer, and where the report has them.
 BESIDE = {
 	"layers.0.self_attn.k_proj.k_scale": "ignored",
