@@ -368,6 +368,25 @@ def test_scales_of_square_blocks_have_several_dtypes(dtype, stacked, name, tmp_p
 		)
 
 
+def test_the_config_of_square_blocks(tmp_path):
+	"""compressed-tensors' FP8_BLOCK, as its own package writes it."""
+	quantization = pytest.importorskip("compressed_tensors.quantization")
+	scheme = quantization.preset_name_to_scheme("FP8_BLOCK", ["Linear"])
+	config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, format="float-quantized")
+	config = config.model_dump(mode="json") | {"quant_method": "compressed-tensors"}
+	tensors = {
+		n.replace("_scale_inv", "_scale"): t.bfloat16() if "_inv" in n else t
+		for n, t in saved(tmp_path / "a", "deepseek").items()
+	}
+	model = layers(1)
+	report = checkpoint.load(model, written(tensors, tmp_path / "b", {"quantization_config": config}))
+	assert set(report.layouts.values()) == {"fp8-block"}
+	config["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
+	refused(
+		layers(2), written(tensors, tmp_path / "c", {"quantization_config": config}), ValueError, "strategy is .*channel"
+	)
+
+
 def test_scales_that_lose_digits_are_refused(tmp_path):
 	tensors = saved(tmp_path / "a", "deepseek")
 	name = f"{LAST}.weight_scale_inv"
