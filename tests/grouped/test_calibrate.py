@@ -72,7 +72,8 @@ def expected(model, sequences):
 def test_scales_are_those_of_the_inputs(kind, tmp_path):
 	model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
 	model.save_pretrained(source)
-	sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])] if kind == "qwen3" else [torch.arange(VOCABULARY)]
+	sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([1]), torch.tensor([2])]
+	sequences = sequences if kind == "qwen3" else [torch.arange(VOCABULARY)]
 	ids.write_text(json.dumps([s.tolist() for s in sequences]))
 	amaxes = expected(model, sequences)
 	unseen = amaxes == 0
