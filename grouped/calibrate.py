@@ -23,8 +23,8 @@ def input_amaxes(
 	"""The largest absolute value of each expert's inputs while the model runs over a file.
 
 	Args:
-		source: the folder of the model, as transformers reads it.
-		data: what to run it over, as ``read_ids`` takes it.
+		source: the folder of the model.
+		data: the file of token ids or text, see ``read_ids``.
 		layers: the layers of experts in the folder's files: name and number of experts.
 		device: where to run the model.
 
@@ -70,7 +70,7 @@ def _matched(model: nn.Module, layers: Sequence[tuple[str, int]], source: str | 
 	by_numbers: dict[tuple[str, ...], list[str]] = {}
 	for name in modules:
 		by_numbers.setdefault(tuple(re.findall(r"\d+", name)), []).append(name)
-	found = {}
+	matched = {}
 	for layer, count in layers:
 		same = [layer] if layer in modules else by_numbers.get(tuple(re.findall(r"\d+", layer)), [])
 		if len(same) != 1 or modules[same[0]].num_experts != count:
@@ -78,8 +78,8 @@ def _matched(model: nn.Module, layers: Sequence[tuple[str, int]], source: str | 
 				f"{source} has {count} experts in {layer}, which transformers' {type(model).__name__} does not run "
 				f"({', '.join(same) or 'no such layer'}): their inputs cannot be measured. Convert without calibration"
 			)
-		found[layer] = modules[same[0]]
-	return found
+		matched[layer] = modules[same[0]]
+	return matched
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -110,13 +110,14 @@ def _product(experts: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 
 def _filled(layer: str, amaxes: Tensor, data: str | Path) -> tuple[Tensor, Tensor]:
+	"""Check the amaxes (2, E) of a layer and give experts without one the largest of the others."""
 	if not bool(amaxes.isfinite().all()):
 		raise ValueError(f"the inputs of {layer} overflow while the model runs over {data}: no scale holds them")
 	largest = amaxes.amax(1, keepdim=True)
 	if not bool((largest > 0).all()):
 		raise ValueError(f"no expert of {layer} sees a token of {data} that is not zero: calibrate with more data")
-	first, second = torch.where(amaxes > 0, amaxes, largest)
-	return first, second
+	tokens, between = torch.where(amaxes > 0, amaxes, largest)
+	return tokens, between
 
 
 def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
@@ -153,8 +154,8 @@ def _rows(path: Path, value: Any) -> Iterator[Tensor]:
 			raise ValueError(f"{path} must hold token ids, or lists of them, got {str(row)[:60]}") from None
 		is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
 		if ids.numel() and not (is_integer and ids.dim() in (1, 2)):
-			found = f"{ids.dtype} of shape {tuple(ids.shape)}"
-			raise ValueError(f"{path} must hold integers, one sequence or a sequence a row, got {found}")
+			array = f"{ids.dtype} of shape {tuple(ids.shape)}"
+			raise ValueError(f"{path} must hold integers, one sequence or a sequence a row, got {array}")
 		yield from ids.long() if ids.dim() == 2 else [ids.long()]
 
 

@@ -264,7 +264,7 @@ def _claimed(folder: Path) -> dict[str, Any]:
 
 
 def claim_message(folder: Path) -> str:
-	"""Who claims a folder, and how to free it."""
+	"""The process that claims a folder, and how to free the folder."""
 	claim = _claimed(folder)
 	pid, host = claim.get("pid", "unknown"), claim.get("host", "unknown")
 	text = f"process {pid} on {host} writes a checkpoint there since {claim.get('time', 'an unknown time')}"

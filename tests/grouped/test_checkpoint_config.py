@@ -154,6 +154,16 @@ def test_a_promise_without_its_tensor_is_refused(tmp_path):
 	assert not list(tmp_path.iterdir())
 
 
+@each(
+	"config, message",
+	[({"dtype": BF16}, r"config\['dtype'\] cannot be written to config.json: .* dtype"), ([], "got list")],
+)
+def test_a_config_that_json_cannot_hold_is_refused_first(config, message, tmp_path):
+	with raises(ValueError, message):
+		checkpoint.save(Block(), tmp_path / "a", "modelopt", config=config)
+	assert not (tmp_path / "a").exists()
+
+
 def test_other_weights_must_be_plain(tmp_path):
 	module, source = Block(), tmp_path / "source"
 	module.model.q_proj.weight = torch.nn.Parameter(torch.ones(64, 64).to(torch.float8_e4m3fn), requires_grad=False)
