@@ -73,8 +73,7 @@ def save(
 		if key not in weights:
 			check_plain(key, str(t.dtype).removeprefix("torch."))
 	if config is None:
-		of_module: Any = getattr(module, "config", None)
-		config = {} if of_module is None else of_module.to_dict()
+		config = _config_of(module)
 	check_model_config(config)
 	quantized = [one for key, weight in weights.items() if key in state for one in _names(weight, stacked)]
 	scales = checked_scales(input_scales, record, quantized)
@@ -89,6 +88,17 @@ def save(
 		for name, scale in scales.items():
 			writer.add(name, scale)
 		writer.close(lambda: config_files(config, record, quantized, plain, writer.names))
+
+
+def _config_of(module: Any) -> dict[str, Any]:
+	"""The configuration of a transformers model, with the class and dtype that ``save_pretrained`` adds; else {}."""
+	if not hasattr(getattr(module, "config", None), "to_dict"):
+		return {}
+	config: dict[str, Any] = module.config.to_dict()
+	config["architectures"] = [type(module).__name__.removeprefix("FSDP")]
+	if isinstance(getattr(module, "dtype", None), torch.dtype):
+		config["dtype"] = str(module.dtype).removeprefix("torch.")
+	return config
 
 
 def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:

@@ -125,6 +125,20 @@ def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
 	assert made.quantization_config.ignore == PLAIN
 
 
+def test_the_config_of_a_model_names_its_class_and_dtype(tmp_path):
+	"""A model that was made from a config has neither in it; engines choose by them."""
+	pytest.importorskip("transformers")
+	from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+	sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32, "num_experts": 2, "head_dim": 32}
+	few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+	model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **few, num_experts_per_tok=1, tie_word_embeddings=True)).to(BF16)
+	checkpoint.save(model, tmp_path, "modelopt")
+	config = AutoConfig.from_pretrained(tmp_path)
+	assert config.architectures == ["Qwen3MoeForCausalLM"] and config.dtype == BF16
+	assert "lm_head" in said(tmp_path)["ignore"]
+
+
 def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
 	source = tmp_path / "source"
 	source.mkdir()
