@@ -84,7 +84,7 @@ def convert(
 		raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
 	for name in files:
 		if name not in experts:
-			check_plain(name, files.facts(name)[1])
+			check_plain(name, files.header(name).dtype)
 	noise, weights = list[tuple[str, str, int, float]](), list[Quantized]()
 	with Writer(target, shard_bytes) as writer:
 		amaxes = None if calibrate is None else input_amaxes(source, calibrate, sorted({*_layers(experts, files)}), device)

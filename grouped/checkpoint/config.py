@@ -310,18 +310,28 @@ def _check_modelopt(section: _Section) -> None:
 def _check_groups(section: _Section, numbers: dict[str, Any]) -> None:
 	"""Check that weights and inputs of each config group are numbers of this kind."""
 	for group in section.items("config_groups"):
-		for key in ("weights", "input_activations"):
-			if group.get(key) is not None:
-				part = group.inner(key)
-				for name, value in numbers.items():
-					part.must(name, value, default=value)
-		group.must("output_activations", None)
+		_check_group(group, numbers, numbers)
+
+
+def _check_group(group: _Section, weights: dict[str, Any], inputs: dict[str, Any]) -> None:
+	for key, numbers in (("weights", weights), ("input_activations", inputs)):
+		if group.get(key) is not None:
+			part = group.inner(key)
+			for name, value in numbers.items():
+				part.must(name, value, default=value)
+	group.must("output_activations", None)
 
 
 _PACKED = "nvfp4-pack-quantized"
 #: Presets of compressed-tensors that may stand for a group.
-_PRESETS = ("NVFP4", "NVFP4A16")
-_COMPRESSED = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+_PRESETS = ("NVFP4", "NVFP4A16", "FP8_BLOCK")
+_NVFP4_NUMBERS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+#: By the format of a group: the numbers of its weights and of its inputs.
+_COMPRESSED = {
+	_PACKED: (_NVFP4_NUMBERS, _NVFP4_NUMBERS),
+	"float-quantized": ({**_FP8, "strategy": "block", "block_structure": [128, 128]}, _FP8),
+}
 
 
 def _check_compressed(section: _Section) -> None:
@@ -332,11 +342,10 @@ def _check_compressed(section: _Section) -> None:
 		if name not in written and name not in _PRESETS:
 			section.inner("config_groups").refuse(name, f"groups that are written out, or the presets {', '.join(_PRESETS)}")
 	section.content["config_groups"] = written
-	section.must("format", _PACKED, "mixed-precision", default=_PACKED)
+	section.must("format", *_COMPRESSED, "mixed-precision", default=_PACKED)
 	for group in section.items("config_groups"):
-		group.must("format", _PACKED, default=section.get("format", _PACKED))
-	_check_groups(section, _COMPRESSED)
-	for group in section.items("config_groups"):
+		group.must("format", *_COMPRESSED, default=section.get("format", _PACKED))
+		_check_group(group, *_COMPRESSED[group.get("format") or section.get("format") or _PACKED])
 		if group.get("weights") is not None:
 			group.inner("weights").must("dynamic", False, default=False)
 			group.inner("weights").must("actorder", None, False, "static", "weight")

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -37,44 +37,64 @@ def progress(items: Any, what: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-	"""The content of a JSON file that holds an object; {} if there is no file.
+	"""The object that a JSON file has; {} if there is no such file.
 
 	Raises:
-		ValueError: it is no JSON object.
+		ValueError: the file is no JSON, or is not an object.
 	"""
 	if not path.exists():
 		return {}
 	try:
-		content = json.loads(path.read_text())
-	except ValueError as error:
+		content = json.loads(path.read_text(encoding="utf-8"))
+	except (ValueError, RecursionError) as error:
 		raise ValueError(f"{path} is no JSON: {error}") from None
 	if not isinstance(content, dict):
 		raise ValueError(f"{path} must hold a JSON object, got {type(content).__name__}")
 	return content
 
 
-def _indexed(path: Path) -> dict[str, str] | None:
-	if not path.exists():
-		return None
-	try:
-		named: dict[str, str] = json.loads(path.read_text())["weight_map"]
-		outside = [name for name in named.values() if Path(name).is_absolute() or ".." in Path(name).parts]
-	except (KeyError, TypeError, AttributeError):
-		raise ValueError(f"{path} has no weight_map of files") from None
+def _read_index(path: Path) -> dict[str, str]:
+	files = read_json(path).get("weight_map")
+	if not isinstance(files, dict) or not all(isinstance(file, str) and file for file in files.values()):
+		raise ValueError(f"{path} has no weight_map of files: it must map names of tensors to names of files")
+	outside = [file for file in files.values() if Path(file).is_absolute() or ".." in Path(file).parts]
 	if outside:
 		raise ValueError(f"{path} names files outside of its folder: {outside[0]}")
-	return named
+	return files
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
 	try:
 		return safe_open(path, "pt")
 	except SafetensorError as error:
 		raise ValueError(f"{path} is no whole safetensors file: {error}") from None
 
 
+class Header(NamedTuple):
+	"""Shape and dtype of a tensor, as its file states them; the dtype by its name in safetensors, such as ``"BF16"``."""
+
+	shape: tuple[int, ...]
+	dtype: str
+
+	@property
+	def is_plain(self) -> bool:
+		"""Whether it is a floating-point tensor of at least 16 bits."""
+		return self.dtype in PLAIN_DTYPES
+
+	def __str__(self) -> str:
+		return f"{self.dtype} of shape {self.shape}"
+
+
+#: Names that safetensors gives to floating-point dtypes which need no scales.
+PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
+
+
 class Reader:
 	"""The tensors of a folder by name; each is read when it is asked for.
+
+	Attributes:
+		folder: the folder.
+		bytes_read: bytes of all tensors, and parts of tensors, that were read.
 
 	Raises:
 		FileNotFoundError: the folder has no safetensors file, or lacks one that its index names.
@@ -83,50 +103,78 @@ class Reader:
 	"""
 
 	def __init__(self, folder: str | Path) -> None:
-		self.folder = Path(folder)
+		self.folder, self.bytes_read = Path(folder), 0
 		if (self.folder / CLAIM).exists():
 			raise ValueError(f"{self.folder} is not finished: {claim_message(self.folder)}")
-		named = _indexed(self.folder / _INDEX)
-		names = sorted({path.name for path in self.folder.glob("*.safetensors")} if named is None else {*named.values()})
+		index = self.folder / _INDEX
+		indexed = _read_index(index) if index.exists() else None
+		names = sorted(
+			{path.name for path in self.folder.glob("*.safetensors")} if indexed is None else {*indexed.values()}
+		)
 		missing = [str(self.folder / name) for name in names if not (self.folder / name).exists()]
 		if missing or not names:
 			raise FileNotFoundError(f"no safetensors file {', '.join(missing) or f'in {self.folder}'}")
-		files = {name: _opened(self.folder / name) for name in names}
-		if named is None:
-			named = {}
+		files = {name: _open(self.folder / name) for name in names}
+		if indexed is None:
+			indexed = {}
 			for file, opened in files.items():
 				for name in opened.keys():  # noqa: SIM118
-					if named.setdefault(name, file) != file:
-						raise ValueError(f"{self.folder / named[name]} and {file} both have {name}: remove one of them")
-		held = {file: set(opened.keys()) for file, opened in files.items()}
-		for name, file in named.items():
-			if name not in held[file]:
-				raise ValueError(f"{self.folder / _INDEX} is wrong: {file} has no {name}")
-		self._of = {name: files[file] for name, file in named.items()}
+					if indexed.setdefault(name, file) != file:
+						raise ValueError(f"{self.folder / indexed[name]} and {file} both have {name}: remove one of them")
+		tensors = {file: set(opened.keys()) for file, opened in files.items()}
+		for name, file in indexed.items():
+			if name not in tensors[file]:
+				raise ValueError(f"{index} is wrong: {file} has no {name}")
+		self._files, self._file_names = files, indexed
 
 	def __contains__(self, name: object) -> bool:
-		return name in self._of
+		return name in self._file_names
 
 	def __iter__(self) -> Iterator[str]:
-		return iter(self._of)
+		return iter(self._file_names)
 
 	def __len__(self) -> int:
-		return len(self._of)
+		return len(self._file_names)
 
 	def __getitem__(self, name: str) -> Tensor:
-		return self._of[name].get_tensor(name)
+		return self._read(name, lambda file: file.get_tensor(name))
+
+	def rows(self, name: str, rows: slice) -> Tensor:
+		"""Rows of a tensor, along its first dimension; nothing else of it is read."""
+		return self._read(name, lambda file: file.get_slice(name)[rows])
+
+	def header(self, name: str) -> Header:
+		"""Shape and dtype of a tensor, without reading it."""
+		stored = self._files[self._file_names[name]].get_slice(name)
+		return Header(tuple(stored.get_shape()), stored.get_dtype())
 
 	def shape(self, name: str) -> tuple[int, ...]:
 		"""The shape of a tensor, without reading it."""
-		return tuple(self._of[name].get_slice(name).get_shape())
+		return self.header(name).shape
 
-	def facts(self, name: str) -> tuple[tuple[int, ...], str]:
-		"""Shape and dtype, likewise."""
-		return self.shape(name), self._of[name].get_slice(name).get_dtype()
+	def path(self, name: str) -> Path:
+		"""The file that has a tensor."""
+		return self.folder / self._file_names[name]
+
+	def where(self, name: str) -> str:
+		"""A tensor and its file, for messages."""
+		return f"{name} in {self.path(name)}"
 
 	def config(self) -> dict[str, Any]:
-		"""``config.json``; {} if there is none."""
+		"""``config.json``; {} if there is none.
+
+		Raises:
+			ValueError: it is no JSON object.
+		"""
 		return read_json(self.folder / "config.json")
+
+	def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
+		try:
+			tensor = read(self._files[self._file_names[name]])
+		except (SafetensorError, TypeError, AttributeError, RuntimeError) as error:
+			raise ValueError(f"{self.where(name)} cannot be read as {self.header(name)}: {error}") from None
+		self.bytes_read += tensor.nbytes
+		return tensor
 
 
 class Writer:

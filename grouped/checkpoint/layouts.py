@@ -36,6 +36,9 @@ class Layout:
 		extra_files: makes further JSON files, by name, of the complete ``quantization_config``.
 		misread: a warning of a reader that takes such a checkpoint for another without an error.
 		read: makes parts of the stored tensors where they are not parts already.
+		scale: dtype of the stored block scales; None for that of the format's.
+		shapes: shapes of codes and scales of a weight (N, K), of N and K; None for those of the format.
+		check: raises ValueError for codes, which a function reads, and scales that ``read`` refuses.
 	"""
 
 	name: str
@@ -49,6 +52,9 @@ class Layout:
 	extra_files: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {}
 	misread: str | None = None
 	read: Callable[[Tensor, Tensor], Parts] | None = None
+	scale: torch.dtype | None = None
+	shapes: Callable[[int, int], tuple[tuple[int, ...], tuple[int, ...]]] | None = None
+	check: Callable[[Callable[[], Tensor], Tensor], None] | None = None
 
 	def describe(self, ignored: list[str], has_inputs: bool, targets: list[str]) -> dict[str, Any]:
 		"""The ``quantization_config`` of a checkpoint.
@@ -75,7 +81,12 @@ class Layout:
 		codes, scales, *level = stored
 		if self.level is None:
 			return Parts(codes, scales)
-		return Parts(codes, scales, self.level[1](level[0].double()).float().reshape(codes.shape[:-2]))
+		return Parts(codes, scales, self.amax(level[0]).reshape(codes.shape[:-2]))
+
+	def amax(self, level: Tensor) -> Tensor:
+		"""The fp32 amax that a stored second level was made of."""
+		assert self.level is not None
+		return self.level[1](level.double()).float()
 
 	def stored(self, parts: Parts) -> dict[str, Tensor]:
 		"""The tensors of a file by suffix.
@@ -100,13 +111,21 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 
 	Args:
 		blocks: (G, N, K / 32, 16) uint8 codes.
-		exponents: (G, N, K / 32) uint8 E8M0 scales.
+		exponents: (G, N, K / 32) E8M0 scales.
 
 	Raises:
 		ValueError: the scales of a group span more powers of two than that. Blocks of zeros do not count.
 	"""
+	is_zero, e, top = _check_span(blocks, exponents)
+	scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
+	amax = ((top - _E4M3_TOP).double().exp2() * _TENSOR_MAX).float()
+	return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
+
+
+def _check_span(blocks: Tensor, exponents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+	"""Return which blocks are zeros, the exponents, and the largest one of each group; raise if they span too much."""
 	is_zero = (blocks & 0x77 == 0).all(-1)
-	e = exponents.int() - 127
+	e = exponents.view(torch.uint8).int() - 127
 	flat, zero = e.flatten(1), is_zero.flatten(1)
 	top = flat.masked_fill(zero, -127).amax(1)
 	low = top - _E4M3_BINADES
@@ -117,9 +136,14 @@ def exact_nvfp4(blocks: Tensor, exponents: Tensor) -> Parts:
 			f"{int(below.any(1).sum())} of {len(top)} experts, have scales more than 2^{_E4M3_BINADES} below their expert's "
 			f"largest; the smallest of them would be {int((low.unsqueeze(1) - flat)[below].max())} powers of two too large"
 		)
-	scales = (e - (top - _E4M3_TOP)[:, None, None]).masked_fill(is_zero, 0).float().exp2()
-	amax = ((top - _E4M3_TOP).double().exp2() * _TENSOR_MAX).float()
-	return Parts(blocks.flatten(-2), scales.to(torch.float8_e4m3fn).repeat_interleave(2, -1), amax)
+	return is_zero, e, top
+
+
+def check_mxfp4(blocks: Callable[[], Tensor], exponents: Tensor) -> None:
+	"""Raise as ``exact_nvfp4`` does; codes are read only if the scales alone do not show that it works."""
+	e = exponents.view(torch.uint8).int().flatten(1)
+	if bool((e.amax(1) - e.amin(1) > _E4M3_BINADES).any()):
+		_check_span(blocks(), exponents)
 
 
 #: Exponent of the largest power of two of E4M3, and how many lie below it.
@@ -197,7 +221,18 @@ LAYOUTS = {
 			{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
 			ignore_keys=("modules_to_not_convert", "ignored_layers"),
 		),
-		Layout("gpt-oss", NVFP4(), ("_blocks", "_scales"), {}, read=exact_nvfp4),
+		# compressed-tensors' "FP8_BLOCK" scheme, and others that name the scales of such weights so.
+		Layout("fp8-block", FP8Block(block=(128, 128), pow2_scales=False), (".weight", ".weight_scale"), {}, read=Parts),
+		Layout(
+			"gpt-oss",
+			NVFP4(),
+			("_blocks", "_scales"),
+			{},
+			read=exact_nvfp4,
+			scale=torch.float8_e8m0fnu,
+			shapes=lambda rows, columns: ((rows, columns // 32, 16), (rows, columns // 32)),
+			check=check_mxfp4,
+		),
 	)
 }
 

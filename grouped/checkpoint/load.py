@@ -1,24 +1,32 @@
-"""Load a checkpoint: see ``grouped.checkpoint``."""
+"""Load a checkpoint: see ``grouped.checkpoint``.
 
-import collections
+In three passes, so that nothing is changed if something is wrong: ``plan`` compares names, shapes and dtypes of the
+headers with the module, ``check_values`` reads scales, and then tensors are read one after the other and written.
+"""
+
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cute_kernels.records import check_kind
 
+from ..ownership import RULES, Owner, Ownership, check_replaceable, retire
+from ..shards import local_part
 from ..tensor import GroupedTensor
 from .config import check_config
+from .extras import changing, harmless
 from .files import Reader, progress
-from .layouts import LAYOUTS, Layout, stacked_suffix
+from .layouts import LAYOUTS, stacked_suffix
 from .parts import joined_rows, reconciled, stacked
-from .weights import ExpertWeight, expert_weights, renamed, state_of
-
-T = TypeVar("T")
+from .plans import Plan, find_other, find_weight
+from .shards import agree, as_parameter, check_can_fill, check_can_quantize, fill, local_rows, tell_owner
+from .stored import Stored
+from .weights import ExpertWeight, expert_weights, named_state, renamed
 
 
 @dataclass
@@ -28,14 +36,22 @@ class Report:
 	Attributes:
 		layouts: the layout of each weight that was quantized, by its name in the state dict.
 		reconciled: by an expert's weight, the signal-to-noise ratio in dB of what had to be quantized
-			again: gate and up had different second levels, or share 128x128 blocks.
+			again: gate and up had different second levels, or share 128x128 blocks. Of a module that is
+			sharded, experts of this rank.
 		input_scales: static scales of activations, by name in the checkpoint; nothing reads them.
-		unexpected: names in the checkpoint that the module does not have.
+		ignored: other names in the checkpoint that do not change results: scales of a quantized KV cache and
+			of attention, tables of rotary embeddings, layers that predict further tokens (MTP), second
+			copies of tied weights, and factors of 1.
+		zero_scales: names in the checkpoint of weights that are zeros by a scale of zero: of experts that no
+			token was routed to in training, say.
+		unexpected: other names in the checkpoint that the module does not have.
 	"""
 
 	layouts: dict[str, str] = field(default_factory=dict)
 	reconciled: dict[str, float] = field(default_factory=dict)
 	input_scales: dict[str, Tensor] = field(default_factory=dict)
+	ignored: list[str] = field(default_factory=list)
+	zero_scales: list[str] = field(default_factory=list)
 	unexpected: list[str] = field(default_factory=list)
 
 
@@ -51,6 +67,13 @@ def load(
 	may differ in the last bit of fp32; ``save`` gives the file's again. Plain weights are copied into what the module
 	has, others that are quantized, as attention is in some checkpoints, are decoded into it.
 
+	Names, shapes, dtypes and scales are checked before anything is written: if there is an error, nothing is loaded.
+
+	Parameters that FSDP2, ``ExpertParallel`` or ``distribute_tensor`` has sharded are loaded by each rank: it reads
+	its experts only, before the first call of the module or after it. All ranks must call; if one has an error,
+	all raise. Experts that are cut along other dimensions (``ExpertTensorParallel``) are loaded from plain weights.
+	An optimizer that has a parameter which was replaced raises at its next step.
+
 	Args:
 		module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
 			one of ``grouped.integrations.transformers``; on the device where it will run.
@@ -61,158 +84,269 @@ def load(
 
 	Raises:
 		FileNotFoundError: the folder lacks files.
-		KeyError: the module has what the checkpoint does not; or, if strict, the other way round. Nothing is loaded then.
-		ValueError: a tensor of another shape, of FP8 or integers without scales, or on the meta
-			device; files that are damaged; or MXFP4 weights that are no exact NVFP4.
+		KeyError: the module has what the checkpoint does not; or, if strict, the other way round.
+		ValueError: a tensor of another shape or dtype, or of FP8 or integers without scales; scales that are NaN,
+			infinite, negative, or zero over codes that are not; files that are damaged; tensors beside a weight that change
+			its results, as AWQ's ``pre_quant_scale``; MXFP4 weights that are no exact NVFP4; or a parameter on the meta
+			device, or one that somebody else owns and that cannot be loaded for him.
 	"""
 	check_kind(bool, strict=strict)
-	files, report = Reader(folder), Report()
-	check_config(folder)
-	missing = list[str]()
+	check_kind(nn.Module, module=module)
+	named = named_state(module)
+	error: Exception | None = None
+	try:
+		work = _prepare(module, named, Path(folder), rename, strict)
+	except Exception as caught:  # Also of the others' kinds: ranks must not wait for this one.
+		error = caught
+	agree((t for _, t in named), error)
+	if error is not None:
+		raise error
+	return work.run()
+
+
+class _Other(NamedTuple):
+	"""A tensor of the state dict that is no expert's, its names, and what it is loaded from."""
+
+	keys: list[str]
+	target: Tensor
+	stored: Stored
+
+
+class _Work(NamedTuple):
+	"""All that is loaded, checked."""
+
+	files: Reader
+	plans: list[tuple[Plan, Owner | None]]
+	others: list[_Other]
+	tied: list[tuple[ExpertWeight, ExpertWeight]]
+	report: Report
+
+	def check_values(self) -> None:
+		"""Read scales, and raise ValueError for those that are wrong."""
+		for stored, groups in self._parts():
+			if stored.check_values(groups):
+				self.report.zero_scales.append(stored.names[-1])
+
+	def _parts(self) -> Iterator[tuple[Stored, range | None]]:
+		for plan, _ in self.plans:
+			groups = local_rows(plan.weight.parameter)
+			yield from ((s, groups) for s in plan.of_groups(groups))
+		for other in self.others:
+			yield other.stored, None
+
+	def run(self) -> Report:
+		"""Read and write everything."""
+		for other in self.others:
+			fill(other.target, other.stored.plain)
+		for plan, owner in progress(self.plans, "experts"):
+			if plan.layout is None:
+				fill(plan.weight.parameter, functools.partial(_values, plan))
+				continue
+			retire([plan.weight.parameter], "checkpoint.load")
+			_replace(plan, owner, self.report)
+		for weight, first in self.tied:
+			if first.key in self.report.layouts:
+				weight.replace(first.parameter)
+		return self.report
+
+
+def _prepare(
+	module: nn.Module, named: list[tuple[list[str], Tensor]], folder: Path, rename: Mapping[str, str] | None, strict: bool
+) -> _Work:
+	"""Check everything: names, owners, headers, then scales."""
 	weights, first = list(expert_weights(module, rename)), dict[int, ExpertWeight]()
-	tied = [(weight, first.setdefault(id(weight.parameter), weight)) for weight in weights]
-	plans = [plan for weight in first.values() if (plan := _plan(weight, files, missing))]
+	pairs = [(weight, first.setdefault(id(weight.parameter), weight)) for weight in weights]
+	ownership = Ownership(module)
+	_check_can_fill(module, ownership, named, weights)
+	files, missing, report = Reader(folder), list[str](), Report()
+	check_config(folder)
+	plans = [plan for weight in first.values() if (plan := find_weight(weight, files, missing)) is not None]
 	of_experts = {weight.key for weight in weights}
-	state = state_of(module)
-	for key, t in state.items():
-		if t.is_meta:
-			raise ValueError(f"{key} is on the meta device: give the module storage first, as by to_empty(device=...)")
-	others = [(renamed(key, rename), t) for key, t in state.items() if key not in of_experts]
-	sources = [_source(name, files) for name, _ in others]
-	missing += [names[0] for _, names in sources if names[0] not in files]
-	used = collections.Counter(
-		[name for plan in plans for names in plan.names for name in names]
-		+ [name for _, names in sources for name in names]
-	)
-	twice = [name for name, count in used.items() if count > 1]
-	if twice:
-		raise ValueError(f"several tensors of the module would be {_some(twice)}: rename them apart")
-	report.unexpected = [name for name in files if name not in used]
-	scales = tuple(layout.input_scale for layout in LAYOUTS.values() if layout.input_scale)
-	for name in [n for n in report.unexpected if n.endswith(scales)]:
-		report.unexpected.remove(name)
-		report.input_scales[name] = files[name]
+	others, copies = list[_Other](), list[tuple[str, str]]()
+	for keys, t in named:
+		if keys[0] not in of_experts:
+			names = [renamed(key, rename) for key in keys]
+			stored, more = find_other(names, t, files, missing)
+			others.append(_Other(keys, t, stored))
+			copies += [(stored.names[0], name) for name in more]
+	used = _used([*(s for plan in plans for s in plan.stored), *(other.stored for other in others)])
+	report.ignored = [name for _, name in copies]
+	_sort_unexpected(module, files, used, report)
 	if missing or (strict and report.unexpected):
-		raise KeyError(
-			f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(report.unexpected)}: where modules "
-			"have other names there, say rename={'mlp': 'block_sparse_moe'}"
-		)
+		raise KeyError(_lacks(files, missing, report.unexpected))
+	for plan in plans:
+		plan.check_headers()
+	for other in others:
+		other.stored.check_headers(other.target.dtype)
+	_check_copies(files, copies)
+	_check_transposed(plans)
+	owned = _check_owners(module, ownership, plans, weights)
+	report.input_scales = {name: files[name] for name in report.input_scales}
+	tied = [(weight, of) for weight, of in pairs if weight is not of]
+	work = _Work(files, list(zip(plans, owned, strict=True)), others, tied, report)
+	work.check_values()
+	return work
+
+
+#: Kinds of owners whose parameters cannot be filled in place: their storage is elsewhere, or they are computed.
+_ELSEWHERE, _COMPUTED = ("fsdp1", "deepspeed", "accelerate"), ("parametrize", "computed")
+
+
+def _check_can_fill(
+	module: nn.Module, ownership: Ownership, named: list[tuple[list[str], Tensor]], weights: list[ExpertWeight]
+) -> None:
+	"""Raise ValueError for parameters whose values are elsewhere."""
+	for weight in weights:
+		owner = ownership.owner(weight.owner, weight.attribute)
+		if owner is not None and owner.kind in (*_ELSEWHERE, *_COMPUTED):
+			raise ValueError(f"checkpoint.load cannot fill {weight.key}: {owner.rule}. {owner.advice}")
+	targets = {id(p): (m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None}
+	for keys, t in named:
+		if id(t) in targets:
+			owner = ownership.owner(*targets[id(t)])
+			if owner is not None and owner.kind in _ELSEWHERE:
+				raise ValueError(f"checkpoint.load cannot fill {keys[0]}: {owner.rule}. {owner.advice}")
+		if t.is_meta:
+			raise ValueError(f"{keys[0]} is on the meta device: give the module storage first, as by to_empty(device=...)")
+		check_can_fill(keys[0], t)
+
+
+def _check_owners(
+	module: nn.Module, ownership: Ownership, plans: list[Plan], weights: list[ExpertWeight]
+) -> list[Owner | None]:
+	"""Raise ValueError for owners that cannot take a quantized weight; returns the owner of each plan's weight."""
+	replaced = {id(plan.weight.parameter) for plan in plans if plan.layout is not None}
+	targets = [(w.owner, w.attribute) for w in weights if id(w.parameter) in replaced]
+	check_replaceable(module, targets, "checkpoint.load", allow=("fsdp", "dtensor"))
+	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
+	for plan, owner in zip(plans, owners, strict=True):
+		if plan.layout is not None:
+			if (owner is not None and owner.kind == "dtensor") and ownership.is_shared(
+				plan.weight.owner, plan.weight.attribute, targets
+			):
+				rule, advice = RULES["tied"]
+				raise ValueError(f"checkpoint.load cannot replace {plan.weight.key}: {rule}. {advice}")
+			check_can_quantize(plan.weight.key, plan.weight.parameter, plan.weight.shape, owner)
+	return owners
+
+
+def _check_transposed(plans: list[Plan]) -> None:
+	"""Raise ValueError for experts of which some weights only would be turned."""
 	turned = {id(plan.weight.owner) for plan in plans if plan.layout is not None and plan.weight.transposed}
 	for weight in (plan.weight for plan in plans if plan.layout is None and not plan.weight.is_bias):
 		if id(weight.owner) in turned:
 			raise ValueError(f"{weight.key} is plain, other weights of these experts are quantized: all or none must be")
-	for (name, t), source in zip(others, sources, strict=True):
-		found = _read(*source, files, t)
-		_check_shape(name, tuple(found.shape), tuple(t.shape))
-		t.copy_(found)
-	for plan in progress(plans, "experts"):
-		_load_weight(plan, files, report)
-	for weight, of in tied:
-		if weight is not of and of.key in report.layouts:
-			weight.replace(of.parameter)
-	return report
 
 
-def _source(name: str, files: Reader) -> tuple[Layout | None, list[str]]:
-	"""The layout of a tensor that is no expert's, None if plain, and the names that it consists of."""
-	base = name.removesuffix(".weight")
-	for layout in LAYOUTS.values() if base != name else ():
-		names = [base + suffix for suffix in layout.suffixes]
-		if all(n in files for n in names):
-			return layout, names
-	return None, [name]
+def _used(stored: list[Stored]) -> set[str]:
+	"""Names that are loaded; raises ValueError if two tensors of the module would be the same one."""
+	used, twice = set[str](), list[str]()
+	for name in (name for s in stored for name in s.names):
+		(twice if name in used else []).append(name)
+		used.add(name)
+	if twice:
+		raise ValueError(f"several tensors of the module would be {_some(twice)}: rename them apart")
+	return used
 
 
-def _read(layout: Layout | None, names: list[str], files: Reader, target: Tensor) -> Tensor:
-	tensors = [files[name] for name in names]
-	if layout is not None:
-		return layout.parts(*tensors).decoded(layout.fmt)
-	(found,) = tensors
-	if found.is_floating_point() != target.is_floating_point() or (found.is_floating_point() and found.itemsize == 1):
+def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: Report) -> None:
+	"""Sort names that nothing takes: harmless ones, scales of activations, others; raise if one changes results."""
+	names = [name for name in files if name not in used and name not in report.ignored]
+	patterns = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
+	ignored = set(harmless(names, used, patterns if isinstance(patterns, list | tuple | set) else ()))
+	names = [name for name in names if name not in ignored]
+	change, neutral = changing(names, used, files.__getitem__)
+	if change:
 		raise ValueError(
-			f"{names[0]} is {found.dtype} without the scales of a layout ({', '.join(LAYOUTS)}), for {target.dtype}"
+			f"{files.where(change[0])} changes the results of the weight beside it, and is not applied here"
+			f"{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint without it, as with the "
+			"factors of AWQ or SmoothQuant folded into the weights"
 		)
-	return found
+	report.ignored += [name for name in files if name in ignored or name in neutral]
+	suffixes = [layout.input_scale for layout in LAYOUTS.values() if layout.input_scale] + [".activation_scale"]
+	scales = tuple(suffixes + [stacked_suffix(suffix) for suffix in suffixes])
+	for name in names:
+		if name.endswith(scales):
+			report.input_scales[name] = torch.empty(0)
+		elif name not in neutral:
+			report.unexpected.append(name)
+
+
+def _lacks(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+	"""Say what does not fit, and a way out that does."""
+	text = f"{files.folder} lacks {_some(missing)} and has, beyond the module, {_some(unexpected)}"
+	return f"{text}: {_hint(files, missing, unexpected)}"
+
+
+def _hint(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+	if not missing:
+		return "strict=False leaves these out"
+	if any(".lora_" in name for name in missing):
+		return "the module has adapters of PEFT: load the checkpoint before get_peft_model"
+	tails = {_tail(name) for name in unexpected}
+	if any(_tail(name) in tails for name in missing):
+		return "where modules have other names there, say rename={'mlp': 'block_sparse_moe'}"
+	if files.config().get("tie_word_embeddings") and any("lm_head" in name for name in missing):
+		return "config.json has tie_word_embeddings, so tie the head of the module to its embedding first"
+	base = missing[0].rpartition(".")[0]
+	beside = [name for name in files if base and name.startswith(f"{base}.")]
+	if beside:
+		return f"it has {_some(beside)}, which is none of the layouts {', '.join(LAYOUTS)}"
+	return "the checkpoint is incomplete, or of a module with fewer layers or experts"
+
+
+def _tail(name: str) -> str:
+	"""The end of a name that modules with other names have, too."""
+	return ".".join(name.split(".")[-2:])
 
 
 def _some(names: list[str]) -> str:
 	return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
 
 
-def _check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-	if found != wanted:
-		raise ValueError(f"{name} must have the shape {wanted}, the checkpoint has {found}")
+def _check_copies(files: Reader, copies: list[tuple[str, str]]) -> None:
+	"""Raise ValueError unless tensors that the module ties are equal in the checkpoint."""
+	for first, second in copies:
+		same = files.header(first) == files.header(second)
+		rows = files.shape(first)[0] if same and files.shape(first) else 0
+		chunks = [slice(i, i + 4096) for i in range(0, rows, 4096)]
+		if not same or not all(torch.equal(files.rows(first, c), files.rows(second, c)) for c in chunks):
+			raise ValueError(
+				f"the module ties {first} and {second}, but they differ in {files.folder}: untie them in the module first"
+			)
 
 
-class _Plan(NamedTuple):
-	"""A weight, its layout, None if plain, and the names of its tensors.
-
-	Those of each projection of each expert; if ``stacked``, of all at once.
-	"""
-
-	weight: ExpertWeight
-	layout: Layout | None
-	names: list[list[str]]
-	stacked: bool = False
+def _values(plan: Plan, groups: range | None) -> Tensor:
+	"""Plain values of these experts, as the parameter has them."""
+	if plan.is_stacked:
+		return plan.stored[0].plain(groups)
+	weight = plan.weight
+	matrices = [stored.plain() for stored in plan.of_groups(groups)]
+	dense = torch.stack([joined_rows(of_one, weight.interleaved) for of_one in plan.by_expert(matrices)])
+	return dense.mT if weight.transposed and not weight.is_bias else dense
 
 
-def _plan(weight: ExpertWeight, files: Reader, missing: list[str]) -> _Plan | None:
-	groups = weight.shape[0]
-	plain = (".bias",) if weight.is_bias else (".weight",)
-	quantized = [] if weight.is_bias else [(layout, layout.suffixes) for layout in LAYOUTS.values()]
-	for layout, suffixes in [*quantized, (None, plain)]:
-		stacked = [weight.path + weight.stacked + stacked_suffix(s) for s in suffixes]
-		if all(name in files for name in stacked):
-			return _Plan(weight, layout, [stacked], True)
-		names = [[n + s for s in suffixes] for g in range(groups) for n in weight.names(g, files, suffixes[0])]
-		if any(name in files for of_one in names for name in of_one[-1:]):
-			lost = [name for of_one in names for name in of_one if name not in files]
-			missing += lost
-			return None if lost else _checked(_Plan(weight, layout, names), files)
-	missing.append(weight.names(0, files, plain[0])[0] + plain[0])
-	return None
-
-
-def _checked(plan: _Plan, files: Reader) -> _Plan:
-	"""``plan``, unless experts differ: joined, what is wrong of one would go unnoticed."""
-	first, *others = plan.names
-	for name, like in ((name, like) for of_one in others for name, like in zip(of_one[:2], first, strict=False)):
-		found, wanted = files.facts(name), files.facts(like)
-		if found[0] != wanted[0] or (plan.layout is not None and found[1] != wanted[1]):
-			raise ValueError(f"{name} is {found[1]} of shape {found[0]}, but {like} is {wanted[1]} of shape {wanted[0]}")
-	return plan
-
-
-def _load_weight(plan: _Plan, files: Reader, report: Report) -> None:
-	weight, layout, names, is_stacked = plan
-	count = len(weight.projections)
-	if layout is None:
-		if is_stacked:
-			_check_shape(names[0][0], files.shape(names[0][0]), tuple(weight.parameter.shape))
-			weight.parameter.copy_(_read(None, names[0], files, weight.parameter))
-			return
-		found = [_read(None, of_one, files, weight.parameter) for of_one in names]
-		dense = torch.stack([joined_rows(of_one, weight.interleaved) for of_one in _by_expert(found, count)])
-		_check_shape(names[0][0], tuple(dense.shape), weight.shape)
-		weight.linear.copy_(dense)
-		return
-	device, fmt = weight.parameter.device, layout.fmt
-	parts = [layout.parts(*(files[name].to(device) for name in of_one)) for of_one in names]
-	whole = parts[0]
-	if not is_stacked:
+def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
+	"""Have the module hold the quantized weight of the checkpoint, of this rank's experts."""
+	weight, layout = plan.weight, plan.layout
+	assert layout is not None
+	old, groups = weight.parameter, local_rows(weight.parameter)
+	assert groups is not None
+	device, fmt = local_part(old).device, layout.fmt
+	# A rank without experts has none of the first one.
+	read = groups or range(1)
+	if plan.is_stacked:
+		whole = plan.stored[0].parts(read, device)
+	else:
 		experts = []
-		for expert, of_one in enumerate(_by_expert(parts, count)):
+		parts = [stored.parts(None, device) for stored in plan.of_groups(read)]
+		for expert, of_one in zip(read, plan.by_expert(parts), strict=True):
 			joined, noise = reconciled(of_one, fmt, weight.interleaved)
 			experts.append(joined)
-			if noise is not None:
+			if noise is not None and groups:
 				report.reconciled[f"{weight.path}.{expert}".lstrip(".")] = noise
 		whole = stacked(experts)
-	*rows, columns = weight.shape
-	_check_shape(names[0][0], tuple(whole.codes.shape), (*rows, fmt.element.width(columns)))
-	made = GroupedTensor.from_parts(fmt, *whole, dtype=weight.parameter.dtype)
-	weight.replace(nn.Parameter(made, requires_grad=False))
+	made = GroupedTensor.from_parts(fmt, *whole, dtype=old.dtype)
+	weight.replace(as_parameter(old, made if groups else made[:0], weight.shape))
+	tell_owner(owner)
 	report.layouts[weight.key] = layout.name
-
-
-def _by_expert(items: list[T], count: int) -> Iterator[list[T]]:
-	return (items[i : i + count] for i in range(0, len(items), count))

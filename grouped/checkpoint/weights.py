@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 import grouped.nn
+from cute_kernels.records import check_kind
 
 #: What checkpoints call the projections of an expert: Mixtral's names.
 ALIASES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
@@ -73,9 +74,21 @@ class ExpertWeight(NamedTuple):
 
 
 def renamed(name: str, rename: Mapping[str, str] | None) -> str:
-	"""A name of a module as the checkpoint has it."""
+	"""A name of a module as the checkpoint has it.
+
+	Raises:
+		TypeError: ``rename`` is no mapping of texts.
+		ValueError: one of its expressions, or what replaces it, is no regular expression.
+	"""
+	if rename is not None:
+		check_kind(Mapping, rename=rename)
 	for pattern, by in (rename or {}).items():
-		name = re.sub(pattern, by, name)
+		check_kind(str, rename=pattern)
+		check_kind(str, rename=by)
+		try:
+			name = re.sub(pattern, by, name)
+		except (re.error, IndexError) as error:
+			raise ValueError(f"rename has {pattern!r}: {by!r}, which is no regular expression: {error}") from None
 	return name
 
 
@@ -129,6 +142,13 @@ def _of_transformers(experts: Any, name: str, path: str) -> Iterator[ExpertWeigh
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
 	"""Its state dict without second names of tied parameters, which files do not have."""
-	seen: dict[int, str] = {}
-	state = module.state_dict(keep_vars=True)
-	return {key: t for key, t in state.items() if hasattr(t, "dtype") and seen.setdefault(id(t), key) == key}
+	return {keys[0]: t for keys, t in named_state(module)}
+
+
+def named_state(module: nn.Module) -> list[tuple[list[str], Tensor]]:
+	"""The tensors of its state dict, each with all of its names: tied parameters have several."""
+	names: dict[int, tuple[list[str], Tensor]] = {}
+	for key, t in module.state_dict(keep_vars=True).items():
+		if hasattr(t, "dtype"):
+			names.setdefault(id(t), ([], t))[0].append(key)
+	return list(names.values())

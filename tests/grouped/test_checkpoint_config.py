@@ -369,8 +369,8 @@ REFUSED = {
 	"outputs": (changed(COMPRESSED, f"{GROUP}.output_activations", _W4), "output_activations is"),
 	"format": (changed(COMPRESSED, "format", "pack-quantized"), 'format is "pack-quantized", .* "nvfp4-pack-quantized"'),
 	"format of a group": (
-		changed(COMPRESSED, f"{GROUP}.format", "float-quantized"),
-		'group_0.format is "float-quantized"',
+		changed(COMPRESSED, f"{GROUP}.format", "naive-quantized"),
+		'group_0.format is "naive-quantized"',
 	),
 	"mixed formats": (changed(COMPRESSED, "format", "mixed-precision"), "group_0.format is null"),
 	"other preset": (

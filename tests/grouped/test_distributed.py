@@ -1,10 +1,6 @@
 """Quantized parameters and expert parallelism in two processes; the checks are in ``two_ranks``."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,23 +9,14 @@ import grouped
 from tests.helpers import assert_same_buffers, each, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight
-from .two_ranks import CHECKS, assert_same, quantized
+from .two_ranks import CHECKS, assert_same, launch, quantized
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-	folder = tmp_path_factory.mktemp("ranks")
-	command = [sys.executable, "-m", "tests.grouped.two_ranks"]
-	options = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, "text": True}
-	options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-	processes = [subprocess.Popen([*command, str(rank), str(folder)], **options) for rank in range(2)]
-	for process in processes:
-		output, _ = process.communicate(timeout=300)
-		assert process.returncode == 0, output
-	return folder
+	return launch("tests.grouped.two_ranks", tmp_path_factory.mktemp("ranks"))
 
 
 @each("name", list(CHECKS))

@@ -5,6 +5,7 @@ import copy
 import datetime
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -730,6 +731,19 @@ def leave():
 
 def write(results):
 	(FOLDER / f"{RANK}.json").write_text(json.dumps(results))
+
+
+def launch(module, folder):
+	"""Run the checks of ``module`` in two processes; their results are in ``folder``."""
+	root = Path(__file__).parents[2]
+	options = {"cwd": root, "env": os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}, "text": True}
+	options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+	command = [sys.executable, "-m", module]
+	processes = [subprocess.Popen([*command, str(rank), str(folder)], **options) for rank in range(2)]
+	for process in processes:
+		output, _ = process.communicate(timeout=300)
+		assert process.returncode == 0, output
+	return folder
 
 
 def main():
