@@ -117,14 +117,20 @@ def _json_fault(value: Any) -> str | None:
 	return None
 
 
-def check_plain(name: str, dtype: str) -> None:
+def describes_quantization(config: Mapping[str, Any]) -> bool:
+	"""Tell if a model's configuration, or that of one of its parts, says that weights are quantized."""
+	return any(True for _ in _sections(config, ""))
+
+
+def check_plain(name: str, dtype: str, is_weight: bool = False) -> None:
 	"""Raise ValueError for a weight that is to be copied as it is, but is no plain one.
 
 	Args:
 		name: the tensor.
 		dtype: its dtype, as torch or safetensors call it.
+		is_weight: it is one, though its name does not end in ``.weight``.
 	"""
-	if name.endswith(".weight") and not re.fullmatch(r"(b?float|BF|F)(16|32|64)", dtype):
+	if (is_weight or name.endswith(".weight")) and not re.fullmatch(r"(b?float|BF|F)(16|32|64)", dtype):
 		raise ValueError(
 			f"{name} is {dtype}: only experts are quantized, other weights must be plain (bf16, fp16 or fp32). "
 			"Dequantize the model first"

@@ -188,6 +188,11 @@ def test_other_weights_must_be_plain(tmp_path):
 	save_file({**tensors, "q_proj.weight": torch.ones(32, 32).to(torch.float8_e4m3fn)}, source / "model.safetensors")
 	with raises(ValueError, "q_proj.weight is F8_E4M3: only experts"):
 		convert.convert(source, tmp_path / "a")
+	# The config that describes such tensors is replaced, so they must not be there.
+	save_file({**tensors, "q_proj.qweight": torch.ones(4, 32, dtype=torch.int32)}, source / "model.safetensors")
+	(source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+	with raises(ValueError, "q_proj.qweight is I32: only experts"):
+		convert.convert(source, tmp_path / "a")
 	assert not (tmp_path / "a").exists()
 
 
