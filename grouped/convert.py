@@ -57,7 +57,7 @@ def convert(
 		transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
 		shard_bytes: the most bytes of a file.
 		device: where to quantize, and to run the model for ``calibrate``.
-		calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as ``grouped.calibrate.read_ids`` takes
+		calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as ``grouped.token_ids.read_ids`` takes
 			it. The model in ``source``, made by transformers, runs over it, and each quantized weight gets the static
 			scale of its input: ``input_scale`` (modelopt) or ``input_global_scale`` (compressed-tensors). An expert
 			that sees no token gets the largest scale of its layer's others.
