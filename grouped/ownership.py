@@ -20,9 +20,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .shards import local_part
 from .tensor import GroupedTensor
 
 #: A parameter by the module that holds it, and its name there.
@@ -208,9 +210,47 @@ def _forget(key: int, _: object) -> None:
 	_retired.pop(key, None)
 
 
+_refilled: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
+
+
+def refill(parameters: Iterable[Tensor], purpose: str) -> None:
+	"""Have an optimizer that has a master of one of these parameters, which were written, raise at its next step.
+
+	A step would put the master's old values back. Optimizers whose masters have the new values go on: those that are
+	made afterwards, or get a state that belongs to the values. Parameters are held weakly.
+	"""
+	_watch_optimizers()
+	for p in parameters:
+		key = id(p)
+		_refilled[key] = (weakref.ref(p, lambda _, key=key: _refilled.pop(key, None)), purpose)
+
+
 @functools.cache
 def _watch_optimizers() -> None:
 	register_optimizer_step_pre_hook(_refuse_retired)
+	register_optimizer_step_pre_hook(_refuse_old_masters)
+
+
+def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
+	for group in optimizer.param_groups if _refilled else ():
+		for p in group["params"]:
+			reference, purpose = _refilled.get(id(p), (None, ""))
+			if reference is None or reference() is not p:
+				continue
+			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+				raise RuntimeError(
+					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
+					f"step would put the old values back. Make the optimizer after {purpose}"
+				)
+			del _refilled[id(p)]
+
+
+def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
+	"""Tell whether an optimizer has stepped, and its master does not round to the values of ``part``."""
+	if "master" not in state or "step" not in state:
+		return False
+	rounded = part.detach().clone().copy_(local_part(state["master"]).view(part.shape))
+	return not torch.equal(*(t.dequantize() if isinstance(t, GroupedTensor) else t for t in (rounded, part.detach())))
 
 
 def _refuse_retired(optimizer: Optimizer, *_: Any) -> None:

@@ -61,6 +61,30 @@ def test_an_optimizer_that_has_the_old_parameters_says_so(low, plain):
 	torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_masters_of_old_values_do_not_come_back(low, plain):
+	model = moe(1)
+
+	def step(optimizer):
+		model(torch.randn(4, HIDDEN, dtype=BF16)).sum().backward()
+		optimizer.step()
+
+	optimizer = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+	step(optimizer)
+	checkpoint.load(model, plain)
+	for _ in range(2):
+		with raises(RuntimeError, "a master of a parameter .* checkpoint.load wrote.*Make the optimizer after"):
+			step(optimizer)
+	assert_same_bytes(model.experts.down.weight.detach(), moe().experts.down.weight.detach())
+	again = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+	step(again)
+	step(again)
+	# A state that belongs to the values: a resumed training.
+	trained = {name: t.detach().clone() for name, t in model.state_dict().items()}
+	checkpoint.load(model, plain)
+	model.load_state_dict(trained)
+	step(again)
+
+
 def test_parameters_that_are_computed(low, plain):
 	model = moe(1)
 	parametrize.register_parametrization(model.experts.down, "weight", nn.Identity())
