@@ -265,7 +265,10 @@ class Writer:
 
 	def _write_text(self, name: str, text: str) -> None:
 		part = self._own(f"{name}.{self._token}.partial")
-		part.write_text(text)
+		try:
+			part.write_text(text)
+		except OSError as error:  # Where a disk is full, the system's error names no file.
+			raise OSError(error.errno, f"{part} cannot be written: {error.strerror}") from None
 		part.replace(self._own(name))
 
 	def _part(self, index: int) -> Path:

@@ -182,6 +182,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
 	error = capsys.readouterr().err
 	assert error.count("\n") == 1 and "No space left" in error and "Traceback" not in error
 	assert not list((tmp_path / "a").iterdir()) and not list((tmp_path / "b").iterdir())
+	monkeypatch.undo()
+
+	def full_later(self, text):
+		raise OSError(28, "No space left on device")
+
+	monkeypatch.setattr(Path, "write_text", full_later)
+	with raises(OSError, r"config.json.*partial cannot be written: No space left"):
+		checkpoint.save(mlp(), tmp_path / "a", "modelopt")
+	assert not list((tmp_path / "a").iterdir())
 
 
 @each(
