@@ -1,5 +1,8 @@
 """Modules on a real GPU: the reference's bits, no synchronization, graphs, streams."""
 
+import threading
+from concurrent import futures
+
 import pytest
 import torch
 
@@ -183,3 +186,60 @@ def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
 		made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
 		monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
 	assert_same(*made)
+
+
+def test_offs_are_checked_without_a_synchronization():
+	"""Also in the replays of a graph; the message has the first call."""
+	layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
+	offs = ends([40, 40, 57, 96])
+	with torch.no_grad(), grouped.debug.check_offsets() as found:
+		layer(x, offs)
+		torch.cuda.set_sync_debug_mode("error")
+		layer(x, offs)
+		torch.cuda.set_sync_debug_mode("default")
+		graph = torch.cuda.CUDAGraph()
+		with torch.cuda.graph(graph):
+			layer(x, offs)
+		graph.replay()
+		found.check()
+		offs.copy_(ends([40, 0, 17, 47]))
+		graph.replay()
+		with pytest.raises(ValueError, match=rf"the end rows decrease.*{__file__}:\d+"):
+			found.check()
+		offs.copy_(ends([40, 40, 57, ROWS + 1]))
+		layer(x, offs)
+		with pytest.raises(ValueError, match=f"past the {ROWS} rows"):
+			found.check()
+
+
+def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
+	seen, barrier = {}, threading.Barrier(2)
+
+	class Note(torch.autograd.Function):
+		@staticmethod
+		def forward(ctx, x, name):
+			ctx.name = name
+			return x.clone()
+
+		@staticmethod
+		def backward(ctx, dy):
+			seen[ctx.name] = threading.get_ident(), cute_kernels.active_backend(dy.device).name
+			return dy, None
+
+	def job(name):
+		y = Note.apply(torch.ones(2, device=CUDA, requires_grad=True), name).sum()
+		with cute_kernels.backend(name):
+			barrier.wait()
+			y.backward()
+			return threading.get_ident()
+
+	with cute_kernels.backend("reference:sm_100a"), futures.ThreadPoolExecutor(2) as pool:
+		callers = list(pool.map(job, ["reference", "reference:sm_90a"]))
+		Note.apply(torch.ones(2, device=CUDA, requires_grad=True), "main").sum().backward()
+	if hasattr(torch._C, "_remove_obj_from_tls"):
+		assert {name: found for name, (_, found) in seen.items()} == {
+			"reference": "reference",
+			"reference:sm_90a": "reference:sm_90a",
+			"main": "reference:sm_100a",
+		}
+	assert not {thread for thread, _ in seen.values()} & set(callers)

@@ -11,10 +11,14 @@ from grouped import recipes
 from tests.helpers import BF16, assert_same_bytes, raises
 
 moe = pytest.importorskip("torchtitan.models.common.moe", exc_type=ImportError)
+from torchtitan.components.quantization.utils import has_quantization  # noqa: E402
 from torchtitan.config import Configurable  # noqa: E402
+from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher  # noqa: E402
+from torchtitan.tools.logging import logger  # noqa: E402
 
+import grouped.integrations.torchtitan as torchtitan_integration  # noqa: E402
 from grouped.integrations.torchtitan import GroupedExpertsConverter  # noqa: E402
 
 CONFIG = moe.GroupedExperts.Config(dim=64, hidden_dim=32, num_experts=4)
@@ -103,3 +107,75 @@ def test_what_is_refused():
 		converted("FP8Delayed")
 	with raises(ValueError, "skip_last must not be negative"):
 		converted("BF16", skip_last=-1)
+
+
+@dataclasses.dataclass
+class Tree(Configurable.Config):
+	"""What stands for the configuration of a model, or of all."""
+
+	layers: list = dataclasses.field(default_factory=list)
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+	"""Lines that torchtitan's logger is given."""
+	monkeypatch.setattr(logger, "propagate", True)
+	monkeypatch.setattr(
+		torchtitan_integration, "_warn_of_overrides", torchtitan_integration._warn_of_overrides.__wrapped__
+	)
+	with caplog.at_level("INFO", logger=logger.name):
+		yield lambda: [record.getMessage() for record in caplog.records]
+
+
+def tree_of(count):
+	return Tree(layers=[dataclasses.replace(CONFIG) for _ in range(count)])
+
+
+def test_torchtitan_sees_that_experts_are_quantized(logged):
+	"""So that it reports no MFU by the peak of BF16; under the recipe BF16 that is the right one."""
+	for recipe, is_quantized in (("FP8Block", True), (recipes.NVFP4(), True), ("BF16", False)):
+		tree = converted(recipe, tree_of(2))
+		assert has_quantization(tree) == is_quantized
+		assert not has_quantization(tree_of(2))
+	both = converted("MXFP8", converted("BF16", tree_of(1)))
+	assert has_quantization(both) and not has_quantization(converted("BF16", both))
+	assert type(both.layers[0])._owner.__mro__[1] is moe.GroupedExperts
+
+
+def test_what_was_converted_is_logged(logged):
+	converted("FP8Block", tree_of(6), skip_first=1)
+	(line,) = (line for line in logged() if line.startswith("Converted experts to FP8Block"))
+	assert "5 (layers.1, layers.2, layers.3, ...); others: 1 (layers.0)" in line
+
+
+def test_overrides_of_experts(logged):
+	"""Those of torchtitan pass over converted experts, which is said; with ``after`` both are had."""
+	fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+	converted("FP8Block", converted("FP8Block", tree_of(1))).layers[0].build()
+	tree = converted("FP8Block", tree_of(1))
+	apply_overrides(OverrideConfig(imports=[fused]), tree)
+	assert type(tree.layers[0].build()).__name__ == "CuteGroupedExperts"
+	assert any(fused in line and "no effect on experts" in line and "grouped_experts" in line for line in logged())
+	tree, ours = tree_of(2), "grouped.integrations.torchtitan.grouped_experts"
+	apply_overrides(OverrideConfig(imports=[(ours, {"recipe": "FP8Block", "after": fused})]), tree)
+	experts = tree.layers[1].build()
+	assert type(experts).__name__ == "CuteFusedGroupedExperts" and experts.w13.shape == (4, 32, 2, 64)
+	assert experts.recipe == recipes.FP8Block() and has_quantization(tree)
+	plain = tree_of(1)
+	apply_overrides(OverrideConfig(imports=[(ours, {"recipe": "FP8Block"})]), plain)
+	x = torch.randn(40, 64, dtype=BF16)
+	for p in (theirs := converted("FP8Block").build()).parameters():
+		nn.init.normal_(p, std=0.1)
+	(mine := plain.layers[0].build()).load_state_dict(theirs.state_dict())
+	counts = torch.tensor([13, 0, 7, 20])
+	assert_same_bytes(mine(x, counts).detach(), theirs(x, counts).detach())
+	for options, message in (
+		({"recipe": "FP4"}, "recipe must be one of"),
+		({"after": "torchtitan.overrides.fused_swiglu.fused"}, "after must name an override.*'fused' is none"),
+	):
+		with raises(ValueError, message):
+			apply_overrides(OverrideConfig(imports=[(ours, options)]), tree_of(1))
+	with raises(ValueError, "does not take CuteGroupedExperts.*left it as it is"):
+		apply_overrides(OverrideConfig(imports=[(ours, {"after": fused})]), converted("FP8Block", tree_of(1)))
+	with raises(ValueError, "both claim node"):
+		apply_overrides(OverrideConfig(imports=[fused, ours]), tree_of(1))
