@@ -91,8 +91,9 @@ def _quantizer(op: MGroupedQuantizeGemm, launch: Launcher) -> Prepare:
 	kernel = launch.kernel(config)
 	amax_kernel = None
 	if not config.computes_amax:
-		facts = {"arch": config.arch, "prologue": config.prologue, "keeps_nan": config.fmt.amaxes_keep_nan}
-		amax_kernel = launch.kernel(AmaxConfig(config.dtype, config.grouping, **facts))
+		nan = config.fmt.amaxes_keep_nan
+		amax = AmaxConfig(config.dtype, config.grouping, arch=config.arch, prologue=config.prologue, keeps_nan=nan)
+		amax_kernel = launch.kernel(amax)
 	rows, depth = op.num_rows, op.depth
 	count = rows if config.computes_amax else op.offs.shape[0]
 	workspace = Allocator([_pieces(rows, depth, torch.float16), BufferSpec((count,), torch.float32)], op.device)
