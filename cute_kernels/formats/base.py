@@ -132,7 +132,8 @@ class Format(Record, abc.ABC):
 	k_multiple: ClassVar[int]
 	truncates: ClassVar[bool] = True
 	how_made: ClassVar[tuple[str, ...]] = ()
-	nan_scales: bool
+	#: A field of records that have it.
+	nan_scales: bool = False
 
 	@property
 	def element(self) -> ElementType:
