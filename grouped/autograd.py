@@ -392,8 +392,8 @@ def _linear_below_autograd(
 ) -> Tensor:
 	recipe = recipe_of(*recipe_and_scaling[:4])
 	# What records amaxes is above: this computes, and writes nothing.
-	scales, _, may_be_zero = (*recipe_and_scaling[4:], None, None, None)[:3]
-	scaling = _scaling(scales, None, may_be_zero)
+	scales, _, *may_be_zero = (*recipe_and_scaling[4:], None, None)[:3]
+	scaling = _scaling(scales, None, *may_be_zero)
 	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
 
 

@@ -92,9 +92,8 @@ class Recipe:
 		if self.input is not None and self.weight is not None and self.grad_output is not None:
 			_check_products(self.input, self.weight, self.grad_output)
 		# Made once: a compiler that traces a layer would otherwise trace how they are made.
-		marks = {"nan_scales": True} if self.propagate_nonfinite else {}
-		formats = tuple(replace(roles[name], **marks) if name in roles else None for name in ROLES)
-		object.__setattr__(self, "formats", formats)
+		formats = {name: _marking(name, fmt) for name, fmt in roles.items()} if self.propagate_nonfinite else roles
+		object.__setattr__(self, "formats", tuple(formats.get(name) for name in ROLES))
 		object.__setattr__(self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES))
 
 	def __str__(self) -> str:
@@ -124,6 +123,13 @@ class Recipe:
 	def takes_scales(self) -> bool:
 		"""Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
 		return self.weight is not None and self.weight.takes_scale
+
+
+def _marking(role: str, fmt: Format) -> Format:
+	"""The format that marks what is not finite by a scale that is NaN."""
+	if not any(f.name == "nan_scales" for f in fields(fmt)):  # type: ignore[arg-type]
+		raise ValueError(f"{role} is {fmt}, whose record has no nan_scales: pass propagate_nonfinite=False")
+	return replace(fmt, nan_scales=True)  # type: ignore[type-var]
 
 
 def _require_built(role: str, fmt: Format) -> None:

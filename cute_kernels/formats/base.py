@@ -77,6 +77,9 @@ class BlockScale:
 	vec_size: int
 	layout: Literal["tiles_128x4", "mn_major"]
 
+	def __post_init__(self) -> None:
+		check_choice("layout", self.layout, ("tiles_128x4", "mn_major"))
+
 	@property
 	def dtype(self) -> torch.dtype:
 		"""Dtype of the buffer."""
@@ -98,6 +101,9 @@ class SecondLevel:
 	buffers: tuple[str, ...]
 	factor: float = 1.0
 	is_shared: bool = False
+
+	def __post_init__(self) -> None:
+		check_choice("per", self.per, ("group", "row"))
 
 
 class Format(Record, abc.ABC):
@@ -126,7 +132,8 @@ class Format(Record, abc.ABC):
 	k_multiple: ClassVar[int]
 	truncates: ClassVar[bool] = True
 	how_made: ClassVar[tuple[str, ...]] = ()
-	nan_scales: bool
+	#: A field of records that have it.
+	nan_scales: bool = False
 
 	@property
 	def element(self) -> ElementType:
@@ -265,6 +272,7 @@ RECORDS: dict[str, type[Format]] = {}
 
 def record(cls: F) -> F:
 	"""Class decorator: ``parse`` makes records of this class."""
+	check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
 	RECORDS[cls.name] = cls
 	return cls
 

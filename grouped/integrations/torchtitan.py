@@ -181,6 +181,6 @@ def _warn_of_overrides(config: Any) -> None:
 	if names and config.__module__.startswith("torchtitan.models."):
 		logger.warning(
 			f"Overrides of experts ({', '.join(names)}) have no effect on experts that GroupedExpertsConverter converted. If "
-			"one of them is active, replace the converter by the override grouped.integrations.torchtitan.grouped_experts, with "
+			"one is active, replace the converter by the override grouped.integrations.torchtitan.grouped_experts, with "
 			"after=<that override>"
 		)
