@@ -248,11 +248,11 @@ def retire(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		_retired[id(p)] = (weakref.ref(p, functools.partial(_forget, id(p))), purpose)
+		_retired[id(p)] = (weakref.ref(p, functools.partial(_forget, _retired, id(p))), purpose)
 
 
-def _forget(key: int, _: object) -> None:
-	_retired.pop(key, None)
+def _forget(registry: dict[int, Any], key: int, _: object) -> None:
+	registry.pop(key, None)
 
 
 _refilled: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
@@ -266,8 +266,7 @@ def refill(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		key = id(p)
-		_refilled[key] = (weakref.ref(p, lambda _, key=key: _refilled.pop(key, None)), purpose)
+		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget, _refilled, id(p))), purpose)
 
 
 @functools.cache
@@ -279,9 +278,9 @@ def _watch_optimizers() -> None:
 def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
 	for group in optimizer.param_groups if _refilled else ():
 		for p in group["params"]:
-			reference, purpose = _refilled.get(id(p), (None, ""))
-			if reference is None or reference() is not p:
+			if id(p) not in _refilled:
 				continue
+			purpose = _refilled[id(p)][1]
 			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
 				raise RuntimeError(
 					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "

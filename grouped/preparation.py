@@ -1,8 +1,7 @@
 """``prepare``: quantize the weights of a model's experts once, in place."""
 
 import dataclasses
-import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +62,21 @@ class Weight(NamedTuple):
 		"""The parameter as (G, N, K), detached."""
 		weight: Tensor = self.parameter.detach()
 		return weight.transpose(1, 2) if self.transposed else weight
+
+
+class Integration(NamedTuple):
+	"""Another library's models, for ``prepare``; a module of ``grouped.integrations`` adds one when it is imported.
+
+	Attributes:
+		find_weights: returns the weights of a module that is a layer of experts, an empty list for others.
+		guard_methods: has methods of a prepared model that expect plain weights know quantized ones.
+	"""
+
+	find_weights: Callable[[nn.Module], list[Weight]]
+	guard_methods: Callable[[nn.Module], None]
+
+
+INTEGRATIONS: list[Integration] = []
 
 
 @torch.no_grad()
@@ -135,9 +149,7 @@ def prepare(
 	plan.check([(weight, f) for layer, formats in chosen for weight, f in zip(layer, formats, strict=True) if f])
 	for layer, formats in chosen:
 		plan.replace([(weight, f) for weight, f in zip(layer, formats, strict=True) if f], masters)
-	if any(weight.is_of_transformers for layer, _ in chosen for weight in layer):
-		from .integrations import transformers as integration
-
+	for integration in INTEGRATIONS:
 		integration.guard_methods(model)
 	return len(chosen)
 
@@ -151,12 +163,14 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 			yield [_weight_of(module.gate_up), _weight_of(module.down)]
 		elif isinstance(module, GroupedLinear) and module not in inside:
 			yield [_weight_of(module)]
-		elif "transformers" in sys.modules and has_experts_interface(module):
-			from .integrations import transformers as integration
-
-			recipe = integration.recipe_in_use(module)
-			names = integration.weight_names(module)
-			yield [Weight(module, name, recipe, bool(module.is_transposed)) for name in names]
+		elif has_experts_interface(module):
+			found = next((weights for each in INTEGRATIONS if (weights := each.find_weights(module))), None)
+			if found is None:
+				raise ValueError(
+					f"{type(module).__name__} has transformers' experts interface: first call register() of "
+					"grouped.integrations.transformers, and choose an implementation by set_experts_implementation"
+				)
+			yield found
 
 
 def _weight_of(layer: GroupedLinear) -> Weight:

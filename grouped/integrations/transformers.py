@@ -29,7 +29,15 @@ from grouped import recipes
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
 from ..nn.kept import lookup
-from ..preparation import check_product, expert_layers, has_experts_interface, reorder
+from ..preparation import (
+	INTEGRATIONS,
+	Integration,
+	Weight,
+	check_product,
+	expert_layers,
+	has_experts_interface,
+	reorder,
+)
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -175,6 +183,16 @@ def recipe_in_use(experts: Any) -> Recipe:
 def weight_names(experts: Any) -> tuple[str, str]:
 	"""Return the names of the experts' two weights."""
 	return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def _find_weights(module: nn.Module) -> list[Weight]:
+	if not has_experts_interface(module):
+		return []
+	recipe = recipe_in_use(module)
+	return [Weight(module, name, recipe, bool(module.is_transposed)) for name in weight_names(module)]
+
+
+INTEGRATIONS.append(Integration(_find_weights, guard_methods))
 
 
 def _as_linear(experts: Any, weight: Tensor) -> Tensor:
