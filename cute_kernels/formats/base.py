@@ -195,6 +195,11 @@ class Format(Record, abc.ABC):
 		return self.nan_scales and not self.element.holds_nan
 
 	@property
+	def without_marks(self) -> "Format":
+		"""The record without ``nan_scales``, as users of recipes write it."""
+		return dataclasses.replace(self, nan_scales=False) if self.nan_scales else self  # type: ignore[type-var]
+
+	@property
 	def as_decoded(self) -> "Format":
 		"""What is said to who decodes: the fields of ``how_made`` are at their defaults."""
 		if not self.how_made:

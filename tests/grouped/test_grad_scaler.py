@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cute_kernels
-from grouped import recipes
+from cute_kernels.formats import MXFP8, NVFP4, FP8Block
+from grouped import recipes, wire
 from grouped.nn import GroupedLinear, GroupedMLP, MoE
 from tests.helpers import assert_all_same, each, whole_graph
 
@@ -155,3 +156,13 @@ def test_finite_gradients_have_the_bits_that_they_have_without(name, kind):
 def test_an_infinity_saturates_without_the_option(name):
 	module = module_of(linear, dataclasses.replace(ALL[name], propagate_nonfinite=False))
 	assert scaled_step(module, *tensors(torch.inf, "x"))[0]
+
+
+@each("fmt", [FP8Block(), FP8Block(pow2_scales=False), MXFP8(), NVFP4(row_scaled=True)], str)
+@each("value", VALUES)
+def test_rows_that_travel_between_processes_keep_it(fmt, value):
+	x, _ = tensors(value, "x")
+	y = wire.unpack(wire.pack(x, fmt), K, fmt, torch.float16)
+	assert not y[ROW].isfinite().all()
+	others = torch.arange(ROWS) != ROW
+	assert_all_same([y[others]], [wire.unpack(wire.pack(tensors()[0], fmt), K, fmt, torch.float16)[others]])
