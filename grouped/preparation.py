@@ -103,7 +103,7 @@ def prepare(
 		trainable: the weights take gradients, and have the columnwise copy that the gradient of the input reads.
 		columnwise: keep that copy also for weights that take no gradient; by default ``trainable``.
 		masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized from, for
-			``grouped.optim.AdamW``; it keeps those in memory.
+			``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard`` makes other parameters: then key them by name.
 
 	Returns:
 		How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a ``GroupedLinear`` outside of one, and
