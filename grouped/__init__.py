@@ -14,6 +14,7 @@ from .delayed import delayed_scaling_update
 from .experts import Routing, compute_routing
 from .functional import compute_offsets, quantize
 from .members import GroupedMember, QuantizedCopy
+from .preparation import prepare
 from .products import grouped_gemm
 from .tensor import GroupedTensor
 
@@ -37,6 +38,7 @@ __all__ = [
 	"linear",
 	"nn",
 	"optim",
+	"prepare",
 	"quantize",
 	"recipes",
 ]

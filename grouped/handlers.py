@@ -12,7 +12,7 @@ from cute_kernels.ops.derivatives import register_autograd
 
 from .collectives import Flat
 from .shapes import flat_shapes
-from .tensor import HANDLERS, GroupedTensor, handler
+from .tensor import HANDLERS, NO_MEMORY, GroupedTensor, handler
 from .updates import adds_update, snapshot, warn_if_lost
 
 aten = torch.ops.aten
@@ -90,6 +90,11 @@ def _same_shape(func: Any, x: GroupedTensor, size: Sequence[int], **kwargs: Any)
 			"decode it first with .dequantize()"
 		)
 	return x._apply_inner(lambda t: t)
+
+
+@handler(aten.view.dtype)
+def _reinterpret(func: Any, x: GroupedTensor, dtype: torch.dtype) -> NoReturn:
+	raise TypeError(f"{func} does not work on a GroupedTensor: {NO_MEMORY}")
 
 
 def _regrouped(x: GroupedTensor, groups: int, change: Callable[[Tensor], Tensor]) -> GroupedTensor:
@@ -253,6 +258,14 @@ _DECODING = {
 }
 #: Ops with an in-place name that change more than values.
 _RESHAPING = ("as_strided_", "resize_", "resize_as_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_")
+
+
+@handler(aten.baddbmm.default)
+def _add_product(func: Any, x: Tensor, *factors: Tensor, **kwargs: Any) -> Tensor:
+	# PEFT's LoRA of a stack of experts: the weight plus a product of plain matrices.
+	if not isinstance(x, GroupedTensor) or any(isinstance(t, GroupedTensor) for t in factors):
+		_refuse(func)
+	return func(x.dequantize(), *factors, **kwargs)
 
 
 def _writes(argument: Any) -> bool:

@@ -38,6 +38,8 @@ __all__ = ["AdamW"]
 #: What a parameter keeps in fp32.
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KEPT = {"master", "step", *_MOMENTS}
+#: Options of a group of parameters.
+_OPTIONS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 
 
 class AdamW(Optimizer):
@@ -110,7 +112,8 @@ class AdamW(Optimizer):
 		super().add_param_group(param_group)
 		group = self.param_groups[-1]
 		try:
-			_check_options(**{name: group[name] for name in self.defaults})
+			# PyTorch's class adds defaults of its own, when a state is loaded or the optimizer copied.
+			_check_options(**{name: group[name] for name in _OPTIONS})
 			for p in group["params"]:
 				part = local_part(p)
 				if isinstance(part, GroupedTensor) and part.format.is_transformed and part.columnwise is not None:

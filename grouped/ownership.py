@@ -91,6 +91,10 @@ RULES: dict[str, tuple[str, str]] = {
 		"another library's tensor class holds it",
 		"Load the model with plain weights, in bfloat16, float16 or float32",
 	),
+	"hooked": (
+		"a hook on its gradient (register_hook, register_post_accumulate_grad_hook) would stay with the old one",
+		"Register hooks afterwards, on the new parameter",
+	),
 	"tied": (
 		"other modules share it, and would keep the old one",
 		"Untie it first, by a parameter of its own for each module",
@@ -148,13 +152,17 @@ class Ownership:
 		kind = _kind_of(parameter)
 		if kind in ("meta", None) and id(module) in self._offloaded:
 			kind = "accelerate"
-		if kind is None and id(parameter) in self._reduced:
+		if kind in ("hooked", None) and id(parameter) in self._reduced:
 			kind = "ddp"
-		if kind is None and self.is_shared(module, name, together):
+		if kind is None and self.has_other_holder(module, name, together):
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
-	def is_shared(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
+	def is_shared(self, parameter: Tensor) -> bool:
+		"""Tell whether the parameter has several names under ``root``."""
+		return len(self._holders.get(id(parameter), ())) > 1
+
+	def has_other_holder(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
 		"""Tell whether a module has the parameter under a name that is not replaced with it; also of a DTensor."""
 		holders = self._holders.get(id(module._parameters.get(name)), ())
 		names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
@@ -191,6 +199,47 @@ def check_replaceable(root: nn.Module, targets: Iterable[Target], purpose: str, 
 			raise ValueError(f"{purpose} cannot replace {ownership.path(module, name)}: {owner.rule}. {owner.advice}")
 
 
+class FsdpWatch:
+	"""Refusal of parameters that are assigned to a module whose own FSDP2 shards.
+
+	FSDP2 assigns its own tensors at each call, so that the answer is kept; it finds others at no time.
+	"""
+
+	def __init__(self) -> None:
+		self._managers: dict[str, Any] = {}
+
+	def check(self, module: nn.Module, name: str, value: Any) -> None:
+		"""Raise unless FSDP2, if it shards the parameter ``name``, may take ``value`` in its place.
+
+		Raises:
+			ValueError: ``value`` is no DTensor, so that FSDP2 would drop it.
+			RuntimeError: FSDP2 gathers the parameter, and would drop a DTensor that was assigned before.
+		"""
+		manager = self._managers.get(name)
+		if manager is None or not any(value is t for t in _tensors_of(manager)):
+			manager = next((found for found, key in _fsdp_parameters() if key == (id(module), name)), None)
+			if manager is None:
+				return
+			self._managers[name] = manager
+		sharded, gathered, between = _tensors_of(manager)
+		if value is gathered:
+			present = module._parameters.get(name)
+			if not any(present is t for t in (sharded, gathered, between)):
+				raise RuntimeError(
+					f"{type(module).__name__}.{name} was replaced, but FSDP2 (fully_shard) goes on with its own tensor: copy_() "
+					"into the parameter, or replace it before fully_shard"
+				)
+		elif not hasattr(value, "_local_tensor"):  # FSDP2 takes a DTensor of load_state_dict(assign=True).
+			rule, advice = RULES["fsdp"]
+			raise ValueError(f"{type(module).__name__}.{name} cannot be assigned: {rule}. {advice}")
+
+
+def _tensors_of(manager: Any) -> tuple[Any, ...]:
+	"""The tensors that FSDP2 sets as a parameter: the shard, what was gathered, and what lies between calls."""
+	between = getattr(manager, "_sharded_post_forward_param", None)
+	return manager.sharded_param, getattr(manager, "_unsharded_param", None), between
+
+
 # ---- parameters that were replaced
 
 _retired: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
@@ -221,8 +270,11 @@ def refill(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		key = id(p)
-		_refilled[key] = (weakref.ref(p, lambda _, key=key: _refilled.pop(key, None)), purpose)
+		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget_refilled, id(p))), purpose)
+
+
+def _forget_refilled(key: int, _: object) -> None:
+	_refilled.pop(key, None)
 
 
 @functools.cache
@@ -232,17 +284,17 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
-	for group in optimizer.param_groups if _refilled else ():
-		for p in group["params"]:
-			reference, purpose = _refilled.get(id(p), (None, ""))
-			if reference is None or reference() is not p:
-				continue
-			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
-				raise RuntimeError(
-					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
-					f"step would put the old values back. Make the optimizer after {purpose}"
-				)
-			del _refilled[id(p)]
+	parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]] if _refilled else []
+	for p in parameters:
+		reference, purpose = _refilled.get(id(p), (None, ""))
+		if reference is None or reference() is not p:
+			continue
+		if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+			raise RuntimeError(
+				f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
+				f"step would put the old values back. Make the optimizer after {purpose}"
+			)
+		del _refilled[id(p)]
 
 
 def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
@@ -277,6 +329,8 @@ def _kind_of(parameter: Any) -> str | None:
 		return "deepspeed"
 	if parameter.is_meta:
 		return "meta"
+	if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+		return "hooked"
 	is_known = type(parameter) in _PLAIN or isinstance(parameter, GroupedTensor)
 	return None if is_known or type(parameter).__name__ == "FakeTensor" else "subclass"
 
@@ -327,7 +381,7 @@ def _adapted_parameters(module: nn.Module) -> Iterator[tuple[int, str]]:
 		name = getattr(module, "parameter_name", None)
 		for key in [name] if name is not None else list(base._parameters):
 			yield id(base), key
-	others = sys.modules.get("peft.utils.other")
-	if others is not None and isinstance(module, getattr(others, "ModulesToSaveWrapper", ())):
+	wrappers = sys.modules.get("peft.utils.other")
+	if wrappers is not None and isinstance(module, getattr(wrappers, "ModulesToSaveWrapper", ())):
 		for inner in module.modules():
 			yield from ((id(inner), key) for key in inner._parameters)

@@ -378,7 +378,7 @@ def forward(
 		if isinstance(x, Rows) and x.activation is None and probe is None and not need_dweight:
 			index, x = (x.at, x.inverse), x.x
 		x = made(x)
-		low_x = x if isinstance(weight, GroupedTensor) else low(x)
+		low_x = low(x)
 		low_weight = _low_weight(weights, low_x.dtype)
 		y = _plain_product(low_x, low_weight, bias, offs, False, x.dtype, index, epilogue)
 		if probe is not None:
@@ -442,8 +442,8 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
 		raise RuntimeError(f"weight has no rowwise copy, which fprop reads: {weight!r}")
 	if weight.columnwise is None and need_dx:
 		raise RuntimeError(
-			f"weight has no columnwise copy, which dgrad reads: {weight!r}; quantize it with columnwise=True, or serve it "
-			"under torch.no_grad()"
+			f"weight has no columnwise copy, which dgrad reads: {weight!r}; make it by "
+			"grouped.prepare or grouped.quantize with columnwise=True, or call the layer under torch.no_grad()"
 		)
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ from .validation import check_is_tensor, check_parts, saved_format, version
 
 #: What a tensor is beside the plain tensors that it holds.
 Context: TypeAlias = "tuple[Format, torch.dtype, bool, MemberShapes | None]"
+#: Why a GroupedTensor cannot be given away as memory, and ways out.
+NO_MEMORY = (
+	"a GroupedTensor has no memory of its own: its bytes are several plain tensors. To write it, use torch.save, "
+	"grouped.checkpoint.save, or safetensors with to_parts(), which GroupedTensor.from_parts undoes; accelerate offloads "
+	"it to the CPU (cpu_offload), not to disk. Its values as a plain tensor are .dequantize()"
+)
 #: Groups whose shapes its text names.
 _MOST_SHOWN = 4
 
@@ -82,18 +88,21 @@ class GroupedTensor(Tensor):
 
 	def __new__(
 		cls,
-		shape: Sequence[int],
-		dtype: torch.dtype,
-		fmt: Format,
-		offs: Tensor | None,
-		rowwise: QuantizedCopy | None,
-		columnwise: QuantizedCopy | None,
+		shape: Sequence[int] | Tensor,
+		dtype: torch.dtype | None = None,
+		fmt: Format | None = None,
+		offs: Tensor | None = None,
+		rowwise: QuantizedCopy | None = None,
+		columnwise: QuantizedCopy | None = None,
 		requires_grad: bool = False,
 		*,
 		prepacked: bool = False,
 		shapes: Shapes | None = None,
 	) -> GroupedTensor:
 		"""Wrap the plain tensors of one or both directions, as read from a file.
+
+		``GroupedTensor(x, requires_grad=...)`` of a GroupedTensor alone is ``nn.Parameter(x, requires_grad)``: libraries
+		that move parameters, such as accelerate, make the new one by the class of the old one.
 
 		Args:
 			shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
@@ -112,6 +121,10 @@ class GroupedTensor(Tensor):
 			ValueError: shapes or devices that do not fit each other, or there is no direction.
 			cute_kernels.UnsupportedError: a format that is not built yet.
 		"""
+		if isinstance(shape, Tensor):
+			return _as_parameter(shape, requires_grad)
+		if dtype is None or fmt is None:
+			raise TypeError("dtype and fmt are missing; grouped.quantize makes a GroupedTensor of a plain tensor")
 		members = None if shapes is None else as_shapes(shapes)
 		check_parts(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
 		self = cls._of(shape, dtype, fmt, offs, rowwise, columnwise, prepacked, members)
@@ -436,6 +449,17 @@ class GroupedTensor(Tensor):
 		"""Whether the plain tensors are in shared memory."""
 		return all(t.is_shared() for t in self._inner().values())
 
+	def storage(self) -> NoReturn:
+		"""Raise: there is no storage of all bytes. safetensors asks for it."""
+		raise TypeError(NO_MEMORY)
+
+	def numpy(self, *, force: bool = False) -> NoReturn:
+		"""Raise, as PyTorch does for subclasses. accelerate asks for it to offload to disk."""
+		raise RuntimeError(NO_MEMORY)
+
+	def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+		raise TypeError(NO_MEMORY)  # PyTorch gives a null pointer away.
+
 	def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
 		held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
 		kind: str = self.grouping
@@ -563,6 +587,16 @@ class GroupedTensor(Tensor):
 		fields = dataclasses.asdict(self.format)  # type: ignore[call-overload]
 		fields["prepacked"] = self.prepacked
 		return fields if self._shapes is None else {**fields, "shapes": self._shapes}
+
+
+def _as_parameter(x: Tensor, requires_grad: bool) -> GroupedTensor:
+	if not isinstance(x, GroupedTensor):
+		raise TypeError(
+			f"a GroupedTensor cannot be made of a plain tensor of shape {tuple(x.shape)} alone: grouped.quantize makes one. "
+			"Where a library offloaded a plain weight before it was quantized, offload the model again"
+		)
+	parameter: Any = torch.nn.Parameter(x, requires_grad=requires_grad)
+	return parameter
 
 
 def _copies(fmt: Format, inner: dict[str, Tensor]) -> tuple[QuantizedCopy | None, QuantizedCopy | None]:

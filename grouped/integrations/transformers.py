@@ -12,8 +12,8 @@ weights, biases, gates of its own (interleaved, clamped), without a gate, and wi
 its expert parallelism.
 """
 
-from collections.abc import Callable, Iterator
-from types import MethodType
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -22,14 +22,14 @@ from transformers.activations import SiLUActivation
 from transformers.integrations import moe as hf
 
 import grouped
-from cute_kernels import active_backend, ops, support
-from cute_kernels.capability import require
+from cute_kernels import ops
 from cute_kernels.formats import Format
 from grouped import recipes
 
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
 from ..nn.kept import lookup
+from ..preparation import check_product, expert_layers, has_experts_interface, reorder
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -74,70 +74,52 @@ def register(**more: Recipe) -> tuple[str, ...]:
 	return tuple(RECIPES)
 
 
-def prepare(model: nn.Module, fmt: Format | None = None) -> int:
-	"""Quantize the experts' weights once, in place, for inference.
+def prepare(
+	model: nn.Module,
+	fmt: Format | None = None,
+	*,
+	trainable: bool = False,
+	columnwise: bool | None = None,
+	masters: MutableMapping[Tensor, Tensor] | None = None,
+) -> int:
+	"""``grouped.prepare`` of a model of transformers: quantize the experts' weights once, in place.
 
-	Each becomes a GroupedTensor (G, N, K) that takes no gradient, in the order that the GPU
-	multiplies fastest; the old one's memory is free when nothing else holds it. Implementations of
-	this module use them as they are: ``grouped_bf16`` beside bf16 activations (W4A16 of NVFP4),
-	quantized ones beside activations that they quantize. Call the model without gradients then.
-	The model then works as before, in part prepared or whole: errors come before the first layer is
-	changed, or leave whole layers. ``get_memory_footprint`` counts what is held. ``save_pretrained``
-	writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
+	Each becomes a GroupedTensor (G, N, K). Implementations of this module use them as they are: ``grouped_bf16`` beside
+	bf16 activations (W4A16 of NVFP4), quantized ones beside activations that they quantize. By default they take no
+	gradient, and the layers call for none of their input: call the model under ``torch.no_grad()``, or pass
+	``columnwise=True`` to train other layers. ``get_memory_footprint`` then counts the bytes that are there.
+	``save_pretrained`` writes plain weights only and raises: save before, or by ``grouped.checkpoint.save``.
+	``set_experts_implementation`` takes implementations that multiply these weights, and raises for others.
 
 	Args:
 		model: a model, or experts alone, on the device where it will run.
 		fmt: the format of the weights; None for that of the recipe of the implementation in use.
+		trainable: as in ``grouped.prepare``.
+		columnwise: as in ``grouped.prepare``.
+		masters: as in ``grouped.prepare``.
 
 	Returns:
 		How many layers of experts were prepared.
 
 	Raises:
-		ValueError: ``model`` has no experts, an implementation that is not of this module, or one that does not quantize
-			weights while ``fmt`` is None; weights of another format than ``fmt`` already.
+		ValueError: ``model`` has no experts of transformers, or an implementation that is not of this module; and what
+			``grouped.prepare`` raises.
 	"""
-	layers = list(_experts(model))
-	if not layers:
+	if not any(experts_of(model)):
 		raise ValueError(f"{type(model).__name__} has no experts that use transformers' interface")
-	chosen = [_checked_format(experts, fmt) for experts in layers]
-	for experts, weight in zip(layers, chosen, strict=True):
-		plain = {name: getattr(experts, name).detach() for name in _weight_names(experts)}
-		if isinstance(plain["down_proj"], GroupedTensor):
-			continue
-		recipe = _recipe_in_use(experts)
-		new = {name: _for_inference(_as_linear(experts, w), weight, recipe) for name, w in plain.items()}
-		del plain
-		for name, quantized in new.items():
-			setattr(experts, name, nn.Parameter(quantized, requires_grad=False))
-		experts.is_transposed = False
+	return grouped.prepare(model, fmt, trainable=trainable, columnwise=columnwise, masters=masters)
+
+
+def guard_methods(model: nn.Module) -> None:
+	"""Have methods of transformers' models that expect plain weights know prepared ones."""
 	for module in model.modules():
-		if isinstance(module, PreTrainedModel) and any(_experts(module)):
+		if isinstance(module, PreTrainedModel) and any(experts_of(module)):
 			instead: Any = module
-			instead.save_pretrained = MethodType(_save_pretrained, module)
-			instead.get_memory_footprint = MethodType(_memory_footprint, module)
-	return len(layers)
+			for method in (save_pretrained, get_memory_footprint, set_experts_implementation):
+				setattr(instead, method.__name__, functools.partial(method, module))  # pickles, unlike a method
 
 
-def _checked_format(experts: Any, fmt: Format | None) -> Format:
-	recipe = _recipe_in_use(experts)
-	weight = fmt or recipe.weight
-	if weight is None:
-		raise ValueError(f"{recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
-	for name in _weight_names(experts):
-		plain = getattr(experts, name).detach()
-		if isinstance(plain, GroupedTensor):
-			if fmt not in (None, plain.format):
-				raise ValueError(f"{name} is {plain.format} already, fmt is {fmt}")
-			continue
-		require("grouped_quantize", weight, active_backend(plain.device).arch)
-		try:
-			grouped.quantize(_as_linear(experts, plain).to("meta"), weight)
-		except (TypeError, ValueError) as error:
-			raise type(error)(f"{name} of {type(experts).__name__}: {error}") from None
-	return weight
-
-
-def _save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
+def save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
 	"""``save_pretrained`` of a model whose experts hold no plain weights."""
 	given = self.state_dict() if state_dict is None else state_dict
 	name = next((name for name, t in given.items() if isinstance(t, GroupedTensor)), None)
@@ -149,18 +131,38 @@ def _save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None
 	return type(self).save_pretrained(self, *args, state_dict=state_dict, **kwargs)
 
 
-def _memory_footprint(self: Any, return_buffers: bool = True) -> int:
+def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
+	"""``set_experts_implementation`` of a model with quantized weights; nothing changes where it raises."""
+	configs = [m.config for m in self.modules() if isinstance(m, PreTrainedModel)]
+	before = [config._experts_implementation for config in configs]
+	type(self).set_experts_implementation(self, experts_implementation)
+	try:
+		weights = [weight for layer in expert_layers(self) for weight in layer if weight.is_of_transformers]
+		for weight in weights:
+			if isinstance(quantized := weight.parameter.detach(), GroupedTensor):
+				check_product(quantized.unpack(), weight.recipe, quantized.device, needs_dx=False)
+	except (TypeError, ValueError, NotImplementedError) as error:
+		for config, name in zip(configs, before, strict=True):
+			config._experts_implementation_internal = name
+		raise ValueError(
+			f"experts_implementation={experts_implementation!r} cannot multiply the weights that prepare() quantized: {error}"
+		) from None
+	for weight in weights:
+		reorder(weight)
+
+
+def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 	"""``get_memory_footprint``, which takes the size of an element for that of its dtype."""
 	return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
-def _experts(model: nn.Module) -> Iterator[Any]:
-	# What use_experts_implementation sets on every class that it wraps.
-	marks = ("has_gate", "is_transposed", "down_proj")
-	return (m for m in model.modules() if all(hasattr(m, mark) for mark in marks))
+def experts_of(model: nn.Module) -> Iterator[Any]:
+	"""Yield the experts under ``model`` that use transformers' interface."""
+	return filter(has_experts_interface, model.modules())
 
 
-def _recipe_in_use(experts: Any) -> Recipe:
+def recipe_in_use(experts: Any) -> Recipe:
+	"""Return the recipe of the implementation that the experts' config names."""
 	name = experts.config._experts_implementation
 	if name not in RECIPES:
 		raise ValueError(
@@ -170,7 +172,8 @@ def _recipe_in_use(experts: Any) -> Recipe:
 	return RECIPES[name]
 
 
-def _weight_names(experts: Any) -> tuple[str, str]:
+def weight_names(experts: Any) -> tuple[str, str]:
+	"""Return the names of the experts' two weights."""
 	return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
@@ -178,19 +181,10 @@ def _as_linear(experts: Any, weight: Tensor) -> Tensor:
 	return weight.transpose(1, 2) if experts.is_transposed else weight
 
 
-def _for_inference(weight: Tensor, fmt: Format, recipe: Recipe) -> GroupedTensor:
-	quantized = grouped.quantize(weight.contiguous(), fmt)
-	arch = active_backend(weight.device).arch
-	level = fmt.second_level
-	can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-	can = can and recipe.is_quantized and arch != "reference" and bool(support("grouped_gemm", fmt, arch, prepacked=True))
-	return quantized.prepack() if can else quantized
-
-
 def _forward_of(recipe: Recipe) -> Forward:
 
 	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-		first, second = _weight_names(self)
+		first, second = weight_names(self)
 		dtype, experts = hidden_states.dtype, self.num_experts
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
 		if _is_swiglu(self) and not has_norm:

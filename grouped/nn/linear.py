@@ -15,6 +15,7 @@ from grouped import debug
 from ..autograd import multiply, rows_and_ends
 from ..experts import Layer
 from ..offsets import Offsets
+from ..ownership import FsdpWatch
 from ..passes import Copies, Scaling, joined, quantize_weight
 from ..recipes import BF16, ROLES, FP8Delayed, Recipe, check_recipe
 from ..tensor import GroupedTensor
@@ -101,6 +102,7 @@ class GroupedLinear(debug.Watched):
 		self._kept: KeptWeight | None = None
 		#: The last DTensor of each parameter: what FSDP gathers the present one from.
 		self._shards: dict[str, Tensor] = {}
+		self._fsdp = FsdpWatch()
 		#: The state of delayed scaling; None under recipes that have none.
 		self.scaling: DelayedScaling | None = None
 		if isinstance(self.recipe, FP8Delayed):
@@ -355,6 +357,8 @@ class GroupedLinear(debug.Watched):
 
 	def __setattr__(self, name: str, value: Any) -> None:
 		# FSDP calls this where a class defines it, and else changes what nn.Module holds.
+		if name in self.__dict__.get("_shards", ()):
+			self._fsdp.check(self, name, value)
 		self._note_shard(name, value)
 		super().__setattr__(name, value)
 
@@ -364,7 +368,7 @@ class GroupedLinear(debug.Watched):
 
 	def __getstate__(self) -> dict[str, Any]:
 		# A copy has other parameters, and a file none at all.
-		return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}}
+		return {**self.__dict__, "_kept": None, "_nonfinite": None, "_lens": None, "_shards": {}, "_fsdp": FsdpWatch()}
 
 	def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
 		self._kept = None

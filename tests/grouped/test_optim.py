@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import torch
 from torch import nn
@@ -171,6 +172,105 @@ def test_copies_and_states_of_torch():
 	without.step()
 	found = without.state[plain]
 	assert found.keys() == {"step", *optim._MOMENTS} and found["exp_avg"].dtype == BF16
+
+
+def loaded(optimizer):
+	optimizer.load_state_dict(optimizer.state_dict())
+	return optimizer
+
+
+RESUMED = {
+	"load_state_dict": loaded,
+	"deepcopy": copy.deepcopy,
+	"pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+	"all": lambda optimizer: copy.deepcopy(loaded(pickle.loads(pickle.dumps(optimizer)))),
+}
+
+
+@each("resumed", RESUMED)
+def test_parameters_unfrozen_after_a_resume(resumed):
+	first, frozen = (nn.Parameter(grouped.quantize(draw(s), FORMATS[0], columnwise=True)) for s in (0, 1))
+	ours = optim.AdamW([first], lr=1e-2, master_weights=True)
+	first.grad = draw(2)
+	ours.step()
+	ours = resumed(ours)
+	unfrozen, plain = copy.deepcopy(frozen), nn.Parameter(draw(3).bfloat16())
+	ours.add_param_group({"params": [unfrozen, plain], "lr": 3e-2})
+	want = optim.AdamW([frozen], lr=3e-2)
+	for seed in (4, 5):
+		(again,) = ours.param_groups[0]["params"]
+		again.grad = unfrozen.grad = frozen.grad = draw(seed)
+		plain.grad = draw(seed).bfloat16()
+		ours.step(), want.step()
+	assert same_bytes(unfrozen, frozen) and ours.state[plain]["master"].dtype == F32
+	assert ours.state[again]["step"] == 3 and ours.state[unfrozen]["step"] == 2
+	for options, message in (({"lr": -1.0}, "lr must be at least 0"), ({"betas": (0.9, 2)}, "below 1, got 2")):
+		with raises(ValueError, message):
+			ours.add_param_group({"params": [nn.Parameter(draw(6))], **options})
+	assert len(ours.param_groups) == 2
+	# What was written is read again: the state of both groups.
+	other = optim.AdamW([{"params": [copy.deepcopy(again)]}, {"params": [copy.deepcopy(unfrozen), copy.deepcopy(plain)]}])
+	other.load_state_dict(ours.state_dict())
+	assert [group["lr"] for group in other.param_groups] == [1e-2, 3e-2]
+
+
+#: Parameters by how a step writes them.
+WRITTEN = {
+	"plain fp32": (lambda w: nn.Parameter(w), {}, "reference"),
+	"plain bf16": (lambda w: nn.Parameter(w.bfloat16()), {}, "reference"),
+	"with a master": (lambda w: nn.Parameter(w.bfloat16()), {"master_weights": True}, "reference"),
+	"quantized": (lambda w: nn.Parameter(grouped.quantize(w, FORMATS[0])), {}, "reference"),
+	"by a kernel": (lambda w: nn.Parameter(grouped.quantize(w, FORMATS[3])), {}, "emulated:sm_90a"),
+}
+
+
+@each(("make", "options", "name"), WRITTEN)
+def test_a_step_counts_a_version_of_what_it_writes(make, options, name):
+	"""Else a backward pass takes new values for old ones, and kept copies of a weight are stale."""
+	p = make(draw(0))
+	ours, version = optim.AdamW([p], **options), p._version
+	loss = (p.dequantize() if isinstance(p, grouped.GroupedTensor) else p).square().sum()
+	p.grad = torch.ones(SHAPE, dtype=p.dtype)
+	with backend(name):
+		ours.step()
+	assert p._version > version
+	if not isinstance(p, grouped.GroupedTensor):
+		with raises(RuntimeError, "modified by an inplace operation"):
+			loss.backward()
+
+
+@each(("make", "options", "name"), WRITTEN)
+def test_strided_gradients(make, options, name):
+	"""Each of the dtypes that need no cast, which would lay them out."""
+	w, grad = draw(0), draw(1, 3, 64, 80).mT
+	p, want = make(w.clone()), make(w.clone())
+	for q, g in ((p, grad.to(p.dtype)), (want, grad.contiguous().to(p.dtype))):
+		q.grad = g
+		with backend(name):
+			optim.AdamW([q], lr=1e-1, **options).step()
+	assert not p.grad.is_contiguous() and want.grad.is_contiguous()
+	if isinstance(p, grouped.GroupedTensor):
+		assert same_bytes(p, want)
+	else:
+		assert torch.equal(p, want)
+
+
+@each("fmt", FORMATS, str)
+def test_masters_and_loaded_states_are_copies(fmt):
+	"""The weights that a user gave, and the state that somebody saved, are not written."""
+	w = draw(0)
+	p, before = nn.Parameter(grouped.quantize(w, fmt)), w.clone()
+	ours = optim.AdamW([p], masters={p: w}, lr=1e-1)
+	p.grad = draw(1)
+	ours.step()
+	assert torch.equal(w, before) and not torch.equal(ours.state[p]["master"], before)
+	saved = ours.state_dict()
+	held = copy.deepcopy(saved["state"])
+	other = optim.AdamW([p])
+	other.load_state_dict(saved)
+	other.step()
+	for name, t in held[0].items():
+		assert torch.equal(saved["state"][0][name], t) and not torch.equal(other.state[p][name], t), name
 
 
 @each("plain", [True, False])

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrize
 
 import grouped
-from grouped.nn import GroupedMLP
+from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.ownership import RULES, check_replaceable, owner_of, retire
 from tests.helpers import BF16, each, raises, run_python
 
@@ -111,6 +111,11 @@ def deepspeed(model, mesh):
 	return model, first(model)
 
 
+def hooked(model, mesh):
+	first(model).weight.register_post_accumulate_grad_hook(lambda p: None)
+	return model, first(model)
+
+
 def accelerate(model, mesh):
 	pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
 	return model, first(model)
@@ -144,6 +149,7 @@ OWNED = {
 	"tied": ("tied", tied),
 	"subclass": ("subclass", subclass),
 	"deepspeed": ("deepspeed", deepspeed),
+	"hooked": ("hooked", hooked),
 	"accelerate": ("accelerate", accelerate),
 	"peft": ("peft", adapted),
 	"modules_to_save": ("peft", saved_by_peft),
@@ -195,6 +201,30 @@ def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
 		old.step()
 	other.step()
 	make(model.parameters(), lr=0.1).step()
+
+
+@each("called", [False, True])
+def test_what_is_assigned_to_a_sharded_layer(called, mesh):
+	"""FSDP2 would go on with its own tensor, without a word."""
+	layer, x = GroupedLinear(2, 32, 32, dtype=BF16), torch.randn(9, 32).bfloat16()
+	fully_shard(layer, mesh=mesh)
+	want = layer(x, [4, 9]) if called else None
+	layer.reshard()
+	quantized = grouped.quantize(layer.weight.full_tensor().detach(), grouped.NVFP4())
+	for value in (nn.Parameter(quantized, requires_grad=False), nn.Parameter(torch.zeros(2, 32, 32, dtype=BF16))):
+		for unsharded in (False, True):
+			layer.unshard() if unsharded else layer.reshard()
+			with raises(ValueError, ["GroupedLinear.weight cannot be assigned", "FSDP2", "before fully_shard"]):
+				layer.weight = value
+	layer.reshard()
+	assert want is None or torch.equal(layer(x, [4, 9]), want)
+	state = {name: distribute_tensor(t.full_tensor() * 2, mesh, [Shard(0)]) for name, t in layer.state_dict().items()}
+	layer.load_state_dict(state, assign=True)
+	assert torch.equal(layer(x, [4, 9]), want * 2) if called else layer(x, [4, 9]).any()
+	layer.reshard()
+	layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 32, 32, dtype=BF16), mesh, [Shard(0)]))
+	with raises(RuntimeError, ["GroupedLinear.weight was replaced", "copy_"]):
+		layer(x, [4, 9])
 
 
 def test_asking_imports_nothing():

@@ -5,9 +5,14 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import grouped
+from cute_kernels import backend
 from grouped import recipes
 from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, raises, seeded, whole_graph
 
@@ -47,6 +52,13 @@ BOUNDS = {"grouped_bf16": 1.05, "grouped_fp8_block": 10, "grouped_mxfp8": 10, "g
 @pytest.fixture(autouse=True)
 def registered():
 	integration.register()
+
+
+@pytest.fixture
+def single_rank():
+	dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+	yield init_device_mesh("cpu", (1,))
+	dist.destroy_process_group()
 
 
 def model_of(name, dtype=BF16):
@@ -244,3 +256,88 @@ def test_a_recipe_of_ones_own():
 	assert "mine" in integration.register(mine=recipes.NVFP4(hadamard=True))
 	assert logits(model_of("Mixtral"), "mine").isfinite().all()
 	del integration.RECIPES["mine"]
+
+
+@each("dtype", [torch.float32, torch.float16])
+@each("implementation", [*integration.RECIPES])
+@each("name", ["Qwen3Moe", "GptOss"])
+def test_prepared_models_of_other_dtypes_run(name, implementation, dtype):
+	model = model_of(name, dtype)
+	want = logits(model, implementation)
+	integration.prepare(model, grouped.NVFP4() if implementation == "grouped_bf16" else None)
+	got = logits(model, implementation)
+	assert got.dtype == dtype
+	if implementation == "grouped_bf16":
+		assert (got - want).norm() < 0.5 * want.norm()
+	else:
+		assert_same_bytes(got, want)
+
+
+def test_sharded_models_are_refused(single_rank):
+	model = model_of("Mixtral")
+	want = logits(model, "grouped_nvfp4")
+	for layer in model.model.layers:
+		fully_shard(layer, mesh=single_rank)
+	fully_shard(model, mesh=single_rank)
+	assert_same_bytes(logits(model, "grouped_nvfp4"), want)
+	with raises(ValueError, ["model.layers.0.mlp.experts.gate_up_proj", "FSDP2", "before fully_shard"]):
+		integration.prepare(model)
+	assert_same_bytes(logits(model, "grouped_nvfp4"), want)
+
+
+def test_experts_that_are_dtensors_are_refused(single_rank):
+	model = model_of("Mixtral")
+	model.set_experts_implementation("grouped_nvfp4")
+	experts = model.model.layers[-1].mlp.experts
+	experts.down_proj = nn.Parameter(distribute_tensor(experts.down_proj.detach(), single_rank, [Shard(0)]))
+	with raises(ValueError, ["model.layers.1.mlp.experts.down_proj", "it is a DTensor"]):
+		integration.prepare(model)
+	assert not any(isinstance(p, grouped.GroupedTensor) for p in model.parameters())
+
+
+def test_prepared_weights_train():
+	model, masters = model_of("Mixtral").train(), {}
+	model.set_experts_implementation("grouped_fp8_block")
+	integration.prepare(model, trainable=True, masters=masters)
+	assert len(masters) == 4
+	optimizer = grouped.optim.AdamW(model.parameters(), lr=1e-2, masters=masters)
+	losses = []
+	for _ in range(4):
+		losses.append(model(ids_of(), labels=ids_of()).loss)
+		losses[-1].backward()
+		optimizer.step()
+		optimizer.zero_grad()
+	assert losses[-1] < losses[0]
+
+
+def test_a_prepared_model_takes_implementations_that_multiply_its_weights(tmp_path):
+	model = model_of("Mixtral")
+	model.set_experts_implementation("grouped_bf16")
+	integration.prepare(model, grouped.MXFP8())
+	torch.save(model, tmp_path / "model")
+	for one in (model, copy.deepcopy(model), torch.load(tmp_path / "model", weights_only=False)):
+		want = logits(one, "grouped_mxfp8")
+		for name in ("eager", "grouped_mm", "grouped_nvfp4", "grouped_fp8_block"):
+			with raises(
+				ValueError, [f"experts_implementation='{name}' cannot multiply the weights that prepare() quantized"]
+			):
+				one.set_experts_implementation(name)
+			assert one.config._experts_implementation == "grouped_mxfp8"
+		with torch.no_grad():
+			assert_same_bytes(one(ids_of()).logits, want)
+		with raises(ValueError, "save_pretrained writes plain weights"):
+			one.save_pretrained(tmp_path)
+
+
+def test_weights_lie_as_the_implementation_reads_them():
+	model = model_of("Mixtral")
+	with backend("emulated:sm_90a"):
+		model.set_experts_implementation("grouped_nvfp4")
+		integration.prepare(model, grouped.NVFP4())
+		weight = model.model.layers[0].mlp.experts.down_proj
+		before = weight.dequantize()
+		for name, prepacked in (("grouped_bf16", False), ("grouped_nvfp4", True)):
+			assert weight.prepacked is not prepacked
+			model.set_experts_implementation(name)
+			assert weight.prepacked is prepacked and weight is model.model.layers[0].mlp.experts.down_proj
+			assert torch.equal(weight.dequantize(), before)
