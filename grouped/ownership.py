@@ -154,11 +154,15 @@ class Ownership:
 			kind = "accelerate"
 		if kind in ("hooked", None) and id(parameter) in self._reduced:
 			kind = "ddp"
-		if kind is None and self.is_shared(module, name, together):
+		if kind is None and self.has_other_holder(module, name, together):
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
-	def is_shared(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
+	def is_shared(self, parameter: Tensor) -> bool:
+		"""Tell whether the parameter has several names under ``root``."""
+		return len(self._holders.get(id(parameter), ())) > 1
+
+	def has_other_holder(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
 		"""Tell whether a module has the parameter under a name that is not replaced with it; also of a DTensor."""
 		holders = self._holders.get(id(module._parameters.get(name)), ())
 		names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
@@ -248,11 +252,11 @@ def retire(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		_retired[id(p)] = (weakref.ref(p, functools.partial(_forget, _retired, id(p))), purpose)
+		_retired[id(p)] = (weakref.ref(p, functools.partial(_forget, id(p))), purpose)
 
 
-def _forget(registry: dict[int, Any], key: int, _: object) -> None:
-	registry.pop(key, None)
+def _forget(key: int, _: object) -> None:
+	_retired.pop(key, None)
 
 
 _refilled: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
@@ -266,7 +270,11 @@ def refill(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget, _refilled, id(p))), purpose)
+		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget_refilled, id(p))), purpose)
+
+
+def _forget_refilled(key: int, _: object) -> None:
+	_refilled.pop(key, None)
 
 
 @functools.cache
@@ -276,17 +284,17 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
-	for group in optimizer.param_groups if _refilled else ():
-		for p in group["params"]:
-			if id(p) not in _refilled:
-				continue
-			purpose = _refilled[id(p)][1]
-			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
-				raise RuntimeError(
-					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
-					f"step would put the old values back. Make the optimizer after {purpose}"
-				)
-			del _refilled[id(p)]
+	parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]] if _refilled else []
+	for p in parameters:
+		reference, purpose = _refilled.get(id(p), (None, ""))
+		if reference is None or reference() is not p:
+			continue
+		if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+			raise RuntimeError(
+				f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
+				f"step would put the old values back. Make the optimizer after {purpose}"
+			)
+		del _refilled[id(p)]
 
 
 def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:

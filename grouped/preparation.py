@@ -273,7 +273,7 @@ class _Plan:
 		new = nn.Parameter(quantized, requires_grad=self._trainable)
 		for name, value in vars(old).items():
 			setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
-		if self._ownership.is_shared(weight.module, weight.name):
+		if self._ownership.is_shared(old):
 			self._shared[id(old)] = (old, new)
 		return new
 

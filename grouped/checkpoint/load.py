@@ -222,7 +222,7 @@ def _check_owners(
 	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
 	for plan, owner in zip(plans, owners, strict=True):
 		if plan.layout is not None:
-			if (owner is not None and owner.kind == "dtensor") and ownership.is_shared(
+			if (owner is not None and owner.kind == "dtensor") and ownership.has_other_holder(
 				plan.weight.owner, plan.weight.attribute, targets
 			):
 				rule, advice = RULES["tied"]

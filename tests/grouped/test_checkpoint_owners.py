@@ -140,6 +140,7 @@ def mesh():
 	dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
 def test_one_process_of_fully_shard(mesh, low, plain):
 	"""FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
 	for path in (plain, low):
@@ -158,6 +159,38 @@ def test_one_process_of_fully_shard(mesh, low, plain):
 	model = FullyShardedDataParallel(moe(1), use_orig_params=True, device_id=torch.device("cpu"))
 	with raises(ValueError, "FullyShardedDataParallel keeps it in a flat parameter"):
 		checkpoint.load(model, low, rename={r"_fsdp_wrapped_module\.": ""})
+
+
+def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
+	"""DTensors that another module shares, and transposed experts of FSDP2, whose parameters would change their shape."""
+	model = nn.ModuleDict(dict(moe(1).named_children()))
+	experts = model.experts
+	for layer in (experts.gate_up, experts.down):
+		layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+	model.other = nn.Module()
+	model.other.weight = experts.down.weight
+	before = list(model.parameters())
+	with raises(ValueError, "cannot replace experts.down.weight: other modules share it"):
+		checkpoint.load(model, low)
+	del model.other
+	assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+	checkpoint.load(model, low)
+	assert isinstance(model.experts.down.weight.to_local(), grouped.GroupedTensor)
+
+	def transposed():
+		module = nn.Module()
+		module.has_gate = module.is_transposed = True
+		module.gate_up_proj, module.down_proj = (nn.Parameter(torch.ones(2, 64, n)) for n in (128, 64))
+		return nn.ModuleDict({"x": module})
+
+	checkpoint.save(transposed(), tmp_path / "stacked", "modelopt", stacked=True)
+	sharded = transposed()
+	fully_shard(sharded.x, mesh=mesh)
+	with raises(
+		ValueError, r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, quantized it has \(2, 128, 64\)"
+	):
+		checkpoint.load(sharded, tmp_path / "stacked")
+	assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
 
 
 def test_rows_of_a_rank(rank=3):
