@@ -11,11 +11,12 @@ raises ``UnsupportedError`` with the reason.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -78,22 +79,10 @@ _main_blocks: list[_Block] = []
 #: Blocks of all threads. While it is 0, nothing else is looked at.
 _entered = 0
 _entered_lock = threading.Lock()
-#: Key of a thread's blocks in PyTorch's thread-local state. Autograd hands that state to its own threads, which run the
-#: backward pass of GPU ops.
-_THREAD_KEY = "cute_kernels.backend"
-#: An object that is left in that state when a thread ends may block or abort the process, so it must be removed. A
-#: PyTorch that cannot remove it has the main thread's choice in autograd's threads.
-_remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
-
-
-class _Thread(threading.local):
-	"""Blocks that this thread is inside of."""
-
-	def __init__(self) -> None:
-		self.blocks = _main_blocks if threading.current_thread() is threading.main_thread() else []
-
-
-_thread = _Thread()
+#: Blocks of this thread. A context variable, for PyTorch hands the context of the thread that calls ``backward()`` to
+#: autograd's own threads, which run the backward pass of GPU ops.
+_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("cute_kernels.backend", default=())
+_CALLER = "context"
 
 
 def _check_name(name: str, source: str) -> str:
@@ -102,31 +91,27 @@ def _check_name(name: str, source: str) -> str:
 	return name
 
 
-def _caller_blocks() -> list[_Block]:
+def _caller_blocks() -> tuple[_Block, ...]:
 	"""Blocks of the thread whose backward pass this thread runs."""
-	found: list[_Block] = torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else []
-	return found
+	context = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
+	return () if context is None else context.get(_blocks, ())
 
 
-def _enter(block: _Block) -> list[_Block]:
-	"""Add a block of this thread; returns the list that has it."""
+def _enter(block: _Block) -> None:
 	global _entered
-	blocks = _thread.blocks
-	if not blocks and _remove is not None:
-		torch._C._stash_obj_in_tls(_THREAD_KEY, blocks)
 	with _entered_lock:
 		_entered += 1
-	blocks.append(block)
-	return blocks
+		if threading.current_thread() is threading.main_thread():
+			_main_blocks.append(block)
+	_blocks.set((*_blocks.get(), block))
 
 
-def _leave(blocks: list[_Block], block: _Block) -> None:
+def _leave(block: _Block) -> None:
 	global _entered
 	# Not the last one: generators may leave their blocks in another order.
-	blocks[:] = [other for other in blocks if other is not block]
-	if not blocks and _remove is not None:
-		_remove(_THREAD_KEY)
+	_blocks.set(tuple(other for other in _blocks.get() if other is not block))
 	with _entered_lock:
+		_main_blocks[:] = [other for other in _main_blocks if other is not block]
 		_entered -= 1
 
 
@@ -135,7 +120,8 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 	"""Run ops on the backend ``name`` inside a ``with`` block.
 
 	The block holds in the thread that enters it, and in the backward passes that this thread runs. A thread without a
-	block of its own uses the block of the main thread, or else the environment's choice.
+	block of its own uses the block of the main thread, or else the environment's choice. So do GPU backward passes of
+	other threads in PyTorch 2.11, which does not hand the context of a thread to autograd's threads; 2.13 does.
 
 	Ops choose when they run, also inside a compiled function: enter the block around the call of
 	one, whichever backend it was compiled under. A block inside of it is no part of the graph:
@@ -158,11 +144,11 @@ def backend(name: str, **options: Any) -> Iterator[None]:
 		)
 	_check_name(name, "backend")
 	block = (name, _check_options(name, options))
-	blocks = _enter(block)
+	_enter(block)
 	try:
 		yield
 	finally:
-		_leave(blocks, block)
+		_leave(block)
 
 
 def chosen_backend() -> Choice:
@@ -171,11 +157,9 @@ def chosen_backend() -> Choice:
 	The main thread may choose at any time: read it once, and pass it on.
 	"""
 	if _entered:
-		if _thread.blocks:
-			return _thread.blocks[-1]
-		# Not a look at the length before: the other thread may leave its block in between.
-		for block in reversed(_caller_blocks() or _main_blocks):
-			return block
+		blocks = _blocks.get() or _caller_blocks() or tuple(_main_blocks)
+		if blocks:
+			return blocks[-1]
 	# ``os.environ`` encodes and decodes: a microsecond of every call.
 	text = _environment.get(_KEY)
 	return text.decode() if isinstance(text, bytes) else text

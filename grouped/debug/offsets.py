@@ -31,7 +31,8 @@ class check_offsets:
 	the rows of the tensor. If the last one is smaller, the rows behind it are the tail of a capacity buffer.
 
 	Inside a CUDA graph each replay is checked, if the block was entered before the capture on the same device. Compiled
-	code is checked when it runs. Calls of all threads count. Each call adds a record of one line to the host's memory.
+	code is checked when it runs. Calls of all threads count. Each call takes about 0.2 ms of the host
+	(H100, 2026-11-27) and adds a record of one line to its memory.
 
 	Raises:
 		ValueError: at the end of the block or in ``check()``, a call broke a rule. The message names the first such call.

@@ -181,6 +181,6 @@ def _warn_of_overrides(config: Any) -> None:
 	if names and config.__module__.startswith("torchtitan.models."):
 		logger.warning(
 			f"Overrides of experts ({', '.join(names)}) have no effect on experts that GroupedExpertsConverter converted. If "
-			"one is active, replace the converter by the override grouped.integrations.torchtitan.grouped_experts, with "
-			"after=<that override>"
+			"one of them is active, use grouped.integrations.torchtitan.grouped_experts, an override, with after=<the other> "
+			"instead of the converter"
 		)

@@ -1,4 +1,6 @@
+import asyncio
 import contextlib
+import contextvars
 import threading
 from concurrent import futures
 
@@ -175,6 +177,40 @@ def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
 		in_thread(job)
 		Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
 	assert seen == ["reference:sm_90a", "emulated:sm_100a"]
+
+
+def test_a_thread_of_autograd_has_the_context_of_its_caller():
+	"""As PyTorch stores it for threads that run a backward pass; such a thread has no context of its own."""
+
+	def caller():
+		with backend("reference:sm_90a"):
+			return contextvars.copy_context()
+
+	# Older versions leave a None there.
+	remove = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
+
+	def device_thread(context):
+		torch._C._stash_obj_in_tls("context", context)
+		found = active()
+		remove("context")
+		return found, active()
+
+	with backend("emulated:sm_100a"):
+		assert in_thread(lambda: device_thread(in_thread(caller))) == ("reference:sm_90a", "emulated:sm_100a")
+		assert in_thread(lambda: device_thread(contextvars.Context())) == ("emulated:sm_100a",) * 2
+
+
+def test_tasks_have_blocks_of_their_own():
+	async def job(name):
+		with backend(name):
+			await asyncio.sleep(0)
+			return active()
+
+	async def both():
+		return await asyncio.gather(job("reference:sm_90a"), job("reference:sm_100a"))
+
+	assert asyncio.run(both()) == ["reference:sm_90a", "reference:sm_100a"]
+	assert active() == "reference"
 
 
 def test_a_block_may_be_left_before_one_inside_of_it():
