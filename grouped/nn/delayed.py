@@ -1,6 +1,6 @@
 """The state of delayed scaling: what a layer carries from one step to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class DelayedScaling(nn.Module):
 		ValueError: ``num_groups`` is not positive.
 	"""
 
+	#: Of each role whether a group may have no scale yet, as far as the host knows.
+	_may_be_zero: Sequence[bool] = (True,) * len(ROLES)
+	_word: "_Word | None" = None
+
 	def __init__(self, recipe: FP8Delayed, num_groups: int, device: torch.device | str | None = None) -> None:
 		super().__init__()
 		if not isinstance(recipe, FP8Delayed):
@@ -75,9 +79,7 @@ class DelayedScaling(nn.Module):
 		self.recipe = recipe
 		self.num_groups = num_groups
 		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
-		#: Of each role whether a group may have no scale yet, as far as the host knows.
-		self._may_be_zero = [self._initial == 0] * len(ROLES)
-		self._word: _Word | None = None
+		self._begin_again()
 		for role in ROLES:
 			self.register_buffer(f"{role}_scale", torch.full((num_groups,), self._initial, **factory))
 			self.register_buffer(f"{role}_amax_history", torch.zeros(recipe.history_length, num_groups, **factory))
