@@ -232,7 +232,7 @@ class _Word:
 
 
 def _is_readable(tensors: list[Tensor]) -> bool:
-	"""Whether values may be copied to the host here: none is fake, and no stream is captured."""
+	"""True if values may be copied to the host here: none is fake, and no stream is captured."""
 	if any(type(t) is not Tensor or t.is_meta for t in tensors):
 		return False
 	return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
