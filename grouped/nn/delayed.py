@@ -141,11 +141,14 @@ class DelayedScaling(nn.Module):
 		if not any(self._may_be_zero):
 			return
 		scales = [self.scale(role) for role in ROLES]
-		if self._word is None and _is_readable(scales):
+		# While a stream is captured an event must not be asked either.
+		if not _is_readable(scales):
+			return
+		if self._word is None:
 			self._word = _Word(torch.stack(scales).eq(0).any(1))
 			if scales[0].is_cuda:
 				return
-		found = None if self._word is None else self._word.read()
+		found = self._word.read()
 		if found is not None:
 			self._may_be_zero, self._word = found, None
 
