@@ -33,7 +33,7 @@ __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NV
 NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 ROLES = ("input", "weight", "grad_output")
-#: What ``FP8Delayed`` begins with.
+#: Choices of ``FP8Delayed.initial_scale``.
 INITIAL_SCALES = ("current", "one")
 
 
@@ -48,7 +48,7 @@ class Recipe:
 		propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the gradients, so that
 			``torch.amp.GradScaler`` and whatever else looks for one finds it. Operands are quantized with
 			``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block or,
-			under FP8 with one scale per group, its group shares; so does a NaN under NVFP4, with the group or the row
+			under FP8 with one scale per group, its group shares. Under NVFP4 both do that to the group, or to the row
 			of a row-scaled operand. FP8's codes hold a NaN themselves, which reaches the products of its row or
 			column. Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
 			number and FP8 an infinity into its largest one: a run that diverges then looks healthy. Weights that are
@@ -104,7 +104,7 @@ class Recipe:
 
 	#: Somebody updates the scales of formats that take them.
 	_updates_scales: ClassVar[bool] = False
-	#: What the operand of each role is quantized to: its format, with ``nan_scales`` if that is asked for.
+	#: The format of each role as its operand is quantized to it: with ``nan_scales`` if ``propagate_nonfinite``.
 	formats: ClassVar[tuple[Format | None, ...]]
 	#: The format of each role as text, as the op ``grouped::linear`` takes it.
 	texts: ClassVar[tuple[str | None, ...]]

@@ -187,10 +187,10 @@ class Format(Record, abc.ABC):
 
 	@property
 	def amaxes_keep_nan(self) -> bool:
-		"""Whether the amax of a block, row or group that holds a NaN is NaN, so that its scale is.
+		"""True if the amax of a block, row or group that holds a NaN is NaN, and with it the scale.
 
-		So it is with ``nan_scales`` where no code is NaN. Where codes hold one, amaxes pass over it; scales then are NaN
-		just where an amax is infinite.
+		This is what ``nan_scales`` asks for if no code is NaN. Codes that hold a NaN need it not: amaxes pass over the
+		NaN, and a scale is NaN if its amax is infinite.
 		"""
 		return self.nan_scales and not self.element.holds_nan
 
