@@ -9,8 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Literal, NamedTuple, TypeVar
 
-from .errors import UnsupportedError
-from .records import Record, check_choice, check_kind, read
+from .records import Record, UnsupportedError, check_choice, check_kind, read
 
 _hex = float.fromhex
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .errors import UnsupportedError as UnsupportedError
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
+from .records import UnsupportedError as UnsupportedError
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.
@@ -46,8 +46,14 @@ _DTYPES = dict.fromkeys(OPS, _FLOATS) | {
 }
 _NO_SM90 = ("reference", "sm_100a")
 _FORMATS = ("nvfp4", "fp8", "fp8_block", "mxfp8")
-#: Those whose codes are bytes.
-_OF_BYTES = tuple(name for name in _FORMATS if RECORDS[name]().element.bits == 8)
+
+
+def with_byte_codes(names: tuple[str, ...]) -> tuple[str, ...]:
+	"""The formats among ``names`` whose codes are bytes, as their records say."""
+	return tuple(name for name in names if RECORDS[name]().element.bits == 8)
+
+
+_OF_BYTES = with_byte_codes(_FORMATS)
 _OF_FORMATS = ("grouped_quantize", "grouped_dequantize", "grouped_gemm", "grouped_gemm_w4a16")
 _NOT_PLAIN = ("grouped_quantize", "grouped_dequantize", "grouped_gemm_w4a16", "grouped_gemm_w4a8")
 #: Of formats that have a second level, these take those whose scales the caller gives.

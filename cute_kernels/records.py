@@ -15,6 +15,10 @@ from typing import Any, ClassVar, TypeVar
 _NAME = "name"
 
 
+class UnsupportedError(NotImplementedError):
+	"""A combination of op, format and architecture that this version does not run."""
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
 	"""Raise ValueError unless ``value`` is one of ``choices``."""
 	if value not in choices:

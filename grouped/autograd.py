@@ -379,11 +379,12 @@ def recipe_of(*formats_and_flags: Any) -> Recipe:
 	return OfCall(**dict(zip(ROLES, records, strict=True)), propagate_nonfinite=propagate_nonfinite)
 
 
-def _scaling(
+def scaling_of(
 	scales: Sequence[Tensor] | None = None,
 	amaxes: Sequence[Tensor] | None = None,
 	may_be_zero: Sequence[bool] | None = None,
 ) -> Scaling | None:
+	"""The scaling of a call, of what ops have of it."""
 	return None if scales is None else Scaling(scales, amaxes, may_be_zero or (True, True, True))
 
 
@@ -392,22 +393,22 @@ def _linear_below_autograd(
 ) -> Tensor:
 	recipe = recipe_of(*recipe_and_scaling[:4])
 	# What records amaxes is above: this computes, and writes nothing.
-	scales, _, may_be_zero = (*recipe_and_scaling[4:], None, None, None)[:3]
-	scaling = _scaling(scales, None, may_be_zero)
+	scales, _, *may_be_zero = (*recipe_and_scaling[4:], None, None)[:3]
+	scaling = scaling_of(scales, None, *may_be_zero)
 	return forward(x, [weight], bias, offs, recipe, None, (False, False), scaling)[0][0]
 
 
 def _linear_autograd(x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any) -> Tensor:
 	# Not torch.library.register_autograd: torch.func does not go through what it generates, and
 	# what is kept depends on which gradients are wanted when it runs, not when it was traced.
-	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:])
+	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), scaling_of(*recipe_and_scaling[4:])
 	return _differentiable(x, [weight], bias, offs, recipe, scaling=scaling)
 
 
 def _linear_transformed(
 	x: Tensor, weight: Tensor, bias: Tensor | None, offs: Tensor, *recipe_and_scaling: Any
 ) -> Tensor:
-	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), _scaling(*recipe_and_scaling[4:5])
+	recipe, scaling = recipe_of(*recipe_and_scaling[:4]), scaling_of(*recipe_and_scaling[4:5])
 	needs = x.requires_grad, weight.requires_grad
 	scales = () if scaling is None else scaling.scales
 	outputs = _TransformedLinear.apply(x, weight, bias, offs, recipe, needs, *scales)

@@ -1,14 +1,15 @@
 """Measure the inputs of a model's experts: for static scales of activations, see ``grouped.convert``."""
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+from .token_ids import read_ids
 
 #: Longer sequences are cut into pieces of at most so many tokens.
 SEQUENCE_LENGTH = 2048
@@ -23,8 +24,8 @@ def input_amaxes(
 	"""The largest absolute value of each expert's inputs while the model runs over a file.
 
 	Args:
-		source: the folder of the model, as transformers reads it.
-		data: what to run it over, as ``read_ids`` takes it.
+		source: the folder of the model.
+		data: the file of token ids or text, see ``grouped.token_ids.read_ids``.
 		layers: the layers of experts in the folder's files: name and number of experts.
 		device: where to run the model.
 
@@ -70,7 +71,7 @@ def _matched(model: nn.Module, layers: Sequence[tuple[str, int]], source: str | 
 	by_numbers: dict[tuple[str, ...], list[str]] = {}
 	for name in modules:
 		by_numbers.setdefault(tuple(re.findall(r"\d+", name)), []).append(name)
-	found = {}
+	matched = {}
 	for layer, count in layers:
 		same = [layer] if layer in modules else by_numbers.get(tuple(re.findall(r"\d+", layer)), [])
 		if len(same) != 1 or modules[same[0]].num_experts != count:
@@ -78,8 +79,8 @@ def _matched(model: nn.Module, layers: Sequence[tuple[str, int]], source: str | 
 				f"{source} has {count} experts in {layer}, which transformers' {type(model).__name__} does not run "
 				f"({', '.join(same) or 'no such layer'}): their inputs cannot be measured. Convert without calibration"
 			)
-		found[layer] = modules[same[0]]
-	return found
+		matched[layer] = modules[same[0]]
+	return matched
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -110,108 +111,11 @@ def _product(experts: Any, name: str, expert: int, x: Tensor) -> Tensor:
 
 
 def _filled(layer: str, amaxes: Tensor, data: str | Path) -> tuple[Tensor, Tensor]:
+	"""Check the amaxes (2, E) of a layer and give experts without one the largest of the others."""
 	if not bool(amaxes.isfinite().all()):
 		raise ValueError(f"the inputs of {layer} overflow while the model runs over {data}: no scale holds them")
 	largest = amaxes.amax(1, keepdim=True)
 	if not bool((largest > 0).all()):
 		raise ValueError(f"no expert of {layer} sees a token of {data} that is not zero: calibrate with more data")
-	first, second = torch.where(amaxes > 0, amaxes, largest)
-	return first, second
-
-
-def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
-	"""Token ids of a file: a list of int64 tensors (tokens,).
-
-	Args:
-		path: ``.json`` (a list of ids or of lists of them), ``.npy`` or ``.safetensors`` (one tensor, or ``input_ids``;
-			a sequence or a sequence a row), ``.txt`` (ids, a sequence a line; or text, if ``model`` has a tokenizer).
-		model: the folder with the tokenizer.
-
-	Raises:
-		FileNotFoundError: there is no such file.
-		ValueError: another kind of file, one that is damaged, without ids, or with text and no tokenizer.
-	"""
-	path = Path(path)
-	read = _READERS.get(path.suffix)
-	if read is None:
-		raise ValueError(f"{path} must be one of {', '.join(_READERS)}, with token ids (.txt: or text)")
-	if not path.is_file():
-		raise FileNotFoundError(f"no file {path} to calibrate with")
-	sequences = [ids for ids in read(path, model) if ids.numel()]
-	if not sequences:
-		raise ValueError(f"{path} has no token ids")
-	return sequences
-
-
-def _rows(path: Path, value: Any) -> Iterator[Tensor]:
-	"""The sequences of an array or of a list of lists, checked to be integers."""
-	nested = isinstance(value, list) and any(isinstance(row, list) for row in value)
-	for row in value if nested else [value]:
-		try:
-			ids = torch.as_tensor(row)
-		except (TypeError, ValueError, RuntimeError):
-			raise ValueError(f"{path} must hold token ids, or lists of them, got {str(row)[:60]}") from None
-		is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-		if ids.numel() and not (is_integer and ids.dim() in (1, 2)):
-			found = f"{ids.dtype} of shape {tuple(ids.shape)}"
-			raise ValueError(f"{path} must hold integers, one sequence or a sequence a row, got {found}")
-		yield from ids.long() if ids.dim() == 2 else [ids.long()]
-
-
-def _from_json(path: Path, model: object) -> Iterator[Tensor]:
-	try:
-		value = json.loads(path.read_text())
-	except ValueError as error:
-		raise ValueError(f"{path} is no JSON: {error}") from None
-	if not isinstance(value, list):
-		raise ValueError(f"{path} must hold a list of token ids, or of lists of them, got {type(value).__name__}")
-	return _rows(path, value)
-
-
-def _from_npy(path: Path, model: object) -> Iterator[Tensor]:
-	import numpy as np
-
-	try:
-		array = np.load(path, allow_pickle=False)
-	except ValueError as error:
-		raise ValueError(f"{path} is no array of numbers: {error}") from None
-	if not np.issubdtype(array.dtype, np.integer):
-		raise ValueError(f"{path} must hold integers, a sequence or one a row, got {array.dtype}")
-	return _rows(path, array.astype(np.int64))
-
-
-def _from_safetensors(path: Path, model: object) -> Iterator[Tensor]:
-	from safetensors import SafetensorError
-	from safetensors.torch import load_file
-
-	try:
-		tensors = load_file(path)
-	except SafetensorError as error:
-		raise ValueError(f"{path} is no whole safetensors file: {error}") from None
-	if len(tensors) != 1 and "input_ids" not in tensors:
-		raise ValueError(f"{path} must have one tensor, or one called input_ids, got {', '.join(tensors) or 'none'}")
-	return _rows(path, tensors["input_ids"] if "input_ids" in tensors else next(iter(tensors.values())))
-
-
-def _from_text(path: Path, model: str | Path | None) -> Iterator[Tensor]:
-	try:
-		text = path.read_text()
-	except UnicodeDecodeError as error:
-		raise ValueError(f"{path} is no text: {error}") from None
-	if re.fullmatch(r"[\d\s,]*", text):
-		return (torch.tensor([int(i) for i in re.findall(r"\d+", line)], dtype=torch.long) for line in text.splitlines())
-	from transformers import AutoTokenizer
-
-	try:
-		tokenizer = AutoTokenizer.from_pretrained(model)
-	except Exception as error:  # transformers raises many kinds for a folder without a tokenizer.
-		raise ValueError(f"{path} is text, and {model} has no tokenizer: {str(error).splitlines()[0]}") from None
-	return iter([torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)])
-
-
-_READERS: dict[str, Callable[[Path, str | Path | None], Iterator[Tensor]]] = {
-	".json": _from_json,
-	".npy": _from_npy,
-	".safetensors": _from_safetensors,
-	".txt": _from_text,
-}
+	tokens, between = torch.where(amaxes > 0, amaxes, largest)
+	return tokens, between

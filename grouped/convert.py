@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .calibrate import input_amaxes
-from .checkpoint.config import CONFIG, MODELOPT_CONFIG, Quantized, check_plain, config_files
+from .checkpoint.config import CONFIG, MODELOPT_CONFIG, Quantized, check_plain, config_files, describes_quantization
 from .checkpoint.files import CLAIM, SHARD_BYTES, Reader, Writer, progress
 from .checkpoint.layouts import Layout, writable
 from .checkpoint.parts import quantized, signal_to_noise
@@ -57,7 +57,7 @@ def convert(
 		transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
 		shard_bytes: the most bytes of a file.
 		device: where to quantize, and to run the model for ``calibrate``.
-		calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as ``grouped.calibrate.read_ids`` takes
+		calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as ``grouped.token_ids.read_ids`` takes
 			it. The model in ``source``, made by transformers, runs over it, and each quantized weight gets the static
 			scale of its input: ``input_scale`` (modelopt) or ``input_global_scale`` (compressed-tensors). An expert
 			that sees no token gets the largest scale of its layer's others.
@@ -82,9 +82,10 @@ def convert(
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
 	if not experts:
 		raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
+	was_quantized = describes_quantization(files.config())
 	for name in files:
 		if name not in experts:
-			check_plain(name, files.header(name).dtype)
+			check_plain(name, files.header(name).dtype, was_quantized and len(files.shape(name)) > 1)
 	noise, weights = list[tuple[str, str, int, float]](), list[Quantized]()
 	with Writer(target, shard_bytes) as writer:
 		amaxes = None if calibrate is None else input_amaxes(source, calibrate, sorted({*_layers(experts, files)}), device)

@@ -27,7 +27,7 @@ from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
-from .autograd import recipe_of, without_derivative
+from .autograd import recipe_of, scaling_of, without_derivative
 from .passes import (
 	Copies,
 	Epilogue,
@@ -185,7 +185,8 @@ def experts(
 			*(x, p, *routing, joined(first.weights), first.bias, joined(second.weights), second.bias),
 			*(*first.recipe.texts, *second.recipe.texts),
 			*(first.recipe.propagate_nonfinite, second.recipe.propagate_nonfinite, *style),
-			*(*(first.scaling or (None,) * 3), *(second.scaling or (None,) * 3)),
+			*(part for layer in (first, second) for part in (layer.scaling or (None,) * 2)[:2]),
+			*(layer.scaling and layer.scaling.may_be_zero for layer in (first, second)),
 		)
 	return _differentiable(x, p, routing, (first, second), style)
 
@@ -515,7 +516,7 @@ _LIBRARY.define(
 	f"Tensor weight_1, Tensor? bias_1, Tensor weight_2, Tensor? bias_2, {_FORMATS}, "
 	"bool propagate_nonfinite_1, bool propagate_nonfinite_2, str activation, bool interleaved, "
 	"bool recompute, ScalarType dtype, bool apart, Tensor[]? scales_1, Tensor[]? amaxes_1, "
-	"bool[]? may_be_zero_1, Tensor[]? scales_2, Tensor[]? amaxes_2, bool[]? may_be_zero_2) -> Tensor",
+	"Tensor[]? scales_2, Tensor[]? amaxes_2, bool[]? may_be_zero_1=None, bool[]? may_be_zero_2=None) -> Tensor",
 	tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -529,8 +530,9 @@ def _unpacked(
 	layers = []
 	for i in range(2):
 		recipe = recipe_of(*formats[3 * i : 3 * i + 3], flags[i])
-		scales, amaxes, may_be_zero = arguments[23 + 3 * i : 26 + 3 * i]
-		scaling = None if scales is None else Scaling(scales, amaxes if records else None, may_be_zero)
+		scales, amaxes = arguments[23 + 2 * i : 25 + 2 * i]
+		may_be_zero = (*arguments[27:], None, None)[i]
+		scaling = scaling_of(scales, amaxes if records else None, may_be_zero)
 		weight, bias = arguments[6 + 2 * i : 8 + 2 * i]
 		layers.append(Layer([weight], bias, recipe, scaling=scaling))
 	routing = InPlace(arguments[2]) if p is None else Routing(*arguments[2:6])

@@ -96,9 +96,9 @@ def quantize(
 	An amax passes over NaN. FP8 codes keep it; E2M1 codes hold none, so that under NVFP4 a NaN in ``x`` decodes to a
 	finite number. An infinity saturates. Under NVFP4 it makes its group's amax, or its row's, infinite, and what they
 	decode to not finite; under MXFP8 it decodes to itself and what it shares a scale with to zeros; under FP8 and
-	FP8Block that has the scale 1, and an infinity decodes to the largest code. ``Recipe(propagate_nonfinite=True)`` and
-	``grouped.debug.detect_nonfinite`` are for training. ``NVFP4(hadamard=True)`` spreads a NaN or an infinity over its 16
-	rows of the columnwise copy.
+	FP8Block that has the scale 1, and an infinity decodes to the largest code. With ``fmt.nan_scales``, which recipes set
+	for training, each of these decodes to NaN with all that shares its scale. ``NVFP4(hadamard=True)`` spreads a NaN or
+	an infinity over its 16 rows of the columnwise copy.
 
 	Args:
 		x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without; bf16,

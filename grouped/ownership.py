@@ -20,9 +20,11 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from .shards import local_part
 from .tensor import GroupedTensor
 
 #: A parameter by the module that holds it, and its name there.
@@ -152,7 +154,7 @@ class Ownership:
 			kind = "accelerate"
 		if kind in ("hooked", None) and id(parameter) in self._reduced:
 			kind = "ddp"
-		if kind is None and self._has_other_holder(parameter, key, together):
+		if kind is None and self.has_other_holder(module, name, together):
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
@@ -160,10 +162,11 @@ class Ownership:
 		"""Tell whether the parameter has several names under ``root``."""
 		return len(self._holders.get(id(parameter), ())) > 1
 
-	def _has_other_holder(self, parameter: Tensor, key: tuple[int, str], together: Iterable[Target]) -> bool:
-		"""Tell whether a module has the parameter under a name that is not replaced with it."""
-		names = {(id(module), name) for module, name in self._holders.get(id(parameter), ())} - {key}
-		return bool(names) and not names <= {(id(module), name) for module, name in together}
+	def has_other_holder(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> bool:
+		"""Tell whether a module has the parameter under a name that is not replaced with it; also of a DTensor."""
+		holders = self._holders.get(id(module._parameters.get(name)), ())
+		names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
+		return bool(names) and not names <= {(id(other), key) for other, key in together}
 
 
 def owner_of(root: nn.Module, module: nn.Module, name: str) -> Owner | None:
@@ -256,9 +259,50 @@ def _forget(key: int, _: object) -> None:
 	_retired.pop(key, None)
 
 
+_refilled: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
+
+
+def refill(parameters: Iterable[Tensor], purpose: str) -> None:
+	"""Have an optimizer that has a master of one of these parameters, which were written, raise at its next step.
+
+	A step would put the master's old values back. Optimizers whose masters have the new values go on: those that are
+	made afterwards, or get a state that belongs to the values. Parameters are held weakly.
+	"""
+	_watch_optimizers()
+	for p in parameters:
+		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget_refilled, id(p))), purpose)
+
+
+def _forget_refilled(key: int, _: object) -> None:
+	_refilled.pop(key, None)
+
+
 @functools.cache
 def _watch_optimizers() -> None:
 	register_optimizer_step_pre_hook(_refuse_retired)
+	register_optimizer_step_pre_hook(_refuse_old_masters)
+
+
+def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
+	parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]] if _refilled else []
+	for p in parameters:
+		reference, purpose = _refilled.get(id(p), (None, ""))
+		if reference is None or reference() is not p:
+			continue
+		if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+			raise RuntimeError(
+				f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
+				f"step would put the old values back. Make the optimizer after {purpose}"
+			)
+		del _refilled[id(p)]
+
+
+def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
+	"""Tell whether an optimizer has stepped, and its master does not round to the values of ``part``."""
+	if "master" not in state or "step" not in state:
+		return False
+	rounded = part.detach().clone().copy_(local_part(state["master"]).view(part.shape))
+	return not torch.equal(*(t.dequantize() if isinstance(t, GroupedTensor) else t for t in (rounded, part.detach())))
 
 
 def _refuse_retired(optimizer: Optimizer, *_: Any) -> None:

@@ -339,7 +339,7 @@ def _plain_product(
 
 def low(x: Tensor) -> Tensor:
 	"""``x`` in the dtype in which plain operands multiply."""
-	return x if x.dtype == torch.float16 else x.to(torch.bfloat16)
+	return x if x.dtype in (torch.bfloat16, torch.float16) else x.to(torch.bfloat16)
 
 
 def _low_weight(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

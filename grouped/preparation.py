@@ -1,8 +1,7 @@
 """``prepare``: quantize the weights of a model's experts once, in place."""
 
 import dataclasses
-import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +23,6 @@ from .recipes import FP8Delayed, Recipe
 from .tensor import GroupedTensor
 from .validation import check_format
 
-#: Attributes of transformers' experts: ``use_experts_implementation`` sets them on every class that it wraps.
-_MARKS = ("has_gate", "is_transposed")
-
-
-def has_experts_interface(module: nn.Module) -> bool:
-	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
-	return all(mark in vars(module) or hasattr(type(module), mark) for mark in _MARKS) and hasattr(module, "down_proj")
-
 
 class Weight(NamedTuple):
 	"""A parameter that holds a weight of experts.
@@ -49,8 +40,8 @@ class Weight(NamedTuple):
 	transposed: bool = False
 
 	@property
-	def is_of_transformers(self) -> bool:
-		"""Tell whether experts of transformers have it."""
+	def is_foreign(self) -> bool:
+		"""Tell whether experts of another library have it."""
 		return not isinstance(self.module, GroupedLinear)
 
 	@property
@@ -63,6 +54,21 @@ class Weight(NamedTuple):
 		"""The parameter as (G, N, K), detached."""
 		weight: Tensor = self.parameter.detach()
 		return weight.transpose(1, 2) if self.transposed else weight
+
+
+class Source(NamedTuple):
+	"""Experts of another library, which its integration adds to ``SOURCES``.
+
+	Attributes:
+		weights_of: gives the weights of a module that is experts of the library, else None.
+		finish: is called with a model in which such weights were quantized.
+	"""
+
+	weights_of: Callable[[nn.Module], list[Weight] | None]
+	finish: Callable[[nn.Module], None]
+
+
+SOURCES: list[Source] = []
 
 
 @torch.no_grad()
@@ -103,7 +109,7 @@ def prepare(
 		trainable: the weights take gradients, and have the columnwise copy that the gradient of the input reads.
 		columnwise: keep that copy also for weights that take no gradient; by default ``trainable``.
 		masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized from, for
-			``grouped.optim.AdamW``; it keeps those in memory.
+			``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard`` makes other parameters: then key them by name.
 
 	Returns:
 		How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a ``GroupedLinear`` outside of one, and
@@ -126,7 +132,10 @@ def prepare(
 		raise ValueError("columnwise=False, but trainable=True: the gradient of the input reads the columnwise copy")
 	layers = list(expert_layers(model))
 	if not layers:
-		raise ValueError(f"{type(model).__name__} has no experts: no layers of grouped.nn, nor experts of transformers")
+		raise ValueError(
+			f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
+			"imported, of grouped.integrations.transformers"
+		)
 	chosen = [(layer, [_format_of(weight, fmt) for weight in layer]) for layer in layers]
 	chosen = [(layer, formats) for layer, formats in chosen if any(formats)]
 	if not chosen:
@@ -135,10 +144,9 @@ def prepare(
 	plan.check([(weight, f) for layer, formats in chosen for weight, f in zip(layer, formats, strict=True) if f])
 	for layer, formats in chosen:
 		plan.replace([(weight, f) for weight, f in zip(layer, formats, strict=True) if f], masters)
-	if any(weight.is_of_transformers for layer, _ in chosen for weight in layer):
-		from .integrations import transformers as integration
-
-		integration.guard_methods(model)
+	if any(weight.is_foreign for layer, _ in chosen for weight in layer):
+		for source in SOURCES:
+			source.finish(model)
 	return len(chosen)
 
 
@@ -151,12 +159,8 @@ def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 			yield [_weight_of(module.gate_up), _weight_of(module.down)]
 		elif isinstance(module, GroupedLinear) and module not in inside:
 			yield [_weight_of(module)]
-		elif "transformers" in sys.modules and has_experts_interface(module):
-			from .integrations import transformers as integration
-
-			recipe = integration.recipe_in_use(module)
-			names = integration.weight_names(module)
-			yield [Weight(module, name, recipe, bool(module.is_transposed)) for name in names]
+		else:
+			yield from (weights for source in SOURCES if (weights := source.weights_of(module)) is not None)
 
 
 def _weight_of(layer: GroupedLinear) -> Weight:

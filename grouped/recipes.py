@@ -33,7 +33,7 @@ __all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NV
 NAMES = tuple(name for name in __all__ if name != "Recipe")
 
 ROLES = ("input", "weight", "grad_output")
-#: What ``FP8Delayed`` begins with.
+#: Choices of ``FP8Delayed.initial_scale``.
 INITIAL_SCALES = ("current", "one")
 
 
@@ -48,7 +48,7 @@ class Recipe:
 		propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the gradients, so that
 			``torch.amp.GradScaler`` and whatever else looks for one finds it. Operands are quantized with
 			``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block or,
-			under FP8 with one scale per group, its group shares; so does a NaN under NVFP4, with the group or the row
+			under FP8 with one scale per group, its group shares. Under NVFP4 both do that to the group, or to the row
 			of a row-scaled operand. FP8's codes hold a NaN themselves, which reaches the products of its row or
 			column. Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
 			number and FP8 an infinity into its largest one: a run that diverges then looks healthy. Weights that are
@@ -92,9 +92,8 @@ class Recipe:
 		if self.input is not None and self.weight is not None and self.grad_output is not None:
 			_check_products(self.input, self.weight, self.grad_output)
 		# Made once: a compiler that traces a layer would otherwise trace how they are made.
-		marks = {"nan_scales": True} if self.propagate_nonfinite else {}
-		formats = tuple(replace(roles[name], **marks) if name in roles else None for name in ROLES)
-		object.__setattr__(self, "formats", formats)
+		formats = {name: _marking(name, fmt) for name, fmt in roles.items()} if self.propagate_nonfinite else roles
+		object.__setattr__(self, "formats", tuple(formats.get(name) for name in ROLES))
 		object.__setattr__(self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES))
 
 	def __str__(self) -> str:
@@ -105,7 +104,7 @@ class Recipe:
 
 	#: Somebody updates the scales of formats that take them.
 	_updates_scales: ClassVar[bool] = False
-	#: What the operand of each role is quantized to: its format, with ``nan_scales`` if that is asked for.
+	#: The format of each role as its operand is quantized to it: with ``nan_scales`` if ``propagate_nonfinite``.
 	formats: ClassVar[tuple[Format | None, ...]]
 	#: The format of each role as text, as the op ``grouped::linear`` takes it.
 	texts: ClassVar[tuple[str | None, ...]]
@@ -124,6 +123,13 @@ class Recipe:
 	def takes_scales(self) -> bool:
 		"""Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
 		return self.weight is not None and self.weight.takes_scale
+
+
+def _marking(role: str, fmt: Format) -> Format:
+	"""The format that marks what is not finite by a scale that is NaN."""
+	if not any(f.name == "nan_scales" for f in fields(fmt)):  # type: ignore[arg-type]
+		raise ValueError(f"{role} is {fmt}, whose record has no nan_scales: pass propagate_nonfinite=False")
+	return replace(fmt, nan_scales=True)  # type: ignore[type-var]
 
 
 def _require_built(role: str, fmt: Format) -> None:

@@ -464,6 +464,10 @@ class GroupedTensor(Tensor):
 	def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
 		raise TypeError(NO_MEMORY)  # PyTorch gives a null pointer away.
 
+	@property
+	def __cuda_array_interface__(self) -> NoReturn:
+		raise AttributeError(NO_MEMORY)  # Likewise.
+
 	def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
 		held = [d for d in ("rowwise", "columnwise") if getattr(self, d) is not None]
 		kind: str = self.grouping

@@ -48,8 +48,11 @@ def _by_rows(fmt: Format) -> str | None:
 
 
 def pack(x: Tensor, fmt: Format) -> Tensor:
-	"""(T, H) rows quantized to ``fmt``, as (T, W) int32: codes, block scales, second level, padding."""
-	rows = len(x)
+	"""(T, H) rows quantized to ``fmt``, as (T, W) int32: codes, block scales, second level, padding.
+
+	What is not finite in a row is not finite where it arrives (``Format.nan_scales``).
+	"""
+	rows, fmt = len(x), dataclasses.replace(fmt, nan_scales=True)  # type: ignore[type-var]
 	quantized = ops.grouped_quantize(x, fmt.text, _one_group(x), None, True, False, None, None)
 	parts = []
 	for name, part in zip(fmt.buffer_names(columnwise=False), quantized, strict=True):

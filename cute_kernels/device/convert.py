@@ -14,6 +14,8 @@ def unpack_pair(word: Uint32, dtype: str) -> tuple[Float32, Float32]:
 	"""The two bf16 or fp16 numbers of a word, the low half first."""
 	if dtype == "bfloat16":
 		return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
+	if dtype != "float16":
+		raise TypeError(f"words hold two bfloat16 or float16, not {dtype}")
 	return asm(
 		"{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }", [Float32, Float32], [word]
 	)

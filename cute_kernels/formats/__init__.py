@@ -3,6 +3,7 @@
 The only place that spells out block sizes and maxima; everything else asks a record.
 """
 
+from ..records import UnsupportedError
 from .base import E2M1, E4M3, E5M2, E8M0, F32, RECORDS, BlockScale, ElementType, Format, SecondLevel, parse
 from .fp8 import FP8
 from .fp8_block import FP8Block
@@ -24,5 +25,6 @@ __all__ = [
 	"FP8Block",
 	"Format",
 	"SecondLevel",
+	"UnsupportedError",
 	"parse",
 ]

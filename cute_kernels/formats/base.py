@@ -77,6 +77,9 @@ class BlockScale:
 	vec_size: int
 	layout: Literal["tiles_128x4", "mn_major"]
 
+	def __post_init__(self) -> None:
+		check_choice("layout", self.layout, ("tiles_128x4", "mn_major"))
+
 	@property
 	def dtype(self) -> torch.dtype:
 		"""Dtype of the buffer."""
@@ -98,6 +101,9 @@ class SecondLevel:
 	buffers: tuple[str, ...]
 	factor: float = 1.0
 	is_shared: bool = False
+
+	def __post_init__(self) -> None:
+		check_choice("per", self.per, ("group", "row"))
 
 
 class Format(Record, abc.ABC):
@@ -126,7 +132,8 @@ class Format(Record, abc.ABC):
 	k_multiple: ClassVar[int]
 	truncates: ClassVar[bool] = True
 	how_made: ClassVar[tuple[str, ...]] = ()
-	nan_scales: bool
+	#: A field of records that have it.
+	nan_scales: bool = False
 
 	@property
 	def element(self) -> ElementType:
@@ -180,12 +187,17 @@ class Format(Record, abc.ABC):
 
 	@property
 	def amaxes_keep_nan(self) -> bool:
-		"""Whether the amax of a block, row or group that holds a NaN is NaN, so that its scale is.
+		"""True if the amax of a block, row or group that holds a NaN is NaN, and with it the scale.
 
-		So it is with ``nan_scales`` where no code is NaN. Where codes hold one, amaxes pass over it; scales then are NaN
-		just where an amax is infinite.
+		This is what ``nan_scales`` asks for if no code is NaN. Codes that hold a NaN need it not: amaxes pass over the
+		NaN, and a scale is NaN if its amax is infinite.
 		"""
 		return self.nan_scales and not self.element.holds_nan
+
+	@property
+	def without_marks(self) -> "Format":
+		"""The record without ``nan_scales``, as users of recipes write it."""
+		return dataclasses.replace(self, nan_scales=False) if self.nan_scales else self  # type: ignore[type-var]
 
 	@property
 	def as_decoded(self) -> "Format":
@@ -265,6 +277,7 @@ RECORDS: dict[str, type[Format]] = {}
 
 def record(cls: F) -> F:
 	"""Class decorator: ``parse`` makes records of this class."""
+	check_choice("columnwise", cls.columnwise, ("transposed", "untransposed"))
 	RECORDS[cls.name] = cls
 	return cls
 

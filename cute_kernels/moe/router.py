@@ -8,6 +8,7 @@ from typing import Any
 
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
+from ..capability import UnsupportedError
 from ..device.activations import exponential
 from ..device.constants import WARP_SIZE
 from ..device.launch import GridKernel, compact, env_stream
@@ -19,6 +20,11 @@ _WARPS = 4
 _NONE = 0xFFFFFFFF
 
 
+def _check_score(score: str) -> None:
+	if score not in ("softmax", "sigmoid"):
+		raise UnsupportedError(f"no kernel computes the score {score!r}")
+
+
 class RouterKernel(GridKernel):
 	"""Chooses experts, see the module."""
 
@@ -26,6 +32,7 @@ class RouterKernel(GridKernel):
 
 	def __init__(self, config: RouterConfig):
 		self.config = config
+		_check_score(config.score)
 		self.per_lane = config.per_lane
 
 	@staticmethod
@@ -161,6 +168,7 @@ class RouterGradientKernel(GridKernel):
 
 	def __init__(self, config: RouterGradientConfig):
 		self.config = config
+		_check_score(config.score)
 		self.per_lane = config.per_lane
 
 	@staticmethod

@@ -87,7 +87,7 @@ class FakeBuffers:
 	def codes(self) -> Any:
 		"""The rowwise copy: (T, K) or (G, N, K) codes, of padded pitch."""
 		width = self.cols
-		if self.fmt.element.bits < 8:
+		if self.fmt.element.per_byte > 1:
 			width = cute.sym_int(divisibility=self._bytes(self.fmt.k_multiple))
 		return self._pitched(self.rows_each if self.uniform else self.rows, width)
 

@@ -1,7 +1,9 @@
 """Every quantization kernel that the ops use, for compilation ahead of time."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -41,20 +43,24 @@ Config = (
 	| TileConfig
 )
 
+
+def _marking(*formats: Any) -> tuple[Any, ...]:
+	"""Records as ``grouped.quantize`` has them, and with ``nan_scales``, as recipes do."""
+	return (*formats, *(dataclasses.replace(fmt, nan_scales=True) for fmt in formats))
+
+
 #: What is quantized to, row by row and tile by tile.
-_FORMATS: tuple[Format, ...] = (
-	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
-	*(FP8(dtype) for dtype in FP8_ELEMENTS),
+_FORMATS: tuple[Format, ...] = _marking(
+	*(NVFP4(), NVFP4(row_scaled=True), NVFP4(block=(16, 16))), *(FP8(dtype) for dtype in FP8_ELEMENTS)
 )
 #: Of bf16 and one grouping only, as recipes have them: activations and gradients, and weights.
 _FROM_BF16: tuple[tuple[Format, Grouping], ...] = (
-	(NVFP4(hadamard=True), "ragged"),
-	(NVFP4(hadamard=True, stochastic_rounding=True), "ragged"),
-	(FP8Block(), "ragged"),
-	(FP8Block(block=(128, 128)), "uniform"),
+	*((fmt, "ragged") for fmt in _marking(NVFP4(hadamard=True), NVFP4(hadamard=True, stochastic_rounding=True))),
+	*((fmt, "ragged") for fmt in _marking(FP8Block())),
+	*((fmt, "uniform") for fmt in _marking(FP8Block(block=(128, 128)))),
 )
 #: Of which SwiGLU is quantized, in both directions as training has them.
-_ACTIVATED: tuple[Format, ...] = (NVFP4(), NVFP4(row_scaled=True), FP8(), FP8Block(), MXFP8())
+_ACTIVATED: tuple[Format, ...] = _marking(NVFP4(), NVFP4(row_scaled=True), FP8(), FP8Block(), MXFP8())
 _GROUPINGS: tuple[Grouping, ...] = ("ragged", "uniform")
 _DIRECTIONS = ((True, False), (False, True), (True, True))
 
@@ -76,9 +82,12 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 			yield AdamWTileConfig.choose(fmt, master, arch, columnwise=True, gradient=dtype)
 	for dtype, grouping in itertools.product(DTYPE_BYTES, _GROUPINGS):
 		if support("grouped_amax", None, arch):
-			yield AmaxConfig(dtype, grouping, arch=arch)
-			# For tiles with amaxes of rows where those of groups are given.
-			yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch)
+			for keeps_nan in (False, True):
+				# Before rows with amaxes of groups, which sm_100a converts tile by tile.
+				if not keeps_nan or arch == "sm_90a":
+					yield AmaxConfig(dtype, grouping, arch=arch, keeps_nan=keeps_nan)
+				# For tiles with amaxes of rows where those of groups are given.
+				yield AmaxConfig(dtype, grouping, per_row=True, per_group=False, arch=arch, keeps_nan=keeps_nan)
 		for fmt in _FORMATS:
 			if support("grouped_dequantize", fmt, arch):
 				yield from _dequantizers(fmt, dtype, grouping)
@@ -95,9 +104,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 				dtype="bfloat16" if fmt.truncates else "float32", cols=fmt.k_multiple, prologue=Prologue("bfloat16", "swiglu")
 			)
 			yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
-	for fmt in (FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
+	for fmt in _marking(FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
 		if support("moe_quantize_gradient", fmt, arch):
-			scaled = FP8(scaling="delayed") if fmt.takes_scale else fmt
+			scaled = FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.takes_scale else fmt
 			yield GradientConfig(fmt.text, scaled.text, "bfloat16", "swiglu", arch)
 	yield from _gathered(arch)
 
@@ -105,7 +114,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 def _gathered(arch: str) -> Iterator[Config]:
 	"""Tokens that have several rows each, of 1025 columns to 8192."""
 	prologue = Prologue("bfloat16", None, gathered=True)
-	for fmt in (FP8Block(), NVFP4(row_scaled=True)):
+	for fmt in _marking(FP8Block(), NVFP4(row_scaled=True)):
 		if not support("grouped_quantize", fmt, arch):
 			continue
 		is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1

@@ -7,7 +7,8 @@ the stochastic one; a scale of E8M0 is rounded up (``cvt.rp.satfinite``).
 import torch
 from torch import Tensor
 
-from ..formats import E2M1, ElementType
+from ..formats import E2M1, ElementType, UnsupportedError
+from ..formats.base import FP8_ELEMENTS
 
 #: Magnitude of E2M1 codes 0..7; bit 3 is the sign.
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -40,12 +41,20 @@ def encode(element: ElementType, y: Tensor) -> Tensor:
 
 def decode(element: ElementType, codes: Tensor) -> Tensor:
 	"""Exact fp32 values of codes as they are stored: packed if they share bytes."""
-	return unpack_codes(codes) if element == E2M1 else codes.view(element.dtype).float()
+	if element == E2M1:
+		return unpack_codes(codes)
+	if not element.holds_nan:
+		raise UnsupportedError(f"nothing decodes codes of {element.name}, which PyTorch has no dtype for")
+	return codes.view(element.dtype).float()
 
 
 def pack(element: ElementType, codes: Tensor) -> Tensor:
 	"""Codes of ``encode`` as they are stored, uint8."""
-	return pack_codes(codes) if element == E2M1 else codes
+	if element.per_byte == 1:
+		return codes
+	if element.per_byte != 2:
+		raise UnsupportedError(f"nothing packs codes of {element.bits} bits")
+	return pack_codes(codes)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
@@ -102,6 +111,8 @@ def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
 
 def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
 	"""Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
+	if element not in FP8_ELEMENTS.values():
+		raise UnsupportedError(f"nothing encodes numbers as {element.name}: it is e2m1, e4m3 or e5m2")
 	# Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
 	return v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8).masked_fill_(v.isnan(), 0x7F)
 

@@ -20,6 +20,7 @@ The gradient, given that of the weights (d_k) and of the scores (D_j, or 0):
 import torch
 from torch import Tensor
 
+from ..formats import UnsupportedError
 from .activations import exp, sigmoid
 from .moe import warp_sum
 
@@ -52,8 +53,10 @@ def route(
 	if score == "softmax":
 		e = exp(logits - logits.amax(-1, keepdim=True))
 		scores.copy_(e / warp_sum(e).unsqueeze(1))
-	else:
+	elif score == "sigmoid":
 		scores.copy_(sigmoid(logits))
+	else:
+		raise UnsupportedError(f"no formula of the score {score!r}")
 	biased = scores if bias is None else scores + bias
 	order = _order(biased)
 	if groups > 1:
@@ -87,7 +90,9 @@ def gradient(
 	into = into.scatter_add(1, torch.where(there, at, scores.shape[1]), d)[:, :-1]
 	if score == "softmax":
 		return scores * (into - warp_sum(into * scores).unsqueeze(1))
-	return (into * scores) * (1 - scores)
+	if score == "sigmoid":
+		return (into * scores) * (1 - scores)
+	raise UnsupportedError(f"no formula of the score {score!r}")
 
 
 def bf16_parts(x: Tensor) -> list[Tensor]:

@@ -64,9 +64,14 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FP4 = torch.uint8
 #: Elements that share a scale of this type.
 _BLOCK = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
-#: Exponent of the smallest normal number, where it is not that of fp32.
-_MIN_EXPONENT = {torch.float16: -14, torch.float8_e5m2: -14, torch.float8_e4m3fn: -6}
 _FP32_MIN_EXPONENT = -126
+#: Exponent of the smallest normal number of each dtype that tensor cores multiply or add.
+_MIN_EXPONENT = {
+	**dict.fromkeys((torch.float32, torch.bfloat16), _FP32_MIN_EXPONENT),
+	torch.float16: -14,
+	torch.float8_e5m2: -14,
+	torch.float8_e4m3fn: -6,
+}
 _FP32_FRACTION_BITS = 23
 #: E is no less than this.
 _LOWEST_E = -133
@@ -265,7 +270,7 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
 	v = torch.nn.functional.pad(v, (0, -v.shape[1] % adder.k))
 	count = v.shape[1] // adder.term
 	if adder.term == 1:
-		exponent = _exponent(v, _MIN_EXPONENT.get(elements.dtype, _FP32_MIN_EXPONENT), adder.zero_exponent)
+		exponent = _exponent(v, _MIN_EXPONENT[elements.dtype], adder.zero_exponent)
 	else:
 		exponent = torch.zeros(len(v), count, dtype=torch.int32, device=v.device)
 	value = v.double().unflatten(1, (count, adder.term))
@@ -285,7 +290,7 @@ def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Te
 
 def _mma(adder: _Adder, a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor, acc: Tensor) -> Tensor:
 	"""One instruction: the terms a[t] b[t]^T and ``acc``."""
-	lowest = _MIN_EXPONENT.get(acc.dtype, _FP32_MIN_EXPONENT)
+	lowest = _MIN_EXPONENT[acc.dtype]
 	top = _exponent(acc.float(), lowest, adder.zero_exponent).clamp_min_(_LOWEST_E)
 	exponent = torch.empty_like(top)
 	for x, y in zip(a_exponent, b_exponent, strict=True):

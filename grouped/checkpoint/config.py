@@ -85,28 +85,52 @@ def config_files(
 def _check_promises(
 	layout: Layout, weights: Collection[Quantized], ignored: Collection[str], names: Mapping[str, str], has_inputs: bool
 ) -> None:
+	"""Compare what the configuration says with the names of the tensors that were written."""
 	suffixes = (*layout.suffixes, layout.input_scale) if has_inputs else layout.suffixes
 	promised = [weight.tensor(suffix) for weight in weights for suffix in suffixes if suffix]
 	missing = [name for name in promised if name not in names]
 	if missing:
 		raise ValueError(f"the config would promise {missing[0]}, which was not written ({len(missing)} such tensors)")
-	both = {weight.name for weight in weights} & set(ignored)
-	if both:
-		raise ValueError(f"{min(both)} is quantized, but another weight of that name is plain: rename them apart")
+	duplicates = {weight.name for weight in weights} & set(ignored)
+	if duplicates:
+		raise ValueError(f"{min(duplicates)} is quantized, but another weight of that name is plain: rename them apart")
 	for name in ignored:
 		scale = next((name + suffix for suffix in layout.suffixes[1:] if name + suffix in names), None)
 		if scale:
 			raise ValueError(f"{name} is written plain, but {scale} is written too: no reader would know it is plain")
 
 
-def check_plain(name: str, dtype: str) -> None:
+def check_model_config(config: Any) -> None:
+	"""Raise ValueError for a model's configuration that is no mapping, or has a value that JSON cannot hold."""
+	if not isinstance(config, Mapping):
+		raise ValueError(f"config must be a mapping, such as model.config.to_dict(), got {type(config).__name__}")
+	for key, value in config.items():
+		if fault := _json_fault({key: value}):
+			raise ValueError(f"config[{key!r}] cannot be written to {CONFIG}: {fault}")
+
+
+def _json_fault(value: Any) -> str | None:
+	try:
+		json.dumps(value)
+	except (TypeError, ValueError) as error:
+		return str(error)
+	return None
+
+
+def describes_quantization(config: Mapping[str, Any]) -> bool:
+	"""Tell if a model's configuration, or that of one of its parts, says that weights are quantized."""
+	return any(True for _ in _sections(config, ""))
+
+
+def check_plain(name: str, dtype: str, is_weight: bool = False) -> None:
 	"""Raise ValueError for a weight that is to be copied as it is, but is no plain one.
 
 	Args:
 		name: the tensor.
 		dtype: its dtype, as torch or safetensors call it.
+		is_weight: it is one, though its name does not end in ``.weight``.
 	"""
-	if name.endswith(".weight") and not re.fullmatch(r"(b?float|BF|F)(16|32|64)", dtype):
+	if (is_weight or name.endswith(".weight")) and not re.fullmatch(r"(b?float|BF|F)(16|32|64)", dtype):
 		raise ValueError(
 			f"{name} is {dtype}: only experts are quantized, other weights must be plain (bf16, fp16 or fp32). "
 			"Dequantize the model first"
@@ -126,25 +150,25 @@ def checked_scales(
 	suffix = layout.input_scale
 	if suffix is None:
 		raise ValueError(f"layout {layout.name} has no input scales: its readers scale activations as they run")
-	known, found, unknown = {weight.tensor(suffix) for weight in weights}, dict[str, Tensor](), list[str]()
+	known, accepted, unknown = {weight.tensor(suffix) for weight in weights}, dict[str, Tensor](), list[str]()
 	ends = (suffix, stacked_suffix(suffix))
 	for name, scale in scales.items():
 		if not name.endswith(ends):
 			raise ValueError(f"input_scales of layout {layout.name} are called ...{suffix}, got {name!r}")
 		if not scale.is_floating_point() or not bool(((scale > 0) & scale.isfinite()).all()):
 			raise ValueError(f"{name} must be finite and positive, got {scale}")
-		other = _with_other_projection(name)
-		target = name if name in known else other if other in known else None
+		alias = _with_other_projection(name)
+		target = name if name in known else alias if alias in known else None
 		if target is None:
 			unknown.append(name)
 		else:
-			found[target] = scale.to(torch.float32)
+			accepted[target] = scale.to(torch.float32)
 	if unknown:
 		warnings.warn(
 			f"{len(unknown)} input scales are left out, as their weights are not quantized in this file: {unknown[0]}",
 			stacklevel=3,
 		)
-	return found
+	return accepted
 
 
 def _with_other_projection(name: str) -> str:
@@ -157,40 +181,40 @@ def check_config(folder: str | Path) -> None:
 	"""Refuse a checkpoint whose configuration asks for what ``load`` does not do.
 
 	``load`` reads weights. So it cannot honour online transforms of activations, and it knows the formats of
-	``LAYOUTS`` only. What the configuration says of the KV cache and of modules to leave out does not matter to it.
+	``LAYOUTS`` only. It passes over what the configuration says of the KV cache and of modules to leave out.
 
 	Raises:
 		ValueError: ``config.json`` or ``hf_quant_config.json`` is no JSON, or asks for such a thing. The message has
 			the file, the key, the value and what ``load`` reads.
 	"""
 	path = Path(folder) / CONFIG
-	for at, asked in _sections(read_json(path), ""):
-		_check_section(_Section(path, at, asked))
+	for key, content in _sections(read_json(path), ""):
+		_check_section(_Section(path, key, content))
 	path = Path(folder) / MODELOPT_CONFIG
-	asked = read_json(path)
-	if asked:
-		section = _Section(path, "", asked)
+	content = read_json(path)
+	if content:
+		section = _Section(path, "", content)
 		_check_transforms(section)
 		_check_modelopt(section)
 
 
-def _sections(config: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any]]:
+def _sections(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 	"""All quantization configs of a model and of its parts, with the path of their keys."""
 	for key, value in config.items():
 		if key in _QUANTIZATION:
 			if value:
-				yield at + key, value
+				yield prefix + key, value
 		elif isinstance(value, Mapping):
-			yield from _sections(value, f"{at}{key}.")
+			yield from _sections(value, f"{prefix}{key}.")
 
 
 class _Section:
 	"""A part of a configuration file."""
 
-	def __init__(self, path: Path, at: str, content: Any) -> None:
-		self.path, self.at = path, at
+	def __init__(self, path: Path, key: str, content: Any) -> None:
+		self.path, self.key = path, key
 		if not isinstance(content, dict):
-			self._fail(at, content, "an object")
+			self._fail(key, content, "an object")
 		self.content: dict[str, Any] = content
 
 	def get(self, key: str, default: Any = None) -> Any:
@@ -218,7 +242,7 @@ class _Section:
 		self._fail(self._key(key), self.content.get(key), accepted)
 
 	def _key(self, key: str) -> str:
-		return f"{self.at}.{key}" if self.at else key
+		return f"{self.key}.{key}" if self.key else key
 
 	def _fail(self, key: str, value: Any, accepted: str) -> None:
 		text = json.dumps(value)
@@ -227,6 +251,7 @@ class _Section:
 
 
 def _check_section(section: _Section) -> None:
+	"""Check one quantization config by its method."""
 	method = section.get("quant_method")
 	if method is None and ("quant_algo" in section.content or "quantization" in section.content):
 		method = "modelopt"
@@ -238,13 +263,14 @@ def _check_section(section: _Section) -> None:
 	check(section)
 
 
-#: Where a transform of compressed-tensors acts on weights alone: files hold the transformed weights.
+#: Locations of compressed-tensors where a transform acts on weights alone: files hold the transformed weights.
 _OFFLINE = ("weight_input", "weight_output")
 #: Keys of other exporters that ask for a rotation or a smoothing of activations at run time.
 _ONLINE_KEYS = re.compile(r"(?i)rotat|hadamard|spin_?quant|quarot|smooth_?quant|online_")
 
 
 def _check_transforms(section: _Section) -> None:
+	"""Refuse transforms of activations, at any depth."""
 	for key, value in section.content.items():
 		if key == "transform_config" and value:
 			_check_locations(section.inner(key))
@@ -258,7 +284,7 @@ def _check_locations(transforms: _Section) -> None:
 	for scheme in transforms.items("config_groups"):
 		applied = scheme.get("apply")
 		for i, apply in enumerate(applied if isinstance(applied, list) else [applied]):
-			part = _Section(scheme.path, f"{scheme.at}.apply[{i}]", apply)
+			part = _Section(scheme.path, f"{scheme.key}.apply[{i}]", apply)
 			if part.get("location") not in _OFFLINE:
 				part.refuse("location", f"{' or '.join(map(json.dumps, _OFFLINE))}: it transforms no activations")
 
@@ -268,6 +294,7 @@ _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 
 
 def _check_modelopt(section: _Section) -> None:
+	"""Accept NVFP4 weights without smoothing, in the form of either file."""
 	if isinstance(section.get("quantization"), dict):
 		_check_modelopt(section.inner("quantization"))
 		return
@@ -289,32 +316,42 @@ def _check_modelopt(section: _Section) -> None:
 def _check_groups(section: _Section, numbers: dict[str, Any]) -> None:
 	"""Check that weights and inputs of each config group are numbers of this kind."""
 	for group in section.items("config_groups"):
-		for key in ("weights", "input_activations"):
-			if group.get(key) is not None:
-				part = group.inner(key)
-				for name, value in numbers.items():
-					part.must(name, value, default=value)
-		group.must("output_activations", None)
+		_check_group(group, numbers, numbers)
+
+
+def _check_group(group: _Section, weights: dict[str, Any], inputs: dict[str, Any]) -> None:
+	for key, numbers in (("weights", weights), ("input_activations", inputs)):
+		if group.get(key) is not None:
+			part = group.inner(key)
+			for name, value in numbers.items():
+				part.must(name, value, default=value)
+	group.must("output_activations", None)
 
 
 _PACKED = "nvfp4-pack-quantized"
 #: Presets of compressed-tensors that may stand for a group.
-_PRESETS = ("NVFP4", "NVFP4A16")
-_COMPRESSED = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+_PRESETS = ("NVFP4", "NVFP4A16", "FP8_BLOCK")
+_NVFP4_NUMBERS = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group", "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+#: By the format of a group: the numbers of its weights and of its inputs.
+_COMPRESSED = {
+	_PACKED: (_NVFP4_NUMBERS, _NVFP4_NUMBERS),
+	"float-quantized": ({**_FP8, "strategy": "block", "block_structure": [128, 128]}, _FP8),
+}
 
 
 def _check_compressed(section: _Section) -> None:
+	"""Accept ``nvfp4-pack-quantized`` groups."""
 	groups = section.inner("config_groups").content if section.get("config_groups") else {}
 	written = {name: group for name, group in groups.items() if not isinstance(group, list)}
 	for name in groups:
 		if name not in written and name not in _PRESETS:
 			section.inner("config_groups").refuse(name, f"groups that are written out, or the presets {', '.join(_PRESETS)}")
 	section.content["config_groups"] = written
-	section.must("format", _PACKED, "mixed-precision", default=_PACKED)
+	section.must("format", *_COMPRESSED, "mixed-precision", default=_PACKED)
 	for group in section.items("config_groups"):
-		group.must("format", _PACKED, default=section.get("format", _PACKED))
-	_check_groups(section, _COMPRESSED)
-	for group in section.items("config_groups"):
+		group.must("format", *_COMPRESSED, default=section.get("format", _PACKED))
+		_check_group(group, *_COMPRESSED[group.get("format") or section.get("format") or _PACKED])
 		if group.get("weights") is not None:
 			group.inner("weights").must("dynamic", False, default=False)
 			group.inner("weights").must("actorder", None, False, "static", "weight")
@@ -324,6 +361,7 @@ def _check_compressed(section: _Section) -> None:
 
 
 def _check_fp8(section: _Section) -> None:
+	"""Accept E4M3 in 128x128 blocks."""
 	section.must("weight_block_size", [128, 128])
 	section.must("activation_scheme", "dynamic", default="dynamic")
 	section.must("fmt", "e4m3", default="e4m3")
@@ -331,6 +369,7 @@ def _check_fp8(section: _Section) -> None:
 
 
 def _check_mxfp4(section: _Section) -> None:
+	"""Accept gpt-oss's blocks of 32."""
 	section.must("weight_block_size", None)
 
 

@@ -265,7 +265,10 @@ class Writer:
 
 	def _write_text(self, name: str, text: str) -> None:
 		part = self._own(f"{name}.{self._token}.partial")
-		part.write_text(text)
+		try:
+			part.write_text(text)
+		except OSError as error:  # Where a disk is full, the system's error names no file.
+			raise OSError(error.errno, f"{part} cannot be written: {error.strerror}") from None
 		part.replace(self._own(name))
 
 	def _part(self, index: int) -> Path:
@@ -312,7 +315,7 @@ def _claimed(folder: Path) -> dict[str, Any]:
 
 
 def claim_message(folder: Path) -> str:
-	"""Who claims a folder, and how to free it."""
+	"""The process that claims a folder, and how to free the folder."""
 	claim = _claimed(folder)
 	pid, host = claim.get("pid", "unknown"), claim.get("host", "unknown")
 	text = f"process {pid} on {host} writes a checkpoint there since {claim.get('time', 'an unknown time')}"

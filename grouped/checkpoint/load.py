@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.records import check_kind
 
-from ..ownership import Owner, Ownership, check_replaceable, retire
+from ..ownership import RULES, Owner, Ownership, check_replaceable, refill, retire
 from ..shards import local_part
 from ..tensor import GroupedTensor
 from .config import check_config
@@ -31,7 +31,7 @@ from .weights import ExpertWeight, expert_weights, named_state, renamed
 
 @dataclass
 class Report:
-	"""What ``load`` found.
+	"""Result of ``load``.
 
 	Attributes:
 		layouts: the layout of each weight that was quantized, by its name in the state dict.
@@ -72,7 +72,8 @@ def load(
 	Parameters that FSDP2, ``ExpertParallel`` or ``distribute_tensor`` has sharded are loaded by each rank: it reads
 	its experts only, before the first call of the module or after it. All ranks must call; if one has an error,
 	all raise. Experts that are cut along other dimensions (``ExpertTensorParallel``) are loaded from plain weights.
-	An optimizer that has a parameter which was replaced raises at its next step.
+	Make optimizers afterwards: one that has a parameter which was replaced, or a master of old values, raises at its
+	next step.
 
 	Args:
 		module: a model of ``grouped.nn`` layers, or of transformers whose experts implementation is
@@ -88,19 +89,18 @@ def load(
 		ValueError: a tensor of another shape or dtype, or of FP8 or integers without scales; scales that are NaN,
 			infinite, negative, or zero over codes that are not; files that are damaged; tensors beside a weight that change
 			its results, as AWQ's ``pre_quant_scale``; MXFP4 weights that are no exact NVFP4; or a parameter on the meta
-			device, or one that somebody else owns and that cannot be loaded for him.
+			device, or one that has an owner which cannot take another.
 	"""
 	check_kind(bool, strict=strict)
 	check_kind(nn.Module, module=module)
 	named = named_state(module)
-	error: Exception | None = None
+	tensors = [t for _, t in named]
 	try:
 		work = _prepare(module, named, Path(folder), rename, strict)
-	except Exception as caught:  # Also of the others' kinds: ranks must not wait for this one.
-		error = caught
-	agree((t for _, t in named), error)
-	if error is not None:
-		raise error
+	except Exception:
+		agree(tensors, has_error=True)  # Other ranks must not wait for this one.
+		raise
+	agree(tensors, has_error=False)
 	return work.run()
 
 
@@ -115,7 +115,6 @@ class _Other(NamedTuple):
 class _Work(NamedTuple):
 	"""All that is loaded, checked."""
 
-	files: Reader
 	plans: list[tuple[Plan, Owner | None]]
 	others: list[_Other]
 	tied: list[tuple[ExpertWeight, ExpertWeight]]
@@ -138,9 +137,11 @@ class _Work(NamedTuple):
 		"""Read and write everything."""
 		for other in self.others:
 			fill(other.target, other.stored.plain)
+			refill([other.target], "checkpoint.load")
 		for plan, owner in progress(self.plans, "experts"):
 			if plan.layout is None:
 				fill(plan.weight.parameter, functools.partial(_values, plan))
+				refill([plan.weight.parameter], "checkpoint.load")
 				continue
 			retire([plan.weight.parameter], "checkpoint.load")
 			_replace(plan, owner, self.report)
@@ -161,10 +162,10 @@ def _prepare(
 	files, missing, report = Reader(folder), list[str](), Report()
 	check_config(folder)
 	plans = [plan for weight in first.values() if (plan := find_weight(weight, files, missing)) is not None]
-	of_experts = {weight.key for weight in weights}
+	expert_keys = {weight.key for weight in weights}
 	others, copies = list[_Other](), list[tuple[str, str]]()
 	for keys, t in named:
-		if keys[0] not in of_experts:
+		if keys[0] not in expert_keys:
 			names = [renamed(key, rename) for key in keys]
 			stored, more = find_other(names, t, files, missing)
 			others.append(_Other(keys, t, stored))
@@ -183,7 +184,7 @@ def _prepare(
 	owned = _check_owners(module, ownership, plans, weights)
 	report.input_scales = {name: files[name] for name in report.input_scales}
 	tied = [(weight, of) for weight, of in pairs if weight is not of]
-	work = _Work(files, list(zip(plans, owned, strict=True)), others, tied, report)
+	work = _Work(list(zip(plans, owned, strict=True)), others, tied, report)
 	work.check_values()
 	return work
 
@@ -221,6 +222,11 @@ def _check_owners(
 	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
 	for plan, owner in zip(plans, owners, strict=True):
 		if plan.layout is not None:
+			if (owner is not None and owner.kind == "dtensor") and ownership.has_other_holder(
+				plan.weight.owner, plan.weight.attribute, targets
+			):
+				rule, advice = RULES["tied"]
+				raise ValueError(f"checkpoint.load cannot replace {plan.weight.key}: {rule}. {advice}")
 			check_can_quantize(plan.weight.key, plan.weight.parameter, plan.weight.shape, owner)
 	return owners
 
@@ -257,13 +263,14 @@ def _sort_unexpected(module: nn.Module, files: Reader, used: set[str], report: R
 			f"{f' ({len(change)} such tensors)' * (len(change) > 1)}: export the checkpoint without it, as with the "
 			"factors of AWQ or SmoothQuant folded into the weights"
 		)
-	report.ignored += [name for name in files if name in ignored or name in neutral]
+	report.ignored += [*(name for name in files if name in ignored), *neutral]
 	suffixes = [layout.input_scale for layout in LAYOUTS.values() if layout.input_scale] + [".activation_scale"]
 	scales = tuple(suffixes + [stacked_suffix(suffix) for suffix in suffixes])
+	harmless_factors = set(neutral)
 	for name in names:
 		if name.endswith(scales):
 			report.input_scales[name] = torch.empty(0)
-		elif name not in neutral:
+		elif name not in harmless_factors:
 			report.unexpected.append(name)
 
 
@@ -274,6 +281,7 @@ def _lacks(files: Reader, missing: list[str], unexpected: list[str]) -> str:
 
 
 def _hint(files: Reader, missing: list[str], unexpected: list[str]) -> str:
+	"""A way out that fits the names."""
 	if not missing:
 		return "strict=False leaves these out"
 	if any(".lora_" in name for name in missing):
@@ -284,9 +292,9 @@ def _hint(files: Reader, missing: list[str], unexpected: list[str]) -> str:
 	if files.config().get("tie_word_embeddings") and any("lm_head" in name for name in missing):
 		return "config.json has tie_word_embeddings, so tie the head of the module to its embedding first"
 	base = missing[0].rpartition(".")[0]
-	beside = [name for name in files if base and name.startswith(f"{base}.")]
-	if beside:
-		return f"it has {_some(beside)}, which is none of the layouts {', '.join(LAYOUTS)}"
+	neighbors = [name for name in files if base and name.startswith(f"{base}.")]
+	if neighbors:
+		return f"it has {_some(neighbors)}, which is none of the layouts {', '.join(LAYOUTS)}"
 	return "the checkpoint is incomplete, or of a module with fewer layers or experts"
 
 
@@ -296,6 +304,7 @@ def _tail(name: str) -> str:
 
 
 def _some(names: list[str]) -> str:
+	"""The first names of a list, for messages."""
 	return ", ".join(names[:4]) + f", ... ({len(names)})" * (len(names) > 4) or "nothing"
 
 
@@ -341,7 +350,7 @@ def _replace(plan: Plan, owner: Owner | None, report: Report) -> None:
 			if noise is not None and groups:
 				report.reconciled[f"{weight.path}.{expert}".lstrip(".")] = noise
 		whole = stacked(experts)
-	made = GroupedTensor.from_parts(fmt, *whole, dtype=old.dtype)
-	weight.replace(as_parameter(old, made if groups else made[:0], weight.shape))
+	quantized = GroupedTensor.from_parts(fmt, *whole, dtype=old.dtype)
+	weight.replace(as_parameter(old, quantized if groups else quantized[:0], weight.shape))
 	tell_owner(owner)
 	report.layouts[weight.key] = layout.name

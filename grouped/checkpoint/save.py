@@ -11,7 +11,7 @@ from cute_kernels.formats import Format
 from cute_kernels.records import check_kind
 
 from ..tensor import GroupedTensor
-from .config import Quantized, check_plain, checked_scales, config_files
+from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
 from .parts import Parts, parts_of, quantized, split_rows
@@ -54,7 +54,7 @@ def save(
 		ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
 			blocks span gate and up; a second level beyond fp32; two tensors of one name; a weight
 			besides experts that is not plain; an input scale that the layout does not have, or that is not
-			finite and positive; or ``shard_bytes`` that is no positive integer.
+			finite and positive; a ``config`` that is no JSON object; or ``shard_bytes`` that is no positive integer.
 		OSError: a file cannot be written, as on a full disk.
 		TypeError: a parameter is sharded: gather it first.
 	"""
@@ -73,8 +73,8 @@ def save(
 		if key not in weights:
 			check_plain(key, str(t.dtype).removeprefix("torch."))
 	if config is None:
-		of_module: Any = getattr(module, "config", None)
-		config = {} if of_module is None else of_module.to_dict()
+		config = _config_of(module)
+	check_model_config(config)
 	quantized = [one for key, weight in weights.items() if key in state for one in _names(weight, stacked)]
 	scales = checked_scales(input_scales, record, quantized)
 	plain = [renamed(key, rename).removesuffix(".weight") for key in _plain_matrices(module) if key not in weights]
@@ -88,6 +88,17 @@ def save(
 		for name, scale in scales.items():
 			writer.add(name, scale)
 		writer.close(lambda: config_files(config, record, quantized, plain, writer.names))
+
+
+def _config_of(module: Any) -> dict[str, Any]:
+	"""The configuration of a transformers model, with the class and dtype that ``save_pretrained`` adds; else {}."""
+	if not hasattr(getattr(module, "config", None), "to_dict"):
+		return {}
+	config: dict[str, Any] = module.config.to_dict()
+	config["architectures"] = [type(module).__name__.removeprefix("FSDP")]
+	if isinstance(getattr(module, "dtype", None), torch.dtype):
+		config["dtype"] = str(module.dtype).removeprefix("torch.")
+	return config
 
 
 def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:

@@ -95,16 +95,16 @@ def tell_owner(owner: Owner | None) -> None:
 	manager._init_extensions()
 
 
-def agree(tensors: Iterable[Any], error: BaseException | None) -> None:
+def agree(tensors: Iterable[Any], has_error: bool) -> None:
 	"""Raise ValueError on ranks without an error if another rank that shares one of these DTensors has one."""
 	meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_spread(t)))
 	if not meshes:
 		return
 	import torch.distributed as dist
 
-	failed = torch.tensor([error is not None], dtype=torch.int32, device=meshes[0].device_type)
+	failed = torch.tensor([has_error], dtype=torch.int32, device=meshes[0].device_type)
 	for mesh in meshes:
 		for dim in range(mesh.ndim):
 			dist.all_reduce(failed, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-	if error is None and bool(failed.item()):
+	if not has_error and bool(failed.item()):
 		raise ValueError("nothing was loaded, for another rank cannot load its part: see its error")

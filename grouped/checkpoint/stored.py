@@ -74,6 +74,8 @@ class Stored(NamedTuple):
 			)
 		codes, scales, *level = self.names
 		shapes = self._shapes()
+		if self._is_turned:
+			shapes = self.files.shape(codes), self.files.shape(scales)
 		self._check_dtype(codes, (_NAMES[self.layout.fmt.element.dtype],))
 		self._check_shape(codes, self.files.shape(codes), shapes[0], note)
 		self._check_dtype(scales, _scale_dtypes(self._scale))
@@ -107,6 +109,18 @@ class Stored(NamedTuple):
 			codes = (rows, fmt.element.width(columns))
 			scales = (ceil_div(rows, block) if fmt.has_squares else rows, ceil_div(columns, block))
 		return (*self._lead, *codes), (*self._lead, *scales)
+
+	@property
+	def _is_turned(self) -> bool:
+		"""Whether codes and scales of all experts are (G, K, N), as ModelOpt writes those of models with such weights.
+
+		Shapes show it of codes that share bytes only, not of square matrices of others.
+		"""
+		if self.layout is None or self.layout.fmt.element.per_byte == 1:
+			return False
+		shapes = self._shapes()
+		found = [self.files.shape(name) for name in self.names[:2]]
+		return bool(self._lead) and found != [*shapes] and found == [(s[0], *s[:0:-1]) for s in shapes if len(s) == 3]
 
 	def _check_plain_dtype(self, name: str, header: Header, target: torch.dtype) -> None:
 		dtype = _DTYPES.get(header.dtype)
@@ -192,7 +206,8 @@ class Stored(NamedTuple):
 		return zeros
 
 	def _read(self, name: str, rows: slice | None) -> Tensor:
-		return self.files[name] if rows is None else self.files.rows(name, rows)
+		t = self.files[name] if rows is None else self.files.rows(name, rows)
+		return t.mT.contiguous() if t.dim() == 3 and self._is_turned else t
 
 	def _scales(self, rows: slice | None) -> Tensor:
 		name = self.names[1]

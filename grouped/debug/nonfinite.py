@@ -38,8 +38,8 @@ def named_layers(model: nn.Module) -> dict[str, Watched]:
 class detect_nonfinite:
 	"""Watch the grouped layers that run inside for NaN and infinities.
 
-	Low-precision codes cannot hold a NaN: under NVFP4 a NaN in an activation, a weight or a gradient comes out finite,
-	and a run that diverges looks healthy. This looks at what enters and leaves each layer instead. Rows of the tail are
+	A recipe lets what is not finite through to outputs and gradients (``Recipe.propagate_nonfinite``), but does not say
+	where it arose. This looks at what enters and leaves each layer. Rows of the tail are
 	passed over. Of a weight that is quantized already it sees the second-level scales.
 
 	A flag for each layer and role is set on the layer's device, and no kernel waits for the host

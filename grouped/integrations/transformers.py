@@ -29,7 +29,7 @@ from grouped import recipes
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
 from ..nn.kept import lookup
-from ..preparation import check_product, expert_layers, has_experts_interface, reorder
+from ..preparation import SOURCES, Source, Weight, check_product, expert_layers, reorder
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -137,7 +137,7 @@ def set_experts_implementation(self: Any, experts_implementation: Any) -> None:
 	before = [config._experts_implementation for config in configs]
 	type(self).set_experts_implementation(self, experts_implementation)
 	try:
-		weights = [weight for layer in expert_layers(self) for weight in layer if weight.is_of_transformers]
+		weights = [weight for layer in expert_layers(self) for weight in layer if weight.is_foreign]
 		for weight in weights:
 			if isinstance(quantized := weight.parameter.detach(), GroupedTensor):
 				check_product(quantized, weight.recipe, quantized.device, needs_dx=False)
@@ -156,9 +156,28 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 	return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
+#: Attributes of experts: ``use_experts_implementation`` sets them on every class that it wraps.
+_MARKS = ("has_gate", "is_transposed")
+
+
+def _is_experts(module: nn.Module) -> bool:
+	"""Tell whether a module is experts, and not a wrapper that passes their attributes on."""
+	return all(mark in vars(module) or hasattr(type(module), mark) for mark in _MARKS) and hasattr(module, "down_proj")
+
+
 def experts_of(model: nn.Module) -> Iterator[Any]:
 	"""Yield the experts under ``model`` that use transformers' interface."""
-	return filter(has_experts_interface, model.modules())
+	return filter(_is_experts, model.modules())
+
+
+def _weights_of(module: Any) -> list[Weight] | None:
+	if not _is_experts(module):
+		return None
+	recipe = recipe_in_use(module)
+	return [Weight(module, name, recipe, bool(module.is_transposed)) for name in weight_names(module)]
+
+
+SOURCES.append(Source(_weights_of, guard_methods))
 
 
 def recipe_in_use(experts: Any) -> Recipe:

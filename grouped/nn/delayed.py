@@ -1,6 +1,6 @@
 """The state of delayed scaling: what a layer carries from one step to the next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,10 @@ class DelayedScaling(nn.Module):
 		ValueError: ``num_groups`` is not positive.
 	"""
 
+	#: Of each role whether a group may have no scale yet, as far as the host knows.
+	_may_be_zero: Sequence[bool] = (True,) * len(ROLES)
+	_word: "_Word | None" = None
+
 	def __init__(self, recipe: FP8Delayed, num_groups: int, device: torch.device | str | None = None) -> None:
 		super().__init__()
 		if not isinstance(recipe, FP8Delayed):
@@ -75,9 +79,7 @@ class DelayedScaling(nn.Module):
 		self.recipe = recipe
 		self.num_groups = num_groups
 		factory: dict[str, Any] = {"dtype": torch.float32, "device": device}
-		#: Of each role whether a group may have no scale yet, as far as the host knows.
-		self._may_be_zero = [self._initial == 0] * len(ROLES)
-		self._word: _Word | None = None
+		self._begin_again()
 		for role in ROLES:
 			self.register_buffer(f"{role}_scale", torch.full((num_groups,), self._initial, **factory))
 			self.register_buffer(f"{role}_amax_history", torch.zeros(recipe.history_length, num_groups, **factory))
@@ -139,11 +141,14 @@ class DelayedScaling(nn.Module):
 		if not any(self._may_be_zero):
 			return
 		scales = [self.scale(role) for role in ROLES]
-		if self._word is None and _is_readable(scales):
+		# While a stream is captured an event must not be asked either.
+		if not _is_readable(scales):
+			return
+		if self._word is None:
 			self._word = _Word(torch.stack(scales).eq(0).any(1))
 			if scales[0].is_cuda:
 				return
-		found = None if self._word is None else self._word.read()
+		found = self._word.read()
 		if found is not None:
 			self._may_be_zero, self._word = found, None
 
@@ -230,7 +235,7 @@ class _Word:
 
 
 def _is_readable(tensors: list[Tensor]) -> bool:
-	"""Whether values may be copied to the host here: none is fake, and no stream is captured."""
+	"""True if values may be copied to the host here: none is fake, and no stream is captured."""
 	if any(type(t) is not Tensor or t.is_meta for t in tensors):
 		return False
 	return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())

@@ -3,6 +3,7 @@
 import functools
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from ..shards import local_part
 from ..sums import SummedGradient
 
 _PLAIN = (Tensor, nn.Parameter)
+#: Attribute of a tensor of which a quantized copy was kept: a dict without items, which any file may hold.
+_MARK = "_kept_mark"
 
 
 def can_keep(sources: Sequence[Tensor]) -> bool:
@@ -89,8 +92,9 @@ class KeptWeight:
 	def __init__(self, sources: Sequence[Tensor], recipe: Recipe, copies: Copies) -> None:
 		self.copies = copies
 		self._recipe = recipe
-		# Weak: a replaced weight is not kept alive. A weakly held storage is no other's address.
-		self._tensors = [weakref.ref(t) for t in sources]
+		# Weak: a replaced weight is not kept alive. A weakly held storage is no other's address. The references are to a
+		# mark on each tensor, for torch.utils.swap_tensors refuses tensors that have some themselves, and swaps marks.
+		self._marks = [weakref.ref(t.__dict__.setdefault(_MARK, OrderedDict())) for t in sources]
 		parts = [local_part(t) for t in sources]
 		self._storages = [StorageWeakRef(part.untyped_storage()) for part in parts]
 		self._views = [_view(part) for part in parts]
@@ -114,10 +118,11 @@ class KeptWeight:
 		"""What differs from the weight that was quantized; None if nothing does."""
 		if recipe is not self._recipe and _weight_options(recipe) != _weight_options(self._recipe):
 			return f"the recipe is {recipe}, and was {self._recipe}"
-		if len(sources) != len(self._tensors):
+		if len(sources) != len(self._marks):
 			return "it is another tensor"
 		for i, t in enumerate(sources):
-			if self._tensors[i]() is not t:
+			mark = self._marks[i]()
+			if mark is None or t.__dict__.get(_MARK) is not mark:
 				return "it is another tensor"
 			part = t if type(t) in _PLAIN else local_part(t)
 			if part.untyped_storage()._cdata != self._storages[i].cdata or _view(part) != self._views[i]:
@@ -137,9 +142,10 @@ def _watch_optimizers() -> None:
 
 def _count_fused_step(optimizer: Optimizer, *_: Any) -> None:
 	groups = [group["params"] for group in optimizer.param_groups if group.get("fused")]
-	written = {id(p) for params in groups for p in params if p.requires_grad}
+	written = [p for params in groups for p in params if p.requires_grad and _MARK in p.__dict__]
+	by_mark = {id(p.__dict__[_MARK]): p for p in written}
 	for kept in _alive if written else ():
-		increment_version([t for ref in kept._tensors if (t := ref()) is not None and id(t) in written])
+		increment_version([by_mark[id(mark)] for ref in kept._marks if id(mark := ref()) in by_mark])
 
 
 def _weight_options(recipe: Recipe) -> tuple[object, ...]:

@@ -62,8 +62,10 @@ class GroupedLinear(debug.Watched):
 		(G,) end rows. Output (..., N) of the input's dtype. Rows from ``offs[-1]`` on, the tail of
 		a capacity buffer, are never read; they are zeros in the output and in the input's gradient.
 
-	A ``weight`` that is a GroupedTensor (``grouped.quantize``) is used as it is, without a high-precision copy; under
-	BF16 beside bf16 or fp16 activations (W4A16), of NVFP4 under a recipe of FP8 beside its activations (W4A8).
+	A ``weight`` that is a GroupedTensor (``grouped.quantize``, ``grouped.prepare``) is used as it is, without a
+	high-precision copy; under BF16 beside bf16 or fp16 activations (W4A16), to which fp32 is cast; of NVFP4 under a
+	recipe of FP8 beside its activations (W4A8). FSDP2 does not take one that is assigned after ``fully_shard``, which
+	raises ValueError.
 
 	Of a parameter that is a DTensor a call uses this rank's part, as ``to_local()`` gives it: sharded
 	along its groups, ``offs`` are those of the rank's groups. ``grouped.distributed`` does that.

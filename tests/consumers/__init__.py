@@ -1,1 +1,1 @@
-"""What other systems make of folders that ``grouped.checkpoint`` writes: run by ``.ci/consumers``."""
+"""Ask other systems about folders that ``grouped.checkpoint`` writes: run by ``.ci/consumers``."""

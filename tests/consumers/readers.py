@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .stubs import Package
 
-#: What engines fuse that checkpoints have apart.
+#: Layers that engines fuse, and their names in checkpoints.
 FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 EXPERTS = "model.layers.1.mlp.experts"
 LINEAR = ("model.layers.0.self_attn.qkv_proj", "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate")
@@ -18,7 +18,7 @@ HEAD = "lm_head"
 
 
 class Answer(NamedTuple):
-	"""What a reader makes of a folder.
+	"""The answer of a reader about a folder.
 
 	Attributes:
 		config: its configuration class.
@@ -199,7 +199,7 @@ def sglang(root: Path, folders: Sequence[Path]) -> list[Answer]:
 
 
 def modelopt(root: Path, folders: Sequence[Path]) -> list[bool]:
-	"""Whether ModelOpt would make ``config.json`` of ``hf_quant_config.json``; True for folders without one."""
+	"""Compare ``config.json`` with what ModelOpt makes of ``hf_quant_config.json``; True for folders without one."""
 	file = root / "modelopt/torch/export/convert_hf_config.py"
 	convert: Callable[[dict[str, Any]], dict[str, Any]] = runpy.run_path(str(file))["convert_hf_quant_config_format"]
 	older = [folder / "hf_quant_config.json" for folder in folders]

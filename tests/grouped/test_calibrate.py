@@ -15,7 +15,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear
 
-from grouped import calibrate, convert
+from grouped import convert
+from grouped.token_ids import read_ids
 
 EXPERTS, HIDDEN, VOCABULARY = 4, 64, 32
 FEW = {
@@ -72,7 +73,8 @@ def expected(model, sequences):
 def test_scales_are_those_of_the_inputs(kind, tmp_path):
 	model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
 	model.save_pretrained(source)
-	sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])] if kind == "qwen3" else [torch.arange(VOCABULARY)]
+	sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([1]), torch.tensor([2])]
+	sequences = sequences if kind == "qwen3" else [torch.arange(VOCABULARY)]
 	ids.write_text(json.dumps([s.tolist() for s in sequences]))
 	amaxes = expected(model, sequences)
 	unseen = amaxes == 0
@@ -155,24 +157,40 @@ def test_ids_of_every_kind_of_file(tmp_path):
 	(tmp_path / "b.json").write_text(json.dumps(rows[0]))
 	(tmp_path / "a.txt").write_text("1 2 3\n\n4,5,6\n")
 	(tmp_path / "b.txt").write_text("1 2 3")
-	for kind in ("npy", "safetensors", "json", "txt"):
-		assert [ids.tolist() for ids in calibrate.read_ids(tmp_path / f"a.{kind}")] == rows
-		assert [ids.tolist() for ids in calibrate.read_ids(tmp_path / f"b.{kind}")] == rows[:1]
+	(tmp_path / "a.jsonl").write_text('[1, 2, 3]\n{"input_ids": [4, 5, 6]}\n')
+	(tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2, 3], "text": "x"}')
+	(tmp_path / "a.ids").write_text("1 2 3\n4 5 6")
+	(tmp_path / "b.ids").write_text("1,2,3")
+	torch.save(torch.tensor(rows), tmp_path / "a.pt")
+	torch.save({"input_ids": torch.tensor(rows[0]), "mask": 1}, tmp_path / "b.pt")
+	for kind in ("npy", "safetensors", "json", "txt", "jsonl", "ids", "pt"):
+		assert [ids.tolist() for ids in read_ids(tmp_path / f"a.{kind}")] == rows
+		assert [ids.tolist() for ids in read_ids(tmp_path / f"b.{kind}")] == rows[:1]
 
 
 WRONG = {
 	"c.json": ("{", "is no JSON"),
-	"d.json": ('{"a": 1}', "must hold a list of token ids"),
+	"d.json": ('{"a": 1}', "must hold a list of token ids, or of rows, got dict"),
 	"e.json": ("[1.5]", "must hold integers, .* got torch.float32"),
-	"f.json": ('["a"]', r"must hold token ids, or lists of them, got \['a'\]"),
+	"f.json": ('["a"]', "has text, and .* has no tokenizer"),
+	"i.json": ('[{"x": 1}]', "must hold token ids, text, or lists of them, got None"),
+	"c.jsonl": ('[1]\n{"a', "is no JSON"),
+	"c.pt": ("abc", "is no file of tensors"),
 	"g.json": ("[[[1]], [[2]]]", None),
 	"h.json": ("[true]", "must hold integers, .* got torch.bool"),
 	"c.npy": ("abc", "is no array of numbers"),
 	"c.safetensors": ("abc", "is no whole safetensors file"),
-	"c.csv": ("1,2", "must be one of .json, .npy, .safetensors, .txt"),
+	"c.csv": ("1,a", "has text, and .* has no tokenizer"),
 	"c.txt": (" \n", "has no token ids"),
-	"d.txt": ("some text", "is text, and .* has no tokenizer"),
+	"d.txt": ("some text", "has text, and .* has no tokenizer"),
 }
+
+
+@each("ending", ["json", "jsonl", "txt"])
+def test_bytes_that_are_no_text_are_refused(ending, tmp_path):
+	(tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
+	with raises(ValueError, f"x.{ending} is no text"):
+		read_ids(tmp_path / f"x.{ending}")
 
 
 @each("name", [*WRONG])
@@ -180,12 +198,12 @@ def test_files_without_ids_are_refused(name, tmp_path):
 	text, message = WRONG[name]
 	(tmp_path / name).write_text(text)
 	if message is None:
-		assert [ids.tolist() for ids in calibrate.read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
+		assert [ids.tolist() for ids in read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
 		return
 	with raises(ValueError, rf"{name} {message}"):
-		calibrate.read_ids(tmp_path / name, tmp_path)
+		read_ids(tmp_path / name, tmp_path)
 	with raises(FileNotFoundError, "no file .* to calibrate with"):
-		calibrate.read_ids(tmp_path / "none.json")
+		read_ids(tmp_path / "none.json")
 
 
 def test_text_is_tokenized_by_the_tokenizer_of_the_folder(tmp_path):
@@ -196,4 +214,6 @@ def test_text_is_tokenized_by_the_tokenizer_of_the_folder(tmp_path):
 	tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 	PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
 	(tmp_path / "x.txt").write_text("some text\nsome more")
-	assert [ids.tolist() for ids in calibrate.read_ids(tmp_path / "x.txt", tmp_path)] == [[3, 5, 3, 0]]
+	assert [ids.tolist() for ids in read_ids(tmp_path / "x.txt", tmp_path)] == [[3, 5, 3, 0]]
+	(tmp_path / "x.jsonl").write_text('"some"\n{"text": "text"}\n[7]')
+	assert [ids.tolist() for ids in read_ids(tmp_path / "x.jsonl", tmp_path)] == [[3], [5], [7]]

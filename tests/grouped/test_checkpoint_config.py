@@ -125,6 +125,20 @@ def test_the_configs_of_transformers_know_what_stays_plain(tmp_path):
 	assert made.quantization_config.ignore == PLAIN
 
 
+def test_the_config_of_a_model_names_its_class_and_dtype(tmp_path):
+	"""A model that was made from a config has neither in it; engines choose by them."""
+	pytest.importorskip("transformers")
+	from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+	sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 32, "num_experts": 2, "head_dim": 32}
+	few = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 16}
+	model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **few, num_experts_per_tok=1, tie_word_embeddings=True)).to(BF16)
+	checkpoint.save(model, tmp_path, "modelopt")
+	config = AutoConfig.from_pretrained(tmp_path)
+	assert config.architectures == ["Qwen3MoeForCausalLM"] and config.dtype == BF16
+	assert "lm_head" in said(tmp_path)["ignore"]
+
+
 def test_convert_excludes_a_tied_head_and_drops_what_was_said_before(tmp_path):
 	source = tmp_path / "source"
 	source.mkdir()
@@ -154,6 +168,16 @@ def test_a_promise_without_its_tensor_is_refused(tmp_path):
 	assert not list(tmp_path.iterdir())
 
 
+@each(
+	"config, message",
+	[({"dtype": BF16}, r"config\['dtype'\] cannot be written to config.json: .* dtype"), ([], "got list")],
+)
+def test_a_config_that_json_cannot_hold_is_refused_first(config, message, tmp_path):
+	with raises(ValueError, message):
+		checkpoint.save(Block(), tmp_path / "a", "modelopt", config=config)
+	assert not (tmp_path / "a").exists()
+
+
 def test_other_weights_must_be_plain(tmp_path):
 	module, source = Block(), tmp_path / "source"
 	module.model.q_proj.weight = torch.nn.Parameter(torch.ones(64, 64).to(torch.float8_e4m3fn), requires_grad=False)
@@ -163,6 +187,11 @@ def test_other_weights_must_be_plain(tmp_path):
 	tensors = {f"experts.0.{p}.weight": torch.ones(32, 32) for p in PROJECTIONS}
 	save_file({**tensors, "q_proj.weight": torch.ones(32, 32).to(torch.float8_e4m3fn)}, source / "model.safetensors")
 	with raises(ValueError, "q_proj.weight is F8_E4M3: only experts"):
+		convert.convert(source, tmp_path / "a")
+	# The config that describes such tensors is replaced, so they must not be there.
+	save_file({**tensors, "q_proj.qweight": torch.ones(4, 32, dtype=torch.int32)}, source / "model.safetensors")
+	(source / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+	with raises(ValueError, "q_proj.qweight is I32: only experts"):
 		convert.convert(source, tmp_path / "a")
 	assert not (tmp_path / "a").exists()
 
@@ -345,8 +374,8 @@ REFUSED = {
 	"outputs": (changed(COMPRESSED, f"{GROUP}.output_activations", _W4), "output_activations is"),
 	"format": (changed(COMPRESSED, "format", "pack-quantized"), 'format is "pack-quantized", .* "nvfp4-pack-quantized"'),
 	"format of a group": (
-		changed(COMPRESSED, f"{GROUP}.format", "float-quantized"),
-		'group_0.format is "float-quantized"',
+		changed(COMPRESSED, f"{GROUP}.format", "naive-quantized"),
+		'group_0.format is "naive-quantized"',
 	),
 	"mixed formats": (changed(COMPRESSED, "format", "mixed-precision"), "group_0.format is null"),
 	"other preset": (

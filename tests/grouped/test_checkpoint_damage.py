@@ -368,6 +368,25 @@ def test_scales_of_square_blocks_have_several_dtypes(dtype, stacked, name, tmp_p
 		)
 
 
+def test_the_config_of_square_blocks(tmp_path):
+	"""compressed-tensors' FP8_BLOCK, as its own package writes it."""
+	quantization = pytest.importorskip("compressed_tensors.quantization")
+	scheme = quantization.preset_name_to_scheme("FP8_BLOCK", ["Linear"])
+	config = quantization.QuantizationConfig(config_groups={"group_0": scheme}, format="float-quantized")
+	config = config.model_dump(mode="json") | {"quant_method": "compressed-tensors"}
+	tensors = {
+		n.replace("_scale_inv", "_scale"): t.bfloat16() if "_inv" in n else t
+		for n, t in saved(tmp_path / "a", "deepseek").items()
+	}
+	model = layers(1)
+	report = checkpoint.load(model, written(tensors, tmp_path / "b", {"quantization_config": config}))
+	assert set(report.layouts.values()) == {"fp8-block"}
+	config["config_groups"]["group_0"]["weights"]["strategy"] = "channel"
+	refused(
+		layers(2), written(tensors, tmp_path / "c", {"quantization_config": config}), ValueError, "strategy is .*channel"
+	)
+
+
 def test_scales_that_lose_digits_are_refused(tmp_path):
 	tensors = saved(tmp_path / "a", "deepseek")
 	name = f"{LAST}.weight_scale_inv"
@@ -404,6 +423,22 @@ def test_levels_of_a_stack(layout, level, tmp_path):
 	want = layers(2)
 	checkpoint.load(want, written(whole, tmp_path / "c"))
 	assert_same_bytes(*(m.layers[1].experts.down.weight.dequantize() for m in (got, want)))
+
+
+@each("layout", ["modelopt", "compressed-tensors"])
+def test_stacks_that_are_transposed(layout, tmp_path):
+	"""ModelOpt quantizes along K, and writes (G, K, N) where a model has its weights so: Llama 4."""
+	tensors = saved(tmp_path / "a", layout, True)
+	turned = {n: t.mT if t.dim() == 3 else t for n, t in tensors.items()}
+	want, got = layers(1), layers(2)
+	checkpoint.load(want, tmp_path / "a")
+	checkpoint.load(got, written(turned, tmp_path / "b"))
+	for a, b in zip(got.layers[1].experts.parameters(), want.layers[1].experts.parameters(), strict=True):
+		assert_same_bytes(a.dequantize(), b.dequantize())
+	name = f"{STACK}_weight_scale"
+	turned[name] = turned[name].contiguous()
+	set_byte(name, 0x7F)(turned)
+	refused(layers(1), written(turned, tmp_path / "c"), ValueError, f"{name} in .* has nan")
 
 
 #: Names beside the weights of a layer, and where the report has them.

@@ -61,6 +61,30 @@ def test_an_optimizer_that_has_the_old_parameters_says_so(low, plain):
 	torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def test_masters_of_old_values_do_not_come_back(low, plain):
+	model = moe(1)
+
+	def step(optimizer):
+		model(torch.randn(4, HIDDEN, dtype=BF16)).sum().backward()
+		optimizer.step()
+
+	optimizer = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+	step(optimizer)
+	checkpoint.load(model, plain)
+	for _ in range(2):
+		with raises(RuntimeError, "a master of a parameter .* checkpoint.load wrote.*Make the optimizer after"):
+			step(optimizer)
+	assert_same_bytes(model.experts.down.weight.detach(), moe().experts.down.weight.detach())
+	again = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
+	step(again)
+	step(again)
+	# A state that belongs to the values: a resumed training.
+	trained = {name: t.detach().clone() for name, t in model.state_dict().items()}
+	checkpoint.load(model, plain)
+	model.load_state_dict(trained)
+	step(again)
+
+
 def test_parameters_that_are_computed(low, plain):
 	model = moe(1)
 	parametrize.register_parametrization(model.experts.down, "weight", nn.Identity())
@@ -116,6 +140,7 @@ def mesh():
 	dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
 def test_one_process_of_fully_shard(mesh, low, plain):
 	"""FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
 	for path in (plain, low):
@@ -134,6 +159,38 @@ def test_one_process_of_fully_shard(mesh, low, plain):
 	model = FullyShardedDataParallel(moe(1), use_orig_params=True, device_id=torch.device("cpu"))
 	with raises(ValueError, "FullyShardedDataParallel keeps it in a flat parameter"):
 		checkpoint.load(model, low, rename={r"_fsdp_wrapped_module\.": ""})
+
+
+def test_parameters_that_cannot_be_replaced(mesh, low, tmp_path):
+	"""DTensors that another module shares, and transposed experts of FSDP2, whose parameters would change their shape."""
+	model = nn.ModuleDict(dict(moe(1).named_children()))
+	experts = model.experts
+	for layer in (experts.gate_up, experts.down):
+		layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+	model.other = nn.Module()
+	model.other.weight = experts.down.weight
+	before = list(model.parameters())
+	with raises(ValueError, "cannot replace experts.down.weight: other modules share it"):
+		checkpoint.load(model, low)
+	del model.other
+	assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+	checkpoint.load(model, low)
+	assert isinstance(model.experts.down.weight.to_local(), grouped.GroupedTensor)
+
+	def transposed():
+		module = nn.Module()
+		module.has_gate = module.is_transposed = True
+		module.gate_up_proj, module.down_proj = (nn.Parameter(torch.ones(2, 64, n)) for n in (128, 64))
+		return nn.ModuleDict({"x": module})
+
+	checkpoint.save(transposed(), tmp_path / "stacked", "modelopt", stacked=True)
+	sharded = transposed()
+	fully_shard(sharded.x, mesh=mesh)
+	with raises(
+		ValueError, r"x.gate_up_proj has the shape \(2, 64, 128\) under fully_shard, quantized it has \(2, 128, 64\)"
+	):
+		checkpoint.load(sharded, tmp_path / "stacked")
+	assert sharded.x.is_transposed and (sharded.x.down_proj.to_local() == 1).all()
 
 
 def test_rows_of_a_rank(rank=3):

@@ -135,12 +135,16 @@ def test_nothing_loads_before_the_last_file_has_its_name(tmp_path, monkeypatch):
 def test_a_claim_that_was_removed_is_noticed(tmp_path):
 	with raises(FileExistsError, f"{files.CLAIM} was removed or replaced"), files.Writer(tmp_path, 8) as writer:
 		writer.add("x", torch.ones(2))
+		writer.add("y", torch.ones(2))
 		(tmp_path / files.CLAIM).unlink()
 		other = files.Writer(tmp_path, 8)
+		other.add("x", torch.zeros(2))
+		other.add("y", torch.zeros(2))
 		writer.close()
-	assert [path.name for path in tmp_path.iterdir()] == [files.CLAIM]
+	assert len(list(tmp_path.iterdir())) == 2  # The claim and a file of the other writer.
 	other.close()
-	assert not list(tmp_path.iterdir())
+	reader = files.Reader(tmp_path)
+	assert not reader["x"].any() and not reader["y"].any()
 
 
 @each("name", ["model.safetensors.index.json", "hf_quant_config.json", "z.safetensors"])
@@ -178,6 +182,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch, capsys):
 	error = capsys.readouterr().err
 	assert error.count("\n") == 1 and "No space left" in error and "Traceback" not in error
 	assert not list((tmp_path / "a").iterdir()) and not list((tmp_path / "b").iterdir())
+	monkeypatch.undo()
+
+	def full_later(self, text):
+		raise OSError(28, "No space left on device")
+
+	monkeypatch.setattr(Path, "write_text", full_later)
+	with raises(OSError, r"config.json.*partial cannot be written: No space left"):
+		checkpoint.save(mlp(), tmp_path / "a", "modelopt")
+	assert not list((tmp_path / "a").iterdir())
 
 
 @each(

@@ -206,7 +206,7 @@ def test_weights_kept_in_eval_follow_their_scale():
 		kept = layer._kept
 		layer(x, OFFS)
 		assert layer._kept is kept
-		layer.scaling.weight_scale.mul_(0.25)
+		layer.scaling.weight_scale.mul_(0.3)
 		other = layer(x, OFFS)
 		assert layer._kept is not kept
 		assert_same_bytes(copy.deepcopy(layer)(x, OFFS), other)
@@ -525,3 +525,58 @@ def test_what_the_host_knows_changes_no_bit(name):
 		want, asking = first_steps(kind, RECIPE, data, **options)
 	assert_all_same(known, asking)
 	assert_same_state(got, want)
+
+
+@each("initial", ["current", "one"])
+@each("recompute", [False, True])
+def test_the_amax_of_weighted_activations_counts(recompute, initial):
+	"""The gradient of W2 multiplies p a: with all p 4 the amaxes of its input are 4 times those of p = 1."""
+	recipe, seen = dataclasses.replace(RECIPE, initial_scale=initial), []
+	for factor in (1.0, 4.0):
+		torch.manual_seed(1)
+		moe = MoE(K, 32, 4, 1, recipe=recipe, dtype=BF16, routed_scaling_factor=factor, recompute=recompute)
+		torch.manual_seed(2)
+		x, dy = sample(40, K), sample(40, K)
+		step(moe, x, dy)
+		seen.append(moe.experts.down.scaling.amax_history("input")[0].clone())
+	assert seen[0].all()
+	assert_same_bytes(seen[1], 4 * seen[0])
+
+
+@each("name", [*MODULES])
+def test_two_forwards_before_a_backward_have_scales_of_their_own(name):
+	"""The first keeps the scales of its call, though the buffers are written before its gradients are computed."""
+	kind, options = MODULES[name]
+	(x, dy, given, _), *data = [(*batch[:3], None) for batch in microbatches(kind, 3, 1.0)]
+	module, _ = first_steps(kind, RECIPE, data, **options)
+	module.zero_grad()
+	other = copy.deepcopy(module)
+	leaf, alone = (x.clone().requires_grad_() for _ in range(2))
+	other(alone, *given).backward(dy)
+	y = module(leaf, *given)
+	for scaling in (m for m in module.modules() if isinstance(m, DelayedScaling)):
+		for role in ROLES:
+			scaling.scale(role).mul_(0.25)
+	module(x, *given)
+	y.backward(dy)
+	assert_same_bytes(leaf.grad, alone.grad)
+	assert_all_same([p.grad for p in module.parameters()], [p.grad for p in other.parameters()])
+
+
+def test_a_later_microbatch_needs_the_copy_of_the_first():
+	layer, x, dy = with_data()
+	leaf = x.clone().requires_grad_()
+	with raises(RuntimeError, "a call with True kept; none was"):
+		layer(x, OFFS, is_first_microbatch=False)
+	with torch.no_grad():
+		layer(x, OFFS, is_first_microbatch=True)
+		want = layer(leaf, OFFS, is_first_microbatch=False)
+	# Of rows alone no product reads the columnwise copy, which no gradient asked for.
+	assert_same_bytes(layer(x, OFFS, is_first_microbatch=False).detach(), want)
+	with raises(RuntimeError, "needs the columnwise weight for the gradient of x"):
+		layer(leaf, OFFS, is_first_microbatch=False)
+	layer(leaf, OFFS, is_first_microbatch=True).backward(dy)
+	layer(leaf, OFFS, is_first_microbatch=False).backward(dy)
+	layer.scaling.update()
+	with raises(RuntimeError, "Pass True after each step"):
+		layer(x, OFFS, is_first_microbatch=False)

@@ -29,7 +29,7 @@ LARGEST = {"e2m1": 0x77, "e4m3": 0x7E, "e5m2": 0x7B}
 EVERY = ALL_RECIPES | {
 	"stochastic": recipes.NVFP4(stochastic_rounding=True),
 	"hybrid": recipes.MXFP8(grad_dtype=E5M2, weight_block=(32, 32)),
-	"delayed": recipes.FP8Delayed(),
+	"delayed": recipes.FP8Delayed(initial_scale="one"),
 }
 
 

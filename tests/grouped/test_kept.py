@@ -162,6 +162,23 @@ def test_weights_without_versions_are_not_kept(first):
 		assert layer._kept is None and not torch.equal(before, layer(x, ENDS, is_first_microbatch=first))
 
 
+@each("first", [None, True])
+def test_a_swapped_weight_is_another(first):
+	"""``torch.utils.swap_tensors`` takes a weight of which a quantized copy is kept, and the copy is not used."""
+	layers, x = [layer_of().eval(), layer_of().eval()], sample(40, K)
+	with torch.no_grad():
+		layers[1].weight.mul_(2)
+		wants = [layer(x, ENDS, is_first_microbatch=first) for layer in reversed(layers)]
+		assert all(layer._kept is not None for layer in layers)
+		for pair in zip(*(layer.parameters() for layer in layers), strict=True):
+			torch.utils.swap_tensors(*pair)
+		if first:
+			with raises(RuntimeError, "the weight changed since"):
+				layers[0](x, ENDS, is_first_microbatch=False)
+		for layer, want in zip(layers, wants, strict=True):
+			assert_same_bytes(layer(x, ENDS, is_first_microbatch=first), want)
+
+
 @each_copy
 @each("first", [None, True])
 def test_copies_have_their_own(copied, first):

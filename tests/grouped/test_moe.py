@@ -240,7 +240,8 @@ def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
 			assert_all_same(steps(moe), got)
 		with grouped.debug.inspect(moe):
 			assert_all_same(step(moe, tokens(seed=0)), got[: 2 + len([*moe.parameters()])])
-		assert len(calls) == 3 * by_one
+		# Under delayed scaling not in the first step, whose scales follow from what is made.
+		assert len(calls) == (3 - recipe.takes_scales) * by_one
 		calls.clear()
 
 

@@ -264,3 +264,24 @@ def test_weights_that_are_quantized_already():
 	layer.recipe = recipes.NVFP4()
 	with raises(ValueError, [r"weight is mxfp8, which NVFP4() does not multiply", "formats of one kind"]):
 		grouped.prepare(layer)
+
+
+def test_prepared_weights_train_sharded_with_their_masters(mesh):
+	"""``fully_shard`` makes other parameters: the masters follow by name."""
+	x, model, masters = sample(20, 64), moe_of(recipes.FP8Block()), {}
+	grouped.prepare(model, trainable=True, masters=masters)
+	other = copy.deepcopy(model)
+	by_name = {name: masters[p] for name, p in model.named_parameters() if p in masters}
+	fully_shard(other, mesh=mesh)
+	results = []
+	for m in (model, other):
+		named = {p: by_name[name] for name, p in m.named_parameters() if name in by_name}
+		optimizer = grouped.optim.AdamW(m.parameters(), lr=1e-2, masters=named)
+		for _ in range(2):
+			m(x).float().square().mean().backward()
+			optimizer.step()
+			optimizer.zero_grad()
+		with torch.no_grad():
+			results.append(m(x))
+	assert len(by_name) == 4
+	assert_same_bytes(*results)

@@ -200,7 +200,7 @@ def only_the_experts_of_a_rank_are_read():
 
 @check
 def weights_that_are_sharded_otherwise():
-	"""Uneven groups, parts of the inner dimension, an unsharded state, fp32 with a policy, and a submodule."""
+	"""Parts of the inner dimension of all experts: plain weights are loaded, quantized ones refused."""
 	for name in FOLDERS:
 		path = folder(name)
 		if name.startswith("plain"):

@@ -124,6 +124,11 @@ def test_files_that_hold_plain_tensors_only(save, tmp_path):
 	assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_other_libraries_get_no_null_pointer():
+	with raises(AttributeError, ["no memory of its own", ".dequantize()"]):
+		_ = model_of()["mlp"].down.weight.__cuda_array_interface__
+
+
 @each("fmt", FORMATS, str)
 def test_what_the_message_advises(fmt, tmp_path):
 	q = grouped.quantize(torch.randn(2, 32, 64, generator=seeded(0)), fmt)
@@ -176,3 +181,14 @@ def test_swapped_weights():
 		torch.utils.swap_tensors(getattr(first["mlp"], name).weight, getattr(second["mlp"], name).weight)
 	for model, want in zip((first, second), wants, strict=True):
 		assert_same_bytes(run(model), want)
+
+
+def test_swapped_plain_weights():
+	"""A kept copy refers to the weight, which torch then refuses; a change of mode drops the copy."""
+	models = [grouped.nn.GroupedLinear(2, 64, 64, bias=False, recipe=RECIPES["NVFP4"], dtype=BF16).eval() for _ in (0, 1)]
+	x = torch.randn(32, 64, generator=seeded(1)).to(BF16)
+	with torch.no_grad():
+		wants = [model(x, OFFS) for model in reversed(models)]
+		torch.utils.swap_tensors(*(model.eval().weight for model in models))
+		for model, want in zip(models, wants, strict=True):
+			assert_same_bytes(model(x, OFFS), want)

@@ -295,6 +295,9 @@ QUANTIZED = [
 	(32, "silu", False, ("mxfp8", "fp8:scaling=delayed"), "float16", ()),
 	(128, "geglu", False, ("fp8:scaling=delayed", "fp8_block"), "bfloat16", (149, 150, 150)),
 	(48, "swiglu", True, ("fp8:scaling=delayed",) * 2, "float32", (150,)),
+	(128, "swiglu", False, ("fp8_block:nan_scales", "mxfp8:nan_scales"), "float16", (0, 1, 1, 130, 147)),
+	(256, "swiglu", False, ("fp8:scaling=delayed,nan_scales",) * 2, "bfloat16", (0, 1, 1, 130, 147)),
+	(32, "silu", False, ("fp8:scaling=delayed,nan_scales", "fp8:scaling=delayed"), "float16", ()),
 ]
 
 

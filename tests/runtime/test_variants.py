@@ -24,9 +24,16 @@ from tests.helpers import BF16, DTYPES, I32, NVFP4_TEXTS, each, ends
 
 ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 #: Of which SwiGLU is compiled ahead of time.
-ACTIVATED = ("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
-TRANSFORMED = ("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
-TEXTS = (*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
+
+
+def marking(*texts):
+	"""Formats, and those that recipes make of them."""
+	return (*texts, *(f"{text}{',' if ':' in text else ':'}nan_scales" for text in texts))
+
+
+ACTIVATED = marking("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
+TRANSFORMED = marking("nvfp4:hadamard", "nvfp4:hadamard,stochastic_rounding")
+TEXTS = marking(*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
@@ -55,8 +62,8 @@ def quantizations():
 			for text in TEXTS:
 				yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
 		if x.dtype == BF16:
-			text = "fp8_block:block=128x128" if offs is None else "fp8_block"
-			yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
+			for text in marking("fp8_block:block=128x128" if offs is None else "fp8_block"):
+				yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
 			for text in TRANSFORMED if columnwise and offs is not None else ():
 				for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
 					yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
@@ -66,7 +73,8 @@ def quantizations():
 	for cols in (2048, 4096, 8192):
 		tokens, rows = torch.empty(1, cols, dtype=BF16), torch.zeros(2, dtype=I32)
 		of = {"rows": rows, "inverse": rows[None]}
-		for text, columnwise in (("fp8_block", False), ("fp8_block", True), ("nvfp4:row_scaled", False)):
+		blocks = itertools.product(marking("fp8_block"), (False, True))
+		for text, columnwise in (*blocks, *((text, False) for text in marking("nvfp4:row_scaled"))):
 			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
 			if columnwise:
 				yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **of)
@@ -82,12 +90,12 @@ def dequantizations():
 
 
 def products():
-	for (x, offs), text in itertools.product(inputs(), ("nvfp4", NVFP4_TEXTS["row-scaled"])):
+	for (x, offs), text in itertools.product(inputs(), marking("nvfp4", NVFP4_TEXTS["row-scaled"])):
 		if offs is not None:
 			codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
 			scales = [torch.empty(0), torch.empty(2)]
 			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
-			if x.dtype == BF16 and text == NVFP4_TEXTS["row-scaled"] and 1024 < x.shape[1] <= 8192:
+			if x.dtype == BF16 and text in marking(NVFP4_TEXTS["row-scaled"]) and 1024 < x.shape[1] <= 8192:
 				rows = torch.zeros(4, dtype=I32)
 				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", rows=rows, inverse=rows.view(2, 2))
 
@@ -101,7 +109,8 @@ def used(arch):
 	both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
 	given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
 	delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
-	for texts in (("fp8_block",) * 2, ("mxfp8",) * 2, delayed):
+	pairs = [("fp8_block",) * 2, ("mxfp8",) * 2, delayed]
+	for texts in (*pairs, *(tuple(marking(text)[1] for text in pair) for pair in pairs)):
 		ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
 	for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
 		ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))

@@ -8,7 +8,6 @@ ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
-	"errors": 0,
 	"host": 0,
 	"records": 0,
 	"formats": 1,
