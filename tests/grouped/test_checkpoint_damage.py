@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 import grouped
 from grouped import checkpoint
+from grouped.checkpoint.extras import harmless
 from grouped.checkpoint.files import Reader
 from grouped.checkpoint.parts import quantized
-from grouped.nn import MoE
+from grouped.nn import GroupedLinear, MoE
 
 HIDDEN, INNER, EXPERTS = 128, 128, 2
 F16, F64, E8M0, NAN, INF = torch.float16, torch.float64, torch.float8_e8m0fnu, torch.nan, torch.inf
@@ -150,6 +151,24 @@ def test_an_expert_of_zeros_has_a_scale_of_zero(layout, stacked, tmp_path):
 	assert name in report.zero_scales
 	down = other.layers[1].experts.down.weight.dequantize()
 	assert not down[1].any() and down[0].isfinite().all() and down[0].any()
+
+
+def test_blocks_of_zeros_have_a_scale_of_zero(tmp_path):
+	"""Square blocks of several rows and columns, of which the last ones are smaller."""
+	model = nn.ModuleDict({"experts": GroupedLinear(2, 304, 200, bias=False, dtype=BF16)})
+	with torch.no_grad():
+		model.experts.weight[1, 128:, :256] = 0
+	tensors = saved(tmp_path / "a", "deepseek", model=model)
+	name = "experts.1.weight_scale_inv"
+	scales = tensors[name].clone()
+	scales[1, :2] = 0
+	report = checkpoint.load(model, written(tensors | {name: scales}, tmp_path / "b"))
+	assert report.zero_scales == [name] and not model.experts.weight.dequantize()[1, 128:, :256].any()
+	for row, column in ((0, 0), (0, 2), (1, 2)):
+		wrong = scales.clone()
+		wrong[row, column] = 0
+		with raises(ValueError, f"{name} in .* has a scale of zero over codes"):
+			checkpoint.load(model, written(tensors | {name: wrong}, tmp_path / "c"))
 
 
 def test_weights_of_other_layers_are_decoded_and_checked_alike(tmp_path):
@@ -483,6 +502,7 @@ def test_what_exporters_write_beside_weights(tmp_path):
 		for name, attribute in BESIDE.items():
 			assert name in getattr(report, attribute), name
 		assert len(report.ignored) + len(report.input_scales) == len(BESIDE)
+	assert harmless(["layers.2.enorm.weight"], ["layers.2.router.weight"]) == []
 	# A layer that the module has is not one that predicts further tokens, and is not left out.
 	refused(layers(1, 1), tmp_path / "b", KeyError, "beyond the module, layers.1.experts.0.down_proj")
 	report = checkpoint.load(layers(1, 1), tmp_path / "b", strict=False)

@@ -75,6 +75,12 @@ def test_masters_of_old_values_do_not_come_back(low, plain):
 		with raises(RuntimeError, "a master of a parameter .* checkpoint.load wrote.*Make the optimizer after"):
 			step(optimizer)
 	assert_same_bytes(model.experts.down.weight.detach(), moe().experts.down.weight.detach())
+	for parameters in (model.router.parameters(), model.experts.parameters()):
+		optimizer = grouped.optim.AdamW(parameters, lr=0.1, master_weights=True)
+		step(optimizer)
+		checkpoint.load(model, plain)
+		with raises(RuntimeError, "a master of a parameter"):
+			step(optimizer)
 	again = grouped.optim.AdamW(model.parameters(), lr=0.1, master_weights=True)
 	step(again)
 	step(again)
@@ -100,6 +106,9 @@ def test_offloaded_parameters(low, plain):
 		with raises(ValueError, "cannot fill .*: a hook of accelerate offloads it"):
 			checkpoint.load(model, path)
 	assert all(a is p and a.device == device for a, (p, device) in zip(model.parameters(), before, strict=True))
+	model = accelerate.cpu_offload(nn.ModuleDict({"router": nn.Linear(HIDDEN, EXPERTS)}))
+	with raises(ValueError, "cannot fill router.weight: a hook of accelerate offloads it"):
+		checkpoint.load(model, low)
 
 
 def test_experts_of_transformers(tmp_path):
