@@ -74,13 +74,14 @@ class HostMeter(Meter):
 		if self.kind == "gpu":
 			yield
 			return
-		# No kernel writes offs, whose values nobody may read then.
-		with cute_kernels.backend(self.backend), self._recording(), unchecked_end_rows():
+		with cute_kernels.backend(self.backend), self._recording():
 			yield
 
 	@contextlib.contextmanager
 	def _recording(self) -> Iterator[None]:
-		with unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder):
+		# Where no kernel writes offs, nobody may read their values.
+		launcher = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
+		with launcher, unchecked_end_rows():
 			registry.forget_plans()
 			yield
 		registry.forget_plans()
