@@ -44,10 +44,7 @@ _MOST_SHOWN = 4
 
 @functools.cache
 def _inner_names(format_text: str) -> tuple[str, ...]:
-	"""Attributes that hold the plain tensors: the format's buffers, and offs.
-
-	The argument is the text of the format: each call of a layer asks, and a string keeps its hash.
-	"""
+	"""Attributes that hold the plain tensors: the format's buffers, and offs."""
 	fmt = parse(format_text)
 	names = (*fmt.buffer_names(columnwise=False), *fmt.buffer_names(columnwise=True), "offs")
 	return tuple(dict.fromkeys(f"_{name}" for name in names))
@@ -164,6 +161,8 @@ class GroupedTensor(Tensor):
 		self._shapes, self._shape_tensors = shapes, None
 		for name in _inner_names(fmt.text):
 			setattr(self, name, inner.get(name))
+		#: Those attributes that are not None, which each call of a layer asks for.
+		self._names = tuple(name for name in _inner_names(fmt.text) if inner.get(name) is not None)
 
 	@classmethod
 	def from_parts(
@@ -492,8 +491,8 @@ class GroupedTensor(Tensor):
 		return GroupedTensor._of(outer_size, dtype, fmt, inner.get("_offs"), *_copies(fmt, inner), prepacked, shapes)
 
 	def _inner(self) -> dict[str, Tensor]:
-		attributes = self.__dict__  # Read once: a layer's call asks for all of them, 0.5 us instead of 1.2.
-		return {n: t for n in _inner_names(self.format.text) if (t := attributes[n]) is not None}
+		attributes = self.__dict__  # Read once: attributes of tensors take three times as long.
+		return {name: attributes[name] for name in attributes["_names"]}
 
 	def _apply_inner(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
 		inner = {name: function(t) for name, t in self._inner().items()}

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
@@ -28,7 +29,7 @@ from grouped import recipes
 
 from ..experts import Layer, Style, compute_routing, without_gradients
 from ..experts import experts as mixture
-from ..nn.kept import lookup
+from ..nn.kept import lookup, warn_if_captured
 from ..preparation import SOURCES, Source, Weight, check_product, expert_layers, reorder
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
@@ -44,6 +45,8 @@ RECIPES: dict[str, Recipe] = {
 	"grouped_fp8_block": recipes.FP8Block(),
 	"grouped_fp8_current": recipes.FP8Current(),
 }
+#: What ``register`` gives transformers, by the same names.
+_FORWARDS: dict[str, Forward] = {}
 
 
 def register(**more: Recipe) -> tuple[str, ...]:
@@ -70,7 +73,8 @@ def register(**more: Recipe) -> tuple[str, ...]:
 			)
 	RECIPES.update(more)
 	for name, recipe in RECIPES.items():
-		hf.ALL_EXPERTS_FUNCTIONS.register(name, _forward_of(recipe))
+		_FORWARDS[name] = _forward_of(recipe)
+		hf.ALL_EXPERTS_FUNCTIONS.register(name, _FORWARDS[name])
 	return tuple(RECIPES)
 
 
@@ -117,6 +121,9 @@ def guard_methods(model: nn.Module) -> None:
 			instead: Any = module
 			for method in (save_pretrained, get_memory_footprint, set_experts_implementation):
 				setattr(instead, method.__name__, functools.partial(method, module))  # pickles, unlike a method
+	for experts in experts_of(model):
+		if isinstance(experts.down_proj, GroupedTensor) and "forward" not in vars(experts):
+			experts.forward = functools.partial(_forward_of_prepared, experts)
 
 
 def save_pretrained(self: Any, *args: Any, state_dict: dict[str, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -204,6 +211,8 @@ def _forward_of(recipe: Recipe) -> Forward:
 
 	def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
 		first, second = weight_names(self)
+		if recipe.is_quantized and not torch.is_grad_enabled():
+			warn_if_captured(lookup(self, first), recipe)
 		dtype, experts = hidden_states.dtype, self.num_experts
 		has_norm = getattr(self, "has_post_expert_norm", False)  # Since 5.18 or later.
 		if _is_swiglu(self) and not has_norm:
@@ -225,6 +234,20 @@ def _forward_of(recipe: Recipe) -> Forward:
 		return ops.moe_combine(rows, row, top_k_weights.float(), dtype)
 
 	return forward
+
+
+def _forward_of_prepared(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+	"""``forward`` of prepared experts, without transformers' look-up of the implementation in use.
+
+	A decode step waits for the host, and that look-up takes a tenth of its time in the experts.
+	"""
+	arguments = (self, hidden_states, top_k_index, top_k_weights)
+	if not torch.compiler.is_compiling():
+		# Not self.config.x, which asks Python functions of two classes.
+		name = object.__getattribute__(self.config, "__dict__").get("_experts_implementation_internal")
+		if name in _FORWARDS and hf.ALL_EXPERTS_FUNCTIONS._global_mapping.get(name) is _FORWARDS[name]:
+			return _FORWARDS[name](*arguments)
+	return type(self).forward(*arguments)
 
 
 def _operands(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:

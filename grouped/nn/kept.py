@@ -17,6 +17,7 @@ from ..passes import Copies
 from ..recipes import Recipe
 from ..shards import local_part
 from ..sums import SummedGradient
+from ..tensor import GroupedTensor
 
 _PLAIN = (Tensor, nn.Parameter)
 #: Attribute of a tensor of which a quantized copy was kept: a dict without items, which any file may hold.
@@ -53,9 +54,14 @@ def is_captured(weight: Tensor) -> bool:
 	return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def warn_if_captured(weight: Tensor, recipe: Recipe) -> None:
+	"""Warn, once for each recipe, if a CUDA graph is being captured that would quantize ``weight`` at each replay."""
+	if not torch.compiler.is_compiling() and is_captured(weight) and not isinstance(weight, GroupedTensor):
+		_warn_of_captured_quantization(recipe)
+
+
 @functools.cache
-def warn_of_captured_quantization(recipe: Recipe) -> None:
-	"""Warn, once for each recipe, that a CUDA graph of inference quantizes a weight at each replay."""
+def _warn_of_captured_quantization(recipe: Recipe) -> None:
 	warnings.warn(
 		f"a CUDA graph that is being captured quantizes weights for {recipe}, and each replay will do so again. Call "
 		"grouped.prepare(model) before the capture: it quantizes them once, in place",

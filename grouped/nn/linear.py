@@ -23,7 +23,7 @@ from ..tracing import eager_only
 from ..validation import check_size
 from .delayed import DelayedScaling
 from .forms import convert
-from .kept import KeptWeight, can_keep, is_captured, is_static, local, lookup, warn_of_captured_quantization
+from .kept import KeptWeight, can_keep, is_static, local, lookup, warn_if_captured
 from .wgrad import EAGER_ONLY, ParameterGradients, Wgrads
 
 
@@ -325,8 +325,7 @@ class GroupedLinear(debug.Watched):
 			if self.training or wants_gradients:
 				return None
 			if not is_static(sources):
-				if is_captured(sources[0]):
-					warn_of_captured_quantization(self.recipe)
+				warn_if_captured(sources[0], self.recipe)
 				return None
 			if self._kept is not None and self._kept.change(made_from, self.recipe) is None:
 				return self._kept.copies

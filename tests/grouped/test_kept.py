@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from grouped import NVFP4, optim, quantize, recipes
-from grouped.nn import GroupedLinear, GroupedMLP, kept, linear
+from grouped.nn import GroupedLinear, GroupedMLP, kept
 from tests.helpers import assert_same_bytes, each, each_copy, ends, raises, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized
@@ -223,10 +223,9 @@ def test_traces_and_transforms_keep_nothing():
 
 def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
 	"""Each replay would quantize again: 3 times the time of a layer whose weights were prepared."""
-	for module in (kept, linear):
-		monkeypatch.setattr(module, "is_captured", lambda weight: True)
+	monkeypatch.setattr(kept, "is_captured", lambda weight: True)
 	layers, x = [layer_of().eval() for _ in range(2)], sample(40, K)
-	kept.warn_of_captured_quantization.cache_clear()
+	kept._warn_of_captured_quantization.cache_clear()
 	with warnings.catch_warnings(record=True) as caught, torch.no_grad():
 		warnings.simplefilter("always")
 		for layer in layers:
@@ -239,12 +238,11 @@ def test_a_captured_call_that_quantizes_a_weight_warns_once(monkeypatch):
 
 @each("case", ["training", "gradients", "bf16", "quantized"])
 def test_other_captured_calls_do_not_warn(case, monkeypatch):
-	for module in (kept, linear):
-		monkeypatch.setattr(module, "is_captured", lambda weight: True)
+	monkeypatch.setattr(kept, "is_captured", lambda weight: True)
 	layer = layer_of(recipe=RECIPES["bf16"] if case == "bf16" else RECIPES["row-scaled"]).train(case == "training")
 	if case == "quantized":
 		layer.weight = nn.Parameter(quantize(layer.weight.detach(), NVFP4()), requires_grad=False)
-	kept.warn_of_captured_quantization.cache_clear()
+	kept._warn_of_captured_quantization.cache_clear()
 	with warnings.catch_warnings(), torch.set_grad_enabled(case == "gradients"):
 		warnings.simplefilter("error")
 		layer(sample(40, K), ENDS)

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import grouped
 from cute_kernels import backend
 from grouped import recipes
+from grouped.nn import kept
 from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, raises, seeded, whole_graph
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
@@ -341,3 +343,41 @@ def test_weights_lie_as_the_implementation_reads_them():
 			model.set_experts_implementation(name)
 			assert weight.prepacked is prepacked and weight is model.model.layers[0].mlp.experts.down_proj
 			assert torch.equal(weight.dequantize(), before)
+
+
+def test_prepared_experts_ask_transformers_for_nothing(monkeypatch):
+	"""A decode step waits for the host. What the config or transformers' registry says still decides."""
+	model, ids = model_of("Qwen3Moe"), ids_of()
+	model.set_experts_implementation("grouped_bf16")
+	with torch.no_grad():
+		integration.prepare(model, grouped.NVFP4())
+		plain = model(ids).logits
+		asked = []
+		get = type(moe.ALL_EXPERTS_FUNCTIONS).get_interface
+		ask = lambda self, name, default: asked.append(name) or get(self, name, default)  # noqa: E731
+		monkeypatch.setattr(type(moe.ALL_EXPERTS_FUNCTIONS), "get_interface", ask)
+		assert_same_bytes(model(ids).logits, plain)
+		assert not asked
+		model.set_experts_implementation("grouped_nvfp4")
+		assert not torch.equal(model(ids).logits, plain)
+		zeros = lambda self, x, *_: torch.zeros_like(x)  # noqa: E731
+		monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_nvfp4", zeros)
+		model(ids)
+		assert asked == ["grouped_nvfp4"] * 2
+		experts = copy.deepcopy(model.model.layers[0].mlp.experts)
+		assert experts.forward.args == (experts,)
+
+
+def test_a_captured_call_that_quantizes_experts_warns(monkeypatch):
+	model, ids = model_of("Qwen3Moe"), ids_of()
+	model.set_experts_implementation("grouped_fp8_current")
+	monkeypatch.setattr(kept, "is_captured", lambda weight: True)
+	kept._warn_of_captured_quantization.cache_clear()
+	with torch.no_grad():
+		with pytest.warns(UserWarning, match=r"grouped.prepare\(model\)"):
+			model(ids)
+		kept._warn_of_captured_quantization.cache_clear()
+		integration.prepare(model)
+		with warnings.catch_warnings():
+			warnings.simplefilter("error")
+			model(ids)
