@@ -20,13 +20,14 @@ def delayed_scaling_update(
 	margin: int = 0,
 	algorithm: str = "max",
 	group: ProcessGroup | str | None = None,
+	skip_nonfinite: bool = False,
 ) -> None:
 	"""Roll a history of amaxes and make the next scales from it, in place, once a step.
 
 	A slot is a column of the history, one group of a tensor. Its scale is FP8_MAX * 2^-margin over the
 	largest of the last L amaxes, by TransformerEngine's rule, which the docstring of
 	``torch.ops.cute_kernels.delayed_scaling_update`` states to the bit. A slot that saw nothing changes
-	nothing. An infinite or NaN amax enters the history; the scale stays as long as it decides.
+	nothing. An infinite or NaN amax enters the history, unless ``skip_nonfinite``; the scale stays as long as it decides.
 
 	With ``group`` each slot takes the largest amax among the processes before the roll, in
 	one all-reduce of all slots, so that histories and scales stay equal on all of them. There a
@@ -42,6 +43,8 @@ def delayed_scaling_update(
 		margin: an integer; FP8_MAX is divided by two to this power.
 		algorithm: ``"max"`` or ``"most_recent"``.
 		group: processes that share the scales, or the name of such a ``torch.distributed`` group.
+		skip_nonfinite: an amax of this step that is infinite or NaN counts as 0, with ``group`` in all processes: such a
+			step is one that ``torch.amp.GradScaler`` skips.
 
 	Raises:
 		TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
@@ -63,7 +66,7 @@ def delayed_scaling_update(
 		# In row 0, so that every process rolls where one of them saw something.
 		amax_history[0] = reduced(last, group)
 		amax = None
-	ops.delayed_scaling_update(amax_history, scale, fmt.text, amax, margin, algorithm)
+	ops.delayed_scaling_update(amax_history, scale, fmt.text, amax, margin, algorithm, skip_nonfinite)
 
 
 def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:

@@ -58,6 +58,7 @@ class DelayedScalingUpdate(OfFormat):
 		amax: (n,) fp32 to use instead of row 0, such as one that was reduced over processes; its sign is dropped.
 		margin: FP8_MAX is divided by two to this power.
 		algorithm: ``"max"`` or ``"most_recent"``.
+		skip_nonfinite: a ``last`` that is infinite or NaN counts as 0, and row 0 becomes ``last``.
 	"""
 
 	amax_history: Tensor
@@ -66,6 +67,7 @@ class DelayedScalingUpdate(OfFormat):
 	amax: Tensor | None = None
 	margin: int = 0
 	algorithm: str = "max"
+	skip_nonfinite: bool = False
 
 	name: ClassVar[str] = "delayed_scaling_update"
 	written: ClassVar[tuple[str, ...]] = ("amax_history", "scale")
@@ -100,4 +102,6 @@ class DelayedScalingUpdate(OfFormat):
 
 	def run_reference(self, outputs: Sequence[Tensor], **options: Any) -> None:
 		history, scale = outputs
-		reference.delayed_scaling_update(history, scale, self.amax, self.largest, self.algorithm == "max")
+		reference.delayed_scaling_update(
+			history, scale, self.amax, self.largest, self.algorithm == "max", self.skip_nonfinite
+		)

@@ -458,11 +458,12 @@ class DelayedConfig:
 	"""The update of delayed scaling.
 
 	With ``is_max`` scales follow from the largest amax of the history, else from the last one; with ``takes_amax``
-	amaxes of the present step are given besides.
+	amaxes of the present step are given besides. With ``skip_nonfinite`` an amax that is infinite or NaN counts as 0.
 	"""
 
 	is_max: bool = True
 	takes_amax: bool = False
+	skip_nonfinite: bool = False
 
 	#: The compiled function takes (amax_history, scale, amax, largest): amax_history (L, n), scale
 	#: (n,) and amax (n,) fp32, None where not given, n not 0; largest, what amaxes are scaled to.

@@ -35,6 +35,14 @@ _LAST = """{
 	setp.eq.f32 is_zero, $1, 0f00000000;
 	selp.f32 $0, $2, a, is_zero;
 }"""
+#: The number, or 0 if it is infinite or NaN.
+_FINITE = """{
+	.reg .pred is_finite;
+	.reg .f32 a;
+	abs.f32 a, $1;
+	setp.lt.f32 is_finite, a, 0f7F800000;
+	selp.f32 $0, $1, 0f00000000, is_finite;
+}"""
 
 
 class DelayedKernel:
@@ -67,8 +75,13 @@ class DelayedKernel:
 		last = history[0, slot]
 		if const_expr(amax is not None):
 			last = asm(_LAST, [Float32], [amax[slot], last])
+		if const_expr(self.config.skip_nonfinite):
+			last = asm(_FINITE, [Float32], [last])
 		# All have read row 0.
 		cute.arch.sync_threads()
+		if const_expr(self.config.skip_nonfinite):
+			if tid == 0:
+				history[0, slot] = last
 		if last != 0.0:
 			best = self.roll(history, slot, last, tid)
 			best = warp_max(fmax(best, Float32(0.0)))

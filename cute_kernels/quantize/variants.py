@@ -75,6 +75,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
 	if support("delayed_scaling_update", FP8(scaling="delayed"), arch):
 		for is_max, takes_amax in itertools.product((True, False), repeat=2):
 			yield DelayedConfig(is_max, takes_amax)
+			yield DelayedConfig(is_max, takes_amax, skip_nonfinite=True)
 	for dtype in ("bfloat16", "float32"):
 		yield AdamWConfig(dtype, arch)
 		for fmt in (FP8Block(block=(128, 128)), MXFP8()):

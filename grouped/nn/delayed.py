@@ -111,9 +111,6 @@ class DelayedScaling(nn.Module):
 		With ``recipe.amax_group`` the amaxes of all roles are reduced in one all-reduce first.
 		"""
 		recipe = self.recipe
-		if recipe.propagate_nonfinite:
-			for role in ROLES:
-				self.amax_history(role)[0].nan_to_num_(nan=0.0, posinf=0.0)
 		if recipe.amax_group is not None:
 			latest = torch.stack([self.amax_history(role)[0] for role in ROLES])
 			latest = reduced(latest.flatten(), recipe.amax_group).view_as(latest)
@@ -124,6 +121,7 @@ class DelayedScaling(nn.Module):
 				*(self.amax_history(role), self.scale(role), getattr(recipe, role)),
 				margin=recipe.margin,
 				algorithm=recipe.algorithm,
+				skip_nonfinite=recipe.propagate_nonfinite,
 			)
 		if not torch.compiler.is_compiling():
 			self.poll()

@@ -17,9 +17,11 @@ SPECIALS = (0.0, 1e-45, 1e-38, 448.0 / float(FMAX), 2e-36, 1.0, 448.0, 1e30, flo
 np.seterr(all="ignore")
 
 
-def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max"):
+def oracle(history, scale, dtype, amax=None, margin=0, algorithm="max", skip_nonfinite=False):
 	history = [f32(h) for h in history]
 	last = history[0] if amax is None or amax == 0 else abs(f32(amax))
+	if skip_nonfinite:
+		history[0] = last = last if math.isfinite(last) else f32(0)
 	if last == 0:
 		return history, f32(scale)
 	history = [*history[1:], last]
@@ -50,9 +52,10 @@ def check(history, scale, dtype, amax=None, **options):
 	assert_same_bytes(scale, want_scale, "scale")
 
 
+@each("skip_nonfinite", [False, True])
 @each("algorithm", ["max", "most_recent"])
 @each("dtype", [*TEXTS])
-def test_random_histories_step_by_step(dtype, algorithm):
+def test_random_histories_step_by_step(dtype, algorithm, skip_nonfinite):
 	rng = seeded(7)
 	for length, margin in itertools.product((1, 2, 3, 8), (0, 3, -2)):
 		history, scale = torch.zeros(length, 40), torch.ones(40)
@@ -66,7 +69,7 @@ def test_random_histories_step_by_step(dtype, algorithm):
 				# Given and in row 0; zeros of the one leave it to the other.
 				amax, seen = seen * torch.where(pick % 2 == 0, -1, 1), seen.roll(1)
 			history[0] = seen
-			check(history, scale, dtype, amax, margin=margin, algorithm=algorithm)
+			check(history, scale, dtype, amax, margin=margin, algorithm=algorithm, skip_nonfinite=skip_nonfinite)
 
 
 def arguments(**changes):
@@ -115,7 +118,9 @@ def test_kernels(arch, algorithm):
 			amax[::2] *= -1
 			with backend(f"emulated:{arch}", **options):
 				given = None if i == 1 else amax
-				check(history, scale, E4M3, given, margin=i, algorithm=algorithm)
+				for skip in (False, True):
+					check(history, scale, E4M3, given, margin=i, algorithm=algorithm, skip_nonfinite=skip)
+					history[0] = specials[torch.randint(0, len(specials), (30,), generator=rng)]
 	with backend(f"emulated:{arch}"):
 		grouped.delayed_scaling_update(torch.zeros(4, 0), torch.zeros(0), E4M3)
 

@@ -279,7 +279,7 @@ def grouped_dbias(op: GroupedDbias, launch: Launcher) -> Runner:
 def delayed_scaling_update(op: DelayedScalingUpdate, launch: Launcher) -> Runner:
 	if not op.scale.numel():
 		return lambda op, outputs: None
-	kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None))
+	kernel = launch.kernel(DelayedConfig(op.algorithm == "max", op.amax is not None, op.skip_nonfinite))
 
 	def run(op: DelayedScalingUpdate, outputs: Sequence[Tensor]) -> None:
 		kernel(*outputs, dense(op.amax), op.largest)
