@@ -197,9 +197,41 @@ def without_gradients(
 	"""``run()``, replayed where no gradients are wanted: ``key`` and ``given`` say what it reads besides layers."""
 	is_scaled = layers[0].scaling or layers[1].scaling
 	found = None if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_scaled else _facts(layers)
-	if found is None:
-		return run()
-	return replayed((key, found[0]), [*given, *found[1]], lambda _: ([run()], None), TAKEN)[0][0]
+	return run() if found is None else _replayed(key, given, found, run)
+
+
+def of_quantized_weights(
+	key: Hashable,
+	given: Sequence[Tensor | None],
+	weights: tuple[GroupedTensor, GroupedTensor],
+	recipe: Recipe,
+	cache: dict[str, Any],
+	run: Callable[[tuple[Layer, Layer]], Tensor],
+) -> Tensor:
+	"""``without_gradients`` of layers that are quantized weights alone: ``run`` gets them where they are needed.
+
+	``cache`` keeps, for the same weights and recipe, what of them decides how layers multiply. It holds no tensor.
+	"""
+	first, second = weights
+
+	def layers() -> tuple[Layer, Layer]:
+		return Layer([first], None, recipe), Layer([second], None, recipe)
+
+	if torch.is_grad_enabled() or torch.compiler.is_compiling():
+		return run(layers())
+	cached = cache.get("_layers_key")
+	if cached is None or cached[0] is not recipe or cached[1] is not first._layout or cached[2] is not second._layout:
+		facts = _facts(layers())
+		assert facts is not None  # Nobody looks on.
+		cache["_layers_key"] = cached = (recipe, first._layout, second._layout, facts[0])
+	tensors = [None, first, *first._inner().values(), None, second, *second._inner().values()]
+	return _replayed(key, given, (cached[3], tensors), lambda: run(layers()))
+
+
+def _replayed(
+	key: Hashable, given: Sequence[Tensor | None], facts: tuple[Hashable, list[Tensor | None]], run: Callable[[], Tensor]
+) -> Tensor:
+	return replayed((key, facts[0]), [*given, *facts[1]], lambda _: ([run()], None), TAKEN)[0][0]
 
 
 #: Of each layer whether the gradient of its input is wanted, and that of its weight.
@@ -222,9 +254,8 @@ def _facts(layers: Sequence[Layer]) -> tuple[Hashable, list[Tensor | None]] | No
 		tensors += (bias, *weights, *(scaling.scales if scaling else ()))
 		weight = weights[0]
 		if isinstance(weight, GroupedTensor):
-			inner = weight._inner()
-			key += (weight.format.text, weight.prepacked, *inner)
-			tensors += inner.values()
+			key += weight._layout
+			tensors += weight._inner().values()
 		elif copies is not None:
 			key += (copy and len(copy) for copy in copies[:2])
 			tensors += (*(copies.rowwise or ()), *(copies.columnwise or ()), copies.amax)

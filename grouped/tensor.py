@@ -86,6 +86,9 @@ class GroupedTensor(Tensor):
 	_offs: Tensor | None
 	_shapes: MemberShapes | None
 	_shape_tensors: tuple[Tensor, Tensor] | None
+	#: Attributes that hold plain tensors; and these with what else decides how kernels read them.
+	_names: tuple[str, ...]
+	_layout: tuple[str | bool, ...]
 
 	def __new__(
 		cls,
@@ -161,8 +164,9 @@ class GroupedTensor(Tensor):
 		self._shapes, self._shape_tensors = shapes, None
 		for name in _inner_names(fmt.text):
 			setattr(self, name, inner.get(name))
-		#: Those attributes that are not None, which each call of a layer asks for.
+		# Each call of a layer asks for both.
 		self._names = tuple(name for name in _inner_names(fmt.text) if inner.get(name) is not None)
+		self._layout = (fmt.text, prepacked, *self._names)
 
 	@classmethod
 	def from_parts(
