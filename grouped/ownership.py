@@ -47,7 +47,7 @@ class Owner(NamedTuple):
 	manager: Any = None
 
 
-#: The rule and the way out of each kind of owner, in the order in which they are looked for.
+#: The rule and the way out of each kind of owner. A new kind is recognized in ``Ownership.owner`` or in ``_kind_of``.
 RULES: dict[str, tuple[str, str]] = {
 	"fsdp": (
 		"FSDP2 (fully_shard) shards it, and puts its own tensor back at the next call",
@@ -87,6 +87,10 @@ RULES: dict[str, tuple[str, str]] = {
 		"it is on the meta device, without values",
 		"Load its values first, as by load_state_dict(assign=True) or to_empty and a checkpoint",
 	),
+	"bitsandbytes": (
+		"bitsandbytes holds it in codes of its own (load_in_4bit, load_in_8bit)",
+		"Leave the experts out of its quantization, as by llm_int8_skip_modules, or load the model without it",
+	),
 	"subclass": (
 		"another library's tensor class holds it",
 		"Load the model with plain weights, in bfloat16, float16 or float32",
@@ -100,6 +104,10 @@ RULES: dict[str, tuple[str, str]] = {
 		"Untie it first, by a parameter of its own for each module",
 	),
 }
+#: Kinds whose parameters do not hold their values, so that nothing can be written into them either.
+UNFILLABLE = frozenset({"fsdp1", "deepspeed", "accelerate", "parametrize", "computed", "bitsandbytes"})
+#: Kinds by the name of a parameter's class, where its library may not be imported for the question.
+_CLASSES = {"Params4bit": "bitsandbytes", "Int8Params": "bitsandbytes"}
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -332,7 +340,9 @@ def _kind_of(parameter: Any) -> str | None:
 	if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
 		return "hooked"
 	is_known = type(parameter) in _PLAIN or isinstance(parameter, GroupedTensor)
-	return None if is_known or type(parameter).__name__ == "FakeTensor" else "subclass"
+	if is_known or type(parameter).__name__ == "FakeTensor":
+		return None
+	return next((_CLASSES[c.__name__] for c in type(parameter).__mro__ if c.__name__ in _CLASSES), "subclass")
 
 
 def _composable_states() -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.records import check_kind
 
-from ..ownership import RULES, Owner, Ownership, check_replaceable, refill, retire
+from ..ownership import RULES, UNFILLABLE, Owner, Ownership, check_replaceable, refill, retire
 from ..shards import local_part
 from ..tensor import GroupedTensor
 from .config import check_config
@@ -189,24 +189,18 @@ def _prepare(
 	return work
 
 
-#: Kinds of owners whose parameters cannot be filled in place: their storage is elsewhere, or they are computed.
-_ELSEWHERE, _COMPUTED = ("fsdp1", "deepspeed", "accelerate"), ("parametrize", "computed")
-
-
 def _check_can_fill(
 	module: nn.Module, ownership: Ownership, named: list[tuple[list[str], Tensor]], weights: list[ExpertWeight]
 ) -> None:
 	"""Raise ValueError for parameters whose values are elsewhere."""
-	for weight in weights:
-		owner = ownership.owner(weight.owner, weight.attribute)
-		if owner is not None and owner.kind in (*_ELSEWHERE, *_COMPUTED):
-			raise ValueError(f"checkpoint.load cannot fill {weight.key}: {owner.rule}. {owner.advice}")
-	targets = {id(p): (m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None}
+	holders = {id(p): (m, name) for m in module.modules() for name, p in m._parameters.items() if p is not None}
+	targets = [(weight.key, (weight.owner, weight.attribute)) for weight in weights]  # Also those that are computed.
+	targets += [(keys[0], holders[id(t)]) for keys, t in named if id(t) in holders]
+	for key, target in targets:
+		owner = ownership.owner(*target)
+		if owner is not None and owner.kind in UNFILLABLE:
+			raise ValueError(f"checkpoint.load cannot fill {key}: {owner.rule}. {owner.advice}")
 	for keys, t in named:
-		if id(t) in targets:
-			owner = ownership.owner(*targets[id(t)])
-			if owner is not None and owner.kind in _ELSEWHERE:
-				raise ValueError(f"checkpoint.load cannot fill {keys[0]}: {owner.rule}. {owner.advice}")
 		if t.is_meta:
 			raise ValueError(f"{keys[0]} is on the meta device: give the module storage first, as by to_empty(device=...)")
 		check_can_fill(keys[0], t)

@@ -98,6 +98,14 @@ def test_parameters_that_are_computed(low, plain):
 		refused(model, path, ValueError, "cannot fill experts.down.weight: torch.nn.utils.parametrize computes it")
 
 
+def test_parameters_of_bitsandbytes(low, plain):
+	model = moe(1)
+	theirs = type("Params4bit", (nn.Parameter,), {})
+	model.experts.down.weight = theirs(model.experts.down.weight.detach())
+	for path in (low, plain):
+		refused(model, path, ValueError, "cannot fill experts.down.weight: bitsandbytes holds it")
+
+
 def test_offloaded_parameters(low, plain):
 	accelerate = pytest.importorskip("accelerate")
 	model = accelerate.cpu_offload(moe(1))

@@ -106,6 +106,13 @@ def subclass(model, mesh):
 	return model, first(model)
 
 
+def bitsandbytes(model, mesh):
+	"""By the name of the class, or of one that it is made from: the library is not imported."""
+	theirs = type("Mine", (type("Params4bit", (nn.Parameter,), {}),), {})
+	first(model).weight = theirs(first(model).weight.detach())
+	return model, first(model)
+
+
 def deepspeed(model, mesh):
 	first(model).weight.ds_id = 1
 	return model, first(model)
@@ -148,6 +155,7 @@ OWNED = {
 	"meta": ("meta", meta),
 	"tied": ("tied", tied),
 	"subclass": ("subclass", subclass),
+	"bitsandbytes": ("bitsandbytes", bitsandbytes),
 	"deepspeed": ("deepspeed", deepspeed),
 	"hooked": ("hooked", hooked),
 	"accelerate": ("accelerate", accelerate),
