@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import Tensor
 
 #: Ends of names that weights and plain activations give the same results without: scales of a quantized
-#: KV cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM), and tables of rotary embeddings.
+#: KV cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM), tables of rotary embeddings, and
+#: numbers of positions.
 _HARMLESS = (
 	r"(q|k|v|kv|prob|kv_cache|k_cache|v_cache|prob_output|softmax)_(global_)?(scale|zero_point|scaling_factor)",
 	r"(k|v|kv|qkv|query_key_value|kv_b|kv_a)_proj(_with_mqa)?\.output_(global_)?(scale|zero_point)",
 	r"[kv]_proj\.[kv]_bias",
 	r"(original_)?inv_freq",
 	r"rotary_emb\.(cos|sin)_cached",
+	r"position_ids",
 )
 _HARMLESS_END = re.compile(rf"(^|.*[._])({'|'.join(_HARMLESS)})")
 #: Layers that predict further tokens, which a model without them does not have.
@@ -22,12 +24,11 @@ _MTP = re.compile(r"(^|.*\.)mtp(_\w+)?\..*")
 _MTP_LAYER = re.compile(r"(?P<layer>(.*\.)?layers\.\d+)\.(eh_proj|enorm|hnorm|shared_head)\..*")
 
 #: Ends of names that change results, and the value that does not: smoothing factors of activations (AWQ,
-#: SmoothQuant), low-rank parts (SVDQuant), zero points, permutations of columns and rotations.
+#: SmoothQuant), low-rank parts (SVDQuant), zero points (msModelSlim: offsets), permutations of columns and rotations.
 _CHANGING = {
 	r"pre_?quant_(scale|scaling_factor)": 1,
 	r"(smooth(quant|ing)?|awq)_(scale|factor)s?": 1,
-	r"weight_zero_point": 0,
-	r"input_zero_point": 0,
+	r"(weight|input)_(zero_point|offset)": 0,
 	r"svdquant_lora_[ab]": None,
 	r"(weight_)?g_idx": None,
 	r"[\w-]+_(input|output|weight_input|weight_output|q_attn|k_cache)\.(weight|perm)": None,

@@ -476,6 +476,7 @@ BESIDE = {
 	"transformer.layers.0.attention.kv_cache_scaling_factor": "ignored",
 	"layers.0.self_attn.rotary_emb.inv_freq": "ignored",
 	"rotary_emb.inv_freq": "ignored",
+	"embeddings.position_ids": "ignored",
 	"mtp.layers.0.experts.0.gate_proj.weight": "ignored",
 	"mtp.fc.weight": "ignored",
 	"model.mtp_layers.0.input_proj.weight": "ignored",
@@ -513,6 +514,7 @@ def test_what_exporters_write_beside_weights(tmp_path):
 CHANGING = {
 	"experts.1.down_proj.pre_quant_scale": 1.0,
 	"experts.1.down_proj.weight_zero_point": 0.0,
+	"experts.1.down_proj.input_offset": 0.0,
 	"experts.1.down_proj.smoothing_factor": 1.0,
 	"experts.1.down_proj.svdquant_lora_a": None,
 	"experts.1.down_proj.weight_g_idx": None,
