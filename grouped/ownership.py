@@ -16,7 +16,6 @@ module that is passed without the wrapper raises at its second forward pass.
 
 import functools
 import sys
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -250,59 +249,53 @@ def _tensors_of(manager: Any) -> tuple[Any, ...]:
 
 # ---- parameters that were replaced
 
-_retired: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
+#: Attributes of parameters that were replaced, and of those that were written: the function that did it. No weak
+#: references: torch.utils.swap_tensors, used by Module.to() for DTensors and GroupedTensors, refuses those with any.
+_REPLACED_BY, _WRITTEN_BY = "_replaced_by", "_written_by"
 
 
 def retire(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""Have every optimizer that holds one of these replaced parameters raise at its next step.
 
-	A step would update tensors that no module reads. Parameters are held weakly.
+	A step would update tensors that no module reads.
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		_retired[id(p)] = (weakref.ref(p, functools.partial(_forget, id(p))), purpose)
-
-
-def _forget(key: int, _: object) -> None:
-	_retired.pop(key, None)
-
-
-_refilled: dict[int, tuple["weakref.ref[Tensor]", str]] = {}
+		p.__dict__[_REPLACED_BY] = purpose
 
 
 def refill(parameters: Iterable[Tensor], purpose: str) -> None:
 	"""Have an optimizer that has a master of one of these parameters, which were written, raise at its next step.
 
 	A step would put the master's old values back. Optimizers whose masters have the new values go on: those that are
-	made afterwards, or get a state that belongs to the values. Parameters are held weakly.
+	made afterwards, or get a state that belongs to the values.
 	"""
 	_watch_optimizers()
 	for p in parameters:
-		_refilled[id(p)] = (weakref.ref(p, functools.partial(_forget_refilled, id(p))), purpose)
-
-
-def _forget_refilled(key: int, _: object) -> None:
-	_refilled.pop(key, None)
+		p.__dict__[_WRITTEN_BY] = purpose
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-	register_optimizer_step_pre_hook(_refuse_retired)
-	register_optimizer_step_pre_hook(_refuse_old_masters)
+	register_optimizer_step_pre_hook(_check_parameters)
 
 
-def _refuse_old_masters(optimizer: Optimizer, *_: Any) -> None:
-	parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]] if _refilled else []
-	for p in parameters:
-		reference, purpose = _refilled.get(id(p), (None, ""))
-		if reference is None or reference() is not p:
-			continue
-		if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+def _check_parameters(optimizer: Optimizer, *_: Any) -> None:
+	"""Raise for an optimizer that would change parameters that no module reads, or put old values back."""
+	for p in (p for group in optimizer.param_groups for p in group["params"]):
+		notes = p.__dict__
+		if purpose := notes.get(_REPLACED_BY):
 			raise RuntimeError(
-				f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: a "
-				f"step would put the old values back. Make the optimizer after {purpose}"
+				f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that {purpose} replaced: a step "
+				f"would not change the model. Make the optimizer after {purpose}"
 			)
-		del _refilled[id(p)]
+		if purpose := notes.get(_WRITTEN_BY):
+			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+				raise RuntimeError(
+					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: "
+					f"a step would put the old values back. Make the optimizer after {purpose}"
+				)
+			del notes[_WRITTEN_BY]
 
 
 def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
@@ -311,17 +304,6 @@ def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:
 		return False
 	rounded = part.detach().clone().copy_(local_part(state["master"]).view(part.shape))
 	return not torch.equal(*(t.dequantize() if isinstance(t, GroupedTensor) else t for t in (rounded, part.detach())))
-
-
-def _refuse_retired(optimizer: Optimizer, *_: Any) -> None:
-	for group in optimizer.param_groups if _retired else ():
-		for p in group["params"]:
-			if id(p) in _retired:
-				purpose = _retired[id(p)][1]
-				raise RuntimeError(
-					f"{type(optimizer).__name__} holds a parameter of shape {tuple(p.shape)} that {purpose} replaced: a step "
-					f"would not change the model. Make the optimizer after {purpose}"
-				)
 
 
 # ---- how owners are recognized

@@ -157,6 +157,16 @@ def mesh():
 	dist.destroy_process_group()
 
 
+def test_loaded_modules_are_converted_afterwards(mesh, plain):
+	"""``Module.to`` swaps DTensors and GroupedTensors, which PyTorch refuses if somebody has a weak reference to one."""
+	quantized, sharded = moe(1), moe(1)
+	grouped.prepare(quantized, grouped.NVFP4())
+	fully_shard(sharded, mesh=mesh)
+	for model in (quantized, sharded):
+		checkpoint.load(model, plain)
+		assert model.to(torch.float16).experts.down.weight.dtype == torch.float16
+
+
 @pytest.mark.filterwarnings("ignore:FSDP is switching", "ignore:When using")
 def test_one_process_of_fully_shard(mesh, low, plain):
 	"""FSDP2 replaces the parameters of its modules, the guard of FullyShardedDataParallel refuses."""
