@@ -1,10 +1,10 @@
 """Owners of parameters: code elsewhere that shards, moves, shares or computes a module's weight.
 
 A weight that is replaced behind the back of its owner is lost: FSDP2 puts its own tensor back at the
-next call, an optimizer goes on with the old one. Functions that replace weights call
-``check_replaceable`` before they change anything, and ``retire`` the old parameters afterwards::
+next call, an optimizer goes on with the old one. Functions that replace weights ask
+``Ownership`` before they change anything, and ``retire`` the old parameters afterwards::
 
-  check_replaceable(model, [(layer, "weight")], "prepare()")
+  Ownership(model).check_replaceable([(layer, "weight")], "prepare()")
   old, layer.weight = layer.weight, nn.Parameter(new)
   retire([old], "prepare()")
 
@@ -118,13 +118,14 @@ class Ownership:
 	"""The owners of all parameters under ``root``, found in one walk over its modules."""
 
 	def __init__(self, root: nn.Module) -> None:
-		self._root = root
+		self._paths: dict[int, str] = {}
 		self._sharded = {key: manager for manager, key in _fsdp_parameters()}
 		self._reduced = set[int]()
 		self._offloaded: set[int] = set()
 		self._adapted: set[tuple[int, str]] = set()
 		self._holders: dict[int, list[Target]] = {}
-		for module in root.modules():
+		for path, module in root.named_modules():
+			self._paths[id(module)] = path
 			self._reduced.update(_reduced_parameters(module))
 			self._adapted.update(_adapted_parameters(module))
 			if (hook := _offload_hook(module)) is not None:
@@ -135,8 +136,7 @@ class Ownership:
 
 	def path(self, module: nn.Module, name: str) -> str:
 		"""Name of a parameter as in ``root.state_dict()``; by the class of its module if that is not under ``root``."""
-		prefix = next((path for path, m in self._root.named_modules() if m is module), type(module).__name__)
-		return f"{prefix}.{name}".lstrip(".")
+		return f"{self._paths.get(id(module), type(module).__name__)}.{name}".lstrip(".")
 
 	def owner(self, module: nn.Module, name: str, together: Iterable[Target] = ()) -> Owner | None:
 		"""Return the owner of a parameter, or None if the module alone has it.
@@ -165,6 +165,25 @@ class Ownership:
 			kind = "tied"
 		return None if kind is None else _owner(kind)
 
+	def check_replaceable(self, targets: Iterable[Target], purpose: str, allow: Iterable[str] = ()) -> None:
+		"""Raise unless each of ``targets`` can be replaced by another parameter.
+
+		Parameters that are tied to each other pass if all of them are targets; the caller must tie them again.
+
+		Args:
+			targets: modules under the root, and the names of their parameters.
+			purpose: what is done, such as ``"prepare()"``, for the message.
+			allow: kinds of owners, keys of ``RULES``, that the caller handles.
+
+		Raises:
+			ValueError: a parameter has an owner; the message names parameter, owner and a way out.
+		"""
+		targets, allow = list(targets), set(allow)
+		for module, name in targets:
+			owner = self.owner(module, name, targets)
+			if owner is not None and owner.kind not in allow:
+				raise ValueError(f"{purpose} cannot replace {self.path(module, name)}: {owner.rule}. {owner.advice}")
+
 	def is_shared(self, parameter: Tensor) -> bool:
 		"""Tell whether the parameter has several names under ``root``."""
 		return len(self._holders.get(id(parameter), ())) > 1
@@ -174,36 +193,6 @@ class Ownership:
 		holders = self._holders.get(id(module._parameters.get(name)), ())
 		names = {(id(holder), key) for holder, key in holders} - {(id(module), name)}
 		return bool(names) and not names <= {(id(other), key) for other, key in together}
-
-
-def owner_of(root: nn.Module, module: nn.Module, name: str) -> Owner | None:
-	"""Return the owner of the parameter ``name`` of ``module`` under ``root``, or None if the module alone has it.
-
-	``Ownership`` answers for many parameters.
-	"""
-	return Ownership(root).owner(module, name)
-
-
-def check_replaceable(root: nn.Module, targets: Iterable[Target], purpose: str, allow: Iterable[str] = ()) -> None:
-	"""Raise unless each of ``targets`` can be replaced by another parameter.
-
-	Parameters that are tied to each other pass if all of them are targets; the caller must tie them again.
-
-	Args:
-		root: the model.
-		targets: modules under ``root``, and the names of their parameters.
-		purpose: what is done, such as ``"prepare()"``, for the message.
-		allow: kinds of owners, keys of ``RULES``, that the caller handles.
-
-	Raises:
-		ValueError: a parameter has an owner; the message names parameter, owner and a way out.
-	"""
-	targets, allow = list(targets), set(allow)
-	ownership = Ownership(root)
-	for module, name in targets:
-		owner = ownership.owner(module, name, targets)
-		if owner is not None and owner.kind not in allow:
-			raise ValueError(f"{purpose} cannot replace {ownership.path(module, name)}: {owner.rule}. {owner.advice}")
 
 
 class FsdpWatch:

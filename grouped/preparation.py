@@ -18,7 +18,7 @@ from .functional import quantize
 from .nn.delayed import DelayedScaling
 from .nn.linear import GroupedLinear
 from .nn.mlp import GroupedMLP
-from .ownership import Ownership, check_replaceable, retire
+from .ownership import Ownership, retire
 from .recipes import FP8Delayed, Recipe
 from .tensor import GroupedTensor
 from .validation import check_format
@@ -187,7 +187,7 @@ class _Plan:
 	"""The change of a model's weights: all checks, then one layer after the other."""
 
 	def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
-		self._model, self._trainable, self._columnwise = model, trainable, columnwise
+		self._trainable, self._columnwise = trainable, columnwise
 		self._ownership = Ownership(model)
 		#: New parameters of weights that several modules share, with the old ones, whose ids are taken while they live.
 		self._shared: dict[int, tuple[Tensor, Tensor]] = {}
@@ -201,7 +201,7 @@ class _Plan:
 				self._check_quantized(weight, fmt, parameter)
 			else:
 				plain.append((weight, fmt))
-		check_replaceable(self._model, [(weight.module, weight.name) for weight, _ in plain], "prepare()")
+		self._ownership.check_replaceable([(weight.module, weight.name) for weight, _ in plain], "prepare()")
 		facts_of: dict[int, tuple[Any, ...]] = {}
 		tried: set[tuple[Any, ...]] = set()
 		for weight, fmt in plain:

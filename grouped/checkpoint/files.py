@@ -76,11 +76,6 @@ class Header(NamedTuple):
 	shape: tuple[int, ...]
 	dtype: str
 
-	@property
-	def is_plain(self) -> bool:
-		"""Whether it is a floating-point tensor of at least 16 bits."""
-		return self.dtype in PLAIN_DTYPES
-
 	def __str__(self) -> str:
 		return f"{self.dtype} of shape {self.shape}"
 

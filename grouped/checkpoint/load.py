@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cute_kernels.records import check_kind
 
-from ..ownership import RULES, UNFILLABLE, Owner, Ownership, check_replaceable, refill, retire
+from ..ownership import RULES, UNFILLABLE, Owner, Ownership, refill, retire
 from ..shards import local_part
 from ..tensor import GroupedTensor
 from .config import check_config
@@ -181,7 +181,7 @@ def _prepare(
 		other.stored.check_headers(other.target.dtype)
 	_check_copies(files, copies)
 	_check_transposed(plans)
-	owned = _check_owners(module, ownership, plans, weights)
+	owned = _check_owners(ownership, plans, weights)
 	report.input_scales = {name: files[name] for name in report.input_scales}
 	tied = [(weight, of) for weight, of in pairs if weight is not of]
 	work = _Work(list(zip(plans, owned, strict=True)), others, tied, report)
@@ -206,13 +206,11 @@ def _check_can_fill(
 		check_can_fill(keys[0], t)
 
 
-def _check_owners(
-	module: nn.Module, ownership: Ownership, plans: list[Plan], weights: list[ExpertWeight]
-) -> list[Owner | None]:
+def _check_owners(ownership: Ownership, plans: list[Plan], weights: list[ExpertWeight]) -> list[Owner | None]:
 	"""Raise ValueError for owners that cannot take a quantized weight; returns the owner of each plan's weight."""
 	replaced = {id(plan.weight.parameter) for plan in plans if plan.layout is not None}
 	targets = [(w.owner, w.attribute) for w in weights if id(w.parameter) in replaced]
-	check_replaceable(module, targets, "checkpoint.load", allow=("fsdp", "dtensor"))
+	ownership.check_replaceable(targets, "checkpoint.load", allow=("fsdp", "dtensor"))
 	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
 	for plan, owner in zip(plans, owners, strict=True):
 		if plan.layout is not None:

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.ownership import RULES, check_replaceable, owner_of, retire
+from grouped.ownership import RULES, Ownership, retire
 from tests.helpers import BF16, each, raises, run_python
 
 
@@ -167,11 +167,12 @@ OWNED = {
 @each(("kind", "wrap"), OWNED)
 def test_owners(kind, wrap, mesh):
 	root, layer = wrap(model_of(), mesh)
-	owner = owner_of(root, layer, "weight")
+	ownership = Ownership(root)
+	owner = ownership.owner(layer, "weight")
 	assert owner is not None and owner.kind == kind and (owner.manager is not None) == (kind == "fsdp")
 	with raises(ValueError, ["load() cannot replace", "weight: ", *RULES[kind]]):
-		check_replaceable(root, [(layer, "weight")], "load()")
-	check_replaceable(root, [(layer, "weight")], "load()", allow=[kind])
+		ownership.check_replaceable([(layer, "weight")], "load()")
+	ownership.check_replaceable([(layer, "weight")], "load()", allow=[kind])
 
 
 def test_every_kind_has_a_case():
@@ -184,18 +185,19 @@ def test_what_a_module_owns_itself():
 	model[0].down.weight = nn.Parameter(quantized, requires_grad=False)
 	for root in (model, torch.compile(model), nn.Sequential(model, model), first(model)):
 		for layer in (first(model), model[0].down):
-			assert owner_of(root, layer, "weight") is None
+			assert Ownership(root).owner(layer, "weight") is None
 
 
 def test_tied_parameters_pass_together():
 	model = model_of()
 	model[0].down.other = first(model).weight
-	check_replaceable(model, [(first(model), "weight"), (model[0].down, "other")], "prepare()")
+	Ownership(model).check_replaceable([(first(model), "weight"), (model[0].down, "other")], "prepare()")
 
 
 def test_the_message_names_the_parameter():
+	model = model_of().to("meta")
 	with raises(ValueError, r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device"):
-		check_replaceable(*[model := model_of().to("meta")], [(first(model), "weight")], "prepare()")
+		Ownership(model).check_replaceable([(first(model), "weight")], "prepare()")
 
 
 @each("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
@@ -237,8 +239,8 @@ def test_what_is_assigned_to_a_sharded_layer(called, mesh):
 
 def test_asking_imports_nothing():
 	program = (
-		"import sys, torch, grouped; from grouped.ownership import owner_of; before = set(sys.modules);"
-		"layer = grouped.nn.GroupedLinear(2, 32, 32); assert owner_of(layer, layer, 'weight') is None;"
+		"import sys, torch, grouped; from grouped.ownership import Ownership; before = set(sys.modules);"
+		"layer = grouped.nn.GroupedLinear(2, 32, 32); assert Ownership(layer).owner(layer, 'weight') is None;"
 		"assert not {'peft', 'accelerate', 'transformers', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & ("
 		"set(sys.modules) - before), set(sys.modules) - before"
 	)
