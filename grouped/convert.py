@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from .calibrate import input_amaxes
-from .checkpoint.config import CONFIG, MODELOPT_CONFIG, Quantized, check_plain, config_files, describes_quantization
-from .checkpoint.files import CLAIM, SHARD_BYTES, Reader, Writer, progress
+from .checkpoint.config import Quantized, check_plain, config_files, describes_quantization
+from .checkpoint.files import CLAIM, CONFIG, OF_CHECKPOINTS, SHARD_BYTES, Reader, Writer, progress
 from .checkpoint.layouts import Layout, writable
 from .checkpoint.parts import quantized, signal_to_noise
 from .checkpoint.weights import ALIASES
@@ -143,7 +143,7 @@ def _finish(files: Reader, writer: Writer, layout: Layout, weights: list[Quantiz
 	plain = [n.removesuffix(".weight") for n in copied if n.endswith(".weight") and len(files.shape(n)) > 1]
 	if any(n.split(".")[-1] == "embed_tokens" for n in plain) and not any(n.split(".")[-1] == "lm_head" for n in plain):
 		plain.append("lm_head")  # Tied, so not in the files; readers make it and ask whether it is quantized.
-	no_copy = (".safetensors", ".safetensors.index.json", ".partial", CONFIG, MODELOPT_CONFIG, CLAIM)
+	no_copy = (*OF_CHECKPOINTS, ".partial", CONFIG, CLAIM)
 	copies = [path for path in files.folder.iterdir() if path.is_file() and not path.name.endswith(no_copy)]
 	writer.close(lambda: config_files(files.config(), layout, weights, plain, writer.names), copies)
 

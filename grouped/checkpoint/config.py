@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .files import read_json
+from .files import CONFIG, MODELOPT_CONFIG, read_json
 from .layouts import Layout, stacked_suffix
 from .weights import ALIASES
 
-CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 #: The keys of ``config.json`` that describe a quantization.
 _QUANTIZATION = ("quantization_config", "compression_config")
 
@@ -47,7 +46,7 @@ def config_files(
 	layout: Layout,
 	weights: Collection[Quantized],
 	plain: Iterable[str],
-	names: Mapping[str, str],
+	names: Collection[str],
 ) -> dict[str, Any]:
 	"""The content of the configuration files by name, true of the tensors that were written.
 
@@ -58,7 +57,7 @@ def config_files(
 		layout: the layout of the quantized weights.
 		weights: the quantized weights.
 		plain: names of modules whose weights are not quantized.
-		names: the dtype of each tensor in the files, by name.
+		names: the names of the tensors in the files.
 
 	Raises:
 		ValueError: a tensor is missing that the configuration promises, or a module is said to be plain that is not.
@@ -83,7 +82,7 @@ def config_files(
 
 
 def _check_promises(
-	layout: Layout, weights: Collection[Quantized], ignored: Collection[str], names: Mapping[str, str], has_inputs: bool
+	layout: Layout, weights: Collection[Quantized], ignored: Collection[str], names: Collection[str], has_inputs: bool
 ) -> None:
 	"""Compare what the configuration says with the names of the tensors that were written."""
 	suffixes = (*layout.suffixes, layout.input_scale) if has_inputs else layout.suffixes

@@ -6,7 +6,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,13 @@ except ImportError as error:
 
 #: The most bytes of a file, by default.
 SHARD_BYTES = 5 * 10**9
+#: The configuration files of a folder, of which ModelOpt writes the second one, too.
+CONFIG, MODELOPT_CONFIG = "config.json", "hf_quant_config.json"
 #: The file that a writer makes first in its folder and removes last.
 CLAIM = ".writing-checkpoint"
 _INDEX = "model.safetensors.index.json"
 #: How the names of files end that a new checkpoint would be mixed with.
-_OF_CHECKPOINTS = (".safetensors", ".safetensors.index.json", "hf_quant_config.json")
+OF_CHECKPOINTS = (".safetensors", ".safetensors.index.json", MODELOPT_CONFIG)
 
 
 def progress(items: Any, what: str) -> Any:
@@ -161,7 +163,7 @@ class Reader:
 		Raises:
 			ValueError: it is no JSON object.
 		"""
-		return read_json(self.folder / "config.json")
+		return read_json(self.folder / CONFIG)
 
 	def _read(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
 		try:
@@ -197,9 +199,9 @@ class Writer:
 		self._written: list[Path] = []
 		self._held: dict[str, Tensor] = {}
 		self._shards: list[tuple[str, ...]] = []
-		self._names = dict[str, str]()
+		self._names = set[str]()
 		self._bytes = self._total = 0
-		present = sorted(path.name for path in self._folder.iterdir() if path.name.endswith(_OF_CHECKPOINTS))
+		present = sorted(path.name for path in self._folder.iterdir() if path.name.endswith(OF_CHECKPOINTS))
 		if present:
 			self._release()
 			kind = "safetensors files" if present[0].endswith(".safetensors") else "files of a checkpoint"
@@ -214,15 +216,15 @@ class Writer:
 		self._release()
 
 	@property
-	def names(self) -> Mapping[str, str]:
-		"""The dtype of each tensor that was added, by name."""
+	def names(self) -> Collection[str]:
+		"""The names of the tensors that were added."""
 		return self._names
 
 	def add(self, name: str, tensor: Tensor) -> None:
 		"""Take a tensor; a full file is written."""
 		if name in self._names:
 			raise ValueError(f"two tensors would be called {name!r}")
-		self._names[name] = str(tensor.dtype).removeprefix("torch.")
+		self._names.add(name)
 		if self._held and self._bytes + tensor.nbytes > self._most:
 			self._flush()
 		self._held[name] = tensor.detach().cpu().contiguous().clone()

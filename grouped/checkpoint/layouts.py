@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cute_kernels.formats import NVFP4, Format, FP8Block
 
+from .files import MODELOPT_CONFIG
 from .parts import Parts
 
 _TENSOR_MAX = NVFP4().tensor_max
@@ -170,7 +171,7 @@ def _modelopt_file(config: dict[str, Any]) -> dict[str, Any]:
 		"group_size": 16,
 		"exclude_modules": config["ignore"],
 	}
-	return {"hf_quant_config.json": {"producer": config["producer"], "quantization": quantization}}
+	return {MODELOPT_CONFIG: {"producer": config["producer"], "quantization": quantization}}
 
 
 def _inputs(numbers: dict[str, Any]) -> dict[str, Any]:
