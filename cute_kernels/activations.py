@@ -147,7 +147,7 @@ def curve_of(act: Activation) -> Curve:
 
 
 def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
-	"""That of ``formulas``, by the family of a curve, which is for an activation.
+	"""Return the one of ``formulas``, which are by family, that computes the curve of an activation.
 
 	Raises:
 		UnsupportedError: there is none.

@@ -32,7 +32,7 @@ _PROJECTIONS = "|".join([*ALIASES, *ALIASES.values()])
 #: Names of experts' weights: of one expert and of all of them.
 _ONE = re.compile(rf"(?P<layer>.*experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
 _ALL = re.compile(rf"(?P<layer>.*experts)\.(?P<projection>gate_up_proj|{_PROJECTIONS})(\.weight)?")
-#: Which of a layer's two inputs a projection takes: 0 the tokens, 1 the activations between.
+#: The input of a layer that a projection takes, 0 if it is not here: 0 the tokens, 1 the activations between.
 _INPUTS = {"down_proj": 1, "w2": 1}
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
@@ -140,6 +140,7 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 
 
 def _finish(files: Reader, writer: Writer, layout: Layout, weights: list[Quantized], copied: list[str]) -> None:
+	"""Write the last file, the configuration and copies of other files."""
 	plain = [n.removesuffix(".weight") for n in copied if n.endswith(".weight") and len(files.shape(n)) > 1]
 	if any(n.split(".")[-1] == "embed_tokens" for n in plain) and not any(n.split(".")[-1] == "lm_head" for n in plain):
 		plain.append("lm_head")  # Tied, so not in the files; readers make it and ask whether it is quantized.

@@ -94,7 +94,7 @@ class Rows(NamedTuple):
 		return x if self.activation is None else ops.moe_activate(x, self.activation, self.offs, self.interleaved)
 
 	def read_by(self, fmt: Format) -> Rows:
-		"""What a quantizer reads, and what it does to it; the bits are those of the rows.
+		"""Return rows that a quantizer for ``fmt`` can read; its codes are those of these rows.
 
 		Activations that a quantizer does not round to their dtype, or not at all, are made.
 		"""
@@ -166,7 +166,7 @@ class LinearCall(NamedTuple):
 	discrete: bool
 	#: What looks at its operands.
 	probe: Probe | None = None
-	#: Of each role whether a scale that is given may be 0.
+	#: Whether the scale that is given for a role may be 0, by role.
 	may_be_zero: tuple[bool, ...] = ()
 
 	@classmethod

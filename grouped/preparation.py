@@ -220,6 +220,7 @@ class _Plan:
 		return self._ownership.path(weight.module, weight.name)
 
 	def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
+		"""Raise unless a weight that is quantized already is as asked for."""
 		path = self._path(weight)
 		if fmt != quantized.format:
 			raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")

@@ -80,6 +80,7 @@ def _json(path: Path, text: str) -> Any:
 
 
 def _from_json(path: Path, model: str | Path | None) -> Iterator[Tensor]:
+	"""The sequences of a list of ids, or of a list of rows."""
 	value = _json(path, _text(path))
 	if not isinstance(value, list):
 		raise ValueError(f"{path} must hold a list of token ids, or of rows, got {type(value).__name__}")

@@ -71,7 +71,7 @@ MODELS = {
 		Model("Mixtral-8x22B", 6144, 16384, 8, 2, (8,)),
 	)
 }
-#: What models have that the others do not, as options of ``grouped.nn.MoE``.
+#: Options of ``grouped.nn.MoE`` that only some models have, by model.
 OWN: dict[str, dict[str, Any]] = {
 	"DeepSeek-V3": {
 		"score": "sigmoid",

@@ -222,7 +222,7 @@ def _upgraded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(what: str, unit: str) -> bool:
-	"""Whether a quantity is of all the work of a contender: a time or a count, and no part of the time."""
+	"""Tell whether a quantity is of all the work of a contender: a time or a count, and no part of the time."""
 	return what in _WHOLE_TIMES or (unit == "1" and what != FAILURE)
 
 

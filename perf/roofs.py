@@ -1,4 +1,4 @@
-"""What no GPU exceeds: rates of data sheets, and the records that exceed them.
+"""Roofs of measured rates: those of data sheets, and the refusal of records above them.
 
 A record is refused where it is measured and where records are loaded, if it says more than
 

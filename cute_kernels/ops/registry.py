@@ -162,7 +162,7 @@ class Op(abc.ABC):
 	#: For differentiable ops: what to save, and the gradients of the inputs.
 	setup_context: ClassVar[Callable[..., None] | None] = None
 	backward: ClassVar[Callable[..., Any] | None] = None
-	#: Whether ``offs`` is an argument, the end rows of groups.
+	#: ``offs``, the end rows of groups, is an argument.
 	takes_offs: ClassVar[bool] = False
 	#: The functional op, without the dispatcher where nothing observes the call.
 	invoke: ClassVar[Callable[..., Any]]

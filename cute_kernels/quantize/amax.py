@@ -40,9 +40,9 @@ class AmaxKernels:
 	dtype: str
 	arch: str
 	maker: ElementMaker | None
-	#: Whether the amax of what holds a NaN is NaN.
+	#: The amax of numbers with a NaN among them is NaN.
 	keeps_nan: bool = False
-	#: What ``begin_levels`` writes by.
+	#: Writes the levels of ``begin_levels``.
 	levels: LevelWriter
 
 	@cute.jit

@@ -419,7 +419,7 @@ class AmaxConfig:
 	per_group: bool = True
 	arch: str = "sm_100a"
 	prologue: Prologue | None = None
-	#: Whether the amax of what holds a NaN is NaN, see ``Format.amaxes_keep_nan``.
+	#: The amax of numbers with a NaN among them is NaN, see ``Format.amaxes_keep_nan``.
 	keeps_nan: bool = False
 
 	#: The compiled function takes (x, offs, row_amax, group_amax, num_sms): row_amax (T,) and

@@ -109,6 +109,7 @@ def check_model_config(config: Any) -> None:
 
 
 def _json_fault(value: Any) -> str | None:
+	"""The reason why JSON cannot hold a value; None if it can."""
 	try:
 		json.dumps(value)
 	except (TypeError, ValueError) as error:
@@ -117,7 +118,7 @@ def _json_fault(value: Any) -> str | None:
 
 
 def describes_quantization(config: Mapping[str, Any]) -> bool:
-	"""Tell if a model's configuration, or that of one of its parts, says that weights are quantized."""
+	"""Tell whether a model's configuration, or that of one of its parts, says that weights are quantized."""
 	return any(True for _ in _sections(config, ""))
 
 

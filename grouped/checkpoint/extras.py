@@ -20,7 +20,7 @@ _HARMLESS = (
 _HARMLESS_END = re.compile(rf"(^|.*[._])({'|'.join(_HARMLESS)})")
 #: Layers that predict further tokens, which a model without them does not have.
 _MTP = re.compile(r"(^|.*\.)mtp(_\w+)?\..*")
-#: What such a layer has where it is numbered as the others are: DeepSeek-V3's model.layers.61.
+#: Names that such a layer alone has. They tell it where it is numbered as others are: DeepSeek-V3's model.layers.61.
 _MTP_LAYER = re.compile(r"(?P<layer>(.*\.)?layers\.\d+)\.(eh_proj|enorm|hnorm|shared_head)\..*")
 
 #: Ends of names that change results, and the value that does not: smoothing factors of activations (AWQ,
@@ -87,9 +87,10 @@ class _Prefixes:
 		self._whole = set(self._names)
 
 	def has_weight(self, base: str) -> bool:
-		"""Whether a weight of this name, or of all experts', is among the names."""
+		"""Tell whether a weight ``base`` is among the names, of one expert or of all."""
 		return base in self._whole or self.has(f"{base}.weight") or self.has(f"{base}_weight") or self.has(f"{base}_blocks")
 
 	def has(self, prefix: str) -> bool:
+		"""Tell whether a name begins so."""
 		at = bisect_left(self._names, prefix)
 		return at < len(self._names) and self._names[at].startswith(prefix)

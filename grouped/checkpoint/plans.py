@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint make which parameter of a module."""
+"""Plans of loading: the tensors of a checkpoint that make each parameter of a module."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -86,7 +86,7 @@ def find_weight(weight: ExpertWeight, files: Reader, missing: list[str]) -> Plan
 
 
 def find_other(names: Sequence[str], target: Tensor, files: Reader, missing: list[str]) -> tuple[Stored, list[str]]:
-	"""What a tensor that is no expert's is loaded from, and other names of it that the checkpoint has, too.
+	"""Find the tensors that one which is no expert's is loaded from, and further names of it that the checkpoint has.
 
 	Args:
 		names: its names, of which tied parameters have several.
@@ -105,6 +105,7 @@ def find_other(names: Sequence[str], target: Tensor, files: Reader, missing: lis
 
 
 def _layout_of(name: str, target: Tensor, files: Reader) -> Layout | None:
+	"""The layout in which a matrix is quantized in the checkpoint; None if it is plain there, or lacking."""
 	base = name.removesuffix(".weight")
 	if base == name or target.dim() != 2:
 		return None

@@ -29,6 +29,8 @@ _DTYPES = {
 	"BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Bits of a byte that are not signs, by the number of codes in it.
+_MAGNITUDES = {1: 0x7F, 2: 0x77}
 
 
 class Stored(NamedTuple):
@@ -100,6 +102,7 @@ class Stored(NamedTuple):
 		return self.layout.scale or self.layout.fmt.scale.element.dtype
 
 	def _shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+		"""Shapes that codes and scales have in the layout."""
 		layout, (rows, columns) = self.layout, self.shape[-2:]
 		assert layout is not None and layout.fmt.scale is not None
 		if layout.shapes is not None:
@@ -112,7 +115,7 @@ class Stored(NamedTuple):
 
 	@property
 	def _is_turned(self) -> bool:
-		"""Whether codes and scales of all experts are (G, K, N), as ModelOpt writes those of models with such weights.
+		"""True if codes and scales of all experts are (G, K, N), as ModelOpt writes those of models with such weights.
 
 		Shapes show it of codes that share bytes only, not of square matrices of others.
 		"""
@@ -154,7 +157,7 @@ class Stored(NamedTuple):
 			groups: the experts that are read of a tensor of all.
 
 		Returns:
-			Whether a scale that nothing multiplies is zero; all codes under it are zeros then.
+			True if a scale that nothing else multiplies is zero; all codes under it are zeros then.
 
 		Raises:
 			ValueError: a NaN, infinite or negative scale, a zero one over codes that are not zeros, or scales that the layout
@@ -195,10 +198,10 @@ class Stored(NamedTuple):
 			raise ValueError(f"{self._at(name)} has {numbers[is_wrong].flatten()[0].item():g}: {rule}")
 
 	def _zeros(self, codes: Tensor, by_block: bool) -> Tensor:
-		"""Whether all codes of one expert, or of each block of it, decode to zero."""
+		"""Tell whether all codes of one expert decode to zero, or all of each of its blocks."""
 		assert self.layout is not None and self.layout.fmt.scale is not None
 		fmt, block = self.layout.fmt, self.layout.fmt.scale.vec_size
-		zeros = codes.view(torch.uint8) & (0x77 if fmt.element.per_byte > 1 else 0x7F) == 0
+		zeros = codes.view(torch.uint8) & _MAGNITUDES[fmt.element.per_byte] == 0
 		if not by_block:
 			return zeros.all()
 		for dim, size in ((-2, block if fmt.has_squares else 1), (-1, fmt.element.width(block))):
@@ -215,6 +218,7 @@ class Stored(NamedTuple):
 		return scales.view(self._scale) if scales.dtype == torch.uint8 else self._exact(name, scales, self._scale)
 
 	def _exact(self, name: str, t: Tensor, dtype: torch.dtype) -> Tensor:
+		"""Convert ``t`` to ``dtype``; raise ValueError if that rounds a number."""
 		if t.dtype == dtype:
 			return t
 		converted = t.to(dtype)

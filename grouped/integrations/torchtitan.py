@@ -118,6 +118,7 @@ def grouped_experts(config: Any, recipe: str | Recipe = "BF16", after: str | Non
 
 
 def _as_recipe(recipe: Any) -> Recipe:
+	"""The recipe itself or of this name; raises for one that torchtitan's experts cannot run."""
 	if isinstance(recipe, str):
 		if recipe not in recipes.NAMES:
 			raise ValueError(f"recipe must be one of {', '.join(recipes.NAMES)}, got {recipe!r}")
@@ -146,6 +147,7 @@ def _converted(config: Any, recipe: Recipe) -> Any:
 
 @functools.cache
 def _class_of(parent: Any, is_quantized: bool) -> Any:
+	"""The subclass of a class of experts that multiplies by ``grouped.linear``."""
 
 	class Experts(parent):  # type: ignore[misc]
 		@dataclasses.dataclass(kw_only=True, slots=True)
@@ -162,7 +164,7 @@ def _class_of(parent: Any, is_quantized: bool) -> Any:
 
 	Experts.__name__ = Experts.__qualname__ = f"Cute{parent.__name__}"
 	if is_quantized:
-		# What torchtitan's ``has_quantization`` looks for.
+		# torchtitan's ``has_quantization`` looks for these classes.
 		float8._float8_experts_cache[Experts] = Experts
 	return Experts
 
@@ -177,7 +179,7 @@ def _warn_of_overrides(config: Any) -> None:
 		and issubclass(config, each.target_cls)
 		and each.factory is not grouped_experts
 	]
-	# What an override made has classes of other modules.
+	# Classes that an override made are of other modules.
 	if names and config.__module__.startswith("torchtitan.models."):
 		logger.warning(
 			f"Overrides of experts ({', '.join(names)}) have no effect on experts that GroupedExpertsConverter converted. If "

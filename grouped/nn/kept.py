@@ -50,7 +50,7 @@ def is_static(sources: Sequence[Tensor]) -> bool:
 
 
 def is_captured(weight: Tensor) -> bool:
-	"""Whether the call is being captured into a CUDA graph."""
+	"""Tell whether the call is being captured into a CUDA graph."""
 	return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

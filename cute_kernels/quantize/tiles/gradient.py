@@ -158,8 +158,8 @@ class GradientQuantizer(AmaxKernels):
 		self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
 		self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
 		self.takes_scale = any(copy.fmt.takes_scale for copy in config.copies)
-		#: Whether levels of scales that are given become NaN when amaxes are known.
 		self.levels = LevelWriter(self.tiles[0].columns.codec)
+		#: Levels of scales that are given become NaN when amaxes are known.
 		self.marks_levels = self.takes_scale and any(copy.fmt.nan_scales for copy in config.copies)
 		#: Columnwise scale tiles of each kind of tile, and the most bytes of them.
 		self.scale_tiles = [t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles]

@@ -73,7 +73,7 @@ class TileQuantizer(ChunkAmaxKernels):
 		self.codec = codec_of(config.format, config.dtype, config.arch)
 		self.levels = LevelWriter(self.codec)
 		self.keeps_nan = config.fmt.amaxes_keep_nan
-		#: Whether levels of scales that are given become NaN when amaxes are known.
+		#: Levels of scales that are given become NaN when amaxes are known.
 		self.marks_levels = config.fmt.takes_scale and config.fmt.nan_scales
 		self.tile = TileGeometry(config.dtype, self.codec.block)
 		gathered = config.prologue is not None and config.prologue.gathered
