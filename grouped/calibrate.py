@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from .checkpoint.weights import is_foreign_experts
 from .token_ids import read_ids
 
 #: Longer sequences are cut into pieces of at most so many tokens.
@@ -67,7 +68,7 @@ def _matched(model: nn.Module, layers: Sequence[tuple[str, int]], source: str | 
 
 	Files call the parents of experts by other names than transformers (``block_sparse_moe`` for ``mlp``).
 	"""
-	modules = {name: m for name, m in model.named_modules() if all(hasattr(m, a) for a in ("has_gate", "is_transposed"))}
+	modules = {name: m for name, m in model.named_modules() if is_foreign_experts(m)}
 	by_numbers: dict[tuple[str, ...], list[str]] = {}
 	for name in modules:
 		by_numbers.setdefault(tuple(re.findall(r"\d+", name)), []).append(name)

@@ -116,8 +116,14 @@ def expert_weights(module: nn.Module, rename: Mapping[str, str] | None = None) -
 				)
 		elif isinstance(m, grouped.nn.GroupedLinear) and m not in inside:
 			yield from _linear(m, name, renamed(name, rename), ("",), False, "")
-		elif all(hasattr(m, mark) for mark in ("has_gate", "is_transposed", "down_proj")):
+		elif is_foreign_experts(m):
 			yield from _of_transformers(m, name, renamed(name, rename))
+
+
+def is_foreign_experts(module: nn.Module) -> bool:
+	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
+	own, marks = vars(module), ("has_gate", "is_transposed")
+	return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(module, "down_proj")
 
 
 def _linear(

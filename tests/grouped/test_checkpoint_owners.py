@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import grouped
 from grouped import checkpoint
 from grouped.checkpoint.shards import local_rows
+from grouped.checkpoint.weights import expert_weights
 from grouped.nn import GroupedMLP, MoE
 from tests.helpers import BF16, assert_same_bytes, raises
 
@@ -96,6 +97,29 @@ def test_parameters_that_are_computed(low, plain):
 	parametrize.register_parametrization(model.experts.down, "weight", nn.Identity())
 	for path in (low, plain):
 		refused(model, path, ValueError, "cannot fill experts.down.weight: torch.nn.utils.parametrize computes it")
+
+
+def test_wrappers_of_experts_are_not_experts():
+	"""PEFT's pass the attributes of experts on, and hold no parameter of theirs."""
+
+	class Experts(nn.Module):
+		has_gate, is_transposed = True, False
+
+		def __init__(self):
+			super().__init__()
+			self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(2, n, 32)) for n in (64, 32))
+
+	class Wrapper(nn.Module):
+		def __init__(self, inner):
+			super().__init__()
+			self.inner = inner
+
+		def __getattr__(self, name):
+			inner = super().__getattr__("inner")
+			return inner if name == "inner" else getattr(inner, name)
+
+	weights = expert_weights(nn.ModuleDict({"experts": Wrapper(Experts())}))
+	assert [weight.key for weight in weights] == ["experts.inner.gate_up_proj", "experts.inner.down_proj"]
 
 
 def test_parameters_of_bitsandbytes(low, plain):
