@@ -30,9 +30,9 @@ from .checkpoint.weights import ALIASES
 _LAYOUTS = {"nvfp4": "modelopt", "fp8_block": "deepseek"}
 _PROJECTIONS = "|".join([*ALIASES, *ALIASES.values()])
 #: Names of experts' weights: of one expert and of all of them.
-_ONE = re.compile(rf"(?P<layer>.*experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
-_ALL = re.compile(rf"(?P<layer>.*experts)\.(?P<projection>gate_up_proj|{_PROJECTIONS})(\.weight)?")
-#: The input of a layer that a projection takes, 0 if it is not here: 0 the tokens, 1 the activations between.
+_ONE = re.compile(rf"(?P<layer>(?:.*\.)?experts)\.(?P<expert>\d+)\.(?P<projection>{_PROJECTIONS})\.weight")
+_ALL = re.compile(rf"(?P<layer>(?:.*\.)?experts)\.(?P<projection>gate_up_proj|{_PROJECTIONS})(\.weight)?")
+#: Which of a layer's two inputs a projection takes: 0 the tokens, 1 the activations between.
 _INPUTS = {"down_proj": 1, "w2": 1}
 _PARTNERS = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 
@@ -69,6 +69,7 @@ def convert(
 		FileNotFoundError: ``source`` or ``calibrate`` lacks files.
 		FileExistsError: ``target`` has files of a checkpoint, or another process writes to it.
 		ValueError: no experts, a layout that cannot be written, weights that are quantized already, K no multiple of 16,
+			``transposed`` that the shapes of ``gate_up_proj`` and ``down_proj`` contradict,
 			``shard_bytes`` no positive integer; ``calibrate`` with a layout without input scales, with ids that
 			the model does not have, or for a model whose experts transformers does not run.
 		OSError: a file cannot be written, as on a full disk.
@@ -82,6 +83,10 @@ def convert(
 	experts = {name: found for name in files if (found := _ONE.fullmatch(name) or _ALL.fullmatch(name))}
 	if not experts:
 		raise ValueError(f"{source} has no weights of experts, such as ...experts.0.gate_proj.weight")
+	for layer in dict.fromkeys(found["layer"] for found in experts.values() if "expert" not in found.groupdict()):
+		_check_turned(
+			layer, {found["projection"]: n for n, found in experts.items() if found["layer"] == layer}, files, transposed
+		)
 	was_quantized = describes_quantization(files.config())
 	for name in files:
 		if name not in experts:
@@ -125,6 +130,21 @@ def _layers(experts: Mapping[str, re.Match[str]], files: Reader) -> Iterator[tup
 		is_one = "expert" in found.groupdict()
 		indices[found["layer"]].update([int(found["expert"])] if is_one else range(files.shape(name)[0]))
 	return ((layer, max(of_layer) + 1) for layer, of_layer in indices.items())
+
+
+def _check_turned(layer: str, names: Mapping[str, str], files: Reader, transposed: bool) -> None:
+	"""Raise ValueError if shapes of ``gate_up_proj`` and ``down_proj`` say that ``transposed`` is wrong."""
+	shapes = [tuple(files.shape(names[p])) for p in ("gate_up_proj", "down_proj") if p in names]
+	if [len(shape) for shape in shapes] != [3, 3]:
+		return
+	(_, *gate_up), (_, *down) = shapes
+	are_rows, are_columns = (gate_up == [2 * down[1], down[0]]), (gate_up == [down[1], 2 * down[0]])
+	if are_rows != are_columns and are_columns != transposed:
+		raise ValueError(
+			f"{layer} has a gate_up_proj of {shapes[0]} and a down_proj of {shapes[1]}: its weights are "
+			+ ("(E, K, N), as gpt-oss has them: convert with --transposed" if are_columns else "(E, N, K): not --transposed")
+			+ f" (transposed={are_columns})"
+		)
 
 
 def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: Layout) -> Tensor:

@@ -335,6 +335,35 @@ def test_transposed_experts_are_quantized_whole_or_not_at_all(tmp_path):
 		checkpoint.load(experts(), tmp_path)
 
 
+@each("shared", ["shared_experts", "shared_expert"])
+@each("layout", ["modelopt", "deepseek"])
+def test_convert_leaves_the_shared_experts_of_a_layer(shared, layout, tmp_path):
+	names = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+	plain = {f"mlp.{shared}.{name}.weight": torch.randn(shape).bfloat16() for name, shape in names.items()}
+	one = {f"mlp.experts.{g}.{n}.weight": torch.randn(s).bfloat16() for g in range(2) for n, s in names.items()}
+	write(plain | one, tmp_path / "a")
+	convert.convert(tmp_path / "a", tmp_path / "b", layout=layout)
+	found = files_of(tmp_path / "b")
+	assert all(torch.equal(found[name], t) for name, t in plain.items())
+	assert all(found[name].dtype != torch.bfloat16 for name in one)
+	text = (tmp_path / "b/config.json").read_text()
+	assert all(name.removesuffix(".weight") in text for name in plain)
+
+
+def test_convert_of_experts_that_are_turned_otherwise_than_said(tmp_path):
+	gate_up, down = torch.randn(2, 64, 96).bfloat16(), torch.randn(2, 48, 64).bfloat16()  # (E, K, N), as gpt-oss
+	write({"x.experts.gate_up_proj": gate_up, "x.experts.down_proj": down}, tmp_path / "a")
+	with raises(ValueError, "convert with --transposed"):
+		convert.convert(tmp_path / "a", tmp_path / "b")
+	convert.convert(tmp_path / "a", tmp_path / "b", transposed=True)
+	rows = {"x.experts.gate_up_proj": gate_up.mT.contiguous(), "x.experts.down_proj": down.mT.contiguous()}
+	write(rows, tmp_path / "c")
+	with raises(ValueError, "not --transposed"):
+		convert.convert(tmp_path / "c", tmp_path / "d", transposed=True)
+	convert.convert(tmp_path / "c", tmp_path / "d")
+	assert same_files(tmp_path / "b", tmp_path / "d")
+
+
 def test_convert_of_odd_files(tmp_path):
 	def converted(tensors, name):
 		write(tensors, tmp_path / name)
