@@ -27,6 +27,7 @@ from cute_kernels.ops.replay import replayed
 from cute_kernels.runtime.backend import chosen_backend
 from grouped import debug
 
+from .autocast import in_own_dtypes
 from .autograd import recipe_of, scaling_of, without_derivative
 from .passes import (
 	Copies,
@@ -522,6 +523,7 @@ def _record(layer: Layer, of_operands: list[Tensor | None], of_gradient: Tensor 
 		layer.scaling.record((*of_operands, of_gradient))
 
 
+@in_own_dtypes
 def _of_bias(dy: Tensor, p: Tensor, dp: Tensor, offs: Tensor, row: Tensor, bias: Tensor, need: bool) -> Tensor | None:
 	"""The gradient of the second bias (E, H); adds to that of p what the bias gives."""
 	there = row >= 0

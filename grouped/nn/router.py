@@ -16,6 +16,7 @@ from cute_kernels.ops.router import SCORES
 from cute_kernels.records import check_choice, check_kind
 from cute_kernels.reference.router import TINY, bf16_parts
 
+from ..autocast import in_own_dtypes
 from ..sums import sum_over
 from ..validation import check_size
 from .kept import local
@@ -320,6 +321,7 @@ def _ends(x: Tensor) -> Tensor:
 	return torch.arange(count // 2, count + 1, count - count // 2, dtype=torch.int32, device=x.device)
 
 
+@in_own_dtypes
 def _logits(x: Tensor, weight: Tensor, end: Tensor | None = None) -> Tensor:
 	check_tensor("x", x, dtypes=INPUT_DTYPES, shape=(None, weight.shape[1]))
 	same_device("the router's weight", weight.device, x=x)
@@ -349,6 +351,7 @@ def _logits_backward(ctx: Any, dlogits: Tensor) -> tuple[Tensor | None, Tensor |
 	return *_logits_gradients(x, weight, dlogits, _end(x) if end is None else end, ctx.needs_input_grad), None
 
 
+@in_own_dtypes
 def _logits_gradients(
 	x: Tensor, weight: Tensor, dlogits: Tensor, ends: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -367,6 +370,7 @@ def _takes_parts(x: Tensor, weight: Tensor) -> bool:
 	return x.dtype == weight.dtype == torch.bfloat16 and not any(size % _MULTIPLE for size in weight.shape)
 
 
+@in_own_dtypes
 def _gradients_of_parts(
 	x: Tensor, weight: Tensor, parts: Tensor, ends: Tensor, needs_dx: bool, needs_dweight: bool
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -520,6 +520,30 @@ def test_autocast():
 	assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, F32))
 
 
+@each("way", ["eager", "inside", "compiled"])
+@each("dtype", [BF16, F16])
+def test_autocast_leaves_router_and_biases_alone(dtype, way):
+	"""Products of fp32 stay so: the router's, forward and backward, and those of the second bias."""
+
+	def gradients(way):
+		moe, x = moe_of(dtype=F32, bias=True, router_bias=True), tokens(dtype=F32).requires_grad_()
+		run = torch.compile(moe, backend="aot_eager", fullgraph=True) if way == "compiled" else moe
+		with torch.autocast("cpu", dtype):
+			y = run(x)
+			if way == "inside":
+				y.backward(tokens(seed=2, dtype=F32))
+		if way != "inside":
+			y.backward(tokens(seed=2, dtype=F32))
+		return [x.grad, *(p.grad for p in moe.parameters())]
+
+	router, x = moe_of(dtype=F32).router, tokens(dtype=F32)
+	want = router(x).logits
+	with torch.autocast("cpu", dtype):
+		assert_same_bytes(router(x).logits, want)
+	for got, gradient in zip(gradients(way), gradients("eager"), strict=True):
+		torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-6 * float(gradient.abs().max()))
+
+
 SIZES = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k": K}
 test_what_cannot_be_made = refusals(
 	lambda change: MoE(**SIZES | change),
