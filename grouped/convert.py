@@ -23,7 +23,7 @@ from .calibrate import input_amaxes
 from .checkpoint.config import Quantized, check_plain, config_files, describes_quantization
 from .checkpoint.files import CLAIM, CONFIG, OF_CHECKPOINTS, SHARD_BYTES, Reader, Writer, progress
 from .checkpoint.layouts import Layout, writable
-from .checkpoint.parts import quantized, signal_to_noise
+from .checkpoint.parts import check_finite, quantized, signal_to_noise
 from .checkpoint.weights import ALIASES
 
 #: The layout of each format, unless another is named.
@@ -156,6 +156,7 @@ def _checked(name: str, tensor: Tensor, is_one: bool, transposed: bool, layout: 
 			f"{name} must be a plain matrix of experts with a multiple of {multiple} columns, got {weight.dtype} of shape "
 			f"{tuple(tensor.shape)}"
 		)
+	check_finite(name, weight)
 	return weight
 
 

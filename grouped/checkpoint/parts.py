@@ -42,6 +42,12 @@ def parts_of(weight: GroupedTensor) -> Parts:
 	return Parts(found["codes"], found["scales"], found.get("amax"))
 
 
+def check_finite(name: str, weight: Tensor) -> None:
+	"""Raise ValueError for a plain weight with a NaN or an infinity, which codes would turn into other numbers."""
+	if not bool(weight.isfinite().all()):
+		raise ValueError(f"{name} has a NaN or an infinity, and cannot be quantized")
+
+
 def quantized(weight: Tensor, fmt: Format, amax: Tensor | None = None) -> Parts:
 	"""Quantize a plain weight (G, N, K); amaxes (G,) may be given."""
 	return parts_of(grouped.quantize(weight.contiguous(), fmt, amax=amax))

@@ -14,7 +14,7 @@ from ..tensor import GroupedTensor
 from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
-from .parts import Parts, parts_of, quantized, split_rows
+from .parts import Parts, check_finite, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
 
 
@@ -148,6 +148,8 @@ def _stored(weight: ExpertWeight, layout: Layout, stacked: bool) -> Iterator[tup
 			for of, part in zip(weight.names(g, (), ".bias"), split_rows(row, count, weight.interleaved), strict=True):
 				yield f"{of}.bias", part
 		return
+	if not isinstance(held, GroupedTensor):
+		check_finite(weight.key, held)
 	if stacked:
 		whole = parts_of(held) if isinstance(held, GroupedTensor) else quantized(held, layout.fmt)
 		for suffix, t in layout.stored(whole).items():

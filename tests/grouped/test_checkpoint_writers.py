@@ -231,3 +231,23 @@ def test_other_files_are_copied_before_the_folder_is_finished(tmp_path):
 	copied = {path.name for path in (tmp_path / "b").iterdir()}
 	assert copied == {"config.json", "model.safetensors", "tokenizer.json", files.CLAIM + ".txt"}
 	assert json.loads((tmp_path / "b/config.json").read_text())["quantization_config"]["quant_method"] == "fp8"
+
+
+@each("layout", ["modelopt", "compressed-tensors", "deepseek"])
+@each("number", [torch.nan, torch.inf])
+def test_weights_that_are_not_finite(layout, number, tmp_path):
+	"""Codes would turn an infinity into a finite number, or levels make a folder that no reader takes."""
+	mlp = GroupedMLP(2, 128, 128, dtype=BF16)
+	with torch.no_grad():
+		mlp.down.weight[1, 3, 5] = number
+	with raises(ValueError, "down.weight has a NaN or an infinity"):
+		checkpoint.save(mlp, tmp_path / "saved", layout=layout)
+	(tmp_path / "plain").mkdir()
+	save_file(
+		{f"experts.{g}.down_proj.weight": w.detach() for g, w in enumerate(mlp.down.weight.clone())},
+		tmp_path / "plain/a.safetensors",
+	)
+	with raises(ValueError, "experts.1.down_proj.weight has a NaN or an infinity"):
+		convert.convert(tmp_path / "plain", tmp_path / "converted", layout=layout)
+	for name in ("saved", "converted"):
+		assert not [*(tmp_path / name).iterdir()]
