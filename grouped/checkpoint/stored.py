@@ -174,6 +174,9 @@ class Stored(NamedTuple):
 				top, name = self.layout.amax(level), self.names[2]
 				is_wrong = ~(level >= 0) | ~top.isfinite()
 				self._check_numbers(name, level, "a second level must be a positive, finite number", is_wrong)
+			elif self.layout.scale is None:
+				is_wrong = ~(top * self.layout.fmt.element.max).isfinite()
+				self._check_numbers(name, top, "codes times block scales must be within the range of fp32", is_wrong)
 			if bool((top == 0).any()):
 				has_zero = True
 				if not bool(((top != 0) | self._zeros(self._read(self.names[0], rows), level is None)).all()):

@@ -119,7 +119,13 @@ NUMBERS = {
 			set_number(f"{LAST}.weight_scale_inv", number),
 			f"{LAST}.weight_scale_inv in .* has {message}",
 		)
-		for number, message in ((NAN, "nan"), (INF, "inf"), (-1.0, "-1"), (0.0, "a scale of zero over"))
+		for number, message in (
+			(NAN, "nan"),
+			(INF, "inf"),
+			(-1.0, "-1"),
+			(0.0, "a scale of zero over"),
+			(1e38, r"1e\+38: codes times"),
+		)
 	},
 }
 
