@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
+from .ownership import check_master
 from .shards import local_part, part_of, sharded_as
 from .tensor import GroupedTensor
 from .tracing import eager_only
@@ -91,6 +92,7 @@ class AdamW(Optimizer):
 		check_kind(Mapping, masters=masters)
 		defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 		self._master_weights = master_weights
+		self._versions: dict[int, int] = {}
 		super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
 		known = {p for group in self.param_groups for p in group["params"]}
 		for p, master in masters.items():
@@ -106,6 +108,7 @@ class AdamW(Optimizer):
 		for group in self.param_groups if masters else ():
 			for p in group["params"]:
 				self._state(p, group)
+				self._note_version(p)
 
 	def add_param_group(self, param_group: dict[str, Any]) -> None:
 		"""Add a group of parameters, as PyTorch's optimizers do; it raises what the class raises."""
@@ -139,7 +142,8 @@ class AdamW(Optimizer):
 			What ``closure`` returns.
 
 		Raises:
-			RuntimeError: a gradient is sparse.
+			RuntimeError: a gradient is sparse; or a parameter was written since the last step, as by the module's
+				``load_state_dict``, and its master has other values.
 			ValueError: a gradient has another shape than its parameter.
 		"""
 		loss = None
@@ -148,7 +152,10 @@ class AdamW(Optimizer):
 				loss = closure()
 		scaling = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
 		for group in self.param_groups:
-			self._update(group, [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None], scaling)
+			written = [(p, grad) for p in group["params"] if (grad := _gradient(p)) is not None]
+			self._update(group, written, scaling)
+			for p, _ in written:
+				self._note_version(p)
 		return loss
 
 	@eager_only("powers of beta have the bits of eager mode")
@@ -160,6 +167,7 @@ class AdamW(Optimizer):
 			if grad.is_sparse:
 				raise RuntimeError("grouped.optim.AdamW does not take sparse gradients")
 			state = self._state(p, group)
+			self._check_written(p)
 			if _has_kernel(part) and not group["amsgrad"]:
 				_update_and_quantize(group, state, part, local_part(grad), **scaling)
 				continue
@@ -181,6 +189,21 @@ class AdamW(Optimizer):
 				increment_version(part)  # PyTorch's fused kernels count none.
 			else:
 				_write(part, target)
+
+	def _note_version(self, p: Tensor) -> None:
+		"""Remember that the master of a parameter has its values."""
+		part = local_part(p)
+		if self._has_master(p) and not part.is_inference():
+			self._versions[id(p)] = part._version
+
+	def _check_written(self, p: Tensor) -> None:
+		"""Raise if somebody else wrote a parameter since: its master would undo that. Only then values are read."""
+		part, version = local_part(p), self._versions.get(id(p))
+		if version is None or part._version == version:
+			return
+		is_rounded = isinstance(part, GroupedTensor) and part.format.is_stochastic
+		if not is_rounded and not (part.is_cuda and torch.cuda.is_current_stream_capturing()):
+			check_master(self, p, "another function, such as load_state_dict,")
 
 	@torch.no_grad()
 	def _state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -224,6 +247,7 @@ class AdamW(Optimizer):
 			for name in _KEPT & found.keys():
 				_check_shape(name, local_part(torch.as_tensor(found[name])), () if name == "step" else local_part(p).shape)
 		super().load_state_dict(state_dict)
+		self._versions.clear()  # The parameters may be loaded before or after.
 		# PyTorch casts states to the dtype of the parameter, and shares ``step``.
 		for p, found in pairs:
 			held = self._has_master(p)
@@ -241,7 +265,7 @@ class AdamW(Optimizer):
 
 	def __getstate__(self) -> dict[str, Any]:
 		# PyTorch's copies have no other attributes.
-		return {**super().__getstate__(), "_master_weights": self._master_weights}
+		return {**super().__getstate__(), "_master_weights": self._master_weights, "_versions": {}}
 
 
 def _check_options(lr: Any, betas: Any, amsgrad: bool, maximize: bool, **others: Any) -> None:

@@ -279,12 +279,17 @@ def _check_parameters(optimizer: Optimizer, *_: Any) -> None:
 				f"would not change the model. Make the optimizer after {purpose}"
 			)
 		if purpose := notes.get(_WRITTEN_BY):
-			if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
-				raise RuntimeError(
-					f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: "
-					f"a step would put the old values back. Make the optimizer after {purpose}"
-				)
+			check_master(optimizer, p, purpose)
 			del notes[_WRITTEN_BY]
+
+
+def check_master(optimizer: Optimizer, p: Tensor, purpose: str) -> None:
+	"""Raise if a parameter that ``purpose`` wrote has a master with other values. Reads values on the device."""
+	if _has_old_master(optimizer.state.get(p, {}), local_part(p)):
+		raise RuntimeError(
+			f"{type(optimizer).__name__} has a master of a parameter of shape {tuple(p.shape)} that {purpose} wrote: "
+			f"a step would put the old values back. Make the optimizer after {purpose}"
+		)
 
 
 def _has_old_master(state: dict[str, Any], part: Tensor) -> bool:

@@ -1,5 +1,8 @@
 """Save a checkpoint: see ``grouped.checkpoint``."""
 
+import re
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,7 @@ def save(
 		config = _config_of(module)
 	check_model_config(config)
 	quantized = [one for key, weight in weights.items() if key in state for one in _names(weight, stacked)]
+	_warn_of_names(module, quantized)
 	scales = checked_scales(input_scales, record, quantized)
 	plain = [renamed(key, rename).removesuffix(".weight") for key in _plain_matrices(module) if key not in weights]
 	with Writer(folder, shard_bytes) as writer:
@@ -99,6 +103,27 @@ def _config_of(module: Any) -> dict[str, Any]:
 	if isinstance(getattr(module, "dtype", None), torch.dtype):
 		config["dtype"] = str(module.dtype).removeprefix("torch.")
 	return config
+
+
+def _warn_of_names(module: Any, weights: list[Quantized]) -> None:
+	"""Warn if transformers reads the experts of its model under other names than those that are written."""
+	config: Any = getattr(module, "config", None)
+	mapping = sys.modules.get("transformers.conversion_mapping")
+	if mapping is None or not hasattr(config, "model_type"):
+		return
+	rules = mapping.get_checkpoint_conversion_mapping(config.model_type) or ()
+	patterns = [pattern for rule in rules for pattern in rule.source_patterns if "experts" in pattern]
+	# The names of the module itself are read as well.
+	read = [*(re.escape(p).replace(r"\*", r"\d+") for p in patterns), *map(re.escape, module.state_dict())]
+	unread = [w for w in weights if not any(re.search(p, w.tensor(".weight")) for p in read)]
+	if unread:
+		warnings.warn(
+			f"transformers reads experts of {config.model_type} as {' and '.join(patterns) or 'one tensor for all'}, not as "
+			f"{unread[0].tensor('.weight')}: its from_pretrained would leave them at random values, without an error. "
+			"Convert a folder of save_pretrained instead (python -m grouped.convert), which keeps the names; "
+			"grouped.checkpoint.load reads both",
+			stacklevel=3,
+		)
 
 
 def _names(weight: ExpertWeight, is_stacked: bool) -> list[Quantized]:

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grouped
-from grouped import optim
-from tests.helpers import BF16, each, seeded
+from grouped import MXFP8, optim, quantize
+from tests.helpers import BF16, each, raises, sample, seeded
 
 SHAPE = (3, 64, 80)
 
@@ -86,3 +86,53 @@ def test_masters_of_some_make_the_states_of_all():
 		"2.weight": False,
 	}
 	assert not any(t.requires_grad for state in found.values() for t in state.values())
+
+
+@each("has_step", [False, True])
+@each("write", ["load_state_dict", "copy_"])
+def test_values_that_a_master_would_undo(write, has_step):
+	"""A step from the old master would put the old values back without a word."""
+	w = sample(2, 32, 64)
+	layer = nn.Module()
+	layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
+	optimizer = optim.AdamW([layer.weight], lr=1e-3, masters={layer.weight: w})
+
+	def step():
+		layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+		optimizer.step()
+
+	if has_step:
+		step()
+	other = quantize(sample(2, 32, 64) + 1, MXFP8(), columnwise=True)
+	before = layer.weight.dequantize()
+	if write == "copy_":
+		with torch.no_grad():
+			layer.weight.copy_(other)
+	else:
+		layer.load_state_dict({"weight": other})
+	assert not torch.equal(layer.weight.dequantize(), before)
+	with raises(RuntimeError, "would put the old values back"):
+		step()
+	assert torch.equal(layer.weight.dequantize(), other.dequantize())
+
+
+@each("first", ["optimizer", "module"])
+def test_a_resume_loads_module_and_optimizer_in_any_order(first):
+	w, states = sample(2, 32, 64), []
+	for _ in range(2):
+		layer = nn.Module()
+		layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
+		optimizer = optim.AdamW([layer.weight], lr=1e-2, masters={layer.weight: w})
+		for _ in range(2):
+			layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+			optimizer.step()
+			if states:
+				break
+		if not states:
+			states = [copy.deepcopy(layer.state_dict()), copy.deepcopy(optimizer.state_dict())]
+	loads = [lambda: layer.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
+	for load in loads if first == "module" else loads[::-1]:
+		load()
+	layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+	optimizer.step()
+	assert int(optimizer.state[layer.weight]["step"]) == 3

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import grouped
 from cute_kernels import backend
-from grouped import recipes
+from grouped import checkpoint, recipes
 from grouped.nn import kept
 from tests.helpers import BF16, assert_same_buffers, assert_same_bytes, each, raises, seeded, whole_graph
 
@@ -381,3 +381,14 @@ def test_a_captured_call_that_quantizes_experts_warns(monkeypatch):
 		with warnings.catch_warnings():
 			warnings.simplefilter("error")
 			model(ids)
+
+
+@each("name", [*MODELS])
+def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tmp_path):
+	model = model_of(name)
+	model.set_experts_implementation("grouped_bf16")
+	with warnings.catch_warnings(record=True) as caught:
+		warnings.simplefilter("always")
+		checkpoint.save(model, tmp_path / "a", "deepseek")
+	is_read = name in ("Qwen3Moe", "DeepseekV3")
+	assert ["would leave them at random values" in str(w.message) for w in caught] == [True] * (not is_read)
