@@ -50,7 +50,8 @@ def gathered_inputs(x: "GroupedTensor", ranks: int, groups: int) -> tuple[Tensor
 		raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")
 	if groups % ranks:
 		raise ValueError(
-			f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a multiple of its {ranks} ranks"
+			f"FSDP shards the groups of a GroupedTensor: their number, {groups}, must be a multiple of its {ranks} "
+			"ranks. Leave a shared expert, which is one group, out of fully_shard by ignored_params"
 		)
 	return tuple(_with_padding(t) for t in x._inner().values())
 

@@ -51,7 +51,8 @@ def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | 
 	if groups % ranks:
 		raise ValueError(
 			f"{key} has {groups} groups on the {ranks} ranks of fully_shard: the number of quantized groups must be a "
-			"multiple of the ranks. Shard over fewer ranks, or load a plain checkpoint"
+			"multiple of the ranks. Shard over fewer ranks, load a plain checkpoint, or leave a shared expert, which is one "
+			"group, out of fully_shard (ignored_params)"
 		)
 
 
