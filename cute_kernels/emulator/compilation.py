@@ -140,6 +140,8 @@ def _hash_file(library: Path) -> Path:
 def _install(built: Path, library: Path) -> None:
 	digest = hashlib.sha256(built.read_bytes()).hexdigest()
 	built.chmod(FILE_MODE)
+	if library.is_dir():
+		shutil.rmtree(library)  # A file cannot take its place.
 	built.replace(library)
 	# Last, so that a process that dies in between leaves a library that is not taken.
 	write_file(_hash_file(library), digest.encode())

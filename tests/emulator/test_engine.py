@@ -314,3 +314,11 @@ print(compilation.build())"""
 	assert len(libraries) == 1
 	assert ctypes.CDLL(str(libraries[0])).answer() == 42
 	assert not list((cache / "emulator").glob("build-*"))
+
+
+def test_a_folder_in_the_place_of_the_library_is_replaced(tmp_path):
+	built, library = tmp_path / "built.so", tmp_path / "library.so"
+	built.write_bytes(b"code")
+	(library / "inside").mkdir(parents=True)
+	compilation._install(built, library)
+	assert library.read_bytes() == b"code" and compilation._is_intact(library)
