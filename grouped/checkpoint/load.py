@@ -89,7 +89,8 @@ def load(
 		ValueError: a tensor of another shape or dtype, or of FP8 or integers without scales; scales that are NaN,
 			infinite, negative, or zero over codes that are not; files that are damaged; tensors beside a weight that change
 			its results, as AWQ's ``pre_quant_scale``; MXFP4 weights that are no exact NVFP4; or a parameter on the meta
-			device, or one that has an owner which cannot take another.
+			device, or one that has an owner which cannot take another; or a quantized weight that takes gradients, where the
+			checkpoint has a quantized one.
 	"""
 	check_kind(bool, strict=strict)
 	check_kind(nn.Module, module=module)
@@ -214,6 +215,7 @@ def _check_owners(ownership: Ownership, plans: list[Plan], weights: list[ExpertW
 	owners = [ownership.owner(plan.weight.owner, plan.weight.attribute, targets) for plan in plans]
 	for plan, owner in zip(plans, owners, strict=True):
 		if plan.layout is not None:
+			_check_is_not_trained(plan.weight)
 			if (owner is not None and owner.kind == "dtensor") and ownership.has_other_holder(
 				plan.weight.owner, plan.weight.attribute, targets
 			):
@@ -221,6 +223,16 @@ def _check_owners(ownership: Ownership, plans: list[Plan], weights: list[ExpertW
 				raise ValueError(f"checkpoint.load cannot replace {plan.weight.key}: {rule}. {advice}")
 			check_can_quantize(plan.weight.key, plan.weight.parameter, plan.weight.shape, owner)
 	return owners
+
+
+def _check_is_not_trained(weight: ExpertWeight) -> None:
+	"""Raise ValueError for a quantized weight that is trained: what is loaded would take no gradient."""
+	p = weight.parameter
+	if p.requires_grad and isinstance(local_part(p), GroupedTensor):
+		raise ValueError(
+			f"{weight.key} is quantized and takes gradients, the checkpoint's weight would not: to train, load a plain "
+			"checkpoint into a plain model, or the model's own state dict; to serve, call requires_grad_(False) first"
+		)
 
 
 def _check_transposed(plans: list[Plan]) -> None:

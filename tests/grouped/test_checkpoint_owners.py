@@ -270,3 +270,17 @@ def test_rows_of_a_rank(rank=3):
 		assert local_rows(odd) == (range(3, 5) if ep else range(3))
 	finally:
 		dist.destroy_process_group()
+
+
+def test_quantized_weights_that_are_trained_are_not_replaced_by_frozen_ones(low, plain):
+	model = moe(1)
+	grouped.prepare(model, grouped.NVFP4(), trainable=True)
+	before = {name: (p, p._version) for name, p in model.named_parameters()}
+	with raises(ValueError, "gate_up.weight is quantized and takes gradients.*requires_grad_"):
+		checkpoint.load(model, low)
+	assert all(p is before[name][0] and p._version == before[name][1] for name, p in model.named_parameters())
+	checkpoint.load(model, plain)
+	assert model.experts.down.weight.requires_grad
+	for p in model.experts.parameters():
+		p.requires_grad_(False)
+	checkpoint.load(model, low)
