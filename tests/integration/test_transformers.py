@@ -392,3 +392,22 @@ def test_names_of_experts_that_transformers_does_not_read_are_warned_of(name, tm
 		checkpoint.save(model, tmp_path / "a", "deepseek")
 	is_read = name in ("Qwen3Moe", "DeepseekV3")
 	assert ["would leave them at random values" in str(w.message) for w in caught] == [True] * (not is_read)
+
+
+def test_a_recorded_call_sees_that_a_weight_lies_in_another_order():
+	pytest.importorskip("cutlass")
+	model = model_of("Qwen3Moe")
+	model.set_experts_implementation("grouped_nvfp4")
+	experts = model.model.layers[0].mlp.experts
+	x, ids = torch.randn(6, HIDDEN, generator=seeded(2)).to(BF16), torch.tensor([[0, 1], [1, 2], [2, 0]] * 2)
+	with torch.no_grad(), backend("emulated:sm_90a"):
+		integration.prepare(model)
+		call = lambda: experts(x, ids, torch.ones(6, 2))  # noqa: E731
+		y = call()
+		for name in ("gate_up_proj", "down_proj"):
+			weight = getattr(experts, name)
+			assert weight.prepacked
+			for _ in range(4):  # The second is recorded, later ones are repeated.
+				assert_same_bytes(call(), y, name)
+			weight.data = weight.data.unpack()
+			assert_same_bytes(call(), y, name)
