@@ -117,8 +117,8 @@ def used(arch):
 	for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
 		ops.append(ComputeOffsets(torch.ones(3, dtype=splits), 1, out))
 	state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
-	for amax, algorithm in itertools.product((None, torch.ones(3)), ALGORITHMS):
-		ops.append(DelayedScalingUpdate(*state, text, amax, algorithm=algorithm))
+	for amax, algorithm, skip in itertools.product((None, torch.ones(3)), ALGORITHMS, (False, True)):
+		ops.append(DelayedScalingUpdate(*state, text, amax, algorithm=algorithm, skip_nonfinite=skip))
 	master = torch.empty(1, 2, 32)
 	for dtype, text in itertools.product((BF16, torch.float32), ("nvfp4", "mxfp8", "fp8_block:block=128x128")):
 		ops.append(AdamWQuantize(*[master] * 3, master.to(dtype), master, [], text, True, True, *[0.0] * 4))
