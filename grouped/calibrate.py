@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .checkpoint.weights import is_foreign_experts
+from .preparation import is_foreign_experts
 from .token_ids import read_ids
 
 #: Longer sequences are cut into pieces of at most so many tokens.

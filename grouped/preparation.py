@@ -150,6 +150,12 @@ def prepare(
 	return len(chosen)
 
 
+def is_foreign_experts(module: nn.Module) -> bool:
+	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
+	own, marks = vars(module), ("has_gate", "is_transposed")
+	return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(module, "down_proj")
+
+
 def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
 	"""Yield the weights of each layer of experts under ``model``."""
 	inside: set[nn.Module] = set()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import grouped.nn
 from cute_kernels.records import check_kind
 
+from ..preparation import is_foreign_experts
+
 #: What checkpoints call the projections of an expert: Mixtral's names.
 ALIASES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
@@ -118,12 +120,6 @@ def expert_weights(module: nn.Module, rename: Mapping[str, str] | None = None) -
 			yield from _linear(m, name, renamed(name, rename), ("",), False, "")
 		elif is_foreign_experts(m):
 			yield from _of_transformers(m, name, renamed(name, rename))
-
-
-def is_foreign_experts(module: nn.Module) -> bool:
-	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
-	own, marks = vars(module), ("has_gate", "is_transposed")
-	return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(module, "down_proj")
 
 
 def _linear(

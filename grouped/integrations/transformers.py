@@ -30,7 +30,7 @@ from grouped import recipes
 from ..experts import Layer, Style, compute_routing, of_quantized_weights, without_gradients
 from ..experts import experts as mixture
 from ..nn.kept import lookup, warn_if_captured
-from ..preparation import SOURCES, Source, Weight, check_product, expert_layers, reorder
+from ..preparation import SOURCES, Source, Weight, check_product, expert_layers, is_foreign_experts, reorder
 from ..recipes import Recipe, check_recipe
 from ..tensor import GroupedTensor
 
@@ -45,7 +45,7 @@ RECIPES: dict[str, Recipe] = {
 	"grouped_fp8_block": recipes.FP8Block(),
 	"grouped_fp8_current": recipes.FP8Current(),
 }
-#: What ``register`` gives transformers, by the same names.
+#: Functions that ``register`` gives transformers, by the same names.
 _FORWARDS: dict[str, Forward] = {}
 
 
@@ -163,22 +163,13 @@ def get_memory_footprint(self: Any, return_buffers: bool = True) -> int:
 	return sum(t.nbytes for t in (*self.parameters(), *(self.buffers() if return_buffers else ())))
 
 
-#: Attributes of experts: ``use_experts_implementation`` sets them on every class that it wraps.
-_MARKS = ("has_gate", "is_transposed")
-
-
-def _is_experts(module: nn.Module) -> bool:
-	"""Tell whether a module is experts, and not a wrapper that passes their attributes on."""
-	return all(mark in vars(module) or hasattr(type(module), mark) for mark in _MARKS) and hasattr(module, "down_proj")
-
-
 def experts_of(model: nn.Module) -> Iterator[Any]:
 	"""Yield the experts under ``model`` that use transformers' interface."""
-	return filter(_is_experts, model.modules())
+	return filter(is_foreign_experts, model.modules())
 
 
 def _weights_of(module: Any) -> list[Weight] | None:
-	if not _is_experts(module):
+	if not is_foreign_experts(module):
 		return None
 	recipe = recipe_in_use(module)
 	return [Weight(module, name, recipe, bool(module.is_transposed)) for name in weight_names(module)]
