@@ -15,21 +15,21 @@ __all__ = ["__version__", "emulator"]
 __version__ = "0.1.0"
 
 if importlib.util.find_spec("torch") is not None:
-	from cute_kernels import ops
+    from cute_kernels import ops
 
-	from .capability import UnsupportedError, support
-	from .layout.prepack import prepack, unpack
-	from .runtime.aot import precompile
-	from .runtime.backend import Backend, active_backend, backend
+    from .capability import UnsupportedError, support
+    from .layout.prepack import prepack, unpack
+    from .runtime.aot import precompile
+    from .runtime.backend import Backend, active_backend, backend
 
-	__all__ += [
-		"Backend",
-		"UnsupportedError",
-		"active_backend",
-		"backend",
-		"ops",
-		"precompile",
-		"prepack",
-		"support",
-		"unpack",
-	]
+    __all__ += [
+        "Backend",
+        "UnsupportedError",
+        "active_backend",
+        "backend",
+        "ops",
+        "precompile",
+        "prepack",
+        "support",
+        "unpack",
+    ]

@@ -6,7 +6,7 @@ To be run, not imported: an import would put this module where the package has t
 import sys
 
 if __name__ != "__main__":
-	raise ImportError("call cute_kernels.precompile(), or run python -m cute_kernels.precompile")
+    raise ImportError("call cute_kernels.precompile(), or run python -m cute_kernels.precompile")
 
 from .runtime.aot import main
 

@@ -25,47 +25,47 @@ from .validation import check_format
 
 
 class Weight(NamedTuple):
-	"""A parameter that holds a weight of experts.
+    """A parameter that holds a weight of experts.
 
-	Attributes:
-		module: the module that has it.
-		name: its name there.
-		recipe: the recipe that its products run in.
-		transposed: the parameter is (G, K, N).
-	"""
+    Attributes:
+            module: the module that has it.
+            name: its name there.
+            recipe: the recipe that its products run in.
+            transposed: the parameter is (G, K, N).
+    """
 
-	module: nn.Module
-	name: str
-	recipe: Recipe
-	transposed: bool = False
+    module: nn.Module
+    name: str
+    recipe: Recipe
+    transposed: bool = False
 
-	@property
-	def is_foreign(self) -> bool:
-		"""Tell whether experts of another library have it."""
-		return not isinstance(self.module, GroupedLinear)
+    @property
+    def is_foreign(self) -> bool:
+        """Tell whether experts of another library have it."""
+        return not isinstance(self.module, GroupedLinear)
 
-	@property
-	def parameter(self) -> Any:
-		"""The parameter."""
-		return self.module._parameters[self.name]
+    @property
+    def parameter(self) -> Any:
+        """The parameter."""
+        return self.module._parameters[self.name]
 
-	@property
-	def linear(self) -> Tensor:
-		"""The parameter as (G, N, K), detached."""
-		weight: Tensor = self.parameter.detach()
-		return weight.transpose(1, 2) if self.transposed else weight
+    @property
+    def linear(self) -> Tensor:
+        """The parameter as (G, N, K), detached."""
+        weight: Tensor = self.parameter.detach()
+        return weight.transpose(1, 2) if self.transposed else weight
 
 
 class Source(NamedTuple):
-	"""Experts of another library, which its integration adds to ``SOURCES``.
+    """Experts of another library, which its integration adds to ``SOURCES``.
 
-	Attributes:
-		weights_of: gives the weights of a module that is experts of the library, else None.
-		finish: is called with a model in which such weights were quantized.
-	"""
+    Attributes:
+            weights_of: gives the weights of a module that is experts of the library, else None.
+            finish: is called with a model in which such weights were quantized.
+    """
 
-	weights_of: Callable[[nn.Module], list[Weight] | None]
-	finish: Callable[[nn.Module], None]
+    weights_of: Callable[[nn.Module], list[Weight] | None]
+    finish: Callable[[nn.Module], None]
 
 
 SOURCES: list[Source] = []
@@ -73,258 +73,300 @@ SOURCES: list[Source] = []
 
 @torch.no_grad()
 def prepare(
-	model: nn.Module,
-	fmt: Format | None = None,
-	*,
-	trainable: bool = False,
-	columnwise: bool | None = None,
-	masters: MutableMapping[Tensor, Tensor] | None = None,
+    model: nn.Module,
+    fmt: Format | None = None,
+    *,
+    trainable: bool = False,
+    columnwise: bool | None = None,
+    masters: MutableMapping[Tensor, Tensor] | None = None,
 ) -> int:
-	"""Quantize the weights of a model's experts once, in place.
+    """Quantize the weights of a model's experts once, in place.
 
-	Each weight of ``MoE``, ``GroupedMLP`` and ``GroupedLinear``, and of transformers' experts under an implementation of
-	``grouped.integrations.transformers``, becomes a GroupedTensor (G, N, K). Calls then use it as it is: they quantize no
-	weight, also where a CUDA graph replays them. The memory of a plain weight is free when nothing else holds it.
+    Each weight of ``MoE``, ``GroupedMLP`` and ``GroupedLinear``, and of transformers' experts under
+    an implementation of ``grouped.integrations.transformers``, becomes a GroupedTensor (G, N, K).
+    Calls then use it as it is: they quantize no weight, also where a CUDA graph replays them. The
+    memory of a plain weight is free when nothing else holds it.
 
-	By default the weights serve: they take no gradient, and lie in the order that the GPU multiplies fastest. Weights
-	that are quantized already, as a checkpoint's, get what is missing of that. A second call changes nothing. Errors come
-	before the first layer is changed, or leave whole layers.
+    By default the weights serve: they take no gradient, and lie in the order that the GPU
+    multiplies fastest. Weights that are quantized already, as a checkpoint's, get what is missing
+    of that. A second call changes nothing. Errors come before the first layer is changed, or leave
+    whole layers.
 
-	To train quantized weights, without a copy in bf16::
+    To train quantized weights, without a copy in bf16::
 
-	  masters = {}
-	  grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
-	  optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
+      masters = {}
+      grouped.prepare(moe, grouped.FP8Block(block=(128, 128)), trainable=True, masters=masters)
+      optimizer = grouped.optim.AdamW(moe.parameters(), masters=masters)
 
-	To train adapters of other layers beside frozen experts (QLoRA)::
+    To train adapters of other layers beside frozen experts (QLoRA)::
 
-	  grouped.prepare(model, grouped.NVFP4(), columnwise=True)
+      grouped.prepare(model, grouped.NVFP4(), columnwise=True)
 
-	Args:
-		model: a model, or experts alone, on the device where it will run. Call it before ``fully_shard``,
-			``DistributedDataParallel``, ``parallelize_module``, an adapter of the experts, and the optimizer.
-		fmt: the format of the weights; None for that of the recipe of each layer, where layers with ``BF16`` stay plain.
-			Quantized weights under ``BF16`` run with bf16 or fp16 activations (W4A16, W8A16). If the recipe has delayed
-			scaling, None takes the scales of the weight as it is now.
-		trainable: the weights take gradients, and have the columnwise copy that the gradient of the input reads.
-		columnwise: keep that copy also for weights that take no gradient; by default ``trainable``.
-		masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized from, for
-			``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard`` makes other parameters: then key them by name.
+    Args:
+            model: a model, or experts alone, on the device where it will run. Call it before
+                    ``fully_shard``, ``DistributedDataParallel``, ``parallelize_module``, an adapter
+                    of the experts, and the optimizer.
+            fmt: the format of the weights; None for that of the recipe of each layer, where layers
+                    with ``BF16`` stay plain. Quantized weights under ``BF16`` run with bf16 or fp16
+                    activations (W4A16, W8A16). If the recipe has delayed scaling, None takes the
+                    scales of the weight as it is now.
+            trainable: the weights take gradients, and have the columnwise copy that the gradient of
+                the input reads.
+            columnwise: keep that copy also for weights that take no gradient; by default
+                ``trainable``.
+            masters: receives, by new parameter, the plain weight (G, N, K) that it was quantized
+                    from, for ``grouped.optim.AdamW``; it keeps those in memory. ``fully_shard``
+                    makes other parameters: then key them by name.
 
-	Returns:
-		How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a ``GroupedLinear`` outside of one, and
-		transformers' experts of a layer.
+    Returns:
+            How many layers of experts have quantized weights: a ``GroupedMLP`` is one, a
+            ``GroupedLinear`` outside of one, and transformers' experts of a layer.
 
-	Raises:
-		TypeError: ``fmt`` is no format, or an option has another type.
-		ValueError: ``model`` has no experts, or none with a recipe that quantizes weights while ``fmt`` is None; a recipe
-			does not multiply by ``fmt``; a weight is quantized in another format, or without a copy that is asked for; it has
-			an owner (``grouped.ownership``): FSDP2, a DTensor, PEFT, accelerate's offload, a parametrization or another
-			module; it is on the meta device; or a layer was made with ``single_parameter=False``.
-		cute_kernels.UnsupportedError: the device does not run the format.
-	"""
-	check_kind(bool, trainable=trainable, columnwise=trainable if columnwise is None else columnwise)
-	if fmt is not None:
-		check_format("fmt", fmt)
-	if masters is not None and not trainable:
-		raise ValueError("masters is for weights that an optimizer updates: pass trainable=True")
-	if trainable and columnwise is False:
-		raise ValueError("columnwise=False, but trainable=True: the gradient of the input reads the columnwise copy")
-	layers = list(expert_layers(model))
-	if not layers:
-		raise ValueError(
-			f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
-			"imported, of grouped.integrations.transformers"
-		)
-	chosen = [(layer, [_format_of(weight, fmt) for weight in layer]) for layer in layers]
-	chosen = [(layer, formats) for layer, formats in chosen if any(formats)]
-	if not chosen:
-		raise ValueError(f"{layers[0][0].recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()")
-	plan = _Plan(model, trainable, trainable if columnwise is None else columnwise)
-	plan.check([(weight, f) for layer, formats in chosen for weight, f in zip(layer, formats, strict=True) if f])
-	for layer, formats in chosen:
-		plan.replace([(weight, f) for weight, f in zip(layer, formats, strict=True) if f], masters)
-	if any(weight.is_foreign for layer, _ in chosen for weight in layer):
-		for source in SOURCES:
-			source.finish(model)
-	return len(chosen)
+    Raises:
+            TypeError: ``fmt`` is no format, or an option has another type.
+            ValueError: ``model`` has no experts, or none with a recipe that quantizes weights while
+                    ``fmt`` is None; a recipe does not multiply by ``fmt``; a weight is quantized in
+                    another format, or without a copy that is asked for; it has an owner
+                    (``grouped.ownership``): FSDP2, a DTensor, PEFT, accelerate's offload, a
+                    parametrization or another module; it is on the meta device; or a layer was made
+                    with ``single_parameter=False``.
+            cute_kernels.UnsupportedError: the device does not run the format.
+    """
+    check_kind(
+        bool, trainable=trainable, columnwise=trainable if columnwise is None else columnwise
+    )
+    if fmt is not None:
+        check_format("fmt", fmt)
+    if masters is not None and not trainable:
+        raise ValueError("masters is for weights that an optimizer updates: pass trainable=True")
+    if trainable and columnwise is False:
+        raise ValueError(
+            "columnwise=False, but trainable=True: the gradient of the input reads the columnwise copy"
+        )
+    layers = list(expert_layers(model))
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no experts: no layers of grouped.nn, nor, once it is "
+            "imported, of grouped.integrations.transformers"
+        )
+    chosen = [(layer, [_format_of(weight, fmt) for weight in layer]) for layer in layers]
+    chosen = [(layer, formats) for layer, formats in chosen if any(formats)]
+    if not chosen:
+        raise ValueError(
+            f"{layers[0][0].recipe} does not quantize weights: pass fmt, such as grouped.NVFP4()"
+        )
+    plan = _Plan(model, trainable, trainable if columnwise is None else columnwise)
+    plan.check(
+        [
+            (weight, f)
+            for layer, formats in chosen
+            for weight, f in zip(layer, formats, strict=True)
+            if f
+        ]
+    )
+    for layer, formats in chosen:
+        plan.replace([(weight, f) for weight, f in zip(layer, formats, strict=True) if f], masters)
+    if any(weight.is_foreign for layer, _ in chosen for weight in layer):
+        for source in SOURCES:
+            source.finish(model)
+    return len(chosen)
 
 
 def is_foreign_experts(module: nn.Module) -> bool:
-	"""Tell whether a module is experts of transformers, and not a wrapper that passes their attributes on."""
-	own, marks = vars(module), ("has_gate", "is_transposed")
-	return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(module, "down_proj")
+    """Tell whether a module is experts of transformers, and not a wrapper that passes their
+    attributes on.
+    """
+    own, marks = vars(module), ("has_gate", "is_transposed")
+    return all(mark in own or hasattr(type(module), mark) for mark in marks) and hasattr(
+        module, "down_proj"
+    )
 
 
 def expert_layers(model: nn.Module) -> Iterator[list[Weight]]:
-	"""Yield the weights of each layer of experts under ``model``."""
-	inside: set[nn.Module] = set()
-	for module in model.modules():
-		if isinstance(module, GroupedMLP):
-			inside |= {module.gate_up, module.down}
-			yield [_weight_of(module.gate_up), _weight_of(module.down)]
-		elif isinstance(module, GroupedLinear) and module not in inside:
-			yield [_weight_of(module)]
-		else:
-			yield from (weights for source in SOURCES if (weights := source.weights_of(module)) is not None)
+    """Yield the weights of each layer of experts under ``model``."""
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, GroupedMLP):
+            inside |= {module.gate_up, module.down}
+            yield [_weight_of(module.gate_up), _weight_of(module.down)]
+        elif isinstance(module, GroupedLinear) and module not in inside:
+            yield [_weight_of(module)]
+        else:
+            yield from (
+                weights for source in SOURCES if (weights := source.weights_of(module)) is not None
+            )
 
 
 def _weight_of(layer: GroupedLinear) -> Weight:
-	if not layer.single_parameter:
-		raise ValueError(
-			"a layer was made with single_parameter=False: its groups are apart; load its state dict into a layer with "
-			"single_parameter=True and prepare that"
-		)
-	return Weight(layer, "weight", layer.recipe)
+    if not layer.single_parameter:
+        raise ValueError(
+            "a layer was made with single_parameter=False: its groups are apart; load its state dict into a layer with "
+            "single_parameter=True and prepare that"
+        )
+    return Weight(layer, "weight", layer.recipe)
 
 
 def _format_of(weight: Weight, fmt: Format | None) -> Format | None:
-	"""The format to quantize to, or that the weight has; None if the recipe leaves it plain."""
-	default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
-	if fmt is None and isinstance(parameter, GroupedTensor):
-		return parameter.format
-	if fmt is not None or default is None or not default.takes_scale:
-		return fmt or default
-	# A history of scales is for a weight that changes in each step.
-	return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
+    """The format to quantize to, or that the weight has; None if the recipe leaves it plain."""
+    default, parameter = weight.recipe.weight, weight.module._parameters.get(weight.name)
+    if fmt is None and isinstance(parameter, GroupedTensor):
+        return parameter.format
+    if fmt is not None or default is None or not default.takes_scale:
+        return fmt or default
+    # A history of scales is for a weight that changes in each step.
+    return dataclasses.replace(default, scaling="current")  # type: ignore[call-arg, type-var]
 
 
 class _Plan:
-	"""The change of a model's weights: all checks, then one layer after the other."""
+    """The change of a model's weights: all checks, then one layer after the other."""
 
-	def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
-		self._trainable, self._columnwise = trainable, columnwise
-		self._ownership = Ownership(model)
-		#: New parameters of weights that several modules share, with the old ones, whose ids are taken while they live.
-		self._shared: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, model: nn.Module, trainable: bool, columnwise: bool) -> None:
+        self._trainable, self._columnwise = trainable, columnwise
+        self._ownership = Ownership(model)
+        #: New parameters of weights that several modules share, with the old ones, whose ids are
+        #: taken while they live.
+        self._shared: dict[int, tuple[Tensor, Tensor]] = {}
 
-	def check(self, weights: list[tuple[Weight, Format]]) -> None:
-		"""Raise unless all weights can be replaced, quantized and multiplied."""
-		plain = []
-		for weight, fmt in weights:
-			parameter = weight.module._parameters.get(weight.name)
-			if isinstance(parameter, GroupedTensor):
-				self._check_quantized(weight, fmt, parameter)
-			else:
-				plain.append((weight, fmt))
-		self._ownership.check_replaceable([(weight.module, weight.name) for weight, _ in plain], "prepare()")
-		facts_of: dict[int, tuple[Any, ...]] = {}
-		tried: set[tuple[Any, ...]] = set()
-		for weight, fmt in plain:
-			p = weight.parameter
-			facts = (weight.recipe, fmt, weight.transposed)
-			if facts_of.setdefault(id(p), facts) != facts:
-				raise ValueError(
-					f"prepare() cannot replace {self._path(weight)}: layers with other recipes share it. Give each its own"
-				)
-			key = (*facts, p.shape, p.dtype, p.device)
-			if key not in tried:
-				tried.add(key)
-				self._rehearse(weight, fmt)
+    def check(self, weights: list[tuple[Weight, Format]]) -> None:
+        """Raise unless all weights can be replaced, quantized and multiplied."""
+        plain = []
+        for weight, fmt in weights:
+            parameter = weight.module._parameters.get(weight.name)
+            if isinstance(parameter, GroupedTensor):
+                self._check_quantized(weight, fmt, parameter)
+            else:
+                plain.append((weight, fmt))
+        self._ownership.check_replaceable(
+            [(weight.module, weight.name) for weight, _ in plain], "prepare()"
+        )
+        facts_of: dict[int, tuple[Any, ...]] = {}
+        tried: set[tuple[Any, ...]] = set()
+        for weight, fmt in plain:
+            p = weight.parameter
+            facts = (weight.recipe, fmt, weight.transposed)
+            if facts_of.setdefault(id(p), facts) != facts:
+                raise ValueError(
+                    f"prepare() cannot replace {self._path(weight)}: layers with other recipes share it. Give each its own"
+                )
+            key = (*facts, p.shape, p.dtype, p.device)
+            if key not in tried:
+                tried.add(key)
+                self._rehearse(weight, fmt)
 
-	def _path(self, weight: Weight) -> str:
-		return self._ownership.path(weight.module, weight.name)
+    def _path(self, weight: Weight) -> str:
+        return self._ownership.path(weight.module, weight.name)
 
-	def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
-		"""Raise unless a weight that is quantized already is as asked for."""
-		path = self._path(weight)
-		if fmt != quantized.format:
-			raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
-		if self._columnwise and quantized.columnwise is None:
-			raise ValueError(
-				f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
-				"weights with columnwise=True or trainable=True"
-			)
-		try:
-			check_product(quantized, weight.recipe, quantized.device, needs_dx=self._columnwise)
-		except (TypeError, ValueError) as error:
-			raise type(error)(f"{path} is {fmt}, which {weight.recipe} does not multiply: {error}") from None
+    def _check_quantized(self, weight: Weight, fmt: Format, quantized: GroupedTensor) -> None:
+        """Raise unless a weight that is quantized already is as asked for."""
+        path = self._path(weight)
+        if fmt != quantized.format:
+            raise ValueError(f"{path} is {quantized.format} already, fmt is {fmt}")
+        if self._columnwise and quantized.columnwise is None:
+            raise ValueError(
+                f"{path} is quantized already, without the columnwise copy that gradients of the input read: prepare plain "
+                "weights with columnwise=True or trainable=True"
+            )
+        try:
+            check_product(quantized, weight.recipe, quantized.device, needs_dx=self._columnwise)
+        except (TypeError, ValueError) as error:
+            raise type(error)(
+                f"{path} is {fmt}, which {weight.recipe} does not multiply: {error}"
+            ) from None
 
-	def _rehearse(self, weight: Weight, fmt: Format) -> None:
-		"""Raise unless the device quantizes the weight, and multiplies it."""
-		recipe, w = weight.recipe, weight.linear
-		require("grouped_quantize", fmt, active_backend(w.device).arch, columnwise=self._columnwise)
-		try:
-			quantized = quantize(torch.empty_like(w, device="meta"), fmt, columnwise=self._columnwise)
-			check_product(quantized, recipe, w.device, needs_dx=self._columnwise)
-		except (TypeError, ValueError) as error:
-			named = f"{self._path(weight)} to {fmt} under {recipe}: {weight.name} of {type(weight.module).__name__}"
-			raise type(error)(f"prepare() cannot quantize {named}: {error}") from None
+    def _rehearse(self, weight: Weight, fmt: Format) -> None:
+        """Raise unless the device quantizes the weight, and multiplies it."""
+        recipe, w = weight.recipe, weight.linear
+        require("grouped_quantize", fmt, active_backend(w.device).arch, columnwise=self._columnwise)
+        try:
+            quantized = quantize(
+                torch.empty_like(w, device="meta"), fmt, columnwise=self._columnwise
+            )
+            check_product(quantized, recipe, w.device, needs_dx=self._columnwise)
+        except (TypeError, ValueError) as error:
+            named = f"{self._path(weight)} to {fmt} under {recipe}: {weight.name} of {type(weight.module).__name__}"
+            raise type(error)(f"prepare() cannot quantize {named}: {error}") from None
 
-	def replace(self, weights: list[tuple[Weight, Format]], masters: MutableMapping[Tensor, Tensor] | None) -> None:
-		"""Quantize the weights of a layer, then have its modules hold them."""
-		new = [self._prepared(*pair) for pair in weights]
-		for (weight, _), parameter in zip(weights, new, strict=True):
-			module, old = weight.module, weight.parameter
-			if parameter is not old:
-				if masters is not None:
-					masters[parameter] = weight.linear
-				retire([old], "prepare()")
-				setattr(module, weight.name, parameter)
-				if isinstance(module, GroupedLinear):
-					module._kept = None
-			parameter.requires_grad_(self._trainable)
-			reorder(weight)
-		for weight, _ in weights:
-			if weight.transposed:
-				weight.module.is_transposed = False  # type: ignore[assignment]
+    def replace(
+        self, weights: list[tuple[Weight, Format]], masters: MutableMapping[Tensor, Tensor] | None
+    ) -> None:
+        """Quantize the weights of a layer, then have its modules hold them."""
+        new = [self._prepared(*pair) for pair in weights]
+        for (weight, _), parameter in zip(weights, new, strict=True):
+            module, old = weight.module, weight.parameter
+            if parameter is not old:
+                if masters is not None:
+                    masters[parameter] = weight.linear
+                retire([old], "prepare()")
+                setattr(module, weight.name, parameter)
+                if isinstance(module, GroupedLinear):
+                    module._kept = None
+            parameter.requires_grad_(self._trainable)
+            reorder(weight)
+        for weight, _ in weights:
+            if weight.transposed:
+                weight.module.is_transposed = False  # type: ignore[assignment]
 
-	def _prepared(self, weight: Weight, fmt: Format) -> Tensor:
-		"""The new parameter, or the present one where it is quantized."""
-		old: Tensor = weight.parameter
-		if isinstance(old, GroupedTensor):
-			return old
-		if id(old) in self._shared:
-			return self._shared[id(old)][1]
-		quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
-		new = nn.Parameter(quantized, requires_grad=self._trainable)
-		for name, value in vars(old).items():
-			setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
-		if self._ownership.is_shared(old):
-			self._shared[id(old)] = (old, new)
-		return new
+    def _prepared(self, weight: Weight, fmt: Format) -> Tensor:
+        """The new parameter, or the present one where it is quantized."""
+        old: Tensor = weight.parameter
+        if isinstance(old, GroupedTensor):
+            return old
+        if id(old) in self._shared:
+            return self._shared[id(old)][1]
+        quantized = quantize(weight.linear.contiguous(), fmt, columnwise=self._columnwise)
+        new = nn.Parameter(quantized, requires_grad=self._trainable)
+        for name, value in vars(old).items():
+            setattr(new, name, value)  # Frameworks mark parameters, as delay_wgrad does.
+        if self._ownership.is_shared(old):
+            self._shared[id(old)] = (old, new)
+        return new
 
 
-def check_product(weight: GroupedTensor, recipe: Recipe, device: torch.device, *, needs_dx: bool) -> None:
-	"""Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes are not read.
+def check_product(
+    weight: GroupedTensor, recipe: Recipe, device: torch.device, *, needs_dx: bool
+) -> None:
+    """Raise unless ``device`` runs the products of ``recipe`` with a quantized weight, whose bytes
+    are not read.
 
-	A prepacked weight is taken for what ``reorder`` makes of it.
-	"""
-	groups, _, depth = weight.shape
-	# A call on the meta device raises what one with data does.
-	x = torch.empty(1, depth, dtype=weight.dtype, device="meta", requires_grad=needs_dx)
-	offs = torch.ones(groups, dtype=torch.int32, device="meta")
-	scaling = DelayedScaling(recipe, groups, "meta") if isinstance(recipe, FP8Delayed) else None
-	with torch.enable_grad():
-		y = linear(x, _on_meta(weight), None, offs, recipe, scaling=scaling)
-	if needs_dx:
-		y.backward(torch.empty_like(y))
-	arch = active_backend(device).listed
-	if recipe.input is None:
-		require("grouped_gemm_w4a16", weight.format, arch)
-	elif is_w4a8(recipe.input, weight.format):
-		require("grouped_gemm_w4a8", recipe.input, arch)
-	else:
-		require("grouped_gemm", weight.format, arch)
+    A prepacked weight is taken for what ``reorder`` makes of it.
+    """
+    groups, _, depth = weight.shape
+    # A call on the meta device raises what one with data does.
+    x = torch.empty(1, depth, dtype=weight.dtype, device="meta", requires_grad=needs_dx)
+    offs = torch.ones(groups, dtype=torch.int32, device="meta")
+    scaling = DelayedScaling(recipe, groups, "meta") if isinstance(recipe, FP8Delayed) else None
+    with torch.enable_grad():
+        y = linear(x, _on_meta(weight), None, offs, recipe, scaling=scaling)
+    if needs_dx:
+        y.backward(torch.empty_like(y))
+    arch = active_backend(device).listed
+    if recipe.input is None:
+        require("grouped_gemm_w4a16", weight.format, arch)
+    elif is_w4a8(recipe.input, weight.format):
+        require("grouped_gemm_w4a8", recipe.input, arch)
+    else:
+        require("grouped_gemm", weight.format, arch)
 
 
 def _on_meta(weight: GroupedTensor) -> Tensor:
-	moved: Any = weight.data.to("meta")
-	return moved.unpack()
+    moved: Any = weight.data.to("meta")
+    return moved.unpack()
 
 
 def prepacks(recipe: Recipe, fmt: Format, device: torch.device) -> bool:
-	"""Tell whether weights of ``fmt`` are multiplied faster in the order of ``GroupedTensor.prepack`` there."""
-	level, arch = fmt.second_level, active_backend(device).arch
-	can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
-	can = can and recipe.is_quantized and arch != "reference"
-	return can and bool(support("grouped_gemm", fmt, arch, prepacked=True))
+    """Tell whether weights of ``fmt`` are multiplied faster in the order of
+    ``GroupedTensor.prepack`` there.
+    """
+    level, arch = fmt.second_level, active_backend(device).arch
+    can = fmt.element.per_byte > 1 and (level is None or level.per != "row")
+    can = can and recipe.is_quantized and arch != "reference"
+    return can and bool(support("grouped_gemm", fmt, arch, prepacked=True))
 
 
 def reorder(weight: Weight) -> None:
-	"""Have a quantized weight that serves lie in the order that products of its recipe read."""
-	parameter = weight.parameter
-	if isinstance(parameter, GroupedTensor) and not (parameter.requires_grad or parameter.is_meta):
-		is_faster = prepacks(weight.recipe, parameter.format, parameter.device)
-		if is_faster != parameter.prepacked:
-			parameter.data = parameter.data.prepack() if is_faster else parameter.data.unpack()
+    """Have a quantized weight that serves lie in the order that products of its recipe read."""
+    parameter = weight.parameter
+    if isinstance(parameter, GroupedTensor) and not (parameter.requires_grad or parameter.is_meta):
+        is_faster = prepacks(weight.recipe, parameter.format, parameter.device)
+        if is_faster != parameter.prepacked:
+            parameter.data = parameter.data.prepack() if is_faster else parameter.data.unpack()

@@ -27,7 +27,16 @@ from cute_kernels.records import check_choice
 
 from .validation import check_format, check_size
 
-__all__ = ["BF16", "FP8Block", "FP8Current", "FP8Delayed", "MXFP8", "NVFP4", "NVFP4RowScaled", "Recipe"]
+__all__ = [
+    "BF16",
+    "FP8Block",
+    "FP8Current",
+    "FP8Delayed",
+    "MXFP8",
+    "NVFP4",
+    "NVFP4RowScaled",
+    "Recipe",
+]
 
 #: Those that are ready to use.
 NAMES = tuple(name for name in __all__ if name != "Recipe")
@@ -39,316 +48,360 @@ INITIAL_SCALES = ("current", "one")
 
 @dataclass(frozen=True)
 class Recipe:
-	"""The format of each role; all of them, or none.
+    """The format of each role; all of them, or none.
 
-	Args:
-		input: activations that enter the layer.
-		weight: the layer's weights.
-		grad_output: gradients of the layer's output.
-		propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the gradients, so that
-			``torch.amp.GradScaler`` and whatever else looks for one finds it. Operands are quantized with
-			``nan_scales`` (see ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block or,
-			under FP8 with one scale per group, its group shares. Under NVFP4 both do that to the group, or to the row
-			of a row-scaled operand. FP8's codes hold a NaN themselves, which reaches the products of its row or
-			column. Finite numbers keep their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
-			number and FP8 an infinity into its largest one: a run that diverges then looks healthy. Weights that are
-			quantized already are taken as they are; rows behind the last group are not looked at.
+    Args:
+            input: activations that enter the layer.
+            weight: the layer's weights.
+            grad_output: gradients of the layer's output.
+            propagate_nonfinite: an infinity or a NaN in an operand reaches the output and the
+                    gradients, so that ``torch.amp.GradScaler`` and whatever else looks for one
+                    finds it. Operands are quantized with ``nan_scales`` (see
+                    ``cute_kernels.formats.Format``): an infinity makes the scale NaN that its block
+                    or, under FP8 with one scale per group, its group shares. Under NVFP4 both do
+                    that to the group, or to the row of a row-scaled operand. FP8's codes hold a NaN
+                    themselves, which reaches the products of its row or column. Finite numbers keep
+                    their bits, and nothing is read twice. If False, E2M1 turns a NaN into a finite
+                    number and FP8 an infinity into its largest one: a run that diverges then looks
+                    healthy. Weights that are quantized already are taken as they are; rows behind
+                    the last group are not looked at.
 
-	Raises:
-		TypeError: a role is no format record.
-		ValueError: some roles have a format and some have none, a weight is row-scaled, an input or a weight has E5M2
-			codes, two of them are not multiplied with each other, or one takes scales, which ``FP8Delayed`` has.
-		cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
-	"""
+    Raises:
+            TypeError: a role is no format record.
+            ValueError: some roles have a format and some have none, a weight is row-scaled, an
+                    input or a weight has E5M2 codes, two of them are not multiplied with each
+                    other, or one takes scales, which ``FP8Delayed`` has.
+            cute_kernels.UnsupportedError: a format, or a flag of one, that is not built.
+    """
 
-	input: Format | None = None
-	weight: Format | None = None
-	grad_output: Format | None = None
-	propagate_nonfinite: bool = True
+    input: Format | None = None
+    weight: Format | None = None
+    grad_output: Format | None = None
+    propagate_nonfinite: bool = True
 
-	def __post_init__(self) -> None:
-		roles = {name: fmt for name in ROLES if (fmt := getattr(self, name)) is not None}
-		if not isinstance(self.propagate_nonfinite, bool):
-			named = ", ".join(f.name for f in fields(self) if f.kw_only)
-			hint = f"; options have names: {named}" if named else ""
-			raise TypeError(f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}")
-		for name, fmt in roles.items():
-			check_format(name, fmt)
-		missing = [name for name in ROLES if name not in roles]
-		if roles and missing:
-			raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
-		level = None if self.weight is None else self.weight.second_level
-		if level is not None and level.per == "row":
-			raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
-		for name, fmt in roles.items():
-			if name != "grad_output" and fmt.element is E5M2:
-				raise ValueError(
-					f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
-				)
-		for name, fmt in roles.items():
-			_require_built(name, fmt)
-			if fmt.takes_scale and not self._updates_scales:
-				raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
-		if self.input is not None and self.weight is not None and self.grad_output is not None:
-			_check_products(self.input, self.weight, self.grad_output)
-		# Made once: a compiler that traces a layer would otherwise trace how they are made.
-		formats = {name: _marking(name, fmt) for name, fmt in roles.items()} if self.propagate_nonfinite else roles
-		object.__setattr__(self, "formats", tuple(formats.get(name) for name in ROLES))
-		object.__setattr__(self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES))
+    def __post_init__(self) -> None:
+        roles = {name: fmt for name in ROLES if (fmt := getattr(self, name)) is not None}
+        if not isinstance(self.propagate_nonfinite, bool):
+            named = ", ".join(f.name for f in fields(self) if f.kw_only)
+            hint = f"; options have names: {named}" if named else ""
+            raise TypeError(
+                f"propagate_nonfinite must be a bool, got {self.propagate_nonfinite!r}{hint}"
+            )
+        for name, fmt in roles.items():
+            check_format(name, fmt)
+        missing = [name for name in ROLES if name not in roles]
+        if roles and missing:
+            raise ValueError(f"a recipe quantizes all roles or none; no format for {missing}")
+        level = None if self.weight is None else self.weight.second_level
+        if level is not None and level.per == "row":
+            raise ValueError(f"weight must have one second-level scale a group, got {self.weight}")
+        for name, fmt in roles.items():
+            if name != "grad_output" and fmt.element is E5M2:
+                raise ValueError(
+                    f"{name} must have E4M3 codes, got {fmt}: E5M2 has the range of gradients, and two bits of fraction"
+                )
+        for name, fmt in roles.items():
+            _require_built(name, fmt)
+            if fmt.takes_scale and not self._updates_scales:
+                raise ValueError(f"{name} is {fmt}, whose scales have a history: use FP8Delayed")
+        if self.input is not None and self.weight is not None and self.grad_output is not None:
+            _check_products(self.input, self.weight, self.grad_output)
+        # Made once: a compiler that traces a layer would otherwise trace how they are made.
+        formats = (
+            {name: _marking(name, fmt) for name, fmt in roles.items()}
+            if self.propagate_nonfinite
+            else roles
+        )
+        object.__setattr__(self, "formats", tuple(formats.get(name) for name in ROLES))
+        object.__setattr__(
+            self, "texts", tuple(roles[name].text if name in roles else None for name in ROLES)
+        )
 
-	def __str__(self) -> str:
-		# In messages: what differs from the defaults.
-		values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
-		changed = [f"{f.name}={value}" for f, value in values if value != f.default]
-		return f"{type(self).__name__}({', '.join(changed)})"
+    def __str__(self) -> str:
+        # In messages: what differs from the defaults.
+        values = ((f, getattr(self, f.name)) for f in fields(self) if f.init)
+        changed = [f"{f.name}={value}" for f, value in values if value != f.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
-	#: Somebody updates the scales of formats that take them.
-	_updates_scales: ClassVar[bool] = False
-	#: The format of each role as its operand is quantized to it: with ``nan_scales`` if ``propagate_nonfinite``.
-	formats: ClassVar[tuple[Format | None, ...]]
-	#: The format of each role as text, as the op ``grouped::linear`` takes it.
-	texts: ClassVar[tuple[str | None, ...]]
+    #: Somebody updates the scales of formats that take them.
+    _updates_scales: ClassVar[bool] = False
+    #: The format of each role as its operand is quantized to it: with ``nan_scales`` if
+    #: ``propagate_nonfinite``.
+    formats: ClassVar[tuple[Format | None, ...]]
+    #: The format of each role as text, as the op ``grouped::linear`` takes it.
+    texts: ClassVar[tuple[str | None, ...]]
 
-	@property
-	def multiple(self) -> int:
-		"""What the sizes of a layer must be a multiple of, since each is K of a product."""
-		return math.lcm(*(fmt.k_multiple for fmt in (self.input, self.weight, self.grad_output) if fmt is not None))
+    @property
+    def multiple(self) -> int:
+        """What the sizes of a layer must be a multiple of, since each is K of a product."""
+        return math.lcm(
+            *(
+                fmt.k_multiple
+                for fmt in (self.input, self.weight, self.grad_output)
+                if fmt is not None
+            )
+        )
 
-	@property
-	def is_quantized(self) -> bool:
-		"""Whether the operands are quantized."""
-		return self.weight is not None
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the operands are quantized."""
+        return self.weight is not None
 
-	@property
-	def takes_scales(self) -> bool:
-		"""Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
-		return self.weight is not None and self.weight.takes_scale
+    @property
+    def takes_scales(self) -> bool:
+        """Whether the scales are those of earlier steps: calls need a ``DelayedScaling``."""
+        return self.weight is not None and self.weight.takes_scale
 
 
 def _marking(role: str, fmt: Format) -> Format:
-	"""The format that marks what is not finite by a scale that is NaN."""
-	if not any(f.name == "nan_scales" for f in fields(fmt)):  # type: ignore[arg-type]
-		raise ValueError(f"{role} is {fmt}, whose record has no nan_scales: pass propagate_nonfinite=False")
-	return replace(fmt, nan_scales=True)  # type: ignore[type-var]
+    """The format that marks what is not finite by a scale that is NaN."""
+    if not any(f.name == "nan_scales" for f in fields(fmt)):  # type: ignore[arg-type]
+        raise ValueError(
+            f"{role} is {fmt}, whose record has no nan_scales: pass propagate_nonfinite=False"
+        )
+    return replace(fmt, nan_scales=True)  # type: ignore[type-var]
 
 
 def _require_built(role: str, fmt: Format) -> None:
-	"""Refuse a format that nothing runs; what a device lacks is said by its ops."""
-	for op in ("grouped_quantize", "grouped_gemm"):
-		status = support(op, fmt, "reference")
-		if not status:
-			raise UnsupportedError(f"{role} cannot be {fmt}: {status.reason}")
+    """Refuse a format that nothing runs; what a device lacks is said by its ops."""
+    for op in ("grouped_quantize", "grouped_gemm"):
+        status = support(op, fmt, "reference")
+        if not status:
+            raise UnsupportedError(f"{role} cannot be {fmt}: {status.reason}")
 
 
 def _check_products(x: Format, weight: Format, grad_output: Format) -> None:
-	_check_product("fprop multiplies input by weight", x, weight, weights=True)
-	_check_product("dgrad multiplies grad_output by weight", grad_output, weight, None, weight, weights=True)
-	_check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
+    _check_product("fprop multiplies input by weight", x, weight, weights=True)
+    _check_product(
+        "dgrad multiplies grad_output by weight", grad_output, weight, None, weight, weights=True
+    )
+    _check_product("wgrad multiplies grad_output by input", grad_output, x, grad_output, x)
 
 
 def _check_product(
-	name: str, a: Format, b: Format, rows_a: Format | None = None, rows_b: Format | None = None, weights: bool = False
+    name: str,
+    a: Format,
+    b: Format,
+    rows_a: Format | None = None,
+    rows_b: Format | None = None,
+    weights: bool = False,
 ) -> None:
-	"""Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
-	try:
-		check_pair(a, b, weights=weights)
-		check_transforms(rows_a, rows_b)
-	except ValueError as error:
-		raise ValueError(f"{name}: {error}") from None
+    """Refuse a product; ``rows_*`` are the formats of columnwise copies that it reads."""
+    try:
+        check_pair(a, b, weights=weights)
+        check_transforms(rows_a, rows_b)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)
 class _Named(Recipe):
-	"""A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
+    """A recipe whose options give the roles; ``Recipe(...)`` takes any others."""
 
-	input: Format | None = field(default=None, init=False, repr=False)
-	weight: Format | None = field(default=None, init=False, repr=False)
-	grad_output: Format | None = field(default=None, init=False, repr=False)
+    input: Format | None = field(default=None, init=False, repr=False)
+    weight: Format | None = field(default=None, init=False, repr=False)
+    grad_output: Format | None = field(default=None, init=False, repr=False)
 
-	def __post_init__(self) -> None:
-		for name, fmt in zip(ROLES, self._roles(), strict=True):
-			object.__setattr__(self, name, fmt)
-		super().__post_init__()
+    def __post_init__(self) -> None:
+        for name, fmt in zip(ROLES, self._roles(), strict=True):
+            object.__setattr__(self, name, fmt)
+        super().__post_init__()
 
-	@abc.abstractmethod
-	def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
-		"""The formats of input, weight and gradient."""
+    @abc.abstractmethod
+    def _roles(self) -> tuple[Format | None, Format | None, Format | None]:
+        """The formats of input, weight and gradient."""
 
 
 def _option(default: Any) -> Any:
-	return field(default=default, kw_only=True)
+    return field(default=default, kw_only=True)
 
 
 @dataclass(frozen=True)
 class BF16(_Named):
-	"""Operands in bf16."""
+    """Operands in bf16."""
 
-	def _roles(self) -> tuple[None, None, None]:
-		return None, None, None
+    def _roles(self) -> tuple[None, None, None]:
+        return None, None, None
 
 
 @dataclass(frozen=True)
 class NVFP4(_Named):
-	"""NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
+    """NVFP4 operands: 1x16 blocks for activations and gradients, 16x16 for weights.
 
-	Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
+    Both options are on in NVIDIA's recipe for pretraining and off here: they take instructions.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		hadamard: the columnwise copies of activations and gradients, which wgrad multiplies, are of
-			values that a random 16x16 Hadamard transform spread over rows. Inputs are bf16 then.
-		stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's generator of their device.
-	"""
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            hadamard: the columnwise copies of activations and gradients, which wgrad multiplies,
+                    are of values that a random 16x16 Hadamard transform spread over rows. Inputs
+                    are bf16 then.
+            stochastic_rounding: gradients are rounded stochastically, by seeds from PyTorch's
+                generator of their device.
+    """
 
-	hadamard: bool = _option(False)
-	stochastic_rounding: bool = _option(False)
+    hadamard: bool = _option(False)
+    stochastic_rounding: bool = _option(False)
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		gradient = formats.NVFP4(hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding)
-		x = formats.NVFP4(hadamard=self.hadamard)
-		return x, formats.NVFP4(block=(16, 16)), gradient
+    def _roles(self) -> tuple[Format, Format, Format]:
+        gradient = formats.NVFP4(
+            hadamard=self.hadamard, stochastic_rounding=self.stochastic_rounding
+        )
+        x = formats.NVFP4(hadamard=self.hadamard)
+        return x, formats.NVFP4(block=(16, 16)), gradient
 
 
 @dataclass(frozen=True)
 class NVFP4RowScaled(_Named):
-	"""NVFP4 with one second-level scale per token for the rowwise copy of the input.
+    """NVFP4 with one second-level scale per token for the rowwise copy of the input.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		stochastic_rounding: as in ``NVFP4``.
-	"""
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            stochastic_rounding: as in ``NVFP4``.
+    """
 
-	stochastic_rounding: bool = _option(False)
+    stochastic_rounding: bool = _option(False)
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		gradient = formats.NVFP4(stochastic_rounding=self.stochastic_rounding)
-		return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
+    def _roles(self) -> tuple[Format, Format, Format]:
+        gradient = formats.NVFP4(stochastic_rounding=self.stochastic_rounding)
+        return formats.NVFP4(row_scaled=True), formats.NVFP4(block=(16, 16)), gradient
 
 
 @dataclass(frozen=True)
 class MXFP8(_Named):
-	"""MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
+    """MXFP8 operands: E4M3 codes with a power of two for each 32 of them.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
-		weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same codes.
-	"""
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
+                HYBRID.
+            weight_block: (1, 32), or (32, 32) where both directions of a weight hold the same
+                codes.
+    """
 
-	grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
-	weight_block: tuple[int, int] = _option((1, 32))
+    grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+    weight_block: tuple[int, int] = _option((1, 32))
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		return formats.MXFP8(), formats.MXFP8(block=self.weight_block), formats.MXFP8(self.grad_dtype)
+    def _roles(self) -> tuple[Format, Format, Format]:
+        return (
+            formats.MXFP8(),
+            formats.MXFP8(block=self.weight_block),
+            formats.MXFP8(self.grad_dtype),
+        )
 
 
 @dataclass(frozen=True)
 class FP8Block(_Named):
-	"""FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
+    """FP8 with fp32 scales of blocks: 1x128 for activations and gradients, 128x128 for weights.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's HYBRID.
-		pow2_scales: scales are powers of two.
-		amax_epsilon: lower bound of a block's amax.
-	"""
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            grad_dtype: of the codes of gradients; ``torch.float8_e5m2`` is TransformerEngine's
+                HYBRID.
+            pow2_scales: scales are powers of two.
+            amax_epsilon: lower bound of a block's amax.
+    """
 
-	grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
-	pow2_scales: bool = _option(True)
-	amax_epsilon: float = _option(0.0)
+    grad_dtype: torch.dtype = _option(torch.float8_e4m3fn)
+    pow2_scales: bool = _option(True)
+    amax_epsilon: float = _option(0.0)
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
-		return x, replace(x, block=(128, 128)), replace(x, dtype=self.grad_dtype)
+    def _roles(self) -> tuple[Format, Format, Format]:
+        x = formats.FP8Block(pow2_scales=self.pow2_scales, amax_epsilon=self.amax_epsilon)
+        return x, replace(x, block=(128, 128)), replace(x, dtype=self.grad_dtype)
 
 
 @dataclass(frozen=True)
 class FP8Current(_Named):
-	"""FP8 with one scale a group, from the amax of the tensor that it scales.
+    """FP8 with one scale a group, from the amax of the tensor that it scales.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-	"""
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+    """
 
-	grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+    grad_dtype: torch.dtype = _option(torch.float8_e5m2)
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
+    def _roles(self) -> tuple[Format, Format, Format]:
+        return formats.FP8(), formats.FP8(), formats.FP8(self.grad_dtype)
 
 
 @dataclass(frozen=True)
 class FP8Delayed(_Named):
-	"""FP8 with one scale a group, from the amaxes of earlier steps.
+    """FP8 with one scale a group, from the amaxes of earlier steps.
 
-	An operand is quantized in one pass, for its scale is there before it is. The scales, and the
-	history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
-	they are updated, ``grouped.delayed_scaling_update`` how.
+    An operand is quantized in one pass, for its scale is there before it is. The scales, and the
+    history that they follow from, are the state of a layer: ``grouped.nn.DelayedScaling`` says when
+    they are updated, ``grouped.delayed_scaling_update`` how.
 
-	Args:
-		propagate_nonfinite: as in ``Recipe``.
-		grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
-		history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
-		margin: the scales are divided by two to this power.
-		algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the last;
-			TransformerEngine's ``amax_compute_algo``.
-		initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand is quantized by its own
-			amax, with the bits of ``FP8Current``, until an update has seen the group; ``margin`` is not applied. The
-			device decides this for each group, so an expert without tokens in the first steps begins the same way later.
-			It takes one more read of each operand until all groups have begun. ``"one"``: scales are 1, as
-			TransformerEngine begins, and products below the smallest code vanish in the first step.
-		amax_group: processes that share the scales: their amaxes are reduced to the largest at each update, so all of them
-			must take the same steps. A ``torch.distributed`` group or its name, which is what is kept.
-			``DistributedDataParallel`` needs ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
-			of which a distributed checkpoint keeps one set; else first call ``update()`` of each ``scaling``, which reduces
-			the amaxes of the last step.
+    Args:
+            propagate_nonfinite: as in ``Recipe``.
+            grad_dtype: of the codes of gradients: by default E5M2, TransformerEngine's HYBRID.
+            history_length: steps whose amaxes count; TransformerEngine's ``amax_history_len``.
+            margin: the scales are divided by two to this power.
+            algorithm: ``"max"`` follows the largest amax of the history, ``"most_recent"`` the
+                    last; TransformerEngine's ``amax_compute_algo``.
+            initial_scale: of a group whose history holds no amax yet. ``"current"``: each operand
+                    is quantized by its own amax, with the bits of ``FP8Current``, until an update
+                    has seen the group; ``margin`` is not applied. The device decides this for each
+                    group, so an expert without tokens in the first steps begins the same way later.
+                    It takes one more read of each operand until all groups have begun. ``"one"``:
+                    scales are 1, as TransformerEngine begins, and products below the smallest code
+                    vanish in the first step.
+            amax_group: processes that share the scales: their amaxes are reduced to the largest at
+                    each update, so all of them must take the same steps. A ``torch.distributed``
+                    group or its name, which is what is kept. ``DistributedDataParallel`` needs
+                    ``broadcast_buffers=False`` beside it. None: each process has scales of its own,
+                    of which a distributed checkpoint keeps one set; else first call ``update()`` of
+                    each ``scaling``, which reduces the amaxes of the last step.
 
-	Raises:
-		TypeError: an argument has the wrong type.
-		ValueError: an argument is out of range.
-	"""
+    Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument is out of range.
+    """
 
-	grad_dtype: torch.dtype = _option(torch.float8_e5m2)
-	history_length: int = _option(1024)
-	margin: int = _option(0)
-	algorithm: str = _option("max")
-	amax_group: ProcessGroup | str | None = _option(None)
-	initial_scale: str = _option("current")
-	_updates_scales: ClassVar[bool] = True
+    grad_dtype: torch.dtype = _option(torch.float8_e5m2)
+    history_length: int = _option(1024)
+    margin: int = _option(0)
+    algorithm: str = _option("max")
+    amax_group: ProcessGroup | str | None = _option(None)
+    initial_scale: str = _option("current")
+    _updates_scales: ClassVar[bool] = True
 
-	def __post_init__(self) -> None:
-		super().__post_init__()
-		check_size("history_length", self.history_length)
-		for fmt in self._roles():
-			check_margin(self.margin, fmt)
-		check_choice("algorithm", self.algorithm, ALGORITHMS)
-		check_choice("initial_scale", self.initial_scale, INITIAL_SCALES)
-		# Its name alone is the same on all processes, and can be copied and saved.
-		group: Any = self.amax_group
-		group = getattr(group, "group_name", group)
-		if not (group is None or isinstance(group, str)):
-			raise TypeError(f"amax_group must be a torch.distributed group or its name, got {group!r}")
-		object.__setattr__(self, "amax_group", group)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_size("history_length", self.history_length)
+        for fmt in self._roles():
+            check_margin(self.margin, fmt)
+        check_choice("algorithm", self.algorithm, ALGORITHMS)
+        check_choice("initial_scale", self.initial_scale, INITIAL_SCALES)
+        # Its name alone is the same on all processes, and can be copied and saved.
+        group: Any = self.amax_group
+        group = getattr(group, "group_name", group)
+        if not (group is None or isinstance(group, str)):
+            raise TypeError(
+                f"amax_group must be a torch.distributed group or its name, got {group!r}"
+            )
+        object.__setattr__(self, "amax_group", group)
 
-	def _roles(self) -> tuple[Format, Format, Format]:
-		x = formats.FP8(scaling="delayed")
-		return x, x, formats.FP8(self.grad_dtype, "delayed")
+    def _roles(self) -> tuple[Format, Format, Format]:
+        x = formats.FP8(scaling="delayed")
+        return x, x, formats.FP8(self.grad_dtype, "delayed")
 
 
 @dataclass(frozen=True)
 class OfCall(Recipe):
-	"""Formats of a call whose scales, if they take any, are given with it: for ops."""
+    """Formats of a call whose scales, if they take any, are given with it: for ops."""
 
-	_updates_scales: ClassVar[bool] = True
+    _updates_scales: ClassVar[bool] = True
 
 
 def check_recipe(recipe: object) -> None:
-	"""Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
-	if isinstance(recipe, Recipe):
-		return
-	hint = ""
-	if isinstance(recipe, type) and issubclass(recipe, Recipe):
-		hint = f": {recipe.__name__}(), not {recipe.__name__}"
-	elif isinstance(recipe, Format):
-		hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
-	raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")
+    """Raise ``TypeError`` unless ``recipe`` is a recipe, and not its class or a format."""
+    if isinstance(recipe, Recipe):
+        return
+    hint = ""
+    if isinstance(recipe, type) and issubclass(recipe, Recipe):
+        hint = f": {recipe.__name__}(), not {recipe.__name__}"
+    elif isinstance(recipe, Format):
+        hint = ": a format, which a recipe has for each role, Recipe(input, weight, grad_output)"
+    raise TypeError(f"recipe must be a grouped.recipes.Recipe, got {recipe!r}{hint}")

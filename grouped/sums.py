@@ -9,35 +9,37 @@ _collectives = torch.ops._c10d_functional
 
 
 def sum_over(x: Tensor, group: str) -> Tensor:
-	"""The sum of ``x`` over the ranks of ``group``, added in fp32 and rounded to its dtype."""
-	out: Tensor = _collectives.wait_tensor(_collectives.all_reduce(x.float().contiguous(), "sum", group))
-	return out.to(x.dtype)
+    """The sum of ``x`` over the ranks of ``group``, added in fp32 and rounded to its dtype."""
+    out: Tensor = _collectives.wait_tensor(
+        _collectives.all_reduce(x.float().contiguous(), "sum", group)
+    )
+    return out.to(x.dtype)
 
 
 class SummedGradient(torch.autograd.Function):
-	"""``x`` as it is; its gradient is the sum of the ranks' gradients."""
+    """``x`` as it is; its gradient is the sum of the ranks' gradients."""
 
-	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-		"""Return a view of ``x``."""
-		ctx.group = group
-		return x.view_as(x)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        """Return a view of ``x``."""
+        ctx.group = group
+        return x.view_as(x)
 
-	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-		"""Return the sum of the gradients."""
-		return sum_over(dx, ctx.group), None
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        """Return the sum of the gradients."""
+        return sum_over(dx, ctx.group), None
 
 
 class Sum(torch.autograd.Function):
-	"""``sum_over``; each rank's gradient is that of the sum."""
+    """``sum_over``; each rank's gradient is that of the sum."""
 
-	@staticmethod
-	def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-		"""Return the sum."""
-		return sum_over(x, group)
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        """Return the sum."""
+        return sum_over(x, group)
 
-	@staticmethod
-	def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
-		"""Return this rank's gradient."""
-		return dx, None
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's gradient."""
+        return dx, None

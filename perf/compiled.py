@@ -7,6 +7,6 @@ from cute_kernels.runtime.spec import KernelSpec
 
 
 def compile_for_emulator(config: KernelSpec, arch: str = "sm_100a") -> EmulatedKernel:
-	kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
-	assert isinstance(kernel, EmulatedKernel)
-	return kernel
+    kernel = compile_kernel(config, architecture(f"emulated:{arch}"))
+    assert isinstance(kernel, EmulatedKernel)
+    return kernel

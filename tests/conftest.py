@@ -19,13 +19,13 @@ hypothesis.settings.load_profile("repeatable")
 
 
 def inductor_cache():
-	"""Compiled graphs for these sources: its keys do not see what ops do inside."""
-	root = Path(__file__).parents[1]
-	digest = hashlib.sha256()
-	for package in ("cute_kernels", "grouped"):
-		for path in sorted((root / package).rglob("*.py")):
-			digest.update(path.read_bytes())
-	return str(Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}-{digest.hexdigest()[:16]}")
+    """Compiled graphs for these sources: its keys do not see what ops do inside."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for package in ("cute_kernels", "grouped"):
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return str(Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}-{digest.hexdigest()[:16]}")
 
 
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", inductor_cache())
@@ -36,47 +36,49 @@ torch.set_num_threads(1)
 
 @pytest.fixture(autouse=True)
 def seed():
-	torch.manual_seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture
 def garbage():
-	"""Fresh memory holds NaN."""
-	torch.use_deterministic_algorithms(True)
-	yield
-	torch.use_deterministic_algorithms(False)
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
 def fresh_dynamo():
-	torch._dynamo.reset()
-	yield
-	torch._dynamo.reset()
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-	"""Skip what needs the emulator where there is no compiler to build it, or the CuTe DSL where there is none."""
-	try:
-		return (yield)
-	except BuildError as error:
-		if has_compiler():
-			raise
-		pytest.skip(str(error))
-	except (UnsupportedError, ModuleNotFoundError) as error:
-		if "cutlass" not in str(error) or importlib.util.find_spec("cutlass"):
-			raise
-		pytest.skip(str(error))
+    """Skip what needs the emulator where there is no compiler to build it, or the CuTe DSL where
+    there is none.
+    """
+    try:
+        return (yield)
+    except BuildError as error:
+        if has_compiler():
+            raise
+        pytest.skip(str(error))
+    except (UnsupportedError, ModuleNotFoundError) as error:
+        if "cutlass" not in str(error) or importlib.util.find_spec("cutlass"):
+            raise
+        pytest.skip(str(error))
 
 
 @pytest.fixture
 def comparable(monkeypatch):
-	"""opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
-	allclose = torch.allclose
+    """opcheck compares what an op must not change; PyTorch cannot compare numbers of FP8."""
+    allclose = torch.allclose
 
-	def compare(a, b, *args, **options):
-		if a.dtype.is_floating_point and a.itemsize == 1:
-			return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-		return allclose(a, b, *args, **options)
+    def compare(a, b, *args, **options):
+        if a.dtype.is_floating_point and a.itemsize == 1:
+            return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return allclose(a, b, *args, **options)
 
-	monkeypatch.setattr(torch, "allclose", compare)
+    monkeypatch.setattr(torch, "allclose", compare)

@@ -10,19 +10,21 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_support_table_is_the_capability_table():
-	start = README.index("markdown_table() -->\n") + len("markdown_table() -->\n")
-	end = README.index("\n<!-- end of support table -->")
-	assert README[start:end] == capability.markdown_table()
+    start = README.index("markdown_table() -->\n") + len("markdown_table() -->\n")
+    end = README.index("\n<!-- end of support table -->")
+    assert README[start:end] == capability.markdown_table()
 
 
 def test_ci_runs_the_second_command():
-	commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
-	assert len(commands) == 2
-	pattern = re.search(r"grep -m1 '(.*?)' README.md", (ROOT / ".ci" / "run").read_text()).group(1)
-	found = subprocess.run(["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True)
-	assert found.stdout.strip() == commands[1]
+    commands = re.findall(r"```bash\n(.*?)\n```", README, flags=re.DOTALL)
+    assert len(commands) == 2
+    pattern = re.search(r"grep -m1 '(.*?)' README.md", (ROOT / ".ci" / "run").read_text()).group(1)
+    found = subprocess.run(
+        ["grep", "-m1", pattern, "README.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == commands[1]
 
 
 @each("folder", ["cute_kernels", "grouped", "tests", "perf"])
 def test_folders_are_named(folder):
-	assert f"| `{folder}/` |" in README
+    assert f"| `{folder}/` |" in README

@@ -11,52 +11,54 @@ _CVT_PAIR = {"bfloat16": "cvt.rn.bf16x2.f32", "float16": "cvt.rn.f16x2.f32"}
 
 
 def unpack_pair(word: Uint32, dtype: str) -> tuple[Float32, Float32]:
-	"""The two bf16 or fp16 numbers of a word, the low half first."""
-	if dtype == "bfloat16":
-		return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
-	if dtype != "float16":
-		raise TypeError(f"words hold two bfloat16 or float16, not {dtype}")
-	return asm(
-		"{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }", [Float32, Float32], [word]
-	)
+    """The two bf16 or fp16 numbers of a word, the low half first."""
+    if dtype == "bfloat16":
+        return bits_as_f32(word << 16), bits_as_f32(word & Uint32(0xFFFF0000))
+    if dtype != "float16":
+        raise TypeError(f"words hold two bfloat16 or float16, not {dtype}")
+    return asm(
+        "{ .reg .b16 lo, hi; mov.b32 {lo, hi}, $2; cvt.f32.f16 $0, lo; cvt.f32.f16 $1, hi; }",
+        [Float32, Float32],
+        [word],
+    )
 
 
 def unpack_words(words: Sequence[Uint32], dtype: str) -> list[Float32]:
-	if dtype == "float32":
-		return [bits_as_f32(word) for word in words]
-	return [number for word in words for number in unpack_pair(word, dtype)]
+    if dtype == "float32":
+        return [bits_as_f32(word) for word in words]
+    return [number for word in words for number in unpack_pair(word, dtype)]
 
 
 def pack_words(numbers: Sequence[Float32], dtype: str) -> list[Uint32]:
-	"""An even count of numbers, rounded to nearest even, as words of ``dtype`` in memory order."""
-	if dtype == "float32":
-		return [f32_as_bits(number) for number in numbers]
-	text = f"{_CVT_PAIR[dtype]} $0, $2, $1;"
-	return [asm(text, [Uint32], [*numbers[i : i + 2]]) for i in range(0, len(numbers), 2)]
+    """An even count of numbers, rounded to nearest even, as words of ``dtype`` in memory order."""
+    if dtype == "float32":
+        return [f32_as_bits(number) for number in numbers]
+    text = f"{_CVT_PAIR[dtype]} $0, $2, $1;"
+    return [asm(text, [Uint32], [*numbers[i : i + 2]]) for i in range(0, len(numbers), 2)]
 
 
 def decode_e2m1(word: Uint32) -> list[Float32]:
-	"""The numbers of eight E2M1 codes, the one in the lowest nibble first.
+    """The numbers of eight E2M1 codes, the one in the lowest nibble first.
 
-	An exponent field and mantissa bit put where bf16 has the lowest of its own stand for 2^-126
-	times the number, zero and the subnormal 0.5 included.
-	"""
-	low, high = [], []
-	for i in range(4):
-		shift = 6 - 4 * i
-		magnitude = word << shift if shift > 0 else word >> -shift
-		pair = (magnitude & Uint32(0x01C001C0)) | ((word << (12 - 4 * i)) & Uint32(0x80008000))
-		pair = asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [pair, Uint32(_BF16_TWO_TO_126)])
-		numbers = unpack_pair(pair, "bfloat16")
-		low.append(numbers[0])
-		high.append(numbers[1])
-	return low + high
+    An exponent field and mantissa bit put where bf16 has the lowest of its own stand for 2^-126
+    times the number, zero and the subnormal 0.5 included.
+    """
+    low, high = [], []
+    for i in range(4):
+        shift = 6 - 4 * i
+        magnitude = word << shift if shift > 0 else word >> -shift
+        pair = (magnitude & Uint32(0x01C001C0)) | ((word << (12 - 4 * i)) & Uint32(0x80008000))
+        pair = asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [pair, Uint32(_BF16_TWO_TO_126)])
+        numbers = unpack_pair(pair, "bfloat16")
+        low.append(numbers[0])
+        high.append(numbers[1])
+    return low + high
 
 
 def decode_e4m3_pair(pair: Uint32) -> tuple[Float32, Float32]:
-	"""The numbers of the two lowest bytes; 0x7F and 0xFF are NaN."""
-	return asm(
-		"""{
+    """The numbers of the two lowest bytes; 0x7F and 0xFF are NaN."""
+    return asm(
+        """{
 		.reg .b16 pair, lo, hi;
 		.reg .b32 numbers;
 		cvt.u16.u32 pair, $2;
@@ -65,6 +67,6 @@ def decode_e4m3_pair(pair: Uint32) -> tuple[Float32, Float32]:
 		cvt.f32.f16 $0, lo;
 		cvt.f32.f16 $1, hi;
 		}""",
-		[Float32, Float32],
-		[pair],
-	)
+        [Float32, Float32],
+        [pair],
+    )

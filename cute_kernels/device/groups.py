@@ -17,242 +17,257 @@ from .constants import WARP_SIZE
 
 @cute.jit
 def indexed(index: cute.Tensor, row: Int32, rows: Int32) -> Int32:
-	"""``index[row]``, clamped to a matrix of so many ``rows``."""
-	return cutlass.max(cutlass.min(index[row], rows - 1), Int32(0))
+    """``index[row]``, clamped to a matrix of so many ``rows``."""
+    return cutlass.max(cutlass.min(index[row], rows - 1), Int32(0))
 
 
 @cute.jit
 def group_end(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
-	"""``offs[group]``, clamped to the buffer."""
-	return cutlass.max(cutlass.min(offs[group], num_rows), Int32(0))
+    """``offs[group]``, clamped to the buffer."""
+    return cutlass.max(cutlass.min(offs[group], num_rows), Int32(0))
 
 
 @cute.jit
 def group_start(offs: cute.Tensor, group: Int32, num_rows: Int32) -> Int32:
-	"""First row of ``group``, clamped to the buffer."""
-	start = Int32(0)
-	if group > 0:
-		start = group_end(offs, group - 1, num_rows)
-	return start
+    """First row of ``group``, clamped to the buffer."""
+    start = Int32(0)
+    if group > 0:
+        start = group_end(offs, group - 1, num_rows)
+    return start
 
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-	"""How the rows of a matrix fall into groups; a trace-time object.
+    """How the rows of a matrix fall into groups; a trace-time object.
 
-	``offs`` are (G,) int32 end rows, or None for uniform groups of ``rows_each`` rows; ``num_rows`` is T, those
-	of the buffer.
-	"""
+    ``offs`` are (G,) int32 end rows, or None for uniform groups of ``rows_each`` rows; ``num_rows``
+    is T, those of the buffer.
+    """
 
-	offs: cute.Tensor | None
-	num_groups: Int32
-	num_rows: Int32
-	rows_each: Int32
+    offs: cute.Tensor | None
+    num_groups: Int32
+    num_rows: Int32
+    rows_each: Int32
 
-	@classmethod
-	def of(cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None) -> "Grouping":
-		"""The grouping of ``x``: (T, K) with offs, or (G, N, K) without; or of its rows by an index."""
-		if offs is None:
-			return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
-		return cls(offs, offs.shape[0], (x if index is None else index).shape[0], Int32(0))
+    @classmethod
+    def of(
+        cls, x: cute.Tensor, offs: cute.Tensor | None, index: cute.Tensor | None = None
+    ) -> "Grouping":
+        """The grouping of ``x``: (T, K) with offs, or (G, N, K) without; or of its rows by an
+        index.
+        """
+        if offs is None:
+            return cls(None, x.shape[0], x.shape[0] * x.shape[1], x.shape[1])
+        return cls(offs, offs.shape[0], (x if index is None else index).shape[0], Int32(0))
 
-	def tiles_each(self) -> Int32:
-		return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
+    def tiles_each(self) -> Int32:
+        return (self.rows_each + (TILE_ROWS - 1)) // TILE_ROWS
 
-	def num_tiles(self) -> Int32:
-		if self.offs is None:
-			return self.num_groups * self.tiles_each()
-		return self.num_rows // TILE_ROWS + self.num_groups
+    def num_tiles(self) -> Int32:
+        if self.offs is None:
+            return self.num_groups * self.tiles_each()
+        return self.num_rows // TILE_ROWS + self.num_groups
 
-	def tiles_to_last(self) -> Int32:
-		"""At least the slot tiles up to the last that holds rows; ``num_tiles()`` at most."""
-		if self.offs is None:
-			return self.num_tiles()
-		return self.last_row() // TILE_ROWS + self.num_groups
+    def tiles_to_last(self) -> Int32:
+        """At least the slot tiles up to the last that holds rows; ``num_tiles()`` at most."""
+        if self.offs is None:
+            return self.num_tiles()
+        return self.last_row() // TILE_ROWS + self.num_groups
 
-	def holds(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
-		"""What slot tile ``tile`` holds, one before ``tiles_to_last()``.
+    def holds(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """What slot tile ``tile`` holds, one before ``tiles_to_last()``.
 
-		Returns:
-			Its group, the matrix row of its first row, and how many rows it holds, at most 128; not above 0 if none.
-		"""
-		if self.offs is None:
-			return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
-		return _holds_ragged(self.offs, self.num_groups, self.num_rows, tile)
+        Returns:
+                Its group, the matrix row of its first row, and how many rows it holds, at most 128;
+                not above 0 if none.
+        """
+        if self.offs is None:
+            return _seek_uniform(self.rows_each, self.tiles_each(), tile)[1:]
+        return _holds_ragged(self.offs, self.num_groups, self.num_rows, tile)
 
-	def holds_together(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
-		"""``holds`` of one tile for all lanes of a warp, of ragged groups."""
-		return _holds_together(self.offs, self.num_groups, self.num_rows, tile)
+    def holds_together(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
+        """``holds`` of one tile for all lanes of a warp, of ragged groups."""
+        return _holds_together(self.offs, self.num_groups, self.num_rows, tile)
 
-	def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-		"""The first slot tile at or after ``tile`` that holds rows, and what it holds.
+    def seek(self, tile: Int32, hint: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+        """The first slot tile at or after ``tile`` that holds rows, and what it holds.
 
-		``hint`` is the group that an earlier, lower tile was found in, or 0.
+        ``hint`` is the group that an earlier, lower tile was found in, or 0.
 
-		Returns:
-			The tile, its group, the matrix row of its first row, and how many rows it holds: 1 to
-			128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
-		"""
-		if self.offs is None:
-			return _seek_uniform(self.rows_each, self.tiles_each(), tile)
-		return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
+        Returns:
+                The tile, its group, the matrix row of its first row, and how many rows it holds: 1
+                to 128. Past the last group the tile is ``num_tiles()`` and the rest means nothing.
+        """
+        if self.offs is None:
+            return _seek_uniform(self.rows_each, self.tiles_each(), tile)
+        return _seek_ragged(self.offs, self.num_groups, self.num_rows, tile, hint)
 
-	def span(self, group: Int32) -> tuple[Int32, Int32, Int32]:
-		"""The first tile of a group, its first row and the row after its last."""
-		if self.offs is None:
-			start = group * self.rows_each
-			return group * self.tiles_each(), start, start + self.rows_each
-		start = group_start(self.offs, group, self.num_rows)
-		end = group_end(self.offs, group, self.num_rows)
-		return start // TILE_ROWS + group, start, end
+    def span(self, group: Int32) -> tuple[Int32, Int32, Int32]:
+        """The first tile of a group, its first row and the row after its last."""
+        if self.offs is None:
+            start = group * self.rows_each
+            return group * self.tiles_each(), start, start + self.rows_each
+        start = group_start(self.offs, group, self.num_rows)
+        end = group_end(self.offs, group, self.num_rows)
+        return start // TILE_ROWS + group, start, end
 
-	def last_row(self) -> Int32:
-		"""The end of the last group; the rows from there on are the tail."""
-		if self.offs is None:
-			return self.num_rows
-		return group_end(self.offs, self.num_groups - 1, self.num_rows)
+    def last_row(self) -> Int32:
+        """The end of the last group; the rows from there on are the tail."""
+        if self.offs is None:
+            return self.num_rows
+        return group_end(self.offs, self.num_groups - 1, self.num_rows)
 
-	def holding(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
-		"""The group that holds ``row``, one before ``last_row()``, and the group's end row.
+    def holding(self, row: Int32, hint: Int32) -> tuple[Int32, Int32]:
+        """The group that holds ``row``, one before ``last_row()``, and the group's end row.
 
-		``hint`` is a group that is not after that one, such as 0.
-		"""
-		if self.offs is None:
-			group = row // self.rows_each
-			return group, (group + 1) * self.rows_each
-		return _holding_ragged(self.offs, self.num_groups, self.num_rows, row, hint)
+        ``hint`` is a group that is not after that one, such as 0.
+        """
+        if self.offs is None:
+            group = row // self.rows_each
+            return group, (group + 1) * self.rows_each
+        return _holding_ragged(self.offs, self.num_groups, self.num_rows, row, hint)
 
-	def local_tile(self, tile: Int32, group: Int32) -> Int32:
-		"""Where a tile lies among the tiles that one transposed matrix holds side by side.
+    def local_tile(self, tile: Int32, group: Int32) -> Int32:
+        """Where a tile lies among the tiles that one transposed matrix holds side by side.
 
-		Ragged groups share one matrix; each uniform group has its own.
-		"""
-		if self.offs is None:
-			return tile - group * self.tiles_each()
-		return tile
-
-
-@cute.jit
-def _seek_uniform(rows_each: Int32, tiles_each: Int32, tile: Int32) -> tuple[Int32, Int32, Int32, Int32]:
-	group = tile // tiles_each
-	first = (tile - group * tiles_each) * TILE_ROWS
-	count = cutlass.min(rows_each - first, Int32(TILE_ROWS))
-	return tile, group, group * rows_each + first, count
+        Ragged groups share one matrix; each uniform group has its own.
+        """
+        if self.offs is None:
+            return tile - group * self.tiles_each()
+        return tile
 
 
 @cute.jit
-def _starts_by(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, group: Int32, tile: Int32) -> Boolean:
-	"""Whether ``group`` exists and its first slot tile is at or before ``tile``."""
-	result = Boolean(False)
-	if group < num_groups:
-		result = group_start(offs, group, num_rows) // TILE_ROWS + group <= tile
-	return result
+def _seek_uniform(
+    rows_each: Int32, tiles_each: Int32, tile: Int32
+) -> tuple[Int32, Int32, Int32, Int32]:
+    group = tile // tiles_each
+    first = (tile - group * tiles_each) * TILE_ROWS
+    count = cutlass.min(rows_each - first, Int32(TILE_ROWS))
+    return tile, group, group * rows_each + first, count
+
+
+@cute.jit
+def _starts_by(
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, group: Int32, tile: Int32
+) -> Boolean:
+    """Whether ``group`` exists and its first slot tile is at or before ``tile``."""
+    result = Boolean(False)
+    if group < num_groups:
+        result = group_start(offs, group, num_rows) // TILE_ROWS + group <= tile
+    return result
 
 
 @cute.jit
 def _seek_ragged(
-	offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32, hint: Int32
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32, hint: Int32
 ) -> tuple[Int32, Int32, Int32, Int32]:
-	# First tiles ascend strictly with the group: gallop from the hint, then bisect. A kernel that
-	# walks tiles in order pays one or two probes a tile.
-	group = hint
-	step = Int32(1)
-	while _starts_by(offs, num_groups, num_rows, group + step, tile):
-		group += step
-		step += step
-	high = cutlass.min(group + step, num_groups)
-	while high - group > 1:
-		middle = (group + high) // 2
-		if _starts_by(offs, num_groups, num_rows, middle, tile):
-			group = middle
-		else:
-			high = middle
-	start = group_start(offs, group, num_rows)
-	end = group_end(offs, group, num_rows)
-	first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
-	if first >= end:
-		# The tile is past the end of its group: bisect for the next group that has rows.
-		end = cutlass.max(start, end)
-		high = num_groups
-		while high - group > 1:
-			middle = (group + high) // 2
-			if group_end(offs, middle, num_rows) > end:
-				high = middle
-			else:
-				group = middle
-		if high < num_groups:
-			group = high
-			first = group_start(offs, group, num_rows)
-			end = group_end(offs, group, num_rows)
-			tile = first // TILE_ROWS + group
-		else:
-			tile = num_rows // TILE_ROWS + num_groups
-	return tile, group, first, cutlass.min(end - first, Int32(TILE_ROWS))
+    # First tiles ascend strictly with the group: gallop from the hint, then bisect. A kernel that
+    # walks tiles in order pays one or two probes a tile.
+    group = hint
+    step = Int32(1)
+    while _starts_by(offs, num_groups, num_rows, group + step, tile):
+        group += step
+        step += step
+    high = cutlass.min(group + step, num_groups)
+    while high - group > 1:
+        middle = (group + high) // 2
+        if _starts_by(offs, num_groups, num_rows, middle, tile):
+            group = middle
+        else:
+            high = middle
+    start = group_start(offs, group, num_rows)
+    end = group_end(offs, group, num_rows)
+    first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
+    if first >= end:
+        # The tile is past the end of its group: bisect for the next group that has rows.
+        end = cutlass.max(start, end)
+        high = num_groups
+        while high - group > 1:
+            middle = (group + high) // 2
+            if group_end(offs, middle, num_rows) > end:
+                high = middle
+            else:
+                group = middle
+        if high < num_groups:
+            group = high
+            first = group_start(offs, group, num_rows)
+            end = group_end(offs, group, num_rows)
+            tile = first // TILE_ROWS + group
+        else:
+            tile = num_rows // TILE_ROWS + num_groups
+    return tile, group, first, cutlass.min(end - first, Int32(TILE_ROWS))
 
 
 @cute.jit
-def _holds_ragged(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-	group, high = Int32(0), num_groups
-	while high - group > 1:
-		middle = (group + high) // 2
-		if group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile:
-			group = middle
-		else:
-			high = middle
-	return _held(offs, num_rows, group, tile)
+def _holds_ragged(
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32
+) -> tuple[Int32, Int32, Int32]:
+    group, high = Int32(0), num_groups
+    while high - group > 1:
+        middle = (group + high) // 2
+        if group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile:
+            group = middle
+        else:
+            high = middle
+    return _held(offs, num_rows, group, tile)
 
 
 @cute.jit
-def _holds_together(offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-	# As ``_holds_ragged``, but lanes look at 32 groups between the ends.
-	group, high = Int32(0), num_groups
-	while high - group > 1:
-		step = (high - group + WARP_SIZE) // (WARP_SIZE + 1)
-		middle = group + (cute.arch.lane_idx() + 1) * step
-		is_before = Boolean(False)
-		if middle < high:
-			is_before = group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile
-		group += cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) * step
-		high = cutlass.min(group + step, high)
-	return _held(offs, num_rows, group, tile)
+def _holds_together(
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, tile: Int32
+) -> tuple[Int32, Int32, Int32]:
+    # As ``_holds_ragged``, but lanes look at 32 groups between the ends.
+    group, high = Int32(0), num_groups
+    while high - group > 1:
+        step = (high - group + WARP_SIZE) // (WARP_SIZE + 1)
+        middle = group + (cute.arch.lane_idx() + 1) * step
+        is_before = Boolean(False)
+        if middle < high:
+            is_before = group_end(offs, middle - 1, num_rows) // TILE_ROWS + middle <= tile
+        group += cute.arch.popc(cute.arch.vote_ballot_sync(is_before)) * step
+        high = cutlass.min(group + step, high)
+    return _held(offs, num_rows, group, tile)
 
 
 @cute.jit
-def _held(offs: cute.Tensor, num_rows: Int32, group: Int32, tile: Int32) -> tuple[Int32, Int32, Int32]:
-	start = group_start(offs, group, num_rows)
-	first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
-	return group, first, cutlass.min(group_end(offs, group, num_rows) - first, Int32(TILE_ROWS))
+def _held(
+    offs: cute.Tensor, num_rows: Int32, group: Int32, tile: Int32
+) -> tuple[Int32, Int32, Int32]:
+    start = group_start(offs, group, num_rows)
+    first = start + (tile - (start // TILE_ROWS + group)) * TILE_ROWS
+    return group, first, cutlass.min(group_end(offs, group, num_rows) - first, Int32(TILE_ROWS))
 
 
 @cute.jit
 def warp_scan(value: Any, lane: Int32) -> Any:
-	"""Inclusive sum over the lanes up to this one."""
-	for i in cutlass.range_constexpr(5):
-		lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
-		if lane >= 1 << i:
-			value += lower
-	return value
+    """Inclusive sum over the lanes up to this one."""
+    for i in cutlass.range_constexpr(5):
+        lower = cute.arch.shuffle_sync_up(value, 1 << i, mask_and_clamp=0)
+        if lane >= 1 << i:
+            value += lower
+    return value
 
 
 @cute.jit
 def next_item(item: Int32, step: Int32, tile: Int32, per_tile: Int32) -> Int32:
-	"""The first of ``item``, ``item + step``, ... in slot tile ``tile`` or a later one.
+    """The first of ``item``, ``item + step``, ... in slot tile ``tile`` or a later one.
 
-	Items are numbered tile by tile, ``per_tile`` each.
-	"""
-	return item + (tile * per_tile - item + step - 1) // step * step
+    Items are numbered tile by tile, ``per_tile`` each.
+    """
+    return item + (tile * per_tile - item + step - 1) // step * step
 
 
 @cute.jit
 def _holding_ragged(
-	offs: cute.Tensor, num_groups: Int32, num_rows: Int32, row: Int32, hint: Int32
+    offs: cute.Tensor, num_groups: Int32, num_rows: Int32, row: Int32, hint: Int32
 ) -> tuple[Int32, Int32]:
-	# The first group that ends after the row.
-	low, high = hint - 1, num_groups - 1
-	while high - low > 1:
-		middle = (low + high) // 2
-		if group_end(offs, middle, num_rows) > row:
-			high = middle
-		else:
-			low = middle
-	return high, group_end(offs, high, num_rows)
+    # The first group that ends after the row.
+    low, high = hint - 1, num_groups - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if group_end(offs, middle, num_rows) > row:
+            high = middle
+        else:
+            low = middle
+    return high, group_end(offs, high, num_rows)

@@ -23,75 +23,75 @@ _LANES: dict[str, tuple[type, str]] = {"sm_90a": (Float32, "f32"), "sm_100a": (U
 
 
 def transform_words(words: Sequence[Uint32], arch: str) -> list[Uint32]:
-	"""Two bf16 columns of a chunk, 16 words, transformed in fp32 and rounded to bf16."""
-	if arch == "sm_100a":
-		columns = [[_widen(word) for word in words]]
-	else:
-		columns = list(zip(*(unpack_pair(word, "bfloat16") for word in words), strict=True))
-	done = [_stages(_first_stage(column, arch), arch, _HALF // 2) for column in columns]
-	if arch == "sm_100a":
-		return [_narrow(pair) for pair in done[0]]
-	return [pack_words(pair, "bfloat16")[0] for pair in zip(*done, strict=True)]
+    """Two bf16 columns of a chunk, 16 words, transformed in fp32 and rounded to bf16."""
+    if arch == "sm_100a":
+        columns = [[_widen(word) for word in words]]
+    else:
+        columns = list(zip(*(unpack_pair(word, "bfloat16") for word in words), strict=True))
+    done = [_stages(_first_stage(column, arch), arch, _HALF // 2) for column in columns]
+    if arch == "sm_100a":
+        return [_narrow(pair) for pair in done[0]]
+    return [pack_words(pair, "bfloat16")[0] for pair in zip(*done, strict=True)]
 
 
 def undo(numbers: Sequence[Float32]) -> list[Float32]:
-	"""What was transformed to 16 ``numbers`` of a column."""
-	summed = _stages([_quarter(x) for x in numbers], "sm_90a", _HALF)
-	return [x if sign > 0 else -x for x, sign in zip(summed, _SIGNS, strict=True)]
+    """What was transformed to 16 ``numbers`` of a column."""
+    summed = _stages([_quarter(x) for x in numbers], "sm_90a", _HALF)
+    return [x if sign > 0 else -x for x, sign in zip(summed, _SIGNS, strict=True)]
 
 
 def _quarter(x: Float32) -> Float32:
-	"""A quarter, rounded: of a product ptxas would make FMUL.D4, which rounds tiny ones once."""
-	text = """{
+    """A quarter, rounded: of a product ptxas would make FMUL.D4, which rounds tiny ones once."""
+    text = """{
 		.reg .b32 zero;
 		and.b32 zero, $1, 0x80000000; fma.rn.f32 $0, $1, 0f3E800000, zero;
 	}"""
-	return asm(text, [Float32], [x])
+    return asm(text, [Float32], [x])
 
 
 def _first_stage(column: Sequence[Any], arch: str) -> list[Any]:
-	"""Sums and differences of rows 8 apart, times 1/4 and their signs."""
-	sums, differences = [], []
-	for i in range(_HALF):
-		low = _op("mul", arch, column[i], _constant(0.25 * _SIGNS[i], arch))
-		factor, high = 0.25 * _SIGNS[i + _HALF], column[i + _HALF]
-		sums.append(_op("fma", arch, high, _constant(factor, arch), low))
-		differences.append(_op("fma", arch, high, _constant(-factor, arch), low))
-	return sums + differences
+    """Sums and differences of rows 8 apart, times 1/4 and their signs."""
+    sums, differences = [], []
+    for i in range(_HALF):
+        low = _op("mul", arch, column[i], _constant(0.25 * _SIGNS[i], arch))
+        factor, high = 0.25 * _SIGNS[i + _HALF], column[i + _HALF]
+        sums.append(_op("fma", arch, high, _constant(factor, arch), low))
+        differences.append(_op("fma", arch, high, _constant(-factor, arch), low))
+    return sums + differences
 
 
 def _stages(v: list[Any], arch: str, distance: int) -> list[Any]:
-	"""Sums and differences of what is ``distance`` apart, then half as far, down to neighbours."""
-	while distance:
-		pairs = [(v[i & ~distance], v[i | distance], i & distance) for i in range(CHUNK)]
-		v = [_op("sub" if is_high else "add", arch, a, b) for a, b, is_high in pairs]
-		distance //= 2
-	return v
+    """Sums and differences of what is ``distance`` apart, then half as far, down to neighbours."""
+    while distance:
+        pairs = [(v[i & ~distance], v[i | distance], i & distance) for i in range(CHUNK)]
+        v = [_op("sub" if is_high else "add", arch, a, b) for a, b, is_high in pairs]
+        distance //= 2
+    return v
 
 
 def _op(name: str, arch: str, *operands: Any) -> Any:
-	"""One rounding, of one number or two."""
-	kind, suffix = _LANES[arch]
-	places = ", ".join(f"${i}" for i in range(len(operands) + 1))
-	return asm(f"{name}.rn.{suffix} {places};", [kind], operands)
+    """One rounding, of one number or two."""
+    kind, suffix = _LANES[arch]
+    places = ", ".join(f"${i}" for i in range(len(operands) + 1))
+    return asm(f"{name}.rn.{suffix} {places};", [kind], operands)
 
 
 def _constant(number: float, arch: str) -> Any:
-	"""A number, of which the high half of the bits is not zero, for ``_op``."""
-	if arch == "sm_90a":
-		return Float32(number)
-	bits = 0x3E800000 | (number < 0) << 31
-	return Uint64(bits << 32 | bits)
+    """A number, of which the high half of the bits is not zero, for ``_op``."""
+    if arch == "sm_90a":
+        return Float32(number)
+    bits = 0x3E800000 | (number < 0) << 31
+    return Uint64(bits << 32 | bits)
 
 
 def _widen(word: Uint32) -> Uint64:
-	text = """{
+    text = """{
 		.reg .b32 lo, hi;
 		shl.b32 lo, $1, 16; and.b32 hi, $1, 0xFFFF0000; mov.b64 $0, {lo, hi};
 	}"""
-	return asm(text, [Uint64], [word])
+    return asm(text, [Uint64], [word])
 
 
 def _narrow(pair: Uint64) -> Uint32:
-	text = "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, $1; cvt.rn.bf16x2.f32 $0, hi, lo; }"
-	return asm(text, [Uint32], [pair])
+    text = "{ .reg .b32 lo, hi; mov.b64 {lo, hi}, $1; cvt.rn.bf16x2.f32 $0, hi, lo; }"
+    return asm(text, [Uint32], [pair])

@@ -14,76 +14,77 @@ _CONSTRAINTS = {Float32: "f", Int32: "r", Uint32: "r", Int64: "l", Uint64: "l", 
 
 
 def _constraints(results: Sequence[type], operands: Sequence[Any]) -> list[str]:
-	out = ["=" + _CONSTRAINTS[t] for t in results]
-	return out + [_CONSTRAINTS[type(v)] for v in operands]
+    out = ["=" + _CONSTRAINTS[t] for t in results]
+    return out + [_CONSTRAINTS[type(v)] for v in operands]
 
 
 def asm(text: str, results: Sequence[type], operands: Sequence[Any]) -> Any:
-	"""PTX without side effects: results of DSL types are ``$0``, ``$1``, ...; operands, DSL scalars, follow.
+    """PTX without side effects: results of DSL types are ``$0``, ``$1``, ...; operands, DSL
+    scalars, follow.
 
-	Braces open a scope for its own registers. Gives the result, or a tuple when there are several.
-	"""
-	values = [v.ir_value() for v in operands]
-	types = [t.mlir_type for t in results]
-	out = llvm.inline_asm(
-		types[0] if len(types) == 1 else llvm.StructType.get_literal(types),
-		values,
-		text,
-		",".join(_constraints(results, operands)),
-		has_side_effects=False,
-		is_align_stack=False,
-		asm_dialect=llvm.AsmDialect.AD_ATT,
-	)
-	if len(types) == 1:
-		return results[0](out)
-	return tuple(t(llvm.extractvalue(t.mlir_type, out, [i])) for i, t in enumerate(results))
+    Braces open a scope for its own registers. Gives the result, or a tuple when there are several.
+    """
+    values = [v.ir_value() for v in operands]
+    types = [t.mlir_type for t in results]
+    out = llvm.inline_asm(
+        types[0] if len(types) == 1 else llvm.StructType.get_literal(types),
+        values,
+        text,
+        ",".join(_constraints(results, operands)),
+        has_side_effects=False,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    if len(types) == 1:
+        return results[0](out)
+    return tuple(t(llvm.extractvalue(t.mlir_type, out, [i])) for i, t in enumerate(results))
 
 
 def asm_volatile(text: str, operands: Sequence[Any]) -> None:
-	"""PTX that reads or writes memory and returns nothing; it is never moved or dropped."""
-	llvm.inline_asm(
-		None,
-		[v.ir_value() for v in operands],
-		text,
-		",".join([*_constraints((), operands), "~{memory}"]),
-		has_side_effects=True,
-		is_align_stack=False,
-		asm_dialect=llvm.AsmDialect.AD_ATT,
-	)
+    """PTX that reads or writes memory and returns nothing; it is never moved or dropped."""
+    llvm.inline_asm(
+        None,
+        [v.ir_value() for v in operands],
+        text,
+        ",".join([*_constraints((), operands), "~{memory}"]),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:
-	"""``a * b``, which is never contracted."""
-	return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+    """``a * b``, which is never contracted."""
+    return asm("mul.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def add_rn(a: Float32, b: Float32) -> Float32:
-	"""``a + b``, likewise."""
-	return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
+    """``a + b``, likewise."""
+    return asm("add.rn.f32 $0, $1, $2;", [Float32], [a, b])  # type: ignore[no-any-return]
 
 
 def in_place(value: Int32) -> Int32:
-	"""``value``, from which nothing is computed ahead of a loop and then kept in registers."""
-	out = llvm.inline_asm(
-		Int32.mlir_type,
-		[value.ir_value()],
-		"mov.b32 $0, $1;",
-		"=r,r",
-		has_side_effects=True,
-		is_align_stack=False,
-		asm_dialect=llvm.AsmDialect.AD_ATT,
-	)
-	return Int32(out)
+    """``value``, from which nothing is computed ahead of a loop and then kept in registers."""
+    out = llvm.inline_asm(
+        Int32.mlir_type,
+        [value.ir_value()],
+        "mov.b32 $0, $1;",
+        "=r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+    return Int32(out)
 
 
 def bits_as_f32(bits: Uint32) -> Float32:
-	return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))
+    return Float32(llvm.bitcast(Float32.mlir_type, bits.ir_value()))
 
 
 def f32_as_bits(value: Float32) -> Uint32:
-	return Uint32(llvm.bitcast(Uint32.mlir_type, value.ir_value()))
+    return Uint32(llvm.bitcast(Uint32.mlir_type, value.ir_value()))
 
 
 def select(condition: Boolean, a: Any, b: Any) -> Any:
-	"""``a`` if the condition holds, else ``b`` of its type; never a branch."""
-	return type(a)(arith.select(condition.ir_value(), a.ir_value(), b.ir_value()))
+    """``a`` if the condition holds, else ``b`` of its type; never a branch."""
+    return type(a)(arith.select(condition.ir_value(), a.ir_value(), b.ir_value()))

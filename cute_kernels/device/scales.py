@@ -6,6 +6,8 @@ from ..layout.shapes import SF_TILE_BYTES, SF_TILE_ROWS, row_in_tile
 
 
 def row_scales_at(scales: cute.Tensor, row: Int32) -> Int64:
-	"""The address of a row's first scales in ([G,] row tiles, tiles along the row, 512); more are a tile further each."""
-	tile = Int64(row // SF_TILE_ROWS) * scales.shape[len(scales.shape) - 2]
-	return scales.iterator.toint() + tile * SF_TILE_BYTES + row_in_tile(row)
+    """The address of a row's first scales in ([G,] row tiles, tiles along the row, 512); more are a
+    tile further each.
+    """
+    tile = Int64(row // SF_TILE_ROWS) * scales.shape[len(scales.shape) - 2]
+    return scales.iterator.toint() + tile * SF_TILE_BYTES + row_in_tile(row)

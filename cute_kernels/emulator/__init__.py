@@ -82,26 +82,36 @@ an object file from a disk cache runs only if ``load_ptx`` got its PTX and cubin
 
 from .compilation import build
 from .cutlass_hooks import call, install, installed, uninstall
-from .engine import launch, load_ptx, options, reset_stats, stats, tensor_map, unsupported, unwatch, watch
+from .engine import (
+    launch,
+    load_ptx,
+    options,
+    reset_stats,
+    stats,
+    tensor_map,
+    unsupported,
+    unwatch,
+    watch,
+)
 from .errors import BuildError, EmulatorError
 from .lexer import PtxError
 
 __all__ = [
-	"BuildError",
-	"EmulatorError",
-	"PtxError",
-	"build",
-	"call",
-	"install",
-	"installed",
-	"launch",
-	"load_ptx",
-	"options",
-	"reset_stats",
-	"stats",
-	"tensor_map",
-	"uninstall",
-	"unsupported",
-	"unwatch",
-	"watch",
+    "BuildError",
+    "EmulatorError",
+    "PtxError",
+    "build",
+    "call",
+    "install",
+    "installed",
+    "launch",
+    "load_ptx",
+    "options",
+    "reset_stats",
+    "stats",
+    "tensor_map",
+    "uninstall",
+    "unsupported",
+    "unwatch",
+    "watch",
 ]

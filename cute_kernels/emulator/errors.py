@@ -2,11 +2,11 @@
 
 
 class EmulatorError(RuntimeError):
-	"""A kernel did what hardware would fault on, hang on or get wrong, or is not modelled.
+    """A kernel did what hardware would fault on, hang on or get wrong, or is not modelled.
 
-	The message names the kernel, the CTA, the warp and the PTX instruction.
-	"""
+    The message names the kernel, the CTA, the warp and the PTX instruction.
+    """
 
 
 class BuildError(RuntimeError):
-	"""The engine could not be compiled; the message says what to install."""
+    """The engine could not be compiled; the message says what to install."""

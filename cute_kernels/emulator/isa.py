@@ -21,25 +21,42 @@ INSTRUCTION = np.dtype(
 	align=True,
 )  # fmt: skip
 OPERAND = np.dtype(
-	{"names": ["kind", "negated", "count", "reg", "imm"], "formats": ["u1", "u1", "u2", "i4", "i8"]}, align=True
+    {
+        "names": ["kind", "negated", "count", "reg", "imm"],
+        "formats": ["u1", "u1", "u2", "i4", "i8"],
+    },
+    align=True,
 )
 
 
 #: What an operand is.
 Kind = enum.IntEnum(
-	"Kind", "NONE REG IMM SPECIAL VEC ADDR_REG ADDR_ABS SHARED_SYM PARAM_SYM GLOBAL_SYM LOCAL_SYM", start=0
+    "Kind",
+    "NONE REG IMM SPECIAL VEC ADDR_REG ADDR_ABS SHARED_SYM PARAM_SYM GLOBAL_SYM LOCAL_SYM",
+    start=0,
 )
 #: Modifiers of an instruction, a bit for each.
 Flag = enum.IntFlag(
-	"Flag",
-	"SAT FTZ HI WIDE NANPROP RELU SATFINITE WRAP LEFT ABS XORSIGN TRY MULTICAST CTA2"
-	" READ TRANS EXPECT_TX BLOCKSCALE ATMEM RELAXED LOAD IGNORE GATHER",
+    "Flag",
+    "SAT FTZ HI WIDE NANPROP RELU SATFINITE WRAP LEFT ABS XORSIGN TRY MULTICAST CTA2"
+    " READ TRANS EXPECT_TX BLOCKSCALE ATMEM RELAXED LOAD IGNORE GATHER",
 )
 
 # Modifiers that are flags of any instruction that carries them.
 MODIFIER_FLAGS = {
-	name: Flag[name.upper()]
-	for name in ("sat", "ftz", "hi", "wide", "relu", "satfinite", "wrap", "abs", "xorsign", "relaxed")
+    name: Flag[name.upper()]
+    for name in (
+        "sat",
+        "ftz",
+        "hi",
+        "wide",
+        "relu",
+        "satfinite",
+        "wrap",
+        "abs",
+        "xorsign",
+        "relaxed",
+    )
 }
 MODIFIER_FLAGS["NaN"] = Flag.NANPROP
 SPACES = {"generic": 0, "global": 1, "shared": 2, "local": 3, "param": 4, "const": 5}
@@ -58,11 +75,11 @@ SPECIAL_REGISTERS = [
 	"clock", "dynamic_smem_size", "total_smem_size", "is_explicit_cluster", "gridid", "clock_hi",
 ]  # fmt: skip
 _SPECIAL_ALIASES = {
-	"clock64": "clock",
-	"globaltimer": "clock",
-	"globaltimer_lo": "clock",
-	"globaltimer_hi": "clock_hi",
-	"aggr_smem_size": "total_smem_size",
+    "clock64": "clock",
+    "globaltimer": "clock",
+    "globaltimer_lo": "clock",
+    "globaltimer_hi": "clock_hi",
+    "aggr_smem_size": "total_smem_size",
 }
 SPECIAL_IDS = {f"%{name}": i for i, name in enumerate(SPECIAL_REGISTERS)}
 SPECIAL_IDS |= {f"%{alias}": SPECIAL_IDS[f"%{name}"] for alias, name in _SPECIAL_ALIASES.items()}

@@ -15,84 +15,91 @@ _DECIMAL = re.compile(r"[-+]?\d+\.\d*(e[-+]?\d+)?")
 
 
 class PtxError(ValueError):
-	"""PTX that the parser cannot read."""
+    """PTX that the parser cannot read."""
 
 
 def strip_comments(text: str) -> str:
-	"""Blank out comments and line information; line numbers stay as they are."""
-	text = _COMMENT.sub(lambda m: "\n" * m.group().count("\n"), text)
-	return _LINE_INFO.sub("", text)
+    """Blank out comments and line information; line numbers stay as they are."""
+    text = _COMMENT.sub(lambda m: "\n" * m.group().count("\n"), text)
+    return _LINE_INFO.sub("", text)
 
 
 def split_operands(text: str) -> list[str]:
-	parts: list[str] = []
-	depth = start = 0
-	for i, ch in enumerate(text):
-		if ch in "{[(":
-			depth += 1
-		elif ch in "}])":
-			depth -= 1
-		elif ch == "," and depth == 0:
-			parts.append(text[start:i].strip())
-			start = i + 1
-	if last := text[start:].strip():
-		parts.append(last)
-	return parts
+    parts: list[str] = []
+    depth = start = 0
+    for i, ch in enumerate(text):
+        if ch in "{[(":
+            depth += 1
+        elif ch in "}])":
+            depth -= 1
+        elif ch == "," and depth == 0:
+            parts.append(text[start:i].strip())
+            start = i + 1
+    if last := text[start:].strip():
+        parts.append(last)
+    return parts
 
 
 def matching_brace(text: str, start: int) -> int:
-	depth = 0
-	for m in re.compile(r"[{}]").finditer(text, start):
-		depth += 1 if m.group() == "{" else -1
-		if depth == 0:
-			return m.start()
-	raise PtxError("a brace is not closed")
+    depth = 0
+    for m in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if m.group() == "{" else -1
+        if depth == 0:
+            return m.start()
+    raise PtxError("a brace is not closed")
 
 
 @dataclass(frozen=True)
 class Statement:
-	"""One step of a function body: ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
+    """One step of a function body:
 
-	``text`` is the label's name, or the statement without its semicolon; ``line`` that of the PTX text.
-	"""
+    ``"open"`` or ``"close"`` (a scope), ``"label"``, or ``"statement"``.
 
-	kind: str
-	text: str
-	line: int
+    ``text`` is the label's name, or the statement without its semicolon; ``line`` that of the PTX
+    text.
+    """
+
+    kind: str
+    text: str
+    line: int
 
 
 def statements(body: str, line: int) -> Iterator[Statement]:
-	pos = 0
-	while pos < len(body):
-		ch = body[pos]
-		if ch.isspace():
-			line += ch == "\n"
-			pos += 1
-		elif ch in "{}":
-			yield Statement("open" if ch == "{" else "close", "", line)
-			pos += 1
-		elif m := _LABEL.match(body, pos):
-			yield Statement("label", m.group(1), line)
-			line += m.group().count("\n")
-			pos = m.end()
-		else:
-			end = body.find(";", pos)
-			if end < 0:
-				raise PtxError(f"line {line}: a statement has no end")
-			yield Statement("statement", body[pos:end].strip(), line)
-			line += body.count("\n", pos, end)
-			pos = end + 1
+    pos = 0
+    while pos < len(body):
+        ch = body[pos]
+        if ch.isspace():
+            line += ch == "\n"
+            pos += 1
+        elif ch in "{}":
+            yield Statement("open" if ch == "{" else "close", "", line)
+            pos += 1
+        elif m := _LABEL.match(body, pos):
+            yield Statement("label", m.group(1), line)
+            line += m.group().count("\n")
+            pos = m.end()
+        else:
+            end = body.find(";", pos)
+            if end < 0:
+                raise PtxError(f"line {line}: a statement has no end")
+            yield Statement("statement", body[pos:end].strip(), line)
+            line += body.count("\n", pos, end)
+            pos = end + 1
 
 
 def literal(text: str) -> int | None:
-	"""The bits of a literal, or None where the text is none; a decimal float is an f32."""
-	if _FLOAT_BITS.fullmatch(text):
-		return int("0x" + text[2:], 0)
-	if _INTEGER.fullmatch(text):
-		text = text.rstrip("U")
-		return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
-	return int(struct.unpack("<I", struct.pack("<f", float(text)))[0]) if _DECIMAL.fullmatch(text) else None
+    """The bits of a literal, or None where the text is none; a decimal float is an f32."""
+    if _FLOAT_BITS.fullmatch(text):
+        return int("0x" + text[2:], 0)
+    if _INTEGER.fullmatch(text):
+        text = text.rstrip("U")
+        return int(text, 8) if re.fullmatch(r"0\d+", text) else int(text, 0)
+    return (
+        int(struct.unpack("<I", struct.pack("<f", float(text)))[0])
+        if _DECIMAL.fullmatch(text)
+        else None
+    )
 
 
 def literals(text: str) -> list[int]:
-	return [value for part in re.split(r"[{},\s]+", text) if (value := literal(part)) is not None]
+    return [value for part in re.split(r"[{},\s]+", text) if (value := literal(part)) is not None]

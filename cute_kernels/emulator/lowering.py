@@ -11,12 +11,12 @@ _LOWERINGS = ALU | MEMORY | SYNC | TENSOR
 
 
 def lower(builder: KernelBuilder, opcode: str, operands: list[str]) -> None:
-	"""Append the engine's instructions for one PTX instruction.
+    """Append the engine's instructions for one PTX instruction.
 
-	Raises:
-		NotModelledError: This form of the instruction is not modelled.
-		KeyError, ValueError, IndexError, StopIteration: The opcode or its operands are not known.
-	"""
-	op = Opcode(builder, opcode)
-	op.refuse("f64", "b128")
-	_LOWERINGS[op.name](op, operands)
+    Raises:
+            NotModelledError: This form of the instruction is not modelled. KeyError, ValueError,
+            IndexError, StopIteration: The opcode or its operands are not known.
+    """
+    op = Opcode(builder, opcode)
+    op.refuse("f64", "b128")
+    _LOWERINGS[op.name](op, operands)

@@ -4,27 +4,39 @@ The only place that spells out block sizes and maxima; everything else asks a re
 """
 
 from ..records import UnsupportedError
-from .base import E2M1, E4M3, E5M2, E8M0, F32, RECORDS, BlockScale, ElementType, Format, SecondLevel, parse
+from .base import (
+    E2M1,
+    E4M3,
+    E5M2,
+    E8M0,
+    F32,
+    RECORDS,
+    BlockScale,
+    ElementType,
+    Format,
+    SecondLevel,
+    parse,
+)
 from .fp8 import FP8
 from .fp8_block import FP8Block
 from .mxfp8 import MXFP8
 from .nvfp4 import NVFP4
 
 __all__ = [
-	"E2M1",
-	"E4M3",
-	"E5M2",
-	"E8M0",
-	"F32",
-	"FP8",
-	"MXFP8",
-	"NVFP4",
-	"RECORDS",
-	"BlockScale",
-	"ElementType",
-	"FP8Block",
-	"Format",
-	"SecondLevel",
-	"UnsupportedError",
-	"parse",
+    "E2M1",
+    "E4M3",
+    "E5M2",
+    "E8M0",
+    "F32",
+    "FP8",
+    "MXFP8",
+    "NVFP4",
+    "RECORDS",
+    "BlockScale",
+    "ElementType",
+    "FP8Block",
+    "Format",
+    "SecondLevel",
+    "UnsupportedError",
+    "parse",
 ]

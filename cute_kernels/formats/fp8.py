@@ -12,35 +12,38 @@ from .base import FP8_ELEMENTS, Format, SecondLevel, record
 @record
 @dataclasses.dataclass(frozen=True)
 class FP8(Format):
-	"""FP8 codes with one fp32 scale per group.
+    """FP8 codes with one fp32 scale per group.
 
-	Args:
-		dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-		scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one that
-			the caller made from the amaxes of earlier tensors, and gives this tensor's amax.
-		nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
-	"""
+    Args:
+            dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+            scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one
+                    that the caller made from the amaxes of earlier tensors, and gives this tensor's
+                    amax.
+            nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
+    """
 
-	dtype: torch.dtype = torch.float8_e4m3fn
-	scaling: Literal["current", "delayed"] = "current"
-	nan_scales: bool = False
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scaling: Literal["current", "delayed"] = "current"
+    nan_scales: bool = False
 
-	name: ClassVar[str] = "fp8"
-	scale: ClassVar[None] = None
-	#: A value is code * scale_inv.
-	second_level: ClassVar[SecondLevel] = SecondLevel("group", ("scale_inv", "scale", "amax"), is_shared=True)
-	columnwise: ClassVar[Literal["transposed"]] = "transposed"
-	k_multiple: ClassVar[int] = 16
-	truncates: ClassVar[bool] = False
-	how_made: ClassVar[tuple[str, ...]] = ("scaling", "nan_scales")
+    name: ClassVar[str] = "fp8"
+    scale: ClassVar[None] = None
+    #: A value is code * scale_inv.
+    second_level: ClassVar[SecondLevel] = SecondLevel(
+        "group", ("scale_inv", "scale", "amax"), is_shared=True
+    )
+    columnwise: ClassVar[Literal["transposed"]] = "transposed"
+    k_multiple: ClassVar[int] = 16
+    truncates: ClassVar[bool] = False
+    how_made: ClassVar[tuple[str, ...]] = ("scaling", "nan_scales")
 
-	def __post_init__(self) -> None:
-		check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
-		check_choice("scaling", self.scaling, ("current", "delayed"))
-		check_kind(bool, nan_scales=self.nan_scales)
-		super().__post_init__()
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, tuple(FP8_ELEMENTS))
+        check_choice("scaling", self.scaling, ("current", "delayed"))
+        check_kind(bool, nan_scales=self.nan_scales)
+        super().__post_init__()
 
-	@property
-	def takes_scale(self) -> bool:
-		"""Whether the scale comes from the caller."""
-		return self.scaling == "delayed"
+    @property
+    def takes_scale(self) -> bool:
+        """Whether the scale comes from the caller."""
+        return self.scaling == "delayed"

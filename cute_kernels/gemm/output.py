@@ -2,8 +2,9 @@
 
 The factors are folded first, ``f = fl(fl(amax_a * c) * fl(amax_b * c))`` with ``c`` the factor of
 the operands' second level, 1/2688 for NVFP4, times alpha if there is one; then each element is
-``cast(fl(fl(fl(acc * f) + bias) + out))``. Every product and sum is rounded by itself. An activation
-is one of what was cast, so that its bits are those of a kernel that reads it from memory.
+``cast(fl(fl(fl(acc * f) + bias) + out))``. Every product and sum is rounded by itself. An
+activation is one of what was cast, so that its bits are those of a kernel that reads it from
+memory.
 """
 
 from typing import Any, NamedTuple
@@ -20,92 +21,107 @@ VECTOR_BYTES = 16
 
 
 class EpilogueTensors(NamedTuple):
-	"""What the epilogue reads and writes beside accumulators; None for what there is not.
+    """What the epilogue reads and writes beside accumulators; None for what there is not.
 
-	``out`` is (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch; ``z`` likewise is what
-	goes into an activation. ``amax_a`` is (G,) or (T,); ``level`` are the amaxes that block scales are relative to.
-	"""
+    ``out`` is (T, N) as (1, T, N), or (G, M, N) of a k_grouped product, with rows of any pitch;
+    ``z`` likewise is what goes into an activation. ``amax_a`` is (G,) or (T,); ``level`` are the
+    amaxes that block scales are relative to.
+    """
 
-	out: cute.Tensor
-	amax_a: cute.Tensor | None
-	amax_b: cute.Tensor | None
-	alpha: cute.Tensor | None
-	bias: cute.Tensor | None
-	z: cute.Tensor | None = None
-	scales: cute.Tensor | None = None
-	level: cute.Tensor | None = None
+    out: cute.Tensor
+    amax_a: cute.Tensor | None
+    amax_b: cute.Tensor | None
+    alpha: cute.Tensor | None
+    bias: cute.Tensor | None
+    z: cute.Tensor | None = None
+    scales: cute.Tensor | None = None
+    level: cute.Tensor | None = None
 
-	@classmethod
-	def of(cls, x: GemmArguments) -> "EpilogueTensors":
-		z = None if x.z is None else output_view(x.z)
-		return cls(output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales, x.out_level)
+    @classmethod
+    def of(cls, x: GemmArguments) -> "EpilogueTensors":
+        z = None if x.z is None else output_view(x.z)
+        return cls(
+            output_view(x.out), x.a_amax, x.b_amax, x.alpha, x.bias, z, x.out_scales, x.out_level
+        )
 
-	@cute.jit
-	def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
-		"""The f of the module, with the amax of A at ``at``: its row or its group."""
-		factor = Float32(1.0)
-		if const_expr(self.amax_b is not None):
-			factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
-		if const_expr(self.amax_a is not None):
-			factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
-		if const_expr(self.alpha is not None):
-			factor = factor * self.alpha[group]
-		return factor
+    @cute.jit
+    def factor(self, config: GemmConfig, group: Int32, at: Int32) -> Float32:
+        """The f of the module, with the amax of A at ``at``: its row or its group."""
+        factor = Float32(1.0)
+        if const_expr(self.amax_b is not None):
+            factor = self.amax_b[group] * Float32(config.b_kind.level_factor)
+        if const_expr(self.amax_a is not None):
+            factor = (self.amax_a[at] * Float32(config.kind.level_factor)) * factor
+        if const_expr(self.alpha is not None):
+            factor = factor * self.alpha[group]
+        return factor
 
-	def columns(self, config: GemmConfig) -> Int32:
-		return self.out.shape[2] * config.per_element
+    def columns(self, config: GemmConfig) -> Int32:
+        return self.out.shape[2] * config.per_element
 
-	@property
-	def has_factor(self) -> bool:
-		return self.amax_b is not None or self.alpha is not None
+    @property
+    def has_factor(self) -> bool:
+        return self.amax_b is not None or self.alpha is not None
 
 
 class OutputStore(NamedTuple):
-	"""TMA stores of blocks of some rows, staged as (rows, columns, stages) of all warps.
+    """TMA stores of blocks of some rows, staged as (rows, columns, stages) of all warps.
 
-	Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
-	"""
+    Coordinates are (rows, N, G or 1), the last of them of halves where columns are two.
+    """
 
-	atom: cute.CopyAtom
-	tensor: cute.Tensor
-	shared: cute.Tensor
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+    shared: cute.Tensor
 
-	@cute.jit
-	def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
-		"""Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
-		origin = cute.domain_offset((row, col, group), self.tensor)
-		shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
-		target = cute.local_tile(origin, shape, (0, 0, 0))
-		source, target = cpasync.tma_partition(
-			self.atom, 0, cute.make_layout(1), cute.group_modes(self.shared, 0, 2), cute.group_modes(target, 0, 2)
-		)
-		cute.copy(self.atom, source[None, slot], target)
+    @cute.jit
+    def copy(self, slot: Int32, row: Int32, col: Int32, group: Any) -> None:
+        """Store the block in ``slot`` from (``row``, ``col``) on, clipped to the output."""
+        origin = cute.domain_offset((row, col, group), self.tensor)
+        shape = tuple(cute.size(self.shared, mode=[i]) for i in range(2))
+        target = cute.local_tile(origin, shape, (0, 0, 0))
+        source, target = cpasync.tma_partition(
+            self.atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(self.shared, 0, 2),
+            cute.group_modes(target, 0, 2),
+        )
+        cute.copy(self.atom, source[None, slot], target)
 
 
 def store_source(out: cute.Tensor, staged: Any, halves: int = 1) -> TmaSource:
-	"""The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of N."""
-	groups, rows, cols = out.shape
-	apart, *stride = out.stride
-	if halves > 1:
-		groups, cols = halves, cols // halves
-		apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
-	tensor = cute.make_tensor(out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart)))
-	block = cute.slice_(staged, (None, None, 0))
-	shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
-	return TmaSource(*cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape))
+    """The TMA store of one block of (G, rows, N), and its coordinates (rows, N, G), or of halves of
+    N.
+    """
+    groups, rows, cols = out.shape
+    apart, *stride = out.stride
+    if halves > 1:
+        groups, cols = halves, cols // halves
+        apart = cute.assume(Int64(cols), VECTOR_BYTES * 8 // out.element_type.width)
+    tensor = cute.make_tensor(
+        out.iterator, cute.make_layout((rows, cols, groups), stride=(*stride, apart))
+    )
+    block = cute.slice_(staged, (None, None, 0))
+    shape = tuple(cute.size(staged, mode=[i]) for i in range(2))
+    return TmaSource(
+        *cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, block, shape)
+    )
 
 
 def vector_at(tensor: cute.Tensor, offset: Int64, size: int) -> cute.Tensor:
-	"""``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
-	width = tensor.element_type.width // 8
-	address = tensor.iterator.toint() + offset * width
-	align = min(VECTOR_BYTES, size * width)
-	pointer = cute.make_ptr(tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align)
-	return cute.make_tensor(pointer, cute.make_layout(size))
+    """``size`` elements of ``tensor`` from element ``offset`` on, aligned to 16 bytes."""
+    width = tensor.element_type.width // 8
+    address = tensor.iterator.toint() + offset * width
+    align = min(VECTOR_BYTES, size * width)
+    pointer = cute.make_ptr(
+        tensor.element_type, address, cute.AddressSpace.gmem, assumed_align=align
+    )
+    return cute.make_tensor(pointer, cute.make_layout(size))
 
 
 def out_offset(config: GemmConfig, out: cute.Tensor, group: Int32, row: Int32, col: Int32) -> Int64:
-	offset = Int64(row) * out.stride[1] + col
-	if config.grouping == "k_grouped":
-		offset += Int64(group) * out.stride[0]
-	return offset
+    offset = Int64(row) * out.stride[1] + col
+    if config.grouping == "k_grouped":
+        offset += Int64(group) * out.stride[0]
+    return offset

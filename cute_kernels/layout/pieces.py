@@ -16,12 +16,12 @@ DECODED_SCALE = {"float16": 2.0**-14, "bfloat16": 2.0**-7}
 
 
 def in_pieces(values: Tensor) -> Tensor:
-	"""Values (R, K) in the order in which instructions contract them.
+    """Values (R, K) in the order in which instructions contract them.
 
-	Returns:
-		(R, K up to a whole multiple of ``PIECE_K``), every 16 elements for one instruction.
-	"""
-	values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
-	# The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
-	split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
-	return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)
+    Returns:
+            (R, K up to a whole multiple of ``PIECE_K``), every 16 elements for one instruction.
+    """
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
+    # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.
+    split: Tensor = values.unflatten(1, (-1, 4, 2, 2, 2, 2, 2))
+    return split.permute(0, 1, 3, 4, 6, 2, 5, 7).flatten(1)

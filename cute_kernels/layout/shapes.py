@@ -28,23 +28,23 @@ PITCH_ALIGNMENT = 16
 
 
 def row_in_tile(row: T) -> T:
-	"""Where in a scale tile the first of a row's four bytes is: ((32, 4), (vec, 4)) of the module.
+    """Where in a scale tile the first of a row's four bytes is: ((32, 4), (vec, 4)) of the module.
 
-	In bits, for a kernel's numbers are signed, and division would ask for the sign.
-	"""
-	return ((row & 31) << 4) + (row >> 3 & 12)  # type: ignore
+    In bits, for a kernel's numbers are signed, and division would ask for the sign.
+    """
+    return ((row & 31) << 4) + (row >> 3 & 12)  # type: ignore
 
 
 def ceil_div(a: int, b: int) -> int:
-	"""``a / b`` rounded up."""
-	return (a + b - 1) // b
+    """``a / b`` rounded up."""
+    return (a + b - 1) // b
 
 
 def round_up(a: int, b: int) -> int:
-	"""The smallest multiple of ``b`` that is at least ``a``."""
-	return ceil_div(a, b) * b
+    """The smallest multiple of ``b`` that is at least ``a``."""
+    return ceil_div(a, b) * b
 
 
 def scale_tiles(elements: int, sf_vec_size: int) -> int:
-	"""Scale tiles side by side along the blocked direction of ``elements`` elements."""
-	return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)
+    """Scale tiles side by side along the blocked direction of ``elements`` elements."""
+    return ceil_div(ceil_div(elements, sf_vec_size), SF_TILE_COLS)

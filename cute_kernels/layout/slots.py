@@ -15,20 +15,20 @@ TILE_ROWS = 128
 
 
 def slot_tile(start: int, group: int) -> int:
-	"""First slot tile of group ``group`` whose rows begin at ``start``."""
-	return start // TILE_ROWS + group
+    """First slot tile of group ``group`` whose rows begin at ``start``."""
+    return start // TILE_ROWS + group
 
 
 def num_slot_tiles(rows: int, num_groups: int) -> int:
-	"""Tiles of a slot buffer that holds any split of ``rows`` rows into ``num_groups`` groups."""
-	return rows // TILE_ROWS + num_groups
+    """Tiles of a slot buffer that holds any split of ``rows`` rows into ``num_groups`` groups."""
+    return rows // TILE_ROWS + num_groups
 
 
 def most_rows(num_tiles: int, num_groups: int) -> int:
-	"""The most rows that slots in ``num_tiles`` tiles hold: undoes ``num_slot_tiles``."""
-	return (num_tiles - num_groups + 1) * TILE_ROWS - 1
+    """The most rows that slots in ``num_tiles`` tiles hold: undoes ``num_slot_tiles``."""
+    return (num_tiles - num_groups + 1) * TILE_ROWS - 1
 
 
 def uniform_tiles(rows: int) -> int:
-	"""Tiles of each group when every group has ``rows`` rows."""
-	return ceil_div(rows, TILE_ROWS)
+    """Tiles of each group when every group has ``rows`` rows."""
+    return ceil_div(rows, TILE_ROWS)

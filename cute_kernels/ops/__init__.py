@@ -5,7 +5,18 @@ where nothing observes the call (``registry.Op.invoke``). Each op is documented 
 """
 
 # flops counts.
-from cute_kernels.ops import delayed, dequantize, flops, fused_gemm, gemm, moe, optimizer, quantize, reductions, router  # noqa: F401
+from cute_kernels.ops import (
+    delayed,
+    dequantize,
+    flops,
+    fused_gemm,
+    gemm,
+    moe,
+    optimizer,
+    quantize,
+    reductions,
+    router,
+)  # noqa: F401
 
 adamw_quantize = optimizer.AdamWQuantize.invoke
 compute_offsets = reductions.ComputeOffsets.invoke

@@ -18,194 +18,221 @@ _READABLE = frozenset({Tensor, torch.nn.Parameter})
 
 
 class EndRowChecks:
-	"""Process-wide settings of ``check_end_rows_of``.
+    """Process-wide settings of ``check_end_rows_of``.
 
-	Attributes:
-		reads_cpu: values of CPU tensors are checked on the host.
-		recorder: called with offs and the number of rows for each tensor on another device, or None.
-	"""
+    Attributes:
+            reads_cpu: values of CPU tensors are checked on the host.
+            recorder: called with offs and the number of rows for each tensor on another device, or
+                None.
+    """
 
-	reads_cpu = True
-	recorder: Callable[[Tensor, int], object] | None = None
+    reads_cpu = True
+    recorder: Callable[[Tensor, int], object] | None = None
 
 
 @contextlib.contextmanager
 def unchecked_end_rows() -> Iterator[None]:
-	"""Do not read ``offs`` inside the block: kernels clamp the values then. For tests of kernels."""
-	before = EndRowChecks.reads_cpu
-	EndRowChecks.reads_cpu = False
-	try:
-		yield
-	finally:
-		EndRowChecks.reads_cpu = before
+    """Do not read ``offs`` inside the block: kernels clamp the values then.
+
+    For tests of kernels.
+    """
+    before = EndRowChecks.reads_cpu
+    EndRowChecks.reads_cpu = False
+    try:
+        yield
+    finally:
+        EndRowChecks.reads_cpu = before
 
 
 def check_end_rows(values: Sequence[Any], rows: int, x: str = "x") -> None:
-	"""``values`` must be end rows of groups in ``x``, which has so many rows; fewer leave a tail."""
-	start = 0
-	for group, end in enumerate(values):
-		if end < start:
-			raise ValueError(f"offs must not decrease or be negative, got {end} at {group}{_counts_hint(values, rows)}")
-		start = end
-	if start > rows:
-		raise ValueError(f"offs must end within the {rows} rows of {x}, got {start}")
+    """``values`` must be end rows of groups in ``x``, which has so many rows; fewer leave a tail."""
+    start = 0
+    for group, end in enumerate(values):
+        if end < start:
+            raise ValueError(
+                f"offs must not decrease or be negative, got {end} at {group}{_counts_hint(values, rows)}"
+            )
+        start = end
+    if start > rows:
+        raise ValueError(f"offs must end within the {rows} rows of {x}, got {start}")
 
 
 def _counts_hint(values: Sequence[Any], rows: int) -> str:
-	"""How to make end rows, if the values may be counts."""
-	total = sum(map(int, values))
-	if min(values) < 0 or total > rows:
-		return ""
-	return (
-		f". offs are the end rows of the groups, and these look like counts, which add up to {total}: "
-		"grouped.compute_offsets(counts) returns their end rows"
-	)
+    """How to make end rows, if the values may be counts."""
+    total = sum(map(int, values))
+    if min(values) < 0 or total > rows:
+        return ""
+    return (
+        f". offs are the end rows of the groups, and these look like counts, which add up to {total}: "
+        "grouped.compute_offsets(counts) returns their end rows"
+    )
 
 
 def check_end_rows_of(offs: Tensor, rows: int, x: str = "x") -> None:
-	"""``check_end_rows`` of a CPU tensor that holds values; of other devices the recorder takes note.
+    """``check_end_rows`` of a CPU tensor that holds values; of other devices the recorder takes
+    note.
 
-	Traced, transformed and meta tensors are passed over: the ops that run later check theirs.
-	"""
-	if torch.compiler.is_compiling() or type(offs) not in _READABLE:
-		return
-	if torch._C._functorch.is_functorch_wrapped_tensor(offs) or torch._is_functional_tensor(offs):
-		return
-	with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext():
-		if not offs.is_cpu:
-			if EndRowChecks.recorder is not None and not offs.is_meta:
-				EndRowChecks.recorder(offs, rows)
-			return
-		values = offs.tolist() if EndRowChecks.reads_cpu else [0]
-	if values[0] < 0 or values[-1] > rows or values != sorted(values):
-		check_end_rows(values, rows, x)
+    Traced, transformed and meta tensors are passed over: the ops that run later check theirs.
+    """
+    if torch.compiler.is_compiling() or type(offs) not in _READABLE:
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(offs) or torch._is_functional_tensor(offs):
+        return
+    with (
+        _disable_current_modes()
+        if torch._C._len_torch_dispatch_stack()
+        else contextlib.nullcontext()
+    ):
+        if not offs.is_cpu:
+            if EndRowChecks.recorder is not None and not offs.is_meta:
+                EndRowChecks.recorder(offs, rows)
+            return
+        values = offs.tolist() if EndRowChecks.reads_cpu else [0]
+    if values[0] < 0 or values[-1] > rows or values != sorted(values):
+        check_end_rows(values, rows, x)
 
 
 def check_dtype(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype]) -> None:
-	"""``dtype`` must be one of ``allowed``."""
-	if dtype not in allowed:
-		listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-		raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
+    """``dtype`` must be one of ``allowed``."""
+    if dtype not in allowed:
+        listed = " or ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise TypeError(f"{name} must be {listed}, got {str(dtype).removeprefix('torch.')}")
 
 
 def check_tensor(
-	name: str,
-	tensor: Tensor,
-	*,
-	dtypes: Sequence[torch.dtype] = (),
-	ndim: Sequence[int] = (),
-	shape: Sequence[int | None] | None = None,
+    name: str,
+    tensor: Tensor,
+    *,
+    dtypes: Sequence[torch.dtype] = (),
+    ndim: Sequence[int] = (),
+    shape: Sequence[int | None] | None = None,
 ) -> None:
-	"""``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
-	if not isinstance(tensor, torch.Tensor):
-		raise TypeError(f"{name} must be a tensor, got {tensor!r}")
-	if dtypes:
-		check_dtype(name, tensor.dtype, dtypes)
-	if shape is not None:
-		ndim = (len(shape),)
-	if ndim and tensor.dim() not in ndim:
-		ranks = " or ".join(str(n) for n in ndim)
-		raise ValueError(f"{name} must have {ranks} dimensions, got shape {tuple(tensor.shape)}")
-	for i, want in enumerate(shape or ()):
-		if want is not None and tensor.shape[i] != want:
-			raise ValueError(f"{name} must have size {want} in dimension {i}, got shape {tuple(tensor.shape)}")
+    """``tensor`` must have one of the dtypes and ranks, and ``shape`` where that is not None."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} must be a tensor, got {tensor!r}")
+    if dtypes:
+        check_dtype(name, tensor.dtype, dtypes)
+    if shape is not None:
+        ndim = (len(shape),)
+    if ndim and tensor.dim() not in ndim:
+        ranks = " or ".join(str(n) for n in ndim)
+        raise ValueError(f"{name} must have {ranks} dimensions, got shape {tuple(tensor.shape)}")
+    for i, want in enumerate(shape or ()):
+        if want is not None and tensor.shape[i] != want:
+            raise ValueError(
+                f"{name} must have size {want} in dimension {i}, got shape {tuple(tensor.shape)}"
+            )
 
 
 def check_multiple(name: str, value: int, of: int, why: str) -> None:
-	"""``value`` must be a multiple of ``of``, and not 0."""
-	if value % of != 0 or value == 0:
-		raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
+    """``value`` must be a multiple of ``of``, and not 0."""
+    if value % of != 0 or value == 0:
+        raise ValueError(f"{name} must be a positive multiple of {of} ({why}), got {value}")
 
 
 def check_offs(offs: Tensor, num_groups: int | None = None) -> None:
-	"""``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
-	check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
-	if offs.shape[0] < 1:
-		raise ValueError("offs must have at least one entry, got shape (0,)")
-	if num_groups is not None and offs.shape[0] != num_groups:
-		raise ValueError(f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries")
+    """``offs`` must be int32 of shape (G,), G >= 1, and of ``num_groups`` entries if given."""
+    check_tensor("offs", offs, dtypes=(torch.int32,), ndim=(1,))
+    if offs.shape[0] < 1:
+        raise ValueError("offs must have at least one entry, got shape (0,)")
+    if num_groups is not None and offs.shape[0] != num_groups:
+        raise ValueError(
+            f"offs must have one end row for each of the {num_groups} groups, got {offs.shape[0]} entries"
+        )
 
 
 def check_inverse(inverse: Tensor | None, rows: Tensor | None, name: str, x: Tensor) -> None:
-	"""``inverse`` of ``rows`` must be (T, k) int32 of T rows of ``x``, where it is given."""
-	if inverse is not None:
-		if rows is None:
-			raise ValueError("inverse is that of rows: give both")
-		check_tensor("inverse", inverse, dtypes=(torch.int32,), shape=(x.shape[0], None))
-		same_device(name, x.device, inverse=inverse)
+    """``inverse`` of ``rows`` must be (T, k) int32 of T rows of ``x``, where it is given."""
+    if inverse is not None:
+        if rows is None:
+            raise ValueError("inverse is that of rows: give both")
+        check_tensor("inverse", inverse, dtypes=(torch.int32,), shape=(x.shape[0], None))
+        same_device(name, x.device, inverse=inverse)
 
 
 def check_rows(rows: Tensor, name: str, x: Tensor) -> None:
-	"""``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
-	check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
-	check_tensor(name, x, ndim=(2,))
-	same_device(name, x.device, rows=rows)
-	if rows.shape[0] and not x.shape[0]:
-		raise ValueError(f"rows must be empty, for {name} has no rows")
+    """``rows`` must be an int32 index of the rows of ``x``, which has some if there are any."""
+    check_tensor("rows", rows, dtypes=(torch.int32,), ndim=(1,))
+    check_tensor(name, x, ndim=(2,))
+    same_device(name, x.device, rows=rows)
+    if rows.shape[0] and not x.shape[0]:
+        raise ValueError(f"rows must be empty, for {name} has no rows")
 
 
 def check_seed(seed: Tensor | None, fmt: Format, first: str, device: torch.device) -> None:
-	"""``seed``, (2,) int64, must be there for a stochastic format only, on the device of the argument ``first``."""
-	if not fmt.is_stochastic:
-		if seed is not None:
-			raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
-		return
-	if seed is None:
-		raise ValueError(f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them")
-	check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
-	same_device(first, device, seed=seed)
+    """``seed``, (2,) int64, must be there for a stochastic format only, on the device of the
+    argument ``first``.
+    """
+    if not fmt.is_stochastic:
+        if seed is not None:
+            raise ValueError(f"seed is of stochastic rounding, which {fmt.text} does not have")
+        return
+    if seed is None:
+        raise ValueError(
+            f"seed is missing: {fmt.text} rounds by random bits, (2,) int64 seeds them"
+        )
+    check_tensor("seed", seed, dtypes=(torch.int64,), shape=(2,))
+    same_device(first, device, seed=seed)
 
 
 def same_device(first: str, device: torch.device, **others: Tensor | None) -> None:
-	"""All tensors must be on ``device``, that of the argument ``first``."""
-	for name, tensor in others.items():
-		if tensor is None:
-			continue
-		check_tensor(name, tensor)
-		if tensor.device != device:
-			raise ValueError(f"{name} must be on the device of {first} ({device}), got {tensor.device}")
+    """All tensors must be on ``device``, that of the argument ``first``."""
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        check_tensor(name, tensor)
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} must be on the device of {first} ({device}), got {tensor.device}"
+            )
 
 
-def check_input(name: str, x: Tensor, offs: Tensor | None, shapes: Sequence[int] | None = None) -> None:
-	"""``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
+def check_input(
+    name: str, x: Tensor, offs: Tensor | None, shapes: Sequence[int] | None = None
+) -> None:
+    """``x`` must be (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without.
 
-	Its dtype must be bf16, fp16 or fp32.
-	"""
-	if shapes is not None:
-		if offs is not None:
-			raise ValueError("offs and shapes are both given: groups are cut by one of them")
-		check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
-		return
-	check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
-	if offs is not None:
-		check_offs(offs)
-		same_device(name, x.device, offs=offs)
-	elif x.shape[0] < 1:
-		raise ValueError(f"{name} must have at least one group, got shape {tuple(x.shape)}")
+    Its dtype must be bf16, fp16 or fp32.
+    """
+    if shapes is not None:
+        if offs is not None:
+            raise ValueError("offs and shapes are both given: groups are cut by one of them")
+        check_tensor(f"{name} with shapes", x, dtypes=INPUT_DTYPES, ndim=(1,))
+        return
+    check_tensor(name, x, dtypes=INPUT_DTYPES, ndim=(3,) if offs is None else (2,))
+    if offs is not None:
+        check_offs(offs)
+        same_device(name, x.device, offs=offs)
+    elif x.shape[0] < 1:
+        raise ValueError(f"{name} must have at least one group, got shape {tuple(x.shape)}")
 
 
 def check_copy(
-	codes_name: str,
-	scales_name: str,
-	copy: tuple[Tensor, Sequence[Tensor]],
-	fmt: Format,
-	shape: Sequence[int],
-	num_groups: int | None,
-	columnwise: bool,
-	shapes: Sequence[tuple[int, int]] | None = None,
+    codes_name: str,
+    scales_name: str,
+    copy: tuple[Tensor, Sequence[Tensor]],
+    fmt: Format,
+    shape: Sequence[int],
+    num_groups: int | None,
+    columnwise: bool,
+    shapes: Sequence[tuple[int, int]] | None = None,
 ) -> None:
-	"""Check one direction of a quantized tensor, ``copy``, against ``layout.buffers``.
+    """Check one direction of a quantized tensor, ``copy``, against ``layout.buffers``.
 
-	``scales_name`` is the argument that lists the rest of ``Format.operand_names``. ``shape`` is (T, K) of a ragged
-	tensor, (G, N, K) of a uniform one, or (capacity,) with ``shapes``, (m, n) of each member; ``num_groups`` is G of a
-	ragged tensor, else None.
-	"""
-	codes, scales = copy
-	names = fmt.operand_names(columnwise)
-	wanted = buffers(fmt, shape, num_groups, shapes=shapes, rowwise=not columnwise, columnwise=columnwise)
-	if len(scales) != len(names) - 1:
-		raise ValueError(f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors")
-	check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)
-	for i, (name, tensor) in enumerate(zip(names[1:], scales, strict=True)):
-		label = f"{scales_name}[{i}], the {name} of {fmt.text},"
-		check_tensor(label, tensor, dtypes=(wanted[name].dtype,), shape=wanted[name].shape)
+    ``scales_name`` is the argument that lists the rest of ``Format.operand_names``. ``shape`` is
+    (T, K) of a ragged tensor, (G, N, K) of a uniform one, or (capacity,) with ``shapes``, (m, n) of
+    each member; ``num_groups`` is G of a ragged tensor, else None.
+    """
+    codes, scales = copy
+    names = fmt.operand_names(columnwise)
+    wanted = buffers(
+        fmt, shape, num_groups, shapes=shapes, rowwise=not columnwise, columnwise=columnwise
+    )
+    if len(scales) != len(names) - 1:
+        raise ValueError(
+            f"{scales_name} must be {', '.join(names[1:])} of {fmt.text}, got {len(scales)} tensors"
+        )
+    check_tensor(codes_name, codes, dtypes=(wanted[names[0]].dtype,), shape=wanted[names[0]].shape)
+    for i, (name, tensor) in enumerate(zip(names[1:], scales, strict=True)):
+        label = f"{scales_name}[{i}], the {name} of {fmt.text},"
+        check_tensor(label, tensor, dtypes=(wanted[name].dtype,), shape=wanted[name].shape)

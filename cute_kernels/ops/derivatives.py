@@ -11,62 +11,70 @@ from torch.utils._pytree import tree_leaves
 
 
 def refuse_derivatives(op: str, tensors: Iterable[tuple[str, object]], remedy: str) -> None:
-	"""Raise where writing into a given tensor would lose a derivative, as torch's functions do.
+    """Raise where writing into a given tensor would lose a derivative, as torch's functions do.
 
-	Args:
-		op: what writes, for the message.
-		tensors: operands and outputs by name; what is no tensor is passed over.
-		remedy: what to do instead of detaching.
+    Args:
+            op: what writes, for the message.
+            tensors: operands and outputs by name; what is no tensor is passed over.
+            remedy: what to do instead of detaching.
 
-	Raises:
-		RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is open,
-			whose tangents cannot all be seen from here (those of ``torch.func.jvp`` cannot).
-	"""
-	if forward_ad._current_level >= 0:
-		raise RuntimeError(f"{op} has no derivative in forward mode: {remedy}, or leave the level")
-	if not torch.is_grad_enabled():
-		return
-	for name, tensor in tensors:
-		if isinstance(tensor, Tensor) and tensor.requires_grad:
-			raise RuntimeError(f"{op} has no derivative, but {name} requires a gradient: detach it, or {remedy}")
+    Raises:
+            RuntimeError: one of ``tensors`` requires a gradient, or a level of forward-mode AD is
+                    open, whose tangents cannot all be seen from here (those of ``torch.func.jvp``
+                    cannot).
+    """
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(f"{op} has no derivative in forward mode: {remedy}, or leave the level")
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise RuntimeError(
+                f"{op} has no derivative, but {name} requires a gradient: detach it, or {remedy}"
+            )
 
 
 def _refuse_tangents(name: str, args: Iterable[object]) -> None:
-	for a in tree_leaves(args):
-		if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
-			raise NotImplementedError(
-				f"{name} has no forward-mode derivative, so the tangent would be lost: use the "
-				"backward mode, or detach the input"
-			)
+    for a in tree_leaves(args):
+        if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
+            raise NotImplementedError(
+                f"{name} has no forward-mode derivative, so the tangent would be lost: use the "
+                "backward mode, or detach the input"
+            )
 
 
 def register_autograd(
-	name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None, library: torch.library.Library
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    library: torch.library.Library,
 ) -> None:
-	"""``torch.library.register_autograd``, and an error for operands that carry a tangent.
+    """``torch.library.register_autograd``, and an error for operands that carry a tangent.
 
-	PyTorch's own kernel passes over tangents, so forward-mode AD would take the op for a constant.
-	``name`` is that of an op of ``library`` without namespace.
-	"""
-	op = getattr(getattr(torch.ops, library.ns), name).default
-	kernel = make_autograd_impl(op, Info(backward, setup_context))
-	defaults = tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
+    PyTorch's own kernel passes over tangents, so forward-mode AD would take the op for a constant.
+    ``name`` is that of an op of ``library`` without namespace.
+    """
+    op = getattr(getattr(torch.ops, library.ns), name).default
+    kernel = make_autograd_impl(op, Info(backward, setup_context))
+    defaults = tuple(a.default_value for a in op._schema.arguments if not a.kwarg_only)
 
-	def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-		# The dispatcher leaves out arguments that have their defaults, but the gradients of an op
-		# that takes lists must have the structure of all of them.
-		args += defaults[len(args) :]
-		if forward_ad._current_level >= 0:
-			_refuse_tangents(name, args)
-		return kernel(keyset, *args, **kwargs)
+    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        # The dispatcher leaves out arguments that have their defaults, but the gradients of an op
+        # that takes lists must have the structure of all of them.
+        args += defaults[len(args) :]
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        return kernel(keyset, *args, **kwargs)
 
-	library.impl(name, autograd, "Autograd", with_keyset=True)
+    library.impl(name, autograd, "Autograd", with_keyset=True)
 
 
 def not_differentiable(name: str) -> Callable[..., Any]:
-	"""The backward pass of an op that has none."""
+    """The backward pass of an op that has none."""
 
-	def backward(ctx: Any, *grads: Any) -> Any:
-		raise RuntimeError(f"{name} has no derivative; train through grouped.nn, or detach its input")
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            f"{name} has no derivative; train through grouped.nn, or detach its input"
+        )
 
-	return backward
+    return backward

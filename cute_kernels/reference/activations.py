@@ -76,173 +76,180 @@ from .conversions import f32
 
 
 def _polynomial(r: Tensor, coefficients: tuple[float, ...]) -> Tensor:
-	"""By Horner's rule, from the highest power down."""
-	*rest, highest = coefficients
-	value = r * highest
-	for c in reversed(rest[1:]):
-		value.add_(c).mul_(r)
-	return value.add_(rest[0])
+    """By Horner's rule, from the highest power down."""
+    *rest, highest = coefficients
+    value = r * highest
+    for c in reversed(rest[1:]):
+        value.add_(c).mul_(r)
+    return value.add_(rest[0])
 
 
 def _power_of_two(bits: Tensor) -> Tensor:
-	"""2^(e - 127) of integers whose low bits are e."""
-	return (bits << 23).view(torch.float32)
+    """2^(e - 127) of integers whose low bits are e."""
+    return (bits << 23).view(torch.float32)
 
 
 def exp(x: Tensor) -> Tensor:
-	x = x.clamp(-104.0, 89.0)
-	z = (x * Numbers.LOG2E).add_(Numbers.MAGIC + 254)
-	n = z - (Numbers.MAGIC + 254)
-	r = x.sub_(n * Numbers.LN2[0]).sub_(n * Numbers.LN2[1])
-	p = _polynomial(r, Numbers.EXP).mul_(r * r).add_(r).add_(1.0)
-	m = z.view(torch.int32)
-	a = m >> 1
-	return p.mul_(_power_of_two(a)).mul_(_power_of_two(m - a))
+    x = x.clamp(-104.0, 89.0)
+    z = (x * Numbers.LOG2E).add_(Numbers.MAGIC + 254)
+    n = z - (Numbers.MAGIC + 254)
+    r = x.sub_(n * Numbers.LN2[0]).sub_(n * Numbers.LN2[1])
+    p = _polynomial(r, Numbers.EXP).mul_(r * r).add_(r).add_(1.0)
+    m = z.view(torch.int32)
+    a = m >> 1
+    return p.mul_(_power_of_two(a)).mul_(_power_of_two(m - a))
 
 
 def tanh(x: Tensor) -> Tensor:
-	a = x.abs().clamp_max_(10.0)
-	n = (a * (2 * Numbers.LOG2E)).floor_()
-	z = n + (Numbers.MAGIC + 126)
-	r = a.sub_(n * (Numbers.LN2[0] / 2)).sub_(n * (Numbers.LN2[1] / 2))
-	w = r * r
-	t = _polynomial(w, Numbers.TANH).mul_(w * r).add_(r)
-	s = _power_of_two(z.view(torch.int32))
-	u = (t * (s + 0.5)).add_(s - 0.5)
-	return u.div_(u + t.neg_().add_(1.0)).copysign_(x)
+    a = x.abs().clamp_max_(10.0)
+    n = (a * (2 * Numbers.LOG2E)).floor_()
+    z = n + (Numbers.MAGIC + 126)
+    r = a.sub_(n * (Numbers.LN2[0] / 2)).sub_(n * (Numbers.LN2[1] / 2))
+    w = r * r
+    t = _polynomial(w, Numbers.TANH).mul_(w * r).add_(r)
+    s = _power_of_two(z.view(torch.int32))
+    u = (t * (s + 0.5)).add_(s - 0.5)
+    return u.div_(u + t.neg_().add_(1.0)).copysign_(x)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-	return exp(-x).add_(1.0).reciprocal_()
+    return exp(-x).add_(1.0).reciprocal_()
 
 
 class _Curve(abc.ABC):
-	"""A function of one variable and its derivative."""
+    """A function of one variable and its derivative."""
 
-	@abc.abstractmethod
-	def core(self, x: Tensor) -> Tensor:
-		"""What the value and the slope share, and leave as it is."""
+    @abc.abstractmethod
+    def core(self, x: Tensor) -> Tensor:
+        """What the value and the slope share, and leave as it is."""
 
-	@abc.abstractmethod
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		"""f(x), given ``core(x)``."""
+    @abc.abstractmethod
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        """f(x), given ``core(x)``."""
 
-	@abc.abstractmethod
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		"""f'(x), given ``core(x)``."""
+    @abc.abstractmethod
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        """f'(x), given ``core(x)``."""
 
 
 class _Relu(_Curve):
-	def core(self, x: Tensor) -> Tensor:
-		return x.masked_fill(x <= 0.0, 0.0)
+    def core(self, x: Tensor) -> Tensor:
+        return x.masked_fill(x <= 0.0, 0.0)
 
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		return core
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return core
 
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		return core.masked_fill(x > 0.0, 1.0)
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return core.masked_fill(x > 0.0, 1.0)
 
 
 class _SquaredRelu(_Relu):
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		return core * core
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return core * core
 
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		return core + core
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return core + core
 
 
 class _Gelu(_Curve):
-	def core(self, x: Tensor) -> Tensor:
-		return tanh((x * x).mul_(Numbers.GELU[1]).add_(Numbers.GELU[0]).mul_(x))
+    def core(self, x: Tensor) -> Tensor:
+        return tanh((x * x).mul_(Numbers.GELU[1]).add_(Numbers.GELU[0]).mul_(x))
 
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		return (core * 0.5).add_(0.5).mul_(x.clamp_min(-Numbers.FMAX))
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return (core * 0.5).add_(0.5).mul_(x.clamp_min(-Numbers.FMAX))
 
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		w = x.clamp(-Numbers.FAR, Numbers.FAR)
-		steep = (w * w).mul_(Numbers.GELU[2]).add_(Numbers.GELU[0]).mul_((core * core).neg_().add_(1.0))
-		return w.mul_(0.5).mul_(steep).add_((core + 1.0).mul_(0.5))
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        w = x.clamp(-Numbers.FAR, Numbers.FAR)
+        steep = (
+            (w * w).mul_(Numbers.GELU[2]).add_(Numbers.GELU[0]).mul_((core * core).neg_().add_(1.0))
+        )
+        return w.mul_(0.5).mul_(steep).add_((core + 1.0).mul_(0.5))
 
 
 class _Silu(_Curve):
-	"""Times the sigmoid of ``alpha`` times the argument."""
+    """Times the sigmoid of ``alpha`` times the argument."""
 
-	def __init__(self, alpha: float = 1.0) -> None:
-		self._alpha = f32(alpha)
+    def __init__(self, alpha: float = 1.0) -> None:
+        self._alpha = f32(alpha)
 
-	def _argument(self, x: Tensor) -> Tensor:
-		return x * self._alpha
+    def _argument(self, x: Tensor) -> Tensor:
+        return x * self._alpha
 
-	def core(self, x: Tensor) -> Tensor:
-		return sigmoid(self._argument(x))
+    def core(self, x: Tensor) -> Tensor:
+        return sigmoid(self._argument(x))
 
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		return x.clamp_min(-Numbers.FMAX).mul_(core)
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return x.clamp_min(-Numbers.FMAX).mul_(core)
 
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		w = self._argument(x).clamp_(-Numbers.FAR, Numbers.FAR)
-		return w.mul_(core).mul_(1.0 - core).add_(core)
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        w = self._argument(x).clamp_(-Numbers.FAR, Numbers.FAR)
+        return w.mul_(core).mul_(1.0 - core).add_(core)
 
 
 class _ClampedSilu(_Silu):
-	def __init__(self, alpha: float, limit: float) -> None:
-		super().__init__(alpha)
-		self._limit = f32(limit)
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__(alpha)
+        self._limit = f32(limit)
 
-	def _argument(self, x: Tensor) -> Tensor:
-		return super()._argument(x.clamp_max(self._limit))
+    def _argument(self, x: Tensor) -> Tensor:
+        return super()._argument(x.clamp_max(self._limit))
 
-	def value(self, x: Tensor, core: Tensor) -> Tensor:
-		return x.clamp(-Numbers.FMAX, self._limit).mul_(core)
+    def value(self, x: Tensor, core: Tensor) -> Tensor:
+        return x.clamp(-Numbers.FMAX, self._limit).mul_(core)
 
-	def slope(self, x: Tensor, core: Tensor) -> Tensor:
-		return super().slope(x, core).masked_fill_(x > self._limit, 0.0)
+    def slope(self, x: Tensor, core: Tensor) -> Tensor:
+        return super().slope(x, core).masked_fill_(x > self._limit, 0.0)
 
 
 def _rectified(act: Activation) -> _Curve:
-	return _SquaredRelu() if curve_of(act).is_squared else _Relu()
+    return _SquaredRelu() if curve_of(act).is_squared else _Relu()
 
 
 def _sigmoid_curve(act: Activation) -> _Curve:
-	return _ClampedSilu(alpha_of(act), act.limit) if act.is_clamped else _Silu(alpha_of(act))
+    return _ClampedSilu(alpha_of(act), act.limit) if act.is_clamped else _Silu(alpha_of(act))
 
 
 _FORMULAS: dict[str, Callable[[Activation], _Curve]] = {
-	"rectified": _rectified,
-	"tanh": lambda act: _Gelu(),
-	"sigmoid": _sigmoid_curve,
+    "rectified": _rectified,
+    "tanh": lambda act: _Gelu(),
+    "sigmoid": _sigmoid_curve,
 }
 
 
 def _curve(act: Activation) -> _Curve:
-	return formula_of(act, _FORMULAS)(act)
+    return formula_of(act, _FORMULAS)(act)
 
 
 def _gate(b: Tensor, act: Activation) -> Tensor:
-	if not act.is_clamped:
-		return b
-	limit = f32(act.limit)
-	return b.clamp(-limit, limit).add_(1.0)
+    if not act.is_clamped:
+        return b
+    limit = f32(act.limit)
+    return b.clamp(-limit, limit).add_(1.0)
 
 
 def activate(x: Tensor, act: Activation) -> Tensor:
-	"""Elements of ``x``, (..., W) fp32: ``act(x)``, or ``act(A) * B`` of a gated activation, (..., W / 2)."""
-	curve = _curve(act)
-	if not act.is_gated:
-		return curve.value(x, curve.core(x))
-	a, b = x.chunk(2, dim=-1)
-	return curve.value(a, curve.core(a)).mul_(_gate(b, act))
+    """Elements of ``x``, (..., W) fp32:
+
+    ``act(x)``, or ``act(A) * B`` of a gated activation, (..., W / 2).
+    """
+    curve = _curve(act)
+    if not act.is_gated:
+        return curve.value(x, curve.core(x))
+    a, b = x.chunk(2, dim=-1)
+    return curve.value(a, curve.core(a)).mul_(_gate(b, act))
 
 
 def activate_gradient(x: Tensor, grad: Tensor, act: Activation) -> Tensor:
-	"""The gradient of ``activate(x, act)``, of which ``grad`` is the gradient, with respect to ``x``; fp32."""
-	curve = _curve(act)
-	if not act.is_gated:
-		return curve.slope(x, curve.core(x)).mul_(grad)
-	a, b = x.chunk(2, dim=-1)
-	core = curve.core(a)
-	of_a = curve.slope(a, core).mul_(_gate(b, act)).mul_(grad)
-	of_b = curve.value(a, core).mul_(grad)
-	if act.is_clamped:
-		of_b.masked_fill_(b.abs() > f32(act.limit), 0.0)
-	return torch.cat([of_a, of_b], dim=-1)
+    """The gradient of ``activate(x, act)``, of which ``grad`` is the gradient, with respect to
+    ``x``; fp32.
+    """
+    curve = _curve(act)
+    if not act.is_gated:
+        return curve.slope(x, curve.core(x)).mul_(grad)
+    a, b = x.chunk(2, dim=-1)
+    core = curve.core(a)
+    of_a = curve.slope(a, core).mul_(_gate(b, act)).mul_(grad)
+    of_b = curve.value(a, core).mul_(grad)
+    if act.is_clamped:
+        of_b.masked_fill_(b.abs() > f32(act.limit), 0.0)
+    return torch.cat([of_a, of_b], dim=-1)

@@ -22,129 +22,157 @@ _E8M0_MAX, _E8M0_NAN = 254, 255
 
 
 def f32(value: float) -> float:
-	return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
+    return float(torch.tensor(value, dtype=torch.float32, device="cpu").item())
 
 
 def mark_nan(x: Tensor, where: Tensor) -> Tensor:
-	"""``x`` fp32, made NaN in place where ``where`` is set, of the bits that instructions of GPUs give."""
-	x.view(torch.int32).masked_fill_(where, 0x7FFFFFFF)
-	return x
+    """``x`` fp32, made NaN in place where ``where`` is set, of the bits that instructions of GPUs
+    give.
+    """
+    x.view(torch.int32).masked_fill_(where, 0x7FFFFFFF)
+    return x
 
 
 def encode(element: ElementType, y: Tensor) -> Tensor:
-	"""Round fp32 to codes (uint8), one a byte whatever their width.
+    """Round fp32 to codes (uint8), one a byte whatever their width.
 
-	NaN gives 0x7F, and in E2M1, which has none, +6.
-	"""
-	return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
+    NaN gives 0x7F, and in E2M1, which has none, +6.
+    """
+    return encode_e2m1(y) if element == E2M1 else _encode_fp8(element, y)
 
 
 def decode(element: ElementType, codes: Tensor) -> Tensor:
-	"""Exact fp32 values of codes as they are stored: packed if they share bytes."""
-	if element == E2M1:
-		return unpack_codes(codes)
-	if not element.holds_nan:
-		raise UnsupportedError(f"nothing decodes codes of {element.name}, which PyTorch has no dtype for")
-	return codes.view(element.dtype).float()
+    """Exact fp32 values of codes as they are stored: packed if they share bytes."""
+    if element == E2M1:
+        return unpack_codes(codes)
+    if not element.holds_nan:
+        raise UnsupportedError(
+            f"nothing decodes codes of {element.name}, which PyTorch has no dtype for"
+        )
+    return codes.view(element.dtype).float()
 
 
 def pack(element: ElementType, codes: Tensor) -> Tensor:
-	"""Codes of ``encode`` as they are stored, uint8."""
-	if element.per_byte == 1:
-		return codes
-	if element.per_byte != 2:
-		raise UnsupportedError(f"nothing packs codes of {element.bits} bits")
-	return pack_codes(codes)
+    """Codes of ``encode`` as they are stored, uint8."""
+    if element.per_byte == 1:
+        return codes
+    if element.per_byte != 2:
+        raise UnsupportedError(f"nothing packs codes of {element.bits} bits")
+    return pack_codes(codes)
 
 
 def encode_e2m1(y: Tensor) -> Tensor:
-	"""Round fp32 to E2M1 codes 0..15 (uint8), to nearest even, saturating at 6.
+    """Round fp32 to E2M1 codes 0..15 (uint8), to nearest even, saturating at 6.
 
-	The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
-	+6 (code 7), both as the hardware's saturating conversion does.
-	"""
-	# Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
-	y, magnitude, power = _cut_to_e2m1(y)
-	magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
-	return _e2m1_codes(magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic), y, power)
+    The sign of zero is kept (-0.0 and negative values that round to zero give code 8) and NaN gives
+    +6 (code 7), both as the hardware's saturating conversion does.
+    """
+    # Adding 2^22 p, whose ulp is p / 2, rounds to a multiple of that, ties to even ones.
+    y, magnitude, power = _cut_to_e2m1(y)
+    magic = power + ((_MANTISSA_BITS - 1) << _MANTISSA_BITS)
+    return _e2m1_codes(
+        magnitude.add_(magic.view(torch.float32)).view(torch.int32).sub_(magic), y, power
+    )
 
 
 def _cut_to_e2m1(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-	"""``y`` without NaN and infinities, its magnitudes up to 6, and bits of a power of two p.
+    """``y`` without NaN and infinities, its magnitudes up to 6, and bits of a power of two p.
 
-	Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of p.
-	"""
-	y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
-	magnitude = y.abs().clamp_max_(E2M1.max)
-	return y, magnitude, magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+    Codes are 0.5, 1 or 2 apart in [0, 2), [2, 4) and [4, 6]: half of p.
+    """
+    y = y.nan_to_num(nan=E2M1.max, posinf=E2M1.max, neginf=-E2M1.max)
+    magnitude = y.abs().clamp_max_(E2M1.max)
+    return y, magnitude, magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
 
 
 def _e2m1_codes(multiple: Tensor, y: Tensor, power: Tensor) -> Tensor:
-	"""Codes of multiples of p / 2, and the signs of ``y``."""
-	# The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
-	code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
-	return code.bitwise_or_(y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)).to(torch.uint8)
+    """Codes of multiples of p / 2, and the signs of ``y``."""
+    # The multiples are 0..4, 2..4 and 2..3 for codes 0..4, 4..6 and 6..7: 2 log2(p) is missing.
+    code = multiple.add_(power.sub_(_ONE).bitwise_right_shift_(_MANTISSA_BITS - 1))
+    return code.bitwise_or_(y.view(torch.int32).bitwise_right_shift_(28).bitwise_and_(8)).to(
+        torch.uint8
+    )
 
 
 def round_e2m1(magnitude: Tensor) -> Tensor:
-	"""What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
-	magnitude = magnitude.clamp_max(E2M1.max)
-	power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
-	magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
-	return magnitude.add_(magic).sub_(magic)
+    """What ``encode_e2m1`` rounds fp32 magnitudes to, as fp32; NaN stays NaN."""
+    magnitude = magnitude.clamp_max(E2M1.max)
+    power = magnitude.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_min_(_ONE)
+    magic = power.add_((_MANTISSA_BITS - 1) << _MANTISSA_BITS).view(torch.float32)
+    return magnitude.add_(magic).sub_(magic)
 
 
 def encode_e2m1_stochastic(y: Tensor, r: Tensor) -> Tensor:
-	"""Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
+    """Round fp32 to E2M1 codes 0..15 (uint8) up or down, as the random bytes ``r`` (uint8) say.
 
-	With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
+    With t the distance of codes at |y| (0.5 below 2, 1 below 4, else 2), without rounding:
 
-	  |result| = min(6, floor(|y| / t + r / 256) t)
+      |result| = min(6, floor(|y| / t + r / 256) t)
 
-	so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in ``encode_e2m1``.
-	"""
-	y, magnitude, power = _cut_to_e2m1(y)
-	# The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
-	scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
-	return _e2m1_codes(magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8), y, power)
+    so that the mean over all bytes is below |y| by less than t / 256. Signs and NaN are as in
+    ``encode_e2m1``.
+    """
+    y, magnitude, power = _cut_to_e2m1(y)
+    # The power of two is 2 t; 512 of them by its exponent, so that the quotient is exact.
+    scale = (2 * _ONE + (9 << _MANTISSA_BITS) - power).view(torch.float32)
+    return _e2m1_codes(
+        magnitude.mul_(scale).to(torch.int32).add_(r).bitwise_right_shift_(8), y, power
+    )
 
 
 def _encode_fp8(element: ElementType, v: Tensor) -> Tensor:
-	"""Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
-	if element not in FP8_ELEMENTS.values():
-		raise UnsupportedError(f"nothing encodes numbers as {element.name}: it is e2m1, e4m3 or e5m2")
-	# Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
-	return v.clamp(-element.max, element.max).to(element.dtype).view(torch.uint8).masked_fill_(v.isnan(), 0x7F)
+    """Round fp32 to FP8 bytes (uint8), to nearest even, saturating; NaN gives 0x7F."""
+    if element not in FP8_ELEMENTS.values():
+        raise UnsupportedError(
+            f"nothing encodes numbers as {element.name}: it is e2m1, e4m3 or e5m2"
+        )
+    # Not every torch version saturates in this cast, so clamp first. A clamp keeps NaN.
+    return (
+        v.clamp(-element.max, element.max)
+        .to(element.dtype)
+        .view(torch.uint8)
+        .masked_fill_(v.isnan(), 0x7F)
+    )
 
 
 def encode_e8m0(v: Tensor) -> Tensor:
-	"""Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
+    """Round fp32 up to powers of two as E8M0 bytes (uint8), saturating at 2^127; NaN gives 255.
 
-	Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
-	"""
-	bits = v.abs().view(torch.int32)
-	exponent = bits >> _MANTISSA_BITS
-	# Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
-	above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
-	return exponent.add_(above).clamp_max_(_E8M0_MAX).masked_fill_(v.isnan(), _E8M0_NAN).to(torch.uint8)
+    Up to 2^-127, zero included, all become that: byte 0. The sign is dropped.
+    """
+    bits = v.abs().view(torch.int32)
+    exponent = bits >> _MANTISSA_BITS
+    # Exponent 0 belongs to the subnormals, of which the upper half is above 2^-127.
+    above = (bits & _MANTISSA_MASK) > torch.where(exponent == 0, _HALF, 0)
+    return (
+        exponent.add_(above)
+        .clamp_max_(_E8M0_MAX)
+        .masked_fill_(v.isnan(), _E8M0_NAN)
+        .to(torch.uint8)
+    )
 
 
 def pack_codes(codes: Tensor) -> Tensor:
-	"""Pack E2M1 codes (..., 2n) two a byte (..., n), the even index in the low nibble."""
-	return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    """Pack E2M1 codes (..., 2n) two a byte (..., n), the even index in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _pair_table() -> Tensor:
-	"""(256,) int64: the two fp32 values of each byte, side by side."""
-	magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
-	values = torch.cat([magnitudes, -magnitudes])
-	byte = torch.arange(256, device="cpu")
-	return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)
+    """(256,) int64: the two fp32 values of each byte, side by side."""
+    magnitudes = torch.tensor(_E2M1_MAGNITUDES, dtype=torch.float32, device="cpu")
+    values = torch.cat([magnitudes, -magnitudes])
+    byte = torch.arange(256, device="cpu")
+    return torch.stack([values[byte & 15], values[byte >> 4]], dim=-1).view(torch.int64).squeeze(1)
 
 
 _PAIRS = _pair_table()
 
 
 def unpack_codes(packed: Tensor) -> Tensor:
-	"""Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
-	return _PAIRS.to(packed.device).index_select(0, packed.int().flatten()).view(packed.shape).view(torch.float32)
+    """Exact fp32 values (..., 2n) of packed E2M1 codes (..., n)."""
+    return (
+        _PAIRS.to(packed.device)
+        .index_select(0, packed.int().flatten())
+        .view(packed.shape)
+        .view(torch.float32)
+    )

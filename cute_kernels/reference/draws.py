@@ -41,62 +41,67 @@ _WORD = 0xFFFFFFFF
 
 
 class Draws(abc.ABC):
-	"""Random bytes of the elements of a tensor."""
+    """Random bytes of the elements of a tensor."""
 
-	@abc.abstractmethod
-	def rows(self, rows: Tensor) -> Tensor:
-		"""(..., K) uint8 of the rowwise elements of ``rows``, int64 row numbers."""
+    @abc.abstractmethod
+    def rows(self, rows: Tensor) -> Tensor:
+        """(..., K) uint8 of the rowwise elements of ``rows``, int64 row numbers."""
 
-	@abc.abstractmethod
-	def tiles(self, tiles: Tensor) -> Tensor:
-		"""(t, 8, K, 16) uint8 of the columnwise blocks of ``tiles``, int64 numbers of slot tiles.
+    @abc.abstractmethod
+    def tiles(self, tiles: Tensor) -> Tensor:
+        """(t, 8, K, 16) uint8 of the columnwise blocks of ``tiles``, int64 numbers of slot tiles.
 
-		As slots are counted in a uniform tensor, too: through all groups.
-		"""
+        As slots are counted in a uniform tensor, too: through all groups.
+        """
 
 
 class GivenDraws(Draws):
-	"""Bytes that the caller made: (rows, K) and (slot rows, K) uint8."""
+    """Bytes that the caller made: (rows, K) and (slot rows, K) uint8."""
 
-	def __init__(self, rowwise: Tensor | None = None, columnwise: Tensor | None = None) -> None:
-		self._rowwise, self._columnwise = rowwise, columnwise
+    def __init__(self, rowwise: Tensor | None = None, columnwise: Tensor | None = None) -> None:
+        self._rowwise, self._columnwise = rowwise, columnwise
 
-	def rows(self, rows: Tensor) -> Tensor:
-		if self._rowwise is None:
-			raise ValueError("rowwise is None, but the rowwise copy is rounded by it")
-		return self._rowwise[rows]
+    def rows(self, rows: Tensor) -> Tensor:
+        if self._rowwise is None:
+            raise ValueError("rowwise is None, but the rowwise copy is rounded by it")
+        return self._rowwise[rows]
 
-	def tiles(self, tiles: Tensor) -> Tensor:
-		if self._columnwise is None:
-			raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
-		slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
-		return slots.unflatten(1, (-1, BLOCK)).movedim(2, -1)
+    def tiles(self, tiles: Tensor) -> Tensor:
+        if self._columnwise is None:
+            raise ValueError("columnwise is None, but the columnwise copy is rounded by it")
+        slots: Tensor = self._columnwise.unflatten(0, (-1, TILE_ROWS))[tiles]
+        return slots.unflatten(1, (-1, BLOCK)).movedim(2, -1)
 
 
 class KeyedDraws(Draws):
-	"""Bytes made from a (2,) int64 seed; see the module's docstring.
+    """Bytes made from a (2,) int64 seed; see the module's docstring.
 
-	``before`` are blocks that come before the first one, rowwise and columnwise. K is a multiple of 16.
-	"""
+    ``before`` are blocks that come before the first one, rowwise and columnwise. K is a multiple of
+    16.
+    """
 
-	def __init__(self, seed: Tensor, cols: int, before: tuple[int, int] = (0, 0)) -> None:
-		first, second = seed.unbind()
-		self._key = (first & _WORD, (first >> 32) & _WORD)
-		self._low, self._high = second & _WORD, (second >> 32) & (_WORD >> 1)
-		self._cols, self._before = cols, before
+    def __init__(self, seed: Tensor, cols: int, before: tuple[int, int] = (0, 0)) -> None:
+        first, second = seed.unbind()
+        self._key = (first & _WORD, (first >> 32) & _WORD)
+        self._low, self._high = second & _WORD, (second >> 32) & (_WORD >> 1)
+        self._cols, self._before = cols, before
 
-	def rows(self, rows: Tensor) -> Tensor:
-		blocks = self._cols // BLOCK
-		block = rows.unsqueeze(-1) * blocks + torch.arange(blocks, device=rows.device)
-		return self._bytes(block + self._before[0], self._high).flatten(-2)
+    def rows(self, rows: Tensor) -> Tensor:
+        blocks = self._cols // BLOCK
+        block = rows.unsqueeze(-1) * blocks + torch.arange(blocks, device=rows.device)
+        return self._bytes(block + self._before[0], self._high).flatten(-2)
 
-	def tiles(self, tiles: Tensor) -> Tensor:
-		per_tile = TILE_ROWS // BLOCK
-		chunk = tiles[:, None] * per_tile + torch.arange(per_tile, device=tiles.device)
-		block = chunk.unsqueeze(-1) * self._cols + torch.arange(self._cols, device=tiles.device)
-		return self._bytes(block + self._before[1], self._high | 1 << 31)
+    def tiles(self, tiles: Tensor) -> Tensor:
+        per_tile = TILE_ROWS // BLOCK
+        chunk = tiles[:, None] * per_tile + torch.arange(per_tile, device=tiles.device)
+        block = chunk.unsqueeze(-1) * self._cols + torch.arange(self._cols, device=tiles.device)
+        return self._bytes(block + self._before[1], self._high | 1 << 31)
 
-	def _bytes(self, block: Tensor, high: Tensor) -> Tensor:
-		"""(..., 16) uint8 of the blocks of given numbers."""
-		words = philox4x32((block & _WORD, block >> 32, self._low, high), self._key, _ROUNDS)
-		return (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=block.device)).to(torch.uint8).flatten(-2)
+    def _bytes(self, block: Tensor, high: Tensor) -> Tensor:
+        """(..., 16) uint8 of the blocks of given numbers."""
+        words = philox4x32((block & _WORD, block >> 32, self._low, high), self._key, _ROUNDS)
+        return (
+            (words.unsqueeze(-1) >> torch.arange(0, 32, 8, device=block.device))
+            .to(torch.uint8)
+            .flatten(-2)
+        )

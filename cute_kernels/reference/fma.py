@@ -11,29 +11,29 @@ from torch import Tensor
 
 
 def two_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-	"""``x + y`` rounded, and the rest: together exactly the sum (Knuth's TwoSum).
+    """``x + y`` rounded, and the rest: together exactly the sum (Knuth's TwoSum).
 
-	The rest is NaN where the sum is infinite or NaN.
-	"""
-	total = x + y
-	second = total - x
-	rest = (total - second).neg_().add_(x)
-	return total, rest.add_(second.neg_().add_(y))
+    The rest is NaN where the sum is infinite or NaN.
+    """
+    total = x + y
+    second = total - x
+    rest = (total - second).neg_().add_(x)
+    return total, rest.add_(second.neg_().add_(y))
 
 
 def rounded_sum(x: Tensor, y: Tensor) -> Tensor:
-	"""The exact sum of two fp64 tensors, rounded to fp32 once, to nearest even."""
-	total, rest = two_sum(x, y)
-	bits = total.view(torch.int64)
-	# One further in the direction of the rest if that leads to an odd number: 1 where the rest has
-	# the sign of the sum, -1 where it has not.
-	step = rest.view(torch.int64).bitwise_xor(bits).bitwise_right_shift_(63).mul_(2).add_(1)
-	is_even = bits.bitwise_and(1).bitwise_xor_(1)
-	# NaN is not above 0, so infinities and NaN stay as they are.
-	bits += step.mul_(is_even).mul_(rest.abs() > 0)
-	return total.float()
+    """The exact sum of two fp64 tensors, rounded to fp32 once, to nearest even."""
+    total, rest = two_sum(x, y)
+    bits = total.view(torch.int64)
+    # One further in the direction of the rest if that leads to an odd number: 1 where the rest has
+    # the sign of the sum, -1 where it has not.
+    step = rest.view(torch.int64).bitwise_xor(bits).bitwise_right_shift_(63).mul_(2).add_(1)
+    is_even = bits.bitwise_and(1).bitwise_xor_(1)
+    # NaN is not above 0, so infinities and NaN stay as they are.
+    bits += step.mul_(is_even).mul_(rest.abs() > 0)
+    return total.float()
 
 
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-	"""``a * b + c`` of fp32 tensors, which broadcast, rounded to fp32 once."""
-	return rounded_sum(a.double() * b.double(), c.double())
+    """``a * b + c`` of fp32 tensors, which broadcast, rounded to fp32 once."""
+    return rounded_sum(a.double() * b.double(), c.double())

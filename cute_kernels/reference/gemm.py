@@ -21,123 +21,129 @@ from .operands import Operand, Rows
 
 
 def _store(
-	out: Tensor, acc: Tensor, factor: Tensor | None, alpha: Tensor | None, bias: Tensor | None, accumulate: bool
+    out: Tensor,
+    acc: Tensor,
+    factor: Tensor | None,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    accumulate: bool,
 ) -> None:
-	if alpha is not None:
-		factor = alpha if factor is None else factor * alpha
-	if factor is not None:
-		acc = acc * factor
-	if bias is not None:
-		acc = acc + bias.float()
-	if accumulate:
-		acc = acc + out.float()
-	out.copy_(acc)
+    if alpha is not None:
+        factor = alpha if factor is None else factor * alpha
+    if factor is not None:
+        acc = acc * factor
+    if bias is not None:
+        acc = acc + bias.float()
+    if accumulate:
+        acc = acc + out.float()
+    out.copy_(acc)
 
 
 def _spans(groups: Groups) -> list[tuple[int, int, int]]:
-	"""(group, first row, end row) of the groups that have rows."""
-	starts, rows = groups.starts.tolist(), groups.rows.tolist()
-	return [(g, s, s + m) for g, (s, m) in enumerate(zip(starts, rows, strict=True)) if m > 0]
+    """(group, first row, end row) of the groups that have rows."""
+    starts, rows = groups.starts.tolist(), groups.rows.tolist()
+    return [(g, s, s + m) for g, (s, m) in enumerate(zip(starts, rows, strict=True)) if m > 0]
 
 
 def m_grouped_gemm(
-	a: Operand,
-	b: Operand,
-	groups: Groups,
-	out: Tensor,
-	*,
-	transpose_b: bool,
-	alpha: Tensor | None,
-	bias: Tensor | None,
-	accumulate: bool,
-	tensor_core: str | None,
-	split: bool = False,
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    out: Tensor,
+    *,
+    transpose_b: bool,
+    alpha: Tensor | None,
+    bias: Tensor | None,
+    accumulate: bool,
+    tensor_core: str | None,
+    split: bool = False,
 ) -> None:
-	"""Rows of group g of A times B[g]^T into ``out`` (T, N).
+    """Rows of group g of A times B[g]^T into ``out`` (T, N).
 
-	Rows of empty groups and of the tail are not written.
+    Rows of empty groups and of the tail are not written.
 
-	Args:
-		a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
-		b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
-			blocks run along K, whose padding past K is left out.
-		groups: where the groups lie.
-		out: (T, N), any floating dtype.
-		transpose_b: contract over the second dimension of a plain B.
-		alpha: (G,) fp32.
-		bias: (G, N).
-		accumulate: add to what ``out`` holds.
-		tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
-		split: where the operands have no block scales, and that matters to the tensor core, sums
-			move to fp32 every 128 of K.
-	"""
-	adder = Adder(tensor_core, "b", split)
-	first_tile = groups.first_tile.tolist()
-	depth = a.codes.shape[1] if a.fmt is None else a.fmt.element.count(a.codes.shape[1])
-	for g, start, end in _spans(groups):
-		rows = slice(start, end)
-		left = a.rows(rows, first_tile[g] * TILE_ROWS, depth)
-		_store(
-			out[rows],
-			dot(left, _matrix(b.of_group(g), depth, transpose_b), adder),
-			_product(a.factor(g, rows), b.factor(g, rows)),
-			None if alpha is None else alpha[g],
-			None if bias is None else bias[g],
-			accumulate,
-		)
+    Args:
+            a: (T, K), plain or a rowwise ragged copy; of other rows if it has an index.
+            b: (G, N, K), or (G, K, N) with ``transpose_b``; or the copy of a uniform tensor whose
+                    blocks run along K, whose padding past K is left out.
+            groups: where the groups lie.
+            out: (T, N), any floating dtype.
+            transpose_b: contract over the second dimension of a plain B.
+            alpha: (G,) fp32.
+            bias: (G, N).
+            accumulate: add to what ``out`` holds.
+            tensor_core: None, or the architecture whose tensor core gives the accumulator's bits.
+            split: where the operands have no block scales, and that matters to the tensor core,
+                    sums move to fp32 every 128 of K.
+    """
+    adder = Adder(tensor_core, "b", split)
+    first_tile = groups.first_tile.tolist()
+    depth = a.codes.shape[1] if a.fmt is None else a.fmt.element.count(a.codes.shape[1])
+    for g, start, end in _spans(groups):
+        rows = slice(start, end)
+        left = a.rows(rows, first_tile[g] * TILE_ROWS, depth)
+        _store(
+            out[rows],
+            dot(left, _matrix(b.of_group(g), depth, transpose_b), adder),
+            _product(a.factor(g, rows), b.factor(g, rows)),
+            None if alpha is None else alpha[g],
+            None if bias is None else bias[g],
+            accumulate,
+        )
 
 
 def _matrix(b: Operand, depth: int, transpose_b: bool) -> Rows:
-	if b.fmt is None:
-		return Rows(b.codes.T if transpose_b else b.codes)
-	return b.columns(0, depth) if b.columnwise else b.rows(slice(0, len(b.codes)), 0, depth)
+    if b.fmt is None:
+        return Rows(b.codes.T if transpose_b else b.codes)
+    return b.columns(0, depth) if b.columnwise else b.rows(slice(0, len(b.codes)), 0, depth)
 
 
 def _product(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-	if first is None or second is None:
-		return second if first is None else first
-	return first * second
+    if first is None or second is None:
+        return second if first is None else first
+    return first * second
 
 
 def k_grouped_gemm(
-	a: Operand,
-	b: Operand,
-	groups: Groups,
-	out: Tensor,
-	*,
-	alpha: Tensor | None,
-	accumulate: bool,
-	tensor_core: str | None,
-	split: bool = False,
+    a: Operand,
+    b: Operand,
+    groups: Groups,
+    out: Tensor,
+    *,
+    alpha: Tensor | None,
+    accumulate: bool,
+    tensor_core: str | None,
+    split: bool = False,
 ) -> None:
-	"""A's group g (m, N), transposed, times B's group g (m, K) into ``out[g]`` (N, K).
+    """A's group g (m, N), transposed, times B's group g (m, K) into ``out[g]`` (N, K).
 
-	An empty group gives zeros, or leaves ``out[g]`` alone when accumulating. With ``tensor_core``
-	instructions start at the group's first row, and rows past its last count as zeros.
+    An empty group gives zeros, or leaves ``out[g]`` alone when accumulating. With ``tensor_core``
+    instructions start at the group's first row, and rows past its last count as zeros.
 
-	``a`` is (T, N), plain or a columnwise ragged copy; ``b`` (T, K), likewise, in the same slots, and a
-	plain one may have an index; ``out`` (G, N, K), any floating dtype. The others: ``m_grouped_gemm``.
-	"""
-	adder = Adder(tensor_core, "a", split)
-	first_tile = groups.first_tile.tolist()
-	if not accumulate:
-		out[groups.rows == 0] = 0
-	for g, start, end in _spans(groups):
-		rows = slice(start, end)
-		left, right = (_transposed(x, rows, first_tile[g] * TILE_ROWS) for x in (a, b))
-		_store(
-			out[g],
-			dot(left, right, adder),
-			_product(a.factor(g, rows), b.factor(g, rows)),
-			None if alpha is None else alpha[g],
-			None,
-			accumulate,
-		)
+    ``a`` is (T, N), plain or a columnwise ragged copy; ``b`` (T, K), likewise, in the same slots,
+    and a plain one may have an index; ``out`` (G, N, K), any floating dtype. The others:
+    ``m_grouped_gemm``.
+    """
+    adder = Adder(tensor_core, "a", split)
+    first_tile = groups.first_tile.tolist()
+    if not accumulate:
+        out[groups.rows == 0] = 0
+    for g, start, end in _spans(groups):
+        rows = slice(start, end)
+        left, right = (_transposed(x, rows, first_tile[g] * TILE_ROWS) for x in (a, b))
+        _store(
+            out[g],
+            dot(left, right, adder),
+            _product(a.factor(g, rows), b.factor(g, rows)),
+            None if alpha is None else alpha[g],
+            None,
+            accumulate,
+        )
 
 
 def _transposed(x: Operand, rows: slice, first_slot: int) -> Rows:
-	"""The columns of one group, its rows as K; those of a block that it does not fill are zeros."""
-	if x.fmt is None:
-		return Rows(x.rows(rows, 0, 0).codes.T)
-	vec = 1 if x.fmt.scale is None else x.fmt.scale.vec_size
-	return x.columns(first_slot, round_up(rows.stop - rows.start, vec))
+    """The columns of one group, its rows as K; those of a block that it does not fill are zeros."""
+    if x.fmt is None:
+        return Rows(x.rows(rows, 0, 0).codes.T)
+    vec = 1 if x.fmt.scale is None else x.fmt.scale.vec_size
+    return x.columns(first_slot, round_up(rows.stop - rows.start, vec))

@@ -22,33 +22,33 @@ SIGN_MASK = 0xD7E8
 
 
 def transform(x: Tensor) -> Tensor:
-	"""Each chunk (..., 16, n) times T along its second to last dimension, in fp32.
+    """Each chunk (..., 16, n) times T along its second to last dimension, in fp32.
 
-	An infinity or a NaN spreads over its chunk.
-	"""
-	return _butterflies(x * _signs(x))
+    An infinity or a NaN spreads over its chunk.
+    """
+    return _butterflies(x * _signs(x))
 
 
 def undo(y: Tensor) -> Tensor:
-	"""Each chunk (..., 16, n) of transformed values times T^T, in fp32: what was transformed.
+    """Each chunk (..., 16, n) of transformed values times T^T, in fp32: what was transformed.
 
-	The factor 1/4 comes first, then the four stages as in ``transform``, then the signs.
-	"""
-	return _butterflies(y * 0.25).mul_(_signs(y) * 4.0)
+    The factor 1/4 comes first, then the four stages as in ``transform``, then the signs.
+    """
+    return _butterflies(y * 0.25).mul_(_signs(y) * 4.0)
 
 
 def _signs(like: Tensor) -> Tensor:
-	"""(16, 1) fp32: s / 4."""
-	signs = [-0.25 if SIGN_MASK >> i & 1 else 0.25 for i in range(CHUNK)]
-	return torch.tensor(signs, dtype=torch.float32, device=like.device).unsqueeze(1)
+    """(16, 1) fp32: s / 4."""
+    signs = [-0.25 if SIGN_MASK >> i & 1 else 0.25 for i in range(CHUNK)]
+    return torch.tensor(signs, dtype=torch.float32, device=like.device).unsqueeze(1)
 
 
 def _butterflies(v: Tensor) -> Tensor:
-	"""H16 times chunks (..., 16, n)."""
-	distance = CHUNK // 2
-	while distance:
-		# (..., pairs of halves, which half, distance, n)
-		low, high = v.unflatten(-2, (-1, 2, distance)).unbind(-3)
-		v = torch.stack([low + high, low - high], dim=-3).flatten(-4, -2)
-		distance //= 2
-	return v
+    """H16 times chunks (..., 16, n)."""
+    distance = CHUNK // 2
+    while distance:
+        # (..., pairs of halves, which half, distance, n)
+        low, high = v.unflatten(-2, (-1, 2, distance)).unbind(-3)
+        v = torch.stack([low + high, low - high], dim=-3).flatten(-4, -2)
+        distance //= 2
+    return v

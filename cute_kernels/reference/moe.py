@@ -11,138 +11,145 @@ from .activations import activate as activate_elements
 from .activations import activate_gradient as gradient_of_elements
 
 
-def compute_routing(expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor) -> None:
-	"""Sort pairs of a token and an expert by expert, those of one expert in the order of tokens.
+def compute_routing(
+    expert_ids: Tensor, offs: Tensor, token: Tensor, pair: Tensor, row: Tensor
+) -> None:
+    """Sort pairs of a token and an expert by expert, those of one expert in the order of tokens.
 
-	Args:
-		expert_ids: (T, k); what is not in [0, E) is no expert.
-		offs: (E,) written: the end row of each expert.
-		token: (T * k,) written: the token of each row, -1 in the tail.
-		pair: (T * k,) written: t * k + j of each row, -1 in the tail.
-		row: (T, k) written: the row of each pair, -1 of those without an expert.
-	"""
-	experts, ids = offs.shape[0], expert_ids.flatten().long()
-	routed = (ids >= 0) & (ids < experts)
-	ids = torch.where(routed, ids, experts)
-	order = ids.argsort(stable=True)
-	# Not bincount, whose length a compiler would not know.
-	counts = ids.new_zeros(experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
-	offs.copy_(counts[:-1].cumsum(0))
-	in_tail = ~routed[order]
-	pair.copy_(order.masked_fill(in_tail, -1))
-	token.copy_((order // max(1, expert_ids.shape[1])).masked_fill(in_tail, -1))
-	place = torch.empty_like(order)
-	place[order] = torch.arange(len(order), device=order.device)
-	row.copy_(place.masked_fill_(~routed, -1).view_as(row))
+    Args:
+            expert_ids: (T, k); what is not in [0, E) is no expert.
+            offs: (E,) written: the end row of each expert.
+            token: (T * k,) written: the token of each row, -1 in the tail.
+            pair: (T * k,) written: t * k + j of each row, -1 in the tail.
+            row: (T, k) written: the row of each pair, -1 of those without an expert.
+    """
+    experts, ids = offs.shape[0], expert_ids.flatten().long()
+    routed = (ids >= 0) & (ids < experts)
+    ids = torch.where(routed, ids, experts)
+    order = ids.argsort(stable=True)
+    # Not bincount, whose length a compiler would not know.
+    counts = ids.new_zeros(experts + 1).scatter_add_(0, ids, torch.ones_like(ids))
+    offs.copy_(counts[:-1].cumsum(0))
+    in_tail = ~routed[order]
+    pair.copy_(order.masked_fill(in_tail, -1))
+    token.copy_((order // max(1, expert_ids.shape[1])).masked_fill(in_tail, -1))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    row.copy_(place.masked_fill_(~routed, -1).view_as(row))
 
 
 def gather(x: Tensor, index: Tensor, out: Tensor) -> None:
-	"""Write ``x[index[r]]`` to ``out[r]``, zeros where the index is none of a row of ``x``."""
-	there = (index >= 0) & (index < x.shape[0])
-	if not x.shape[0]:
-		out.zero_()
-		return
-	torch.index_select(x, 0, torch.where(there, index, 0), out=out)
-	out.masked_fill_(~there[:, None], 0)
+    """Write ``x[index[r]]`` to ``out[r]``, zeros where the index is none of a row of ``x``."""
+    there = (index >= 0) & (index < x.shape[0])
+    if not x.shape[0]:
+        out.zero_()
+        return
+    torch.index_select(x, 0, torch.where(there, index, 0), out=out)
+    out.masked_fill_(~there[:, None], 0)
 
 
 def combine(h: Tensor, row: Tensor, weight: Tensor | None, y: Tensor) -> None:
-	"""Write the sums over k of ``weight[t, k] * h[row[t, k]]`` to ``y[t]``.
+    """Write the sums over k of ``weight[t, k] * h[row[t, k]]`` to ``y[t]``.
 
-	From 0 on in ascending k, each product and each sum rounded to fp32, one cast at the end. What
-	is none of the rows of ``h`` is left out.
-	"""
-	sums = h.new_zeros(y.shape, dtype=torch.float32)
-	for k in range(row.shape[1]):
-		index = row[:, k]
-		term = h.new_empty(y.shape)
-		gather(h, index, term)
-		term = term.float()
-		if weight is not None:
-			term *= torch.where((index >= 0) & (index < h.shape[0]), weight[:, k], 0)[:, None]
-		sums += term
-	y.copy_(sums)
+    From 0 on in ascending k, each product and each sum rounded to fp32, one cast at the end. What
+    is none of the rows of ``h`` is left out.
+    """
+    sums = h.new_zeros(y.shape, dtype=torch.float32)
+    for k in range(row.shape[1]):
+        index = row[:, k]
+        term = h.new_empty(y.shape)
+        gather(h, index, term)
+        term = term.float()
+        if weight is not None:
+            term *= torch.where((index >= 0) & (index < h.shape[0]), weight[:, k], 0)[:, None]
+        sums += term
+    y.copy_(sums)
 
 
 def _halves(x: Tensor, interleaved: bool) -> Tensor:
-	"""[A | B] of columns that alternate."""
-	return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
+    """[A | B] of columns that alternate."""
+    return x.unflatten(-1, (-1, 2)).mT.flatten(-2) if interleaved else x
 
 
 def _live(x: Tensor, offs: Tensor | None) -> slice:
-	return slice(0, len(x) if offs is None else min(len(x), max(0, int(offs[-1]))))
+    return slice(0, len(x) if offs is None else min(len(x), max(0, int(offs[-1]))))
 
 
-def activate(x: Tensor, act: Activation, offs: Tensor | None, interleaved: bool, out: Tensor) -> None:
-	"""Write ``act`` of the rows of ``x`` to ``out``, rounded once from fp32."""
-	live = _live(x, offs)
-	out[live] = activate_elements(_halves(x[live].float(), interleaved), act).to(out.dtype)
+def activate(
+    x: Tensor, act: Activation, offs: Tensor | None, interleaved: bool, out: Tensor
+) -> None:
+    """Write ``act`` of the rows of ``x`` to ``out``, rounded once from fp32."""
+    live = _live(x, offs)
+    out[live] = activate_elements(_halves(x[live].float(), interleaved), act).to(out.dtype)
 
 
 def activate_gradient(
-	x: Tensor,
-	grad: Tensor,
-	act: Activation,
-	offs: Tensor | None,
-	interleaved: bool,
-	weight: Tensor | None,
-	pair: Tensor | None,
-	outputs: Sequence[Tensor],
+    x: Tensor,
+    grad: Tensor,
+    act: Activation,
+    offs: Tensor | None,
+    interleaved: bool,
+    weight: Tensor | None,
+    pair: Tensor | None,
+    outputs: Sequence[Tensor],
 ) -> None:
-	"""Write the gradient with respect to ``x``, and with weights what depends on them.
+    """Write the gradient with respect to ``x``, and with weights what depends on them.
 
-	With a = ``act(x)`` rounded to the dtype of ``x`` and p the weight of the row, all in fp32:
+    With a = ``act(x)`` rounded to the dtype of ``x`` and p the weight of the row, all in fp32:
 
-	  outputs[0] = the gradient of act at x, given fl(p * grad)
-	  outputs[1] = fl(p * a)
-	  outputs[2] = sum of fl(grad * a)
+      outputs[0] = the gradient of act at x, given fl(p * grad)
+      outputs[1] = fl(p * a)
+      outputs[2] = sum of fl(grad * a)
 
-	The sum is that of tiles of 128 columns, added from 0 on in ascending order. In tile i lane l of 16
-	adds columns 128 i + 8 l + j in ascending j from 0 on; the lanes are added as a tree, l and l + 8 first.
-	"""
-	live = _live(x, offs)
-	numbers, g = _halves(x[live].float(), interleaved), grad[live].float()
-	p = None
-	if weight is not None and pair is not None:
-		_, scaled, dweight = outputs
-		at = pair[live].long()
-		there = (at >= 0) & (at < weight.numel())
-		p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
-		a = activate_elements(numbers, act).to(x.dtype).float()
-		scaled[live] = (p * a).to(x.dtype)
-		sums = tile_sum(g * a)
-		dweight.view(-1)[at[there]] = sums[there]
-		g = p * g
-	into = outputs[0]
-	dx = gradient_of_elements(numbers, g, act)
-	if interleaved:
-		dx = dx.unflatten(-1, (2, -1)).mT.flatten(-2)
-	into[live] = dx.to(x.dtype)
+    The sum is that of tiles of 128 columns, added from 0 on in ascending order. In tile i lane l of
+    16 adds columns 128 i + 8 l + j in ascending j from 0 on; the lanes are added as a tree, l and l
+    + 8 first.
+    """
+    live = _live(x, offs)
+    numbers, g = _halves(x[live].float(), interleaved), grad[live].float()
+    p = None
+    if weight is not None and pair is not None:
+        _, scaled, dweight = outputs
+        at = pair[live].long()
+        there = (at >= 0) & (at < weight.numel())
+        p = torch.where(there, weight.flatten()[torch.where(there, at, 0)], 0).unsqueeze(1)
+        a = activate_elements(numbers, act).to(x.dtype).float()
+        scaled[live] = (p * a).to(x.dtype)
+        sums = tile_sum(g * a)
+        dweight.view(-1)[at[there]] = sums[there]
+        g = p * g
+    into = outputs[0]
+    dx = gradient_of_elements(numbers, g, act)
+    if interleaved:
+        dx = dx.unflatten(-1, (2, -1)).mT.flatten(-2)
+    into[live] = dx.to(x.dtype)
 
 
 def tile_sum(terms: Tensor) -> Tensor:
-	"""The sum of each row, in the order of ``activate_gradient``."""
-	tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).unflatten(1, (-1, 16, 8))
-	lanes, sums = torch.zeros_like(tiles[..., 0]), terms.new_zeros(len(terms))
-	for j in range(8):
-		lanes += tiles[..., j]
-	for of_tile in _tree(lanes).unbind(1):
-		sums += of_tile
-	return sums
+    """The sum of each row, in the order of ``activate_gradient``."""
+    tiles = torch.nn.functional.pad(terms, (0, -terms.shape[1] % TILE_ROWS)).unflatten(
+        1, (-1, 16, 8)
+    )
+    lanes, sums = torch.zeros_like(tiles[..., 0]), terms.new_zeros(len(terms))
+    for j in range(8):
+        lanes += tiles[..., j]
+    for of_tile in _tree(lanes).unbind(1):
+        sums += of_tile
+    return sums
 
 
 def warp_sum(terms: Tensor) -> Tensor:
-	"""The sum of each row, in the order of a warp whose lane l takes every 32nd number from l on."""
-	strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).unflatten(1, (-1, 32))
-	lanes = terms.new_zeros(len(terms), 32)
-	for i in range(strips.shape[1]):
-		lanes += strips[:, i]
-	return _tree(lanes)
+    """The sum of each row, in the order of a warp whose lane l takes every 32nd number from l on."""
+    strips = torch.nn.functional.pad(terms, (0, -terms.shape[1] % 32)).unflatten(1, (-1, 32))
+    lanes = terms.new_zeros(len(terms), 32)
+    for i in range(strips.shape[1]):
+        lanes += strips[:, i]
+    return _tree(lanes)
 
 
 def _tree(lanes: Tensor) -> Tensor:
-	"""The sum of the last dimension, its halves added until there is one number."""
-	while lanes.shape[-1] > 1:
-		a, b = lanes.chunk(2, -1)
-		lanes = a + b
-	return lanes[..., 0]
+    """The sum of the last dimension, its halves added until there is one number."""
+    while lanes.shape[-1] > 1:
+        a, b = lanes.chunk(2, -1)
+        lanes = a + b
+    return lanes[..., 0]

@@ -67,10 +67,10 @@ _BLOCK = {torch.float8_e8m0fnu: 32, torch.float8_e4m3fn: 16}
 _FP32_MIN_EXPONENT = -126
 #: Exponent of the smallest normal number of each dtype that tensor cores multiply or add.
 _MIN_EXPONENT = {
-	**dict.fromkeys((torch.float32, torch.bfloat16), _FP32_MIN_EXPONENT),
-	torch.float16: -14,
-	torch.float8_e5m2: -14,
-	torch.float8_e4m3fn: -6,
+    **dict.fromkeys((torch.float32, torch.bfloat16), _FP32_MIN_EXPONENT),
+    torch.float16: -14,
+    torch.float8_e5m2: -14,
+    torch.float8_e4m3fn: -6,
 }
 _FP32_FRACTION_BITS = 23
 #: E is no less than this.
@@ -87,43 +87,43 @@ _TILE_M, _TILE_N, _TILE_K = 128, 256, 4096
 
 @dataclasses.dataclass(frozen=True)
 class _Adder:
-	"""How one instruction adds.
+    """How one instruction adds.
 
-	Attributes:
-		k: products of one instruction.
-		term: neighbouring products that are added exactly before they are aligned.
-		fraction_bits: F, what is kept of a term below 2^E.
-		accumulator_bits: fraction bits of an fp32 accumulator.
-		fp16: whether the accumulator may be fp16.
-		zero_exponent: exponent of a zero factor or accumulator.
-		negative_zero: whether a negative sum that is cut to zero is -0.
-	"""
+    Attributes:
+            k: products of one instruction.
+            term: neighbouring products that are added exactly before they are aligned.
+            fraction_bits: F, what is kept of a term below 2^E.
+            accumulator_bits: fraction bits of an fp32 accumulator.
+            fp16: whether the accumulator may be fp16.
+            zero_exponent: exponent of a zero factor or accumulator.
+            negative_zero: whether a negative sum that is cut to zero is -0.
+    """
 
-	k: int
-	term: int = 1
-	fraction_bits: int = 25
-	accumulator_bits: int = _FP32_FRACTION_BITS
-	fp16: bool = False
-	zero_exponent: int = _FP32_MIN_EXPONENT
-	negative_zero: bool = True
+    k: int
+    term: int = 1
+    fraction_bits: int = 25
+    accumulator_bits: int = _FP32_FRACTION_BITS
+    fp16: bool = False
+    zero_exponent: int = _FP32_MIN_EXPONENT
+    negative_zero: bool = True
 
 
 #: By architecture, dtype of the operands, and whether they have block scales.
 _COMMON = {
-	(torch.float16, False): _Adder(16, fp16=True),
-	(torch.bfloat16, False): _Adder(16),
-	(torch.float32, False): _Adder(8),
+    (torch.float16, False): _Adder(16, fp16=True),
+    (torch.bfloat16, False): _Adder(16),
+    (torch.float32, False): _Adder(8),
 }
 _HOPPER_FP8 = _Adder(32, fraction_bits=13, accumulator_bits=13, fp16=True)
 _ADDERS = {
-	"sm_90a": {
-		key: dataclasses.replace(adder, zero_exponent=_NO_EXPONENT, negative_zero=False)
-		for key, adder in (_COMMON | {(dtype, False): _HOPPER_FP8 for dtype in _FP8}).items()
-	},
-	"sm_100a": _COMMON
-	| {(dtype, False): _Adder(32, fp16=True) for dtype in _FP8}
-	| {(dtype, True): _Adder(32) for dtype in _FP8}
-	| {(_FP4, True): _Adder(64, term=16, fraction_bits=35)},
+    "sm_90a": {
+        key: dataclasses.replace(adder, zero_exponent=_NO_EXPONENT, negative_zero=False)
+        for key, adder in (_COMMON | {(dtype, False): _HOPPER_FP8 for dtype in _FP8}).items()
+    },
+    "sm_100a": _COMMON
+    | {(dtype, False): _Adder(32, fp16=True) for dtype in _FP8}
+    | {(dtype, True): _Adder(32) for dtype in _FP8}
+    | {(_FP4, True): _Adder(64, term=16, fraction_bits=35)},
 }
 #: Architectures whose tensor cores are known.
 TENSOR_CORES = tuple(_ADDERS)
@@ -131,198 +131,206 @@ TENSOR_CORES = tuple(_ADDERS)
 
 @dataclasses.dataclass(frozen=True)
 class _Operand:
-	"""Rows of A or of B: their elements, and block scales if they have any."""
+    """Rows of A or of B: their elements, and block scales if they have any."""
 
-	elements: Tensor
-	scales: Tensor | None
+    elements: Tensor
+    scales: Tensor | None
 
-	@property
-	def k(self) -> int:
-		return self.elements.shape[1] * (2 if self.elements.dtype == _FP4 else 1)
+    @property
+    def k(self) -> int:
+        return self.elements.shape[1] * (2 if self.elements.dtype == _FP4 else 1)
 
 
 def tensor_core_gemm(
-	arch: str,
-	a: Tensor,
-	b: Tensor,
-	*,
-	a_scales: Tensor | None = None,
-	b_scales: Tensor | None = None,
-	acc: Tensor | None = None,
-	acc_dtype: torch.dtype = torch.float32,
+    arch: str,
+    a: Tensor,
+    b: Tensor,
+    *,
+    a_scales: Tensor | None = None,
+    b_scales: Tensor | None = None,
+    acc: Tensor | None = None,
+    acc_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-	"""A B^T with the bits of ``arch``'s tensor core, over all of K in ascending order.
+    """A B^T with the bits of ``arch``'s tensor core, over all of K in ascending order.
 
-	Args:
-		arch: ``"sm_90a"`` or ``"sm_100a"``.
-		a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
-			float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low nibble.
-		b: (N, K) or (N, K / 2), likewise; of the dtype of ``a``, but E4M3 and E5M2 may be mixed.
-		a_scales: block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K /
-			16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
-		b_scales: likewise for ``b``.
-		acc: (M, N) accumulator to start from; zero if None. It is not changed.
-		acc_dtype: fp32 or fp16, the type of the accumulator if ``acc`` is None.
+    Args:
+            arch: ``"sm_90a"`` or ``"sm_100a"``.
+            a: (M, K) fp16, bf16, fp32 (read as tf32: the low 13 bits are ignored), float8_e4m3fn or
+                    float8_e5m2; or (M, K / 2) uint8, packed E2M1 codes, the even index in the low
+                    nibble.
+            b: (N, K) or (N, K / 2), likewise; of the dtype of ``a``, but E4M3 and E5M2 may be
+                mixed.
+            a_scales: block scales (M, ceil(K / 32)) float8_e8m0fnu for FP8 and E2M1, or (M, ceil(K
+                    / 16)) float8_e4m3fn for E2M1, whose sign bit is ignored.
+            b_scales: likewise for ``b``.
+            acc: (M, N) accumulator to start from; zero if None. It is not changed.
+            acc_dtype: fp32 or fp16, the type of the accumulator if ``acc`` is None.
 
-	Returns:
-		(M, N) accumulator.
+    Returns:
+            (M, N) accumulator.
 
-	Raises:
-		ValueError: ``arch`` has no such instruction, or shapes do not fit.
-	"""
-	left, right = _Operand(a, a_scales), _Operand(b, b_scales)
-	if acc is None:
-		acc = torch.zeros(len(a), len(b), dtype=acc_dtype, device=a.device)
-	adder = _check(arch, left, right, acc)
-	out = torch.empty_like(acc)
-	for m in slices(len(a), _TILE_M):
-		for n in slices(len(b), _TILE_N):
-			tile = acc[m, n]
-			for k in slices(left.k, _TILE_K):
-				x, x_exponent = _terms(adder, left, m, k)
-				y, y_exponent = _terms(adder, right, n, k)
-				for part in slices(len(x), adder.k // adder.term):
-					tile = _mma(adder, x[part], x_exponent[part], y[part], y_exponent[part], tile)
-			out[m, n] = tile
-	return with_one_nan(out)
+    Raises:
+            ValueError: ``arch`` has no such instruction, or shapes do not fit.
+    """
+    left, right = _Operand(a, a_scales), _Operand(b, b_scales)
+    if acc is None:
+        acc = torch.zeros(len(a), len(b), dtype=acc_dtype, device=a.device)
+    adder = _check(arch, left, right, acc)
+    out = torch.empty_like(acc)
+    for m in slices(len(a), _TILE_M):
+        for n in slices(len(b), _TILE_N):
+            tile = acc[m, n]
+            for k in slices(left.k, _TILE_K):
+                x, x_exponent = _terms(adder, left, m, k)
+                y, y_exponent = _terms(adder, right, n, k)
+                for part in slices(len(x), adder.k // adder.term):
+                    tile = _mma(adder, x[part], x_exponent[part], y[part], y_exponent[part], tile)
+            out[m, n] = tile
+    return with_one_nan(out)
 
 
 def with_one_nan(acc: Tensor) -> Tensor:
-	"""``acc``, its NaNs replaced by that of GPUs."""
-	acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16).masked_fill_(acc.isnan(), NAN_BITS[acc.dtype])
-	return acc
+    """``acc``, its NaNs replaced by that of GPUs."""
+    acc.view(torch.int32 if acc.dtype == torch.float32 else torch.int16).masked_fill_(
+        acc.isnan(), NAN_BITS[acc.dtype]
+    )
+    return acc
 
 
 def _check(arch: str, a: _Operand, b: _Operand, acc: Tensor) -> _Adder:
-	"""The adder for these operands, which are checked."""
-	dtypes = (a.elements.dtype, b.elements.dtype)
-	if dtypes[0] != dtypes[1] and not set(dtypes) <= set(_FP8):
-		raise ValueError(f"a and b must be of one dtype, got {dtypes[0]} and {dtypes[1]}")
-	scales = {None if x.scales is None else x.scales.dtype for x in (a, b)}
-	if len(scales) > 1:
-		raise ValueError("a_scales and b_scales must be of one dtype, or both be None")
-	if arch not in TENSOR_CORES:
-		raise ValueError(f"arch must be one of {', '.join(TENSOR_CORES)}, got {arch!r}")
-	adder = _ADDERS[arch].get((dtypes[0], a.scales is not None))
-	if adder is None:
-		how = "without" if a.scales is None else "with"
-		raise ValueError(f"{arch} multiplies no {dtypes[0]} operands {how} block scales")
-	if a.k != b.k:
-		raise ValueError(f"a and b must have one K, got {a.k} and {b.k}")
-	for name, operand in (("a_scales", a), ("b_scales", b)):
-		if operand.scales is not None:
-			_check_scales(name, operand, operand.scales)
-	shape = (len(a.elements), len(b.elements))
-	if tuple(acc.shape) != shape:
-		raise ValueError(f"acc must have shape {shape}, got {tuple(acc.shape)}")
-	if acc.dtype not in ((torch.float32, torch.float16) if adder.fp16 else (torch.float32,)):
-		raise ValueError(f"{arch} has no {acc.dtype} accumulator for these {dtypes[0]} operands")
-	return adder
+    """The adder for these operands, which are checked."""
+    dtypes = (a.elements.dtype, b.elements.dtype)
+    if dtypes[0] != dtypes[1] and not set(dtypes) <= set(_FP8):
+        raise ValueError(f"a and b must be of one dtype, got {dtypes[0]} and {dtypes[1]}")
+    scales = {None if x.scales is None else x.scales.dtype for x in (a, b)}
+    if len(scales) > 1:
+        raise ValueError("a_scales and b_scales must be of one dtype, or both be None")
+    if arch not in TENSOR_CORES:
+        raise ValueError(f"arch must be one of {', '.join(TENSOR_CORES)}, got {arch!r}")
+    adder = _ADDERS[arch].get((dtypes[0], a.scales is not None))
+    if adder is None:
+        how = "without" if a.scales is None else "with"
+        raise ValueError(f"{arch} multiplies no {dtypes[0]} operands {how} block scales")
+    if a.k != b.k:
+        raise ValueError(f"a and b must have one K, got {a.k} and {b.k}")
+    for name, operand in (("a_scales", a), ("b_scales", b)):
+        if operand.scales is not None:
+            _check_scales(name, operand, operand.scales)
+    shape = (len(a.elements), len(b.elements))
+    if tuple(acc.shape) != shape:
+        raise ValueError(f"acc must have shape {shape}, got {tuple(acc.shape)}")
+    if acc.dtype not in ((torch.float32, torch.float16) if adder.fp16 else (torch.float32,)):
+        raise ValueError(f"{arch} has no {acc.dtype} accumulator for these {dtypes[0]} operands")
+    return adder
 
 
 def _check_scales(name: str, operand: _Operand, scales: Tensor) -> None:
-	dtypes = [d for d in _BLOCK if operand.elements.dtype == _FP4 or d == torch.float8_e8m0fnu]
-	if scales.dtype not in dtypes:
-		raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {scales.dtype}")
-	shape = (len(operand.elements), ceil_div(operand.k, _BLOCK[scales.dtype]))
-	if tuple(scales.shape) != shape:
-		raise ValueError(f"{name} must have shape {shape}, got {tuple(scales.shape)}")
+    dtypes = [d for d in _BLOCK if operand.elements.dtype == _FP4 or d == torch.float8_e8m0fnu]
+    if scales.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(str, dtypes))}, got {scales.dtype}")
+    shape = (len(operand.elements), ceil_div(operand.k, _BLOCK[scales.dtype]))
+    if tuple(scales.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(scales.shape)}")
 
 
 def slices(size: int, step: int) -> Iterator[slice]:
-	for start in range(0, size, step):
-		yield slice(start, min(start + step, size))
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
 
 
 def _exponent(v: Tensor, lowest: int, zero: int) -> Tensor:
-	"""Exponents (int32) of fp32 values, ``zero`` for zeros; 128 for Inf and NaN."""
-	biased = v.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
-	return biased.sub_(127).clamp_min_(lowest).masked_fill_(v == 0, zero)
+    """Exponents (int32) of fp32 values, ``zero`` for zeros; 128 for Inf and NaN."""
+    biased = v.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF)
+    return biased.sub_(127).clamp_min_(lowest).masked_fill_(v == 0, zero)
 
 
 def _pow2(exponent: Tensor) -> Tensor:
-	return exponent.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)
+    return exponent.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)
 
 
 def _scale_values(scales: Tensor) -> tuple[Tensor, Tensor]:
-	"""Values (fp64) and exponents (int32) of block scales."""
-	codes = scales.view(torch.uint8)
-	if scales.dtype == torch.float8_e8m0fnu:
-		exponent = codes.int().sub_(127)
-		return _pow2(exponent).masked_fill_(codes == 0xFF, torch.nan), exponent
-	value = codes.bitwise_and(0x7F).view(torch.float8_e4m3fn).float()
-	return value.double(), _exponent(value, _MIN_EXPONENT[torch.float8_e4m3fn], _FP32_MIN_EXPONENT)
+    """Values (fp64) and exponents (int32) of block scales."""
+    codes = scales.view(torch.uint8)
+    if scales.dtype == torch.float8_e8m0fnu:
+        exponent = codes.int().sub_(127)
+        return _pow2(exponent).masked_fill_(codes == 0xFF, torch.nan), exponent
+    value = codes.bitwise_and(0x7F).view(torch.float8_e4m3fn).float()
+    return value.double(), _exponent(value, _MIN_EXPONENT[torch.float8_e4m3fn], _FP32_MIN_EXPONENT)
 
 
 def _terms(adder: _Adder, operand: _Operand, rows: slice, ks: slice) -> tuple[Tensor, Tensor]:
-	"""The factors of terms in rows ``rows`` and elements ``ks``, filled up with zeros.
+    """The factors of terms in rows ``rows`` and elements ``ks``, filled up with zeros.
 
-	Returns:
-		values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
-	"""
-	elements, scales = operand.elements, operand.scales
-	if elements.dtype == _FP4:
-		v = unpack_codes(elements[rows, ks.start // 2 : ks.stop // 2])
-	else:
-		v = elements[rows, ks].float()
-	if elements.dtype == torch.float32:
-		v = v.view(torch.int32).bitwise_and(~0x1FFF).view(torch.float32)  # tf32
-	v = torch.nn.functional.pad(v, (0, -v.shape[1] % adder.k))
-	count = v.shape[1] // adder.term
-	if adder.term == 1:
-		exponent = _exponent(v, _MIN_EXPONENT[elements.dtype], adder.zero_exponent)
-	else:
-		exponent = torch.zeros(len(v), count, dtype=torch.int32, device=v.device)
-	value = v.double().unflatten(1, (count, adder.term))
-	if scales is not None:
-		block = _BLOCK[scales.dtype]
-		given = scales[rows, ks.start // block : ceil_div(ks.stop, block)]
-		repeats = block // adder.term
-		missing = count - given.shape[1] * repeats
-		# A scale that is filled in lies so low that its (zero) terms never decide E.
-		factor, power = (
-			torch.nn.functional.pad(t.repeat_interleave(repeats, 1), (0, missing), value=fill)
-			for t, fill in zip(_scale_values(given), (0, _FP32_MIN_EXPONENT), strict=True)
-		)
-		value, exponent = value * factor.unsqueeze(-1), exponent + power
-	return value.transpose(0, 1).contiguous(), exponent.T.contiguous()
+    Returns:
+            values (terms, rows, products of a term) fp64 and exponents (terms, rows) int32.
+    """
+    elements, scales = operand.elements, operand.scales
+    if elements.dtype == _FP4:
+        v = unpack_codes(elements[rows, ks.start // 2 : ks.stop // 2])
+    else:
+        v = elements[rows, ks].float()
+    if elements.dtype == torch.float32:
+        v = v.view(torch.int32).bitwise_and(~0x1FFF).view(torch.float32)  # tf32
+    v = torch.nn.functional.pad(v, (0, -v.shape[1] % adder.k))
+    count = v.shape[1] // adder.term
+    if adder.term == 1:
+        exponent = _exponent(v, _MIN_EXPONENT[elements.dtype], adder.zero_exponent)
+    else:
+        exponent = torch.zeros(len(v), count, dtype=torch.int32, device=v.device)
+    value = v.double().unflatten(1, (count, adder.term))
+    if scales is not None:
+        block = _BLOCK[scales.dtype]
+        given = scales[rows, ks.start // block : ceil_div(ks.stop, block)]
+        repeats = block // adder.term
+        missing = count - given.shape[1] * repeats
+        # A scale that is filled in lies so low that its (zero) terms never decide E.
+        factor, power = (
+            torch.nn.functional.pad(t.repeat_interleave(repeats, 1), (0, missing), value=fill)
+            for t, fill in zip(_scale_values(given), (0, _FP32_MIN_EXPONENT), strict=True)
+        )
+        value, exponent = value * factor.unsqueeze(-1), exponent + power
+    return value.transpose(0, 1).contiguous(), exponent.T.contiguous()
 
 
-def _mma(adder: _Adder, a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor, acc: Tensor) -> Tensor:
-	"""One instruction: the terms a[t] b[t]^T and ``acc``."""
-	lowest = _MIN_EXPONENT[acc.dtype]
-	top = _exponent(acc.float(), lowest, adder.zero_exponent).clamp_min_(_LOWEST_E)
-	exponent = torch.empty_like(top)
-	for x, y in zip(a_exponent, b_exponent, strict=True):
-		torch.maximum(top, torch.add(x[:, None], y, out=exponent), out=top)
-	unit = _pow2(top - adder.fraction_bits)
-	# A power of two, so this is exact. Inf and NaN go through all of this by IEEE rules.
-	per_unit = unit.reciprocal()
-	# Adding 0.0 makes -0.0 positive.
-	total = (acc.double() * per_unit).trunc_().add_(0.0)
-	product = torch.empty_like(total)
-	for x, y in zip(a, b, strict=True):
-		if adder.term == 1:
-			torch.mul(x, y.T, out=product)
-		else:
-			torch.mm(x, y.T, out=product)
-		total += product.mul_(per_unit).trunc_()
-	total *= unit
-	out = _round_fp16(total) if acc.dtype == torch.float16 else _truncate(adder, total)
-	return out if adder.negative_zero else out + 0.0
+def _mma(
+    adder: _Adder, a: Tensor, a_exponent: Tensor, b: Tensor, b_exponent: Tensor, acc: Tensor
+) -> Tensor:
+    """One instruction: the terms a[t] b[t]^T and ``acc``."""
+    lowest = _MIN_EXPONENT[acc.dtype]
+    top = _exponent(acc.float(), lowest, adder.zero_exponent).clamp_min_(_LOWEST_E)
+    exponent = torch.empty_like(top)
+    for x, y in zip(a_exponent, b_exponent, strict=True):
+        torch.maximum(top, torch.add(x[:, None], y, out=exponent), out=top)
+    unit = _pow2(top - adder.fraction_bits)
+    # A power of two, so this is exact. Inf and NaN go through all of this by IEEE rules.
+    per_unit = unit.reciprocal()
+    # Adding 0.0 makes -0.0 positive.
+    total = (acc.double() * per_unit).trunc_().add_(0.0)
+    product = torch.empty_like(total)
+    for x, y in zip(a, b, strict=True):
+        if adder.term == 1:
+            torch.mul(x, y.T, out=product)
+        else:
+            torch.mm(x, y.T, out=product)
+        total += product.mul_(per_unit).trunc_()
+    total *= unit
+    out = _round_fp16(total) if acc.dtype == torch.float16 else _truncate(adder, total)
+    return out if adder.negative_zero else out + 0.0
 
 
 def _truncate(adder: _Adder, total: Tensor) -> Tensor:
-	"""fp64 truncated to fp32 with the accumulator's fraction bits."""
-	bits = adder.accumulator_bits
-	normal = total.view(torch.int64).bitwise_and(-1 << (52 - bits)).view(torch.float64)
-	ulp = 2.0 ** (_FP32_MIN_EXPONENT - bits)
-	return torch.where(total.abs() < 2.0**_FP32_MIN_EXPONENT, (total / ulp).trunc_().mul_(ulp), normal).float()
+    """fp64 truncated to fp32 with the accumulator's fraction bits."""
+    bits = adder.accumulator_bits
+    normal = total.view(torch.int64).bitwise_and(-1 << (52 - bits)).view(torch.float64)
+    ulp = 2.0 ** (_FP32_MIN_EXPONENT - bits)
+    return torch.where(
+        total.abs() < 2.0**_FP32_MIN_EXPONENT, (total / ulp).trunc_().mul_(ulp), normal
+    ).float()
 
 
 def _round_fp16(total: Tensor) -> Tensor:
-	"""fp64 rounded to fp16 once, to nearest even."""
-	# By hand, as torch converts by way of fp32. frexp's exponent is one above floor(log2).
-	exponent = torch.frexp(total.nan_to_num(0.0, 0.0, 0.0)).exponent.clamp_min_(-13)
-	ulp = _pow2(exponent - 11)
-	return (total / ulp).round_().mul_(ulp).half()
+    """fp64 rounded to fp16 once, to nearest even."""
+    # By hand, as torch converts by way of fp32. frexp's exponent is one above floor(log2).
+    exponent = torch.frexp(total.nan_to_num(0.0, 0.0, 0.0)).exponent.clamp_min_(-13)
+    ulp = _pow2(exponent - 11)
+    return (total / ulp).round_().mul_(ulp).half()

@@ -7,4 +7,11 @@ from .arch import Architecture, architecture, device_architecture
 from .compile import compile_kernel, forget_kernels
 from .launch import launcher
 
-__all__ = ["Architecture", "architecture", "compile_kernel", "device_architecture", "forget_kernels", "launcher"]
+__all__ = [
+    "Architecture",
+    "architecture",
+    "compile_kernel",
+    "device_architecture",
+    "forget_kernels",
+    "launcher",
+]

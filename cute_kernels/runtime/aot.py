@@ -29,178 +29,197 @@ from .worker import Answer, Worker
 
 #: Modules that list the kernels of a family, each by ``kernel_specs(arch: str)``: an iterable of
 #: specs of kernels for ``"sm_90a"`` or ``"sm_100a"``. Listing needs no CuTe DSL.
-FAMILIES = ("cute_kernels.quantize.variants", "cute_kernels.gemm.variants", "cute_kernels.moe.variants")
+FAMILIES = (
+    "cute_kernels.quantize.variants",
+    "cute_kernels.gemm.variants",
+    "cute_kernels.moe.variants",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecompileResult:
-	"""How many kernels were compiled, how many the disk had already, and how long it took."""
+    """How many kernels were compiled, how many the disk had already, and how long it took."""
 
-	compiled: int
-	cached: int
-	seconds: float
+    compiled: int
+    cached: int
+    seconds: float
 
 
 class PrecompileError(RuntimeError):
-	"""Some kernels did not compile; the message has each one's error."""
+    """Some kernels did not compile; the message has each one's error."""
 
 
 def declared_specs(arch: Architecture) -> list[KernelSpec]:
-	"""The kernel variants that are worth compiling ahead of time for an architecture."""
-	return [spec for family in FAMILIES for spec in importlib.import_module(family).kernel_specs(arch.name)]
+    """The kernel variants that are worth compiling ahead of time for an architecture."""
+    return [
+        spec
+        for family in FAMILIES
+        for spec in importlib.import_module(family).kernel_specs(arch.name)
+    ]
 
 
 def precompile(
-	specs: Iterable[KernelSpec] | None = None,
-	*,
-	arch: str | Architecture | None = None,
-	jobs: int | None = None,
-	load: bool = True,
-	progress: bool = True,
+    specs: Iterable[KernelSpec] | None = None,
+    *,
+    arch: str | Architecture | None = None,
+    jobs: int | None = None,
+    load: bool = True,
+    progress: bool = True,
 ) -> PrecompileResult:
-	"""Compile kernels into the disk cache, and load them into this process.
+    """Compile kernels into the disk cache, and load them into this process.
 
-	Args:
-		specs: which kernels; by default all that quantization and the recipes use.
-		arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
-			needed. By default what the current CUDA device needs.
-		jobs: how many processes compile at once; by default one for each CPU of this process. A process takes about 0.5 GB.
-		load: whether to load the kernels too, so that no later call has to.
-		progress: whether to show a progress bar (tqdm if it is installed) on standard error.
+    Args:
+            specs: which kernels; by default all that quantization and the recipes use.
+            arch: ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"`` or ``"emulated:..."``; no such GPU is
+                    needed. By default what the current CUDA device needs.
+            jobs: how many processes compile at once; by default one for each CPU of this process. A
+                process takes about 0.5 GB.
+            load: whether to load the kernels too, so that no later call has to.
+            progress: whether to show a progress bar (tqdm if it is installed) on standard error.
 
-	Returns:
-		What was done.
+    Returns:
+            What was done.
 
-	Raises:
-		UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
-		PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
-	"""
-	started = time.perf_counter()
-	require_dsl()
-	target = _target(arch)
-	todo = list(dict.fromkeys(declared_specs(target) if specs is None else specs))
-	missing = [spec for spec in todo if not is_on_disk(spec, target)]
-	jobs = min(jobs or _usable_cpus(), len(missing))
-	if default_cache() is None or any(cache_key(spec, target) is None for spec in missing):
-		jobs = 1  # other processes could not hand over what they compile
-	run = _in_workers if jobs > 1 else _in_process
-	failures, compiled = [], 0
-	for spec, answer in _shown(run(missing, target, jobs), len(missing), progress):
-		if isinstance(answer, str):
-			failures.append(f"{canonical_text(spec)} for {target}: {answer}")
-		elif answer is None and not load:
-			failures.append(f"{canonical_text(spec)} for {target}: it cannot be kept on disk")
-		else:
-			compiled += answer is not False
-	if failures:
-		raise PrecompileError("\n".join(failures))
-	if load:
-		for spec in todo:
-			compile_kernel(spec, target)
-	return PrecompileResult(compiled, len(todo) - compiled, time.perf_counter() - started)
+    Raises:
+            UnsupportedError: the CuTe DSL is missing, or no ``arch`` is given and there is no GPU.
+            PrecompileError: a kernel did not compile, or, without ``load``, cannot be kept on disk.
+    """
+    started = time.perf_counter()
+    require_dsl()
+    target = _target(arch)
+    todo = list(dict.fromkeys(declared_specs(target) if specs is None else specs))
+    missing = [spec for spec in todo if not is_on_disk(spec, target)]
+    jobs = min(jobs or _usable_cpus(), len(missing))
+    if default_cache() is None or any(cache_key(spec, target) is None for spec in missing):
+        jobs = 1  # other processes could not hand over what they compile
+    run = _in_workers if jobs > 1 else _in_process
+    failures, compiled = [], 0
+    for spec, answer in _shown(run(missing, target, jobs), len(missing), progress):
+        if isinstance(answer, str):
+            failures.append(f"{canonical_text(spec)} for {target}: {answer}")
+        elif answer is None and not load:
+            failures.append(f"{canonical_text(spec)} for {target}: it cannot be kept on disk")
+        else:
+            compiled += answer is not False
+    if failures:
+        raise PrecompileError("\n".join(failures))
+    if load:
+        for spec in todo:
+            compile_kernel(spec, target)
+    return PrecompileResult(compiled, len(todo) - compiled, time.perf_counter() - started)
 
 
 def _target(arch: str | Architecture | None) -> Architecture:
-	if isinstance(arch, Architecture):
-		return arch
-	if arch is not None:
-		return architecture(arch)
-	if not torch.cuda.is_available():
-		raise UnsupportedError("there is no CUDA device to compile for; name an arch")
-	return device_architecture(torch.cuda.current_device())
+    if isinstance(arch, Architecture):
+        return arch
+    if arch is not None:
+        return architecture(arch)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("there is no CUDA device to compile for; name an arch")
+    return device_architecture(torch.cuda.current_device())
 
 
 def _usable_cpus() -> int:
-	return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _in_process(todo: Sequence[KernelSpec], arch: Architecture, jobs: int) -> Iterator[tuple[KernelSpec, Answer]]:
-	for spec in todo:
-		answer: Answer
-		try:
-			compile_kernel(spec, arch)
-			answer = True if is_on_disk(spec, arch) else None
-		except Exception:  # reported together with every other kernel's
-			answer = traceback.format_exc()
-		yield spec, answer
+def _in_process(
+    todo: Sequence[KernelSpec], arch: Architecture, jobs: int
+) -> Iterator[tuple[KernelSpec, Answer]]:
+    for spec in todo:
+        answer: Answer
+        try:
+            compile_kernel(spec, arch)
+            answer = True if is_on_disk(spec, arch) else None
+        except Exception:  # reported together with every other kernel's
+            answer = traceback.format_exc()
+        yield spec, answer
 
 
-def _in_workers(todo: Sequence[KernelSpec], arch: Architecture, jobs: int) -> Iterator[tuple[KernelSpec, Answer]]:
-	"""Compile with ``jobs`` processes; yields in the order in which they finish."""
-	idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+def _in_workers(
+    todo: Sequence[KernelSpec], arch: Architecture, jobs: int
+) -> Iterator[tuple[KernelSpec, Answer]]:
+    """Compile with ``jobs`` processes; yields in the order in which they finish."""
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
 
-	def compile_one(spec: KernelSpec) -> Answer:
-		worker = idle.get()
-		try:
-			return worker.compile(spec, arch)
-		finally:
-			idle.put(worker)
+    def compile_one(spec: KernelSpec) -> Answer:
+        worker = idle.get()
+        try:
+            return worker.compile(spec, arch)
+        finally:
+            idle.put(worker)
 
-	with contextlib.ExitStack() as workers, futures.ThreadPoolExecutor(jobs) as pool:
-		for _ in range(jobs):
-			idle.put(workers.enter_context(Worker()))
-		running = {pool.submit(compile_one, spec): spec for spec in todo}
-		try:
-			for future in futures.as_completed(running):
-				yield running[future], future.result()
-		finally:
-			pool.shutdown(cancel_futures=True)
+    with contextlib.ExitStack() as workers, futures.ThreadPoolExecutor(jobs) as pool:
+        for _ in range(jobs):
+            idle.put(workers.enter_context(Worker()))
+        running = {pool.submit(compile_one, spec): spec for spec in todo}
+        try:
+            for future in futures.as_completed(running):
+                yield running[future], future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _shown(
-	answers: Iterable[tuple[KernelSpec, Answer]], total: int, progress: bool
+    answers: Iterable[tuple[KernelSpec, Answer]], total: int, progress: bool
 ) -> Iterator[tuple[KernelSpec, Answer]]:
-	"""Pass ``answers`` on, showing on standard error how far it got."""
-	if not progress or not total:
-		yield from answers
-		return
-	try:
-		from tqdm import tqdm
-	except ImportError:
-		for number, (spec, answer) in enumerate(answers, 1):
-			print(f"{number}/{total} {_outcome(spec, answer)}", file=sys.stderr, flush=True)
-			yield spec, answer
-		return
-	with tqdm(total=total, unit="kernel", desc="precompile") as bar:
-		for spec, answer in answers:
-			bar.set_postfix_str(_outcome(spec, answer), refresh=False)
-			bar.update()
-			yield spec, answer
+    """Pass ``answers`` on, showing on standard error how far it got."""
+    if not progress or not total:
+        yield from answers
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        for number, (spec, answer) in enumerate(answers, 1):
+            print(f"{number}/{total} {_outcome(spec, answer)}", file=sys.stderr, flush=True)
+            yield spec, answer
+        return
+    with tqdm(total=total, unit="kernel", desc="precompile") as bar:
+        for spec, answer in answers:
+            bar.set_postfix_str(_outcome(spec, answer), refresh=False)
+            bar.update()
+            yield spec, answer
 
 
 def _outcome(spec: KernelSpec, answer: Answer) -> str:
-	outcome = {True: "compiled", False: "cached", None: "not kept on disk"}
-	return f"{short_name(spec)} {'failed' if isinstance(answer, str) else outcome[answer]}"
+    outcome = {True: "compiled", False: "cached", None: "not kept on disk"}
+    return f"{short_name(spec)} {'failed' if isinstance(answer, str) else outcome[answer]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-	"""The command line of ``python -m cute_kernels.precompile``; returns the exit status."""
-	parser = argparse.ArgumentParser(
-		prog="python -m cute_kernels.precompile",
-		description="Compile kernels into the disk cache (CUTE_KERNELS_CACHE_DIR).",
-	)
-	parser.add_argument(
-		"--arch",
-		action="append",
-		help="sm_90a, sm_100a, sm_103a or emulated:<arch>; may be repeated; default: the "
-		"architecture of the current CUDA device",
-	)
-	parser.add_argument(
-		"--match", default="", help="only kernels whose spec (see --list) has a match of this regular expression"
-	)
-	parser.add_argument("--jobs", type=int, help="processes; default: one for each usable CPU")
-	parser.add_argument("--list", action="store_true", help="list the kernels, compile nothing")
-	parser.add_argument("--quiet", action="store_true", help="no progress bar")
-	options = parser.parse_args(arguments)
-	try:
-		for arch in map(_target, options.arch or [None]):
-			specs = [s for s in declared_specs(arch) if re.search(options.match, canonical_text(s))]
-			if options.list:
-				print(*map(canonical_text, specs), sep="\n")
-				continue
-			result = precompile(specs, arch=arch, jobs=options.jobs, load=False, progress=not options.quiet)
-			print(f"{arch}: {result.compiled} compiled, {result.cached} cached, {result.seconds:.1f} s")
-	except (UnsupportedError, PrecompileError, ValueError) as error:
-		print(f"error: {error}", file=sys.stderr)
-		return 1
-	return 0
+    """The command line of ``python -m cute_kernels.precompile``; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cute_kernels.precompile",
+        description="Compile kernels into the disk cache (CUTE_KERNELS_CACHE_DIR).",
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        help="sm_90a, sm_100a, sm_103a or emulated:<arch>; may be repeated; default: the "
+        "architecture of the current CUDA device",
+    )
+    parser.add_argument(
+        "--match",
+        default="",
+        help="only kernels whose spec (see --list) has a match of this regular expression",
+    )
+    parser.add_argument("--jobs", type=int, help="processes; default: one for each usable CPU")
+    parser.add_argument("--list", action="store_true", help="list the kernels, compile nothing")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    options = parser.parse_args(arguments)
+    try:
+        for arch in map(_target, options.arch or [None]):
+            specs = [s for s in declared_specs(arch) if re.search(options.match, canonical_text(s))]
+            if options.list:
+                print(*map(canonical_text, specs), sep="\n")
+                continue
+            result = precompile(
+                specs, arch=arch, jobs=options.jobs, load=False, progress=not options.quiet
+            )
+            print(
+                f"{arch}: {result.compiled} compiled, {result.cached} cached, {result.seconds:.1f} s"
+            )
+    except (UnsupportedError, PrecompileError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -28,10 +28,10 @@ from .arch import device_architecture
 _REFERENCE = "reference:"
 _EMULATED = "emulated:"
 BACKENDS = (
-	"reference",
-	*(_REFERENCE + arch for arch in ARCHITECTURES[1:]),
-	"cuda",
-	*(_EMULATED + arch for arch in ARCHITECTURES[1:]),
+    "reference",
+    *(_REFERENCE + arch for arch in ARCHITECTURES[1:]),
+    "cuda",
+    *(_EMULATED + arch for arch in ARCHITECTURES[1:]),
 )
 _ENVIRONMENT = "CUTE_KERNELS_BACKEND"
 _environment: Any = getattr(os.environ, "_data", os.environ)
@@ -44,29 +44,31 @@ EMULATOR_OPTIONS = ("mode", "seed", "num_sms", "races")
 
 @dataclasses.dataclass(frozen=True)
 class Backend:
-	"""A choice of implementation.
+    """A choice of implementation.
 
-	Attributes:
-		name: one of ``BACKENDS``.
-		arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-		tensor_core: the architecture whose tensor core the GEMMs of a reference backend add like;
-			None for the order of ``cute_kernels.reference.gemm``.
-		emulation: options of the emulator, by name.
-	"""
+    Attributes:
+            name: one of ``BACKENDS``.
+            arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+            tensor_core: the architecture whose tensor core the GEMMs of a reference backend add
+                    like; None for the order of ``cute_kernels.reference.gemm``.
+            emulation: options of the emulator, by name.
+    """
 
-	name: str
-	arch: str
-	tensor_core: str | None = None
-	emulation: tuple[tuple[str, Any], ...] = ()
+    name: str
+    arch: str
+    tensor_core: str | None = None
+    emulation: tuple[tuple[str, Any], ...] = ()
 
-	@property
-	def listed(self) -> str:
-		"""The name that ``capability.support`` takes: what adds like a tensor core runs what its kernels do."""
-		return self.arch if self.tensor_core is None else _REFERENCE + self.tensor_core
+    @property
+    def listed(self) -> str:
+        """The name that ``capability.support`` takes: what adds like a tensor core runs what its
+        kernels do.
+        """
+        return self.arch if self.tensor_core is None else _REFERENCE + self.tensor_core
 
-	@property
-	def is_emulated(self) -> bool:
-		return self.name.startswith(_EMULATED)
+    @property
+    def is_emulated(self) -> bool:
+        return self.name.startswith(_EMULATED)
 
 
 #: A backend as it was chosen: its name and options, the text of the environment, or None.
@@ -79,148 +81,153 @@ _main_blocks: list[_Block] = []
 #: Blocks of all threads. While it is 0, nothing else is looked at.
 _entered = 0
 _entered_lock = threading.Lock()
-#: Blocks of this thread. A context variable, for PyTorch hands the context of the thread that calls ``backward()`` to
-#: autograd's own threads, which run the backward pass of GPU ops.
-_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar("cute_kernels.backend", default=())
+#: Blocks of this thread. A context variable, for PyTorch hands the context of the thread that calls
+#: ``backward()`` to autograd's own threads, which run the backward pass of GPU ops.
+_blocks: contextvars.ContextVar[tuple[_Block, ...]] = contextvars.ContextVar(
+    "cute_kernels.backend", default=()
+)
 _CALLER = "context"
 
 
 def _check_name(name: str, source: str) -> str:
-	if name not in BACKENDS:
-		raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
-	return name
+    if name not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
 
 
 def _caller_blocks() -> tuple[_Block, ...]:
-	"""Blocks of the thread whose backward pass this thread runs."""
-	context = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
-	return () if context is None else context.get(_blocks, ())
+    """Blocks of the thread whose backward pass this thread runs."""
+    context = torch._C._get_obj_in_tls(_CALLER) if torch._C._is_key_in_tls(_CALLER) else None
+    return () if context is None else context.get(_blocks, ())
 
 
 def _enter(block: _Block) -> None:
-	global _entered
-	with _entered_lock:
-		_entered += 1
-		if threading.current_thread() is threading.main_thread():
-			_main_blocks.append(block)
-	_blocks.set((*_blocks.get(), block))
+    global _entered
+    with _entered_lock:
+        _entered += 1
+        if threading.current_thread() is threading.main_thread():
+            _main_blocks.append(block)
+    _blocks.set((*_blocks.get(), block))
 
 
 def _leave(block: _Block) -> None:
-	global _entered
-	# Not the last one: generators may leave their blocks in another order.
-	_blocks.set(tuple(other for other in _blocks.get() if other is not block))
-	with _entered_lock:
-		_main_blocks[:] = [other for other in _main_blocks if other is not block]
-		_entered -= 1
+    global _entered
+    # Not the last one: generators may leave their blocks in another order.
+    _blocks.set(tuple(other for other in _blocks.get() if other is not block))
+    with _entered_lock:
+        _main_blocks[:] = [other for other in _main_blocks if other is not block]
+        _entered -= 1
 
 
 @contextlib.contextmanager
 def backend(name: str, **options: Any) -> Iterator[None]:
-	"""Run ops on the backend ``name`` inside a ``with`` block.
+    """Run ops on the backend ``name`` inside a ``with`` block.
 
-	The block holds in the thread that enters it, and in the backward passes that this thread runs. A thread without a
-	block of its own uses the block of the main thread, or else the environment's choice. So do GPU backward passes of
-	other threads in PyTorch 2.11, which does not hand the context of a thread to autograd's threads; 2.13 does.
+    The block holds in the thread that enters it, and in the backward passes that this thread runs.
+    A thread without a block of its own uses the block of the main thread, or else the environment's
+    choice. So do GPU backward passes of other threads in PyTorch 2.11, which does not hand the
+    context of a thread to autograd's threads; 2.13 does.
 
-	Ops choose when they run, also inside a compiled function: enter the block around the call of
-	one, whichever backend it was compiled under. A block inside of it is no part of the graph:
-	``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
+    Ops choose when they run, also inside a compiled function: enter the block around the call of
+    one, whichever backend it was compiled under. A block inside of it is no part of the graph:
+    ``fullgraph=True`` and ``torch.export`` refuse it, without them the function runs eagerly.
 
-	Args:
-		name: one of ``BACKENDS``.
-		**options: for an emulated backend: ``mode`` ("eager" or "chaos"), ``seed``, ``num_sms`` and
-			``races``, as ``cute_kernels.emulator.options`` takes them.
+    Args:
+            name: one of ``BACKENDS``. **options: for an emulated backend: ``mode`` ("eager" or
+            "chaos"), ``seed``, ``num_sms`` and
+                    ``races``, as ``cute_kernels.emulator.options`` takes them.
 
-	Raises:
-		ValueError: ``name`` is not one of ``BACKENDS``.
-		TypeError: an option that the backend does not take.
-		RuntimeError: entered while a function is traced.
-	"""
-	if torch.compiler.is_compiling():
-		raise RuntimeError(
-			"a compiled graph cannot choose a backend: enter cute_kernels.backend(...) around the "
-			"call of the compiled function"
-		)
-	_check_name(name, "backend")
-	block = (name, _check_options(name, options))
-	_enter(block)
-	try:
-		yield
-	finally:
-		_leave(block)
+    Raises:
+            ValueError: ``name`` is not one of ``BACKENDS``.
+            TypeError: an option that the backend does not take.
+            RuntimeError: entered while a function is traced.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            "a compiled graph cannot choose a backend: enter cute_kernels.backend(...) around the "
+            "call of the compiled function"
+        )
+    _check_name(name, "backend")
+    block = (name, _check_options(name, options))
+    _enter(block)
+    try:
+        yield
+    finally:
+        _leave(block)
 
 
 def chosen_backend() -> Choice:
-	"""What decides ``active_backend`` beside the device, to key what was worked out for it.
+    """What decides ``active_backend`` beside the device, to key what was worked out for it.
 
-	The main thread may choose at any time: read it once, and pass it on.
-	"""
-	if _entered:
-		blocks = _blocks.get() or _caller_blocks() or tuple(_main_blocks)
-		if blocks:
-			return blocks[-1]
-	# ``os.environ`` encodes and decodes: a microsecond of every call.
-	text = _environment.get(_KEY)
-	return text.decode() if isinstance(text, bytes) else text
+    The main thread may choose at any time: read it once, and pass it on.
+    """
+    if _entered:
+        blocks = _blocks.get() or _caller_blocks() or tuple(_main_blocks)
+        if blocks:
+            return blocks[-1]
+    # ``os.environ`` encodes and decodes: a microsecond of every call.
+    text = _environment.get(_KEY)
+    return text.decode() if isinstance(text, bytes) else text
 
 
 def active_backend(device: torch.device) -> Backend:
-	"""Return the backend for tensors on ``device``.
+    """Return the backend for tensors on ``device``.
 
-	Raises:
-		ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
-		UnsupportedError: no backend serves this device.
-	"""
-	return resolve_backend(chosen_backend(), device)
+    Raises:
+            ValueError: ``CUTE_KERNELS_BACKEND`` is not one of ``BACKENDS``.
+            UnsupportedError: no backend serves this device.
+    """
+    return resolve_backend(chosen_backend(), device)
 
 
 def resolve_backend(choice: Choice, device: torch.device) -> Backend:
-	"""The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
-	if not choice:
-		return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
-	name, options = _parse(choice) if isinstance(choice, str) else choice
-	return _resolve(name, options, device)
+    """The backend that ``choice``, from ``chosen_backend``, means for tensors on ``device``."""
+    if not choice:
+        return _resolve("cuda" if device.type == "cuda" else "reference", (), device)
+    name, options = _parse(choice) if isinstance(choice, str) else choice
+    return _resolve(name, options, device)
 
 
 @functools.cache
 def _parse(text: str) -> tuple[str, tuple[tuple[str, Any], ...]]:
-	"""Name and options of a backend as the environment gives them: ``name,option=value,...``."""
-	name, *given = text.split(",")
-	_check_name(name, _ENVIRONMENT)
-	options: dict[str, Any] = {}
-	for item in given:
-		option, separator, value = item.partition("=")
-		if not separator:
-			raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
-		if option in ("seed", "num_sms"):
-			if not value.isdecimal():
-				raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
-			options[option] = int(value)
-		elif option == "races":
-			options[option] = boolean(f"{_ENVIRONMENT}: races", value)
-		else:
-			options[option] = value
-	return name, _check_options(name, options)
+    """Name and options of a backend as the environment gives them: ``name,option=value,...``."""
+    name, *given = text.split(",")
+    _check_name(name, _ENVIRONMENT)
+    options: dict[str, Any] = {}
+    for item in given:
+        option, separator, value = item.partition("=")
+        if not separator:
+            raise ValueError(f"{_ENVIRONMENT}: options are written option=value, got {item!r}")
+        if option in ("seed", "num_sms"):
+            if not value.isdecimal():
+                raise ValueError(f"{_ENVIRONMENT}: {option} must be a number, got {value!r}")
+            options[option] = int(value)
+        elif option == "races":
+            options[option] = boolean(f"{_ENVIRONMENT}: races", value)
+        else:
+            options[option] = value
+    return name, _check_options(name, options)
 
 
 def _check_options(name: str, options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-	known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
-	for option in options:
-		if option not in known:
-			raise TypeError(f"backend {name} takes {', '.join(known) or 'no options'}; got {option}")
-	if "seed" in options and options.get("mode") != "chaos":
-		raise ValueError(f"seed is of mode='chaos', got {options}")
-	return tuple(sorted(options.items()))
+    known = EMULATOR_OPTIONS if name.startswith(_EMULATED) else ()
+    for option in options:
+        if option not in known:
+            raise TypeError(
+                f"backend {name} takes {', '.join(known) or 'no options'}; got {option}"
+            )
+    if "seed" in options and options.get("mode") != "chaos":
+        raise ValueError(f"seed is of mode='chaos', got {options}")
+    return tuple(sorted(options.items()))
 
 
 @functools.lru_cache(maxsize=256)
 def _resolve(name: str, options: tuple[tuple[str, Any], ...], device: torch.device) -> Backend:
-	if name == "cuda":
-		return Backend(name, device_architecture(device).name)
-	if name.startswith(_EMULATED):
-		if device.type != "cpu":
-			raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
-		return Backend(name, name.removeprefix(_EMULATED), emulation=options)
-	core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
-	return Backend(name, "reference", core)
+    if name == "cuda":
+        return Backend(name, device_architecture(device).name)
+    if name.startswith(_EMULATED):
+        if device.type != "cpu":
+            raise UnsupportedError(f"backend {name} runs CPU tensors, got a tensor on {device}")
+        return Backend(name, name.removeprefix(_EMULATED), emulation=options)
+    core = name.removeprefix(_REFERENCE) if name.startswith(_REFERENCE) else None
+    return Backend(name, "reference", core)

@@ -38,220 +38,230 @@ _LAYOUT = 1
 _LOCK_TIMEOUT_S = 300.0
 _STARTED = time.time()
 #: Files of this package that compile kernels. What they import in turn does not change the code.
-_COMPILER_SOURCE = tuple(Path(__file__).with_name(f"{name}.py") for name in ("arch", "compile", "dsl", "spec"))
+_COMPILER_SOURCE = tuple(
+    Path(__file__).with_name(f"{name}.py") for name in ("arch", "compile", "dsl", "spec")
+)
 #: CUTE_DSL_* variables that do not change the code that is generated. The DSL has more of them in
 #: every version, so what is not named here counts.
 _HARMLESS_DSL_VARIABLES = frozenset(
-	f"CUTE_DSL_{name}"
-	for name in (
-		"ARCH",  # the target is stated for each compilation
-		"CACHE_DIR",
-		"DISABLE_FILE_CACHING",
-		"DUMP_DIR",
-		"FILTER_STACKTRACE",
-		"JIT_CACHE_MAX_ELEMS",
-		"JIT_TIME_PROFILING",
-		"KEEP",
-		"LIBS",
-		"LOG_LEVEL",
-		"LOG_TO_CONSOLE",
-		"LOG_TO_FILE",
-		"NO_CACHE",
-		"PRINT_AFTER_PREPROCESSOR",
-		"PRINT_IR",
-		"SHOW_STACKTRACE",
-	)
+    f"CUTE_DSL_{name}"
+    for name in (
+        "ARCH",  # the target is stated for each compilation
+        "CACHE_DIR",
+        "DISABLE_FILE_CACHING",
+        "DUMP_DIR",
+        "FILTER_STACKTRACE",
+        "JIT_CACHE_MAX_ELEMS",
+        "JIT_TIME_PROFILING",
+        "KEEP",
+        "LIBS",
+        "LOG_LEVEL",
+        "LOG_TO_CONSOLE",
+        "LOG_TO_FILE",
+        "NO_CACHE",
+        "PRINT_AFTER_PREPROCESSOR",
+        "PRINT_IR",
+        "SHOW_STACKTRACE",
+    )
 )
 
 
 class CacheKey:
-	"""What an entry is called, and every fact that its compiled code depends on."""
+    """What an entry is called, and every fact that its compiled code depends on."""
 
-	def __init__(self, name: str, facts: dict[str, str]) -> None:
-		self.facts = facts
-		digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-		self.name = f"{name}-{digest[:32]}"
+    def __init__(self, name: str, facts: dict[str, str]) -> None:
+        self.facts = facts
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        self.name = f"{name}-{digest[:32]}"
 
 
 class DiskCache:
-	"""Entries of compiled code in one folder; see the module's docstring for the format.
+    """Entries of compiled code in one folder; see the module's docstring for the format.
 
-	Args:
-		root: the folder. Made when the first entry is written; may be read-only or missing.
-	"""
+    Args:
+            root: the folder. Made when the first entry is written; may be read-only or missing.
+    """
 
-	def __init__(self, root: Path) -> None:
-		self.root = root
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
-	def load(self, key: CacheKey) -> dict[str, bytes] | None:
-		"""The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss.
+    def load(self, key: CacheKey) -> dict[str, bytes] | None:
+        """The files of an entry by suffix (``"o"``, ``"ptx"``), or None on a miss.
 
-		A folder or a file that another user owns or may write is a miss, with a warning.
-		"""
-		try:
-			folder = open_folder(self.root)
-		except PermissionError as error:
-			warn_once(f"cached kernels are not used: {error}")
-			return None
-		except OSError:
-			return None
-		try:
-			return self._read(folder, key)
-		except PermissionError as error:
-			warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
-			return None
-		# A file of another form ends in any of these; nesting without end is a RecursionError.
-		except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-			return None
-		finally:
-			os.close(folder)
+        A folder or a file that another user owns or may write is a miss, with a warning.
+        """
+        try:
+            folder = open_folder(self.root)
+        except PermissionError as error:
+            warn_once(f"cached kernels are not used: {error}")
+            return None
+        except OSError:
+            return None
+        try:
+            return self._read(folder, key)
+        except PermissionError as error:
+            warn_once(f"a cached kernel in {self.root} is compiled anew: {error}")
+            return None
+        # A file of another form ends in any of these; nesting without end is a RecursionError.
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return None
+        finally:
+            os.close(folder)
 
-	@staticmethod
-	def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
-		meta = json.loads(read_file(folder, f"{key.name}.json"))
-		if meta["key"] != key.facts:
-			return None
-		files = {}
-		for suffix, digest in meta["files"].items():
-			if not suffix.isalnum():
-				return None
-			files[suffix] = read_file(folder, f"{key.name}.{suffix}")
-			if hashlib.sha256(files[suffix]).hexdigest() != digest:
-				return None
-		return files
+    @staticmethod
+    def _read(folder: int, key: CacheKey) -> dict[str, bytes] | None:
+        meta = json.loads(read_file(folder, f"{key.name}.json"))
+        if meta["key"] != key.facts:
+            return None
+        files = {}
+        for suffix, digest in meta["files"].items():
+            if not suffix.isalnum():
+                return None
+            files[suffix] = read_file(folder, f"{key.name}.{suffix}")
+            if hashlib.sha256(files[suffix]).hexdigest() != digest:
+                return None
+        return files
 
-	def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
-		"""Write an entry of files by suffix; its JSON file comes last and makes it valid.
+    def store(self, key: CacheKey, files: Mapping[str, bytes]) -> bool:
+        """Write an entry of files by suffix; its JSON file comes last and makes it valid.
 
-		Returns:
-			Whether it was written. A folder that cannot be written is worth one warning, not an
-			error: the kernel runs all the same.
-		"""
-		hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
-		meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
-		try:
-			self._make_root()
-			for suffix, data in {**files, "json": meta.encode()}.items():
-				write_file(self.root / f"{key.name}.{suffix}", data)
-		except OSError as error:
-			warn_once(f"compiled kernels are not kept on disk: {error}")
-			return False
-		return True
+        Returns:
+                Whether it was written. A folder that cannot be written is worth one warning, not an
+                error: the kernel runs all the same.
+        """
+        hashes = {suffix: hashlib.sha256(data).hexdigest() for suffix, data in files.items()}
+        meta = json.dumps({"key": key.facts, "files": hashes}, indent=1, sort_keys=True)
+        try:
+            self._make_root()
+            for suffix, data in {**files, "json": meta.encode()}.items():
+                write_file(self.root / f"{key.name}.{suffix}", data)
+        except OSError as error:
+            warn_once(f"compiled kernels are not kept on disk: {error}")
+            return False
+        return True
 
-	@contextlib.contextmanager
-	def lock(self, key: CacheKey) -> Iterator[None]:
-		"""Hold the entry's lock, so that others wait instead of compiling the same kernel.
+    @contextlib.contextmanager
+    def lock(self, key: CacheKey) -> Iterator[None]:
+        """Hold the entry's lock, so that others wait instead of compiling the same kernel.
 
-		The kernel drops the lock of a process that dies. Where no lock can be had (a read-only
-		folder, a file system without locks, a holder that is stuck), the block runs without one:
-		the worst case is that a kernel is compiled twice.
-		"""
-		import filelock
+        The kernel drops the lock of a process that dies. Where no lock can be had (a read-only
+        folder, a file system without locks, a holder that is stuck), the block runs without one:
+        the worst case is that a kernel is compiled twice.
+        """
+        import filelock
 
-		path = self.root / f"{key.name}.lock"
-		file_lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S)
-		held = False
-		try:
-			self._make_root()
-			file_lock.acquire()
-			held = True
-		except filelock.Timeout:
-			warn_once(f"{path} was held for {_LOCK_TIMEOUT_S:.0f} s; compiling without it")
-		except (OSError, NotImplementedError):
-			pass  # store() reports a folder that cannot be written
-		try:
-			yield
-		finally:
-			if held:
-				file_lock.release()
+        path = self.root / f"{key.name}.lock"
+        file_lock = filelock.FileLock(path, timeout=_LOCK_TIMEOUT_S)
+        held = False
+        try:
+            self._make_root()
+            file_lock.acquire()
+            held = True
+        except filelock.Timeout:
+            warn_once(f"{path} was held for {_LOCK_TIMEOUT_S:.0f} s; compiling without it")
+        except (OSError, NotImplementedError):
+            pass  # store() reports a folder that cannot be written
+        try:
+            yield
+        finally:
+            if held:
+                file_lock.release()
 
-	def _make_root(self) -> None:
-		"""Make the folder, or find that it is one to keep code in.
+    def _make_root(self) -> None:
+        """Make the folder, or find that it is one to keep code in.
 
-		Raises:
-			OSError: it cannot be made, or others own or may write it.
-		"""
-		make_folder(self.root)
-		if reason := distrust(self.root.stat()):
-			raise PermissionError(f"{self.root} is not used: {reason}")
+        Raises:
+                OSError: it cannot be made, or others own or may write it.
+        """
+        make_folder(self.root)
+        if reason := distrust(self.root.stat()):
+            raise PermissionError(f"{self.root} is not used: {reason}")
 
 
 def default_cache() -> DiskCache | None:
-	"""The cache that the environment asks for, or None if it is off.
+    """The cache that the environment asks for, or None if it is off.
 
-	``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` says where it is.
+    ``CUTE_KERNELS_CACHE=0`` turns it off; ``host.settings.cache_root`` says where it is.
 
-	Raises:
-		ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
-	"""
-	root = cache_root() if kernel_cache_is_on() else None
-	return None if root is None else DiskCache(root)
+    Raises:
+            ValueError: ``CUTE_KERNELS_CACHE`` is not a boolean.
+    """
+    root = cache_root() if kernel_cache_is_on() else None
+    return None if root is None else DiskCache(root)
 
 
 def cache_key(spec: KernelSpec, arch: Architecture) -> CacheKey | None:
-	"""The key of a kernel's entry.
+    """The key of a kernel's entry.
 
-	Returns:
-		The key, or None if the kernel's sources are not known for sure (unreadable, or edited since
-		this process started): then the disk is left alone rather than trusted with a weaker key.
-	"""
-	sources = _source_digest(type(spec).__module__, spec.kernel.partition(":")[0])
-	if sources is None:
-		return None
-	facts = {
-		"layout": str(_LAYOUT),
-		"spec": canonical_text(spec),
-		"arch": str(arch),
-		"sources": sources,
-		"python": f"{sys.implementation.name} {platform.python_version()}",
-		"packages": " ".join(installed_versions()),
-		"options": " ".join(
-			f"{name}={value}"
-			for name, value in sorted(os.environ.items())
-			if name.startswith("CUTE_DSL_") and name not in _HARMLESS_DSL_VARIABLES
-		),
-		# The host half of a kernel is compiled for the very CPU: it has AVX instructions in it.
-		"host": _host(),
-	}
-	return CacheKey(short_name(spec), facts)
+    Returns:
+            The key, or None if the kernel's sources are not known for sure (unreadable, or edited
+            since this process started): then the disk is left alone rather than trusted with a
+            weaker key.
+    """
+    sources = _source_digest(type(spec).__module__, spec.kernel.partition(":")[0])
+    if sources is None:
+        return None
+    facts = {
+        "layout": str(_LAYOUT),
+        "spec": canonical_text(spec),
+        "arch": str(arch),
+        "sources": sources,
+        "python": f"{sys.implementation.name} {platform.python_version()}",
+        "packages": " ".join(installed_versions()),
+        "options": " ".join(
+            f"{name}={value}"
+            for name, value in sorted(os.environ.items())
+            if name.startswith("CUTE_DSL_") and name not in _HARMLESS_DSL_VARIABLES
+        ),
+        # The host half of a kernel is compiled for the very CPU: it has AVX instructions in it.
+        "host": _host(),
+    }
+    return CacheKey(short_name(spec), facts)
 
 
 @functools.cache
 def _source_digest(*modules: str) -> str | None:
-	"""Digest of the sources of ``modules``, of all that they import of this package, and of what compiles them.
+    """Digest of the sources of ``modules``, of all that they import of this package, and of what
+    compiles them.
 
-	If a module is of another package, all sources of that package count.
-	"""
-	digests: list[str | None] = [_compiler_digest()]
-	for module in modules:
-		file = module_file(module)
-		if file is not None:
-			digests.append(digest_of([file], _STARTED))
-			continue
-		top = module.partition(".")[0]
-		source = getattr(sys.modules.get(top), "__file__", None)
-		if source is None or top == __name__.partition(".")[0]:
-			return None
-		path = Path(source).resolve()
-		files = list(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
-		# Without a file the module comes from an archive.
-		digests.append(digest_of(files, _STARTED, path.parent) if path in files else None)
-	return None if None in digests else hashlib.sha256(" ".join(filter(None, digests)).encode()).hexdigest()
+    If a module is of another package, all sources of that package count.
+    """
+    digests: list[str | None] = [_compiler_digest()]
+    for module in modules:
+        file = module_file(module)
+        if file is not None:
+            digests.append(digest_of([file], _STARTED))
+            continue
+        top = module.partition(".")[0]
+        source = getattr(sys.modules.get(top), "__file__", None)
+        if source is None or top == __name__.partition(".")[0]:
+            return None
+        path = Path(source).resolve()
+        files = list(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
+        # Without a file the module comes from an archive.
+        digests.append(digest_of(files, _STARTED, path.parent) if path in files else None)
+    return (
+        None
+        if None in digests
+        else hashlib.sha256(" ".join(filter(None, digests)).encode()).hexdigest()
+    )
 
 
 def _compiler_digest() -> str | None:
-	try:
-		if any(path.stat().st_mtime > _STARTED for path in _COMPILER_SOURCE):
-			return None
-		return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in _COMPILER_SOURCE)).hexdigest()
-	except OSError:
-		return None
+    try:
+        if any(path.stat().st_mtime > _STARTED for path in _COMPILER_SOURCE):
+            return None
+        return hashlib.sha256(
+            b"".join(hashlib.sha256(path.read_bytes()).digest() for path in _COMPILER_SOURCE)
+        ).hexdigest()
+    except OSError:
+        return None
 
 
 @functools.cache
 def _host() -> str:
-	features = ""
-	with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
-		named = (line for line in lines if line.startswith(("flags", "Features")))
-		features = hashlib.sha256(next(named, "").encode()).hexdigest()[:16]
-	return f"{platform.system()} {platform.machine()} {features}"
+    features = ""
+    with contextlib.suppress(OSError), Path("/proc/cpuinfo").open() as lines:
+        named = (line for line in lines if line.startswith(("flags", "Features")))
+        features = hashlib.sha256(next(named, "").encode()).hexdigest()[:16]
+    return f"{platform.system()} {platform.machine()} {features}"

@@ -17,57 +17,59 @@ EMULATED_SMS = 4
 
 
 class Launcher:
-	"""Launches kernels of one architecture on one device.
+    """Launches kernels of one architecture on one device.
 
-	Attributes:
-		num_sms: SMs of the device, the size of a persistent grid.
-		bandwidth: peak bytes a second of the device's memory; None of an emulated one.
-		arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
-	"""
+    Attributes:
+            num_sms: SMs of the device, the size of a persistent grid.
+            bandwidth: peak bytes a second of the device's memory; None of an emulated one.
+            arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+    """
 
-	def __init__(
-		self,
-		arch: Architecture,
-		num_sms: int,
-		emulation: dict[str, Any],
-		device: torch.device | None = None,
-		bandwidth: float | None = None,
-	) -> None:
-		self._counters = None if device is None else counters(device)
-		self.num_sms = num_sms
-		self.bandwidth = bandwidth
-		self.arch = arch.name
-		self._arch = arch
-		self._emulation = emulation
+    def __init__(
+        self,
+        arch: Architecture,
+        num_sms: int,
+        emulation: dict[str, Any],
+        device: torch.device | None = None,
+        bandwidth: float | None = None,
+    ) -> None:
+        self._counters = None if device is None else counters(device)
+        self.num_sms = num_sms
+        self.bandwidth = bandwidth
+        self.arch = arch.name
+        self._arch = arch
+        self._emulation = emulation
 
-	def kernel(self, spec: KernelSpec) -> Callable[..., object]:
-		"""The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
-		kernel = compile_kernel(spec, self._arch)
-		# Then that is its last argument.
-		has_counter = getattr(spec, "mixes_groups", False)
-		if not self._arch.emulated:
-			if not has_counter or self._counters is None:
-				return kernel
-			# A call that is recorded may be repeated on another stream.
-			current = self._counters.current
-			return lambda *arguments: kernel(*arguments[:-1], current())
-		from cute_kernels import emulator
+    def kernel(self, spec: KernelSpec) -> Callable[..., object]:
+        """The kernel of ``spec``, compiled if it is new; it launches on the current stream."""
+        kernel = compile_kernel(spec, self._arch)
+        # Then that is its last argument.
+        has_counter = getattr(spec, "mixes_groups", False)
+        if not self._arch.emulated:
+            if not has_counter or self._counters is None:
+                return kernel
+            # A call that is recorded may be repeated on another stream.
+            current = self._counters.current
+            return lambda *arguments: kernel(*arguments[:-1], current())
+        from cute_kernels import emulator
 
-		def run(*arguments: Any) -> object:
-			if has_counter:
-				arguments = *arguments[:-1], torch.zeros(1, dtype=torch.int32)
-			with emulator.options(**self._emulation):
-				return kernel(*arguments)
+        def run(*arguments: Any) -> object:
+            if has_counter:
+                arguments = *arguments[:-1], torch.zeros(1, dtype=torch.int32)
+            with emulator.options(**self._emulation):
+                return kernel(*arguments)
 
-		return run
+        return run
 
 
 @functools.lru_cache(maxsize=256)
 def launcher(backend: Backend, device: torch.device) -> Launcher:
-	if backend.is_emulated:
-		options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
-		return Launcher(architecture(backend.name), options["num_sms"], options)
-	properties = torch.cuda.get_device_properties(device)
-	# Two words a clock of the memory, which is in kHz.
-	bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
-	return Launcher(device_architecture(device), properties.multi_processor_count, {}, device, bandwidth)
+    if backend.is_emulated:
+        options = {"num_sms": EMULATED_SMS, **dict(backend.emulation)}
+        return Launcher(architecture(backend.name), options["num_sms"], options)
+    properties = torch.cuda.get_device_properties(device)
+    # Two words a clock of the memory, which is in kHz.
+    bandwidth = 2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8
+    return Launcher(
+        device_architecture(device), properties.multi_processor_count, {}, device, bandwidth
+    )

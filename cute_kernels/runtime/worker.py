@@ -25,66 +25,69 @@ Answer = Union[bool, str, None]  # noqa: UP007  (evaluated by Python 3.10 too)
 
 
 class Worker:
-	"""The parent's side: one compiler process, started when needed, ended with the ``with`` block.
+    """The parent's side: one compiler process, started when needed, ended with the ``with`` block.
 
-	A process that dies (a crash of the compiler, no memory) costs the kernel it was working on; the
-	next one gets a new process.
-	"""
+    A process that dies (a crash of the compiler, no memory) costs the kernel it was working on; the
+    next one gets a new process.
+    """
 
-	def __init__(self) -> None:
-		self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
 
-	def __enter__(self) -> "Worker":
-		return self
+    def __enter__(self) -> "Worker":
+        return self
 
-	def __exit__(
-		self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-	) -> None:
-		if self._process is not None:
-			if kind is not None:
-				self._process.kill()
-			self._process.communicate()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process is not None:
+            if kind is not None:
+                self._process.kill()
+            self._process.communicate()
 
-	def compile(self, spec: KernelSpec, arch: Architecture) -> Answer:
-		"""Run ``compile_to_disk`` in the process and wait for its answer."""
-		process = self._process = self._process or self._start()
-		assert process.stdin is not None and process.stdout is not None
-		try:
-			pickle.dump(pickle.dumps((spec, arch)), process.stdin)
-			process.stdin.flush()
-			answer: Answer = pickle.load(process.stdout)
-		except (EOFError, BrokenPipeError):
-			self._process = None
-			return f"the compiler process died with status {process.wait()}"
-		return answer
+    def compile(self, spec: KernelSpec, arch: Architecture) -> Answer:
+        """Run ``compile_to_disk`` in the process and wait for its answer."""
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            pickle.dump(pickle.dumps((spec, arch)), process.stdin)
+            process.stdin.flush()
+            answer: Answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            self._process = None
+            return f"the compiler process died with status {process.wait()}"
+        return answer
 
-	@staticmethod
-	def _start() -> subprocess.Popen[bytes]:
-		# The worker finds modules, and with them spec classes, where this process does.
-		search_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
-		return subprocess.Popen(
-			[sys.executable, "-c", f"from {__name__} import main; main()"],
-			stdin=subprocess.PIPE,
-			stdout=subprocess.PIPE,
-			env={**os.environ, "PYTHONPATH": search_path},
-		)
+    @staticmethod
+    def _start() -> subprocess.Popen[bytes]:
+        # The worker finds modules, and with them spec classes, where this process does.
+        search_path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
+        return subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import main; main()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": search_path},
+        )
 
 
 def main() -> None:
-	# Whatever the compiler prints must not end up among the answers.
-	answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-	os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-	from .compile import compile_to_disk
+    # Whatever the compiler prints must not end up among the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    from .compile import compile_to_disk
 
-	while True:
-		try:
-			request = pickle.load(sys.stdin.buffer)
-		except EOFError:
-			return
-		answer: Answer
-		try:
-			answer = compile_to_disk(*pickle.loads(request))
-		except Exception:  # the parent reports it, together with every other kernel's
-			answer = traceback.format_exc()
-		pickle.dump(answer, answers)
-		answers.flush()
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: Answer
+        try:
+            answer = compile_to_disk(*pickle.loads(request))
+        except Exception:  # the parent reports it, together with every other kernel's
+            answer = traceback.format_exc()
+        pickle.dump(answer, answers)
+        answers.flush()

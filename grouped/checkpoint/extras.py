@@ -1,4 +1,6 @@
-"""Tensors that exporters write beside weights, by their names: harmless ones, and those that change results."""
+"""Tensors that exporters write beside weights, by their names: harmless ones, and those that change
+results.
+"""
 
 import re
 from bisect import bisect_left
@@ -6,91 +8,105 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-#: Ends of names that weights and plain activations give the same results without: scales of a quantized
-#: KV cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM), tables of rotary embeddings, and
-#: numbers of positions.
+#: Ends of names that weights and plain activations give the same results without: scales of a
+#: quantized KV cache and of quantized attention (ModelOpt, compressed-tensors, TensorRT-LLM),
+#: tables of rotary embeddings, and numbers of positions.
 _HARMLESS = (
-	r"(q|k|v|kv|prob|kv_cache|k_cache|v_cache|prob_output|softmax)_(global_)?(scale|zero_point|scaling_factor)",
-	r"(k|v|kv|qkv|query_key_value|kv_b|kv_a)_proj(_with_mqa)?\.output_(global_)?(scale|zero_point)",
-	r"[kv]_proj\.[kv]_bias",
-	r"(original_)?inv_freq",
-	r"rotary_emb\.(cos|sin)_cached",
-	r"position_ids",
+    r"(q|k|v|kv|prob|kv_cache|k_cache|v_cache|prob_output|softmax)_(global_)?(scale|zero_point|scaling_factor)",
+    r"(k|v|kv|qkv|query_key_value|kv_b|kv_a)_proj(_with_mqa)?\.output_(global_)?(scale|zero_point)",
+    r"[kv]_proj\.[kv]_bias",
+    r"(original_)?inv_freq",
+    r"rotary_emb\.(cos|sin)_cached",
+    r"position_ids",
 )
 _HARMLESS_END = re.compile(rf"(^|.*[._])({'|'.join(_HARMLESS)})")
 #: Layers that predict further tokens, which a model without them does not have.
 _MTP = re.compile(r"(^|.*\.)mtp(_\w+)?\..*")
-#: Names that such a layer alone has. They tell it where it is numbered as others are: DeepSeek-V3's model.layers.61.
+#: Names that such a layer alone has. They tell it where it is numbered as others are: DeepSeek-V3's
+#: model.layers.61.
 _MTP_LAYER = re.compile(r"(?P<layer>(.*\.)?layers\.\d+)\.(eh_proj|enorm|hnorm|shared_head)\..*")
 
-#: Ends of names that change results, and the value that does not: smoothing factors of activations (AWQ,
-#: SmoothQuant), low-rank parts (SVDQuant), zero points (msModelSlim: offsets), permutations of columns and rotations.
+#: Ends of names that change results, and the value that does not: smoothing factors of activations
+#: (AWQ, SmoothQuant), low-rank parts (SVDQuant), zero points (msModelSlim: offsets), permutations
+#: of columns and rotations.
 _CHANGING = {
-	r"pre_?quant_(scale|scaling_factor)": 1,
-	r"(smooth(quant|ing)?|awq)_(scale|factor)s?": 1,
-	r"(weight|input)_(zero_point|offset)": 0,
-	r"svdquant_lora_[ab]": None,
-	r"(weight_)?g_idx": None,
-	r"[\w-]+_(input|output|weight_input|weight_output|q_attn|k_cache)\.(weight|perm)": None,
+    r"pre_?quant_(scale|scaling_factor)": 1,
+    r"(smooth(quant|ing)?|awq)_(scale|factor)s?": 1,
+    r"(weight|input)_(zero_point|offset)": 0,
+    r"svdquant_lora_[ab]": None,
+    r"(weight_)?g_idx": None,
+    r"[\w-]+_(input|output|weight_input|weight_output|q_attn|k_cache)\.(weight|perm)": None,
 }
-_CHANGING_ENDS = [(re.compile(rf"(?P<base>.+?)[._]{end}"), neutral) for end, neutral in _CHANGING.items()]
+_CHANGING_ENDS = [
+    (re.compile(rf"(?P<base>.+?)[._]{end}"), neutral) for end, neutral in _CHANGING.items()
+]
 
 
 def harmless(names: Iterable[str], used: Iterable[str], patterns: Iterable[str] = ()) -> list[str]:
-	"""Return those of ``names`` that do not change what the weights ``used`` give.
+    """Return those of ``names`` that do not change what the weights ``used`` give.
 
-	Args:
-		names: names of a checkpoint that no parameter of the module takes.
-		used: names that one takes.
-		patterns: regular expressions of further ones, as models of transformers have in
-			``_keys_to_ignore_on_load_unexpected``; they match anywhere in a name.
-	"""
-	names, further = list(names), [re.compile(pattern) for pattern in patterns]
-	layers = {f"{match['layer']}." for name in names if (match := _MTP_LAYER.fullmatch(name))}
-	in_use = _Prefixes(used)
-	layers = {layer for layer in layers if not in_use.has(layer)}
+    Args:
+            names: names of a checkpoint that no parameter of the module takes.
+            used: names that one takes.
+            patterns: regular expressions of further ones, as models of transformers have in
+                    ``_keys_to_ignore_on_load_unexpected``; they match anywhere in a name.
+    """
+    names, further = list(names), [re.compile(pattern) for pattern in patterns]
+    layers = {f"{match['layer']}." for name in names if (match := _MTP_LAYER.fullmatch(name))}
+    in_use = _Prefixes(used)
+    layers = {layer for layer in layers if not in_use.has(layer)}
 
-	def is_harmless(name: str) -> bool:
-		match = re.match(r"(.*\.)?layers\.\d+\.", name)
-		if (match is not None and match[0] in layers) or any(pattern.search(name) for pattern in further):
-			return True
-		return bool(_HARMLESS_END.fullmatch(name) or _MTP.fullmatch(name))
+    def is_harmless(name: str) -> bool:
+        match = re.match(r"(.*\.)?layers\.\d+\.", name)
+        if (match is not None and match[0] in layers) or any(
+            pattern.search(name) for pattern in further
+        ):
+            return True
+        return bool(_HARMLESS_END.fullmatch(name) or _MTP.fullmatch(name))
 
-	return [name for name in names if is_harmless(name)]
+    return [name for name in names if is_harmless(name)]
 
 
-def changing(names: Iterable[str], used: Iterable[str], read: Callable[[str], Tensor]) -> tuple[list[str], list[str]]:
-	"""Return those of ``names`` that belong to weights ``used``: those that change results, and those that do not.
+def changing(
+    names: Iterable[str], used: Iterable[str], read: Callable[[str], Tensor]
+) -> tuple[list[str], list[str]]:
+    """Return those of ``names`` that belong to weights ``used``: those that change results, and
+    those that do not.
 
-	Args:
-		names: names of a checkpoint that no parameter of the module takes.
-		used: names that one takes.
-		read: gives the tensor of a name.
-	"""
-	in_use, change, neutral = _Prefixes(used), list[str](), list[str]()
-	for name in names:
-		for pattern, value in _CHANGING_ENDS:
-			match = pattern.fullmatch(name)
-			if match is None or not in_use.has_weight(match["base"]):
-				continue
-			is_neutral = value is not None and bool((read(name).double() == value).all())
-			(neutral if is_neutral else change).append(name)
-			break
-	return change, neutral
+    Args:
+            names: names of a checkpoint that no parameter of the module takes.
+            used: names that one takes.
+            read: gives the tensor of a name.
+    """
+    in_use, change, neutral = _Prefixes(used), list[str](), list[str]()
+    for name in names:
+        for pattern, value in _CHANGING_ENDS:
+            match = pattern.fullmatch(name)
+            if match is None or not in_use.has_weight(match["base"]):
+                continue
+            is_neutral = value is not None and bool((read(name).double() == value).all())
+            (neutral if is_neutral else change).append(name)
+            break
+    return change, neutral
 
 
 class _Prefixes:
-	"""Names, and which beginnings they have."""
+    """Names, and which beginnings they have."""
 
-	def __init__(self, names: Iterable[str]) -> None:
-		self._names: Sequence[str] = sorted(names)
-		self._whole = set(self._names)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names: Sequence[str] = sorted(names)
+        self._whole = set(self._names)
 
-	def has_weight(self, base: str) -> bool:
-		"""Tell whether a weight ``base`` is among the names, of one expert or of all."""
-		return base in self._whole or self.has(f"{base}.weight") or self.has(f"{base}_weight") or self.has(f"{base}_blocks")
+    def has_weight(self, base: str) -> bool:
+        """Tell whether a weight ``base`` is among the names, of one expert or of all."""
+        return (
+            base in self._whole
+            or self.has(f"{base}.weight")
+            or self.has(f"{base}_weight")
+            or self.has(f"{base}_blocks")
+        )
 
-	def has(self, prefix: str) -> bool:
-		"""Tell whether a name begins so."""
-		at = bisect_left(self._names, prefix)
-		return at < len(self._names) and self._names[at].startswith(prefix)
+    def has(self, prefix: str) -> bool:
+        """Tell whether a name begins so."""
+        at = bisect_left(self._names, prefix)
+        return at < len(self._names) and self._names[at].startswith(prefix)

@@ -11,101 +11,119 @@ from ..shards import is_spread, local_part
 
 
 def local_rows(p: Any) -> range | None:
-	"""Rows of the first dimension that this rank has of a parameter; None if it is cut along another dimension."""
-	if not is_spread(p):
-		return range(len(p)) if p.dim() else None
-	from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    """Rows of the first dimension that this rank has of a parameter;
 
-	shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-	if p.dim() == 0 or tuple(shape[1:]) != tuple(p.shape[1:]) or shape[0] != len(local_part(p)):
-		return None
-	return range(offset[0], offset[0] + shape[0])
+    None if it is cut along another dimension.
+    """
+    if not is_spread(p):
+        return range(len(p)) if p.dim() else None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if p.dim() == 0 or tuple(shape[1:]) != tuple(p.shape[1:]) or shape[0] != len(local_part(p)):
+        return None
+    return range(offset[0], offset[0] + shape[0])
 
 
 def check_can_fill(key: str, p: Any) -> None:
-	"""Raise ValueError unless each rank's part of ``p`` follows from the whole."""
-	if is_spread(p) and any(placement.is_partial() for placement in p.placements):
-		raise ValueError(f"{key} has the placements {p.placements}: the ranks' parts of a sum cannot be loaded")
+    """Raise ValueError unless each rank's part of ``p`` follows from the whole."""
+    if is_spread(p) and any(placement.is_partial() for placement in p.placements):
+        raise ValueError(
+            f"{key} has the placements {p.placements}: the ranks' parts of a sum cannot be loaded"
+        )
 
 
 def check_can_quantize(key: str, p: Any, shape: tuple[int, ...], owner: Owner | None) -> None:
-	"""Raise ValueError unless each rank can hold whole groups of ``p`` that are quantized, of this shape together."""
-	if not is_spread(p):
-		return
-	if local_rows(p) is None:
-		raise ValueError(
-			f"{key} has the placements {p.placements}, but quantized experts are cut between groups only: load a plain "
-			"checkpoint, or spread the experts by ExpertParallel"
-		)
-	info = getattr(getattr(owner, "manager", None), "mesh_info", None)
-	if info is None:
-		return
-	if not hasattr(info, "shard_mesh_size"):
-		raise ValueError(f"{key} is replicated by FSDP, which gathers plain parameters only: use fully_shard")
-	if shape != tuple(p.shape):
-		raise ValueError(
-			f"{key} has the shape {tuple(p.shape)} under fully_shard, quantized it has {shape}, for experts are transposed: "
-			"load before fully_shard"
-		)
-	groups, ranks = owner.manager._orig_size[0], info.shard_mesh_size  # type: ignore[union-attr]
-	if groups % ranks:
-		raise ValueError(
-			f"{key} has {groups} groups on the {ranks} ranks of fully_shard: the number of quantized groups must be a "
-			"multiple of the ranks. Shard over fewer ranks, load a plain checkpoint, or leave a shared expert, which is one "
-			"group, out of fully_shard (ignored_params)"
-		)
+    """Raise ValueError unless each rank can hold whole groups of ``p`` that are quantized, of this
+    shape together.
+    """
+    if not is_spread(p):
+        return
+    if local_rows(p) is None:
+        raise ValueError(
+            f"{key} has the placements {p.placements}, but quantized experts are cut between groups only: load a plain "
+            "checkpoint, or spread the experts by ExpertParallel"
+        )
+    info = getattr(getattr(owner, "manager", None), "mesh_info", None)
+    if info is None:
+        return
+    if not hasattr(info, "shard_mesh_size"):
+        raise ValueError(
+            f"{key} is replicated by FSDP, which gathers plain parameters only: use fully_shard"
+        )
+    if shape != tuple(p.shape):
+        raise ValueError(
+            f"{key} has the shape {tuple(p.shape)} under fully_shard, quantized it has {shape}, for experts are transposed: "
+            "load before fully_shard"
+        )
+    groups, ranks = owner.manager._orig_size[0], info.shard_mesh_size  # type: ignore[union-attr]
+    if groups % ranks:
+        raise ValueError(
+            f"{key} has {groups} groups on the {ranks} ranks of fully_shard: the number of quantized groups must be a "
+            "multiple of the ranks. Shard over fewer ranks, load a plain checkpoint, or leave a shared expert, which is one "
+            "group, out of fully_shard (ignored_params)"
+        )
 
 
 def fill(p: Any, read: Callable[[range | None], Tensor]) -> None:
-	"""Copy values into this rank's part of ``p``; ``read`` gives rows of the whole, or all of it for None."""
-	rows = local_rows(p)
-	part = local_part(p)
-	if rows is not None:
-		if len(rows):
-			part.copy_(read(None if len(rows) == len(p) else rows))
-		return
-	whole = read(None)
-	if is_spread(p):
-		from torch.distributed.tensor import distribute_tensor
+    """Copy values into this rank's part of ``p``;
 
-		whole = whole.to(part.device, part.dtype)
-		whole = local_part(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None))
-	part.copy_(whole)
+    ``read`` gives rows of the whole, or all of it for None.
+    """
+    rows = local_rows(p)
+    part = local_part(p)
+    if rows is not None:
+        if len(rows):
+            part.copy_(read(None if len(rows) == len(p) else rows))
+        return
+    whole = read(None)
+    if is_spread(p):
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = whole.to(part.device, part.dtype)
+        whole = local_part(
+            distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
+        )
+    part.copy_(whole)
 
 
 def as_parameter(p: Any, part: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-	"""A parameter of this shape without a gradient of which this rank has ``part``, sharded as ``p``."""
-	if is_spread(p):
-		from ..sharding import whole
+    """A parameter of this shape without a gradient of which this rank has ``part``, sharded as
+    ``p``.
+    """
+    if is_spread(p):
+        from ..sharding import whole
 
-		part = whole(part, p.device_mesh, p.placements, shape)
-	return nn.Parameter(part, requires_grad=False)
+        part = whole(part, p.device_mesh, p.placements, shape)
+    return nn.Parameter(part, requires_grad=False)
 
 
 def tell_owner(owner: Owner | None) -> None:
-	"""Have FSDP2 use the parameter that its module has now, also after the first call."""
-	manager = owner.manager if owner is not None else None
-	if manager is None:
-		return
-	# What it gathered of the old parameter has another size.
-	manager.all_gather_outputs = []
-	manager.__dict__.pop("_unsharded_param", None)
-	manager.sharded_param = getattr(manager._module_info.module, manager._module_info.param_name)
-	manager._sharded_param_data = None
-	manager.reset_sharded_param()
-	manager._init_extensions()
+    """Have FSDP2 use the parameter that its module has now, also after the first call."""
+    manager = owner.manager if owner is not None else None
+    if manager is None:
+        return
+    # What it gathered of the old parameter has another size.
+    manager.all_gather_outputs = []
+    manager.__dict__.pop("_unsharded_param", None)
+    manager.sharded_param = getattr(manager._module_info.module, manager._module_info.param_name)
+    manager._sharded_param_data = None
+    manager.reset_sharded_param()
+    manager._init_extensions()
 
 
 def agree(tensors: Iterable[Any], has_error: bool) -> None:
-	"""Raise ValueError on ranks without an error if another rank that shares one of these DTensors has one."""
-	meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_spread(t)))
-	if not meshes:
-		return
-	import torch.distributed as dist
+    """Raise ValueError on ranks without an error if another rank that shares one of these DTensors
+    has one.
+    """
+    meshes = list(dict.fromkeys(t.device_mesh for t in tensors if is_spread(t)))
+    if not meshes:
+        return
+    import torch.distributed as dist
 
-	failed = torch.tensor([has_error], dtype=torch.int32, device=meshes[0].device_type)
-	for mesh in meshes:
-		for dim in range(mesh.ndim):
-			dist.all_reduce(failed, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-	if not has_error and bool(failed.item()):
-		raise ValueError("nothing was loaded, for another rank cannot load its part: see its error")
+    failed = torch.tensor([has_error], dtype=torch.int32, device=meshes[0].device_type)
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    if not has_error and bool(failed.item()):
+        raise ValueError("nothing was loaded, for another rank cannot load its part: see its error")

@@ -1,6 +1,7 @@
 """``perf dashboard``: all records as one page that needs no network.
 
-The same records and plotly give the same bytes: nothing else of the machine that builds the page is in it.
+The same records and plotly give the same bytes: nothing else of the machine that builds the page is
+in it.
 """
 
 import argparse
@@ -15,44 +16,46 @@ from .page import page
 
 
 def publish(folder: Path, records: Sequence[Record], numerics: Sequence[Any] = ()) -> list[Path]:
-	"""Write a static site, the page, its records and the badge, and say what was written.
+    """Write a static site, the page, its records and the badge, and say what was written.
 
-	The folder is made where it is missing; files of the same names are replaced.
-	"""
-	folder.mkdir(parents=True, exist_ok=True)
-	index, data, image = (folder / n for n in ("index.html", "records.jsonl.xz", "badge.svg"))
-	index.write_text(page(records, data.name, numerics), encoding="utf-8")
-	write(data, records)
-	image.write_text(badge(records), encoding="utf-8")
-	return [index, data, image]
+    The folder is made where it is missing; files of the same names are replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    index, data, image = (folder / n for n in ("index.html", "records.jsonl.xz", "badge.svg"))
+    index.write_text(page(records, data.name, numerics), encoding="utf-8")
+    write(data, records)
+    image.write_text(badge(records), encoding="utf-8")
+    return [index, data, image]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-	parser.add_argument("records", nargs="*", type=Path, help=f"files or folders; or {RESULTS}")
-	text = "what grouped.debug.inspect saved, in a view of its own; may be repeated"
-	parser.add_argument("--numerics", action="append", type=Path, default=[], metavar="FILE", help=text)
-	parser.add_argument("--out", type=Path, metavar="FILE", help="write the page")
-	parser.add_argument("--publish", type=Path, metavar="DIR", help="write a static site")
-	parser.add_argument("--badge", type=Path, metavar="FILE", help="write the README's badge")
+    parser.add_argument("records", nargs="*", type=Path, help=f"files or folders; or {RESULTS}")
+    text = "what grouped.debug.inspect saved, in a view of its own; may be repeated"
+    parser.add_argument(
+        "--numerics", action="append", type=Path, default=[], metavar="FILE", help=text
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the page")
+    parser.add_argument("--publish", type=Path, metavar="DIR", help="write a static site")
+    parser.add_argument("--badge", type=Path, metavar="FILE", help="write the README's badge")
 
 
 def main(arguments: argparse.Namespace) -> int:
-	"""Write what was asked for.
+    """Write what was asked for.
 
-	Raises:
-		ValueError: nothing was, or the records make no page.
-	"""
-	if not (arguments.out or arguments.publish or arguments.badge):
-		raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")
-	records = load(*(arguments.records or [RESULTS]))
-	numerics = read_numerics(arguments.numerics)
-	written = [path for path in (arguments.out, arguments.badge) if path]
-	if arguments.out:
-		arguments.out.write_text(page(records, numerics=numerics), encoding="utf-8")
-	if arguments.badge:
-		arguments.badge.write_text(badge(records), encoding="utf-8")
-	if arguments.publish:
-		written += publish(arguments.publish, records, numerics)
-	for path in written:
-		print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
-	return 0
+    Raises:
+            ValueError: nothing was, or the records make no page.
+    """
+    if not (arguments.out or arguments.publish or arguments.badge):
+        raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")
+    records = load(*(arguments.records or [RESULTS]))
+    numerics = read_numerics(arguments.numerics)
+    written = [path for path in (arguments.out, arguments.badge) if path]
+    if arguments.out:
+        arguments.out.write_text(page(records, numerics=numerics), encoding="utf-8")
+    if arguments.badge:
+        arguments.badge.write_text(badge(records), encoding="utf-8")
+    if arguments.publish:
+        written += publish(arguments.publish, records, numerics)
+    for path in written:
+        print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
+    return 0

@@ -18,34 +18,36 @@ _SVG = """\
 
 
 def speedups(records: Iterable[Record]) -> tuple[str, list[float]]:
-	"""The GPU of the newest product, and how many times faster than torch's in bf16 each case is.
+    """The GPU of the newest product, and how many times faster than torch's in bf16 each case is.
 
-	Cases of the suite gemm where both were measured on one commit, each on the last such: times of
-	one day are not compared with those of another.
-	"""
-	both: dict[tuple[Any, ...], dict[str, Record]] = {}
-	for record in sorted(records, key=lambda record: record.time):
-		is_product = (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
-		if is_product and record.commit and (record.contender, record.format) in _SIDES:
-			case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
-			both.setdefault((record.gpu, record.protocol, case, record.commit), {})[record.contender] = record
-	pairs = [sides for sides in both.values() if len(sides) == len(_SIDES)]
-	pairs.sort(key=lambda sides: sides["ours"].time)
-	gpu = pairs[-1]["ours"].gpu if pairs else ""
-	newest: dict[tuple[Any, ...], float] = {}
-	for sides in pairs:
-		if sides["ours"].gpu == gpu:
-			newest[sides["ours"].key] = sides["torch"].microseconds / sides["ours"].microseconds
-	return gpu, sorted(newest.values())
+    Cases of the suite gemm where both were measured on one commit, each on the last such: times of
+    one day are not compared with those of another.
+    """
+    both: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in sorted(records, key=lambda record: record.time):
+        is_product = (record.suite, record.kind, record.what) == ("gemm", "gpu", "time")
+        if is_product and record.commit and (record.contender, record.format) in _SIDES:
+            case = tuple(sorted((name, str(value)) for name, value in record.case.items()))
+            both.setdefault((record.gpu, record.protocol, case, record.commit), {})[
+                record.contender
+            ] = record
+    pairs = [sides for sides in both.values() if len(sides) == len(_SIDES)]
+    pairs.sort(key=lambda sides: sides["ours"].time)
+    gpu = pairs[-1]["ours"].gpu if pairs else ""
+    newest: dict[tuple[Any, ...], float] = {}
+    for sides in pairs:
+        if sides["ours"].gpu == gpu:
+            newest[sides["ours"].key] = sides["torch"].microseconds / sides["ours"].microseconds
+    return gpu, sorted(newest.values())
 
 
 def badge(records: Iterable[Record]) -> str:
-	"""An SVG that shows the median and the range over all cases, slow ones included."""
-	gpu, found = speedups(records)
-	text = "NVFP4 grouped GEMM: not measured yet"
-	if found:
-		text = f"NVFP4 grouped GEMM: {statistics.median(found):.2f}x torch bf16 on {gpu}"
-		text += f" ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
-	# Letters of 11 px Verdana are 6.6 px wide, on the average of such texts.
-	length = round(6.6 * len(text))
-	return _SVG.format(text=escape(text), length=length, width=length + 12)
+    """An SVG that shows the median and the range over all cases, slow ones included."""
+    gpu, found = speedups(records)
+    text = "NVFP4 grouped GEMM: not measured yet"
+    if found:
+        text = f"NVFP4 grouped GEMM: {statistics.median(found):.2f}x torch bf16 on {gpu}"
+        text += f" ({found[0]:.2f}x to {found[-1]:.2f}x, {len(found)} cases)"
+    # Letters of 11 px Verdana are 6.6 px wide, on the average of such texts.
+    length = round(6.6 * len(text))
+    return _SVG.format(text=escape(text), length=length, width=length + 12)

@@ -16,36 +16,38 @@ SCRIPTS = ("data", "tables", "plots", "views")
 
 
 def _asset(name: str) -> str:
-	return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
+    return (Path(__file__).parent / "assets" / name).read_text(encoding="utf-8")
 
 
 def _packed(text: str) -> str:
-	return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 @functools.cache
 def _plotly() -> str:
-	try:
-		from plotly.offline import get_plotlyjs
-	except ImportError as error:
-		raise ImportError("perf dashboard needs plotly: pip install 'grouped-kernels[perf]'") from error
-	return _packed(get_plotlyjs())
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ImportError(
+            "perf dashboard needs plotly: pip install 'grouped-kernels[perf]'"
+        ) from error
+    return _packed(get_plotlyjs())
 
 
 def page(records: Sequence[Record], data: str = "", numerics: Sequence[Any] = ()) -> str:
-	"""The whole page; ``data`` is the address of a file of the records, if there is one beside it.
+    """The whole page; ``data`` is the address of a file of the records, if there is one beside it.
 
-	Raises:
-		ImportError: there is no plotly.
-		ValueError: there are no records.
-	"""
-	parts = {
-		"style": _asset("style.css"),
-		"records": _packed(json.dumps(payload(records, numerics), separators=(",", ":"))),
-		"plotly": _plotly(),
-		"script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
-		"data": f'<a href="{data}" download>All records</a>' if data else "",
-	}
-	# One pass: no part is looked at for the marks of another.
-	pieces = _asset("page.html").split("@@")
-	return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))
+    Raises:
+            ImportError: there is no plotly.
+            ValueError: there are no records.
+    """
+    parts = {
+        "style": _asset("style.css"),
+        "records": _packed(json.dumps(payload(records, numerics), separators=(",", ":"))),
+        "plotly": _plotly(),
+        "script": "\n".join(_asset(f"{name}.js") for name in SCRIPTS),
+        "data": f'<a href="{data}" download>All records</a>' if data else "",
+    }
+    # One pass: no part is looked at for the marks of another.
+    pieces = _asset("page.html").split("@@")
+    return "".join(parts[piece] if i % 2 else piece for i, piece in enumerate(pieces))

@@ -11,23 +11,23 @@ __all__ = ["Meter", "meter_of"]
 
 
 def meter_of(backend: str, protocol: str, quick: bool, options: Mapping[str, Any]) -> Meter:
-	"""The meter of a backend; ``""`` is the GPU's kernels, or the reference where there is no GPU.
+    """The meter of a backend; ``""`` is the GPU's kernels, or the reference where there is no GPU.
 
-	Raises:
-		ValueError: the backend needs a GPU, and there is none.
-	"""
-	if not backend:
-		backend = "cuda" if torch.cuda.is_available() else "reference"
-	if backend.startswith("emulated:"):
-		from .emulator import EmulatorMeter
+    Raises:
+            ValueError: the backend needs a GPU, and there is none.
+    """
+    if not backend:
+        backend = "cuda" if torch.cuda.is_available() else "reference"
+    if backend.startswith("emulated:"):
+        from .emulator import EmulatorMeter
 
-		return EmulatorMeter(backend, **options)
-	if backend.startswith("reference"):
-		from .cpu import CpuMeter
+        return EmulatorMeter(backend, **options)
+    if backend.startswith("reference"):
+        from .cpu import CpuMeter
 
-		return CpuMeter(backend, quick)
-	if not torch.cuda.is_available():
-		raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
-	from .gpu import GpuMeter
+        return CpuMeter(backend, quick)
+    if not torch.cuda.is_available():
+        raise ValueError(f"backend {backend} needs a GPU, and torch sees none")
+    from .gpu import GpuMeter
 
-	return GpuMeter(protocol, quick)
+    return GpuMeter(protocol, quick)

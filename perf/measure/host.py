@@ -25,97 +25,108 @@ _ARCH, _SMS = "sm_90a", 132
 
 
 class _Recorder:
-	"""A launcher that notes the launches of a call; ``launch`` runs kernels, None leaves them out."""
+    """A launcher that notes the launches of a call;
 
-	def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
-		self.arch, self.num_sms, self._launch = arch, num_sms, launch
-		self.bandwidth = launch and launch.bandwidth
-		self.launches: list[Callable[[], object]] | None = None
+    ``launch`` runs kernels, None leaves them out.
+    """
 
-	def kernel(self, spec: Any) -> Callable[..., object]:
-		"""What launches the kernel of ``spec``, noting it if launches are being noted."""
-		kernel = self._launch.kernel(spec) if self._launch else lambda *arguments: None
-		launches = self.launches
-		if launches is None:
-			return kernel
+    def __init__(self, arch: str, num_sms: int, launch: Any = None) -> None:
+        self.arch, self.num_sms, self._launch = arch, num_sms, launch
+        self.bandwidth = launch and launch.bandwidth
+        self.launches: list[Callable[[], object]] | None = None
 
-		def run(*arguments: Any) -> None:
-			launches.append(functools.partial(kernel, *arguments))
-			kernel(*arguments)
+    def kernel(self, spec: Any) -> Callable[..., object]:
+        """What launches the kernel of ``spec``, noting it if launches are being noted."""
+        kernel = self._launch.kernel(spec) if self._launch else lambda *arguments: None
+        launches = self.launches
+        if launches is None:
+            return kernel
 
-		return run
+        def run(*arguments: Any) -> None:
+            launches.append(functools.partial(kernel, *arguments))
+            kernel(*arguments)
+
+        return run
 
 
 class HostMeter(Meter):
-	"""Calls back to back without synchronization, too few for the queue of launches to fill.
+    """Calls back to back without synchronization, too few for the queue of launches to fill.
 
-	On a GPU the share of the kernels' compiled host code is measured by itself, called again with
-	the same arguments. Without one the kernels are left out: what remains is the Python above a
-	launch.
-	"""
+    On a GPU the share of the kernels' compiled host code is measured by itself, called again with
+    the same arguments. Without one the kernels are left out: what remains is the Python above a
+    launch.
+    """
 
-	def __init__(self, backend: str = "", quick: bool = False) -> None:
-		self.quick = quick
-		self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
-		self._calls = _QUICK_CALLS if quick else _CALLS
-		if torch.cuda.is_available() and backend in ("", "cuda"):
-			self.kind, self.backend = "gpu", "cuda"
-			self.device = torch.device("cuda", torch.cuda.current_device())
-			launch = launcher(cute_kernels.active_backend(self.device), self.device)
-			self._recorder = _Recorder(launch.arch, launch.num_sms, launch)
-		else:
-			self.kind, self.backend = "cpu", f"emulated:{_ARCH}"
-			self.device = torch.device("cpu")
-			self._recorder = _Recorder(_ARCH, _SMS)
-		self.arch = self._recorder.arch
+    def __init__(self, backend: str = "", quick: bool = False) -> None:
+        self.quick = quick
+        self._rounds = _QUICK_ROUNDS if quick else _ROUNDS
+        self._calls = _QUICK_CALLS if quick else _CALLS
+        if torch.cuda.is_available() and backend in ("", "cuda"):
+            self.kind, self.backend = "gpu", "cuda"
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            launch = launcher(cute_kernels.active_backend(self.device), self.device)
+            self._recorder = _Recorder(launch.arch, launch.num_sms, launch)
+        else:
+            self.kind, self.backend = "cpu", f"emulated:{_ARCH}"
+            self.device = torch.device("cpu")
+            self._recorder = _Recorder(_ARCH, _SMS)
+        self.arch = self._recorder.arch
 
-	@contextlib.contextmanager
-	def active(self) -> Iterator[None]:
-		if self.kind == "gpu":
-			yield
-			return
-		with cute_kernels.backend(self.backend), self._recording():
-			yield
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        if self.kind == "gpu":
+            yield
+            return
+        with cute_kernels.backend(self.backend), self._recording():
+            yield
 
-	@contextlib.contextmanager
-	def _recording(self) -> Iterator[None]:
-		# Where no kernel writes offs, nobody may read their values.
-		launcher = unittest.mock.patch.object(registry, "launcher", lambda backend, device: self._recorder)
-		with launcher, unchecked_end_rows():
-			registry.forget_plans()
-			yield
-		registry.forget_plans()
+    @contextlib.contextmanager
+    def _recording(self) -> Iterator[None]:
+        # Where no kernel writes offs, nobody may read their values.
+        launcher = unittest.mock.patch.object(
+            registry, "launcher", lambda backend, device: self._recorder
+        )
+        with launcher, unchecked_end_rows():
+            registry.forget_plans()
+            yield
+        registry.forget_plans()
 
-	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-		launches = self._launches(run)
-		with self.active():
-			run()
-			found = [self._time(run, contender.what)]
-			if contender.is_ours:
-				found.append(Measurement("launches", len(launches), "1", found[0].protocol))
-			if self.kind == "gpu" and launches:
-				found.append(self._time(lambda: [launch() for launch in launches], f"{contender.what} of launches"))
-		return found
+    def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        launches = self._launches(run)
+        with self.active():
+            run()
+            found = [self._time(run, contender.what)]
+            if contender.is_ours:
+                found.append(Measurement("launches", len(launches), "1", found[0].protocol))
+            if self.kind == "gpu" and launches:
+                found.append(
+                    self._time(
+                        lambda: [launch() for launch in launches], f"{contender.what} of launches"
+                    )
+                )
+        return found
 
-	def _launches(self, run: Run) -> list[Callable[[], object]]:
-		launches = self._recorder.launches = []
-		with cute_kernels.backend(self.backend), self._recording():
-			run()
-		self._recorder.launches = None
-		return launches
+    def _launches(self, run: Run) -> list[Callable[[], object]]:
+        launches = self._recorder.launches = []
+        with cute_kernels.backend(self.backend), self._recording():
+            run()
+        self._recorder.launches = None
+        return launches
 
-	def _time(self, run: Run, what: str) -> Measurement:
-		medians = []
-		for _ in range(self._rounds):
-			times = []
-			for _ in range(self._calls):
-				start = time.perf_counter()
-				run()
-				times.append(time.perf_counter() - start)
-			if self.kind == "gpu":
-				torch.cuda.synchronize()
-			medians.append(statistics.median(times) * 1e6)
-		protocol = f"smallest of {self._rounds} medians of {self._calls} calls"
-		if self.kind == "cpu":
-			protocol += ", no launches"
-		return Measurement(what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds)
+    def _time(self, run: Run, what: str) -> Measurement:
+        medians = []
+        for _ in range(self._rounds):
+            times = []
+            for _ in range(self._calls):
+                start = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - start)
+            if self.kind == "gpu":
+                torch.cuda.synchronize()
+            medians.append(statistics.median(times) * 1e6)
+        protocol = f"smallest of {self._rounds} medians of {self._calls} calls"
+        if self.kind == "cpu":
+            protocol += ", no launches"
+        return Measurement(
+            what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds
+        )

@@ -8,11 +8,21 @@ from .base import Peer
 
 #: Modules of this package, each with a class ``PEER``.
 PEERS = (
-	*("pytorch", "transformer_engine", "torchao", "flashinfer", "deep_gemm", "quack", "marlin", "humming", "cutlass"),
-	"transformers",
+    *(
+        "pytorch",
+        "transformer_engine",
+        "torchao",
+        "flashinfer",
+        "deep_gemm",
+        "quack",
+        "marlin",
+        "humming",
+        "cutlass",
+    ),
+    "transformers",
 )
 
 
 def all_peers(paths: Mapping[str, Path]) -> list[Peer]:
-	modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
-	return [module.PEER(paths) for module in modules]
+    modules = (importlib.import_module(f"perf.peers.{name}") for name in PEERS)
+    return [module.PEER(paths) for module in modules]

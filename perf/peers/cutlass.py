@@ -35,123 +35,126 @@ _TILES = {"256x256": (256, 256, 2), "256x128": (256, 128, 2), "128x128": (128, 1
 
 
 class CutlassExample(Peer):
-	"""Its records stay in the repository, so that no checkout is needed to compare with them."""
+    """Its records stay in the repository, so that no checkout is needed to compare with them."""
 
-	name = "CUTLASS"
-	module = "cutlass"
-	distribution = "nvidia-cutlass-dsl"
-	kinds = ("emulator",)
-	sources = "examples/python/CuTeDSL/cute"
+    name = "CUTLASS"
+    module = "cutlass"
+    distribution = "nvidia-cutlass-dsl"
+    kinds = ("emulator",)
+    sources = "examples/python/CuTeDSL/cute"
 
-	def products(self, work: Operands) -> Iterator[Contender]:
-		if work.product != "fprop" or self.path is None:
-			return
-		assert isinstance(self.meter, EmulatorMeter)
-		for fmt, tile in itertools.product(_FORMATS, _TILES):
-			call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
-			bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
-			note = "groups rounded up to 16 rows; no factor a row"
-			made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
-			# Its error is beside what operands decode to.
-			name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
-			yield dataclasses.replace(made, name=name, bound=bound)
+    def products(self, work: Operands) -> Iterator[Contender]:
+        if work.product != "fprop" or self.path is None:
+            return
+        assert isinstance(self.meter, EmulatorMeter)
+        for fmt, tile in itertools.product(_FORMATS, _TILES):
+            call = _Call(self.path, work, fmt, tile, self.meter.num_sms)
+            bits, text = element_bytes(fmt), f"{fmt.text} x {fmt.text}"
+            note = "groups rounded up to 16 rows; no factor a row"
+            made = self.product(work, text, call.prepare, bits, bits, error=call.error, note=note)
+            # Its error is beside what operands decode to.
+            name, bound = f"CUTLASS example, tile {tile}", NOISE["bfloat16"]
+            yield dataclasses.replace(made, name=name, bound=bound)
 
 
 @dataclasses.dataclass
 class _Call:
-	path: Path
-	work: Operands
-	fmt: Format
-	tile: str
-	num_sms: int
-	#: What is multiplied, groups rounded up; None before ``prepare``.
-	operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
+    path: Path
+    work: Operands
+    fmt: Format
+    tile: str
+    num_sms: int
+    #: What is multiplied, groups rounded up; None before ``prepare``.
+    operands: tuple[grouped.GroupedTensor, grouped.GroupedTensor] | None = None
 
-	def error(self, out: Tensor) -> float:
-		"""Against the fp32 product of what its operands decode to."""
-		assert self.operands is not None
-		a, b = (x.dequantize(torch.float32) for x in self.operands)
-		got, a = (unpadded_rows(x, self.work.sizes, _ROW_MULTIPLE) for x in (out, a))
-		return self.work.error(got, a, b)
+    def error(self, out: Tensor) -> float:
+        """Against the fp32 product of what its operands decode to."""
+        assert self.operands is not None
+        a, b = (x.dequantize(torch.float32) for x in self.operands)
+        got, a = (unpadded_rows(x, self.work.sizes, _ROW_MULTIPLE) for x in (out, a))
+        return self.work.error(got, a, b)
 
-	def prepare(self) -> Callable[[], Tensor]:
-		from cutlass import Float32, cute
+    def prepare(self) -> Callable[[], Tensor]:
+        from cutlass import Float32, cute
 
-		work, fmt = self.work, self.fmt
-		assert fmt.scale is not None
-		a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
-		offs = torch.tensor([round_up(n, _ROW_MULTIPLE) for n in work.sizes]).cumsum(0).int()
-		operands, self.operands = _quantized(a, offs, work.b, fmt)
-		m, n, ctas = _TILES[self.tile]
-		kernel = self._example().ScaledGroupedGemmKernel(
-			scenario="2Dx3D",
-			sf_vec_size=fmt.scale.vec_size,
-			accumulate_on_output=False,
-			separate_tensormap_init=True,
-			consistent_token_padding=False,
-			acc_dtype=Float32,
-			mma_tiler_mnk=(m, n, 1024 // fmt.element.bits),
-			cluster_shape_mnk=(ctas, 1, 1),
-			use_2cta_instrs=ctas == 2,
-			fixed_expert_cnt=None,
-		)
-		groups = len(work.b)
-		out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
-		workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
-		arguments = (*operands, out, offs, workspace)
-		ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
+        work, fmt = self.work, self.fmt
+        assert fmt.scale is not None
+        a, _ = padded_rows(work.a, work.sizes, _ROW_MULTIPLE)
+        offs = torch.tensor([round_up(n, _ROW_MULTIPLE) for n in work.sizes]).cumsum(0).int()
+        operands, self.operands = _quantized(a, offs, work.b, fmt)
+        m, n, ctas = _TILES[self.tile]
+        kernel = self._example().ScaledGroupedGemmKernel(
+            scenario="2Dx3D",
+            sf_vec_size=fmt.scale.vec_size,
+            accumulate_on_output=False,
+            separate_tensormap_init=True,
+            consistent_token_padding=False,
+            acc_dtype=Float32,
+            mma_tiler_mnk=(m, n, 1024 // fmt.element.bits),
+            cluster_shape_mnk=(ctas, 1, 1),
+            use_2cta_instrs=ctas == 2,
+            fixed_expert_cnt=None,
+        )
+        groups = len(work.b)
+        out = torch.empty(len(a), work.shape.n, dtype=torch.bfloat16)
+        workspace = torch.full((kernel.get_workspace_size(groups),), 255, dtype=torch.uint8)
+        arguments = (*operands, out, offs, workspace)
+        ones = [torch.ones(groups) for _ in range(2 if fmt.second_level else 0)]
 
-		@functools.cache
-		def compiled() -> tuple[Any, tuple[Any, ...]]:
-			# The DSL takes CPU tensors only where it is on the emulator.
-			tensors = [_cute_tensor(x) for x in arguments]
-			rest = (importlib.import_module("cuda.bindings.driver").CUstream(0), *(_cute_tensor(x) for x in ones))
-			clusters = self.num_sms // ctas
-			return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
+        @functools.cache
+        def compiled() -> tuple[Any, tuple[Any, ...]]:
+            # The DSL takes CPU tensors only where it is on the emulator.
+            tensors = [_cute_tensor(x) for x in arguments]
+            rest = (
+                importlib.import_module("cuda.bindings.driver").CUstream(0),
+                *(_cute_tensor(x) for x in ones),
+            )
+            clusters = self.num_sms // ctas
+            return cute.compile(kernel, *tensors, clusters, *rest), (*tensors, *rest)
 
-		def run() -> Tensor:
-			with installed("sm_100a", self.num_sms):
-				function, given = compiled()
-				function(*given)
-			return out
+        def run() -> Tensor:
+            with installed("sm_100a", self.num_sms):
+                function, given = compiled()
+                function(*given)
+            return out
 
-		return run
+        return run
 
-	def _example(self) -> Any:
-		folder = str(self.path / CutlassExample.sources)
-		if folder not in sys.path:
-			sys.path.insert(0, folder)
-		return importlib.import_module(_MODULE)
+    def _example(self) -> Any:
+        folder = str(self.path / CutlassExample.sources)
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+        return importlib.import_module(_MODULE)
 
 
 def _quantized(
-	a: Tensor, offs: Tensor, b: Tensor, fmt: Format
+    a: Tensor, offs: Tensor, b: Tensor, fmt: Format
 ) -> tuple[tuple[Tensor, ...], tuple[grouped.GroupedTensor, grouped.GroupedTensor]]:
-	"""Operands as the example takes them, and as we do; second levels are ones."""
-	unit = torch.full((len(offs),), 2688.0) if fmt.second_level else None
-	left = grouped.quantize(a, fmt, offs=offs, amax=unit)
-	right = grouped.quantize(b, fmt, amax=unit)
-	assert fmt.scale is not None
-	assert left.rowwise is not None and right.rowwise is not None
-	# The scales of each group's rows in whole tiles of 128, one group after the other.
-	starts = [0, *offs.tolist()]
-	tiles = [
-		left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
-		for g, (start, end) in enumerate(itertools.pairwise(starts))
-	]
-	width = a.shape[1] // fmt.scale.vec_size
-	scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
-	codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
-	is_packed = fmt.element.per_byte > 1
-	packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
-	factors = [x.view(fmt.scale.element.dtype) for x in scales]
-	return (packed[0], packed[1].transpose(1, 2), *factors), (left, right)
+    """Operands as the example takes them, and as we do; second levels are ones."""
+    unit = torch.full((len(offs),), 2688.0) if fmt.second_level else None
+    left = grouped.quantize(a, fmt, offs=offs, amax=unit)
+    right = grouped.quantize(b, fmt, amax=unit)
+    assert fmt.scale is not None
+    assert left.rowwise is not None and right.rowwise is not None
+    # The scales of each group's rows in whole tiles of 128, one group after the other.
+    starts = [0, *offs.tolist()]
+    tiles = [
+        left.rowwise.scales[slot_tile(start, g) :][: ceil_div(end - start, 128)]
+        for g, (start, end) in enumerate(itertools.pairwise(starts))
+    ]
+    width = a.shape[1] // fmt.scale.vec_size
+    scales = (torch.cat(tiles).view(-1, width), right.rowwise.scales.reshape(len(b), -1))
+    codes = (left.rowwise.codes.contiguous(), right.rowwise.codes.contiguous())
+    is_packed = fmt.element.per_byte > 1
+    packed = [x.view(torch.float4_e2m1fn_x2) if is_packed else x for x in codes]
+    factors = [x.view(fmt.scale.element.dtype) for x in scales]
+    return (packed[0], packed[1].transpose(1, 2), *factors), (left, right)
 
 
 def _cute_tensor(x: Tensor) -> Any:
-	from cutlass.cute.runtime import from_dlpack
+    from cutlass.cute.runtime import from_dlpack
 
-	return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
+    return from_dlpack(x).mark_layout_dynamic(leading_dim=x.stride().index(1))
 
 
 PEER = CutlassExample

@@ -21,78 +21,89 @@ _HOPPER = 9
 
 
 class DeepGemm(Peer):
-	"""Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
+    """Its rows come padded to whole blocks of an expert, or to the largest expert (masked)."""
 
-	name = "DeepGEMM"
-	module = "deep_gemm"
-	capabilities = (9, 10)
+    name = "DeepGEMM"
+    module = "deep_gemm"
+    capabilities = (9, 10)
 
-	def products(self, work: Operands) -> Iterator[Contender]:
-		"""Fprop; padding and conversion are not timed."""
-		if work.product != "fprop":
-			return
-		layout = "masked" if work.rows < _MASKED_BELOW * work.shape.experts else "contiguous"
-		for text, is_fp8, sizes in (("bfloat16", False, (2.0, 2.0)), ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0))):
-			call = _Call(work, is_fp8, layout)
-			yield self.product(work, text, call.prepare, *sizes, error=call.error, note=f"{layout}, padded before")
+    def products(self, work: Operands) -> Iterator[Contender]:
+        """Fprop; padding and conversion are not timed."""
+        if work.product != "fprop":
+            return
+        layout = "masked" if work.rows < _MASKED_BELOW * work.shape.experts else "contiguous"
+        for text, is_fp8, sizes in (
+            ("bfloat16", False, (2.0, 2.0)),
+            ("fp8 1x128 x 128x128", True, (1 + 4 / _BLOCK, 1.0)),
+        ):
+            call = _Call(work, is_fp8, layout)
+            yield self.product(
+                work, text, call.prepare, *sizes, error=call.error, note=f"{layout}, padded before"
+            )
 
 
 @dataclasses.dataclass
 class _Call:
-	work: Operands
-	is_fp8: bool
-	layout: str
-	library: Any = None
-	alignment: int = 0
+    work: Operands
+    is_fp8: bool
+    layout: str
+    library: Any = None
+    alignment: int = 0
 
-	def prepare(self) -> Callable[[], Tensor]:
-		work, library = self.work, importlib.import_module("deep_gemm")
-		self.library = library
-		# Block scales are powers of two, packed, on Blackwell alone.
-		self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
-		options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
-		multiply = getattr(library, f"m_grouped_{'fp8' if self.is_fp8 else 'bf16'}_gemm_nt_{self.layout}")
-		routing: tuple[Any, ...]
-		if self.layout == "masked":
-			a = work.a.new_zeros(work.shape.experts, round_up(max(work.sizes), _BLOCK), work.shape.k)
-			for group, part in enumerate(work.a.split(work.sizes)):
-				a[group, : len(part)] = part
-			sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
-			routing = (sizes, max(1, ceil_div(work.rows, work.shape.experts)))
-		else:
-			self.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
-			library.set_mk_alignment_for_contiguous_layout(self.alignment)
-			a, owner = padded_rows(work.a, work.sizes, self.alignment)
-			routing = (owner,)
-		rows, weights = self.rows(a), self.weights()
-		out = torch.empty(*a.shape[:-1], work.shape.n, dtype=torch.bfloat16, device=a.device)
+    def prepare(self) -> Callable[[], Tensor]:
+        work, library = self.work, importlib.import_module("deep_gemm")
+        self.library = library
+        # Block scales are powers of two, packed, on Blackwell alone.
+        self.pow2 = torch.cuda.get_device_capability()[0] > _HOPPER
+        options: dict[str, Any] = {"disable_ue8m0_cast": not self.pow2} if self.is_fp8 else {}
+        multiply = getattr(
+            library, f"m_grouped_{'fp8' if self.is_fp8 else 'bf16'}_gemm_nt_{self.layout}"
+        )
+        routing: tuple[Any, ...]
+        if self.layout == "masked":
+            a = work.a.new_zeros(
+                work.shape.experts, round_up(max(work.sizes), _BLOCK), work.shape.k
+            )
+            for group, part in enumerate(work.a.split(work.sizes)):
+                a[group, : len(part)] = part
+            sizes = torch.tensor(work.sizes, dtype=torch.int32, device=a.device)
+            routing = (sizes, max(1, ceil_div(work.rows, work.shape.experts)))
+        else:
+            self.alignment = int(library.get_theoretical_mk_alignment_for_contiguous_layout())
+            library.set_mk_alignment_for_contiguous_layout(self.alignment)
+            a, owner = padded_rows(work.a, work.sizes, self.alignment)
+            routing = (owner,)
+        rows, weights = self.rows(a), self.weights()
+        out = torch.empty(*a.shape[:-1], work.shape.n, dtype=torch.bfloat16, device=a.device)
 
-		def run() -> Tensor:
-			multiply(rows, weights, out, *routing, **options)
-			return out
+        def run() -> Tensor:
+            multiply(rows, weights, out, *routing, **options)
+            return out
 
-		return run
+        return run
 
-	def weights(self) -> Any:
-		if not self.is_fp8:
-			return self.work.b
-		cast = self.library.utils.per_block_cast_to_fp8
-		pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
-		return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+    def weights(self) -> Any:
+        if not self.is_fp8:
+            return self.work.b
+        cast = self.library.utils.per_block_cast_to_fp8
+        pairs = [cast(weight, use_ue8m0=self.pow2) for weight in self.work.b]
+        return tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
 
-	def rows(self, x: Tensor) -> Any:
-		if not self.is_fp8:
-			return x
-		values, scales = self.library.utils.per_token_cast_to_fp8(x.flatten(0, -2), use_ue8m0=self.pow2)
-		return values.view(x.shape), scales.view(*x.shape[:-1], -1)
+    def rows(self, x: Tensor) -> Any:
+        if not self.is_fp8:
+            return x
+        values, scales = self.library.utils.per_token_cast_to_fp8(
+            x.flatten(0, -2), use_ue8m0=self.pow2
+        )
+        return values.view(x.shape), scales.view(*x.shape[:-1], -1)
 
-	def error(self, out: Tensor) -> float:
-		sizes = self.work.sizes
-		if out.dim() == 3:
-			rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
-		else:
-			rows = unpadded_rows(out, sizes, self.alignment)
-		return self.work.error(rows)
+    def error(self, out: Tensor) -> float:
+        sizes = self.work.sizes
+        if out.dim() == 3:
+            rows = torch.cat([part[:n] for part, n in zip(out, sizes, strict=True)])
+        else:
+            rows = unpadded_rows(out, sizes, self.alignment)
+        return self.work.error(rows)
 
 
 PEER = DeepGemm

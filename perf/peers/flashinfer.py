@@ -30,101 +30,101 @@ _KERNELS = "flashinfer.quantization.kernels.nvfp4_quantize"
 
 
 class FlashInfer(Peer):
-	"""Its quantizers know one second level for all rows, or one a row."""
+    """Its quantizers know one second level for all rows, or one a row."""
 
-	name = "FlashInfer"
-	module = "flashinfer"
-	distribution = "flashinfer-python"
-	kinds = ("gpu", "emulator")
-	sources = "flashinfer"
+    name = "FlashInfer"
+    module = "flashinfer"
+    distribution = "flashinfer-python"
+    kinds = ("gpu", "emulator")
+    sources = "flashinfer"
 
-	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		if asked.directions != "row":
-			return
-		if self.path is not None and self.meter.kind == "emulator":
-			text = "nvfp4" if asked.gives_amax else "nvfp4:row_scaled"
-			assert isinstance(self.meter, EmulatorMeter)
-			kind = (not asked.gives_amax, self.meter.num_sms)
-			yield self._quantizer(data, text, partial(_emulated, self.path, data, *kind))
-		elif torch.cuda.get_device_capability()[0] == _BLACKWELL:
-			if asked.gives_amax:
-				yield self._quantizer(data, "nvfp4", partial(_nvfp4, data, False))
-				return
-			yield self._quantizer(data, "nvfp4:row_scaled", partial(_nvfp4, data, True))
-			yield self._quantizer(data, "mxfp8", partial(_mxfp8, data))
+    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+        if asked.directions != "row":
+            return
+        if self.path is not None and self.meter.kind == "emulator":
+            text = "nvfp4" if asked.gives_amax else "nvfp4:row_scaled"
+            assert isinstance(self.meter, EmulatorMeter)
+            kind = (not asked.gives_amax, self.meter.num_sms)
+            yield self._quantizer(data, text, partial(_emulated, self.path, data, *kind))
+        elif torch.cuda.get_device_capability()[0] == _BLACKWELL:
+            if asked.gives_amax:
+                yield self._quantizer(data, "nvfp4", partial(_nvfp4, data, False))
+                return
+            yield self._quantizer(data, "nvfp4:row_scaled", partial(_nvfp4, data, True))
+            yield self._quantizer(data, "mxfp8", partial(_mxfp8, data))
 
-	def _quantizer(self, data: Input, text: str, prepare: Prepare) -> Contender:
-		return self.quantizer(data, text, prepare, partial(_error, data))
+    def _quantizer(self, data: Input, text: str, prepare: Prepare) -> Contender:
+        return self.quantizer(data, text, prepare, partial(_error, data))
 
-	def products(self, work: Operands) -> Iterator[Contender]:
-		if self.meter.kind == "emulator" or work.product != "fprop":
-			return
+    def products(self, work: Operands) -> Iterator[Contender]:
+        if self.meter.kind == "emulator" or work.product != "fprop":
+            return
 
-		def prepare() -> Callable[[], Tensor]:
-			multiply = importlib.import_module("flashinfer.grouped_mm").grouped_mm_bf16
-			return partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
+        def prepare() -> Callable[[], Tensor]:
+            multiply = importlib.import_module("flashinfer.grouped_mm").grouped_mm_bf16
+            return partial(multiply, work.a, work.b, F.pad(work.offs, (1, 0)))
 
-		yield self.product(work, "bfloat16", prepare)
+        yield self.product(work, "bfloat16", prepare)
 
 
 def _nvfp4(data: Input, by_row: bool) -> Run:
-	quantize = importlib.import_module("flashinfer").nvfp4_quantize
-	if by_row:
-		level = torch.tensor([1 / _LARGEST], device=data.x.device)
-		return partial(quantize, data.x, level, per_token_activation=True)
-	return partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
+    quantize = importlib.import_module("flashinfer").nvfp4_quantize
+    if by_row:
+        level = torch.tensor([1 / _LARGEST], device=data.x.device)
+        return partial(quantize, data.x, level, per_token_activation=True)
+    return partial(quantize, data.x, _LARGEST / data.amax.amax().view(1))
 
 
 def _mxfp8(data: Input) -> Run:
-	return partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
+    return partial(importlib.import_module("flashinfer").mxfp8_quantize, data.x)
 
 
 def _error(data: Input, got: tuple[Tensor, ...]) -> float:
-	"""Of what was stored beside the input; rows of NVFP4 may have levels of their own."""
-	codes, tiles, *levels = got
-	rows, cols = data.x.shape
-	if codes.shape[-1] == cols:
-		exponents = row_scales(tiles, rows, cols // 32)
-		return relative_error(mxfp8_values(codes.view(torch.float8_e4m3fn), exponents), data.x)
-	scales = row_scales(tiles, rows, cols // 16).view(torch.float8_e4m3fn)
-	given = _LARGEST / data.amax.amax()
-	level = 1 / levels[0].float().view(-1, 1) if levels else given
-	return relative_error(nvfp4_values(codes.view(torch.uint8), scales, level), data.x)
+    """Of what was stored beside the input; rows of NVFP4 may have levels of their own."""
+    codes, tiles, *levels = got
+    rows, cols = data.x.shape
+    if codes.shape[-1] == cols:
+        exponents = row_scales(tiles, rows, cols // 32)
+        return relative_error(mxfp8_values(codes.view(torch.float8_e4m3fn), exponents), data.x)
+    scales = row_scales(tiles, rows, cols // 16).view(torch.float8_e4m3fn)
+    given = _LARGEST / data.amax.amax()
+    level = 1 / levels[0].float().view(-1, 1) if levels else given
+    return relative_error(nvfp4_values(codes.view(torch.uint8), scales, level), data.x)
 
 
 class _OnDevice(Tensor):
-	"""A CPU tensor whose memory stands for a device's: the library asserts that it is one."""
+    """A CPU tensor whose memory stands for a device's: the library asserts that it is one."""
 
-	is_cuda = True
+    is_cuda = True
 
 
 def _emulated(path: Path, data: Input, by_row: bool, num_sms: int) -> Run:
-	kernels = _import_kernels(path)
-	kernels.get_num_sm = lambda device: num_sms
-	name = "nvfp4_quantize_per_token_cute_dsl" if by_row else "nvfp4_quantize_cute_dsl"
-	x, level = data.x.as_subclass(_OnDevice), _LARGEST / data.amax.amax().view(1)
-	if by_row:
-		level = torch.tensor([1 / _LARGEST])
+    kernels = _import_kernels(path)
+    kernels.get_num_sm = lambda device: num_sms
+    name = "nvfp4_quantize_per_token_cute_dsl" if by_row else "nvfp4_quantize_cute_dsl"
+    x, level = data.x.as_subclass(_OnDevice), _LARGEST / data.amax.amax().view(1)
+    if by_row:
+        level = torch.tensor([1 / _LARGEST])
 
-	def run() -> Any:
-		with installed("sm_100a", num_sms):
-			return getattr(kernels, name)(x, level, enable_pdl=False)
+    def run() -> Any:
+        with installed("sm_100a", num_sms):
+            return getattr(kernels, name)(x, level, enable_pdl=False)
 
-	return run
+    return run
 
 
 def _import_kernels(path: Path) -> Any:
-	"""The module of its kernels without its packages, which import CUDA libraries."""
-	for name in _PACKAGES:
-		full = f"flashinfer{name}"
-		if full not in sys.modules:
-			package = types.ModuleType(full)
-			package.__path__ = [str(path.joinpath(*full.split(".")))]
-			sys.modules[full] = package
-	# Imported, and not used by what runs here.
-	sys.modules.setdefault("pynvml", types.ModuleType("pynvml"))
-	os.environ["FLASHINFER_CUTE_DSL_DISABLE_CACHE"] = "1"
-	return importlib.import_module(_KERNELS)
+    """The module of its kernels without its packages, which import CUDA libraries."""
+    for name in _PACKAGES:
+        full = f"flashinfer{name}"
+        if full not in sys.modules:
+            package = types.ModuleType(full)
+            package.__path__ = [str(path.joinpath(*full.split(".")))]
+            sys.modules[full] = package
+    # Imported, and not used by what runs here.
+    sys.modules.setdefault("pynvml", types.ModuleType("pynvml"))
+    os.environ["FLASHINFER_CUTE_DSL_DISABLE_CACHE"] = "1"
+    return importlib.import_module(_KERNELS)
 
 
 PEER = FlashInfer

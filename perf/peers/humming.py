@@ -13,33 +13,37 @@ from .base import W4A16Peer, linear_nvfp4
 
 
 class Humming(W4A16Peer):
-	"""Its grouped contiguous product, with the tiles that its heuristics choose."""
+    """Its grouped contiguous product, with the tiles that its heuristics choose."""
 
-	name = "Humming"
-	module = "humming"
-	distribution = "humming-kernels"
+    name = "Humming"
+    module = "humming"
+    distribution = "humming-kernels"
 
-	def prepare(self, work: Operands) -> Callable[[], Tensor]:
-		layer = (
-			importlib.import_module("humming.layer")
-			.HummingLayer(
-				shape_n=work.shape.n,
-				shape_k=work.shape.k,
-				weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
-				num_experts=work.shape.experts,
-				torch_dtype=torch.bfloat16,
-			)
-			.to(work.device)
-		)
-		codes, scales, level = linear_nvfp4(work.b)
-		layer.load_from_tensors({"weight": codes, "weight_scale": scales, "weight_scale_2": level.view(-1, 1)})
-		layer.transform()
-		starts = F.pad(work.offs, (1, 0)).long()
-		kind = {"gemm_type": "grouped_contiguous"}
-		config = importlib.import_module("humming.tune").get_heuristics_config(
-			layer_config=layer.humming_config, gemm_type=kind["gemm_type"], device=work.device
-		)
-		return functools.partial(layer, work.a, expert_layout=starts, compute_config=kind, tuning_config=config)
+    def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        layer = (
+            importlib.import_module("humming.layer")
+            .HummingLayer(
+                shape_n=work.shape.n,
+                shape_k=work.shape.k,
+                weight_config={"quant_method": "modelopt", "quant_algo": "nvfp4"},
+                num_experts=work.shape.experts,
+                torch_dtype=torch.bfloat16,
+            )
+            .to(work.device)
+        )
+        codes, scales, level = linear_nvfp4(work.b)
+        layer.load_from_tensors(
+            {"weight": codes, "weight_scale": scales, "weight_scale_2": level.view(-1, 1)}
+        )
+        layer.transform()
+        starts = F.pad(work.offs, (1, 0)).long()
+        kind = {"gemm_type": "grouped_contiguous"}
+        config = importlib.import_module("humming.tune").get_heuristics_config(
+            layer_config=layer.humming_config, gemm_type=kind["gemm_type"], device=work.device
+        )
+        return functools.partial(
+            layer, work.a, expert_layout=starts, compute_config=kind, tuning_config=config
+        )
 
 
 PEER = Humming

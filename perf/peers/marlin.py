@@ -19,60 +19,66 @@ _FILLED = 0.9
 
 
 class Marlin(W4A16Peer):
-	"""The product inside ``fused_marlin_moe``; experts of rows are sorted before, untimed."""
+    """The product inside ``fused_marlin_moe``; experts of rows are sorted before, untimed."""
 
-	name = "Marlin"
-	module = "vllm"
+    name = "Marlin"
+    module = "vllm"
 
-	def prepare(self, work: Operands) -> Callable[[], Tensor]:
-		ops = importlib.import_module("vllm._custom_ops")
-		types = importlib.import_module("vllm.scalar_type").scalar_types
-		marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
-		n, k, experts = work.shape.n, work.shape.k, work.shape.experts
-		weights, scales, levels = _weights(work, ops, marlin)
-		mean = work.rows / experts
-		block = next((b for b in _BLOCKS if mean / b < _FILLED), _BLOCKS[-1])
-		owner = torch.repeat_interleave(
-			torch.arange(experts, device=work.device), torch.tensor(work.sizes, device=work.device)
-		)
-		align = importlib.import_module(_ALIGN).moe_align_block_size
-		order, owners, padded = align(owner.view(-1, 1).int(), block, experts)
-		out = torch.empty(work.rows, n, dtype=torch.bfloat16, device=work.device)
-		ones = torch.ones(work.rows, 1, device=work.device)
-		workspace = marlin.marlin_make_workspace_new(work.device, 4)
-		arguments = (work.a, out, weights, None, scales, None, levels, None, None, None, workspace)
-		options: dict[str, Any] = {
-			"moe_block_size": block,
-			"top_k": 1,
-			"mul_topk_weights": False,
-			"b_q_type": types.float4_e2m1f,
-			"size_m": work.rows,
-			"size_n": n,
-			"size_k": k,
-			"is_k_full": True,
-			"use_atomic_add": False,
-			"use_fp32_reduce": True,
-			"is_zp_float": False,
-		}
-		return functools.partial(ops.moe_wna16_marlin_gemm, *arguments, order, owners, padded, ones, **options)
+    def prepare(self, work: Operands) -> Callable[[], Tensor]:
+        ops = importlib.import_module("vllm._custom_ops")
+        types = importlib.import_module("vllm.scalar_type").scalar_types
+        marlin = importlib.import_module(f"{_UTILS}.marlin_utils")
+        n, k, experts = work.shape.n, work.shape.k, work.shape.experts
+        weights, scales, levels = _weights(work, ops, marlin)
+        mean = work.rows / experts
+        block = next((b for b in _BLOCKS if mean / b < _FILLED), _BLOCKS[-1])
+        owner = torch.repeat_interleave(
+            torch.arange(experts, device=work.device), torch.tensor(work.sizes, device=work.device)
+        )
+        align = importlib.import_module(_ALIGN).moe_align_block_size
+        order, owners, padded = align(owner.view(-1, 1).int(), block, experts)
+        out = torch.empty(work.rows, n, dtype=torch.bfloat16, device=work.device)
+        ones = torch.ones(work.rows, 1, device=work.device)
+        workspace = marlin.marlin_make_workspace_new(work.device, 4)
+        arguments = (work.a, out, weights, None, scales, None, levels, None, None, None, workspace)
+        options: dict[str, Any] = {
+            "moe_block_size": block,
+            "top_k": 1,
+            "mul_topk_weights": False,
+            "b_q_type": types.float4_e2m1f,
+            "size_m": work.rows,
+            "size_n": n,
+            "size_k": k,
+            "is_k_full": True,
+            "use_atomic_add": False,
+            "use_fp32_reduce": True,
+            "is_zp_float": False,
+        }
+        return functools.partial(
+            ops.moe_wna16_marlin_gemm, *arguments, order, owners, padded, ones, **options
+        )
 
 
 def _weights(work: Operands, ops: Any, marlin: Any) -> tuple[Tensor, Tensor, Tensor]:
-	fp4 = importlib.import_module(f"{_UTILS}.marlin_utils_fp4")
-	codes, scales, level = linear_nvfp4(work.b)
-	sizes: dict[str, Any] = {"size_k": work.shape.k, "size_n": work.shape.n, "is_a_8bit": False}
-	no_order = torch.empty(0, dtype=torch.int, device=work.device)
-	half = scales.to(torch.bfloat16)
-	# One power of two for all experts, as its own loader has it.
-	factor = fp4._nvfp4_compute_scale_factor(half, torch.bfloat16)
-	packed, arranged = [], []
-	for code, scale in zip(codes, half, strict=True):
-		words = code.view(torch.int32).T.contiguous()
-		packed.append(ops.gptq_marlin_repack(b_q_weight=words, perm=no_order, num_bits=4, **sizes))
-		permuted = marlin.marlin_permute_scales(s=scale.T.contiguous(), group_size=16, **sizes)
-		arranged.append(fp4.nvfp4_marlin_process_scales(permuted, scale_factor=factor, a_dtype=torch.bfloat16)[0])
-	levels = fp4.nvfp4_marlin_process_global_scale(level, torch.bfloat16) / factor
-	return torch.stack(packed), torch.stack(arranged), levels
+    fp4 = importlib.import_module(f"{_UTILS}.marlin_utils_fp4")
+    codes, scales, level = linear_nvfp4(work.b)
+    sizes: dict[str, Any] = {"size_k": work.shape.k, "size_n": work.shape.n, "is_a_8bit": False}
+    no_order = torch.empty(0, dtype=torch.int, device=work.device)
+    half = scales.to(torch.bfloat16)
+    # One power of two for all experts, as its own loader has it.
+    factor = fp4._nvfp4_compute_scale_factor(half, torch.bfloat16)
+    packed, arranged = [], []
+    for code, scale in zip(codes, half, strict=True):
+        words = code.view(torch.int32).T.contiguous()
+        packed.append(ops.gptq_marlin_repack(b_q_weight=words, perm=no_order, num_bits=4, **sizes))
+        permuted = marlin.marlin_permute_scales(s=scale.T.contiguous(), group_size=16, **sizes)
+        arranged.append(
+            fp4.nvfp4_marlin_process_scales(permuted, scale_factor=factor, a_dtype=torch.bfloat16)[
+                0
+            ]
+        )
+    levels = fp4.nvfp4_marlin_process_global_scale(level, torch.bfloat16) / factor
+    return torch.stack(packed), torch.stack(arranged), levels
 
 
 PEER = Marlin

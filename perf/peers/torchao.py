@@ -18,69 +18,73 @@ _TRAINING = "torchao.prototype.moe_training"
 _FORMATS = "torchao.prototype.mx_formats"
 #: Functions of ``_TRAINING`` by the format that they quantize to, and who runs them.
 _LAYERS = {
-	"FP8 rowwise": ("_to_fp8_rowwise_then_scaled_grouped_mm", (9,)),
-	"MXFP8": ("_to_mxfp8_then_scaled_grouped_mm", (10,)),
+    "FP8 rowwise": ("_to_fp8_rowwise_then_scaled_grouped_mm", (9,)),
+    "MXFP8": ("_to_mxfp8_then_scaled_grouped_mm", (10,)),
 }
 
 
 class TorchAo(Peer):
-	"""Groups are padded inside, where its function asks for whole blocks."""
+    """Groups are padded inside, where its function asks for whole blocks."""
 
-	name = "torchao"
-	module = "torchao"
-	kinds = ("gpu", "cpu")
+    name = "torchao"
+    module = "torchao"
+    kinds = ("gpu", "cpu")
 
-	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		"""Rows in MXFP8 and NVFP4, one second level for all; compiled on a GPU."""
-		if asked.directions != "row":
-			return
-		make = _nvfp4 if asked.gives_amax else _mxfp8
+    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+        """Rows in MXFP8 and NVFP4, one second level for all; compiled on a GPU."""
+        if asked.directions != "row":
+            return
+        make = _nvfp4 if asked.gives_amax else _mxfp8
 
-		def prepare() -> Run:
-			quantize = make(data)
-			if data.x.device.type == "cuda":
-				quantize = torch.compile(quantize, dynamic=False)
-			return partial(quantize, data.x)
+        def prepare() -> Run:
+            quantize = make(data)
+            if data.x.device.type == "cuda":
+                quantize = torch.compile(quantize, dynamic=False)
+            return partial(quantize, data.x)
 
-		yield self.quantizer(data, "nvfp4" if asked.gives_amax else "mxfp8", prepare, partial(_error, data))
+        yield self.quantizer(
+            data, "nvfp4" if asked.gives_amax else "mxfp8", prepare, partial(_error, data)
+        )
 
-	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		if work.device.type != "cuda":
-			return
-		major = torch.cuda.get_device_capability()[0]
-		for text, (function, capabilities) in _LAYERS.items():
-			if major in capabilities:
-				yield work.contender("torchao", text, partial(_layer, work, function))
+    def layers(self, work: LayerWork) -> Iterator[Contender]:
+        if work.device.type != "cuda":
+            return
+        major = torch.cuda.get_device_capability()[0]
+        for text, (function, capabilities) in _LAYERS.items():
+            if major in capabilities:
+                yield work.contender("torchao", text, partial(_layer, work, function))
 
 
 def _mxfp8(data: Input) -> Callable[[Tensor], Any]:
-	tensor = importlib.import_module(f"{_FORMATS}.mx_tensor")
-	return lambda x: tensor.to_mx(x, torch.float8_e4m3fn, 32)
+    tensor = importlib.import_module(f"{_FORMATS}.mx_tensor")
+    return lambda x: tensor.to_mx(x, torch.float8_e4m3fn, 32)
 
 
 def _nvfp4(data: Input) -> Callable[[Tensor], Any]:
-	tensor = importlib.import_module(f"{_FORMATS}.nvfp4_tensor")
-	scale = tensor.per_tensor_amax_to_scale(data.amax.amax())
+    tensor = importlib.import_module(f"{_FORMATS}.nvfp4_tensor")
+    scale = tensor.per_tensor_amax_to_scale(data.amax.amax())
 
-	def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-		made = tensor.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
-		return made.qdata, made.scale, made.per_tensor_scale
+    def quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = tensor.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale)
+        return made.qdata, made.scale, made.per_tensor_scale
 
-	return quantize
+    return quantize
 
 
 def _error(data: Input, got: tuple[Tensor, ...]) -> float:
-	if len(got) == 2:
-		scales, codes = got
-		return relative_error(mxfp8_values(codes, scales.view(torch.uint8)), data.x)
-	codes, scales, level = got
-	values = nvfp4_values(codes.view(torch.uint8), scales, torch.ones((), device=codes.device))
-	return relative_error(values * level, data.x)
+    if len(got) == 2:
+        scales, codes = got
+        return relative_error(mxfp8_values(codes, scales.view(torch.uint8)), data.x)
+    codes, scales, level = got
+    values = nvfp4_values(codes.view(torch.uint8), scales, torch.ones((), device=codes.device))
+    return relative_error(values * level, data.x)
 
 
 def _layer(work: LayerWork, function: str) -> Step:
-	multiply = getattr(importlib.import_module(_TRAINING), function)
-	return plain_layer(work, partial(multiply, offs=work.offs, pad_token_groups_for_grouped_mm=True))
+    multiply = getattr(importlib.import_module(_TRAINING), function)
+    return plain_layer(
+        work, partial(multiply, offs=work.offs, pad_token_groups_for_grouped_mm=True)
+    )
 
 
 PEER = TorchAo

@@ -19,100 +19,107 @@ _PYTORCH = "transformer_engine.pytorch"
 _RECIPES = "transformer_engine.common.recipe"
 #: Recipes by our name: their class, who runs them, and to what rows of a group are padded.
 _LAYERS: dict[str, tuple[str | None, tuple[int, ...], int]] = {
-	"BF16": (None, (9, 10), 1),
-	"FP8 current": ("Float8CurrentScaling", (9, 10), 16),
-	"FP8Block": ("Float8BlockScaling", (9,), 16),
-	"MXFP8": ("MXFP8BlockScaling", (10,), 32),
-	"NVFP4": ("NVFP4BlockScaling", (10,), 128),
+    "BF16": (None, (9, 10), 1),
+    "FP8 current": ("Float8CurrentScaling", (9, 10), 16),
+    "FP8Block": ("Float8BlockScaling", (9,), 16),
+    "MXFP8": ("MXFP8BlockScaling", (10,), 32),
+    "NVFP4": ("NVFP4BlockScaling", (10,), 128),
 }
 
 
 class TransformerEngine(Peer):
-	"""Group sizes are known on the host, as its GroupedLinear has them in all recipes."""
+    """Group sizes are known on the host, as its GroupedLinear has them in all recipes."""
 
-	name = "TransformerEngine"
-	module = "transformer_engine"
-	distribution = "transformer-engine"
-	capabilities = (9, 10)
+    name = "TransformerEngine"
+    module = "transformer_engine"
+    distribution = "transformer-engine"
+    capabilities = (9, 10)
 
-	def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
-		"""All rows as one group, since its quantizers of groups are parts of its layers."""
-		if asked.gives_amax:
-			return
-		major = torch.cuda.get_device_capability()[0]
-		for text, (make, capabilities) in _QUANTIZERS.items():
-			if major not in capabilities:
-				continue
+    def quantizers(self, data: Input, asked: Quantization) -> Iterator[Contender]:
+        """All rows as one group, since its quantizers of groups are parts of its layers."""
+        if asked.gives_amax:
+            return
+        major = torch.cuda.get_device_capability()[0]
+        for text, (make, capabilities) in _QUANTIZERS.items():
+            if major not in capabilities:
+                continue
 
-			def prepare(make: Any = make) -> Run:
-				te = importlib.import_module(_PYTORCH)
-				return functools.partial(make(te, rowwise=False in asked.ways, columnwise=True in asked.ways), data.x)
+            def prepare(make: Any = make) -> Run:
+                te = importlib.import_module(_PYTORCH)
+                return functools.partial(
+                    make(te, rowwise=False in asked.ways, columnwise=True in asked.ways), data.x
+                )
 
-			yield self.quantizer(
-				*(data, text, prepare),
-				lambda got: relative_error(got.dequantize(dtype=torch.float32), data.x),
-				copies=len(asked.ways),
-				note="one group",
-			)
+            yield self.quantizer(
+                *(data, text, prepare),
+                lambda got: relative_error(got.dequantize(dtype=torch.float32), data.x),
+                copies=len(asked.ways),
+                note="one group",
+            )
 
-	def layers(self, work: LayerWork) -> Iterator[Contender]:
-		"""Padding for whole blocks is part of the layer."""
-		major = torch.cuda.get_device_capability()[0]
-		for text, (recipe, capabilities, multiple) in _LAYERS.items():
-			if major in capabilities:
-				make = functools.partial(_layer, work, recipe, multiple)
-				# Group sizes go through the host, which a capture cannot see change.
-				yield work.contender("TransformerEngine", text, make, capturable=False)
+    def layers(self, work: LayerWork) -> Iterator[Contender]:
+        """Padding for whole blocks is part of the layer."""
+        major = torch.cuda.get_device_capability()[0]
+        for text, (recipe, capabilities, multiple) in _LAYERS.items():
+            if major in capabilities:
+                make = functools.partial(_layer, work, recipe, multiple)
+                # Group sizes go through the host, which a capture cannot see change.
+                yield work.contender("TransformerEngine", text, make, capturable=False)
 
 
 def _e4m3() -> Any:
-	return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
+    return importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
 
 
 def _fp8(te: Any, **ways: bool) -> Any:
-	return te.Float8CurrentScalingQuantizer(_e4m3(), torch.device("cuda", torch.cuda.current_device()), **ways)
+    return te.Float8CurrentScalingQuantizer(
+        _e4m3(), torch.device("cuda", torch.cuda.current_device()), **ways
+    )
 
 
 #: By our name: what makes them, and who runs them.
 _QUANTIZERS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
-	"fp8": (_fp8, (9, 10)),
-	"fp8_block": (lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways), (9,)),
-	"mxfp8": (lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways), (10,)),
-	"nvfp4": (lambda te, **ways: te.NVFP4Quantizer(**ways), (10,)),
+    "fp8": (_fp8, (9, 10)),
+    "fp8_block": (
+        lambda te, **ways: te.Float8BlockQuantizer(_e4m3(), block_scaling_dim=1, **ways),
+        (9,),
+    ),
+    "mxfp8": (lambda te, **ways: te.MXFP8Quantizer(_e4m3(), **ways), (10,)),
+    "nvfp4": (lambda te, **ways: te.NVFP4Quantizer(**ways), (10,)),
 }
 
 
 def _layer(work: LayerWork, recipe: str | None, multiple: int) -> Step:
-	te = importlib.import_module(_PYTORCH)
-	layers = [_linear(te, weight) for weight in work.weights]
-	pad = te.Fp8Padding(work.shape.experts, multiple)
-	unpad = te.Fp8Unpadding(work.shape.experts, multiple)
-	scope: Any = contextlib.nullcontext
-	if recipe is not None:
-		made = getattr(importlib.import_module(_RECIPES), recipe)()
-		scope = functools.partial(te.autocast, enabled=True, recipe=made)
+    te = importlib.import_module(_PYTORCH)
+    layers = [_linear(te, weight) for weight in work.weights]
+    pad = te.Fp8Padding(work.shape.experts, multiple)
+    unpad = te.Fp8Unpadding(work.shape.experts, multiple)
+    scope: Any = contextlib.nullcontext
+    if recipe is not None:
+        made = getattr(importlib.import_module(_RECIPES), recipe)()
+        scope = functools.partial(te.autocast, enabled=True, recipe=made)
 
-	def product(rows: Tensor, layer: Any) -> Tensor:
-		padded, sizes = pad(rows, work.sizes) if multiple > 1 else (rows, work.sizes)
-		y: Tensor = layer(padded, sizes)
-		return unpad(y, work.sizes) if multiple > 1 else y
+    def product(rows: Tensor, layer: Any) -> Tensor:
+        padded, sizes = pad(rows, work.sizes) if multiple > 1 else (rows, work.sizes)
+        y: Tensor = layer(padded, sizes)
+        return unpad(y, work.sizes) if multiple > 1 else y
 
-	def forward(x: Tensor) -> Tensor:
-		with scope():
-			return grouped_mlp(product, x, layers)
+    def forward(x: Tensor) -> Tensor:
+        with scope():
+            return grouped_mlp(product, x, layers)
 
-	count = range(work.shape.experts)
-	return work.step(forward, [[getattr(one, f"weight{g}") for g in count] for one in layers])
+    count = range(work.shape.experts)
+    return work.step(forward, [[getattr(one, f"weight{g}") for g in count] for one in layers])
 
 
 def _linear(te: Any, weight: Tensor) -> Any:
-	experts, out_features, in_features = weight.shape
-	options = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
-	layer = te.GroupedLinear(experts, in_features, out_features, **options)
-	with torch.no_grad():
-		for group in range(experts):
-			getattr(layer, f"weight{group}").copy_(weight[group])
-	return layer
+    experts, out_features, in_features = weight.shape
+    options = {"bias": False, "params_dtype": weight.dtype, "device": weight.device}
+    layer = te.GroupedLinear(experts, in_features, out_features, **options)
+    with torch.no_grad():
+        for group in range(experts):
+            getattr(layer, f"weight{group}").copy_(weight[group])
+    return layer
 
 
 PEER = TransformerEngine

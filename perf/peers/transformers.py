@@ -14,35 +14,41 @@ from .base import Peer
 
 
 class Transformers(Peer):
-	"""Its experts as ``grouped_mm``, which weights and adds up as well; router and shared expert are PyTorch's."""
+    """Its experts as ``grouped_mm``, which weights and adds up as well; router and shared expert
+    are PyTorch's.
+    """
 
-	name = "transformers"
-	module = "transformers"
-	kinds = ("gpu", "cpu")
+    name = "transformers"
+    module = "transformers"
+    kinds = ("gpu", "cpu")
 
-	def mixtures(self, work: MoEWork) -> Iterator[Contender]:
-		yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND)
+    def mixtures(self, work: MoEWork) -> Iterator[Contender]:
+        yield work.contender("transformers", "BF16", lambda: _layer(work), PEER_BOUND)
 
 
 def _layer(work: MoEWork) -> Step:
-	is_biased, shape = "bias" in work.options, work.shape
-	name, title = ("gpt_oss", "GptOss") if is_biased else ("qwen3_moe", "Qwen3Moe")
-	models: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-	sizes = {"hidden_size": shape.hidden, "num_experts": shape.experts, "num_local_experts": shape.experts}
-	sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate)
-	config = getattr(models, f"{title}Config")(**sizes, hidden_act="silu")
-	config._experts_implementation = "grouped_mm"
-	with torch.device("meta"):
-		module = getattr(models, f"{title}Experts")(config)
-	names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    is_biased, shape = "bias" in work.options, work.shape
+    name, title = ("gpt_oss", "GptOss") if is_biased else ("qwen3_moe", "Qwen3Moe")
+    models: Any = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    sizes = {
+        "hidden_size": shape.hidden,
+        "num_experts": shape.experts,
+        "num_local_experts": shape.experts,
+    }
+    sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate)
+    config = getattr(models, f"{title}Config")(**sizes, hidden_act="silu")
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module = getattr(models, f"{title}Experts")(config)
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
-	def experts(x: Tensor, p: Tensor, ids: Tensor, *weights: Tensor) -> Tensor:
-		# gpt-oss's are (E, K, N).
-		given = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
-		tensors = dict(zip(names, given, strict=False))
-		return torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
+    def experts(x: Tensor, p: Tensor, ids: Tensor, *weights: Tensor) -> Tensor:
+        # gpt-oss's are (E, K, N).
+        given = [w.transpose(1, 2) if is_biased and w.dim() == 3 else w for w in weights]
+        tensors = dict(zip(names, given, strict=False))
+        return torch.func.functional_call(module, tensors, (x, ids, p.to(x.dtype)))
 
-	return work.plain(experts)
+    return work.plain(experts)
 
 
 PEER = Transformers

@@ -9,4 +9,4 @@ SUITES = ("quantize", "gemm", "layer", "moe", "memory", "host", "compile", "coun
 
 
 def suite(name: str) -> Suite:
-	return importlib.import_module(f"perf.suites.{name}").SUITE
+    return importlib.import_module(f"perf.suites.{name}").SUITE

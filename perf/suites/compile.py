@@ -25,71 +25,85 @@ _REPEATS = 3
 
 
 class _CompileMeter(Meter):
-	"""Compiles into a cache folder of its own, then loads from it; the emulator's machine code can be read."""
+    """Compiles into a cache folder of its own, then loads from it; the emulator's machine code can
+    be read.
+    """
 
-	kind = "cpu"
-	backend = "reference"
+    kind = "cpu"
+    backend = "reference"
 
-	def __init__(self, arch: Architecture, quick: bool) -> None:
-		self.target = arch
-		self.arch = arch.name
-		self.device = torch.device("cpu")
-		self.quick = quick
+    def __init__(self, arch: Architecture, quick: bool) -> None:
+        self.target = arch
+        self.arch = arch.name
+        self.device = torch.device("cpu")
+        self.quick = quick
 
-	def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
-		cold, warm = [], []
-		for _ in range(1 if self.quick else _REPEATS):
-			with tempfile.TemporaryDirectory() as folder, mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder):
-				cold.append(_microseconds(run))
-				warm.append(_microseconds(run))
-		kernel = run()
-		found = [of_times(cold, "compile time", "empty cache"), of_times(warm, "load time", "from the disk cache")]
-		if isinstance(kernel, EmulatedKernel):
-			resources = read_resources(kernel.cubin).values()
-			counts = {
-				"registers": max(r.registers for r in resources),
-				"stack bytes": max(r.stack_bytes for r in resources),
-				"cubin bytes": len(kernel.cubin),
-			}
-			found += [Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()]
-		return found
+    def measure_one(self, contender: Contender, run: Run) -> list[Measurement]:
+        cold, warm = [], []
+        for _ in range(1 if self.quick else _REPEATS):
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                mock.patch.dict("os.environ", CUTE_KERNELS_CACHE_DIR=folder),
+            ):
+                cold.append(_microseconds(run))
+                warm.append(_microseconds(run))
+        kernel = run()
+        found = [
+            of_times(cold, "compile time", "empty cache"),
+            of_times(warm, "load time", "from the disk cache"),
+        ]
+        if isinstance(kernel, EmulatedKernel):
+            resources = read_resources(kernel.cubin).values()
+            counts = {
+                "registers": max(r.registers for r in resources),
+                "stack bytes": max(r.stack_bytes for r in resources),
+                "cubin bytes": len(kernel.cubin),
+            }
+            found += [Measurement(name, n, "1", "counted", 0.0, 1) for name, n in counts.items()]
+        return found
 
 
 def _microseconds(run: Run) -> float:
-	forget_kernels()
-	return timeit.timeit(run, number=1) * 1e6
+    forget_kernels()
+    return timeit.timeit(run, number=1) * 1e6
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-	assert isinstance(meter, _CompileMeter)
-	require_dsl()
-	specs: dict[object, KernelSpec] = {}
-	for spec in declared_specs(meter.target):
-		# One of each class and kind of operand, unless all are asked for.
-		kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
-		specs.setdefault(canonical_text(spec) if options.full else kind, spec)
-	for spec in list(specs.values())[: 2 if options.quick else None]:
-		found = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
-		yield Task("compile", {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)}, always(found))
+    assert isinstance(meter, _CompileMeter)
+    require_dsl()
+    specs: dict[object, KernelSpec] = {}
+    for spec in declared_specs(meter.target):
+        # One of each class and kind of operand, unless all are asked for.
+        kind = (type(spec).__name__, getattr(spec, "operand", ""), getattr(spec, "format", ""))
+        specs.setdefault(canonical_text(spec) if options.full else kind, spec)
+    for spec in list(specs.values())[: 2 if options.quick else None]:
+        found = [unchecked("ours", "", functools.partial(compile_kernel, spec, meter.target))]
+        yield Task(
+            "compile",
+            {"arch": meter.arch, "kernel": short_name(spec), "spec": _brief(spec)},
+            always(found),
+        )
 
 
 def _brief(spec: KernelSpec) -> str:
-	changed = []
-	for field in dataclasses.fields(spec):  # type: ignore[arg-type]
-		value = getattr(spec, field.name)
-		if value != field.default:
-			changed.append(f"{field.name}={value if isinstance(value, (str, bool, int)) else canonical_text(value)}")
-	return f"{type(spec).__name__}({', '.join(changed)})"
+    changed = []
+    for field in dataclasses.fields(spec):  # type: ignore[arg-type]
+        value = getattr(spec, field.name)
+        if value != field.default:
+            changed.append(
+                f"{field.name}={value if isinstance(value, (str, bool, int)) else canonical_text(value)}"
+            )
+    return f"{type(spec).__name__}({', '.join(changed)})"
 
 
 def _meters(options: Options) -> list[Meter]:
-	if options.backend.startswith("emulated:"):
-		targets = [architecture(options.backend)]
-	elif torch.cuda.is_available():
-		targets = [device_architecture(torch.cuda.current_device())]
-	else:
-		targets = [architecture(f"emulated:{name}") for name in ("sm_90a", "sm_100a")]
-	return [_CompileMeter(target, options.quick) for target in targets]
+    if options.backend.startswith("emulated:"):
+        targets = [architecture(options.backend)]
+    elif torch.cuda.is_available():
+        targets = [device_architecture(torch.cuda.current_device())]
+    else:
+        targets = [architecture(f"emulated:{name}") for name in ("sm_90a", "sm_100a")]
+    return [_CompileMeter(target, options.quick) for target in targets]
 
 
 SUITE = Suite(_tasks, _meters)

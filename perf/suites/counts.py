@@ -31,35 +31,41 @@ _INPUT, _FULL_INPUT = (256, 4096, 2), (2048, 4096, 4)
 _NVFP4, _ROW_SCALED = "nvfp4", "nvfp4:row_scaled"
 #: What is quantized, and to which formats.
 _QUANTIZERS = {
-	Quantization("row", True): (_NVFP4, "fp8"),
-	Quantization("row", False): (_ROW_SCALED, "fp8_block", "mxfp8"),
-	Quantization("column", True): (_NVFP4,),
-	Quantization("row+column", True): (
-		_NVFP4,
-		*(f"nvfp4:{how}" for how in ("block=16x16", "stochastic_rounding", "hadamard")),
-	),
-	Quantization("row+column", False): (_ROW_SCALED, "fp8", "fp8_block", "fp8_block:block=128x128", "mxfp8"),
-	Quantization("row+column", False, True): ("mxfp8",),
-	Quantization("row", False, True): (_ROW_SCALED,),
+    Quantization("row", True): (_NVFP4, "fp8"),
+    Quantization("row", False): (_ROW_SCALED, "fp8_block", "mxfp8"),
+    Quantization("column", True): (_NVFP4,),
+    Quantization("row+column", True): (
+        _NVFP4,
+        *(f"nvfp4:{how}" for how in ("block=16x16", "stochastic_rounding", "hadamard")),
+    ),
+    Quantization("row+column", False): (
+        _ROW_SCALED,
+        "fp8",
+        "fp8_block",
+        "fp8_block:block=128x128",
+        "mxfp8",
+    ),
+    Quantization("row+column", False, True): ("mxfp8",),
+    Quantization("row", False, True): (_ROW_SCALED,),
 }
 #: Rows of each group, by what a routing gives. The last two NVIDIA's example drew.
 ROUTINGS = {
-	"balanced": "256 256 256 256 256 256 256 256",
-	"ragged": "37 150 299 1 80 212 5 266",
-	"routed": "432 80 160 32 176 128 560 480",
-	"skewed": "16 16 240 192 416 1040 16 112",
+    "balanced": "256 256 256 256 256 256 256 256",
+    "ragged": "37 150 299 1 80 212 5 266",
+    "routed": "432 80 160 32 176 128 560 480",
+    "skewed": "16 16 240 192 416 1040 16 112",
 }
 _MIXTURE = MoEShape("counted", 4, 256, 256, 2)
 _FULL_SHAPE = GroupedShape("counted", "up", 8, 2048, 2048)
 _SHAPE = GroupedShape("counted", "up", 4, 512, 512)
 _RAGGED = "37 150 1 68"
 _PAIRS = (
-	Pair(_ROW_SCALED, _NVFP4),
-	Pair(_ROW_SCALED, _NVFP4, prepacked=True),
-	Pair(_NVFP4, "nvfp4:block=16x16"),
-	Pair(None, _NVFP4),
-	Pair("mxfp8", "mxfp8"),
-	Pair(None, None),
+    Pair(_ROW_SCALED, _NVFP4),
+    Pair(_ROW_SCALED, _NVFP4, prepacked=True),
+    Pair(_NVFP4, "nvfp4:block=16x16"),
+    Pair(None, _NVFP4),
+    Pair("mxfp8", "mxfp8"),
+    Pair(None, None),
 )
 #: Those that NVIDIA's example has, too.
 _FULL_PAIRS = (_PAIRS[0], Pair("mxfp8", "mxfp8"))
@@ -68,69 +74,71 @@ _TILES = {"256x128": Sm100Tile(256, 128, 2), "128x128": Sm100Tile(128, 128, swap
 
 
 def _quantizers(meter: Meter, options: Options) -> Iterator[Task]:
-	every = Tasks(meter, options, _FULL_INPUT if options.full else _INPUT, "counts")
-	for asked, texts in _QUANTIZERS.items():
-		yield _only(texts, every.quantize(asked))
-	for made in every:
-		if made.case["op"] == "dequantize":
-			yield _only((_NVFP4, _ROW_SCALED, "fp8"), made)
-		elif not made.case["op"].endswith("quantize"):
-			yield made
+    every = Tasks(meter, options, _FULL_INPUT if options.full else _INPUT, "counts")
+    for asked, texts in _QUANTIZERS.items():
+        yield _only(texts, every.quantize(asked))
+    for made in every:
+        if made.case["op"] == "dequantize":
+            yield _only((_NVFP4, _ROW_SCALED, "fp8"), made)
+        elif not made.case["op"].endswith("quantize"):
+            yield made
 
 
 def _only(texts: Sequence[str], task: Task) -> Task:
-	"""The task in these formats of ours, and with all peers."""
+    """The task in these formats of ours, and with all peers."""
 
-	def contenders(copy: int) -> list[Contender]:
-		return [c for c in task.contenders(copy) if c.name != "ours" or c.format in texts]
+    def contenders(copy: int) -> list[Contender]:
+        return [c for c in task.contenders(copy) if c.name != "ours" or c.format in texts]
 
-	return dataclasses.replace(task, contenders=contenders)
+    return dataclasses.replace(task, contenders=contenders)
 
 
 def _forced(contender: Contender, name: str, tile: TileShape) -> Contender:
-	named = f"{contender.name}, tile {name}"
-	return dataclasses.replace(contender, name=named, prepare=lambda: force_tile(tile)(contender.prepare()))
+    named = f"{contender.name}, tile {name}"
+    return dataclasses.replace(
+        contender, name=named, prepare=lambda: force_tile(tile)(contender.prepare())
+    )
 
 
 def _product(meter: Meter, options: Options, shape: GroupedShape, product: str, sizes: str) -> Task:
-	rows, pairs = sum(map(int, sizes.split())), _FULL_PAIRS if options.full else _PAIRS
-	made = gemm.task(meter, options, shape, rows, product, sizes, "counts", pairs)
-	if not options.full:
-		return made
+    rows, pairs = sum(map(int, sizes.split())), _FULL_PAIRS if options.full else _PAIRS
+    made = gemm.task(meter, options, shape, rows, product, sizes, "counts", pairs)
+    if not options.full:
+        return made
 
-	def contenders(copy: int) -> list[Contender]:
-		found = made.contenders(copy)
-		tiles = itertools.product([c for c in found if c.is_ours], _TILES.items())
-		return [*found, *(_forced(c, name, tile) for c, (name, tile) in tiles)]
+    def contenders(copy: int) -> list[Contender]:
+        found = made.contenders(copy)
+        tiles = itertools.product([c for c in found if c.is_ours], _TILES.items())
+        return [*found, *(_forced(c, name, tile) for c, (name, tile) in tiles)]
 
-	return dataclasses.replace(made, contenders=contenders)
+    return dataclasses.replace(made, contenders=contenders)
 
 
 def _step(meter: Meter, options: Options) -> Task:
-	"""A whole mixture: what is fused, and what is between products."""
-	which = ("moe", _MIXTURE, _INPUT[0], "random", PASSES[1], meter.device, options.seed)
-	case = {"layer": "moe", **dataclasses.asdict(_MIXTURE), "tokens": _INPUT[0], "pass": PASSES[1]}
-	return Task("counts", case, lambda copy: list(MoEWork(*which).contenders(meter, options)))
+    """A whole mixture: what is fused, and what is between products."""
+    which = ("moe", _MIXTURE, _INPUT[0], "random", PASSES[1], meter.device, options.seed)
+    case = {"layer": "moe", **dataclasses.asdict(_MIXTURE), "tokens": _INPUT[0], "pass": PASSES[1]}
+    return Task("counts", case, lambda copy: list(MoEWork(*which).contenders(meter, options)))
 
 
 def _tasks(meter: Meter, options: Options) -> Iterator[Task]:
-	yield from _quantizers(meter, options)
-	if not options.full:
-		for product in ("fprop", "dgrad", "wgrad"):
-			yield _product(meter, options, _SHAPE, product, _RAGGED)
-		yield _step(meter, options)
-		if meter.arch != _ARCHES[0]:  # On Hopper they are timed.
-			yield from fused.tasks(meter, options)
-	else:
-		for sizes in ROUTINGS.values():
-			yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)
+    yield from _quantizers(meter, options)
+    if not options.full:
+        for product in ("fprop", "dgrad", "wgrad"):
+            yield _product(meter, options, _SHAPE, product, _RAGGED)
+        yield _step(meter, options)
+        if meter.arch != _ARCHES[0]:  # On Hopper they are timed.
+            yield from fused.tasks(meter, options)
+    else:
+        for sizes in ROUTINGS.values():
+            yield _product(meter, options, _FULL_SHAPE, "fprop", sizes)
 
 
 def _meters(options: Options) -> list[Meter]:
-	emulation = {"num_sms": NUM_SMS, **options.emulation}
-	wanted = options.backend.removeprefix("emulated:")
-	arches = _ARCHES[1:] if options.full else _ARCHES
-	return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
+    emulation = {"num_sms": NUM_SMS, **options.emulation}
+    wanted = options.backend.removeprefix("emulated:")
+    arches = _ARCHES[1:] if options.full else _ARCHES
+    return [EmulatorMeter(f"emulated:{a}", **emulation) for a in arches if wanted in ("", a)]
 
 
 SUITE = Suite(_tasks, _meters, True)

@@ -5,15 +5,15 @@ from cute_kernels import emulator
 
 @pytest.fixture(scope="session")
 def engine():
-	try:
-		return emulator.build()
-	except emulator.BuildError as e:
-		pytest.skip(str(e))
+    try:
+        return emulator.build()
+    except emulator.BuildError as e:
+        pytest.skip(str(e))
 
 
 @pytest.fixture(autouse=True)
 def clean_emulator(engine):
-	emulator.unwatch()
-	emulator.reset_stats()
-	yield
-	emulator.unwatch()
+    emulator.unwatch()
+    emulator.reset_stats()
+    yield
+    emulator.unwatch()

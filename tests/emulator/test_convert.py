@@ -9,57 +9,65 @@ from .ptx import elementwise, fails
 @each("rounding", ["rz", "rp"])
 @each("satfinite", [True, False])
 def test_to_ue8m0(rounding, satfinite):
-	"""As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
-	v = np.ldexp(1.0, np.arange(-149, 128))
-	v = np.concatenate([v, v * 1.25, v * 1.9999, [0, 3.4028235e38, np.inf]]).astype(np.float32)
-	v = np.concatenate([v, -v])
-	v = np.resize(v, (len(v) + 31) // 32 * 32)
-	modifier = ".satfinite" if satfinite else ""
-	ptx = f".reg .b16 %v; cvt.{rounding}{modifier}.ue8m0x2.f32 %v, %a0, %a0; cvt.u32.u16 %out, %v;"
-	got = elementwise(ptx, v)
-	bits = v.view(np.uint32) & 0x7FFFFFFF
-	want = bits >> 23
-	if rounding == "rp":
-		want += ((bits & 0x7FFFFF) != 0) & (bits > 0x400000) & np.isfinite(v)
-	if satfinite:
-		want = np.minimum(want, 254)
-	assert (got == want * 0x101).all()
-	nan = np.full(32, np.nan, np.float32)
-	assert (elementwise(ptx, nan) == 0xFFFF).all()
+    """As CUDA's cuda_fp8.hpp computes it where there is no instruction."""
+    v = np.ldexp(1.0, np.arange(-149, 128))
+    v = np.concatenate([v, v * 1.25, v * 1.9999, [0, 3.4028235e38, np.inf]]).astype(np.float32)
+    v = np.concatenate([v, -v])
+    v = np.resize(v, (len(v) + 31) // 32 * 32)
+    modifier = ".satfinite" if satfinite else ""
+    ptx = f".reg .b16 %v; cvt.{rounding}{modifier}.ue8m0x2.f32 %v, %a0, %a0; cvt.u32.u16 %out, %v;"
+    got = elementwise(ptx, v)
+    bits = v.view(np.uint32) & 0x7FFFFFFF
+    want = bits >> 23
+    if rounding == "rp":
+        want += ((bits & 0x7FFFFF) != 0) & (bits > 0x400000) & np.isfinite(v)
+    if satfinite:
+        want = np.minimum(want, 254)
+    assert (got == want * 0x101).all()
+    nan = np.full(32, np.nan, np.float32)
+    assert (elementwise(ptx, nan) == 0xFFFF).all()
 
 
 def test_from_ue8m0():
-	got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", np.arange(256, dtype=np.uint16))
-	low = (got << 16).view(np.float32)
-	assert (low[:255] == np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)).all()
-	assert np.isnan(low[255])
+    got = elementwise("cvt.rn.bf16x2.ue8m0x2 %out, %a0;", np.arange(256, dtype=np.uint16))
+    low = (got << 16).view(np.float32)
+    assert (low[:255] == np.ldexp(1.0, np.arange(255) - 127).astype(np.float32)).all()
+    assert np.isnan(low[255])
 
 
 def _bf16(values):
-	return (np.float32(values).view(np.uint32) >> 16).astype(np.uint16)
+    return (np.float32(values).view(np.uint32) >> 16).astype(np.uint16)
 
 
 @each(
-	("types", "given", "wanted"),
-	[
-		("rn.satfinite.f16.f32", np.float32([1e6, -1e6, np.inf, 2.0]), np.float16([65504, -65504, 65504, 2])),
-		("rn.satfinite.bf16.f32", np.float32([3.4e38, -3.4e38]), np.uint16([0x7F7F, 0xFF7F])),
-		# 0x1010001 lies just above a tie of bf16, onto which rounding to float32 would drop it.
-		("rn.bf16.s32", np.int32([0x1010001, -0x1010001, 0x1010000, 7]), _bf16([0x1020000, -0x1020000, 0x1000000, 7])),
-		("rni.s32.f32", np.float32([np.nan]), np.uint32([0])),
-		("rni.s64.f32", np.float32([np.nan]), np.uint64([1 << 63])),
-	],
+    ("types", "given", "wanted"),
+    [
+        (
+            "rn.satfinite.f16.f32",
+            np.float32([1e6, -1e6, np.inf, 2.0]),
+            np.float16([65504, -65504, 65504, 2]),
+        ),
+        ("rn.satfinite.bf16.f32", np.float32([3.4e38, -3.4e38]), np.uint16([0x7F7F, 0xFF7F])),
+        # 0x1010001 lies just above a tie of bf16, onto which rounding to float32 would drop it.
+        (
+            "rn.bf16.s32",
+            np.int32([0x1010001, -0x1010001, 0x1010000, 7]),
+            _bf16([0x1020000, -0x1020000, 0x1000000, 7]),
+        ),
+        ("rni.s32.f32", np.float32([np.nan]), np.uint32([0])),
+        ("rni.s64.f32", np.float32([np.nan]), np.uint64([1 << 63])),
+    ],
 )
 def test_special_values(types, given, wanted):
-	got = elementwise(f"cvt.{types} %out, %a0;", np.resize(given, 32), out=wanted.dtype)
-	assert (got[: len(wanted)] == wanted).all()
+    got = elementwise(f"cvt.{types} %out, %a0;", np.resize(given, 32), out=wanted.dtype)
+    assert (got[: len(wanted)] == wanted).all()
 
 
 def test_not_modelled_is_an_error():
-	v = np.ones(32, np.float32)
-	with fails("stochastic rounding"):
-		elementwise("cvt.rs.f16x2.f32 %out, %a0, %a0, %a0;", v)
-	assert emulator.unsupported.get("kernel") is None
-	with fails("not modelled: cvt.pack"):
-		elementwise("cvt.pack.sat.u8.s32.b32 %out, %a0, %a0, 0;", v)
-	assert emulator.unsupported["kernel"]
+    v = np.ones(32, np.float32)
+    with fails("stochastic rounding"):
+        elementwise("cvt.rs.f16x2.f32 %out, %a0, %a0, %a0;", v)
+    assert emulator.unsupported.get("kernel") is None
+    with fails("not modelled: cvt.pack"):
+        elementwise("cvt.pack.sat.u8.s32.b32 %out, %a0, %a0, 0;", v)
+    assert emulator.unsupported["kernel"]

@@ -18,156 +18,161 @@ from .ptx import fails  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def uninstalled():
-	if not hooks._State.is_first_runtime and hooks.real_runtime_is_loaded():
-		pytest.skip("CuTe DSL has compiled for the real device in this process")
-	yield
-	emulator.uninstall()
+    if not hooks._State.is_first_runtime and hooks.real_runtime_is_loaded():
+        pytest.skip("CuTe DSL has compiled for the real device in this process")
+    yield
+    emulator.uninstall()
 
 
 class AddConstant:
-	"""Kernels of all instances have the same name."""
+    """Kernels of all instances have the same name."""
 
-	def __init__(self, constant):
-		self.constant = constant
+    def __init__(self, constant):
+        self.constant = constant
 
-	@cute.jit
-	def __call__(self, x: cute.Tensor):
-		self.kernel(x).launch(grid=[1, 1, 1], block=[32, 1, 1])
+    @cute.jit
+    def __call__(self, x: cute.Tensor):
+        self.kernel(x).launch(grid=[1, 1, 1], block=[32, 1, 1])
 
-	@cute.kernel
-	def kernel(self, x: cute.Tensor):
-		thread, _, _ = cute.arch.thread_idx()
-		x[thread] = x[thread] + cutlass.Float32(self.constant)
+    @cute.kernel
+    def kernel(self, x: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        x[thread] = x[thread] + cutlass.Float32(self.constant)
 
 
 def adder(view, constant=1.0, options=""):
-	return cute.compile(AddConstant(constant), view, options=options)
+    return cute.compile(AddConstant(constant), view, options=options)
 
 
 @pytest.fixture
 def x():
-	return torch.zeros(32)
+    return torch.zeros(32)
 
 
 @pytest.fixture
 def view(x):
-	"""Made where the emulator of Blackwell is installed."""
-	emulator.install("sm_100a")
-	return from_dlpack(x)
+    """Made where the emulator of Blackwell is installed."""
+    emulator.install("sm_100a")
+    return from_dlpack(x)
 
 
 def test_each_compiled_function_runs_its_own_kernel(x, view):
-	one, two = adder(view, 1.0), adder(view, 2.0)
-	for function, want in ((one, 1), (two, 3), (one, 4)):
-		function(view)
-		assert (x == want).all()
+    one, two = adder(view, 1.0), adder(view, 2.0)
+    for function, want in ((one, 1), (two, 3), (one, 4)):
+        function(view)
+        assert (x == want).all()
 
 
 def test_architectures_side_by_side(x):
-	emulator.install("sm_90a", num_sms=3)
-	assert emulator.installed() == "sm_90a"
-	view = from_dlpack(x)
-	hopper = adder(view)
-	assert ".target sm_90a" in hopper.__ptx__
-	emulator.install("sm_100a", num_sms=5)
-	blackwell = adder(view, 10.0)
-	assert ".target sm_100a" in blackwell.__ptx__
-	assert cutlass.utils.HardwareInfo().get_max_active_clusters(2) == 2
-	assert cutlass.utils.HardwareInfo().get_device_multiprocessor_count() == 5
-	hopper(view)
-	blackwell(view)
-	assert (x == 11).all()
+    emulator.install("sm_90a", num_sms=3)
+    assert emulator.installed() == "sm_90a"
+    view = from_dlpack(x)
+    hopper = adder(view)
+    assert ".target sm_90a" in hopper.__ptx__
+    emulator.install("sm_100a", num_sms=5)
+    blackwell = adder(view, 10.0)
+    assert ".target sm_100a" in blackwell.__ptx__
+    assert cutlass.utils.HardwareInfo().get_max_active_clusters(2) == 2
+    assert cutlass.utils.HardwareInfo().get_device_multiprocessor_count() == 5
+    hopper(view)
+    blackwell(view)
+    assert (x == 11).all()
 
 
 def test_uninstall_restores_the_dsl(x):
-	from cutlass.base_dsl.dsl import DSLSingletonMeta
+    from cutlass.base_dsl.dsl import DSLSingletonMeta
 
-	names = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_KEEP", "CUTE_DSL_DUMP_DIR")
-	fields = ("_arch", "shared_libs", "keep_ptx", "keep_cubin", "dump_dir")
+    names = ("CUTE_DSL_ARCH", "CUTE_DSL_LIBS", "CUTE_DSL_KEEP", "CUTE_DSL_DUMP_DIR")
+    fields = ("_arch", "shared_libs", "keep_ptx", "keep_cubin", "dump_dir")
 
-	def state():
-		settings = [dsl.envar for dsl in DSLSingletonMeta._instances.values()]
-		return ([os.environ.get(name) for name in names], [[getattr(s, field) for field in fields] for s in settings])
+    def state():
+        settings = [dsl.envar for dsl in DSLSingletonMeta._instances.values()]
+        return (
+            [os.environ.get(name) for name in names],
+            [[getattr(s, field) for field in fields] for s in settings],
+        )
 
-	before = state()
-	emulator.install("sm_90a")
-	view = from_dlpack(x)
-	compiled = adder(view)
-	emulator.install("sm_100a")
-	assert state() != before
-	emulator.uninstall()
-	assert state() == before
-	assert emulator.installed() is None
-	compiled(view)  # stays emulated
-	assert (x == 1).all()
+    before = state()
+    emulator.install("sm_90a")
+    view = from_dlpack(x)
+    compiled = adder(view)
+    emulator.install("sm_100a")
+    assert state() != before
+    emulator.uninstall()
+    assert state() == before
+    assert emulator.installed() is None
+    compiled(view)  # stays emulated
+    assert (x == 1).all()
 
 
 def test_host_tensors_stay_host_tensors_unless_installed(x, view):
-	assert view.memspace == cute.AddressSpace.gmem
-	emulator.uninstall()
-	assert from_dlpack(x).memspace != cute.AddressSpace.gmem
+    assert view.memspace == cute.AddressSpace.gmem
+    emulator.uninstall()
+    assert from_dlpack(x).memspace != cute.AddressSpace.gmem
 
 
 def test_errors_reach_the_caller(x, view):
-	pytest.importorskip("tvm_ffi")
-	plain, ffi = adder(view), adder(view, options="--enable-tvm-ffi")
-	plain(view)
-	ffi(x)
-	assert (x == 2).all()
-	emulator.watch(torch.zeros(4))
-	for call, given in ((plain, view), (ffi, x)):
-		with fails("global load out of bounds"):
-			call(given)
-	emulator.unwatch()
-	plain(view)
-	ffi(x)
-	assert (x == 4).all()
+    pytest.importorskip("tvm_ffi")
+    plain, ffi = adder(view), adder(view, options="--enable-tvm-ffi")
+    plain(view)
+    ffi(x)
+    assert (x == 2).all()
+    emulator.watch(torch.zeros(4))
+    for call, given in ((plain, view), (ffi, x)):
+        with fails("global load out of bounds"):
+            call(given)
+    emulator.unwatch()
+    plain(view)
+    ffi(x)
+    assert (x == 4).all()
 
 
 def test_object_files(tmp_path, x, view):
-	pytest.importorskip("tvm_ffi")
-	adder(view, options="--enable-tvm-ffi").export_to_c(str(tmp_path / "add.o"), function_name="add")
-	module = cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
-	emulator.call(module.add, x)
-	assert (x == 1).all()
-	emulator.watch(torch.zeros(4))
-	with fails("global load out of bounds"):
-		emulator.call(module.add, x)
+    pytest.importorskip("tvm_ffi")
+    adder(view, options="--enable-tvm-ffi").export_to_c(
+        str(tmp_path / "add.o"), function_name="add"
+    )
+    module = cute.runtime.load_module(str(tmp_path / "add.o"), enable_tvm_ffi=True)
+    emulator.call(module.add, x)
+    assert (x == 1).all()
+    emulator.watch(torch.zeros(4))
+    with fails("global load out of bounds"):
+        emulator.call(module.add, x)
 
 
 def test_any_size_and_the_environment_stream():
-	pytest.importorskip("tvm_ffi")
+    pytest.importorskip("tvm_ffi")
 
-	@cute.kernel
-	def kernel(x: cute.Tensor):
-		thread, _, _ = cute.arch.thread_idx()
-		block, _, _ = cute.arch.block_idx()
-		x[block * 32 + thread] = cutlass.Float32(3)
+    @cute.kernel
+    def kernel(x: cute.Tensor):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        x[block * 32 + thread] = cutlass.Float32(3)
 
-	@cute.jit
-	def fill(x: cute.Tensor, stream: CUstream):
-		kernel(x).launch(grid=[cute.size(x) // 32, 1, 1], block=[32, 1, 1], stream=stream)
+    @cute.jit
+    def fill(x: cute.Tensor, stream: CUstream):
+        kernel(x).launch(grid=[cute.size(x) // 32, 1, 1], block=[32, 1, 1], stream=stream)
 
-	emulator.install("sm_90a")
-	fake = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),))
-	stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-	compiled = cute.compile(fill, fake, stream, options="--enable-tvm-ffi")
-	for size in (32, 96):
-		x = torch.zeros(size)
-		compiled(x)
-		assert (x == 3).all()
+    emulator.install("sm_90a")
+    fake = cute.runtime.make_fake_compact_tensor(cutlass.Float32, (cute.sym_int(),))
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    compiled = cute.compile(fill, fake, stream, options="--enable-tvm-ffi")
+    for size in (32, 96):
+        x = torch.zeros(size)
+        compiled(x)
+        assert (x == 3).all()
 
 
 def test_real_functions_come_too_early(monkeypatch, x):
-	"""The C library stands for the real CUDA runtime."""
-	monkeypatch.setattr(hooks, "_REAL_RUNTIME", "libc.so")
-	monkeypatch.setattr(hooks._State, "is_first_runtime", False)
-	emulator.install("sm_100a")
-	with fails("Use another process"):
-		adder(from_dlpack(x))
+    """The C library stands for the real CUDA runtime."""
+    monkeypatch.setattr(hooks, "_REAL_RUNTIME", "libc.so")
+    monkeypatch.setattr(hooks._State, "is_first_runtime", False)
+    emulator.install("sm_100a")
+    with fails("Use another process"):
+        adder(from_dlpack(x))
 
 
 def test_invalid_architecture():
-	with pytest.raises(ValueError, match="arch must be like"):
-		emulator.install("hopper")
-	assert emulator.installed() is None
+    with pytest.raises(ValueError, match="arch must be like"):
+        emulator.install("hopper")
+    assert emulator.installed() is None

@@ -21,142 +21,152 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_arguments():
-	x = np.zeros(32, np.uint32)
-	run(ADD_ONE, x, 5)
-	assert (x == 5).all()
-	for given, message in (((x,), "2 parameters, got 1"), ((bytes(4), 1), "a parameter of 8 bytes got 4")):
-		with raises(ValueError, message):
-			emulator.launch("kernel", (1,), (32,), given)
-	with pytest.raises(KeyError):
-		emulator.launch("no such kernel", (1,), (32,))
+    x = np.zeros(32, np.uint32)
+    run(ADD_ONE, x, 5)
+    assert (x == 5).all()
+    for given, message in (
+        ((x,), "2 parameters, got 1"),
+        ((bytes(4), 1), "a parameter of 8 bytes got 4"),
+    ):
+        with raises(ValueError, message):
+            emulator.launch("kernel", (1,), (32,), given)
+    with pytest.raises(KeyError):
+        emulator.launch("no such kernel", (1,), (32,))
 
 
 @each(
-	("launch", "message"),
-	[
-		({"block": 2048}, "block of 2048 threads"),
-		({"grid": 3, "cluster": 2}, "not divisible by the cluster"),
-		({"dynamic_smem": 300_000}, "the limit is 232448"),
-	],
+    ("launch", "message"),
+    [
+        ({"block": 2048}, "block of 2048 threads"),
+        ({"grid": 3, "cluster": 2}, "not divisible by the cluster"),
+        ({"dynamic_smem": 300_000}, "the limit is 232448"),
+    ],
 )
 def test_invalid_launches(launch, message):
-	with fails(message):
-		run("", **launch)
-	run("")  # the engine works on
+    with fails(message):
+        run("", **launch)
+    run("")  # the engine works on
 
 
 def test_an_error_says_where():
-	with fails(r"(?s)^trap.*in kernel broken.*CTA \(0,0,0\) warp 0.*trap$"):
-		run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
+    with fails(r"(?s)^trap.*in kernel broken.*CTA \(0,0,0\) warp 0.*trap$"):
+        run("mov.u32 %r0, 1; trap;", name="broken", grid=3)
 
 
 def test_watched_memory():
-	x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
-	emulator.watch(x)
-	run(ADD_ONE, x, 1)
-	with fails("global load out of bounds"):
-		run(ADD_ONE, y, 1)
-	with fails("124 of 128|bytes past the end"):
-		run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
-	emulator.watch(y)
-	run(ADD_ONE, y, 1)
-	emulator.unwatch()
-	run(ADD_ONE, np.zeros(32, np.uint32), 1)
+    x, y = np.zeros(32, np.uint32), np.zeros(32, np.uint32)
+    emulator.watch(x)
+    run(ADD_ONE, x, 1)
+    with fails("global load out of bounds"):
+        run(ADD_ONE, y, 1)
+    with fails("124 of 128|bytes past the end"):
+        run(ADD_ONE.replace("[%d1]", "[%d1+4]"), x, 1)
+    emulator.watch(y)
+    run(ADD_ONE, y, 1)
+    emulator.unwatch()
+    run(ADD_ONE, np.zeros(32, np.uint32), 1)
 
 
 def test_misaligned():
-	with fails("misaligned 4-byte load"):
-		run(ADD_ONE.replace("[%d1]", "[%d1+2]"), np.zeros(64, np.uint32), 1)
+    with fails("misaligned 4-byte load"):
+        run(ADD_ONE.replace("[%d1]", "[%d1+2]"), np.zeros(64, np.uint32), 1)
 
 
 SHARED = ".shared .align 4 .b8 s[128]; mov.u32 %r0, s; ld.shared.b32 %r1, [%r0+{}];"
 
 
 @each(
-	("body", "message"),
-	[
-		("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];", "null or tiny pointer"),
-		(SHARED.format(128), "shared access out of bounds"),
-		(SHARED.format(-4), "shared access out of bounds"),
-	],
+    ("body", "message"),
+    [
+        ("mov.b64 %d0, 16; ld.global.b32 %r0, [%d0];", "null or tiny pointer"),
+        (SHARED.format(128), "shared access out of bounds"),
+        (SHARED.format(-4), "shared access out of bounds"),
+    ],
 )
 def test_wrong_addresses(body, message):
-	run(SHARED.format(124))
-	with fails(message):
-		run(body)
+    run(SHARED.format(124))
+    with fails(message):
+        run(body)
 
 
 def test_options():
-	def num_sms():
-		return set(outcome("mov.u32 %r0, %nsmid;", "%r0").flat)
+    def num_sms():
+        return set(outcome("mov.u32 %r0, %nsmid;", "%r0").flat)
 
-	with emulator.options(num_sms=7), emulator.options(mode="chaos", seed=1):
-		assert num_sms() == {7}
-	assert num_sms() == {emulator.engine.device_sms()}
-	for option, message in (({"mode": "fast"}, "mode must be one of"), ({"num_sms": 0}, "num_sms must be positive")):
-		with raises(ValueError, message), emulator.options(**option):
-			pass
+    with emulator.options(num_sms=7), emulator.options(mode="chaos", seed=1):
+        assert num_sms() == {7}
+    assert num_sms() == {emulator.engine.device_sms()}
+    for option, message in (
+        ({"mode": "fast"}, "mode must be one of"),
+        ({"num_sms": 0}, "num_sms must be positive"),
+    ):
+        with raises(ValueError, message), emulator.options(**option):
+            pass
 
 
 def test_chaos_depends_on_the_seed_alone():
-	def order(seed):
-		with emulator.options(mode="chaos", seed=seed):
-			return outcome("atom.global.add.u32 %r0, [%p0], 1;", "%r0", np.zeros(1, np.uint32), block=1024).tolist()
+    def order(seed):
+        with emulator.options(mode="chaos", seed=seed):
+            return outcome(
+                "atom.global.add.u32 %r0, [%p0], 1;", "%r0", np.zeros(1, np.uint32), block=1024
+            ).tolist()
 
-	assert order(1) == order(1)
-	assert order(1) != order(2)
+    assert order(1) == order(1)
+    assert order(1) != order(2)
 
 
 def test_stats():
-	x = np.zeros(64, np.uint32)
-	run(ADD_ONE, x, 1, grid=2)
-	stats = emulator.stats()
-	assert stats["ctas"] == 2
-	assert stats["op.LD"] == 2 * 3  # two parameters and a load
-	assert stats["thread_insns"] == 32 * stats["warp_insns"]
-	assert stats["st_global_bytes"] == 256
-	with pytest.raises(emulator.EmulatorError):
-		run("trap;")
-	assert emulator.stats() == stats  # a failed launch does not count
-	emulator.reset_stats()
-	assert emulator.stats()["warp_insns"] == 0
+    x = np.zeros(64, np.uint32)
+    run(ADD_ONE, x, 1, grid=2)
+    stats = emulator.stats()
+    assert stats["ctas"] == 2
+    assert stats["op.LD"] == 2 * 3  # two parameters and a load
+    assert stats["thread_insns"] == 32 * stats["warp_insns"]
+    assert stats["st_global_bytes"] == 256
+    with pytest.raises(emulator.EmulatorError):
+        run("trap;")
+    assert emulator.stats() == stats  # a failed launch does not count
+    emulator.reset_stats()
+    assert emulator.stats()["warp_insns"] == 0
 
 
 @each(
-	("body", "ordered", "racy"),
-	{
-		# A barrier that the reader does not wait at orders nothing.
-		"read after write": (
-			"""shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
+    ("body", "ordered", "racy"),
+    {
+        # A barrier that the reader does not wait at orders nothing.
+        "read after write": (
+            """shl.b32 %r1, %t, 2; add.u32 %r2, %r0, %r1; xor.b32 %r3, %r1, 128; add.u32 %r4, %r0, %r3;
 	st.shared.b32 [%r2], %t; {} ld.shared.b32 %r5, [%r4];""",
-			"bar.sync 0;",
-			("", "bar.arrive 1, 128;"),
-		),
-		"write after read": (
-			"""and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
+            "bar.sync 0;",
+            ("", "bar.arrive 1, 128;"),
+        ),
+        "write after read": (
+            """and.b32 %r1, %t, 31; shl.b32 %r1, %r1, 2; add.u32 %r0, %r0, %r1;
 	@%q1 st.shared.b32 [%r0], %t; bar.sync 0; @!%q1 ld.shared.b32 %r2, [%r0]; {} @%q1 st.shared.b32 [%r0], %t;""",
-			"bar.sync 0;",
-			("",),
-		),
-		"relaxed arrival": (
-			"""mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
+            "bar.sync 0;",
+            ("",),
+        ),
+        "relaxed arrival": (
+            """mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r1], 1; bar.sync 0;
 	@!%q1 bra READER; @%q0 st.shared.b32 [%r0], %t; @%q0 mbarrier.arrive{}.shared::cta.b64 _, [%r1]; bra DONE;
 	READER: W: mbarrier.try_wait.parity.shared::cta.b64 %q2, [%r1], 0; @!%q2 bra W;
 	ld.shared.b32 %r2, [%r0]; DONE:""",
-			"",
-			(".relaxed.cta",),
-		),
-	},
+            "",
+            (".relaxed.cta",),
+        ),
+    },
 )
 def test_data_races_between_warps(body, ordered, racy):
-	head = """.shared .align 4 .b8 s[256]; .shared .align 8 .b64 bar; mov.u32 %r0, s; setp.lt.u32 %q1, %t, 32;
+    head = """.shared .align 4 .b8 s[256]; .shared .align 8 .b64 bar; mov.u32 %r0, s; setp.lt.u32 %q1, %t, 32;
 """
-	with emulator.options(races=True):
-		run(head + body.format(ordered), block=64)
-		for order in racy:
-			with fails(r"data race on shared offset \d+: .* by warp \d of CTA rank 0 \(PTX line \d+\) is not ordered"):
-				run(head + body.format(order), block=64)
-	run(head + body.format(racy[0]), block=64)
+    with emulator.options(races=True):
+        run(head + body.format(ordered), block=64)
+        for order in racy:
+            with fails(
+                r"data race on shared offset \d+: .* by warp \d of CTA rank 0 \(PTX line \d+\) is not ordered"
+            ):
+                run(head + body.format(order), block=64)
+    run(head + body.format(racy[0]), block=64)
 
 
 _STUB = """
@@ -187,7 +197,7 @@ def num_sms():
 
 
 def test_threads_launch_with_options_of_their_own():
-	printed = run_python(f"""{_NUM_SMS}
+    printed = run_python(f"""{_NUM_SMS}
 wrong = []
 def work(own):
 	for i in range(30):
@@ -199,11 +209,11 @@ def work(own):
 list(ThreadPoolExecutor(6).map(work, range(5, 11)))
 print(wrong, emulator.stats()["ctas"])
 """)
-	assert printed.split() == ["[]", str(6 * 30 * 2 * 4)]
+    assert printed.split() == ["[]", str(6 * 30 * 2 * 4)]
 
 
 def test_a_child_forked_while_a_thread_launches_can_launch():
-	printed = run_python(f"""{_NUM_SMS}
+    printed = run_python(f"""{_NUM_SMS}
 inside, leave = threading.Event(), threading.Event()
 def hold():
 	with engine.exclusive():
@@ -221,104 +231,114 @@ leave.set()
 thread.join()
 print(status >> 8, num_sms())
 """)
-	assert printed.split() == ["4", "4"]
+    assert printed.split() == ["4", "4"]
 
 
 def test_no_compiler(monkeypatch):
-	monkeypatch.setenv("CXX", "no-such-compiler")
-	with raises(emulator.BuildError, r"no-such-compiler.*apt-get install g\+\+"):
-		compilation.compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with raises(emulator.BuildError, r"no-such-compiler.*apt-get install g\+\+"):
+        compilation.compiler()
 
 
 def test_a_cache_directory_that_cannot_be_used(monkeypatch, tmp_path):
-	(tmp_path / "emulator").mkdir()
-	(tmp_path / "emulator").chmod(0o775)  # Others may write it.
-	(tmp_path / "private").mkdir()
-	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
-	monkeypatch.setattr(settings, "_warned", set())
-	monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
-	with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
-		directory = compilation.cache_directory()
-	assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
-	monkeypatch.setattr(compilation, "cache_root", lambda: None)
-	assert compilation.cache_directory() == directory
+    (tmp_path / "emulator").mkdir()
+    (tmp_path / "emulator").chmod(0o775)  # Others may write it.
+    (tmp_path / "private").mkdir()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setattr(compilation.tempfile, "gettempdir", lambda: str(tmp_path / "private"))
+    with pytest.warns(RuntimeWarning, match=f"not kept in {tmp_path}/emulator: .*chmod go-w"):
+        directory = compilation.cache_directory()
+    assert directory == tmp_path / "private" / f"cute_kernels-{os.getuid()}" / "emulator"
+    monkeypatch.setattr(compilation, "cache_root", lambda: None)
+    assert compilation.cache_directory() == directory
 
 
 def test_another_source_is_another_library(monkeypatch, tmp_path):
-	copy = tmp_path / "src"
-	shutil.copytree(compilation._SOURCES, copy)
-	cxx = compilation.compiler()
-	before = compilation._digest(cxx)
-	monkeypatch.setattr(compilation, "_SOURCES", copy)
-	assert compilation._digest(cxx) == before
-	with (copy / "bits.cpp").open("a") as file:
-		file.write("// changed\n")
-	assert compilation._digest(cxx) != before
+    copy = tmp_path / "src"
+    shutil.copytree(compilation._SOURCES, copy)
+    cxx = compilation.compiler()
+    before = compilation._digest(cxx)
+    monkeypatch.setattr(compilation, "_SOURCES", copy)
+    assert compilation._digest(cxx) == before
+    with (copy / "bits.cpp").open("a") as file:
+        file.write("// changed\n")
+    assert compilation._digest(cxx) != before
 
 
 @pytest.fixture
 def built(monkeypatch, tmp_path):
-	"""Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
-	compiled = []
+    """Lists what was compiled (nothing is, in truth) into a cache folder of its own."""
+    compiled = []
 
-	def pretend(cxx, work):
-		compiled.append(cxx)
-		(work / "engine.so").write_bytes(b"machine code" * 100)
-		return work / "engine.so"
+    def pretend(cxx, work):
+        compiled.append(cxx)
+        (work / "engine.so").write_bytes(b"machine code" * 100)
+        return work / "engine.so"
 
-	monkeypatch.setattr(compilation, "_compile", pretend)
-	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
-	return compiled
+    monkeypatch.setattr(compilation, "_compile", pretend)
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    return compiled
 
 
 @each(
-	"damage",
-	DAMAGE | {"no hash": lambda path: path.with_suffix(".sha256").unlink(), "writable": lambda path: path.chmod(0o666)},
+    "damage",
+    DAMAGE
+    | {
+        "no hash": lambda path: path.with_suffix(".sha256").unlink(),
+        "writable": lambda path: path.chmod(0o666),
+    },
 )
 def test_a_damaged_library_is_built_anew(built, damage):
-	build = compilation.build.__wrapped__
-	library = build()
-	good = library.read_bytes()
-	assert build() == library and len(built) == 1
-	damage(library)
-	for _ in range(2):
-		assert build() == library and len(built) == 2
-		assert library.read_bytes() == good
+    build = compilation.build.__wrapped__
+    library = build()
+    good = library.read_bytes()
+    assert build() == library and len(built) == 1
+    damage(library)
+    for _ in range(2):
+        assert build() == library and len(built) == 2
+        assert library.read_bytes() == good
 
 
 def test_a_failed_build_says_why(monkeypatch, tmp_path):
-	(tmp_path / "machine.h").write_text("this is no C++")
-	monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
-	with raises(emulator.BuildError, "did not compile"):
-		compilation._compile(compilation.compiler(), tmp_path)
+    (tmp_path / "machine.h").write_text("this is no C++")
+    monkeypatch.setattr(compilation, "_SOURCES", tmp_path)
+    with raises(emulator.BuildError, "did not compile"):
+        compilation._compile(compilation.compiler(), tmp_path)
 
 
 def test_two_processes_build_one_library(tmp_path):
-	source, cache = tmp_path / "src", tmp_path / "cache"
-	source.mkdir()
-	(source / "machine.h").write_text("#pragma once\n")
-	(source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
-	code = f"""{_STUB}
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "machine.h").write_text("#pragma once\n")
+    (source / "api.cpp").write_text('extern "C" int answer() { return 42; }\n')
+    code = f"""{_STUB}
 from pathlib import Path
 from cute_kernels.emulator import compilation
 compilation._SOURCES = Path({str(source)!r})
 print(compilation.build())"""
-	environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
-	processes = [
-		subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-		for _ in range(2)
-	]
-	printed = {p.communicate()[0].strip() for p in processes}
-	libraries = list((cache / "emulator").glob("*.so"))
-	assert printed == {str(libraries[0])}
-	assert len(libraries) == 1
-	assert ctypes.CDLL(str(libraries[0])).answer() == 42
-	assert not list((cache / "emulator").glob("build-*"))
+    environment = {**os.environ, "CUTE_KERNELS_CACHE_DIR": str(cache)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    printed = {p.communicate()[0].strip() for p in processes}
+    libraries = list((cache / "emulator").glob("*.so"))
+    assert printed == {str(libraries[0])}
+    assert len(libraries) == 1
+    assert ctypes.CDLL(str(libraries[0])).answer() == 42
+    assert not list((cache / "emulator").glob("build-*"))
 
 
 def test_a_folder_in_the_place_of_the_library_is_replaced(tmp_path):
-	built, library = tmp_path / "built.so", tmp_path / "library.so"
-	built.write_bytes(b"code")
-	(library / "inside").mkdir(parents=True)
-	compilation._install(built, library)
-	assert library.read_bytes() == b"code" and compilation._is_intact(library)
+    built, library = tmp_path / "built.so", tmp_path / "library.so"
+    built.write_bytes(b"code")
+    (library / "inside").mkdir(parents=True)
+    compilation._install(built, library)
+    assert library.read_bytes() == b"code" and compilation._is_intact(library)

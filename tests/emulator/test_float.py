@@ -9,50 +9,50 @@ _EDGES32 = [0, 0x80000000, 0x3F800000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x
 
 
 def _floats(count):
-	rng = np.random.default_rng(0)
-	arrays = []
-	for _ in range(count):
-		v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
-		v = v.astype(np.float32)
-		v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
-		arrays.append(v)
-	return arrays
+    rng = np.random.default_rng(0)
+    arrays = []
+    for _ in range(count):
+        v = rng.standard_normal(512) * np.exp2(rng.integers(-12, 12, 512))
+        v = v.astype(np.float32)
+        v[:128] = rng.choice(np.array(_EDGES32, np.uint32).view(np.float32), 128)
+        arrays.append(v)
+    return arrays
 
 
 def _equal(got, want):
-	"""Bit for bit, except for which NaN it is."""
-	nan = np.isnan(got) & np.isnan(want)
-	bits = f"u{got.dtype.itemsize}"
-	assert ((got.view(bits) == want.view(bits)) | nan).all()
+    """Bit for bit, except for which NaN it is."""
+    nan = np.isnan(got) & np.isnan(want)
+    bits = f"u{got.dtype.itemsize}"
+    assert ((got.view(bits) == want.view(bits)) | nan).all()
 
 
 def test_min_max():
-	a, b, c = _floats(3)
-	with np.errstate(all="ignore"):
-		got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
-		_equal(got, np.fmax(np.fmax(a, b), c) + 0)
+    a, b, c = _floats(3)
+    with np.errstate(all="ignore"):
+        got = elementwise("max.f32 %out, %a0, %a1, %a2;", a, b, c, out=np.float32) + 0
+        _equal(got, np.fmax(np.fmax(a, b), c) + 0)
 
 
 @each(
-	("op", "reference"),
-	[
-		("ex2.approx.ftz", np.exp2),
-		("lg2.approx", np.log2),
-		("rcp.approx.ftz", np.reciprocal),
-		("rsqrt.approx", lambda x: 1 / np.sqrt(x)),
-		("sqrt.approx", np.sqrt),
-		("tanh.approx", np.tanh),
-	],
+    ("op", "reference"),
+    [
+        ("ex2.approx.ftz", np.exp2),
+        ("lg2.approx", np.log2),
+        ("rcp.approx.ftz", np.reciprocal),
+        ("rsqrt.approx", lambda x: 1 / np.sqrt(x)),
+        ("sqrt.approx", np.sqrt),
+        ("tanh.approx", np.tanh),
+    ],
 )
 def test_approximate(op, reference):
-	a = np.geomspace(1e-3, 20, 256).astype(np.float32)
-	got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
-	np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
+    a = np.geomspace(1e-3, 20, 256).astype(np.float32)
+    got = elementwise(f"{op}.f32 %out, %a0;", a, out=np.float32)
+    np.testing.assert_allclose(got, reference(a.astype(np.float64)), rtol=2e-5)
 
 
 def test_two_floats_at_once():
-	a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
+    a, b, c = (np.random.default_rng(i).standard_normal((256, 2)).astype(np.float32)
 			   for i in range(3))  # fmt: skip
-	packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
-	got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
-	_equal(got.view(np.float32).reshape(-1, 2), (a.astype(np.float64) * b + c).astype(np.float32))
+    packed = [v.view(np.uint64)[:, 0] for v in (a, b, c)]
+    got = elementwise("fma.rn.f32x2 %out, %a0, %a1, %a2;", *packed, out=np.uint64)
+    _equal(got.view(np.float32).reshape(-1, 2), (a.astype(np.float64) * b + c).astype(np.float32))

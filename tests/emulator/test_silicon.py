@@ -9,13 +9,13 @@ from .silicon import snippets as silicon
 
 @pytest.fixture(scope="module")
 def recorded(engine):
-	emulator.load_ptx(silicon.ptx())
-	return silicon.inputs(), silicon.answers()
+    emulator.load_ptx(silicon.ptx())
+    return silicon.inputs(), silicon.answers()
 
 
 @each(("index", "snippet"), list(enumerate(silicon.SNIPPETS)))
 def test_equals_h200(recorded, index, snippet):
-	x, answers = recorded
-	out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
-	emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))
-	assert silicon.digest(snippet, out) == answers[index]
+    x, answers = recorded
+    out = np.full(len(x), 0xCDCDCDCDCDCDCDCD, np.uint64)
+    emulator.launch(f"k{index}", (len(x) // 256,), (256,), (x, out))
+    assert silicon.digest(snippet, out) == answers[index]

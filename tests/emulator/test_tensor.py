@@ -14,14 +14,14 @@ RNG = np.random.default_rng(0)
 
 
 def _integers(rows, columns):
-	"""FP16 numbers whose products any tensor core adds exactly."""
-	return torch.randint(-4, 5, (rows, columns)).half()
+    """FP16 numbers whose products any tensor core adds exactly."""
+    return torch.randint(-4, 5, (rows, columns)).half()
 
 
 def test_wgmma_needs_a_proxy_fence():
-	a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
-	with fails(r"wgmma A reads .* no fence.proxy.async"):
-		wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
+    a, b, c = _integers(64, 16), _integers(8, 16), torch.zeros(64, 8)
+    with fails(r"wgmma A reads .* no fence.proxy.async"):
+        wgmma(a, b, c, (("fence.proxy.async.shared::cta;", ""),))
 
 
 ALLOCATE = """.shared .b32 tm; .shared .align 8 .b64 bar; mov.u32 %r110, tm; mov.u32 %r111, bar;
@@ -43,53 +43,55 @@ WAIT_FOR_MMA = "mbarrier.try_wait.parity.shared::cta.b64 %p0, [%r4], 0;\n@!%p0 b
 
 
 def test_missing_wait_for_tensor_memory_stores():
-	"""In chaos scales and accumulators are not there without tcgen05.wait::st."""
-	codes = torch.randint(0, 256, (128, 32), dtype=torch.uint8)
-	scales = torch.ones(128, 4).to(E4M3)
-	operands = codes, codes[:16], torch.ones(128, 16), scales, scales[:16]
-	want = tcgen05(*operands)
-	with emulator.options(mode="chaos", seed=0):
-		assert (tcgen05(*operands) == want).all()
-		assert not (tcgen05(*operands, edits=(("tcgen05.wait::st.sync.aligned;", ""),)) == want).all()
+    """In chaos scales and accumulators are not there without tcgen05.wait::st."""
+    codes = torch.randint(0, 256, (128, 32), dtype=torch.uint8)
+    scales = torch.ones(128, 4).to(E4M3)
+    operands = codes, codes[:16], torch.ones(128, 16), scales, scales[:16]
+    want = tcgen05(*operands)
+    with emulator.options(mode="chaos", seed=0):
+        assert (tcgen05(*operands) == want).all()
+        assert not (
+            tcgen05(*operands, edits=(("tcgen05.wait::st.sync.aligned;", ""),)) == want
+        ).all()
 
 
 def test_missing_wait_for_the_tensor_core():
-	operands = _integers(128, 16), _integers(16, 16), torch.zeros(128, 16)
-	edits = ((WAIT_FOR_MMA, ""),)
-	with emulator.options(mode="chaos", seed=0), pytest.raises(emulator.EmulatorError):
-		tcgen05(*operands, edits=edits)
-	with emulator.options(races=True), fails("data race on tensor memory column"):
-		tcgen05(*operands, edits=edits)
+    operands = _integers(128, 16), _integers(16, 16), torch.zeros(128, 16)
+    edits = ((WAIT_FOR_MMA, ""),)
+    with emulator.options(mode="chaos", seed=0), pytest.raises(emulator.EmulatorError):
+        tcgen05(*operands, edits=edits)
+    with emulator.options(races=True), fails("data race on tensor memory column"):
+        tcgen05(*operands, edits=edits)
 
 
 @each(
-	("shape", "count", "place"),
-	[
-		("32x32b.x4", 4, lambda t, i: (t, i)),
-		("16x128b.x2", 4, lambda t, i: (t // 4 + i % 2 * 8, i // 2 * 4 + t % 4)),
-		("16x256b.x1", 4, lambda t, i: (t // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2)),
-	],
+    ("shape", "count", "place"),
+    [
+        ("32x32b.x4", 4, lambda t, i: (t, i)),
+        ("16x128b.x2", 4, lambda t, i: (t // 4 + i % 2 * 8, i // 2 * 4 + t % 4)),
+        ("16x256b.x1", 4, lambda t, i: (t // 4 + i // 2 % 2 * 8, i // 4 * 8 + t % 4 * 2 + i % 2)),
+    ],
 )
 def test_tensor_memory_shapes(shape, count, place):
-	values = [f"%r{40 + i}" for i in range(count)]
-	fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
-	clear, got = ", ".join(["%r60"] * 8), " ".join(f"%r{70 + i}" for i in range(8))
-	body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
+    values = [f"%r{40 + i}" for i in range(count)]
+    fill = "".join(f"mad.lo.u32 {v}, %t, {count}, {i};" for i, v in enumerate(values))
+    clear, got = ", ".join(["%r60"] * 8), " ".join(f"%r{70 + i}" for i in range(8))
+    body = f"""{ALLOCATE} {fill} mov.b32 %r60, 0;
 	tcgen05.st.sync.aligned.32x32b.x8.b32 [%r114], {{{clear}}};
 	tcgen05.wait::st.sync.aligned;
 	tcgen05.st.sync.aligned.{shape}.b32 [%r114], {{{", ".join(values)}}};
 	tcgen05.wait::st.sync.aligned;
 	tcgen05.ld.sync.aligned.32x32b.x8.b32 {{{got.replace(" ", ", ")}}}, [%r114];
 	tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-	want = np.zeros((4, 32, 8), np.uint32)
-	for warp, t, i in np.ndindex(4, 32, count):
-		want[(warp, *place(t, i))] = (warp * 32 + t) * count + i
-	assert (outcome(body, got, block=128) == want.reshape(128, 8)).all()
+    want = np.zeros((4, 32, 8), np.uint32)
+    for warp, t, i in np.ndindex(4, 32, count):
+        want[(warp, *place(t, i))] = (warp * 32 + t) * count + i
+    assert (outcome(body, got, block=128) == want.reshape(128, 8)).all()
 
 
 def test_copy_to_tensor_memory():
-	source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
-	body = f"""
+    source = RNG.integers(0, 1 << 32, (32, 4), dtype=np.uint64).astype(np.uint32)
+    body = f"""
 	.shared .align 128 .b8 s[512]; mov.u32 %r100, s; shl.b32 %r202, %t, 2;
 	add.u32 %r203, %r100, %r202;
 	cvt.u64.u32 %d50, %r202; add.u64 %d50, %p0, %d50; ld.global.b32 %r204, [%d50];
@@ -101,14 +103,14 @@ def test_copy_to_tensor_memory():
 	tcgen05.fence::after_thread_sync;
 	tcgen05.ld.sync.aligned.32x32b.x4.b32 {{%r40, %r41, %r42, %r43}}, [%r114];
 	tcgen05.wait::ld.sync.aligned; {RELEASE}"""
-	out = outcome(body, "%r40 %r41 %r42 %r43", aligned(source), block=128)
-	assert (out == np.tile(source, (4, 1))).all()
+    out = outcome(body, "%r40 %r41 %r42 %r43", aligned(source), block=128)
+    assert (out == np.tile(source, (4, 1))).all()
 
 
 def test_leaked_tensor_memory():
-	run(ALLOCATE + RELEASE, block=128)
-	with fails("exits holding 64 columns"):
-		run(ALLOCATE, block=128)
+    run(ALLOCATE + RELEASE, block=128)
+    with fails("exits holding 64 columns"):
+        run(ALLOCATE, block=128)
 
 
 @each(("ptx", "message"), [
@@ -122,21 +124,21 @@ def test_leaked_tensor_memory():
 		("tcgen05.ld.sync.aligned.16x64b.x1.b32 {%r2}, [%r114];", "not modelled"),
 	])  # fmt: skip
 def test_tensor_memory_faults(ptx, message):
-	with fails(message):
-		run(ALLOCATE + ptx + RELEASE, block=128)
+    with fails(message):
+        run(ALLOCATE + ptx + RELEASE, block=128)
 
 
 @each(
-	("dtype", "acc", "flags", "message"),
-	[
-		(F16, F32, 1 << 2, "sparse"),
-		(F16, F32, 1 << 13, "negated"),
-		(F16, F32, 3 << 7, "operand format 3"),
-		(E4M3, F32, 5 << 7, "unpacked 4- and 6-bit"),
-		(F16, F16, 2 << 4, "integer accumulators"),
-	],
+    ("dtype", "acc", "flags", "message"),
+    [
+        (F16, F32, 1 << 2, "sparse"),
+        (F16, F32, 1 << 13, "negated"),
+        (F16, F32, 3 << 7, "operand format 3"),
+        (E4M3, F32, 5 << 7, "unpacked 4- and 6-bit"),
+        (F16, F16, 2 << 4, "integer accumulators"),
+    ],
 )
 def test_mma_faults(dtype, acc, flags, message):
-	a = torch.zeros(128, 32).to(dtype)
-	with fails(message):
-		tcgen05(a, a[:16], torch.zeros(128, 16).to(acc), flags=flags)
+    a = torch.zeros(128, 32).to(dtype)
+    with fails(message):
+        tcgen05(a, a[:16], torch.zeros(128, 16).to(acc), flags=flags)

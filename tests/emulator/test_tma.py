@@ -12,8 +12,8 @@ mov.u32 %r1, bar; setp.eq.u32 %q0, %t, 0; @%q0 mbarrier.init.shared::cta.b64 [%r
 """
 EXPECT = "@%q0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r1], {bytes};"
 LOAD = (
-	"@%q0 cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
-	" [%r0], [%p0, {{{coordinates}}}], [%r1];"
+    "@%q0 cp.async.bulk.tensor.{rank}d.shared::cta.global.tile.mbarrier::complete_tx::bytes"
+    " [%r0], [%p0, {{{coordinates}}}], [%r1];"
 )
 WAIT = wait("%r1")
 ZEROS = aligned(np.zeros((8, 8), np.float32))
@@ -25,81 +25,88 @@ st.global.b32 [%d20], %r23; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {word
 
 
 def _load(array, box, at, swizzle=0):
-	"""The box at coordinates ``at`` (innermost first, more than it has are four rows), as it lies in shared memory."""
-	rows, load = 1, LOAD
-	if len(at) > len(box):
-		rows, load = 4, LOAD.replace(".tile.", ".tile::gather4.")
-	size = rows * int(np.prod(box)) * array.itemsize
-	out = np.full(size, 0xEE, np.uint8)
-	body = (
-		SETUP.format(smem=size)
-		+ EXPECT.format(bytes=size)
-		+ load.format(rank=len(box), coordinates=", ".join(map(str, at)))
-		+ WAIT
-		+ DUMP.format(words=size // 4, to="%p1")
-	)
-	run(body, emulator.tensor_map(array, box, swizzle=swizzle), out)
-	if swizzle:
-		# The 16-byte chunks of a row change places by the row's number within the pattern.
-		chunks = np.arange(0, size, 16)
-		out = out.reshape(-1, 16)[(chunks ^ (chunks >> 3 & swizzle - 16)) // 16].flatten()
-	return out.view(array.dtype).reshape(-1, *box[1:])
+    """The box at coordinates ``at`` (innermost first, more than it has are four rows), as it lies
+    in shared memory.
+    """
+    rows, load = 1, LOAD
+    if len(at) > len(box):
+        rows, load = 4, LOAD.replace(".tile.", ".tile::gather4.")
+    size = rows * int(np.prod(box)) * array.itemsize
+    out = np.full(size, 0xEE, np.uint8)
+    body = (
+        SETUP.format(smem=size)
+        + EXPECT.format(bytes=size)
+        + load.format(rank=len(box), coordinates=", ".join(map(str, at)))
+        + WAIT
+        + DUMP.format(words=size // 4, to="%p1")
+    )
+    run(body, emulator.tensor_map(array, box, swizzle=swizzle), out)
+    if swizzle:
+        # The 16-byte chunks of a row change places by the row's number within the pattern.
+        chunks = np.arange(0, size, 16)
+        out = out.reshape(-1, 16)[(chunks ^ (chunks >> 3 & swizzle - 16)) // 16].flatten()
+    return out.view(array.dtype).reshape(-1, *box[1:])
 
 
 def _box(array, box, at):
-	out = np.zeros(box, array.dtype)
-	for index in np.ndindex(*box):
-		position = tuple(i + c for i, c in zip(index, reversed(at), strict=True))
-		if all(0 <= p < n for p, n in zip(position, array.shape, strict=True)):
-			out[index] = array[position]
-	return out
+    out = np.zeros(box, array.dtype)
+    for index in np.ndindex(*box):
+        position = tuple(i + c for i, c in zip(index, reversed(at), strict=True))
+        if all(0 <= p < n for p, n in zip(position, array.shape, strict=True)):
+            out[index] = array[position]
+    return out
 
 
 @each("mode", ["eager", "chaos"])
 @each(
-	("shape", "box", "at"),
-	[
-		((64,), (32,), (16,)),
-		((20, 32), (8, 16), (8, 4)),
-		((20, 32), (8, 16), (24, 16)),  # beyond two edges
-		((20, 32), (8, 16), (-4, -3)),
-		((3, 5, 16), (2, 4, 8), (4, 2, 2)),
-		((2, 3, 4, 8), (2, 2, 2, 4), (0, 3, 2, 1)),
-		((2, 2, 3, 4, 8), (1, 2, 2, 2, 8), (0, 1, 2, 1, 1)),
-	],
+    ("shape", "box", "at"),
+    [
+        ((64,), (32,), (16,)),
+        ((20, 32), (8, 16), (8, 4)),
+        ((20, 32), (8, 16), (24, 16)),  # beyond two edges
+        ((20, 32), (8, 16), (-4, -3)),
+        ((3, 5, 16), (2, 4, 8), (4, 2, 2)),
+        ((2, 3, 4, 8), (2, 2, 2, 4), (0, 3, 2, 1)),
+        ((2, 2, 3, 4, 8), (1, 2, 2, 2, 8), (0, 1, 2, 1, 1)),
+    ],
 )
 def test_load(shape, box, at, mode):
-	array = aligned(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
-	with emulator.options(mode=mode):
-		assert (_load(array, box, at) == _box(array, box, at)).all()
+    array = aligned(np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
+    with emulator.options(mode=mode):
+        assert (_load(array, box, at) == _box(array, box, at)).all()
 
 
 @each("dtype", [np.uint8, np.float16, np.int64])
 def test_element_types(dtype):
-	array = aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
-	assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
+    array = aligned(np.arange(32 * 64).reshape(32, 64).astype(dtype))
+    assert (_load(array, (8, 16), (16, 3)) == _box(array, (8, 16), (16, 3))).all()
 
 
 @each("swizzle", [32, 64, 128])
 def test_swizzle(swizzle):
-	array = aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
-	assert (_load(array, (32, swizzle), (0, 8), swizzle) == array[8:40, :swizzle]).all()
+    array = aligned(np.arange(64 * 128, dtype=np.uint8).reshape(64, 128))
+    assert (_load(array, (32, swizzle), (0, 8), swizzle) == array[8:40, :swizzle]).all()
 
 
 @each("mode", ["eager", "chaos"])
-@each(("swizzle", "at"), [(0, (16, 5, 0, 5, 19)), (64, (40, -1, 3, 20, 2**31 - 1)), (128, (0, 1, 2, 3, -(2**31)))])
+@each(
+    ("swizzle", "at"),
+    [(0, (16, 5, 0, 5, 19)), (64, (40, -1, 3, 20, 2**31 - 1)), (128, (0, 1, 2, 3, -(2**31)))],
+)
 def test_gather4(swizzle, at, mode):
-	"""Four rows by their numbers, zeros for what is none and for columns past the last."""
-	array = aligned(np.arange(20 * 48, dtype=np.float32).reshape(20, 48))
-	box = (1, swizzle // 4 or 24)
-	with emulator.options(mode=mode, races=True):
-		got = _load(array, box, at, swizzle)
-	assert (got.reshape(4, -1) == np.concatenate([_box(array, box, (at[0], row)) for row in at[1:]])).all()
+    """Four rows by their numbers, zeros for what is none and for columns past the last."""
+    array = aligned(np.arange(20 * 48, dtype=np.float32).reshape(20, 48))
+    box = (1, swizzle // 4 or 24)
+    with emulator.options(mode=mode, races=True):
+        got = _load(array, box, at, swizzle)
+    assert (
+        got.reshape(4, -1) == np.concatenate([_box(array, box, (at[0], row)) for row in at[1:]])
+    ).all()
 
 
 STORE = (
-	"@%q0 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%p1, {%r30, %r31}], [%r0];"
-	"@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read 0;"
+    "@%q0 cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%p1, {%r30, %r31}], [%r0];"
+    "@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read 0;"
 )
 FILL = """mov.u32 %r20, %t; FILL: shl.b32 %r21, %r20, 2; add.u32 %r22, %r0, %r21;
 st.shared.b32 [%r22], %r20; add.u32 %r20, %r20, 32; setp.lt.u32 %q9, %r20, {words}; @%q9 bra FILL;
@@ -108,127 +115,143 @@ fence.proxy.async.shared::cta; bar.sync 0;
 
 
 def _store(target, box, at, body=STORE, fill=FILL):
-	words = int(np.prod(box))
-	head = SETUP.format(smem=4 * words) + fill.format(words=words) + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};"
-	run(head + body, np.zeros(1), emulator.tensor_map(target, box))
+    words = int(np.prod(box))
+    head = (
+        SETUP.format(smem=4 * words)
+        + fill.format(words=words)
+        + f"mov.b32 %r30, {at[0]}; mov.b32 %r31, {at[1]};"
+    )
+    run(head + body, np.zeros(1), emulator.tensor_map(target, box))
 
 
 @each("mode", ["eager", "chaos"])
 def test_store_drops_what_is_outside(mode):
-	target = aligned(np.full((12, 16), -1, np.int32))
-	with emulator.options(mode=mode, races=True):
-		_store(target, (8, 8), (12, 7))
-	want = np.full((12, 16), -1, np.int32)
-	want[7:, 12:] = np.arange(64).reshape(8, 8)[:5, :4]
-	assert (target == want).all()
+    target = aligned(np.full((12, 16), -1, np.int32))
+    with emulator.options(mode=mode, races=True):
+        _store(target, (8, 8), (12, 7))
+    want = np.full((12, 16), -1, np.int32)
+    want[7:, 12:] = np.arange(64).reshape(8, 8)[:5, :4]
+    assert (target == want).all()
 
 
 def test_a_misaligned_tensor_map_in_memory():
-	tensor_map = np.frombuffer(emulator.tensor_map(ZEROS, (8, 8)), np.uint64).copy()
-	tensor_map[0] += 8
-	with fails(f"global address {tensor_map[0]:#x} is not a multiple of 16 bytes"):
-		_load_zeros(tensor_map=tensor_map.tobytes())
+    tensor_map = np.frombuffer(emulator.tensor_map(ZEROS, (8, 8)), np.uint64).copy()
+    tensor_map[0] += 8
+    with fails(f"global address {tensor_map[0]:#x} is not a multiple of 16 bytes"):
+        _load_zeros(tensor_map=tensor_map.tobytes())
 
 
 def test_a_tensor_map_that_a_kernel_makes():
-	"""As CuTe DSL makes one: ordinary instructions keep bits 4 to 56 of the address."""
-	out = np.zeros(1, np.uint64)
-	body = f"add.u64 %d0, %p0, {{}}; and.b64 %d1, %d0, {(1 << 57) - 16}; st.global.b64 [%p1], %d1;"
-	array = aligned(np.zeros(64, np.uint8))
-	run(body.format(32), array, out)
-	assert out[0] == array.ctypes.data + 32
-	with fails(f"made by the kernel: the global address {out[0] - 24:#x} is not a multiple of 16 bytes"):
-		run(body.format(8), array, out)
+    """As CuTe DSL makes one: ordinary instructions keep bits 4 to 56 of the address."""
+    out = np.zeros(1, np.uint64)
+    body = f"add.u64 %d0, %p0, {{}}; and.b64 %d1, %d0, {(1 << 57) - 16}; st.global.b64 [%p1], %d1;"
+    array = aligned(np.zeros(64, np.uint8))
+    run(body.format(32), array, out)
+    assert out[0] == array.ctypes.data + 32
+    with fails(
+        f"made by the kernel: the global address {out[0] - 24:#x} is not a multiple of 16 bytes"
+    ):
+        run(body.format(8), array, out)
 
 
 def test_long_strides_of_a_tensor_map():
-	"""A stride has 36 bits, in units of 16 bytes: the highest four of all strides share a word."""
-	row, stride = aligned(np.arange(32, dtype=np.float32)), 1 << 37
-	tall = types.SimpleNamespace(dtype=row.dtype, shape=(2, 32), strides=(stride, 4), itemsize=4, ctypes=row.ctypes)
-	assert (_load(tall, (1, 32), (0, 0)) == row).all()
-	emulator.watch(row)
-	with fails(f"{row.ctypes.data + stride:#x}"):
-		_load(tall, (1, 32), (0, 1))
+    """A stride has 36 bits, in units of 16 bytes: the highest four of all strides share a word."""
+    row, stride = aligned(np.arange(32, dtype=np.float32)), 1 << 37
+    tall = types.SimpleNamespace(
+        dtype=row.dtype, shape=(2, 32), strides=(stride, 4), itemsize=4, ctypes=row.ctypes
+    )
+    assert (_load(tall, (1, 32), (0, 0)) == row).all()
+    emulator.watch(row)
+    with fails(f"{row.ctypes.data + stride:#x}"):
+        _load(tall, (1, 32), (0, 1))
 
 
 def _head(rank=2, at="0, 0", dst="%r0", smem=256, expected=256):
-	load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
-	return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
+    load = LOAD.format(rank=rank, coordinates=at).replace("[%r0]", f"[{dst}]")
+    return SETUP.format(smem=smem) + EXPECT.format(bytes=expected) + load
 
 
 def _load_zeros(array=ZEROS, tensor_map=None, tail=WAIT, **head):
-	run(_head(**head) + tail, tensor_map or emulator.tensor_map(array, (8, 8)))
+    run(_head(**head) + tail, tensor_map or emulator.tensor_map(array, (8, 8)))
 
 
 def test_load_out_of_bounds_of_the_allocation():
-	emulator.watch(ZEROS)
-	_load_zeros()
-	emulator.unwatch()
-	emulator.watch(ZEROS[:4])
-	with fails("TMA load out of bounds"):
-		_load_zeros()
+    emulator.watch(ZEROS)
+    _load_zeros()
+    emulator.unwatch()
+    emulator.watch(ZEROS[:4])
+    with fails("TMA load out of bounds"):
+        _load_zeros()
 
 
 @each(
-	("fault", "message"),
-	[
-		({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
-		({"dst": "%r0+16", "smem": 512}, "is not 128-byte aligned"),
-		({"rank": 3, "at": "0, 0, 0"}, "3 coordinates through a rank-2"),
-		({"tensor_map": bytes(128)}, "holds no tensor map"),
-		({"expected": 512}, "deadlock"),
-		({"tail": ""}, "operations are in flight"),
-	],
+    ("fault", "message"),
+    [
+        ({"dst": "%r0+128", "smem": 128}, "TMA load out of bounds: shared offset"),
+        ({"dst": "%r0+16", "smem": 512}, "is not 128-byte aligned"),
+        ({"rank": 3, "at": "0, 0, 0"}, "3 coordinates through a rank-2"),
+        ({"tensor_map": bytes(128)}, "holds no tensor map"),
+        ({"expected": 512}, "deadlock"),
+        ({"tail": ""}, "operations are in flight"),
+    ],
 )
 def test_faulty_loads(fault, message):
-	_load_zeros()
-	with fails(message):
-		_load_zeros(**fault)
+    _load_zeros()
+    with fails(message):
+        _load_zeros(**fault)
 
 
 @each(
-	("box", "swizzle", "message"),
-	[((8, 3), 0, "multiple of 16 bytes"), ((8, 32), 64, "wider than the swizzle"), ((300, 4), 0, "1..256")],
+    ("box", "swizzle", "message"),
+    [
+        ((8, 3), 0, "multiple of 16 bytes"),
+        ((8, 32), 64, "wider than the swizzle"),
+        ((300, 4), 0, "1..256"),
+    ],
 )
 def test_invalid_tensor_maps(box, swizzle, message):
-	array = aligned(np.zeros((512, 64), np.float32))
-	with raises(ValueError, message):
-		emulator.tensor_map(array, box, swizzle=swizzle)
+    array = aligned(np.zeros((512, 64), np.float32))
+    with raises(ValueError, message):
+        emulator.tensor_map(array, box, swizzle=swizzle)
 
 
 def test_missing_proxy_fence():
-	own = "fence.proxy.async.shared::cta;"
-	load = EXPECT.format(bytes=256) + LOAD.format(rank=2, coordinates="0, 0").replace("%p0", "%p1") + WAIT
+    own = "fence.proxy.async.shared::cta;"
+    load = (
+        EXPECT.format(bytes=256)
+        + LOAD.format(rank=2, coordinates="0, 0").replace("%p0", "%p1")
+        + WAIT
+    )
 
-	def store(fence, body=STORE):
-		_store(aligned(ZEROS), (8, 8), (0, 0), body, FILL.replace(own, fence))
+    def store(fence, body=STORE):
+        _store(aligned(ZEROS), (8, 8), (0, 0), body, FILL.replace(own, fence))
 
-	# A fence of global memory orders no shared memory.
-	for fence in ("", "fence.proxy.async.global;"):
-		with fails(r"TMA store reads .* no fence.proxy.async"):
-			store(fence)
-		with fails(r"load overwrites .* no fence.proxy.async"):
-			store(fence, load)
-	store(own, load)
-	with emulator.options(check_fences=False):
-		store("")
+    # A fence of global memory orders no shared memory.
+    for fence in ("", "fence.proxy.async.global;"):
+        with fails(r"TMA store reads .* no fence.proxy.async"):
+            store(fence)
+        with fails(r"load overwrites .* no fence.proxy.async"):
+            store(fence, load)
+    store(own, load)
+    with emulator.options(check_fences=False):
+        store("")
 
 
 def test_exit_under_a_pending_store():
-	unwaited = STORE.replace("@%q0 cp.async.bulk.wait_group.read 0;", "")
-	_store(aligned(ZEROS), (8, 8), (0, 0))
-	with fails("exits while a bulk store still reads"):
-		_store(aligned(ZEROS), (8, 8), (0, 0), unwaited)
+    unwaited = STORE.replace("@%q0 cp.async.bulk.wait_group.read 0;", "")
+    _store(aligned(ZEROS), (8, 8), (0, 0))
+    with fails("exits while a bulk store still reads"):
+        _store(aligned(ZEROS), (8, 8), (0, 0), unwaited)
 
 
 @each("mode", ["eager", "chaos"])
 def test_ring_of_stores(mode):
-	"""Two slots, one store pending: the older slot may be written again, the newer may not."""
-	source = aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))
-	target = aligned(np.zeros((4, 32), np.uint32))
-	body = (
-		SETUP.format(smem=256)
-		+ """mov.b32 %r3, 0; shl.b32 %r4, %t, 2; cvt.u64.u32 %d0, %r4;
+    """Two slots, one store pending: the older slot may be written again, the newer may not."""
+    source = aligned(np.arange(4 * 32, dtype=np.uint32).reshape(4, 32))
+    target = aligned(np.zeros((4, 32), np.uint32))
+    body = (
+        SETUP.format(smem=256)
+        + """mov.b32 %r3, 0; shl.b32 %r4, %t, 2; cvt.u64.u32 %d0, %r4;
 	add.u64 %d1, %p0, %d0; mov.u64 %d2, %p1;
 	TURN: and.b32 %r5, %r3, 1; mad.lo.u32 %r6, %r5, 128, %r0; add.u32 %r7, %r6, %r4;
 	ld.global.b32 %r8, [%d1]; st.shared.b32 [%r7], %r8; fence.proxy.async.shared::cta; bar.sync 0;
@@ -236,25 +259,25 @@ def test_ring_of_stores(mode):
 	@%q0 cp.async.bulk.commit_group; @%q0 cp.async.bulk.wait_group.read {pending}; bar.sync 0;
 	add.u64 %d1, %d1, 128; add.u64 %d2, %d2, 128; add.u32 %r3, %r3, 1; setp.lt.u32 %q1, %r3, 4;
 	@%q1 bra TURN; @%q0 cp.async.bulk.wait_group 0;"""
-	)
-	with emulator.options(mode=mode, races=True):
-		run(body.replace("{pending}", "1"), source, target)
-		assert (target == source).all()
-		with fails("after a read by a bulk store of warp 0"):
-			run(body.replace("{pending}", "2"), source, target)
+    )
+    with emulator.options(mode=mode, races=True):
+        run(body.replace("{pending}", "1"), source, target)
+        assert (target == source).all()
+        with fails("after a read by a bulk store of warp 0"):
+            run(body.replace("{pending}", "2"), source, target)
 
 
 def test_missing_wait_is_seen():
-	array = aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
-	out = np.zeros((8, 8), np.float32)
+    array = aligned(np.arange(64, dtype=np.float32).reshape(8, 8))
+    out = np.zeros((8, 8), np.float32)
 
-	def load(*tail):
-		run(_head() + "".join(tail), emulator.tensor_map(array, (8, 8)), out)
-		return (out == array).all()
+    def load(*tail):
+        run(_head() + "".join(tail), emulator.tensor_map(array, (8, 8)), out)
+        return (out == array).all()
 
-	dump = DUMP.format(words=64, to="%p1")
-	with emulator.options(mode="chaos", seed=0):
-		assert not load(dump, WAIT)
-		assert load(WAIT, dump)
-	with emulator.options(races=True), fails("data race on shared offset"):
-		load(dump, WAIT)
+    dump = DUMP.format(words=64, to="%p1")
+    with emulator.options(mode="chaos", seed=0):
+        assert not load(dump, WAIT)
+        assert load(WAIT, dump)
+    with emulator.options(races=True), fails("data race on shared offset"):
+        load(dump, WAIT)

@@ -11,45 +11,45 @@ from tests.helpers import BF16, E5M2, F32, assert_same_buffers, e2m1_values, sam
 RECIPES = {"bf16": recipes.BF16(), "nvfp4": recipes.NVFP4(), "row-scaled": recipes.NVFP4RowScaled()}
 #: Recipes of FP8 codes; sizes are multiples of 32.
 FP8_RECIPES = {
-	"mxfp8": recipes.MXFP8(),
-	"mxfp8-hybrid": recipes.MXFP8(grad_dtype=E5M2, weight_block=(32, 32)),
-	"fp8-block": recipes.FP8Block(),
-	"fp8-block-fp32": recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=1e-3),
-	"fp8": recipes.FP8Current(),
+    "mxfp8": recipes.MXFP8(),
+    "mxfp8-hybrid": recipes.MXFP8(grad_dtype=E5M2, weight_block=(32, 32)),
+    "fp8-block": recipes.FP8Block(),
+    "fp8-block-fp32": recipes.FP8Block(grad_dtype=E5M2, pow2_scales=False, amax_epsilon=1e-3),
+    "fp8": recipes.FP8Current(),
 }
 #: One of each kind whose results no random numbers decide; inputs are bf16.
 ALL_RECIPES = RECIPES | {name: FP8_RECIPES[name] for name in ("mxfp8", "fp8-block", "fp8")}
 ALL_RECIPES["hadamard"] = recipes.NVFP4(hadamard=True)
 QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantized}
 FORMATS = {
-	"1x16": grouped.NVFP4(),
-	"16x16": grouped.NVFP4(block=(16, 16)),
-	"row-scaled": grouped.NVFP4(row_scaled=True),
+    "1x16": grouped.NVFP4(),
+    "16x16": grouped.NVFP4(block=(16, 16)),
+    "row-scaled": grouped.NVFP4(row_scaled=True),
 }
 WEIGHT_FORMAT = FORMATS["16x16"]
 #: One of each kind of record: of element, scale and its layout, second level, and columnwise copy.
 EVERY_FORMAT = {
-	**FORMATS,
-	"fp8": grouped.FP8(),
-	"mxfp8": grouped.MXFP8(E5M2),
-	"32x32": grouped.MXFP8(block=(32, 32)),
-	"fp8_block": grouped.FP8Block(),
-	"128x128": grouped.FP8Block((128, 128), E5M2, pow2_scales=False),
+    **FORMATS,
+    "fp8": grouped.FP8(),
+    "mxfp8": grouped.MXFP8(E5M2),
+    "32x32": grouped.MXFP8(block=(32, 32)),
+    "fp8_block": grouped.FP8Block(),
+    "128x128": grouped.FP8Block((128, 128), E5M2, pow2_scales=False),
 }
 
 
 def weight(groups=3, rows=48, cols=64):
-	"""(G, N, K) bf16."""
-	return torch.randn(groups, rows, cols, dtype=BF16)
+    """(G, N, K) bf16."""
+    return torch.randn(groups, rows, cols, dtype=BF16)
 
 
 def ragged(fmt=FORMATS["row-scaled"], **options):
-	"""Of three groups and a tail."""
-	return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **{"columnwise": True, **options})
+    """Of three groups and a tail."""
+    return grouped.quantize(sample(36, 64), fmt, offs=[7, 7, 33], **{"columnwise": True, **options})
 
 
 def uniform(fmt=WEIGHT_FORMAT, **options):
-	return grouped.quantize(weight(), fmt, **{"columnwise": True, **options})
+    return grouped.quantize(weight(), fmt, **{"columnwise": True, **options})
 
 
 #: (m, n) of the members of ``shaped``.
@@ -57,66 +57,68 @@ SHAPES = [(5, 64), (0, 32), (130, 32), (1, 160)]
 
 
 def shaped(fmt=FORMATS["row-scaled"], **options):
-	"""Of members with shapes of their own and a tail."""
-	return grouped.quantize(sample(4700), fmt, **{"shapes": SHAPES, "columnwise": True, **options})
+    """Of members with shapes of their own and a tail."""
+    return grouped.quantize(sample(4700), fmt, **{"shapes": SHAPES, "columnwise": True, **options})
 
 
 def parameter(requires_grad=True, fmt=WEIGHT_FORMAT, **options):
-	return nn.Parameter(uniform(fmt, **options), requires_grad)
+    return nn.Parameter(uniform(fmt, **options), requires_grad)
 
 
 def weights_quantized(counter):
-	"""How many of the quantizations are of weights, which have no offs."""
-	return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
+    """How many of the quantizations are of weights, which have no offs."""
+    return sum(args[2] is None for args in counter.arguments("grouped_quantize"))
 
 
 def bytes_of(x):
-	inner = {name: getattr(x, name) for name in ("offs", "shapes", "element_offsets")}
-	for direction in ("rowwise", "columnwise"):
-		held = getattr(x, direction)
-		if held is not None:
-			inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
-	return {name: t.clone() for name, t in inner.items() if t is not None}
+    inner = {name: getattr(x, name) for name in ("offs", "shapes", "element_offsets")}
+    for direction in ("rowwise", "columnwise"):
+        held = getattr(x, direction)
+        if held is not None:
+            inner |= {f"{direction} {name}": t for name, t in held._asdict().items()}
+    return {name: t.clone() for name, t in inner.items() if t is not None}
 
 
 def pointers(x):
-	return [getattr(x, name).data_ptr() for name in x.__tensor_flatten__()[0]]
+    return [getattr(x, name).data_ptr() for name in x.__tensor_flatten__()[0]]
 
 
 def assert_same_tensor(got, want):
-	assert type(got) is type(want) is grouped.GroupedTensor and got.format == want.format
-	assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
-	assert_same_buffers(bytes_of(got), bytes_of(want))
+    assert type(got) is type(want) is grouped.GroupedTensor and got.format == want.format
+    assert (got.shape, got.dtype, got.device) == (want.shape, want.dtype, want.device)
+    assert_same_buffers(bytes_of(got), bytes_of(want))
 
 
 def close(got, want, relative=2e-2):
-	"""The largest difference, over the largest magnitude that there should be."""
-	torch.testing.assert_close(got.double(), want.double(), rtol=0, atol=relative * float(want.detach().abs().max()))
+    """The largest difference, over the largest magnitude that there should be."""
+    torch.testing.assert_close(
+        got.double(), want.double(), rtol=0, atol=relative * float(want.detach().abs().max())
+    )
 
 
 def decode_member(codes, scales, amax, cols):
-	"""(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
-	second = amax.reshape(-1, 1) if amax.dim() else amax
-	factor = scales.float() * second * torch.tensor(1 / 2688, dtype=F32)
-	return e2m1_values(codes)[:, :cols].float() * factor.repeat_interleave(16, dim=1)[:, :cols]
+    """(R, cols) fp32 values of compact NVFP4 codes (R, C / 2), written from the format's text."""
+    second = amax.reshape(-1, 1) if amax.dim() else amax
+    factor = scales.float() * second * torch.tensor(1 / 2688, dtype=F32)
+    return e2m1_values(codes)[:, :cols].float() * factor.repeat_interleave(16, dim=1)[:, :cols]
 
 
 class OpCounter(TorchDispatchMode):
-	"""Counts the ops that run inside, and keeps the arguments of each."""
+    """Counts the ops that run inside, and keeps the arguments of each."""
 
-	def __init__(self):
-		super().__init__()
-		self.calls = []
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
-	def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-		# Trailing arguments that have their default values are left out of args.
-		rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
-		self.calls.append((func._schema.name.split("::")[1], args + rest))
-		return func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Trailing arguments that have their default values are left out of args.
+        rest = tuple(a.default_value for a in func._schema.arguments[len(args) :])
+        self.calls.append((func._schema.name.split("::")[1], args + rest))
+        return func(*args, **(kwargs or {}))
 
-	@property
-	def counts(self):
-		return Counter(name for name, _ in self.calls)
+    @property
+    def counts(self):
+        return Counter(name for name, _ in self.calls)
 
-	def arguments(self, name):
-		return [args for called, args in self.calls if called == name]
+    def arguments(self, name):
+        return [args for called, args in self.calls if called == name]

@@ -13,41 +13,49 @@ SWIGLU = Activation("swiglu")
 
 @pytest.fixture(params=FORMATS.values(), ids=FORMATS)
 def fmt(request):
-	return request.param
+    return request.param
 
 
 def stored(fmt, elements):
-	"""What quantizes to the same codes without an activation."""
-	return elements.to(BF16) if fmt.truncates else elements
+    """What quantizes to the same codes without an activation."""
+    return elements.to(BF16) if fmt.truncates else elements
 
 
 @each("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])
 @each("backward", [False, True])
 def test_codes_and_dbias_of_the_elements(fmt, backward, rows):
-	x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
-	offs = ends(*OFFS) if len(rows) == 1 else None
-	got, dbias = grouped.quantize(x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True)
-	elements = activate_gradient(x.float(), grad.float(), SWIGLU) if backward else activate(x.float(), SWIGLU)
-	want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
-	assert got.shape == elements.shape and got.dtype == BF16
-	assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))
-	# Summed in fp32 from what is not rounded, and rounded once.
-	assert_same_bytes(dbias, ops.grouped_dbias(elements, offs).to(BF16))
-	assert dbias[1].any() == (offs is None)
+    x, grad = sample(*rows, 128), sample(*rows, 64) if backward else None
+    offs = ends(*OFFS) if len(rows) == 1 else None
+    got, dbias = grouped.quantize(
+        x, fmt, offs=offs, activation="swiglu", grad=grad, columnwise=True, dbias=True
+    )
+    elements = (
+        activate_gradient(x.float(), grad.float(), SWIGLU)
+        if backward
+        else activate(x.float(), SWIGLU)
+    )
+    want = grouped.quantize(stored(fmt, elements), fmt, offs=offs, columnwise=True)
+    assert got.shape == elements.shape and got.dtype == BF16
+    assert_all_same((*got.rowwise, *got.columnwise), (*want.rowwise, *want.columnwise))
+    # Summed in fp32 from what is not rounded, and rounded once.
+    assert_same_bytes(dbias, ops.grouped_dbias(elements, offs).to(BF16))
+    assert dbias[1].any() == (offs is None)
 
 
 def test_into_a_tensor_that_there_is(fmt):
-	x, grad = sample(40, 128), sample(40, 64)
-	for options in ({"activation": "swiglu"}, {"activation": "swiglu", "grad": grad}):
-		want = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, **options)
-		out = grouped.quantize(torch.zeros_like(want), fmt, offs=[1, 2, 40], columnwise=True)
-		assert grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options) is out
-		for way in ("rowwise", "columnwise"):
-			got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
-			assert_same_bytes(got, exact)
+    x, grad = sample(40, 128), sample(40, 64)
+    for options in ({"activation": "swiglu"}, {"activation": "swiglu", "grad": grad}):
+        want = grouped.quantize(x, fmt, offs=OFFS, columnwise=True, **options)
+        out = grouped.quantize(torch.zeros_like(want), fmt, offs=[1, 2, 40], columnwise=True)
+        assert grouped.quantize(x, fmt, offs=OFFS, columnwise=True, out=out, **options) is out
+        for way in ("rowwise", "columnwise"):
+            got, exact = (t.dequantize(direction=way)[:37] for t in (out, want))
+            assert_same_bytes(got, exact)
 
 
 def test_gradients_do_not_pass():
-	x, grad = sample(40, 128).requires_grad_(), sample(40, 64).requires_grad_()
-	q, dbias = grouped.quantize(x, grouped.FP8(), offs=OFFS, activation="swiglu", grad=grad, dbias=True)
-	assert not q.requires_grad and not dbias.requires_grad
+    x, grad = sample(40, 128).requires_grad_(), sample(40, 64).requires_grad_()
+    q, dbias = grouped.quantize(
+        x, grouped.FP8(), offs=OFFS, activation="swiglu", grad=grad, dbias=True
+    )
+    assert not q.requires_grad and not dbias.requires_grad

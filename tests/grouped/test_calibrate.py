@@ -20,200 +20,243 @@ from grouped.token_ids import read_ids
 
 EXPERTS, HIDDEN, VOCABULARY = 4, 64, 32
 FEW = {
-	"hidden_size": HIDDEN,
-	"num_hidden_layers": 2,
-	"num_attention_heads": 2,
-	"num_key_value_heads": 2,
-	"vocab_size": VOCABULARY,
-	"intermediate_size": 32,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 32,
 }
 #: Names of projections by the input that they take, and of the path of experts in files.
 NAMES = {
-	"qwen3": ((("gate_proj", "up_proj"), ("down_proj",)), "model.layers.{}.mlp.experts"),
-	"mixtral": ((("w1", "w3"), ("w2",)), "model.layers.{}.block_sparse_moe.experts"),
+    "qwen3": ((("gate_proj", "up_proj"), ("down_proj",)), "model.layers.{}.mlp.experts"),
+    "mixtral": ((("w1", "w3"), ("w2",)), "model.layers.{}.block_sparse_moe.experts"),
 }
 
 
 def model_of(kind):
-	from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-	torch.manual_seed(0)
-	if kind == "mixtral":
-		return MixtralForCausalLM(MixtralConfig(**FEW, num_local_experts=EXPERTS)).eval()
-	more = {"moe_intermediate_size": 32, "num_experts": EXPERTS, "num_experts_per_tok": 1, "head_dim": 32}
-	return Qwen3MoeForCausalLM(Qwen3MoeConfig(**FEW, **more)).eval()
+    torch.manual_seed(0)
+    if kind == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**FEW, num_local_experts=EXPERTS)).eval()
+    more = {
+        "moe_intermediate_size": 32,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": 1,
+        "head_dim": 32,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**FEW, **more)).eval()
 
 
 @torch.no_grad()
 def expected(model, sequences):
-	"""The amaxes (layers, 2, experts) by hooks around transformers' own experts; 0 without a token."""
-	amaxes = torch.zeros(2, 2, EXPERTS)
+    """The amaxes (layers, 2, experts) by hooks around transformers' own experts; 0 without a token."""
+    amaxes = torch.zeros(2, 2, EXPERTS)
 
-	def record(layer):
-		def hook(experts, arguments):
-			x, index, _ = arguments
-			for g in index.unique().tolist():
-				rows = x[(index == g).any(-1)]
-				gate, up = linear(rows, experts.gate_up_proj[g]).chunk(2, -1)
-				for i, t in enumerate((rows, experts.act_fn(gate) * up)):
-					amaxes[layer, i, g] = max(amaxes[layer, i, g], t.abs().max())
+    def record(layer):
+        def hook(experts, arguments):
+            x, index, _ = arguments
+            for g in index.unique().tolist():
+                rows = x[(index == g).any(-1)]
+                gate, up = linear(rows, experts.gate_up_proj[g]).chunk(2, -1)
+                for i, t in enumerate((rows, experts.act_fn(gate) * up)):
+                    amaxes[layer, i, g] = max(amaxes[layer, i, g], t.abs().max())
 
-		return hook
+        return hook
 
-	experts = [layer.mlp.experts for layer in model.model.layers]
-	handles = [of.register_forward_pre_hook(record(i)) for i, of in enumerate(experts)]
-	for ids in sequences:
-		model(ids[None])
-	for handle in handles:
-		handle.remove()
-	return amaxes
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    handles = [of.register_forward_pre_hook(record(i)) for i, of in enumerate(experts)]
+    for ids in sequences:
+        model(ids[None])
+    for handle in handles:
+        handle.remove()
+    return amaxes
 
 
 @each("kind", [*NAMES])
 def test_scales_are_those_of_the_inputs(kind, tmp_path):
-	model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
-	model.save_pretrained(source)
-	sequences = [torch.tensor([1, 2, 3]), torch.tensor([4, 5]), torch.tensor([1]), torch.tensor([2])]
-	sequences = sequences if kind == "qwen3" else [torch.arange(VOCABULARY)]
-	ids.write_text(json.dumps([s.tolist() for s in sequences]))
-	amaxes = expected(model, sequences)
-	unseen = amaxes == 0
-	assert unseen.any() == (kind == "qwen3") and not unseen.all(2).any()
-	amaxes = torch.where(unseen, amaxes.amax(2, keepdim=True), amaxes)
-	projections, path = NAMES[kind]
-	for layout, suffix, scale, algo in (
-		("modelopt", "input_scale", amaxes / 2688, "NVFP4"),
-		("compressed-tensors", "input_global_scale", 2688 / amaxes, None),
-	):
-		convert.convert(source, tmp_path / layout, layout=layout, calibrate=ids)
-		tensors = load_file(tmp_path / layout / "model.safetensors")
-		config = json.loads((tmp_path / layout / "config.json").read_text())["quantization_config"]
-		assert "input_activations" in config["config_groups"]["group_0"] and config.get("quant_algo") == algo
-		assert sum(name.endswith(suffix) for name in tensors) == 2 * 3 * EXPERTS
-		for layer in range(2):
-			for i, names in enumerate(projections):
-				for g in range(EXPERTS):
-					for name in names:
-						found = tensors[f"{path.format(layer)}.{g}.{name}.{suffix}"]
-						torch.testing.assert_close(found.squeeze(), scale[layer, i, g], rtol=1e-5, atol=0)
+    model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
+    model.save_pretrained(source)
+    sequences = [
+        torch.tensor([1, 2, 3]),
+        torch.tensor([4, 5]),
+        torch.tensor([1]),
+        torch.tensor([2]),
+    ]
+    sequences = sequences if kind == "qwen3" else [torch.arange(VOCABULARY)]
+    ids.write_text(json.dumps([s.tolist() for s in sequences]))
+    amaxes = expected(model, sequences)
+    unseen = amaxes == 0
+    assert unseen.any() == (kind == "qwen3") and not unseen.all(2).any()
+    amaxes = torch.where(unseen, amaxes.amax(2, keepdim=True), amaxes)
+    projections, path = NAMES[kind]
+    for layout, suffix, scale, algo in (
+        ("modelopt", "input_scale", amaxes / 2688, "NVFP4"),
+        ("compressed-tensors", "input_global_scale", 2688 / amaxes, None),
+    ):
+        convert.convert(source, tmp_path / layout, layout=layout, calibrate=ids)
+        tensors = load_file(tmp_path / layout / "model.safetensors")
+        config = json.loads((tmp_path / layout / "config.json").read_text())["quantization_config"]
+        assert (
+            "input_activations" in config["config_groups"]["group_0"]
+            and config.get("quant_algo") == algo
+        )
+        assert sum(name.endswith(suffix) for name in tensors) == 2 * 3 * EXPERTS
+        for layer in range(2):
+            for i, names in enumerate(projections):
+                for g in range(EXPERTS):
+                    for name in names:
+                        found = tensors[f"{path.format(layer)}.{g}.{name}.{suffix}"]
+                        torch.testing.assert_close(
+                            found.squeeze(), scale[layer, i, g], rtol=1e-5, atol=0
+                        )
 
 
 def test_the_command_calibrates_stacked_experts(tmp_path, capsys):
-	model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.txt"
-	model.save_pretrained(source)
-	tensors = load_file(source / "model.safetensors")
-	for layer, of in enumerate(model.model.layers):
-		for name in [n for n in tensors if re.match(rf"model.layers.{layer}.mlp.experts", n)]:
-			del tensors[name]
-		for name in ("gate_up_proj", "down_proj"):
-			tensors[f"model.layers.{layer}.mlp.experts.{name}"] = getattr(of.mlp.experts, name).detach()
-	save_file(tensors, source / "model.safetensors", {"format": "pt"})
-	ids.write_text("1 2 3\n4, 5\n")
-	assert (
-		convert.main([str(source), str(tmp_path / "a"), "--to", "nvfp4", "--calibrate", str(ids), "--device", "cpu"]) == 0
-	)
-	written = load_file(tmp_path / "a/model.safetensors")
-	amaxes = expected(model, [torch.tensor([1, 2, 3]), torch.tensor([4, 5])])
-	for i, name in enumerate(("gate_up_proj", "down_proj")):
-		want = torch.where(amaxes[1, i] == 0, amaxes[1, i].max(), amaxes[1, i]) / 2688
-		torch.testing.assert_close(written[f"model.layers.1.mlp.experts.{name}_input_scale"], want, rtol=1e-5, atol=0)
+    model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.txt"
+    model.save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    for layer, of in enumerate(model.model.layers):
+        for name in [n for n in tensors if re.match(rf"model.layers.{layer}.mlp.experts", n)]:
+            del tensors[name]
+        for name in ("gate_up_proj", "down_proj"):
+            tensors[f"model.layers.{layer}.mlp.experts.{name}"] = getattr(
+                of.mlp.experts, name
+            ).detach()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    ids.write_text("1 2 3\n4, 5\n")
+    assert (
+        convert.main(
+            [
+                str(source),
+                str(tmp_path / "a"),
+                "--to",
+                "nvfp4",
+                "--calibrate",
+                str(ids),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
+    written = load_file(tmp_path / "a/model.safetensors")
+    amaxes = expected(model, [torch.tensor([1, 2, 3]), torch.tensor([4, 5])])
+    for i, name in enumerate(("gate_up_proj", "down_proj")):
+        want = torch.where(amaxes[1, i] == 0, amaxes[1, i].max(), amaxes[1, i]) / 2688
+        torch.testing.assert_close(
+            written[f"model.layers.1.mlp.experts.{name}_input_scale"], want, rtol=1e-5, atol=0
+        )
 
 
 def test_what_cannot_be_calibrated_is_refused_before_anything_is_left(tmp_path, capsys):
-	model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.json"
-	model.save_pretrained(source)
-	ids.write_text("[1, 2]")
-	with raises(ValueError, "layout deepseek has no input scales to calibrate"):
-		convert.convert(source, tmp_path / "a", layout="deepseek", calibrate=ids)
-	capsys.readouterr()
-	with raises(SystemExit, "1"):
-		convert.main([str(source), str(tmp_path / "a"), "--to", "fp8_block", "--calibrate", str(ids)])
-	assert capsys.readouterr().err.count("\n") == 1
-	for text, message in (
-		(f"[1, {VOCABULARY}]", f"must hold token ids from 0 to {VOCABULARY - 1}, got 1 to {VOCABULARY}"),
-		("[[1], [-1]]", "token ids from 0 to"),
-		("[]", "ids.json has no token ids"),
-	):
-		ids.write_text(text)
-		with raises(ValueError, message):
-			convert.convert(source, tmp_path / "a", calibrate=ids)
-	ids.write_text("[1, 2]")
-	tensors = load_file(source / "model.safetensors")
-	more = {n.replace("layers.1", "layers.2"): t.clone() for n, t in tensors.items() if "layers.1.mlp.experts" in n}
-	save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
-	with raises(ValueError, r"has 4 experts in model.layers.2.mlp.experts, which .* does not run \(no such layer\)"):
-		convert.convert(source, tmp_path / "a", calibrate=ids)
-	assert not (tmp_path / "a").exists() or not list((tmp_path / "a").iterdir())
+    model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.json"
+    model.save_pretrained(source)
+    ids.write_text("[1, 2]")
+    with raises(ValueError, "layout deepseek has no input scales to calibrate"):
+        convert.convert(source, tmp_path / "a", layout="deepseek", calibrate=ids)
+    capsys.readouterr()
+    with raises(SystemExit, "1"):
+        convert.main(
+            [str(source), str(tmp_path / "a"), "--to", "fp8_block", "--calibrate", str(ids)]
+        )
+    assert capsys.readouterr().err.count("\n") == 1
+    for text, message in (
+        (
+            f"[1, {VOCABULARY}]",
+            f"must hold token ids from 0 to {VOCABULARY - 1}, got 1 to {VOCABULARY}",
+        ),
+        ("[[1], [-1]]", "token ids from 0 to"),
+        ("[]", "ids.json has no token ids"),
+    ):
+        ids.write_text(text)
+        with raises(ValueError, message):
+            convert.convert(source, tmp_path / "a", calibrate=ids)
+    ids.write_text("[1, 2]")
+    tensors = load_file(source / "model.safetensors")
+    more = {
+        n.replace("layers.1", "layers.2"): t.clone()
+        for n, t in tensors.items()
+        if "layers.1.mlp.experts" in n
+    }
+    save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
+    with raises(
+        ValueError,
+        r"has 4 experts in model.layers.2.mlp.experts, which .* does not run \(no such layer\)",
+    ):
+        convert.convert(source, tmp_path / "a", calibrate=ids)
+    assert not (tmp_path / "a").exists() or not list((tmp_path / "a").iterdir())
 
 
 def test_ids_of_every_kind_of_file(tmp_path):
-	rows = [[1, 2, 3], [4, 5, 6]]
-	array = np.array(rows, np.int32)
-	np.save(tmp_path / "a.npy", array)
-	np.save(tmp_path / "b.npy", array[0])
-	save_file({"input_ids": torch.tensor(rows), "mask": torch.ones(2)}, tmp_path / "a.safetensors")
-	save_file({"x": torch.tensor(rows[0])}, tmp_path / "b.safetensors")
-	(tmp_path / "a.json").write_text(json.dumps(rows))
-	(tmp_path / "b.json").write_text(json.dumps(rows[0]))
-	(tmp_path / "a.txt").write_text("1 2 3\n\n4,5,6\n")
-	(tmp_path / "b.txt").write_text("1 2 3")
-	(tmp_path / "a.jsonl").write_text('[1, 2, 3]\n{"input_ids": [4, 5, 6]}\n')
-	(tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2, 3], "text": "x"}')
-	(tmp_path / "a.ids").write_text("1 2 3\n4 5 6")
-	(tmp_path / "b.ids").write_text("1,2,3")
-	torch.save(torch.tensor(rows), tmp_path / "a.pt")
-	torch.save({"input_ids": torch.tensor(rows[0]), "mask": 1}, tmp_path / "b.pt")
-	for kind in ("npy", "safetensors", "json", "txt", "jsonl", "ids", "pt"):
-		assert [ids.tolist() for ids in read_ids(tmp_path / f"a.{kind}")] == rows
-		assert [ids.tolist() for ids in read_ids(tmp_path / f"b.{kind}")] == rows[:1]
+    rows = [[1, 2, 3], [4, 5, 6]]
+    array = np.array(rows, np.int32)
+    np.save(tmp_path / "a.npy", array)
+    np.save(tmp_path / "b.npy", array[0])
+    save_file({"input_ids": torch.tensor(rows), "mask": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"x": torch.tensor(rows[0])}, tmp_path / "b.safetensors")
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    (tmp_path / "b.json").write_text(json.dumps(rows[0]))
+    (tmp_path / "a.txt").write_text("1 2 3\n\n4,5,6\n")
+    (tmp_path / "b.txt").write_text("1 2 3")
+    (tmp_path / "a.jsonl").write_text('[1, 2, 3]\n{"input_ids": [4, 5, 6]}\n')
+    (tmp_path / "b.jsonl").write_text('{"input_ids": [1, 2, 3], "text": "x"}')
+    (tmp_path / "a.ids").write_text("1 2 3\n4 5 6")
+    (tmp_path / "b.ids").write_text("1,2,3")
+    torch.save(torch.tensor(rows), tmp_path / "a.pt")
+    torch.save({"input_ids": torch.tensor(rows[0]), "mask": 1}, tmp_path / "b.pt")
+    for kind in ("npy", "safetensors", "json", "txt", "jsonl", "ids", "pt"):
+        assert [ids.tolist() for ids in read_ids(tmp_path / f"a.{kind}")] == rows
+        assert [ids.tolist() for ids in read_ids(tmp_path / f"b.{kind}")] == rows[:1]
 
 
 WRONG = {
-	"c.json": ("{", "is no JSON"),
-	"d.json": ('{"a": 1}', "must hold a list of token ids, or of rows, got dict"),
-	"e.json": ("[1.5]", "must hold integers, .* got torch.float32"),
-	"f.json": ('["a"]', "has text, and .* has no tokenizer"),
-	"i.json": ('[{"x": 1}]', "must hold token ids, text, or lists of them, got None"),
-	"c.jsonl": ('[1]\n{"a', "is no JSON"),
-	"c.pt": ("abc", "is no file of tensors"),
-	"g.json": ("[[[1]], [[2]]]", None),
-	"h.json": ("[true]", "must hold integers, .* got torch.bool"),
-	"c.npy": ("abc", "is no array of numbers"),
-	"c.safetensors": ("abc", "is no whole safetensors file"),
-	"c.csv": ("1,a", "has text, and .* has no tokenizer"),
-	"c.txt": (" \n", "has no token ids"),
-	"d.txt": ("some text", "has text, and .* has no tokenizer"),
+    "c.json": ("{", "is no JSON"),
+    "d.json": ('{"a": 1}', "must hold a list of token ids, or of rows, got dict"),
+    "e.json": ("[1.5]", "must hold integers, .* got torch.float32"),
+    "f.json": ('["a"]', "has text, and .* has no tokenizer"),
+    "i.json": ('[{"x": 1}]', "must hold token ids, text, or lists of them, got None"),
+    "c.jsonl": ('[1]\n{"a', "is no JSON"),
+    "c.pt": ("abc", "is no file of tensors"),
+    "g.json": ("[[[1]], [[2]]]", None),
+    "h.json": ("[true]", "must hold integers, .* got torch.bool"),
+    "c.npy": ("abc", "is no array of numbers"),
+    "c.safetensors": ("abc", "is no whole safetensors file"),
+    "c.csv": ("1,a", "has text, and .* has no tokenizer"),
+    "c.txt": (" \n", "has no token ids"),
+    "d.txt": ("some text", "has text, and .* has no tokenizer"),
 }
 
 
 @each("ending", ["json", "jsonl", "txt"])
 def test_bytes_that_are_no_text_are_refused(ending, tmp_path):
-	(tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
-	with raises(ValueError, f"x.{ending} is no text"):
-		read_ids(tmp_path / f"x.{ending}")
+    (tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
+    with raises(ValueError, f"x.{ending} is no text"):
+        read_ids(tmp_path / f"x.{ending}")
 
 
 @each("name", [*WRONG])
 def test_files_without_ids_are_refused(name, tmp_path):
-	text, message = WRONG[name]
-	(tmp_path / name).write_text(text)
-	if message is None:
-		assert [ids.tolist() for ids in read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
-		return
-	with raises(ValueError, rf"{name} {message}"):
-		read_ids(tmp_path / name, tmp_path)
-	with raises(FileNotFoundError, "no file .* to calibrate with"):
-		read_ids(tmp_path / "none.json")
+    text, message = WRONG[name]
+    (tmp_path / name).write_text(text)
+    if message is None:
+        assert [ids.tolist() for ids in read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
+        return
+    with raises(ValueError, rf"{name} {message}"):
+        read_ids(tmp_path / name, tmp_path)
+    with raises(FileNotFoundError, "no file .* to calibrate with"):
+        read_ids(tmp_path / "none.json")
 
 
 def test_text_is_tokenized_by_the_tokenizer_of_the_folder(tmp_path):
-	from tokenizers import Tokenizer, models, pre_tokenizers
-	from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-	tokenizer = Tokenizer(models.WordLevel({"some": 3, "text": 5, "[UNK]": 0}, unk_token="[UNK]"))
-	tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-	PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-	(tmp_path / "x.txt").write_text("some text\nsome more")
-	assert [ids.tolist() for ids in read_ids(tmp_path / "x.txt", tmp_path)] == [[3, 5, 3, 0]]
-	(tmp_path / "x.jsonl").write_text('"some"\n{"text": "text"}\n[7]')
-	assert [ids.tolist() for ids in read_ids(tmp_path / "x.jsonl", tmp_path)] == [[3], [5], [7]]
+    tokenizer = Tokenizer(models.WordLevel({"some": 3, "text": 5, "[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "x.txt").write_text("some text\nsome more")
+    assert [ids.tolist() for ids in read_ids(tmp_path / "x.txt", tmp_path)] == [[3, 5, 3, 0]]
+    (tmp_path / "x.jsonl").write_text('"some"\n{"text": "text"}\n[7]')
+    assert [ids.tolist() for ids in read_ids(tmp_path / "x.jsonl", tmp_path)] == [[3], [5], [7]]

@@ -5,19 +5,19 @@ import torch
 import grouped
 from grouped import MXFP8, FP8Block
 from tests.helpers import (
-	BF16,
-	E5M2,
-	F16,
-	F32,
-	I32,
-	SPLITS,
-	assert_same_bytes,
-	each,
-	end_rows,
-	raises,
-	refusals,
-	sample,
-	spans,
+    BF16,
+    E5M2,
+    F16,
+    F32,
+    I32,
+    SPLITS,
+    assert_same_bytes,
+    each,
+    end_rows,
+    raises,
+    refusals,
+    sample,
+    spans,
 )
 
 from . import cases
@@ -27,16 +27,16 @@ N, K = 96, 160
 SQUARE = (128, 128)
 #: Formats of activations, weights and gradients.
 TRIOS = {
-	**{name: (fmt, WEIGHT_FORMAT, FORMATS["1x16"]) for name, fmt in FORMATS.items()},
-	"fp8": (grouped.FP8(), grouped.FP8(), grouped.FP8(E5M2)),
-	"fp8_block": (FP8Block(), FP8Block(SQUARE), FP8Block()),
-	"fp8_block, fp32 scales": (
-		FP8Block(pow2_scales=False),
-		FP8Block(SQUARE, pow2_scales=False),
-		FP8Block(dtype=E5M2, pow2_scales=False),
-	),
-	"mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
-	"mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
+    **{name: (fmt, WEIGHT_FORMAT, FORMATS["1x16"]) for name, fmt in FORMATS.items()},
+    "fp8": (grouped.FP8(), grouped.FP8(), grouped.FP8(E5M2)),
+    "fp8_block": (FP8Block(), FP8Block(SQUARE), FP8Block()),
+    "fp8_block, fp32 scales": (
+        FP8Block(pow2_scales=False),
+        FP8Block(SQUARE, pow2_scales=False),
+        FP8Block(dtype=E5M2, pow2_scales=False),
+    ),
+    "mxfp8": (MXFP8(), MXFP8(), MXFP8(E5M2)),
+    "mxfp8, square weights": (MXFP8(), MXFP8(block=(32, 32)), MXFP8()),
 }
 each_trio = each("trio", TRIOS)
 
@@ -46,93 +46,103 @@ close = functools.partial(cases.close, relative=2e-6)
 
 
 def tensors(splits):
-	rows = end_rows(splits)[-1] + 3
-	return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
+    rows = end_rows(splits)[-1] + 3
+    return sample(rows, K), sample(len(splits), N, K), sample(rows, N)
 
 
 def quantized(trio, splits, held):
-	ends = end_rows(splits)
-	return [
-		grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
-		for t, fmt in zip(held, trio, strict=True)
-	]
+    ends = end_rows(splits)
+    return [
+        grouped.quantize(t, fmt, offs=None if t.dim() == 3 else ends, columnwise=True)
+        for t, fmt in zip(held, trio, strict=True)
+    ]
 
 
 def operands(splits=(7, 0, 26)):
-	return quantized(TRIOS["row-scaled"], splits, tensors(splits))
+    return quantized(TRIOS["row-scaled"], splits, tensors(splits))
 
 
 def products(x, w, dy, **options):
-	return (
-		grouped.grouped_gemm(x, w, **options),
-		grouped.grouped_gemm(dy, w, transpose_b=True, **options),
-		grouped.grouped_gemm(dy, x, **options),
-	)
+    return (
+        grouped.grouped_gemm(x, w, **options),
+        grouped.grouped_gemm(dy, w, transpose_b=True, **options),
+        grouped.grouped_gemm(dy, x, **options),
+    )
 
 
 @each_trio
 @each("splits", SPLITS)
 def test_products_of_the_decoded_members(trio, splits):
-	x, w, dy = quantized(trio, splits, tensors(splits))
-	y, dx, dw = products(x, w, dy, out_dtype=F32)
-	assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
-	ways = "rowwise", "columnwise"
-	(row, column), (weight, weight_t), (dy_row, dy_column) = (
-		[t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
-	)
-	for g, (start, end) in enumerate(spans(splits)):
-		if start == end:
-			assert not dw[g].any()
-			continue
-		close(y[start:end], row[start:end] @ weight[g].T)
-		close(dx[start:end], dy_row[start:end] @ weight_t[g])
-		close(dw[g], dy_column[start:end].T @ column[start:end])
-	assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
+    x, w, dy = quantized(trio, splits, tensors(splits))
+    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    assert y.shape == (x.shape[0], N) and dx.shape == x.shape and dw.shape == w.shape
+    ways = "rowwise", "columnwise"
+    (row, column), (weight, weight_t), (dy_row, dy_column) = (
+        [t.dequantize(F32, way).double() for way in ways] for t in (x, w, dy)
+    )
+    for g, (start, end) in enumerate(spans(splits)):
+        if start == end:
+            assert not dw[g].any()
+            continue
+        close(y[start:end], row[start:end] @ weight[g].T)
+        close(dx[start:end], dy_row[start:end] @ weight_t[g])
+        close(dw[g], dy_column[start:end].T @ column[start:end])
+    assert not y[end_rows(splits)[-1] :].any() and not dx[end_rows(splits)[-1] :].any()
 
 
 @each_trio
 def test_out_alpha_bias_and_accumulate(trio):
-	splits = (20, 0, 12)
-	x, w, dy = quantized(trio, splits, tensors(splits))
-	bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
-	y, dx, dw = products(x, w, dy, out_dtype=F32)
-	scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
-	for dtype in (BF16, F16, F32):
-		got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
-		assert_same_bytes(got[:32], scaled.to(dtype))
-		assert not got[32:].any()
-	assert grouped.grouped_gemm(x, w).dtype == BF16
-	calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
-	for result, operands, options in calls:
-		rows = len(result)
-		held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
-		for accumulate in (False, True):
-			before = held.clone()
-			assert grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options) is held
-			assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
-			assert_same_bytes(held[rows:], before[rows:])
+    splits = (20, 0, 12)
+    x, w, dy = quantized(trio, splits, tensors(splits))
+    bias, alpha = torch.randn(3, N), torch.tensor([2.0, 0.5, -1.0])  # powers of two: no rounding
+    y, dx, dw = products(x, w, dy, out_dtype=F32)
+    scaled = torch.cat([y[a:b] * alpha[g] + bias[g] for g, (a, b) in enumerate(spans(splits))])
+    for dtype in (BF16, F16, F32):
+        got = grouped.grouped_gemm(x, w, bias=bias, alpha=alpha, out_dtype=dtype)
+        assert_same_bytes(got[:32], scaled.to(dtype))
+        assert not got[32:].any()
+    assert grouped.grouped_gemm(x, w).dtype == BF16
+    calls = ((y[:32], (x, w), {}), (dx[:32], (dy, w), {"transpose_b": True}), (dw, (dy, x), {}))
+    for result, operands, options in calls:
+        rows = len(result)
+        held = torch.randn(rows + 3 * (result.dim() == 2), *result.shape[1:])  # with the tail
+        for accumulate in (False, True):
+            before = held.clone()
+            assert (
+                grouped.grouped_gemm(*operands, out=held, accumulate=accumulate, **options) is held
+            )
+            assert_same_bytes(held[:rows], before[:rows] + result if accumulate else result)
+            assert_same_bytes(held[rows:], before[rows:])
 
 
 @each_trio
 @each("dtype", [BF16, F16], ids=str)
 def test_gradients_of_plain_activations(trio, dtype):
-	ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=I32)
-	x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))
-	w, bias = grouped.quantize(weight, trio[1], columnwise=True), torch.randn(4, N, requires_grad=True)
-	y = grouped.grouped_gemm(x.requires_grad_(), w, offs=ends, bias=bias, out_dtype=F32)
-	y.backward(dy.float())
-	assert_same_bytes(x.grad, grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=dtype))
-	assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
-	for g, (start, end) in enumerate(spans((0, 130, 0, 7))):
-		if start < end:
-			close(y[start:end], x[start:end].double() @ w.dequantize(F32)[g].double().T + bias[g].double())
+    ends = torch.tensor(end_rows((0, 130, 0, 7)), dtype=I32)
+    x, weight, dy = (t.to(dtype) for t in tensors((0, 130, 0, 7)))
+    w, bias = (
+        grouped.quantize(weight, trio[1], columnwise=True),
+        torch.randn(4, N, requires_grad=True),
+    )
+    y = grouped.grouped_gemm(x.requires_grad_(), w, offs=ends, bias=bias, out_dtype=F32)
+    y.backward(dy.float())
+    assert_same_bytes(
+        x.grad, grouped.grouped_gemm(dy, w, offs=ends, transpose_b=True, out_dtype=dtype)
+    )
+    assert_same_bytes(bias.grad, torch.ops.cute_kernels.grouped_dbias(dy.float(), ends))
+    for g, (start, end) in enumerate(spans((0, 130, 0, 7))):
+        if start < end:
+            close(
+                y[start:end],
+                x[start:end].double() @ w.dequantize(F32)[g].double().T + bias[g].double(),
+            )
 
 
 def test_a_product_of_quantized_parameters_has_no_derivative():
-	x, w, _ = operands()
-	y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
-	with raises(RuntimeError, r"no derivative.*grouped\.nn"):
-		y.sum().backward()
+    x, w, _ = operands()
+    y = grouped.grouped_gemm(x, torch.nn.Parameter(w))
+    with raises(RuntimeError, r"no derivative.*grouped\.nn"):
+        y.sum().backward()
 
 
 X, W, _ = operands()
@@ -140,37 +150,39 @@ PLAIN = {"a": sample(36, K), "b": sample(3, N, K), "offs": [7, 7, 33]}
 
 
 test_grouped_gemm_refuses = refusals(
-	lambda given: grouped.grouped_gemm(**given),
-	[
-		({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
-		({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
-		({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
-		({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
-		({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
-		({"a": W, "b": W}, ValueError, "a must be ragged"),
-		({"a": X, "b": W, "accumulate": True}, ValueError, "out, which is missing"),
-		({"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": F16}, ValueError, "out_dtype is"),
-		({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
-		({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
-		({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-		(PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
-		({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
-		({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
-	],
+    lambda given: grouped.grouped_gemm(**given),
+    [
+        ({"a": X, "b": W.dequantize()}, TypeError, "GroupedTensor and Tensor"),
+        ({"a": PLAIN["a"], "b": X, "offs": [7, 7, 33]}, ValueError, "b must be uniform"),
+        ({"a": PLAIN["a"][:, 16:], "b": W, "offs": [7, 7, 33]}, ValueError, "b contracts, 160"),
+        ({"a": PLAIN["a"], "b": PLAIN["b"]}, ValueError, "offs is missing"),
+        ({"a": X, "b": W, "offs": [1]}, ValueError, "operands carry their own"),
+        ({"a": W, "b": W}, ValueError, "a must be ragged"),
+        ({"a": X, "b": W, "accumulate": True}, ValueError, "out, which is missing"),
+        ({"a": X, "b": W, "out": torch.zeros(36, N), "out_dtype": F16}, ValueError, "out_dtype is"),
+        ({"a": X, "b": W, "out": torch.zeros(N, 36).T}, ValueError, "row-major"),
+        ({"a": X, "b": X, "bias": torch.zeros(3, K)}, ValueError, "bias has no meaning"),
+        ({"a": X, "b": X, "transpose_b": True}, ValueError, "transpose_b has no meaning"),
+        (PLAIN | {"b": PLAIN["a"], "transpose_b": True}, ValueError, "transpose_b has no meaning"),
+        ({"a": X, "b": operands((7, 26))[2]}, ValueError, "cut alike: 3 groups.*2 groups"),
+        ({"a": X, "b": W, "transpose_b": True}, ValueError, "as b contracts, 96"),
+    ],
 )
 
 
 def test_a_direction_that_is_missing_is_named():
-	x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
-	column = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True)
-	w = grouped.quantize(sample(1, N, K), WEIGHT_FORMAT)
-	plain = grouped.grouped_gemm(sample(36, K).requires_grad_(), w, offs=[36]).sum()
-	for message, call in (
-		("a has no rowwise copy", lambda: grouped.grouped_gemm(column, w)),
-		("b has no columnwise copy", lambda: grouped.grouped_gemm(x, w, transpose_b=True)),
-		("a has no columnwise copy", lambda: grouped.grouped_gemm(x, column)),
-		("b has no columnwise copy", lambda: grouped.grouped_gemm(column, x)),
-		("b has no columnwise copy", plain.backward),
-	):
-		with raises(RuntimeError, message):
-			call()
+    x = grouped.quantize(sample(36, K), FORMATS["1x16"], offs=[36])
+    column = grouped.quantize(
+        sample(36, K), FORMATS["1x16"], offs=[36], rowwise=False, columnwise=True
+    )
+    w = grouped.quantize(sample(1, N, K), WEIGHT_FORMAT)
+    plain = grouped.grouped_gemm(sample(36, K).requires_grad_(), w, offs=[36]).sum()
+    for message, call in (
+        ("a has no rowwise copy", lambda: grouped.grouped_gemm(column, w)),
+        ("b has no columnwise copy", lambda: grouped.grouped_gemm(x, w, transpose_b=True)),
+        ("a has no columnwise copy", lambda: grouped.grouped_gemm(x, column)),
+        ("b has no columnwise copy", lambda: grouped.grouped_gemm(column, x)),
+        ("b has no columnwise copy", plain.backward),
+    ):
+        with raises(RuntimeError, message):
+            call()

@@ -7,17 +7,17 @@ import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
 from grouped.recipes import Recipe
 from tests.helpers import (
-	BF16,
-	F16,
-	F32,
-	SPLITS,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	end_rows,
-	raises,
-	sample,
-	step,
+    BF16,
+    F16,
+    F32,
+    SPLITS,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    end_rows,
+    raises,
+    sample,
+    step,
 )
 
 from .cases import ALL_RECIPES, FP8_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter, close
@@ -30,251 +30,275 @@ MULTIPLY = "m_grouped_quantize_gemm"
 
 
 def layer_of(recipe, groups=3, **options):
-	options.setdefault("dtype", F32)
-	return GroupedLinear(groups, K, N, recipe=recipe, **options)
+    options.setdefault("dtype", F32)
+    return GroupedLinear(groups, K, N, recipe=recipe, **options)
 
 
 def spans(ends):
-	return list(zip([0, *ends[:-1]], ends, strict=True))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def decoded(x, fmt, offs):
-	"""Both copies in fp64."""
-	if fmt is None:
-		return [x.bfloat16().double()] * 2
-	q = grouped.quantize(x, fmt, offs=offs, columnwise=True)
-	return [q.dequantize(F32, way).double() for way in ("rowwise", "columnwise")]
+    """Both copies in fp64."""
+    if fmt is None:
+        return [x.bfloat16().double()] * 2
+    q = grouped.quantize(x, fmt, offs=offs, columnwise=True)
+    return [q.dequantize(F32, way).double() for way in ("rowwise", "columnwise")]
 
 
 def expected(layer, x, ends, dy):
-	"""Output and gradients of a linear layer a group, on the decoded operands, in fp64."""
-	recipe = layer.recipe
-	live = ends[-1]
-	w = layer._stacked("weight").detach()
-	bias = layer._stacked("bias").detach() if layer.has_bias else None
-	fprop_x, wgrad_x = decoded(x, recipe.input, ends)
-	dgrad_dy, wgrad_dy = decoded(dy, recipe.grad_output, ends)
-	fprop_w, dgrad_w = decoded(w, recipe.weight, None)
-	cols, depth = w.shape[1:]
-	y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
-	dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
-	for g, (start, end) in enumerate(spans(ends)):
-		rows = slice(start, end)
-		y[rows] = fprop_x[rows] @ fprop_w[g].T + (0 if bias is None else bias[g].double())
-		dx[rows] = dgrad_dy[rows] @ dgrad_w[g]
-		dw[g] = wgrad_dy[rows].T @ wgrad_x[rows]
-		db[g] = dy[rows].double().sum(0)
-	assert not y[live:].any()
-	return y, dx, dw, db
+    """Output and gradients of a linear layer a group, on the decoded operands, in fp64."""
+    recipe = layer.recipe
+    live = ends[-1]
+    w = layer._stacked("weight").detach()
+    bias = layer._stacked("bias").detach() if layer.has_bias else None
+    fprop_x, wgrad_x = decoded(x, recipe.input, ends)
+    dgrad_dy, wgrad_dy = decoded(dy, recipe.grad_output, ends)
+    fprop_w, dgrad_w = decoded(w, recipe.weight, None)
+    cols, depth = w.shape[1:]
+    y, dx = torch.zeros(len(x), cols).double(), torch.zeros(len(x), depth).double()
+    dw, db = torch.zeros(w.shape).double(), torch.zeros(len(w), cols).double()
+    for g, (start, end) in enumerate(spans(ends)):
+        rows = slice(start, end)
+        y[rows] = fprop_x[rows] @ fprop_w[g].T + (0 if bias is None else bias[g].double())
+        dx[rows] = dgrad_dy[rows] @ dgrad_w[g]
+        dw[g] = wgrad_dy[rows].T @ wgrad_x[rows]
+        db[g] = dy[rows].double().sum(0)
+    assert not y[live:].any()
+    return y, dx, dw, db
 
 
 @each("recipe", EVERY_RECIPE)
 @each("splits", SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
-	"""fp32 inputs, so that only the accumulation differs; NaN in the tails of x and dy; both forms of the parameters."""
-	ends = end_rows(splits)
-	layer = layer_of(recipe, len(splits), single_parameter=len(splits) % 3 == 1, bias=len(splits) != 4)
-	x, dy = (sample(ends[-1] + 6, width, dtype=F32) for width in (K, N))
-	want = expected(layer, x, ends, dy)
-	x[ends[-1] :] = torch.nan
-	dy[ends[-1] :] = torch.nan
-	y, dx, *gradients = step(layer, x, dy, torch.tensor(ends))
-	if not layer.single_parameter:
-		gradients = [torch.stack(gradients[i : i + len(splits)]) for i in range(0, len(gradients), len(splits))]
-	assert {t.dtype for t in (y, dx, *gradients)} == {F32}
-	for a, b in zip((y, dx, *gradients), want, strict=layer.has_bias):
-		close(a, b, 1e-5)
-	assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
-	for g, rows in enumerate(splits):
-		if not rows:
-			assert not any(t[g].any() for t in gradients)
+    """fp32 inputs, so that only the accumulation differs;
+
+    NaN in the tails of x and dy; both forms of the parameters.
+    """
+    ends = end_rows(splits)
+    layer = layer_of(
+        recipe, len(splits), single_parameter=len(splits) % 3 == 1, bias=len(splits) != 4
+    )
+    x, dy = (sample(ends[-1] + 6, width, dtype=F32) for width in (K, N))
+    want = expected(layer, x, ends, dy)
+    x[ends[-1] :] = torch.nan
+    dy[ends[-1] :] = torch.nan
+    y, dx, *gradients = step(layer, x, dy, torch.tensor(ends))
+    if not layer.single_parameter:
+        gradients = [
+            torch.stack(gradients[i : i + len(splits)])
+            for i in range(0, len(gradients), len(splits))
+        ]
+    assert {t.dtype for t in (y, dx, *gradients)} == {F32}
+    for a, b in zip((y, dx, *gradients), want, strict=layer.has_bias):
+        close(a, b, 1e-5)
+    assert not y[ends[-1] :].any() and not dx[ends[-1] :].any()
+    for g, rows in enumerate(splits):
+        if not rows:
+            assert not any(t[g].any() for t in gradients)
 
 
 OTHERS = {"hadamard": ALL_RECIPES["hadamard"]}
-OTHERS["row-scaled gradients"] = Recipe(grouped.NVFP4(), WEIGHT_FORMAT, grouped.NVFP4(row_scaled=True))
+OTHERS["row-scaled gradients"] = Recipe(
+    grouped.NVFP4(), WEIGHT_FORMAT, grouped.NVFP4(row_scaled=True)
+)
 
 
 @each("recipe", EVERY_RECIPE | OTHERS)
 @each("dtype", [BF16, F16, F32])
 @each("parameters", [BF16, F32])
 def test_dtypes(recipe, dtype, parameters):
-	if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {BF16}:
-		return  # Nothing else is transformed; decoded, a transform is undone in fp32.
-	ends = [9, 20, 31]
-	layer = layer_of(recipe, dtype=parameters)
-	x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
-	tolerance = {BF16: 1e-2, F16: 2e-3, F32: 1e-5}
-	got, dtypes = step(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
-	assert [t.dtype for t in got] == dtypes
-	if recipe.is_quantized or dtype != F16:
-		for t, want, of in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
-			close(t, want, tolerance[of])
+    if recipe == ALL_RECIPES["hadamard"] and {dtype, parameters} != {BF16}:
+        return  # Nothing else is transformed; decoded, a transform is undone in fp32.
+    ends = [9, 20, 31]
+    layer = layer_of(recipe, dtype=parameters)
+    x, dy = torch.randn(31, K, dtype=dtype), torch.randn(31, N, dtype=dtype)
+    tolerance = {BF16: 1e-2, F16: 2e-3, F32: 1e-5}
+    got, dtypes = step(layer, x, dy, ends), [dtype, dtype, parameters, parameters]
+    assert [t.dtype for t in got] == dtypes
+    if recipe.is_quantized or dtype != F16:
+        for t, want, of in zip(got, expected(layer, x, ends, dy), dtypes, strict=True):
+            close(t, want, tolerance[of])
 
 
 @each("single", [True, False])
 @each("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
-	layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
-	names = ["weight"] + ["bias"] * bias
-	wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
-	assert [name for name, _ in layer.named_parameters()] == wanted
-	torch.manual_seed(0)
-	for g in range(3):
-		expert = nn.Linear(K, N, bias)
-		for name in names:
-			assert_same_bytes(layer._stacked(name)[g].detach(), getattr(expert, name).detach())
+    layer = layer_of(RECIPES["bf16"], single_parameter=single, bias=bias)
+    names = ["weight"] + ["bias"] * bias
+    wanted = names if single else [f"{name}{g}" for name in names for g in range(3)]
+    assert [name for name, _ in layer.named_parameters()] == wanted
+    torch.manual_seed(0)
+    for g in range(3):
+        expert = nn.Linear(K, N, bias)
+        for name in names:
+            assert_same_bytes(layer._stacked(name)[g].detach(), getattr(expert, name).detach())
 
 
 @each("recipe", RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
-	layer = layer_of(recipe)
-	x = sample(40, K).requires_grad_()
-	y = layer(x, ENDS)
-	dy = torch.randn_like(y)
-	y.backward(dy, retain_graph=True)
-	first = [t.grad.clone() for t in (x, *layer.parameters())]
-	y.backward(dy)
-	for t, once in zip((x, *layer.parameters()), first, strict=True):
-		assert_same_bytes(t.grad, 2 * once)
-	with raises(RuntimeError, "second time"):
-		y.backward(dy)
+    layer = layer_of(recipe)
+    x = sample(40, K).requires_grad_()
+    y = layer(x, ENDS)
+    dy = torch.randn_like(y)
+    y.backward(dy, retain_graph=True)
+    first = [t.grad.clone() for t in (x, *layer.parameters())]
+    y.backward(dy)
+    for t, once in zip((x, *layer.parameters()), first, strict=True):
+        assert_same_bytes(t.grad, 2 * once)
+    with raises(RuntimeError, "second time"):
+        y.backward(dy)
 
 
 @each("recipe", RECIPES)
 def test_autocast(recipe):
-	layer = layer_of(recipe)
-	x = torch.randn(40, K, requires_grad=True)
-	with torch.autocast("cpu", BF16):
-		y = layer(x, ENDS)
-	assert y.dtype == BF16
-	assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
-	y.sum().backward()
-	assert x.grad.dtype == layer.weight.grad.dtype == F32
+    layer = layer_of(recipe)
+    x = torch.randn(40, K, requires_grad=True)
+    with torch.autocast("cpu", BF16):
+        y = layer(x, ENDS)
+    assert y.dtype == BF16
+    assert_same_bytes(y.detach(), layer(x.bfloat16(), ENDS).detach())
+    y.sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == F32
 
 
 def directions(counter):
-	"""(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
-	return [
-		(False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
-		for name, a in counter.calls
-		if name in ("grouped_quantize", MULTIPLY)
-	]
+    """(is the weight, rowwise, columnwise) of each quantization; of x alone, the GEMM has it in."""
+    return [
+        (False, True, False) if name == MULTIPLY else (a[2] is None, a[4], a[5])
+        for name, a in counter.calls
+        if name in ("grouped_quantize", MULTIPLY)
+    ]
 
 
 def test_only_what_the_gradients_need_is_quantized():
-	layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
-	for grad_mode, first in itertools.product((torch.no_grad, torch.inference_mode), (None, True)):
-		with grad_mode(), OpCounter() as counter:
-			y = layer(sample(40, K).requires_grad_(), offs, is_first_microbatch=first)
-		assert sorted(directions(counter)) == [(False, True, False), (True, True, False)] and not y.requires_grad
-	with OpCounter() as counter:
-		layer(sample(40, K).requires_grad_(), offs).sum().backward()
-	assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
-	with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
-		layer(sample(40, K), offs).sum().backward()
-	assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
-	layer.weight.requires_grad_(False)
-	with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
-		layer(sample(40, K).requires_grad_(), offs).sum().backward()
-	assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
-	assert layer.weight.grad is not None and layer.bias.grad is not None
-	with OpCounter() as counter:  # only the bias
-		layer(sample(40, K), offs).sum().backward()
-	assert directions(counter) == [(True, True, False), (False, True, False)]
+    layer, offs = layer_of(RECIPES["row-scaled"]), OFFS
+    for grad_mode, first in itertools.product((torch.no_grad, torch.inference_mode), (None, True)):
+        with grad_mode(), OpCounter() as counter:
+            y = layer(sample(40, K).requires_grad_(), offs, is_first_microbatch=first)
+        assert (
+            sorted(directions(counter)) == [(False, True, False), (True, True, False)]
+            and not y.requires_grad
+        )
+    with OpCounter() as counter:
+        layer(sample(40, K).requires_grad_(), offs).sum().backward()
+    assert sorted(directions(counter)) == [(False, True, True)] * 2 + [(True, True, True)]
+    with OpCounter() as counter:  # no gradient of x: no columnwise weight, no rowwise dy
+        layer(sample(40, K), offs).sum().backward()
+    assert directions(counter) == [(True, True, False), (False, True, True), (False, False, True)]
+    layer.weight.requires_grad_(False)
+    with OpCounter() as counter:  # no gradient of the weight: no columnwise x or dy
+        layer(sample(40, K).requires_grad_(), offs).sum().backward()
+    assert directions(counter) == [(True, True, True), (False, True, False), (False, True, False)]
+    assert layer.weight.grad is not None and layer.bias.grad is not None
+    with OpCounter() as counter:  # only the bias
+        layer(sample(40, K), offs).sum().backward()
+    assert directions(counter) == [(True, True, False), (False, True, False)]
 
 
 @each("single", [True, False])
 @each("recipe", QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
-	layer = layer_of(recipe, single_parameter=single)
-	batches = [sample(40, K) for _ in range(3)]
+    layer = layer_of(recipe, single_parameter=single)
+    batches = [sample(40, K) for _ in range(3)]
 
-	def run(flags):
-		layer.zero_grad()
-		inputs = [batch.clone().requires_grad_() for batch in batches]
-		with OpCounter() as counter:
-			for leaf, flag in zip(inputs, flags, strict=True):
-				layer(leaf, OFFS, is_first_microbatch=flag).sum().backward()
-		grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
-		return grads, sum(weight for weight, _, _ in directions(counter))
+    def run(flags):
+        layer.zero_grad()
+        inputs = [batch.clone().requires_grad_() for batch in batches]
+        with OpCounter() as counter:
+            for leaf, flag in zip(inputs, flags, strict=True):
+                layer(leaf, OFFS, is_first_microbatch=flag).sum().backward()
+        grads = [leaf.grad for leaf in inputs] + [p.grad.clone() for p in layer.parameters()]
+        return grads, sum(weight for weight, _, _ in directions(counter))
 
-	(plain, each), (cached, once) = run([None] * 3), run([True, False, False])
-	assert (each, once) == (3, 1)
-	assert_all_same(plain, cached)
+    (plain, each), (cached, once) = run([None] * 3), run([True, False, False])
+    assert (each, once) == (3, 1)
+    assert_all_same(plain, cached)
 
 
 def test_a_later_microbatch_needs_a_kept_weight():
-	layer = layer_of(RECIPES["row-scaled"])
-	x = sample(40, K)
-	with raises(RuntimeError, "a call with True kept; none was"):
-		layer(x, ENDS, is_first_microbatch=False)
-	with torch.no_grad():
-		layer(x, ENDS, is_first_microbatch=True)
-	layer(x, ENDS, is_first_microbatch=False)
-	with raises(RuntimeError, "columnwise weight.*under no_grad"):
-		layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
+    layer = layer_of(RECIPES["row-scaled"])
+    x = sample(40, K)
+    with raises(RuntimeError, "a call with True kept; none was"):
+        layer(x, ENDS, is_first_microbatch=False)
+    with torch.no_grad():
+        layer(x, ENDS, is_first_microbatch=True)
+    layer(x, ENDS, is_first_microbatch=False)
+    with raises(RuntimeError, "columnwise weight.*under no_grad"):
+        layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
 def quantized_layer(recipe, requires_grad=True, **options):
-	layer = layer_of(recipe, dtype=BF16)
-	options.setdefault("columnwise", True)
-	layer.weight = nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad)
-	return layer
+    layer = layer_of(recipe, dtype=BF16)
+    options.setdefault("columnwise", True)
+    layer.weight = nn.Parameter(
+        grouped.quantize(layer.weight, WEIGHT_FORMAT, **options), requires_grad
+    )
+    return layer
 
 
 def test_a_frozen_quantized_weight():
-	layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
-	x = sample(40, K)
-	with OpCounter() as counter:
-		layer(x, OFFS)
-	assert directions(counter) == [(False, True, False)]
-	with raises(RuntimeError, "weight has no columnwise copy"):
-		layer(x.requires_grad_(), ENDS)
-	with torch.no_grad():
-		layer(x, ENDS)
+    layer = quantized_layer(RECIPES["row-scaled"], requires_grad=False, columnwise=False)
+    x = sample(40, K)
+    with OpCounter() as counter:
+        layer(x, OFFS)
+    assert directions(counter) == [(False, True, False)]
+    with raises(RuntimeError, "weight has no columnwise copy"):
+        layer(x.requires_grad_(), ENDS)
+    with torch.no_grad():
+        layer(x, ENDS)
 
 
 def ragged_weight():
-	return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
+    return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
 
 
 @each(
-	("make", "error", "match"),
-	[
-		(lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)), ValueError, "row_"),
-		(lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
-		(lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
-		(ragged_weight, ValueError, "uniform of shape"),
-		(
-			lambda: grouped.quantize(sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True),
-			RuntimeError,
-			"no rowwise copy",
-		),
-	],
+    ("make", "error", "match"),
+    [
+        (
+            lambda: grouped.quantize(sample(3, N, K), grouped.NVFP4(row_scaled=True)),
+            ValueError,
+            "row_",
+        ),
+        (lambda: grouped.quantize(sample(2, N, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+        (lambda: grouped.quantize(sample(3, K, K), WEIGHT_FORMAT), ValueError, "uniform of shape"),
+        (ragged_weight, ValueError, "uniform of shape"),
+        (
+            lambda: grouped.quantize(
+                sample(3, N, K), WEIGHT_FORMAT, rowwise=False, columnwise=True
+            ),
+            RuntimeError,
+            "no rowwise copy",
+        ),
+    ],
 )
 def test_quantized_weights_that_do_not_fit_are_refused(make, error, match):
-	mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=BF16)
-	alone = layer_of(mlp.gate_up.recipe)
-	alone.weight = mlp.gate_up.weight = nn.Parameter(make())
-	for module in (alone, mlp):
-		with raises(error, match):
-			module(sample(40, K), ENDS)
+    mlp = GroupedMLP(3, K, N // 2, recipe=RECIPES["row-scaled"], dtype=BF16)
+    alone = layer_of(mlp.gate_up.recipe)
+    alone.weight = mlp.gate_up.weight = nn.Parameter(make())
+    for module in (alone, mlp):
+        with raises(error, match):
+            module(sample(40, K), ENDS)
 
 
 def test_bf16_activations_beside_a_quantized_weight():
-	layer = quantized_layer(RECIPES["bf16"])
-	x, dy = sample(40, K), sample(40, N)
-	y, dx, dw, _ = step(layer, x, dy, ENDS)
-	got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x)
-	assert_all_same((got, *vjp(dy)), (y, dx))
-	options = {"offs": ENDS, "out_dtype": BF16}
-	held, bias = layer.weight.detach(), layer.bias.detach()
-	assert_same_bytes(y, grouped.grouped_gemm(x, held, bias=bias, **options))
-	assert_same_bytes(dx, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
-	assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
+    layer = quantized_layer(RECIPES["bf16"])
+    x, dy = sample(40, K), sample(40, N)
+    y, dx, dw, _ = step(layer, x, dy, ENDS)
+    got, vjp = torch.func.vjp(lambda x: layer(x, ENDS), x)
+    assert_all_same((got, *vjp(dy)), (y, dx))
+    options = {"offs": ENDS, "out_dtype": BF16}
+    held, bias = layer.weight.detach(), layer.bias.detach()
+    assert_same_bytes(y, grouped.grouped_gemm(x, held, bias=bias, **options))
+    assert_same_bytes(dx, grouped.grouped_gemm(dy, held, transpose_b=True, **options))
+    assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
 
 
-@each(("arguments", "name"), [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")])
+@each(
+    ("arguments", "name"),
+    [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")],
+)
 def test_construction_refuses(arguments, name):
-	with raises(ValueError, f"{name} must be positive"):
-		GroupedLinear(*arguments)
+    with raises(ValueError, f"{name} must be positive"):
+        GroupedLinear(*arguments)

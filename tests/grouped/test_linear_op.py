@@ -10,7 +10,17 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ends, raises, refusals, sample, step
+from tests.helpers import (
+    BF16,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    ends,
+    raises,
+    refusals,
+    sample,
+    step,
+)
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
@@ -19,85 +29,91 @@ OFFS = ends(13, 13, 35)
 
 
 def layer_of(recipe, **options):
-	return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
+    return GroupedLinear(3, K, N, recipe=recipe, dtype=BF16, **options)
 
 
 def gradients(module, x, dy, function=None):
-	return step(module, x, dy, OFFS, function=function)
+    return step(module, x, dy, OFFS, function=function)
 
 
 def saved_and_loaded(program):
-	saved = io.BytesIO()
-	torch.export.save(program, saved)
-	saved.seek(0)
-	return torch.export.load(saved).module()
+    saved = io.BytesIO()
+    torch.export.save(program, saved)
+    saved.seek(0)
+    return torch.export.load(saved).module()
 
 
 @pytest.fixture
 def data():
-	return sample(40, K), sample(40, N)
+    return sample(40, K), sample(40, N)
 
 
 @each("recipe", RECIPES)
 def test_it_is_what_the_module_computes(recipe, data):
-	layer = layer_of(recipe)
-	x, dy = data
-	want = gradients(layer, x, dy)
+    layer = layer_of(recipe)
+    x, dy = data
+    want = gradients(layer, x, dy)
 
-	def linear(x, _):
-		return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
+    def linear(x, _):
+        return grouped.linear(x, layer.weight, layer.bias, [13, 13, 35], recipe)
 
-	assert_all_same(gradients(layer, x, dy, linear), want)
-	# Leading dimensions are flattened, and rows need not be dense.
-	deep = gradients(layer, x.T.contiguous().T.view(2, 2, 10, K), dy.view(2, 2, 10, N), linear)
-	assert_all_same((deep[0].view(40, N), deep[1].reshape(40, K), *deep[2:]), want)
-	with torch.no_grad(), torch.autocast("cpu", BF16):
-		assert_same_bytes(grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0])
-	assert_same_bytes(
-		grouped.linear(x, layer.weight, None, OFFS, recipe).detach(),
-		grouped.linear(x, layer.weight, torch.zeros(3, N), OFFS, recipe).detach(),
-	)
+    assert_all_same(gradients(layer, x, dy, linear), want)
+    # Leading dimensions are flattened, and rows need not be dense.
+    deep = gradients(layer, x.T.contiguous().T.view(2, 2, 10, K), dy.view(2, 2, 10, N), linear)
+    assert_all_same((deep[0].view(40, N), deep[1].reshape(40, K), *deep[2:]), want)
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        assert_same_bytes(
+            grouped.linear(x.float(), layer.weight, layer.bias, OFFS, recipe), want[0]
+        )
+    assert_same_bytes(
+        grouped.linear(x, layer.weight, None, OFFS, recipe).detach(),
+        grouped.linear(x, layer.weight, torch.zeros(3, N), OFFS, recipe).detach(),
+    )
 
 
 @each("prepacked", [False, True])
 @each("recipe", QUANTIZED)
 def test_a_quantized_weight(recipe, prepacked, data):
-	x, dy = data
-	layer = layer_of(recipe)
-	want = gradients(layer, x, dy)
-	held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
-	layer.weight = nn.Parameter(held.prepack() if prepacked else held)
+    x, dy = data
+    layer = layer_of(recipe)
+    want = gradients(layer, x, dy)
+    held = grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+    layer.weight = nn.Parameter(held.prepack() if prepacked else held)
 
-	def linear(x, offs):
-		return grouped.linear(x, layer.weight, layer.bias, offs, recipe)
+    def linear(x, offs):
+        return grouped.linear(x, layer.weight, layer.bias, offs, recipe)
 
-	assert_all_same(gradients(layer, x, dy, linear), want)
-	assert_all_same(gradients(saved_and_loaded(torch.export.export(layer, (x, OFFS))), x, dy), want)
-	assert_all_same(gradients(layer, x, dy, functools.partial(checkpoint, layer, use_reentrant=False)), want)
-	with torch.no_grad(), torch.autocast("cpu", BF16):
-		assert_same_bytes(layer(x.float(), OFFS), want[0])
+    assert_all_same(gradients(layer, x, dy, linear), want)
+    assert_all_same(gradients(saved_and_loaded(torch.export.export(layer, (x, OFFS))), x, dy), want)
+    assert_all_same(
+        gradients(layer, x, dy, functools.partial(checkpoint, layer, use_reentrant=False)), want
+    )
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        assert_same_bytes(layer(x.float(), OFFS), want[0])
 
-	def loss(parameters, x):
-		return (torch.func.functional_call(layer, parameters, (x, OFFS)).float() * dy.float()).sum()
+    def loss(parameters, x):
+        return (torch.func.functional_call(layer, parameters, (x, OFFS)).float() * dy.float()).sum()
 
-	by_name, dx = torch.func.grad(loss, argnums=(0, 1))({k: p.detach() for k, p in layer.named_parameters()}, x)
-	assert_all_same((dx, by_name["weight"], by_name["bias"]), want[1:])
+    by_name, dx = torch.func.grad(loss, argnums=(0, 1))(
+        {k: p.detach() for k, p in layer.named_parameters()}, x
+    )
+    assert_all_same((dx, by_name["weight"], by_name["bias"]), want[1:])
 
 
 GIVEN = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": None, "offs": OFFS}
 test_errors = refusals(
-	lambda change: grouped.linear(**GIVEN | {"recipe": RECIPES["nvfp4"]} | change),
-	[
-		({"weight": torch.zeros(N, K)}, ValueError, "weight must have 3 dimensions"),
-		({"weight": torch.zeros(3, N, 32)}, ValueError, "must share K"),
-		({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
-		({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
-		(
-			{"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
-			ValueError,
-			"one second-level scale a group",
-		),
-	],
+    lambda change: grouped.linear(**GIVEN | {"recipe": RECIPES["nvfp4"]} | change),
+    [
+        ({"weight": torch.zeros(N, K)}, ValueError, "weight must have 3 dimensions"),
+        ({"weight": torch.zeros(3, N, 32)}, ValueError, "must share K"),
+        ({"x": torch.zeros(K)}, ValueError, "at least 2 dimensions"),
+        ({"offs": [13, 13, 41]}, ValueError, "within the 40 rows"),
+        (
+            {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
+            ValueError,
+            "one second-level scale a group",
+        ),
+    ],
 )
 
 
@@ -106,97 +122,99 @@ test_errors = refusals(
 
 @each("recipe", ALL_RECIPES)
 def test_functional_gradients(recipe, data):
-	layer = layer_of(recipe)
-	x, dy = data
-	want = gradients(layer, x, dy)
-	for module in (layer, torch.export.export(layer, (x, OFFS)).module()):
-		parameters = {k: p.detach() for k, p in module.named_parameters()}
+    layer = layer_of(recipe)
+    x, dy = data
+    want = gradients(layer, x, dy)
+    for module in (layer, torch.export.export(layer, (x, OFFS)).module()):
+        parameters = {k: p.detach() for k, p in module.named_parameters()}
 
-		def call(parameters, x, module=module):
-			return torch.func.functional_call(module, parameters, (x, OFFS))
+        def call(parameters, x, module=module):
+            return torch.func.functional_call(module, parameters, (x, OFFS))
 
-		y, vjp = torch.func.vjp(call, parameters, x)
-		by_name, dx = vjp(dy)
-		assert_all_same((y, dx, by_name["weight"], by_name["bias"]), want)
+        y, vjp = torch.func.vjp(call, parameters, x)
+        by_name, dx = vjp(dy)
+        assert_all_same((y, dx, by_name["weight"], by_name["bias"]), want)
 
-		def loss(parameters, x, call=call):
-			return (call(parameters, x).float() * dy.float()).sum()
+        def loss(parameters, x, call=call):
+            return (call(parameters, x).float() * dy.float()).sum()
 
-		by_name, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
-		assert_all_same((dx, by_name["weight"]), want[1:3])
-		with OpCounter() as counter:
-			dx = torch.func.grad(lambda x, loss=loss, p=parameters: loss(p, x))(x)
-		assert_same_bytes(dx, want[1])
-		assert weights_quantized(counter) == recipe.is_quantized
+        by_name, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+        assert_all_same((dx, by_name["weight"]), want[1:3])
+        with OpCounter() as counter:
+            dx = torch.func.grad(lambda x, loss=loss, p=parameters: loss(p, x))(x)
+        assert_same_bytes(dx, want[1])
+        assert weights_quantized(counter) == recipe.is_quantized
 
 
 @each("recipe", RECIPES)
 def test_what_has_no_derivative_says_so(recipe, data):
-	layer = layer_of(recipe)
-	x = data[0]
-	with raises(RuntimeError, "no forward-mode derivative"):
-		torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
-	for grad_mode in (torch.enable_grad, torch.no_grad):
-		with forward_ad.dual_level(), grad_mode():
-			for requires_grad in (True, False):
-				layer.requires_grad_(requires_grad)
-				with raises(RuntimeError, "no forward-mode derivative"):
-					layer(forward_ad.make_dual(x, x), OFFS)
-			layer(x, OFFS)
-	with raises(RuntimeError, "grouped.linear has no vmap"):
-		torch.vmap(lambda x: layer(x, OFFS))(x.expand(2, 40, K))
+    layer = layer_of(recipe)
+    x = data[0]
+    with raises(RuntimeError, "no forward-mode derivative"):
+        torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
+    for grad_mode in (torch.enable_grad, torch.no_grad):
+        with forward_ad.dual_level(), grad_mode():
+            for requires_grad in (True, False):
+                layer.requires_grad_(requires_grad)
+                with raises(RuntimeError, "no forward-mode derivative"):
+                    layer(forward_ad.make_dual(x, x), OFFS)
+            layer(x, OFFS)
+    with raises(RuntimeError, "grouped.linear has no vmap"):
+        torch.vmap(lambda x: layer(x, OFFS))(x.expand(2, 40, K))
 
 
 @each("recipe", RECIPES)
 def test_no_second_derivative(recipe, data):
-	"""Neither of dx by dy nor of dw by x, which a constant dy leaves."""
-	layer = layer_of(recipe, bias=False)
-	x, dy = data
-	leaf = x.clone().requires_grad_()
-	(dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
-	with raises(RuntimeError, "cannot be differentiated twice"):
-		(dw.sum() + leaf.sum()).backward()
-	weight = layer.weight.detach()
+    """Neither of dx by dy nor of dw by x, which a constant dy leaves."""
+    layer = layer_of(recipe, bias=False)
+    x, dy = data
+    leaf = x.clone().requires_grad_()
+    (dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
+    with raises(RuntimeError, "cannot be differentiated twice"):
+        (dw.sum() + leaf.sum()).backward()
+    weight = layer.weight.detach()
 
-	def y(x, weight):
-		return grouped.linear(x, weight, None, OFFS, recipe)
+    def y(x, weight):
+        return grouped.linear(x, weight, None, OFFS, recipe)
 
-	def dx_by_dy(dy):
-		return torch.func.vjp(y, x, weight)[1](dy)[0].float().sum()
+    def dx_by_dy(dy):
+        return torch.func.vjp(y, x, weight)[1](dy)[0].float().sum()
 
-	def dw_by_x(x):
-		return torch.func.grad(lambda w: y(x, w).float().sum())(weight).sum()
+    def dw_by_x(x):
+        return torch.func.grad(lambda w: y(x, w).float().sum())(weight).sum()
 
-	for function, argument in ((dx_by_dy, dy), (dw_by_x, x)):
-		function(argument)
-		with raises(RuntimeError, "cannot be differentiated twice"):
-			torch.func.grad(function)(argument)
+    for function, argument in ((dx_by_dy, dy), (dw_by_x, x)):
+        function(argument)
+        with raises(RuntimeError, "cannot be differentiated twice"):
+            torch.func.grad(function)(argument)
 
 
 @each("strict", [False, True])
 @each("single", [True, False])
 @each("recipe", RECIPES)
 def test_backward_through_an_exported_module(recipe, single, strict):
-	"""Traced without gradients of x, and saved in between; also where only x wants one."""
-	mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
-	tokens = torch.export.Dim("tokens", min=2, max=4096)
-	program = torch.export.export(mlp, (sample(40, K), OFFS), dynamic_shapes=({0: tokens}, None), strict=strict)
-	exported = saved_and_loaded(program)
-	assert [str(node.target) for node in program.graph.nodes].count("grouped.experts.default") == 1
-	x, dy = sample(77, K), sample(77, K)
-	offs = ends(30, 30, 70)
-	for parameters_want_one in (True, False):
-		results = []
-		for module in (mlp, exported):
-			module.requires_grad_(parameters_want_one)
-			results.append(step(module, x, dy, offs))
-		assert_all_same(*results)
+    """Traced without gradients of x, and saved in between; also where only x wants one."""
+    mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    program = torch.export.export(
+        mlp, (sample(40, K), OFFS), dynamic_shapes=({0: tokens}, None), strict=strict
+    )
+    exported = saved_and_loaded(program)
+    assert [str(node.target) for node in program.graph.nodes].count("grouped.experts.default") == 1
+    x, dy = sample(77, K), sample(77, K)
+    offs = ends(30, 30, 70)
+    for parameters_want_one in (True, False):
+        results = []
+        for module in (mlp, exported):
+            module.requires_grad_(parameters_want_one)
+            results.append(step(module, x, dy, offs))
+        assert_all_same(*results)
 
 
 def test_recipes_of_an_exported_program_may_be_any():
-	layer = layer_of(recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True))
-	x = sample(40, K)
-	x[3, 3] = torch.nan
-	y = torch.export.export(layer, (x, OFFS)).module()(x, OFFS).detach()
-	assert y.isnan().all(1).tolist() == [i < 13 for i in range(40)]
-	assert_same_bytes(y[13:], layer(x, OFFS).detach()[13:])
+    layer = layer_of(recipes.Recipe(*[grouped.NVFP4()] * 3, propagate_nonfinite=True))
+    x = sample(40, K)
+    x[3, 3] = torch.nan
+    y = torch.export.export(layer, (x, OFFS)).module()(x, OFFS).detach()
+    assert y.isnan().all(1).tolist() == [i < 13 for i in range(40)]
+    assert_same_bytes(y[13:], layer(x, OFFS).detach()[13:])

@@ -13,68 +13,73 @@ HIDDEN, WIDTH, ENDS = 64, 32, [13, 13, 35]
 
 
 def mlp_of(recipe, **options):
-	return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
+    return GroupedMLP(3, HIDDEN, WIDTH, recipe=recipe, **options)
 
 
 @each("bias", [True, False])
 @each("name", ACTIVATIONS)
 def test_bf16_against_one_expert_at_a_time(name, bias):
-	"""Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
-	interleaved = bias and Activation(name).is_gated
-	mlp = mlp_of(RECIPES["bf16"], bias=bias, activation=name, interleaved=interleaved)
-	with torch.no_grad():
-		for p in mlp.parameters():
-			p.copy_(p.bfloat16())
-	x = torch.randn(40, HIDDEN).bfloat16().float().requires_grad_()
-	y = mlp(x, ENDS)
-	dy = torch.randn_like(y).bfloat16().float()
-	leaves = [x, *mlp.parameters()]
-	got = torch.autograd.grad(y, leaves, dy)
-	parts = []
-	for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
-		up_bias = mlp.gate_up.bias[g] if bias else None
-		z = F.linear(x[start:end], mlp.gate_up.weight[g], up_bias)
-		hidden = in_fp64(mlp.activation, z.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else z)
-		down_bias = mlp.down.bias[g] if bias else None
-		parts.append(F.linear(hidden, mlp.down.weight[g], down_bias))
-	want = torch.cat(parts)
-	close(y[:35], want)
-	assert not y[35:].any()
-	for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
-		close(a, b)
+    """Parameters and inputs are bf16 numbers in fp32; only the two activations are rounded."""
+    interleaved = bias and Activation(name).is_gated
+    mlp = mlp_of(RECIPES["bf16"], bias=bias, activation=name, interleaved=interleaved)
+    with torch.no_grad():
+        for p in mlp.parameters():
+            p.copy_(p.bfloat16())
+    x = torch.randn(40, HIDDEN).bfloat16().float().requires_grad_()
+    y = mlp(x, ENDS)
+    dy = torch.randn_like(y).bfloat16().float()
+    leaves = [x, *mlp.parameters()]
+    got = torch.autograd.grad(y, leaves, dy)
+    parts = []
+    for g, (start, end) in enumerate(((0, 13), (13, 13), (13, 35))):
+        up_bias = mlp.gate_up.bias[g] if bias else None
+        z = F.linear(x[start:end], mlp.gate_up.weight[g], up_bias)
+        hidden = in_fp64(
+            mlp.activation, z.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else z
+        )
+        down_bias = mlp.down.bias[g] if bias else None
+        parts.append(F.linear(hidden, mlp.down.weight[g], down_bias))
+    want = torch.cat(parts)
+    close(y[:35], want)
+    assert not y[35:].any()
+    for a, b in zip(got, torch.autograd.grad(want, leaves, dy[:35]), strict=True):
+        close(a, b)
 
 
-@each("activation, interleaved, bias", [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)])
+@each(
+    "activation, interleaved, bias",
+    [("swiglu", False, True), ("swiglu", True, False), ("srelu", False, False)],
+)
 @each("recipe", ALL_RECIPES)
 def test_as_one_function_it_has_the_bits_of_its_layers(recipe, activation, interleaved, bias):
-	mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
-	x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
+    mlp = mlp_of(recipe, bias=bias, activation=activation, interleaved=interleaved, dtype=BF16)
+    x, dy, seen = sample(40, HIDDEN).requires_grad_(), sample(40, HIDDEN), []
 
-	def step(first):
-		torch.manual_seed(1)
-		if mlp.down.scaling is not None:
-			for layer in (mlp.gate_up, mlp.down):
-				layer.scaling.reset()
-		y = mlp(x, ENDS, is_first_microbatch=first)
-		grads = torch.autograd.grad(y, [x, *mlp.parameters()], dy)
-		state = [t for layer in (mlp.gate_up, mlp.down) for t in layer.state_dict().values()]
-		return [t.clone() for t in (y.detach(), *grads, *state)]
+    def step(first):
+        torch.manual_seed(1)
+        if mlp.down.scaling is not None:
+            for layer in (mlp.gate_up, mlp.down):
+                layer.scaling.reset()
+        y = mlp(x, ENDS, is_first_microbatch=first)
+        grads = torch.autograd.grad(y, [x, *mlp.parameters()], dy)
+        state = [t for layer in (mlp.gate_up, mlp.down) for t in layer.state_dict().values()]
+        return [t.clone() for t in (y.detach(), *grads, *state)]
 
-	for first in (None, True):
-		one = step(first)
-		mlp.gate_up.register_forward_hook(lambda *_: seen.append(1))
-		assert_all_same(one, step(first))
-		mlp.gate_up._forward_hooks.clear()
-	assert len(seen) == 2
+    for first in (None, True):
+        one = step(first)
+        mlp.gate_up.register_forward_hook(lambda *_: seen.append(1))
+        assert_all_same(one, step(first))
+        mlp.gate_up._forward_hooks.clear()
+    assert len(seen) == 2
 
 
 def test_no_tokens():
-	mlp = mlp_of(RECIPES["row-scaled"])
-	x = torch.zeros(0, HIDDEN, requires_grad=True)
-	mlp(x, [0, 0, 0]).sum().backward()
-	assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
+    mlp = mlp_of(RECIPES["row-scaled"])
+    x = torch.zeros(0, HIDDEN, requires_grad=True)
+    mlp(x, [0, 0, 0]).sum().backward()
+    assert x.grad.shape == (0, HIDDEN) and not mlp.down.weight.grad.any()
 
 
 def test_errors_come_from_the_layers():
-	with raises(ValueError, "x must have shape"):
-		mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)
+    with raises(ValueError, "x must have shape"):
+        mlp_of(RECIPES["bf16"])(sample(40, 32), ENDS)

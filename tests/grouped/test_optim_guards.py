@@ -14,125 +14,129 @@ SHAPE = (3, 64, 80)
 
 
 def draw(seed):
-	return torch.randn(SHAPE, generator=seeded(seed))
+    return torch.randn(SHAPE, generator=seeded(seed))
 
 
 def test_masters_that_require_a_gradient_are_cut_off():
-	w = nn.Parameter(draw(0))
-	for master in (w, w * 1.0):
-		p = nn.Parameter(grouped.quantize(w.detach().mT.contiguous(), grouped.FP8()))
-		ours = optim.AdamW([p], masters={p: master.mT})
-		assert not ours.state[p]["master"].requires_grad
-		p.grad = draw(1).mT.to(p.dtype)
-		ours.step()
-		copy.deepcopy(ours).state_dict()
-	assert torch.equal(w, draw(0)) and w.grad is None
+    w = nn.Parameter(draw(0))
+    for master in (w, w * 1.0):
+        p = nn.Parameter(grouped.quantize(w.detach().mT.contiguous(), grouped.FP8()))
+        ours = optim.AdamW([p], masters={p: master.mT})
+        assert not ours.state[p]["master"].requires_grad
+        p.grad = draw(1).mT.to(p.dtype)
+        ours.step()
+        copy.deepcopy(ours).state_dict()
+    assert torch.equal(w, draw(0)) and w.grad is None
 
 
 def test_strides_of_a_parameter_do_not_count():
-	"""Its master starts contiguous, as the fused kernel takes elements as they lie in memory."""
-	p, want = nn.Parameter(draw(0).to(BF16).mT), nn.Parameter(draw(0).to(BF16).mT.contiguous())
-	ours, theirs = (optim.AdamW([q], lr=0.1, master_weights=True) for q in (p, want))
-	for seed in (1, 2):
-		p.grad = want.grad = draw(seed).to(BF16).mT
-		ours.step(), theirs.step()
-	assert torch.equal(p, want) and not torch.equal(want, draw(0).to(BF16).mT)
+    """Its master starts contiguous, as the fused kernel takes elements as they lie in memory."""
+    p, want = nn.Parameter(draw(0).to(BF16).mT), nn.Parameter(draw(0).to(BF16).mT.contiguous())
+    ours, theirs = (optim.AdamW([q], lr=0.1, master_weights=True) for q in (p, want))
+    for seed in (1, 2):
+        p.grad = want.grad = draw(seed).to(BF16).mT
+        ours.step(), theirs.step()
+    assert torch.equal(p, want) and not torch.equal(want, draw(0).to(BF16).mT)
 
 
 @each("quantized", [False, True])
 def test_strides_of_a_loaded_state_do_not_count(quantized):
-	start = draw(0).mT.contiguous()
-	made = [grouped.quantize(start, grouped.FP8()) if quantized else start.clone() for _ in range(2)]
-	p, q = map(nn.Parameter, made)
-	saved = optim.AdamW([p], masters={p: start} if quantized else None)
-	p.grad = draw(1).mT.to(p.dtype)
-	saved.step()
-	state = copy.deepcopy(saved.state_dict())
-	for name, t in state["state"][0].items():
-		if name != "step":
-			state["state"][0][name] = t.mT.contiguous().mT
-	loaded = optim.AdamW([q])
-	loaded.load_state_dict(state)
-	with torch.no_grad():
-		q.copy_(p)
-	p.grad = q.grad = draw(2).mT.to(p.dtype)
-	saved.step(), loaded.step()
-	for name in ("exp_avg", "exp_avg_sq"):
-		assert torch.equal(saved.state[p][name], loaded.state[q][name]), name
-	assert torch.equal(p.dequantize() if quantized else p, q.dequantize() if quantized else q)
+    start = draw(0).mT.contiguous()
+    made = [
+        grouped.quantize(start, grouped.FP8()) if quantized else start.clone() for _ in range(2)
+    ]
+    p, q = map(nn.Parameter, made)
+    saved = optim.AdamW([p], masters={p: start} if quantized else None)
+    p.grad = draw(1).mT.to(p.dtype)
+    saved.step()
+    state = copy.deepcopy(saved.state_dict())
+    for name, t in state["state"][0].items():
+        if name != "step":
+            state["state"][0][name] = t.mT.contiguous().mT
+    loaded = optim.AdamW([q])
+    loaded.load_state_dict(state)
+    with torch.no_grad():
+        q.copy_(p)
+    p.grad = q.grad = draw(2).mT.to(p.dtype)
+    saved.step(), loaded.step()
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(saved.state[p][name], loaded.state[q][name]), name
+    assert torch.equal(p.dequantize() if quantized else p, q.dequantize() if quantized else q)
 
 
 def test_a_main_grad_counts_only_where_the_layer_wrote_it():
-	"""Megatron-LM has one for each parameter, also those whose layers write ``grad``."""
-	p, want = (nn.Parameter(draw(0)) for _ in range(2))
-	p.main_grad, p.grad, want.grad = draw(3), draw(1), draw(1)
-	for q in (p, want):
-		optim.AdamW([q], lr=0.1).step()
-	assert torch.equal(p, want)
+    """Megatron-LM has one for each parameter, also those whose layers write ``grad``."""
+    p, want = (nn.Parameter(draw(0)) for _ in range(2))
+    p.main_grad, p.grad, want.grad = draw(3), draw(1), draw(1)
+    for q in (p, want):
+        optim.AdamW([q], lr=0.1).step()
+    assert torch.equal(p, want)
 
 
 def test_masters_of_some_make_the_states_of_all():
-	"""PyTorch's checkpoints take a state that is not empty for whole."""
-	torch.manual_seed(0)
-	model = nn.Sequential(*(grouped.nn.GroupedLinear(2, 32, 32, bias=False, dtype=BF16) for _ in range(3)))
-	w = [layer.weight.detach().clone() for layer in model]
-	for layer in model[:2]:
-		layer.weight = nn.Parameter(grouped.quantize(layer.weight.detach(), grouped.FP8()))
-	ours = optim.AdamW(model.parameters(), masters={model[0].weight: w[0]})
-	found = get_optimizer_state_dict(model, ours)["state"]
-	assert {name: "master" in state for name, state in found.items()} == {
-		"0.weight": True,
-		"1.weight": True,
-		"2.weight": False,
-	}
-	assert not any(t.requires_grad for state in found.values() for t in state.values())
+    """PyTorch's checkpoints take a state that is not empty for whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(grouped.nn.GroupedLinear(2, 32, 32, bias=False, dtype=BF16) for _ in range(3))
+    )
+    w = [layer.weight.detach().clone() for layer in model]
+    for layer in model[:2]:
+        layer.weight = nn.Parameter(grouped.quantize(layer.weight.detach(), grouped.FP8()))
+    ours = optim.AdamW(model.parameters(), masters={model[0].weight: w[0]})
+    found = get_optimizer_state_dict(model, ours)["state"]
+    assert {name: "master" in state for name, state in found.items()} == {
+        "0.weight": True,
+        "1.weight": True,
+        "2.weight": False,
+    }
+    assert not any(t.requires_grad for state in found.values() for t in state.values())
 
 
 @each("has_step", [False, True])
 @each("write", ["load_state_dict", "copy_"])
 def test_values_that_a_master_would_undo(write, has_step):
-	"""A step from the old master would put the old values back without a word."""
-	w = sample(2, 32, 64)
-	layer = nn.Module()
-	layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
-	optimizer = optim.AdamW([layer.weight], lr=1e-3, masters={layer.weight: w})
+    """A step from the old master would put the old values back without a word."""
+    w = sample(2, 32, 64)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
+    optimizer = optim.AdamW([layer.weight], lr=1e-3, masters={layer.weight: w})
 
-	def step():
-		layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
-		optimizer.step()
+    def step():
+        layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+        optimizer.step()
 
-	if has_step:
-		step()
-	other = quantize(sample(2, 32, 64) + 1, MXFP8(), columnwise=True)
-	before = layer.weight.dequantize()
-	if write == "copy_":
-		with torch.no_grad():
-			layer.weight.copy_(other)
-	else:
-		layer.load_state_dict({"weight": other})
-	assert not torch.equal(layer.weight.dequantize(), before)
-	with raises(RuntimeError, "would put the old values back"):
-		step()
-	assert torch.equal(layer.weight.dequantize(), other.dequantize())
+    if has_step:
+        step()
+    other = quantize(sample(2, 32, 64) + 1, MXFP8(), columnwise=True)
+    before = layer.weight.dequantize()
+    if write == "copy_":
+        with torch.no_grad():
+            layer.weight.copy_(other)
+    else:
+        layer.load_state_dict({"weight": other})
+    assert not torch.equal(layer.weight.dequantize(), before)
+    with raises(RuntimeError, "would put the old values back"):
+        step()
+    assert torch.equal(layer.weight.dequantize(), other.dequantize())
 
 
 @each("first", ["optimizer", "module"])
 def test_a_resume_loads_module_and_optimizer_in_any_order(first):
-	w, states = sample(2, 32, 64), []
-	for _ in range(2):
-		layer = nn.Module()
-		layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
-		optimizer = optim.AdamW([layer.weight], lr=1e-2, masters={layer.weight: w})
-		for _ in range(2):
-			layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
-			optimizer.step()
-			if states:
-				break
-		if not states:
-			states = [copy.deepcopy(layer.state_dict()), copy.deepcopy(optimizer.state_dict())]
-	loads = [lambda: layer.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
-	for load in loads if first == "module" else loads[::-1]:
-		load()
-	layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
-	optimizer.step()
-	assert int(optimizer.state[layer.weight]["step"]) == 3
+    w, states = sample(2, 32, 64), []
+    for _ in range(2):
+        layer = nn.Module()
+        layer.weight = nn.Parameter(quantize(w, MXFP8(), columnwise=True))
+        optimizer = optim.AdamW([layer.weight], lr=1e-2, masters={layer.weight: w})
+        for _ in range(2):
+            layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+            optimizer.step()
+            if states:
+                break
+        if not states:
+            states = [copy.deepcopy(layer.state_dict()), copy.deepcopy(optimizer.state_dict())]
+    loads = [lambda: layer.load_state_dict(states[0]), lambda: optimizer.load_state_dict(states[1])]
+    for load in loads if first == "module" else loads[::-1]:
+        load()
+    layer.weight.grad = torch.ones(2, 32, 64, dtype=BF16)
+    optimizer.step()
+    assert int(optimizer.state[layer.weight]["step"]) == 3

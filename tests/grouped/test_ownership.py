@@ -18,10 +18,10 @@ from tests.helpers import BF16, each, raises, run_python
 
 @pytest.fixture
 def mesh():
-	dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-	yield init_device_mesh("cpu", (1,))
-	_ALIVE.clear()
-	dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    _ALIVE.clear()
+    dist.destroy_process_group()
 
 
 #: Models whose state is that of a part.
@@ -29,219 +29,244 @@ _ALIVE = []
 
 
 def model_of():
-	return nn.Sequential(GroupedMLP(2, 32, 32, dtype=BF16), nn.Linear(32, 32, dtype=BF16))
+    return nn.Sequential(GroupedMLP(2, 32, 32, dtype=BF16), nn.Linear(32, 32, dtype=BF16))
 
 
 def first(model):
-	return model[0].gate_up
+    return model[0].gate_up
 
 
 def fsdp(model, mesh):
-	fully_shard(model, mesh=mesh)
-	return model, first(model)
+    fully_shard(model, mesh=mesh)
+    return model, first(model)
 
 
 def fsdp_unsharded(model, mesh):
-	"""After a call the root keeps its plain parameters: nothing about them says that FSDP2 has them."""
-	fully_shard(model, mesh=mesh)
-	model.unshard()
-	assert type(first(model).weight) is nn.Parameter
-	return model, first(model)
+    """After a call the root keeps its plain parameters: nothing about them says that FSDP2 has
+    them.
+    """
+    fully_shard(model, mesh=mesh)
+    model.unshard()
+    assert type(first(model).weight) is nn.Parameter
+    return model, first(model)
 
 
 def fsdp_outside_of_the_root(model, mesh):
-	fully_shard(model, mesh=mesh)
-	model.unshard()
-	_ALIVE.append(model)
-	return first(model), first(model)
+    fully_shard(model, mesh=mesh)
+    model.unshard()
+    _ALIVE.append(model)
+    return first(model), first(model)
 
 
 def fsdp1(model, mesh):
-	return FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")), first(model)
+    return FullyShardedDataParallel(
+        model, use_orig_params=True, device_id=torch.device("cpu")
+    ), first(model)
 
 
 def dtensor(model, mesh):
-	layer = first(model)
-	layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
-	return model, layer
+    layer = first(model)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    return model, layer
 
 
 def ddp(model, mesh):
-	return nn.parallel.DistributedDataParallel(model), first(model)
+    return nn.parallel.DistributedDataParallel(model), first(model)
 
 
 def replicated(model, mesh):
-	layer = replicate(first(model))
-	layer(torch.zeros(2, 32, dtype=BF16), [1, 2])
-	return layer, layer
+    layer = replicate(first(model))
+    layer(torch.zeros(2, 32, dtype=BF16), [1, 2])
+    return layer, layer
 
 
 def parametrized(model, mesh):
-	parametrize.register_parametrization(first(model), "weight", nn.Identity())
-	return model, first(model)
+    parametrize.register_parametrization(first(model), "weight", nn.Identity())
+    return model, first(model)
 
 
 def computed(model, mesh):
-	layer = first(model)
-	weight = layer.weight.detach()
-	del layer.weight
-	layer.weight = weight
-	return model, layer
+    layer = first(model)
+    weight = layer.weight.detach()
+    del layer.weight
+    layer.weight = weight
+    return model, layer
 
 
 def meta(model, mesh):
-	return model.to("meta"), first(model)
+    return model.to("meta"), first(model)
 
 
 def tied(model, mesh):
-	model[0].down.other = first(model).weight
-	return model, first(model)
+    model[0].down.other = first(model).weight
+    return model, first(model)
 
 
 def subclass(model, mesh):
-	class Theirs(nn.Parameter):
-		pass
+    class Theirs(nn.Parameter):
+        pass
 
-	first(model).weight = Theirs(first(model).weight.detach())
-	return model, first(model)
+    first(model).weight = Theirs(first(model).weight.detach())
+    return model, first(model)
 
 
 def bitsandbytes(model, mesh):
-	"""By the name of the class, or of one that it is made from: the library is not imported."""
-	theirs = type("Mine", (type("Params4bit", (nn.Parameter,), {}),), {})
-	first(model).weight = theirs(first(model).weight.detach())
-	return model, first(model)
+    """By the name of the class, or of one that it is made from: the library is not imported."""
+    theirs = type("Mine", (type("Params4bit", (nn.Parameter,), {}),), {})
+    first(model).weight = theirs(first(model).weight.detach())
+    return model, first(model)
 
 
 def deepspeed(model, mesh):
-	first(model).weight.ds_id = 1
-	return model, first(model)
+    first(model).weight.ds_id = 1
+    return model, first(model)
 
 
 def hooked(model, mesh):
-	first(model).weight.register_post_accumulate_grad_hook(lambda p: None)
-	return model, first(model)
+    first(model).weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model, first(model)
 
 
 def accelerate(model, mesh):
-	pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
-	return model, first(model)
+    pytest.importorskip("accelerate").cpu_offload(model, execution_device=torch.device("cpu"))
+    return model, first(model)
 
 
 def adapted(model, mesh):
-	peft = pytest.importorskip("peft")
-	model.config = {}
-	config = peft.LoraConfig(target_modules=["1"], target_parameters=["0.gate_up.weight"], r=2)
-	return peft.get_peft_model(model, config), first(model).get_base_layer()
+    peft = pytest.importorskip("peft")
+    model.config = {}
+    config = peft.LoraConfig(target_modules=["1"], target_parameters=["0.gate_up.weight"], r=2)
+    return peft.get_peft_model(model, config), first(model).get_base_layer()
 
 
 def saved_by_peft(model, mesh):
-	peft = pytest.importorskip("peft")
-	model.config = {}
-	wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["1"], modules_to_save=["gate_up"], r=2))
-	return wrapped, first(model).modules_to_save["default"]
+    peft = pytest.importorskip("peft")
+    model.config = {}
+    wrapped = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["1"], modules_to_save=["gate_up"], r=2)
+    )
+    return wrapped, first(model).modules_to_save["default"]
 
 
 OWNED = {
-	"fsdp": ("fsdp", fsdp),
-	"fsdp, gathered": ("fsdp", fsdp_unsharded),
-	"fsdp, of a parent": ("fsdp", fsdp_outside_of_the_root),
-	"fsdp1": ("fsdp1", fsdp1),
-	"dtensor": ("dtensor", dtensor),
-	"ddp": ("ddp", ddp),
-	"replicate": ("ddp", replicated),
-	"parametrize": ("parametrize", parametrized),
-	"computed": ("computed", computed),
-	"meta": ("meta", meta),
-	"tied": ("tied", tied),
-	"subclass": ("subclass", subclass),
-	"bitsandbytes": ("bitsandbytes", bitsandbytes),
-	"deepspeed": ("deepspeed", deepspeed),
-	"hooked": ("hooked", hooked),
-	"accelerate": ("accelerate", accelerate),
-	"peft": ("peft", adapted),
-	"modules_to_save": ("peft", saved_by_peft),
+    "fsdp": ("fsdp", fsdp),
+    "fsdp, gathered": ("fsdp", fsdp_unsharded),
+    "fsdp, of a parent": ("fsdp", fsdp_outside_of_the_root),
+    "fsdp1": ("fsdp1", fsdp1),
+    "dtensor": ("dtensor", dtensor),
+    "ddp": ("ddp", ddp),
+    "replicate": ("ddp", replicated),
+    "parametrize": ("parametrize", parametrized),
+    "computed": ("computed", computed),
+    "meta": ("meta", meta),
+    "tied": ("tied", tied),
+    "subclass": ("subclass", subclass),
+    "bitsandbytes": ("bitsandbytes", bitsandbytes),
+    "deepspeed": ("deepspeed", deepspeed),
+    "hooked": ("hooked", hooked),
+    "accelerate": ("accelerate", accelerate),
+    "peft": ("peft", adapted),
+    "modules_to_save": ("peft", saved_by_peft),
 }
 
 
 @each(("kind", "wrap"), OWNED)
 def test_owners(kind, wrap, mesh):
-	root, layer = wrap(model_of(), mesh)
-	ownership = Ownership(root)
-	owner = ownership.owner(layer, "weight")
-	assert owner is not None and owner.kind == kind and (owner.manager is not None) == (kind == "fsdp")
-	with raises(ValueError, ["load() cannot replace", "weight: ", *RULES[kind]]):
-		ownership.check_replaceable([(layer, "weight")], "load()")
-	ownership.check_replaceable([(layer, "weight")], "load()", allow=[kind])
+    root, layer = wrap(model_of(), mesh)
+    ownership = Ownership(root)
+    owner = ownership.owner(layer, "weight")
+    assert (
+        owner is not None and owner.kind == kind and (owner.manager is not None) == (kind == "fsdp")
+    )
+    with raises(ValueError, ["load() cannot replace", "weight: ", *RULES[kind]]):
+        ownership.check_replaceable([(layer, "weight")], "load()")
+    ownership.check_replaceable([(layer, "weight")], "load()", allow=[kind])
 
 
 def test_every_kind_has_a_case():
-	assert {kind for kind, _ in OWNED.values()} == RULES.keys()
+    assert {kind for kind, _ in OWNED.values()} == RULES.keys()
 
 
 def test_what_a_module_owns_itself():
-	model = model_of()
-	quantized = grouped.quantize(model[0].down.weight.detach(), grouped.NVFP4())
-	model[0].down.weight = nn.Parameter(quantized, requires_grad=False)
-	for root in (model, torch.compile(model), nn.Sequential(model, model), first(model)):
-		for layer in (first(model), model[0].down):
-			assert Ownership(root).owner(layer, "weight") is None
+    model = model_of()
+    quantized = grouped.quantize(model[0].down.weight.detach(), grouped.NVFP4())
+    model[0].down.weight = nn.Parameter(quantized, requires_grad=False)
+    for root in (model, torch.compile(model), nn.Sequential(model, model), first(model)):
+        for layer in (first(model), model[0].down):
+            assert Ownership(root).owner(layer, "weight") is None
 
 
 def test_tied_parameters_pass_together():
-	model = model_of()
-	model[0].down.other = first(model).weight
-	Ownership(model).check_replaceable([(first(model), "weight"), (model[0].down, "other")], "prepare()")
+    model = model_of()
+    model[0].down.other = first(model).weight
+    Ownership(model).check_replaceable(
+        [(first(model), "weight"), (model[0].down, "other")], "prepare()"
+    )
 
 
 def test_the_message_names_the_parameter():
-	model = model_of().to("meta")
-	with raises(ValueError, r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device"):
-		Ownership(model).check_replaceable([(first(model), "weight")], "prepare()")
+    model = model_of().to("meta")
+    with raises(
+        ValueError, r"^prepare\(\) cannot replace 0\.gate_up\.weight: it is on the meta device"
+    ):
+        Ownership(model).check_replaceable([(first(model), "weight")], "prepare()")
 
 
 @each("make", [torch.optim.SGD, torch.optim.AdamW, grouped.optim.AdamW])
 def test_an_optimizer_of_replaced_parameters_raises_at_its_next_step(make):
-	model = model_of()
-	old, other = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
-	parameter = first(model).weight
-	first(model).weight = nn.Parameter(parameter.detach() * 2)
-	retire([parameter], "prepare()")
-	with raises(RuntimeError, r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"):
-		old.step()
-	other.step()
-	make(model.parameters(), lr=0.1).step()
+    model = model_of()
+    old, other = make(model.parameters(), lr=0.1), make(model[1].parameters(), lr=0.1)
+    parameter = first(model).weight
+    first(model).weight = nn.Parameter(parameter.detach() * 2)
+    retire([parameter], "prepare()")
+    with raises(
+        RuntimeError, r"holds a parameter of shape \(2, 64, 32\) that prepare\(\) replaced"
+    ):
+        old.step()
+    other.step()
+    make(model.parameters(), lr=0.1).step()
 
 
 @each("called", [False, True])
 def test_what_is_assigned_to_a_sharded_layer(called, mesh):
-	"""FSDP2 would go on with its own tensor, without a word."""
-	layer, x = GroupedLinear(2, 32, 32, dtype=BF16), torch.randn(9, 32).bfloat16()
-	fully_shard(layer, mesh=mesh)
-	want = layer(x, [4, 9]) if called else None
-	layer.reshard()
-	quantized = grouped.quantize(layer.weight.full_tensor().detach(), grouped.NVFP4())
-	for value in (nn.Parameter(quantized, requires_grad=False), nn.Parameter(torch.zeros(2, 32, 32, dtype=BF16))):
-		for unsharded in (False, True):
-			layer.unshard() if unsharded else layer.reshard()
-			with raises(ValueError, ["GroupedLinear.weight cannot be assigned", "FSDP2", "before fully_shard"]):
-				layer.weight = value
-	layer.reshard()
-	assert want is None or torch.equal(layer(x, [4, 9]), want)
-	state = {name: distribute_tensor(t.full_tensor() * 2, mesh, [Shard(0)]) for name, t in layer.state_dict().items()}
-	layer.load_state_dict(state, assign=True)
-	assert torch.equal(layer(x, [4, 9]), want * 2) if called else layer(x, [4, 9]).any()
-	layer.reshard()
-	layer.weight = nn.Parameter(distribute_tensor(torch.zeros(2, 32, 32, dtype=BF16), mesh, [Shard(0)]))
-	with raises(RuntimeError, ["GroupedLinear.weight was replaced", "copy_"]):
-		layer(x, [4, 9])
+    """FSDP2 would go on with its own tensor, without a word."""
+    layer, x = GroupedLinear(2, 32, 32, dtype=BF16), torch.randn(9, 32).bfloat16()
+    fully_shard(layer, mesh=mesh)
+    want = layer(x, [4, 9]) if called else None
+    layer.reshard()
+    quantized = grouped.quantize(layer.weight.full_tensor().detach(), grouped.NVFP4())
+    for value in (
+        nn.Parameter(quantized, requires_grad=False),
+        nn.Parameter(torch.zeros(2, 32, 32, dtype=BF16)),
+    ):
+        for unsharded in (False, True):
+            layer.unshard() if unsharded else layer.reshard()
+            with raises(
+                ValueError,
+                ["GroupedLinear.weight cannot be assigned", "FSDP2", "before fully_shard"],
+            ):
+                layer.weight = value
+    layer.reshard()
+    assert want is None or torch.equal(layer(x, [4, 9]), want)
+    state = {
+        name: distribute_tensor(t.full_tensor() * 2, mesh, [Shard(0)])
+        for name, t in layer.state_dict().items()
+    }
+    layer.load_state_dict(state, assign=True)
+    assert torch.equal(layer(x, [4, 9]), want * 2) if called else layer(x, [4, 9]).any()
+    layer.reshard()
+    layer.weight = nn.Parameter(
+        distribute_tensor(torch.zeros(2, 32, 32, dtype=BF16), mesh, [Shard(0)])
+    )
+    with raises(RuntimeError, ["GroupedLinear.weight was replaced", "copy_"]):
+        layer(x, [4, 9])
 
 
 def test_asking_imports_nothing():
-	program = (
-		"import sys, torch, grouped; from grouped.ownership import Ownership; before = set(sys.modules);"
-		"layer = grouped.nn.GroupedLinear(2, 32, 32); assert Ownership(layer).owner(layer, 'weight') is None;"
-		"assert not {'peft', 'accelerate', 'transformers', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & ("
-		"set(sys.modules) - before), set(sys.modules) - before"
-	)
-	run_python(program)
+    program = (
+        "import sys, torch, grouped; from grouped.ownership import Ownership; before = set(sys.modules);"
+        "layer = grouped.nn.GroupedLinear(2, 32, 32); assert Ownership(layer).owner(layer, 'weight') is None;"
+        "assert not {'peft', 'accelerate', 'transformers', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & ("
+        "set(sys.modules) - before), set(sys.modules) - before"
+    )
+    run_python(program)

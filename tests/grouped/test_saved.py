@@ -20,112 +20,129 @@ _OFFS = Saved((GROUPS,), I32, 4 * GROUPS)
 
 
 def plain(*shape, dtype=BF16):
-	return Saved(shape, dtype, torch.Size(shape).numel() * dtype.itemsize)
+    return Saved(shape, dtype, torch.Size(shape).numel() * dtype.itemsize)
 
 
 def copy_of(fmt, shape, groups=GROUPS):
-	specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
-	return [plain(*specs[name].shape, dtype=specs[name].dtype) for name in fmt.operand_names(columnwise=True)]
+    specs = buffers(fmt, shape, groups if len(shape) == 2 else None, columnwise=True)
+    return [
+        plain(*specs[name].shape, dtype=specs[name].dtype)
+        for name in fmt.operand_names(columnwise=True)
+    ]
 
 
 def sort(saved):
-	return sorted(saved, key=str)
+    return sorted(saved, key=str)
 
 
 def expected_of_linear(recipe, rows, n, k, x=True, weight=True):
-	if not recipe.is_quantized:
-		return [plain(rows, k)] if x else []
-	kept = copy_of(recipe.input, (rows, k)) if x else []
-	if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
-		kept += [plain(GROUPS, dtype=F32)] * 3
-	return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
+    if not recipe.is_quantized:
+        return [plain(rows, k)] if x else []
+    kept = copy_of(recipe.input, (rows, k)) if x else []
+    if recipe.takes_scales:  # The gradient's, and the amaxes of x and of the weight.
+        kept += [plain(GROUPS, dtype=F32)] * 3
+    return kept + (copy_of(recipe.weight, (GROUPS, n, k)) if weight else [])
 
 
 @each("single", [True, False])
 @each("parameters", [BF16, F32])
 @each("recipe", ALL_RECIPES | {"fp8-delayed": recipes.FP8Delayed()})
 def test_mlp(recipe, parameters, single):
-	mlp = GroupedMLP(*(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single)
-	x = sample(ROWS, HIDDEN).requires_grad_()
-	with saved_by(mlp) as saved:
-		mlp(x, OFFS)
-	gate_up = expected_of_linear(recipe, ROWS, 2 * WIDTH, HIDDEN)
-	down = expected_of_linear(recipe, ROWS, HIDDEN, WIDTH)
-	assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
+    mlp = GroupedMLP(
+        *(GROUPS, HIDDEN, WIDTH), recipe=recipe, dtype=parameters, single_parameter=single
+    )
+    x = sample(ROWS, HIDDEN).requires_grad_()
+    with saved_by(mlp) as saved:
+        mlp(x, OFFS)
+    gate_up = expected_of_linear(recipe, ROWS, 2 * WIDTH, HIDDEN)
+    down = expected_of_linear(recipe, ROWS, HIDDEN, WIDTH)
+    assert sort(saved) == sort([_OFFS, *gate_up, plain(ROWS, 2 * WIDTH), *down])
 
 
 @each(
-	("name", "activations", "weights"),
-	[
-		("BF16", 2 * 256 * (256 + 256 + 128), 0),
-		("NVFP4", 0.5625 * 512 * (256 + 128) + 2 * 256 * 256 + 16, 0.5625 * 2 * 256 * 384 + 16),
-	],
+    ("name", "activations", "weights"),
+    [
+        ("BF16", 2 * 256 * (256 + 256 + 128), 0),
+        ("NVFP4", 0.5625 * 512 * (256 + 128) + 2 * 256 * 256 + 16, 0.5625 * 2 * 256 * 384 + 16),
+    ],
 )
 def test_bytes_by_hand(name, activations, weights):
-	"""256 rows of two experts in slots for 512, widths 256 and 128; 4 bytes an amax or an end."""
-	saved, _ = measure(getattr(recipes, name)(), Sizes(2, 256, 128, 128))
-	assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
+    """256 rows of two experts in slots for 512, widths 256 and 128; 4 bytes an amax or an end."""
+    saved, _ = measure(getattr(recipes, name)(), Sizes(2, 256, 128, 128))
+    assert sum(t.nbytes for t in saved) == activations + weights + 2 * 4
 
 
 @each("recipe", ALL_RECIPES)
 @each("frozen", ["x", "weight", "weight bias", "x weight", "x weight bias"])
 def test_frozen_operands_keep_nothing(frozen, recipe):
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
-	layer.weight.requires_grad_("weight" not in frozen)
-	layer.bias.requires_grad_("bias" not in frozen)
-	x = sample(ROWS, HIDDEN).requires_grad_("x" not in frozen)
-	with saved_by(layer) as saved:
-		y = layer(x, OFFS)
-	want = expected_of_linear(*(recipe, ROWS, WIDTH, HIDDEN), x="weight" not in frozen, weight="x" not in frozen)
-	assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
+    layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16)
+    layer.weight.requires_grad_("weight" not in frozen)
+    layer.bias.requires_grad_("bias" not in frozen)
+    x = sample(ROWS, HIDDEN).requires_grad_("x" not in frozen)
+    with saved_by(layer) as saved:
+        y = layer(x, OFFS)
+    want = expected_of_linear(
+        *(recipe, ROWS, WIDTH, HIDDEN), x="weight" not in frozen, weight="x" not in frozen
+    )
+    assert sort(saved) == sort([_OFFS, *want] if y.requires_grad else [])
 
 
 @each("delay", [True, False])
 @each("held", [True, False])
 @each("recipe", QUANTIZED)
 def test_microbatches_keep_their_rows(recipe, held, delay):
-	"""And the weight once; one that is quantized already as it is."""
-	layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
-	if held:
-		layer.weight = torch.nn.Parameter(grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True))
-	x = sample(ROWS, HIDDEN).requires_grad_()
-	with saved_by(layer) as saved:
-		for first in (True, False, False):
-			layer(x, OFFS, is_first_microbatch=first)
-	rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
-	assert sort(saved) == sort([_OFFS, *(3 * rows), *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)])
+    """And the weight once; one that is quantized already as it is."""
+    layer = GroupedLinear(GROUPS, HIDDEN, WIDTH, recipe=recipe, dtype=BF16, delay_wgrad=delay)
+    if held:
+        layer.weight = torch.nn.Parameter(
+            grouped.quantize(layer.weight, WEIGHT_FORMAT, columnwise=True)
+        )
+    x = sample(ROWS, HIDDEN).requires_grad_()
+    with saved_by(layer) as saved:
+        for first in (True, False, False):
+            layer(x, OFFS, is_first_microbatch=first)
+    rows = expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, weight=False)
+    assert sort(saved) == sort(
+        [_OFFS, *(3 * rows), *expected_of_linear(recipe, ROWS, WIDTH, HIDDEN, x=False)]
+    )
 
 
 @each("recipe", ALL_RECIPES)
 def test_peak(recipe):
-	"""Beside the gradients live the output and what the first layer's gradients are made of: no quantized weight."""
-	_, peak = measure(recipe, Sizes(experts=8, hidden=256, intermediate=128, tokens=64))
-	rows, weight = 8 * 64, 8 * 256 * 128
-	gradients = 2 * (3 * weight + rows * 256)
-	wgrad = 2 * rows * 2 * 128
-	if recipe.is_quantized:
-		for fmt in (recipe.input, recipe.grad_output):
-			wgrad += sum(t.nbytes for t in copy_of(fmt, (rows, 256), groups=8))
-	assert peak <= gradients + 2 * rows * 256 + wgrad + 4096
+    """Beside the gradients live the output and what the first layer's gradients are made of: no
+    quantized weight.
+    """
+    _, peak = measure(recipe, Sizes(experts=8, hidden=256, intermediate=128, tokens=64))
+    rows, weight = 8 * 64, 8 * 256 * 128
+    gradients = 2 * (3 * weight + rows * 256)
+    wgrad = 2 * rows * 2 * 128
+    if recipe.is_quantized:
+        for fmt in (recipe.input, recipe.grad_output):
+            wgrad += sum(t.nbytes for t in copy_of(fmt, (rows, 256), groups=8))
+    assert peak <= gradients + 2 * rows * 256 + wgrad + 4096
 
 
 @each("is_moe", [False, True])
 def test_copies_of_weights_are_gone_before_gradients_are_made(monkeypatch, is_moe):
-	"""Those of the second layer at its own, of the first at its: nothing else refers to them."""
-	options = {"recipe": recipes.FP8Block(), "dtype": BF16}
-	layer = MoE(HIDDEN, WIDTH, GROUPS, 2, **options) if is_moe else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
-	alive, make = [], LinearCall.weight_gradient
+    """Those of the second layer at its own, of the first at its: nothing else refers to them."""
+    options = {"recipe": recipes.FP8Block(), "dtype": BF16}
+    layer = (
+        MoE(HIDDEN, WIDTH, GROUPS, 2, **options)
+        if is_moe
+        else GroupedMLP(GROUPS, HIDDEN, WIDTH, **options)
+    )
+    alive, make = [], LinearCall.weight_gradient
 
-	def live():
-		tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 3]
-		return sum(t.dtype == E4M3 for t in tensors)
+    def live():
+        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.dim() == 3]
+        return sum(t.dtype == E4M3 for t in tensors)
 
-	def count(*arguments, **given):
-		alive.append(live() - before)
-		return make(*arguments, **given)
+    def count(*arguments, **given):
+        alive.append(live() - before)
+        return make(*arguments, **given)
 
-	before = live()
-	monkeypatch.setattr(LinearCall, "weight_gradient", count)
-	x = sample(ROWS, HIDDEN).requires_grad_()
-	(layer(x) if is_moe else layer(x, OFFS)).sum().backward()
-	assert alive == [1, 0]
+    before = live()
+    monkeypatch.setattr(LinearCall, "weight_gradient", count)
+    x = sample(ROWS, HIDDEN).requires_grad_()
+    (layer(x) if is_moe else layer(x, OFFS)).sum().backward()
+    assert alive == [1, 0]

@@ -3,7 +3,18 @@ from torch import nn
 
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, F16, I32, assert_same_buffers, assert_same_bytes, each, each_copy, raises, sample, saved
+from tests.helpers import (
+    BF16,
+    F16,
+    I32,
+    assert_same_buffers,
+    assert_same_bytes,
+    each,
+    each_copy,
+    raises,
+    sample,
+    saved,
+)
 
 from .cases import RECIPES, WEIGHT_FORMAT, bytes_of
 
@@ -12,173 +23,178 @@ OFFS = [13, 13, 35]
 
 
 def layer_of(single=True, bias=True, **options):
-	options.setdefault("dtype", BF16)
-	options.setdefault("recipe", RECIPES["row-scaled"])
-	return GroupedLinear(G, K, N, bias, single_parameter=single, **options)
+    options.setdefault("dtype", BF16)
+    options.setdefault("recipe", RECIPES["row-scaled"])
+    return GroupedLinear(G, K, N, bias, single_parameter=single, **options)
 
 
 def quantized_layer(fmt=WEIGHT_FORMAT, requires_grad=True):
-	layer = layer_of()
-	layer.weight = nn.Parameter(grouped.quantize(layer.weight, fmt, columnwise=True), requires_grad)
-	return layer
+    layer = layer_of()
+    layer.weight = nn.Parameter(grouped.quantize(layer.weight, fmt, columnwise=True), requires_grad)
+    return layer
 
 
 def same_output(a, b):
-	x = sample(40, K)
-	assert_same_bytes(a(x, OFFS).detach(), b(x, OFFS).detach())
+    x = sample(40, K)
+    assert_same_bytes(a(x, OFFS).detach(), b(x, OFFS).detach())
 
 
 @each("bias", [True, False])
 @each("target", [True, False])
 @each("source", [True, False])
 def test_either_form_loads_into_either(source, target, bias):
-	a, b = layer_of(source, bias), layer_of(target, bias)
-	state = a.state_dict()
-	keys = set(state)
-	result = b.load_state_dict(state)
-	assert not result.missing_keys and not result.unexpected_keys
-	assert set(state) == keys, "the caller's dict is left alone"
-	same_output(a, b)
+    a, b = layer_of(source, bias), layer_of(target, bias)
+    state = a.state_dict()
+    keys = set(state)
+    result = b.load_state_dict(state)
+    assert not result.missing_keys and not result.unexpected_keys
+    assert set(state) == keys, "the caller's dict is left alone"
+    same_output(a, b)
 
 
 @each("single", [True, False])
 def test_a_redundant_form_is_dropped(single):
-	layer, one, other = layer_of(single), layer_of(single), layer_of(not single)
-	layer.load_state_dict(other.state_dict() | one.state_dict())
-	same_output(layer, one)
+    layer, one, other = layer_of(single), layer_of(single), layer_of(not single)
+    layer.load_state_dict(other.state_dict() | one.state_dict())
+    same_output(layer, one)
 
 
 @each("strict", [True, False])
 def test_a_partial_set_is_missing_keys(strict):
-	layer, state = layer_of(), layer_of(single=False).state_dict()
-	del state["weight1"]
-	before = layer.weight.detach().clone()
-	if strict:
-		with raises(RuntimeError, r"Missing key.*\"weight\""):
-			layer.load_state_dict(state)
-	else:
-		result = layer.load_state_dict(state, strict=False)
-		assert result.missing_keys == ["weight"]
-		assert set(result.unexpected_keys) == {"weight0", "weight2"}
-	assert_same_bytes(layer.weight.detach(), before)
+    layer, state = layer_of(), layer_of(single=False).state_dict()
+    del state["weight1"]
+    before = layer.weight.detach().clone()
+    if strict:
+        with raises(RuntimeError, r"Missing key.*\"weight\""):
+            layer.load_state_dict(state)
+    else:
+        result = layer.load_state_dict(state, strict=False)
+        assert result.missing_keys == ["weight"]
+        assert set(result.unexpected_keys) == {"weight0", "weight2"}
+    assert_same_bytes(layer.weight.detach(), before)
 
 
 def test_stacks_of_other_sizes_are_refused():
-	state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
-	with raises(RuntimeError, "size mismatch for weight"):
-		layer_of().load_state_dict(state)
-	with raises(RuntimeError, "Missing key"):
-		layer_of(single=False).load_state_dict(state)
+    state = GroupedLinear(G + 1, K, N, dtype=BF16).state_dict()
+    with raises(RuntimeError, "size mismatch for weight"):
+        layer_of().load_state_dict(state)
+    with raises(RuntimeError, "Missing key"):
+        layer_of(single=False).load_state_dict(state)
 
 
 @each("single", [True, False])
 def test_a_bias_with_a_unit_dimension(single):
-	source = layer_of()
-	state = source.state_dict()
-	state["bias"] = state["bias"].unsqueeze(1)
-	layer = layer_of(single)
-	layer.load_state_dict(state)
-	same_output(layer, source)
+    source = layer_of()
+    state = source.state_dict()
+    state["bias"] = state["bias"].unsqueeze(1)
+    layer = layer_of(single)
+    layer.load_state_dict(state)
+    same_output(layer, source)
 
 
 def test_keys_carry_the_prefix_of_a_parent():
-	a = GroupedMLP(G, K, 32, bias=True, dtype=BF16)
-	b = GroupedMLP(G, K, 32, bias=True, dtype=BF16, single_parameter=False)
-	b.load_state_dict(a.state_dict())
-	same_output(a, b)
-	a.load_state_dict(b.state_dict())
+    a = GroupedMLP(G, K, 32, bias=True, dtype=BF16)
+    b = GroupedMLP(G, K, 32, bias=True, dtype=BF16, single_parameter=False)
+    b.load_state_dict(a.state_dict())
+    same_output(a, b)
+    a.load_state_dict(b.state_dict())
 
 
 def test_equal_formats_keep_their_bytes():
-	a, b = quantized_layer(), quantized_layer()
-	held = b.weight.rowwise.codes.data_ptr()
-	b.load_state_dict(saved(a.state_dict()))
-	assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
-	assert b.weight.rowwise.codes.data_ptr() == held
+    a, b = quantized_layer(), quantized_layer()
+    held = b.weight.rowwise.codes.data_ptr()
+    b.load_state_dict(saved(a.state_dict()))
+    assert_same_buffers(bytes_of(b.weight), bytes_of(a.weight))
+    assert b.weight.rowwise.codes.data_ptr() == held
 
 
 @each("assign", [True, False])
 def test_assigning_keeps_requires_grad(assign):
-	a, b = quantized_layer(), quantized_layer(requires_grad=False)
-	b.load_state_dict(a.state_dict(), assign=assign)
-	assert isinstance(b.weight, nn.Parameter) and not b.weight.requires_grad
-	same_output(a, b)
+    a, b = quantized_layer(), quantized_layer(requires_grad=False)
+    b.load_state_dict(a.state_dict(), assign=assign)
+    assert isinstance(b.weight, nn.Parameter) and not b.weight.requires_grad
+    same_output(a, b)
 
 
 def test_dense_and_quantized_weights_convert():
-	dense, quantized = layer_of(), quantized_layer()
-	quantized.load_state_dict(dense.state_dict())
-	want = grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True)
-	assert_same_buffers(bytes_of(quantized.weight), bytes_of(want))
-	dense.load_state_dict(quantized.state_dict())
-	assert type(dense.weight) is nn.Parameter
-	assert_same_bytes(dense.weight.detach(), want.dequantize())
-	other = quantized_layer(grouped.NVFP4())
-	other.load_state_dict(quantized.state_dict())
-	want = grouped.quantize(want.dequantize(), grouped.NVFP4())
-	assert_same_bytes(other.weight.dequantize().detach(), want.dequantize())
-	discrete = layer_of(single=False)
-	discrete.load_state_dict(quantized.state_dict())
-	same_output(dense, discrete)
+    dense, quantized = layer_of(), quantized_layer()
+    quantized.load_state_dict(dense.state_dict())
+    want = grouped.quantize(dense.weight, WEIGHT_FORMAT, columnwise=True)
+    assert_same_buffers(bytes_of(quantized.weight), bytes_of(want))
+    dense.load_state_dict(quantized.state_dict())
+    assert type(dense.weight) is nn.Parameter
+    assert_same_bytes(dense.weight.detach(), want.dequantize())
+    other = quantized_layer(grouped.NVFP4())
+    other.load_state_dict(quantized.state_dict())
+    want = grouped.quantize(want.dequantize(), grouped.NVFP4())
+    assert_same_bytes(other.weight.dequantize().detach(), want.dequantize())
+    discrete = layer_of(single=False)
+    discrete.load_state_dict(quantized.state_dict())
+    same_output(dense, discrete)
 
 
 def test_loading_and_moving_drop_the_kept_weight():
-	x = sample(40, K)
-	for change in (lambda layer: layer.load_state_dict(layer_of().state_dict()), lambda layer: layer.to(F16)):
-		layer = layer_of()
-		layer(x, OFFS, is_first_microbatch=True)
-		change(layer)
-		with raises(RuntimeError, "none was"):
-			layer(x, OFFS, is_first_microbatch=False)
+    x = sample(40, K)
+    for change in (
+        lambda layer: layer.load_state_dict(layer_of().state_dict()),
+        lambda layer: layer.to(F16),
+    ):
+        layer = layer_of()
+        layer(x, OFFS, is_first_microbatch=True)
+        change(layer)
+        with raises(RuntimeError, "none was"):
+            layer(x, OFFS, is_first_microbatch=False)
 
 
 @each("make", [layer_of, quantized_layer])
 @each_copy
 def test_copies_of_modules(copied, make):
-	a = make()
-	b = copied(a)
-	same_output(a, b)
-	with torch.no_grad():
-		b.weight.mul_(2)
-	x = sample(40, K)
-	assert not torch.equal(a(x, OFFS), b(x, OFFS))
+    a = make()
+    b = copied(a)
+    same_output(a, b)
+    with torch.no_grad():
+        b.weight.mul_(2)
+    x = sample(40, K)
+    assert not torch.equal(a(x, OFFS), b(x, OFFS))
 
 
 @each("swap", [True, False])
 @each("requires_grad", [True, False])
 def test_moving_a_quantized_weight(requires_grad, swap):
-	layer = quantized_layer(requires_grad=requires_grad)
-	before = bytes_of(layer.weight)
-	torch.__future__.set_swap_module_params_on_conversion(swap)
-	try:
-		layer.half()
-	finally:
-		torch.__future__.set_swap_module_params_on_conversion(False)
-	weight = layer.weight
-	assert isinstance(weight, nn.Parameter) and isinstance(weight, grouped.GroupedTensor)
-	assert weight.dtype == F16 and weight.requires_grad is requires_grad
-	assert_same_buffers(bytes_of(weight), before)
-	assert layer.to("meta").weight.is_meta
-	restored = layer.to_empty(device="cpu")
-	restored.load_state_dict(quantized_layer().state_dict())
-	restored(sample(40, K), OFFS)
+    layer = quantized_layer(requires_grad=requires_grad)
+    before = bytes_of(layer.weight)
+    torch.__future__.set_swap_module_params_on_conversion(swap)
+    try:
+        layer.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    weight = layer.weight
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, grouped.GroupedTensor)
+    assert weight.dtype == F16 and weight.requires_grad is requires_grad
+    assert_same_buffers(bytes_of(weight), before)
+    assert layer.to("meta").weight.is_meta
+    restored = layer.to_empty(device="cpu")
+    restored.load_state_dict(quantized_layer().state_dict())
+    restored(sample(40, K), OFFS)
 
 
 @each("single", [True, False])
 def test_construction_on_meta(single):
-	torch.manual_seed(3)
-	eager = layer_of(single)
-	layer = layer_of(single, device="meta")
-	assert all(p.is_meta for p in layer.parameters())
-	x = torch.empty(40, K, dtype=BF16, device="meta", requires_grad=True)
-	y = layer(x, torch.empty(G, dtype=I32, device="meta"))
-	y.sum().backward()
-	assert y.is_meta and y.shape == (40, N) and x.grad.shape == (40, K)
-	layer.to_empty(device="cpu")
-	torch.manual_seed(3)
-	layer.reset_parameters()
-	same_output(layer, eager)
+    torch.manual_seed(3)
+    eager = layer_of(single)
+    layer = layer_of(single, device="meta")
+    assert all(p.is_meta for p in layer.parameters())
+    x = torch.empty(40, K, dtype=BF16, device="meta", requires_grad=True)
+    y = layer(x, torch.empty(G, dtype=I32, device="meta"))
+    y.sum().backward()
+    assert y.is_meta and y.shape == (40, N) and x.grad.shape == (40, K)
+    layer.to_empty(device="cpu")
+    torch.manual_seed(3)
+    layer.reset_parameters()
+    same_output(layer, eager)
 
 
 def test_repr():
-	assert "in_features=64, out_features=48" in repr(layer_of()) and "recipe=NVFP4RowScaled" in repr(layer_of())
+    assert "in_features=64, out_features=48" in repr(
+        layer_of()
+    ) and "recipe=NVFP4RowScaled" in repr(layer_of())

@@ -10,106 +10,132 @@ every_format = each("fmt", EVERY_FORMAT)
 
 
 def parts(x):
-	return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
+    return [x.shape, x.dtype, x.format, x.offs, x.rowwise, x.columnwise]
 
 
 @each("make", [ragged, uniform])
 @each("directions", [(True, True), (True, False), (False, True)])
 @every_format
 def test_the_parts_of_a_tensor_make_it_again(fmt, make, directions):
-	x = make(fmt)
-	arguments = parts(x)
-	for i, is_held in zip((4, 5), directions, strict=True):
-		arguments[i] = arguments[i] if is_held else None
-	got, held = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
-	assert_same_buffers(got, {name: held[name] for name in got})
-	assert GroupedTensor(*arguments, requires_grad=True).requires_grad
-	prepacked = uniform().prepack()
-	assert GroupedTensor(*parts(prepacked)).format == prepacked.format
+    x = make(fmt)
+    arguments = parts(x)
+    for i, is_held in zip((4, 5), directions, strict=True):
+        arguments[i] = arguments[i] if is_held else None
+    got, held = bytes_of(GroupedTensor(*arguments)), bytes_of(x)
+    assert_same_buffers(got, {name: held[name] for name in got})
+    assert GroupedTensor(*arguments, requires_grad=True).requires_grad
+    prepacked = uniform().prepack()
+    assert GroupedTensor(*parts(prepacked)).format == prepacked.format
 
 
 SHAPE, DTYPE, FORMAT, OFFS, ROWWISE, COLUMNWISE = range(6)
 #: (make, which argument, what it becomes, error, message).
 WRONG = {
-	"shape of a uniform one": (ragged, SHAPE, lambda x: (3, 12, 64), ValueError, r"\(T, K\) with offs, got"),
-	"shape of a ragged one": (uniform, SHAPE, lambda x: (144, 64), ValueError, r"\(G, N, K\) without offs, got"),
-	"no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
-	"dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
-	"a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
-	"offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
-	"offs of another G": (ragged, OFFS, lambda o: o[1:], ValueError, "rowwise scales must have size 2 in dimension 0"),
-	"offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
-	"device": (
-		uniform,
-		COLUMNWISE,
-		lambda h: h._replace(amax=h.amax.to("meta")),
-		ValueError,
-		"columnwise amax must be on",
-	),
+    "shape of a uniform one": (
+        ragged,
+        SHAPE,
+        lambda x: (3, 12, 64),
+        ValueError,
+        r"\(T, K\) with offs, got",
+    ),
+    "shape of a ragged one": (
+        uniform,
+        SHAPE,
+        lambda x: (144, 64),
+        ValueError,
+        r"\(G, N, K\) without offs, got",
+    ),
+    "no groups": (uniform, SHAPE, lambda x: (0, 48, 64), ValueError, "at least one group"),
+    "dtype": (ragged, DTYPE, lambda x: torch.float64, TypeError, "dtype must be bfloat16"),
+    "a class as format": (ragged, FORMAT, type, TypeError, "fmt must be a format record"),
+    "offs dtype": (ragged, OFFS, torch.Tensor.long, TypeError, "offs must be int32"),
+    "offs of another G": (
+        ragged,
+        OFFS,
+        lambda o: o[1:],
+        ValueError,
+        "rowwise scales must have size 2 in dimension 0",
+    ),
+    "offs device": (ragged, OFFS, lambda o: o.to("meta"), ValueError, "offs must be on the device"),
+    "device": (
+        uniform,
+        COLUMNWISE,
+        lambda h: h._replace(amax=h.amax.to("meta")),
+        ValueError,
+        "columnwise amax must be on",
+    ),
 }
 
 
 @each(("make", "index", "change", "error", "match"), WRONG)
 def test_parts_that_do_not_fit_are_refused(make, index, change, error, match):
-	arguments = parts(make())
-	arguments[index] = change(arguments[index])
-	with raises(error, match):
-		GroupedTensor(*arguments)
+    arguments = parts(make())
+    arguments[index] = change(arguments[index])
+    with raises(error, match):
+        GroupedTensor(*arguments)
 
 
 @each("make", [ragged, uniform])
 @each("index", [ROWWISE, COLUMNWISE])
 @every_format
 def test_each_buffer_of_any_format_is_checked(fmt, index, make):
-	arguments = parts(make(fmt))
-	held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
-	for name, buffer in held._asdict().items():
-		for wrong, error in (
-			(buffer[..., :-1], ValueError),
-			(buffer[:-1], ValueError),
-			(buffer.unsqueeze(0), ValueError),
-			(buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
-		):
-			arguments[index] = held._replace(**{name: wrong})
-			with raises(error, f"{direction} {name} must"):
-				GroupedTensor(*arguments)
+    arguments = parts(make(fmt))
+    held, direction = arguments[index], "rowwise" if index == ROWWISE else "columnwise"
+    for name, buffer in held._asdict().items():
+        for wrong, error in (
+            (buffer[..., :-1], ValueError),
+            (buffer[:-1], ValueError),
+            (buffer.unsqueeze(0), ValueError),
+            (buffer.view(I32 if buffer.itemsize == 4 else torch.int8), TypeError),
+        ):
+            arguments[index] = held._replace(**{name: wrong})
+            with raises(error, f"{direction} {name} must"):
+                GroupedTensor(*arguments)
 
 
 def test_prepacked_activations_are_refused():
-	with raises(ValueError, "prepacked weights are uniform"):
-		GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
+    with raises(ValueError, "prepacked weights are uniform"):
+        GroupedTensor(*parts(ragged(FORMATS["1x16"])), prepacked=True)
 
 
 def test_a_file_of_a_newer_version_says_which_field_it_has():
-	rebuild, arguments = ragged().__reduce_ex__(2)
-	names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
-	given = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}
-	for change, more, message in (
-		({"fields": given["fields"] | {"swizzle": 7}}, (), r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is"),
-		({"name": "nvfp5"}, (), r"got 'nvfp5'.*written by grouped-kernels 9\.9"),
-		({"inner": given["inner"] | {"_zeros": torch.zeros(3)}}, (), r"no field _zeros.*9\.9, this is"),
-		({}, ("more",), r"no field 'more'.*9\.9, this is"),
-	):
-		with raises(ValueError, message):
-			rebuild(*(given | change).values(), *more)
+    rebuild, arguments = ragged().__reduce_ex__(2)
+    names = ("shape", "dtype", "name", "fields", "inner", "grad", "parameter", "version")
+    given = dict(zip(names, arguments, strict=True)) | {"version": "9.9"}
+    for change, more, message in (
+        (
+            {"fields": given["fields"] | {"swizzle": 7}},
+            (),
+            r"NVFP4 has no field 'swizzle'.*kernels 9\.9, this is",
+        ),
+        ({"name": "nvfp5"}, (), r"got 'nvfp5'.*written by grouped-kernels 9\.9"),
+        (
+            {"inner": given["inner"] | {"_zeros": torch.zeros(3)}},
+            (),
+            r"no field _zeros.*9\.9, this is",
+        ),
+        ({}, ("more",), r"no field 'more'.*9\.9, this is"),
+    ):
+        with raises(ValueError, message):
+            rebuild(*(given | change).values(), *more)
 
 
 def test_a_file_without_a_version_is_read():
-	x = ragged()
-	rebuild, arguments = x.__reduce_ex__(2)
-	assert_same_buffers(bytes_of(rebuild(*arguments[:7])), bytes_of(x))
+    x = ragged()
+    rebuild, arguments = x.__reduce_ex__(2)
+    assert_same_buffers(bytes_of(rebuild(*arguments[:7])), bytes_of(x))
 
 
 def test_a_file_whose_parts_do_not_fit_is_refused():
-	x = ragged()
-	x._codes = x._codes[:5]
-	with raises(ValueError, "rowwise codes must have size 36"):
-		saved(x, weights_only=False)
+    x = ragged()
+    x._codes = x._codes[:5]
+    with raises(ValueError, "rowwise codes must have size 36"):
+        saved(x, weights_only=False)
 
 
 def test_vmap_over_quantize_names_the_batch_that_there_is():
-	x, offs = sample(2, 36, 64), ends(7, 36)
-	with raises(TypeError, r"vmap over grouped.quantize.*\(G, N, K\)"):
-		torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
-	with raises(TypeError, "vmap over grouped.quantize"):
-		torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))
+    x, offs = sample(2, 36, 64), ends(7, 36)
+    with raises(TypeError, r"vmap over grouped.quantize.*\(G, N, K\)"):
+        torch.vmap(lambda rows: grouped.quantize(rows, FORMATS["1x16"], offs=offs).dequantize())(x)
+    with raises(TypeError, "vmap over grouped.quantize"):
+        torch.vmap(lambda w: grouped.quantize(w, FORMATS["1x16"]).amax)(sample(2, 3, 48, 64))

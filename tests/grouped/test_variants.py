@@ -19,114 +19,121 @@ ROLES = Recipe(HADAMARD, NVFP4(block=(16, 16)), NVFP4(hadamard=True, stochastic_
 
 
 def same(a, b):
-	return all(map(torch.equal, bytes_of(a).values(), bytes_of(b).values()))
+    return all(map(torch.equal, bytes_of(a).values(), bytes_of(b).values()))
 
 
 @each("seed", [0, 7, -1, 2**63 - 1, -(2**63)])
 def test_an_int_is_itself_and_zero(seed):
-	x = sample(40, 32)
-	one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
-	assert same(one, grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=torch.tensor([seed, 0])))
+    x = sample(40, 32)
+    one = grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=seed)
+    assert same(
+        one,
+        grouped.quantize(
+            x, STOCHASTIC, offs=[13, 40], columnwise=True, seed=torch.tensor([seed, 0])
+        ),
+    )
 
 
 @each("seed", [3, torch.tensor([3, 4])])
 def test_a_seed_of_a_format_that_takes_none(seed):
-	with raises(ValueError, "seed is of stochastic rounding, which nvfp4 does not"):
-		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
-	out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
-	with raises(ValueError, "seed is of stochastic rounding"):
-		grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
+    with raises(ValueError, "seed is of stochastic rounding, which nvfp4 does not"):
+        grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed)
+    out = grouped.quantize(sample(40, 32), NVFP4(), offs=[40])
+    with raises(ValueError, "seed is of stochastic rounding"):
+        grouped.quantize(sample(40, 32), NVFP4(), offs=[40], seed=seed, out=out)
 
 
 def test_manual_seed_governs_what_is_not_given():
-	x, found = sample(40, 32), []
-	for state in (1, 1, 2):
-		torch.manual_seed(state)
-		found += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
-	first, second, again, other = found[0], found[1], found[2], found[4]
-	assert same(first, again) and same(second, found[3])
-	assert not same(first, second) and not same(first, other)
+    x, found = sample(40, 32), []
+    for state in (1, 1, 2):
+        torch.manual_seed(state)
+        found += [grouped.quantize(x, STOCHASTIC, offs=[13, 40], columnwise=True) for _ in "ab"]
+    first, second, again, other = found[0], found[1], found[2], found[4]
+    assert same(first, again) and same(second, found[3])
+    assert not same(first, second) and not same(first, other)
 
 
 def test_nothing_is_drawn_for_other_formats():
-	x, state = sample(40, 32), torch.get_rng_state()
-	grouped.quantize(x, HADAMARD, offs=[40], columnwise=True)
-	assert torch.equal(torch.get_rng_state(), state)
+    x, state = sample(40, 32), torch.get_rng_state()
+    grouped.quantize(x, HADAMARD, offs=[40], columnwise=True)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @each("fmt", [STOCHASTIC, SQUARES, NVFP4(four_over_six=True), HADAMARD], ids=str)
 def test_into_a_tensor_and_in_place(fmt):
-	x, y = sample(40, 32), sample(40, 32)
-	seed = 9 if fmt.is_stochastic else None
-	out = grouped.quantize(x, fmt, offs=[13, 40], columnwise=True)
-	grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed, out=out)
-	assert same(out, grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed))
-	torch.manual_seed(3)
-	out.copy_(x)
-	torch.manual_seed(3)
-	assert same(out, grouped.quantize(x, fmt, offs=[20, 40], columnwise=True))
-	decoded = out.dequantize()
-	torch.manual_seed(4)
-	out.mul_(3.0)
-	torch.manual_seed(4)
-	assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
+    x, y = sample(40, 32), sample(40, 32)
+    seed = 9 if fmt.is_stochastic else None
+    out = grouped.quantize(x, fmt, offs=[13, 40], columnwise=True)
+    grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed, out=out)
+    assert same(out, grouped.quantize(y, fmt, offs=[20, 40], columnwise=True, seed=seed))
+    torch.manual_seed(3)
+    out.copy_(x)
+    torch.manual_seed(3)
+    assert same(out, grouped.quantize(x, fmt, offs=[20, 40], columnwise=True))
+    decoded = out.dequantize()
+    torch.manual_seed(4)
+    out.mul_(3.0)
+    torch.manual_seed(4)
+    assert same(out, grouped.quantize(decoded * 3.0, fmt, offs=[20, 40], columnwise=True))
 
 
 def test_records_of_old_files():
-	"""Written before the bound and the error of four over six were fields."""
-	fields = {
-		"row_scaled": False,
-		"block": (1, 16),
-		"hadamard": True,
-		"stochastic_rounding": False,
-		"four_over_six": False,
-	}
-	assert saved_format("nvfp4", fields, "0.1.0") == HADAMARD
-	assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
+    """Written before the bound and the error of four over six were fields."""
+    fields = {
+        "row_scaled": False,
+        "block": (1, 16),
+        "hadamard": True,
+        "stochastic_rounding": False,
+        "four_over_six": False,
+    }
+    assert saved_format("nvfp4", fields, "0.1.0") == HADAMARD
+    assert saved_format("nvfp4", fields | {"hadamard": False}, "0.1.0") == NVFP4()
 
 
 def gradients(layer, x, dy, offs, state=0, function=None):
-	torch.manual_seed(state)
-	return step(layer, x, dy, offs, function=function)[:3]
+    torch.manual_seed(state)
+    return step(layer, x, dy, offs, function=function)[:3]
 
 
 def test_gradients_follow_the_generator():
-	layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
-	first, again, other = (gradients(layer, x, dy, offsets((13, 27)), s) for s in (1, 1, 2))
-	assert all(map(torch.equal, first, again))
-	assert torch.equal(first[0], other[0])
-	assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
+    layer, x, dy = GroupedLinear(2, 64, 48, recipe=ROLES), sample(40, 64), sample(40, 48)
+    first, again, other = (gradients(layer, x, dy, offsets((13, 27)), s) for s in (1, 1, 2))
+    assert all(map(torch.equal, first, again))
+    assert torch.equal(first[0], other[0])
+    assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
 
 
 def test_a_compiled_layer_draws_anew():
-	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-	compiled = whole_graph(layer, dynamic=True)
-	for rows in (40, 56):
-		given = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
-		first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))
-		assert all(map(torch.equal, first, again))
-		assert not any(map(torch.equal, first, other))
+    layer = GroupedLinear(2, 64, 48, recipe=ROLES)
+    compiled = whole_graph(layer, dynamic=True)
+    for rows in (40, 56):
+        given = sample(rows, 64), sample(rows, 48), offsets((13, rows - 13))
+        first, again, other = (gradients(layer, *given, state, compiled)[1:] for state in (1, 1, 2))
+        assert all(map(torch.equal, first, again))
+        assert not any(map(torch.equal, first, other))
 
 
 @each("dtype", [F32, F16])
 def test_only_bf16_is_transformed(dtype):
-	layer = GroupedLinear(2, 64, 48, recipe=ROLES)
-	with torch.no_grad():
-		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
-	with raises(TypeError, "nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
-		layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
-	status = cute_kernels.support("grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True)
-	assert not status and "bfloat16 only" in status.reason
+    layer = GroupedLinear(2, 64, 48, recipe=ROLES)
+    with torch.no_grad():
+        layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+    with raises(TypeError, "nvfp4:hadamard transforms .*: cast it, as x.bfloat16"):
+        layer(sample(40, 64, dtype=dtype), offsets((13, 27)))
+    status = cute_kernels.support(
+        "grouped_quantize", HADAMARD, "reference", dtype=dtype, columnwise=True
+    )
+    assert not status and "bfloat16 only" in status.reason
 
 
 @each("propagate", [False, True])
 def test_infinities_that_meet_in_a_transform(propagate):
-	"""Four in a chunk of 16 may leave no infinity; the flag then says that the group is lost."""
-	recipe = dataclasses.replace(ROLES, propagate_nonfinite=propagate)
-	layer, x = GroupedLinear(2, 64, 48, recipe=recipe), sample(40, 64)
-	for i, row in enumerate((0, 1, 2, 3)):
-		x[row, 5] = torch.inf * (1 if i % 2 else -1)
-	y, _, dweight = gradients(layer, x, sample(40, 48), offsets((20, 20)))
-	assert not y[:4].isfinite().any() and dweight[1].isfinite().all()
-	if propagate:
-		assert not dweight[0].isfinite().any()
+    """Four in a chunk of 16 may leave no infinity; the flag then says that the group is lost."""
+    recipe = dataclasses.replace(ROLES, propagate_nonfinite=propagate)
+    layer, x = GroupedLinear(2, 64, 48, recipe=recipe), sample(40, 64)
+    for i, row in enumerate((0, 1, 2, 3)):
+        x[row, 5] = torch.inf * (1 if i % 2 else -1)
+    y, _, dweight = gradients(layer, x, sample(40, 48), offsets((20, 20)))
+    assert not y[:4].isfinite().any() and dweight[1].isfinite().all()
+    if propagate:
+        assert not dweight[0].isfinite().any()

@@ -10,139 +10,144 @@ G, N, K = 3, 48, 64
 OFFS = [13, 13, 35]
 
 WRITES = {
-	"zero_": lambda w: w.zero_(),
-	"add_": lambda w: w.add_(1),
-	"copy_ plain": lambda w: w.copy_(weight()),
-	"copy_ grouped": lambda w: w.copy_(parameter()),
-	"quantize out": lambda w: grouped.quantize(weight(), w.format, columnwise=True, out=w),
-	"foreach": lambda w: torch._foreach_mul_([w], 2),
-	"through detach": lambda w: w.detach().zero_(),
-	"through data": lambda w: w.data.zero_(),
-	"through its parts": lambda w: w.__tensor_unflatten__(
-		{n: getattr(w, n) for n in w.__tensor_flatten__()[0]}, w.__tensor_flatten__()[1], w.shape, w.stride()
-	).zero_(),
+    "zero_": lambda w: w.zero_(),
+    "add_": lambda w: w.add_(1),
+    "copy_ plain": lambda w: w.copy_(weight()),
+    "copy_ grouped": lambda w: w.copy_(parameter()),
+    "quantize out": lambda w: grouped.quantize(weight(), w.format, columnwise=True, out=w),
+    "foreach": lambda w: torch._foreach_mul_([w], 2),
+    "through detach": lambda w: w.detach().zero_(),
+    "through data": lambda w: w.data.zero_(),
+    "through its parts": lambda w: w.__tensor_unflatten__(
+        {n: getattr(w, n) for n in w.__tensor_flatten__()[0]},
+        w.__tensor_flatten__()[1],
+        w.shape,
+        w.stride(),
+    ).zero_(),
 }
 writes = each("write", WRITES)
 
 
 def frozen():
-	return parameter(False)
+    return parameter(False)
 
 
 def frozen_layer(recipe):
-	layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
-	layer.weight = frozen()
-	return layer
+    layer = grouped.nn.GroupedLinear(G, K, N, recipe=RECIPES[recipe], dtype=BF16)
+    layer.weight = frozen()
+    return layer
 
 
 def versions(w):
-	return [w._version, *(t._version for copy in (w.rowwise, w.columnwise) for t in copy)]
+    return [w._version, *(t._version for copy in (w.rowwise, w.columnwise) for t in copy)]
 
 
 @writes
 @each("recipe", ["bf16", "nvfp4"])
 def test_backward_through_a_frozen_weight_that_was_written(recipe, write):
-	layer = frozen_layer(recipe)
-	x = sample(40, K).requires_grad_()
-	y = layer(x, OFFS)
-	with torch.no_grad():
-		write(layer.weight)
-	with raises(RuntimeError, "modified by an inplace operation"):
-		y.sum().backward()
-	layer(x, OFFS).sum().backward()
+    layer = frozen_layer(recipe)
+    x = sample(40, K).requires_grad_()
+    y = layer(x, OFFS)
+    with torch.no_grad():
+        write(layer.weight)
+    with raises(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
+    layer(x, OFFS).sum().backward()
 
 
 @writes
 def test_every_write_bumps_the_wrapper_and_all_that_it_holds(write):
-	for prepacked in (False, True):
-		w = frozen()
-		w = nn.Parameter(w.prepack(), False) if prepacked else w
-		before = versions(w)
-		write(w)
-		after = versions(w)
-		assert all(a > b for a, b in zip(after[1:], before[1:], strict=True))
-		assert (after[0] > before[0]) is (write not in (WRITES["through data"], WRITES["through its parts"]))
+    for prepacked in (False, True):
+        w = frozen()
+        w = nn.Parameter(w.prepack(), False) if prepacked else w
+        before = versions(w)
+        write(w)
+        after = versions(w)
+        assert all(a > b for a, b in zip(after[1:], before[1:], strict=True))
+        assert (after[0] > before[0]) is (
+            write not in (WRITES["through data"], WRITES["through its parts"])
+        )
 
 
 def test_offsets_that_were_written_count_and_others_do_not():
-	x = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS)
-	before = x.offs._version
-	x.mul_(2)
-	assert x.offs._version == before
-	grouped.quantize(sample(40, K), FORMATS["1x16"], offs=[1, 2, 3], out=x)
-	assert x.offs._version > before
+    x = grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS)
+    before = x.offs._version
+    x.mul_(2)
+    assert x.offs._version == before
+    grouped.quantize(sample(40, K), FORMATS["1x16"], offs=[1, 2, 3], out=x)
+    assert x.offs._version > before
 
 
 def test_assigning_data_between_forward_and_backward():
-	x = sample(40, K).requires_grad_()
-	for recipe in ("bf16", "nvfp4"):
-		layer = frozen_layer(recipe)
-		x.grad = None
-		layer(x, OFFS).sum().backward()
-		want, y = x.grad.clone(), layer(x, OFFS)
-		layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
-		x.grad = None
-		if recipe == "bf16":
-			with raises(RuntimeError, "modified by an inplace operation"):
-				y.sum().backward()
-		else:
-			y.sum().backward()
-			assert torch.equal(x.grad, want)
+    x = sample(40, K).requires_grad_()
+    for recipe in ("bf16", "nvfp4"):
+        layer = frozen_layer(recipe)
+        x.grad = None
+        layer(x, OFFS).sum().backward()
+        want, y = x.grad.clone(), layer(x, OFFS)
+        layer.weight.data = grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True)
+        x.grad = None
+        if recipe == "bf16":
+            with raises(RuntimeError, "modified by an inplace operation"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+            assert torch.equal(x.grad, want)
 
 
 def test_inference_tensors_have_no_version():
-	with torch.inference_mode():
-		w = frozen()
-		for name, write in WRITES.items():
-			if name != "through data":
-				write(w)
+    with torch.inference_mode():
+        w = frozen()
+        for name, write in WRITES.items():
+            if name != "through data":
+                write(w)
 
 
 @each("recipe", ["bf16", "nvfp4"])
 def test_compiled(recipe):
-	layer = frozen_layer(recipe)
-	x = sample(40, K).requires_grad_()
-	y = whole_graph(layer)(x, ends(*OFFS))
-	before = versions(layer.weight)
+    layer = frozen_layer(recipe)
+    x = sample(40, K).requires_grad_()
+    y = whole_graph(layer)(x, ends(*OFFS))
+    before = versions(layer.weight)
 
-	@whole_graph
-	def requantize(w, dense):
-		grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
+    @whole_graph
+    def requantize(w, dense):
+        grouped.quantize(dense, WEIGHT_FORMAT, columnwise=True, out=w)
 
-	requantize(layer.weight, weight())
-	assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
-	with raises(RuntimeError, "modified by an inplace operation"):
-		y.sum().backward()
+    requantize(layer.weight, weight())
+    assert all(a > b for a, b in zip(versions(layer.weight), before, strict=True))
+    with raises(RuntimeError, "modified by an inplace operation"):
+        y.sum().backward()
 
 
 OPERANDS = {
-	"W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),
-	"plain": lambda: (sample(40, K), weight(), {"offs": OFFS}),
-	"NVFP4": lambda: (grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS), frozen(), {}),
+    "W4A16": lambda: (sample(40, K), frozen(), {"offs": OFFS}),
+    "plain": lambda: (sample(40, K), weight(), {"offs": OFFS}),
+    "NVFP4": lambda: (grouped.quantize(sample(40, K), FORMATS["1x16"], offs=OFFS), frozen(), {}),
 }
 
 
 @each("kind", [*OPERANDS])
 @each("which", ["a", "b", "bias", "out"])
 def test_out_refuses_what_requires_a_gradient(kind, which):
-	a, b, options = OPERANDS[kind]()
-	tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
-	tensors[which] = tensors[which].detach().requires_grad_()
-	options |= {"bias": tensors["bias"], "out": tensors["out"]}
-	with raises(RuntimeError, f"{which} requires a gradient.*leave out= away"):
-		grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
-	assert not tensors["out"].detach().any()
-	with torch.no_grad():
-		assert grouped.grouped_gemm(tensors["a"], tensors["b"], **options) is tensors["out"]
-	assert tensors["out"].detach().any()
+    a, b, options = OPERANDS[kind]()
+    tensors = {"a": a, "b": b, "bias": torch.zeros(G, N), "out": torch.zeros(40, N)}
+    tensors[which] = tensors[which].detach().requires_grad_()
+    options |= {"bias": tensors["bias"], "out": tensors["out"]}
+    with raises(RuntimeError, f"{which} requires a gradient.*leave out= away"):
+        grouped.grouped_gemm(tensors["a"], tensors["b"], **options)
+    assert not tensors["out"].detach().any()
+    with torch.no_grad():
+        assert grouped.grouped_gemm(tensors["a"], tensors["b"], **options) is tensors["out"]
+    assert tensors["out"].detach().any()
 
 
 def test_quantizing_into_a_leaf_that_requires_a_gradient():
-	p = parameter()
-	before = p.rowwise.codes.clone()
-	with raises(RuntimeError, r"out requires a gradient.*torch.no_grad\(\)"):
-		grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
-	assert torch.equal(p.rowwise.codes, before)
-	with torch.no_grad():
-		assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
-	assert not torch.equal(p.rowwise.codes, before)
+    p = parameter()
+    before = p.rowwise.codes.clone()
+    with raises(RuntimeError, r"out requires a gradient.*torch.no_grad\(\)"):
+        grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p)
+    assert torch.equal(p.rowwise.codes, before)
+    with torch.no_grad():
+        assert grouped.quantize(weight(), WEIGHT_FORMAT, columnwise=True, out=p) is p
+    assert not torch.equal(p.rowwise.codes, before)

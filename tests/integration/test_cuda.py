@@ -12,7 +12,7 @@ from cute_kernels.formats import parse
 from tests.helpers import I32, each, seeded
 
 if not torch.cuda.is_available():
-	pytest.skip("needs a GPU", allow_module_level=True)
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 CUDA = torch.device("cuda")
 ARCH = cute_kernels.active_backend(CUDA).arch
@@ -23,221 +23,224 @@ RECIPES = [getattr(grouped.recipes, name) for name in NAMES]
 
 
 class Mixture(grouped.nn.MoE):
-	def forward(self, x, offs):
-		return super().forward(x)
+    def forward(self, x, offs):
+        return super().forward(x)
 
 
 LAYERS = {
-	"linear": lambda bias, recipe: grouped.nn.GroupedLinear(4, FEATURES, 96, bias=bias, recipe=recipe),
-	"mlp": lambda bias, recipe: grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe),
-	"moe": lambda bias, recipe: Mixture(FEATURES, 128, 4, 2, bias=bias, recipe=recipe),
+    "linear": lambda bias, recipe: grouped.nn.GroupedLinear(
+        4, FEATURES, 96, bias=bias, recipe=recipe
+    ),
+    "mlp": lambda bias, recipe: grouped.nn.GroupedMLP(4, FEATURES, 128, bias=bias, recipe=recipe),
+    "moe": lambda bias, recipe: Mixture(FEATURES, 128, 4, 2, bias=bias, recipe=recipe),
 }
 
 
 def ends(split, device=CUDA):
-	return torch.tensor(split, dtype=I32, device=device)
+    return torch.tensor(split, dtype=I32, device=device)
 
 
 @pytest.fixture
 def no_synchronization():
-	torch.cuda.synchronize()
-	torch.cuda.set_sync_debug_mode("error")
-	yield
-	torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
 
 
 def make_layer(recipe, device=CUDA, bias=True, kind=LAYERS["mlp"]):
-	torch.manual_seed(0)
-	return kind(bias, recipe()).to(device)
+    torch.manual_seed(0)
+    return kind(bias, recipe()).to(device)
 
 
 def make_input(device=CUDA, seed=1):
-	return torch.randn(ROWS, FEATURES, generator=seeded(seed)).bfloat16().to(device)
+    return torch.randn(ROWS, FEATURES, generator=seeded(seed)).bfloat16().to(device)
 
 
 def step(layer, x, offs):
-	x = x.clone().requires_grad_()
-	y = layer(x, offs)
-	y.float().square().sum().backward()
-	gradients = [p.grad.clone() for p in layer.parameters()]
-	layer.zero_grad()
-	return [y.detach(), x.grad, *gradients]
+    x = x.clone().requires_grad_()
+    y = layer(x, offs)
+    y.float().square().sum().backward()
+    gradients = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    return [y.detach(), x.grad, *gradients]
 
 
 def assert_same(got, want, closely=()):
-	for i, (a, b) in enumerate(zip(got, want, strict=True)):
-		bound = 1e-2 * b.abs().max().item() if i in closely else 0
-		torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=bound)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        bound = 1e-2 * b.abs().max().item() if i in closely else 0
+        torch.testing.assert_close(a.cpu(), b.cpu(), rtol=0, atol=bound)
 
 
 @each("split", SPLITS)
 @each("recipe", RECIPES)
 @each("kind", LAYERS)
 def test_a_step_has_the_bits_of_the_tensor_core_reference(kind, recipe, split):
-	cpu = torch.device("cpu")
-	with cute_kernels.backend(f"reference:{ARCH}"):
-		want = step(make_layer(recipe, cpu, kind=kind), make_input(cpu), ends(split, cpu))
-	# The router's gradients and those of biases are products of PyTorch: those of x, the router and the biases of MoE.
-	closely = (1, 2, 4, 6) if kind is LAYERS["moe"] else ()
-	assert_same(step(make_layer(recipe, kind=kind), make_input(), ends(split)), want, closely)
+    cpu = torch.device("cpu")
+    with cute_kernels.backend(f"reference:{ARCH}"):
+        want = step(make_layer(recipe, cpu, kind=kind), make_input(cpu), ends(split, cpu))
+    # The router's gradients and those of biases are products of PyTorch: those of x, the router and
+    # the biases of MoE.
+    closely = (1, 2, 4, 6) if kind is LAYERS["moe"] else ()
+    assert_same(step(make_layer(recipe, kind=kind), make_input(), ends(split)), want, closely)
 
 
 @each("recipe", RECIPES)
 @each("kind", LAYERS)
 def test_a_step_reads_nothing_on_the_host(kind, recipe, request):
-	layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
-	want = step(layer, x, offs)  # compiles
-	request.getfixturevalue("no_synchronization")
-	got = step(layer, x, offs)
-	torch.cuda.set_sync_debug_mode("default")
-	assert_same(got, want)
+    layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
+    want = step(layer, x, offs)  # compiles
+    request.getfixturevalue("no_synchronization")
+    got = step(layer, x, offs)
+    torch.cuda.set_sync_debug_mode("default")
+    assert_same(got, want)
 
 
 @each("recipe", RECIPES)
 @each("kind", LAYERS)
 def test_graph_replay_with_other_offsets_and_rows(kind, recipe):
-	layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
-	inputs = [(ends(split), make_input(seed=i)) for i, split in enumerate(SPLITS)]
-	expected = [step(layer, rows, split) for split, rows in inputs]
-	side = torch.cuda.Stream()
-	side.wait_stream(torch.cuda.current_stream())
-	with torch.cuda.stream(side):
-		step(layer, x, offs)
-	torch.cuda.current_stream().wait_stream(side)
-	graph = torch.cuda.CUDAGraph()
-	with torch.cuda.graph(graph):
-		out = step(layer, x, offs)
-	for (split, rows), want in zip(inputs, expected, strict=True):
-		offs.copy_(split)
-		x.copy_(rows)
-		graph.replay()
-		assert_same(out, want)
+    layer, x, offs = make_layer(recipe, kind=kind), make_input(), ends(SPLITS[0])
+    inputs = [(ends(split), make_input(seed=i)) for i, split in enumerate(SPLITS)]
+    expected = [step(layer, rows, split) for split, rows in inputs]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(layer, x, offs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(layer, x, offs)
+    for (split, rows), want in zip(inputs, expected, strict=True):
+        offs.copy_(split)
+        x.copy_(rows)
+        graph.replay()
+        assert_same(out, want)
 
 
 @each("recipe", RECIPES)
 def test_two_streams(recipe):
-	layer = make_layer(recipe, bias=False)
-	inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
-	with torch.no_grad():
-		want = [layer(x, offs) for x, offs in inputs]
-		torch.cuda.synchronize()
-		streams = [torch.cuda.Stream() for _ in inputs]
-		for _ in range(20):
-			got = []
-			for stream, (x, offs) in zip(streams, inputs, strict=True):
-				with torch.cuda.stream(stream):
-					got.append(layer(x, offs))
-			torch.cuda.synchronize()
-			assert_same(got, want)
+    layer = make_layer(recipe, bias=False)
+    inputs = [(make_input(), ends(split)) for split in SPLITS[:2]]
+    with torch.no_grad():
+        want = [layer(x, offs) for x, offs in inputs]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in inputs]
+        for _ in range(20):
+            got = []
+            for stream, (x, offs) in zip(streams, inputs, strict=True):
+                with torch.cuda.stream(stream):
+                    got.append(layer(x, offs))
+            torch.cuda.synchronize()
+            assert_same(got, want)
 
 
 def test_compiled_step():
-	layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
-	want = step(layer, make_input(), offs)
-	got = step(torch.compile(layer, fullgraph=True), make_input(), offs)
-	for a, b in zip(got, want, strict=True):
-		assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
+    layer, offs = make_layer(grouped.recipes.NVFP4RowScaled), ends(SPLITS[0])
+    want = step(layer, make_input(), offs)
+    got = step(torch.compile(layer, fullgraph=True), make_input(), offs)
+    for a, b in zip(got, want, strict=True):
+        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()
 
 
 def test_dequantize_and_members_on_the_gpu():
-	x, offs = make_input(), ends(SPLITS[0])
-	q = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs, columnwise=True)
-	want = grouped.quantize(x.cpu(), q.format, offs=offs.cpu(), columnwise=True)
-	for direction in ("rowwise", "columnwise"):
-		assert_same([q.dequantize(direction=direction)], [want.dequantize(direction=direction)])
-	for g in range(4):
-		for name, value in vars(want.member(g)).items():
-			got = getattr(q.member(g), name).cpu()
-			assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
+    x, offs = make_input(), ends(SPLITS[0])
+    q = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs, columnwise=True)
+    want = grouped.quantize(x.cpu(), q.format, offs=offs.cpu(), columnwise=True)
+    for direction in ("rowwise", "columnwise"):
+        assert_same([q.dequantize(direction=direction)], [want.dequantize(direction=direction)])
+    for g in range(4):
+        for name, value in vars(want.member(g)).items():
+            got = getattr(q.member(g), name).cpu()
+            assert got.dtype == value.dtype and torch.equal(got.float(), value.float()), name
 
 
 @each("recipe", RECIPES)
 def test_the_lens_waits_for_nothing_and_sees_what_it_sees_on_a_cpu(recipe):
-	def looked(device):
-		layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
-		plain = step(layer, x, offs)
-		with grouped.debug.inspect(layer):
-			step(layer, x, offs)  # Loads kernels.
-		lens = grouped.debug.inspect(layer)
-		torch.cuda.synchronize()
-		torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
-		try:
-			with lens:
-				seen = step(layer, x, offs)
-		finally:
-			torch.cuda.set_sync_debug_mode("default")
-		assert_same(seen, plain)
-		return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
+    def looked(device):
+        layer, x, offs = make_layer(recipe, device), make_input(device), ends(SPLITS[0], device)
+        plain = step(layer, x, offs)
+        with grouped.debug.inspect(layer):
+            step(layer, x, offs)  # Loads kernels.
+        lens = grouped.debug.inspect(layer)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if device == CUDA else "default")
+        try:
+            with lens:
+                seen = step(layer, x, offs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert_same(seen, plain)
+        return [r for r in lens.records() if (r["layer"], r["role"]) == ("gate_up", "input")]
 
-	for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
-		assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
-		assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]
+    for got, want in zip(looked(CUDA), looked(torch.device("cpu")), strict=True):
+        assert got["noise"] == pytest.approx(want["noise"]) and got["amax"] == want["amax"]
+        assert got["underflow"] == want["underflow"] and got["rows"] == want["rows"]
 
 
 @each("text", ["nvfp4", "nvfp4:block=16x16", "fp8", "fp8_block:block=128x128", "mxfp8"])
 def test_an_optimizer_has_the_bits_of_torch_then_quantize(monkeypatch, text):
-	w, made = torch.randn(3, 200, 160, generator=seeded(0)).to(CUDA), []
-	for _ in range(2):
-		p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
-		ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
-		for seed in range(4):
-			p.grad = torch.randn(w.shape, generator=seeded(seed)).bfloat16().to(CUDA)
-			ours.step()
-		made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
-		monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
-	assert_same(*made)
+    w, made = torch.randn(3, 200, 160, generator=seeded(0)).to(CUDA), []
+    for _ in range(2):
+        p = torch.nn.Parameter(grouped.quantize(w.bfloat16(), parse(text), columnwise=True))
+        ours = grouped.optim.AdamW([p], lr=3e-3, masters={p: w})
+        for seed in range(4):
+            p.grad = torch.randn(w.shape, generator=seeded(seed)).bfloat16().to(CUDA)
+            ours.step()
+        made.append([*ours.state[p].values(), *(t.view(torch.uint8) for t in p._inner().values())])
+        monkeypatch.setattr(grouped.optim, "_has_kernel", lambda part: False)
+    assert_same(*made)
 
 
 def test_offs_are_checked_without_a_synchronization():
-	"""Also in the replays of a graph; the message has the first call."""
-	layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
-	offs = ends([40, 40, 57, 96])
-	with torch.no_grad(), grouped.debug.check_offsets() as found:
-		layer(x, offs)
-		torch.cuda.set_sync_debug_mode("error")
-		layer(x, offs)
-		torch.cuda.set_sync_debug_mode("default")
-		graph = torch.cuda.CUDAGraph()
-		with torch.cuda.graph(graph):
-			layer(x, offs)
-		graph.replay()
-		found.check()
-		offs.copy_(ends([40, 0, 17, 47]))
-		graph.replay()
-		with pytest.raises(ValueError, match=rf"the end rows decrease.*{__file__}:\d+"):
-			found.check()
-		offs.copy_(ends([40, 40, 57, ROWS + 1]))
-		layer(x, offs)
-		with pytest.raises(ValueError, match=f"past the {ROWS} rows"):
-			found.check()
+    """Also in the replays of a graph; the message has the first call."""
+    layer, x = make_layer(grouped.recipes.BF16, kind=LAYERS["linear"]), make_input()
+    offs = ends([40, 40, 57, 96])
+    with torch.no_grad(), grouped.debug.check_offsets() as found:
+        layer(x, offs)
+        torch.cuda.set_sync_debug_mode("error")
+        layer(x, offs)
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layer(x, offs)
+        graph.replay()
+        found.check()
+        offs.copy_(ends([40, 0, 17, 47]))
+        graph.replay()
+        with pytest.raises(ValueError, match=rf"the end rows decrease.*{__file__}:\d+"):
+            found.check()
+        offs.copy_(ends([40, 40, 57, ROWS + 1]))
+        layer(x, offs)
+        with pytest.raises(ValueError, match=f"past the {ROWS} rows"):
+            found.check()
 
 
 def test_threads_of_autograd_have_the_block_of_the_thread_that_calls_backward():
-	seen, barrier = {}, threading.Barrier(2)
+    seen, barrier = {}, threading.Barrier(2)
 
-	class Note(torch.autograd.Function):
-		@staticmethod
-		def forward(ctx, x, name):
-			ctx.name = name
-			return x.clone()
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.name = name
+            return x.clone()
 
-		@staticmethod
-		def backward(ctx, dy):
-			seen[ctx.name] = threading.get_ident(), cute_kernels.active_backend(dy.device).name
-			return dy, None
+        @staticmethod
+        def backward(ctx, dy):
+            seen[ctx.name] = threading.get_ident(), cute_kernels.active_backend(dy.device).name
+            return dy, None
 
-	def job(name):
-		y = Note.apply(torch.ones(2, device=CUDA, requires_grad=True), name).sum()
-		with cute_kernels.backend(name):
-			barrier.wait()
-			y.backward()
-			return threading.get_ident()
+    def job(name):
+        y = Note.apply(torch.ones(2, device=CUDA, requires_grad=True), name).sum()
+        with cute_kernels.backend(name):
+            barrier.wait()
+            y.backward()
+            return threading.get_ident()
 
-	with cute_kernels.backend("reference:sm_100a"), futures.ThreadPoolExecutor(2) as pool:
-		callers = list(pool.map(job, ["reference", "reference:sm_90a"]))
-		Note.apply(torch.ones(2, device=CUDA, requires_grad=True), "main").sum().backward()
-	handed_over = torch.__version__ >= "2.13"
-	for name in ("reference", "reference:sm_90a", "main"):
-		own = "reference:sm_100a" if name == "main" or not handed_over else name
-		assert seen[name][1] == own
-	assert not {thread for thread, _ in seen.values()} & set(callers)
+    with cute_kernels.backend("reference:sm_100a"), futures.ThreadPoolExecutor(2) as pool:
+        callers = list(pool.map(job, ["reference", "reference:sm_90a"]))
+        Note.apply(torch.ones(2, device=CUDA, requires_grad=True), "main").sum().backward()
+    handed_over = torch.__version__ >= "2.13"
+    for name in ("reference", "reference:sm_90a", "main"):
+        own = "reference:sm_100a" if name == "main" or not handed_over else name
+        assert seen[name][1] == own
+    assert not {thread for thread, _ in seen.values()} & set(callers)

@@ -13,42 +13,53 @@ _THREADS = 64
 
 @dataclasses.dataclass(frozen=True)
 class EncodeConfig:
-	dtype: str
-	arch: str = "sm_90a"
-	is_stochastic: bool = False
+    dtype: str
+    arch: str = "sm_90a"
+    is_stochastic: bool = False
 
-	kernel: ClassVar[str] = "tests.kernels.encode_kernel:EncodeKernel"
+    kernel: ClassVar[str] = "tests.kernels.encode_kernel:EncodeKernel"
 
 
 class EncodeKernel:
-	def __init__(self, config):
-		self.codec = codec_of("nvfp4", config.dtype, config.arch)
-		self.is_stochastic = config.is_stochastic
+    def __init__(self, config):
+        self.codec = codec_of("nvfp4", config.dtype, config.arch)
+        self.is_stochastic = config.is_stochastic
 
-	@staticmethod
-	def fake_args(config):
-		"""Words (N, W), factors, draws (N, 4), codes (N, 2), the stream."""
-		count, words = cute.sym_int(), 4 * DTYPE_BYTES[config.dtype]
-		factors = make_fake_compact_tensor(Float32, (count,))
-		blocks, draws, codes = (make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 4, 2))
-		return blocks, factors, draws, codes, env_stream()
+    @staticmethod
+    def fake_args(config):
+        """Words (N, W), factors, draws (N, 4), codes (N, 2), the stream."""
+        count, words = cute.sym_int(), 4 * DTYPE_BYTES[config.dtype]
+        factors = make_fake_compact_tensor(Float32, (count,))
+        blocks, draws, codes = (
+            make_fake_compact_tensor(Uint32, (count, n), stride_order=(1, 0)) for n in (words, 4, 2)
+        )
+        return blocks, factors, draws, codes, env_stream()
 
-	@cute.jit
-	def __call__(
-		self, blocks: cute.Tensor, factors: cute.Tensor, draws: cute.Tensor, codes: cute.Tensor, stream: Any
-	) -> None:
-		grid = [(blocks.shape[0] + _THREADS - 1) // _THREADS, 1, 1]
-		self.kernel(blocks, factors, draws, codes).launch(grid=grid, block=[_THREADS, 1, 1], stream=stream)
+    @cute.jit
+    def __call__(
+        self,
+        blocks: cute.Tensor,
+        factors: cute.Tensor,
+        draws: cute.Tensor,
+        codes: cute.Tensor,
+        stream: Any,
+    ) -> None:
+        grid = [(blocks.shape[0] + _THREADS - 1) // _THREADS, 1, 1]
+        self.kernel(blocks, factors, draws, codes).launch(
+            grid=grid, block=[_THREADS, 1, 1], stream=stream
+        )
 
-	@cute.kernel
-	def kernel(self, blocks: cute.Tensor, factors: cute.Tensor, draws: cute.Tensor, codes: cute.Tensor) -> None:
-		i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
-		if i < blocks.shape[0]:
-			words = [blocks[i, w] for w in range(blocks.shape[1])]
-			if const_expr(self.is_stochastic):
-				drawn = [draws[i, w] for w in range(4)]
-				pair = self.codec.round_row(words, factors[i], drawn)
-			else:
-				pair = self.codec.encode_row(words, factors[i])
-			codes[i, 0] = pair[0]
-			codes[i, 1] = pair[1]
+    @cute.kernel
+    def kernel(
+        self, blocks: cute.Tensor, factors: cute.Tensor, draws: cute.Tensor, codes: cute.Tensor
+    ) -> None:
+        i = cute.arch.block_idx()[0] * _THREADS + cute.arch.thread_idx()[0]
+        if i < blocks.shape[0]:
+            words = [blocks[i, w] for w in range(blocks.shape[1])]
+            if const_expr(self.is_stochastic):
+                drawn = [draws[i, w] for w in range(4)]
+                pair = self.codec.round_row(words, factors[i], drawn)
+            else:
+                pair = self.codec.encode_row(words, factors[i])
+            codes[i, 0] = pair[0]
+            codes[i, 1] = pair[1]

@@ -16,39 +16,42 @@ each_mode = each("mode", MODES, lambda mode: f"chaos {mode['seed']}" if "seed" i
 
 
 def check(arch, call, **options):
-	"""What ``call`` returns on an emulated architecture has the bits of the reference."""
-	with backend("reference"):
-		want = call()
-	with backend(f"emulated:{arch}", **options):
-		assert_same_bytes(call(), want, any_nan=True)
+    """What ``call`` returns on an emulated architecture has the bits of the reference."""
+    with backend("reference"):
+        want = call()
+    with backend(f"emulated:{arch}", **options):
+        assert_same_bytes(call(), want, any_nan=True)
 
 
 def array_of(x):
-	return (x.view(torch.int16) if x.dtype == BF16 else x).numpy()
+    return (x.view(torch.int16) if x.dtype == BF16 else x).numpy()
 
 
 @contextlib.contextmanager
 def watching(*memory):
-	"""Nothing but the tensors and arrays among ``memory`` may be touched."""
-	try:
-		emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
-		yield
-	finally:
-		emulator.unwatch()
+    """Nothing but the tensors and arrays among ``memory`` may be touched."""
+    try:
+        emulator.watch(*(m for m in memory if isinstance(m, (torch.Tensor, np.ndarray))))
+        yield
+    finally:
+        emulator.unwatch()
 
 
 def check_code(config, arch, inexact=r"\.ftz|\.approx|\bfma\."):
-	"""No spills, and nothing ``inexact``; the PTX."""
-	kernel = compile_for_emulator(config, arch)
-	assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
-	assert not re.findall(inexact, kernel.ptx)
-	return kernel.ptx
+    """No spills, and nothing ``inexact``; the PTX."""
+    kernel = compile_for_emulator(config, arch)
+    assert all(r.stack_bytes == 0 for r in read_resources(kernel.cubin).values())
+    assert not re.findall(inexact, kernel.ptx)
+    return kernel.ptx
 
 
 def check_touched(run, needed, others=()):
-	"""``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
-	with watching(*needed, *others):
-		run()
-	for i, array in enumerate(needed):
-		with watching(*needed[:i], array[:-1], *needed[i + 1 :], *others), pytest.raises(emulator.EmulatorError):
-			run()
+    """``run`` stays in this memory and fails where the end of anything ``needed`` is missing."""
+    with watching(*needed, *others):
+        run()
+    for i, array in enumerate(needed):
+        with (
+            watching(*needed[:i], array[:-1], *needed[i + 1 :], *others),
+            pytest.raises(emulator.EmulatorError),
+        ):
+            run()

@@ -9,7 +9,18 @@ from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
 from cute_kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
-from tests.helpers import BF16, DTYPES, U8, assert_same_bytes, each, ends, many_groups, ops, poisoned, seeded
+from tests.helpers import (
+    BF16,
+    DTYPES,
+    U8,
+    assert_same_bytes,
+    each,
+    ends,
+    many_groups,
+    ops,
+    poisoned,
+    seeded,
+)
 
 from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode
 from .quantize_support import compiled, random_input, special_input
@@ -21,147 +32,153 @@ CLAMPED = "clamped_swiglu:alpha=1.5,limit=2.0"
 CURVES = ("geglu", "swiglu", "qgeglu", "reglu", "sreglu", CLAMPED)
 #: (rows of the buffer, K, end rows), and what is in them. Halves of 136 and 144 columns.
 RAGGED = {
-	"odd rows, odd K": (300, 288, ends(7, 136, 137, 300), random_input),
-	"empty first, middle, last; tail": (210, 96, ends(0, 0, 65, 65, 65, 190, 200, 200), None),
-	"one row": (1, 32, ends(1), random_input),
-	"special values": (150, 256, ends(3, 40, 150), special_input),
-	"all empty": (64, 32, ends(0, 0), random_input),
+    "odd rows, odd K": (300, 288, ends(7, 136, 137, 300), random_input),
+    "empty first, middle, last; tail": (210, 96, ends(0, 0, 65, 65, 65, 190, 200, 200), None),
+    "one row": (1, 32, ends(1), random_input),
+    "special values": (150, 256, ends(3, 40, 150), special_input),
+    "all empty": (64, 32, ends(0, 0), random_input),
 }
 
 
 def inputs(act, lead, cols, fill=None, dtype=BF16):
-	width = cols * (2 if parse_activation(act).is_gated else 1)
-	wide = -(-width // 16) * 16
-	x = special_input(*lead, wide, dtype) if fill is special_input else random_input((*lead, wide), dtype)
-	return x[..., :width].contiguous()
+    width = cols * (2 if parse_activation(act).is_gated else 1)
+    wide = -(-width // 16) * 16
+    x = (
+        special_input(*lead, wide, dtype)
+        if fill is special_input
+        else random_input((*lead, wide), dtype)
+    )
+    return x[..., :width].contiguous()
 
 
 def quantize(text, act, x, offs, way, amax=None):
-	fmt, groups = parse(text), len(x) if offs is None else len(offs)
-	given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
-	given["columnwise"] = way != "rowwise"
-	if fmt.takes_scale:
-		given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
-	if fmt.is_stochastic:
-		given["seed"] = torch.tensor([3, 4])
-	with backend("reference"):
-		like = ops.grouped_quantize(x, text, offs, **given)
-	out = [poisoned(t) for t in like]
-	ops.grouped_quantize_out(x, text, offs, **given, out=out)
-	return torch.cat([t.view(U8).flatten() for t in out])
+    fmt, groups = parse(text), len(x) if offs is None else len(offs)
+    given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
+    given["columnwise"] = way != "rowwise"
+    if fmt.takes_scale:
+        given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
+    if fmt.is_stochastic:
+        given["seed"] = torch.tensor([3, 4])
+    with backend("reference"):
+        like = ops.grouped_quantize(x, text, offs, **given)
+    out = [poisoned(t) for t in like]
+    ops.grouped_quantize_out(x, text, offs, **given, out=out)
+    return torch.cat([t.view(U8).flatten() for t in out])
 
 
 def every_number():
-	"""All of bf16, and fp32 numbers beside each that a step of the arithmetic turns at."""
-	edges = torch.cat([torch.linspace(-110, 110, 4001), torch.logspace(-42, 38, 1001)])
-	near = torch.tensor([0.0, 1.5, 2.0, 10.0, 80.0, 89.0, 104.0, 2.0**32])[:, None]
-	near = (near * (1 + torch.arange(-4, 5) * 2.0**-23)).flatten()
-	return torch.cat([torch.arange(65536).short().view(BF16).float(), edges, near, -near])
+    """All of bf16, and fp32 numbers beside each that a step of the arithmetic turns at."""
+    edges = torch.cat([torch.linspace(-110, 110, 4001), torch.logspace(-42, 38, 1001)])
+    near = torch.tensor([0.0, 1.5, 2.0, 10.0, 80.0, 89.0, 104.0, 2.0**32])[:, None]
+    near = (near * (1 + torch.arange(-4, 5) * 2.0**-23)).flatten()
+    return torch.cat([torch.arange(65536).short().view(BF16).float(), edges, near, -near])
 
 
 @each(
-	("arch", "by_table", "act"),
-	[
-		*itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
-		*itertools.product(["sm_90a"], [True], ["geglu", "swiglu", "qgeglu", CLAMPED, "gelu"]),
-	],
+    ("arch", "by_table", "act"),
+    [
+        *itertools.product(ARCHITECTURES, [False], [*CURVES, "gelu"]),
+        *itertools.product(["sm_90a"], [True], ["geglu", "swiglu", "qgeglu", CLAMPED, "gelu"]),
+    ],
 )
 def test_bits_of_every_curve(arch, by_table, act):
-	a, record = every_number(), parse_activation(act)
-	a = a[: 65536 if by_table else len(a) // 2 * 2]
-	b, grad = torch.randn(2, len(a), generator=seeded(0)) * 4
-	b[:: len(a) // 7] = torch.nan
-	b[1 :: len(a) // 7] = torch.inf
-	got = [torch.zeros_like(a) for _ in range(3)]
-	b = b.bfloat16().float() if by_table else b
-	compiled(ActivationConfig(act, arch, by_table))(a, b, grad, *got)
-	x = torch.stack([a, b], 1) if record.is_gated else a[:, None]
-	want = [activate(x, record), *activate_gradient(x, grad[:, None], record).chunk(x.shape[1], 1)]
-	for ours, theirs in zip(got[: 1 if by_table else 3], want, strict=False):
-		assert_same_bytes(ours, theirs.flatten(), any_nan=True)
+    a, record = every_number(), parse_activation(act)
+    a = a[: 65536 if by_table else len(a) // 2 * 2]
+    b, grad = torch.randn(2, len(a), generator=seeded(0)) * 4
+    b[:: len(a) // 7] = torch.nan
+    b[1 :: len(a) // 7] = torch.inf
+    got = [torch.zeros_like(a) for _ in range(3)]
+    b = b.bfloat16().float() if by_table else b
+    compiled(ActivationConfig(act, arch, by_table))(a, b, grad, *got)
+    x = torch.stack([a, b], 1) if record.is_gated else a[:, None]
+    want = [activate(x, record), *activate_gradient(x, grad[:, None], record).chunk(x.shape[1], 1)]
+    for ours, theirs in zip(got[: 1 if by_table else 3], want, strict=False):
+        assert_same_bytes(ours, theirs.flatten(), any_nan=True)
 
 
 #: Each format with a unary activation and a gated one; each way, too.
 CASES = [
-	("sm_100a", "nvfp4", "silu", "both"),
-	("sm_90a", "nvfp4", "swiglu", "both"),
-	("sm_90a", "nvfp4:row_scaled", "gelu", "both"),
-	("sm_100a", "nvfp4:row_scaled", "swiglu", "rowwise"),
-	("sm_100a", "nvfp4:block=16x16", CLAMPED, "columnwise"),
-	("sm_90a", "nvfp4:stochastic_rounding", "swiglu", "columnwise"),
-	("sm_100a", "nvfp4:hadamard", "swiglu", "both"),
-	("sm_100a", "fp8", "swiglu", "both"),
-	("sm_90a", "fp8", CLAMPED, "rowwise"),
-	("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "swiglu", "both"),
-	("sm_100a", "fp8:scaling=delayed", "qgelu", "rowwise"),
-	("sm_90a", "fp8_block", "geglu", "both"),
-	("sm_100a", "fp8_block", "srelu", "rowwise"),
-	("sm_100a", "fp8_block:block=128x128", "reglu", "both"),
-	("sm_100a", "mxfp8", "swiglu", "both"),
-	("sm_90a", "mxfp8:block=32x32", "relu", "both"),
-	("sm_90a", "mxfp8", "swiglu", "rowwise"),
+    ("sm_100a", "nvfp4", "silu", "both"),
+    ("sm_90a", "nvfp4", "swiglu", "both"),
+    ("sm_90a", "nvfp4:row_scaled", "gelu", "both"),
+    ("sm_100a", "nvfp4:row_scaled", "swiglu", "rowwise"),
+    ("sm_100a", "nvfp4:block=16x16", CLAMPED, "columnwise"),
+    ("sm_90a", "nvfp4:stochastic_rounding", "swiglu", "columnwise"),
+    ("sm_100a", "nvfp4:hadamard", "swiglu", "both"),
+    ("sm_100a", "fp8", "swiglu", "both"),
+    ("sm_90a", "fp8", CLAMPED, "rowwise"),
+    ("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "swiglu", "both"),
+    ("sm_100a", "fp8:scaling=delayed", "qgelu", "rowwise"),
+    ("sm_90a", "fp8_block", "geglu", "both"),
+    ("sm_100a", "fp8_block", "srelu", "rowwise"),
+    ("sm_100a", "fp8_block:block=128x128", "reglu", "both"),
+    ("sm_100a", "mxfp8", "swiglu", "both"),
+    ("sm_90a", "mxfp8:block=32x32", "relu", "both"),
+    ("sm_90a", "mxfp8", "swiglu", "rowwise"),
 ]
 
 
 @each(("arch", "text", "act", "way"), CASES)
 def test_codes(arch, text, act, way):
-	for rows, cols, offs, fill in RAGGED.values():
-		x = inputs(act, (rows,), cols, fill)
-		x[int(offs[-1]) :] = torch.nan
-		check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
+    for rows, cols, offs, fill in RAGGED.values():
+        x = inputs(act, (rows,), cols, fill)
+        x[int(offs[-1]) :] = torch.nan
+        check(arch, lambda x=x, offs=offs: quantize(text, act, x, offs, way))
 
 
 @each("dtype", ["float16", "float32"])
 def test_other_dtypes_and_uniform_groups(dtype):
-	for text in ("mxfp8", "fp8"):
-		x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
-		check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
-	x = inputs("swiglu", (150,), 272, dtype=DTYPES[dtype])
-	offs = ends(20, 149)
-	check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, offs, "rowwise"))
+    for text in ("mxfp8", "fp8"):
+        x = inputs("swiglu", (3, 70), 96, dtype=DTYPES[dtype])
+        check("sm_90a", lambda a=(text, "swiglu", x): quantize(*a, None, "both"))
+    x = inputs("swiglu", (150,), 272, dtype=DTYPES[dtype])
+    offs = ends(20, 149)
+    check("sm_100a", lambda: quantize("nvfp4:row_scaled", "swiglu", x, offs, "rowwise"))
 
 
 @each_mode
 def test_any_order(mode):
-	x = inputs("swiglu", (300,), 272)
-	offs = ends(0, 130, 131, 290)
-	for arch, text, way in (
-		("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
-		("sm_100a", "nvfp4:row_scaled", "rowwise"),
-		("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "both"),
-		("sm_90a", "fp8_block", "rowwise"),
-	):
-		check(arch, lambda a=(text, "swiglu", x, offs, way): quantize(*a), **mode)
+    x = inputs("swiglu", (300,), 272)
+    offs = ends(0, 130, 131, 290)
+    for arch, text, way in (
+        ("sm_90a", "nvfp4:stochastic_rounding", "columnwise"),
+        ("sm_100a", "nvfp4:row_scaled", "rowwise"),
+        ("sm_90a", "fp8:dtype=e5m2,scaling=delayed", "both"),
+        ("sm_90a", "fp8_block", "rowwise"),
+    ):
+        check(arch, lambda a=(text, "swiglu", x, offs, way): quantize(*a), **mode)
 
 
 def test_given_amaxes_and_many_groups():
-	offs = many_groups()
-	x = inputs("swiglu", (int(offs[-1]) + 5,), 48)
-	amax = torch.rand(len(offs)) - 0.5
-	check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, offs, "both", amax))
+    offs = many_groups()
+    x = inputs("swiglu", (int(offs[-1]) + 5,), 48)
+    amax = torch.rand(len(offs)) - 0.5
+    check("sm_90a", lambda: quantize("nvfp4", "swiglu", x, offs, "both", amax))
 
 
 def test_only_the_rows_of_groups_are_read():
-	offs = ends(3, 131, 219)
-	x = inputs("swiglu", (260,), 160)
-	given = {"activation": "swiglu"}
-	for text, way in (("nvfp4:row_scaled", "rowwise"), ("fp8:dtype=e5m2,scaling=delayed", "both")):
-		given["scale"] = torch.ones(3) if "delayed" in text else None
-		given["columnwise"] = way == "both"
-		out = ops.grouped_quantize(x, text, offs, **given)
-		others = [offs, given["scale"], *(array_of(t.view(U8)) for t in out)]
-		with backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
-			check_touched(
-				lambda text=text, out=out: ops.grouped_quantize_out(x, text, offs, **given, out=out),
-				[array_of(x)[:219]],
-				others,
-			)
+    offs = ends(3, 131, 219)
+    x = inputs("swiglu", (260,), 160)
+    given = {"activation": "swiglu"}
+    for text, way in (("nvfp4:row_scaled", "rowwise"), ("fp8:dtype=e5m2,scaling=delayed", "both")):
+        given["scale"] = torch.ones(3) if "delayed" in text else None
+        given["columnwise"] = way == "both"
+        out = ops.grouped_quantize(x, text, offs, **given)
+        others = [offs, given["scale"], *(array_of(t.view(U8)) for t in out)]
+        with backend("emulated:sm_90a" if way == "both" else "emulated:sm_100a"):
+            check_touched(
+                lambda text=text, out=out: ops.grouped_quantize_out(
+                    x, text, offs, **given, out=out
+                ),
+                [array_of(x)[:219]],
+                others,
+            )
 
 
 def test_code():
-	"""Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
-	problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
-	for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
-		tiles = TileConfig.choose(parse(text), problem, arch, columnwise=True, compute_amax=True)
-		for config in (tiles, RowsConfig.choose(parse(text), problem, arch)):
-			check_code(config, arch, r"(?<!rcp)\.approx|(?<!rcp\.approx)\.ftz")
+    """Exact arithmetic and no spills; approximate reciprocals are rounded afterwards."""
+    problem = QuantizeProblem("bfloat16", 256, "ragged", Prologue("bfloat16", "swiglu"))
+    for arch, text in itertools.product(ARCHITECTURES, ("nvfp4", "mxfp8")):
+        tiles = TileConfig.choose(parse(text), problem, arch, columnwise=True, compute_amax=True)
+        for config in (tiles, RowsConfig.choose(parse(text), problem, arch)):
+            check_code(config, arch, r"(?<!rcp)\.approx|(?<!rcp\.approx)\.ftz")

@@ -10,80 +10,83 @@ from .quantize_support import Problem, compiled, random_input, special_input
 
 
 def check(config, problem, num_sms=2):
-	groups = problem.groups
-	row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
-	group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
-	compiled(config)(*problem.inputs[::2], row_amax, group_amax, num_sms)
-	if group_amax is not None:
-		want = torch.empty(len(groups))
-		grouped_amax(problem.matrix, groups, want)
-		assert group_amax.equal(want)
-	if row_amax is not None:
-		want = absmax(problem.matrix)
-		want[groups.group_of_row() == len(groups)] = -7.0
-		assert row_amax.equal(want)
+    groups = problem.groups
+    row_amax = torch.full((len(problem.matrix),), -7.0) if config.per_row else None
+    group_amax = torch.full((len(groups),), -7.0) if config.per_group else None
+    compiled(config)(*problem.inputs[::2], row_amax, group_amax, num_sms)
+    if group_amax is not None:
+        want = torch.empty(len(groups))
+        grouped_amax(problem.matrix, groups, want)
+        assert group_amax.equal(want)
+    if row_amax is not None:
+        want = absmax(problem.matrix)
+        want[groups.group_of_row() == len(groups)] = -7.0
+        assert row_amax.equal(want)
 
 
 @each("dtype", [*DTYPES])
 @each_arch
 def test_rows_and_groups(arch, dtype):
-	config = AmaxConfig(dtype, per_row=True, arch=arch)
-	for rows, cols, offs in (
-		(300, 80, ends(0, 3, 3, 130, 130, 290)),
-		(100, 16, ends(0, 0, 0)),
-		(40, 2064, ends(1, 2, 40)),
-		(1, 16, ends(1)),
-	):
-		check(config, Problem(special_input(rows, cols, DTYPES[dtype]), offs))
+    config = AmaxConfig(dtype, per_row=True, arch=arch)
+    for rows, cols, offs in (
+        (300, 80, ends(0, 3, 3, 130, 130, 290)),
+        (100, 16, ends(0, 0, 0)),
+        (40, 2064, ends(1, 2, 40)),
+        (1, 16, ends(1)),
+    ):
+        check(config, Problem(special_input(rows, cols, DTYPES[dtype]), offs))
 
 
 @each("per_row", [False, True])
 def test_one_of_the_two(per_row):
-	config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
-	check(config, Problem(random_input((90, 48), BF16), ends(30, 30, 71)))
+    config = AmaxConfig("bfloat16", per_row=per_row, per_group=not per_row)
+    check(config, Problem(random_input((90, 48), BF16), ends(30, 30, 71)))
 
 
 def test_uniform_groups():
-	check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), BF16), None))
+    check(AmaxConfig("bfloat16", "uniform"), Problem(random_input((5, 7, 48), BF16), None))
 
 
 def test_many_groups_in_chaos_and_races():
-	offs = many_groups()
-	problem = Problem(random_input((int(offs[-1]) + 9, 16), BF16), offs)
-	config = AmaxConfig("bfloat16", per_row=True)
-	check(config, problem, num_sms=1)
-	for mode in MODES:
-		with emulator.options(**mode):
-			check(config, problem)
+    offs = many_groups()
+    problem = Problem(random_input((int(offs[-1]) + 9, 16), BF16), offs)
+    config = AmaxConfig("bfloat16", per_row=True)
+    check(config, problem, num_sms=1)
+    for mode in MODES:
+        with emulator.options(**mode):
+            check(config, problem)
 
 
 @each("out", [I32, torch.int64])
 @each("splits", [I32, torch.int64])
 def test_offsets(splits, out):
-	"""Those that saturate, too."""
-	kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
-	top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded(3)
-	for multiplier in (1, 3, 4096, 1 << 20, (1 << 31) - 1):
-		limit = largest // multiplier
-		for sizes in (
-			*(torch.randint(0, 50, (count,), generator=generator).tolist() for count in (1, 31, 33, 1024, 2100)),
-			[1 << 20, 1 << 30, 1 << 30, *[-(1 << 30)] * 5],
-			[limit - 2, 1, 1, 1, -limit, -limit, -limit],
-		):
-			if max(map(abs, sizes)) > top:
-				continue
-			given = torch.tensor(sizes, dtype=splits)
-			got, want = torch.full((2, len(sizes)), -1, dtype=out)
-			kernel(given, got, multiplier)
-			compute_offsets(given, multiplier, want)
-			assert got.equal(want)
+    """Those that saturate, too."""
+    kernel = compiled(OffsetsConfig(*(str(d).removeprefix("torch.") for d in (splits, out))))
+    top, largest, generator = torch.iinfo(splits).max, torch.iinfo(out).max, seeded(3)
+    for multiplier in (1, 3, 4096, 1 << 20, (1 << 31) - 1):
+        limit = largest // multiplier
+        for sizes in (
+            *(
+                torch.randint(0, 50, (count,), generator=generator).tolist()
+                for count in (1, 31, 33, 1024, 2100)
+            ),
+            [1 << 20, 1 << 30, 1 << 30, *[-(1 << 30)] * 5],
+            [limit - 2, 1, 1, 1, -limit, -limit, -limit],
+        ):
+            if max(map(abs, sizes)) > top:
+                continue
+            given = torch.tensor(sizes, dtype=splits)
+            got, want = torch.full((2, len(sizes)), -1, dtype=out)
+            kernel(given, got, multiplier)
+            compute_offsets(given, multiplier, want)
+            assert got.equal(want)
 
 
 def test_offsets_in_any_order():
-	kernel = compiled(OffsetsConfig("int32", "int32"))
-	sizes = torch.arange(2100, dtype=I32) % 7
-	for mode in MODES:
-		got = torch.empty_like(sizes)
-		with emulator.options(**mode):
-			kernel(sizes, got, 1)
-		assert got.equal(sizes.cumsum(0).int())
+    kernel = compiled(OffsetsConfig("int32", "int32"))
+    sizes = torch.arange(2100, dtype=I32) % 7
+    for mode in MODES:
+        got = torch.empty_like(sizes)
+        with emulator.options(**mode):
+            kernel(sizes, got, 1)
+        assert got.equal(sizes.cumsum(0).int())

@@ -3,7 +3,13 @@ import re
 
 from cute_kernels.formats import MXFP8, NVFP4
 from cute_kernels.gemm.variants import kernel_specs
-from cute_kernels.quantize.config import AmaxConfig, Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.quantize.config import (
+    AmaxConfig,
+    Prologue,
+    QuantizeProblem,
+    RowsConfig,
+    TileConfig,
+)
 from perf.compiled import compile_for_emulator
 from tests.helpers import DTYPES, each
 
@@ -13,69 +19,74 @@ from .quantize_support import ARCH
 BY_ROW = NVFP4(row_scaled=True)
 ROW_SCALED, SQUARE = BY_ROW.text, NVFP4(block=(16, 16)).text
 CONFIGS = [
-	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1),
-	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=4),
-	RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1, rows_per_warp=4),
-	RowsConfig(ROW_SCALED, "float32", warps_per_row=16),
-	TileConfig("nvfp4", "bfloat16"),
-	TileConfig("nvfp4", "bfloat16", columnwise=True, compute_amax=True),
-	TileConfig(ROW_SCALED, "bfloat16", columnwise=True, compute_amax=True),
-	TileConfig(SQUARE, "bfloat16", columnwise=True),
-	TileConfig("nvfp4", "float32", columnwise=True),
-	AmaxConfig("bfloat16", per_row=True),
-	*(RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a") for text in ("nvfp4", ROW_SCALED)),
-	TileConfig("nvfp4", "bfloat16", columnwise=True, arch="sm_90a"),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=4),
+    RowsConfig(ROW_SCALED, "bfloat16", warps_per_row=1, rows_per_warp=4),
+    RowsConfig(ROW_SCALED, "float32", warps_per_row=16),
+    TileConfig("nvfp4", "bfloat16"),
+    TileConfig("nvfp4", "bfloat16", columnwise=True, compute_amax=True),
+    TileConfig(ROW_SCALED, "bfloat16", columnwise=True, compute_amax=True),
+    TileConfig(SQUARE, "bfloat16", columnwise=True),
+    TileConfig("nvfp4", "float32", columnwise=True),
+    AmaxConfig("bfloat16", per_row=True),
+    *(
+        RowsConfig(text, "bfloat16", warps_per_row=2, arch="sm_90a")
+        for text in ("nvfp4", ROW_SCALED)
+    ),
+    TileConfig("nvfp4", "bfloat16", columnwise=True, arch="sm_90a"),
 ]
 
 
 @each("config", CONFIGS, str)
 def test_arithmetic_is_exact(config):
-	"""No spills, flushed denormals, approximations or fused multiply-adds; the hardware's conversions."""
-	ptx = check_code(config, config.arch)
-	if not isinstance(config, AmaxConfig):
-		for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
-			assert instruction in ptx
-		# sm_90a has none: its codes are rounded by fp16 instructions.
-		assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
+    """No spills, flushed denormals, approximations or fused multiply-adds; the hardware's
+    conversions.
+    """
+    ptx = check_code(config, config.arch)
+    if not isinstance(config, AmaxConfig):
+        for instruction in ("div.rn.f32", "rcp.rn.f32", "cvt.rn.satfinite.e4m3x2.f32"):
+            assert instruction in ptx
+        # sm_90a has none: its codes are rounded by fp16 instructions.
+        assert ("cvt.rn.satfinite.e2m1x2.f32" in ptx) == (config.arch == ARCH)
 
 
 @each("dtype", [*DTYPES])
 def test_tile_barriers_are_enough(dtype):
-	"""A team has two arrival barriers, so no more tiles than that may be in flight."""
-	config = TileConfig("nvfp4", dtype)
-	assert config.num_teams <= config.num_stages <= 2 * config.num_teams
+    """A team has two arrival barriers, so no more tiles than that may be in flight."""
+    config = TileConfig("nvfp4", dtype)
+    assert config.num_teams <= config.num_stages <= 2 * config.num_teams
 
 
 def test_configurations_say_what_they_take():
-	problem = QuantizeProblem("bfloat16", 4096)
-	rows = RowsConfig.choose(BY_ROW, problem)
-	assert rows.can_implement(problem) and rows.warps_per_row == 2
-	too_long = QuantizeProblem("bfloat16", 32784)
-	refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
-	assert not refused and "32784" in refused.reason
-	assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
-	odd = QuantizeProblem("bfloat16", 48)
-	assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
-	# Scales of a row are whole words.
-	short = QuantizeProblem("float32", 64, prologue=Prologue("float32", "swiglu"))
-	assert RowsConfig.choose(MXFP8(), short, "sm_90a").rows_per_warp == 4
+    problem = QuantizeProblem("bfloat16", 4096)
+    rows = RowsConfig.choose(BY_ROW, problem)
+    assert rows.can_implement(problem) and rows.warps_per_row == 2
+    too_long = QuantizeProblem("bfloat16", 32784)
+    refused = RowsConfig.choose(BY_ROW, too_long).can_implement(too_long)
+    assert not refused and "32784" in refused.reason
+    assert "16" in RowsConfig(SQUARE, "bfloat16").can_implement(problem).reason
+    odd = QuantizeProblem("bfloat16", 48)
+    assert "32" in RowsConfig("mxfp8", "bfloat16").can_implement(odd).reason
+    # Scales of a row are whole words.
+    short = QuantizeProblem("float32", 64, prologue=Prologue("float32", "swiglu"))
+    assert RowsConfig.choose(MXFP8(), short, "sm_90a").rows_per_warp == 4
 
 
 def facts(spec):
-	"""What a variant has that another may not: its class with each field and value."""
-	fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-	return {(type(spec), *field) for field in fields.items()}
+    """What a variant has that another may not: its class with each field and value."""
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    return {(type(spec), *field) for field in fields.items()}
 
 
 def sample(specs):
-	"""Few variants, which have every tile and every value of every option among them."""
-	left, chosen = list(specs), []
-	missing = set().union(*map(facts, left))
-	while missing:
-		best = max(left, key=lambda spec: len(facts(spec) & missing))
-		chosen.append(best)
-		missing -= facts(best)
-	return chosen
+    """Few variants, which have every tile and every value of every option among them."""
+    left, chosen = list(specs), []
+    missing = set().union(*map(facts, left))
+    while missing:
+        best = max(left, key=lambda spec: len(facts(spec) & missing))
+        chosen.append(best)
+        missing -= facts(best)
+    return chosen
 
 
 GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(arch))]
@@ -83,7 +94,9 @@ GEMMS = [(arch, spec) for arch in ARCHITECTURES for spec in sample(kernel_specs(
 
 @each(("arch", "spec"), GEMMS, str)
 def test_arithmetic_of_products_is_exact(arch, spec):
-	"""No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
-	ptx = compile_for_emulator(spec, arch).ptx
-	assert ".entry" in ptx
-	assert not re.findall(r"^.*(?:\.ftz|\.approx).*$", ptx.replace("rcp.approx.ftz", ""), re.MULTILINE)
+    """No flushed denormals and no approximations, but for reciprocals that are rounded afterwards."""
+    ptx = compile_for_emulator(spec, arch).ptx
+    assert ".entry" in ptx
+    assert not re.findall(
+        r"^.*(?:\.ftz|\.approx).*$", ptx.replace("rcp.approx.ftz", ""), re.MULTILINE
+    )

@@ -10,39 +10,47 @@ from cute_kernels.ops.checks import unchecked_end_rows
 from cute_kernels.quantize.config import DequantizeConfig
 from perf.compiled import compile_for_emulator
 from tests.helpers import (
-	BF16,
-	DTYPES,
-	E5M2,
-	F32,
-	U8,
-	assert_same_bytes,
-	dequantize_arguments,
-	each,
-	each_arch,
-	ends,
-	many_groups,
-	ops,
-	seeded,
+    BF16,
+    DTYPES,
+    E5M2,
+    F32,
+    U8,
+    assert_same_bytes,
+    dequantize_arguments,
+    each,
+    each_arch,
+    ends,
+    many_groups,
+    ops,
+    seeded,
 )
 
-from .op_support import ARCHITECTURES, array_of, check, check_code, check_touched, each_mode, watching
+from .op_support import (
+    ARCHITECTURES,
+    array_of,
+    check,
+    check_code,
+    check_touched,
+    each_mode,
+    watching,
+)
 from .quantize_support import ragged_cases
 
 #: Text of the format, and whether it is the columnwise copy.
 KINDS = {
-	"rowwise": ("nvfp4", False),
-	"row-scaled": ("nvfp4:row_scaled", False),
-	"columnwise": ("nvfp4", True),
-	"transformed": ("nvfp4:hadamard", True),
+    "rowwise": ("nvfp4", False),
+    "row-scaled": ("nvfp4:row_scaled", False),
+    "columnwise": ("nvfp4", True),
+    "transformed": ("nvfp4:hadamard", True),
 }
 _BYTES = (
-	*(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
-	*(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
+    *(FP8Block(), FP8Block(dtype=E5M2), FP8Block(block=(128, 128))),
+    *(MXFP8(), MXFP8(E5M2), MXFP8(block=(32, 32)), FP8(), FP8(E5M2, "delayed")),
 )
 #: The same of formats of FP8 codes.
 BYTE_KINDS = {
-	f"{fmt.text} {'columnwise' if way else 'rowwise'}": (fmt.text, way)
-	for fmt, way in itertools.product(_BYTES, (False, True))
+    f"{fmt.text} {'columnwise' if way else 'rowwise'}": (fmt.text, way)
+    for fmt, way in itertools.product(_BYTES, (False, True))
 }
 #: One of each layout of scales.
 SOME = [k for k, (text, _) in BYTE_KINDS.items() if ":" not in text or "128x128" in text]
@@ -52,136 +60,147 @@ UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two til
 
 
 def arguments(shape, offs, kind, dtype="bfloat16"):
-	"""Random bytes, and fp32 numbers of all sizes, half finite in any dtype; K of MXFP8 is twice that of ``shape``."""
-	text, columnwise = (KINDS | BYTE_KINDS)[kind]
-	fmt, generator = parse(text), seeded(sum(shape))
-	shape = (*shape[:-1], fmt.k_multiple // 16 * shape[-1])
-	groups = None if offs is None else len(offs)
-	specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
-	copy = [random_buffer(specs[name], generator) for name in fmt.operand_names(columnwise)]
-	return [*copy, offs, shape[-2], DTYPES[dtype], text, columnwise]
+    """Random bytes, and fp32 numbers of all sizes, half finite in any dtype;
+
+    K of MXFP8 is twice that of ``shape``.
+    """
+    text, columnwise = (KINDS | BYTE_KINDS)[kind]
+    fmt, generator = parse(text), seeded(sum(shape))
+    shape = (*shape[:-1], fmt.k_multiple // 16 * shape[-1])
+    groups = None if offs is None else len(offs)
+    specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
+    copy = [random_buffer(specs[name], generator) for name in fmt.operand_names(columnwise)]
+    return [*copy, offs, shape[-2], DTYPES[dtype], text, columnwise]
 
 
 def random_buffer(spec, generator):
-	if spec.dtype == F32:
-		numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
-		pick = torch.randint(0, 10, spec.shape, generator=generator)
-		return torch.where(pick < 5, torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf])[pick % 5], numbers)
-	whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
-	return torch.randint(0, 256, whole, generator=generator, dtype=U8).view(spec.dtype)[..., : spec.shape[-1]]
+    if spec.dtype == F32:
+        numbers = torch.exp2(torch.rand(spec.shape, generator=generator) * 20 - 10)
+        pick = torch.randint(0, 10, spec.shape, generator=generator)
+        return torch.where(
+            pick < 5, torch.tensor([0.0, 1e-45, 1e-38, 3e38, torch.inf])[pick % 5], numbers
+        )
+    whole = (*spec.shape[:-1], spec.pitch or spec.shape[-1])
+    return torch.randint(0, 256, whole, generator=generator, dtype=U8).view(spec.dtype)[
+        ..., : spec.shape[-1]
+    ]
 
 
 def dequantize(args, **out):
-	*copy, offs, rows, dtype, text, columnwise = args
-	call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
-	if out:
-		ops.grouped_dequantize_out(*call, **out)
-		return out["out"]
-	return ops.grouped_dequantize(*call)
+    *copy, offs, rows, dtype, text, columnwise = args
+    call = dequantize_arguments(copy, text, rows, dtype, offs, columnwise)
+    if out:
+        ops.grouped_dequantize_out(*call, **out)
+        return out["out"]
+    return ops.grouped_dequantize(*call)
 
 
 def check_case(arch, kind, dtype, case, **options):
-	rows, cols, offs = RAGGED[case]
-	args = arguments((rows, cols), offs, kind, dtype)
-	check(arch, lambda: dequantize(args), **options)
+    rows, cols, offs = RAGGED[case]
+    args = arguments((rows, cols), offs, kind, dtype)
+    check(arch, lambda: dequantize(args), **options)
 
 
 @each_kind
 @each_arch
 def test_ragged_groups(arch, kind):
-	for case in RAGGED:
-		check_case(arch, kind, "bfloat16", case)
+    for case in RAGGED:
+        check_case(arch, kind, "bfloat16", case)
 
 
 @each("kind", [*BYTE_KINDS])
 def test_ragged_groups_of_bytes(kind):
-	for i, case in enumerate(RAGGED):
-		check_case(ARCHITECTURES[i % 2], kind, "float32", case)
+    for i, case in enumerate(RAGGED):
+        check_case(ARCHITECTURES[i % 2], kind, "float32", case)
 
 
 @each("dtype", ["float16", "float32"])
 @each("kind", ["rowwise", "columnwise", "transformed"])
 def test_other_dtypes(kind, dtype):
-	for case in ("odd rows, K past two strips", "tail", "one row"):
-		check_case("sm_90a", kind, dtype, case)
+    for case in ("odd rows, K past two strips", "tail", "one row"):
+        check_case("sm_90a", kind, dtype, case)
 
 
 @each("kind", [*KINDS, *SOME])
 def test_uniform_groups(kind):
-	for i, shape in enumerate(UNIFORM.values()):
-		args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
-		arch = ARCHITECTURES[kind in KINDS]
-		check(arch, lambda args=args: dequantize(args))
+    for i, shape in enumerate(UNIFORM.values()):
+        args = arguments(shape, None, kind, "float16" if kind in SOME and i else "bfloat16")
+        arch = ARCHITECTURES[kind in KINDS]
+        check(arch, lambda args=args: dequantize(args))
 
 
 @each_mode
 @each("kind", [*KINDS, *SOME])
 def test_any_order_of_warps(kind, mode):
-	check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
+    check_case("sm_90a", kind, "bfloat16", "odd rows, K past two strips", num_sms=1, **mode)
 
 
 @each("kind", [*KINDS, *SOME])
 def test_more_than_a_thousand_groups(kind):
-	offs = many_groups()
-	args = arguments((int(offs[-1]) + 5, 16), offs, kind)
-	check("sm_100a", lambda: dequantize(args))
+    offs = many_groups()
+    args = arguments((int(offs[-1]) + 5, 16), offs, kind)
+    check("sm_100a", lambda: dequantize(args))
 
 
 @each_kind
 def test_only_the_rows_of_groups_are_touched(kind):
-	rows, cols, offs = RAGGED["tail"]
-	args = arguments((rows, cols), offs, kind)
-	codes, scales, amax = args[:3]
-	live = int(offs[-1])
-	out = torch.full((rows, cols), -7.0, dtype=BF16)
-	if args[-1]:
-		spare = [codes]
-		needed = [amax, offs]
-	else:
-		pitch = codes.stride(0)
-		# Whole rows, and of the last one no byte past K.
-		needed = [codes.as_strided((rows * pitch,), (1,))[: (live - 1) * pitch + cols // 2], amax, offs]
-		spare = []
-		if kind == "row-scaled":
-			needed[1] = amax[:live]
-	needed = [array_of(t) for t in (*needed, out[:live])]
-	with backend("emulated:sm_90a"):
-		check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *spare])
-	assert (out[live:] == -7).all()
-	assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
+    rows, cols, offs = RAGGED["tail"]
+    args = arguments((rows, cols), offs, kind)
+    codes, scales, amax = args[:3]
+    live = int(offs[-1])
+    out = torch.full((rows, cols), -7.0, dtype=BF16)
+    if args[-1]:
+        spare = [codes]
+        needed = [amax, offs]
+    else:
+        pitch = codes.stride(0)
+        # Whole rows, and of the last one no byte past K.
+        needed = [
+            codes.as_strided((rows * pitch,), (1,))[: (live - 1) * pitch + cols // 2],
+            amax,
+            offs,
+        ]
+        spare = []
+        if kind == "row-scaled":
+            needed[1] = amax[:live]
+    needed = [array_of(t) for t in (*needed, out[:live])]
+    with backend("emulated:sm_90a"):
+        check_touched(lambda: dequantize(args, out=out), needed, [scales.numpy(), *spare])
+    assert (out[live:] == -7).all()
+    assert_same_bytes(out[:live], dequantize(args)[:live], any_nan=True)
 
 
 @each("live", [0, 219, 259, 260])
 def test_the_tail_of_a_fresh_result_is_zero(live):
-	args = arguments((260, 144), ends(0, 0, live), "row-scaled")
-	want = dequantize(args)
-	storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
-	config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
-	run = compile_for_emulator(config, "sm_90a")
-	for out, fresh in zip(storage, (0, 1), strict=True):
-		readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4], out]
-		with watching(*map(array_of, readable)):
-			run(*args[:4], out, fresh, 2)
-		assert_same_bytes(out[:live], want[:live], any_nan=True)
-		assert (out[live:] == (0 if fresh else -7)).all()
+    args = arguments((260, 144), ends(0, 0, live), "row-scaled")
+    want = dequantize(args)
+    storage = torch.full((2, 260, 144), -7.0, dtype=BF16)
+    config = DequantizeConfig(NVFP4(row_scaled=True).text, "bfloat16")
+    run = compile_for_emulator(config, "sm_90a")
+    for out, fresh in zip(storage, (0, 1), strict=True):
+        readable = [args[0].as_strided((260 * 80,), (1,)), *args[1:4], out]
+        with watching(*map(array_of, readable)):
+            run(*args[:4], out, fresh, 2)
+        assert_same_bytes(out[:live], want[:live], any_nan=True)
+        assert (out[live:] == (0 if fresh else -7)).all()
 
 
 @each("kind", [*KINDS, *SOME])
 @unchecked_end_rows()
 def test_any_offsets_and_grid(kind):
-	args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
-	for num_sms in (1, 7):
-		check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
-	args[-5] = ends(100, 20, -7, 130)
-	out = dequantize(args)
-	with watching(*args, out), backend("emulated:sm_90a"):
-		dequantize(args, out=out)
+    args = arguments((140, 64), ends(-5, 20, 1000, 2**31 - 1), kind)
+    for num_sms in (1, 7):
+        check("sm_90a", lambda: dequantize(args), num_sms=num_sms)
+    args[-5] = ends(100, 20, -7, 130)
+    out = dequantize(args)
+    with watching(*args, out), backend("emulated:sm_90a"):
+        dequantize(args, out=out)
 
 
 @each_kind
 def test_code(kind):
-	text, columnwise = KINDS[kind]
-	config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
-	assert pickle.loads(pickle.dumps(config)) == config
-	# An FMA may be a quarter, which ptxas cannot make part of the product before it.
-	check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")
+    text, columnwise = KINDS[kind]
+    config = DequantizeConfig.choose(parse(text), "bfloat16", "ragged", columnwise)
+    assert pickle.loads(pickle.dumps(config)) == config
+    # An FMA may be a quarter, which ptxas cannot make part of the product before it.
+    check_code(config, "sm_90a", r"\.ftz|\.approx|\bfma\.(?!.*0f3E800000, zero)")

@@ -11,61 +11,63 @@ from .op_support import array_of, check_touched, watching
 ROWS, COLS, OFFS, TILES = 400, 320, ends(100, 100, 230), 4
 LIVE = 230
 WILD = {
-	"falling": ends(100, 20, 7),
-	"negative": ends(-5, -(2**31), 30),
-	"past the buffer": ends(10, 401, 2**31 - 1),
-	"all of it": ends(-(2**31), 2**31 - 1, 50, 401, -1, 400),
+    "falling": ends(100, 20, 7),
+    "negative": ends(-5, -(2**31), 30),
+    "past the buffer": ends(10, 401, 2**31 - 1),
+    "all of it": ends(-(2**31), 2**31 - 1, 50, 401, -1, 400),
 }
 
 
 def outputs(dtype):
-	return torch.full((ROWS, 384), -7.0, dtype=dtype)
+    return torch.full((ROWS, 384), -7.0, dtype=dtype)
 
 
 def codes_and_scales():
-	operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
-	assert operand.scales is not None
-	return operand.codes.contiguous(), operand.scales
+    operand = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4())
+    assert operand.scales is not None
+    return operand.codes.contiguous(), operand.scales
 
 
 def test_expand_leaves_the_tail_alone():
-	codes, scales = codes_and_scales()
-	assert codes.shape == (ROWS, 160) and len(scales) > TILES
-	out = outputs(F16)
-	kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
-	needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
-	check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
-	assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
+    codes, scales = codes_and_scales()
+    assert codes.shape == (ROWS, 160) and len(scales) > TILES
+    out = outputs(F16)
+    kernel = compiled(ExpandConfig(is_ragged=True), "sm_90a")
+    needed = [codes[:LIVE], scales[:TILES], OFFS, out[:LIVE]]
+    check_touched(lambda: kernel(codes, scales, OFFS, out, 2), [*map(array_of, needed)])
+    assert (out[LIVE:] == -7).all() and not (out[:LIVE] == -7).all(1).any()
 
 
 def test_arrange_leaves_the_tail_alone():
-	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
-	kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
-	check_touched(lambda: kernel(x, None, OFFS, out, 2), [*map(array_of, [x[:LIVE], OFFS, out[:LIVE]])])
-	assert (out[LIVE:] == -7).all()
+    x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
+    kernel = compiled(ArrangeConfig("bfloat16"), "sm_90a")
+    check_touched(
+        lambda: kernel(x, None, OFFS, out, 2), [*map(array_of, [x[:LIVE], OFFS, out[:LIVE]])]
+    )
+    assert (out[LIVE:] == -7).all()
 
 
 def test_gathered_rows_are_arranged_as_copied_ones():
-	x, plain, out = randn(50, COLS, seed=0).bfloat16(), outputs(BF16), outputs(BF16)
-	index = torch.randint(0, 50, (ROWS,), generator=torch.Generator().manual_seed(0)).int()
-	index[[0, 3, 9, 229]] = torch.tensor([-1, 50, 2**31 - 1, -(2**31)], dtype=torch.int32)
-	is_token = (index >= 0) & (index < 50)
-	copied = x[torch.where(is_token, index, 0).long()] * is_token[:, None]
-	compiled(ArrangeConfig("bfloat16"), "sm_90a")(copied, None, OFFS, plain, 2)
-	kernel = compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")
-	needed = [x, index[:LIVE], OFFS, out[:LIVE]]
-	check_touched(lambda: kernel(x, index, OFFS, out, 2), [*map(array_of, needed)])
-	assert torch.equal(out, plain)
+    x, plain, out = randn(50, COLS, seed=0).bfloat16(), outputs(BF16), outputs(BF16)
+    index = torch.randint(0, 50, (ROWS,), generator=torch.Generator().manual_seed(0)).int()
+    index[[0, 3, 9, 229]] = torch.tensor([-1, 50, 2**31 - 1, -(2**31)], dtype=torch.int32)
+    is_token = (index >= 0) & (index < 50)
+    copied = x[torch.where(is_token, index, 0).long()] * is_token[:, None]
+    compiled(ArrangeConfig("bfloat16"), "sm_90a")(copied, None, OFFS, plain, 2)
+    kernel = compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")
+    needed = [x, index[:LIVE], OFFS, out[:LIVE]]
+    check_touched(lambda: kernel(x, index, OFFS, out, 2), [*map(array_of, needed)])
+    assert torch.equal(out, plain)
 
 
 @each("wild", [*WILD])
 def test_end_rows_that_break_the_rules_do_no_harm(wild):
-	offs = WILD[wild]
-	codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
-	scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)
-	x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
-	values, index = outputs(F16), offs.new_full((ROWS,), 2)
-	with watching(codes, scales, offs, values, x, out, index):
-		compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
-		compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, None, offs, out, 2)
-		compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")(x[:3], index, offs, out, 2)
+    offs = WILD[wild]
+    codes = quantize(randn(ROWS, COLS, seed=0), OFFS, NVFP4()).codes.contiguous()
+    scales = torch.zeros(ROWS // 128 + len(offs), 5, 512, dtype=U8)
+    x, out = randn(ROWS, COLS, seed=0).bfloat16(), outputs(BF16)
+    values, index = outputs(F16), offs.new_full((ROWS,), 2)
+    with watching(codes, scales, offs, values, x, out, index):
+        compiled(ExpandConfig(is_ragged=True), "sm_90a")(codes, scales, offs, values, 2)
+        compiled(ArrangeConfig("bfloat16"), "sm_90a")(x, None, offs, out, 2)
+        compiled(ArrangeConfig("bfloat16", gathered=True), "sm_90a")(x[:3], index, offs, out, 2)

@@ -1,4 +1,6 @@
-"""FP8 products of sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where there is one."""
+"""FP8 products of sm_90a against the tensor-core reference: emulated, and on a Hopper GPU where
+there is one.
+"""
 
 from dataclasses import astuple, replace
 
@@ -14,165 +16,203 @@ from .test_gemm_sm90 import ADDS, FPROP, K_TILES, M_TILES, SPREAD, flops, name_o
 SQUARES = "fp8_block:block=128x128"
 FAST = Sm90GemmConfig("fp8", tile=M_TILES["256x32"])
 FAST_ALL = Sm90GemmConfig(
-	"fp8", b_operand="fp8:dtype=e5m2", out_dtype="float16", bias_dtype="float32", tile=M_TILES["256x128x2"], **ADDS
+    "fp8",
+    b_operand="fp8:dtype=e5m2",
+    out_dtype="float16",
+    bias_dtype="float32",
+    tile=M_TILES["256x128x2"],
+    **ADDS,
 )
 SPLIT = Sm90GemmConfig("fp8:dtype=e5m2", b_operand="fp8", split=True, tile=M_TILES["128x128"])
 BLOCK = Sm90GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=M_TILES["256x16"])
 BLOCK_ALL = Sm90GemmConfig(
-	"fp8_block", b_operand=SQUARES, out_dtype="float32", bias_dtype="bfloat16", tile=M_TILES["128x256x2"], **ADDS
+    "fp8_block",
+    b_operand=SQUARES,
+    out_dtype="float32",
+    bias_dtype="bfloat16",
+    tile=M_TILES["128x256x2"],
+    **ADDS,
 )
 #: A has the scales of squares.
 TURNED = Sm90GemmConfig(SQUARES, b_operand="fp8_block:dtype=e5m2", tile=M_TILES["128x128"])
 UNSWAPPED = replace(BLOCK, out_dtype="float16", bias_dtype="bfloat16", tile=K_TILES["128x256x2"])
-UNSWAPPED_ALL = replace(FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"])
+UNSWAPPED_ALL = replace(
+    FAST_ALL, out_dtype="float32", bias_dtype="float16", tile=K_TILES["128x256"]
+)
 ROWS = Sm90GemmConfig("fp8_block", pow2_scales=True, tile=M_TILES["256x64"])
 FPROPS = {
-	"fast": FAST,
-	"fast, all": FAST_ALL,
-	"split": SPLIT,
-	"block": BLOCK,
-	"block, all": BLOCK_ALL,
-	"squares x rows": TURNED,
-	"rows x rows": ROWS,
-	"unswapped": UNSWAPPED,
-	"unswapped fast, all": UNSWAPPED_ALL,
+    "fast": FAST,
+    "fast, all": FAST_ALL,
+    "split": SPLIT,
+    "block": BLOCK,
+    "block, all": BLOCK_ALL,
+    "squares x rows": TURNED,
+    "rows x rows": ROWS,
+    "unswapped": UNSWAPPED,
+    "unswapped fast, all": UNSWAPPED_ALL,
 }
 MIXED = {
-	"fast": replace(FAST, tile=M_TILES["256x128x2"]),
-	"fast, all": FAST_ALL,
-	"fast, spread": replace(FAST, tile=M_TILES["256x160x2 fitted"]),
-	"fast, all, spread": replace(FAST_ALL, tile=M_TILES["256x160 fitted"]),
-	"block": replace(UNSWAPPED, tile=K_TILES["128x256"]),
-	"block, all": replace(BLOCK_ALL, tile=K_TILES["128x128"]),
+    "fast": replace(FAST, tile=M_TILES["256x128x2"]),
+    "fast, all": FAST_ALL,
+    "fast, spread": replace(FAST, tile=M_TILES["256x160x2 fitted"]),
+    "fast, all, spread": replace(FAST_ALL, tile=M_TILES["256x160 fitted"]),
+    "block": replace(UNSWAPPED, tile=K_TILES["128x256"]),
+    "block, all": replace(BLOCK_ALL, tile=K_TILES["128x128"]),
 }
 WGRAD = Sm90GemmConfig("fp8_block", "k_grouped", out_dtype="float32", tile=K_TILES["128x128"])
 WGRADS = {
-	"fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
-	"split": replace(SPLIT, grouping="k_grouped", out_dtype="float32", tile=K_TILES["128x128"], **ADDS),
-	"block": WGRAD,
-	"block, wide": replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
-	"rows x squares": replace(WGRAD, b_operand=SQUARES, accumulate=True),
-	"squares x rows": replace(WGRAD, operand=SQUARES, b_operand="fp8_block", pow2_scales=True),
+    "fast": Sm90GemmConfig("fp8", "k_grouped", tile=K_TILES["128x256"]),
+    "split": replace(
+        SPLIT, grouping="k_grouped", out_dtype="float32", tile=K_TILES["128x128"], **ADDS
+    ),
+    "block": WGRAD,
+    "block, wide": replace(WGRAD, pow2_scales=True, tile=K_TILES["128x256x2"]),
+    "rows x squares": replace(WGRAD, b_operand=SQUARES, accumulate=True),
+    "squares x rows": replace(WGRAD, operand=SQUARES, b_operand="fp8_block", pow2_scales=True),
 }
 
 
-@each("sizes", [[257, 0, 1, 64, 129, 0, 65, 128], [1] * 33 + [130] + [0] * 30 + [7]], ["each", "two windows"])
+@each(
+    "sizes",
+    [[257, 0, 1, 64, 129, 0, 65, 128], [1] * 33 + [130] + [0] * 30 + [7]],
+    ["each", "two windows"],
+)
 @each("config", MIXED)
 def test_uneven_groups(config, sizes, device):
-	m_grouped(config, sizes, 264, 48, tail=3).check(4, device)
+    m_grouped(config, sizes, 264, 48, tail=3).check(4, device)
 
 
 def test_tiles_of_few_rows_multiply_half():
-	for config in (MIXED["fast"], MIXED["block"]):
-		whole, half = (flops(m_grouped(config, [rows], 512, 32)) for rows in (65, 64))
-		assert half == whole / 2
+    for config in (MIXED["fast"], MIXED["block"]):
+        whole, half = (flops(m_grouped(config, [rows], 512, 32)) for rows in (65, 64))
+        assert half == whole / 2
 
 
 @each("shape", SHAPES)
 @each("config", FPROPS)
 def test_fprop(config, shape, device):
-	m_grouped(config, *shape).check(device=device)
+    m_grouped(config, *shape).check(device=device)
 
 
 @each("k", [16, 144, 272])
 @each("config", FPROPS)
 def test_dgrad_reads_a_columnwise_copy(config, k, device):
-	m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check(device=device)
+    m_grouped(config, [100, 0, 5, 130], 136, k, tail=3, columnwise_b=True).check(device=device)
 
 
 @each("shape", WGRAD_SHAPES)
 @each("config", WGRADS)
 def test_wgrad(config, shape, device):
-	k_grouped(config, *shape).check(device=device)
+    k_grouped(config, *shape).check(device=device)
 
 
 @each("config", [FAST, BLOCK_ALL], ["fast", "block"])
 @each("tile", SM90_TILES, lambda t: name_of(t) + " swapped" * t.swap_ab)
 def test_every_tile(config, tile, device):
-	if not config.takes(tile):
-		with raises(ValueError, "cannot have the tile"):
-			replace(config, tile=tile)
-		return
-	config = replace(config, tile=tile, out_dtype="float32")
-	wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11)).check(tile.num_ctas, device, any_nan=True)
+    if not config.takes(tile):
+        with raises(ValueError, "cannot have the tile"):
+            replace(config, tile=tile)
+        return
+    config = replace(config, tile=tile, out_dtype="float32")
+    wild(m_grouped(config, [20, 0, 5, tile.n + 1], 136, 160, tail=11)).check(
+        tile.num_ctas, device, any_nan=True
+    )
 
 
 @each("config", FPROPS | {f"wgrad {name}": config for name, config in WGRADS.items()})
 def test_every_code_and_scale(config, device):
-	for spread in (20, 127):
-		wild(product_of(config, [130, 0, 40], 72, 272), spread).check(2, device, any_nan=True)
+    for spread in (20, 127):
+        wild(product_of(config, [130, 0, 40], 72, 272), spread).check(2, device, any_nan=True)
 
 
 @each("mode", MODES[2:], str)
 def test_every_order_of_events_gives_the_same_bits(mode):
-	# One or two CTAs and more stages than fit, so that every ring is gone through again.
-	products = (
-		(m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
-		(m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
-		(m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
-		(m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
-		(m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
-		(m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
-		*((m_grouped(MIXED[name], [130, 0, 5], 264, 272, tail=1), 2) for name in ("fast", "block")),
-		(k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
-		(k_grouped(replace(WGRADS["block, wide"], out_dtype="float16"), [100, 0, 400], 264, 264), 2),
-	)
-	check_modes(mode, products)
+    # One or two CTAs and more stages than fit, so that every ring is gone through again.
+    products = (
+        (m_grouped(FAST, [33, 0, 5], 24, 1056, tail=11), 1),
+        (m_grouped(FAST_ALL, [5, 0, 130], 24, 528, tail=1), 2),
+        (m_grouped(SPLIT, [130, 5], 24, 1040, tail=1), 1),
+        (m_grouped(BLOCK, [17, 0, 5], 24, 1056, tail=1), 1),
+        (m_grouped(BLOCK_ALL, [257, 0, 5], 24, 656, tail=1), 2),
+        (m_grouped(UNSWAPPED, [257, 0, 5], 24, 656, tail=1), 2),
+        *((m_grouped(MIXED[name], [130, 0, 5], 264, 272, tail=1), 2) for name in ("fast", "block")),
+        (k_grouped(WGRAD, [100, 0, 5, 800], 8, 136), 1),
+        (
+            k_grouped(replace(WGRADS["block, wide"], out_dtype="float16"), [100, 0, 400], 264, 264),
+            2,
+        ),
+    )
+    check_modes(mode, products)
 
 
 def test_partial_sums_are_promoted_in_order():
-	"""Sums that one accumulator would cut, and that another order of scales would round anew."""
-	product = m_grouped(BLOCK_ALL, [40], 16, 1024)
-	assert product.b.scales is not None and product.a.scales is not None
-	product.a.scales.mul_(1 + 2**-20)
-	product.b.scales.mul_(3)
-	product.check(2)
-	fast, split = (m_grouped(replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
-	assert not fast.run(2).equal(split.run(2))
+    """Sums that one accumulator would cut, and that another order of scales would round anew."""
+    product = m_grouped(BLOCK_ALL, [40], 16, 1024)
+    assert product.b.scales is not None and product.a.scales is not None
+    product.a.scales.mul_(1 + 2**-20)
+    product.b.scales.mul_(3)
+    product.check(2)
+    fast, split = (m_grouped(replace(SPLIT, split=s), [40], 16, 1024) for s in (0, 1))
+    assert not fast.run(2).equal(split.run(2))
 
 
 test_meaningless_configurations_are_refused = refusals(
-	lambda fields: Sm90GemmConfig(**{"tile": M_TILES["128x128"]} | fields),
-	[
-		({"operand": "fp8_block", "split": True}, "split"),
-		({"operand": "bfloat16", "split": True}, "split"),
-		({"operand": "fp8", "pow2_scales": True}, "scales"),
-		({"operand": SQUARES}, "each row"),
-		({"operand": "fp8", "b_operand": "fp8_block"}, "not multiplied by"),
-		({"operand": "fp8", "b_operand": "int8"}, "b_operand"),
-		({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
-	],
-	ValueError,
+    lambda fields: Sm90GemmConfig(**{"tile": M_TILES["128x128"]} | fields),
+    [
+        ({"operand": "fp8_block", "split": True}, "split"),
+        ({"operand": "bfloat16", "split": True}, "split"),
+        ({"operand": "fp8", "pow2_scales": True}, "scales"),
+        ({"operand": SQUARES}, "each row"),
+        ({"operand": "fp8", "b_operand": "fp8_block"}, "not multiplied by"),
+        ({"operand": "fp8", "b_operand": "int8"}, "b_operand"),
+        ({"operand": "fp8", "split": True, "tile": M_TILES["256x128x2"]}, "cannot have the tile"),
+    ],
+    ValueError,
 )
 
 
-CHOICES = [(BLOCK, 1, M_TILES["256x8"]), (BLOCK, 128, K_TILES["128x256"]), (BLOCK, 4096, K_TILES["128x256x2"])]
+CHOICES = [
+    (BLOCK, 1, M_TILES["256x8"]),
+    (BLOCK, 128, K_TILES["128x256"]),
+    (BLOCK, 4096, K_TILES["128x256x2"]),
+]
 CHOICES += [(FAST, rows, M_TILES["256x160x2 fitted"]) for rows in (128, 256)]
 CHOICES += [(FAST, 64, M_TILES["256x128x2"]), (FAST, 512, K_TILES["128x256"])]
 CHOICES += [
-	(FPROP, rows, M_TILES[tile])
-	for rows, tile in ((1, "256x8"), (16, "256x32 fitted"), (64, "256x64"), (128, "256x128x2"), (4096, "256x128x2"))
+    (FPROP, rows, M_TILES[tile])
+    for rows, tile in (
+        (1, "256x8"),
+        (16, "256x32 fitted"),
+        (64, "256x64"),
+        (128, "256x128x2"),
+        (4096, "256x128x2"),
+    )
 ]
 CHOICES += [(SPREAD, 16, M_TILES["256x32"]), (SPREAD, 256, M_TILES["256x160x2 fitted"])]
 
 
 @each("config, rows_each, tile", CHOICES, str)
 def test_the_tile_follows_the_rows_of_a_group(config, rows_each, tile):
-	problem = GemmProblem(config.operand, "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
-	assert choose_config(config, problem, 132).tile == tile
+    problem = GemmProblem(config.operand, "m_grouped", "bfloat16", 32, 32 * rows_each, 4096, k=7168)
+    assert choose_config(config, problem, 132).tile == tile
 
 
 def test_the_tile_follows_the_bandwidth():
-	problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 64, 5760, k=2880)
-	h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
-	for bandwidth, tile in ((None, "256x128x2"), (h200, "256x128x2"), (0.98 * h200, "256x128x2"), (h100, "128x128")):
-		assert choose_config(FAST, problem, 132, bandwidth=bandwidth).tile == M_TILES[tile]
-	block = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * 128, 4096, k=7168)
-	assert choose_config(BLOCK, block, 132, bandwidth=h100).tile == K_TILES["128x256"]
+    problem = GemmProblem("fp8", "m_grouped", "bfloat16", 128, 128 * 64, 5760, k=2880)
+    h200, h100 = (2 * clock * bus / 8 for clock, bus in ((3.201e9, 6144), (2.619e9, 5120)))
+    for bandwidth, tile in (
+        (None, "256x128x2"),
+        (h200, "256x128x2"),
+        (0.98 * h200, "256x128x2"),
+        (h100, "128x128"),
+    ):
+        assert choose_config(FAST, problem, 132, bandwidth=bandwidth).tile == M_TILES[tile]
+    block = GemmProblem("fp8_block", "m_grouped", "bfloat16", 32, 32 * 128, 4096, k=7168)
+    assert choose_config(BLOCK, block, 132, bandwidth=h100).tile == K_TILES["128x256"]
 
 
 def test_rows_of_scales_must_be_addressable():
-	for m in (16, 24, 20):
-		problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
-		assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
-	assert choose_config(WGRAD, problem.__class__(*astuple(problem)[:-2], 16), 132)
+    for m in (16, 24, 20):
+        problem = GemmProblem("fp8_block", "k_grouped", "float32", 4, 512, 64, m=m)
+        assert bool(WGRAD.can_implement(problem)) == (m % 8 == 0)
+    assert choose_config(WGRAD, problem.__class__(*astuple(problem)[:-2], 16), 132)

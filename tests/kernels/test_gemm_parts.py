@@ -14,115 +14,121 @@ from .op_support import each_mode
 
 NUM_SMS = 132
 KINDS = {
-	"nvfp4": {"operand": "nvfp4", "row_scaled": True},
-	"prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},
-	"w4a16": {
-		"operand": "nvfp4",
-		"activations": "bfloat16",
-		"out_dtype": "float32",
-		"bias_dtype": "float32",
-		"accumulate": True,
-	},
+    "nvfp4": {"operand": "nvfp4", "row_scaled": True},
+    "prepacked": {"operand": "nvfp4", "prepacked": True, "zero_tail": True, "has_alpha": True},
+    "w4a16": {
+        "operand": "nvfp4",
+        "activations": "bfloat16",
+        "out_dtype": "float32",
+        "bias_dtype": "float32",
+        "accumulate": True,
+    },
 }
 #: Rows of groups that have every kind of tile: whole ones, and rests on both sides of each bound.
 SKEWED = [300, 0, 1, 128, 64, 33, 129, 32, 97, 65, 17, 0, 0, 256]
 
 
 def parts_of(kind, mean=64, **options):
-	base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
-	problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
-	return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
+    base = Sm90GemmConfig(tile=Sm90Tile(128, 128, swap_ab=True), **(KINDS[kind] | options))
+    problem = GemmProblem(base.operand, "m_grouped", base.out_dtype, 128, 128 * mean, 5760, k=2880)
+    return choose_config(base, problem, NUM_SMS).parts(problem, NUM_SMS)
 
 
 def run(product, parts, num_sms, device):
-	out = product.before.to(device, copy=True)
-	for part in parts:
-		dataclasses.replace(product, config=part).run_into(out, num_sms)
-	return out.cpu()
+    out = product.before.to(device, copy=True)
+    for part in parts:
+        dataclasses.replace(product, config=part).run_into(out, num_sms)
+    return out.cpu()
 
 
 @each("mean", [16, 64, 80, 128, 512])
 @each("kind", [*KINDS])
 def test_parts_take_every_row_once(kind, mean):
-	parts = parts_of(kind, mean)
-	takes = [part.rows_taken for part in parts]
-	assert len({part.chunk for part in takes}) == 1
-	ranges = sorted((part.least, part.most) for part in takes)
-	assert ranges[0][0] == 0
-	assert ranges[-1][1] == takes[0].chunk
-	assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
-	for config, part in zip(parts, takes, strict=True):
-		assert config.tile.rows >= part.most
-		# Whole chunks are tiles of their kernel.
-		assert part.most < part.chunk or config.tile.rows == part.chunk
-	assert [part.follows for part in takes] == [i > 0 for i in range(len(takes))]
-	# That with the rows of the mean comes first.
-	assert takes[0].least < min(mean, takes[0].chunk) <= takes[0].most
-	assert set(parts) <= set(all_parts(parts[0]))
+    parts = parts_of(kind, mean)
+    takes = [part.rows_taken for part in parts]
+    assert len({part.chunk for part in takes}) == 1
+    ranges = sorted((part.least, part.most) for part in takes)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == takes[0].chunk
+    assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    for config, part in zip(parts, takes, strict=True):
+        assert config.tile.rows >= part.most
+        # Whole chunks are tiles of their kernel.
+        assert part.most < part.chunk or config.tile.rows == part.chunk
+    assert [part.follows for part in takes] == [i > 0 for i in range(len(takes))]
+    # That with the rows of the mean comes first.
+    assert takes[0].least < min(mean, takes[0].chunk) <= takes[0].most
+    assert set(parts) <= set(all_parts(parts[0]))
 
 
 def test_small_products_and_single_groups_have_one_part():
-	for operand, grouping, groups, rows, n, depth in (
-		("nvfp4", "m_grouped", 128, 1024, 256, {"k": 2048}),
-		("nvfp4", "m_grouped", 1, 8192, 8192, {"k": 2048}),
-		("bfloat16", "m_grouped", 128, 8192, 5760, {"k": 2880}),
-		("nvfp4", "k_grouped", 8, 8192, 4096, {"m": 7168}),
-	):
-		base = Sm90GemmConfig(operand, grouping, tile=Sm90Tile(128, 128, swap_ab=grouping == "m_grouped"))
-		problem = GemmProblem(operand, grouping, "bfloat16", groups, rows, n, **depth)
-		config = choose_config(base, problem, NUM_SMS)
-		assert config.parts(problem, NUM_SMS) == (config,)
+    for operand, grouping, groups, rows, n, depth in (
+        ("nvfp4", "m_grouped", 128, 1024, 256, {"k": 2048}),
+        ("nvfp4", "m_grouped", 1, 8192, 8192, {"k": 2048}),
+        ("bfloat16", "m_grouped", 128, 8192, 5760, {"k": 2880}),
+        ("nvfp4", "k_grouped", 8, 8192, 4096, {"m": 7168}),
+    ):
+        base = Sm90GemmConfig(
+            operand, grouping, tile=Sm90Tile(128, 128, swap_ab=grouping == "m_grouped")
+        )
+        problem = GemmProblem(operand, grouping, "bfloat16", groups, rows, n, **depth)
+        config = choose_config(base, problem, NUM_SMS)
+        assert config.parts(problem, NUM_SMS) == (config,)
 
 
 def test_a_tile_must_hold_what_its_part_has():
-	narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
-	for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
-		with raises(ValueError, "cannot be those of"):
-			Sm90GemmConfig("nvfp4", tile=narrow, part=part)
-	with raises(ValueError, "only an m_grouped product has parts"):
-		Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
+    narrow = next(tile for tile in SM90_TILES if tile.swap_ab and tile.n == 64)
+    for part in (RowPart(128, 64, 128), RowPart(128, 32, 65), RowPart(32, 0, 32)):
+        with raises(ValueError, "cannot be those of"):
+            Sm90GemmConfig("nvfp4", tile=narrow, part=part)
+    with raises(ValueError, "only an m_grouped product has parts"):
+        Sm90GemmConfig("nvfp4", "k_grouped", tile=Sm90Tile(128, 128), part=RowPart(128, 0, 128))
 
 
 @each("kind", [*KINDS])
 def test_bits_are_those_of_one_kernel(kind, device):
-	parts = parts_of(kind)
-	assert len(parts) > 1
-	# Poison in the tail: NaN activations, and rows of the output that nothing may touch.
-	product = m_grouped(parts[0], SKEWED, 136, 288, tail=150)
-	want = product.expected()
-	if parts[0].zero_tail:
-		want[sum(SKEWED) :] = 0.0
-	assert_same_bytes(run(product, parts, 4, device), want)
+    parts = parts_of(kind)
+    assert len(parts) > 1
+    # Poison in the tail: NaN activations, and rows of the output that nothing may touch.
+    product = m_grouped(parts[0], SKEWED, 136, 288, tail=150)
+    want = product.expected()
+    if parts[0].zero_tail:
+        want[sum(SKEWED) :] = 0.0
+    assert_same_bytes(run(product, parts, 4, device), want)
 
 
-@each("sizes", [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9], ["all in one", "all empty", "many groups"])
+@each(
+    "sizes",
+    [[0, 0, 700, 0], [0] * 40, [1] * 1030 + [70] + [0] * 9],
+    ["all in one", "all empty", "many groups"],
+)
 def test_routings(sizes, device):
-	parts = parts_of("nvfp4")
-	product = m_grouped(parts[0], sizes, 24, 64, tail=3)
-	assert_same_bytes(run(product, parts, 4, device), product.expected())
+    parts = parts_of("nvfp4")
+    product = m_grouped(parts[0], sizes, 24, 64, tail=3)
+    assert_same_bytes(run(product, parts, 4, device), product.expected())
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-	parts = parts_of("nvfp4")
-	product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
-	want = product.expected()
-	with emulator.options(**mode):
-		assert_same_bytes(run(product, parts, 2, "cpu"), want)
+    parts = parts_of("nvfp4")
+    product = m_grouped(parts[0], [140, 0, 9, 60, 1, 70], 136, 416, tail=2)
+    want = product.expected()
+    with emulator.options(**mode):
+        assert_same_bytes(run(product, parts, 2, "cpu"), want)
 
 
 def work(product, parts):
-	"""What the tensor cores multiply on the emulator, for what is asked."""
-	emulator.reset_stats()
-	run(product, parts, 4, "cpu")
-	useful = 2 * int(product.offs[-1]) * product.before.shape[1] * product.a.codes.shape[1] * 2
-	return int(emulator.stats()["mma_flops"]) / useful
+    """What the tensor cores multiply on the emulator, for what is asked."""
+    emulator.reset_stats()
+    run(product, parts, 4, "cpu")
+    useful = 2 * int(product.offs[-1]) * product.before.shape[1] * product.a.codes.shape[1] * 2
+    return int(emulator.stats()["mma_flops"]) / useful
 
 
 def test_tensor_cores_multiply_little_that_is_not_asked_for():
-	parts = parts_of("nvfp4")
-	product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
-	assert work(product, parts) < 1.25
-	# As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
-	for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
-		assert work(product, (dataclasses.replace(parts[0], part=None, tile=tile),)) > 1.6
+    parts = parts_of("nvfp4")
+    product = m_grouped(parts[0], [260, 3, 7, 66, 12, 0, 20, 90, 5, 33], 512, 128)
+    assert work(product, parts) < 1.25
+    # As one kernel, which the mean would have chosen, with the columns of 64 or 128 in each tile.
+    for tile in (Sm90Tile(256, 64, swap_ab=True, consumers=4), Sm90Tile(128, 128, swap_ab=True)):
+        assert work(product, (dataclasses.replace(parts[0], part=None, tile=tile),)) > 1.6

@@ -13,90 +13,110 @@ FEW, FEWER = (Sm100Tile(128, n, swap_ab=True) for n in (64, 32))
 E5M2, SQUARES = ":dtype=e5m2", "fp8_block:block=128x128"
 ALL = {"bias_dtype": "float32", "has_alpha": True, "accumulate": True}
 M_GROUPED = {
-	"mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
-	"mxfp8 all": Sm100GemmConfig("mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL),
-	"mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
-	"fp8": Sm100GemmConfig("fp8", tile=WIDE),
-	"fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
-	"fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
-	"block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
-	"promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
-	"promoted all": Sm100GemmConfig("fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL),
-	"promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
-	"promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
-	"promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
+    "mxfp8": Sm100GemmConfig("mxfp8", tile=WIDE),
+    "mxfp8 all": Sm100GemmConfig(
+        "mxfp8", b_operand="mxfp8" + E5M2, out_dtype="float16", tile=PARTIAL, **ALL
+    ),
+    "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", tile=FEWER),
+    "fp8": Sm100GemmConfig("fp8", tile=WIDE),
+    "fp8 all": Sm100GemmConfig("fp8" + E5M2, b_operand="fp8", tile=PARTIAL, **ALL),
+    "fp8 few": Sm100GemmConfig("fp8", bias_dtype="bfloat16", tile=FEW),
+    "block": Sm100GemmConfig("fp8_block", b_operand=SQUARES, pow2_scales=True, tile=WIDE),
+    "promoted": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=Sm100Tile(128, 128)),
+    "promoted all": Sm100GemmConfig(
+        "fp8_block" + E5M2, b_operand="fp8_block", tile=Sm100Tile(256, 128, 2), **ALL
+    ),
+    "promoted few": Sm100GemmConfig("fp8_block", b_operand=SQUARES, tile=FEWER),
+    "promoted rows": Sm100GemmConfig("fp8_block", out_dtype="float32", tile=FEW),
+    "promoted squares": Sm100GemmConfig(SQUARES, b_operand="fp8_block", tile=FEW),
 }
 DGRAD = {
-	"mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
-	"mxfp8 direct": Sm100GemmConfig("mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)),
-	"mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
-	**{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
+    "mxfp8": Sm100GemmConfig("mxfp8", transpose_b=True, tile=WIDE),
+    "mxfp8 direct": Sm100GemmConfig(
+        "mxfp8" + E5M2, b_operand="mxfp8", transpose_b=True, tile=Sm100Tile(128, 64)
+    ),
+    "mxfp8 few": Sm100GemmConfig("mxfp8", out_dtype="float32", transpose_b=True, tile=FEW),
+    **{name: M_GROUPED[name] for name in ("fp8", "fp8 all", "block", "promoted", "promoted rows")},
 }
 K_GROUPED = {
-	"mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
-	"mxfp8 add": Sm100GemmConfig(
-		"mxfp8" + E5M2, "k_grouped", "float32", b_operand="mxfp8", has_alpha=True, accumulate=True, tile=Sm100Tile(128, 64)
-	),
-	"fp8": Sm100GemmConfig("fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)),
-	"fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
-	"block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
-	"promoted": Sm100GemmConfig("fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)),
-	"promoted squares": Sm100GemmConfig(SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)),
+    "mxfp8": Sm100GemmConfig("mxfp8", "k_grouped", tile=Sm100Tile(256, 128, 2)),
+    "mxfp8 add": Sm100GemmConfig(
+        "mxfp8" + E5M2,
+        "k_grouped",
+        "float32",
+        b_operand="mxfp8",
+        has_alpha=True,
+        accumulate=True,
+        tile=Sm100Tile(128, 64),
+    ),
+    "fp8": Sm100GemmConfig(
+        "fp8" + E5M2, "k_grouped", "float32", b_operand="fp8", tile=Sm100Tile(256, 256, 2)
+    ),
+    "fp8 add": Sm100GemmConfig("fp8", "k_grouped", accumulate=True, tile=Sm100Tile(128, 128)),
+    "block": Sm100GemmConfig("fp8_block", "k_grouped", pow2_scales=True, tile=Sm100Tile(128, 64)),
+    "promoted": Sm100GemmConfig(
+        "fp8_block", "k_grouped", "float32", accumulate=True, tile=Sm100Tile(128, 128)
+    ),
+    "promoted squares": Sm100GemmConfig(
+        SQUARES, "k_grouped", b_operand="fp8_block", tile=Sm100Tile(256, 128, 2)
+    ),
 }
 
 
 def dgrad(config, sizes, n, k, tail=0):
-	return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
+    return m_grouped(config, sizes, n, k, tail, columnwise_b=True)
 
 
 @each("shape", SHAPES)
 @each("config", M_GROUPED)
 def test_fprop(config, shape):
-	sizes, n, k, tail = shape
-	# K of MXFP8 is in blocks.
-	k = -(-k // config.kind.k_align) * config.kind.k_align
-	m_grouped(config, sizes, n, k, tail).check()
+    sizes, n, k, tail = shape
+    # K of MXFP8 is in blocks.
+    k = -(-k // config.kind.k_align) * config.kind.k_align
+    m_grouped(config, sizes, n, k, tail).check()
 
 
 @each("k", [48, 144, 272])
 @each("config", DGRAD)
 def test_dgrad_reads_a_columnwise_copy(config, k):
-	"""Half of an instruction is past K, where codes may be anything: NaN, here."""
-	k = -(-k // config.kind.k_align) * config.kind.k_align
-	dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
+    """Half of an instruction is past K, where codes may be anything: NaN, here."""
+    k = -(-k // config.kind.k_align) * config.kind.k_align
+    dgrad(config, [100, 0, 5, 270], 136, k, 3).check()
 
 
 @each("shape", WGRAD_SHAPES)
 @each("config", K_GROUPED)
 def test_wgrad(config, shape):
-	k_grouped(config, *shape).check()
+    k_grouped(config, *shape).check()
 
 
 @each("config", M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED.items()})
 def test_every_code_and_scale(config):
-	wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
+    wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 
 
 @each("config", [M_GROUPED["mxfp8"], DGRAD["mxfp8"], M_GROUPED["fp8 all"]])
 def test_tails_of_every_length(config):
-	# One cluster works on partial and whole tiles by turns.
-	m_grouped(config, TAILS, 264, 96, 3, columnwise_b=config.transpose_b).check(config.tile.num_ctas)
+    # One cluster works on partial and whole tiles by turns.
+    m_grouped(config, TAILS, 264, 96, 3, columnwise_b=config.transpose_b).check(
+        config.tile.num_ctas
+    )
 
 
 @functools.cache
 def several(config):
-	"""A product of more stages and tiles than fit into its rings, and its result."""
-	if config.grouping == "k_grouped":
-		product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
-	else:
-		columnwise = config.transpose_b or config.kind.is_transposed
-		product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
-	return product, product.expected()
+    """A product of more stages and tiles than fit into its rings, and its result."""
+    if config.grouping == "k_grouped":
+        product = k_grouped(config, [100, 0, 5, 700], 136, 24, 1)
+    else:
+        columnwise = config.transpose_b or config.kind.is_transposed
+        product = m_grouped(config, [140, 0, 5], 72, 800, 1, columnwise_b=columnwise)
+    return product, product.expected()
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-	for config in dict.fromkeys([*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]):
-		product, want = several(config)
-		with emulator.options(**mode):
-			product.check(config.tile.num_ctas, want=want)
+    for config in dict.fromkeys([*M_GROUPED.values(), *DGRAD.values(), *K_GROUPED.values()]):
+        product, want = several(config)
+        with emulator.options(**mode):
+            product.check(config.tile.num_ctas, want=want)

@@ -1,4 +1,6 @@
-"""Launches cost what their rows cost: the emulator's instructions on one SM, with more and more empty groups."""
+"""Launches cost what their rows cost: the emulator's instructions on one SM, with more and more
+empty groups.
+"""
 
 import contextlib
 
@@ -8,78 +10,104 @@ from cute_kernels import backend, emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import BF16, dequantize_arguments, each, each_arch, m_grouped_arguments, ops, sample
+from tests.helpers import (
+    BF16,
+    dequantize_arguments,
+    each,
+    each_arch,
+    m_grouped_arguments,
+    ops,
+    sample,
+)
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
 #: Tiles must not follow the number of groups. sm_90a has two lists of tiles of FP8 products.
-TILES = {"sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4), "sm_100a": Sm100Tile(128, 32, swap_ab=True)}
+TILES = {
+    "sm_90a": Sm90Tile(256, 32, swap_ab=True, consumers=4),
+    "sm_100a": Sm100Tile(128, 32, swap_ab=True),
+}
 UNEVEN = TILES | {"sm_90a": Sm90Tile(128, 128, swap_ab=True)}
 
 
 def among(groups):
-	sizes = torch.zeros(groups, dtype=torch.int64)
-	sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
-	return sizes.cumsum(0).int()
+    sizes = torch.zeros(groups, dtype=torch.int64)
+    sizes[:: groups // len(SIZES)] = torch.tensor(SIZES)
+    return sizes.cumsum(0).int()
 
 
 def quantized(x, offs, columnwise=False, text="nvfp4"):
-	with backend("reference"):
-		return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
+    with backend("reference"):
+        return ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise)
 
 
 def weights(groups):
-	return sample(1, N, K).repeat(groups, 1, 1)
+    return sample(1, N, K).repeat(groups, 1, 1)
 
 
 def quantized_weights(groups, text="nvfp4"):
-	return [t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None, text=text)]
+    return [
+        t.repeat(groups, *[1] * (t.dim() - 1)) for t in quantized(sample(1, N, K), None, text=text)
+    ]
 
 
 def fp8_product(x, offs):
-	a, b = quantized(x, offs, text="fp8"), quantized_weights(len(offs), "fp8")
-	return m_grouped_arguments(a[:2], b[:2], offs, a_format="fp8", b_format="fp8")
+    a, b = quantized(x, offs, text="fp8"), quantized_weights(len(offs), "fp8")
+    return m_grouped_arguments(a[:2], b[:2], offs, a_format="fp8", b_format="fp8")
 
 
 #: Op, its arguments for (x, offs), and how much more than with 64 groups it may cost with 2048.
 READERS = {
-	"amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
-	"rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
-	"tiles": ("grouped_quantize", lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True), 1.55),
-	"dequantize": (
-		"grouped_dequantize",
-		lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
-		1.2,
-	),
-	"dequantize columns": (
-		"grouped_dequantize",
-		lambda x, offs: dequantize_arguments(quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True),
-		1.2,
-	),
-	"nvfp4 gemm": (
-		"m_grouped_gemm",
-		lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
-		1.2,
-	),
-	"fp8 gemm": ("m_grouped_gemm", fp8_product, 1.25),
-	"bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
-	"w4a16 gemm": ("m_grouped_gemm", lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs), 1.05),
+    "amax": ("grouped_amax", lambda x, offs: (x, offs), 1.4),
+    "rows": ("grouped_quantize", lambda x, offs: (x, "nvfp4:row_scaled", offs), 1.05),
+    "tiles": (
+        "grouped_quantize",
+        lambda x, offs: (x, "nvfp4", offs, torch.ones(len(offs)), True, True),
+        1.55,
+    ),
+    "dequantize": (
+        "grouped_dequantize",
+        lambda x, offs: dequantize_arguments(quantized(x, offs), "nvfp4", ROWS, BF16, offs),
+        1.2,
+    ),
+    "dequantize columns": (
+        "grouped_dequantize",
+        lambda x, offs: dequantize_arguments(
+            quantized(x, offs, True), "nvfp4", ROWS, BF16, offs, True
+        ),
+        1.2,
+    ),
+    "nvfp4 gemm": (
+        "m_grouped_gemm",
+        lambda x, offs: m_grouped_arguments(quantized(x, offs), quantized_weights(len(offs)), offs),
+        1.2,
+    ),
+    "fp8 gemm": ("m_grouped_gemm", fp8_product, 1.25),
+    "bf16 gemm": ("m_grouped_gemm", lambda x, offs: (x, weights(len(offs)), offs), 1.15),
+    "w4a16 gemm": (
+        "m_grouped_gemm",
+        lambda x, offs: m_grouped_arguments(x, quantized_weights(len(offs)), offs),
+        1.05,
+    ),
 }
 
 
 def cost(tile, arch, op, arguments):
-	forced = op.startswith("m_grouped")
-	with backend(f"emulated:{arch}", num_sms=1), force_tile(tile) if forced else contextlib.nullcontext():
-		emulator.reset_stats()
-		getattr(ops, op)(*arguments)
-		return emulator.stats()["warp_insns"]
+    forced = op.startswith("m_grouped")
+    with (
+        backend(f"emulated:{arch}", num_sms=1),
+        force_tile(tile) if forced else contextlib.nullcontext(),
+    ):
+        emulator.reset_stats()
+        getattr(ops, op)(*arguments)
+        return emulator.stats()["warp_insns"]
 
 
 @each_arch
 @each("name", [*READERS])
 def test_empty_groups_cost_nothing(name, arch):
-	op, make, most = READERS[name]
-	x = sample(ROWS, K)
-	tile = (UNEVEN if make is fp8_product else TILES)[arch]
-	few, many = (cost(tile, arch, op, make(x, among(groups))) for groups in (64, 2048))
-	assert few < many <= most * few
+    op, make, most = READERS[name]
+    x = sample(ROWS, K)
+    tile = (UNEVEN if make is fp8_product else TILES)[arch]
+    few, many = (cost(tile, arch, op, make(x, among(groups))) for groups in (64, 2048))
+    assert few < many <= most * few

@@ -11,19 +11,19 @@ from tests.helpers import BF16, DTYPES, each, each_arch, ends, many_groups, seed
 
 from .op_support import ARCHITECTURES, array_of, check_touched, each_mode
 from .quantize_support import (
-	ARCH,
-	NO_RESULTS,
-	NO_TILE_RESULTS,
-	Problem,
-	assert_same_buffers,
-	check,
-	compiled,
-	expected,
-	quantize,
-	ragged,
-	ragged_cases,
-	random_input,
-	special_input,
+    ARCH,
+    NO_RESULTS,
+    NO_TILE_RESULTS,
+    Problem,
+    assert_same_buffers,
+    check,
+    compiled,
+    expected,
+    quantize,
+    ragged,
+    ragged_cases,
+    random_input,
+    special_input,
 )
 
 ROW_SCALED, SQUARE = NVFP4(row_scaled=True).text, NVFP4(block=(16, 16)).text
@@ -36,243 +36,269 @@ RAGGED = ragged_cases("odd rows, K past a scale tile", 128, 16, 80, 48, 32, 144,
 UNIFORM = {"partial tiles": (2, 100, 112), "whole tiles": (1, 256, 64), "two tiles": (2, 129, 16)}
 #: Arguments of ``tiles``.
 VARIANTS = {
-	"rowwise": {},
-	"columnwise": {"rowwise": False, "columnwise": True},
-	"both": {"columnwise": True},
-	"row-scaled": {"format": ROW_SCALED},
-	"row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
-	"square": {"format": SQUARE},
-	"square, both": {"format": SQUARE, "columnwise": True},
-	"stochastic": {"format": STOCHASTIC, "columnwise": True},
-	"Hadamard": {"format": "nvfp4:hadamard,stochastic_rounding", "columnwise": True},
-	"stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
-	"4over6": {"format": f"{ROW_SCALED},four_over_six,four_over_six_error=mse", "columnwise": True},
-	"4over6, square": {"format": f"{SQUARE},four_over_six,e4m3_max=448", "columnwise": True},
+    "rowwise": {},
+    "columnwise": {"rowwise": False, "columnwise": True},
+    "both": {"columnwise": True},
+    "row-scaled": {"format": ROW_SCALED},
+    "row-scaled and columnwise": {"format": ROW_SCALED, "columnwise": True},
+    "square": {"format": SQUARE},
+    "square, both": {"format": SQUARE, "columnwise": True},
+    "stochastic": {"format": STOCHASTIC, "columnwise": True},
+    "Hadamard": {"format": "nvfp4:hadamard,stochastic_rounding", "columnwise": True},
+    "stochastic, square": {"format": f"{SQUARE},stochastic_rounding", "columnwise": True},
+    "4over6": {"format": f"{ROW_SCALED},four_over_six,four_over_six_error=mse", "columnwise": True},
+    "4over6, square": {"format": f"{SQUARE},four_over_six,e4m3_max=448", "columnwise": True},
 }
 #: Uniform groups differ in where tiles are and how they are numbered, which all but one share.
 UNIFORM_VARIANTS = [v for v in VARIANTS if not v.startswith(("stochastic", "4over6"))]
 
 
 def tiles(dtype="bfloat16", grouping="ragged", **changes):
-	return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
+    return TileConfig(**{"format": "nvfp4", "dtype": dtype, "grouping": grouping} | changes)
 
 
 def in_any_order(cols):
-	return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
+    return Problem(random_input((300, cols), BF16), ends(0, 130, 131, 290))
 
 
 #: What columnwise copies do is in those of both directions.
 PARTS = ("rowwise", "columnwise", "row-scaled", "square")
 
 
-@each(("arch", "variant"), [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)])
+@each(
+    ("arch", "variant"),
+    [(a, v) for v in VARIANTS for a in (ARCHITECTURES[-1:] if v in PARTS else ARCHITECTURES)],
+)
 def test_tiles_of_ragged_groups(arch, variant):
-	for case in RAGGED.values():
-		check(tiles(arch=arch, **VARIANTS[variant]), ragged(*case))
+    for case in RAGGED.values():
+        check(tiles(arch=arch, **VARIANTS[variant]), ragged(*case))
 
 
 @each("variant", ["row-scaled and columnwise", "square, both"])
 def test_teams_go_from_tile_to_tile_of_a_group(variant):
-	x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
-	x[400:530] *= 2.0**115
-	check(tiles(arch="sm_90a", **VARIANTS[variant]), Problem(x, ends(400, 400, 530, 660)), num_sms=1)
+    x = random_input((670, 560), BF16) * torch.linspace(0.5, 40, 670)[:, None].bfloat16()
+    x[400:530] *= 2.0**115
+    check(
+        tiles(arch="sm_90a", **VARIANTS[variant]), Problem(x, ends(400, 400, 530, 660)), num_sms=1
+    )
 
 
 @each("variant", UNIFORM_VARIANTS)
 def test_tiles_of_uniform_groups(variant):
-	config = tiles("bfloat16", "uniform", **VARIANTS[variant])
-	for shape in UNIFORM.values():
-		check(config, Problem(random_input(shape, BF16), None))
+    config = tiles("bfloat16", "uniform", **VARIANTS[variant])
+    for shape in UNIFORM.values():
+        check(config, Problem(random_input(shape, BF16), None))
 
 
 @each(
-	("variant", "grouping", "arch"),
-	[
-		*itertools.product(("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)),
-		("both", "uniform", "sm_90a"),
-		*(("Hadamard", "ragged", arch) for arch in ARCHITECTURES),
-	],
+    ("variant", "grouping", "arch"),
+    [
+        *itertools.product(
+            ("both", "row-scaled and columnwise", "square"), ("ragged", "uniform"), (ARCH,)
+        ),
+        ("both", "uniform", "sm_90a"),
+        *(("Hadamard", "ragged", arch) for arch in ARCHITECTURES),
+    ],
 )
 def test_two_phases_compute_the_amaxes(variant, grouping, arch):
-	config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
-	if grouping == "uniform":
-		check(config, Problem(random_input((3, 40, 80), BF16), None))
-	else:
-		for case in ("tail", "empty first, middle, last", "all empty"):
-			check(config, ragged(*RAGGED[case]))
+    config = tiles("bfloat16", grouping, compute_amax=True, arch=arch, **VARIANTS[variant])
+    if grouping == "uniform":
+        check(config, Problem(random_input((3, 40, 80), BF16), None))
+    else:
+        for case in ("tail", "empty first, middle, last", "all empty"):
+            check(config, ragged(*RAGGED[case]))
 
 
 @each("dtype", [*DTYPES])
 @each(("arch", "warps"), [(ARCH, 1), (ARCH, 2), ("sm_90a", 2)])
 def test_rows_of_ragged_groups(arch, warps, dtype):
-	config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
-	for case in RAGGED.values():
-		check(config, ragged(*case, dtype))
+    config = Rows(dtype=dtype, warps_per_row=warps, arch=arch)
+    for case in RAGGED.values():
+        check(config, ragged(*case, dtype))
 
 
 @each(("warps", "rows"), [(1, 4), (1, 1), (2, 1)])
 def test_rows_with_amaxes_of_groups(warps, rows):
-	config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
-	for case in RAGGED.values():
-		check(config, ragged(*case))
+    config = GivenRows(warps_per_row=warps, rows_per_warp=rows)
+    for case in RAGGED.values():
+        check(config, ragged(*case))
 
 
 @each("dtype", ["bfloat16", "float32"])
 @each("rows", [2, 4, 8])
 def test_several_rows_a_warp(dtype, rows):
-	config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
-	generator = seeded(7)
-	for cols in (16, config.max_cols - 48, config.max_cols):
-		# Ends that leave the last packets of a tile with each number of rows.
-		offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
-		check(config, Problem(random_input((int(offs[-1]) + 3, cols), DTYPES[dtype]), offs))
+    config = Rows(dtype=dtype, warps_per_row=1, rows_per_warp=rows)
+    generator = seeded(7)
+    for cols in (16, config.max_cols - 48, config.max_cols):
+        # Ends that leave the last packets of a tile with each number of rows.
+        offs = torch.randint(0, 120, (6,), generator=generator).cumsum(0).int()
+        check(config, Problem(random_input((int(offs[-1]) + 3, cols), DTYPES[dtype]), offs))
 
 
 def test_rows_up_to_16384():
-	for dtype in ("bfloat16", "float32"):
-		config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
-		assert config.max_cols == 16384
-		check(config, Problem(random_input((10, 16384), DTYPES[dtype]), ends(9, 10)))
+    for dtype in ("bfloat16", "float32"):
+        config = Rows(dtype=dtype, warps_per_row=8 if dtype == "bfloat16" else 16)
+        assert config.max_cols == 16384
+        check(config, Problem(random_input((10, 16384), DTYPES[dtype]), ends(9, 10)))
 
 
 @each_arch
 def test_rows_of_uniform_groups(arch):
-	config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
-	for shape in UNIFORM.values():
-		check(config, Problem(random_input(shape, BF16), None))
+    config = Rows(grouping="uniform", warps_per_row=1, arch=arch)
+    for shape in UNIFORM.values():
+        check(config, Problem(random_input(shape, BF16), None))
 
 
 @each("dtype", [*DTYPES])
 @each_arch
 def test_special_values(arch, dtype):
-	x = special_input(150, 128, DTYPES[dtype])
-	x[8::7, 48:64] = -torch.nan
-	# The last group is all tiny: its S_enc is clamped to FMAX.
-	tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
-	tiny[:, ::3] *= -0.5
-	problem = Problem(torch.cat([x, tiny]), ends(1, 2, 3, 40, 60, 150, 170))
-	check(tiles(dtype, columnwise=True, arch=arch), problem)
-	check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
-	if dtype == "bfloat16":
-		for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
-			check(tiles(arch=arch, **VARIANTS[variant]), problem)
-	check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
+    x = special_input(150, 128, DTYPES[dtype])
+    x[8::7, 48:64] = -torch.nan
+    # The last group is all tiny: its S_enc is clamped to FMAX.
+    tiny = torch.full((20, 128), torch.finfo(DTYPES[dtype]).tiny * 0.25, dtype=DTYPES[dtype])
+    tiny[:, ::3] *= -0.5
+    problem = Problem(torch.cat([x, tiny]), ends(1, 2, 3, 40, 60, 150, 170))
+    check(tiles(dtype, columnwise=True, arch=arch), problem)
+    check(tiles(dtype, format=SQUARE, columnwise=True, arch=arch), problem)
+    if dtype == "bfloat16":
+        for variant in ("stochastic, square", "Hadamard", "4over6", "4over6, square"):
+            check(tiles(arch=arch, **VARIANTS[variant]), problem)
+    check(Rows(dtype=dtype, warps_per_row=1, arch=arch), problem)
 
 
 @each(
-	"variant", ["both", "row-scaled and columnwise", "square, both", "stochastic", "Hadamard", "4over6", "4over6, square"]
+    "variant",
+    [
+        "both",
+        "row-scaled and columnwise",
+        "square, both",
+        "stochastic",
+        "Hadamard",
+        "4over6",
+        "4over6, square",
+    ],
 )
 @each_arch
 def test_amaxes_that_keep_nan(arch, variant):
-	"""Those of blocks, rows and groups; finite numbers have the bytes that they have without."""
-	config = tiles(arch=arch, **{"compute_amax": True} | VARIANTS[variant])
-	config = dataclasses.replace(config, format=dataclasses.replace(config.fmt, nan_scales=True).text)
-	x = special_input(170, 128, BF16)
-	x[40:60] = random_input((20, 128), BF16)
-	problem = Problem(x, ends(1, 2, 3, 40, 60, 150))
-	check(config, problem)
-	want = expected(problem, config.fmt, True, True)
-	assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
+    """Those of blocks, rows and groups; finite numbers have the bytes that they have without."""
+    config = tiles(arch=arch, **{"compute_amax": True} | VARIANTS[variant])
+    config = dataclasses.replace(
+        config, format=dataclasses.replace(config.fmt, nan_scales=True).text
+    )
+    x = special_input(170, 128, BF16)
+    x[40:60] = random_input((20, 128), BF16)
+    problem = Problem(x, ends(1, 2, 3, 40, 60, 150))
+    check(config, problem)
+    want = expected(problem, config.fmt, True, True)
+    assert want["amax"][:150].isnan().any() and not want["amax"][:150].isnan().all()
 
 
 @each("dtype", [*DTYPES])
 @each_arch
 def test_rows_that_keep_nan(arch, dtype):
-	config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
-	check(config, Problem(special_input(170, 128, DTYPES[dtype]), ends(1, 2, 3, 40, 60, 150)))
+    config = Rows(format=f"{ROW_SCALED},nan_scales", dtype=dtype, warps_per_row=1, arch=arch)
+    check(config, Problem(special_input(170, 128, DTYPES[dtype]), ends(1, 2, 3, 40, 60, 150)))
 
 
 def test_a_given_amax_need_not_be_the_true_one():
-	check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
+    check(tiles(columnwise=True), ragged(*RAGGED["tail"]), torch.tensor([1e-3, 3.0, 1e30]))
 
 
 @each("kind", ["rows", "tiles"])
 def test_more_than_a_thousand_groups(kind):
-	offs = many_groups()
-	problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
-	if kind == "rows":
-		check(Rows(warps_per_row=1), problem)
-	else:
-		check(tiles(columnwise=True, compute_amax=True), problem)
+    offs = many_groups()
+    problem = Problem(random_input((int(offs[-1]) + 5, 16), BF16), offs)
+    if kind == "rows":
+        check(Rows(warps_per_row=1), problem)
+    else:
+        check(tiles(columnwise=True, compute_amax=True), problem)
 
 
 @each_mode
 @each(
-	("arch", "variant", "cols"),
-	[
-		# Two more column tiles than stages for one CTA.
-		*((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
-		*((arch, v, 528) for arch in ARCHITECTURES for v in ("Hadamard", "4over6", "4over6, square")),
-		("sm_90a", "both", 528),
-	],
+    ("arch", "variant", "cols"),
+    [
+        # Two more column tiles than stages for one CTA.
+        *((ARCH, v, 1040) for v in ("both", "row-scaled and columnwise", "square, both")),
+        *(
+            (arch, v, 528)
+            for arch in ARCHITECTURES
+            for v in ("Hadamard", "4over6", "4over6, square")
+        ),
+        ("sm_90a", "both", 528),
+    ],
 )
 def test_tiles_in_any_order(arch, variant, cols, mode):
-	check(tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant]), in_any_order(cols), **mode)
+    check(
+        tiles(compute_amax="4over6" not in variant, arch=arch, **VARIANTS[variant]),
+        in_any_order(cols),
+        **mode,
+    )
 
 
 @each_arch
 def test_bands_without_rows(arch):
-	band = TileConfig.band
-	offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
-	problem = Problem(random_input((1600, 272), BF16), ends(*offs))
-	config = tiles(columnwise=True, arch=arch)
-	want = expected(problem, NVFP4(), True, True)
-	for num_sms in (1, 3):
-		with emulator.options(num_sms=num_sms):
-			assert_same_buffers(quantize(config, problem), want)
+    band = TileConfig.band
+    offs = [60, *[60] * (12 * band), 700, *[700] * (band // 2), 830, 1500, *[1500] * (2 * band)]
+    problem = Problem(random_input((1600, 272), BF16), ends(*offs))
+    config = tiles(columnwise=True, arch=arch)
+    want = expected(problem, NVFP4(), True, True)
+    for num_sms in (1, 3):
+        with emulator.options(num_sms=num_sms):
+            assert_same_buffers(quantize(config, problem), want)
 
 
 @each("dtype", ["bfloat16", "float32"])
 def test_loads_that_land_out_of_order(dtype):
-	"""Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
-	config = tiles(dtype, compute_amax=True)
-	problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
-	want = expected(problem, NVFP4(), True, False)
-	for seed in range(12):
-		with emulator.options(mode="chaos", seed=seed, num_sms=1):
-			assert_same_buffers(quantize(config, problem), want)
+    """Rowwise teams never meet, so a team can be ahead of a load that another one waits for."""
+    config = tiles(dtype, compute_amax=True)
+    problem = Problem(random_input((520, 528), DTYPES[dtype]), ends(6, 6, 134, 262, 390, 519))
+    want = expected(problem, NVFP4(), True, False)
+    for seed in range(12):
+        with emulator.options(mode="chaos", seed=seed, num_sms=1):
+            assert_same_buffers(quantize(config, problem), want)
 
 
 @each_mode
 @each(
-	"config",
-	[
-		*(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
-		*(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
-	],
-	str,
+    "config",
+    [
+        *(Rows(warps_per_row=w, rows_per_warp=rows) for w, rows in ((1, 1), (4, 1), (1, 4))),
+        *(make(warps_per_row=4, arch="sm_90a") for make in (Rows, GivenRows)),
+    ],
+    str,
 )
 def test_rows_in_any_order(config, mode):
-	check(config, in_any_order(496), **mode)
+    check(config, in_any_order(496), **mode)
 
 
 @each("kind", ["rows", "tiles"])
 def test_only_the_live_rows_are_touched(kind):
-	"""Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
-	problem = ragged(*RAGGED["tail"])
-	live = int(problem.offs[-1]) if kind == "rows" else int(problem.offs[-2]) + 128
-	if kind == "rows":
-		config = Rows(warps_per_row=2)
-		out = problem.buffers(NVFP4(row_scaled=True), True, False)
-		copy = (out["amax"], out["codes"], out["scales"])
-		args = (*problem.inputs, *copy, *NO_RESULTS, 2)
-	else:
-		config = tiles(columnwise=True, compute_amax=True)
-		out = problem.buffers(NVFP4(), True, True)
-		names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
-		args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
-	kernel, others = compiled(config), (problem.offs, *out.values())
-	check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
+    """Of the tail of x the box of a tile at most is read; nothing outside the buffers is touched."""
+    problem = ragged(*RAGGED["tail"])
+    live = int(problem.offs[-1]) if kind == "rows" else int(problem.offs[-2]) + 128
+    if kind == "rows":
+        config = Rows(warps_per_row=2)
+        out = problem.buffers(NVFP4(row_scaled=True), True, False)
+        copy = (out["amax"], out["codes"], out["scales"])
+        args = (*problem.inputs, *copy, *NO_RESULTS, 2)
+    else:
+        config = tiles(columnwise=True, compute_amax=True)
+        out = problem.buffers(NVFP4(), True, True)
+        names = ("amax_t", "codes", "scales", "codes_t", "scales_t")
+        args = (*problem.inputs, None, *(out[n] for n in names), *NO_TILE_RESULTS, 2)
+    kernel, others = compiled(config), (problem.offs, *out.values())
+    check_touched(lambda: kernel(*args), [array_of(problem.x)[:live]], others)
 
 
 def test_bad_offsets_stay_in_the_buffer():
-	x = random_input((140, 64), BF16)
-	clamped = Problem(x, ends(0, 20, 140, 140))
-	config, rows = tiles(columnwise=True), Rows()
-	wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
-	assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
-	fmt = NVFP4(row_scaled=True)
-	assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
-	two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
-	for made in (two_phase, rows):
-		quantize(made, Problem(x, ends(100, 20, -7, 130)))
+    x = random_input((140, 64), BF16)
+    clamped = Problem(x, ends(0, 20, 140, 140))
+    config, rows = tiles(columnwise=True), Rows()
+    wild = Problem(x, ends(-5, 20, 1000, 2**31 - 1))
+    assert_same_buffers(quantize(config, wild), expected(clamped, NVFP4(), True, True))
+    fmt = NVFP4(row_scaled=True)
+    assert_same_buffers(quantize(rows, wild), expected(clamped, fmt, True, False))
+    two_phase = dataclasses.replace(config, format=ROW_SCALED, compute_amax=True)
+    for made in (two_phase, rows):
+        quantize(made, Problem(x, ends(100, 20, -7, 130)))

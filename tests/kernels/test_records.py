@@ -1,4 +1,6 @@
-"""Records that no format of the package has: kernels give the bytes of the reference, or refuse them and say why."""
+"""Records that no format of the package has: kernels give the bytes of the reference, or refuse
+them and say why.
+"""
 
 import dataclasses
 import hashlib
@@ -10,7 +12,18 @@ from cute_kernels.capability import ARCHITECTURES, UnsupportedError, support
 from cute_kernels.device import codecs as device
 from cute_kernels.device.codecs.mxfp8 import MXFP8Codec
 from cute_kernels.device.codecs.nibbles import NibbleCodec
-from cute_kernels.formats import E2M1, E4M3, E8M0, F32, FP8, MXFP8, NVFP4, RECORDS, BlockScale, FP8Block
+from cute_kernels.formats import (
+    E2M1,
+    E4M3,
+    E8M0,
+    F32,
+    FP8,
+    MXFP8,
+    NVFP4,
+    RECORDS,
+    BlockScale,
+    FP8Block,
+)
 from cute_kernels.gemm.operands import OperandKind, operand_of
 from cute_kernels.quantize.config import DequantizeConfig, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference import codecs as reference
@@ -19,73 +32,100 @@ from tests.helpers import BF16, each, ends, ops, raises
 from . import op_support
 from .quantize_support import check, expected, ragged
 
-TILES, TRANSPOSED, UNTRANSPOSED = "tiles_128x4", {"columnwise": "transposed"}, {"columnwise": "untransposed"}
+TILES, TRANSPOSED, UNTRANSPOSED = (
+    "tiles_128x4",
+    {"columnwise": "transposed"},
+    {"columnwise": "untransposed"},
+)
 MXFP4, WIDE = TRANSPOSED | {"element": E2M1}, {"scale": BlockScale(E4M3, 32, TILES)}
-#: What a record is like, the facts in which it differs, and what is said of those that kernels do not take.
+#: What a record is like, the facts in which it differs, and what is said of those that kernels do
+#: not take.
 CASES = (
-	(MXFP8, MXFP4, ""),
-	(MXFP8, {"k_multiple": 16}, ""),
-	(MXFP8, TRANSPOSED | {"block": (32, 32)}, ""),
-	(NVFP4, WIDE | {"row_scaled": True}, ""),
-	(FP8Block, UNTRANSPOSED, ""),
-	(MXFP8, {"scale": BlockScale(E8M0, 24, TILES)}, "vec_size 24"),
-	(FP8Block, {"scale": BlockScale(F32, 64, "mn_major")}, "block (1, 64)"),
-	(MXFP8, MXFP4 | {"block": (32, 32)}, "block (32, 32)"),
-	(MXFP8, {"scale": BlockScale(F32, 32, TILES)}, "scales of 32 bits, tiles"),
-	(NVFP4, UNTRANSPOSED, "columnwise untransposed"),
-	(NVFP4, WIDE | {"hadamard": True}, "drawn, transformed"),
-	(FP8, {"k_multiple": 8}, "k_multiple 8"),
-	(FP8, {"second_level": dataclasses.replace(FP8.second_level, is_shared=False)}, "is_shared=False"),
+    (MXFP8, MXFP4, ""),
+    (MXFP8, {"k_multiple": 16}, ""),
+    (MXFP8, TRANSPOSED | {"block": (32, 32)}, ""),
+    (NVFP4, WIDE | {"row_scaled": True}, ""),
+    (FP8Block, UNTRANSPOSED, ""),
+    (MXFP8, {"scale": BlockScale(E8M0, 24, TILES)}, "vec_size 24"),
+    (FP8Block, {"scale": BlockScale(F32, 64, "mn_major")}, "block (1, 64)"),
+    (MXFP8, MXFP4 | {"block": (32, 32)}, "block (32, 32)"),
+    (MXFP8, {"scale": BlockScale(F32, 32, TILES)}, "scales of 32 bits, tiles"),
+    (NVFP4, UNTRANSPOSED, "columnwise untransposed"),
+    (NVFP4, WIDE | {"hadamard": True}, "drawn, transformed"),
+    (FP8, {"k_multiple": 8}, "k_multiple 8"),
+    (
+        FP8,
+        {"second_level": dataclasses.replace(FP8.second_level, is_shared=False)},
+        "is_shared=False",
+    ),
 )
 
 
 class NibblePowers(NibbleCodec):
-	"""E2M1 codes with the scales of MXFP8."""
+    """E2M1 codes with the scales of MXFP8."""
 
-	decode_scales, decode_factor = MXFP8Codec.decode_scales, MXFP8Codec.decode_factor
+    decode_scales, decode_factor = MXFP8Codec.decode_scales, MXFP8Codec.decode_factor
 
-	def block_scales(self, a, b, level):
-		(low, first), (high, second) = (MXFP8Codec.block_scale(self, x, level) for x in (a, b))
-		return (low | high << 8).to(Uint16), first, second
+    def block_scales(self, a, b, level):
+        (low, first), (high, second) = (MXFP8Codec.block_scale(self, x, level) for x in (a, b))
+        return (low | high << 8).to(Uint16), first, second
 
 
 def invented(base, facts, monkeypatch):
-	# Caches of kernels know a record by its name.
-	name = f"{base.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
-	chosen = {field.name for field in dataclasses.fields(base)} & {*facts}
-	own = {k: v for k, v in facts.items() if k not in chosen}
-	if hasattr(base, "blocks"):
-		vec = own.get("scale", base.scale).vec_size
-		own |= {"__annotations__": {"block": tuple}, "block": (1, vec), "blocks": ((1, vec), (vec, vec))}
-	cls = dataclasses.dataclass(frozen=True)(type("Invented", (base,), {"name": name, **own}))
-	codec = NibblePowers if facts.get("element") == E2M1 else device.CODECS[base.name]
-	for table, value in ((RECORDS, cls), (device.CODECS, codec), (reference.CODECS, reference.CODECS[base.name])):
-		monkeypatch.setitem(table, name, value)
-	for op in ("grouped_quantize", "grouped_dequantize"):
-		monkeypatch.setitem(capability._RUNS, (op, name), ARCHITECTURES)
-	return cls(**{k: facts[k] for k in chosen})
+    # Caches of kernels know a record by its name.
+    name = f"{base.name}_{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}"
+    chosen = {field.name for field in dataclasses.fields(base)} & {*facts}
+    own = {k: v for k, v in facts.items() if k not in chosen}
+    if hasattr(base, "blocks"):
+        vec = own.get("scale", base.scale).vec_size
+        own |= {
+            "__annotations__": {"block": tuple},
+            "block": (1, vec),
+            "blocks": ((1, vec), (vec, vec)),
+        }
+    cls = dataclasses.dataclass(frozen=True)(type("Invented", (base,), {"name": name, **own}))
+    codec = NibblePowers if facts.get("element") == E2M1 else device.CODECS[base.name]
+    for table, value in (
+        (RECORDS, cls),
+        (device.CODECS, codec),
+        (reference.CODECS, reference.CODECS[base.name]),
+    ):
+        monkeypatch.setitem(table, name, value)
+    for op in ("grouped_quantize", "grouped_dequantize"):
+        monkeypatch.setitem(capability._RUNS, (op, name), ARCHITECTURES)
+    return cls(**{k: facts[k] for k in chosen})
 
 
 @each("arch", ARCHITECTURES[1:])
 @each(("base", "facts", "message"), CASES, str)
-def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(arch, base, facts, message, monkeypatch):
-	record = invented(base, facts, monkeypatch)
-	assert bool(support("grouped_quantize", record, arch)) == (not message)
-	if message:
-		for make in (RowsConfig, TileConfig, DequantizeConfig, lambda text, _: OperandKind(text, record)):
-			with raises(UnsupportedError, [record.name, message]):
-				make(record.text, "bfloat16")
-		return
-	dtype = "float32" if facts is MXFP4 and arch == "sm_90a" else "bfloat16"
-	problem, asks = ragged(200, 288, ends(0, 0, 65, 65, 190, 198), dtype), QuantizeProblem(dtype, 288)
-	check(TileConfig.choose(record, asks, arch, columnwise=True, compute_amax=True), problem)
-	if not record.is_2d:
-		check(RowsConfig.choose(record, asks, arch), problem)
-	made = expected(problem, record, True, True)
-	for way in (False, True):
-		codes, *rest = (made[name] for name in record.operand_names(way))
-		given = (codes, rest, record.text, 200, BF16, problem.offs, way)
-		op_support.check(arch, lambda given=given: ops.grouped_dequantize(*given)[:198])
-	if facts is not MXFP4 and "columnwise" in facts:
-		with raises(UnsupportedError, ["no grouped GEMM kernel multiplies"]):
-			operand_of(record)
+def test_kernels_give_the_bytes_of_the_reference_or_say_why_not(
+    arch, base, facts, message, monkeypatch
+):
+    record = invented(base, facts, monkeypatch)
+    assert bool(support("grouped_quantize", record, arch)) == (not message)
+    if message:
+        for make in (
+            RowsConfig,
+            TileConfig,
+            DequantizeConfig,
+            lambda text, _: OperandKind(text, record),
+        ):
+            with raises(UnsupportedError, [record.name, message]):
+                make(record.text, "bfloat16")
+        return
+    dtype = "float32" if facts is MXFP4 and arch == "sm_90a" else "bfloat16"
+    problem, asks = (
+        ragged(200, 288, ends(0, 0, 65, 65, 190, 198), dtype),
+        QuantizeProblem(dtype, 288),
+    )
+    check(TileConfig.choose(record, asks, arch, columnwise=True, compute_amax=True), problem)
+    if not record.is_2d:
+        check(RowsConfig.choose(record, asks, arch), problem)
+    made = expected(problem, record, True, True)
+    for way in (False, True):
+        codes, *rest = (made[name] for name in record.operand_names(way))
+        given = (codes, rest, record.text, 200, BF16, problem.offs, way)
+        op_support.check(arch, lambda given=given: ops.grouped_dequantize(*given)[:198])
+    if facts is not MXFP4 and "columnwise" in facts:
+        with raises(UnsupportedError, ["no grouped GEMM kernel multiplies"]):
+            operand_of(record)

@@ -4,7 +4,19 @@ from cute_kernels import backend, emulator
 from cute_kernels.formats import NVFP4
 from cute_kernels.gemm.sm90.fp4.config import ExpandConfig
 from cute_kernels.quantize.config import QuantizeProblem, ValuesConfig
-from tests.helpers import DTYPES, F16, F32, I32, each, each_arch, ends, m_grouped_arguments, many_groups, ops, sample
+from tests.helpers import (
+    DTYPES,
+    F16,
+    F32,
+    I32,
+    each,
+    each_arch,
+    ends,
+    m_grouped_arguments,
+    many_groups,
+    ops,
+    sample,
+)
 
 from .gemm_support import compiled, on_device_of
 from .op_support import each_mode
@@ -12,104 +24,106 @@ from .op_support import each_mode
 NUM_SMS = 3
 #: (rows of each group, rows of the tail, K).
 SHAPES = {
-	"one row": ([1], 0, 16),
-	"part of a piece": ([3, 0, 6], 2, 144),
-	"several rows a warp": ([9, 0, 130], 5, 512),
-	"a row a warp": ([0, 20, 0], 0, 1056),
-	"two warps a row": ([5, 1], 1, 4096),
-	"all empty": ([0, 0], 4, 64),
+    "one row": ([1], 0, 16),
+    "part of a piece": ([3, 0, 6], 2, 144),
+    "several rows a warp": ([9, 0, 130], 5, 512),
+    "a row a warp": ([0, 20, 0], 0, 1056),
+    "two warps a row": ([5, 1], 1, 4096),
+    "all empty": ([0, 0], 4, 64),
 }
 
 
 def values(x, offs, amax, row_scaled):
-	problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
-	config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
-	assert config.can_implement(problem)
-	out = torch.full((len(x), -(-x.shape[1] // 128) * 128), torch.nan, dtype=F16, device=x.device)
-	compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
-	return out
+    problem = QuantizeProblem(str(x.dtype).removeprefix("torch."), x.shape[1])
+    config = ValuesConfig.choose(NVFP4(row_scaled=row_scaled), problem, "sm_90a")
+    assert config.can_implement(problem)
+    out = torch.full((len(x), -(-x.shape[1] // 128) * 128), torch.nan, dtype=F16, device=x.device)
+    compiled(config, "sm_90a", x.device.type)(x, None, offs, amax, out, None, None, None, NUM_SMS)
+    return out
 
 
 def expanded(parts, offs, k):
-	codes, scales = parts[:2]
-	out = torch.full((len(codes), -(-k // 128) * 128), torch.nan, dtype=F16, device=codes.device)
-	compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)(codes, scales, offs, out, NUM_SMS)
-	return out
+    codes, scales = parts[:2]
+    out = torch.full((len(codes), -(-k // 128) * 128), torch.nan, dtype=F16, device=codes.device)
+    compiled(ExpandConfig(is_ragged=True), "sm_90a", codes.device.type)(
+        codes, scales, offs, out, NUM_SMS
+    )
+    return out
 
 
 def check_values(x, offs, row_scaled, device):
-	with backend("reference"):
-		parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
-	x, offs = x.to(device), offs.to(device)
-	# With the pitch that codes have.
-	parts = [on_device_of(x, part) for part in parts]
-	amax = parts[2].clone()
-	if row_scaled:
-		amax.fill_(torch.nan)
-	got = values(x, offs, amax, row_scaled)
-	assert got.view(torch.int16).equal(expanded(parts, offs, x.shape[1]).view(torch.int16))
-	live = int(offs[-1])
-	if row_scaled:
-		assert amax[:live].view(I32).equal(parts[2][:live].view(I32))
-		assert amax[live:].isnan().all()
+    with backend("reference"):
+        parts = ops.grouped_quantize(x, NVFP4(row_scaled=row_scaled).text, offs)
+    x, offs = x.to(device), offs.to(device)
+    # With the pitch that codes have.
+    parts = [on_device_of(x, part) for part in parts]
+    amax = parts[2].clone()
+    if row_scaled:
+        amax.fill_(torch.nan)
+    got = values(x, offs, amax, row_scaled)
+    assert got.view(torch.int16).equal(expanded(parts, offs, x.shape[1]).view(torch.int16))
+    live = int(offs[-1])
+    if row_scaled:
+        assert amax[:live].view(I32).equal(parts[2][:live].view(I32))
+        assert amax[live:].isnan().all()
 
 
 @each("row_scaled", [False, True], ["groups", "rows"])
 @each("dtype", DTYPES)
 @each("shape", [*SHAPES])
 def test_values(shape, dtype, row_scaled, device):
-	sizes, tail, k = SHAPES[shape]
-	x = sample(sum(sizes) + tail, k, dtype=dtype)
-	x[sum(sizes) :] = torch.nan
-	check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
+    sizes, tail, k = SHAPES[shape]
+    x = sample(sum(sizes) + tail, k, dtype=dtype)
+    x[sum(sizes) :] = torch.nan
+    check_values(x, torch.tensor(sizes).cumsum(0).int(), row_scaled, device)
 
 
 def test_many_groups(device):
-	offs = many_groups()
-	check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
+    offs = many_groups()
+    check_values(sample(int(offs[-1]) + 3, 48), offs, True, device)
 
 
 @each("row_scaled", [False, True], ["groups", "rows"])
 def test_special_numbers(row_scaled, device):
-	x = sample(12, 256)
-	x[0] = 0
-	x[1] *= 1e-39
-	x[2] = 3e38
-	x[3, 5] = torch.nan
-	x[4, 7] = torch.inf
-	x[5, 200:] = float("-inf")
-	x[6, 1:] = 0
-	x[7] = -0.0
-	check_values(x, ends(4, 4, 12), row_scaled, device)
+    x = sample(12, 256)
+    x[0] = 0
+    x[1] *= 1e-39
+    x[2] = 3e38
+    x[3, 5] = torch.nan
+    x[4, 7] = torch.inf
+    x[5, 200:] = float("-inf")
+    x[6, 1:] = 0
+    x[7] = -0.0
+    check_values(x, ends(4, 4, 12), row_scaled, device)
 
 
 @each_mode
 def test_every_order_of_events_gives_the_same_bits(mode):
-	for k in (272, 2064):
-		with emulator.options(**mode):
-			check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
+    for k in (272, 2064):
+        with emulator.options(**mode):
+            check_values(sample(45, k), ends(7, 7, 40), True, "cpu")
 
 
 @each_arch
 @each("row_scaled", [False, True], ["groups", "rows"])
 def test_the_op_has_the_bits_of_both_steps(arch, row_scaled):
-	x, offs = sample(45, 144), ends(7, 7, 40)
-	w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
-	options = (sample(3, 40), torch.rand(3), False, F32)
-	arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
+    x, offs = sample(45, 144), ends(7, 7, 40)
+    w, text = ops.grouped_quantize(sample(3, 40, 144), "nvfp4"), NVFP4(row_scaled=row_scaled).text
+    options = (sample(3, 40), torch.rand(3), False, F32)
+    arguments = (x, w[0], offs, w[1:], text, "nvfp4", *options)
 
-	def fused():
-		return ops.m_grouped_quantize_gemm(*arguments)
+    def fused():
+        return ops.m_grouped_quantize_gemm(*arguments)
 
-	def steps():
-		a = ops.grouped_quantize(x, text, offs)
-		return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
+    def steps():
+        a = ops.grouped_quantize(x, text, offs)
+        return ops.m_grouped_gemm(*m_grouped_arguments(a, w, offs, *options, a_format=text))
 
-	with backend(f"reference:{arch}"):
-		want = steps()
-		assert fused().equal(want)
-	with backend(f"emulated:{arch}"):
-		assert fused().equal(want)
-		out = torch.full((45, 40), 2.0)
-		ops.m_grouped_quantize_gemm_out(*arguments, out=out)
-		assert out[:40].equal(want[:40]) and (out[40:] == 2).all()
+    with backend(f"reference:{arch}"):
+        want = steps()
+        assert fused().equal(want)
+    with backend(f"emulated:{arch}"):
+        assert fused().equal(want)
+        out = torch.full((45, 40), 2.0)
+        ops.m_grouped_quantize_gemm_out(*arguments, out=out)
+        assert out[:40].equal(want[:40]) and (out[40:] == 2).all()

@@ -10,16 +10,16 @@ from cute_kernels import backend
 from cute_kernels.ops import registry
 from cute_kernels.runtime.plan import PlanCache
 from tests.helpers import (
-	BF16,
-	F32,
-	assert_same_bytes,
-	each,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	raises,
-	sample,
-	whole_graph,
+    BF16,
+    F32,
+    assert_same_bytes,
+    each,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    raises,
+    sample,
+    whole_graph,
 )
 
 OFFS = offsets((3, 5))
@@ -28,154 +28,154 @@ K, N = 512, 16
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, fresh_dynamo):
-	monkeypatch.setattr(registry, "_plans", PlanCache())
+    monkeypatch.setattr(registry, "_plans", PlanCache())
 
 
 @pytest.fixture
 def planned(monkeypatch):
-	names, plan = [], registry.Op.plan
+    names, plan = [], registry.Op.plan
 
-	def noting(op, backend):
-		names.append(backend.name)
-		return plan(op, backend)
+    def noting(op, backend):
+        names.append(backend.name)
+        return plan(op, backend)
 
-	monkeypatch.setattr(registry.Op, "plan", noting)
-	return names
+    monkeypatch.setattr(registry.Op, "plan", noting)
+    return names
 
 
 def operands():
-	return sample(8, K), sample(2, N, K)
+    return sample(8, K), sample(2, N, K)
 
 
 def enter_in_another_thread(stack, name):
-	thread = threading.Thread(target=lambda: stack.enter_context(backend(name)))
-	thread.start()
-	thread.join()
+    thread = threading.Thread(target=lambda: stack.enter_context(backend(name)))
+    thread.start()
+    thread.join()
 
 
 @each("direct", [True, False])
 def test_a_plan_is_kept_under_the_backend_that_it_is_for(monkeypatch, planned, direct):
-	"""Another thread switches after the key of a call is known and before its plan is made."""
-	a, b = operands()
-	call = direct_gemm if direct else ops.m_grouped_gemm
-	key = registry.plan_key
-	with contextlib.ExitStack() as others:
+    """Another thread switches after the key of a call is known and before its plan is made."""
+    a, b = operands()
+    call = direct_gemm if direct else ops.m_grouped_gemm
+    key = registry.plan_key
+    with contextlib.ExitStack() as others:
 
-		def switching(*args):
-			made = key(*args)
-			enter_in_another_thread(others, "reference:sm_90a")
-			return made
+        def switching(*args):
+            made = key(*args)
+            enter_in_another_thread(others, "reference:sm_90a")
+            return made
 
-		with backend("reference"):
-			monkeypatch.setattr(registry, "plan_key", switching)
-			first = call(a, b, OFFS)
-			monkeypatch.setattr(registry, "plan_key", key)
-	assert planned == ["reference"]
-	with backend("reference"):
-		assert_same_bytes(call(a, b, OFFS), first)
-	with backend("reference:sm_90a"):
-		call(a, b, OFFS)
-	assert planned == ["reference", "reference:sm_90a"]
+        with backend("reference"):
+            monkeypatch.setattr(registry, "plan_key", switching)
+            first = call(a, b, OFFS)
+            monkeypatch.setattr(registry, "plan_key", key)
+    assert planned == ["reference"]
+    with backend("reference"):
+        assert_same_bytes(call(a, b, OFFS), first)
+    with backend("reference:sm_90a"):
+        call(a, b, OFFS)
+    assert planned == ["reference", "reference:sm_90a"]
 
 
 def direct_gemm(a, b, offs):
-	return cute_kernels.ops.m_grouped_gemm(a, b, offs, None, None, False, None)
+    return cute_kernels.ops.m_grouped_gemm(a, b, offs, None, None, False, None)
 
 
 def gemms():
-	a, b = operands()
-	w = ops.grouped_quantize(b, "nvfp4")
-	x = ops.grouped_quantize(a, "nvfp4", OFFS)
-	options = (None, None, False, F32)
-	for pair in ((a, b), (x, w), (a, w)):
-		yield ops.m_grouped_gemm, m_grouped_arguments(*pair, OFFS, *options)
-	yield ops.m_grouped_quantize_gemm, (a, w[0], OFFS, w[1:], "nvfp4", "nvfp4", *options)
+    a, b = operands()
+    w = ops.grouped_quantize(b, "nvfp4")
+    x = ops.grouped_quantize(a, "nvfp4", OFFS)
+    options = (None, None, False, F32)
+    for pair in ((a, b), (x, w), (a, w)):
+        yield ops.m_grouped_gemm, m_grouped_arguments(*pair, OFFS, *options)
+    yield ops.m_grouped_quantize_gemm, (a, w[0], OFFS, w[1:], "nvfp4", "nvfp4", *options)
 
 
 def test_a_call_adds_as_the_backend_of_its_plan(monkeypatch):
-	"""Another thread switches after the plan of a call is made and before it runs."""
-	compute = registry._Plan.compute
-	for call, arguments in gemms():
-		with backend("reference:sm_90a"):
-			want = call(*arguments)
-		with backend("reference"):
-			assert not call(*arguments).equal(want), "the sums do not differ"
-		with contextlib.ExitStack() as others:
+    """Another thread switches after the plan of a call is made and before it runs."""
+    compute = registry._Plan.compute
+    for call, arguments in gemms():
+        with backend("reference:sm_90a"):
+            want = call(*arguments)
+        with backend("reference"):
+            assert not call(*arguments).equal(want), "the sums do not differ"
+        with contextlib.ExitStack() as others:
 
-			def switching(plan, op, others=others):
-				enter_in_another_thread(others, "reference")
-				return compute(plan, op)
+            def switching(plan, op, others=others):
+                enter_in_another_thread(others, "reference")
+                return compute(plan, op)
 
-			with backend("reference:sm_90a"):
-				monkeypatch.setattr(registry._Plan, "compute", switching)
-				got = call(*arguments)
-				monkeypatch.setattr(registry._Plan, "compute", compute)
-		assert_same_bytes(got, want)
+            with backend("reference:sm_90a"):
+                monkeypatch.setattr(registry._Plan, "compute", switching)
+                got = call(*arguments)
+                monkeypatch.setattr(registry._Plan, "compute", compute)
+        assert_same_bytes(got, want)
 
 
 # Torch.compile
 
 
 def inside(x, w, offs):
-	with backend("reference:sm_90a"):
-		return ops.m_grouped_gemm(x * 2, w, offs) + 1
+    with backend("reference:sm_90a"):
+        return ops.m_grouped_gemm(x * 2, w, offs) + 1
 
 
 def test_a_block_inside_a_full_graph_is_refused():
-	function = torch.compile(inside, fullgraph=True, backend="eager")
-	with raises(torch._dynamo.exc.Unsupported, "cannot choose a backend: enter"):
-		function(*operands(), OFFS)
-	with backend("reference"):
-		ops.m_grouped_gemm(*operands(), OFFS)  # nothing is left behind
+    function = torch.compile(inside, fullgraph=True, backend="eager")
+    with raises(torch._dynamo.exc.Unsupported, "cannot choose a backend: enter"):
+        function(*operands(), OFFS)
+    with backend("reference"):
+        ops.m_grouped_gemm(*operands(), OFFS)  # nothing is left behind
 
 
 def test_a_block_inside_an_exported_module_is_refused():
-	class Module(torch.nn.Module):
-		def forward(self, x, w, offs):
-			return inside(x, w, offs)
+    class Module(torch.nn.Module):
+        def forward(self, x, w, offs):
+            return inside(x, w, offs)
 
-	with raises(Exception, "cannot choose a backend: enter"):
-		torch.export.export(Module(), (*operands(), OFFS))
+    with raises(Exception, "cannot choose a backend: enter"):
+        torch.export.export(Module(), (*operands(), OFFS))
 
 
 def test_a_block_inside_a_function_with_graph_breaks_is_honoured(planned):
-	a, b = operands()
-	want = inside(a, b, OFFS)
-	planned.clear()
-	registry.forget_plans()
-	assert_same_bytes(torch.compile(inside, backend="eager")(a, b, OFFS), want)
-	assert planned == ["reference:sm_90a"]
+    a, b = operands()
+    want = inside(a, b, OFFS)
+    planned.clear()
+    registry.forget_plans()
+    assert_same_bytes(torch.compile(inside, backend="eager")(a, b, OFFS), want)
+    assert planned == ["reference:sm_90a"]
 
 
 def test_a_block_of_kernels_inside_a_function_with_graph_breaks(planned):
-	def product(x, w, offs):
-		with backend("emulated:sm_90a"):
-			wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
-			xq = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs)
-			out = torch.zeros(8, N, dtype=BF16)
-			ops.m_grouped_gemm_out(x, w, offs, out=out)
-			return grouped.grouped_gemm(xq, wq) + out
+    def product(x, w, offs):
+        with backend("emulated:sm_90a"):
+            wq = grouped.quantize(w, grouped.NVFP4(block=(16, 16)))
+            xq = grouped.quantize(x, grouped.NVFP4(row_scaled=True), offs=offs)
+            out = torch.zeros(8, N, dtype=BF16)
+            ops.m_grouped_gemm_out(x, w, offs, out=out)
+            return grouped.grouped_gemm(xq, wq) + out
 
-	a, b = operands()
-	want = product(a, b, OFFS)
-	registry.forget_plans()
-	planned.clear()
-	assert_same_bytes(torch.compile(product, backend="eager")(a, b, OFFS), want)
-	assert set(planned) == {"emulated:sm_90a"}
+    a, b = operands()
+    want = product(a, b, OFFS)
+    registry.forget_plans()
+    planned.clear()
+    assert_same_bytes(torch.compile(product, backend="eager")(a, b, OFFS), want)
+    assert set(planned) == {"emulated:sm_90a"}
 
 
 def test_a_compiled_function_runs_on_the_backend_of_its_call(planned):
-	def product(x, w, offs):
-		return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
+    def product(x, w, offs):
+        return ops.m_grouped_gemm(x * 2, w, offs, None, None, False, F32)
 
-	a, b = operands()
-	function = whole_graph(product)
-	names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
-	results = []
-	for i, name in enumerate(names):
-		with backend(name), torch._dynamo.config.patch(error_on_recompile=i > 0):
-			results.append(function(a, b, OFFS))
-			assert_same_bytes(results[-1], product(a, b, OFFS))
-	assert planned == list(names[:3])
-	assert_same_bytes(results[3], results[0])
-	assert not results[0].equal(results[1])
+    a, b = operands()
+    function = whole_graph(product)
+    names = ("reference:sm_90a", "reference", "reference:sm_100a", "reference:sm_90a")
+    results = []
+    for i, name in enumerate(names):
+        with backend(name), torch._dynamo.config.patch(error_on_recompile=i > 0):
+            results.append(function(a, b, OFFS))
+            assert_same_bytes(results[-1], product(a, b, OFFS))
+    assert planned == list(names[:3])
+    assert_same_bytes(results[3], results[0])
+    assert not results[0].equal(results[1])

@@ -12,80 +12,80 @@ from tests.helpers import BF16, E5M2, F32, assert_same_bytes, each, offsets, ops
 OFFS = offsets((5, 0, 18))
 #: Activations and the weights that they are multiplied by.
 PAIRS = (
-	(NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
-	(NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
-	(MXFP8(), MXFP8(block=(32, 32))),
-	(FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
-	(FP8(), FP8(E5M2)),
+    (NVFP4(row_scaled=True), NVFP4(block=(16, 16))),
+    (NVFP4(hadamard=True, stochastic_rounding=True), NVFP4(four_over_six=True)),
+    (MXFP8(), MXFP8(block=(32, 32))),
+    (FP8Block(), FP8Block(block=(128, 128), pow2_scales=False)),
+    (FP8(), FP8(E5M2)),
 )
 
 
 @contextmanager
 def defaults(dtype, device):
-	before = torch.get_default_dtype()
-	torch.set_default_dtype(dtype)
-	try:
-		with torch.device(device):
-			yield
-	finally:
-		torch.set_default_dtype(before)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def results(x, w, alpha, a, b, offs=OFFS):
-	seed = {"seed": 5} if a.is_stochastic else {}
-	xq = grouped.quantize(x, a, offs=offs, columnwise=True, **seed)
-	wq = grouped.quantize(w, b, columnwise=True)
-	activated = grouped.quantize(x, a, offs=offs, activation="gelu", dbias=True, **seed)
-	found = [
-		*xq.rowwise,
-		*xq.columnwise,
-		*(*wq.rowwise, *wq.columnwise),
-		*activated[0].rowwise,
-		activated[1],
-		xq.dequantize(F32),
-		xq.dequantize(F32, "columnwise"),
-		grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=F32),
-		grouped.grouped_gemm(x, w, offs=offs, out_dtype=F32),
-		grouped.grouped_gemm(x, x, offs=offs, out_dtype=F32),
-		ops.grouped_amax(x, offs),
-	]
-	if not (a.is_transformed or a.name == "fp8_block"):
-		found.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
-	return found
+    seed = {"seed": 5} if a.is_stochastic else {}
+    xq = grouped.quantize(x, a, offs=offs, columnwise=True, **seed)
+    wq = grouped.quantize(w, b, columnwise=True)
+    activated = grouped.quantize(x, a, offs=offs, activation="gelu", dbias=True, **seed)
+    found = [
+        *xq.rowwise,
+        *xq.columnwise,
+        *(*wq.rowwise, *wq.columnwise),
+        *activated[0].rowwise,
+        activated[1],
+        xq.dequantize(F32),
+        xq.dequantize(F32, "columnwise"),
+        grouped.grouped_gemm(xq, wq, alpha=alpha, out_dtype=F32),
+        grouped.grouped_gemm(x, w, offs=offs, out_dtype=F32),
+        grouped.grouped_gemm(x, x, offs=offs, out_dtype=F32),
+        ops.grouped_amax(x, offs),
+    ]
+    if not (a.is_transformed or a.name == "fp8_block"):
+        found.append(grouped.grouped_gemm(xq, xq, out_dtype=F32))
+    return found
 
 
 @each("arch", ["reference", "reference:sm_90a", "reference:sm_100a"])
 @each(("a", "b"), PAIRS, ids=[a.text for a, _ in PAIRS])
 def test_defaults_change_no_bit(a, b, arch):
-	if not (support("grouped_gemm", a, arch) and support("grouped_gemm", b, arch)):
-		pytest.skip("not built")
-	operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
-	with backend(arch):
-		want = results(*operands, a, b)
-		for dtype, device in ((torch.float64, "cpu"), (BF16, "cpu"), (F32, "meta")):
-			with defaults(dtype, device):
-				got = results(*operands, a, b)
-			for i, (g, w) in enumerate(zip(got, want, strict=True)):
-				assert_same_bytes(g, w, f"result {i} under {dtype}, {device}")
+    if not (support("grouped_gemm", a, arch) and support("grouped_gemm", b, arch)):
+        pytest.skip("not built")
+    operands = sample(23, 160), sample(3, 16, 160), torch.rand(3)
+    with backend(arch):
+        want = results(*operands, a, b)
+        for dtype, device in ((torch.float64, "cpu"), (BF16, "cpu"), (F32, "meta")):
+            with defaults(dtype, device):
+                got = results(*operands, a, b)
+            for i, (g, w) in enumerate(zip(got, want, strict=True)):
+                assert_same_bytes(g, w, f"result {i} under {dtype}, {device}")
 
 
 def test_defaults_when_imported():
-	code = (
-		"import torch; torch.set_default_dtype(torch.float64); import grouped; "
-		"x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
-		"q = grouped.quantize(x, grouped.NVFP4()); print(q.dequantize().sum().item())"
-	)
-	x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
-	assert float(run_python(code)) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
+    code = (
+        "import torch; torch.set_default_dtype(torch.float64); import grouped; "
+        "x = torch.arange(-8.0, 8.0, dtype=torch.float32).repeat(2, 1, 1); "
+        "q = grouped.quantize(x, grouped.NVFP4()); print(q.dequantize().sum().item())"
+    )
+    x = torch.arange(-8.0, 8.0).repeat(2, 1, 1)
+    assert float(run_python(code)) == grouped.quantize(x, NVFP4()).dequantize().sum().item()
 
 
 def test_flushed_subnormals_are_not_silent(monkeypatch):
-	monkeypatch.setattr(settings, "_warned", set())
-	x = torch.ones(1, 2, 32)
-	if not torch.set_flush_denormal(True):
-		pytest.skip("this processor does not flush")
-	try:
-		with pytest.warns(RuntimeWarning, match="flushes subnormal numbers to zero"):
-			grouped.quantize(x, MXFP8())
-	finally:
-		torch.set_flush_denormal(False)
+    monkeypatch.setattr(settings, "_warned", set())
+    x = torch.ones(1, 2, 32)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor does not flush")
+    try:
+        with pytest.warns(RuntimeWarning, match="flushes subnormal numbers to zero"):
+            grouped.quantize(x, MXFP8())
+    finally:
+        torch.set_flush_denormal(False)

@@ -2,22 +2,22 @@ import torch
 
 import grouped
 from tests.helpers import (
-	BF16,
-	DIRECTIONS,
-	DTYPES,
-	F32,
-	SPLITS,
-	U8,
-	assert_same_bytes,
-	each,
-	many_groups,
-	offsets,
-	ops,
-	raises,
-	sample,
-	saved,
-	spans,
-	weird_values,
+    BF16,
+    DIRECTIONS,
+    DTYPES,
+    F32,
+    SPLITS,
+    U8,
+    assert_same_bytes,
+    each,
+    many_groups,
+    offsets,
+    ops,
+    raises,
+    sample,
+    saved,
+    spans,
+    weird_values,
 )
 
 FP8 = grouped.FP8
@@ -27,168 +27,182 @@ E4M3 = FORMATS[torch.float8_e4m3fn]
 
 
 def scales(groups):
-	"""Ordinary ones, one that saturates nearly everything, and the extremes."""
-	found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
-	found[0] = 1000.0
-	for i, value in enumerate((torch.finfo(F32).max, 1e-38)):
-		if groups > i + 2:
-			found[-1 - i] = value
-	return found
+    """Ordinary ones, one that saturates nearly everything, and the extremes."""
+    found = torch.rand(groups).add(0.1) * torch.arange(-3, groups - 3).clamp(-8, 8).float().exp2()
+    found[0] = 1000.0
+    for i, value in enumerate((torch.finfo(F32).max, 1e-38)):
+        if groups > i + 2:
+            found[-1 - i] = value
+    return found
 
 
 def codes_of(x, scale, dtype):
-	"""Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
-	y = x.float() * scale
-	largest = torch.finfo(dtype).max
-	# The sign of a NaN is dropped.
-	return torch.where(y.isnan(), torch.tensor(0x7F, dtype=U8), y.clamp(-largest, largest).to(dtype).view(U8))
+    """Clamped by hand, for torch's conversions do not saturate alike; NaN stays."""
+    y = x.float() * scale
+    largest = torch.finfo(dtype).max
+    # The sign of a NaN is dropped.
+    return torch.where(
+        y.isnan(), torch.tensor(0x7F, dtype=U8), y.clamp(-largest, largest).to(dtype).view(U8)
+    )
 
 
 def amax_of(x):
-	numbers = x.float().abs().flatten()
-	numbers = numbers[~numbers.isnan()]
-	return float(numbers.max()) if len(numbers) else 0.0
+    numbers = x.float().abs().flatten()
+    numbers = numbers[~numbers.isnan()]
+    return float(numbers.max()) if len(numbers) else 0.0
 
 
 def check(q, x, scale, dtype, bounds):
-	for g, (start, end) in enumerate(bounds):
-		rows = x[start:end] if q.offs is not None else x[g]
-		want, member = codes_of(rows, scale[g], dtype), q.member(g)
-		if q.rowwise is not None:
-			assert_same_bytes(member.codes.view(U8), want, f"codes of {g}")
-		if q.columnwise is not None:
-			assert_same_bytes(member.codes_t.view(U8).contiguous(), want.T.contiguous(), f"codes_t of {g}")
-			columns = q.columnwise.codes.view(U8)
-			columns, slot = (columns[g], 0) if q.offs is None else (columns, 128 * (start // 128 + g))
-			padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
-			assert not padding.any()
-		held = q.rowwise or q.columnwise
-		assert held.amax[g].item() == amax_of(rows)
-		assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
-		assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
+    for g, (start, end) in enumerate(bounds):
+        rows = x[start:end] if q.offs is not None else x[g]
+        want, member = codes_of(rows, scale[g], dtype), q.member(g)
+        if q.rowwise is not None:
+            assert_same_bytes(member.codes.view(U8), want, f"codes of {g}")
+        if q.columnwise is not None:
+            assert_same_bytes(
+                member.codes_t.view(U8).contiguous(), want.T.contiguous(), f"codes_t of {g}"
+            )
+            columns = q.columnwise.codes.view(U8)
+            columns, slot = (
+                (columns[g], 0) if q.offs is None else (columns, 128 * (start // 128 + g))
+            )
+            padding = columns[:, slot + len(rows) : slot + -(-len(rows) // 128) * 128]
+            assert not padding.any()
+        held = q.rowwise or q.columnwise
+        assert held.amax[g].item() == amax_of(rows)
+        assert_same_bytes(held.scale[g : g + 1], scale[g : g + 1])
+        assert_same_bytes(held.scale_inv[g : g + 1], torch.ones(1).div_(scale[g : g + 1]))
 
 
 @each("dtype", [*FORMATS], IDS)
 @each("directions", DIRECTIONS)
 @each("splits", SPLITS)
 def test_ragged(splits, directions, dtype):
-	offs, total = offsets(splits), sum(splits)
-	options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-	scale = scales(len(splits))
-	for source in DTYPES.values():
-		x = weird_values(total + 3, 48, source)  # three rows of tail
-		q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
-		check(q, x, scale, dtype, spans(splits))
+    offs, total = offsets(splits), sum(splits)
+    options = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    scale = scales(len(splits))
+    for source in DTYPES.values():
+        x = weird_values(total + 3, 48, source)  # three rows of tail
+        q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, **options)
+        check(q, x, scale, dtype, spans(splits))
 
 
 @each("dtype", [*FORMATS], IDS)
 @each("splits", {"ragged": (0, 7, 129, 0, 154), "one row": (1,), "uniform": None})
 def test_current_scaling_is_by_the_amax_that_there_is(splits, dtype):
-	"""Of zeros and infinities by 1, of denormals by the largest scale."""
-	for source in DTYPES.values():
-		x = weird_values(300, 144, source)
-		x[:7] = torch.finfo(source).tiny / 4
-		x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offsets(splits))
-		bounds = spans(splits or (100,) * 3)
-		amax = torch.tensor([amax_of(x[g] if offs is None else x[slice(*span)]) for g, span in enumerate(bounds)])
-		scale = (torch.tensor(torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(F32).max)
-		scale[(amax == 0) | ~amax.isfinite()] = 1.0
-		check(grouped.quantize(x, FP8(dtype), offs=offs, columnwise=True), x, scale, dtype, bounds)
+    """Of zeros and infinities by 1, of denormals by the largest scale."""
+    for source in DTYPES.values():
+        x = weird_values(300, 144, source)
+        x[:7] = torch.finfo(source).tiny / 4
+        x, offs = (x.view(3, 100, 144), None) if splits is None else (x, offsets(splits))
+        bounds = spans(splits or (100,) * 3)
+        amax = torch.tensor(
+            [amax_of(x[g] if offs is None else x[slice(*span)]) for g, span in enumerate(bounds)]
+        )
+        scale = (torch.tensor(torch.finfo(dtype).max) / amax).clamp(max=torch.finfo(F32).max)
+        scale[(amax == 0) | ~amax.isfinite()] = 1.0
+        check(grouped.quantize(x, FP8(dtype), offs=offs, columnwise=True), x, scale, dtype, bounds)
 
 
 def test_many_groups_and_views():
-	offs = many_groups()
-	total = int(offs[-1])
-	x = sample(2 * total, 64)[::2, 16:48]
-	scale = scales(2 * len(offs))[::2]
-	q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
-	group = torch.bucketize(torch.arange(total), offs.long(), right=True)
-	assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale[group, None], E4M3.dtype))
-	assert_same_bytes(q.rowwise.scale, scale.contiguous())
-	assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
-	x[:] = torch.nan
-	nothing = grouped.quantize(x, E4M3, offs=offs, scale=scale)
-	assert not nothing.amax.any() and nothing.dequantize().isnan().all()
+    offs = many_groups()
+    total = int(offs[-1])
+    x = sample(2 * total, 64)[::2, 16:48]
+    scale = scales(2 * len(offs))[::2]
+    q = grouped.quantize(x, E4M3, offs=offs, scale=scale, columnwise=True)
+    group = torch.bucketize(torch.arange(total), offs.long(), right=True)
+    assert_same_bytes(
+        q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale[group, None], E4M3.dtype)
+    )
+    assert_same_bytes(q.rowwise.scale, scale.contiguous())
+    assert_same_bytes(q.rowwise.amax, ops.grouped_amax(x, offs))
+    x[:] = torch.nan
+    nothing = grouped.quantize(x, E4M3, offs=offs, scale=scale)
+    assert not nothing.amax.any() and nothing.dequantize().isnan().all()
 
 
 def test_every_bf16_value():
-	x = torch.arange(1 << 16).int().to(torch.int16).view(BF16).view(-1, 64)
-	for dtype, fmt in FORMATS.items():
-		for number in (1.0, 0.7, 2.0**-120, 3e38):
-			scale = torch.tensor([number])
-			q = grouped.quantize(x, fmt, offs=[len(x)], scale=scale)
-			assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale, dtype))
-			assert q.amax.item() == torch.inf
+    x = torch.arange(1 << 16).int().to(torch.int16).view(BF16).view(-1, 64)
+    for dtype, fmt in FORMATS.items():
+        for number in (1.0, 0.7, 2.0**-120, 3e38):
+            scale = torch.tensor([number])
+            q = grouped.quantize(x, fmt, offs=[len(x)], scale=scale)
+            assert_same_bytes(q.rowwise.codes.view(U8).contiguous(), codes_of(x, scale, dtype))
+            assert q.amax.item() == torch.inf
 
 
 @each("direction", ["rowwise", "columnwise"])
 @each("dtype", [*FORMATS], IDS)
 def test_it_decodes_to_code_times_the_inverse(dtype, direction):
-	x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
-	q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
-	s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
-	values = codes_of(x[:68], s, dtype).view(dtype).float() * (1 / s)
-	for out in DTYPES.values():
-		got = q.dequantize(out, direction)
-		assert_same_bytes(got[:68], values.to(out))
-		assert not got[68:].any()
+    x, offs, scale = sample(70, 48), offsets((33, 0, 35)), torch.tensor([3.0, 5.0, 0.7])
+    q = grouped.quantize(x, FORMATS[dtype], offs=offs, scale=scale, columnwise=True)
+    s = scale[torch.bucketize(torch.arange(68), offs, right=True), None]
+    values = codes_of(x[:68], s, dtype).view(dtype).float() * (1 / s)
+    for out in DTYPES.values():
+        got = q.dequantize(out, direction)
+        assert_same_bytes(got[:68], values.to(out))
+        assert not got[68:].any()
 
 
 def test_in_place_ops_quantize_with_the_scale_that_the_tensor_has():
-	w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
-	q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
-	for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
-		values = change(q.dequantize())
-		change(q)
-		want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
-		for direction in ("rowwise", "columnwise"):
-			pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
-			assert all(a.view(U8).equal(b.view(U8)) for a, b in pairs)
-	# The largest value of group 2 is now 448 / 300, though it was to be more.
-	assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
+    w, scale = sample(3, 48, 64), torch.tensor([0.5, 1.0, 300.0])
+    q = grouped.quantize(w, E4M3, scale=scale, columnwise=True)
+    for change in (lambda t: t.mul_(3), lambda t: t.add_(0.25), lambda t: t.copy_(w * 1000)):
+        values = change(q.dequantize())
+        change(q)
+        want = grouped.quantize(values, E4M3, scale=scale, columnwise=True)
+        for direction in ("rowwise", "columnwise"):
+            pairs = zip(getattr(q, direction), getattr(want, direction), strict=True)
+            assert all(a.view(U8).equal(b.view(U8)) for a, b in pairs)
+    # The largest value of group 2 is now 448 / 300, though it was to be more.
+    assert q.dequantize()[2].abs().max() <= 448 / 300 * 1.01 < q.amax[2]
 
 
 def test_a_copy_takes_over_scales():
-	w = sample(2, 48, 64)
-	one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
-	one.copy_(two)
-	assert one.rowwise.scale.tolist() == [3.0, 3.0]
-	assert one.dequantize().equal(two.dequantize())
-	one.copy_(grouped.quantize(w, FP8()))
-	assert one.rowwise.scale.tolist() == [3.0, 3.0]
+    w = sample(2, 48, 64)
+    one, two = (grouped.quantize(w, E4M3, scale=torch.full((2,), s)) for s in (2.0, 3.0))
+    one.copy_(two)
+    assert one.rowwise.scale.tolist() == [3.0, 3.0]
+    assert one.dequantize().equal(two.dequantize())
+    one.copy_(grouped.quantize(w, FP8()))
+    assert one.rowwise.scale.tolist() == [3.0, 3.0]
 
 
 def test_quantizing_into_a_tensor_takes_the_scale_that_is_given():
-	x, offs = sample(40, 64), [10, 40]
-	q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
-	scale = torch.tensor([4.0, 0.5])
-	into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
-	want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
-	assert into is q
-	assert q.dequantize().equal(want.dequantize()) and q.amax.equal(want.amax)
-	# Its own, too.
-	held = q.rowwise.scale
-	grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
-	assert held.tolist() == [4.0, 0.5]
-	with raises(ValueError, "scale is missing"):
-		grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
+    x, offs = sample(40, 64), [10, 40]
+    q = grouped.quantize(x, E4M3, offs=offs, scale=torch.ones(2), columnwise=True)
+    scale = torch.tensor([4.0, 0.5])
+    into = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True, out=q)
+    want = grouped.quantize(2 * x, E4M3, offs=offs, scale=scale, columnwise=True)
+    assert into is q
+    assert q.dequantize().equal(want.dequantize()) and q.amax.equal(want.amax)
+    # Its own, too.
+    held = q.rowwise.scale
+    grouped.quantize(x, E4M3, offs=offs, scale=held, columnwise=True, out=q)
+    assert held.tolist() == [4.0, 0.5]
+    with raises(ValueError, "scale is missing"):
+        grouped.quantize(x, E4M3, offs=offs, columnwise=True, out=q)
 
 
 def test_it_is_saved_compiled_and_read_by_members():
-	x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
-	q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
-	loaded = saved(q)
-	assert loaded.format == E4M3 and loaded.rowwise.scale.equal(scale)
-	assert_same_bytes(loaded.dequantize(), q.dequantize())
-	assert q.member(1).scale.item() == 3.0
-	compiled = torch.compile(
-		lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(), fullgraph=True, backend="aot_eager"
-	)
-	assert_same_bytes(compiled(x, scale), q.dequantize())
+    x, scale = sample(40, 64), torch.tensor([2.0, 3.0])
+    q = grouped.quantize(x, E4M3, offs=[10, 40], scale=scale, columnwise=True)
+    loaded = saved(q)
+    assert loaded.format == E4M3 and loaded.rowwise.scale.equal(scale)
+    assert_same_bytes(loaded.dequantize(), q.dequantize())
+    assert q.member(1).scale.item() == 3.0
+    compiled = torch.compile(
+        lambda x, s: grouped.quantize(x, E4M3, offs=[10, 40], scale=s).dequantize(),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert_same_bytes(compiled(x, scale), q.dequantize())
 
 
 def test_the_fused_product_has_no_scale_to_give():
-	w = grouped.quantize(sample(1, 16, 32), FP8())
-	codes, scales_ = w.rowwise.operand
-	with raises(ValueError, "quantize a first"):
-		ops.m_grouped_quantize_gemm(sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text)
+    w = grouped.quantize(sample(1, 16, 32), FP8())
+    codes, scales_ = w.rowwise.operand
+    with raises(ValueError, "quantize a first"):
+        ops.m_grouped_quantize_gemm(
+            sample(8, 32), codes, offsets((8,)), scales_, E4M3.text, FP8().text
+        )

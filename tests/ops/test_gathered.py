@@ -12,193 +12,262 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.gemm import MGroupedGemm
 from cute_kernels.ops.launch import gathered
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import BF16, F16, F32, assert_same_bytes, each, offsets, ops, quantized, raises, sample, seeded
+from tests.helpers import (
+    BF16,
+    F16,
+    F32,
+    assert_same_bytes,
+    each,
+    offsets,
+    ops,
+    quantized,
+    raises,
+    sample,
+    seeded,
+)
 
 TOKENS = 50
 
 
 def index_of(rows, tokens=TOKENS, seed=0):
-	rng = seeded(seed)
-	index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
-	pick = torch.randint(0, 14, (rows,), generator=rng)
-	return torch.where(pick < 4, torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])[pick.clamp(max=3)], index).int()
+    rng = seeded(seed)
+    index = torch.randint(0, max(1, tokens), (rows,), generator=rng)
+    pick = torch.randint(0, 14, (rows,), generator=rng)
+    return torch.where(
+        pick < 4, torch.tensor([-1, tokens, 2**31 - 1, -(2**31)])[pick.clamp(max=3)], index
+    ).int()
 
 
-def fprop(sizes, n=264, k=288, *, tail=11, tokens=TOKENS, dtype=BF16, bias=False, transpose_b=False, seed=0):
-	groups = len(sizes)
-	x, w = sample(tokens, k).to(dtype), sample(groups, *((k, n) if transpose_b else (n, k))).to(dtype)
-	arguments = (x, w, offsets(sizes), sample(groups, n) if bias else None, torch.rand(groups) if bias else None)
-	return (*arguments, transpose_b, F32), index_of(sum(sizes) + tail, tokens, seed)
+def fprop(
+    sizes,
+    n=264,
+    k=288,
+    *,
+    tail=11,
+    tokens=TOKENS,
+    dtype=BF16,
+    bias=False,
+    transpose_b=False,
+    seed=0,
+):
+    groups = len(sizes)
+    x, w = (
+        sample(tokens, k).to(dtype),
+        sample(groups, *((k, n) if transpose_b else (n, k))).to(dtype),
+    )
+    arguments = (
+        x,
+        w,
+        offsets(sizes),
+        sample(groups, n) if bias else None,
+        torch.rand(groups) if bias else None,
+    )
+    return (*arguments, transpose_b, F32), index_of(sum(sizes) + tail, tokens, seed)
 
 
 def wgrad(sizes, m=136, n=264, *, tail=11, tokens=TOKENS, dtype=BF16):
-	rows = sum(sizes) + tail
-	a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
-	a[sum(sizes) :] = torch.nan
-	return (a, b, offsets(sizes), None, F32), index_of(rows, tokens)
+    rows = sum(sizes) + tail
+    a, b = sample(rows, m).to(dtype), sample(tokens, n).to(dtype)
+    a[sum(sizes) :] = torch.nan
+    return (a, b, offsets(sizes), None, F32), index_of(rows, tokens)
 
 
 def check(op, arguments, rows, arch="sm_90a", **mode):
-	side = "mk".index(op[0])
-	whole = list(arguments)
-	whole[side] = ops.moe_gather(whole[side], rows)
-	product = getattr(ops, f"{op}_grouped_gemm")
-	with backend(f"reference:{arch}"):
-		want = product(*whole)
-		assert_same_bytes(product(*arguments, rows=rows), want)
-	if mode:
-		with backend(**mode):
-			assert_same_bytes(product(*arguments, rows=rows), want)
+    side = "mk".index(op[0])
+    whole = list(arguments)
+    whole[side] = ops.moe_gather(whole[side], rows)
+    product = getattr(ops, f"{op}_grouped_gemm")
+    with backend(f"reference:{arch}"):
+        want = product(*whole)
+        assert_same_bytes(product(*arguments, rows=rows), want)
+    if mode:
+        with backend(**mode):
+            assert_same_bytes(product(*arguments, rows=rows), want)
 
 
-NARROW, WIDE = Sm90Tile(256, 16, swap_ab=True, consumers=4), Sm90Tile(256, 160, swap_ab=True, fitted=True)
+NARROW, WIDE = (
+    Sm90Tile(256, 16, swap_ab=True, consumers=4),
+    Sm90Tile(256, 160, swap_ab=True, fitted=True),
+)
 SWAPPED, SQUARE, TALL = Sm90Tile(128, 128, swap_ab=True), Sm90Tile(128, 128), Sm90Tile(256, 128)
 
 
 @each("text", ["nvfp4:row_scaled", "mxfp8", "fp8_block", "fp8_block:pow2_scales=false"])
 def test_rows_of_codes(text):
-	x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), index_of(150)
-	weights = text.replace("row_scaled", "") if "nvfp4" in text else text.replace("fp8_block", "fp8_block:block=128x128")
-	weights = weights.removesuffix(":").replace("128:", "128,")
-	codes, *scales = quantized(w, weights)
-	given = {"b_scales": scales, "a_format": text, "b_format": weights}
-	a, *a_scales = quantized(x, text, offsets((TOKENS,)))
-	for offs in (offsets((130, 9)), offsets((0, 150))):
-		whole, *rest = quantized(ops.moe_gather(x, rows), text, offs)
-		want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **given)
-		assert_same_bytes(ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **given), want)
+    x, w, rows = sample(TOKENS, 384), sample(2, 24, 384), index_of(150)
+    weights = (
+        text.replace("row_scaled", "")
+        if "nvfp4" in text
+        else text.replace("fp8_block", "fp8_block:block=128x128")
+    )
+    weights = weights.removesuffix(":").replace("128:", "128,")
+    codes, *scales = quantized(w, weights)
+    given = {"b_scales": scales, "a_format": text, "b_format": weights}
+    a, *a_scales = quantized(x, text, offsets((TOKENS,)))
+    for offs in (offsets((130, 9)), offsets((0, 150))):
+        whole, *rest = quantized(ops.moe_gather(x, rows), text, offs)
+        want = ops.m_grouped_gemm(whole, codes, offs, a_scales=rest, **given)
+        assert_same_bytes(
+            ops.m_grouped_gemm(a, codes, offs, a_scales=a_scales, rows=rows, **given), want
+        )
 
 
 CASES = {
-	"narrow": ("m", NARROW, fprop((100, 0, 5, 17), 72)),
-	"one row, one token": ("m", NARROW, fprop((1,), 8, 8, tail=0, tokens=1)),
-	"no token": ("m", NARROW, fprop((3, 0), 8, 8, tokens=0)),
-	"all empty": ("m", NARROW, fprop((0, 0, 0), tail=3)),
-	"many groups": ("m", NARROW, fprop((0, 1, 0, 2) * 260, 8, 16)),
-	"swapped, bias": ("m", SWAPPED, fprop((0, 130, 3, 0), 136, 144, dtype=F16, bias=True)),
-	"wide": ("m", WIDE, fprop((60, 0, 330, 5), k=144)),
-	"wide, long K": ("m", WIDE, fprop((1, 140), 8, 720)),
-	"dgrad": ("m", SWAPPED, fprop((100, 0, 5, 130), k=72, transpose_b=True)),
-	"wgrad": ("k", TALL, wgrad((100, 0, 5, 64, 300))),
-	"wgrad, one row": ("k", TALL, wgrad((1,), 8, 8, tail=0, tokens=1)),
-	"wgrad, empty": ("k", TALL, wgrad((0, 0), tokens=0)),
-	"wgrad, fp16": ("k", SQUARE, wgrad((0, 130, 0), 136, 72, dtype=F16)),
+    "narrow": ("m", NARROW, fprop((100, 0, 5, 17), 72)),
+    "one row, one token": ("m", NARROW, fprop((1,), 8, 8, tail=0, tokens=1)),
+    "no token": ("m", NARROW, fprop((3, 0), 8, 8, tokens=0)),
+    "all empty": ("m", NARROW, fprop((0, 0, 0), tail=3)),
+    "many groups": ("m", NARROW, fprop((0, 1, 0, 2) * 260, 8, 16)),
+    "swapped, bias": ("m", SWAPPED, fprop((0, 130, 3, 0), 136, 144, dtype=F16, bias=True)),
+    "wide": ("m", WIDE, fprop((60, 0, 330, 5), k=144)),
+    "wide, long K": ("m", WIDE, fprop((1, 140), 8, 720)),
+    "dgrad": ("m", SWAPPED, fprop((100, 0, 5, 130), k=72, transpose_b=True)),
+    "wgrad": ("k", TALL, wgrad((100, 0, 5, 64, 300))),
+    "wgrad, one row": ("k", TALL, wgrad((1,), 8, 8, tail=0, tokens=1)),
+    "wgrad, empty": ("k", TALL, wgrad((0, 0), tokens=0)),
+    "wgrad, fp16": ("k", SQUARE, wgrad((0, 130, 0), 136, 72, dtype=F16)),
 }
 
 
 #: Orders of events in which some of them run, too.
 MODES = {
-	"narrow": [{"races": True}, {"mode": "chaos", "seed": 1}],
-	"wide": [{"races": True}],
-	"wide, long K": [{"mode": "chaos", "seed": seed} for seed in range(2)],
-	"wgrad": [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(2))],
+    "narrow": [{"races": True}, {"mode": "chaos", "seed": 1}],
+    "wide": [{"races": True}],
+    "wide, long K": [{"mode": "chaos", "seed": seed} for seed in range(2)],
+    "wgrad": [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(2))],
 }
 
 
-@each(("case", "mode"), [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))], ids=str)
+@each(
+    ("case", "mode"),
+    [(case, mode) for case in CASES for mode in ({}, *MODES.get(case, ()))],
+    ids=str,
+)
 def test_sm90(case, mode, monkeypatch):
-	monkeypatch.setattr(gathered, "_MANY_ROWS", 0)
-	op, tile, (arguments, rows) = CASES[case]
-	with force_tile(tile):
-		check(op, arguments, rows, name="emulated:sm_90a", **mode)
+    monkeypatch.setattr(gathered, "_MANY_ROWS", 0)
+    op, tile, (arguments, rows) = CASES[case]
+    with force_tile(tile):
+        check(op, arguments, rows, name="emulated:sm_90a", **mode)
 
 
 SM100_CASES = {
-	"pair, partial": ("m", Sm100Tile(256, 256, 2, swap_partial=True), fprop((60, 0, 257, 5), k=144, bias=True)),
-	"swapped": ("m", Sm100Tile(128, 32, swap_ab=True), fprop((100, 0, 5, 17), 72, dtype=F16)),
-	"many groups": ("m", Sm100Tile(128, 32, swap_ab=True), fprop((0, 1, 0, 2) * 260, 8, 16, dtype=F16, tokens=1)),
-	"wgrad": ("k", Sm100Tile(256, 128, 2), wgrad((100, 0, 5, 64, 300))),
-	"wgrad, one row": ("k", Sm100Tile(256, 128, 2), wgrad((1,), 8, 8, tail=0, tokens=1)),
-	"wgrad, empty": ("k", Sm100Tile(128, 128), wgrad((0, 130, 0), tokens=0)),
+    "pair, partial": (
+        "m",
+        Sm100Tile(256, 256, 2, swap_partial=True),
+        fprop((60, 0, 257, 5), k=144, bias=True),
+    ),
+    "swapped": ("m", Sm100Tile(128, 32, swap_ab=True), fprop((100, 0, 5, 17), 72, dtype=F16)),
+    "many groups": (
+        "m",
+        Sm100Tile(128, 32, swap_ab=True),
+        fprop((0, 1, 0, 2) * 260, 8, 16, dtype=F16, tokens=1),
+    ),
+    "wgrad": ("k", Sm100Tile(256, 128, 2), wgrad((100, 0, 5, 64, 300))),
+    "wgrad, one row": ("k", Sm100Tile(256, 128, 2), wgrad((1,), 8, 8, tail=0, tokens=1)),
+    "wgrad, empty": ("k", Sm100Tile(128, 128), wgrad((0, 130, 0), tokens=0)),
 }
 SM100_MODES = ({}, {"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3)))
 
 
 @each("case", SM100_CASES)
 def test_sm100(case):
-	op, tile, (arguments, rows) = case
-	for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
-		with force_tile(tile):
-			check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
+    op, tile, (arguments, rows) = case
+    for mode in SM100_MODES if len(arguments[2]) > 3 else SM100_MODES[:1]:
+        with force_tile(tile):
+            check(op, arguments, rows, "sm_100a", name="emulated:sm_100a", **mode)
 
 
 @each("arch", ["sm_90a", "sm_100a"])
 def test_every_architecture(arch, monkeypatch):
-	"""By the choice of a tile; strided operands, and rows that are gathered first."""
-	(x, w, *rest), rows = fprop((9, 0, 5), 24, 64, tail=2)
-	check("m", (sample(TOKENS, 131)[:, 3:67], w, *rest), torch.stack([rows, rows], 1)[:, 0], name=f"emulated:{arch}")
-	(a, b, *rest), rows = wgrad((9, 0, 5), 24, 64)
-	check("k", (a, sample(TOKENS, 67)[:, 3:], *rest), rows, name=f"emulated:{arch}")
-	codes, *scales = quantized(w, "nvfp4")
-	given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-	arguments, rows = (x, codes, offsets((9, 0, 5))), index_of(16)
-	with backend(f"emulated:{arch}"):
-		want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
-		assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
-	monkeypatch.setattr(gathered, "_MOST_BYTES", 100)
-	registry.forget_plans()
-	check("m", *fprop((9, 0, 5), 24, 64, tail=2), name=f"emulated:{arch}")
-	registry.forget_plans()
+    """By the choice of a tile; strided operands, and rows that are gathered first."""
+    (x, w, *rest), rows = fprop((9, 0, 5), 24, 64, tail=2)
+    check(
+        "m",
+        (sample(TOKENS, 131)[:, 3:67], w, *rest),
+        torch.stack([rows, rows], 1)[:, 0],
+        name=f"emulated:{arch}",
+    )
+    (a, b, *rest), rows = wgrad((9, 0, 5), 24, 64)
+    check("k", (a, sample(TOKENS, 67)[:, 3:], *rest), rows, name=f"emulated:{arch}")
+    codes, *scales = quantized(w, "nvfp4")
+    given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
+    arguments, rows = (x, codes, offsets((9, 0, 5))), index_of(16)
+    with backend(f"emulated:{arch}"):
+        want = ops.m_grouped_gemm(ops.moe_gather(x, rows), *arguments[1:], **given)
+        assert_same_bytes(ops.m_grouped_gemm(*arguments, **given, rows=rows), want)
+    monkeypatch.setattr(gathered, "_MOST_BYTES", 100)
+    registry.forget_plans()
+    check("m", *fprop((9, 0, 5), 24, 64, tail=2), name=f"emulated:{arch}")
+    registry.forget_plans()
 
 
 W4A16_CASES = {
-	"uneven": ((9, 0, 130, 5, 0), 40, 208, TOKENS),
-	"one row, one token": ((1,), 16, 16, 1),
-	"no token": ((3, 0), 16, 16, 0),
-	"all empty": ((0, 0, 0), 16, 48, TOKENS),
-	"many groups": ((0, 1, 0, 2) * 260, 16, 16, TOKENS),
+    "uneven": ((9, 0, 130, 5, 0), 40, 208, TOKENS),
+    "one row, one token": ((1,), 16, 16, 1),
+    "no token": ((3, 0), 16, 16, 0),
+    "all empty": ((0, 0, 0), 16, 48, TOKENS),
+    "many groups": ((0, 1, 0, 2) * 260, 16, 16, TOKENS),
 }
 
 
 @each(("case", "dtype"), [*((case, BF16) for case in W4A16_CASES), ("uneven", F16)])
 def test_w4a16_gathers_as_it_rearranges(case, dtype):
-	"""Without a gathered copy in memory, which the launches show."""
-	sizes, n, k, tokens = W4A16_CASES[case]
-	x, rows = sample(tokens, k).to(dtype), index_of(sum(sizes) + 7, tokens)
-	codes, *scales = quantized(sample(len(sizes), n, k), "nvfp4")
-	given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
-	want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
-	orders = [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3))]
-	for mode in [{}, *(orders if case == "uneven" and dtype == BF16 else ())]:
-		with backend("emulated:sm_90a", **mode):
-			got = ops.m_grouped_gemm(x, codes, offsets(sizes), **given, rows=rows)
-			assert_same_bytes(got, ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given))
-	torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
-	op = MGroupedGemm(x, codes, offsets(sizes), None, None, False, None, None, scales, None, "nvfp4", rows=rows)
-	assert not gathered.gathers_first(op, "a", "sm_90a")
+    """Without a gathered copy in memory, which the launches show."""
+    sizes, n, k, tokens = W4A16_CASES[case]
+    x, rows = sample(tokens, k).to(dtype), index_of(sum(sizes) + 7, tokens)
+    codes, *scales = quantized(sample(len(sizes), n, k), "nvfp4")
+    given = {"b_scales": scales, "b_format": "nvfp4", "bias": None}
+    want = ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
+    orders = [{"races": True}, *({"mode": "chaos", "seed": seed} for seed in range(3))]
+    for mode in [{}, *(orders if case == "uneven" and dtype == BF16 else ())]:
+        with backend("emulated:sm_90a", **mode):
+            got = ops.m_grouped_gemm(x, codes, offsets(sizes), **given, rows=rows)
+            assert_same_bytes(
+                got, ops.m_grouped_gemm(ops.moe_gather(x, rows), codes, offsets(sizes), **given)
+            )
+    torch.testing.assert_close(got, want, atol=1e-2, rtol=2e-2)
+    op = MGroupedGemm(
+        x, codes, offsets(sizes), None, None, False, None, None, scales, None, "nvfp4", rows=rows
+    )
+    assert not gathered.gathers_first(op, "a", "sm_90a")
 
 
 def test_what_no_kernel_gathers():
-	pytest.importorskip("cutlass")
-	x = quantized(sample(TOKENS, 128), "fp8_block", offsets((TOKENS,)))
-	w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
-	formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
-	given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
-	with backend("emulated:sm_100a"), raises(UnsupportedError, "codes by an index"):
-		ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
+    pytest.importorskip("cutlass")
+    x = quantized(sample(TOKENS, 128), "fp8_block", offsets((TOKENS,)))
+    w = quantized(sample(1, 16, 128), "fp8_block:block=128x128")
+    formats = {"a_format": "fp8_block", "b_format": "fp8_block:block=128x128"}
+    given = {"a_scales": x[1:], "b_scales": w[1:], "rows": index_of(9), **formats}
+    with backend("emulated:sm_100a"), raises(UnsupportedError, "codes by an index"):
+        ops.m_grouped_gemm(x[0], w[0], offsets((9,)), **given)
 
 
 def both(product, arguments, side, index):
-	"""The product with rows by an index and with torch's own, and its gradients."""
-	results = []
-	for picks in (True, False):
-		given = [t.clone().requires_grad_() if t is not None and t.is_floating_point() else t for t in arguments]
-		leaves = [t for t in given if t is not None and t.requires_grad]
-		if picks:
-			there = (index >= 0) & (index < TOKENS)
-			given[side] = given[side][torch.where(there, index, 0).long()] * there[:, None]
-		y = product(*given, rows=None if picks else index)
-		results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-	return results
+    """The product with rows by an index and with torch's own, and its gradients."""
+    results = []
+    for picks in (True, False):
+        given = [
+            t.clone().requires_grad_() if t is not None and t.is_floating_point() else t
+            for t in arguments
+        ]
+        leaves = [t for t in given if t is not None and t.requires_grad]
+        if picks:
+            there = (index >= 0) & (index < TOKENS)
+            given[side] = given[side][torch.where(there, index, 0).long()] * there[:, None]
+        y = product(*given, rows=None if picks else index)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    return results
 
 
 @each("transpose_b", [False, True])
 def test_gradients(transpose_b):
-	(x, w, offs, bias, *_), rows = fprop((9, 0, 5), 24, 16, dtype=F32, bias=True, transpose_b=transpose_b)
-	product = functools.partial(ops.m_grouped_gemm, transpose_b=transpose_b)
-	results = [both(product, (x, w, offs, bias.float()), 0, rows)]
-	(a, b, offs, *_), rows = wgrad((9, 0, 5), 24, 16, tail=0, dtype=F32)
-	results.append(both(ops.k_grouped_gemm, (a, b, offs), 1, rows))
-	for want, got in results:
-		for first, second in zip(got, want, strict=True):
-			torch.testing.assert_close(first, second)
+    (x, w, offs, bias, *_), rows = fprop(
+        (9, 0, 5), 24, 16, dtype=F32, bias=True, transpose_b=transpose_b
+    )
+    product = functools.partial(ops.m_grouped_gemm, transpose_b=transpose_b)
+    results = [both(product, (x, w, offs, bias.float()), 0, rows)]
+    (a, b, offs, *_), rows = wgrad((9, 0, 5), 24, 16, tail=0, dtype=F32)
+    results.append(both(ops.k_grouped_gemm, (a, b, offs), 1, rows))
+    for want, got in results:
+        for first, second in zip(got, want, strict=True):
+            torch.testing.assert_close(first, second)

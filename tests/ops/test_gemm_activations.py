@@ -14,28 +14,28 @@ from cute_kernels.ops.activated import activates
 from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.backend import chosen_backend
 from tests.helpers import (
-	BF16,
-	DTYPES,
-	F16,
-	NVFP4_TEXTS,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	poisoned,
-	quantized,
-	refusals,
-	sample,
+    BF16,
+    DTYPES,
+    F16,
+    NVFP4_TEXTS,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    poisoned,
+    quantized,
+    refusals,
+    sample,
 )
 
 from .test_gathered import index_of
 
 
 def _name(t):
-	last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
-	return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
+    last = " fitted" * getattr(t, "fitted", False) + " partial" * getattr(t, "swap_partial", False)
+    return f"{t.m}x{t.n}{'x2' * (t.num_ctas - 1)}{' swapped' * t.swap_ab}{last}"
 
 
 TILES = {"sm_90a": {_name(t): t for t in SM90_TILES}, "sm_100a": {_name(t): t for t in SM100_TILES}}
@@ -47,271 +47,490 @@ LARGE = {"sizes": (0, 90, 0, 150), "keeps_z": False}
 MODES = [{}, {"mode": "chaos", "seed": 1}, {"races": True}, {"mode": "chaos", "seed": 2}]
 
 
-def arguments(kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES):
-	"""Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
-	offs, groups = offsets(sizes), len(sizes)
-	a_format, b_format, *prepacked = kind.split(" ")
-	x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
-	x[sum(sizes) :] = torch.nan
-	texts = {}
-	if a_format != "plain":
-		x, texts["a_format"] = quantized(x, a_format, offs), a_format
-	if b_format != "plain":
-		w, texts["b_format"] = quantized(w, b_format), b_format
-	if prepacked:
-		w[0] = cute_kernels.prepack(w[0])
-	vectors = (None, None)
-	if bias is not None:
-		special = torch.tensor([-88.0, torch.nan, -torch.inf, -300.0, torch.inf, 90.0, -0.0])
-		vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
-		vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
-	given = m_grouped_arguments(x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts)
-	return (*given[:11], bool(prepacked), None, None, None, activation, interleaved, keeps_z)
+def arguments(
+    kind, n, k, activation, interleaved=False, keeps_z=True, bias=None, dtype=None, sizes=SIZES
+):
+    """Of ``m_grouped_gemm_activate``; ``kind`` is formats of A and B, with "plain" for none."""
+    offs, groups = offsets(sizes), len(sizes)
+    a_format, b_format, *prepacked = kind.split(" ")
+    x, w = sample(sum(sizes) + TAIL, k), sample(groups, n, k)
+    x[sum(sizes) :] = torch.nan
+    texts = {}
+    if a_format != "plain":
+        x, texts["a_format"] = quantized(x, a_format, offs), a_format
+    if b_format != "plain":
+        w, texts["b_format"] = quantized(w, b_format), b_format
+    if prepacked:
+        w[0] = cute_kernels.prepack(w[0])
+    vectors = (None, None)
+    if bias is not None:
+        special = torch.tensor([-88.0, torch.nan, -torch.inf, -300.0, torch.inf, 90.0, -0.0])
+        vectors = sample(groups, n).to(DTYPES[bias]), torch.rand(groups)
+        vectors[0][:, 3 : 3 + len(special)] = special.to(DTYPES[bias])
+    given = m_grouped_arguments(
+        x, w, offs, *vectors, False, dtype and DTYPES[dtype], prepacked=bool(prepacked), **texts
+    )
+    return (*given[:11], bool(prepacked), None, None, None, activation, interleaved, keeps_z)
 
 
 def expected(arch, given):
-	*product, activation, interleaved, keeps_z = given
-	with backend(f"reference:{arch}".strip(":")):
-		z = ops.m_grouped_gemm(*product)
-		return [ops.moe_activate(z, activation, None, interleaved), *[z] * keeps_z]
+    *product, activation, interleaved, keeps_z = given
+    with backend(f"reference:{arch}".strip(":")):
+        z = ops.m_grouped_gemm(*product)
+        return [ops.moe_activate(z, activation, None, interleaved), *[z] * keeps_z]
 
 
 CASES = {
-	"bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
-	"bf16, cluster": (("plain plain", 272, 72, "clamped_swiglu:limit=2.0"), "256x128x2 swapped", {"interleaved": True}),
-	"bf16, serving": (("plain plain", 48, 40, "qgeglu"), "256x8 swapped", {"keeps_z": False, "dtype": "float32"}),
-	"bf16, spread": (("plain plain", 528, 72, "swiglu"), "256x144x2 swapped fitted", {"sizes": (0, 290, 0, 150)}),
-	"fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
-	"fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
-	"fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
-	"fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
-	"fp8_block, rows": (("fp8_block fp8_block", 48, 144, "swiglu"), "128x128", {"interleaved": True}),
-	"nvfp4, cluster": (
-		(f"{BY_ROW} nvfp4 prepacked", 512, 272, "sreglu"),
-		"256x128x2 swapped",
-		{"sizes": (0, 120, 0, 150)},
-	),
-	"nvfp4": (("nvfp4 nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
-	"w4a16": (("plain nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {"bias": "bfloat16"}),
-	"w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
-	"nvfp4, 96": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x96x2 swapped", LARGE),
+    "bf16": (("plain plain", 272, 72, "swiglu"), "256x16 swapped", {"bias": "bfloat16"}),
+    "bf16, cluster": (
+        ("plain plain", 272, 72, "clamped_swiglu:limit=2.0"),
+        "256x128x2 swapped",
+        {"interleaved": True},
+    ),
+    "bf16, serving": (
+        ("plain plain", 48, 40, "qgeglu"),
+        "256x8 swapped",
+        {"keeps_z": False, "dtype": "float32"},
+    ),
+    "bf16, spread": (
+        ("plain plain", 528, 72, "swiglu"),
+        "256x144x2 swapped fitted",
+        {"sizes": (0, 290, 0, 150)},
+    ),
+    "fp8": (("fp8 fp8", 264, 80, "gelu"), "128x128", {"bias": "float32", "dtype": "float16"}),
+    "fp8, cluster": (("fp8 fp8", 80, 80, "geglu"), "256x128x2 swapped", {}),
+    "fp8_block": ((f"fp8_block {SQUARES}", 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
+    "fp8_block, swapped": ((f"fp8_block {SQUARES}", 512, 144, "reglu"), "256x32 swapped", {}),
+    "fp8_block, rows": (
+        ("fp8_block fp8_block", 48, 144, "swiglu"),
+        "128x128",
+        {"interleaved": True},
+    ),
+    "nvfp4, cluster": (
+        (f"{BY_ROW} nvfp4 prepacked", 512, 272, "sreglu"),
+        "256x128x2 swapped",
+        {"sizes": (0, 120, 0, 150)},
+    ),
+    "nvfp4": (("nvfp4 nvfp4", 512, 144, "swiglu"), "256x8 swapped", {}),
+    "w4a16": (("plain nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {"bias": "bfloat16"}),
+    "w8a16": (("plain fp8", 48, 144, "silu"), "256x8 swapped", {}),
+    "nvfp4, 96": ((f"{BY_ROW} nvfp4", 512, 144, "swiglu"), "256x96x2 swapped", LARGE),
 }
 SM100_CASES = {
-	"bf16": (("plain plain", 272, 72, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
-	"bf16, interleaved": (("plain plain", 272, 72, "geglu"), "128x128 partial", {"interleaved": True}),
-	"bf16, serving": (("plain plain", 48, 40, "qgeglu"), "128x32 swapped", {"keeps_z": False, "dtype": "float32"}),
-	"fp8": (("fp8 fp8", 264, 80, "gelu"), "128x64", {"bias": "float32", "dtype": "float16"}),
-	"fp8_block": ((f"fp8_block {SQUARES}", 272, 144, "reglu"), "256x128x2", {"bias": "bfloat16"}),
-	"fp8_block, any scales": ((ANY_SCALES, 512, 144, "swiglu"), "128x128", {}),
-	"fp8_block, any scales, swapped": ((ANY_SCALES, 512, 144, "swiglu"), "128x64 swapped", {}),
-	"nvfp4": ((f"{BY_ROW} nvfp4", 304, 144, "clamped_swiglu:limit=2.0"), "128x64 swapped", {"bias": "float32"}),
-	"mxfp8": (("mxfp8 mxfp8", 272, 160, "sreglu"), "128x128 partial", {}),
-	"w4a16": (("plain nvfp4", 272, 144, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
-	"w8a16": ((f"plain {SQUARES}", 512, 144, "swiglu"), "128x32 swapped", {}),
+    "bf16": (("plain plain", 272, 72, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
+    "bf16, interleaved": (
+        ("plain plain", 272, 72, "geglu"),
+        "128x128 partial",
+        {"interleaved": True},
+    ),
+    "bf16, serving": (
+        ("plain plain", 48, 40, "qgeglu"),
+        "128x32 swapped",
+        {"keeps_z": False, "dtype": "float32"},
+    ),
+    "fp8": (("fp8 fp8", 264, 80, "gelu"), "128x64", {"bias": "float32", "dtype": "float16"}),
+    "fp8_block": ((f"fp8_block {SQUARES}", 272, 144, "reglu"), "256x128x2", {"bias": "bfloat16"}),
+    "fp8_block, any scales": ((ANY_SCALES, 512, 144, "swiglu"), "128x128", {}),
+    "fp8_block, any scales, swapped": ((ANY_SCALES, 512, 144, "swiglu"), "128x64 swapped", {}),
+    "nvfp4": (
+        (f"{BY_ROW} nvfp4", 304, 144, "clamped_swiglu:limit=2.0"),
+        "128x64 swapped",
+        {"bias": "float32"},
+    ),
+    "mxfp8": (("mxfp8 mxfp8", 272, 160, "sreglu"), "128x128 partial", {}),
+    "w4a16": (("plain nvfp4", 272, 144, "swiglu"), "256x256x2 partial", {"bias": "bfloat16"}),
+    "w8a16": ((f"plain {SQUARES}", 512, 144, "swiglu"), "128x32 swapped", {}),
 }
 ALL = [
-	pytest.param(i, arch, *case, id=f"{arch}, {name}")
-	for arch, cases in (("sm_90a", CASES), ("sm_100a", SM100_CASES))
-	for i, (name, case) in enumerate(cases.items())
+    pytest.param(i, arch, *case, id=f"{arch}, {name}")
+    for arch, cases in (("sm_90a", CASES), ("sm_100a", SM100_CASES))
+    for i, (name, case) in enumerate(cases.items())
 ]
 
 
 @each(("i", "arch", "args", "tile", "options"), ALL)
 def test_kernels(i, arch, args, tile, options):
-	mode = MODES[i % len(MODES)]
-	given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
-	want = expected(arch, given)
-	with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
-		if i % 3:
-			assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
-			return
-		# Rows of the tail stay.
-		outputs = [torch.full_like(t, 3.0) for t in want]
-		ops.m_grouped_gemm_activate_out(*given, out=outputs)
-	live = given[2][-1]
-	assert all((t[live:] == 3).all() for t in outputs) and all((t[live:] == 0).all() for t in want)
-	assert_all_same([t[:live] for t in outputs], [t[:live] for t in want], any_nan=True)
+    mode = MODES[i % len(MODES)]
+    given = arguments(*args, **{"sizes": SIZES if i < 2 else (0, 5, 0, 36)} | options)
+    want = expected(arch, given)
+    with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
+        if i % 3:
+            assert_all_same(ops.m_grouped_gemm_activate(*given), want, any_nan=True)
+            return
+        # Rows of the tail stay.
+        outputs = [torch.full_like(t, 3.0) for t in want]
+        ops.m_grouped_gemm_activate_out(*given, out=outputs)
+    live = given[2][-1]
+    assert all((t[live:] == 3).all() for t in outputs) and all((t[live:] == 0).all() for t in want)
+    assert_all_same([t[:live] for t in outputs], [t[:live] for t in want], any_nan=True)
 
 
 BLOCKS = f"fp8_block {SQUARES}"
 MANY = {"sizes": (0, 9, 0, 300, 1, 0)}
 QUANTIZED = {
-	"sm_90a, 128 rows": ("fp8_block", (BLOCKS, 768, 144, "swiglu"), "128x256", {"bias": "bfloat16"}),
-	"sm_90a, 32": ("fp8_block:pow2_scales=false,amax_epsilon=0.1", (BLOCKS, 512, 144, "geglu"), "256x32 swapped", {}),
-	"sm_90a, 8": (
-		"fp8_block:dtype=e5m2",
-		(BLOCKS, 256, 48, "swiglu"),
-		"256x8 swapped",
-		{"interleaved": True, "dtype": "float16", "bias": "float32"},
-	),
-	"sm_90a, groups": ("fp8_block", (BLOCKS, 256, 16, "swiglu"), "256x8 swapped", {"sizes": (0, 1, 0, 2) * 260}),
-	"sm_90a, plain": ("fp8_block", (BLOCKS, 384, 144, "srelu"), "128x256", {"bias": "bfloat16"}),
-	"sm_90a, plain, 16": ("fp8_block:pow2_scales=false", (BLOCKS, 384, 48, "silu"), "256x16 swapped", {}),
-	"sm_90a, mxfp8": ("mxfp8", (BLOCKS, 320, 144, "swiglu"), "128x256", {"interleaved": True, "sizes": (0, 300, 1, 0)}),
-	"sm_90a, mxfp8, 32": ("mxfp8:dtype=e5m2", (BLOCKS, 320, 48, "geglu"), "256x32 swapped", {"interleaved": True}),
-	"sm_90a, mxfp8, plain": ("mxfp8", (BLOCKS, 416, 48, "gelu"), "128x256", {"dtype": "float16"}),
-	"sm_90a, mxfp8, plain, 8": ("mxfp8", (BLOCKS, 160, 16, "relu"), "256x8 swapped", {"bias": "float32"}),
-	"sm_90a, nvfp4": ("nvfp4", (BLOCKS, 768, 144, "swiglu"), "128x256", MANY | {"bias": "bfloat16"}),
-	"sm_90a, nvfp4, plain": ("nvfp4:four_over_six", (BLOCKS, 400, 48, "gelu"), "128x256", {"dtype": "float16"}),
-	"sm_90a, nvfp4, 32": ("nvfp4:four_over_six", (BLOCKS, 352, 144, "geglu"), "256x32 swapped", {"interleaved": True}),
-	"sm_90a, nvfp4, plain, 8": ("nvfp4", (BLOCKS, 144, 16, "relu"), "256x8 swapped", {"bias": "float32"}),
-	"sm_90a, nvfp4, of nvfp4": (
-		"nvfp4:four_over_six",
-		(f"{BY_ROW} nvfp4 prepacked", 544, 144, "swiglu"),
-		"256x64 swapped",
-		{"interleaved": True, "sizes": (0, 9, 0, 70, 1, 0)},
-	),
-	"sm_90a, nvfp4, of nvfp4, fitted": ("nvfp4", ("nvfp4 nvfp4", 512, 144, "swiglu"), "256x32 swapped fitted", {}),
-	"sm_90a, nvfp4, smallest": ("nvfp4", ("plain nvfp4", 16, 16, "gelu"), "256x16 swapped", {"bias": "float32"}),
-	"sm_90a, fp8_block, of bf16": ("fp8_block", ("plain plain", 512, 72, "swiglu"), "256x16 swapped", {}),
-	"sm_90a, mxfp8, of fp8": ("mxfp8", ("fp8 fp8", 64, 80, "silu"), "256x64 swapped", {"dtype": "float16"}),
-	"sm_100a, mxfp8": ("mxfp8", ("mxfp8 mxfp8", 320, 64, "swiglu"), "256x256x2 partial", MANY | {"bias": "bfloat16"}),
-	"sm_100a, mxfp8, smallest": (
-		"mxfp8:dtype=e5m2",
-		("plain plain", 64, 8, "swiglu"),
-		"128x32 swapped",
-		{"dtype": "float16", "bias": "float32", "interleaved": True},
-	),
-	"sm_100a, mxfp8, plain": ("mxfp8", ("mxfp8 nvfp4", 160, 64, "srelu"), "128x64 swapped", {}),
-	"sm_100a, mxfp8, plain, 64 columns": ("mxfp8", ("mxfp8 mxfp8", 160, 64, "gelu"), "128x128 partial", MANY),
-	"sm_100a, fp8_block": ("fp8_block", (BLOCKS, 768, 144, "swiglu"), "256x256x2", MANY | {"bias": "bfloat16"}),
-	"sm_100a, fp8_block, plain": ("fp8_block:pow2_scales=false", (ANY_SCALES, 384, 144, "relu"), "128x128", {}),
-	"sm_100a, fp8_block, swapped": ("fp8_block", ("plain plain", 384, 72, "silu"), "128x64 swapped", {}),
-	"sm_100a, nvfp4": ("nvfp4", ("nvfp4 nvfp4", 288, 144, "swiglu"), "256x256x2 partial", MANY),
-	"sm_100a, nvfp4, swapped": ("nvfp4:four_over_six", (f"{BY_ROW} nvfp4", 288, 144, "geglu"), "128x64 swapped", {}),
-	"sm_100a, nvfp4, smallest": ("nvfp4", ("plain nvfp4", 16, 16, "gelu"), "128x32 swapped", {"bias": "float32"}),
-	"sm_100a, nvfp4, plain": ("nvfp4", ("plain plain", 48, 72, "relu"), "128x128 partial", {}),
+    "sm_90a, 128 rows": (
+        "fp8_block",
+        (BLOCKS, 768, 144, "swiglu"),
+        "128x256",
+        {"bias": "bfloat16"},
+    ),
+    "sm_90a, 32": (
+        "fp8_block:pow2_scales=false,amax_epsilon=0.1",
+        (BLOCKS, 512, 144, "geglu"),
+        "256x32 swapped",
+        {},
+    ),
+    "sm_90a, 8": (
+        "fp8_block:dtype=e5m2",
+        (BLOCKS, 256, 48, "swiglu"),
+        "256x8 swapped",
+        {"interleaved": True, "dtype": "float16", "bias": "float32"},
+    ),
+    "sm_90a, groups": (
+        "fp8_block",
+        (BLOCKS, 256, 16, "swiglu"),
+        "256x8 swapped",
+        {"sizes": (0, 1, 0, 2) * 260},
+    ),
+    "sm_90a, plain": ("fp8_block", (BLOCKS, 384, 144, "srelu"), "128x256", {"bias": "bfloat16"}),
+    "sm_90a, plain, 16": (
+        "fp8_block:pow2_scales=false",
+        (BLOCKS, 384, 48, "silu"),
+        "256x16 swapped",
+        {},
+    ),
+    "sm_90a, mxfp8": (
+        "mxfp8",
+        (BLOCKS, 320, 144, "swiglu"),
+        "128x256",
+        {"interleaved": True, "sizes": (0, 300, 1, 0)},
+    ),
+    "sm_90a, mxfp8, 32": (
+        "mxfp8:dtype=e5m2",
+        (BLOCKS, 320, 48, "geglu"),
+        "256x32 swapped",
+        {"interleaved": True},
+    ),
+    "sm_90a, mxfp8, plain": ("mxfp8", (BLOCKS, 416, 48, "gelu"), "128x256", {"dtype": "float16"}),
+    "sm_90a, mxfp8, plain, 8": (
+        "mxfp8",
+        (BLOCKS, 160, 16, "relu"),
+        "256x8 swapped",
+        {"bias": "float32"},
+    ),
+    "sm_90a, nvfp4": (
+        "nvfp4",
+        (BLOCKS, 768, 144, "swiglu"),
+        "128x256",
+        MANY | {"bias": "bfloat16"},
+    ),
+    "sm_90a, nvfp4, plain": (
+        "nvfp4:four_over_six",
+        (BLOCKS, 400, 48, "gelu"),
+        "128x256",
+        {"dtype": "float16"},
+    ),
+    "sm_90a, nvfp4, 32": (
+        "nvfp4:four_over_six",
+        (BLOCKS, 352, 144, "geglu"),
+        "256x32 swapped",
+        {"interleaved": True},
+    ),
+    "sm_90a, nvfp4, plain, 8": (
+        "nvfp4",
+        (BLOCKS, 144, 16, "relu"),
+        "256x8 swapped",
+        {"bias": "float32"},
+    ),
+    "sm_90a, nvfp4, of nvfp4": (
+        "nvfp4:four_over_six",
+        (f"{BY_ROW} nvfp4 prepacked", 544, 144, "swiglu"),
+        "256x64 swapped",
+        {"interleaved": True, "sizes": (0, 9, 0, 70, 1, 0)},
+    ),
+    "sm_90a, nvfp4, of nvfp4, fitted": (
+        "nvfp4",
+        ("nvfp4 nvfp4", 512, 144, "swiglu"),
+        "256x32 swapped fitted",
+        {},
+    ),
+    "sm_90a, nvfp4, smallest": (
+        "nvfp4",
+        ("plain nvfp4", 16, 16, "gelu"),
+        "256x16 swapped",
+        {"bias": "float32"},
+    ),
+    "sm_90a, fp8_block, of bf16": (
+        "fp8_block",
+        ("plain plain", 512, 72, "swiglu"),
+        "256x16 swapped",
+        {},
+    ),
+    "sm_90a, mxfp8, of fp8": (
+        "mxfp8",
+        ("fp8 fp8", 64, 80, "silu"),
+        "256x64 swapped",
+        {"dtype": "float16"},
+    ),
+    "sm_100a, mxfp8": (
+        "mxfp8",
+        ("mxfp8 mxfp8", 320, 64, "swiglu"),
+        "256x256x2 partial",
+        MANY | {"bias": "bfloat16"},
+    ),
+    "sm_100a, mxfp8, smallest": (
+        "mxfp8:dtype=e5m2",
+        ("plain plain", 64, 8, "swiglu"),
+        "128x32 swapped",
+        {"dtype": "float16", "bias": "float32", "interleaved": True},
+    ),
+    "sm_100a, mxfp8, plain": ("mxfp8", ("mxfp8 nvfp4", 160, 64, "srelu"), "128x64 swapped", {}),
+    "sm_100a, mxfp8, plain, 64 columns": (
+        "mxfp8",
+        ("mxfp8 mxfp8", 160, 64, "gelu"),
+        "128x128 partial",
+        MANY,
+    ),
+    "sm_100a, fp8_block": (
+        "fp8_block",
+        (BLOCKS, 768, 144, "swiglu"),
+        "256x256x2",
+        MANY | {"bias": "bfloat16"},
+    ),
+    "sm_100a, fp8_block, plain": (
+        "fp8_block:pow2_scales=false",
+        (ANY_SCALES, 384, 144, "relu"),
+        "128x128",
+        {},
+    ),
+    "sm_100a, fp8_block, swapped": (
+        "fp8_block",
+        ("plain plain", 384, 72, "silu"),
+        "128x64 swapped",
+        {},
+    ),
+    "sm_100a, nvfp4": ("nvfp4", ("nvfp4 nvfp4", 288, 144, "swiglu"), "256x256x2 partial", MANY),
+    "sm_100a, nvfp4, swapped": (
+        "nvfp4:four_over_six",
+        (f"{BY_ROW} nvfp4", 288, 144, "geglu"),
+        "128x64 swapped",
+        {},
+    ),
+    "sm_100a, nvfp4, smallest": (
+        "nvfp4",
+        ("plain nvfp4", 16, 16, "gelu"),
+        "128x32 swapped",
+        {"bias": "float32"},
+    ),
+    "sm_100a, nvfp4, plain": ("nvfp4", ("plain plain", 48, 72, "relu"), "128x128 partial", {}),
 }
 
 
-@each(("arch", "case"), [(name.split(",")[0], case) for name, case in QUANTIZED.items()], ids=list(QUANTIZED))
+@each(
+    ("arch", "case"),
+    [(name.split(",")[0], case) for name, case in QUANTIZED.items()],
+    ids=list(QUANTIZED),
+)
 def test_quantized_output(arch, case):
-	"""Every byte that ``grouped_quantize`` writes of what is activated, and no other."""
-	text, args, tile, options = case
-	given = arguments(*args, **{"keeps_z": False} | options)
-	offs, live = given[2], given[2][-1]
-	amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
-	with backend(f"reference:{arch}"):
-		(a,) = ops.m_grouped_gemm_activate(*given)
-		want = ops.grouped_quantize(a, text, offs, amax)
-		assert_all_same(ops.m_grouped_gemm_activate(*given, text, amax), want)
-	with backend(f"emulated:{arch}"):
-		quantized = [poisoned(t) for t in want]
-		ops.grouped_quantize_out(a, text, offs, amax, out=quantized)
-	assert_same_bytes(quantized[0][:live], want[0][:live])
-	for mode in MODES if len(offs) < 9 else MODES[:1]:
-		outputs = [poisoned(t) for t in want]
-		with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
-			ops.m_grouped_gemm_activate_out(*given, text, amax, out=outputs)
-		assert_all_same(outputs, quantized)
+    """Every byte that ``grouped_quantize`` writes of what is activated, and no other."""
+    text, args, tile, options = case
+    given = arguments(*args, **{"keeps_z": False} | options)
+    offs, live = given[2], given[2][-1]
+    amax = None if parse(text).second_level is None else torch.linspace(-3.0, 40.0, len(offs))
+    with backend(f"reference:{arch}"):
+        (a,) = ops.m_grouped_gemm_activate(*given)
+        want = ops.grouped_quantize(a, text, offs, amax)
+        assert_all_same(ops.m_grouped_gemm_activate(*given, text, amax), want)
+    with backend(f"emulated:{arch}"):
+        quantized = [poisoned(t) for t in want]
+        ops.grouped_quantize_out(a, text, offs, amax, out=quantized)
+    assert_same_bytes(quantized[0][:live], want[0][:live])
+    for mode in MODES if len(offs) < 9 else MODES[:1]:
+        outputs = [poisoned(t) for t in want]
+        with backend(f"emulated:{arch}", **mode), force_tile(TILES[arch][tile]):
+            ops.m_grouped_gemm_activate_out(*given, text, amax, out=outputs)
+        assert_all_same(outputs, quantized)
 
 
-@each(("formats", "taken"), [((None, None), False), (("nvfp4", "nvfp4"), False), (("fp8_block", SQUARES), True)])
+@each(
+    ("formats", "taken"),
+    [((None, None), False), (("nvfp4", "nvfp4"), False), (("fp8_block", SQUARES), True)],
+)
 def test_layers_quantize_results_where_that_was_timed(formats, taken):
-	shape, device = (512, 128), torch.device("cpu")
-	with backend("emulated:sm_90a"):
-		found = activates(chosen_backend(), device, BF16, formats, shape, "swiglu", False, 2048, True, "fp8_block")
-	assert found is taken
+    shape, device = (512, 128), torch.device("cpu")
+    with backend("emulated:sm_90a"):
+        found = activates(
+            chosen_backend(), device, BF16, formats, shape, "swiglu", False, 2048, True, "fp8_block"
+        )
+    assert found is taken
 
 
 @each("activation", ACTIVATIONS)
 def test_every_activation(activation):
-	for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
-		given = arguments(kind, 48, 64, activation, is_gated(activation) and kind != "mxfp8 mxfp8", dtype="float16")
-		assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
+    for kind in ("plain plain", "mxfp8 mxfp8", "mxfp8 nvfp4"):
+        given = arguments(
+            kind,
+            48,
+            64,
+            activation,
+            is_gated(activation) and kind != "mxfp8 mxfp8",
+            dtype="float16",
+        )
+        assert_all_same(ops.m_grouped_gemm_activate(*given), expected("", given))
 
 
-@each(("tile", "mode"), [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})])
+@each(
+    ("tile", "mode"),
+    [("256x16 swapped", {"races": True}), ("256x160 swapped fitted", {"mode": "chaos", "seed": 1})],
+)
 def test_rows_by_an_index(tile, mode):
-	given = arguments("plain plain", 272, 72, "swiglu")
-	rows = index_of(len(given[0]), len(given[0]))
-	want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
-	with backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
-		assert_all_same(ops.m_grouped_gemm_activate(*given[:13], rows, *given[14:]), want, any_nan=True)
+    given = arguments("plain plain", 272, 72, "swiglu")
+    rows = index_of(len(given[0]), len(given[0]))
+    want = expected("sm_90a", (ops.moe_gather(given[0], rows), *given[1:]))
+    with backend("emulated:sm_90a", **mode), force_tile(TILES["sm_90a"][tile]):
+        assert_all_same(
+            ops.m_grouped_gemm_activate(*given[:13], rows, *given[14:]), want, any_nan=True
+        )
 
 
 @each("arch", ["sm_90a", "sm_100a"])
 @each("index", [None, index_of(20, 15).clamp(0, 19)], ids=["rows", "index"])
 def test_rows_are_quantized_on_the_way(index, arch):
-	for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
-		a, offs = sample(20, 144), offsets((5, 0, 12))
-		codes, *scales = quantized(sample(3, n, 144), b_format)
-		given = (a, codes, offs, scales, fmt, b_format, None, None, False, F16, False, None, None, None, index, None)
-		with backend(f"reference:{arch}"):
-			picked = a if index is None else ops.moe_gather(a, index)
-			z = ops.m_grouped_quantize_gemm(picked, *given[1:-2])
-			want = [ops.moe_activate(z, "swiglu"), z]
-			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want)
-		with backend(f"emulated:{arch}"):
-			assert_all_same(ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want, any_nan=True)
+    for fmt, b_format, n in ((BY_ROW, "nvfp4", 512), ("fp8_block", SQUARES, 256)):
+        a, offs = sample(20, 144), offsets((5, 0, 12))
+        codes, *scales = quantized(sample(3, n, 144), b_format)
+        given = (
+            a,
+            codes,
+            offs,
+            scales,
+            fmt,
+            b_format,
+            None,
+            None,
+            False,
+            F16,
+            False,
+            None,
+            None,
+            None,
+            index,
+            None,
+        )
+        with backend(f"reference:{arch}"):
+            picked = a if index is None else ops.moe_gather(a, index)
+            z = ops.m_grouped_quantize_gemm(picked, *given[1:-2])
+            want = [ops.moe_activate(z, "swiglu"), z]
+            assert_all_same(
+                ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True), want
+            )
+        with backend(f"emulated:{arch}"):
+            assert_all_same(
+                ops.m_grouped_quantize_gemm_activate(*given, "swiglu", False, True),
+                want,
+                any_nan=True,
+            )
 
 
 def test_nothing_to_do():
-	for sizes, n in (((0, 0), 16), ((3, 0), 0)):
-		given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
-		with backend("emulated:sm_90a"):
-			assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
+    for sizes, n in (((0, 0), 16), ((3, 0), 0)):
+        given = arguments("plain plain", n, 16, "swiglu", sizes=sizes)
+        with backend("emulated:sm_90a"):
+            assert_all_same(ops.m_grouped_gemm_activate(*given), expected("sm_90a", given))
 
 
 def test_second_level_of_no_rows():
-	"""It is of groups, not of rows."""
-	given = arguments("plain plain", 288, 144, "swiglu", keeps_z=False, sizes=(0, 0))
-	given, amax = (given[0][:0], *given[1:]), torch.tensor([1.0, -2.0])
-	for which in ("reference", "emulated"):
-		with backend(f"{which}:sm_100a"):
-			outputs = [poisoned(t) for t in ops.m_grouped_gemm_activate(*given, "nvfp4", amax)]
-			ops.m_grouped_gemm_activate_out(*given, "nvfp4", amax, out=outputs)
-		assert_all_same(outputs[-1:], [amax.abs()])
+    """It is of groups, not of rows."""
+    given = arguments("plain plain", 288, 144, "swiglu", keeps_z=False, sizes=(0, 0))
+    given, amax = (given[0][:0], *given[1:]), torch.tensor([1.0, -2.0])
+    for which in ("reference", "emulated"):
+        with backend(f"{which}:sm_100a"):
+            outputs = [poisoned(t) for t in ops.m_grouped_gemm_activate(*given, "nvfp4", amax)]
+            ops.m_grouped_gemm_activate_out(*given, "nvfp4", amax, out=outputs)
+        assert_all_same(outputs[-1:], [amax.abs()])
 
 
 def refused(change):
-	given = {"kind": "plain plain", "n": 16, "k": 16, "activation": "swiglu"} | change
-	to = given.pop("to", None)
-	ops.m_grouped_gemm_activate(*arguments(**given), to)
+    given = {"kind": "plain plain", "n": 16, "k": 16, "activation": "swiglu"} | change
+    to = given.pop("to", None)
+    ops.m_grouped_gemm_activate(*arguments(**given), to)
 
 
 test_refuses = refusals(
-	refused,
-	[
-		({"activation": "silu", "interleaved": True}, "interleaved is of gated activations, which silu is not"),
-		({"activation": "swish"}, "activation"),
-		({"n": 7}, "must have an even N, got 7 rows"),
-		({"to": "fp8_block"}, "keeps_z is of results that are not quantized"),
-		({"to": "fp8_block", "keeps_z": False}, "N must be a positive multiple of 16"),
-		(
-			{"to": "nvfp4", "keeps_z": False, "n": 32},
-			"amax is of results that are quantized to a format with a second level",
-		),
-	],
-	ValueError,
+    refused,
+    [
+        (
+            {"activation": "silu", "interleaved": True},
+            "interleaved is of gated activations, which silu is not",
+        ),
+        ({"activation": "swish"}, "activation"),
+        ({"n": 7}, "must have an even N, got 7 rows"),
+        ({"to": "fp8_block"}, "keeps_z is of results that are not quantized"),
+        ({"to": "fp8_block", "keeps_z": False}, "N must be a positive multiple of 16"),
+        (
+            {"to": "nvfp4", "keeps_z": False, "n": 32},
+            "amax is of results that are quantized to a format with a second level",
+        ),
+    ],
+    ValueError,
 )
 
 
 def test_what_no_kernel_takes_says_so():
-	pytest.importorskip("cutlass")
-	cases = [
-		("sm_90a", f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-		("sm_100a", f"plain {SQUARES}", 384, "128 rows beside block scales: interleave B"),
-		("sm_90a", "fp8_block fp8_block", 256, "single rows are not taken by turns"),
-		("sm_100a", "plain fp8_block", 256, "single rows are not taken by turns"),
-		("sm_100a", "plain plain", 24, "multiple of 16"),
-	]
-	for arch, kind, n, message in cases:
-		with backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
-			ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
-	for name, kind, n, activation, text, message in (
-		("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
-		("emulated:sm_90a", "plain plain", 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
-		("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
-		("emulated:sm_100a", ANY_SCALES, 512, "swiglu", "fp8_block", "no whole blocks of fp8_block after swiglu"),
-		("reference", "plain plain", 512, "swiglu", "fp8", "blocks of single rows, to nearest even, not to fp8"),
-		("reference", "plain plain", 512, "swiglu", SQUARES, "blocks of single rows"),
-		("reference", "plain plain", 512, "swiglu", BY_ROW, "no part of a row knows the amax of the row"),
-	):
-		given = arguments(kind, n, 128, activation, keeps_z=False)
-		with backend(name), pytest.raises(UnsupportedError, match=message):
-			ops.m_grouped_gemm_activate(*given, text, torch.ones(6) if parse(text).second_level else None)
-	given = arguments("plain plain", 16, 16, "swiglu")
-	given[0].requires_grad_()
-	with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):
-		ops.m_grouped_gemm_activate(*given)[0].sum().backward()
+    pytest.importorskip("cutlass")
+    cases = [
+        ("sm_90a", f"fp8_block {SQUARES}", 384, "128 rows beside block scales: interleave B"),
+        ("sm_100a", f"plain {SQUARES}", 384, "128 rows beside block scales: interleave B"),
+        ("sm_90a", "fp8_block fp8_block", 256, "single rows are not taken by turns"),
+        ("sm_100a", "plain fp8_block", 256, "single rows are not taken by turns"),
+        ("sm_100a", "plain plain", 24, "multiple of 16"),
+    ]
+    for arch, kind, n, message in cases:
+        with backend(f"emulated:{arch}"), pytest.raises(UnsupportedError, match=message):
+            ops.m_grouped_gemm_activate(*arguments(kind, n, 128, "swiglu"))
+    for name, kind, n, activation, text, message in (
+        ("emulated:sm_90a", BLOCKS, 320, "silu", "fp8_block", "has whole 128 columns, got 320"),
+        (
+            "emulated:sm_90a",
+            "plain plain",
+            384,
+            "swiglu",
+            "fp8_block",
+            "has whole 128 columns, got 192",
+        ),
+        ("emulated:sm_100a", BLOCKS, 384, "swiglu", "fp8_block", "has whole 128 columns, got 192"),
+        (
+            "emulated:sm_100a",
+            ANY_SCALES,
+            512,
+            "swiglu",
+            "fp8_block",
+            "no whole blocks of fp8_block after swiglu",
+        ),
+        (
+            "reference",
+            "plain plain",
+            512,
+            "swiglu",
+            "fp8",
+            "blocks of single rows, to nearest even, not to fp8",
+        ),
+        ("reference", "plain plain", 512, "swiglu", SQUARES, "blocks of single rows"),
+        (
+            "reference",
+            "plain plain",
+            512,
+            "swiglu",
+            BY_ROW,
+            "no part of a row knows the amax of the row",
+        ),
+    ):
+        given = arguments(kind, n, 128, activation, keeps_z=False)
+        with backend(name), pytest.raises(UnsupportedError, match=message):
+            ops.m_grouped_gemm_activate(
+                *given, text, torch.ones(6) if parse(text).second_level else None
+            )
+    given = arguments("plain plain", 16, 16, "swiglu")
+    given[0].requires_grad_()
+    with pytest.raises(RuntimeError, match="m_grouped_gemm_activate has no derivative"):
+        ops.m_grouped_gemm_activate(*given)[0].sum().backward()

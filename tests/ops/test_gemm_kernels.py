@@ -9,128 +9,133 @@ from cute_kernels.ops import registry
 from cute_kernels.ops.launch.gemm import force_tile
 from cute_kernels.runtime.launch import launcher
 from tests.helpers import (
-	BF16,
-	NVFP4_TEXTS,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	ends,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	raises,
-	sample,
+    BF16,
+    NVFP4_TEXTS,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    ends,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    raises,
+    sample,
 )
 
 SPLITS, TAIL = (5, 0, 70), 60
 
 
 def quantized(text, weights="nvfp4"):
-	offs = offsets(SPLITS)
-	x, w = (
-		ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
-		for x, fmt, o in ((sample(sum(SPLITS) + TAIL, 64), text, offs), (sample(len(SPLITS), 40, 64), weights, None))
-	)
-	return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
+    offs = offsets(SPLITS)
+    x, w = (
+        ops.grouped_quantize(x, fmt, o)[: len(parse(fmt).operand_names(columnwise=False))]
+        for x, fmt, o in (
+            (sample(sum(SPLITS) + TAIL, 64), text, offs),
+            (sample(len(SPLITS), 40, 64), weights, None),
+        )
+    )
+    return m_grouped_arguments(x, w, offs, a_format=text, b_format=weights)
 
 
 def plain():
-	x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
-	return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
+    x, w = sample(sum(SPLITS) + TAIL, 64), sample(len(SPLITS), 40, 64)
+    return x.bfloat16(), w.bfloat16(), offsets(SPLITS)
 
 
 PRODUCTS = {
-	"nvfp4": lambda: quantized("nvfp4"),
-	"row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
-	"two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
-	"bf16": plain,
-	"mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
-	"fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
+    "nvfp4": lambda: quantized("nvfp4"),
+    "row-scaled": lambda: quantized(NVFP4_TEXTS["row-scaled"]),
+    "two bounds": lambda: quantized("nvfp4:row_scaled,four_over_six"),
+    "bf16": plain,
+    "mxfp8": lambda: quantized("mxfp8", "mxfp8:dtype=e5m2"),
+    "fp8": lambda: quantized("fp8:dtype=e5m2", "fp8"),
 }
 
 
 @each("case", [*PRODUCTS])
 def test_a_fresh_output_has_a_tail_of_zeros(garbage, case):
-	arguments = PRODUCTS[case]()
-	with backend("reference:sm_100a"):
-		want = ops.m_grouped_gemm(*arguments)
-	assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
-	with backend("emulated:sm_100a"):
-		got = ops.m_grouped_gemm(*arguments)
-	assert_same_bytes(got, want)
+    arguments = PRODUCTS[case]()
+    with backend("reference:sm_100a"):
+        want = ops.m_grouped_gemm(*arguments)
+    assert (want[sum(SPLITS) :] == 0).all() and want.isfinite().all()
+    with backend("emulated:sm_100a"):
+        got = ops.m_grouped_gemm(*arguments)
+    assert_same_bytes(got, want)
 
 
 @each("transpose_b", [False, True], ["fprop", "dgrad"])
 @each(
-	("arch", "text"),
-	[
-		*(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
-		*(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
-	],
+    ("arch", "text"),
+    [
+        *(("sm_90a", text) for text in ("fp8", "fp8_block:block=128x128", "mxfp8")),
+        *(("sm_100a", text) for text in ("nvfp4", "fp8_block:block=128x128", "mxfp8")),
+    ],
 )
 def test_codes_beside_plain_activations(garbage, arch, text, transpose_b):
-	shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
-	directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
-	b = ops.grouped_quantize(sample(*shape), text, **directions)[: len(parse(text).operand_names(transpose_b))]
-	x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
-	alpha = torch.tensor([0.3, 7.0, -1.1])
-	arguments = m_grouped_arguments(x, b, offsets(SPLITS), bias, alpha, transpose_b, b_format=text)
-	found = []
-	for name in (f"reference:{arch}", f"emulated:{arch}"):
-		with backend(name):
-			found.append([ops.m_grouped_gemm(*arguments)])
-			out = found[-1][0].clone()
-			ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
-			found[-1].append(out)
-	assert_all_same(*found)
+    shape = (len(SPLITS), 64, 96) if transpose_b else (len(SPLITS), 96, 64)
+    directions = {"rowwise": not transpose_b, "columnwise": transpose_b}
+    b = ops.grouped_quantize(sample(*shape), text, **directions)[
+        : len(parse(text).operand_names(transpose_b))
+    ]
+    x, bias = sample(sum(SPLITS) + TAIL, 64).bfloat16(), sample(len(SPLITS), 96).bfloat16()
+    alpha = torch.tensor([0.3, 7.0, -1.1])
+    arguments = m_grouped_arguments(x, b, offsets(SPLITS), bias, alpha, transpose_b, b_format=text)
+    found = []
+    for name in (f"reference:{arch}", f"emulated:{arch}"):
+        with backend(name):
+            found.append([ops.m_grouped_gemm(*arguments)])
+            out = found[-1][0].clone()
+            ops.m_grouped_gemm_out(*arguments, out=out, accumulate=True)
+            found[-1].append(out)
+    assert_all_same(*found)
 
 
 def test_no_rows():
-	x, w = torch.ones(0, 64, dtype=BF16), torch.ones(3, 40, 64, dtype=BF16)
-	offs = ends(0, 0, 0)
-	with backend("emulated:sm_100a"):
-		assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
-		dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=BF16), x, offs)
-	assert dw.shape == (3, 40, 64) and (dw == 0).all()
+    x, w = torch.ones(0, 64, dtype=BF16), torch.ones(3, 40, 64, dtype=BF16)
+    offs = ends(0, 0, 0)
+    with backend("emulated:sm_100a"):
+        assert ops.m_grouped_gemm(x, w, offs).shape == (0, 40)
+        dw = ops.k_grouped_gemm(torch.ones(0, 40, dtype=BF16), x, offs)
+    assert dw.shape == (3, 40, 64) and (dw == 0).all()
 
 
 def test_what_the_kernels_refuse_says_why():
-	x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
-	with backend("emulated:sm_100a"):
-		with raises(UnsupportedError, "float32"):
-			ops.m_grouped_gemm(x, w, offsets((4,)))
-		with raises(UnsupportedError, "K must be a positive multiple"):
-			ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
+    x, w = torch.ones(4, 12), torch.ones(1, 8, 12)
+    with backend("emulated:sm_100a"):
+        with raises(UnsupportedError, "float32"):
+            ops.m_grouped_gemm(x, w, offsets((4,)))
+        with raises(UnsupportedError, "K must be a positive multiple"):
+            ops.m_grouped_gemm(x.bfloat16(), w.bfloat16(), offsets((4,)))
 
 
 def test_a_forced_tile_is_used_and_gives_the_same_bits(monkeypatch):
-	used = []
+    used = []
 
-	def noting(chosen, device):
-		launch = launcher(chosen, device)
-		kernel = launch.kernel
-		monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
-		return launch
+    def noting(chosen, device):
+        launch = launcher(chosen, device)
+        kernel = launch.kernel
+        monkeypatch.setattr(launch, "kernel", lambda spec: used.append(spec.tile) or kernel(spec))
+        return launch
 
-	launcher.cache_clear()
-	monkeypatch.setattr(registry, "launcher", noting)
-	arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
-	with backend("emulated:sm_100a"):
-		registry.forget_plans()
-		free = run(*arguments)
-		chosen = set(used)
-		tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
-		with force_tile(tile):
-			forced = run(*arguments)
-		assert used[-1] == tile
-		run(*arguments)
-		assert used[-1] in chosen
-	launcher.cache_clear()
-	assert_same_bytes(free, forced)
+    launcher.cache_clear()
+    monkeypatch.setattr(registry, "launcher", noting)
+    arguments, run = PRODUCTS["row-scaled"](), ops.m_grouped_gemm
+    with backend("emulated:sm_100a"):
+        registry.forget_plans()
+        free = run(*arguments)
+        chosen = set(used)
+        tile = next(t for t in SM100_TILES if t not in chosen and t.num_ctas == 1)
+        with force_tile(tile):
+            forced = run(*arguments)
+        assert used[-1] == tile
+        run(*arguments)
+        assert used[-1] in chosen
+    launcher.cache_clear()
+    assert_same_bytes(free, forced)
 
 
 def test_a_tile_that_a_product_cannot_have_is_refused():
-	swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
-	x = sample(sum(SPLITS), 32).bfloat16()
-	with backend("emulated:sm_100a"), force_tile(swapped), raises(UnsupportedError, "swap_ab"):
-		ops.k_grouped_gemm(x, x, offsets(SPLITS))
+    swapped = next(tile for tile in SM100_TILES if tile.swap_ab)
+    x = sample(sum(SPLITS), 32).bfloat16()
+    with backend("emulated:sm_100a"), force_tile(swapped), raises(UnsupportedError, "swap_ab"):
+        ops.k_grouped_gemm(x, x, offsets(SPLITS))

@@ -9,39 +9,47 @@ NAMES = [name for name in BACKENDS if name == "reference" or name.startswith("em
 SPLITS = (3, 5, 12, 10, 1, 9, 5)
 #: Text of the format, rowwise, columnwise.
 CALLS = {
-	"rowwise": ("nvfp4", True, False),
-	"both": ("nvfp4", True, True),
-	"columnwise": ("nvfp4", False, True),
-	"row-scaled": (NVFP4_TEXTS["row-scaled"], True, True),
-	"square": (NVFP4_TEXTS["16x16"], True, True),
+    "rowwise": ("nvfp4", True, False),
+    "both": ("nvfp4", True, True),
+    "columnwise": ("nvfp4", False, True),
+    "row-scaled": (NVFP4_TEXTS["row-scaled"], True, True),
+    "square": (NVFP4_TEXTS["16x16"], True, True),
 }
 #: One a group.
 SIGNED = torch.tensor([-5.0, torch.nan, torch.inf, -torch.inf, -0.0, -1e-42, 3.0])
 
 
 def on(name, call, x, offs, amax):
-	text, rowwise, columnwise = call
-	with backend(name):
-		found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
-	fmt = parse(text)
-	return dict(zip(fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise, found, strict=True))
+    text, rowwise, columnwise = call
+    with backend(name):
+        found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise)
+    fmt = parse(text)
+    return dict(
+        zip(
+            fmt.buffer_names(False) * rowwise + fmt.buffer_names(True) * columnwise,
+            found,
+            strict=True,
+        )
+    )
 
 
 @each("call", CALLS)
 @each("name", NAMES)
 def test_the_sign_of_an_amax_is_dropped(name, call):
-	x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
-	assert_same_buffers(on(name, call, x, offs, SIGNED), on("reference", call, x, offs, SIGNED.abs()))
+    x, offs = sample(sum(SPLITS), 64), offsets(SPLITS)
+    assert_same_buffers(
+        on(name, call, x, offs, SIGNED), on("reference", call, x, offs, SIGNED.abs())
+    )
 
 
 @each("call", CALLS)
 @each("uniform", [False, True])
 @each("name", NAMES)
 def test_groups_without_elements_keep_the_given_amax(name, uniform, call):
-	x = torch.empty(*((2, 0) if uniform else (0,)), 32)
-	text, rowwise, columnwise = call
-	found = on(name, call, x, None if uniform else offsets((0, 0)), torch.tensor([2.5, -3.0]))
-	if rowwise and not parse(text).row_scaled:
-		assert found["amax"].tolist() == [2.5, 3.0]
-	if columnwise:
-		assert found["amax_t"].tolist() == [2.5, 3.0]
+    x = torch.empty(*((2, 0) if uniform else (0,)), 32)
+    text, rowwise, columnwise = call
+    found = on(name, call, x, None if uniform else offsets((0, 0)), torch.tensor([2.5, -3.0]))
+    if rowwise and not parse(text).row_scaled:
+        assert found["amax"].tolist() == [2.5, 3.0]
+    if columnwise:
+        assert found["amax_t"].tolist() == [2.5, 3.0]

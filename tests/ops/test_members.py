@@ -9,244 +9,267 @@ from cute_kernels import backend
 from cute_kernels.formats import FP8, NVFP4, parse
 from cute_kernels.layout.buffers import buffers, member_parts
 from tests.helpers import (
-	BF16,
-	BUILT,
-	DIRECTIONS,
-	F16,
-	F32,
-	I32,
-	SENTINEL,
-	U8,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	ops,
-	poisoned,
-	raises,
-	refusals,
-	sample,
-	seeded,
-	weird_values,
+    BF16,
+    BUILT,
+    DIRECTIONS,
+    F16,
+    F32,
+    I32,
+    SENTINEL,
+    U8,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    ops,
+    poisoned,
+    raises,
+    refusals,
+    sample,
+    seeded,
+    weird_values,
 )
 
 #: Shapes by the thing that each is there to catch.
 SHAPES = {
-	"both vary": [(5, 64), (130, 32), (1, 160), (33, 96)],
-	"last varies": [(40, 32), (40, 288), (40, 64)],
-	"equal": [(7, 64), (7, 64)],
-	"one": [(129, 96)],
-	"empty first": [(0, 64), (3, 32)],
-	"empty middle": [(2, 32), (0, 64), (0, 32), (4, 96)],
-	"empty last": [(128, 32), (0, 160)],
-	"all empty": [(0, 32), (0, 64)],
-	"single rows": [(1, 32)] * 5,
+    "both vary": [(5, 64), (130, 32), (1, 160), (33, 96)],
+    "last varies": [(40, 32), (40, 288), (40, 64)],
+    "equal": [(7, 64), (7, 64)],
+    "one": [(129, 96)],
+    "empty first": [(0, 64), (3, 32)],
+    "empty middle": [(2, 32), (0, 64), (0, 32), (4, 96)],
+    "empty last": [(128, 32), (0, 160)],
+    "all empty": [(0, 32), (0, 64)],
+    "single rows": [(1, 32)] * 5,
 }
 each_format = each("fmt", BUILT)
 
 
 def flat(shapes):
-	return list(itertools.chain.from_iterable(shapes))
+    return list(itertools.chain.from_iterable(shapes))
 
 
 def live(shapes):
-	return sum(m * n for m, n in shapes)
+    return sum(m * n for m, n in shapes)
 
 
 def alone(fmt, members, directions, amax=None, scale=None):
-	for i, x in enumerate(members):
-		level, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
-		out = ops.grouped_quantize(x[None], fmt.text, None, level, *directions, factor)
-		names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
-		yield dict(zip(names, out, strict=True))
+    for i, x in enumerate(members):
+        level, factor = (None if t is None else t[..., i : i + 1] for t in (amax, scale))
+        out = ops.grouped_quantize(x[None], fmt.text, None, level, *directions, factor)
+        names = buffers(fmt, (1, *x.shape), None, rowwise=directions[0], columnwise=directions[1])
+        yield dict(zip(names, out, strict=True))
 
 
 def named(fmt, shapes, directions, out):
-	asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-	return dict(zip(buffers(fmt, (0,), None, shapes=shapes, **asked), out, strict=True))
+    asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    return dict(zip(buffers(fmt, (0,), None, shapes=shapes, **asked), out, strict=True))
 
 
 def decode(fmt, copy, rows, columnwise, shapes=None, dtype=F32):
-	codes, *scales = (copy[name] for name in fmt.operand_names(columnwise))
-	return ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, None, columnwise, shapes)
+    codes, *scales = (copy[name] for name in fmt.operand_names(columnwise))
+    return ops.grouped_dequantize(codes, scales, fmt.text, rows, dtype, None, columnwise, shapes)
 
 
 def check_against_members(fmt, members, directions, amax=None):
-	shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
-	x = torch.cat([*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)])
-	scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
-	out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
-	got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
-	asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
-	parts = member_parts(fmt, shapes, **asked)
-	decoded = {
-		way: decode(fmt, got, len(x), way, flat(shapes)) for way, on in zip((False, True), directions, strict=True) if on
-	}
-	start = 0
-	for i, (copy, (m, n)) in enumerate(zip(want, shapes, strict=True)):
-		for name, buffer in copy.items():
-			assert_same_bytes(parts[name][i].of(got[name]), buffer, f"{name} of member {i}")
-		for way, values in decoded.items():
-			assert_same_bytes(values[start : start + m * n], decode(fmt, copy, m, way).flatten(), f"values of member {i}")
-		start += m * n
-	for values in decoded.values():
-		assert values.shape == x.shape and not values[start:].any()
+    shapes, dtype = [tuple(x.shape) for x in members], members[0].dtype
+    x = torch.cat(
+        [*(member.flatten() for member in members), torch.full((9,), torch.nan, dtype=dtype)]
+    )
+    scale = torch.arange(0.25, 9)[: len(members)] if fmt.takes_scale else None
+    out = ops.grouped_quantize(x, fmt.text, None, amax, *directions, scale, shapes=flat(shapes))
+    got, want = named(fmt, shapes, directions, out), alone(fmt, members, directions, amax, scale)
+    asked = dict(zip(("rowwise", "columnwise"), directions, strict=True))
+    parts = member_parts(fmt, shapes, **asked)
+    decoded = {
+        way: decode(fmt, got, len(x), way, flat(shapes))
+        for way, on in zip((False, True), directions, strict=True)
+        if on
+    }
+    start = 0
+    for i, (copy, (m, n)) in enumerate(zip(want, shapes, strict=True)):
+        for name, buffer in copy.items():
+            assert_same_bytes(parts[name][i].of(got[name]), buffer, f"{name} of member {i}")
+        for way, values in decoded.items():
+            assert_same_bytes(
+                values[start : start + m * n],
+                decode(fmt, copy, m, way).flatten(),
+                f"values of member {i}",
+            )
+        start += m * n
+    for values in decoded.values():
+        assert values.shape == x.shape and not values[start:].any()
 
 
 @each("directions", DIRECTIONS)
 @each("fmt", BUILT | {"delayed": FP8(scaling="delayed")})
 def test_every_member_has_the_bytes_that_it_has_alone(fmt, directions):
-	for shapes in SHAPES.values():
-		check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
+    for shapes in SHAPES.values():
+        check_against_members(fmt, [sample(*shape) for shape in shapes], directions)
 
 
 @each("dtype", [BF16, F16], ids=str)
 @each_format
 def test_dtypes_and_strange_values(fmt, dtype):
-	try:
-		check_against_members(fmt, [weird_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True))
-	except TypeError as error:
-		assert fmt == NVFP4(hadamard=True) and "bfloat16" in str(error)
+    try:
+        check_against_members(
+            fmt, [weird_values(*shape, dtype) for shape in SHAPES["both vary"]], (True, True)
+        )
+    except TypeError as error:
+        assert fmt == NVFP4(hadamard=True) and "bfloat16" in str(error)
 
 
 @each_format
 def test_given_amaxes(fmt):
-	directions = tuple(level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True)))
-	if not any(directions):
-		with raises(ValueError, "amax is the second level"):
-			ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
-		return
-	amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
-	if fmt.is_transformed:
-		amax = torch.stack([amax, 2 * amax])
-	check_against_members(fmt, [sample(*shape) for shape in SHAPES["empty middle"]], directions, amax)
+    directions = tuple(
+        level is not None and level.per == "group" for level in (fmt.level(False), fmt.level(True))
+    )
+    if not any(directions):
+        with raises(ValueError, "amax is the second level"):
+            ops.grouped_quantize(sample(32), fmt.text, None, torch.ones(1), shapes=[1, 32])
+        return
+    amax = torch.tensor([2.0, -3.0, 0.0, 50.0])
+    if fmt.is_transformed:
+        amax = torch.stack([amax, 2 * amax])
+    check_against_members(
+        fmt, [sample(*shape) for shape in SHAPES["empty middle"]], directions, amax
+    )
 
 
 @each("text", ["nvfp4:row_scaled", "fp8"])
 def test_many_members(text):
-	fmt = BUILT[text]
-	rows = torch.randint(0, 3, (1030,), generator=seeded(5)).tolist()
-	shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
-	x = sample(live(shapes))
-	out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
-	got = named(fmt, shapes, (True, False), out)
-	parts = member_parts(fmt, shapes)
-	start = 0
-	for i, (m, n) in enumerate(shapes):
-		if i % 103 == 0:
-			(want,) = alone(fmt, [x[start : start + m * n].view(m, n)], (True, False))
-			for name, buffer in want.items():
-				assert_same_bytes(parts[name][i].of(got[name]), buffer, name)
-		start += m * n
+    fmt = BUILT[text]
+    rows = torch.randint(0, 3, (1030,), generator=seeded(5)).tolist()
+    shapes = [(m, 32 if i % 3 else 64) for i, m in enumerate(rows)]
+    x = sample(live(shapes))
+    out = ops.grouped_quantize(x, fmt.text, None, None, True, False, shapes=flat(shapes))
+    got = named(fmt, shapes, (True, False), out)
+    parts = member_parts(fmt, shapes)
+    start = 0
+    for i, (m, n) in enumerate(shapes):
+        if i % 103 == 0:
+            (want,) = alone(fmt, [x[start : start + m * n].view(m, n)], (True, False))
+            for name, buffer in want.items():
+                assert_same_bytes(parts[name][i].of(got[name]), buffer, name)
+        start += m * n
 
 
 @each_format
 def test_only_the_parts_of_members_are_written(fmt):
-	shapes = SHAPES["both vary"]
-	x = sample(live(shapes))
-	want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
-	out = [poisoned(t) for t in want]
-	ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
-	got = named(fmt, shapes, (True, True), out)
-	for name, parts in member_parts(fmt, shapes, columnwise=True).items():
-		outside = got[name].view(U8).clone()
-		size = got[name].itemsize
-		for part in parts:
-			outside[part.start * size : (part.start + part.spec.extent) * size] = SENTINEL
-		assert outside.eq(SENTINEL).all(), name
-	for way in (False, True):
-		values = decode(fmt, got, len(x), way, flat(shapes))
-		assert_same_bytes(values, decode(fmt, named(fmt, shapes, (True, True), want), len(x), way, flat(shapes)))
+    shapes = SHAPES["both vary"]
+    x = sample(live(shapes))
+    want = ops.grouped_quantize(x, fmt.text, None, None, True, True, shapes=flat(shapes))
+    out = [poisoned(t) for t in want]
+    ops.grouped_quantize_out(x, fmt.text, None, None, True, True, shapes=flat(shapes), out=out)
+    got = named(fmt, shapes, (True, True), out)
+    for name, parts in member_parts(fmt, shapes, columnwise=True).items():
+        outside = got[name].view(U8).clone()
+        size = got[name].itemsize
+        for part in parts:
+            outside[part.start * size : (part.start + part.spec.extent) * size] = SENTINEL
+        assert outside.eq(SENTINEL).all(), name
+    for way in (False, True):
+        values = decode(fmt, got, len(x), way, flat(shapes))
+        assert_same_bytes(
+            values, decode(fmt, named(fmt, shapes, (True, True), want), len(x), way, flat(shapes))
+        )
 
 
 #: What is passed instead, and the message.
 WRONG = {
-	"no members": ({"shapes": []}, "at least one member"),
-	"an odd size": ({"shapes": [5, 64, 2]}, "got 3 sizes"),
-	"negative rows": ({"shapes": [5, 64, -1, 32]}, r"shapes\[1\] must have m >= 0 rows, got \(-1, 32\)"),
-	"columns": (
-		{"shapes": [5, 64, 2, 24]},
-		r"shapes\[1\] must have a positive multiple of 16 columns \(nvfp4\), got \(2, 24\)",
-	),
-	"too many elements": (
-		{"shapes": [5, 64, 2, 48]},
-		r"shapes\[1\], \(2, 48\), must end within the 400 elements of the tensor, but ends at 416",
-	),
-	"offs": ({"offs": torch.tensor([5, 6], dtype=I32)}, "offs and shapes are both given"),
-	"amaxes": ({"amax": torch.ones(3)}, "amax must have size 2 in dimension 0"),
+    "no members": ({"shapes": []}, "at least one member"),
+    "an odd size": ({"shapes": [5, 64, 2]}, "got 3 sizes"),
+    "negative rows": (
+        {"shapes": [5, 64, -1, 32]},
+        r"shapes\[1\] must have m >= 0 rows, got \(-1, 32\)",
+    ),
+    "columns": (
+        {"shapes": [5, 64, 2, 24]},
+        r"shapes\[1\] must have a positive multiple of 16 columns \(nvfp4\), got \(2, 24\)",
+    ),
+    "too many elements": (
+        {"shapes": [5, 64, 2, 48]},
+        r"shapes\[1\], \(2, 48\), must end within the 400 elements of the tensor, but ends at 416",
+    ),
+    "offs": ({"offs": torch.tensor([5, 6], dtype=I32)}, "offs and shapes are both given"),
+    "amaxes": ({"amax": torch.ones(3)}, "amax must have size 2 in dimension 0"),
 }
 
 
 test_rules_that_are_broken_name_the_member = refusals(
-	lambda change: ops.grouped_quantize(torch.ones(400), "nvfp4", **{"shapes": [5, 64, 2, 32]} | change),
-	WRONG,
-	ValueError,
+    lambda change: ops.grouped_quantize(
+        torch.ones(400), "nvfp4", **{"shapes": [5, 64, 2, 32]} | change
+    ),
+    WRONG,
+    ValueError,
 )
 
 
 def test_rules_of_decoding():
-	shapes = [5, 64, 2, 32]
-	codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
-	arguments = (codes, scales, "nvfp4", 384, BF16)
-	assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
-	offs = torch.tensor([5, 6], dtype=I32)
-	with raises(ValueError, "offs and shapes are both given"):
-		ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
-	with raises(ValueError, "must end within the 383 elements"):
-		ops.grouped_dequantize(codes, scales, "nvfp4", 383, BF16, shapes=shapes)
-	with raises(ValueError, "codes must have size 2560 in dimension 0"):
-		ops.grouped_dequantize(*arguments[:3], 9999, BF16, shapes=[5, 64, 70, 64])
-	with raises(ValueError, "codes must have 3 dimensions"):
-		ops.grouped_dequantize(*arguments)
+    shapes = [5, 64, 2, 32]
+    codes, *scales = ops.grouped_quantize(torch.ones(384), "nvfp4", shapes=shapes)
+    arguments = (codes, scales, "nvfp4", 384, BF16)
+    assert ops.grouped_dequantize(*arguments, shapes=shapes).eq(1).all()
+    offs = torch.tensor([5, 6], dtype=I32)
+    with raises(ValueError, "offs and shapes are both given"):
+        ops.grouped_dequantize(*arguments, offs=offs, shapes=shapes)
+    with raises(ValueError, "must end within the 383 elements"):
+        ops.grouped_dequantize(codes, scales, "nvfp4", 383, BF16, shapes=shapes)
+    with raises(ValueError, "codes must have size 2560 in dimension 0"):
+        ops.grouped_dequantize(*arguments[:3], 9999, BF16, shapes=[5, 64, 70, 64])
+    with raises(ValueError, "codes must have 3 dimensions"):
+        ops.grouped_dequantize(*arguments)
 
 
 def test_other_shapes_are_another_plan():
-	x = sample(256)
-	call = functools.partial(ops.grouped_quantize, x, "fp8")
-	first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
-	for shapes in (first, second, first):
-		got = call(shapes=shapes)
-		assert got[3].tolist() == [part.abs().max() for part in x.view(2, 128).float()]
-		(m, n), codes = shapes[:2], got[0]
-		assert_same_bytes(codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0])
-	assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
-	with raises(ValueError, "must have a positive multiple of 16 columns"):
-		call(shapes=[4, 24, 4, 32])
+    x = sample(256)
+    call = functools.partial(ops.grouped_quantize, x, "fp8")
+    first, second = ([4, 32, 4, 32], [2, 64, 2, 64])
+    for shapes in (first, second, first):
+        got = call(shapes=shapes)
+        assert got[3].tolist() == [part.abs().max() for part in x.view(2, 128).float()]
+        (m, n), codes = shapes[:2], got[0]
+        assert_same_bytes(
+            codes[: m * n].view(m, n), ops.grouped_quantize(x.view(2, m, n), "fp8")[0][0]
+        )
+    assert call(shapes=[1, 32, 7, 32])[0].shape == (128 + 256,)
+    with raises(ValueError, "must have a positive multiple of 16 columns"):
+        call(shapes=[4, 24, 4, 32])
 
 
 @each(
-	("arch", "text", "act"),
-	[
-		*(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None), ("sm_100a", "fp8_block", None)),
-		*((arch, "nvfp4:stochastic_rounding", None) for arch in ("sm_90a", "sm_100a")),
-		("sm_100a", "nvfp4:block=16x16,stochastic_rounding", None),
-		*(("sm_90a", "fp8", None), ("sm_100a", "nvfp4:row_scaled", "swiglu")),
-	],
+    ("arch", "text", "act"),
+    [
+        *(("sm_90a", "nvfp4", None), ("sm_100a", "mxfp8", None), ("sm_100a", "fp8_block", None)),
+        *((arch, "nvfp4:stochastic_rounding", None) for arch in ("sm_90a", "sm_100a")),
+        ("sm_100a", "nvfp4:block=16x16,stochastic_rounding", None),
+        *(("sm_90a", "fp8", None), ("sm_100a", "nvfp4:row_scaled", "swiglu")),
+    ],
 )
 def test_kernels(arch, text, act):
-	shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
-	count = sum(m * n for m, n in shapes)
-	x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])
-	arguments = {"columnwise": True, "activation": act, "shapes": flat(shapes)}
-	fmt = parse(text)
-	if fmt.is_stochastic:
-		arguments["seed"] = torch.tensor([7, 2**62 + 1])
-	want = ops.grouped_quantize(x, text, **arguments)
-	outs = [poisoned(t) for t in want], [poisoned(t) for t in want]
-	ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
-	with backend(f"emulated:{arch}"):
-		ops.grouped_quantize_out(x, text, **arguments, out=outs[1])
-	assert_all_same([t.view(U8) for t in outs[1]], [t.view(U8) for t in outs[0]])
-	if act is not None:
-		return
-	directions = (False, True)
-	named = dict(zip(list(buffers(fmt, (1, 2, 32), None, columnwise=True)), want, strict=True))
-	for way in directions:
-		codes, *scales = (named[name] for name in fmt.operand_names(way))
-		given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])
-		decoded = ops.grouped_dequantize(*given)
-		with backend(f"emulated:{arch}"):
-			assert_same_bytes(ops.grouped_dequantize(*given), decoded)
-			into = poisoned(decoded)
-			ops.grouped_dequantize_out(*given, out=into)
-		assert_same_bytes(into[:count], decoded[:count])
-		assert not into[count:].view(torch.int16).eq(0).any()
+    shapes = [(5, 64), (0, 32), (130, 96), (1, 2048), (128, 32)]
+    count = sum(m * n for m, n in shapes)
+    x = torch.cat([sample(count * (2 if act else 1)), torch.full((40,), torch.nan).bfloat16()])
+    arguments = {"columnwise": True, "activation": act, "shapes": flat(shapes)}
+    fmt = parse(text)
+    if fmt.is_stochastic:
+        arguments["seed"] = torch.tensor([7, 2**62 + 1])
+    want = ops.grouped_quantize(x, text, **arguments)
+    outs = [poisoned(t) for t in want], [poisoned(t) for t in want]
+    ops.grouped_quantize_out(x, text, **arguments, out=outs[0])
+    with backend(f"emulated:{arch}"):
+        ops.grouped_quantize_out(x, text, **arguments, out=outs[1])
+    assert_all_same([t.view(U8) for t in outs[1]], [t.view(U8) for t in outs[0]])
+    if act is not None:
+        return
+    directions = (False, True)
+    named = dict(zip(list(buffers(fmt, (1, 2, 32), None, columnwise=True)), want, strict=True))
+    for way in directions:
+        codes, *scales = (named[name] for name in fmt.operand_names(way))
+        given = (codes, scales, text, count + 7, BF16, None, way, arguments["shapes"])
+        decoded = ops.grouped_dequantize(*given)
+        with backend(f"emulated:{arch}"):
+            assert_same_bytes(ops.grouped_dequantize(*given), decoded)
+            into = poisoned(decoded)
+            ops.grouped_dequantize_out(*given, out=into)
+        assert_same_bytes(into[:count], decoded[:count])
+        assert not into[count:].view(torch.int16).eq(0).any()

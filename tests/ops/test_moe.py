@@ -8,21 +8,21 @@ from cute_kernels.moe.config import RoutingConfig
 from cute_kernels.ops import registry
 from cute_kernels.ops.launch import rows
 from tests.helpers import (
-	BF16,
-	DTYPES,
-	F16,
-	F32,
-	I32,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	each_arch,
-	many_groups,
-	ops,
-	poisoned,
-	sample,
-	seeded,
-	weird_values,
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    I32,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    each_arch,
+    many_groups,
+    ops,
+    poisoned,
+    sample,
+    seeded,
+    weird_values,
 )
 from tests.reference.test_activations import in_fp64
 
@@ -31,25 +31,27 @@ MODES = [{}, {"mode": "chaos", "seed": 1}, {"mode": "chaos", "seed": 2}, {"races
 
 
 def ids_of(tokens, top_k, experts, *, seed=0, dtype=torch.int64):
-	"""Experts of each token, no two the same where there are enough; some are none."""
-	rng = seeded(seed)
-	ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
-	wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
-	pick = torch.randint(0, 12, ids.shape, generator=rng)
-	return torch.where(pick < len(wild), wild[pick.clamp(max=4)], ids).to(dtype)
+    """Experts of each token, no two the same where there are enough; some are none."""
+    rng = seeded(seed)
+    ids = torch.rand(tokens, max(experts, top_k), generator=rng).argsort(1)[:, :top_k] % experts
+    wild = torch.tensor([-1, experts, -(2**31), 2**31 - 1, experts + 511])
+    pick = torch.randint(0, 12, ids.shape, generator=rng)
+    return torch.where(pick < len(wild), wild[pick.clamp(max=4)], ids).to(dtype)
 
 
 def loop(ids, experts):
-	top_k = ids.shape[1]
-	pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
-	offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
-	order = [i for _, i in sorted(pairs)]
-	tail = [-1] * (ids.numel() - len(order))
-	row = [-1] * ids.numel()
-	for r, i in enumerate(order):
-		row[i] = r
-	found = (offs, [i // top_k for i in order] + tail, order + tail)
-	return [torch.tensor(v, dtype=I32) for v in found] + [torch.tensor(row, dtype=I32).view(ids.shape)]
+    top_k = ids.shape[1]
+    pairs = [(e, i) for i, e in enumerate(ids.flatten().tolist()) if 0 <= e < experts]
+    offs = [sum(e <= g for e, _ in pairs) for g in range(experts)]
+    order = [i for _, i in sorted(pairs)]
+    tail = [-1] * (ids.numel() - len(order))
+    row = [-1] * ids.numel()
+    for r, i in enumerate(order):
+        row[i] = r
+    found = (offs, [i // top_k for i in order] + tail, order + tail)
+    return [torch.tensor(v, dtype=I32) for v in found] + [
+        torch.tensor(row, dtype=I32).view(ids.shape)
+    ]
 
 
 SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4), (3, 0, 2)]
@@ -58,412 +60,522 @@ SHAPES = [(1, 1, 1), (7, 2, 5), (33, 8, 20), (5, 3, 600), (0, 2, 3), (40, 1, 4),
 @each(("tokens", "top_k", "experts"), SHAPES)
 @each("dtype", [I32, torch.int64])
 def test_routing(tokens, top_k, experts, dtype):
-	ids = ids_of(tokens, top_k, experts, dtype=dtype)
-	assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
+    ids = ids_of(tokens, top_k, experts, dtype=dtype)
+    assert_all_same(ops.compute_routing(ids, experts), loop(ids, experts))
 
 
 @each("dtype", [I32, torch.int64])
 @each_arch
 def test_routing_kernels(arch, dtype, monkeypatch):
-	"""One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
-	registry.forget_plans()
-	# As many warps as the race detector follows.
-	choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
-	if dtype == torch.int64:
-		monkeypatch.setattr(RoutingConfig, "choose", choice)
-	shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
-	for i, (tokens, top_k, experts) in enumerate(shapes):
-		ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
-		want = ops.compute_routing(ids, experts)
-		with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
-			assert_all_same(ops.compute_routing(ids, experts), want)
-	registry.forget_plans()
+    """One CTA and a cluster, one window of experts and several, whole rounds of a warp and not."""
+    registry.forget_plans()
+    # As many warps as the race detector follows.
+    choice = classmethod(lambda cls, ids, pairs: cls(ids, 4 if pairs > 100 else 1, 4))
+    if dtype == torch.int64:
+        monkeypatch.setattr(RoutingConfig, "choose", choice)
+    shapes = [*SHAPES[:5], (1100, 2, 40), (1100, 8, 13), (700, 8, 1500), (600, 7, 3)]
+    for i, (tokens, top_k, experts) in enumerate(shapes):
+        ids = ids_of(tokens, top_k, experts, seed=i, dtype=dtype)
+        want = ops.compute_routing(ids, experts)
+        with backend(f"emulated:{arch}", **MODES[i % (4 if dtype == torch.int64 else 3)]):
+            assert_all_same(ops.compute_routing(ids, experts), want)
+    registry.forget_plans()
 
 
 def test_extremes_of_int64_are_no_experts():
-	info = torch.iinfo(torch.int64)
-	ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
-	want = loop(ids, 2)
-	assert_all_same(ops.compute_routing(ids, 2), want)
-	with backend("emulated:sm_90a"):
-		assert_all_same(ops.compute_routing(ids, 2), want)
+    info = torch.iinfo(torch.int64)
+    ids = torch.tensor([[info.min, info.max], [2**32, 1], [-(2**32), 0]])
+    want = loop(ids, 2)
+    assert_all_same(ops.compute_routing(ids, 2), want)
+    with backend("emulated:sm_90a"):
+        assert_all_same(ops.compute_routing(ids, 2), want)
 
 
 #: Experts, k, score, renormalize, groups, top groups, factor.
 ROUTERS = [
-	(128, 8, "softmax", True, 1, 1, 1.0),
-	(256, 8, "sigmoid", True, 8, 4, 2.5),
-	(20, 3, "softmax", False, 1, 1, 1.0),
-	(60, 5, "sigmoid", False, 10, 3, 1.5),
-	(40, 40, "softmax", True, 1, 1, 1.0),
+    (128, 8, "softmax", True, 1, 1, 1.0),
+    (256, 8, "sigmoid", True, 8, 4, 2.5),
+    (20, 3, "softmax", False, 1, 1, 1.0),
+    (60, 5, "sigmoid", False, 10, 3, 1.5),
+    (40, 40, "softmax", True, 1, 1, 1.0),
 ]
 
 
 def routed(case, tokens=7):
-	"""The op and its gradient with every kind of number; with a bias and an end or without."""
-	experts, k, *options = case
-	logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
-	logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = 0, torch.nan, torch.inf, -torch.inf, torch.nan
-	logits[5] = -100  # Scores of 0, if they are sigmoids, which are divided by their sum.
-	bias = end = dscores = None
-	if not (experts == 128 or k == 40):
-		bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([6], dtype=I32)
-		bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
-	out = ops.moe_route(logits, bias, end, k, *options)
-	out[1][4, 0] = -1  # Of expert 0, whose NaN is nobody's then.
-	dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
-	given = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
-	return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
+    """The op and its gradient with every kind of number; with a bias and an end or without."""
+    experts, k, *options = case
+    logits = torch.randn(tokens, experts, generator=seeded(experts)) * 4
+    logits[0], logits[1, 3], logits[2, 5], logits[3, :4], logits[4, 0] = (
+        0,
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        torch.nan,
+    )
+    logits[5] = -100  # Scores of 0, if they are sigmoids, which are divided by their sum.
+    bias = end = dscores = None
+    if not (experts == 128 or k == 40):
+        bias, end = torch.arange(experts) % 5 * 0.1, torch.tensor([6], dtype=I32)
+        bias[2], bias[7], dscores = -torch.inf, torch.nan, logits.nan_to_num(0, 1, 1)
+    out = ops.moe_route(logits, bias, end, k, *options)
+    out[1][4, 0] = -1  # Of expert 0, whose NaN is nobody's then.
+    dweights = torch.arange(tokens * k).view(tokens, k) % 7 - 2.5
+    given = (dweights, dscores, out[1], out[2], *options[:2], options[-1])
+    return [*out, ops.moe_route_gradient(*given), ops.moe_route_gradient(*given, True)]
 
 
 @each("case", ROUTERS)
 def test_router_kernels(case):
-	want, at = routed(case), ROUTERS.index(case)
-	for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
-		for mode in MODES[at % 2 :: 2]:
-			with backend(f"emulated:{arch}", **mode):
-				assert_all_same(routed(case), want, any_nan=True)
+    want, at = routed(case), ROUTERS.index(case)
+    for arch in ARCHITECTURES[: 1 if at > 2 else 2]:
+        for mode in MODES[at % 2 :: 2]:
+            with backend(f"emulated:{arch}", **mode):
+                assert_all_same(routed(case), want, any_nan=True)
 
 
 def operands(tokens=9, cols=24, top_k=3, experts=4, dtype=F32, seed=0):
-	ids = ids_of(tokens, top_k, experts, seed=seed)
-	_, token, _, row = ops.compute_routing(ids, experts)
-	rng = seeded(seed)
-	weight = torch.randn(tokens, top_k, generator=rng)
-	return (sample(tokens, cols, dtype=dtype), sample(tokens * top_k, cols, dtype=dtype), weight, token, row)
+    ids = ids_of(tokens, top_k, experts, seed=seed)
+    _, token, _, row = ops.compute_routing(ids, experts)
+    rng = seeded(seed)
+    weight = torch.randn(tokens, top_k, generator=rng)
+    return (
+        sample(tokens, cols, dtype=dtype),
+        sample(tokens * top_k, cols, dtype=dtype),
+        weight,
+        token,
+        row,
+    )
 
 
 def test_gather_and_combine():
-	for dtype in DTYPES.values():
-		x, h, weight, token, row = operands(dtype=dtype)
-		rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
-		assert_same_bytes(ops.moe_gather(x, token), rows)
-		for w in (weight, None):
-			y = torch.zeros(x.shape)
-			for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
-				if row[t, k] >= 0:
-					y[t] += h[row[t, k]].float() * (1 if w is None else w[t, k])
-			for out in DTYPES.values():
-				assert_same_bytes(ops.moe_combine(h, row, w, out), y.to(out))
-			assert ops.moe_combine(h, row, w).dtype == dtype
+    for dtype in DTYPES.values():
+        x, h, weight, token, row = operands(dtype=dtype)
+        rows = torch.stack([x[t] if t >= 0 else torch.zeros_like(x[0]) for t in token.tolist()])
+        assert_same_bytes(ops.moe_gather(x, token), rows)
+        for w in (weight, None):
+            y = torch.zeros(x.shape)
+            for t, k in torch.cartesian_prod(torch.arange(9), torch.arange(3)).tolist():
+                if row[t, k] >= 0:
+                    y[t] += h[row[t, k]].float() * (1 if w is None else w[t, k])
+            for out in DTYPES.values():
+                assert_same_bytes(ops.moe_combine(h, row, w, out), y.to(out))
+            assert ops.moe_combine(h, row, w).dtype == dtype
 
 
 def test_what_is_no_row_is_left_out():
-	"""Whatever its weight; beyond both ends."""
-	h, nan = torch.ones(2, 8), torch.nan
-	row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
-	weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
-	assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
-	assert ops.moe_gather(h, torch.tensor([1, 2, -1], dtype=I32)).sum(1).tolist() == [8, 0, 0]
-	ops.moe_combine(h, row, weight.requires_grad_()).backward(h.log() / 0)
-	assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
+    """Whatever its weight; beyond both ends."""
+    h, nan = torch.ones(2, 8), torch.nan
+    row = torch.tensor([[0, 2, -1], [2**31 - 1, -(2**31), 5]], dtype=I32)
+    weight = torch.tensor([[2.0, nan, nan], [nan, nan, nan]])
+    assert ops.moe_combine(h, row, weight).tolist() == [[2.0] * 8, [0.0] * 8]
+    assert ops.moe_gather(h, torch.tensor([1, 2, -1], dtype=I32)).sum(1).tolist() == [8, 0, 0]
+    ops.moe_combine(h, row, weight.requires_grad_()).backward(h.log() / 0)
+    assert weight.grad.isnan().tolist() == [[True, False, False], [False] * 3]
 
 
 @each("given", [torch.inf, -torch.inf, torch.nan])
 def test_gradients_of_a_sum_with_pairs_that_are_absent(given):
-	"""Whatever dy holds: absent pairs have zeros, and no row takes what another token was given."""
-	row = torch.tensor([[0, -1, 2], [-1, 9, 2**31 - 1], [4, 1, -(2**31)]], dtype=I32)
-	there = (row >= 0) & (row < 6)
-	for weights in (None, torch.tensor([[0.5, 2.0, 3.0]] * 3)):
-		for token in range(3):
-			h, dy = sample(6, 8).requires_grad_(), torch.ones(3, 8)
-			dy[token, 5] = given
-			weight = None if weights is None else weights.clone().requires_grad_()
-			ops.moe_combine(h, row, weight).backward(dy.to(h.dtype))
-			want = torch.zeros(6, 8)
-			for t, k in there.nonzero().tolist():
-				want[row[t, k]] = dy[t] * (1.0 if weight is None else weight[t, k].detach())
-			assert_same_bytes(h.grad, want.to(h.dtype), any_nan=True)
-			assert h.grad[[3, 5]].eq(0).all()
-			if weight is not None:
-				assert weight.grad[~there].eq(0).all()
-				assert weight.grad[there].isfinite().tolist() == [t != token for t, _ in there.nonzero().tolist()]
+    """Whatever dy holds: absent pairs have zeros, and no row takes what another token was given."""
+    row = torch.tensor([[0, -1, 2], [-1, 9, 2**31 - 1], [4, 1, -(2**31)]], dtype=I32)
+    there = (row >= 0) & (row < 6)
+    for weights in (None, torch.tensor([[0.5, 2.0, 3.0]] * 3)):
+        for token in range(3):
+            h, dy = sample(6, 8).requires_grad_(), torch.ones(3, 8)
+            dy[token, 5] = given
+            weight = None if weights is None else weights.clone().requires_grad_()
+            ops.moe_combine(h, row, weight).backward(dy.to(h.dtype))
+            want = torch.zeros(6, 8)
+            for t, k in there.nonzero().tolist():
+                want[row[t, k]] = dy[t] * (1.0 if weight is None else weight[t, k].detach())
+            assert_same_bytes(h.grad, want.to(h.dtype), any_nan=True)
+            assert h.grad[[3, 5]].eq(0).all()
+            if weight is not None:
+                assert weight.grad[~there].eq(0).all()
+                assert weight.grad[there].isfinite().tolist() == [
+                    t != token for t, _ in there.nonzero().tolist()
+                ]
 
 
 @each_arch
 def test_gather_and_combine_kernels(arch, monkeypatch):
-	"""Loads of every width, more experts a token than loads at a time, strips and parts of one."""
-	monkeypatch.setattr(rows, "_MANY_BYTES", 0)
-	registry.forget_plans()
-	for i, (dtype, cols) in enumerate([(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]):
-		x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
-		x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0
-		wild = token.clone()
-		wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
-		out = F32 if i % 2 else dtype
-		calls = (
-			lambda a=(x, wild): ops.moe_gather(*a),
-			lambda a=(x, token, row): ops.moe_gather(*a),
-			lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
-			lambda a=(h, row, None): ops.moe_combine(*a),
-			# Elsewhere than kernels read, and not dense.
-			lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
-		)
-		for call in calls[: 5 if arch == "sm_90a" else 3]:
-			want = call()
-			with backend(f"emulated:{arch}", **MODES[i]):
-				assert_same_bytes(call(), want, any_nan=True)
-		with backend(f"emulated:{arch}"):  # What is no row is nowhere.
-			ops.moe_gather(x, token, torch.where(row % 4 == 0, 2**31 - 1, row - 1))
-	none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
-	with backend(f"emulated:{arch}"):
-		assert not ops.moe_combine(*none).any()
-		assert not ops.moe_gather(none[0], none[1].flatten()).any()
-		assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
-		# One row is contiguous with any stride.
-		row = torch.ones(1, 11, dtype=BF16)[:, :8]
-		assert ops.moe_gather(row, none[1].flatten()).sum() == 48
-		assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
+    """Loads of every width, more experts a token than loads at a time, strips and parts of one."""
+    monkeypatch.setattr(rows, "_MANY_BYTES", 0)
+    registry.forget_plans()
+    for i, (dtype, cols) in enumerate([(BF16, 8), (BF16, 1096), (BF16, 9), (F32, 12)]):
+        x, h, weight, token, row = operands(11, cols, 6, 9, dtype, i)
+        x[3], h[5], weight[2, 1] = torch.nan, torch.inf, -0.0
+        wild = token.clone()
+        wild[:3] = torch.tensor([2**31 - 1, -(2**31), 11])
+        out = F32 if i % 2 else dtype
+        calls = (
+            lambda a=(x, wild): ops.moe_gather(*a),
+            lambda a=(x, token, row): ops.moe_gather(*a),
+            lambda a=(h[:50], row, weight, out): ops.moe_combine(*a),
+            lambda a=(h, row, None): ops.moe_combine(*a),
+            # Elsewhere than kernels read, and not dense.
+            lambda a=(h[1:, 1:], row[1:, ::2], weight[1:, ::2]): ops.moe_combine(*a),
+        )
+        for call in calls[: 5 if arch == "sm_90a" else 3]:
+            want = call()
+            with backend(f"emulated:{arch}", **MODES[i]):
+                assert_same_bytes(call(), want, any_nan=True)
+        with backend(f"emulated:{arch}"):  # What is no row is nowhere.
+            ops.moe_gather(x, token, torch.where(row % 4 == 0, 2**31 - 1, row - 1))
+    none = torch.zeros(0, 8), torch.zeros(3, 2, dtype=I32)
+    with backend(f"emulated:{arch}"):
+        assert not ops.moe_combine(*none).any()
+        assert not ops.moe_gather(none[0], none[1].flatten()).any()
+        assert ops.moe_gather(none[0], none[1][:0].flatten()).shape == (0, 8)
+        # One row is contiguous with any stride.
+        row = torch.ones(1, 11, dtype=BF16)[:, :8]
+        assert ops.moe_gather(row, none[1].flatten()).sum() == 48
+        assert not ops.moe_combine(torch.ones(3, 8), none[1][:, :0]).any()
 
 
 each_activation = each(
-	("name", "dtype", "cols", "interleaved"),
-	[
-		*(("swiglu", BF16, 264, False), ("clamped_swiglu:limit=2.0", F32, 24, True)),
-		*(("silu", F16, 13, False), ("geglu", BF16, 9, True)),
-	],
+    ("name", "dtype", "cols", "interleaved"),
+    [
+        *(("swiglu", BF16, 264, False), ("clamped_swiglu:limit=2.0", F32, 24, True)),
+        *(("silu", F16, 13, False), ("geglu", BF16, 9, True)),
+    ],
 )
 
 
 def activation_calls(name, dtype, cols, interleaved, ragged=True):
-	"""The op, its gradient, and that with weights, of rows with special values."""
-	gated = "glu" in name
-	x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
-	x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
-	special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
-	x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
-	ids = ids_of(20, 2, 4, seed=cols)
-	offs, _, pair, _ = ops.compute_routing(ids, 4)
-	rest = (offs if ragged else None, interleaved)
-	x[int(offs[-1]) :] = torch.nan
-	return int(offs[-1]) if ragged else None, [
-		lambda: [ops.moe_activate(x, name, *rest)],
-		lambda: ops.moe_activate_gradient(x, grad, name, *rest),
-		lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
-	]
+    """The op, its gradient, and that with weights, of rows with special values."""
+    gated = "glu" in name
+    x, _, weight, _, row = operands(20, cols * (1 + gated), 2, 4, dtype, cols)
+    x, grad = torch.cat([x, -x]), sample(40, cols, dtype=dtype)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 100.0, -100.0])
+    x[1, :8], grad[2, :8] = special.to(dtype), special.to(dtype)
+    ids = ids_of(20, 2, 4, seed=cols)
+    offs, _, pair, _ = ops.compute_routing(ids, 4)
+    rest = (offs if ragged else None, interleaved)
+    x[int(offs[-1]) :] = torch.nan
+    return int(offs[-1]) if ragged else None, [
+        lambda: [ops.moe_activate(x, name, *rest)],
+        lambda: ops.moe_activate_gradient(x, grad, name, *rest),
+        lambda: ops.moe_activate_gradient(x, grad, name, *rest, weight, pair),
+    ]
 
 
 @each_activation
 def test_activations(name, dtype, cols, interleaved):
-	"""Against autograd in fp64 of what a layer computes with them."""
-	act = grouped.Activation(name.partition(":")[0])
-	if "limit" in name:
-		act = grouped.Activation("clamped_swiglu", limit=2.0)
-	gated, rows = act.is_gated, 12
-	x, grad = (torch.randn(rows, cols * n).to(dtype) for n in (1 + gated, 1))
-	weight = torch.rand(rows, 1)
-	pair = torch.randperm(rows).int()
-	exact = x.double().requires_grad_()
-	p = weight.double().requires_grad_()
-	y = in_fp64(act, exact.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else exact)
-	tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
-	got = ops.moe_activate(x, act.text, None, interleaved)
-	torch.testing.assert_close(got.double(), y, **tolerance)
-	(y * p[pair.long()] * grad.double()).sum().backward()
-	dx, scaled, dp = ops.moe_activate_gradient(x, grad, act.text, None, interleaved, weight, pair)
-	torch.testing.assert_close(dx.double(), exact.grad, **tolerance)
-	torch.testing.assert_close(scaled.double(), (y * p[pair.long()]).detach(), **tolerance)
-	torch.testing.assert_close(dp.double(), p.grad, rtol=2e-2, atol=2e-2)
-	(plain,) = ops.moe_activate_gradient(x, grad, act.text, None, interleaved)
-	leaf = x.clone().requires_grad_()
-	ops.moe_activate(leaf, act.text, None, interleaved).backward(grad)
-	assert_same_bytes(leaf.grad, plain)
+    """Against autograd in fp64 of what a layer computes with them."""
+    act = grouped.Activation(name.partition(":")[0])
+    if "limit" in name:
+        act = grouped.Activation("clamped_swiglu", limit=2.0)
+    gated, rows = act.is_gated, 12
+    x, grad = (torch.randn(rows, cols * n).to(dtype) for n in (1 + gated, 1))
+    weight = torch.rand(rows, 1)
+    pair = torch.randperm(rows).int()
+    exact = x.double().requires_grad_()
+    p = weight.double().requires_grad_()
+    y = in_fp64(act, exact.unflatten(1, (-1, 2)).mT.flatten(1) if interleaved else exact)
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 2e-6}
+    got = ops.moe_activate(x, act.text, None, interleaved)
+    torch.testing.assert_close(got.double(), y, **tolerance)
+    (y * p[pair.long()] * grad.double()).sum().backward()
+    dx, scaled, dp = ops.moe_activate_gradient(x, grad, act.text, None, interleaved, weight, pair)
+    torch.testing.assert_close(dx.double(), exact.grad, **tolerance)
+    torch.testing.assert_close(scaled.double(), (y * p[pair.long()]).detach(), **tolerance)
+    torch.testing.assert_close(dp.double(), p.grad, rtol=2e-2, atol=2e-2)
+    (plain,) = ops.moe_activate_gradient(x, grad, act.text, None, interleaved)
+    leaf = x.clone().requires_grad_()
+    ops.moe_activate(leaf, act.text, None, interleaved).backward(grad)
+    assert_same_bytes(leaf.grad, plain)
 
 
 @each_activation
 @each_arch
 def test_activation_kernels(arch, name, dtype, cols, interleaved):
-	live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
-	for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
-		want = call()
-		with backend(f"emulated:{arch}", **MODES[i + 1]):
-			for got, wanted in zip(call(), want, strict=True):
-				# Of the tail nothing is said.
-				rows = live if len(got) == 40 else None
-				assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
+    live, calls = activation_calls(name, dtype, cols, interleaved, ragged=cols != 24)
+    for i, call in enumerate(calls if cols in (264, 13) else calls[-1:]):
+        want = call()
+        with backend(f"emulated:{arch}", **MODES[i + 1]):
+            for got, wanted in zip(call(), want, strict=True):
+                # Of the tail nothing is said.
+                rows = live if len(got) == 40 else None
+                assert_same_bytes(got[:rows], wanted[:rows], any_nan=True)
 
 
 #: Columns, activation, interleaved, formats, dtype, end rows of 150 or many; some have no kernel.
 QUANTIZED = [
-	(256, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 1, 1, 130, 147)),
-	(128, "clamped_swiglu:limit=2.0", False, ("fp8_block:pow2_scales=false", "mxfp8"), "bfloat16", (149, 150, 150)),
-	(32, "srelu", False, ("mxfp8", "fp8_block:dtype=e5m2"), "float16", ()),
-	(96, "swiglu", True, ("fp8_block", "mxfp8:block=32x32"), "bfloat16", (150,)),
-	(144, "silu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0, 129)),
-	(128, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0)),
-	(256, "swiglu", False, ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed"), "bfloat16", (0, 1, 1, 130, 147)),
-	(32, "silu", False, ("mxfp8", "fp8:scaling=delayed"), "float16", ()),
-	(128, "geglu", False, ("fp8:scaling=delayed", "fp8_block"), "bfloat16", (149, 150, 150)),
-	(48, "swiglu", True, ("fp8:scaling=delayed",) * 2, "float32", (150,)),
-	(128, "swiglu", False, ("fp8_block:nan_scales", "mxfp8:nan_scales"), "float16", (0, 1, 1, 130, 147)),
-	(256, "swiglu", False, ("fp8:scaling=delayed,nan_scales",) * 2, "bfloat16", (0, 1, 1, 130, 147)),
-	(32, "silu", False, ("fp8:scaling=delayed,nan_scales", "fp8:scaling=delayed"), "float16", ()),
+    (256, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 1, 1, 130, 147)),
+    (
+        128,
+        "clamped_swiglu:limit=2.0",
+        False,
+        ("fp8_block:pow2_scales=false", "mxfp8"),
+        "bfloat16",
+        (149, 150, 150),
+    ),
+    (32, "srelu", False, ("mxfp8", "fp8_block:dtype=e5m2"), "float16", ()),
+    (96, "swiglu", True, ("fp8_block", "mxfp8:block=32x32"), "bfloat16", (150,)),
+    (144, "silu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0, 129)),
+    (128, "swiglu", False, ("fp8_block", "fp8_block"), "bfloat16", (0, 0)),
+    (
+        256,
+        "swiglu",
+        False,
+        ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed"),
+        "bfloat16",
+        (0, 1, 1, 130, 147),
+    ),
+    (32, "silu", False, ("mxfp8", "fp8:scaling=delayed"), "float16", ()),
+    (128, "geglu", False, ("fp8:scaling=delayed", "fp8_block"), "bfloat16", (149, 150, 150)),
+    (48, "swiglu", True, ("fp8:scaling=delayed",) * 2, "float32", (150,)),
+    (
+        128,
+        "swiglu",
+        False,
+        ("fp8_block:nan_scales", "mxfp8:nan_scales"),
+        "float16",
+        (0, 1, 1, 130, 147),
+    ),
+    (
+        256,
+        "swiglu",
+        False,
+        ("fp8:scaling=delayed,nan_scales",) * 2,
+        "bfloat16",
+        (0, 1, 1, 130, 147),
+    ),
+    (32, "silu", False, ("fp8:scaling=delayed,nan_scales", "fp8:scaling=delayed"), "float16", ()),
 ]
 
 
 @each("case", QUANTIZED)
 @each_arch
 def test_gradients_are_quantized_where_they_are_made(arch, case, monkeypatch):
-	"""With the bits of the ops that this stands for, over poison; counters are left at zero."""
-	cols, act, interleaved, formats, dtype, ends = case
-	rows = 150 if ends else 1300
-	x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
-	pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
-	pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
-	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
-	x[int(offs[-1]) :] = torch.nan
-	weight[5] = torch.tensor([torch.inf, torch.nan])
-	scales = [torch.exp2(torch.arange(len(offs)).clamp(0, 90) - i) if "delayed" in formats[i] else None for i in (0, 1)]
-	given, split = (x, grad, *formats, act, offs, interleaved, weight, pair, *scales), 4 + ("delayed" in formats[0])
+    """With the bits of the ops that this stands for, over poison; counters are left at zero."""
+    cols, act, interleaved, formats, dtype, ends = case
+    rows = 150 if ends else 1300
+    x, grad = (weird_values(rows, n, DTYPES[dtype]) for n in (cols * (1 + ("glu" in act)), cols))
+    pair, weight = torch.randperm(rows).int(), torch.rand(rows // 2, 2)
+    pair[:3] = torch.tensor([-1, rows, 2**31 - 1])
+    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    x[int(offs[-1]) :] = torch.nan
+    weight[5] = torch.tensor([torch.inf, torch.nan])
+    scales = [
+        torch.exp2(torch.arange(len(offs)).clamp(0, 90) - i) if "delayed" in formats[i] else None
+        for i in (0, 1)
+    ]
+    given, split = (
+        (x, grad, *formats, act, offs, interleaved, weight, pair, *scales),
+        4 + ("delayed" in formats[0]),
+    )
 
-	def run():
-		out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
-		ops.moe_quantize_gradient_out(*given, out=out)
-		return out
+    def run():
+        out = [poisoned(t) for t in like[:-1]] + [like[-1].clone()]
+        ops.moe_quantize_gradient_out(*given, out=out)
+        return out
 
-	like = ops.moe_quantize_gradient(*given)
-	want = run()
-	dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
-	like = [*(poisoned(t) for t in like[:-1]), dp]
-	ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, scales[0], out=like[:split])
-	ops.grouped_quantize_out(scaled, formats[1], offs, None, False, True, scales[1], out=like[split:-1])
-	runs, at = [want], QUANTIZED.index(case)
-	zeros, kept = torch.zeros, []
-	monkeypatch.setattr(torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1])
-	for mode in MODES[at % 4 :] if arch == "sm_90a" else [MODES[at % 4]]:
-		with backend(f"emulated:{arch}", **mode):
-			runs.append(run())
-	for made in runs:
-		assert_all_same(made, like, any_nan=True)
-	assert [t.item() for t in kept if t.dtype == I32 and t.shape == (1,)] == [0] * (0 if interleaved else len(runs) - 1)
+    like = ops.moe_quantize_gradient(*given)
+    want = run()
+    dz, scaled, dp = ops.moe_activate_gradient(x, grad, act, offs, interleaved, weight, pair)
+    like = [*(poisoned(t) for t in like[:-1]), dp]
+    ops.grouped_quantize_out(dz, formats[0], offs, None, True, True, scales[0], out=like[:split])
+    ops.grouped_quantize_out(
+        scaled, formats[1], offs, None, False, True, scales[1], out=like[split:-1]
+    )
+    runs, at = [want], QUANTIZED.index(case)
+    zeros, kept = torch.zeros, []
+    monkeypatch.setattr(
+        torch, "zeros", lambda *size, **like: kept.append(zeros(*size, **like)) or kept[-1]
+    )
+    for mode in MODES[at % 4 :] if arch == "sm_90a" else [MODES[at % 4]]:
+        with backend(f"emulated:{arch}", **mode):
+            runs.append(run())
+    for made in runs:
+        assert_all_same(made, like, any_nan=True)
+    assert [t.item() for t in kept if t.dtype == I32 and t.shape == (1,)] == [0] * (
+        0 if interleaved else len(runs) - 1
+    )
 
 
 GATHERED = [
-	*(("fp8_block", "both", None), ("nvfp4:row_scaled", "rowwise", None), ("mxfp8", "columnwise", None)),
-	*(("fp8_block", "rowwise", "swiglu"), ("fp8:scaling=delayed", "both", None), ("nvfp4", "both", None)),
+    *(
+        ("fp8_block", "both", None),
+        ("nvfp4:row_scaled", "rowwise", None),
+        ("mxfp8", "columnwise", None),
+    ),
+    *(
+        ("fp8_block", "rowwise", "swiglu"),
+        ("fp8:scaling=delayed", "both", None),
+        ("nvfp4", "both", None),
+    ),
 ]
 
 
 @each(("text", "way", "act"), GATHERED)
 @each("arch", ("reference", *ARCHITECTURES))
 def test_rows_are_gathered_by_the_quantizer(arch, text, way, act):
-	"""The bits of gathering first, by kernels over poison; in a GEMM, too."""
-	x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
-	offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
-	scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
-	facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
-	given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
-	like = ops.grouped_quantize(*given[0])
-	if arch == "reference":
-		assert_all_same(ops.grouped_quantize(*given[1]), like)
-	if arch == "reference" or arch == "sm_100a" and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4"):
-		return
-	want, got = ([poisoned(t) for t in like] for _ in given)
-	ops.grouped_quantize_out(*given[0], out=want)
-	with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
-		ops.grouped_quantize_out(*given[1], out=got)
-		assert_all_same(got, want)
-		if way == "rowwise" and (act or arch == "sm_90a"):
-			of_weight = "fp8_block:block=128x128" if act else "nvfp4"
-			codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
-			product = (codes, offs, scales, text, of_weight, None, None, False, None, False, None, None, act)
-			want = ops.m_grouped_quantize_gemm(given[0][0], *product)
-			assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
+    """The bits of gathering first, by kernels over poison; in a GEMM, too."""
+    x, _, _, _, _ = operands(50, 320 if act else 160, dtype=BF16)
+    offs, token, _, _ = ops.compute_routing(ids_of(50, 3, 5), 5)
+    scale = torch.exp2(torch.arange(5.0)) if "delayed" in text else None
+    facts = (None, way != "columnwise", way != "rowwise", scale, None, act, None)
+    given = [(ops.moe_gather(x, token), text, offs, *facts), (x, text, offs, *facts, token)]
+    like = ops.grouped_quantize(*given[0])
+    if arch == "reference":
+        assert_all_same(ops.grouped_quantize(*given[1]), like)
+    if (
+        arch == "reference"
+        or arch == "sm_100a"
+        and text in ("mxfp8", "fp8:scaling=delayed", "nvfp4")
+    ):
+        return
+    want, got = ([poisoned(t) for t in like] for _ in given)
+    ops.grouped_quantize_out(*given[0], out=want)
+    with backend(f"emulated:{arch}", **MODES[GATHERED.index((text, way, act)) % 4]):
+        ops.grouped_quantize_out(*given[1], out=got)
+        assert_all_same(got, want)
+        if way == "rowwise" and (act or arch == "sm_90a"):
+            of_weight = "fp8_block:block=128x128" if act else "nvfp4"
+            codes, *scales = ops.grouped_quantize(torch.randn(5, 32, 160).bfloat16(), of_weight)
+            product = (
+                codes,
+                offs,
+                scales,
+                text,
+                of_weight,
+                None,
+                None,
+                False,
+                None,
+                False,
+                None,
+                None,
+                act,
+            )
+            want = ops.m_grouped_quantize_gemm(given[0][0], *product)
+            assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, token), want)
 
 
 #: Format, directions, dtype, tokens, columns and end rows of 700 or many.
 TILES_OF_ROWS = [
-	("fp8_block", "both", BF16, 90, 1040, (0, 130, 130, 400, 657)),
-	("mxfp8", "columnwise", F32, 70, 416, (1, 1, 1, 300, 700)),
-	("nvfp4", "both", F16, 1, 272, (0, 0, 257, 258, 640)),
-	("mxfp8:block=32x32", "both", BF16, 30, 96, ()),
-	("nvfp4:hadamard", "columnwise", BF16, 40, 144, (129,)),
-	("fp8_block", "columnwise", BF16, 5, 48, (0, 0)),
+    ("fp8_block", "both", BF16, 90, 1040, (0, 130, 130, 400, 657)),
+    ("mxfp8", "columnwise", F32, 70, 416, (1, 1, 1, 300, 700)),
+    ("nvfp4", "both", F16, 1, 272, (0, 0, 257, 258, 640)),
+    ("mxfp8:block=32x32", "both", BF16, 30, 96, ()),
+    ("nvfp4:hadamard", "columnwise", BF16, 40, 144, (129,)),
+    ("fp8_block", "columnwise", BF16, 5, 48, (0, 0)),
 ]
 
 
 @each("case", TILES_OF_ROWS)
 @each_arch
 def test_tiles_of_rows_by_an_index(arch, case):
-	"""Over poison, with an index past the last row that is of none, and more tiles than an SM has stages."""
-	text, way, dtype, tokens, cols, ends = case
-	offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
-	x, index = weird_values(tokens, cols, dtype), torch.randint(0, tokens, (700 if ends else 1300,)).int()
-	index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[: len(index) - int(offs[-1])]
-	amax = torch.rand(len(offs)) if "nvfp4" in text else None
-	facts = (text, offs, amax, way == "both", True, None, None, None, None)
-	picked = x[index.clamp(0, tokens - 1).long()]
-	want = [poisoned(t) for t in ops.grouped_quantize(picked, *facts)]
-	ops.grouped_quantize_out(picked, *facts, out=want)
-	at = TILES_OF_ROWS.index(case)
-	for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
-		got = [poisoned(t) for t in want]
-		with backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
-			ops.grouped_quantize_out(x, *facts, index, out=got)
-		assert_all_same(got, want, any_nan=True)
+    """Over poison, with an index past the last row that is of none, and more tiles than an SM has
+    stages.
+    """
+    text, way, dtype, tokens, cols, ends = case
+    offs = torch.tensor(ends, dtype=I32) if ends else many_groups()
+    x, index = (
+        weird_values(tokens, cols, dtype),
+        torch.randint(0, tokens, (700 if ends else 1300,)).int(),
+    )
+    index[int(offs[-1]) :] = torch.tensor([-1, 2**31 - 1, -(2**31)]).repeat(500)[
+        : len(index) - int(offs[-1])
+    ]
+    amax = torch.rand(len(offs)) if "nvfp4" in text else None
+    facts = (text, offs, amax, way == "both", True, None, None, None, None)
+    picked = x[index.clamp(0, tokens - 1).long()]
+    want = [poisoned(t) for t in ops.grouped_quantize(picked, *facts)]
+    ops.grouped_quantize_out(picked, *facts, out=want)
+    at = TILES_OF_ROWS.index(case)
+    for i, mode in enumerate(MODES if arch == "sm_90a" else MODES[at % 4 :][:1]):
+        got = [poisoned(t) for t in want]
+        with backend(f"emulated:{arch}", num_sms=1 + i % 2, **mode):
+            ops.grouped_quantize_out(x, *facts, index, out=got)
+        assert_all_same(got, want, any_nan=True)
 
 
-#: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and experts.
+#: Format, elements, their dtype and what is done to them; tokens, columns, rows of each and
+#: experts.
 BY_TOKEN = [
-	("fp8_block", BF16, None, (50, 160, 3, 5)),
-	("fp8_block", F32, None, (1, 16, 2, 3)),
-	("fp8_block:pow2_scales=false", F16, None, (3, 2064, 40, 900)),
-	("mxfp8", BF16, None, (40, 4128, 2, 3)),
-	("mxfp8", F32, "swiglu", (5, 96, 3, 1)),
-	("nvfp4:row_scaled", BF16, None, (140, 272, 2, 2)),
-	("nvfp4:row_scaled", BF16, "silu", (1, 7168, 8, 300)),
-	("nvfp4:row_scaled", F32, None, (9, 2064, 3, 4)),
+    ("fp8_block", BF16, None, (50, 160, 3, 5)),
+    ("fp8_block", F32, None, (1, 16, 2, 3)),
+    ("fp8_block:pow2_scales=false", F16, None, (3, 2064, 40, 900)),
+    ("mxfp8", BF16, None, (40, 4128, 2, 3)),
+    ("mxfp8", F32, "swiglu", (5, 96, 3, 1)),
+    ("nvfp4:row_scaled", BF16, None, (140, 272, 2, 2)),
+    ("nvfp4:row_scaled", BF16, "silu", (1, 7168, 8, 300)),
+    ("nvfp4:row_scaled", F32, None, (9, 2064, 3, 4)),
 ]
 
 
 @each("case", BY_TOKEN)
 @each_arch
 def test_tokens_are_read_once(arch, case):
-	"""With the bits of one read a row, poison where that leaves it; as a GEMM's operand, too."""
-	pytest.importorskip("cutlass")
-	text, dtype, act, (tokens, cols, top_k, experts) = case
-	at = BY_TOKEN.index(case)
-	x = sample(tokens, cols * (1 + (act == "swiglu")), dtype=dtype)
-	x[-1, :8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 3e38, -1e-39]).to(dtype)
-	for ids in (ids_of(tokens, top_k, experts, seed=at), torch.full((tokens, top_k), -1)):
-		offs, token, _, row = ops.compute_routing(ids, experts)
-		facts = (x, text, offs, None, True, False, None, None, act, None, token)
-		got, want = ([poisoned(t) for t in ops.grouped_quantize(*facts)] for _ in range(2))
-		with backend(f"emulated:{arch}", **MODES[at % 4]):
-			ops.grouped_quantize_out(*facts, out=want)
-			reset_stats()
-			ops.grouped_quantize_out(*facts, row, out=got)
-			assert stats()["tma_load_bytes"] == x.nbytes
-			assert_all_same(got, want)
-			if text == "nvfp4:row_scaled" and arch == "sm_90a":
-				codes, *scales = ops.grouped_quantize(sample(experts, 16, cols, dtype=BF16), "nvfp4")
-				product = (codes, offs, scales, text, "nvfp4", None, None, False, None, False, None, None, act, token)
-				assert_same_bytes(ops.m_grouped_quantize_gemm(x, *product, row), ops.m_grouped_quantize_gemm(x, *product))
-			# What is no row is nowhere, and rows of the tail are left alone.
-			wild = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
-			row.view(-1)[: len(wild)] = wild
-			ops.grouped_quantize_out(*facts, row, out=got)
+    """With the bits of one read a row, poison where that leaves it; as a GEMM's operand, too."""
+    pytest.importorskip("cutlass")
+    text, dtype, act, (tokens, cols, top_k, experts) = case
+    at = BY_TOKEN.index(case)
+    x = sample(tokens, cols * (1 + (act == "swiglu")), dtype=dtype)
+    x[-1, :8] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-30, 3e38, -1e-39]).to(
+        dtype
+    )
+    for ids in (ids_of(tokens, top_k, experts, seed=at), torch.full((tokens, top_k), -1)):
+        offs, token, _, row = ops.compute_routing(ids, experts)
+        facts = (x, text, offs, None, True, False, None, None, act, None, token)
+        got, want = ([poisoned(t) for t in ops.grouped_quantize(*facts)] for _ in range(2))
+        with backend(f"emulated:{arch}", **MODES[at % 4]):
+            ops.grouped_quantize_out(*facts, out=want)
+            reset_stats()
+            ops.grouped_quantize_out(*facts, row, out=got)
+            assert stats()["tma_load_bytes"] == x.nbytes
+            assert_all_same(got, want)
+            if text == "nvfp4:row_scaled" and arch == "sm_90a":
+                codes, *scales = ops.grouped_quantize(
+                    sample(experts, 16, cols, dtype=BF16), "nvfp4"
+                )
+                product = (
+                    codes,
+                    offs,
+                    scales,
+                    text,
+                    "nvfp4",
+                    None,
+                    None,
+                    False,
+                    None,
+                    False,
+                    None,
+                    None,
+                    act,
+                    token,
+                )
+                assert_same_bytes(
+                    ops.m_grouped_quantize_gemm(x, *product, row),
+                    ops.m_grouped_quantize_gemm(x, *product),
+                )
+            # What is no row is nowhere, and rows of the tail are left alone.
+            wild = torch.tensor([2**31 - 1, -(2**31), row.numel()], dtype=I32)[: row.numel()]
+            row.view(-1)[: len(wild)] = wild
+            ops.grouped_quantize_out(*facts, row, out=got)
 
 
 def test_gradients():
-	"""Those of the same in plain torch, also of rows that nobody has."""
-	x, h, weight, token, row = operands()
-	there = (row >= 0).double()
-	place = row.clamp_min(0).long()
+    """Those of the same in plain torch, also of rows that nobody has."""
+    x, h, weight, token, row = operands()
+    there = (row >= 0).double()
+    place = row.clamp_min(0).long()
 
-	def plain(x, h, weight):
-		rows = x[token.clamp_min(0).long()] * (token >= 0).double()[:, None]
-		return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
+    def plain(x, h, weight):
+        rows = x[token.clamp_min(0).long()] * (token >= 0).double()[:, None]
+        return ((rows + h)[place] * (weight * there).unsqueeze(-1)).sum(1)
 
-	def ours(x, h, weight):
-		rows = ops.moe_gather(x, token, row) + h
-		return ops.moe_combine(rows, row, weight) + 0 * ops.moe_combine(rows, row)
+    def ours(x, h, weight):
+        rows = ops.moe_gather(x, token, row) + h
+        return ops.moe_combine(rows, row, weight) + 0 * ops.moe_combine(rows, row)
 
-	leaves = [t.requires_grad_() for t in (x, h, weight)]
-	exact = [t.detach().double().requires_grad_() for t in leaves]
-	dy = torch.randn(9, 24)
-	got = torch.autograd.grad(ours(*leaves), leaves, dy)
-	for a, b in zip(got, torch.autograd.grad(plain(*exact), exact, dy.double()), strict=True):
-		torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-	with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
-		ops.moe_gather(x, token)
+    leaves = [t.requires_grad_() for t in (x, h, weight)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    dy = torch.randn(9, 24)
+    got = torch.autograd.grad(ours(*leaves), leaves, dy)
+    for a, b in zip(got, torch.autograd.grad(plain(*exact), exact, dy.double()), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="needs row, the inverse of index"):
+        ops.moe_gather(x, token)

@@ -15,27 +15,31 @@ KINDS = (NVFP4(), MXFP8(), FP8Block(), FP8())
 
 
 def zeros(fmt, columnwise=False, uniform=False):
-	shape, groups = ((2, 32, 32), None) if uniform else ((8, 32), 2)
-	specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
-	device = torch.device("cpu")
-	return [specs[name].allocate(device, True) for name in fmt.operand_names(columnwise)]
+    shape, groups = ((2, 32, 32), None) if uniform else ((8, 32), 2)
+    specs = buffers(fmt, shape, groups, rowwise=not columnwise, columnwise=columnwise)
+    device = torch.device("cpu")
+    return [specs[name].allocate(device, True) for name in fmt.operand_names(columnwise)]
 
 
 def m_grouped(a, b, transpose_b=False, **options):
-	operands = (zeros(a), zeros(b, transpose_b, uniform=True), OFFS, None, None, transpose_b)
-	return ops.m_grouped_gemm(*m_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options)
+    operands = (zeros(a), zeros(b, transpose_b, uniform=True), OFFS, None, None, transpose_b)
+    return ops.m_grouped_gemm(
+        *m_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options
+    )
 
 
 def quantizing(a, b, transpose_b=False, **options):
-	codes, *scales = zeros(b, transpose_b, uniform=True)
-	x = torch.zeros(8, 32)
-	options |= {"transpose_b": transpose_b}
-	return ops.m_grouped_quantize_gemm(x, codes, OFFS, scales, a.text, b.text, **options)
+    codes, *scales = zeros(b, transpose_b, uniform=True)
+    x = torch.zeros(8, 32)
+    options |= {"transpose_b": transpose_b}
+    return ops.m_grouped_quantize_gemm(x, codes, OFFS, scales, a.text, b.text, **options)
 
 
 def k_grouped(a, b, **options):
-	operands = (zeros(a, columnwise=True), zeros(b, columnwise=True), OFFS)
-	return ops.k_grouped_gemm(*k_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options)
+    operands = (zeros(a, columnwise=True), zeros(b, columnwise=True), OFFS)
+    return ops.k_grouped_gemm(
+        *k_grouped_arguments(*operands, a_format=a.text, b_format=b.text), **options
+    )
 
 
 CALLS = {"m_grouped_gemm": m_grouped, "m_grouped_quantize_gemm": quantizing}
@@ -46,79 +50,81 @@ each_call = each("call", CALLS)
 @each_call
 @each(("a", "b"), list(itertools.permutations(KINDS, 2)), ids=str)
 def test_formats_of_different_kinds(call, a, b):
-	if b == NVFP4() and call is not k_grouped:
-		# W4A8.
-		assert call(a, b).shape == (8, 32)
-		return
-	with raises(ValueError, f"of one kind.*a_format='{a.text}'.*b_format='{b.text}'"):
-		call(a, b)
+    if b == NVFP4() and call is not k_grouped:
+        # W4A8.
+        assert call(a, b).shape == (8, 32)
+        return
+    with raises(ValueError, f"of one kind.*a_format='{a.text}'.*b_format='{b.text}'"):
+        call(a, b)
 
 
 @each("cls", [FP8, FP8Block, MXFP8])
 def test_elements_and_flags_may_differ(cls):
-	check_pair(cls(), cls(dtype=E5M2))
-	check_pair(FP8Block(pow2_scales=False), FP8Block(block=(128, 128)))
-	check_pair(MXFP8(block=(32, 32)), MXFP8(block=(32, 32)))
-	check_pair(NVFP4(row_scaled=True), NVFP4(block=(16, 16)))
+    check_pair(cls(), cls(dtype=E5M2))
+    check_pair(FP8Block(pow2_scales=False), FP8Block(block=(128, 128)))
+    check_pair(MXFP8(block=(32, 32)), MXFP8(block=(32, 32)))
+    check_pair(NVFP4(row_scaled=True), NVFP4(block=(16, 16)))
 
 
 @each_call
 def test_square_blocks_of_fp32_scales_on_both_sides(call):
-	square = FP8Block(block=(128, 128))
-	with raises(ValueError, "a or b must have a scale for each row.*128x128"):
-		call(square, square)
-	check_pair(square, FP8Block())
-	check_pair(FP8Block(), square)
+    square = FP8Block(block=(128, 128))
+    with raises(ValueError, "a or b must have a scale for each row.*128x128"):
+        call(square, square)
+    check_pair(square, FP8Block())
+    check_pair(FP8Block(), square)
 
 
 def test_transforms_must_cancel():
-	plain, turned = NVFP4(), NVFP4(hadamard=True)
-	for a, b in ((plain, turned), (turned, plain)):
-		with raises(ValueError, re.escape(f"got '{a.text}' for a and '{b.text}'")):
-			k_grouped(a, b)
-	for call in (m_grouped, quantizing):
-		for a in (plain, turned):
-			with raises(ValueError, f"got no transform for a and '{turned.text}' for b"):
-				call(a, turned, transpose_b=True)
+    plain, turned = NVFP4(), NVFP4(hadamard=True)
+    for a, b in ((plain, turned), (turned, plain)):
+        with raises(ValueError, re.escape(f"got '{a.text}' for a and '{b.text}'")):
+            k_grouped(a, b)
+    for call in (m_grouped, quantizing):
+        for a in (plain, turned):
+            with raises(ValueError, f"got no transform for a and '{turned.text}' for b"):
+                call(a, turned, transpose_b=True)
 
 
 @each_call
 def test_accumulation_is_a_known_word(call):
-	with raises(ValueError, "accumulation must be fast or split, got 'slow'"):
-		call(FP8(), FP8(), accumulation="slow")
+    with raises(ValueError, "accumulation must be fast or split, got 'slow'"):
+        call(FP8(), FP8(), accumulation="slow")
 
 
 @each_call
 @each("value", ["fast", "split"])
 @each("fmt", [NVFP4(), MXFP8(), FP8Block()], ids=str)
 def test_accumulation_of_block_scaled_operands(call, fmt, value):
-	if call is m_grouped:
-		with raises(ValueError, f"={value!r} for fp8 and nvfp4"):
-			call(FP8(), NVFP4(), accumulation=value)
-	with raises(ValueError, f"accumulation={value!r} for {fmt.text} and {fmt.text}"):
-		call(fmt, fmt, accumulation=value)
+    if call is m_grouped:
+        with raises(ValueError, f"={value!r} for fp8 and nvfp4"):
+            call(FP8(), NVFP4(), accumulation=value)
+    with raises(ValueError, f"accumulation={value!r} for {fmt.text} and {fmt.text}"):
+        call(fmt, fmt, accumulation=value)
 
 
 def test_accumulation_of_plain_operands():
-	x, w = torch.zeros(8, 32), torch.zeros(2, 32, 32)
-	message = "accumulation='fast' for plain tensors and"
-	with raises(ValueError, f"{message} plain tensors"):
-		ops.m_grouped_gemm(x, w, OFFS, accumulation="fast")
-	with raises(ValueError, f"{message} plain tensors"):
-		ops.k_grouped_gemm(x, x, OFFS, accumulation="fast")
-	b = zeros(FP8(), uniform=True)
-	arguments = m_grouped_arguments(x.half(), b, OFFS, b_format="fp8")
-	with raises(ValueError, f"{message} fp8"):
-		ops.m_grouped_gemm(*arguments, accumulation="fast")
+    x, w = torch.zeros(8, 32), torch.zeros(2, 32, 32)
+    message = "accumulation='fast' for plain tensors and"
+    with raises(ValueError, f"{message} plain tensors"):
+        ops.m_grouped_gemm(x, w, OFFS, accumulation="fast")
+    with raises(ValueError, f"{message} plain tensors"):
+        ops.k_grouped_gemm(x, x, OFFS, accumulation="fast")
+    b = zeros(FP8(), uniform=True)
+    arguments = m_grouped_arguments(x.half(), b, OFFS, b_format="fp8")
+    with raises(ValueError, f"{message} fp8"):
+        ops.m_grouped_gemm(*arguments, accumulation="fast")
 
 
 def test_a_factor_is_that_of_the_operands_own_record():
-	"""Of the direction that is read, too: not a constant of the format."""
+    """Of the direction that is read, too: not a constant of the format."""
 
-	class Halved(NVFP4):
-		second_level = SecondLevel("group", ("amax",), 0.5)
+    class Halved(NVFP4):
+        second_level = SecondLevel("group", ("amax",), 0.5)
 
-	level = torch.tensor([3.0])
-	for columnwise in (False, True):
-		assert Operand(level, Halved(), level, level, columnwise).factor(0, slice(0, 1)).item() == 1.5
-	assert parse("nvfp4").second_level.factor == 1 / 2688
+    level = torch.tensor([3.0])
+    for columnwise in (False, True):
+        assert (
+            Operand(level, Halved(), level, level, columnwise).factor(0, slice(0, 1)).item() == 1.5
+        )
+    assert parse("nvfp4").second_level.factor == 1 / 2688

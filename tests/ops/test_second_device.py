@@ -1,4 +1,6 @@
-"""Tensors on a GPU that is not the current one: tensors of the CPU say so, and kernels note their arguments."""
+"""Tensors on a GPU that is not the current one: tensors of the CPU say so, and kernels note their
+arguments.
+"""
 
 from types import SimpleNamespace
 
@@ -18,7 +20,9 @@ from tests.helpers import BF16, F32, I32, each, ops, raises
 from .test_layouts import CALLS
 
 #: Fake tensors on a second GPU: PyTorch looks for it where there is a first one.
-needs_no_gpu = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="there is a GPU, and no second one")
+needs_no_gpu = pytest.mark.skipif(
+    torch.cuda.device_count() == 1, reason="there is a GPU, and no second one"
+)
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 #: Capability of the second GPU; the first has the other.
 CAPABILITIES = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
@@ -26,123 +30,137 @@ NUM_SMS = {FIRST: 132, SECOND: 148}
 
 
 class OnSecond(torch.Tensor):
-	device = SECOND
-	is_cuda = True
+    device = SECOND
+    is_cuda = True
 
 
 def on_second(value):
-	return value.as_subclass(OnSecond) if isinstance(value, torch.Tensor) else value
+    return value.as_subclass(OnSecond) if isinstance(value, torch.Tensor) else value
 
 
 class Kernels:
-	def __init__(self, arch):
-		self.arch = arch
-		self.architectures, self.calls = set(), []
+    def __init__(self, arch):
+        self.arch = arch
+        self.architectures, self.calls = set(), []
 
-	def compile(self, spec, arch):
-		self.architectures.add(arch.name)
-		return lambda *arguments: self.calls.append(arguments)
+    def compile(self, spec, arch):
+        self.architectures.add(arch.name)
+        return lambda *arguments: self.calls.append(arguments)
 
 
 @pytest.fixture(params=CAPABILITIES)
 def kernels(monkeypatch, request):
-	"""Two GPUs, the first of them current, and kernels that do nothing."""
-	(other,) = CAPABILITIES.keys() - {request.param}
-	capabilities = [CAPABILITIES[other], CAPABILITIES[request.param]]
-	caches = (_index_architecture, backend._resolve, launch.launcher)
-	kernels, empty_strided = Kernels(request.param), torch.empty_strided
+    """Two GPUs, the first of them current, and kernels that do nothing."""
+    (other,) = CAPABILITIES.keys() - {request.param}
+    capabilities = [CAPABILITIES[other], CAPABILITIES[request.param]]
+    caches = (_index_architecture, backend._resolve, launch.launcher)
+    kernels, empty_strided = Kernels(request.param), torch.empty_strided
 
-	def allocate(*args, device, **kwargs):
-		real = empty_strided(*args, **kwargs, device="cpu" if device == SECOND else device)
-		return on_second(real) if device == SECOND else real
+    def allocate(*args, device, **kwargs):
+        real = empty_strided(*args, **kwargs, device="cpu" if device == SECOND else device)
+        return on_second(real) if device == SECOND else real
 
-	def allocate_on_current(*args):
-		raise AssertionError("an allocation on the current device")
+    def allocate_on_current(*args):
+        raise AssertionError("an allocation on the current device")
 
-	def counters(device):
-		return SimpleNamespace(current=lambda: on_second(torch.zeros(1)) if device == SECOND else torch.zeros(1))
+    def counters(device):
+        return SimpleNamespace(
+            current=lambda: on_second(torch.zeros(1)) if device == SECOND else torch.zeros(1)
+        )
 
-	def properties(device):
-		return SimpleNamespace(
-			multi_processor_count=NUM_SMS[torch.device(device)], memory_clock_rate=3201000, memory_bus_width=6144
-		)
+    def properties(device):
+        return SimpleNamespace(
+            multi_processor_count=NUM_SMS[torch.device(device)],
+            memory_clock_rate=3201000,
+            memory_bus_width=6144,
+        )
 
-	monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-	monkeypatch.setattr(registry, "_get_device", None)  # What CUDA builds have in its place.
-	monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
-	monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-	monkeypatch.setattr(torch, "empty_strided", allocate)
-	monkeypatch.setattr(registry, "_empty_strided_cuda", allocate_on_current)
-	monkeypatch.setattr(launch, "compile_kernel", kernels.compile)
-	monkeypatch.setattr(launch, "counters", counters)
-	for cache in caches:
-		cache.cache_clear()
-	yield kernels
-	for cache in caches:
-		cache.cache_clear()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(registry, "_get_device", None)  # What CUDA builds have in its place.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch, "empty_strided", allocate)
+    monkeypatch.setattr(registry, "_empty_strided_cuda", allocate_on_current)
+    monkeypatch.setattr(launch, "compile_kernel", kernels.compile)
+    monkeypatch.setattr(launch, "counters", counters)
+    for cache in caches:
+        cache.cache_clear()
+    yield kernels
+    for cache in caches:
+        cache.cache_clear()
 
 
 def all_subclasses(cls):
-	for sub in cls.__subclasses__():
-		yield sub
-		yield from all_subclasses(sub)
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from all_subclasses(sub)
 
 
 OPS = {cls.name: cls for cls in all_subclasses(registry.Op) if hasattr(cls, "name")}
 
 
 def is_only_on_sm90(op):
-	"""Whether there is no kernel on sm_100a, or the op calls two others."""
-	return "activate" in op.name or op.name == "m_grouped_quantize_gemm" or op.capability()[0] == "grouped_gemm_w4a16"
+    """Whether there is no kernel on sm_100a, or the op calls two others."""
+    return (
+        "activate" in op.name
+        or op.name == "m_grouped_quantize_gemm"
+        or op.capability()[0] == "grouped_gemm_w4a16"
+    )
 
 
 @each(("name", "make"), CALLS)
 def test_plans_workspaces_and_launches(kernels, name, make):
-	op = OPS[name](*tree_map(on_second, make()))
-	if kernels.arch == "sm_100a" and is_only_on_sm90(op):
-		pytest.skip("no kernel of its own")
-	assert op.device == SECOND
-	chosen = backend.active_backend(op.device)
-	assert (chosen.name, chosen.arch) == ("cuda", kernels.arch)
-	outputs = op.plan(chosen).compute(op)
-	assert kernels.architectures == {kernels.arch} and kernels.calls
-	given = [a for call in kernels.calls for a in call if isinstance(a, torch.Tensor)]
-	assert given and {t.device for t in (*outputs, *given) if t is not None} == {SECOND}
-	counts = [{a for a in call if type(a) is int} for call in kernels.calls if not name.startswith("compute_")]
-	assert all(148 in count for count in counts)
+    op = OPS[name](*tree_map(on_second, make()))
+    if kernels.arch == "sm_100a" and is_only_on_sm90(op):
+        pytest.skip("no kernel of its own")
+    assert op.device == SECOND
+    chosen = backend.active_backend(op.device)
+    assert (chosen.name, chosen.arch) == ("cuda", kernels.arch)
+    outputs = op.plan(chosen).compute(op)
+    assert kernels.architectures == {kernels.arch} and kernels.calls
+    given = [a for call in kernels.calls for a in call if isinstance(a, torch.Tensor)]
+    assert given and {t.device for t in (*outputs, *given) if t is not None} == {SECOND}
+    counts = [
+        {a for a in call if type(a) is int}
+        for call in kernels.calls
+        if not name.startswith("compute_")
+    ]
+    assert all(148 in count for count in counts)
 
 
 def test_fresh_tensors_are_made_where_they_belong(kernels, monkeypatch):
-	"""Inductor's allocator makes them on the current device, so it serves that one alone."""
-	spec = BufferSpec((2, 3), F32)
-	(out,) = Allocator([spec], SECOND).make()
-	assert out.device == SECOND and out.shape == (2, 3)
-	made = []
-	monkeypatch.setattr(registry, "_empty_strided_cuda", lambda *args: made.append(args))
-	Allocator([spec], FIRST).make()
-	assert made == [((2, 3), (3, 1), F32)]
+    """Inductor's allocator makes them on the current device, so it serves that one alone."""
+    spec = BufferSpec((2, 3), F32)
+    (out,) = Allocator([spec], SECOND).make()
+    assert out.device == SECOND and out.shape == (2, 3)
+    made = []
+    monkeypatch.setattr(registry, "_empty_strided_cuda", lambda *args: made.append(args))
+    Allocator([spec], FIRST).make()
+    assert made == [((2, 3), (3, 1), F32)]
 
 
 @needs_no_gpu
 @each(("name", "make"), CALLS)
 def test_fakes_are_on_the_device_of_the_operands(name, make):
-	with cute_kernels.backend("reference"):
-		arguments = make()
-	with FakeTensorMode():
-		fakes = tree_map(
-			lambda a: (
-				torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=SECOND) if isinstance(a, torch.Tensor) else a
-			),
-			arguments,
-		)
-		results = getattr(ops, name)(*fakes)
-	assert {t.device for t in tree_leaves(results)} == {SECOND}
+    with cute_kernels.backend("reference"):
+        arguments = make()
+    with FakeTensorMode():
+        fakes = tree_map(
+            lambda a: (
+                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=SECOND)
+                if isinstance(a, torch.Tensor)
+                else a
+            ),
+            arguments,
+        )
+        results = getattr(ops, name)(*fakes)
+    assert {t.device for t in tree_leaves(results)} == {SECOND}
 
 
 @needs_no_gpu
 def test_operands_of_two_devices_are_refused():
-	with FakeTensorMode():
-		x = torch.empty(8, 64, dtype=BF16, device=SECOND)
-		offs = torch.empty(2, dtype=I32, device=FIRST)
-		with raises(ValueError, "cuda:0"):
-			ops.grouped_amax(x, offs)
+    with FakeTensorMode():
+        x = torch.empty(8, 64, dtype=BF16, device=SECOND)
+        offs = torch.empty(2, dtype=I32, device=FIRST)
+        with raises(ValueError, "cuda:0"):
+            ops.grouped_amax(x, offs)

@@ -13,16 +13,16 @@ from cute_kernels.capability import ARCHITECTURES, OPS
 from cute_kernels.formats import NVFP4
 from cute_kernels.layout.buffers import buffers
 from tests.helpers import (
-	BF16,
-	F32,
-	I32,
-	dequantize_arguments,
-	each,
-	k_grouped_arguments,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	sample,
+    BF16,
+    F32,
+    I32,
+    dequantize_arguments,
+    each,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
 )
 from tests.helpers import DTYPES as FLOATS
 from tests.unit.test_capability import FORMATS
@@ -31,16 +31,27 @@ from tests.unit.test_capability import FORMATS
 SCALED = {fmt for fmt in FORMATS if fmt is not None and fmt.takes_scale}
 #: What no call says: a format of an op that takes none, or none of one that quantizes or decodes.
 UNSAYABLE = {
-	*product((op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]),
-	*product(
-		("grouped_quantize", "grouped_dequantize", "moe_quantize_gradient", "grouped_gemm_w4a16", "grouped_gemm_w4a8"),
-		FORMATS[:1],
-	),
-	*(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
-	*product(("delayed_scaling_update",), set(FORMATS) - SCALED),
+    *product(
+        (op for op in OPS if (op, None) in capability._RUNS and op != "grouped_gemm"), FORMATS[1:]
+    ),
+    *product(
+        (
+            "grouped_quantize",
+            "grouped_dequantize",
+            "moe_quantize_gradient",
+            "grouped_gemm_w4a16",
+            "grouped_gemm_w4a8",
+        ),
+        FORMATS[:1],
+    ),
+    *(("grouped_gemm_w4a8", fmt) for fmt in FORMATS if fmt is not None and fmt.element.bits < 8),
+    *product(("delayed_scaling_update",), set(FORMATS) - SCALED),
 }
 #: Variants that share kernels' skeletons and are run on one architecture here.
-RUN_ON = {NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a", NVFP4(four_over_six=True): "sm_90a"}
+RUN_ON = {
+    NVFP4(hadamard=True, stochastic_rounding=True): "sm_100a",
+    NVFP4(four_over_six=True): "sm_90a",
+}
 OFFS = offsets((4, 0, 2))
 K, N = 32, 16
 DTYPES = (*FLOATS.values(), torch.float64, I32, torch.int64)
@@ -49,171 +60,186 @@ PACKED = (NVFP4(), NVFP4(block=(16, 16)))
 
 
 def combinations():
-	for op, fmt, arch, prepacked in product(OPS, FORMATS, ARCHITECTURES, (False, True)):
-		if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
-			continue
-		if arch not in ("reference", RUN_ON.get(fmt, arch)):
-			continue
-		taken = [d for d in DTYPES if d in capability._DTYPES[op]]
-		allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
-		# No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
-		has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
-		for dtype in DTYPES if allowed and has_dtype else taken[:1]:
-			# On the emulator one dtype runs; tests of the kernels have the others.
-			if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
-				title = fmt.text if fmt else "plain"
-				name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
-				yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
+    for op, fmt, arch, prepacked in product(OPS, FORMATS, ARCHITECTURES, (False, True)):
+        if (op, fmt) in UNSAYABLE or prepacked and not (fmt in PACKED and op == "grouped_gemm"):
+            continue
+        if arch not in ("reference", RUN_ON.get(fmt, arch)):
+            continue
+        taken = [d for d in DTYPES if d in capability._DTYPES[op]]
+        allowed = [d for d in taken if support(op, fmt, arch, dtype=d, prepacked=prepacked)]
+        # No GEMM quantizes on the way to a format that takes scales: then nothing has a dtype.
+        has_dtype = op != "grouped_gemm_w4a8" and not (op == "grouped_gemm" and fmt in SCALED)
+        for dtype in DTYPES if allowed and has_dtype else taken[:1]:
+            # On the emulator one dtype runs; tests of the kernels have the others.
+            if dtype not in allowed or arch == "reference" or dtype == allowed[0]:
+                title = fmt.text if fmt else "plain"
+                name = "-".join((op, title + " prepacked" * prepacked, arch, str(dtype)))
+                yield pytest.param(op, fmt, arch, dtype, prepacked, id=name)
 
 
 def given_of(fmt):
-	return {
-		"scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
-		"seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
-	}
+    return {
+        "scale": torch.rand(len(OFFS)) if fmt.takes_scale else None,
+        "seed": torch.tensor([1, 2]) if fmt.is_stochastic else None,
+    }
 
 
 def held(fmt, uniform=False, columnwise=False):
-	"""What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
-	shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
-	directions = {"rowwise": not columnwise, "columnwise": columnwise}
-	if support("grouped_quantize", fmt, "reference"):
-		with backend("reference"):
-			made = ops.grouped_quantize(sample(*shape), fmt.text, offs, **directions, **given_of(fmt))
-	else:
-		specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
-		made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
-	named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
-	return [named[name] for name in fmt.operand_names(columnwise)]
+    """What a reader of one direction needs, as the reference made it; zeros if nothing makes it."""
+    shape, offs = ((len(OFFS), N, K), None) if uniform else ((6, K), OFFS)
+    directions = {"rowwise": not columnwise, "columnwise": columnwise}
+    if support("grouped_quantize", fmt, "reference"):
+        with backend("reference"):
+            made = ops.grouped_quantize(
+                sample(*shape), fmt.text, offs, **directions, **given_of(fmt)
+            )
+    else:
+        specs = buffers(fmt, shape, None if uniform else len(OFFS), **directions)
+        made = [spec.allocate(OFFS.device, True) for spec in specs.values()]
+    named = dict(zip(fmt.buffer_names(columnwise), made, strict=True))
+    return [named[name] for name in fmt.operand_names(columnwise)]
 
 
 def per_group(fmt):
-	return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
+    return NVFP4() if fmt == NVFP4(row_scaled=True) else fmt
 
 
 def grouped_quantize(fmt, dtype):
-	x = sample(len(OFFS), N, K, dtype=dtype)
-	for columnwise in (False, True):
-		if columnwise and not support("grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True):
-			with pytest.raises(TypeError, match="must be bfloat16"):
-				grouped.quantize(x, fmt, columnwise=True)
-			return
-		ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
-		ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
-	grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
+    x = sample(len(OFFS), N, K, dtype=dtype)
+    for columnwise in (False, True):
+        if columnwise and not support(
+            "grouped_quantize", fmt, "reference", dtype=dtype, columnwise=True
+        ):
+            with pytest.raises(TypeError, match="must be bfloat16"):
+                grouped.quantize(x, fmt, columnwise=True)
+            return
+        ops.grouped_quantize(x, fmt.text, None, None, True, columnwise, **given_of(fmt))
+        ops.grouped_quantize(x[0], fmt.text, OFFS, None, True, columnwise, **given_of(fmt))
+    grouped.quantize(x, fmt, columnwise=True, **given_of(fmt))
 
 
 def grouped_dequantize(fmt, dtype):
-	for uniform, columnwise in product((False, True), (False, True)):
-		rows, offs = (N, None) if uniform else (6, OFFS)
-		copy = held(fmt, uniform, columnwise)
-		ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise))
+    for uniform, columnwise in product((False, True), (False, True)):
+        rows, offs = (N, None) if uniform else (6, OFFS)
+        copy = held(fmt, uniform, columnwise)
+        ops.grouped_dequantize(*dequantize_arguments(copy, fmt.text, rows, dtype, offs, columnwise))
 
 
 def grouped_gemm(fmt, dtype, prepacked=False):
-	plain = sample(6, K, dtype=dtype)
-	if fmt is None:
-		b = sample(3, N, K, dtype=dtype)
-		ops.m_grouped_gemm(plain, b, OFFS)
-		ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
-		ops.k_grouped_gemm(plain, plain, OFFS)
-		return
-	weight = per_group(fmt)
-	texts = {"a_format": fmt.text, "b_format": weight.text}
-	b = held(weight, uniform=True)
-	if prepacked:
-		b[0] = cute_kernels.prepack(b[0])
-	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
-	options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
-	if not fmt.takes_scale:
-		ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
-	if not prepacked:
-		columns = held(fmt, columnwise=True)
-		texts["b_format"] = fmt.text
-		ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
+    plain = sample(6, K, dtype=dtype)
+    if fmt is None:
+        b = sample(3, N, K, dtype=dtype)
+        ops.m_grouped_gemm(plain, b, OFFS)
+        ops.m_grouped_gemm(plain, b.mT.contiguous(), OFFS, transpose_b=True)
+        ops.k_grouped_gemm(plain, plain, OFFS)
+        return
+    weight = per_group(fmt)
+    texts = {"a_format": fmt.text, "b_format": weight.text}
+    b = held(weight, uniform=True)
+    if prepacked:
+        b[0] = cute_kernels.prepack(b[0])
+    ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, prepacked=prepacked, **texts))
+    options = (None, None, False, None, prepacked, given_of(fmt)["seed"])
+    if not fmt.takes_scale:
+        ops.m_grouped_quantize_gemm(plain, b[0], OFFS, b[1:], *texts.values(), *options)
+    if not prepacked:
+        columns = held(fmt, columnwise=True)
+        texts["b_format"] = fmt.text
+        ops.k_grouped_gemm(*k_grouped_arguments(columns, columns, OFFS, **texts))
 
 
 def grouped_gemm_w4a16(fmt, dtype):
-	x = sample(6, K, dtype=dtype)
-	with backend("reference"):  # it quantizes what others only multiply
-		weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
-	grouped.grouped_gemm(x, weights, offs=OFFS)
-	codes, scales = weights.rowwise.operand
-	ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
+    x = sample(6, K, dtype=dtype)
+    with backend("reference"):  # it quantizes what others only multiply
+        weights = grouped.quantize(sample(len(OFFS), N, K), fmt, **given_of(fmt))
+    grouped.grouped_gemm(x, weights, offs=OFFS)
+    codes, scales = weights.rowwise.operand
+    ops.m_grouped_gemm(*m_grouped_arguments(x, [codes, *scales], OFFS, b_format=fmt.text))
 
 
 def grouped_gemm_w4a8(fmt, dtype):
-	b = held(NVFP4(), uniform=True)
-	ops.m_grouped_gemm(*m_grouped_arguments(held(fmt), b, OFFS, a_format=fmt.text, b_format="nvfp4"))
+    b = held(NVFP4(), uniform=True)
+    ops.m_grouped_gemm(
+        *m_grouped_arguments(held(fmt), b, OFFS, a_format=fmt.text, b_format="nvfp4")
+    )
 
 
 def delayed_scaling_update(fmt, dtype):
-	ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
+    ops.delayed_scaling_update(torch.ones(2, 3, dtype=dtype), torch.ones(3, dtype=dtype), fmt.text)
 
 
 #: Arguments of ops of plain tensors, made from one.
 PLAIN = {
-	"compute_offsets": lambda x: (x[:, 0],),
-	"compute_routing": lambda x: (x[:, :2], 4),
-	"moe_route": lambda x: (x, None, None, 2),
-	"moe_route_gradient": lambda x: (x[:, :2], None, torch.ones(6, 2).long(), x),
-	"moe_gather": lambda x: (x, OFFS),
-	"moe_activate": lambda x: (x, "swiglu"),
-	"moe_activate_gradient": lambda x: (x, x, "silu"),
-	"moe_combine": lambda x: (x, OFFS[:, None]),
-	"grouped_amax": lambda x: (x, OFFS),
-	"grouped_dbias": lambda x: (x, OFFS),
+    "compute_offsets": lambda x: (x[:, 0],),
+    "compute_routing": lambda x: (x[:, :2], 4),
+    "moe_route": lambda x: (x, None, None, 2),
+    "moe_route_gradient": lambda x: (x[:, :2], None, torch.ones(6, 2).long(), x),
+    "moe_gather": lambda x: (x, OFFS),
+    "moe_activate": lambda x: (x, "swiglu"),
+    "moe_activate_gradient": lambda x: (x, x, "silu"),
+    "moe_combine": lambda x: (x, OFFS[:, None]),
+    "grouped_amax": lambda x: (x, OFFS),
+    "grouped_dbias": lambda x: (x, OFFS),
 }
 
 
 def moe_quantize_gradient(fmt, dtype):
-	x, pair = torch.ones(6, K).to(dtype), torch.arange(6).int()
-	ops.moe_quantize_gradient(
-		x, x, fmt.text, fmt.text, "silu", OFFS, False, torch.ones(6, 1), pair, *[given_of(fmt)["scale"]] * 2
-	)
+    x, pair = torch.ones(6, K).to(dtype), torch.arange(6).int()
+    ops.moe_quantize_gradient(
+        x,
+        x,
+        fmt.text,
+        fmt.text,
+        "silu",
+        OFFS,
+        False,
+        torch.ones(6, 1),
+        pair,
+        *[given_of(fmt)["scale"]] * 2,
+    )
 
 
 _CALLS = (
-	*(delayed_scaling_update, moe_quantize_gradient, grouped_quantize, grouped_dequantize),
-	*(grouped_gemm, grouped_gemm_w4a16, grouped_gemm_w4a8),
+    *(delayed_scaling_update, moe_quantize_gradient, grouped_quantize, grouped_dequantize),
+    *(grouped_gemm, grouped_gemm_w4a16, grouped_gemm_w4a8),
 )
 CALLS = {call.__name__: call for call in _CALLS}
 
 
 def call(op, fmt, dtype, **options):
-	if op in PLAIN:
-		getattr(ops, op)(*PLAIN[op](torch.ones(6, K).to(dtype)))
-	else:
-		CALLS[op](fmt, dtype, **options)
+    if op in PLAIN:
+        getattr(ops, op)(*PLAIN[op](torch.ones(6, K).to(dtype)))
+    else:
+        CALLS[op](fmt, dtype, **options)
 
 
 @each(("op", "fmt", "arch", "dtype", "prepacked"), list(combinations()))
 def test_ops_do_what_the_table_says(op, fmt, arch, dtype, prepacked):
-	facts = {"prepacked": prepacked}
-	status = support(op, fmt, arch, dtype=dtype, **facts)
-	name = arch if arch == "reference" else f"emulated:{arch}"
-	options = facts if prepacked else {}
-	with backend(name):
-		if status:
-			call(op, fmt, dtype, **options)
-		elif support(op, fmt, arch, **facts):
-			# Nothing takes this dtype, or no tensor core does.
-			error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
-			with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
-				call(op, fmt, dtype, **options)
-		else:
-			with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-				call(op, fmt, dtype, **options)
+    facts = {"prepacked": prepacked}
+    status = support(op, fmt, arch, dtype=dtype, **facts)
+    name = arch if arch == "reference" else f"emulated:{arch}"
+    options = facts if prepacked else {}
+    with backend(name):
+        if status:
+            call(op, fmt, dtype, **options)
+        elif support(op, fmt, arch, **facts):
+            # Nothing takes this dtype, or no tensor core does.
+            error = UnsupportedError if support(op, fmt, "reference", dtype=dtype) else TypeError
+            with pytest.raises(error, match=re.escape(str(dtype).removeprefix("torch."))):
+                call(op, fmt, dtype, **options)
+        else:
+            with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
+                call(op, fmt, dtype, **options)
 
 
 @each("core", ["sm_90a", "sm_100a"])
 def test_a_reference_that_adds_like_a_tensor_core_takes_what_that_does(core):
-	with backend(f"reference:{core}"):
-		for fmt, dtype in ((NVFP4(), BF16), (None, F32)):
-			facts = {} if fmt is None else {"prepacked": True}
-			status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
-			if status:
-				grouped_gemm(fmt, dtype, **facts)
-			else:
-				with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
-					grouped_gemm(fmt, dtype, **facts)
+    with backend(f"reference:{core}"):
+        for fmt, dtype in ((NVFP4(), BF16), (None, F32)):
+            facts = {} if fmt is None else {"prepacked": True}
+            status = support("grouped_gemm", fmt, core, dtype=dtype, **facts)
+            if status:
+                grouped_gemm(fmt, dtype, **facts)
+            else:
+                with pytest.raises(UnsupportedError, match=re.escape(status.reason)):
+                    grouped_gemm(fmt, dtype, **facts)

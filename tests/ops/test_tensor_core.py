@@ -4,7 +4,17 @@ import torch
 
 import grouped
 from cute_kernels import UnsupportedError, active_backend, backend
-from tests.helpers import F32, assert_all_same, assert_same_bytes, each, offsets, ops, poisoned, raises, sample
+from tests.helpers import (
+    F32,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    offsets,
+    ops,
+    poisoned,
+    raises,
+    sample,
+)
 from tests.reference.oracle import RCP_2688
 from tests.reference.test_gemm_fp8 import FP8_KINDS, Product, scaled
 
@@ -13,81 +23,84 @@ every_core = each("core", ("sm_90a", "sm_100a"))
 
 @every_core
 def test_fp32_operands_are_refused(core):
-	a, b = torch.ones(4, 16), torch.ones(1, 8, 16)
-	out = poisoned(torch.empty(4, 8))
-	before = out.clone()
-	with backend(f"reference:{core}"):
-		for name, operands in (
-			("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
-			("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
-		):
-			with raises(UnsupportedError, f"on reference:{core}: a tensor core cuts"):
-				getattr(ops, name)(*operands)
-		with raises(UnsupportedError, "cuts float32"):
-			ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
-	assert_same_bytes(out, before)
+    a, b = torch.ones(4, 16), torch.ones(1, 8, 16)
+    out = poisoned(torch.empty(4, 8))
+    before = out.clone()
+    with backend(f"reference:{core}"):
+        for name, operands in (
+            ("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
+            ("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
+        ):
+            with raises(UnsupportedError, f"on reference:{core}: a tensor core cuts"):
+                getattr(ops, name)(*operands)
+        with raises(UnsupportedError, "cuts float32"):
+            ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
+    assert_same_bytes(out, before)
 
 
 @every_core
 def test_backend_names_its_tensor_core(core):
-	device = torch.device("cpu")
-	assert active_backend(device).tensor_core is None
-	with backend(f"reference:{core}"):
-		chosen = active_backend(device)
-		assert (chosen.arch, chosen.tensor_core) == ("reference", core)
-		# Everything that is no GEMM is the reference's.
-		x = sample(20, 32)
-		got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
-	assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True))
+    device = torch.device("cpu")
+    assert active_backend(device).tensor_core is None
+    with backend(f"reference:{core}"):
+        chosen = active_backend(device)
+        assert (chosen.arch, chosen.tensor_core) == ("reference", core)
+        # Everything that is no GEMM is the reference's.
+        x = sample(20, 32)
+        got = ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True)
+    assert_all_same(got, ops.grouped_quantize(x, "nvfp4", offsets((20,)), columnwise=True))
 
 
 @every_core
 def test_quantizing_on_the_way_takes_the_choice(core):
-	for transpose_b in (False, True):
-		case = Product(FP8_KINDS["fp8"], (3, 0, 5), 32, 288, transpose_b=transpose_b)
-		for accumulation in (None, "fast", "split"):
-			with backend(f"reference:{core}"):
-				want = ops.m_grouped_gemm(*case.arguments(), accumulation=accumulation)
-				got = ops.m_grouped_quantize_gemm(
-					*(case.x, case.b[0], case.offs, case.b[1:], *case.pair),
-					*(None, None, transpose_b, F32),
-					accumulation=accumulation,
-				)
-			assert_same_bytes(got, want)
+    for transpose_b in (False, True):
+        case = Product(FP8_KINDS["fp8"], (3, 0, 5), 32, 288, transpose_b=transpose_b)
+        for accumulation in (None, "fast", "split"):
+            with backend(f"reference:{core}"):
+                want = ops.m_grouped_gemm(*case.arguments(), accumulation=accumulation)
+                got = ops.m_grouped_quantize_gemm(
+                    *(case.x, case.b[0], case.offs, case.b[1:], *case.pair),
+                    *(None, None, transpose_b, F32),
+                    accumulation=accumulation,
+                )
+            assert_same_bytes(got, want)
 
 
 @every_core
 def test_grouped_takes_the_choice(core):
-	fmt = grouped.FP8()
-	x = grouped.quantize(torch.randn(40, 256), fmt, offs=[10, 40], columnwise=True)
-	w = grouped.quantize(torch.randn(2, 48, 256), fmt, columnwise=True)
-	dy = grouped.quantize(torch.randn(40, 48), fmt, offs=[10, 40], columnwise=True)
-	products = ((x, w, {}), (dy, w, {"transpose_b": True}), (dy, x, {}))
-	defaults = ("fast", "split", "split")
-	with backend(f"reference:{core}"):
-		for (a, b, way), default in zip(products, defaults, strict=True):
-			found = {}
-			for accumulation in (None, "fast", "split"):
-				options = {"out_dtype": F32, "accumulation": accumulation, **way}
-				found[accumulation] = grouped.grouped_gemm(a, b, **options)
-				out = torch.empty_like(found[accumulation])
-				options = {"accumulation": accumulation, **way}
-				grouped.grouped_gemm(a, b, out=out, **options)
-				assert_same_bytes(out, found[accumulation])
-			assert_same_bytes(found[None], found[default])
+    fmt = grouped.FP8()
+    x = grouped.quantize(torch.randn(40, 256), fmt, offs=[10, 40], columnwise=True)
+    w = grouped.quantize(torch.randn(2, 48, 256), fmt, columnwise=True)
+    dy = grouped.quantize(torch.randn(40, 48), fmt, offs=[10, 40], columnwise=True)
+    products = ((x, w, {}), (dy, w, {"transpose_b": True}), (dy, x, {}))
+    defaults = ("fast", "split", "split")
+    with backend(f"reference:{core}"):
+        for (a, b, way), default in zip(products, defaults, strict=True):
+            found = {}
+            for accumulation in (None, "fast", "split"):
+                options = {"out_dtype": F32, "accumulation": accumulation, **way}
+                found[accumulation] = grouped.grouped_gemm(a, b, **options)
+                out = torch.empty_like(found[accumulation])
+                options = {"accumulation": accumulation, **way}
+                grouped.grouped_gemm(a, b, out=out, **options)
+                assert_same_bytes(out, found[accumulation])
+            assert_same_bytes(found[None], found[default])
 
 
 @each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 @each("text", ["fp8:dtype=e5m2", "fp8_block", "fp8_block:block=128x128,pow2_scales=false", "mxfp8"])
 def test_w4a8(text, transpose_b):
-	"""Without a tensor core products are exact."""
-	case = Product((text, "nvfp4"), (3, 0, 5), 32, 288, transpose_b=transpose_b)
-	exact = case.run()
-	for _, rows, a, b in case.members():
-		levels = [torch.tensor(x.level) for x in (a, b) if x.level is not None]
-		levels[-1] *= torch.tensor(RCP_2688)
-		factor = levels[0] * levels[1] if len(levels) > 1 else levels[0]
-		acc = torch.from_numpy(a.values() @ b.values().T).float()
-		assert_same_bytes(exact[rows], scaled(acc, factor))
-	with backend("reference:sm_90a"), raises(UnsupportedError, "no sm_90a kernel of grouped_gemm_w4a8"):
-		case.run()
+    """Without a tensor core products are exact."""
+    case = Product((text, "nvfp4"), (3, 0, 5), 32, 288, transpose_b=transpose_b)
+    exact = case.run()
+    for _, rows, a, b in case.members():
+        levels = [torch.tensor(x.level) for x in (a, b) if x.level is not None]
+        levels[-1] *= torch.tensor(RCP_2688)
+        factor = levels[0] * levels[1] if len(levels) > 1 else levels[0]
+        acc = torch.from_numpy(a.values() @ b.values().T).float()
+        assert_same_bytes(exact[rows], scaled(acc, factor))
+    with (
+        backend("reference:sm_90a"),
+        raises(UnsupportedError, "no sm_90a kernel of grouped_gemm_w4a8"),
+    ):
+        case.run()

@@ -13,33 +13,33 @@ _CASE = {"model": "M", "layer": "up", "experts": 4, "n": 512, "k": 256, "routing
 _GPU = {"gpu": "NVIDIA H200", "protocol": "sustained, L2-cold", "repeats": 7}
 #: Microseconds with one token an expert, then how they grew from the old commit.
 _SPEEDS = {
-	("ours", NVFP4): (20.0, 1.0),
-	("ours, prepacked", NVFP4): (10.0, 1.5),
-	("ours, tile 128x16", NVFP4): (30.0, 1.0),
-	("torch", "bfloat16"): (40.0, 0.5),
+    ("ours", NVFP4): (20.0, 1.0),
+    ("ours, prepacked", NVFP4): (10.0, 1.5),
+    ("ours, tile 128x16", NVFP4): (30.0, 1.0),
+    ("torch", "bfloat16"): (40.0, 0.5),
 }
 COUNTS = {"warp instructions": 1000, "bytes read by TMA": 65536, "MMA operations": 0}
 
 
 def _made():
-	for (contender, fmt), (first, growth) in _SPEEDS.items():
-		for tokens in TOKENS:
-			case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
-			product = Record("gemm", case, contender, "time", first, "us", "gpu", fmt, **_GPU)
-			work = {"bytes": 500_000 + tokens, "flops": 2 * 4 * tokens * 512 * 256}
-			product = replace(product, ceilings={"copy": 4.0, "bfloat16": 700.0}, **work)
-			now = first * (1 + tokens / 8)
-			for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
-				yield replace(product, value=value, spread=value / 100, commit=commit, time=time)
-	case = {"op": "quantize", "rows": 256, "cols": 512, "groups": 2, "directions": "row"}
-	run = {"commit": NEW[0], "time": NEW[1]}
-	quantize = Record("quantize", case, "ours", "time", 5.0, "us", "gpu", "nvfp4", bytes=3e6, **run)
-	yield replace(quantize, spread=0.5, ceilings={"copy": 4.0}, **_GPU)
-	yield replace(quantize, kind="cpu", machine="A machine", value=9000.0)
-	for arch, factor in (("sm_90a", 1), ("sm_100a", 2)):
-		for what, count in COUNTS.items():
-			counts = {"suite": "counts", "kind": "emulator", "gpu": f"{arch}, 8 SMs", "unit": "1"}
-			yield replace(quantize, what=what, value=count * factor, **counts)
+    for (contender, fmt), (first, growth) in _SPEEDS.items():
+        for tokens in TOKENS:
+            case = {**_CASE, "product": "fprop", "rows": 4 * tokens}
+            product = Record("gemm", case, contender, "time", first, "us", "gpu", fmt, **_GPU)
+            work = {"bytes": 500_000 + tokens, "flops": 2 * 4 * tokens * 512 * 256}
+            product = replace(product, ceilings={"copy": 4.0, "bfloat16": 700.0}, **work)
+            now = first * (1 + tokens / 8)
+            for value, (commit, time) in ((now / growth, OLD), (now, NEW)):
+                yield replace(product, value=value, spread=value / 100, commit=commit, time=time)
+    case = {"op": "quantize", "rows": 256, "cols": 512, "groups": 2, "directions": "row"}
+    run = {"commit": NEW[0], "time": NEW[1]}
+    quantize = Record("quantize", case, "ours", "time", 5.0, "us", "gpu", "nvfp4", bytes=3e6, **run)
+    yield replace(quantize, spread=0.5, ceilings={"copy": 4.0}, **_GPU)
+    yield replace(quantize, kind="cpu", machine="A machine", value=9000.0)
+    for arch, factor in (("sm_90a", 1), ("sm_100a", 2)):
+        for what, count in COUNTS.items():
+            counts = {"suite": "counts", "kind": "emulator", "gpu": f"{arch}, 8 SMs", "unit": "1"}
+            yield replace(quantize, what=what, value=count * factor, **counts)
 
 
 RECORDS = list(_made())
@@ -47,17 +47,17 @@ CURRENT = [record for record in RECORDS if record.commit == NEW[0]]
 
 
 def save_numerics(path):
-	"""What two experts' layer loses in two steps, as ``grouped.debug.inspect`` saves it."""
-	torch.manual_seed(0)
-	options = {"bias": False, "recipe": grouped.recipes.MXFP8(), "dtype": torch.bfloat16}
-	model = torch.nn.ModuleDict({"up": grouped.nn.GroupedLinear(2, 64, 32, **options)})
-	with grouped.debug.inspect(model) as lens:
-		for _ in range(2):
-			model["up"](torch.randn(9, 64).bfloat16(), torch.tensor([3, 9], dtype=torch.int32))
-			lens.step()
-	lens.save(path, run="a run")
+    """What two experts' layer loses in two steps, as ``grouped.debug.inspect`` saves it."""
+    torch.manual_seed(0)
+    options = {"bias": False, "recipe": grouped.recipes.MXFP8(), "dtype": torch.bfloat16}
+    model = torch.nn.ModuleDict({"up": grouped.nn.GroupedLinear(2, 64, 32, **options)})
+    with grouped.debug.inspect(model) as lens:
+        for _ in range(2):
+            model["up"](torch.randn(9, 64).bfloat16(), torch.tensor([3, 9], dtype=torch.int32))
+            lens.step()
+    lens.save(path, run="a run")
 
 
 @functools.cache
 def all_committed():
-	return load(RESULTS)
+    return load(RESULTS)

@@ -22,120 +22,136 @@ BADGE = RESULTS.parent.parent / "docs" / "badge.svg"
 
 
 def test_the_page_is_whole_and_depends_on_the_records_alone():
-	mixed = RECORDS.copy()
-	random.Random(0).shuffle(mixed)
-	text = page(mixed)
-	assert text == page(RECORDS)
-	assert "@@" not in text and "records.jsonl" not in text
-	assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//|url\(|@import""", text)
-	assert page(RECORDS, "records.jsonl").count('href="records.jsonl"') == 1
-	packed = re.search(r'id="records">(.*?)</script>', text)[1]
-	assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(json.dumps(payload(RECORDS)))
+    mixed = RECORDS.copy()
+    random.Random(0).shuffle(mixed)
+    text = page(mixed)
+    assert text == page(RECORDS)
+    assert "@@" not in text and "records.jsonl" not in text
+    assert not re.search(r"""(?:src|href)\s*=\s*["'](?:https?:)?//|url\(|@import""", text)
+    assert page(RECORDS, "records.jsonl").count('href="records.jsonl"') == 1
+    packed = re.search(r'id="records">(.*?)</script>', text)[1]
+    assert json.loads(gzip.decompress(base64.b64decode(packed))) == json.loads(
+        json.dumps(payload(RECORDS))
+    )
 
 
 def test_without_plotly_the_extra_is_named(monkeypatch, tmp_path, capsys):
-	_plotly.cache_clear()
-	monkeypatch.setitem(sys.modules, "plotly.offline", None)
-	write(tmp_path / "records.jsonl", RECORDS)
-	assert main(["dashboard", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
-	assert "needs plotly: pip install 'grouped-kernels[perf]'" in capsys.readouterr().err
+    _plotly.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    write(tmp_path / "records.jsonl", RECORDS)
+    assert main(["dashboard", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
+    assert "needs plotly: pip install 'grouped-kernels[perf]'" in capsys.readouterr().err
 
 
 def test_all_newest_numbers_are_in_the_page():
-	fields = ["suite", "what", "unit", "protocol", "kind", "contender", "format"]
-	fields += ["value", "spread", "error", "bytes", "flops"]
-	rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
-	things = payload(RECORDS)["things"]
-	found = [[t[n] for n in (*fields, "case", "place")] for t in things]
-	assert sorted(map(repr, found)) == sorted(map(repr, rows))
-	things = payload(all_committed())["things"]
-	assert len(things) == len({record.key for record in all_committed()})
+    fields = ["suite", "what", "unit", "protocol", "kind", "contender", "format"]
+    fields += ["value", "spread", "error", "bytes", "flops"]
+    rows = [[getattr(r, n) for n in fields] + [r.case, r.gpu or r.machine] for r in latest(RECORDS)]
+    things = payload(RECORDS)["things"]
+    found = [[t[n] for n in (*fields, "case", "place")] for t in things]
+    assert sorted(map(repr, found)) == sorted(map(repr, rows))
+    things = payload(all_committed())["things"]
+    assert len(things) == len({record.key for record in all_committed()})
 
 
 def test_history_says_what_compare_says():
-	data = payload(RECORDS)
-	changes = compare([r for r in RECORDS if r.commit == OLD[0]], CURRENT)
-	changed = [(c.record, c) for c in changes if c.old is not None]
-	wanted = {(r.contender, r.case["rows"]): (c.old, c.new, c.verdict) for r, c in changed}
-	found = {}
-	for thing in data["things"]:
-		if "history" in thing:
-			old, new = thing["history"]
-			assert (old["commit"], new["commit"]) == (OLD[0], "bbbbbbb")
-			found[thing["contender"], thing["case"]["rows"]] = (old["value"], new["value"], new["verdict"])
-			assert new["verdict"] == {"ours, prepacked": "worse", "torch": "better"}.get(thing["contender"], "same")
-	assert found == wanted
+    data = payload(RECORDS)
+    changes = compare([r for r in RECORDS if r.commit == OLD[0]], CURRENT)
+    changed = [(c.record, c) for c in changes if c.old is not None]
+    wanted = {(r.contender, r.case["rows"]): (c.old, c.new, c.verdict) for r, c in changed}
+    found = {}
+    for thing in data["things"]:
+        if "history" in thing:
+            old, new = thing["history"]
+            assert (old["commit"], new["commit"]) == (OLD[0], "bbbbbbb")
+            found[thing["contender"], thing["case"]["rows"]] = (
+                old["value"],
+                new["value"],
+                new["verdict"],
+            )
+            assert new["verdict"] == {"ours, prepacked": "worse", "torch": "better"}.get(
+                thing["contender"], "same"
+            )
+    assert found == wanted
 
 
 def test_runs_of_one_commit_are_one_step():
-	runs = [(100, "a" * 12), (102, "a" * 7), (101, "b" * 12 + "-dirty"), (120, "")]
-	made = [replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i)) for i, (v, c) in enumerate(runs)]
-	commits = commits_of(made)
-	assert list(commits.items()) == [("aaaaaaa", "0"), ("bbbbbbb-dirty", "2"), ("unknown", "3")]
-	steps = history_of(made, commits)
-	found = [(step["commit"], step["value"], step["verdict"]) for step in steps]
-	assert found == [
-		(name, *rest) for name, rest in zip(commits, [(101, "same"), (101, "same"), (120, "worse")], strict=True)
-	]
-	assert steps[2]["worse_by"] == pytest.approx(120 / 101 - 1, abs=1e-4)
+    runs = [(100, "a" * 12), (102, "a" * 7), (101, "b" * 12 + "-dirty"), (120, "")]
+    made = [
+        replace(RECORDS[0], value=v, spread=0.0, commit=c, time=str(i))
+        for i, (v, c) in enumerate(runs)
+    ]
+    commits = commits_of(made)
+    assert list(commits.items()) == [("aaaaaaa", "0"), ("bbbbbbb-dirty", "2"), ("unknown", "3")]
+    steps = history_of(made, commits)
+    found = [(step["commit"], step["value"], step["verdict"]) for step in steps]
+    assert found == [
+        (name, *rest)
+        for name, rest in zip(commits, [(101, "same"), (101, "same"), (120, "worse")], strict=True)
+    ]
+    assert steps[2]["worse_by"] == pytest.approx(120 / 101 - 1, abs=1e-4)
 
 
 def test_kernels_and_variants():
-	things = payload(RECORDS)["things"]
-	gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
-	assert {t["kernel"] for t in things if t["kernel"]} == {"quantize nvfp4, row", gemm, f"{gemm}, prepacked"}
-	assert {t["contender"] for t in things if t["variant"]} == {"ours, tile 128x16"}
+    things = payload(RECORDS)["things"]
+    gemm = "gemm nvfp4:row_scaled x nvfp4, fprop"
+    assert {t["kernel"] for t in things if t["kernel"]} == {
+        "quantize nvfp4, row",
+        gemm,
+        f"{gemm}, prepacked",
+    }
+    assert {t["contender"] for t in things if t["variant"]} == {"ours, tile 128x16"}
 
 
 def test_roofs_are_measured_or_said_to_be_published():
-	roofs = {kind: rest for kind, _, *rest in roofs_of("NVIDIA H200", RECORDS)}
-	assert roofs == {"copy": [4.0, True], "bfloat16": [700.0, True], "fp8": [1979.0, False]}
-	assert [roof[2] for roof in roofs_of("NVIDIA GB200", [])] == [8.0, 2500.0, 5000.0, 10000.0]
-	assert roofs_of("another", RECORDS) == []
+    roofs = {kind: rest for kind, _, *rest in roofs_of("NVIDIA H200", RECORDS)}
+    assert roofs == {"copy": [4.0, True], "bfloat16": [700.0, True], "fp8": [1979.0, False]}
+    assert [roof[2] for roof in roofs_of("NVIDIA GB200", [])] == [8.0, 2500.0, 5000.0, 10000.0]
+    assert roofs_of("another", RECORDS) == []
 
 
 def test_the_badge_says_what_the_records_say():
-	assert speedups(RECORDS) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
-	assert "2.00x torch bf16 on NVIDIA H200 (2.00x to 2.00x, 3 cases)" in badge(RECORDS)
-	assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
-	told = "renew it: python -m perf dashboard --badge docs/badge.svg"
-	assert BADGE.read_text() == badge(all_committed()), told
+    assert speedups(RECORDS) == ("NVIDIA H200", pytest.approx([2.0, 2.0, 2.0]))
+    assert "2.00x torch bf16 on NVIDIA H200 (2.00x to 2.00x, 3 cases)" in badge(RECORDS)
+    assert "not measured yet" in badge([r for r in RECORDS if r.kind != "gpu"])
+    told = "renew it: python -m perf dashboard --badge docs/badge.svg"
+    assert BADGE.read_text() == badge(all_committed()), told
 
 
 def test_the_badge_compares_what_was_measured_on_one_commit():
-	ours = [r for r in RECORDS if (r.suite, r.contender) == ("gemm", "ours")]
-	torch = [r for r in RECORDS if r.contender == "torch"]
-	assert speedups([*ours, *(r for r in torch if r.commit == OLD[0])])[1] == [4.0] * 3
-	for commit in ("ccccccc", ""):
-		assert speedups([*ours, *(replace(r, commit=commit) for r in torch)])[1] == []
+    ours = [r for r in RECORDS if (r.suite, r.contender) == ("gemm", "ours")]
+    torch = [r for r in RECORDS if r.contender == "torch"]
+    assert speedups([*ours, *(r for r in torch if r.commit == OLD[0])])[1] == [4.0] * 3
+    for commit in ("ccccccc", ""):
+        assert speedups([*ours, *(replace(r, commit=commit) for r in torch)])[1] == []
 
 
 def test_publish(tmp_path, capsys):
-	source, site, one = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
-	write(source, RECORDS)
-	found = read(source)
-	assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
-	assert capsys.readouterr().out.count(" KB\n") == 4
-	assert (site / "index.html").read_text() == page(found, "records.jsonl.xz")
-	assert (site / "badge.svg").read_text() == badge(RECORDS)
-	assert one.read_text() == page(found)
-	assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in found}
-	assert main(["dashboard"]) == 2
-	assert "--out FILE" in capsys.readouterr().err
-	source.write_text("")
-	assert main(["dashboard", str(source), "--out", str(one)]) == 2
-	assert "no records" in capsys.readouterr().err
+    source, site, one = tmp_path / "r.jsonl", tmp_path / "site", tmp_path / "one.html"
+    write(source, RECORDS)
+    found = read(source)
+    assert main(["dashboard", str(source), "--publish", str(site), "--out", str(one)]) == 0
+    assert capsys.readouterr().out.count(" KB\n") == 4
+    assert (site / "index.html").read_text() == page(found, "records.jsonl.xz")
+    assert (site / "badge.svg").read_text() == badge(RECORDS)
+    assert one.read_text() == page(found)
+    assert {repr(r) for r in read(site / "records.jsonl.xz")} == {repr(r) for r in found}
+    assert main(["dashboard"]) == 2
+    assert "--out FILE" in capsys.readouterr().err
+    source.write_text("")
+    assert main(["dashboard", str(source), "--out", str(one)]) == 2
+    assert "no records" in capsys.readouterr().err
 
 
 def test_numerics_are_read_once_and_only_in_their_form(tmp_path):
-	file = tmp_path / "n.jsonl"
-	save_numerics(file)
-	found = read_numerics([file, file])
-	assert [(r["step"], r["role"]) for r in found if r["direction"] == "rowwise"] == [
-		(step, role) for step in (0, 1) for role in ("weight", "input")
-	]
-	assert {r["run"] for r in found} == {"a run"} and all(len(r["amax"]) == 2 for r in found)
-	for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
-		file.write_text(text)
-		with pytest.raises(ValueError, match="line 1, is no record of numerics"):
-			read_numerics([file])
+    file = tmp_path / "n.jsonl"
+    save_numerics(file)
+    found = read_numerics([file, file])
+    assert [(r["step"], r["role"]) for r in found if r["direction"] == "rowwise"] == [
+        (step, role) for step in (0, 1) for role in ("weight", "input")
+    ]
+    assert {r["run"] for r in found} == {"a run"} and all(len(r["amax"]) == 2 for r in found)
+    for text in ('{"numerics": 2}', '{"numerics": 1}', "[]", "no JSON"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="line 1, is no record of numerics"):
+            read_numerics([file])

@@ -16,8 +16,8 @@ from .dashboard_records import CURRENT, RECORDS, all_committed, save_numerics
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 OPTIONS = (
-	"--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
-	" --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
+    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking"
+    " --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
 )
 KERNEL = "kernel=gemm+nvfp4:row_scaled+x+nvfp4,+fprop"
 CASE = "view=case&case=" + next(t["caseId"] for t in payload(RECORDS)["things"] if "history" in t)
@@ -25,50 +25,56 @@ PLOTS = [f"view={name}" for name in ("tokens", "rooflines", "history", "numerics
 MADE = ("", *PLOTS, CASE, KERNEL, "suite=gemm&contender=torch")
 
 pytestmark = [
-	pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
-	# One worker has the browser.
-	pytest.mark.xdist_group("chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
+    # One worker has the browser.
+    pytest.mark.xdist_group("chromium"),
 ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-	folder = tmp_path_factory.mktemp("pages")
-	save_numerics(folder / "numerics.jsonl")
-	numerics = read_numerics([folder / "numerics.jsonl"])
-	(folder / "made.html").write_text(page(RECORDS, numerics=numerics), encoding="utf-8")
-	(folder / "committed.html").write_text(page(all_committed()), encoding="utf-8")
-	return folder
+    folder = tmp_path_factory.mktemp("pages")
+    save_numerics(folder / "numerics.jsonl")
+    numerics = read_numerics([folder / "numerics.jsonl"])
+    (folder / "made.html").write_text(page(RECORDS, numerics=numerics), encoding="utf-8")
+    (folder / "committed.html").write_text(page(all_committed()), encoding="utf-8")
+    return folder
 
 
 def shown(folder, which, view):
-	"""Titles, text and elements of a view; what it writes to its console fails."""
-	url = f"{(folder / f'{which}.html').as_uri()}#{view}"
-	command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
-	done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-	assert "CONSOLE" not in done.stderr, done.stderr
-	main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
-	return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
+    """Titles, text and elements of a view; what it writes to its console fails."""
+    url = f"{(folder / f'{which}.html').as_uri()}#{view}"
+    command = [CHROMIUM, *OPTIONS.split(), f"--user-data-dir={folder / 'profile'}", url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    main = re.search(r"(?s)<main.*</main>", done.stdout)[0]
+    return re.findall(r"<h1[^>]*>(.*?)</h1>", main), re.sub("<[^>]*>", " ", main), main
 
 
-@each(("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))])
+@each(
+    ("which", "view"), [*(("made", v) for v in MADE), *(("committed", v) for v in ("", *PLOTS[:2]))]
+)
 def test_views_are_drawn(folder, which, view):
-	titles, text, main = shown(folder, which, view)
-	assert len(titles) == 1 and "<td" in main
-	assert not re.search("Nothing|undefined" if "numerics" in view else "Nothing|NaN|undefined", text)
-	# Plotly draws each point of the tables below its plots.
-	tables = re.findall(r"(?s)<details.*?</details>", main)
-	points = sum(table.count("<tr>") - 1 for table in tables)
-	assert main.count('class="point ') == points and bool(points) == view.startswith("view=")
-	if view == "view=history":
-		assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
-	if which == "made" and view in ("", KERNEL):
-		names = {"ours", "torch"} if view else {r.contender for r in CURRENT} - {"ours, tile 128x16"}
-		for record in CURRENT:
-			if record.suite == "gemm" and record.contender in names:
-				assert f'title="{record.value:g} us, {record.commit}"' in main
+    titles, text, main = shown(folder, which, view)
+    assert len(titles) == 1 and "<td" in main
+    assert not re.search(
+        "Nothing|undefined" if "numerics" in view else "Nothing|NaN|undefined", text
+    )
+    # Plotly draws each point of the tables below its plots.
+    tables = re.findall(r"(?s)<details.*?</details>", main)
+    points = sum(table.count("<tr>") - 1 for table in tables)
+    assert main.count('class="point ') == points and bool(points) == view.startswith("view=")
+    if view == "view=history":
+        assert (text.count("▲ worse"), text.count("▼ better")) == (3, 3)
+    if which == "made" and view in ("", KERNEL):
+        names = (
+            {"ours", "torch"} if view else {r.contender for r in CURRENT} - {"ours, tile 128x16"}
+        )
+        for record in CURRENT:
+            if record.suite == "gemm" and record.contender in names:
+                assert f'title="{record.value:g} us, {record.commit}"' in main
 
 
 @each(("view", "title"), [("view=numerics", "page"), ("view=case&case=none", "case")])
 def test_there_is_no_such_view(folder, view, title):
-	assert shown(folder, "committed", view)[0] == [f"No such {title}"]
+    assert shown(folder, "committed", view)[0] == [f"No such {title}"]

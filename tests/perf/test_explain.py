@@ -20,117 +20,130 @@ SIZES = ["--hidden=256", "--intermediate=128", "--experts=8", "--top-k=2", "--to
 
 @pytest.fixture(scope="module")
 def records():
-	return load(RESULTS)
+    return load(RESULTS)
 
 
 @pytest.fixture(scope="module")
 def fitted(records):
-	return observed.fitted(records)
+    return observed.fitted(records)
 
 
 def error(found, seen):
-	return abs(math.log(sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels) / seen.microseconds))
+    return abs(
+        math.log(
+            sum(found.time(kernel, seen.gpu)[0] for kernel in seen.kernels) / seen.microseconds
+        )
+    )
 
 
 def test_held_out_times_on_an_h200_are_predicted_within_15_percent(records, fitted):
-	seen = observed.ours(records)
-	assert {one.suite for one in seen} == {"gemm", "quantize", "layer"}
-	assert fitted.count == len(seen) > 200
-	assert fitted.error < 0.15
-	assert statistics.median(error(fitted, one) for one in seen) <= fitted.error + 0.01
+    seen = observed.ours(records)
+    assert {one.suite for one in seen} == {"gemm", "quantize", "layer"}
+    assert fitted.count == len(seen) > 200
+    assert fitted.error < 0.15
+    assert statistics.median(error(fitted, one) for one in seen) <= fitted.error + 0.01
 
 
 def test_an_h100_differs_by_its_bandwidth(records, fitted):
-	errors = [error(fitted, one) for one in observed.ours(records, "H100")]
-	assert len(errors) > 20
-	assert statistics.median(errors) < 0.1 and max(errors) < 0.25
+    errors = [error(fitted, one) for one in observed.ours(records, "H100")]
+    assert len(errors) > 20
+    assert statistics.median(errors) < 0.1 and max(errors) < 0.25
 
 
 def test_published_times_on_a_b200(records, fitted):
-	seen = observed.published(records, "B200")
-	assert statistics.median(error(fitted, one) for one in seen) <= B200.doubt
-	inside = 0
-	for one in seen:
-		low, high = map(sum, zip(*[fitted.range(kernel, B200) for kernel in one.kernels], strict=True))
-		inside += low <= one.microseconds <= high
-	assert inside > 0.75 * len(seen) > 20
+    seen = observed.published(records, "B200")
+    assert statistics.median(error(fitted, one) for one in seen) <= B200.doubt
+    inside = 0
+    for one in seen:
+        low, high = map(
+            sum, zip(*[fitted.range(kernel, B200) for kernel in one.kernels], strict=True)
+        )
+        inside += low <= one.microseconds <= high
+    assert inside > 0.75 * len(seen) > 20
 
 
 def test_times_follow_the_formula(fitted):
-	names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
-	values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
-	found = replace(fitted, values=values, spread=0.0)
-	memory, core = 300.0, 400.0
-	kernel = Kernel(*("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"), waves=10)
-	total, by = found.time(kernel, H200)
-	assert total == pytest.approx(2 + math.hypot(memory, core))
-	assert by["power"] == pytest.approx(390)
-	assert found.range(kernel, H200) == pytest.approx((total, total))
+    names = ("launch product", "memory product", "overlap product", "multiply fp8, fp8")
+    values = dict(zip(names, (2.0, 1.0, 1.0, 1.0), strict=True)) | {"fill product": 1.0}
+    found = replace(fitted, values=values, spread=0.0)
+    memory, core = 300.0, 400.0
+    kernel = Kernel(
+        *("", "product", memory * 4.25e6, 390 * 1270e6, 390 * 1270e6, "fp8", "multiply fp8, fp8"),
+        waves=10,
+    )
+    total, by = found.time(kernel, H200)
+    assert total == pytest.approx(2 + math.hypot(memory, core))
+    assert by["power"] == pytest.approx(390)
+    assert found.range(kernel, H200) == pytest.approx((total, total))
 
-	def bound(kernel):
-		_, by = found.time(kernel, H200)
-		return max(by, key=by.get)
+    def bound(kernel):
+        _, by = found.time(kernel, H200)
+        return max(by, key=by.get)
 
-	bounds = {
-		"power": kernel,
-		# Half of what is multiplied is padding.
-		"tensor core": replace(kernel, useful=kernel.useful / 4),
-		"memory": replace(kernel, bytes=kernel.bytes * 2),
-		"launch": Kernel("", "product", 1.0),
-	}
-	assert [bound(k) for k in bounds.values()] == list(bounds)
-	decoded = replace(kernel, instructions=1e11, decode="decode x")
-	assert bound(decoded) == "issue rate"
-	# What no record knows has a range.
-	low, high = found.range(decoded, H200)
-	assert low < found.time(decoded, H200)[0] < high
+    bounds = {
+        "power": kernel,
+        # Half of what is multiplied is padding.
+        "tensor core": replace(kernel, useful=kernel.useful / 4),
+        "memory": replace(kernel, bytes=kernel.bytes * 2),
+        "launch": Kernel("", "product", 1.0),
+    }
+    assert [bound(k) for k in bounds.values()] == list(bounds)
+    decoded = replace(kernel, instructions=1e11, decode="decode x")
+    assert bound(decoded) == "issue rate"
+    # What no record knows has a range.
+    low, high = found.range(decoded, H200)
+    assert low < found.time(decoded, H200)[0] < high
 
 
 def test_it_prints_a_plan(capsys):
-	assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
-	text = capsys.readouterr().out
-	assert text.startswith("4 experts of 256 x 128 with SwiGLU on one H200 of 2: 128 rows, 32 to 32")
-	steps = dict(re.findall(r"^(\w+)  .*?([\d.]+) \(", text, re.MULTILINE))
-	assert f"Fastest step: {min(steps, key=lambda name: float(steps[name]))}, " in text
-	assert steps.keys() == {"BF16", "NVFP4"}
-	for words in ("fitted", "SwiGLU backward", "saved of activations", "held out"):
-		assert words in text
+    assert main(["explain", *SIZES, "--recipe", "BF16,NVFP4", "--ep", "2"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(
+        "4 experts of 256 x 128 with SwiGLU on one H200 of 2: 128 rows, 32 to 32"
+    )
+    steps = dict(re.findall(r"^(\w+)  .*?([\d.]+) \(", text, re.MULTILINE))
+    assert f"Fastest step: {min(steps, key=lambda name: float(steps[name]))}, " in text
+    assert steps.keys() == {"BF16", "NVFP4"}
+    for words in ("fitted", "SwiGLU backward", "saved of activations", "held out"):
+        assert words in text
 
 
 def test_plans_add_up(records, fitted):
-	counts, of_rank = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
-	for recipe in recipes().values():
-		found = explain.plan(of_rank, recipe, B200, fitted, counts)
-		assert found.basis == "prediction"
-		for time in found.times.values():
-			assert 0 < time.low < time.value < time.high
-		assert sum(found.bounds.values()) == pytest.approx(1)
-		both = found.times["forward"].value + found.times["backward"].value
-		assert found.times["step"].value == pytest.approx(both)
+    counts, of_rank = Counts(records, B200.arch), layer.Layer((100, 20, 0, 8), 256, 128)
+    for recipe in recipes().values():
+        found = explain.plan(of_rank, recipe, B200, fitted, counts)
+        assert found.basis == "prediction"
+        for time in found.times.values():
+            assert 0 < time.low < time.value < time.high
+        assert sum(found.bounds.values()) == pytest.approx(1)
+        both = found.times["forward"].value + found.times["backward"].value
+        assert found.times["step"].value == pytest.approx(both)
 
 
 def test_recipes_say_which_sizes_they_do_not_take(capsys):
-	assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "BF16,NVFP4"]) == 0
-	assert "NVFP4 does not take these sizes: hidden must be a multiple of 16, got 40" in (capsys.readouterr().out)
-	assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
+    assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "BF16,NVFP4"]) == 0
+    assert "NVFP4 does not take these sizes: hidden must be a multiple of 16, got 40" in (
+        capsys.readouterr().out
+    )
+    assert main(["explain", *SIZES, "--hidden", "40", "--recipe", "NVFP4"]) == 1
 
 
 @each(
-	("options", "message"),
-	[
-		(["--tokens", "0"], "tokens must be at least 1, got 0"),
-		(["--ep", "3"], "ep must divide the 8 experts, got 3"),
-		(["--top-k", "9"], "top-k must be at most the 8 experts, got 9"),
-		(["--gpu", "A100"], "gpu must be one of H200, H100, B200, got 'A100'"),
-		(["--recipe", "BF16,FP3"], "recipe must be all, or some of BF16, FP8Block"),
-	],
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["--ep", "3"], "ep must divide the 8 experts, got 3"),
+        (["--top-k", "9"], "top-k must be at most the 8 experts, got 9"),
+        (["--gpu", "A100"], "gpu must be one of H200, H100, B200, got 'A100'"),
+        (["--recipe", "BF16,FP3"], "recipe must be all, or some of BF16, FP8Block"),
+    ],
 )
 def test_errors_name_the_argument(capsys, options, message):
-	assert main(["explain", *SIZES, *options]) == 2
-	assert message in capsys.readouterr().err
+    assert main(["explain", *SIZES, *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_records_are_needed(tmp_path, capsys):
-	write(tmp_path / "none.jsonl", [])
-	assert main(["explain", *SIZES, "--records", str(tmp_path)]) == 2
-	assert "records must have times of ours on an H200, got 0" in capsys.readouterr().err
+    write(tmp_path / "none.jsonl", [])
+    assert main(["explain", *SIZES, "--records", str(tmp_path)]) == 2
+    assert "records must have times of ours on an H200, got 0" in capsys.readouterr().err

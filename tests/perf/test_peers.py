@@ -24,91 +24,95 @@ ROWS = 148
 
 
 def error_of(contender):
-	return contender.error(contender.prepare()())
+    return contender.error(contender.prepare()())
 
 
 def product(kind="fprop"):
-	return Operands(SHAPE, ROWS, kind, SIZES, CPU, seed=2)
+    return Operands(SHAPE, ROWS, kind, SIZES, CPU, seed=2)
 
 
 def test_every_peer_says_whether_it_is_here():
-	peers = all_peers({})
-	assert len(peers) == len(PEERS) and len({p.name for p in peers}) == len(peers)
-	meter = meter_of("reference", "", True, {})
-	missing = {peer.name: peer.missing(meter) for peer in peers}
-	assert missing["torch"] == "" and "does not run on" in missing["quack"]
-	assert set(all_peers({})[0].versions) == {"torch"}
+    peers = all_peers({})
+    assert len(peers) == len(PEERS) and len({p.name for p in peers}) == len(peers)
+    meter = meter_of("reference", "", True, {})
+    missing = {peer.name: peer.missing(meter) for peer in peers}
+    assert missing["torch"] == "" and "does not run on" in missing["quack"]
+    assert set(all_peers({})[0].versions) == {"torch"}
 
 
 def test_torch_products():
-	for kind in ("fprop", "dgrad", "wgrad"):
-		(contender,) = pytorch.PEER({}).products(product(kind))
-		assert error_of(contender) <= contender.bound == NOISE["bfloat16"]
+    for kind in ("fprop", "dgrad", "wgrad"):
+        (contender,) = pytorch.PEER({}).products(product(kind))
+        assert error_of(contender) <= contender.bound == NOISE["bfloat16"]
 
 
 @each(
-	("quantize", "decode", "bound"),
-	[
-		(pytorch.nvfp4_given, pytorch.nvfp4_values, 0.12),
-		(pytorch.nvfp4_rows, pytorch.nvfp4_values, 0.1),
-		(pytorch.mxfp8_rows, pytorch.mxfp8_values, 0.03),
-	],
+    ("quantize", "decode", "bound"),
+    [
+        (pytorch.nvfp4_given, pytorch.nvfp4_values, 0.12),
+        (pytorch.nvfp4_rows, pytorch.nvfp4_values, 0.1),
+        (pytorch.mxfp8_rows, pytorch.mxfp8_values, 0.03),
+    ],
 )
 def test_torch_quantizers(quantize, decode, bound):
-	x = torch.randn(40, 256, generator=seeded(0)).bfloat16()
-	got = quantize(x, x.abs().amax().float().view(1))
-	assert (decode(*got) - x.float()).norm() / x.float().norm() < bound
-	# Codes in the wrong nibble are no noise.
-	if got[0].dtype == U8:
-		swapped = got[0] << 4 | got[0] >> 4
-		assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
+    x = torch.randn(40, 256, generator=seeded(0)).bfloat16()
+    got = quantize(x, x.abs().amax().float().view(1))
+    assert (decode(*got) - x.float()).norm() / x.float().norm() < bound
+    # Codes in the wrong nibble are no noise.
+    if got[0].dtype == U8:
+        swapped = got[0] << 4 | got[0] >> 4
+        assert (decode(swapped, *got[1:]) - x.float()).norm() / x.float().norm() > 1
 
 
 def test_padding_keeps_rows_apart():
-	x = torch.arange(1, 9).float().view(8, 1)
-	padded, owner = padded_rows(x, [3, 0, 5], 4)
-	assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
-	assert owner.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
-	assert torch.equal(unpadded_rows(padded, [3, 0, 5], 4), x)
+    x = torch.arange(1, 9).float().view(8, 1)
+    padded, owner = padded_rows(x, [3, 0, 5], 4)
+    assert padded.flatten().tolist() == [1, 2, 3, 0, 4, 5, 6, 7, 8, 0, 0, 0]
+    assert owner.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 2, -1, -1, -1]
+    assert torch.equal(unpadded_rows(padded, [3, 0, 5], 4), x)
 
 
 def test_scales_come_out_of_tiles():
-	scales = torch.randint(0, 256, (256, 6), dtype=U8)
-	assert torch.equal(row_scales(tile_scales(scales[None])[0], 200, 6), scales[:200])
+    scales = torch.randint(0, 256, (256, 6), dtype=U8)
+    assert torch.equal(row_scales(tile_scales(scales[None])[0], 200, 6), scales[:200])
 
 
 def test_weights_for_other_libraries_are_ours():
-	weight = torch.randn(3, 32, 64, generator=seeded(1)).bfloat16()
-	codes, scales, level = linear_nvfp4(weight)
-	values = torch.stack([pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)])
-	assert torch.allclose(values, grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32), rtol=1e-6)
+    weight = torch.randn(3, 32, 64, generator=seeded(1)).bfloat16()
+    codes, scales, level = linear_nvfp4(weight)
+    values = torch.stack(
+        [pytorch.nvfp4_values(c, s, 1 / n) for c, s, n in zip(codes, scales, level, strict=True)]
+    )
+    assert torch.allclose(
+        values, grouped.quantize(weight, grouped.NVFP4()).dequantize(torch.float32), rtol=1e-6
+    )
 
 
 def test_torchao_quantizers():
-	pytest.importorskip("torchao")
-	from perf.peers import torchao
+    pytest.importorskip("torchao")
+    from perf.peers import torchao
 
-	data = Input(64, 256, 2, CPU)
-	for gives in (True, False):
-		(contender,) = torchao.PEER({}).quantizers(data, Quantization("row", gives))
-		assert error_of(contender) <= contender.bound
+    data = Input(64, 256, 2, CPU)
+    for gives in (True, False):
+        (contender,) = torchao.PEER({}).quantizers(data, Quantization("row", gives))
+        assert error_of(contender) <= contender.bound
 
 
 class FakeQuack:
-	"""The functions of quack 0.6.5 that are called, by its signatures."""
+    """The functions of quack 0.6.5 that are called, by its signatures."""
 
-	def gemm(self, A, B, *, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None):
-		starts = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
-		assert starts[0] == 0 and (A_idx is None or A_idx.dtype == torch.int32)
-		return torch._grouped_mm(A if A_idx is None else A[A_idx], B, offs=starts[1:])
+    def gemm(self, A, B, *, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None):
+        starts = cu_seqlens_m if cu_seqlens_k is None else cu_seqlens_k
+        assert starts[0] == 0 and (A_idx is None or A_idx.dtype == torch.int32)
+        return torch._grouped_mm(A if A_idx is None else A[A_idx], B, offs=starts[1:])
 
-	def gemm_gated(self, A, B, *, activation, store_preact=True, **rows):
-		before = self.gemm(A, B, **rows)
-		return before if store_preact else None, alternating[activation](before)
+    def gemm_gated(self, A, B, *, activation, store_preact=True, **rows):
+        before = self.gemm(A, B, **rows)
+        return before if store_preact else None, alternating[activation](before)
 
-	def gemm_dgated(self, A, B, PreAct, *, activation, **rows):
-		after, gradient = torch.func.vjp(alternating[activation], PreAct)
-		return *gradient(self.gemm(A, B, **rows)), after
+    def gemm_dgated(self, A, B, PreAct, *, activation, **rows):
+        after, gradient = torch.func.vjp(alternating[activation], PreAct)
+        return *gradient(self.gemm(A, B, **rows)), after
 
 
 alternating = {"swiglu": lambda z: layer.swiglu(torch.cat((z[:, ::2], z[:, 1::2]), 1))}
@@ -116,38 +120,46 @@ alternating = {"swiglu": lambda z: layer.swiglu(torch.cat((z[:, ::2], z[:, 1::2]
 
 @each("passes", layer.PASSES)
 def test_quacks_experts(passes, monkeypatch):
-	"""Each way that its functions are put together gives what fp32 does."""
-	monkeypatch.setattr(quack, "_interface", FakeQuack)
-	peer, style = quack.PEER({}), moe.OWN["DeepSeek-V3"]
-	works = [layer.LayerWork("mlp", moe.TINY, 60, "zipf", passes, CPU)]
-	works += [moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=own) for own in ({}, style)]
-	works.append(moe.ExpertsWork(moe.TINY, 30, "random", passes, CPU))
-	for work, offered in zip(works, (peer.layers, peer.mixtures, peer.mixtures, peer.experts), strict=True):
-		(contender,) = offered(work)
-		assert error_of(contender) <= 0.02
-	assert not list(peer.mixtures(moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=moe.OWN["gpt-oss-120b"])))
+    """Each way that its functions are put together gives what fp32 does."""
+    monkeypatch.setattr(quack, "_interface", FakeQuack)
+    peer, style = quack.PEER({}), moe.OWN["DeepSeek-V3"]
+    works = [layer.LayerWork("mlp", moe.TINY, 60, "zipf", passes, CPU)]
+    works += [
+        moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=own) for own in ({}, style)
+    ]
+    works.append(moe.ExpertsWork(moe.TINY, 30, "random", passes, CPU))
+    for work, offered in zip(
+        works, (peer.layers, peer.mixtures, peer.mixtures, peer.experts), strict=True
+    ):
+        (contender,) = offered(work)
+        assert error_of(contender) <= 0.02
+    assert not list(
+        peer.mixtures(
+            moe.MoEWork("moe", moe.TINY, 30, "random", passes, CPU, own=moe.OWN["gpt-oss-120b"])
+        )
+    )
 
 
 def test_checkouts_are_named(tmp_path):
-	names = ("CUTLASS", "FlashInfer")
-	peers = {peer.name: peer for peer in all_peers({})}
-	wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}
-	blackwell, hopper = (meter_of(f"emulated:sm_{n}", "", True, {}) for n in ("100a", "90a"))
-	for name in names:
-		assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
-		assert "sm_100a" in peers[name].missing(hopper)
-		assert f"is no checkout of {name}" in wrong[name].missing(blackwell)
+    names = ("CUTLASS", "FlashInfer")
+    peers = {peer.name: peer for peer in all_peers({})}
+    wrong = {p.name: p for p in all_peers(dict.fromkeys(names, tmp_path))}
+    blackwell, hopper = (meter_of(f"emulated:sm_{n}", "", True, {}) for n in ("100a", "90a"))
+    for name in names:
+        assert f"--path {name}=FOLDER" in peers[name].missing(blackwell)
+        assert "sm_100a" in peers[name].missing(hopper)
+        assert f"is no checkout of {name}" in wrong[name].missing(blackwell)
 
 
 @pytest.mark.skipif("CUTLASS" not in os.environ, reason="CUTLASS=FOLDER names a checkout")
 @each("fmt", cutlass._FORMATS)
 def test_products_of_nvidias_example_have_our_bits(fmt):
-	"""In a process of its own: the DSL binds to the emulator."""
-	claim("sm_100a")
-	work = Operands(GroupedShape("small", "up", 4, 384, 512), 256, "fprop", "37 150 1 68", CPU)
-	for tile in cutlass._TILES:
-		call = cutlass._Call(Path(os.environ["CUTLASS"]), work, fmt, tile, 4)
-		got = call.prepare()()
-		for name in ("reference:sm_100a", "emulated:sm_100a"):
-			with backend(name):
-				assert torch.equal(grouped.grouped_gemm(*call.operands), got)
+    """In a process of its own: the DSL binds to the emulator."""
+    claim("sm_100a")
+    work = Operands(GroupedShape("small", "up", 4, 384, 512), 256, "fprop", "37 150 1 68", CPU)
+    for tile in cutlass._TILES:
+        call = cutlass._Call(Path(os.environ["CUTLASS"]), work, fmt, tile, 4)
+        got = call.prepare()()
+        for name in ("reference:sm_100a", "emulated:sm_100a"):
+            with backend(name):
+                assert torch.equal(grouped.grouped_gemm(*call.operands), got)

@@ -11,73 +11,75 @@ from .test_records import BASE
 _RUN = {"commit": "cd73e60abcdef", "protocol": "sustained", "value": 141.4, "spread": 3.0}
 RECORD = replace(BASE, case={"rows": 32, "routing": "balanced"}, **_RUN)
 TABLE = Table(
-	"t",
-	("tokens",),
-	(Row(("1",), {"rows": 32}), Row(("2",), {"rows": 64})),
-	(
-		Column("us", Cell({"what": "time", "contender": "ours"})),
-		Column("torch", Cell({"what": "time", "contender": "torch"}, digits=1, unit=" us")),
-		Column("share", Cell({"what": "time", "contender": "ours"}, show="copy")),
-	),
-	{"suite": "gemm", "kind": "gpu"},
+    "t",
+    ("tokens",),
+    (Row(("1",), {"rows": 32}), Row(("2",), {"rows": 64})),
+    (
+        Column("us", Cell({"what": "time", "contender": "ours"})),
+        Column("torch", Cell({"what": "time", "contender": "torch"}, digits=1, unit=" us")),
+        Column("share", Cell({"what": "time", "contender": "ours"}, show="copy")),
+    ),
+    {"suite": "gemm", "kind": "gpu"},
 )
 
 
 def changed(**fields):
-	return replace(RECORD, **fields)
+    return replace(RECORD, **fields)
 
 
 def test_the_readme_is_up_to_date():
-	assert main(["readme", "--check"]) == 0
+    assert main(["readme", "--check"]) == 0
 
 
 def test_a_changed_number_is_found(tmp_path, monkeypatch, capsys):
-	text = readme.README.read_text()
-	wrong = tmp_path / "README.md"
-	found = next(f for f in readme._BLOCK.finditer(text) if f["name"] == "gemm-h200")
-	row = next(line for line in found["body"].splitlines() if line.startswith("| 16 |"))
-	wrong.write_text(text.replace(row, row.replace("1", "7")))
-	monkeypatch.setattr(readme, "README", wrong)
-	assert main(["readme", "--check"]) == 1
-	assert "gemm-h200" in capsys.readouterr().out
-	assert main(["readme", "--write"]) == 0
-	assert wrong.read_text() == text
+    text = readme.README.read_text()
+    wrong = tmp_path / "README.md"
+    found = next(f for f in readme._BLOCK.finditer(text) if f["name"] == "gemm-h200")
+    row = next(line for line in found["body"].splitlines() if line.startswith("| 16 |"))
+    wrong.write_text(text.replace(row, row.replace("1", "7")))
+    monkeypatch.setattr(readme, "README", wrong)
+    assert main(["readme", "--check"]) == 1
+    assert "gemm-h200" in capsys.readouterr().out
+    assert main(["readme", "--write"]) == 0
+    assert wrong.read_text() == text
 
 
 def test_a_table_without_markers_is_refused():
-	with raises(ValueError, "gemm-h200"):
-		readme.replace_tables("no tables", [])
+    with raises(ValueError, "gemm-h200"):
+        readme.replace_tables("no tables", [])
 
 
 def test_cells_show_median_spread_and_share():
-	text = readme.render(TABLE, [RECORD, changed(contender="torch", value=616.04, spread=0.1)])
-	assert "| 1 | 141 ± 2 | 616.0 ± 0.05 us | 71 % |" in text
-	assert "| 2 |" not in text
-	assert "NVIDIA H200; sustained; medians of 7." in text
-	assert "at most 1.1 %" in text and "spread was not kept" not in text
-	assert "Records of cd73e60 (2026-11-20)." in text
+    text = readme.render(TABLE, [RECORD, changed(contender="torch", value=616.04, spread=0.1)])
+    assert "| 1 | 141 ± 2 | 616.0 ± 0.05 us | 71 % |" in text
+    assert "| 2 |" not in text
+    assert "NVIDIA H200; sustained; medians of 7." in text
+    assert "at most 1.1 %" in text and "spread was not kept" not in text
+    assert "Records of cd73e60 (2026-11-20)." in text
 
 
 def test_the_newest_record_counts_and_other_runs_are_marked():
-	newer = changed(commit="fffffff", time="2026-11-21", value=100.0, spread=None, origin="noted")
-	others = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
-	text = readme.render(TABLE, [newer, RECORD, *others])
-	assert "| 1 | 100¹ |  | 100 %¹ |" in text
-	assert "Of some records the spread was not kept." in text
-	assert "Records of cd73e60 (2026-11-20); ¹fffffff, noted (2026-11-21)." in text
+    newer = changed(commit="fffffff", time="2026-11-21", value=100.0, spread=None, origin="noted")
+    others = [changed(case={"rows": 64}), changed(case={"rows": 64}, contender="torch")]
+    text = readme.render(TABLE, [newer, RECORD, *others])
+    assert "| 1 | 100¹ |  | 100 %¹ |" in text
+    assert "Of some records the spread was not kept." in text
+    assert "Records of cd73e60 (2026-11-20); ¹fffffff, noted (2026-11-21)." in text
 
 
 def test_kinds_never_mix():
-	any_kind = replace(TABLE, where={"suite": "gemm"})
-	with raises(ValueError, "mixes cpu and gpu"):
-		readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
+    any_kind = replace(TABLE, where={"suite": "gemm"})
+    with raises(ValueError, "mixes cpu and gpu"):
+        readme.render(any_kind, [RECORD, changed(kind="cpu", contender="torch")])
 
 
 def test_what_is_not_there_is_said():
-	"""A table without records, a column without numbers, and a contender that failed since its last number."""
-	assert readme.render(TABLE, [changed(kind="cpu")]) == "Not measured yet.\n"
-	assert "torch" not in readme.render(TABLE, [RECORD])
-	lost = changed(contender="torch", what=FAILURE, value=1.0, unit="1")
-	for other in ([], [changed(contender="torch", time="2026-11-01")]):
-		assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other])
-	assert "failed" not in readme.render(TABLE, [RECORD, lost, changed(contender="torch")])
+    """A table without records, a column without numbers, and a contender that failed since its last
+    number.
+    """
+    assert readme.render(TABLE, [changed(kind="cpu")]) == "Not measured yet.\n"
+    assert "torch" not in readme.render(TABLE, [RECORD])
+    lost = changed(contender="torch", what=FAILURE, value=1.0, unit="1")
+    for other in ([], [changed(contender="torch", time="2026-11-01")]):
+        assert "| 1 | 141 ± 2 | failed | 71 % |" in readme.render(TABLE, [RECORD, lost, *other])
+    assert "failed" not in readme.render(TABLE, [RECORD, lost, changed(contender="torch")])

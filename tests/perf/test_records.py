@@ -10,129 +10,143 @@ from perf.records import RESULTS, Record, append, latest, load, read, write
 from tests.helpers import raises, refusals
 
 BASE = Record(
-	suite="gemm",
-	case={"model": "DeepSeek-V3", "rows": 512},
-	contender="ours",
-	what="time",
-	value=100.0,
-	unit="us",
-	kind="gpu",
-	format="nvfp4",
-	protocol="sustained, L2-cold",
-	spread=2.0,
-	repeats=7,
-	bytes=4e8,
-	flops=6e10,
-	ceilings={"copy": 4.0, "bfloat16": 700.0},
-	gpu="NVIDIA H200",
-	clocks={"sm": 1500.0, "sm max": 1980.0},
-	commit="abc",
-	time="2026-11-20T10:00:00+00:00",
+    suite="gemm",
+    case={"model": "DeepSeek-V3", "rows": 512},
+    contender="ours",
+    what="time",
+    value=100.0,
+    unit="us",
+    kind="gpu",
+    format="nvfp4",
+    protocol="sustained, L2-cold",
+    spread=2.0,
+    repeats=7,
+    bytes=4e8,
+    flops=6e10,
+    ceilings={"copy": 4.0, "bfloat16": 700.0},
+    gpu="NVIDIA H200",
+    clocks={"sm": 1500.0, "sm max": 1980.0},
+    commit="abc",
+    time="2026-11-20T10:00:00+00:00",
 )
 _TEXT = st.sampled_from(["a", "b", "ours", "nvfp4 x nvfp4"])
-_CASES = st.dictionaries(st.sampled_from(["rows", "routing", "k"]), st.integers(0, 3) | _TEXT, max_size=3)
+_CASES = st.dictionaries(
+    st.sampled_from(["rows", "routing", "k"]), st.integers(0, 3) | _TEXT, max_size=3
+)
 _NUMBERS = st.dictionaries(st.sampled_from(["sm", "draw"]), st.sampled_from([1.0, 2.5]))
 _RECORDS = st.builds(
-	Record,
-	suite=_TEXT,
-	case=_CASES,
-	contender=_TEXT,
-	what=_TEXT,
-	value=st.floats(allow_nan=False, allow_infinity=False),
-	unit=_TEXT,
-	kind=st.sampled_from(records.KINDS),
-	format=st.sampled_from(["", "fp8"]),
-	spread=st.none() | st.floats(0, 10),
-	clocks=_NUMBERS,
-	versions=st.dictionaries(_TEXT, _TEXT, max_size=2),
-	commit=st.sampled_from(["", "abc", "def"]),
-	note=st.sampled_from(["", "x"]),
-	time=st.sampled_from(["", "2026-11-20", "2026-11-21"]),
+    Record,
+    suite=_TEXT,
+    case=_CASES,
+    contender=_TEXT,
+    what=_TEXT,
+    value=st.floats(allow_nan=False, allow_infinity=False),
+    unit=_TEXT,
+    kind=st.sampled_from(records.KINDS),
+    format=st.sampled_from(["", "fp8"]),
+    spread=st.none() | st.floats(0, 10),
+    clocks=_NUMBERS,
+    versions=st.dictionaries(_TEXT, _TEXT, max_size=2),
+    commit=st.sampled_from(["", "abc", "def"]),
+    note=st.sampled_from(["", "x"]),
+    time=st.sampled_from(["", "2026-11-20", "2026-11-21"]),
 )
 
 
 def sorted_texts(found):
-	return sorted(json.dumps(asdict(record), sort_keys=True) for record in found)
+    return sorted(json.dumps(asdict(record), sort_keys=True) for record in found)
 
 
 @settings(max_examples=60)
 @given(st.lists(_RECORDS, max_size=8), st.lists(st.lists(_RECORDS, max_size=5), max_size=4))
 def test_a_file_holds_what_was_written_and_appended(tmp_path_factory, many, batches):
-	path = tmp_path_factory.mktemp("records") / "r.jsonl"
-	write(path, many)
-	assert sorted_texts(read(path)) == sorted_texts(many)
-	for batch in batches:
-		append(path, batch)
-	assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
+    path = tmp_path_factory.mktemp("records") / "r.jsonl"
+    write(path, many)
+    assert sorted_texts(read(path)) == sorted_texts(many)
+    for batch in batches:
+        append(path, batch)
+    assert sorted_texts(read(path)) == sorted_texts(sum(batches, many))
 
 
 def test_tables_hold_what_the_docs_say(tmp_path):
-	path = tmp_path / "r.jsonl"
-	facts = {"suite": ["s"] * 2, "kind": ["gpu"] * 2, "unit": ["us"] * 2, "contender": ["a", "b"], "value": [1.0, 2.0]}
-	columns = {**facts, "what": ["time"] * 2, "clocks.sm": [1.0, None], "case.rows": [None, 3], "case.a.b": ["x", None]}
-	line = json.dumps({"columns": columns})
-	path.write_text(f"{line}\n\n{line}")
-	first, second = read(path)[2:]
-	assert first.case == {"a.b": "x"} and first.clocks == {"sm": 1.0} and first.contender == "a"
-	assert second.case == {"rows": 3} and second.clocks == {} and second.value == 2.0
+    path = tmp_path / "r.jsonl"
+    facts = {
+        "suite": ["s"] * 2,
+        "kind": ["gpu"] * 2,
+        "unit": ["us"] * 2,
+        "contender": ["a", "b"],
+        "value": [1.0, 2.0],
+    }
+    columns = {
+        **facts,
+        "what": ["time"] * 2,
+        "clocks.sm": [1.0, None],
+        "case.rows": [None, 3],
+        "case.a.b": ["x", None],
+    }
+    line = json.dumps({"columns": columns})
+    path.write_text(f"{line}\n\n{line}")
+    first, second = read(path)[2:]
+    assert first.case == {"a.b": "x"} and first.clocks == {"sm": 1.0} and first.contender == "a"
+    assert second.case == {"rows": 3} and second.clocks == {} and second.value == 2.0
 
 
 test_what_is_no_record_is_refused = refusals(
-	lambda change: replace(BASE, **change),
-	[
-		({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),
-		({"origin": "guess"}, "origin must be"),
-		({"schema": 1}, "schema must be"),
-		({"schema": 3}, "schema must be"),
-		({"value": float("nan")}, "finite"),
-		({"value": True}, "finite"),
-		({"unit": ""}, "unit is empty"),
-		({"case": {"rows": [1]}}, "case"),
-	],
-	(ValueError, TypeError),
+    lambda change: replace(BASE, **change),
+    [
+        ({"kind": "tpu"}, "kind must be one of gpu, cpu, emulator"),
+        ({"origin": "guess"}, "origin must be"),
+        ({"schema": 1}, "schema must be"),
+        ({"schema": 3}, "schema must be"),
+        ({"value": float("nan")}, "finite"),
+        ({"value": True}, "finite"),
+        ({"unit": ""}, "unit is empty"),
+        ({"case": {"rows": [1]}}, "case"),
+    ],
+    (ValueError, TypeError),
 )
 
 
 def test_a_wrong_line_is_named(tmp_path):
-	path = tmp_path / "r.jsonl"
-	write(path, [BASE])
-	path.write_text(path.read_text() + '{"value": "fast"}\n')
-	with raises(ValueError, "line 2"):
-		read(path)
-	for columns in ('{"suite": ["a"], "value": [1.0, 2.0]}', "5"):
-		path.write_text(f'{{"columns": {columns}}}\n')
-		with raises(ValueError, "line 1"):
-			read(path)
-	cut = tmp_path / "r.jsonl.xz"
-	write(cut, [BASE])
-	cut.write_bytes(cut.read_bytes()[:-9])
-	with raises(ValueError, "r.jsonl.xz, line"):
-		read(cut)
-	with pytest.raises(FileNotFoundError):
-		load(tmp_path / "none")
+    path = tmp_path / "r.jsonl"
+    write(path, [BASE])
+    path.write_text(path.read_text() + '{"value": "fast"}\n')
+    with raises(ValueError, "line 2"):
+        read(path)
+    for columns in ('{"suite": ["a"], "value": [1.0, 2.0]}', "5"):
+        path.write_text(f'{{"columns": {columns}}}\n')
+        with raises(ValueError, "line 1"):
+            read(path)
+    cut = tmp_path / "r.jsonl.xz"
+    write(cut, [BASE])
+    cut.write_bytes(cut.read_bytes()[:-9])
+    with raises(ValueError, "r.jsonl.xz, line"):
+        read(cut)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none")
 
 
 def test_rates_and_shares_are_of_the_least_work():
-	assert [BASE.tbs, BASE.tflops] == pytest.approx([4.0, 600.0])
-	assert [BASE.share("copy"), BASE.share("bfloat16")] == pytest.approx([1, 600 / 700])
-	assert BASE.share("fp8") is None
-	in_ms = replace(BASE, value=0.1, unit="ms")
-	assert in_ms.microseconds == pytest.approx(100) and in_ms.tbs == pytest.approx(BASE.tbs)
-	with raises(ValueError, "no time"):
-		_ = replace(BASE, unit="GB").microseconds
+    assert [BASE.tbs, BASE.tflops] == pytest.approx([4.0, 600.0])
+    assert [BASE.share("copy"), BASE.share("bfloat16")] == pytest.approx([1, 600 / 700])
+    assert BASE.share("fp8") is None
+    in_ms = replace(BASE, value=0.1, unit="ms")
+    assert in_ms.microseconds == pytest.approx(100) and in_ms.tbs == pytest.approx(BASE.tbs)
+    with raises(ValueError, "no time"):
+        _ = replace(BASE, unit="GB").microseconds
 
 
 def test_the_latest_of_one_thing():
-	older = replace(BASE, time="2026-11-19", value=1.0)
-	other = replace(BASE, case={"rows": 3}, time="2026-11-01")
-	assert latest([BASE, older, other]) == [BASE, other]
-	assert latest([older, BASE]) == [BASE]
+    older = replace(BASE, time="2026-11-19", value=1.0)
+    other = replace(BASE, case={"rows": 3}, time="2026-11-01")
+    assert latest([BASE, older, other]) == [BASE, other]
+    assert latest([older, BASE]) == [BASE]
 
 
 def test_committed_records_are_records():
-	found = load(RESULTS)
-	assert {r.suite for r in found} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
-	for record in found:
-		assert record.time >= "2026-11-20" and (record.commit or record.note), record
-		assert record.gpu or record.machine, record
-		assert record.origin != "noted" or record.note, record
+    found = load(RESULTS)
+    assert {r.suite for r in found} >= {"quantize", "gemm", "layer", "host", "counts", "memory"}
+    for record in found:
+        assert record.time >= "2026-11-20" and (record.commit or record.note), record
+        assert record.gpu or record.machine, record
+        assert record.origin != "noted" or record.note, record

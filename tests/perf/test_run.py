@@ -30,196 +30,246 @@ METER, ALL = meter_of("reference", "", True, {}), Choice()
 
 
 def contender(name, value, bound=0.1, raises=None):
-	def prepare():
-		if raises is not None:
-			raise raises
-		return lambda: value
+    def prepare():
+        if raises is not None:
+            raise raises
+        return lambda: value
 
-	return Contender(name, "f", prepare, lambda got: got, bound, bytes=8.0, versions={name: "1"})
+    return Contender(name, "f", prepare, lambda got: got, bound, bytes=8.0, versions={name: "1"})
 
 
 def measured(task, choice=ALL, kind="cpu", **facts):
-	report = Report()
-	return measure_task(task, METER, {"kind": kind, **facts}, choice, report), report
+    report = Report()
+    return measure_task(task, METER, {"kind": kind, **facts}, choice, report), report
 
 
 def test_who_is_wrong_is_not_timed():
-	nan, wrong = contender("nan", float("nan")), contender("wrong", 0.2)
-	broken = contender("broken", 0.0, raises=RuntimeError("no such symbol\nmore"))
-	missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
-	right = contender("right", 0.1)
-	task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
-	found, report = measured(task, versions={"t": "2"})
-	assert [r.contender for r in found if r.what == "time"] == ["right"]
-	assert [r.contender for r in found if r.what == FAILURE] == ["nan", "wrong", "broken"]
-	assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
-	assert found[-1].note == "RuntimeError: no such symbol"
-	assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
-	assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
-	assert report.unsupported == ["missing [f]: no kernel yet"]
-	# Peers may be wrong; if we are, the command fails.
-	assert not report.is_bad
-	for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
-		found, report = measured(Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours)))
-		assert {r.what for r in found} == {FAILURE} and report.is_bad
+    nan, wrong = contender("nan", float("nan")), contender("wrong", 0.2)
+    broken = contender("broken", 0.0, raises=RuntimeError("no such symbol\nmore"))
+    missing = contender("missing", 0.0, raises=UnsupportedError("op: no kernel yet"))
+    right = contender("right", 0.1)
+    task = Task("s", {"rows": 1}, lambda copy: [nan, wrong, broken, missing, right])
+    found, report = measured(task, versions={"t": "2"})
+    assert [r.contender for r in found if r.what == "time"] == ["right"]
+    assert [r.contender for r in found if r.what == FAILURE] == ["nan", "wrong", "broken"]
+    assert found[0].error == 0.1 and found[0].versions == {"t": "2", "right": "1"}
+    assert found[-1].note == "RuntimeError: no such symbol"
+    assert len(report.wrong) == 2 and "relative error 0.2, at most 0.1" in report.wrong[1]
+    assert report.failed == ["s rows=1: broken [f]: RuntimeError: no such symbol"]
+    assert report.unsupported == ["missing [f]: no kernel yet"]
+    # Peers may be wrong; if we are, the command fails.
+    assert not report.is_bad
+    for ours in (contender("ours", 0.2), contender("ours, kept", 0.0, raises=ValueError("no"))):
+        found, report = measured(
+            Task("s", {"rows": 1}, functools.partial(lambda c, copy: [c], ours))
+        )
+        assert {r.what for r in found} == {FAILURE} and report.is_bad
 
 
 def test_who_cannot_be_timed_does_not_disturb_the_others():
-	calls = []
+    calls = []
 
-	def prepare():
-		def run():
-			calls.append(1)
-			if len(calls) > 1:
-				raise RuntimeError("not under capture")
+    def prepare():
+        def run():
+            calls.append(1)
+            if len(calls) > 1:
+                raise RuntimeError("not under capture")
 
-		return run
+        return run
 
-	broken = Contender("broken", "f", prepare, lambda got: 0.0)
-	found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
-	assert [(r.contender, r.what) for r in found] == [("right", "time"), ("broken", FAILURE)]
-	assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
+    broken = Contender("broken", "f", prepare, lambda got: 0.0)
+    found, report = measured(Task("s", {}, lambda copy: [contender("right", 0.0), broken]))
+    assert [(r.contender, r.what) for r in found] == [("right", "time"), ("broken", FAILURE)]
+    assert report.failed == ["s : broken [f]: RuntimeError: not under capture"]
 
 
 def test_only_times_of_all_the_work_have_a_rate():
-	"""On a GPU a step has parts, some of which take no time at all."""
-	times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
-	found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
-	task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
-	with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
-		records, _ = measured(task, kind="gpu", ceilings={"copy": 1.0})
-	assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
-	assert dataclasses.replace(records[0], value=0.0).share("copy") is None
+    """On a GPU a step has parts, some of which take no time at all."""
+    times = {"time": 2.0, "eager time": 4.0, "GPU time of GEMM": 0.0}
+    found = [[Measurement(what, us, "us", "p") for what, us in times.items()]]
+    task = Task("s", {}, lambda copy: [contender("ours", 0.0)])
+    with unittest.mock.patch.object(METER, "measure", lambda contenders, runs: found):
+        records, _ = measured(task, kind="gpu", ceilings={"copy": 1.0})
+    assert [r.share("copy") for r in records] == [8e-6 / 2, 8e-6 / 4, None]
+    assert dataclasses.replace(records[0], value=0.0).share("copy") is None
 
 
 def test_contenders_are_chosen_by_name_and_format():
-	task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
-	for (who, fmt), wanted in {("tor", ""): ["torch"], ("", "g"): [], ("s$", "f"): ["ours"]}.items():
-		found, _ = measured(task, Choice(contender=who, format=fmt))
-		assert [r.contender for r in found] == wanted
-	assert task.matches("rows=1$") and not task.matches("rows=2")
+    task = Task("s", {"rows": 1}, lambda copy: [contender("ours", 0.0), contender("torch", 0.0)])
+    for (who, fmt), wanted in {
+        ("tor", ""): ["torch"],
+        ("", "g"): [],
+        ("s$", "f"): ["ours"],
+    }.items():
+        found, _ = measured(task, Choice(contender=who, format=fmt))
+        assert [r.contender for r in found] == wanted
+    assert task.matches("rows=1$") and not task.matches("rows=2")
 
 
 @each("product", ["fprop", "dgrad", "wgrad"])
 def test_products_are_checked_against_fp32(product):
-	"""A result that is right passes, and one with a group, a row or a scale wrong does not."""
-	work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
-	a, b = work.a.double(), work.b.double()
-	parts = []
-	for group, part in enumerate(torch.arange(40).split([17, 0, 23])):
-		if product == "wgrad":
-			parts.append(a[part].T @ b[part])
-		else:
-			parts.append(a[part] @ (b[group] if product == "dgrad" else b[group].T))
-	right = (torch.stack if product == "wgrad" else torch.cat)(parts).bfloat16()
-	assert work.error(right) < 3e-3
-	assert work.error(right * 1.02) > 1e-2
-	assert work.error(right.flip(0)) > 0.5
-	poisoned = right.clone()
-	poisoned[0, 0] = float("nan")
-	assert not work.error(poisoned) <= 1
-	if product == "wgrad":
-		dirty = right.clone()
-		dirty[1, 0, 0] = 1.0
-		assert work.error(dirty) >= 1.0
+    """A result that is right passes, and one with a group, a row or a scale wrong does not."""
+    work = Operands(SHAPE, 40, product, "17 0 23", CPU, seed=1)
+    a, b = work.a.double(), work.b.double()
+    parts = []
+    for group, part in enumerate(torch.arange(40).split([17, 0, 23])):
+        if product == "wgrad":
+            parts.append(a[part].T @ b[part])
+        else:
+            parts.append(a[part] @ (b[group] if product == "dgrad" else b[group].T))
+    right = (torch.stack if product == "wgrad" else torch.cat)(parts).bfloat16()
+    assert work.error(right) < 3e-3
+    assert work.error(right * 1.02) > 1e-2
+    assert work.error(right.flip(0)) > 0.5
+    poisoned = right.clone()
+    poisoned[0, 0] = float("nan")
+    assert not work.error(poisoned) <= 1
+    if product == "wgrad":
+        dirty = right.clone()
+        dirty[1, 0, 0] = 1.0
+        assert work.error(dirty) >= 1.0
 
 
 def test_least_bytes_count_each_input_once():
-	work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
-	# Weights of the group without rows are not read.
-	assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
-	assert work.least_bytes(2, 0.5, 4) == work.least_bytes(2, 0.5) + 40 * 64 * 2
-	assert work.flops == 2 * 40 * 64 * 32
-	# SwiGLU halves the columns.
-	data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
-	for activates, moved in ((False, 2 + 1), (True, 2 + 0.5)):
-		assert Quantization("row", False, activates).moved(data, fmt) == 8 * 64 * moved
-	assert Operands(SHAPE, 40, "wgrad", "balanced", CPU).least_bytes(1, 2) == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
-	formats = (None, grouped.NVFP4(), grouped.MXFP8(), grouped.FP8Block(), grouped.FP8Block(block=(128, 128)))
-	assert [element_bytes(fmt) for fmt in formats] == [2, 0.5625, 1 + 1 / 32, 1 + 4 / 128, 1 + 4 / 128**2]
+    work = Operands(SHAPE, 40, "fprop", "17 0 23", CPU)
+    # Weights of the group without rows are not read.
+    assert work.least_bytes(2, 0.5) == 40 * 32 * 2 + 2 * 64 * 32 * 0.5 + 40 * 64 * 2
+    assert work.least_bytes(2, 0.5, 4) == work.least_bytes(2, 0.5) + 40 * 64 * 2
+    assert work.flops == 2 * 40 * 64 * 32
+    # SwiGLU halves the columns.
+    data, fmt = Input(8, 64, 1, CPU), grouped.FP8()
+    for activates, moved in ((False, 2 + 1), (True, 2 + 0.5)):
+        assert Quantization("row", False, activates).moved(data, fmt) == 8 * 64 * moved
+    assert (
+        Operands(SHAPE, 40, "wgrad", "balanced", CPU).least_bytes(1, 2)
+        == 40 * 64 + 40 * 32 * 2 + 3 * 64 * 32 * 2
+    )
+    formats = (
+        None,
+        grouped.NVFP4(),
+        grouped.MXFP8(),
+        grouped.FP8Block(),
+        grouped.FP8Block(block=(128, 128)),
+    )
+    assert [element_bytes(fmt) for fmt in formats] == [
+        2,
+        0.5625,
+        1 + 1 / 32,
+        1 + 4 / 128,
+        1 + 4 / 128**2,
+    ]
 
 
 def test_gemm_on_the_reference():
-	options = Options(peers=[PEER({})])
-	for product in ("fprop", "dgrad", "wgrad"):
-		found, report = measured(gemm.task(METER, options, SHAPE, 30, product, "11 0 19"))
-		assert not report.failed and not report.wrong
-		who = {(r.contender, r.format) for r in found}
-		assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
-		assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
-		assert ("ours, tokens quantized too", "nvfp4:row_scaled x nvfp4") in who or product != "fprop"
-		assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
-		moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
-		if product == "wgrad":
-			# Its fp32 is read and written, where the others write bf16.
-			assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
+    options = Options(peers=[PEER({})])
+    for product in ("fprop", "dgrad", "wgrad"):
+        found, report = measured(gemm.task(METER, options, SHAPE, 30, product, "11 0 19"))
+        assert not report.failed and not report.wrong
+        who = {(r.contender, r.format) for r in found}
+        assert {("ours", "bfloat16"), ("torch", "bfloat16")} < who
+        assert all(r.value > 0 and r.repeats == 2 and r.flops for r in found)
+        assert (
+            "ours, tokens quantized too",
+            "nvfp4:row_scaled x nvfp4",
+        ) in who or product != "fprop"
+        assert (("ours, accumulating", "fp8 x fp8") in who) == (product == "wgrad")
+        moved = {r.contender: r.bytes for r in found if r.format == "bfloat16"}
+        if product == "wgrad":
+            # Its fp32 is read and written, where the others write bf16.
+            assert moved["ours, accumulating"] - moved["ours"] == 6 * 3 * 64 * 32
 
 
-@each("work", [(layer.LayerWork, "mlp", layer._TINY, 20, "7 0 6 7"), (moe.MoEWork, "moe", moe.TINY, 20, "zipf")])
+@each(
+    "work",
+    [
+        (layer.LayerWork, "mlp", layer._TINY, 20, "7 0 6 7"),
+        (moe.MoEWork, "moe", moe.TINY, 20, "zipf"),
+    ],
+)
 def test_layers_are_compared_with_fp32(work):
-	kind, *which = work
-	work = kind(*which, layer.PASSES[1], CPU)
-	results = [t.clone() for t in work.expected]
-	assert work.error(results) == 0.0 and len(results) == 2 + len(work.weights)
-	for index in range(len(results)):
-		wrong = [t.clone() for t in results]
-		wrong[index] *= 1.1
-		assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
+    kind, *which = work
+    work = kind(*which, layer.PASSES[1], CPU)
+    results = [t.clone() for t in work.expected]
+    assert work.error(results) == 0.0 and len(results) == 2 + len(work.weights)
+    for index in range(len(results)):
+        wrong = [t.clone() for t in results]
+        wrong[index] *= 1.1
+        assert work.error(wrong) == pytest.approx(0.1, rel=1e-3)
 
 
-@each("case", ["=tiny .*=zipf pass=forward.backward$", "=random pass=forward.backward scope=model", "scope=experts"])
+@each(
+    "case",
+    [
+        "=tiny .*=zipf pass=forward.backward$",
+        "=random pass=forward.backward scope=model",
+        "scope=experts",
+    ],
+)
 def test_mixtures_on_the_reference(case):
-	tasks = moe.SUITE.tasks(METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)]))
-	for task in (t for t in tasks if t.matches(case)):
-		found, report = measured(task)
-		assert not report.failed and not report.wrong
-		kept = {(f"ours{how}", name) for how in ("", ", weight kept") for name in ("FP8Block", "NVFP4RowScaled")}
-		assert {(r.contender, r.format) for r in found} >= {("ours", "BF16"), ("torch", "BF16"), *kept}
+    tasks = moe.SUITE.tasks(
+        METER, Options(peers=[p for p in all_peers({}) if not p.missing(METER)])
+    )
+    for task in (t for t in tasks if t.matches(case)):
+        found, report = measured(task)
+        assert not report.failed and not report.wrong
+        kept = {
+            (f"ours{how}", name)
+            for how in ("", ", weight kept")
+            for name in ("FP8Block", "NVFP4RowScaled")
+        }
+        assert {(r.contender, r.format) for r in found} >= {
+            ("ours", "BF16"),
+            ("torch", "BF16"),
+            *kept,
+        }
 
 
 @each("name", ["host", "memory"])
 def test_suites_without_a_gpu(name):
-	records = []
-	report = measure_suite(name, Options(quick=True), Choice(), records.extend)
-	assert not report.failed and not report.wrong
-	assert records and {r.suite for r in records} == {name}
-	if name == "host":
-		launches = {r.format: r.value for r in records if r.what == "launches"}
-		assert launches["BF16"] < launches["FP8Block"]
-		assert launches["nvfp4:row_scaled x nvfp4:block=16x16"] == 2 and launches["bfloat16"] == 1
+    records = []
+    report = measure_suite(name, Options(quick=True), Choice(), records.extend)
+    assert not report.failed and not report.wrong
+    assert records and {r.suite for r in records} == {name}
+    if name == "host":
+        launches = {r.format: r.value for r in records if r.what == "launches"}
+        assert launches["BF16"] < launches["FP8Block"]
+        assert launches["nvfp4:row_scaled x nvfp4:block=16x16"] == 2 and launches["bfloat16"] == 1
 
 
 def test_the_command(tmp_path, capsys):
-	out = tmp_path / "r.jsonl"
-	command = ["run", "quantize", "--backend", "reference", "--quick", "--no-peers"]
-	chosen = ["--filter", "op=amax|directions=row amax=given", "--format", "nvfp4$|bfloat16"]
-	assert main([*command, *chosen, "--out", str(out)]) == 0
-	assert re.search(r"ours \[nvfp4\] time [\d.]+", capsys.readouterr().out)
-	assert {r.format for r in read(out)} == {"nvfp4", "bfloat16"}
-	assert main([*command, "--list"]) == 0
-	assert "directions=row+column amax=computed" in capsys.readouterr().out
-	assert main([*command, "--path", "nonsense"]) == 2
-	if not torch.cuda.is_available():
-		assert main(["run", "gemm", "--backend", "cuda"]) == 2
+    out = tmp_path / "r.jsonl"
+    command = ["run", "quantize", "--backend", "reference", "--quick", "--no-peers"]
+    chosen = ["--filter", "op=amax|directions=row amax=given", "--format", "nvfp4$|bfloat16"]
+    assert main([*command, *chosen, "--out", str(out)]) == 0
+    assert re.search(r"ours \[nvfp4\] time [\d.]+", capsys.readouterr().out)
+    assert {r.format for r in read(out)} == {"nvfp4", "bfloat16"}
+    assert main([*command, "--list"]) == 0
+    assert "directions=row+column amax=computed" in capsys.readouterr().out
+    assert main([*command, "--path", "nonsense"]) == 2
+    if not torch.cuda.is_available():
+        assert main(["run", "gemm", "--backend", "cuda"]) == 2
 
 
 def test_a_count_needs_the_emulator():
-	with pytest.raises(RuntimeError, match="nothing ran"):
-		count(lambda: None)
+    with pytest.raises(RuntimeError, match="nothing ran"):
+        count(lambda: None)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="the emulator needs g++")
 def test_counts_are_the_committed_ones():
-	assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
+    assert main(["run", "counts", "--check", "--no-peers", "--filter", "op=(amax|dbias)"]) == 0
 
 
 def test_relative_errors():
-	assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
-	assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
-	assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([0.0, 4.0])) == pytest.approx(0.75)
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert relative_error(torch.ones(4), torch.zeros(4)) == 2.0
 
 
 def test_filters_that_match_nothing(capsys):
-	for pattern, why in (("no such case", "no case here matches"), ("(", "unterminated subpattern")):
-		assert main(["run", "gemm", "--backend", "reference", "--filter", pattern]) == 2
-		assert why in capsys.readouterr().err
+    for pattern, why in (
+        ("no such case", "no case here matches"),
+        ("(", "unterminated subpattern"),
+    ):
+        assert main(["run", "gemm", "--backend", "reference", "--filter", pattern]) == 2
+        assert why in capsys.readouterr().err

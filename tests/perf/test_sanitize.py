@@ -4,58 +4,66 @@ from perf import sanitize
 from tests.helpers import each
 
 #: Which argument of an op of a part is a format.
-OPS = {"quantize": ("grouped_quantize", 1), "m_grouped": ("m_grouped_gemm", 10), "k_grouped": ("k_grouped_gemm", 8)}
+OPS = {
+    "quantize": ("grouped_quantize", 1),
+    "m_grouped": ("m_grouped_gemm", 10),
+    "k_grouped": ("k_grouped_gemm", 8),
+}
 
 
 @each("part", [*OPS])
 def test_parts_run(monkeypatch, capsys, part):
-	name, position = OPS[part]
-	op, called = getattr(sanitize.ops, name), set()
+    name, position = OPS[part]
+    op, called = getattr(sanitize.ops, name), set()
 
-	def run(*arguments):
-		called.add(arguments[position] if len(arguments) > position else "bfloat16")
-		return op(*arguments)
+    def run(*arguments):
+        called.add(arguments[position] if len(arguments) > position else "bfloat16")
+        return op(*arguments)
 
-	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-	monkeypatch.setattr(sanitize, "_WIDE", 512)
-	monkeypatch.setattr(sanitize.ops, name, run)
-	with cute_kernels.backend("reference"):
-		sanitize.PARTS[part]()
-	assert "not here" not in capsys.readouterr().out
-	pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
-	wanted = {
-		"quantize": sanitize.FORMATS,
-		"m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
-		"k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
-	}
-	assert called == set(wanted[part])
+    monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "_WIDE", 512)
+    monkeypatch.setattr(sanitize.ops, name, run)
+    with cute_kernels.backend("reference"):
+        sanitize.PARTS[part]()
+    assert "not here" not in capsys.readouterr().out
+    pairs = [pair for pair in sanitize.PAIRS if pair.a and pair.b]
+    wanted = {
+        "quantize": sanitize.FORMATS,
+        "m_grouped": ["bfloat16", *(pair.b for pair in pairs if pair.fits("fprop"))],
+        "k_grouped": ["bfloat16", *(pair.a for pair in pairs if pair.fits("wgrad"))],
+    }
+    assert called == set(wanted[part])
 
 
 def test_mixtures_take_steps(monkeypatch, capsys):
-	"""Each in the recipes that are chosen; what a backend has no kernels for is said, and the others go on."""
-	assert set(sanitize.PARTS) == {*OPS, "mixture"}
-	steps, step = [], sanitize.grouped.optim.AdamW.step
-	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-	monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^MXFP8$"))
-	monkeypatch.setattr(sanitize.grouped.optim.AdamW, "step", lambda self: steps.append(step(self)))
-	for name, here in (("reference", True), ("emulated:sm_90a", False)):
-		steps.clear()
-		with cute_kernels.backend(name):
-			sanitize.mixture()
-		mixtures = 1 + len(sanitize.OWN)
-		assert (len(steps), capsys.readouterr().out.count("not here")) == ((mixtures, 0) if here else (0, mixtures))
+    """Each in the recipes that are chosen; what a backend has no kernels for is said, and the
+    others go on.
+    """
+    assert set(sanitize.PARTS) == {*OPS, "mixture"}
+    steps, step = [], sanitize.grouped.optim.AdamW.step
+    monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^MXFP8$"))
+    monkeypatch.setattr(sanitize.grouped.optim.AdamW, "step", lambda self: steps.append(step(self)))
+    for name, here in (("reference", True), ("emulated:sm_90a", False)):
+        steps.clear()
+        with cute_kernels.backend(name):
+            sanitize.mixture()
+        mixtures = 1 + len(sanitize.OWN)
+        assert (len(steps), capsys.readouterr().out.count("not here")) == (
+            (mixtures, 0) if here else (0, mixtures)
+        )
 
 
 def test_shares_make_the_whole(monkeypatch):
-	tiles, formats = [], []
-	monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
-	monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))
-	force_tile = sanitize.force_tile
-	monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
-	with cute_kernels.backend("reference"):
-		for share in range(2):
-			monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
-			sanitize.quantize()
-			sanitize.k_grouped()
-	assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)
-	assert set(formats) == {"fp8"}
+    tiles, formats = [], []
+    monkeypatch.setattr(sanitize, "_DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "_quantize", lambda text, *_: formats.append(text))
+    force_tile = sanitize.force_tile
+    monkeypatch.setattr(sanitize, "force_tile", lambda t: tiles.append(t) or force_tile(t))
+    with cute_kernels.backend("reference"):
+        for share in range(2):
+            monkeypatch.setattr(sanitize, "_choice", sanitize._Choice("^fp8$", share, 2))
+            sanitize.quantize()
+            sanitize.k_grouped()
+    assert set(tiles) == set(SM90_TILES) and len(tiles) == 2 * len(SM90_TILES)
+    assert set(formats) == {"fp8"}

@@ -22,124 +22,164 @@ GROUPS, HIDDEN, WIDE, ROWS = 4, 256, 128, 40
 UP, DOWN = 2 * WIDE * HIDDEN, HIDDEN * WIDE
 #: Bytes of an element in each format of a weight, its scales included.
 BLOCK, FP4 = 1 + 4 / 128**2, 0.5 + 1 / 16
-CASE = {"layer": "mlp", "experts": GROUPS, "hidden": HIDDEN, "intermediate": WIDE, "rows": ROWS, "routing": "40 0 0 0"}
-MIXTURE = {"experts": 512, "hidden": HIDDEN, "intermediate": WIDE, "top_k": 2, "tokens": 64, "routing": "random"}
+CASE = {
+    "layer": "mlp",
+    "experts": GROUPS,
+    "hidden": HIDDEN,
+    "intermediate": WIDE,
+    "rows": ROWS,
+    "routing": "40 0 0 0",
+}
+MIXTURE = {
+    "experts": 512,
+    "hidden": HIDDEN,
+    "intermediate": WIDE,
+    "top_k": 2,
+    "tokens": 64,
+    "routing": "random",
+}
 METER = meter_of("reference", "", True, {})
 
 
 def moved(recipe, contender="ours", case=CASE, passes=FORWARD):
-	return layer_work({**case, "pass": passes}, contender, recipe).bytes
+    return layer_work({**case, "pass": passes}, contender, recipe).bytes
 
 
 def test_a_forward_pass_reads_weights_as_the_contender_has_them():
-	"""One of four groups has rows; quantizing takes all of them."""
-	rows = 2 * 2 * ROWS * HIDDEN
-	assert moved("BF16") == moved("BF16", "torch") == rows + 2 * (UP + DOWN)
-	assert moved("FP8Block", "ours, weight kept") == rows + BLOCK * (UP + DOWN)
-	assert moved("NVFP4RowScaled", "ours, weight kept") == rows + FP4 * (UP + DOWN)
-	assert moved("FP8Block") == rows + (2 * GROUPS + BLOCK * GROUPS + BLOCK) * (UP + DOWN)
-	linear = {**CASE, "layer": "linear"}
-	assert moved("FP8Block", "ours, weight kept", linear) == 2 * ROWS * (HIDDEN + 2 * WIDE) + BLOCK * UP
+    """One of four groups has rows; quantizing takes all of them."""
+    rows = 2 * 2 * ROWS * HIDDEN
+    assert moved("BF16") == moved("BF16", "torch") == rows + 2 * (UP + DOWN)
+    assert moved("FP8Block", "ours, weight kept") == rows + BLOCK * (UP + DOWN)
+    assert moved("NVFP4RowScaled", "ours, weight kept") == rows + FP4 * (UP + DOWN)
+    assert moved("FP8Block") == rows + (2 * GROUPS + BLOCK * GROUPS + BLOCK) * (UP + DOWN)
+    linear = {**CASE, "layer": "linear"}
+    assert (
+        moved("FP8Block", "ours, weight kept", linear)
+        == 2 * ROWS * (HIDDEN + 2 * WIDE) + BLOCK * UP
+    )
 
 
 def test_a_training_step_reads_weights_twice_and_writes_their_gradients():
-	rows, gradients, z = 4 * 2 * ROWS * HIDDEN, 2 * GROUPS * (UP + DOWN), 2 * 2 * ROWS * 2 * WIDE
-	# In bf16 the input itself is read again.
-	assert moved("BF16", passes=TRAINING) == rows + 2 * ROWS * HIDDEN + 2 * 2 * (UP + DOWN) + gradients + z
-	x = 2 * element_bytes(parse("fp8_block")) * ROWS * HIDDEN
-	kept = rows + x + 2 * BLOCK * (UP + DOWN) + gradients + z
-	assert moved("FP8Block", "ours, weight kept", passes=TRAINING) == kept
-	quantizing = (2 + 2 * BLOCK) * GROUPS * (UP + DOWN)
-	assert moved("FP8Block", passes=TRAINING) == pytest.approx(kept + quantizing)
+    rows, gradients, z = 4 * 2 * ROWS * HIDDEN, 2 * GROUPS * (UP + DOWN), 2 * 2 * ROWS * 2 * WIDE
+    # In bf16 the input itself is read again.
+    assert (
+        moved("BF16", passes=TRAINING)
+        == rows + 2 * ROWS * HIDDEN + 2 * 2 * (UP + DOWN) + gradients + z
+    )
+    x = 2 * element_bytes(parse("fp8_block")) * ROWS * HIDDEN
+    kept = rows + x + 2 * BLOCK * (UP + DOWN) + gradients + z
+    assert moved("FP8Block", "ours, weight kept", passes=TRAINING) == kept
+    quantizing = (2 + 2 * BLOCK) * GROUPS * (UP + DOWN)
+    assert moved("FP8Block", passes=TRAINING) == pytest.approx(kept + quantizing)
 
 
 def test_a_mixture_reads_the_experts_that_tokens_chose():
-	router, tokens = 2 * 512 * HIDDEN, 2 * 2 * 64 * HIDDEN
-	filled = 512 * (1 - (1 - 2 / 512) ** 64)
-	assert 110 < filled < 115
-	assert moved("BF16", case=MIXTURE) == pytest.approx(router + tokens + 2 * filled * (UP + DOWN))
-	work = layer_work({**MIXTURE, "pass": FORWARD}, "ours", "BF16")
-	assert work.flops == 2 * 64 * (512 * HIDDEN + 2 * (UP + DOWN))
-	assert layer_work({**MIXTURE, "pass": TRAINING}, "ours", "BF16").flops == 3 * work.flops
-	assert moved("BF16", case={**MIXTURE, "routing": "zipf"}) < moved("BF16", case=MIXTURE)
-	own = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
-	shared = 3 * HIDDEN * OWN["DeepSeek-V3"]["shared_intermediate_size"]
-	assert moved("BF16", case=own) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
-	alone = moved("BF16", case={**MIXTURE, "scope": "experts"})
-	assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
+    router, tokens = 2 * 512 * HIDDEN, 2 * 2 * 64 * HIDDEN
+    filled = 512 * (1 - (1 - 2 / 512) ** 64)
+    assert 110 < filled < 115
+    assert moved("BF16", case=MIXTURE) == pytest.approx(router + tokens + 2 * filled * (UP + DOWN))
+    work = layer_work({**MIXTURE, "pass": FORWARD}, "ours", "BF16")
+    assert work.flops == 2 * 64 * (512 * HIDDEN + 2 * (UP + DOWN))
+    assert layer_work({**MIXTURE, "pass": TRAINING}, "ours", "BF16").flops == 3 * work.flops
+    assert moved("BF16", case={**MIXTURE, "routing": "zipf"}) < moved("BF16", case=MIXTURE)
+    own = {**MIXTURE, "model": "DeepSeek-V3", "scope": "model"}
+    shared = 3 * HIDDEN * OWN["DeepSeek-V3"]["shared_intermediate_size"]
+    assert moved("BF16", case=own) == pytest.approx(moved("BF16", case=MIXTURE) + 2 * shared)
+    alone = moved("BF16", case={**MIXTURE, "scope": "experts"})
+    assert alone == pytest.approx(2 * 64 * HIDDEN + 2 * 128 * HIDDEN + 2 * filled * (UP + DOWN))
 
 
 @each("routing", ["random", "zipf"])
 def test_experts_that_have_rows_are_about_those_of_a_router(routing):
-	shape = moe.MoEShape("m", 128, 256, 32, 4)
-	work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
-	(router, *_), _, _ = work.parts(work.weights)
-	chosen = len(work.choose(work.x, router)[1].unique())
-	assert _routed(work.case, 0)[2] == pytest.approx(chosen, rel=0.1)
+    shape = moe.MoEShape("m", 128, 256, 32, 4)
+    work = moe.MoEWork("moe", shape, 64, routing, FORWARD, torch.device("cpu"))
+    (router, *_), _, _ = work.parts(work.weights)
+    chosen = len(work.choose(work.x, router)[1].unique())
+    assert _routed(work.case, 0)[2] == pytest.approx(chosen, rel=0.1)
 
 
 @each("suite", [layer.SUITE, moe.SUITE], ["layer", "moe"])
 def test_contenders_have_the_work_that_their_records_say(suite):
-	peers = [peer for peer in all_peers({}) if not peer.missing(METER)]
-	tasks = list(suite.tasks(METER, Options(peers=peers)))
-	assert tasks
-	for task in tasks:
-		by_key = {}
-		for one in task.contenders(0):
-			facts = {"suite": task.suite, "case": task.case, "contender": one.name, "format": one.format}
-			work = work_of(facts)
-			assert (one.bytes, one.flops) == (work.bytes, work.flops), task
-			by_key[one.name, one.format] = one
-		quantized, kept = (by_key[name, "FP8Block"] for name in ("ours", "ours, weight kept"))
-		assert kept.bytes < quantized.bytes and kept.flops == quantized.flops
+    peers = [peer for peer in all_peers({}) if not peer.missing(METER)]
+    tasks = list(suite.tasks(METER, Options(peers=peers)))
+    assert tasks
+    for task in tasks:
+        by_key = {}
+        for one in task.contenders(0):
+            facts = {
+                "suite": task.suite,
+                "case": task.case,
+                "contender": one.name,
+                "format": one.format,
+            }
+            work = work_of(facts)
+            assert (one.bytes, one.flops) == (work.bytes, work.flops), task
+            by_key[one.name, one.format] = one
+        quantized, kept = (by_key[name, "FP8Block"] for name in ("ours", "ours, weight kept"))
+        assert kept.bytes < quantized.bytes and kept.flops == quantized.flops
 
 
 def test_other_records_keep_their_work():
-	assert work_of(vars(BASE)) is None
-	assert work_of({"suite": "counts", "case": {"op": "amax"}}) is None
-	with raises(ValueError, "recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
-		layer_work({**CASE, "pass": FORWARD}, "ours", "INT8")
+    assert work_of(vars(BASE)) is None
+    assert work_of({"suite": "counts", "case": {"op": "amax"}}) is None
+    with raises(ValueError, "recipe must be one of BF16, .*FP8 rowwise, .*got 'INT8'"):
+        layer_work({**CASE, "pass": FORWARD}, "ours", "INT8")
 
 
 def test_work_of_older_records_is_that_of_the_contender(tmp_path):
-	"""Records of schema 1 had the bytes of bf16 weights, whatever the contender had kept."""
-	path = tmp_path / "r.jsonl"
-	case = {**MIXTURE, "model": "M", "pass": FORWARD}
-	record = replace(
-		BASE, suite="moe", case=case, contender="ours, weight kept", format="FP8Block", bytes=1e12, flops=1.0
-	)
-	parts = [replace(record, what=what, unit=unit) for what, unit in (("GPU time of GEMM", "us"), ("failure", "1"))]
-	write(path, [record, *parts])
-	assert [found.bytes for found in read(path)] == [1e12] * 3
-	line = json.loads(path.read_text())
-	line["columns"]["schema"] = [1] * 3
-	path.write_text(json.dumps(line))
-	first, *others = read(path)
-	work = layer_work(case, "ours, weight kept", "FP8Block")
-	assert (first.bytes, first.flops, first.schema) == (work.bytes, work.flops, 2)
-	assert [found.bytes for found in others] == [1e12] * 2
-	del line["columns"]["what"]
-	path.write_text(json.dumps(line))
-	with raises(ValueError, "line 1"):
-		read(path)
+    """Records of schema 1 had the bytes of bf16 weights, whatever the contender had kept."""
+    path = tmp_path / "r.jsonl"
+    case = {**MIXTURE, "model": "M", "pass": FORWARD}
+    record = replace(
+        BASE,
+        suite="moe",
+        case=case,
+        contender="ours, weight kept",
+        format="FP8Block",
+        bytes=1e12,
+        flops=1.0,
+    )
+    parts = [
+        replace(record, what=what, unit=unit)
+        for what, unit in (("GPU time of GEMM", "us"), ("failure", "1"))
+    ]
+    write(path, [record, *parts])
+    assert [found.bytes for found in read(path)] == [1e12] * 3
+    line = json.loads(path.read_text())
+    line["columns"]["schema"] = [1] * 3
+    path.write_text(json.dumps(line))
+    first, *others = read(path)
+    work = layer_work(case, "ours, weight kept", "FP8Block")
+    assert (first.bytes, first.flops, first.schema) == (work.bytes, work.flops, 2)
+    assert [found.bytes for found in others] == [1e12] * 2
+    del line["columns"]["what"]
+    path.write_text(json.dumps(line))
+    with raises(ValueError, "line 1"):
+        read(path)
 
 
 def test_committed_rates_are_below_the_memory_of_the_gpu():
-	found = [r for r in load(RESULTS) if r.kind == "gpu" and r.what == "time" and r.suite in ("layer", "moe")]
-	kept = [r for r in found if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
-	assert len(found) > 150 and len(kept) > 40
-	assert all(r.tbs < 4.8 for r in found)
-	sizes = {(r.format, *r.case.items()): r.bytes for r in kept if r.case["pass"] == FORWARD}
-	assert all(size < 2**33 for size in sizes.values())
+    found = [
+        r
+        for r in load(RESULTS)
+        if r.kind == "gpu" and r.what == "time" and r.suite in ("layer", "moe")
+    ]
+    kept = [r for r in found if r.contender == "ours, weight kept" and r.gpu == "NVIDIA H200"]
+    assert len(found) > 150 and len(kept) > 40
+    assert all(r.tbs < 4.8 for r in found)
+    sizes = {(r.format, *r.case.items()): r.bytes for r in kept if r.case["pass"] == FORWARD}
+    assert all(size < 2**33 for size in sizes.values())
 
 
 def test_bytes_of_an_element_are_those_of_the_buffers():
-	"""Of weights in each recipe's format; one number a group comes with them."""
-	x = torch.ones(2, 256, 512, dtype=torch.bfloat16)
-	numbers = 3 * 4 * len(x)  # Amax, level and scale.
-	for name, recipe in layer.recipes().items():
-		if recipe.weight is not None and not recipe.takes_scales:
-			for columnwise in (False, True):
-				buffers = ops.grouped_quantize(x, recipe.weight.text, None, None, not columnwise, columnwise)
-				size = sum(buffer.nbytes for buffer in buffers)
-				assert 0 <= size - element_bytes(recipe.weight) * x.numel() <= numbers, name
+    """Of weights in each recipe's format; one number a group comes with them."""
+    x = torch.ones(2, 256, 512, dtype=torch.bfloat16)
+    numbers = 3 * 4 * len(x)  # Amax, level and scale.
+    for name, recipe in layer.recipes().items():
+        if recipe.weight is not None and not recipe.takes_scales:
+            for columnwise in (False, True):
+                buffers = ops.grouped_quantize(
+                    x, recipe.weight.text, None, None, not columnwise, columnwise
+                )
+                size = sum(buffer.nbytes for buffer in buffers)
+                assert 0 <= size - element_bytes(recipe.weight) * x.numel() <= numbers, name

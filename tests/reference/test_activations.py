@@ -9,121 +9,127 @@ from tests.reference import activation_oracle as oracle
 CLAMPED = Activation("clamped_swiglu", alpha=1.5, limit=2.0)
 EVERY = [*map(Activation, ACTIVATIONS), CLAMPED]
 every_activation = each("act", EVERY, lambda a: a.text)
-FUNCTIONS = {"exp": (exp, oracle.exp), "tanh": (tanh, oracle.tanh), "sigmoid": (sigmoid, oracle.sigmoid)}
+FUNCTIONS = {
+    "exp": (exp, oracle.exp),
+    "tanh": (tanh, oracle.tanh),
+    "sigmoid": (sigmoid, oracle.sigmoid),
+}
 
 
 def random_bits(count):
-	return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
+    return torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32).view(torch.float32)
 
 
 def numbers():
-	"""Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
-	parts = (
-		every_16_bits(torch.bfloat16).float(),
-		every_16_bits(torch.float16).float(),
-		random_bits(1 << 18),
-		torch.empty(1 << 18).uniform_(-100, 100),
-		torch.randn(1 << 18),
-	)
-	return torch.cat(parts)
+    """Every bf16 and fp16 number, random bits, and as many between -100 and 100."""
+    parts = (
+        every_16_bits(torch.bfloat16).float(),
+        every_16_bits(torch.float16).float(),
+        random_bits(1 << 18),
+        torch.empty(1 << 18).uniform_(-100, 100),
+        torch.randn(1 << 18),
+    )
+    return torch.cat(parts)
 
 
 def moderate(*shape):
-	"""Numbers of many magnitudes, but none whose sigmoid is subnormal."""
-	return torch.randn(shape) * torch.randint(-8, 4, shape).float().exp2()
+    """Numbers of many magnitudes, but none whose sigmoid is subnormal."""
+    return torch.randn(shape) * torch.randint(-8, 4, shape).float().exp2()
 
 
 def as_numpy(function, *arguments):
-	with oracle.no_errors():
-		return torch.from_numpy(function(*(x.numpy() for x in arguments)))
+    with oracle.no_errors():
+        return torch.from_numpy(function(*(x.numpy() for x in arguments)))
 
 
 @each("name", [*FUNCTIONS])
 def test_bits_of_functions(name):
-	function, written_again = FUNCTIONS[name]
-	x = numbers()
-	before = x.clone()
-	assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
-	assert_same_bytes(x, before, "the argument")
+    function, written_again = FUNCTIONS[name]
+    x = numbers()
+    before = x.clone()
+    assert_same_bytes(function(x), as_numpy(written_again, x), name, any_nan=True)
+    assert_same_bytes(x, before, "the argument")
 
 
 @every_activation
 def test_bits(act):
-	x = numbers()
-	if act.is_gated:
-		x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
-		x[0, ::2] = torch.randn(x[0, ::2].shape)
-	g = random_bits(x.numel() // (1 + act.is_gated)).view(*x.shape[:-1], -1)
-	if act.is_gated:
-		g[:32] = torch.randn(g[:32].shape)
-	before = x.clone(), g.clone()
-	want = as_numpy(lambda x: oracle.elements(act, x), x)
-	assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
-	want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
-	assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
-	assert_same_bytes(x, before[0], "x")
-	assert_same_bytes(g, before[1], "grad")
+    x = numbers()
+    if act.is_gated:
+        x = x[torch.randperm(len(x))[: 1 << 17]].view(64, -1)
+        x[0, ::2] = torch.randn(x[0, ::2].shape)
+    g = random_bits(x.numel() // (1 + act.is_gated)).view(*x.shape[:-1], -1)
+    if act.is_gated:
+        g[:32] = torch.randn(g[:32].shape)
+    before = x.clone(), g.clone()
+    want = as_numpy(lambda x: oracle.elements(act, x), x)
+    assert_same_bytes(activate(x, act), want, act.text, any_nan=True)
+    want = as_numpy(lambda x, g: oracle.elements(act, x, g), x, g)
+    assert_same_bytes(activate_gradient(x, g, act), want, f"gradient of {act}", any_nan=True)
+    assert_same_bytes(x, before[0], "x")
+    assert_same_bytes(g, before[1], "grad")
 
 
 def clamped(x, act):
-	a, b = x.chunk(2, -1)
-	a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)
-	return a * torch.sigmoid(act.alpha * a) * (b + 1)
+    a, b = x.chunk(2, -1)
+    a, b = a.clamp(max=act.limit), b.clamp(-act.limit, act.limit)
+    return a * torch.sigmoid(act.alpha * a) * (b + 1)
 
 
 PLAIN = {
-	"gelu": lambda x: F.gelu(x, approximate="tanh"),
-	"silu": F.silu,
-	"relu": F.relu,
-	"qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-	"srelu": lambda x: F.relu(x).square(),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "srelu": lambda x: F.relu(x).square(),
 }
 
 
 def in_fp64(act, x):
-	if act.is_clamped:
-		return clamped(x, act)
-	if not act.is_gated:
-		return PLAIN[act.name](x)
-	a, b = x.chunk(2, -1)
-	return PLAIN[act.curve](a) * b
+    if act.is_clamped:
+        return clamped(x, act)
+    if not act.is_gated:
+        return PLAIN[act.name](x)
+    a, b = x.chunk(2, -1)
+    return PLAIN[act.curve](a) * b
 
 
 @every_activation
 def test_values_against_fp64(act):
-	x = moderate(256, 512).clamp(-40, 40)
-	got, want = activate(x, act).double(), in_fp64(act, x.double())
-	a = x.chunk(2, -1)[0] if act.is_gated else x
-	if act.curve == "gelu":
-		# Its tail cancels, 0.5 + 0.5 tanh, so that the error is a part of |x|.
-		bound = 4 * (a if not act.is_gated else a * x.chunk(2, -1)[1]).abs()
-	else:
-		# The argument of a sigmoid has a relative error, its exponential an absolute one.
-		bound = (5 + 2 * act.alpha * a.abs()) * want.abs()
-	assert ((got - want).abs() <= 2.0**-24 * bound).all()
+    x = moderate(256, 512).clamp(-40, 40)
+    got, want = activate(x, act).double(), in_fp64(act, x.double())
+    a = x.chunk(2, -1)[0] if act.is_gated else x
+    if act.curve == "gelu":
+        # Its tail cancels, 0.5 + 0.5 tanh, so that the error is a part of |x|.
+        bound = 4 * (a if not act.is_gated else a * x.chunk(2, -1)[1]).abs()
+    else:
+        # The argument of a sigmoid has a relative error, its exponential an absolute one.
+        bound = (5 + 2 * act.alpha * a.abs()) * want.abs()
+    assert ((got - want).abs() <= 2.0**-24 * bound).all()
 
 
 @every_activation
 def test_gradients_against_fp64(act):
-	x = moderate(256, 512).clamp(-40, 40)
-	exact = x.double().requires_grad_()
-	made = in_fp64(act, exact)
-	grad = torch.randn(made.shape)
-	(want,) = torch.autograd.grad(made, exact, grad.double())
-	got = activate_gradient(x, grad, act).double()
-	# A slope is at most a few units, and its factors are rounded a few times.
-	size = grad.abs() * (1 + (x.abs() if not act.is_gated else 0))
-	if act.is_gated:
-		a, b = x.chunk(2, -1)
-		size = torch.cat([size * (1 + a.abs()) * (1 + b.abs()), size * (1 + a.abs()) ** 2], -1)
-	assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
+    x = moderate(256, 512).clamp(-40, 40)
+    exact = x.double().requires_grad_()
+    made = in_fp64(act, exact)
+    grad = torch.randn(made.shape)
+    (want,) = torch.autograd.grad(made, exact, grad.double())
+    got = activate_gradient(x, grad, act).double()
+    # A slope is at most a few units, and its factors are rounded a few times.
+    size = grad.abs() * (1 + (x.abs() if not act.is_gated else 0))
+    if act.is_gated:
+        a, b = x.chunk(2, -1)
+        size = torch.cat([size * (1 + a.abs()) * (1 + b.abs()), size * (1 + a.abs()) ** 2], -1)
+    assert ((got - want).abs() <= 8 * 2.0**-24 * size).all()
 
 
 def test_views_and_odd_widths():
-	for act in EVERY:
-		whole = moderate(7, 2 * 26)
-		x = whole[:, ::2]  # not contiguous; vector code meets a remainder
-		assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
-		grad = moderate(7, act.width(26))
-		assert_same_bytes(activate_gradient(x, grad, act), activate_gradient(x.contiguous(), grad, act))
-		assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))
+    for act in EVERY:
+        whole = moderate(7, 2 * 26)
+        x = whole[:, ::2]  # not contiguous; vector code meets a remainder
+        assert_same_bytes(activate(x, act), activate(x.contiguous(), act))
+        grad = moderate(7, act.width(26))
+        assert_same_bytes(
+            activate_gradient(x, grad, act), activate_gradient(x.contiguous(), grad, act)
+        )
+        assert_same_bytes(activate(whole[:0, :26], act), torch.empty(0, act.width(26)))

@@ -16,147 +16,153 @@ each_core = each("core", [*BACKENDS], BACKENDS.values())
 
 
 def codes(values, dtype=E4M3):
-	x = torch.as_tensor(values, dtype=torch.float64)
-	assert x.equal(x.to(dtype).double())
-	return x.to(dtype)
+    x = torch.as_tensor(values, dtype=torch.float64)
+    assert x.equal(x.to(dtype).double())
+    return x.to(dtype)
 
 
 def finite_codes(rows, depth, dtype):
-	x = torch.randint(0, 256, (rows, depth), dtype=U8).view(dtype)
-	return torch.where(x.float().isfinite(), x.float(), 0.0).to(dtype)
+    x = torch.randint(0, 256, (rows, depth), dtype=U8).view(dtype)
+    return torch.where(x.float().isfinite(), x.float(), 0.0).to(dtype)
 
 
 def exact_dot(a, b):
-	ones = [np.ones((len(x), -(-x.shape[1] // 128))) for x in (a, b)]
-	sides = [fp8_oracle.Member(x.double().numpy(), s, None, True, 128) for x, s in zip((a, b), ones, strict=True)]
-	return torch.from_numpy(fp8_oracle.dot_blocks(*sides))
+    ones = [np.ones((len(x), -(-x.shape[1] // 128))) for x in (a, b)]
+    sides = [
+        fp8_oracle.Member(x.double().numpy(), s, None, True, 128)
+        for x, s in zip((a, b), ones, strict=True)
+    ]
+    return torch.from_numpy(fp8_oracle.dot_blocks(*sides))
 
 
 def block_rows(x, scales=1.0, fmt=None):
-	shape = len(x), -(-x.shape[1] // 128)
-	return Rows(x, fmt or FP8Block(dtype=x.dtype), torch.as_tensor(scales).expand(shape).float())
+    shape = len(x), -(-x.shape[1] // 128)
+    return Rows(x, fmt or FP8Block(dtype=x.dtype), torch.as_tensor(scales).expand(shape).float())
 
 
 @each_a
 @each("b_dtype", DTYPES)
 def test_partial_sums_of_all_codes_are_exact(a_dtype, b_dtype):
-	a, b = finite_codes(24, 128, a_dtype), finite_codes(24, 128, b_dtype)
-	assert_same_bytes(dot(block_rows(a), block_rows(b), Adder()), exact_dot(a, b))
+    a, b = finite_codes(24, 128, a_dtype), finite_codes(24, 128, b_dtype)
+    assert_same_bytes(dot(block_rows(a), block_rows(b), Adder()), exact_dot(a, b))
 
 
 def test_partial_sums_that_fp64_rounds():
-	"""Products from 2^31 to 2^-32 in one block: a tie in fp32, broken far below what fp64 holds."""
-	a = torch.zeros(3, 128, dtype=torch.float64)
-	b = torch.zeros(1, 128, dtype=torch.float64)
-	b[0, :3] = torch.tensor([2.0**15, 2.0**-8, 2.0**-16])
-	a[:, 0], a[:, 1] = 2.0**15, 2.0**14  # 2^30 and half of its last place, 2^6
-	a[1, 2], a[2, 2] = 2.0**-16, -(2.0**-16)
-	a, b = codes(a, E5M2), codes(b, E5M2)
-	got = dot(block_rows(a), block_rows(b), Adder())
-	assert got.flatten().tolist() == [2.0**30, 2.0**30 + 2**7, 2.0**30]
-	assert_same_bytes(got, exact_dot(a, b))
+    """Products from 2^31 to 2^-32 in one block: a tie in fp32, broken far below what fp64 holds."""
+    a = torch.zeros(3, 128, dtype=torch.float64)
+    b = torch.zeros(1, 128, dtype=torch.float64)
+    b[0, :3] = torch.tensor([2.0**15, 2.0**-8, 2.0**-16])
+    a[:, 0], a[:, 1] = 2.0**15, 2.0**14  # 2^30 and half of its last place, 2^6
+    a[1, 2], a[2, 2] = 2.0**-16, -(2.0**-16)
+    a, b = codes(a, E5M2), codes(b, E5M2)
+    got = dot(block_rows(a), block_rows(b), Adder())
+    assert got.flatten().tolist() == [2.0**30, 2.0**30 + 2**7, 2.0**30]
+    assert_same_bytes(got, exact_dot(a, b))
 
 
 @each_core
 @each_a
 def test_inf_and_nan_reach_their_rows_only(core, a_dtype):
-	a, b = finite_codes(4, 160, a_dtype), finite_codes(5, 160, E5M2)
-	clean = dot(block_rows(a), block_rows(b), Adder(core))
-	bad = b.clone()
-	bad[1, 3], bad[2, 140] = torch.inf, torch.nan
-	got = dot(block_rows(a), block_rows(bad), Adder(core))
-	with_inf = a[:, 3].float() * torch.inf
-	is_nan = with_inf.isnan()
-	assert got[:, 1][~is_nan].equal(with_inf[~is_nan]) and got[:, 1][is_nan].isnan().all()
-	assert got[:, 2].isnan().all()
-	assert_same_bytes(got[:, [0, 3, 4]], clean[:, [0, 3, 4]])
-	if core is not None:
-		assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[F32]).all()
+    a, b = finite_codes(4, 160, a_dtype), finite_codes(5, 160, E5M2)
+    clean = dot(block_rows(a), block_rows(b), Adder(core))
+    bad = b.clone()
+    bad[1, 3], bad[2, 140] = torch.inf, torch.nan
+    got = dot(block_rows(a), block_rows(bad), Adder(core))
+    with_inf = a[:, 3].float() * torch.inf
+    is_nan = with_inf.isnan()
+    assert got[:, 1][~is_nan].equal(with_inf[~is_nan]) and got[:, 1][is_nan].isnan().all()
+    assert got[:, 2].isnan().all()
+    assert_same_bytes(got[:, [0, 3, 4]], clean[:, [0, 3, 4]])
+    if core is not None:
+        assert (got[:, 2].contiguous().view(torch.int32) == NAN_BITS[F32]).all()
 
 
 @each("pow2", [True, False])
 def test_scales_whose_product_no_fp32_number_holds(pow2):
-	"""The first scale is multiplied by the partial sum, not by the other scale."""
-	a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
-	fmt = FP8Block(pow2_scales=pow2)
-	small, large = 2.0**-127, 2.0**126
+    """The first scale is multiplied by the partial sum, not by the other scale."""
+    a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
+    fmt = FP8Block(pow2_scales=pow2)
+    small, large = 2.0**-127, 2.0**126
 
-	def run(first, second):
-		return dot(block_rows(a, first, fmt), block_rows(b, second, fmt), Adder()).item()
+    def run(first, second):
+        return dot(block_rows(a, first, fmt), block_rows(b, second, fmt), Adder()).item()
 
-	assert run(small, large) == 2.0**6
-	assert run(large, large) == torch.inf
-	assert run(small, small) == 0.0
-	# 2^-127 * 2^-20 is subnormal and exact; so is its product with 128.
-	assert run(small, 2.0**-20) == 2.0**-140
-	# 128 * 2^126 overflows before the other scale could save it: this is where folding differs.
-	assert run(large, 2.0**-100) == torch.inf
-	assert run(2.0**-100, large) == 2.0**33
+    assert run(small, large) == 2.0**6
+    assert run(large, large) == torch.inf
+    assert run(small, small) == 0.0
+    # 2^-127 * 2^-20 is subnormal and exact; so is its product with 128.
+    assert run(small, 2.0**-20) == 2.0**-140
+    # 128 * 2^126 overflows before the other scale could save it: this is where folding differs.
+    assert run(large, 2.0**-100) == torch.inf
+    assert run(2.0**-100, large) == 2.0**33
 
 
 def test_the_scale_of_single_rows_comes_first():
-	a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
-	rows, square = FP8Block(), FP8Block(block=(128, 128))
-	large, small = 2.0**126, 2.0**-100
-	for first, second, want in (
-		((rows, large), (square, small), torch.inf),
-		((square, large), (rows, small), 2.0**33),
-		((rows, small), (square, large), 2.0**33),
-		((square, small), (rows, large), torch.inf),
-	):
-		sides = block_rows(a, *first[::-1]), block_rows(b, *second[::-1])
-		assert dot(*sides, Adder()).item() == want
-		# Kernels for sm_90a multiply both scales first.
-		assert dot(*sides, Adder("sm_90a")).item() == 2.0**33
+    a, b = codes([[1.0] * 128]), codes([[1.0] * 128])
+    rows, square = FP8Block(), FP8Block(block=(128, 128))
+    large, small = 2.0**126, 2.0**-100
+    for first, second, want in (
+        ((rows, large), (square, small), torch.inf),
+        ((square, large), (rows, small), 2.0**33),
+        ((rows, small), (square, large), 2.0**33),
+        ((square, small), (rows, large), torch.inf),
+    ):
+        sides = block_rows(a, *first[::-1]), block_rows(b, *second[::-1])
+        assert dot(*sides, Adder()).item() == want
+        # Kernels for sm_90a multiply both scales first.
+        assert dot(*sides, Adder("sm_90a")).item() == 2.0**33
 
 
 def mx_rows(x, exponents):
-	shape = len(x), x.shape[1] // 32
-	return Rows(x, MXFP8(dtype=x.dtype), torch.as_tensor(exponents, dtype=U8).expand(shape))
+    shape = len(x), x.shape[1] // 32
+    return Rows(x, MXFP8(dtype=x.dtype), torch.as_tensor(exponents, dtype=U8).expand(shape))
 
 
 @each_core
 def test_powers_of_two_beyond_fp32(core):
-	"""Values of up to 57344 * 2^127, and products of scales from 2^-254 to 2^254."""
-	a, b = codes([[57344.0] + [0.0] * 63], E5M2), codes([[2.0**-16] + [0.0] * 63], E5M2)
-	unit = 57344.0 * 2.0**-16
-	for of_a, of_b, want in (
-		(254, 0, unit),
-		(0, 254, unit),
-		(254, 254, torch.inf),
-		(0, 200, unit * 2.0**-54),
-		(0, 0, 0.0),
-	):
-		assert dot(mx_rows(a, of_a), mx_rows(b, of_b), Adder(core)).item() == want
+    """Values of up to 57344 * 2^127, and products of scales from 2^-254 to 2^254."""
+    a, b = codes([[57344.0] + [0.0] * 63], E5M2), codes([[2.0**-16] + [0.0] * 63], E5M2)
+    unit = 57344.0 * 2.0**-16
+    for of_a, of_b, want in (
+        (254, 0, unit),
+        (0, 254, unit),
+        (254, 254, torch.inf),
+        (0, 200, unit * 2.0**-54),
+        (0, 0, 0.0),
+    ):
+        assert dot(mx_rows(a, of_a), mx_rows(b, of_b), Adder(core)).item() == want
 
 
 @each_core
 def test_a_scale_that_is_nan(core):
-	a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
-	scales = torch.full((2, 2), 127, dtype=U8)
-	scales[1, 1] = 255
-	got = dot(mx_rows(a, scales), mx_rows(b, 127), Adder(core))
-	assert got[0].tolist() == [64.0] * 3 and got[1].isnan().all()
+    a, b = codes(torch.ones(2, 64)), codes(torch.ones(3, 64))
+    scales = torch.full((2, 2), 127, dtype=U8)
+    scales[1, 1] = 255
+    got = dot(mx_rows(a, scales), mx_rows(b, 127), Adder(core))
+    assert got[0].tolist() == [64.0] * 3 and got[1].isnan().all()
 
 
 def test_blocks_of_mxfp8_on_hopper_lose_nothing_to_each_other():
-	"""Each has an accumulator of its own; a block 2^20 below another one counts in full."""
-	a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
-	assert dot(mx_rows(a, [127, 107]), mx_rows(b, 127), Adder("sm_90a")).item() == 32 + 2.0**-15
-	# In one accumulator the products of the second block are below its 13 bits.
-	values = codes([[1.0] * 32 + [2.0**-9] * 32])
-	pair = Rows(values, FP8()), Rows(b, FP8())
-	assert dot(*pair, Adder("sm_90a")).item() == 32
-	assert dot(*pair, Adder("sm_100a")).item() == 32 + 2.0**-4
+    """Each has an accumulator of its own; a block 2^20 below another one counts in full."""
+    a, b = codes(torch.ones(1, 64)), codes(torch.ones(1, 64))
+    assert dot(mx_rows(a, [127, 107]), mx_rows(b, 127), Adder("sm_90a")).item() == 32 + 2.0**-15
+    # In one accumulator the products of the second block are below its 13 bits.
+    values = codes([[1.0] * 32 + [2.0**-9] * 32])
+    pair = Rows(values, FP8()), Rows(b, FP8())
+    assert dot(*pair, Adder("sm_90a")).item() == 32
+    assert dot(*pair, Adder("sm_100a")).item() == 32 + 2.0**-4
 
 
 @each_core
 @each("rows", [1, 255, 257, 600])
 def test_tiles_do_not_show(core, rows):
-	a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
-	scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
-	fmt = FP8Block(pow2_scales=False)
-	whole = dot(block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), Adder(core))
-	for i, j in ((0, 0), (rows - 1, 299), (rows // 2, 150)):
-		one = [block_rows(x[k : k + 1], s[k : k + 1], fmt) for x, s, k in zip((a, b), scales, (i, j), strict=True)]
-		assert_same_bytes(dot(*one, Adder(core)), whole[i : i + 1, j : j + 1])
+    a, b = finite_codes(rows, 272, E4M3), finite_codes(300, 272, E4M3)
+    scales = [torch.rand(len(x), 3) + 0.5 for x in (a, b)]
+    fmt = FP8Block(pow2_scales=False)
+    whole = dot(block_rows(a, scales[0], fmt), block_rows(b, scales[1], fmt), Adder(core))
+    for i, j in ((0, 0), (rows - 1, 299), (rows // 2, 150)):
+        one = [
+            block_rows(x[k : k + 1], s[k : k + 1], fmt)
+            for x, s, k in zip((a, b), scales, (i, j), strict=True)
+        ]
+        assert_same_bytes(dot(*one, Adder(core)), whole[i : i + 1, j : j + 1])

@@ -5,21 +5,21 @@ import torch
 
 from cute_kernels.formats import parse
 from tests.helpers import (
-	BF16,
-	DTYPES,
-	F16,
-	F32,
-	assert_same_bytes,
-	each,
-	k_grouped_arguments,
-	m_grouped_arguments,
-	many_groups,
-	offsets,
-	ops,
-	poisoned,
-	quantized,
-	sample,
-	spans,
+    BF16,
+    DTYPES,
+    F16,
+    F32,
+    assert_same_bytes,
+    each,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    many_groups,
+    offsets,
+    ops,
+    poisoned,
+    quantized,
+    sample,
+    spans,
 )
 from tests.reference import fp8_oracle
 
@@ -27,20 +27,32 @@ from .test_gemm import check_empty_wgrad
 
 #: Formats of A and B (m_grouped), by what they are there to catch.
 FP8_PAIRS = {
-	"fp8": ("fp8", "fp8"),
-	"fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
-	"fp8 e5m2": ("fp8:dtype=e5m2", "fp8:dtype=e5m2"),
-	"fp8_block 1D x 2D": ("fp8_block", "fp8_block:block=128x128"),
-	"fp8_block 1D x 1D": ("fp8_block:dtype=e5m2", "fp8_block"),
-	"fp32 scales, 1D x 2D": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128,pow2_scales=false"),
-	"fp32 scales, 2D x 1D": ("fp8_block:block=128x128,pow2_scales=false", "fp8_block:dtype=e5m2,pow2_scales=false"),
-	"fp32 scales, 1D x 1D": ("fp8_block:pow2_scales=false", "fp8_block:pow2_scales=false"),
-	"fp32 and pow2 scales": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
-	"mxfp8": ("mxfp8", "mxfp8"),
-	"mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
+    "fp8": ("fp8", "fp8"),
+    "fp8 e4m3 x e5m2": ("fp8", "fp8:dtype=e5m2"),
+    "fp8 e5m2": ("fp8:dtype=e5m2", "fp8:dtype=e5m2"),
+    "fp8_block 1D x 2D": ("fp8_block", "fp8_block:block=128x128"),
+    "fp8_block 1D x 1D": ("fp8_block:dtype=e5m2", "fp8_block"),
+    "fp32 scales, 1D x 2D": (
+        "fp8_block:pow2_scales=false",
+        "fp8_block:block=128x128,pow2_scales=false",
+    ),
+    "fp32 scales, 2D x 1D": (
+        "fp8_block:block=128x128,pow2_scales=false",
+        "fp8_block:dtype=e5m2,pow2_scales=false",
+    ),
+    "fp32 scales, 1D x 1D": ("fp8_block:pow2_scales=false", "fp8_block:pow2_scales=false"),
+    "fp32 and pow2 scales": ("fp8_block:pow2_scales=false", "fp8_block:block=128x128"),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "mxfp8 e5m2 x 2D": ("mxfp8:dtype=e5m2", "mxfp8:block=32x32"),
 }
-FP8_KINDS = {name: FP8_PAIRS[name] for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")}
-NVFP4_PAIRS = {"nvfp4": ("nvfp4", "nvfp4"), "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16")}
+FP8_KINDS = {
+    name: FP8_PAIRS[name]
+    for name in ("fp8", "fp32 scales, 1D x 2D", "fp8_block 1D x 1D", "mxfp8 e5m2 x 2D")
+}
+NVFP4_PAIRS = {
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "nvfp4 by row x 2D": ("nvfp4:row_scaled", "nvfp4:block=16x16"),
+}
 PAIRS = FP8_PAIRS | NVFP4_PAIRS
 #: One of each kind.
 KINDS = FP8_KINDS | NVFP4_PAIRS
@@ -54,212 +66,223 @@ each_way = each("transpose_b", [False, True], ids=["fprop", "dgrad"])
 
 
 def texts(pair):
-	return {"a_format": pair[0], "b_format": pair[1]}
+    return {"a_format": pair[0], "b_format": pair[1]}
 
 
 def wgrad_of(pair, copies, offs):
-	return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts(pair)))
+    return ops.k_grouped_gemm(*k_grouped_arguments(*copies, offs, None, F32, **texts(pair)))
 
 
 def columnwise(pair, tensors, offs):
-	return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
+    return [quantized(x, f, offs, columnwise=True) for x, f in zip(tensors, pair, strict=True)]
 
 
 def columns_of(pair, copies, group, start, end):
-	return [
-		fp8_oracle.member(text, copy, group, end - start, start, True) for text, copy in zip(pair, copies, strict=True)
-	]
+    return [
+        fp8_oracle.member(text, copy, group, end - start, start, True)
+        for text, copy in zip(pair, copies, strict=True)
+    ]
 
 
 class Product:
-	def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
-		self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
-		self.offs, self.depth, self.cols = offsets(splits), depth, cols
-		self.x = sample(sum(splits) + tail, depth)
-		self.w = sample(len(splits), *((depth, cols) if transpose_b else (cols, depth)))
-		self.a = quantized(self.x, pair[0], self.offs)
-		self.b = quantized(self.w, pair[1], columnwise=transpose_b)
+    def __init__(self, pair, splits, cols=32, depth=160, *, transpose_b=False, tail=3):
+        self.pair, self.splits, self.transpose_b = pair, splits, transpose_b
+        self.offs, self.depth, self.cols = offsets(splits), depth, cols
+        self.x = sample(sum(splits) + tail, depth)
+        self.w = sample(len(splits), *((depth, cols) if transpose_b else (cols, depth)))
+        self.a = quantized(self.x, pair[0], self.offs)
+        self.b = quantized(self.w, pair[1], columnwise=transpose_b)
 
-	def arguments(self, *options):
-		bias, alpha, dtype = options or (None, None, F32)
-		return m_grouped_arguments(self.a, self.b, self.offs, bias, alpha, self.transpose_b, dtype, **texts(self.pair))
+    def arguments(self, *options):
+        bias, alpha, dtype = options or (None, None, F32)
+        return m_grouped_arguments(
+            self.a, self.b, self.offs, bias, alpha, self.transpose_b, dtype, **texts(self.pair)
+        )
 
-	def run(self, *options):
-		return ops.m_grouped_gemm(*self.arguments(*options))
+    def run(self, *options):
+        return ops.m_grouped_gemm(*self.arguments(*options))
 
-	def run_out(self, out, bias=None, alpha=None, accumulate=False):
-		ops.m_grouped_gemm_out(*self.arguments(bias, alpha, out.dtype), out=out, accumulate=accumulate)
-		return out
+    def run_out(self, out, bias=None, alpha=None, accumulate=False):
+        ops.m_grouped_gemm_out(
+            *self.arguments(bias, alpha, out.dtype), out=out, accumulate=accumulate
+        )
+        return out
 
-	def members(self):
-		for g, (start, end) in enumerate(spans(self.splits)):
-			if start < end:
-				a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)
-				rows = self.w.shape[1]
-				b = fp8_oracle.member(self.pair[1], self.b, g, rows, None, self.transpose_b)
-				yield g, slice(start, end), a, b
+    def members(self):
+        for g, (start, end) in enumerate(spans(self.splits)):
+            if start < end:
+                a = fp8_oracle.member(self.pair[0], self.a, g, end - start, start)
+                rows = self.w.shape[1]
+                b = fp8_oracle.member(self.pair[1], self.b, g, rows, None, self.transpose_b)
+                yield g, slice(start, end), a, b
 
 
 class Wgrad:
-	def __init__(self, pair, splits, n=32, k=64):
-		self.pair, self.splits, self.offs = pair, splits, offsets(splits)
-		self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
-		self.copies = columnwise(pair, self.tensors, self.offs)
+    def __init__(self, pair, splits, n=32, k=64):
+        self.pair, self.splits, self.offs = pair, splits, offsets(splits)
+        self.tensors = [sample(sum(splits) + 2, cols) / 8 for cols in (n, k)]
+        self.copies = columnwise(pair, self.tensors, self.offs)
 
-	def arguments(self, alpha=None, dtype=F32):
-		return k_grouped_arguments(*self.copies, self.offs, alpha, dtype, **texts(self.pair))
+    def arguments(self, alpha=None, dtype=F32):
+        return k_grouped_arguments(*self.copies, self.offs, alpha, dtype, **texts(self.pair))
 
-	def run(self, alpha=None, dtype=F32):
-		return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
+    def run(self, alpha=None, dtype=F32):
+        return ops.k_grouped_gemm(*self.arguments(alpha, dtype))
 
-	def members(self):
-		for g, (start, end) in enumerate(spans(self.splits)):
-			if start < end:
-				yield g, *columns_of(self.pair, self.copies, g, start, end)
+    def members(self):
+        for g, (start, end) in enumerate(spans(self.splits)):
+            if start < end:
+                yield g, *columns_of(self.pair, self.copies, g, start, end)
 
 
 def acc_and_factor(a, b):
-	"""What the oracle gives before the epilogue, and what the epilogue multiplies by."""
-	dot = fp8_oracle.dot_sixteen if a.bound else fp8_oracle.dot_fp64
-	if a.vec == b.vec == 128 and a.scales is not None:
-		dot = fp8_oracle.dot_blocks
-	factors = [torch.tensor(x.factor) for x in (a, b) if x.level is not None]
-	return torch.from_numpy(dot(a, b)), math.prod(factors) if factors else None
+    """What the oracle gives before the epilogue, and what the epilogue multiplies by."""
+    dot = fp8_oracle.dot_sixteen if a.bound else fp8_oracle.dot_fp64
+    if a.vec == b.vec == 128 and a.scales is not None:
+        dot = fp8_oracle.dot_blocks
+    factors = [torch.tensor(x.factor) for x in (a, b) if x.level is not None]
+    return torch.from_numpy(dot(a, b)), math.prod(factors) if factors else None
 
 
 def scaled(acc, factor, alpha=None):
-	if alpha is not None:
-		factor = alpha if factor is None else factor * alpha
-	return acc if factor is None else acc * factor
+    if alpha is not None:
+        factor = alpha if factor is None else factor * alpha
+    return acc if factor is None else acc * factor
 
 
 @each_way
 @each_pair
 def test_m_grouped_bits(pair, transpose_b):
-	"""Sums in the stated order, then second levels, alpha, bias, output, each rounded once."""
-	case = Product(pair, (3, 0, 4), 32, 160, transpose_b=transpose_b)
-	bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
-	held = torch.randn(len(case.x), 32).bfloat16()
-	plain, total = torch.zeros(len(case.x), 32), held.float()
-	for g, rows, a, b in case.members():
-		acc, factor = acc_and_factor(a, b)
-		plain[rows] = scaled(acc, factor)
-		total[rows] = scaled(acc, factor, alpha[g]) + bias[g] + held[rows].float()
-	for dtype in DTYPES.values():
-		assert_same_bytes(case.run(None, None, dtype), plain.to(dtype))
-	out = case.run_out(held.clone(), bias, alpha, accumulate=True)
-	assert_same_bytes(out, total.bfloat16())
+    """Sums in the stated order, then second levels, alpha, bias, output, each rounded once."""
+    case = Product(pair, (3, 0, 4), 32, 160, transpose_b=transpose_b)
+    bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
+    held = torch.randn(len(case.x), 32).bfloat16()
+    plain, total = torch.zeros(len(case.x), 32), held.float()
+    for g, rows, a, b in case.members():
+        acc, factor = acc_and_factor(a, b)
+        plain[rows] = scaled(acc, factor)
+        total[rows] = scaled(acc, factor, alpha[g]) + bias[g] + held[rows].float()
+    for dtype in DTYPES.values():
+        assert_same_bytes(case.run(None, None, dtype), plain.to(dtype))
+    out = case.run_out(held.clone(), bias, alpha, accumulate=True)
+    assert_same_bytes(out, total.bfloat16())
 
 
 @each_pair
 def test_wgrad_bits(pair):
-	case = Wgrad(pair, (7, 0, 131), 32, 32)
-	alpha, held = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
-	plain, total = torch.zeros(3, 32, 32), held.clone()
-	for g, a, b in case.members():
-		acc, factor = acc_and_factor(a, b)
-		plain[g] = scaled(acc, factor)
-		total[g] = scaled(acc, factor, alpha[g]) + held[g]
-	for dtype in DTYPES.values():
-		assert_same_bytes(case.run(None, dtype), plain.to(dtype))
-	out = held.clone()
-	ops.k_grouped_gemm_out(*case.arguments(alpha), out=out, accumulate=True)
-	assert_same_bytes(out, total)
+    case = Wgrad(pair, (7, 0, 131), 32, 32)
+    alpha, held = torch.tensor([0.9, 5.0, 1.1]), torch.randn(3, 32, 32)
+    plain, total = torch.zeros(3, 32, 32), held.clone()
+    for g, a, b in case.members():
+        acc, factor = acc_and_factor(a, b)
+        plain[g] = scaled(acc, factor)
+        total[g] = scaled(acc, factor, alpha[g]) + held[g]
+    for dtype in DTYPES.values():
+        assert_same_bytes(case.run(None, dtype), plain.to(dtype))
+    out = held.clone()
+    ops.k_grouped_gemm_out(*case.arguments(alpha), out=out, accumulate=True)
+    assert_same_bytes(out, total)
 
 
 @each_way
 @each("pair", RAGGED_K)
 @each("depth", [16, 48, 112, 144, 272])
 def test_k_need_not_fill_a_block(pair, transpose_b, depth):
-	case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
-	want = torch.zeros(len(case.x), 16)
-	for _, rows, a, b in case.members():
-		want[rows] = scaled(*acc_and_factor(a, b))
-	assert_same_bytes(case.run(), want)
+    case = Product(pair, (2, 1), 16, depth, transpose_b=transpose_b)
+    want = torch.zeros(len(case.x), 16)
+    for _, rows, a, b in case.members():
+        want[rows] = scaled(*acc_and_factor(a, b))
+    assert_same_bytes(case.run(), want)
 
 
 @each_kind
 def test_1500_groups(pair):
-	offs = many_groups()
-	rows = int(offs[-1])
-	x, w = sample(rows, 32), sample(len(offs), 16, 32)
-	a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
-	got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
-	copies = columnwise(pair, (x, x), offs)
-	wgrad = wgrad_of(pair, copies, offs)
-	start = 0
-	for g, end in enumerate(offs.tolist()):
-		if g % 97 == 0 or end - start > 2:
-			pairs = [fp8_oracle.member(pair[0], a, g, end - start, start)]
-			pairs.append(fp8_oracle.member(pair[1], b, g, 16))
-			if start < end:
-				assert_same_bytes(got[start:end], scaled(*acc_and_factor(*pairs)), f"group {g}")
-				want = scaled(*acc_and_factor(*columns_of(pair, copies, g, start, end)))
-				assert_same_bytes(wgrad[g], want, f"wgrad of group {g}")
-			else:
-				assert not wgrad[g].any()
-		start = end
+    offs = many_groups()
+    rows = int(offs[-1])
+    x, w = sample(rows, 32), sample(len(offs), 16, 32)
+    a, b = quantized(x, pair[0], offs), quantized(w, pair[1])
+    got = ops.m_grouped_gemm(*m_grouped_arguments(a, b, offs, out_dtype=F32, **texts(pair)))
+    copies = columnwise(pair, (x, x), offs)
+    wgrad = wgrad_of(pair, copies, offs)
+    start = 0
+    for g, end in enumerate(offs.tolist()):
+        if g % 97 == 0 or end - start > 2:
+            pairs = [fp8_oracle.member(pair[0], a, g, end - start, start)]
+            pairs.append(fp8_oracle.member(pair[1], b, g, 16))
+            if start < end:
+                assert_same_bytes(got[start:end], scaled(*acc_and_factor(*pairs)), f"group {g}")
+                want = scaled(*acc_and_factor(*columns_of(pair, copies, g, start, end)))
+                assert_same_bytes(wgrad[g], want, f"wgrad of group {g}")
+            else:
+                assert not wgrad[g].any()
+        start = end
 
 
 @each_kind
 @each("accumulate", [False, True])
 def test_out_leaves_tail_and_empty_groups_alone(pair, accumulate):
-	case = Product(pair, (20, 0, 12), tail=9)
-	functional = case.run()
-	out = poisoned(functional)
-	if accumulate:
-		out[:32] = 0.0
-	untouched = out.clone()
-	case.run_out(out, accumulate=accumulate)
-	assert_same_bytes(out, torch.cat([functional[:32], untouched[32:]]))
-	check_empty_wgrad(*Wgrad(pair, (20, 0, 12)).arguments())
+    case = Product(pair, (20, 0, 12), tail=9)
+    functional = case.run()
+    out = poisoned(functional)
+    if accumulate:
+        out[:32] = 0.0
+    untouched = out.clone()
+    case.run_out(out, accumulate=accumulate)
+    assert_same_bytes(out, torch.cat([functional[:32], untouched[32:]]))
+    check_empty_wgrad(*Wgrad(pair, (20, 0, 12)).arguments())
 
 
 @each_fp8
 def test_nan_stays_in_its_row_and_group(pair):
-	case = Product(pair, (3, 4), tail=0)
-	x = case.x.clone()
-	x[1, 5] = torch.nan
-	case.a = quantized(x, pair[0], case.offs)
-	rows = case.run().isnan()
-	assert rows[1].all() and not rows[0].any() and not rows[2:].any()
-	copy = quantized(x, pair[0], case.offs, columnwise=True)
-	got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
-	assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
-	assert got.isnan().sum() == 2 * case.depth - 1
+    case = Product(pair, (3, 4), tail=0)
+    x = case.x.clone()
+    x[1, 5] = torch.nan
+    case.a = quantized(x, pair[0], case.offs)
+    rows = case.run().isnan()
+    assert rows[1].all() and not rows[0].any() and not rows[2:].any()
+    copy = quantized(x, pair[0], case.offs, columnwise=True)
+    got = wgrad_of([pair[0]] * 2, [copy, copy], case.offs)
+    assert got[0, 5].isnan().all() and got[0, :, 5].isnan().all()
+    assert got.isnan().sum() == 2 * case.depth - 1
 
 
 @each_way
 @each_fp8
 @each("dtype", [BF16, F16], ids=str)
 def test_plain_activations_beside_quantized_weights(pair, transpose_b, dtype):
-	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
-	bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
-	x = case.x.to(dtype)
-	got = ops.m_grouped_gemm(*m_grouped_arguments(x, case.b, case.offs, bias, alpha, transpose_b, F32, b_format=pair[1]))
-	for g, rows, _, b in case.members():
-		acc = (x[rows].double() @ torch.from_numpy(b.values()).T).float()
-		level = None if b.level is None else torch.tensor(b.level)
-		assert_same_bytes(got[rows], scaled(acc, level, alpha[g]) + bias[g])
-	assert not got[32:].any()
+    case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
+    bias, alpha = torch.randn(3, 32), torch.tensor([1.7, 2.0, -0.3])
+    x = case.x.to(dtype)
+    got = ops.m_grouped_gemm(
+        *m_grouped_arguments(x, case.b, case.offs, bias, alpha, transpose_b, F32, b_format=pair[1])
+    )
+    for g, rows, _, b in case.members():
+        acc = (x[rows].double() @ torch.from_numpy(b.values()).T).float()
+        level = None if b.level is None else torch.tensor(b.level)
+        assert_same_bytes(got[rows], scaled(acc, level, alpha[g]) + bias[g])
+    assert not got[32:].any()
 
 
 @each_way
 @each_pair
 def test_quantizing_on_the_way_gives_the_bits_of_two_ops(pair, transpose_b):
-	case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
-	bias, alpha = torch.randn(3, 32), torch.rand(3)
-	for x, dtype in itertools.product((case.x, case.x.float()), (F32, BF16)):
-		got = ops.m_grouped_quantize_gemm(*(x, case.b[0], case.offs, case.b[1:], *pair, bias, alpha, transpose_b, dtype))
-		assert_same_bytes(got, case.run(bias, alpha, dtype))
+    case = Product(pair, (20, 0, 12), transpose_b=transpose_b)
+    bias, alpha = torch.randn(3, 32), torch.rand(3)
+    for x, dtype in itertools.product((case.x, case.x.float()), (F32, BF16)):
+        got = ops.m_grouped_quantize_gemm(
+            *(x, case.b[0], case.offs, case.b[1:], *pair, bias, alpha, transpose_b, dtype)
+        )
+        assert_same_bytes(got, case.run(bias, alpha, dtype))
 
 
 def test_delayed_scales_meet_current_ones():
-	case = Product(KINDS["fp8"], (20, 0, 12))
-	scale = torch.tensor([3.0, 1.0, 0.25])
-	codes, scale_inv, *_ = ops.grouped_quantize(case.x, "fp8:scaling=delayed", case.offs, scale=scale)
-	case.a, case.pair = [codes, scale_inv], ("fp8:scaling=delayed", "fp8")
-	got = case.run()
-	for g, rows, a, b in case.members():
-		assert a.level == 1 / scale[g].numpy()
-		assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))
+    case = Product(KINDS["fp8"], (20, 0, 12))
+    scale = torch.tensor([3.0, 1.0, 0.25])
+    codes, scale_inv, *_ = ops.grouped_quantize(
+        case.x, "fp8:scaling=delayed", case.offs, scale=scale
+    )
+    case.a, case.pair = [codes, scale_inv], ("fp8:scaling=delayed", "fp8")
+    got = case.run()
+    for g, rows, a, b in case.members():
+        assert a.level == 1 / scale[g].numpy()
+        assert_same_bytes(got[rows], scaled(*acc_and_factor(a, b)))

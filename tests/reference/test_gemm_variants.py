@@ -5,16 +5,16 @@ import torch
 import cute_kernels
 from cute_kernels.formats import parse
 from tests.helpers import (
-	F32,
-	assert_all_same,
-	assert_same_bytes,
-	each,
-	k_grouped_arguments,
-	m_grouped_arguments,
-	offsets,
-	ops,
-	sample,
-	spans,
+    F32,
+    assert_all_same,
+    assert_same_bytes,
+    each,
+    k_grouped_arguments,
+    m_grouped_arguments,
+    offsets,
+    ops,
+    sample,
+    spans,
 )
 from tests.reference import fp8_oracle
 
@@ -30,58 +30,65 @@ TRANSFORMED = "nvfp4:hadamard"
 
 
 def copy_of(text, *shape, columnwise=False):
-	fmt, offs = parse(text), OFFS if len(shape) == 2 else None
-	seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
-	return ops.grouped_quantize(sample(*shape), text, offs, None, not columnwise, columnwise, None, seed)
+    fmt, offs = parse(text), OFFS if len(shape) == 2 else None
+    seed = torch.tensor([1, 2]) if fmt.is_stochastic else None
+    return ops.grouped_quantize(
+        sample(*shape), text, offs, None, not columnwise, columnwise, None, seed
+    )
 
 
 @each(("a_bound", "b_bound"), [*itertools.product((256, 448), (256, 448))])
 @each("by_row", [False, True])
 def test_each_side_has_its_own_bound(a_bound, b_bound, by_row):
-	a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
-	b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
-	case = Product((a_text, b_text), SPLITS, N, K)
-	want = torch.zeros(len(case.x), N)
-	for _, rows, a, b in case.members():
-		assert (a.bound, b.bound) == (a_bound, b_bound)
-		want[rows] = scaled(*acc_and_factor(a, b))
-	assert_same_bytes(case.run(), want)
+    a_text = BOUNDS[a_bound].replace("nvfp4:", "nvfp4:row_scaled,") if by_row else BOUNDS[a_bound]
+    b_text = SQUARES if b_bound == 256 else SQUARES + ",e4m3_max=448"
+    case = Product((a_text, b_text), SPLITS, N, K)
+    want = torch.zeros(len(case.x), N)
+    for _, rows, a, b in case.members():
+        assert (a.bound, b.bound) == (a_bound, b_bound)
+        want[rows] = scaled(*acc_and_factor(a, b))
+    assert_same_bytes(case.run(), want)
 
 
 def test_wgrad_reads_whole_blocks_of_a_transformed_copy():
-	"""Also the slots behind a group's last row, over which its rows are spread."""
-	case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
-	got, (dy, x) = case.run(), case.tensors
-	for g, (start, end) in enumerate(spans(SPLITS)):
-		whole = 16 * -(-(end - start) // 16)
-		a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
-		assert_same_bytes(got[g], scaled(*acc_and_factor(a, b)))
-		exact = dy[start:end].double().T @ x[start:end].double()
-		assert (got[g] - exact).norm() <= 0.3 * exact.norm()
+    """Also the slots behind a group's last row, over which its rows are spread."""
+    case = Wgrad((TRANSFORMED, TRANSFORMED), SPLITS, N, K)
+    got, (dy, x) = case.run(), case.tensors
+    for g, (start, end) in enumerate(spans(SPLITS)):
+        whole = 16 * -(-(end - start) // 16)
+        a, b = (fp8_oracle.member(TRANSFORMED, copy, g, whole, start, True) for copy in case.copies)
+        assert_same_bytes(got[g], scaled(*acc_and_factor(a, b)))
+        exact = dy[start:end].double().T @ x[start:end].double()
+        assert (got[g] - exact).norm() <= 0.3 * exact.norm()
 
 
 @each("text", [TRANSFORMED, STOCHASTIC])
 @each("backend", ["reference", "reference:sm_90a", "reference:sm_100a"])
 def test_codes_are_multiplied_as_those_of_plain_nvfp4(text, backend):
-	"""A variant is in how codes come about: any accumulator gives the bits of the same codes."""
-	a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)
-	a_t, b_t = (copy_of(text, sum(SPLITS), cols, columnwise=True) for cols in (N, K))
-	found = {}
-	with cute_kernels.backend(backend):
-		for name in (text, "nvfp4"):
-			texts = {"a_format": name, "b_format": name}
-			found[name] = (
-				ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, **texts)),
-				ops.k_grouped_gemm(*k_grouped_arguments(a_t, b_t, OFFS, **texts)),
-			)
-	assert_all_same(*found.values())
+    """A variant is in how codes come about: any accumulator gives the bits of the same codes."""
+    a, w = copy_of(text, sum(SPLITS), K), copy_of(text, 3, N, K)
+    a_t, b_t = (copy_of(text, sum(SPLITS), cols, columnwise=True) for cols in (N, K))
+    found = {}
+    with cute_kernels.backend(backend):
+        for name in (text, "nvfp4"):
+            texts = {"a_format": name, "b_format": name}
+            found[name] = (
+                ops.m_grouped_gemm(*m_grouped_arguments(a, w, OFFS, **texts)),
+                ops.k_grouped_gemm(*k_grouped_arguments(a_t, b_t, OFFS, **texts)),
+            )
+    assert_all_same(*found.values())
 
 
 def test_w4a16_reads_variants():
-	x = sample(sum(SPLITS), K)
-	for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):
-		w = copy_of(text, 3, N, K)
-		values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
-		got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
-		want = torch.cat([x[s:e].double() @ v.double().T for v, (s, e) in zip(values, spans(SPLITS), strict=True)])
-		assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text
+    x = sample(sum(SPLITS), K)
+    for text in (TRANSFORMED, STOCHASTIC, BOUNDS[256], BOUNDS[448], SQUARES):
+        w = copy_of(text, 3, N, K)
+        values = ops.grouped_dequantize(w[0], w[1:], text, N, F32)
+        got = ops.m_grouped_gemm(*m_grouped_arguments(x, w, OFFS, out_dtype=F32, b_format=text))
+        want = torch.cat(
+            [
+                x[s:e].double() @ v.double().T
+                for v, (s, e) in zip(values, spans(SPLITS), strict=True)
+            ]
+        )
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max(), text

@@ -9,23 +9,23 @@ from tests.ops.test_defaults import results
 
 
 def test_results_depend_on_neither_threads_nor_matmul_precision():
-	x, w, offs = sample(300, 128), sample(3, 96, 128), offsets((100, 0, 190))
+    x, w, offs = sample(300, 128), sample(3, 96, 128), offsets((100, 0, 190))
 
-	def every_result():
-		yield ops.m_grouped_gemm(x.float(), w.float(), offs)
-		for fmt in (NVFP4(), NVFP4(row_scaled=True)):
-			yield from results(x, w, torch.ones(3), fmt, NVFP4(block=(16, 16)), offs)
+    def every_result():
+        yield ops.m_grouped_gemm(x.float(), w.float(), offs)
+        for fmt in (NVFP4(), NVFP4(row_scaled=True)):
+            yield from results(x, w, torch.ones(3), fmt, NVFP4(block=(16, 16)), offs)
 
-	want = [*every_result()]
-	threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
-	try:
-		torch.set_num_threads(2)
-		for setting in ("highest", "medium"):
-			torch.set_float32_matmul_precision(setting)
-			assert_all_same(every_result(), want)
-	finally:
-		torch.set_num_threads(threads)
-		torch.set_float32_matmul_precision(precision)
+    want = [*every_result()]
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_num_threads(2)
+        for setting in ("highest", "medium"):
+            torch.set_float32_matmul_precision(setting)
+            assert_all_same(every_result(), want)
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
 
 
 PEAK = """
@@ -54,7 +54,7 @@ print(*peaks)
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_peak_memory_of_quantizing_4096_x_4096():
-	peaks = [float(peak) for peak in run_python(PEAK).split()]
-	assert len(peaks) == 4
-	# 10 times the input is allowed. Working in chunks takes 1.3 times, the whole at once 8.6.
-	assert all(0.2 < peak <= 4 for peak in peaks), peaks
+    peaks = [float(peak) for peak in run_python(PEAK).split()]
+    assert len(peaks) == 4
+    # 10 times the input is allowed. Working in chunks takes 1.3 times, the whole at once 8.6.
+    assert all(0.2 < peak <= 4 for peak in peaks), peaks

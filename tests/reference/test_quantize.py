@@ -4,28 +4,34 @@ import torch
 from cute_kernels.formats import parse
 from cute_kernels.ops.checks import unchecked_end_rows
 from tests.helpers import (
-	DTYPES,
-	F32,
-	SENTINEL,
-	SPLITS,
-	assert_same_buffers,
-	assert_same_bytes,
-	dequantize_arguments,
-	each,
-	ends,
-	many_groups,
-	offsets,
-	ops,
-	poisoned,
-	quantized,
-	sample,
-	weird_values,
+    DTYPES,
+    F32,
+    SENTINEL,
+    SPLITS,
+    assert_same_buffers,
+    assert_same_bytes,
+    dequantize_arguments,
+    each,
+    ends,
+    many_groups,
+    offsets,
+    ops,
+    poisoned,
+    quantized,
+    sample,
+    weird_values,
 )
 from tests.reference import fp8_oracle, oracle
 
 from .block_oracle import quantize as expect
 from .block_oracle import rules_of
-from .oracle_variants import FourOverSix, Hadamard, SquareFourOverSix, Stochastic, StochasticHadamard
+from .oracle_variants import (
+    FourOverSix,
+    Hadamard,
+    SquareFourOverSix,
+    Stochastic,
+    StochasticHadamard,
+)
 from .test_gemm import GARBAGE
 
 SQUARE, ROWS = {"block_2d": True}, {"row_scaled": True}
@@ -34,21 +40,31 @@ NVFP4 = {"nvfp4": {}, "nvfp4:block=16x16": SQUARE, "nvfp4:row_scaled": ROWS}
 SEED = (-0x123456789ABCDEF, 0x7EDCBA9876543210)
 _448_MSE = "four_over_six,e4m3_max=448,four_over_six_error=mse"
 VARIANTS = {
-	"nvfp4:hadamard": {"rule": Hadamard()},
-	"nvfp4:stochastic_rounding": {"rule": Stochastic(SEED)},
-	"nvfp4:hadamard,stochastic_rounding": {"rule": StochasticHadamard(SEED)},
-	"nvfp4:block=16x16,stochastic_rounding": {"rule": Stochastic(SEED), **SQUARE},
-	"nvfp4:four_over_six": {"rule": FourOverSix(256, "mae")},
-	f"nvfp4:{_448_MSE}": {"rule": FourOverSix(448, "mse")},
-	"nvfp4:block=16x16,four_over_six": {"rule": SquareFourOverSix(256, "mae"), **SQUARE},
-	f"nvfp4:block=16x16,{_448_MSE}": {"rule": SquareFourOverSix(448, "mse"), **SQUARE},
-	"nvfp4:row_scaled,four_over_six": {"rule": FourOverSix(256, "mae"), **ROWS},
+    "nvfp4:hadamard": {"rule": Hadamard()},
+    "nvfp4:stochastic_rounding": {"rule": Stochastic(SEED)},
+    "nvfp4:hadamard,stochastic_rounding": {"rule": StochasticHadamard(SEED)},
+    "nvfp4:block=16x16,stochastic_rounding": {"rule": Stochastic(SEED), **SQUARE},
+    "nvfp4:four_over_six": {"rule": FourOverSix(256, "mae")},
+    f"nvfp4:{_448_MSE}": {"rule": FourOverSix(448, "mse")},
+    "nvfp4:block=16x16,four_over_six": {"rule": SquareFourOverSix(256, "mae"), **SQUARE},
+    f"nvfp4:block=16x16,{_448_MSE}": {"rule": SquareFourOverSix(448, "mse"), **SQUARE},
+    "nvfp4:row_scaled,four_over_six": {"rule": FourOverSix(256, "mae"), **ROWS},
 }
 _BLOCKS = (
-	*("mxfp8", "mxfp8:dtype=e5m2", "mxfp8:block=32x32", "mxfp8:dtype=e5m2,block=32x32", "fp8_block"),
-	*("fp8_block:dtype=e5m2,pow2_scales=false", "fp8_block:amax_epsilon=0.25", "fp8_block:block=128x128"),
-	*("fp8_block:block=128x128,dtype=e5m2", "fp8_block:block=128x128,pow2_scales=false"),
-	"fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25",
+    *(
+        "mxfp8",
+        "mxfp8:dtype=e5m2",
+        "mxfp8:block=32x32",
+        "mxfp8:dtype=e5m2,block=32x32",
+        "fp8_block",
+    ),
+    *(
+        "fp8_block:dtype=e5m2,pow2_scales=false",
+        "fp8_block:amax_epsilon=0.25",
+        "fp8_block:block=128x128",
+    ),
+    *("fp8_block:block=128x128,dtype=e5m2", "fp8_block:block=128x128,pow2_scales=false"),
+    "fp8_block:block=128x128,pow2_scales=false,amax_epsilon=0.25",
 )
 RULES = {text: rules_of(text) for text in _BLOCKS}
 TEXTS = [*NVFP4, *RULES]
@@ -59,184 +75,194 @@ every_dtype = each("dtype", DTYPES)
 
 
 def buffer_names(text, rowwise=True, columnwise=True):
-	fmt = parse(text)
-	asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
-	return [name for way in asked for name in fmt.buffer_names(way)]
+    fmt = parse(text)
+    asked = [way for way, on in ((False, rowwise), (True, columnwise)) if on]
+    return [name for way in asked for name in fmt.buffer_names(way)]
 
 
 def seed_of(text):
-	return torch.tensor(SEED) if "stochastic" in text else None
+    return torch.tensor(SEED) if "stochastic" in text else None
 
 
 def quantize(x, text, offs=None, rowwise=True, columnwise=True, amax=None):
-	found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
-	return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
+    found = ops.grouped_quantize(x, text, offs, amax, rowwise, columnwise, None, seed_of(text))
+    return dict(zip(buffer_names(text, rowwise, columnwise), found, strict=True))
 
 
 def expected(x, text, offs, fill=0, amax=None):
-	if text in RULES:
-		return expected_blocks(x, text, offs, fill)
-	options = (NVFP4 | VARIANTS)[text] | {"fill": fill}
-	if amax is not None:
-		options |= zip(("given_amax", "given_amax_t"), np.atleast_2d(amax.numpy()), strict=False)
-	rows = None if offs is None else offs.tolist()
-	return {name: torch.from_numpy(array) for name, array in oracle.buffers(x.float().numpy(), rows, **options).items()}
+    if text in RULES:
+        return expected_blocks(x, text, offs, fill)
+    options = (NVFP4 | VARIANTS)[text] | {"fill": fill}
+    if amax is not None:
+        options |= zip(("given_amax", "given_amax_t"), np.atleast_2d(amax.numpy()), strict=False)
+    rows = None if offs is None else offs.tolist()
+    return {
+        name: torch.from_numpy(array)
+        for name, array in oracle.buffers(x.float().numpy(), rows, **options).items()
+    }
 
 
 def expected_blocks(x, text, offs, fill):
-	def made(x, groups, tiles):
-		return expect(x.float().numpy(), groups, tiles, RULES[text], str(x.dtype).removeprefix("torch."), fill)
+    def made(x, groups, tiles):
+        return expect(
+            x.float().numpy(), groups, tiles, RULES[text], str(x.dtype).removeprefix("torch."), fill
+        )
 
-	if offs is not None:
-		found = made(x, *oracle.ragged_groups(offs.tolist(), len(x)))
-	else:
-		each = [made(member, *oracle.uniform_groups(1, len(member))) for member in x]
-		found = {name: np.stack([e[name] for e in each]) for name in each[0]}
-	found = {name: torch.from_numpy(t) for name, t in found.items()}
-	element = parse(text).element.dtype
-	return found | {name: found[name].view(element) for name in ("codes", "codes_t")}
+    if offs is not None:
+        found = made(x, *oracle.ragged_groups(offs.tolist(), len(x)))
+    else:
+        each = [made(member, *oracle.uniform_groups(1, len(member))) for member in x]
+        found = {name: np.stack([e[name] for e in each]) for name in each[0]}
+    found = {name: torch.from_numpy(t) for name, t in found.items()}
+    element = parse(text).element.dtype
+    return found | {name: found[name].view(element) for name in ("codes", "codes_t")}
 
 
 def check(x, text, offs=None, amax=None):
-	"""Both copies, each alone and the out form; ``amax`` (2, G) has one for each copy."""
-	whole, before = expected(x, text, offs, amax=amax), x.clone()
-	want = {name: whole[name] for name in buffer_names(text)}
-	got = quantize(x, text, offs, amax=amax)
-	assert_same_buffers(got, want)
-	for rowwise in (False, True):
-		if rowwise and amax is not None and "row_scaled" in text:
-			continue  # refused: the amax of a group would not be used
-		of_one = amax if amax is None or amax.dim() == 1 else amax[int(not rowwise)]
-		alone = quantize(x, text, offs, rowwise, not rowwise, of_one)
-		assert_same_buffers(alone, {name: want[name] for name in alone})
-	check_out_form(x, text, offs, got, amax)
-	assert_same_bytes(x, before, "input")
+    """Both copies, each alone and the out form; ``amax`` (2, G) has one for each copy."""
+    whole, before = expected(x, text, offs, amax=amax), x.clone()
+    want = {name: whole[name] for name in buffer_names(text)}
+    got = quantize(x, text, offs, amax=amax)
+    assert_same_buffers(got, want)
+    for rowwise in (False, True):
+        if rowwise and amax is not None and "row_scaled" in text:
+            continue  # refused: the amax of a group would not be used
+        of_one = amax if amax is None or amax.dim() == 1 else amax[int(not rowwise)]
+        alone = quantize(x, text, offs, rowwise, not rowwise, of_one)
+        assert_same_buffers(alone, {name: want[name] for name in alone})
+    check_out_form(x, text, offs, got, amax)
+    assert_same_bytes(x, before, "input")
 
 
 def check_out_form(x, text, offs, like, amax=None):
-	"""Buffers of sentinels: only what the layout says is written, pitch padding is not."""
-	outputs = {name: poisoned(t) for name, t in like.items()}
-	ops.grouped_quantize_out(x, text, offs, amax, True, True, None, seed_of(text), out=list(outputs.values()))
-	want = expected(x, text, offs, SENTINEL, amax)
-	assert_same_buffers(outputs, {name: want[name] for name in outputs})
-	for name in ("codes", "codes_t"):
-		codes = outputs[name]
-		assert codes.stride(-2) % 16 == 0 or not codes.numel()
-		storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
-		written = torch.zeros(len(storage), dtype=torch.bool)
-		written.as_strided(codes.shape, codes.stride())[:] = True
-		assert (storage[~written] == SENTINEL).all(), "pitch padding"
+    """Buffers of sentinels: only what the layout says is written, pitch padding is not."""
+    outputs = {name: poisoned(t) for name, t in like.items()}
+    ops.grouped_quantize_out(
+        x, text, offs, amax, True, True, None, seed_of(text), out=list(outputs.values())
+    )
+    want = expected(x, text, offs, SENTINEL, amax)
+    assert_same_buffers(outputs, {name: want[name] for name in outputs})
+    for name in ("codes", "codes_t"):
+        codes = outputs[name]
+        assert codes.stride(-2) % 16 == 0 or not codes.numel()
+        storage = torch.empty(0, dtype=torch.uint8).set_(codes.untyped_storage())
+        written = torch.zeros(len(storage), dtype=torch.bool)
+        written.as_strided(codes.shape, codes.stride())[:] = True
+        assert (storage[~written] == SENTINEL).all(), "pitch padding"
 
 
 @every_text
 @each("splits", SPLITS)
 def test_ragged_splits(splits, text):
-	check(sample(sum(splits), 96 if text in RULES else 48), text, offsets(splits))
+    check(sample(sum(splits), 96 if text in RULES else 48), text, offsets(splits))
 
 
 @every_text
 @each("cols", [1, 2, 3, 4, 5, 9, 17])
 def test_widths(cols, text):
-	check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
+    check(sample(47, cols * parse(text).k_multiple), text, offsets((17, 0, 30)))
 
 
 @every_format
 @every_dtype
 def test_extreme_values(dtype, text):
-	# Groups with and without Inf, NaN and maxima, and a tail.
-	check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
+    # Groups with and without Inf, NaN and maxima, and a tail.
+    check(weird_values(190, 160, dtype), text, offsets((22, 3, 140, 10)))
 
 
 @every_format
 @every_dtype
 def test_amaxes_from_denormal_to_the_largest(dtype, text):
-	info = torch.finfo(dtype)
-	sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
-	x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
-	x = x.to(dtype)
-	check(x.flatten(0, 1), text, offsets((6,) * 7))
-	check(x.flatten(0, 1), text, offsets((42,)))
+    info = torch.finfo(dtype)
+    sizes = [info.tiny * info.eps, info.tiny, 1e-37, 3e-36, 1e-4, 1.0, info.max / 8]
+    x = torch.randn(7, 6, 64).clamp(-7, 7).double() * torch.tensor(sizes)[:, None, None].double()
+    x = x.to(dtype)
+    check(x.flatten(0, 1), text, offsets((6,) * 7))
+    check(x.flatten(0, 1), text, offsets((42,)))
 
 
 @every_format
 @each("value", [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, 3.4e38])
 def test_constant_input(value, text):
-	check(torch.full((18, 64), value), text, offsets((1, 17)))
+    check(torch.full((18, 64), value), text, offsets((1, 17)))
 
 
 @every_text
 @each("shape", [(1, 1, 32), (2, 0, 32), (2, 40, 96), (3, 128, 32), (2, 130, 160)], ids=str)
 def test_uniform_groups(shape, text):
-	check(sample(*shape), text)
+    check(sample(*shape), text)
 
 
 @each("text", ["nvfp4", *RULES])
 def test_more_than_a_thousand_groups(text):
-	offs = many_groups()
-	check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
+    offs = many_groups()
+    check(sample(int(offs[-1]) + 3, parse(text).k_multiple), text, offs)
 
 
 @every_text
 def test_the_tail_is_neither_read_nor_written(text):
-	x, offs = sample(160, 64), offsets((20, 0, 115))
-	x[135:] = torch.nan
-	got = quantize(x, text, offs)
-	check_out_form(x, text, offs, got)
-	x[135:] = 1e30
-	assert_same_buffers(quantize(x, text, offs), got)
+    x, offs = sample(160, 64), offsets((20, 0, 115))
+    x[135:] = torch.nan
+    got = quantize(x, text, offs)
+    check_out_form(x, text, offs, got)
+    x[135:] = 1e30
+    assert_same_buffers(quantize(x, text, offs), got)
 
 
 @every_format
 @each("rows", GARBAGE, str)
 @unchecked_end_rows()
 def test_garbage_offsets_act_as_their_clamped_values(rows, text):
-	x = sample(40, 32)
-	check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
+    x = sample(40, 32)
+    check_out_form(x, text, ends(*rows), quantize(x, text, ends(*rows)))
 
 
 @every_dtype
 @every_format
 @each("columnwise", [False, True])
 def test_dequantize(text, columnwise, dtype):
-	x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
-	copy = quantized(x, text, offs, columnwise=columnwise)
-	want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
-	arguments = dequantize_arguments(copy, text, 205, dtype, offs, columnwise)
-	assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
-	out = poisoned(want)
-	ops.grouped_dequantize_out(*arguments, out=out)
-	assert_same_bytes(out[:190], want[:190], any_nan=True)
-	assert_same_bytes(out[190:], poisoned(want)[190:])
+    x, offs = weird_values(205, 160, F32), offsets((19, 0, 41, 130, 0))
+    copy = quantized(x, text, offs, columnwise=columnwise)
+    want = fp8_oracle.dequantized(text, copy, 205, offs, columnwise).to(dtype)
+    arguments = dequantize_arguments(copy, text, 205, dtype, offs, columnwise)
+    assert_same_bytes(ops.grouped_dequantize(*arguments), want, any_nan=True)
+    out = poisoned(want)
+    ops.grouped_dequantize_out(*arguments, out=out)
+    assert_same_bytes(out[:190], want[:190], any_nan=True)
+    assert_same_bytes(out[190:], poisoned(want)[190:])
 
 
 @every_format
 @each("rows", [1, 128, 140])
 def test_dequantize_uniform(rows, text):
-	for columnwise in (False, True):
-		copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
-		arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
-		assert_same_bytes(ops.grouped_dequantize(*arguments), fp8_oracle.dequantized(text, copy, rows, None, columnwise))
+    for columnwise in (False, True):
+        copy = quantized(sample(3, rows, 160), text, columnwise=columnwise)
+        arguments = dequantize_arguments(copy, text, rows, F32, None, columnwise)
+        assert_same_bytes(
+            ops.grouped_dequantize(*arguments),
+            fp8_oracle.dequantized(text, copy, rows, None, columnwise),
+        )
 
 
 @every_nvfp4
 @each("uniform", [False, True])
 def test_given_amax(uniform, text):
-	amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
-	x = sample(3, 20, 32)
-	check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
+    amax = torch.tensor([0.3, 1e4, 0.0])  # smaller than the values, larger, and none
+    x = sample(3, 20, 32)
+    check(*((x, text) if uniform else (x.flatten(0, 1), text, offsets((20, 20, 20)))), amax=amax)
 
 
 @each("amax", [torch.nan, torch.inf, 1e-45, 1e-36, 3.4e38])
 def test_given_amax_at_the_extremes(amax):
-	x = weird_values(20, 32, F32)
-	check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
+    x = weird_values(20, 32, F32)
+    check(x, "nvfp4", ends(20), amax=torch.tensor([amax]))
 
 
 @every_nvfp4
 def test_ties_of_codes_and_of_scales(text):
-	# The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
-	quarter = torch.randint(-24, 25, (32, 48)) / 4
-	quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
-	quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
-	quarter[:, 0] = 2688.0
-	check(quarter, text, ends(32))
+    # The group's and each row's amax is 2688, so S_enc is 1; blocks of amax 6 have scale 1.
+    quarter = torch.randint(-24, 25, (32, 48)) / 4
+    quarter[:, 16] = 6.0  # codes tie wherever the value ends in .25 or .75
+    quarter[:, 32:] *= torch.randint(1, 120, (32, 1))  # scales between E4M3 numbers
+    quarter[:, 0] = 2688.0
+    check(quarter, text, ends(32))

@@ -4,93 +4,100 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import (
-	DTYPES,
-	I32,
-	SPLITS,
-	assert_same_bytes,
-	each,
-	end_rows,
-	offsets,
-	ops,
-	poisoned,
-	sample,
-	spans,
-	weird_values,
+    DTYPES,
+    I32,
+    SPLITS,
+    assert_same_bytes,
+    each,
+    end_rows,
+    offsets,
+    ops,
+    poisoned,
+    sample,
+    spans,
+    weird_values,
 )
 from tests.reference import oracle
 
 
 @given(
-	st.lists(st.integers(0, 1 << 20), max_size=50),
-	st.integers(1, 8),
-	st.sampled_from([I32, torch.int64]),
-	st.sampled_from([I32, torch.int64]),
+    st.lists(st.integers(0, 1 << 20), max_size=50),
+    st.integers(1, 8),
+    st.sampled_from([I32, torch.int64]),
+    st.sampled_from([I32, torch.int64]),
 )
 def test_offsets_are_the_inclusive_sum(splits, multiplier, given_dtype, dtype):
-	got = ops.compute_offsets(torch.tensor(splits, dtype=given_dtype), multiplier, dtype)
-	assert got.dtype == dtype
-	assert got.tolist() == [multiplier * sum(splits[: g + 1]) for g in range(len(splits))]
+    got = ops.compute_offsets(torch.tensor(splits, dtype=given_dtype), multiplier, dtype)
+    assert got.dtype == dtype
+    assert got.tolist() == [multiplier * sum(splits[: g + 1]) for g in range(len(splits))]
 
 
 def test_offsets_count_past_32_bits():
-	got = ops.compute_offsets(torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=I32), 4096, torch.int64)
-	assert got.tolist() == [(g + 1) << 42 for g in range(3)]
+    got = ops.compute_offsets(
+        torch.tensor([1 << 30, 1 << 30, 1 << 30], dtype=I32), 4096, torch.int64
+    )
+    assert got.tolist() == [(g + 1) << 42 for g in range(3)]
 
 
 @each("dtype", [I32, torch.int64])
 def test_offsets_saturate(dtype):
-	info = torch.iinfo(dtype)
-	for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
-		limit = info.max // multiplier
-		splits = [limit - 2, 1, 1, 1, info.max - limit - 1, -info.max, -limit, -limit, -limit]
-		want = [min(max(total * multiplier, info.min), info.max) for total in torch.tensor(splits).cumsum(0).tolist()]
-		assert ops.compute_offsets(torch.tensor(splits), multiplier, dtype).tolist() == want
+    info = torch.iinfo(dtype)
+    for multiplier in (1, 3, 1 << 20, (1 << 31) - 1):
+        limit = info.max // multiplier
+        splits = [limit - 2, 1, 1, 1, info.max - limit - 1, -info.max, -limit, -limit, -limit]
+        want = [
+            min(max(total * multiplier, info.min), info.max)
+            for total in torch.tensor(splits).cumsum(0).tolist()
+        ]
+        assert ops.compute_offsets(torch.tensor(splits), multiplier, dtype).tolist() == want
 
 
 @each("dtype", DTYPES)
 @each("splits", SPLITS)
 def test_amax(splits, dtype):
-	x = weird_values(sum(splits) + 2, 20, dtype)
-	x[sum(splits) :] = torch.inf  # the tail
-	groups, _ = oracle.ragged_groups(end_rows(splits), len(x))
-	want = torch.tensor(np.array(oracle.group_amaxes(x.float().numpy(), groups)))
-	assert_same_bytes(ops.grouped_amax(x, offsets(splits)), want)
+    x = weird_values(sum(splits) + 2, 20, dtype)
+    x[sum(splits) :] = torch.inf  # the tail
+    groups, _ = oracle.ragged_groups(end_rows(splits), len(x))
+    want = torch.tensor(np.array(oracle.group_amaxes(x.float().numpy(), groups)))
+    assert_same_bytes(ops.grouped_amax(x, offsets(splits)), want)
 
 
 def test_amax_of_uniform_groups():
-	x = sample(3, 9, 20)
-	assert_same_bytes(ops.grouped_amax(x), x.float().abs().amax((1, 2)))
+    x = sample(3, 9, 20)
+    assert_same_bytes(ops.grouped_amax(x), x.float().abs().amax((1, 2)))
 
 
 def tree_sum(rows):
-	"""Of 128 fp32 rows: i and i + 64, then i and i + 32, and so on."""
-	rows = list(rows)
-	while len(rows) > 1:
-		half = len(rows) // 2
-		rows = [rows[i] + rows[i + half] for i in range(half)]
-	return rows[0]
+    """Of 128 fp32 rows: i and i + 64, then i and i + 32, and so on."""
+    rows = list(rows)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [rows[i] + rows[i + half] for i in range(half)]
+    return rows[0]
 
 
 @each("dtype", DTYPES)
 @each("splits", [(300, 0, 1, 127, 128, 129), (0,), (1,)], ids=str)
 def test_dbias_order(splits, dtype):
-	dy = sample(sum(splits) + 3, 7, dtype=dtype)
-	dy[sum(splits) :] = torch.nan  # the tail
-	want = np.zeros((len(splits), 7), np.float32)
-	values = dy.float().numpy()
-	for g, (start, end) in enumerate(spans(splits)):
-		for first in range(start, end, 128):
-			tile = np.zeros((128, 7), np.float32)
-			tile[: min(128, end - first)] = values[first : min(end, first + 128)]
-			want[g] = want[g] + tree_sum(tile)
-	got = ops.grouped_dbias(dy, offsets(splits))
-	assert_same_bytes(got, torch.from_numpy(want))
-	out = poisoned(got)
-	ops.grouped_dbias_out(dy, offsets(splits), dbias=out)
-	assert_same_bytes(out, got)
+    dy = sample(sum(splits) + 3, 7, dtype=dtype)
+    dy[sum(splits) :] = torch.nan  # the tail
+    want = np.zeros((len(splits), 7), np.float32)
+    values = dy.float().numpy()
+    for g, (start, end) in enumerate(spans(splits)):
+        for first in range(start, end, 128):
+            tile = np.zeros((128, 7), np.float32)
+            tile[: min(128, end - first)] = values[first : min(end, first + 128)]
+            want[g] = want[g] + tree_sum(tile)
+    got = ops.grouped_dbias(dy, offsets(splits))
+    assert_same_bytes(got, torch.from_numpy(want))
+    out = poisoned(got)
+    ops.grouped_dbias_out(dy, offsets(splits), dbias=out)
+    assert_same_bytes(out, got)
 
 
 def test_dbias_of_uniform_groups():
-	dy = sample(3, 130, 7)
-	assert_same_bytes(ops.grouped_dbias(dy), ops.grouped_dbias(dy.flatten(0, 1), offsets((130,) * 3)))
-	assert_same_bytes(ops.grouped_dbias(dy[:, :0]), torch.zeros(3, 7))
+    dy = sample(3, 130, 7)
+    assert_same_bytes(
+        ops.grouped_dbias(dy), ops.grouped_dbias(dy.flatten(0, 1), offsets((130,) * 3))
+    )
+    assert_same_bytes(ops.grouped_dbias(dy[:, :0]), torch.zeros(3, 7))

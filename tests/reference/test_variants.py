@@ -9,19 +9,19 @@ from cute_kernels.reference.codecs.nvfp4 import _square_sum, _sum
 from cute_kernels.reference.groups import Groups
 from cute_kernels.reference.hadamard import transform
 from tests.helpers import (
-	BF16,
-	E4M3,
-	F16,
-	F32,
-	U8,
-	assert_same_bytes,
-	dequantize_arguments,
-	each,
-	offsets,
-	ops,
-	raises,
-	sample,
-	weird_values,
+    BF16,
+    E4M3,
+    F16,
+    F32,
+    U8,
+    assert_same_bytes,
+    dequantize_arguments,
+    each,
+    offsets,
+    ops,
+    raises,
+    sample,
+    weird_values,
 )
 from tests.reference import fp8_oracle
 
@@ -32,134 +32,140 @@ every_variant = each("text", [*VARIANTS])
 
 
 def is_transformed(text):
-	return "hadamard" in text
+    return "hadamard" in text
 
 
 @every_variant
 def test_extreme_values(text):
-	check(weird_values(45, 48, BF16), text, offsets((22, 3, 20)))
+    check(weird_values(45, 48, BF16), text, offsets((22, 3, 20)))
 
 
 @every_variant
 @each("dtype", [F16, F32])
 def test_other_dtypes(dtype, text):
-	if not is_transformed(text):
-		check(weird_values(40, 32, dtype), text, offsets((17, 3, 20)))
-		return
-	x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
-	for rowwise in (True, False):
-		with raises(TypeError, f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
-			ops.grouped_quantize(x, text, offs, None, rowwise, True, None, seed_of(text))
-	plain = text.replace("hadamard,", "").replace(":hadamard", "")
-	want = ops.grouped_quantize(x, plain, offs, None, True, False, None, seed_of(text))
-	got = ops.grouped_quantize(x, text, offs, None, True, False, None, seed_of(text))
-	for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
-		assert_same_bytes(g, w, name)
+    if not is_transformed(text):
+        check(weird_values(40, 32, dtype), text, offsets((17, 3, 20)))
+        return
+    x, offs = sample(40, 32, dtype=dtype), offsets((17, 3, 20))
+    for rowwise in (True, False):
+        with raises(TypeError, f"x must be bfloat16.*hadamard.*{str(dtype)[6:]}"):
+            ops.grouped_quantize(x, text, offs, None, rowwise, True, None, seed_of(text))
+    plain = text.replace("hadamard,", "").replace(":hadamard", "")
+    want = ops.grouped_quantize(x, plain, offs, None, True, False, None, seed_of(text))
+    got = ops.grouped_quantize(x, text, offs, None, True, False, None, seed_of(text))
+    for name, g, w in zip(("codes", "scales", "amax"), got, want, strict=True):
+        assert_same_bytes(g, w, name)
 
 
 @every_variant
 def test_given_amaxes(text):
-	x, offs = sample(40, 32), offsets((17, 0, 3, 20))
-	amax = torch.tensor([[3.0, 1.0, 1e-3, torch.inf], [0.0, 2.0, 1e30, 17.0]])
-	check(x, text, offs, amax if is_transformed(text) else amax[0])
+    x, offs = sample(40, 32), offsets((17, 0, 3, 20))
+    amax = torch.tensor([[3.0, 1.0, 1e-3, torch.inf], [0.0, 2.0, 1e30, 17.0]])
+    check(x, text, offs, amax if is_transformed(text) else amax[0])
 
 
 def test_amaxes_of_a_transformed_copy_have_one_row_for_each_direction():
-	x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
-	ones, twos = torch.ones(2), torch.ones(2, 2)
-	for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
-		with raises(ValueError, "amax must have"):
-			ops.grouped_quantize(x, text, offs, wrong, bool(rowwise), bool(columnwise))
-	with raises(ValueError, "amax must have 1 dim"):
-		ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
+    x, offs, text = sample(8, 32), offsets((3, 5)), "nvfp4:hadamard"
+    ones, twos = torch.ones(2), torch.ones(2, 2)
+    for wrong, rowwise, columnwise in ((ones, 1, 1), (twos, 1, 0), (twos, 0, 1)):
+        with raises(ValueError, "amax must have"):
+            ops.grouped_quantize(x, text, offs, wrong, bool(rowwise), bool(columnwise))
+    with raises(ValueError, "amax must have 1 dim"):
+        ops.grouped_quantize(x, "nvfp4", offs, twos, True, True)
 
 
 def test_the_order_of_a_transform_is_the_stated_one():
-	# What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
-	for cancelling, small in ((8, 4), (4, 2), (2, 1)):
-		x = torch.zeros(16, 16)
-		x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
-		assert (transform(x)[0] == 0.25).all()
-		check(x.bfloat16(), "nvfp4:hadamard", offsets((16,)))
+    # What is so far from row 0 cancels it first, and the 1 of a row that comes later is not lost.
+    for cancelling, small in ((8, 4), (4, 2), (2, 1)):
+        x = torch.zeros(16, 16)
+        x[0], x[cancelling], x[small] = 2.0**30, -SIGNS[cancelling] * 2.0**30, SIGNS[small]
+        assert (transform(x)[0] == 0.25).all()
+        check(x.bfloat16(), "nvfp4:hadamard", offsets((16,)))
 
 
 @every_variant
 @each("columnwise", [False, True])
 @each("uniform", [False, True])
 def test_dequantize(text, columnwise, uniform):
-	"""Codes, scales and amax decoded by hand, and the transform undone."""
-	x = sample(2, 35, 32) if uniform else sample(75, 32)
-	offs = None if uniform else offsets((35, 0, 40))
-	copy = ops.grouped_quantize(x, text, offs, None, not columnwise, columnwise, None, seed_of(text))
-	undo = undo_hadamard if is_transformed(text) and columnwise else None
-	want = fp8_oracle.dequantized(text, copy, x.shape[-2], offs, columnwise, undo)
-	arguments = dequantize_arguments(copy, text, x.shape[-2], F32, offs, columnwise)
-	got = ops.grouped_dequantize(*arguments)
-	assert_same_bytes(got, want)
-	assert (got - x.float()).norm() / x.float().norm() < 0.25
-	for dtype in (BF16, F16):
-		low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
-		assert_same_bytes(low, got.to(dtype))
+    """Codes, scales and amax decoded by hand, and the transform undone."""
+    x = sample(2, 35, 32) if uniform else sample(75, 32)
+    offs = None if uniform else offsets((35, 0, 40))
+    copy = ops.grouped_quantize(
+        x, text, offs, None, not columnwise, columnwise, None, seed_of(text)
+    )
+    undo = undo_hadamard if is_transformed(text) and columnwise else None
+    want = fp8_oracle.dequantized(text, copy, x.shape[-2], offs, columnwise, undo)
+    arguments = dequantize_arguments(copy, text, x.shape[-2], F32, offs, columnwise)
+    got = ops.grouped_dequantize(*arguments)
+    assert_same_bytes(got, want)
+    assert (got - x.float()).norm() / x.float().norm() < 0.25
+    for dtype in (BF16, F16):
+        low = ops.grouped_dequantize(*arguments[:4], dtype, *arguments[5:])
+        assert_same_bytes(low, got.to(dtype))
 
 
 def drawn(rows, cols, row_blocks, column_blocks):
-	"""Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
-	slots = 128 * uniform_tiles(rows)
-	rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
-	columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
-	by_column = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
-	return torch.tensor(rowwise, dtype=U8).view(rows, cols), by_column.mT.reshape(slots, cols)
+    """Bytes (rows, cols) and (slots, cols) of a member behind others with so many blocks."""
+    slots = 128 * uniform_tiles(rows)
+    rowwise = [list(block_bytes(SEED, 0, row_blocks + i)) for i in range(rows * cols // 16)]
+    columnwise = [list(block_bytes(SEED, 1, column_blocks + i)) for i in range(slots // 16 * cols)]
+    by_column = torch.tensor(columnwise, dtype=U8).view(slots // 16, cols, 16)
+    return torch.tensor(rowwise, dtype=U8).view(rows, cols), by_column.mT.reshape(slots, cols)
 
 
 @each("text", [text for text in VARIANTS if "stochastic" in text])
 def test_draws_of_groups_with_shapes_of_their_own(text):
-	"""Each member is a uniform tensor of one group whose blocks come after those before it."""
-	shapes = [(5, 32), (0, 16), (130, 16), (16, 48)]
-	fmt, flat = parse(text), [size for shape in shapes for size in shape]
-	members = [sample(1, *shape) for shape in shapes]
-	names = fmt.buffer_names(False) + fmt.buffer_names(True)
-	call = (text, None, None, True, True, None, seed_of(text))
-	got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
-	found, parts = dict(zip(names, got, strict=True)), member_parts(fmt, shapes, columnwise=True)
-	before = [0, 0]
-	for i, member in enumerate(members):
-		want = dict(zip(names, map(torch.clone, ops.grouped_quantize(member, *call)), strict=True))
-		_, rows, cols = member.shape
-		draws = reference.GivenDraws(*drawn(rows, cols, *before))
-		groups = Groups.uniform(1, rows, member.device)
-		reference.quantize(reference.Elements(member), groups, fmt, want, reference.Given(draws=draws))
-		for buffer, t in want.items():
-			assert_same_bytes(parts[buffer][i].of(found[buffer]), t, f"{buffer} of {member.shape}")
-		before[0] += rows * cols // 16
-		before[1] += uniform_tiles(rows) * 8 * cols
+    """Each member is a uniform tensor of one group whose blocks come after those before it."""
+    shapes = [(5, 32), (0, 16), (130, 16), (16, 48)]
+    fmt, flat = parse(text), [size for shape in shapes for size in shape]
+    members = [sample(1, *shape) for shape in shapes]
+    names = fmt.buffer_names(False) + fmt.buffer_names(True)
+    call = (text, None, None, True, True, None, seed_of(text))
+    got = ops.grouped_quantize(torch.cat([m.flatten() for m in members]), *call, shapes=flat)
+    found, parts = dict(zip(names, got, strict=True)), member_parts(fmt, shapes, columnwise=True)
+    before = [0, 0]
+    for i, member in enumerate(members):
+        want = dict(zip(names, map(torch.clone, ops.grouped_quantize(member, *call)), strict=True))
+        _, rows, cols = member.shape
+        draws = reference.GivenDraws(*drawn(rows, cols, *before))
+        groups = Groups.uniform(1, rows, member.device)
+        reference.quantize(
+            reference.Elements(member), groups, fmt, want, reference.Given(draws=draws)
+        )
+        for buffer, t in want.items():
+            assert_same_bytes(parts[buffer][i].of(found[buffer]), t, f"{buffer} of {member.shape}")
+        before[0] += rows * cols // 16
+        before[1] += uniform_tiles(rows) * 8 * cols
 
 
 @each("text", ["nvfp4:four_over_six", "nvfp4:block=16x16,four_over_six"])
 def test_of_equal_errors_the_scale_that_maps_to_six_is_kept(text):
-	"""6 is 6 * 1 and 4 * 1.5, both exactly."""
-	x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
-	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
-	assert (codes == 0x77).all()
-	assert scales.view(E4M3).float().max() == 1.0
-	# 5 is 4 * 1.25, but 6 * 0.8125 is not.
-	x.fill_(5.0)
-	codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
-	assert (codes == 0x66).all()
-	assert scales.view(E4M3).float().max() == 1.25
+    """6 is 6 * 1 and 4 * 1.5, both exactly."""
+    x, amax = torch.full((16, 16), 6.0), torch.tensor([1536.0])
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x77).all()
+    assert scales.view(E4M3).float().max() == 1.0
+    # 5 is 4 * 1.25, but 6 * 0.8125 is not.
+    x.fill_(5.0)
+    codes, scales, _ = ops.grouped_quantize(x, text, offsets((16,)), amax)
+    assert (codes == 0x66).all()
+    assert scales.view(E4M3).float().max() == 1.25
 
 
 def test_the_order_in_which_errors_are_summed():
-	"""A choice seldom hangs on it, so the sums themselves."""
-	errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
-	one_by_one = np.zeros((16, 3, 64), np.float32)
-	for term in errors.numpy():
-		one_by_one = one_by_one + term
-	assert torch.equal(_sum(errors), torch.from_numpy(one_by_one))
-	# (rows, ..., K): columns of a row one by one, then the rows as a tree.
-	squares = errors[:, 0].numpy().reshape(16, 3, 4, 16)
-	rows = np.zeros((16, 3, 4), np.float32)
-	for column in range(16):
-		rows = rows + squares[..., column]
-	for half in (8, 4, 2, 1):
-		rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
-	assert torch.equal(_square_sum(errors[:, 0]), torch.from_numpy(rows[0]).repeat_interleave(16, -1))
+    """A choice seldom hangs on it, so the sums themselves."""
+    errors = torch.rand(16, 16, 3, 64).exp() * torch.randint(0, 20, (16, 16, 3, 64)).exp2()
+    one_by_one = np.zeros((16, 3, 64), np.float32)
+    for term in errors.numpy():
+        one_by_one = one_by_one + term
+    assert torch.equal(_sum(errors), torch.from_numpy(one_by_one))
+    # (rows, ..., K): columns of a row one by one, then the rows as a tree.
+    squares = errors[:, 0].numpy().reshape(16, 3, 4, 16)
+    rows = np.zeros((16, 3, 4), np.float32)
+    for column in range(16):
+        rows = rows + squares[..., column]
+    for half in (8, 4, 2, 1):
+        rows = np.stack([rows[i] + rows[i + half] for i in range(half)])
+    assert torch.equal(
+        _square_sum(errors[:, 0]), torch.from_numpy(rows[0]).repeat_interleave(16, -1)
+    )

@@ -9,54 +9,54 @@ from tests.helpers import each, raises
 
 @pytest.fixture
 def gpu(monkeypatch):
-	queries = []
-	capabilities = {0: (9, 0), 1: (10, 0), 2: (10, 3), 3: (8, 0), 4: (12, 0), 5: (11, 0)}
+    queries = []
+    capabilities = {0: (9, 0), 1: (10, 0), 2: (10, 3), 3: (8, 0), 4: (12, 0), 5: (11, 0)}
 
-	def query(index):
-		queries.append(index)
-		return capabilities[index]
+    def query(index):
+        queries.append(index)
+        return capabilities[index]
 
-	monkeypatch.setattr(torch.cuda, "get_device_capability", query)
-	monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-	monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-	_index_architecture.cache_clear()
-	yield queries
-	_index_architecture.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", query)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    _index_architecture.cache_clear()
+    yield queries
+    _index_architecture.cache_clear()
 
 
 def test_kernels_and_target_follow_the_device(gpu):
-	assert device_architecture(torch.device("cuda", 0)) == Architecture("sm_90a", "sm_90a")
-	assert device_architecture(1) == Architecture("sm_100a", "sm_100a")
-	assert device_architecture(2) == Architecture("sm_100a", "sm_103a")
-	assert device_architecture(torch.device("cuda")) == device_architecture(1)
+    assert device_architecture(torch.device("cuda", 0)) == Architecture("sm_90a", "sm_90a")
+    assert device_architecture(1) == Architecture("sm_100a", "sm_100a")
+    assert device_architecture(2) == Architecture("sm_100a", "sm_103a")
+    assert device_architecture(torch.device("cuda")) == device_architecture(1)
 
 
 def test_a_device_is_asked_once(gpu):
-	for _ in range(3):
-		device_architecture(torch.device("cuda", 0))
-	assert gpu == [0]
+    for _ in range(3):
+        device_architecture(torch.device("cuda", 0))
+    assert gpu == [0]
 
 
 @each(("index", "reason"), [(3, "no TMA"), (4, "tcgen05"), (5, "no kernel has been made")])
 def test_other_devices_raise_with_the_reason(gpu, index, reason):
-	with raises(UnsupportedError, f"GPU {index}.*{reason}.*sm_90a, sm_100a, sm_103a"):
-		device_architecture(index)
+    with raises(UnsupportedError, f"GPU {index}.*{reason}.*sm_90a, sm_100a, sm_103a"):
+        device_architecture(index)
 
 
 def test_cpu_tensors_have_no_architecture():
-	with raises(UnsupportedError, "got one on cpu"):
-		device_architecture(torch.device("cpu"))
+    with raises(UnsupportedError, "got one on cpu"):
+        device_architecture(torch.device("cpu"))
 
 
 def test_names():
-	assert architecture("sm_103a") == Architecture("sm_100a", "sm_103a")
-	assert architecture("emulated:sm_90a") == Architecture("sm_90a", "sm_90a", emulated=True)
-	for text in ("sm_90a", "sm_103a", "emulated:sm_100a"):
-		assert str(architecture(text)) == text
-	assert set(TARGETS.values()) == set(ARCHITECTURES) - {"reference"}
+    assert architecture("sm_103a") == Architecture("sm_100a", "sm_103a")
+    assert architecture("emulated:sm_90a") == Architecture("sm_90a", "sm_90a", emulated=True)
+    for text in ("sm_90a", "sm_103a", "emulated:sm_100a"):
+        assert str(architecture(text)) == text
+    assert set(TARGETS.values()) == set(ARCHITECTURES) - {"reference"}
 
 
 @each("text", ["sm_80", "emulated:sm_103a", "emulated:", "", "reference"])
 def test_unknown_names_raise(text):
-	with raises(ValueError, "arch must be one of sm_90a, .*emulated:sm_100a, got"):
-		architecture(text)
+    with raises(ValueError, "arch must be one of sm_90a, .*emulated:sm_100a, got"):
+        architecture(text)

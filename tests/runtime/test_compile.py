@@ -27,121 +27,121 @@ SPEC = Scale(2.0)
 
 @pytest.fixture
 def traced(monkeypatch):
-	monkeypatch.setattr(Scale, "traced", 0)
+    monkeypatch.setattr(Scale, "traced", 0)
 
-	def count():
-		new, Scale.traced = Scale.traced, 0
-		return new
+    def count():
+        new, Scale.traced = Scale.traced, 0
+        return new
 
-	return count
+    return count
 
 
 @pytest.fixture
 def on_disk(traced):
-	compile_kernel(SPEC, SM90)
-	forget_kernels()
-	traced()
-	return traced
+    compile_kernel(SPEC, SM90)
+    forget_kernels()
+    traced()
+    return traced
 
 
 def object_path():
-	return cache.default_cache().root / f"{cache.cache_key(SPEC, SM90).name}.o"
+    return cache.default_cache().root / f"{cache.cache_key(SPEC, SM90).name}.o"
 
 
 def test_memory_then_disk_then_compiler(traced):
-	kernel = compile_kernel(SPEC, SM90)
-	assert traced() == 1
-	assert compile_kernel(Scale(2.0), SM90) is kernel
-	forget_kernels()
-	assert callable(compile_kernel(SPEC, SM90))
-	assert traced() == 0
+    kernel = compile_kernel(SPEC, SM90)
+    assert traced() == 1
+    assert compile_kernel(Scale(2.0), SM90) is kernel
+    forget_kernels()
+    assert callable(compile_kernel(SPEC, SM90))
+    assert traced() == 0
 
 
 def test_who_waited_for_another_process_does_not_compile(on_disk, monkeypatch):
-	marker = object_path().with_suffix(".json")
-	held = marker.rename(marker.with_suffix(".held"))
+    marker = object_path().with_suffix(".json")
+    held = marker.rename(marker.with_suffix(".held"))
 
-	@contextlib.contextmanager
-	def lock_after_another(self, key):
-		held.rename(marker)
-		yield
+    @contextlib.contextmanager
+    def lock_after_another(self, key):
+        held.rename(marker)
+        yield
 
-	monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
-	compile_kernel(SPEC, SM90)
-	assert on_disk() == 0
+    monkeypatch.setattr(cache.DiskCache, "lock", lock_after_another)
+    compile_kernel(SPEC, SM90)
+    assert on_disk() == 0
 
 
 def test_what_does_not_load_is_compiled_again(on_disk):
-	disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
-	disk.store(key, {"o": b"complete, but not an object file"})
-	with pytest.warns(RuntimeWarning, match="compiled anew"):
-		compile_kernel(SPEC, SM90)
-	assert on_disk() == 1
-	forget_kernels()
-	compile_kernel(SPEC, SM90)
-	assert on_disk() == 0
+    disk, key = cache.default_cache(), cache.cache_key(SPEC, SM90)
+    disk.store(key, {"o": b"complete, but not an object file"})
+    with pytest.warns(RuntimeWarning, match="compiled anew"):
+        compile_kernel(SPEC, SM90)
+    assert on_disk() == 1
+    forget_kernels()
+    compile_kernel(SPEC, SM90)
+    assert on_disk() == 0
 
 
 def test_what_was_hashed_is_what_is_loaded(on_disk, monkeypatch):
-	load = cache.DiskCache.load
+    load = cache.DiskCache.load
 
-	def load_and_exchange(self, key):
-		files = load(self, key)
-		object_path().write_bytes(b"other code")
-		return files
+    def load_and_exchange(self, key):
+        files = load(self, key)
+        object_path().write_bytes(b"other code")
+        return files
 
-	monkeypatch.setattr(cache.DiskCache, "load", load_and_exchange)
-	assert callable(compile_kernel(SPEC, SM90))
-	assert on_disk() == 0
+    monkeypatch.setattr(cache.DiskCache, "load", load_and_exchange)
+    assert callable(compile_kernel(SPEC, SM90))
+    assert on_disk() == 0
 
 
 def test_the_disk_cache_can_be_turned_off(traced, monkeypatch, tmp_path):
-	monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
-	assert compile_kernel(SPEC, SM90) is compile_kernel(SPEC, SM90)
-	assert compile_to_disk(SPEC, SM90) is None
-	assert traced() == 1
-	assert not (tmp_path / "kernels").exists()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE", "0")
+    assert compile_kernel(SPEC, SM90) is compile_kernel(SPEC, SM90)
+    assert compile_to_disk(SPEC, SM90) is None
+    assert traced() == 1
+    assert not (tmp_path / "kernels").exists()
 
 
 def assert_two_kernels_warn_once(message):
-	with pytest.warns(RuntimeWarning, match=message) as caught:
-		assert callable(compile_kernel(SPEC, SM90))
-		assert callable(compile_kernel(SPEC, SM100))
-	assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match=message) as caught:
+        assert callable(compile_kernel(SPEC, SM90))
+        assert callable(compile_kernel(SPEC, SM100))
+    assert len(caught) == 1
 
 
 def test_without_a_folder_to_write_kernels_still_run(traced, monkeypatch, tmp_path):
-	(tmp_path / "file").touch()
-	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
-	assert_two_kernels_warn_once("not kept on disk")
-	assert traced() == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    assert_two_kernels_warn_once("not kept on disk")
+    assert traced() == 2
 
 
 def test_a_kernel_that_cannot_be_exported_still_runs(monkeypatch):
-	from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunctionBase
+    from cutlass.cutlass_dsl.tvm_ffi_provider import TVMFFIJitCompiledFunctionBase
 
-	def fail(self, path, function_name=None):
-		raise RuntimeError("no exporter")
+    def fail(self, path, function_name=None):
+        raise RuntimeError("no exporter")
 
-	monkeypatch.setattr(TVMFFIJitCompiledFunctionBase, "export_to_c", fail)
-	assert_two_kernels_warn_once("export failed.*no exporter")
-	assert not is_on_disk(SPEC, SM90)
+    monkeypatch.setattr(TVMFFIJitCompiledFunctionBase, "export_to_c", fail)
+    assert_two_kernels_warn_once("export failed.*no exporter")
+    assert not is_on_disk(SPEC, SM90)
 
 
 def run_together(functions):
-	with ThreadPoolExecutor(len(functions)) as pool:
-		return [future.result() for future in [pool.submit(function) for function in functions]]
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result() for future in [pool.submit(function) for function in functions]]
 
 
 def test_threads_compile_a_kernel_once(traced):
-	start = threading.Barrier(4)
+    start = threading.Barrier(4)
 
-	def ask():
-		start.wait()
-		return compile_kernel(SPEC, SM90)
+    def ask():
+        start.wait()
+        return compile_kernel(SPEC, SM90)
 
-	assert len(set(run_together([ask] * 4))) == 1
-	assert traced() == 1
+    assert len(set(run_together([ask] * 4))) == 1
+    assert traced() == 1
 
 
 FORK = """
@@ -174,107 +174,109 @@ print(status)
 
 
 def test_a_child_forked_while_a_thread_compiles_can_compile():
-	assert run_python(FORK).splitlines()[-1:] == ["0"]
+    assert run_python(FORK).splitlines()[-1:] == ["0"]
 
 
 def test_arguments_are_checked_by_the_compiled_function():
-	import torch
+    import torch
 
-	kernel = compile_kernel(SPEC, SM90)
-	with raises(ValueError, "device_type=cuda"):
-		kernel(torch.zeros(4), torch.zeros(4))
-	with pytest.raises(TypeError):
-		kernel(torch.zeros(4))
+    kernel = compile_kernel(SPEC, SM90)
+    with raises(ValueError, "device_type=cuda"):
+        kernel(torch.zeros(4), torch.zeros(4))
+    with pytest.raises(TypeError):
+        kernel(torch.zeros(4))
 
 
 def test_without_the_dsl_the_reason_is_raised(monkeypatch):
-	def refuse():
-		raise UnsupportedError("nvidia-cutlass-dsl>=4.8,<4.9 (not installed)")
+    def refuse():
+        raise UnsupportedError("nvidia-cutlass-dsl>=4.8,<4.9 (not installed)")
 
-	monkeypatch.setattr(compile_module, "require_dsl", refuse)
-	for call in (compile_kernel, compile_to_disk):
-		with raises(UnsupportedError, "not installed"):
-			call(SPEC, SM90)
+    monkeypatch.setattr(compile_module, "require_dsl", refuse)
+    for call in (compile_kernel, compile_to_disk):
+        with raises(UnsupportedError, "not installed"):
+            call(SPEC, SM90)
 
 
 def test_processes_that_compile_together_compile_once(traced):
-	with Worker() as first, Worker() as second:
-		assert sorted(run_together([lambda w=w: w.compile(SPEC, SM90) for w in (first, second)])) == [False, True]
-		assert is_on_disk(SPEC, SM90)
-		assert traced() == 0
-		assert "no attribute 'Nonsense'" in first.compile(Scale(2.0, "Nonsense"), SM90)
-		assert first.compile(SPEC, SM100) is True
+    with Worker() as first, Worker() as second:
+        assert sorted(
+            run_together([lambda w=w: w.compile(SPEC, SM90) for w in (first, second)])
+        ) == [False, True]
+        assert is_on_disk(SPEC, SM90)
+        assert traced() == 0
+        assert "no attribute 'Nonsense'" in first.compile(Scale(2.0, "Nonsense"), SM90)
+        assert first.compile(SPEC, SM100) is True
 
 
 def test_a_compiler_process_that_dies_costs_one_kernel(monkeypatch):
-	programs = [
-		"import os; os.kill(os.getpid(), 9)",
-		"import pickle, sys\npickle.load(sys.stdin.buffer); pickle.dump(True, sys.stdout.buffer); sys.stdout.flush()",
-	]
+    programs = [
+        "import os; os.kill(os.getpid(), 9)",
+        "import pickle, sys\npickle.load(sys.stdin.buffer); pickle.dump(True, sys.stdout.buffer); sys.stdout.flush()",
+    ]
 
-	def start():
-		command = [sys.executable, "-S", "-c", programs.pop(0)]
-		return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def start():
+        command = [sys.executable, "-S", "-c", programs.pop(0)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-	monkeypatch.setattr(Worker, "_start", staticmethod(start))
-	with Worker() as worker:
-		assert worker.compile(SPEC, SM90) == "the compiler process died with status -9"
-		assert worker.compile(SPEC, SM90) is True
+    monkeypatch.setattr(Worker, "_start", staticmethod(start))
+    with Worker() as worker:
+        assert worker.compile(SPEC, SM90) == "the compiler process died with status -9"
+        assert worker.compile(SPEC, SM90) is True
 
 
 def test_precompile_in_processes(traced, capsys):
-	specs = [Scale(float(factor)) for factor in range(3)]
-	result = cute_kernels.precompile(specs + specs, arch="sm_100a", jobs=2, load=False)
-	assert (result.compiled, result.cached) == (3, 0)
-	assert "3/3" in capsys.readouterr().err
-	result = cute_kernels.precompile(specs, arch=SM100)
-	assert (result.compiled, result.cached) == (0, 3)
-	for spec in specs:
-		compile_kernel(spec, SM100)
-	assert traced() == 0
+    specs = [Scale(float(factor)) for factor in range(3)]
+    result = cute_kernels.precompile(specs + specs, arch="sm_100a", jobs=2, load=False)
+    assert (result.compiled, result.cached) == (3, 0)
+    assert "3/3" in capsys.readouterr().err
+    result = cute_kernels.precompile(specs, arch=SM100)
+    assert (result.compiled, result.cached) == (0, 3)
+    for spec in specs:
+        compile_kernel(spec, SM100)
+    assert traced() == 0
 
 
 def test_precompile_reports_every_failure(traced, capsys):
-	specs = [Scale(1.0, "Bad"), Scale(2.0), Scale(3.0, "Worse")]
-	with raises(aot.PrecompileError, r"(?s)'Bad'.*'Worse'") as error:
-		cute_kernels.precompile(specs, arch="sm_90a", jobs=1, progress=False)
-	assert "dtype='Float32'" not in str(error.value)
-	assert is_on_disk(Scale(2.0), SM90)
-	assert capsys.readouterr().err == ""
+    specs = [Scale(1.0, "Bad"), Scale(2.0), Scale(3.0, "Worse")]
+    with raises(aot.PrecompileError, r"(?s)'Bad'.*'Worse'") as error:
+        cute_kernels.precompile(specs, arch="sm_90a", jobs=1, progress=False)
+    assert "dtype='Float32'" not in str(error.value)
+    assert is_on_disk(Scale(2.0), SM90)
+    assert capsys.readouterr().err == ""
 
 
 def test_precompile_needs_a_device_or_an_architecture(monkeypatch):
-	monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-	with raises(UnsupportedError, "name an arch"):
-		cute_kernels.precompile([SPEC])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with raises(UnsupportedError, "name an arch"):
+        cute_kernels.precompile([SPEC])
 
 
 @pytest.fixture
 def family(monkeypatch):
-	monkeypatch.setattr(aot, "FAMILIES", ("tests.runtime.toy_kernels",))
-	specs = {"sm_100a": [Scale(1.0), Scale(2.0, "Float16")], "sm_90a": [Scale(3.0)]}
-	monkeypatch.setattr(toy_kernels, "kernel_specs", specs.get, raising=False)
+    monkeypatch.setattr(aot, "FAMILIES", ("tests.runtime.toy_kernels",))
+    specs = {"sm_100a": [Scale(1.0), Scale(2.0, "Float16")], "sm_90a": [Scale(3.0)]}
+    monkeypatch.setattr(toy_kernels, "kernel_specs", specs.get, raising=False)
 
 
 def test_command_line(family, capsys):
-	assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
-	assert capsys.readouterr().out.splitlines() == [
-		f"tests.runtime.toy_kernels.Scale(factor={factor}, dtype='{dtype}')"
-		for factor, dtype in ((1.0, "Float32"), (2.0, "Float16"), (3.0, "Float32"))
-	]
-	arguments = ["--arch", "sm_103a", "--match", "factor=.*Float16", "--jobs", "1"]
-	for expected in ("1 compiled, 0 cached", "0 compiled, 1 cached"):
-		assert aot.main(arguments) == 0
-		assert f"sm_103a: {expected}" in capsys.readouterr().out
-	assert is_on_disk(Scale(2.0, "Float16"), SM103)
-	assert not is_on_disk(Scale(1.0), SM103)
+    assert aot.main(["--arch", "sm_103a", "--arch", "sm_90a", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"tests.runtime.toy_kernels.Scale(factor={factor}, dtype='{dtype}')"
+        for factor, dtype in ((1.0, "Float32"), (2.0, "Float16"), (3.0, "Float32"))
+    ]
+    arguments = ["--arch", "sm_103a", "--match", "factor=.*Float16", "--jobs", "1"]
+    for expected in ("1 compiled, 0 cached", "0 compiled, 1 cached"):
+        assert aot.main(arguments) == 0
+        assert f"sm_103a: {expected}" in capsys.readouterr().out
+    assert is_on_disk(Scale(2.0, "Float16"), SM103)
+    assert not is_on_disk(Scale(1.0), SM103)
 
 
 def test_the_command_is_run_and_not_imported():
-	with raises(ImportError, r"call cute_kernels.precompile\(\)"):
-		importlib.import_module("cute_kernels.precompile")
-	assert callable(cute_kernels.precompile)
-	command = [sys.executable, "-m", "cute_kernels.precompile", "--list", "--arch", "sm_90a"]
-	done = subprocess.run([*command, "--match", "Offsets"], capture_output=True, text=True)
-	assert done.returncode == 0, done.stderr
-	assert len(done.stdout.splitlines()) == 4
+    with raises(ImportError, r"call cute_kernels.precompile\(\)"):
+        importlib.import_module("cute_kernels.precompile")
+    assert callable(cute_kernels.precompile)
+    command = [sys.executable, "-m", "cute_kernels.precompile", "--list", "--arch", "sm_90a"]
+    done = subprocess.run([*command, "--match", "Offsets"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4

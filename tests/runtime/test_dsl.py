@@ -14,51 +14,57 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def versions(monkeypatch):
-	installed = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2", "filelock": "4.0"}
+    installed = {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2", "filelock": "4.0"}
 
-	def version(name):
-		if name not in installed:
-			raise importlib.metadata.PackageNotFoundError(name)
-		return installed[name]
+    def version(name):
+        if name not in installed:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed[name]
 
-	monkeypatch.setattr(importlib.metadata, "version", version)
-	dsl.dsl_unavailable.cache_clear()
-	yield installed
-	dsl.dsl_unavailable.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    dsl.dsl_unavailable.cache_clear()
+    yield installed
+    dsl.dsl_unavailable.cache_clear()
 
 
 @each("version", ["4.8", "4.8.0", "4.8.0.dev1", "4.8.1", "4.8.99.post1"])
 def test_supported_versions(versions, version):
-	versions["nvidia-cutlass-dsl"] = version
-	assert dsl.dsl_unavailable() is None
-	dsl.require_dsl()
+    versions["nvidia-cutlass-dsl"] = version
+    assert dsl.dsl_unavailable() is None
+    dsl.require_dsl()
 
 
 @each("version", ["4.7.1", "4.9", "4.9.0.dev0", "4.10.0", "5.0", "unknown"])
 def test_a_wrong_version_is_named(versions, version):
-	versions["nvidia-cutlass-dsl"] = version
-	words = [f"nvidia-cutlass-dsl>=4.8,<4.9 ({version} is installed)", "pip install 'grouped-kernels[cutedsl]'"]
-	with raises(UnsupportedError, words):
-		dsl.require_dsl()
+    versions["nvidia-cutlass-dsl"] = version
+    words = [
+        f"nvidia-cutlass-dsl>=4.8,<4.9 ({version} is installed)",
+        "pip install 'grouped-kernels[cutedsl]'",
+    ]
+    with raises(UnsupportedError, words):
+        dsl.require_dsl()
 
 
 def test_missing_packages_are_all_named(versions):
-	del versions["nvidia-cutlass-dsl"], versions["apache-tvm-ffi"]
-	with pytest.raises(UnsupportedError, match=r"cutlass-dsl.*\(not installed\) and apache-tvm"):
-		dsl.require_dsl()
+    del versions["nvidia-cutlass-dsl"], versions["apache-tvm-ffi"]
+    with pytest.raises(UnsupportedError, match=r"cutlass-dsl.*\(not installed\) and apache-tvm"):
+        dsl.require_dsl()
 
 
 def test_the_extra_installs_what_is_required():
-	extra = re.search(r"\ncutedsl = \[([^]]*)\]", (ROOT / "pyproject.toml").read_text())
-	assert sorted(re.findall(r'"(.*?)"', extra.group(1))) == sorted(map(str, dsl.REQUIREMENTS))
+    extra = re.search(r"\ncutedsl = \[([^]]*)\]", (ROOT / "pyproject.toml").read_text())
+    assert sorted(re.findall(r'"(.*?)"', extra.group(1))) == sorted(map(str, dsl.REQUIREMENTS))
 
 
 def test_versions_of_every_part_of_the_dsl_count(monkeypatch, tmp_path):
-	for name in ("nvidia_cutlass_dsl-4.8.1", "nvidia_cutlass_dsl_libs_cu13-4.8.1", "torch-2.13.0"):
-		(tmp_path / f"{name}.dist-info").mkdir()
-	monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])
-	dsl.installed_versions.cache_clear()
-	try:
-		assert dsl.installed_versions() == ("nvidia_cutlass_dsl-4.8.1", "nvidia_cutlass_dsl_libs_cu13-4.8.1")
-	finally:
-		dsl.installed_versions.cache_clear()
+    for name in ("nvidia_cutlass_dsl-4.8.1", "nvidia_cutlass_dsl_libs_cu13-4.8.1", "torch-2.13.0"):
+        (tmp_path / f"{name}.dist-info").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), str(tmp_path / "missing")])
+    dsl.installed_versions.cache_clear()
+    try:
+        assert dsl.installed_versions() == (
+            "nvidia_cutlass_dsl-4.8.1",
+            "nvidia_cutlass_dsl_libs_cu13-4.8.1",
+        )
+    finally:
+        dsl.installed_versions.cache_clear()

@@ -21,90 +21,93 @@ SPECS = [Scale(2.0), Scale(3.0)]
 
 @pytest.fixture(autouse=True)
 def built_engine(fresh_runtime, tmp_path):
-	"""The emulator keeps its engine in the same cache folder, and need not build it anew."""
-	(tmp_path / "kernels").mkdir()
-	(tmp_path / "kernels" / "emulator").symlink_to(ENGINE.parent)
+    """The emulator keeps its engine in the same cache folder, and need not build it anew."""
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "emulator").symlink_to(ENGINE.parent)
 
 
 def results():
-	x, y = torch.arange(1000.0, requires_grad=True), torch.zeros(1000)
-	kernels = {(s.factor, str(a)): compile_kernel(s, a) for s in SPECS for a in EMULATED}
-	outcome = {}
-	for _ in range(2):
-		for (factor, arch), kernel in kernels.items():
-			y.zero_()
-			kernel(x, y)
-			outcome[f"{arch} {factor}"] = torch.equal(y, factor * x)
-	return outcome
+    x, y = torch.arange(1000.0, requires_grad=True), torch.zeros(1000)
+    kernels = {(s.factor, str(a)): compile_kernel(s, a) for s in SPECS for a in EMULATED}
+    outcome = {}
+    for _ in range(2):
+        for (factor, arch), kernel in kernels.items():
+            y.zero_()
+            kernel(x, y)
+            outcome[f"{arch} {factor}"] = torch.equal(y, factor * x)
+    return outcome
 
 
 def test_kernels_run_when_compiled_and_when_loaded_by_another_process():
-	for arch in EMULATED:
-		aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
-	program = (
-		"import json; from tests.runtime import test_emulated\n"
-		"print(json.dumps([test_emulated.results(), test_emulated.Scale.traced]))"
-	)
-	loaded, traced = json.loads(run_python(program).splitlines()[-1])
-	assert traced == 0
-	compiled = results()
-	assert loaded == compiled
-	assert len(compiled) == 4 and all(compiled.values()), compiled
+    for arch in EMULATED:
+        aot.precompile(SPECS, arch=arch, jobs=1, load=False, progress=False)
+    program = (
+        "import json; from tests.runtime import test_emulated\n"
+        "print(json.dumps([test_emulated.results(), test_emulated.Scale.traced]))"
+    )
+    loaded, traced = json.loads(run_python(program).splitlines()[-1])
+    assert traced == 0
+    compiled = results()
+    assert loaded == compiled
+    assert len(compiled) == 4 and all(compiled.values()), compiled
 
 
 def test_faults_and_wrong_arguments_raise():
-	kernel = compile_kernel(Scale(2.0), EMULATED[1])
-	x, y = torch.zeros(64), torch.zeros(64)
-	with raises(ValueError, r"to match x\.shape"):
-		kernel(x, y[:-1])
-	emulator.watch(x)
-	try:
-		with pytest.raises(emulator.EmulatorError):
-			kernel(x, y)
-	finally:
-		emulator.unwatch()
-	kernel(x, y)
+    kernel = compile_kernel(Scale(2.0), EMULATED[1])
+    x, y = torch.zeros(64), torch.zeros(64)
+    with raises(ValueError, r"to match x\.shape"):
+        kernel(x, y[:-1])
+    emulator.watch(x)
+    try:
+        with pytest.raises(emulator.EmulatorError):
+            kernel(x, y)
+    finally:
+        emulator.unwatch()
+    kernel(x, y)
 
 
 def other_ptx():
-	return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
+    return compile_kernel(Scale(3.0), EMULATED[1]).ptx.encode()
 
 
 @each(
-	("suffix", "rubbish"),
-	[
-		("ptx", b"rubbish"),
-		("ptx", b""),
-		("ptx", b".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k("),
-		("ptx", b"\xff\xfe not even text"),
-		("ptx", other_ptx),
-		("cubin", b"rubbish"),
-		("o", b"rubbish"),
-		("o", b"\x7fELF\x02\x01\x01" + bytes(57)),
-	],
-	["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
+    ("suffix", "rubbish"),
+    [
+        ("ptx", b"rubbish"),
+        ("ptx", b""),
+        ("ptx", b".version 9.0\n.target sm_100a\n.address_size 64\n.visible .entry k("),
+        ("ptx", b"\xff\xfe not even text"),
+        ("ptx", other_ptx),
+        ("cubin", b"rubbish"),
+        ("o", b"rubbish"),
+        ("o", b"\x7fELF\x02\x01\x01" + bytes(57)),
+    ],
+    ["text", "empty", "cut off", "binary", "other kernel", "cubin", "object", "ELF header"],
 )
 def test_an_entry_of_rubbish_is_compiled_again(suffix, rubbish, monkeypatch):
-	spec, arch = Scale(2.0), EMULATED[1]
-	compile_kernel(spec, arch)
-	disk, key = cache.default_cache(), cache.cache_key(spec, arch)
-	rubbish = rubbish() if callable(rubbish) else rubbish
-	assert disk.store(key, disk.load(key) | {suffix: rubbish})
-	monkeypatch.setattr(Scale, "traced", 0)
-	x, y = torch.arange(64.0), torch.zeros(64)
-	for expected in (pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"), contextlib.nullcontext()):
-		forget_kernels()
-		with expected:
-			compile_kernel(spec, arch)(x, y.zero_())
-		assert torch.equal(y, 2 * x)
-		assert Scale.traced == 1
+    spec, arch = Scale(2.0), EMULATED[1]
+    compile_kernel(spec, arch)
+    disk, key = cache.default_cache(), cache.cache_key(spec, arch)
+    rubbish = rubbish() if callable(rubbish) else rubbish
+    assert disk.store(key, disk.load(key) | {suffix: rubbish})
+    monkeypatch.setattr(Scale, "traced", 0)
+    x, y = torch.arange(64.0), torch.zeros(64)
+    for expected in (
+        pytest.warns(RuntimeWarning, match="a cached kernel is compiled anew"),
+        contextlib.nullcontext(),
+    ):
+        forget_kernels()
+        with expected:
+            compile_kernel(spec, arch)(x, y.zero_())
+        assert torch.equal(y, 2 * x)
+        assert Scale.traced == 1
 
 
 def test_ptx_that_was_just_compiled_is_not_compiled_again(monkeypatch):
-	kernel = compile_kernel(Scale(2.0), EMULATED[1])
-	monkeypatch.setattr(kernel, "ptx", "rubbish")
-	with pytest.raises((emulator.PtxError, ValueError)):
-		kernel(torch.ones(64), torch.zeros(64))
+    kernel = compile_kernel(Scale(2.0), EMULATED[1])
+    monkeypatch.setattr(kernel, "ptx", "rubbish")
+    with pytest.raises((emulator.PtxError, ValueError)):
+        kernel(torch.ones(64), torch.zeros(64))
 
 
 THREADS = """
@@ -131,7 +134,7 @@ print(wrong)
 
 
 def test_threads_share_an_emulated_backend():
-	assert run_python(THREADS).splitlines()[-1] == "[]"
+    assert run_python(THREADS).splitlines()[-1] == "[]"
 
 
 BOTH_DEVICES = """
@@ -154,23 +157,23 @@ except RuntimeError as error:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="gives host memory to a kernel for a GPU")
 @each("order", [["sm_90a", "emulated:sm_90a"], ["emulated:sm_90a", "sm_90a"]])
 def test_one_process_has_kernels_for_both_devices(order):
-	process = run_python(BOTH_DEVICES, *order)
-	assert "CUDA driver version is insufficient" in process, process
+    process = run_python(BOTH_DEVICES, *order)
+    assert "CUDA driver version is insufficient" in process, process
 
 
 def test_an_installed_emulator_does_not_catch_kernels_for_a_gpu():
-	before = emulator.installed()
-	emulator.install("sm_100a", num_sms=3)
-	try:
-		assert not isinstance(compile_kernel(Scale(2.0), architecture("sm_90a")), EmulatedKernel)
-		assert (emulator.installed(), emulator.engine.num_sms()) == ("sm_100a", 3)
-	finally:
-		emulator.uninstall()
-		if before is not None:
-			emulator.install(before)
+    before = emulator.installed()
+    emulator.install("sm_100a", num_sms=3)
+    try:
+        assert not isinstance(compile_kernel(Scale(2.0), architecture("sm_90a")), EmulatedKernel)
+        assert (emulator.installed(), emulator.engine.num_sms()) == ("sm_100a", 3)
+    finally:
+        emulator.uninstall()
+        if before is not None:
+            emulator.install(before)
 
 
 def test_tensors_of_another_device_are_refused():
-	kernel = compile_kernel(Scale(2.0), EMULATED[0])
-	with raises(ValueError, "got one on meta"):
-		kernel(torch.ones(4, device="meta"), torch.ones(4))
+    kernel = compile_kernel(Scale(2.0), EMULATED[0])
+    with raises(ValueError, "got one on meta"):
+        kernel(torch.ones(4, device="meta"), torch.ones(4))

@@ -27,8 +27,8 @@ ARCHITECTURES = [architecture("sm_90a"), architecture("sm_100a")]
 
 
 def marking(*texts):
-	"""Formats, and those that recipes make of them."""
-	return (*texts, *(f"{text}{',' if ':' in text else ':'}nan_scales" for text in texts))
+    """Formats, and those that recipes make of them."""
+    return (*texts, *(f"{text}{',' if ':' in text else ':'}nan_scales" for text in texts))
 
 
 ACTIVATED = marking("nvfp4", "nvfp4:row_scaled", "fp8", "fp8_block", "mxfp8")
@@ -37,139 +37,157 @@ TEXTS = marking(*NVFP4_TEXTS.values(), "fp8", "fp8:dtype=e5m2")
 
 
 class Recorder:
-	num_sms, bandwidth = 148, None
+    num_sms, bandwidth = 148, None
 
-	def __init__(self, arch="sm_100a"):
-		self.arch = arch
-		self.specs = set()
+    def __init__(self, arch="sm_100a"):
+        self.arch = arch
+        self.specs = set()
 
-	def kernel(self, spec):
-		self.specs.add(spec)
-		return lambda *arguments: None
+    def kernel(self, spec):
+        self.specs.add(spec)
+        return lambda *arguments: None
 
 
 def inputs():
-	for dtype, cols in itertools.product(DTYPES.values(), [16, *(1 << i for i in range(8, 16)), 1 << 20]):
-		yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
-		yield torch.empty(1, 2, cols, dtype=dtype), None
+    for dtype, cols in itertools.product(
+        DTYPES.values(), [16, *(1 << i for i in range(8, 16)), 1 << 20]
+    ):
+        yield torch.empty(2, cols, dtype=dtype), ends(1, 2)
+        yield torch.empty(1, 2, cols, dtype=dtype), None
 
 
 def quantizations():
-	directions = ((True, False), (False, True), (True, True))
-	for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
-		groups = x.shape[0] if offs is None else offs.shape[0]
-		for amax in (None, torch.ones(groups)):
-			for text in TEXTS:
-				yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-		if x.dtype == BF16:
-			for text in marking("fp8_block:block=128x128" if offs is None else "fp8_block"):
-				yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
-			for text in TRANSFORMED if columnwise and offs is not None else ():
-				for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
-					yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
-	both, offs = torch.empty(2, 64, dtype=BF16), ends(1, 2)
-	for text in ACTIVATED:
-		yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
-	for cols in (2048, 4096, 8192):
-		tokens, rows = torch.empty(1, cols, dtype=BF16), torch.zeros(2, dtype=I32)
-		of = {"rows": rows, "inverse": rows[None]}
-		blocks = itertools.product(marking("fp8_block"), (False, True))
-		for text, columnwise in (*blocks, *((text, False) for text in marking("nvfp4:row_scaled"))):
-			yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
-			if columnwise:
-				yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **of)
+    directions = ((True, False), (False, True), (True, True))
+    for (x, offs), (rowwise, columnwise) in itertools.product(inputs(), directions):
+        groups = x.shape[0] if offs is None else offs.shape[0]
+        for amax in (None, torch.ones(groups)):
+            for text in TEXTS:
+                yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+        if x.dtype == BF16:
+            for text in marking("fp8_block:block=128x128" if offs is None else "fp8_block"):
+                yield GroupedQuantize(x, text, offs, None, rowwise, columnwise)
+            for text in TRANSFORMED if columnwise and offs is not None else ():
+                for amax in (None, torch.ones(2, groups) if rowwise else torch.ones(groups)):
+                    yield GroupedQuantize(x, text, offs, amax, rowwise, columnwise)
+    both, offs = torch.empty(2, 64, dtype=BF16), ends(1, 2)
+    for text in ACTIVATED:
+        yield GroupedQuantize(both, text, offs, columnwise=True, activation="swiglu")
+    for cols in (2048, 4096, 8192):
+        tokens, rows = torch.empty(1, cols, dtype=BF16), torch.zeros(2, dtype=I32)
+        of = {"rows": rows, "inverse": rows[None]}
+        blocks = itertools.product(marking("fp8_block"), (False, True))
+        for text, columnwise in (*blocks, *((text, False) for text in marking("nvfp4:row_scaled"))):
+            yield GroupedQuantize(tokens, text, offs, columnwise=columnwise, **of)
+            if columnwise:
+                yield GroupedQuantize(tokens, text, offs, rowwise=False, columnwise=True, **of)
 
 
 def dequantizations():
-	scales = [torch.empty(0), torch.empty(0)]
-	for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
-		codes = torch.empty(2, 16).to(parse(text).element.dtype)
-		given = codes if offs is not None else codes[None]
-		for columnwise in (False, True):
-			yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
+    scales = [torch.empty(0), torch.empty(0)]
+    for offs, dtype, text in itertools.product((None, ends(1, 2)), DTYPES.values(), TEXTS):
+        codes = torch.empty(2, 16).to(parse(text).element.dtype)
+        given = codes if offs is not None else codes[None]
+        for columnwise in (False, True):
+            yield GroupedDequantize(given, scales, text, 2, dtype, offs, columnwise)
 
 
 def products():
-	for (x, offs), text in itertools.product(inputs(), marking("nvfp4", NVFP4_TEXTS["row-scaled"])):
-		if offs is not None:
-			codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
-			scales = [torch.empty(0), torch.empty(2)]
-			yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
-			if x.dtype == BF16 and text in marking(NVFP4_TEXTS["row-scaled"]) and 1024 < x.shape[1] <= 8192:
-				rows = torch.zeros(4, dtype=I32)
-				yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4", rows=rows, inverse=rows.view(2, 2))
+    for (x, offs), text in itertools.product(inputs(), marking("nvfp4", NVFP4_TEXTS["row-scaled"])):
+        if offs is not None:
+            codes = torch.empty(2, 16, x.shape[1] // 2, dtype=torch.uint8)
+            scales = [torch.empty(0), torch.empty(2)]
+            yield MGroupedQuantizeGemm(x, codes, offs, scales, text, "nvfp4")
+            if (
+                x.dtype == BF16
+                and text in marking(NVFP4_TEXTS["row-scaled"])
+                and 1024 < x.shape[1] <= 8192
+            ):
+                rows = torch.zeros(4, dtype=I32)
+                yield MGroupedQuantizeGemm(
+                    x, codes, offs, scales, text, "nvfp4", rows=rows, inverse=rows.view(2, 2)
+                )
 
 
 def used(arch):
-	recorder = Recorder(arch)
-	ops = list(quantizations())
-	ops += [GroupedAmax(x, offs) for x, offs in inputs()]
-	ops += dequantizations()
-	ops += products()
-	both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
-	given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
-	delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
-	pairs = [("fp8_block",) * 2, ("mxfp8",) * 2, delayed]
-	for texts in (*pairs, *(tuple(marking(text)[1] for text in pair) for pair in pairs)):
-		ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
-	for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
-		ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))
-	for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
-		ops.append(ComputeOffsets(torch.ones(3, dtype=splits), 1, out))
-	state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
-	for amax, algorithm, skip in itertools.product((None, torch.ones(3)), ALGORITHMS, (False, True)):
-		ops.append(DelayedScalingUpdate(*state, text, amax, algorithm=algorithm, skip_nonfinite=skip))
-	master = torch.empty(1, 2, 32)
-	for dtype, text in itertools.product((BF16, torch.float32), ("nvfp4", "mxfp8", "fp8_block:block=128x128")):
-		ops.append(AdamWQuantize(*[master] * 3, master.to(dtype), master, [], text, True, True, *[0.0] * 4))
-	for op in ops:
-		op.kernels(recorder)
-	return {spec for spec in recorder.specs if is_quantizer(spec)}
+    recorder = Recorder(arch)
+    ops = list(quantizations())
+    ops += [GroupedAmax(x, offs) for x, offs in inputs()]
+    ops += dequantizations()
+    ops += products()
+    both, row = torch.empty(2, 256, dtype=BF16), torch.zeros(2, dtype=I32)
+    given = (both, both[:, :128]), ("swiglu", ends(1, 2), False, torch.empty(2, 1), row)
+    delayed = ("fp8:dtype=e5m2,scaling=delayed", "fp8:scaling=delayed")
+    pairs = [("fp8_block",) * 2, ("mxfp8",) * 2, delayed]
+    for texts in (*pairs, *(tuple(marking(text)[1] for text in pair) for pair in pairs)):
+        ops.append(MoeQuantizeGradient(*given[0], *texts, *given[1], *[torch.ones(2)] * 2))
+    for dtype, cols in itertools.product(DTYPES.values(), (1, 8)):
+        ops.append(GroupedDbias(torch.empty(2, cols, dtype=dtype), ends(1, 2)))
+    for splits, out in itertools.product((I32, torch.int64), (None, torch.int64)):
+        ops.append(ComputeOffsets(torch.ones(3, dtype=splits), 1, out))
+    state, text = (torch.ones(2, 3), torch.ones(3)), "fp8:scaling=delayed"
+    for amax, algorithm, skip in itertools.product(
+        (None, torch.ones(3)), ALGORITHMS, (False, True)
+    ):
+        ops.append(
+            DelayedScalingUpdate(*state, text, amax, algorithm=algorithm, skip_nonfinite=skip)
+        )
+    master = torch.empty(1, 2, 32)
+    for dtype, text in itertools.product(
+        (BF16, torch.float32), ("nvfp4", "mxfp8", "fp8_block:block=128x128")
+    ):
+        ops.append(
+            AdamWQuantize(*[master] * 3, master.to(dtype), master, [], text, True, True, *[0.0] * 4)
+        )
+    for op in ops:
+        op.kernels(recorder)
+    return {spec for spec in recorder.specs if is_quantizer(spec)}
 
 
 def is_quantizer(spec):
-	return type(spec).__module__.startswith("cute_kernels.quantize.")
+    return type(spec).__module__.startswith("cute_kernels.quantize.")
 
 
 @each("arch", ARCHITECTURES, str)
 def test_every_kernel_in_use_is_listed_and_no_other(arch):
-	listed = aot.declared_specs(arch)
-	assert len(listed) == len(set(listed))
-	assert set(filter(is_quantizer, listed)) == used(arch.name)
+    listed = aot.declared_specs(arch)
+    assert len(listed) == len(set(listed))
+    assert set(filter(is_quantizer, listed)) == used(arch.name)
 
 
 @each(
-	("recipe", "arch"),
-	[
-		*itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
-		*itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
-	],
+    ("recipe", "arch"),
+    [
+        *itertools.product((grouped.recipes.BF16, NVFP4, NVFP4RowScaled), ARCHITECTURES),
+        *itertools.product((FP8Block, FP8Current), ARCHITECTURES[:1]),
+    ],
 )
 @each("features", [256, 2048])
-def test_training_and_inference_with_a_recipe_need_no_other_kernel(monkeypatch, recipe, features, arch):
-	recorder = Recorder(arch.name)
-	monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
-	monkeypatch.setattr(registry, "_plans", PlanCache())
-	# Of FP8 those without a bias are listed.
-	bias = recipe not in (FP8Block, FP8Current)
-	layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=BF16)
-	with cute_kernels.backend(f"emulated:{arch}"):
-		for tokens in (3, 300, 4000):
-			x = torch.randn(tokens, features, dtype=BF16, requires_grad=True)
-			offs = ends(1, 2, tokens)
-			layer(x, offs).sum().backward()
-			with torch.no_grad():
-				layer(x, offs)
-	assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
-	assert recorder.specs <= set(aot.declared_specs(arch))
+def test_training_and_inference_with_a_recipe_need_no_other_kernel(
+    monkeypatch, recipe, features, arch
+):
+    recorder = Recorder(arch.name)
+    monkeypatch.setattr(registry, "launcher", lambda backend, device: recorder)
+    monkeypatch.setattr(registry, "_plans", PlanCache())
+    # Of FP8 those without a bias are listed.
+    bias = recipe not in (FP8Block, FP8Current)
+    layer = GroupedLinear(3, features, features, bias, recipe=recipe(), dtype=BF16)
+    with cute_kernels.backend(f"emulated:{arch}"):
+        for tokens in (3, 300, 4000):
+            x = torch.randn(tokens, features, dtype=BF16, requires_grad=True)
+            offs = ends(1, 2, tokens)
+            layer(x, offs).sum().backward()
+            with torch.no_grad():
+                layer(x, offs)
+    assert any(isinstance(spec, GemmConfig) for spec in recorder.specs)
+    assert recorder.specs <= set(aot.declared_specs(arch))
 
 
 @each("arch", ARCHITECTURES, str)
 def test_listed_kernels_name_classes_that_exist_and_have_keys_of_their_own(arch):
-	listed = aot.declared_specs(arch)
-	assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)
-	names = {spec.kernel for spec in listed}
-	assert len(names) > 5
-	for name in names:
-		kernel = resolve(name)
-		assert isinstance(kernel, type) and callable(kernel.fake_args), name
+    listed = aot.declared_specs(arch)
+    assert len({cache_key(spec, arch).name for spec in listed}) == len(listed)
+    names = {spec.kernel for spec in listed}
+    assert len(names) > 5
+    for name in names:
+        kernel = resolve(name)
+        assert isinstance(kernel, type) and callable(kernel.fake_args), name

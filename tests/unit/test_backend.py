@@ -23,219 +23,242 @@ VARIABLE = "CUTE_KERNELS_BACKEND"
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-	monkeypatch.delenv(VARIABLE, raising=False)
-	backend_module._resolve.cache_clear()
-	yield
-	backend_module._resolve.cache_clear()
+    monkeypatch.delenv(VARIABLE, raising=False)
+    backend_module._resolve.cache_clear()
+    yield
+    backend_module._resolve.cache_clear()
 
 
 def some_call():
-	return ops.compute_offsets(torch.tensor([1, 2, 3]))
+    return ops.compute_offsets(torch.tensor([1, 2, 3]))
 
 
 def test_default_follows_the_device(monkeypatch):
-	assert active_backend(CPU) == REFERENCE
-	monkeypatch.setattr(backend_module, "device_architecture", lambda device: architecture("sm_103a"))
-	assert active_backend(CUDA) == Backend("cuda", "sm_100a")
+    assert active_backend(CPU) == REFERENCE
+    monkeypatch.setattr(
+        backend_module, "device_architecture", lambda device: architecture("sm_103a")
+    )
+    assert active_backend(CUDA) == Backend("cuda", "sm_100a")
 
 
 def test_reference_backends_name_a_tensor_core():
-	with backend("reference:sm_90a"):
-		assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
+    with backend("reference:sm_90a"):
+        assert active_backend(CPU) == Backend("reference:sm_90a", "reference", "sm_90a")
 
 
 def test_emulator_options():
-	with backend("emulated:sm_100a", seed=3, mode="chaos"):
-		assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
-		with backend("emulated:sm_100a"):
-			assert active_backend(CPU).emulation == ()
-	for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
-		with raises(TypeError, rf"{name}.*{option}"), backend(name, **{option: 1}):
-			pytest.fail("entered the block")
-	assert active_backend(CPU).name == "reference"
+    with backend("emulated:sm_100a", seed=3, mode="chaos"):
+        assert active_backend(CPU).emulation == (("mode", "chaos"), ("seed", 3))
+        with backend("emulated:sm_100a"):
+            assert active_backend(CPU).emulation == ()
+    for name, option in (("reference", "seed"), ("cuda", "mode"), ("emulated:sm_90a", "speed")):
+        with raises(TypeError, rf"{name}.*{option}"), backend(name, **{option: 1}):
+            pytest.fail("entered the block")
+    assert active_backend(CPU).name == "reference"
 
 
 def test_environment_chooses(monkeypatch):
-	options = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
-	for text, device, wanted in (
-		("emulated:sm_90a", CPU, Backend("emulated:sm_90a", "sm_90a")),
-		("reference", CUDA, REFERENCE),
-		("", CPU, REFERENCE),
-		("emulated:sm_90a,mode=chaos,seed=3,num_sms=2,races=1", CPU, Backend("emulated:sm_90a", "sm_90a", None, options)),
-	):
-		monkeypatch.setenv(VARIABLE, text)
-		assert active_backend(device) == wanted
+    options = (("mode", "chaos"), ("num_sms", 2), ("races", True), ("seed", 3))
+    for text, device, wanted in (
+        ("emulated:sm_90a", CPU, Backend("emulated:sm_90a", "sm_90a")),
+        ("reference", CUDA, REFERENCE),
+        ("", CPU, REFERENCE),
+        (
+            "emulated:sm_90a,mode=chaos,seed=3,num_sms=2,races=1",
+            CPU,
+            Backend("emulated:sm_90a", "sm_90a", None, options),
+        ),
+    ):
+        monkeypatch.setenv(VARIABLE, text)
+        assert active_backend(device) == wanted
 
 
 @each(
-	("text", "error", "words"),
-	[
-		("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
-		("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
-		("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
-		("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
-		("emulated:sm_100a,speed=1", TypeError, "got speed"),
-		("emulated:sm_100a,seed=1", ValueError, "seed is of mode='chaos'"),
-		("reference,seed=1", TypeError, "reference takes no options"),
-	],
+    ("text", "error", "words"),
+    [
+        ("emulated:sm_100a,seed=x", ValueError, "seed must be a number, got 'x'"),
+        ("emulated:sm_100a,races=maybe", ValueError, "races must be one of .*, got 'maybe'"),
+        ("emulated:sm_100a,races=", ValueError, "races must be one of .*, got ''"),
+        ("emulated:sm_100a,chaos", ValueError, "option=value, got 'chaos'"),
+        ("emulated:sm_100a,speed=1", TypeError, "got speed"),
+        ("emulated:sm_100a,seed=1", ValueError, "seed is of mode='chaos'"),
+        ("reference,seed=1", TypeError, "reference takes no options"),
+    ],
 )
 def test_options_in_the_environment_are_checked(monkeypatch, text, error, words):
-	monkeypatch.setenv(VARIABLE, text)
-	with raises(error, words):
-		active_backend(CPU)
+    monkeypatch.setenv(VARIABLE, text)
+    with raises(error, words):
+        active_backend(CPU)
 
 
 def test_environment_is_checked(monkeypatch):
-	monkeypatch.setenv(VARIABLE, "emulated:sm_80")
-	with raises(ValueError, [VARIABLE, "'emulated:sm_80'", *BACKENDS]):
-		some_call()
+    monkeypatch.setenv(VARIABLE, "emulated:sm_80")
+    with raises(ValueError, [VARIABLE, "'emulated:sm_80'", *BACKENDS]):
+        some_call()
 
 
 def test_context_beats_environment_and_nests(monkeypatch):
-	monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
-	with backend("emulated:sm_100a"):
-		assert active_backend(CPU).arch == "sm_100a"
-		with backend("reference"):
-			assert active_backend(CPU).arch == "reference"
-		assert active_backend(CPU).arch == "sm_100a"
-	assert active_backend(CPU).arch == "sm_90a"
+    monkeypatch.setenv(VARIABLE, "emulated:sm_90a")
+    with backend("emulated:sm_100a"):
+        assert active_backend(CPU).arch == "sm_100a"
+        with backend("reference"):
+            assert active_backend(CPU).arch == "reference"
+        assert active_backend(CPU).arch == "sm_100a"
+    assert active_backend(CPU).arch == "sm_90a"
 
 
 def test_context_ends_with_an_exception():
-	with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
-		raise KeyError
-	assert active_backend(CPU).name == "reference"
+    with pytest.raises(KeyError), backend("emulated:sm_90a"), backend("emulated:sm_100a"):
+        raise KeyError
+    assert active_backend(CPU).name == "reference"
 
 
 @each("name", ["", "gpu", "emulated", "emulated:reference", "Reference", None])
 def test_unknown_names_raise_and_change_nothing(name):
-	with raises(ValueError, ["backend", repr(name), *BACKENDS]), backend(name):
-		pytest.fail("entered the block")
-	assert active_backend(CPU).name == "reference"
+    with raises(ValueError, ["backend", repr(name), *BACKENDS]), backend(name):
+        pytest.fail("entered the block")
+    assert active_backend(CPU).name == "reference"
 
 
 def in_thread(function):
-	"""What the function returns in another thread."""
-	with futures.ThreadPoolExecutor(1) as pool:
-		return pool.submit(function).result(timeout=60)
+    """What the function returns in another thread."""
+    with futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=60)
 
 
 def active():
-	return active_backend(CPU).name
+    return active_backend(CPU).name
 
 
 def test_threads_without_a_block_see_that_of_the_main_thread():
-	with backend("emulated:sm_100a"):
-		assert in_thread(active) == "emulated:sm_100a"
-	assert in_thread(active) == "reference"
+    with backend("emulated:sm_100a"):
+        assert in_thread(active) == "emulated:sm_100a"
+    assert in_thread(active) == "reference"
 
 
 def test_the_block_of_a_thread_is_its_own(monkeypatch):
-	"""It wins over that of the main thread, which does not see it; nor does a thread without a block."""
+    """It wins over that of the main thread, which does not see it; nor does a thread without a
+    block.
+    """
 
-	def job():
-		before = active()
-		with backend("emulated:sm_90a"):
-			entered.wait()
-			looked.wait()
-			with backend("reference"):
-				inner = active()
-			return before, active(), inner
+    def job():
+        before = active()
+        with backend("emulated:sm_90a"):
+            entered.wait()
+            looked.wait()
+            with backend("reference"):
+                inner = active()
+            return before, active(), inner
 
-	for name in (None, "emulated:sm_100a"):
-		entered, looked = threading.Barrier(2), threading.Barrier(2)
-		outer = name or "reference"
-		with backend(name) if name else contextlib.nullcontext(), futures.ThreadPoolExecutor(1) as pool:
-			found = pool.submit(job)
-			entered.wait()
-			assert active() == in_thread(active) == outer
-			looked.wait()
-			assert found.result() == (outer, "emulated:sm_90a", "reference")
-			assert pool.submit(active).result() == outer
-	assert active() == "reference"
+    for name in (None, "emulated:sm_100a"):
+        entered, looked = threading.Barrier(2), threading.Barrier(2)
+        outer = name or "reference"
+        with (
+            backend(name) if name else contextlib.nullcontext(),
+            futures.ThreadPoolExecutor(1) as pool,
+        ):
+            found = pool.submit(job)
+            entered.wait()
+            assert active() == in_thread(active) == outer
+            looked.wait()
+            assert found.result() == (outer, "emulated:sm_90a", "reference")
+            assert pool.submit(active).result() == outer
+    assert active() == "reference"
 
 
 def test_backward_passes_have_the_block_of_the_thread_that_runs_them():
-	seen = []
+    seen = []
 
-	class Note(torch.autograd.Function):
-		@staticmethod
-		def forward(ctx, x):
-			return x.clone()
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
 
-		@staticmethod
-		def backward(ctx, dy):
-			seen.append(active())
-			return dy
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(active())
+            return dy
 
-	def job():
-		y = Note.apply(torch.ones(2, requires_grad=True)).sum()
-		with backend("reference:sm_90a"):
-			y.backward()
+    def job():
+        y = Note.apply(torch.ones(2, requires_grad=True)).sum()
+        with backend("reference:sm_90a"):
+            y.backward()
 
-	with backend("emulated:sm_100a"):
-		in_thread(job)
-		Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
-	assert seen == ["reference:sm_90a", "emulated:sm_100a"]
+    with backend("emulated:sm_100a"):
+        in_thread(job)
+        Note.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert seen == ["reference:sm_90a", "emulated:sm_100a"]
 
 
 def test_a_thread_of_autograd_has_the_context_of_its_caller():
-	"""As PyTorch stores it for threads that run a backward pass; such a thread has no context of its own."""
+    """As PyTorch stores it for threads that run a backward pass; such a thread has no context of
+    its own.
+    """
 
-	def caller():
-		with backend("reference:sm_90a"):
-			return contextvars.copy_context()
+    def caller():
+        with backend("reference:sm_90a"):
+            return contextvars.copy_context()
 
-	# Older versions leave a None there.
-	remove = getattr(torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None))
+    # Older versions leave a None there.
+    remove = getattr(
+        torch._C, "_remove_obj_from_tls", lambda key: torch._C._stash_obj_in_tls(key, None)
+    )
 
-	def device_thread(context):
-		torch._C._stash_obj_in_tls("context", context)
-		found = active()
-		remove("context")
-		return found, active()
+    def device_thread(context):
+        torch._C._stash_obj_in_tls("context", context)
+        found = active()
+        remove("context")
+        return found, active()
 
-	with backend("emulated:sm_100a"):
-		assert in_thread(lambda: device_thread(in_thread(caller))) == ("reference:sm_90a", "emulated:sm_100a")
-		assert in_thread(lambda: device_thread(contextvars.Context())) == ("emulated:sm_100a",) * 2
+    with backend("emulated:sm_100a"):
+        assert in_thread(lambda: device_thread(in_thread(caller))) == (
+            "reference:sm_90a",
+            "emulated:sm_100a",
+        )
+        assert in_thread(lambda: device_thread(contextvars.Context())) == ("emulated:sm_100a",) * 2
 
 
 def test_tasks_have_blocks_of_their_own():
-	async def job(name):
-		with backend(name):
-			await asyncio.sleep(0)
-			return active()
+    async def job(name):
+        with backend(name):
+            await asyncio.sleep(0)
+            return active()
 
-	async def both():
-		return await asyncio.gather(job("reference:sm_90a"), job("reference:sm_100a"))
+    async def both():
+        return await asyncio.gather(job("reference:sm_90a"), job("reference:sm_100a"))
 
-	assert asyncio.run(both()) == ["reference:sm_90a", "reference:sm_100a"]
-	assert active() == "reference"
+    assert asyncio.run(both()) == ["reference:sm_90a", "reference:sm_100a"]
+    assert active() == "reference"
 
 
 def test_a_block_may_be_left_before_one_inside_of_it():
-	"""As generators leave theirs."""
-	with contextlib.ExitStack() as mine:
-		with backend("emulated:sm_100a"):
-			mine.enter_context(backend("emulated:sm_90a"))
-		assert active() == "emulated:sm_90a"
-	assert active() == "reference"
+    """As generators leave theirs."""
+    with contextlib.ExitStack() as mine:
+        with backend("emulated:sm_100a"):
+            mine.enter_context(backend("emulated:sm_90a"))
+        assert active() == "emulated:sm_90a"
+    assert active() == "reference"
 
 
 def test_backend_and_device_must_fit():
-	with backend("cuda"), raises(UnsupportedError, r"CUDA tensors.*cpu"):
-		some_call()
-	with backend("emulated:sm_90a"), raises(UnsupportedError, r"emulated.*cuda"):
-		active_backend(CUDA)
+    with backend("cuda"), raises(UnsupportedError, r"CUDA tensors.*cpu"):
+        some_call()
+    with backend("emulated:sm_90a"), raises(UnsupportedError, r"emulated.*cuda"):
+        active_backend(CUDA)
 
 
 def test_a_backend_without_a_kernel_is_an_error(monkeypatch):
-	monkeypatch.setattr(capability, "_RUNS", capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")})
-	monkeypatch.setattr(registry, "_plans", PlanCache())
-	with backend("emulated:sm_100a"), raises(UnsupportedError, "no sm_100a kernel of grouped_dbias"):
-		cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))
+    monkeypatch.setattr(
+        capability, "_RUNS", capability._RUNS | {("grouped_dbias", None): ("reference", "sm_90a")}
+    )
+    monkeypatch.setattr(registry, "_plans", PlanCache())
+    with (
+        backend("emulated:sm_100a"),
+        raises(UnsupportedError, "no sm_100a kernel of grouped_dbias"),
+    ):
+        cute_kernels.ops.grouped_dbias(torch.ones(4, 32), ends(4))
 
 
 def test_reference_serves_any_device():
-	with backend("reference"):
-		assert active_backend(META) == REFERENCE
+    with backend("reference"):
+        assert active_backend(META) == REFERENCE

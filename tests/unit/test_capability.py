@@ -9,133 +9,154 @@ from cute_kernels.formats import FP8, MXFP8, NVFP4, RECORDS, FP8Block
 from tests.helpers import BF16, F32, each, raises
 
 FORMATS = (
-	None,
-	NVFP4(),
-	NVFP4(row_scaled=True),
-	NVFP4(block=(16, 16)),
-	NVFP4(hadamard=True, stochastic_rounding=True),
-	NVFP4(four_over_six=True),
-	MXFP8(),
-	FP8Block(),
-	FP8(),
-	FP8(scaling="delayed"),
+    None,
+    NVFP4(),
+    NVFP4(row_scaled=True),
+    NVFP4(block=(16, 16)),
+    NVFP4(hadamard=True, stochastic_rounding=True),
+    NVFP4(four_over_six=True),
+    MXFP8(),
+    FP8Block(),
+    FP8(),
+    FP8(scaling="delayed"),
 )
 
 
 FACTS = [
-	*({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
-	*({"shapes": True}, {"columnwise": True, "shapes": True}),
+    *({}, {"columnwise": True}, {"prepacked": True}, {"columnwise": True, "prepacked": True}),
+    *({"shapes": True}, {"columnwise": True, "shapes": True}),
 ]
 
 
 @each(("op", "fmt", "arch"), [*itertools.product(OPS, FORMATS, ARCHITECTURES)])
 def test_every_no_has_a_reason_and_require_repeats_it(op, fmt, arch):
-	plain = support(op, fmt, arch)
-	assert not plain or arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
-	for facts in FACTS:
-		status = support(op, fmt, arch, **facts)
-		assert plain or not status, "a fact made a no a yes"
-		if status:
-			assert status.reason == ""
-			require(op, fmt, arch, **facts)
-			continue
-		assert status.reason
-		with raises(NotImplementedError, [op, arch, status.reason]):
-			require(op, fmt, arch, **facts)
+    plain = support(op, fmt, arch)
+    assert not plain or arch in capability._RUNS.get((op, None if fmt is None else fmt.name), ())
+    for facts in FACTS:
+        status = support(op, fmt, arch, **facts)
+        assert plain or not status, "a fact made a no a yes"
+        if status:
+            assert status.reason == ""
+            require(op, fmt, arch, **facts)
+            continue
+        assert status.reason
+        with raises(NotImplementedError, [op, arch, status.reason]):
+            require(op, fmt, arch, **facts)
 
 
 def test_the_table_names_ops_formats_and_architectures_that_there_are():
-	for (op, name), archs in capability._RUNS.items():
-		assert op in OPS
-		assert name is None or name in RECORDS
-		assert set(archs) <= set(ARCHITECTURES)
+    for (op, name), archs in capability._RUNS.items():
+        assert op in OPS
+        assert name is None or name in RECORDS
+        assert set(archs) <= set(ARCHITECTURES)
 
 
 @pytest.fixture
 def no_mxfp8(monkeypatch):
-	monkeypatch.setattr(capability, "_RUNS", {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"})
+    monkeypatch.setattr(
+        capability,
+        "_RUNS",
+        {key: archs for key, archs in capability._RUNS.items() if key[1] != "mxfp8"},
+    )
 
 
 def test_an_added_row_is_an_added_format(monkeypatch, no_mxfp8):
-	assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
-	monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
-	assert support("grouped_quantize", MXFP8(), "reference")
-	assert support("grouped_quantize", MXFP8(), "sm_100a")
-	assert support("grouped_quantize", MXFP8(), "sm_90a").reason == "no sm_90a kernel of grouped_quantize yet"
-	assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
-	assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
+    assert support("grouped_quantize", MXFP8(), "reference").reason == "MXFP8 is not built yet"
+    monkeypatch.setitem(capability._RUNS, ("grouped_quantize", "mxfp8"), ("reference", "sm_100a"))
+    assert support("grouped_quantize", MXFP8(), "reference")
+    assert support("grouped_quantize", MXFP8(), "sm_100a")
+    assert (
+        support("grouped_quantize", MXFP8(), "sm_90a").reason
+        == "no sm_90a kernel of grouped_quantize yet"
+    )
+    assert support("grouped_gemm", MXFP8(), "reference").reason == "no grouped_gemm of MXFP8 yet"
+    assert "| `grouped_quantize` | MXFP8 | yes | - | yes |" in markdown_table()
 
 
 def test_prepacked_weights():
-	for fmt in (NVFP4(), NVFP4(block=(16, 16))):
-		assert [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES] == [True, True, False]
-	reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
-	assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
-	for arch in ("reference", "sm_90a"):
-		assert "unpack() them" in support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True).reason
+    for fmt in (NVFP4(), NVFP4(block=(16, 16))):
+        assert [bool(support("grouped_gemm", fmt, a, prepacked=True)) for a in ARCHITECTURES] == [
+            True,
+            True,
+            False,
+        ]
+    reason = support("grouped_gemm", NVFP4(), "sm_100a", prepacked=True).reason
+    assert reason == "prepacked weights are for sm_90a, not sm_100a: unpack() them"
+    for arch in ("reference", "sm_90a"):
+        assert (
+            "unpack() them" in support("grouped_gemm_w4a16", NVFP4(), arch, prepacked=True).reason
+        )
 
 
 def test_a_reason_against_the_format_comes_first(no_mxfp8):
-	assert support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason == "MXFP8 is not built yet"
+    assert (
+        support("grouped_gemm", MXFP8(), "sm_100a", prepacked=True).reason
+        == "MXFP8 is not built yet"
+    )
 
 
 def test_dtypes_that_an_op_does_not_take():
-	assert "bfloat16 or float16, not float32" in support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32).reason
-	assert "tf32" in support("grouped_gemm", None, "sm_90a", dtype=F32).reason
-	# Quantized on the way.
-	assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)
+    assert (
+        "bfloat16 or float16, not float32"
+        in support("grouped_gemm_w4a16", NVFP4(), "sm_90a", dtype=F32).reason
+    )
+    assert "tf32" in support("grouped_gemm", None, "sm_90a", dtype=F32).reason
+    # Quantized on the way.
+    assert support("grouped_gemm", NVFP4(), "sm_90a", dtype=F32)
 
 
 @each("op", ["grouped_quantize", "grouped_dequantize"])
 def test_quantizing_needs_a_format(op):
-	assert "needs a format" in support(op, None, "reference").reason
+    assert "needs a format" in support(op, None, "reference").reason
 
 
 @each("op", ["compute_offsets", "grouped_amax", "grouped_dbias", "moe_combine"])
 def test_reductions_take_no_format(op):
-	assert "plain tensors" in support(op, NVFP4(), "reference").reason
+    assert "plain tensors" in support(op, NVFP4(), "reference").reason
 
 
 def test_a_class_stands_for_its_defaults():
-	for op, cls in itertools.product(OPS, (NVFP4, MXFP8, FP8Block, FP8)):
-		assert support(op, cls, "reference") == support(op, cls(), "reference")
+    for op, cls in itertools.product(OPS, (NVFP4, MXFP8, FP8Block, FP8)):
+        assert support(op, cls, "reference") == support(op, cls(), "reference")
 
 
 @each(
-	("arguments", "error", "words"),
-	[
-		(("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
-		(("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
-		(("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
-		(("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
-	],
+    ("arguments", "error", "words"),
+    [
+        (("gemm", None, "reference"), ValueError, ["op", "'gemm'", "grouped_gemm"]),
+        (("grouped_gemm", None, "sm_80"), ValueError, ["arch", "'sm_80'", "sm_90a"]),
+        (("grouped_gemm", "nvfp4", "reference"), TypeError, ["fmt", "'nvfp4'"]),
+        (("grouped_gemm", BF16, "reference"), TypeError, ["fmt", "bfloat16"]),
+    ],
 )
 def test_unknown_names_raise(arguments, error, words):
-	with raises(error, words):
-		support(*arguments)
+    with raises(error, words):
+        support(*arguments)
 
 
 def test_the_printed_table_says_what_support_says():
-	lines = markdown_table().splitlines()
-	assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
-	cells = {}
-	for line in lines[2:]:
-		_, op, titles, *answers, _ = (cell.strip() for cell in line.split("|"))
-		for title in titles.split(", "):
-			cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
-	assert len(cells) > 20
-	rows = {
-		"bf16": (None, BF16),
-		"fp32": (None, F32),
-		"row-scaled NVFP4": (NVFP4(row_scaled=True), None),
-		"prepacked NVFP4": (NVFP4(), None),
-		"FP8": (FP8(), None),
-	}
-	for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
-		prepacked = title.startswith("prepacked")
-		if op.startswith("compute_"):
-			dtype = dtype and torch.int32
-		answers = [bool(support(op, fmt, arch, dtype=dtype, prepacked=prepacked)) for arch in ARCHITECTURES]
-		if op.startswith("compute_") and fmt is None:
-			title = "int32"
-		assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers
+    lines = markdown_table().splitlines()
+    assert lines[0].split("|")[3:-1] == [f" {arch} " for arch in ARCHITECTURES]
+    cells = {}
+    for line in lines[2:]:
+        _, op, titles, *answers, _ = (cell.strip() for cell in line.split("|"))
+        for title in titles.split(", "):
+            cells[op.strip("`"), title] = [answer == "yes" for answer in answers]
+    assert len(cells) > 20
+    rows = {
+        "bf16": (None, BF16),
+        "fp32": (None, F32),
+        "row-scaled NVFP4": (NVFP4(row_scaled=True), None),
+        "prepacked NVFP4": (NVFP4(), None),
+        "FP8": (FP8(), None),
+    }
+    for op, (title, (fmt, dtype)) in itertools.product(OPS, rows.items()):
+        prepacked = title.startswith("prepacked")
+        if op.startswith("compute_"):
+            dtype = dtype and torch.int32
+        answers = [
+            bool(support(op, fmt, arch, dtype=dtype, prepacked=prepacked)) for arch in ARCHITECTURES
+        ]
+        if op.startswith("compute_") and fmt is None:
+            title = "int32"
+        assert cells.get((op, title), [False] * len(ARCHITECTURES)) == answers

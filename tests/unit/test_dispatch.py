@@ -7,11 +7,27 @@ import pytest
 import torch
 
 from cute_kernels import activations, capability, ops
-from cute_kernels.activations import Activation, Curve, alpha_of, curve_of, formula_of, parse_activation
+from cute_kernels.activations import (
+    Activation,
+    Curve,
+    alpha_of,
+    curve_of,
+    formula_of,
+    parse_activation,
+)
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.device import activations as device_activations
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
-from cute_kernels.formats import E2M1, E4M3, E8M0, RECORDS, BlockScale, ElementType, Format, SecondLevel
+from cute_kernels.formats import (
+    E2M1,
+    E4M3,
+    E8M0,
+    RECORDS,
+    BlockScale,
+    ElementType,
+    Format,
+    SecondLevel,
+)
 from cute_kernels.gemm.operands import OPERANDS
 from cute_kernels.moe.config import RouterConfig
 from cute_kernels.moe.router import RouterKernel
@@ -25,135 +41,161 @@ E3M2 = ElementType("e3m2", 6, 28.0, torch.uint8)
 
 @dataclasses.dataclass(frozen=True)
 class Nibbles(Format):
-	"""E2M1 codes with powers of two, as MXFP4 has them."""
+    """E2M1 codes with powers of two, as MXFP4 has them."""
 
-	nan_scales: bool = False
-	name: ClassVar[str] = "nibbles"
-	element: ClassVar[ElementType] = E2M1
-	scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-	second_level: ClassVar[None] = None
-	columnwise: ClassVar[str] = "transposed"
-	k_multiple: ClassVar[int] = 32
+    nan_scales: bool = False
+    name: ClassVar[str] = "nibbles"
+    element: ClassVar[ElementType] = E2M1
+    scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
+    second_level: ClassVar[None] = None
+    columnwise: ClassVar[str] = "transposed"
+    k_multiple: ClassVar[int] = 32
 
 
 class SixBits(Nibbles):
-	"""Codes of six bits."""
+    """Codes of six bits."""
 
-	element: ClassVar[ElementType] = E3M2
+    element: ClassVar[ElementType] = E3M2
 
 
 @pytest.fixture
 def hardswish(monkeypatch):
-	"""An activation whose curve has no formula."""
-	monkeypatch.setitem(activations._FACTS, "hardswish", ("hardswish", False))
-	monkeypatch.setattr(activations, "ACTIVATIONS", tuple(activations._FACTS))
-	yield "hardswish"
-	parse_activation.cache_clear()
+    """An activation whose curve has no formula."""
+    monkeypatch.setitem(activations._FACTS, "hardswish", ("hardswish", False))
+    monkeypatch.setattr(activations, "ACTIVATIONS", tuple(activations._FACTS))
+    yield "hardswish"
+    parse_activation.cache_clear()
 
 
 @each("backend", ["reference", "emulated:sm_90a", "emulated:sm_100a"])
 def test_an_unknown_curve_is_refused_by_ops(hardswish, backend):
-	import cute_kernels
+    import cute_kernels
 
-	x, weight, offs = (
-		torch.ones(8, 32, dtype=BF16),
-		torch.ones(1, 32, 32, dtype=BF16),
-		torch.tensor([8], dtype=torch.int32),
-	)
-	calls = (
-		lambda: ops.moe_activate(x, hardswish, offs, False),
-		lambda: ops.moe_activate_gradient(x, x, hardswish, offs, False),
-		lambda: ops.grouped_quantize(x, "fp8_block", offs, None, True, False, None, None, hardswish),
-		lambda: ops.m_grouped_gemm_activate(
-			x, weight, offs, None, None, False, BF16, None, None, None, None, False, None, None, None, hardswish, False, False
-		),
-	)
-	for call in calls:
-		with (
-			cute_kernels.backend(backend),
-			raises(UnsupportedError, "hardswish has the curve 'hardswish', which is none of"),
-		):
-			call()
+    x, weight, offs = (
+        torch.ones(8, 32, dtype=BF16),
+        torch.ones(1, 32, 32, dtype=BF16),
+        torch.tensor([8], dtype=torch.int32),
+    )
+    calls = (
+        lambda: ops.moe_activate(x, hardswish, offs, False),
+        lambda: ops.moe_activate_gradient(x, x, hardswish, offs, False),
+        lambda: ops.grouped_quantize(
+            x, "fp8_block", offs, None, True, False, None, None, hardswish
+        ),
+        lambda: ops.m_grouped_gemm_activate(
+            x,
+            weight,
+            offs,
+            None,
+            None,
+            False,
+            BF16,
+            None,
+            None,
+            None,
+            None,
+            False,
+            None,
+            None,
+            None,
+            hardswish,
+            False,
+            False,
+        ),
+    )
+    for call in calls:
+        with (
+            cute_kernels.backend(backend),
+            raises(UnsupportedError, "hardswish has the curve 'hardswish', which is none of"),
+        ):
+            call()
 
 
 def test_an_unknown_curve_has_no_formula_on_either_side(hardswish, monkeypatch):
-	act = Activation(hardswish)
-	x = torch.ones(2, 4)
-	uses = (
-		lambda: curve_of(act),
-		lambda: alpha_of(act),
-		lambda: reference_activations.activate(x, act),
-		lambda: reference_activations.activate_gradient(x, x, act),
-		lambda: device_activations._curve(None, act, None, False),
-		lambda: device_activations.quick_to(act),
-		lambda: device_activations.FactorTable.of(act, "bfloat16"),
-	)
-	for use in uses:
-		with raises(UnsupportedError, "'hardswish'"):
-			use()
-	# Listed, but of a family that nobody computes.
-	monkeypatch.setitem(activations.CURVES, "hardswish", Curve("piecewise"))
-	for use in (uses[2], uses[3], uses[4]):
-		with raises(UnsupportedError, "no formula of the curve 'hardswish', which is of the family 'piecewise'"):
-			use()
+    act = Activation(hardswish)
+    x = torch.ones(2, 4)
+    uses = (
+        lambda: curve_of(act),
+        lambda: alpha_of(act),
+        lambda: reference_activations.activate(x, act),
+        lambda: reference_activations.activate_gradient(x, x, act),
+        lambda: device_activations._curve(None, act, None, False),
+        lambda: device_activations.quick_to(act),
+        lambda: device_activations.FactorTable.of(act, "bfloat16"),
+    )
+    for use in uses:
+        with raises(UnsupportedError, "'hardswish'"):
+            use()
+    # Listed, but of a family that nobody computes.
+    monkeypatch.setitem(activations.CURVES, "hardswish", Curve("piecewise"))
+    for use in (uses[2], uses[3], uses[4]):
+        with raises(
+            UnsupportedError,
+            "no formula of the curve 'hardswish', which is of the family 'piecewise'",
+        ):
+            use()
 
 
 def test_reference_and_kernels_have_formulas_of_the_same_families():
-	families = {curve.family for curve in activations.CURVES.values()}
-	assert families == set(reference_activations._FORMULAS) == set(device_activations._FORMULAS)
-	assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
-	assert formula_of(Activation("silu"), {"sigmoid": 1}) == 1
+    families = {curve.family for curve in activations.CURVES.values()}
+    assert families == set(reference_activations._FORMULAS) == set(device_activations._FORMULAS)
+    assert {curve for curve, _ in activations._FACTS.values()} == set(activations.CURVES)
+    assert formula_of(Activation("silu"), {"sigmoid": 1}) == 1
 
 
 def test_codes_are_decoded_by_what_their_record_says():
-	"""Not by how many bits they have."""
-	kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
-	for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
-		assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
-	for fmt in (Nibbles(), SixBits()):
-		assert fmt.decodes_by is None
-		with raises(UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"):
-			values_of(fmt, "bfloat16")
+    """Not by how many bits they have."""
+    kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
+    for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
+        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
+    for fmt in (Nibbles(), SixBits()):
+        assert fmt.decodes_by is None
+        with raises(
+            UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"
+        ):
+            values_of(fmt, "bfloat16")
 
 
 def test_formats_of_bytes_are_those_whose_codes_are(monkeypatch):
-	"""Wherever they stand in the list."""
-	monkeypatch.setitem(RECORDS, "nibbles", Nibbles)
-	monkeypatch.setitem(RECORDS, "six_bits", SixBits)
-	assert capability.with_byte_codes(("fp8", "nibbles", "mxfp8", "six_bits")) == ("fp8", "mxfp8")
-	for op in ("grouped_gemm_w4a8", "moe_quantize_gradient"):
-		names = {name for other, name in capability._RUNS if other == op}
-		assert names == {name for name in capability._FORMATS if RECORDS[name]().element.bits == 8}
+    """Wherever they stand in the list."""
+    monkeypatch.setitem(RECORDS, "nibbles", Nibbles)
+    monkeypatch.setitem(RECORDS, "six_bits", SixBits)
+    assert capability.with_byte_codes(("fp8", "nibbles", "mxfp8", "six_bits")) == ("fp8", "mxfp8")
+    for op in ("grouped_gemm_w4a8", "moe_quantize_gradient"):
+        names = {name for other, name in capability._RUNS if other == op}
+        assert names == {name for name in capability._FORMATS if RECORDS[name]().element.bits == 8}
 
 
 def test_elements_without_a_conversion_are_refused():
-	for call in (lambda: encode(E3M2, torch.ones(2)), lambda: encode(E8M0, torch.ones(2))):
-		with raises(UnsupportedError, "nothing encodes numbers as"):
-			call()
-	with raises(UnsupportedError, "nothing decodes codes of e3m2"):
-		decode(E3M2, torch.zeros(2, dtype=torch.uint8))
-	with raises(UnsupportedError, "nothing packs codes of 2 bits"):
-		pack(dataclasses.replace(E3M2, bits=2), torch.zeros(4, dtype=torch.uint8))
+    for call in (lambda: encode(E3M2, torch.ones(2)), lambda: encode(E8M0, torch.ones(2))):
+        with raises(UnsupportedError, "nothing encodes numbers as"):
+            call()
+    with raises(UnsupportedError, "nothing decodes codes of e3m2"):
+        decode(E3M2, torch.zeros(2, dtype=torch.uint8))
+    with raises(UnsupportedError, "nothing packs codes of 2 bits"):
+        pack(dataclasses.replace(E3M2, bits=2), torch.zeros(4, dtype=torch.uint8))
 
 
 def test_words_of_records_are_checked():
-	with raises(ValueError, "layout must be tiles_128x4 or mn_major, got 'rows'"):
-		BlockScale(E4M3, 16, "rows")
-	with raises(ValueError, "per must be group or row, got 'column'"):
-		SecondLevel("column", ("amax",))
+    with raises(ValueError, "layout must be tiles_128x4 or mn_major, got 'rows'"):
+        BlockScale(E4M3, 16, "rows")
+    with raises(ValueError, "per must be group or row, got 'column'"):
+        SecondLevel("column", ("amax",))
 
 
 def test_an_unknown_score_is_refused():
-	logits, options = torch.ones(2, 4), (1, "tanh", False, 1, 1, 1.0)
-	out = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int32), torch.ones(2, 4)
-	with raises(UnsupportedError, "no formula of the score 'tanh'"):
-		reference_router.route(logits, None, None, options, out)
-	config = next(f for f in dataclasses.fields(RouterConfig) if f.name == "score")
-	assert config is not None
-	with raises(UnsupportedError, "no kernel computes the score 'tanh'"):
-		RouterKernel(RouterConfig(**_router(score="tanh")))
+    logits, options = torch.ones(2, 4), (1, "tanh", False, 1, 1, 1.0)
+    out = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.int32), torch.ones(2, 4)
+    with raises(UnsupportedError, "no formula of the score 'tanh'"):
+        reference_router.route(logits, None, None, options, out)
+    config = next(f for f in dataclasses.fields(RouterConfig) if f.name == "score")
+    assert config is not None
+    with raises(UnsupportedError, "no kernel computes the score 'tanh'"):
+        RouterKernel(RouterConfig(**_router(score="tanh")))
 
 
 def _router(**changes):
-	required = {f.name: 32 for f in dataclasses.fields(RouterConfig) if f.default is dataclasses.MISSING}
-	return required | changes
+    required = {
+        f.name: 32 for f in dataclasses.fields(RouterConfig) if f.default is dataclasses.MISSING
+    }
+    return required | changes

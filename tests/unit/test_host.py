@@ -18,167 +18,167 @@ NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def no_warnings_given(monkeypatch):
-	monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setattr(settings, "_warned", set())
 
 
 @pytest.fixture
 def folder(tmp_path):
-	write_file(tmp_path / "file", b"code")
-	return tmp_path
+    write_file(tmp_path / "file", b"code")
+    return tmp_path
 
 
 def read(folder, name="file"):
-	descriptor = open_folder(folder)
-	try:
-		return read_file(descriptor, name)
-	finally:
-		os.close(descriptor)
+    descriptor = open_folder(folder)
+    try:
+        return read_file(descriptor, name)
+    finally:
+        os.close(descriptor)
 
 
 @each("text", ["", "2", "y", "none", "enabled"])
 def test_what_is_no_boolean_is_an_error(text):
-	with raises(ValueError, f"NAME must be one of .*, got '{text}'"):
-		settings.boolean("NAME", text)
+    with raises(ValueError, f"NAME must be one of .*, got '{text}'"):
+        settings.boolean("NAME", text)
 
 
 @each(("text", "is_on"), [(None, True), ("", True), ("on", True), ("off", False), ("False", False)])
 def test_the_kernel_cache_is_turned_off_by_any_no(monkeypatch, text, is_on):
-	if text is None:
-		monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
-	else:
-		monkeypatch.setenv("CUTE_KERNELS_CACHE", text)
-	assert settings.kernel_cache_is_on() == is_on
+    if text is None:
+        monkeypatch.delenv("CUTE_KERNELS_CACHE", raising=False)
+    else:
+        monkeypatch.setenv("CUTE_KERNELS_CACHE", text)
+    assert settings.kernel_cache_is_on() == is_on
 
 
 @each("variable", ["CUTE_KERNELS_CACHE_DIR", "XDG_CACHE_HOME"])
 def test_a_cache_folder_of_an_unknown_user(monkeypatch, variable):
-	monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR", raising=False)
-	monkeypatch.setenv(variable, "~nosuchuser/cache")
-	with pytest.warns(RuntimeWarning, match="would be in ~nosuchuser/cache.*home directory"):
-		assert settings.cache_root() is None
+    monkeypatch.delenv("CUTE_KERNELS_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, "~nosuchuser/cache")
+    with pytest.warns(RuntimeWarning, match="would be in ~nosuchuser/cache.*home directory"):
+        assert settings.cache_root() is None
 
 
 def test_a_file_comes_back(folder):
-	assert read(folder) == b"code"
-	assert [path.name for path in folder.iterdir()] == ["file"]
+    assert read(folder) == b"code"
+    assert [path.name for path in folder.iterdir()] == ["file"]
 
 
 def test_nothing_is_writable_by_others_whatever_the_umask(tmp_path):
-	before = os.umask(0)
-	try:
-		make_folder(tmp_path / "folder")
-		write_file(tmp_path / "folder" / "file", b"code")
-	finally:
-		os.umask(before)
-	assert read(tmp_path / "folder") == b"code"
+    before = os.umask(0)
+    try:
+        make_folder(tmp_path / "folder")
+        write_file(tmp_path / "folder" / "file", b"code")
+    finally:
+        os.umask(before)
+    assert read(tmp_path / "folder") == b"code"
 
 
 @each("mode", [0o20, 0o02])
 @each("name", ["", "file"])
 def test_what_others_can_write_is_not_read(folder, name, mode):
-	path = folder / name
-	path.chmod(path.stat().st_mode | mode)
-	with raises(PermissionError, "other users may write it.*chmod go-w"):
-		read(folder)
+    path = folder / name
+    path.chmod(path.stat().st_mode | mode)
+    with raises(PermissionError, "other users may write it.*chmod go-w"):
+        read(folder)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @each("name", ["", "file"])
 def test_what_another_user_owns_is_not_read(folder, name):
-	os.chown(folder / name, NOBODY, NOBODY)
-	with raises(PermissionError, f"belongs to user {NOBODY}, not to 0 or root"):
-		read(folder)
+    os.chown(folder / name, NOBODY, NOBODY)
+    with raises(PermissionError, f"belongs to user {NOBODY}, not to 0 or root"):
+        read(folder)
 
 
 def test_the_target_of_a_link_is_what_counts(folder):
-	(folder / "link").symlink_to("file")
-	assert read(folder, "link") == b"code"
-	(folder / "file").chmod(0o666)
-	with raises(PermissionError, "link is not used"):
-		read(folder, "link")
+    (folder / "link").symlink_to("file")
+    assert read(folder, "link") == b"code"
+    (folder / "file").chmod(0o666)
+    with raises(PermissionError, "link is not used"):
+        read(folder, "link")
 
 
 def test_what_is_no_file_is_not_read(folder):
-	os.mkfifo(folder / "pipe", 0o644)
-	(folder / "inner").mkdir()
-	for name in ("pipe", "inner"):
-		with raises(OSError, "not a regular file"):
-			read(folder, name)
+    os.mkfifo(folder / "pipe", 0o644)
+    (folder / "inner").mkdir()
+    for name in ("pipe", "inner"):
+        with raises(OSError, "not a regular file"):
+            read(folder, name)
 
 
 def in_child(work):
-	"""The exit status of a forked child that runs ``work``; 14 if it hangs."""
-	child = os.fork()
-	if not child:
-		signal.alarm(20)
-		try:
-			work()
-		except BaseException:
-			os._exit(1)
-		os._exit(0)
-	return os.waitpid(child, 0)[1]
+    """The exit status of a forked child that runs ``work``; 14 if it hangs."""
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
 
 
 def test_a_lock_of_another_thread_is_free_in_a_child():
-	orphaned = []
-	lock, other = ForkSafeLock(lambda: orphaned.append(1)), ForkSafeLock()
-	held, leave = threading.Event(), threading.Event()
+    orphaned = []
+    lock, other = ForkSafeLock(lambda: orphaned.append(1)), ForkSafeLock()
+    held, leave = threading.Event(), threading.Event()
 
-	def hold():
-		with lock:
-			held.set()
-			leave.wait()
+    def hold():
+        with lock:
+            held.set()
+            leave.wait()
 
-	def take():
-		with lock, lock, other:
-			assert orphaned == [1]
+    def take():
+        with lock, lock, other:
+            assert orphaned == [1]
 
-	thread = threading.Thread(target=hold)
-	thread.start()
-	held.wait()
-	try:
-		assert in_child(take) == 0
-	finally:
-		leave.set()
-		thread.join()
-	assert not orphaned
-	with lock:
-		assert in_child(lambda: None) == 0
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    try:
+        assert in_child(take) == 0
+    finally:
+        leave.set()
+        thread.join()
+    assert not orphaned
+    with lock:
+        assert in_child(lambda: None) == 0
 
 
 def test_a_lock_of_the_forking_thread_stays_its_own():
-	lock = ForkSafeLock(lambda: os._exit(2))
-	taken = []
+    lock = ForkSafeLock(lambda: os._exit(2))
+    taken = []
 
-	def work():
-		def steal():
-			with lock:
-				taken.append(1)
+    def work():
+        def steal():
+            with lock:
+                taken.append(1)
 
-		thread = threading.Thread(target=steal, daemon=True)
-		thread.start()
-		time.sleep(0.05)
-		assert not taken
-		lock.__exit__(None, None, None)
-		thread.join()
-		assert taken
+        thread = threading.Thread(target=steal, daemon=True)
+        thread.start()
+        time.sleep(0.05)
+        assert not taken
+        lock.__exit__(None, None, None)
+        thread.join()
+        assert taken
 
-	with lock:
-		assert in_child(work) == 0
+    with lock:
+        assert in_child(work) == 0
 
 
 def test_report_says_what_a_bug_report_needs(monkeypatch, tmp_path):
-	monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
-	monkeypatch.setenv("CUTE_KERNELS_BACKEND", "nope")
-	pairs = dict(report())
-	assert pairs["grouped-kernels"].startswith(grouped.__version__)
-	assert pairs["torch"] == importlib.metadata.version("torch")
-	assert pairs["kernel cache"] == str(tmp_path)
-	assert "nope" in pairs["backend of cpu tensors"]
-	assert pairs["CUTE_KERNELS_BACKEND"] == "nope"
-	monkeypatch.setattr(importlib.metadata, "version", _no_package)
-	assert dict(report())["nvidia-cutlass-dsl"] == "not installed"
+    monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUTE_KERNELS_BACKEND", "nope")
+    pairs = dict(report())
+    assert pairs["grouped-kernels"].startswith(grouped.__version__)
+    assert pairs["torch"] == importlib.metadata.version("torch")
+    assert pairs["kernel cache"] == str(tmp_path)
+    assert "nope" in pairs["backend of cpu tensors"]
+    assert pairs["CUTE_KERNELS_BACKEND"] == "nope"
+    monkeypatch.setattr(importlib.metadata, "version", _no_package)
+    assert dict(report())["nvidia-cutlass-dsl"] == "not installed"
 
 
 def _no_package(name):
-	raise importlib.metadata.PackageNotFoundError(name)
+    raise importlib.metadata.PackageNotFoundError(name)

@@ -8,22 +8,22 @@ ROOT = Path(__file__).parents[2]
 #: A module may import modules of lower layers and of its own subpackage. ``cute_kernels`` itself,
 #: which only gathers the public names, and its other top-level modules are the layer "front".
 LAYERS = {
-	"host": 0,
-	"records": 0,
-	"formats": 1,
-	"activations": 1,
-	"layout": 1,
-	"capability": 2,
-	"reference": 3,
-	"emulator": 3,
-	"device": 3,
-	"quantize": 4,
-	"gemm": 4,
-	"moe": 5,
-	"runtime": 6,
-	"ops": 7,
-	"front": 8,
-	"grouped": 9,
+    "host": 0,
+    "records": 0,
+    "formats": 1,
+    "activations": 1,
+    "layout": 1,
+    "capability": 2,
+    "reference": 3,
+    "emulator": 3,
+    "device": 3,
+    "quantize": 4,
+    "gemm": 4,
+    "moe": 5,
+    "runtime": 6,
+    "ops": 7,
+    "front": 8,
+    "grouped": 9,
 }
 #: How a configuration names its kernel, which the runtime imports: ``"package.module:Name"``.
 NAMED = re.compile(r"((?:cute_kernels|grouped)(?:\.\w+)*):(\w+)")
@@ -31,112 +31,114 @@ REFERENCE_NEEDS_ONLY = {"activations", "formats", "layout", "reference"}
 
 
 def modules():
-	found = {}
-	for package in ("cute_kernels", "grouped"):
-		for path in sorted((ROOT / package).rglob("*.py")):
-			parts = path.relative_to(ROOT).with_suffix("").parts
-			found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-	return found
+    found = {}
+    for package in ("cute_kernels", "grouped"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
 
 
 MODULES = modules()
 
 
 def layer(name):
-	package, *rest = name.split(".")
-	if package == "grouped":
-		return "grouped"
-	return rest[0] if rest and rest[0] in LAYERS else "front"
+    package, *rest = name.split(".")
+    if package == "grouped":
+        return "grouped"
+    return rest[0] if rest and rest[0] in LAYERS else "front"
 
 
 def is_type_checking(node):
-	return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
 def imported_names(nodes):
-	for node in nodes:
-		if isinstance(node, ast.Import):
-			yield from (alias.name for alias in node.names)
-		elif isinstance(node, ast.ImportFrom):
-			assert node.level == 0, f"relative import of {node.module}"
-			for alias in node.names:
-				full = f"{node.module}.{alias.name}"
-				yield full if full in MODULES else node.module
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import of {node.module}"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in MODULES else node.module
 
 
 def names_in_strings(nodes):
-	for node in nodes:
-		if isinstance(node, ast.Constant) and isinstance(node.value, str):
-			named = NAMED.fullmatch(node.value)
-			if named and named[1] in MODULES:
-				yield named[1]
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            named = NAMED.fullmatch(node.value)
+            if named and named[1] in MODULES:
+                yield named[1]
 
 
 def all_imports(tree, *, with_names=False):
-	pending, found = [tree], []
-	while pending:
-		node = pending.pop()
-		if is_type_checking(node):
-			pending.extend(node.orelse)
-			continue
-		found.append(node)
-		pending.extend(ast.iter_child_nodes(node))
-	return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
+    pending, found = [tree], []
+    while pending:
+        node = pending.pop()
+        if is_type_checking(node):
+            pending.extend(node.orelse)
+            continue
+        found.append(node)
+        pending.extend(ast.iter_child_nodes(node))
+    return {*imported_names(found), *(names_in_strings(found) if with_names else ())}
 
 
 def parse(name):
-	"""A module's tree; what it imports by place in absolute names."""
-	tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
-	package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
-	for node in ast.walk(tree):
-		if isinstance(node, ast.ImportFrom) and node.level:
-			node.module, node.level = f"{package.rsplit('.', node.level - 1)[0]}.{node.module}", 0
-	return tree
+    """A module's tree; what it imports by place in absolute names."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    package = name if MODULES[name].name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            node.module, node.level = f"{package.rsplit('.', node.level - 1)[0]}.{node.module}", 0
+    return tree
 
 
 @each("name", [*MODULES])
 def test_imports_go_down(name):
-	own = layer(name)
-	for target in all_imports(parse(name), with_names=True):
-		if target.split(".")[0] not in ("cute_kernels", "grouped"):
-			continue
-		other = layer(target)
-		assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
-		if own == "reference":
-			assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
+    own = layer(name)
+    for target in all_imports(parse(name), with_names=True):
+        if target.split(".")[0] not in ("cute_kernels", "grouped"):
+            continue
+        other = layer(target)
+        assert other == own or LAYERS[other] < LAYERS[own], f"{name} ({own}) imports {target}"
+        if own == "reference":
+            assert other in REFERENCE_NEEDS_ONLY, f"{name} imports {target}"
 
 
 def circles(imports):
-	"""Sets of modules each of which imports all others of its set, by way of some of them."""
-	reached = {}
-	for name in imports:
-		pending, seen = [name], set()
-		while pending:
-			new = set(imports.get(pending.pop(), ())) - seen
-			seen |= new
-			pending += new
-		reached[name] = seen
-	found = {
-		frozenset(other for other in reached[name] if name in reached.get(other, ()))
-		for name in imports
-		if name in reached[name]
-	}
-	return sorted(map(set, found), key=sorted)
+    """Sets of modules each of which imports all others of its set, by way of some of them."""
+    reached = {}
+    for name in imports:
+        pending, seen = [name], set()
+        while pending:
+            new = set(imports.get(pending.pop(), ())) - seen
+            seen |= new
+            pending += new
+        reached[name] = seen
+    found = {
+        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        for name in imports
+        if name in reached[name]
+    }
+    return sorted(map(set, found), key=sorted)
 
 
 def test_circles_are_found():
-	imports = {"a": {"b"}, "b": {"c", "x"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
-	assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}, {"f"}]
+    imports = {"a": {"b"}, "b": {"c", "x"}, "c": {"a"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
+    assert circles(imports) == [{"a", "b", "c"}, {"d", "e"}, {"f"}]
 
 
 def test_no_files_import_each_other():
-	"""Imports inside functions count, those for type checkers and kernels that configurations name do not."""
-	assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
+    """Imports inside functions count, those for type checkers and kernels that configurations name
+    do not.
+    """
+    assert not circles({name: all_imports(parse(name)) & set(MODULES) for name in MODULES})
 
 
 @each("is_blocked", [False, True])
 def test_the_packages_do_not_load_the_dsl_and_work_without_it(is_blocked):
-	code = f"""
+    code = f"""
 import sys, torch
 names = {{"cutlass", "cuda", "tvm_ffi", "hypothesis", "pytest"}}
 fresh = names.difference(sys.modules)
@@ -147,12 +149,12 @@ x = torch.ones(4, 32, dtype=torch.bfloat16)
 q = grouped.quantize(x, grouped.NVFP4(), offs=[1, 4])
 assert q.dequantize().equal(x) and not any(map(sys.modules.get, fresh))
 """
-	run_python(code)
+    run_python(code)
 
 
 @needs_compiler
 def test_the_emulator_works_without_torch_and_the_dsl():
-	code = """
+    code = """
 import sys
 sys.modules["torch"] = sys.modules["cutlass"] = None
 import cute_kernels, numpy
@@ -165,4 +167,4 @@ x = numpy.zeros(1, numpy.uint32)
 cute_kernels.emulator.launch("k", (1,), (1,), (x,))
 assert x[0] == 7 and cute_kernels.emulator.installed() is None
 """
-	run_python(code)
+    run_python(code)

@@ -14,10 +14,15 @@ from .nvfp4 import NVFP4Codec
 __all__ = ["CODECS", "Codec", "Level", "codec_of"]
 
 #: The codec of each format, by the name of its record.
-CODECS: dict[str, type[Codec]] = {"fp8": FP8Codec, "fp8_block": FP8BlockCodec, "mxfp8": MXFP8Codec, "nvfp4": NVFP4Codec}
+CODECS: dict[str, type[Codec]] = {
+    "fp8": FP8Codec,
+    "fp8_block": FP8BlockCodec,
+    "mxfp8": MXFP8Codec,
+    "nvfp4": NVFP4Codec,
+}
 
 
 def codec_of(text: str, dtype: str, arch: str | None = None) -> Codec:
-	"""The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
-	fmt = parse(text)
-	return CODECS[fmt.name](fmt, dtype, arch)
+    """The codec of the format whose canonical text is ``text``; see ``Codec`` for the rest."""
+    fmt = parse(text)
+    return CODECS[fmt.name](fmt, dtype, arch)

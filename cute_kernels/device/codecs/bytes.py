@@ -21,94 +21,107 @@ _PER_WORD, _EIGHT = 4, 8
 
 
 class ByteCodec(Codec):
-	"""Base of the codecs of FP8 elements."""
+    """Base of the codecs of FP8 elements."""
 
-	@property
-	def multiplies_bf16(self) -> bool:
-		"""Whether elements are multiplied as they are, two at once."""
-		return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
+    @property
+    def multiplies_bf16(self) -> bool:
+        """Whether elements are multiplied as they are, two at once."""
+        return self.dtype == "bfloat16" and self.fmt.has_pow2_scales
 
-	# ---- encoding
+    # ---- encoding
 
-	def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
-		"""Of a multiple of four elements."""
-		step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
-		if self.multiplies_bf16:
-			words = _products(words, _bf16_pair(factor, factor))
-		factor = self._spread(factor)
-		pairs = row_pairs(self.dtype, step)
-		return [self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)]
+    def encode_row(self, words: Sequence[Uint32], factor: Float32) -> list[Uint32]:
+        """Of a multiple of four elements."""
+        step = _PER_WORD if self.dtype == "float32" else _PER_WORD // 2
+        if self.multiplies_bf16:
+            words = _products(words, _bf16_pair(factor, factor))
+        factor = self._spread(factor)
+        pairs = row_pairs(self.dtype, step)
+        return [
+            self._encode(pairs, words[i : i + step], [factor]) for i in range(0, len(words), step)
+        ]
 
-	def encode_eight(self, words: Sequence[Uint32], factor: Float32) -> Uint64:
-		"""The codes of eight elements of 16 bits that share a factor."""
-		if self.multiplies_bf16:
-			words = _products(words, _bf16_pair(factor, factor))
-		return self._encode(row_pairs(self.dtype, len(words)), words, [self._spread(factor)])
+    def encode_eight(self, words: Sequence[Uint32], factor: Float32) -> Uint64:
+        """The codes of eight elements of 16 bits that share a factor."""
+        if self.multiplies_bf16:
+            words = _products(words, _bf16_pair(factor, factor))
+        return self._encode(row_pairs(self.dtype, len(words)), words, [self._spread(factor)])
 
-	def encode_columns(
-		self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
-	) -> list[list[Uint32]]:
-		"""Of a multiple of eight rows."""
-		if self.multiplies_bf16:
-			words = _products(words, _bf16_pair(*factors))
-		columns = []
-		for part, factor in enumerate(factors):
-			pairs, factor = column_pairs(self.dtype, _PER_WORD, part), self._spread(factor)
-			codes = [self._encode(pairs, words[i : i + _PER_WORD], [factor]) for i in range(0, len(words), _PER_WORD)]
-			columns.append(_untwisted(codes, twist))
-		return columns
+    def encode_columns(
+        self, words: Sequence[Uint32], factors: Sequence[Float32], twist: Int32 | int = 0
+    ) -> list[list[Uint32]]:
+        """Of a multiple of eight rows."""
+        if self.multiplies_bf16:
+            words = _products(words, _bf16_pair(*factors))
+        columns = []
+        for part, factor in enumerate(factors):
+            pairs, factor = column_pairs(self.dtype, _PER_WORD, part), self._spread(factor)
+            codes = [
+                self._encode(pairs, words[i : i + _PER_WORD], [factor])
+                for i in range(0, len(words), _PER_WORD)
+            ]
+            columns.append(_untwisted(codes, twist))
+        return columns
 
-	def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
-		"""Code words of elements that follow each other, each with a factor of its own."""
-		per_word = len(factors) // len(words)
-		if self.multiplies_bf16:
-			words = [_products([word], _bf16_pair(*factors[2 * i : 2 * i + 2]))[0] for i, word in enumerate(words)]
-		step = _PER_WORD // per_word
-		pairs = row_pairs(self.dtype, step)
-		return [
-			self._encode(pairs, words[i : i + step], factors[i * per_word :][:_PER_WORD]) for i in range(0, len(words), step)
-		]
+    def encode_mixed(self, words: Sequence[Uint32], factors: Sequence[Float32]) -> list[Uint32]:
+        """Code words of elements that follow each other, each with a factor of its own."""
+        per_word = len(factors) // len(words)
+        if self.multiplies_bf16:
+            words = [
+                _products([word], _bf16_pair(*factors[2 * i : 2 * i + 2]))[0]
+                for i, word in enumerate(words)
+            ]
+        step = _PER_WORD // per_word
+        pairs = row_pairs(self.dtype, step)
+        return [
+            self._encode(pairs, words[i : i + step], factors[i * per_word :][:_PER_WORD])
+            for i in range(0, len(words), step)
+        ]
 
-	def _spread(self, factor: Float32) -> Float32 | Uint64:
-		"""A factor of several elements, twice in a register pair where two are multiplied at once."""
-		if self.multiplies_bf16 or self.arch != "sm_100a":
-			return factor
-		return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
+    def _spread(self, factor: Float32) -> Float32 | Uint64:
+        """A factor of several elements, twice in a register pair where two are multiplied at once."""
+        if self.multiplies_bf16 or self.arch != "sm_100a":
+            return factor
+        return asm("mov.b64 $0, {$1, $1};", [Uint64], [factor])
 
-	def _encode(self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]) -> Any:
-		"""Four elements, pairs of the operands ``words``, as a code word, or eight as two in one register pair.
+    def _encode(
+        self, pairs: Sequence[Pair], words: Sequence[Uint32], factors: Sequence[Float32 | Uint64]
+    ) -> Any:
+        """Four elements, pairs of the operands ``words``, as a code word, or eight as two in one
+        register pair.
 
-		``factors`` are ``_spread`` of one for all, or one each; unused if they are in ``words`` already.
-		"""
-		assert self.arch is not None
-		given = [] if self.multiplies_bf16 else list(factors)
-		names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
-		body, is_paired = "", self.arch == "sm_100a" and not self.multiplies_bf16
-		if is_paired and len(given) == 1:
-			pairs = products(pairs, names[0])
-		for i, pair in enumerate(pairs):
-			if is_paired and len(given) > 1:
-				body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
-				(pair,) = products([pair], "f")
-			low, high = pair.low, pair.high
-			body += pair.text
-			if given and not is_paired:
-				body += f"mul.rn.f32 lo, {low}, {names[2 * i]}; mul.rn.f32 hi, {high}, {names[2 * i + 1]};"
-				low, high = "lo", "hi"
-			body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, {high}, {low};\n"
-		codes = ", ".join(f"c{i}" for i in range(len(pairs)))
-		text = f"""{{
+        ``factors`` are ``_spread`` of one for all, or one each; unused if they are in ``words``
+        already.
+        """
+        assert self.arch is not None
+        given = [] if self.multiplies_bf16 else list(factors)
+        names = [f"${len(words) + 1 + i}" for i in range(len(given))] * (_PER_WORD // len(factors))
+        body, is_paired = "", self.arch == "sm_100a" and not self.multiplies_bf16
+        if is_paired and len(given) == 1:
+            pairs = products(pairs, names[0])
+        for i, pair in enumerate(pairs):
+            if is_paired and len(given) > 1:
+                body += f"mov.b64 f, {{{names[2 * i]}, {names[2 * i + 1]}}};\n"
+                (pair,) = products([pair], "f")
+            low, high = pair.low, pair.high
+            body += pair.text
+            if given and not is_paired:
+                body += f"mul.rn.f32 lo, {low}, {names[2 * i]}; mul.rn.f32 hi, {high}, {names[2 * i + 1]};"
+                low, high = "lo", "hi"
+            body += f"\ncvt.rn.satfinite.{self.fmt.element.name}x2.f32 c{i}, {high}, {low};\n"
+        codes = ", ".join(f"c{i}" for i in range(len(pairs)))
+        text = f"""{{
 			{REGISTERS}
 			.reg .b16 {codes};
 			{body}
 			mov.b{16 * len(pairs)} $0, {{{codes}}};
 		}}"""
-		return asm(text, [Uint64 if len(pairs) > 2 else Uint32], [*words, *given])
+        return asm(text, [Uint64 if len(pairs) > 2 else Uint32], [*words, *given])
 
-	# ---- decoding
+    # ---- decoding
 
-	def decode(self, words: Sequence[Uint32]) -> list[Float32]:
-		text = f"""{{
+    def decode(self, words: Sequence[Uint32]) -> list[Float32]:
+        text = f"""{{
 			.reg .b16 low, high, a, b;
 			.reg .b32 numbers;
 			mov.b32 {{low, high}}, $4;
@@ -117,25 +130,25 @@ class ByteCodec(Codec):
 			cvt.rn.f16x2.{self.fmt.element.name}x2 numbers, high;
 			mov.b32 {{a, b}}, numbers; cvt.f32.f16 $2, a; cvt.f32.f16 $3, b;
 		}}"""
-		return [number for word in words for number in asm(text, [Float32] * 4, [word])]
+        return [number for word in words for number in asm(text, [Float32] * 4, [word])]
 
-	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-		return level if scale is None else scale
+    def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
+        return level if scale is None else scale
 
 
 def _bf16_pair(low: Float32, high: Float32) -> Uint32:
-	return asm("prmt.b32 $0, $1, $2, 0x7632;", [Uint32], [f32_as_bits(low), f32_as_bits(high)])
+    return asm("prmt.b32 $0, $1, $2, 0x7632;", [Uint32], [f32_as_bits(low), f32_as_bits(high)])
 
 
 def _products(words: Sequence[Uint32], factors: Uint32) -> list[Uint32]:
-	return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
+    return [asm("mul.rn.bf16x2 $0, $1, $2;", [Uint32], [word, factors]) for word in words]
 
 
 def _untwisted(codes: list[Uint32], twist: Int32 | int) -> list[Uint32]:
-	"""Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
-	if isinstance(twist, int):
-		return codes
-	# A twist of 4 trades the words of eight rows.
-	swapped = (twist & 4) != 0
-	distance = _EIGHT // _PER_WORD // 2
-	return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]
+    """Codes of a column whose rows came in twisted order, see ``Codec``, in order."""
+    if isinstance(twist, int):
+        return codes
+    # A twist of 4 trades the words of eight rows.
+    swapped = (twist & 4) != 0
+    distance = _EIGHT // _PER_WORD // 2
+    return [select(swapped, codes[i ^ distance], word) for i, word in enumerate(codes)]

@@ -37,63 +37,69 @@ _BACK = "0x3BFB3BFB"
 
 #: x{i} as fp32, by dtype and part of the word.
 _WIDEN = {
-	("bfloat16", 0): "shl.b32 wide, {word}, 16; mov.b32 x{i}, wide;",
-	("bfloat16", 1): "and.b32 wide, {word}, 0xFFFF0000; mov.b32 x{i}, wide;",
-	("float16", 0): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half0;",
-	("float16", 1): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half1;",
-	("float32", 0): "mov.b32 x{i}, {word};",
+    ("bfloat16", 0): "shl.b32 wide, {word}, 16; mov.b32 x{i}, wide;",
+    ("bfloat16", 1): "and.b32 wide, {word}, 0xFFFF0000; mov.b32 x{i}, wide;",
+    ("float16", 0): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half0;",
+    ("float16", 1): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half1;",
+    ("float32", 0): "mov.b32 x{i}, {word};",
 }
 
 
 def encode(
-	words: Sequence[Uint32], places: Sequence[tuple[int, int]], factor: Float32, dtype: str, twist: Int32 | int = 0
+    words: Sequence[Uint32],
+    places: Sequence[tuple[int, int]],
+    factor: Float32,
+    dtype: str,
+    twist: Int32 | int = 0,
 ) -> Uint32:
-	"""Eight elements as one word of codes, the first in the low nibble.
+    """Eight elements as one word of codes, the first in the low nibble.
 
-	``places`` say where each is: which word, and which part of it. With ``twist``, 0, 2, 4 or 6, element i
-	is that of nibble i ^ twist.
-	"""
-	factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
-	elements = [(f"${word + 1}", part) for word, part in places]
-	# Elements 0, 2, 4 and 6 are the low nibbles of bytes, the others the high ones.
-	even = _bytes_of_codes("even", elements[0::2], factor_in, order_in, dtype)
-	odd = _bytes_of_codes("odd", elements[1::2], factor_in, order_in, dtype)
-	text = f"""{{{_REGISTERS}
+    ``places`` say where each is: which word, and which part of it. With ``twist``, 0, 2, 4 or 6,
+    element i is that of nibble i ^ twist.
+    """
+    factor_in, order_in = f"${len(words) + 1}", f"${len(words) + 2}"
+    elements = [(f"${word + 1}", part) for word, part in places]
+    # Elements 0, 2, 4 and 6 are the low nibbles of bytes, the others the high ones.
+    even = _bytes_of_codes("even", elements[0::2], factor_in, order_in, dtype)
+    odd = _bytes_of_codes("odd", elements[1::2], factor_in, order_in, dtype)
+    text = f"""{{{_REGISTERS}
 		mov.b32 limit, {_LIMIT}; mov.b32 back, {_BACK};
 		{even}
 		{odd}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-	return asm(text, [Uint32], [*words, factor, byte_order(twist)])
+    return asm(text, [Uint32], [*words, factor, byte_order(twist)])
 
 
 def byte_order(twist: Int32 | int) -> Uint32:
-	"""What ``prmt`` takes the high bytes of the halves of two words by: 1, 3, 5, 7."""
-	order = Uint32(0x7531)
-	# Byte i of the result comes from half i ^ twist / 2.
-	return order if isinstance(twist, int) else order ^ Uint32(twist) * Uint32(0x1111)
+    """What ``prmt`` takes the high bytes of the halves of two words by: 1, 3, 5, 7."""
+    order = Uint32(0x7531)
+    # Byte i of the result comes from half i ^ twist / 2.
+    return order if isinstance(twist, int) else order ^ Uint32(twist) * Uint32(0x1111)
 
 
-def _bytes_of_codes(name: str, elements: Sequence[tuple[str, int]], factor: str, order: str, dtype: str) -> str:
-	"""PTX that sets register ``name`` to the codes of four elements, the high nibbles of its bytes.
+def _bytes_of_codes(
+    name: str, elements: Sequence[tuple[str, int]], factor: str, order: str, dtype: str
+) -> str:
+    """PTX that sets register ``name`` to the codes of four elements, the high nibbles of its bytes.
 
-	``elements`` are the name of an element's word, and which part of the word it is; the operand ``order``
-	says which byte comes from which element.
-	"""
-	body = ""
-	for p in range(2):
-		for i in range(2):
-			word, part = elements[2 * p + i]
-			body += f"""{_WIDEN[dtype, part].format(word=word, i=i)}
+    ``elements`` are the name of an element's word, and which part of the word it is; the operand
+    ``order`` says which byte comes from which element.
+    """
+    body = ""
+    for p in range(2):
+        for i in range(2):
+            word, part = elements[2 * p + i]
+            body += f"""{_WIDEN[dtype, part].format(word=word, i=i)}
 		mul.rn.f32 x{i}, x{i}, {factor};
 		mul.rn.f32 x{i}, x{i}, {_SCALE};
 		"""
-		body += f"""cvt.rn.f16x2.f32 p{p}, x1, x0;
+        body += f"""cvt.rn.f16x2.f32 p{p}, x1, x0;
 		min.xorsign.abs.f16x2 p{p}, p{p}, limit;
 		mul.rn.f16x2 p{p}, p{p}, back;
 		"""
-	# Bytes s000 eemx. Eight times as much, and the rounding bit's eight, puts eem beside s.
-	# 0xE4 selects: a where c, else b.
-	return f"""{body}prmt.b32 {name}, p0, p1, {order};
+    # Bytes s000 eemx. Eight times as much, and the rounding bit's eight, puts eem beside s.
+    # 0xE4 selects: a where c, else b.
+    return f"""{body}prmt.b32 {name}, p0, p1, {order};
 		mad.lo.u32 high, {name}, 8, 0x08080808;
 		lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""

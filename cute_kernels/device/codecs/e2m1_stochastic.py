@@ -27,19 +27,19 @@ _REGISTERS = """
 """
 #: x{i} as fp32, by dtype and part of the word.
 _WIDEN = {
-	("bfloat16", 0): "shl.b32 x{i}, {word}, 16; ",
-	("bfloat16", 1): "and.b32 x{i}, {word}, 0xFFFF0000; ",
-	("float16", 0): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half0; ",
-	("float16", 1): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half1; ",
-	("float32", 0): "mov.b32 x{i}, {word}; ",
+    ("bfloat16", 0): "shl.b32 x{i}, {word}, 16; ",
+    ("bfloat16", 1): "and.b32 x{i}, {word}, 0xFFFF0000; ",
+    ("float16", 0): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half0; ",
+    ("float16", 1): "mov.b32 {{half0, half1}}, {word}; cvt.f32.f16 x{i}, half1; ",
+    ("float32", 0): "mov.b32 x{i}, {word}; ",
 }
 #: fp32: 2^-14, and two of them. Pairs of fp16: six times that.
 _SCALE, _SCALES, _LIMIT = "0f38800000", 0x3880000038800000, 0x0E000E00
 #: Both elements times the factor, then the scale: one number each, or two.
 _MULTIPLY = {
-	"sm_90a": """mul.rn.f32 x0, x0, {factor}; mul.rn.f32 x1, x1, {factor};
+    "sm_90a": """mul.rn.f32 x0, x0, {factor}; mul.rn.f32 x1, x1, {factor};
 		mul.rn.f32 x0, x0, {scale}; mul.rn.f32 x1, x1, {scale};""",
-	"sm_100a": """mov.b64 pair, {{x0, x1}}; mul.rn.f32x2 pair, pair, {factor};
+    "sm_100a": """mov.b64 pair, {{x0, x1}}; mul.rn.f32x2 pair, pair, {factor};
 		mul.rn.f32x2 pair, pair, {scale}; mov.b64 {{x0, x1}}, pair;""",
 }
 #: Of four bytes in a word, those of elements 0 and 2, and of 1 and 3, in the halves of a word.
@@ -47,38 +47,38 @@ _BYTES = {"even": "and.b32 drawn, {word}, 0x00FF00FF;", "odd": "prmt.b32 drawn, 
 
 
 def encode(
-	words: Sequence[Uint32],
-	places: Sequence[tuple[int, int]],
-	factor: Float32,
-	draws: Sequence[Uint32],
-	dtype: str,
-	arch: str,
-	twist: Int32 | int = 0,
+    words: Sequence[Uint32],
+    places: Sequence[tuple[int, int]],
+    factor: Float32,
+    draws: Sequence[Uint32],
+    dtype: str,
+    arch: str,
+    twist: Int32 | int = 0,
 ) -> Uint32:
-	"""As ``e2m1_sm90.encode``, with two words of ``draws``, a byte an element."""
-	first = len(words) + 1
-	*draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
-	factors: list[Float32 | Uint64] = [factor]
-	if arch == "sm_100a":
-		factors = [asm("mov.b64 $0, {$1, $1};", [Uint64], [factor]), Uint64(_SCALES)]
-	else:
-		scale_in = _SCALE
-	body = ""
-	for parity, name in enumerate(("even", "odd")):
-		for p in range(2):
-			for i in range(2):
-				word, part = places[4 * p + 2 * i + parity]
-				body += _WIDEN[dtype, part].format(word=f"${word + 1}", i=i)
-			body += _MULTIPLY[arch].format(factor=factor_in, scale=scale_in)
-			body += f"""
+    """As ``e2m1_sm90.encode``, with two words of ``draws``, a byte an element."""
+    first = len(words) + 1
+    *draws_in, order_in, limit_in, factor_in, scale_in = (f"${first + i}" for i in range(6))
+    factors: list[Float32 | Uint64] = [factor]
+    if arch == "sm_100a":
+        factors = [asm("mov.b64 $0, {$1, $1};", [Uint64], [factor]), Uint64(_SCALES)]
+    else:
+        scale_in = _SCALE
+    body = ""
+    for parity, name in enumerate(("even", "odd")):
+        for p in range(2):
+            for i in range(2):
+                word, part = places[4 * p + 2 * i + parity]
+                body += _WIDEN[dtype, part].format(word=f"${word + 1}", i=i)
+            body += _MULTIPLY[arch].format(factor=factor_in, scale=scale_in)
+            body += f"""
 			cvt.rz.f16x2.f32 p{p}, x1, x0; min.xorsign.abs.f16x2 p{p}, p{p}, {limit_in};
 			{_BYTES[name].format(word=draws_in[p])} mad.lo.u32 p{p}, drawn, 2, p{p};
 			"""
-		# Bytes s000 eemx: eight times as much puts eem beside s.
-		body += f"""prmt.b32 {name}, p0, p1, {order_in}; shl.b32 high, {name}, 3;
+        # Bytes s000 eemx: eight times as much puts eem beside s.
+        body += f"""prmt.b32 {name}, p0, p1, {order_in}; shl.b32 high, {name}, 3;
 			lop3.b32 {name}, high, {name}, 0x70707070, 0xE4;"""
-	text = f"""{{{_REGISTERS}
+    text = f"""{{{_REGISTERS}
 		{body}
 		shr.u32 even, even, 4; lop3.b32 $0, even, odd, 0x0F0F0F0F, 0xE4;
 	}}"""
-	return asm(text, [Uint32], [*words, *draws, byte_order(twist), Uint32(_LIMIT), *factors])
+    return asm(text, [Uint32], [*words, *draws, byte_order(twist), Uint32(_LIMIT), *factors])

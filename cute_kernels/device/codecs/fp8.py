@@ -15,24 +15,25 @@ _FMAX_BITS = 0x7F7FFFFF
 
 
 class Level(NamedTuple):
-	"""What an element of a group (``scale``) and a code (``scale_inv``) is multiplied by."""
+    """What an element of a group (``scale``) and a code (``scale_inv``) is multiplied by."""
 
-	scale: Float32
-	scale_inv: Float32
+    scale: Float32
+    scale_inv: Float32
 
 
 class FP8Codec(ByteCodec):
-	"""E4M3 or E5M2 codes, and a scale a group."""
+    """E4M3 or E5M2 codes, and a scale a group."""
 
-	def second_level(self, amax: Float32) -> Level:
-		"""The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
+    def second_level(self, amax: Float32) -> Level:
+        """The scale, at most FMAX, and 1 where the amax is 0, infinite or NaN; its reciprocal.
 
-		Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is NaN where the amax is
-		infinite; that of a scale that is given becomes NaN where the amax is known (``AmaxKernels.merge``).
-		"""
-		if self.fmt.takes_scale:
-			return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
-		text = """{
+        Where the caller gives scales, ``amax`` is the scale. With ``nan_scales`` the reciprocal is
+        NaN where the amax is infinite; that of a scale that is given becomes NaN where the amax is
+        known (``AmaxKernels.merge``).
+        """
+        if self.fmt.takes_scale:
+            return Level(amax, asm("rcp.rn.f32 $0, $1;", [Float32], [amax]))
+        text = """{
 			.reg .pred ok;
 			.reg .f32 s;
 			div.rn.f32 s, $3, $2;
@@ -43,15 +44,15 @@ class FP8Codec(ByteCodec):
 			selp.f32 $0, s, 0f3F800000, ok;
 			rcp.rn.f32 $1, $0;
 		}"""
-		limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
-		scale, scale_inv = asm(text, [Float32, Float32], [amax, limit, fmax])
-		return Level(scale, nan_if_infinite(amax, scale_inv) if self.fmt.nan_scales else scale_inv)
+        limit, fmax = Float32(self.fmt.element.max), bits_as_f32(Uint32(_FMAX_BITS))
+        scale, scale_inv = asm(text, [Float32, Float32], [amax, limit, fmax])
+        return Level(scale, nan_if_infinite(amax, scale_inv) if self.fmt.nan_scales else scale_inv)
 
-	def zero_level(self) -> Level:
-		return Level(Float32(0.0), Float32(0.0))
+    def zero_level(self) -> Level:
+        return Level(Float32(0.0), Float32(0.0))
 
-	def level_results(self, level: Level) -> tuple[Float32, ...]:
-		return tuple(getattr(level, name) for name in self.level_names)
+    def level_results(self, level: Level) -> tuple[Float32, ...]:
+        return tuple(getattr(level, name) for name in self.level_names)
 
-	def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
-		return None, level.scale
+    def block_scale(self, a: Float32, level: Level) -> tuple[None, Float32]:
+        return None, level.scale

@@ -48,26 +48,26 @@ _ANY = """{
 
 
 class FP8BlockCodec(ByteCodec):
-	"""E4M3 or E5M2 codes, and an fp32 scale a block."""
+    """E4M3 or E5M2 codes, and an fp32 scale a block."""
 
-	fmt: FP8Block
+    fmt: FP8Block
 
-	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-		"""The bits of scale_inv, and the scale: FP8_MAX / a; 1 where ``a`` is 0 or infinite.
+    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+        """The bits of scale_inv, and the scale: FP8_MAX / a; 1 where ``a`` is 0 or infinite.
 
-		With ``nan_scales`` scale_inv is NaN where ``a`` is infinite.
-		"""
-		if self.fmt.amax_epsilon:
-			a = asm("max.f32 $0, $1, $2;", [Float32], [a, Float32(self.fmt.amax_epsilon)])
-		largest = self.fmt.element.max
-		if not self.fmt.pow2_scales:
-			limit = bits_as_f32(Uint32(_LARGEST_BITS[self.dtype]))
-			scale, inverse = asm(_ANY, [Float32, Float32], [a, Float32(largest), limit])
-			return self._stored(inverse, a), scale
-		exponent = int(largest).bit_length() - 1
-		top = Uint32((2 * _BIAS + exponent) << _MANTISSA)
-		scale, inverse = asm(_POW2, [Uint32, Uint32], [f32_as_bits(a), top])
-		return self._stored(bits_as_f32(inverse), a), bits_as_f32(scale)
+        With ``nan_scales`` scale_inv is NaN where ``a`` is infinite.
+        """
+        if self.fmt.amax_epsilon:
+            a = asm("max.f32 $0, $1, $2;", [Float32], [a, Float32(self.fmt.amax_epsilon)])
+        largest = self.fmt.element.max
+        if not self.fmt.pow2_scales:
+            limit = bits_as_f32(Uint32(_LARGEST_BITS[self.dtype]))
+            scale, inverse = asm(_ANY, [Float32, Float32], [a, Float32(largest), limit])
+            return self._stored(inverse, a), scale
+        exponent = int(largest).bit_length() - 1
+        top = Uint32((2 * _BIAS + exponent) << _MANTISSA)
+        scale, inverse = asm(_POW2, [Uint32, Uint32], [f32_as_bits(a), top])
+        return self._stored(bits_as_f32(inverse), a), bits_as_f32(scale)
 
-	def _stored(self, inverse: Float32, a: Float32) -> Uint32:
-		return f32_as_bits(nan_if_infinite(a, inverse) if self.fmt.nan_scales else inverse)
+    def _stored(self, inverse: Float32, a: Float32) -> Uint32:
+        return f32_as_bits(nan_if_infinite(a, inverse) if self.fmt.nan_scales else inverse)

@@ -10,7 +10,8 @@ from .base import Level
 from .bytes import ByteCodec
 
 #: A mantissa that is not zero carries into the exponent; of subnormals only those above 2^-127 do,
-#: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are. Of an infinite amax the exponent is 255.
+#: whose bits are 0x400000. 2^-127 is what the smallest factor and scale are. Of an infinite amax
+#: the exponent is 255.
 _SCALE = """{
 	.reg .pred above;
 	.reg .b32 v;
@@ -50,17 +51,19 @@ _DECODE = """{
 
 
 class MXFP8Codec(ByteCodec):
-	"""E4M3 or E5M2 codes, and a power of two a block."""
+    """E4M3 or E5M2 codes, and a power of two a block."""
 
-	def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
-		"""The E8M0 byte, and the power of two that elements are multiplied by.
+    def block_scale(self, a: Float32, level: Level) -> tuple[Uint32, Float32]:
+        """The E8M0 byte, and the power of two that elements are multiplied by.
 
-		With ``nan_scales`` the byte of an infinite amax is 255.
-		"""
-		operands = [a, Float32(1.0 / self.fmt.element.max)]
-		byte, factor = asm(_NAN_SCALE if self.fmt.nan_scales else _SCALE, [Uint32, Uint32], operands)
-		return byte, bits_as_f32(factor)
+        With ``nan_scales`` the byte of an infinite amax is 255.
+        """
+        operands = [a, Float32(1.0 / self.fmt.element.max)]
+        byte, factor = asm(
+            _NAN_SCALE if self.fmt.nan_scales else _SCALE, [Uint32, Uint32], operands
+        )
+        return byte, bits_as_f32(factor)
 
-	def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-		low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
-		return low, high
+    def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+        low, high = (bits_as_f32(asm(_DECODE, [Uint32], [word])) for word in (pair, pair >> 8))
+        return low, high

@@ -22,28 +22,30 @@ _SCALE_CODES = 128
 
 
 class Level(NamedTuple):
-	"""The second level: a block's decode scale, and ``mult``, what an amax is multiplied with for its scale."""
+    """The second level: a block's decode scale, and ``mult``, what an amax is multiplied with for
+    its scale.
+    """
 
-	s_dec: Float32
-	mult: Float32
+    s_dec: Float32
+    mult: Float32
 
 
 class NVFP4Codec(NibbleCodec):
-	"""E2M1 codes, E4M3 scales of 16 and an amax a group or row."""
+    """E2M1 codes, E4M3 scales of 16 and an amax a group or row."""
 
-	fmt: NVFP4
+    fmt: NVFP4
 
-	def __init__(self, fmt: NVFP4, dtype: str, arch: str | None = None):
-		super().__init__(fmt, dtype, arch)
-		#: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
-		self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
+    def __init__(self, fmt: NVFP4, dtype: str, arch: str | None = None):
+        super().__init__(fmt, dtype, arch)
+        #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
+        self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
 
-	def second_level(self, amax: Float32) -> Level | FourOverSixLevel:
-		"""S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
+    def second_level(self, amax: Float32) -> Level | FourOverSixLevel:
+        """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
 
-		(It is 0 where the amax is infinite.)
-		"""
-		text = """{
+        (It is 0 where the amax is infinite.)
+        """
+        text = """{
 			.reg .pred zero;
 			.reg .f32 enc;
 			div.rn.f32 enc, $3, $2;
@@ -55,25 +57,25 @@ class NVFP4Codec(NibbleCodec):
 			rcp.rn.f32 $0, enc;
 			mul.rn.f32 $1, enc, $5;
 		}"""
-		tensor_max = Float32(self.fmt.tensor_max)
-		fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
-		factor = Float32(1.0) if self.chooses_scales else sixth
-		s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
-		if self.chooses_scales:
-			return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
-		return Level(s_dec, mult)
+        tensor_max = Float32(self.fmt.tensor_max)
+        fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
+        factor = Float32(1.0) if self.chooses_scales else sixth
+        s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
+        if self.chooses_scales:
+            return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
+        return Level(s_dec, mult)
 
-	def zero_level(self) -> Level | FourOverSixLevel:
-		if self.chooses_scales:
-			return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
-		return Level(Float32(0.0), Float32(0.0))
+    def zero_level(self) -> Level | FourOverSixLevel:
+        if self.chooses_scales:
+            return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
+        return Level(Float32(0.0), Float32(0.0))
 
-	def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
-		"""E4M3 bytes and encode factors, see ``NibbleCodec``.
+    def block_scales(self, a: Float32, b: Float32, level: Level) -> tuple[Uint16, Float32, Float32]:
+        """E4M3 bytes and encode factors, see ``NibbleCodec``.
 
-		``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
-		"""
-		text = """{
+        ``cvt.satfinite`` takes infinity to 448 too, so the clamp of a * mult to FMAX needs no code.
+        """
+        text = """{
 			.reg .f32 p, q;
 			.reg .b32 h;
 			.reg .b16 lo, hi;
@@ -91,20 +93,20 @@ class NVFP4Codec(NibbleCodec):
 			min.f32 $1, p, $7;
 			min.f32 $2, q, $7;
 		}"""
-		fmax = bits_as_f32(Uint32(_FMAX_BITS))
-		return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
+        fmax = bits_as_f32(Uint32(_FMAX_BITS))
+        return asm(text, [Uint16, Float32, Float32], [a, b, level.s_dec, level.mult, fmax])
 
-	def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
-		text = """{
+    def scale_bytes(self, a: Float32, b: Float32, level: Level) -> Uint16:
+        text = """{
 			.reg .f32 p, q;
 			mul.rn.f32 p, $1, $3;
 			mul.rn.f32 q, $2, $3;
 			cvt.rn.satfinite.e4m3x2.f32 $0, q, p;
 		}"""
-		return asm(text, [Uint16], [a, b, level.mult])
+        return asm(text, [Uint16], [a, b, level.mult])
 
-	def encode_factor(self, index: Uint32, level: Level) -> Float32:
-		text = """{
+    def encode_factor(self, index: Uint32, level: Level) -> Float32:
+        text = """{
 			.reg .f32 q;
 			.reg .b32 h;
 			.reg .b16 lo, hi;
@@ -116,38 +118,49 @@ class NVFP4Codec(NibbleCodec):
 			rcp.rn.f32 q, q;
 			min.f32 $0, q, $3;
 		}"""
-		return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
+        return asm(text, [Float32], [index, level.s_dec, bits_as_f32(Uint32(_FMAX_BITS))])
 
-	def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
-		of = candidates(a, level)
-		return better(self._row_errors(words, of, level), of)
+    def choose_row(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        of = candidates(a, level)
+        return better(self._row_errors(words, of, level), of)
 
-	def choose_columns(self, words: Sequence[Uint32], a: Sequence[Float32], level: Level) -> list[Float32]:
-		of = [candidates(x, level) for x in a]
-		columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
-		made = [self.encode_columns(words, [pair[k].factor for pair in of]) for k in range(2)]
-		return [
-			better([self._error(made[k][c], x, of[c][k], level) for k in range(2)], of[c]) for c, x in enumerate(columns)
-		]
+    def choose_columns(
+        self, words: Sequence[Uint32], a: Sequence[Float32], level: Level
+    ) -> list[Float32]:
+        of = [candidates(x, level) for x in a]
+        columns = zip(*(unpack_words([word], self.dtype) for word in words), strict=True)
+        made = [self.encode_columns(words, [pair[k].factor for pair in of]) for k in range(2)]
+        return [
+            better([self._error(made[k][c], x, of[c][k], level) for k in range(2)], of[c])
+            for c, x in enumerate(columns)
+        ]
 
-	def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
-		of = candidates(a, level)
-		errors = self._row_errors(words, of, level)
-		for distance in (8, 4, 2, 1):
-			others = [cute.arch.shuffle_sync_bfly(e, offset=distance) for e in errors]
-			errors = [asm(_ADD, [Float32], pair) for pair in zip(errors, others, strict=True)]
-		return better(errors, of)
+    def choose_square(self, words: Sequence[Uint32], a: Float32, level: Level) -> Float32:
+        of = candidates(a, level)
+        errors = self._row_errors(words, of, level)
+        for distance in (8, 4, 2, 1):
+            others = [cute.arch.shuffle_sync_bfly(e, offset=distance) for e in errors]
+            errors = [asm(_ADD, [Float32], pair) for pair in zip(errors, others, strict=True)]
+        return better(errors, of)
 
-	def _row_errors(self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: Level) -> list[Float32]:
-		numbers = unpack_words(words, self.dtype)
-		return [self._error(self.encode_row(words, c.factor), numbers, c, level) for c in of]
+    def _row_errors(
+        self, words: Sequence[Uint32], of: tuple[Candidate, Candidate], level: Level
+    ) -> list[Float32]:
+        numbers = unpack_words(words, self.dtype)
+        return [self._error(self.encode_row(words, c.factor), numbers, c, level) for c in of]
 
-	def _error(self, codes: Sequence[Uint32], numbers: Sequence[Float32], candidate: Candidate, level: Level) -> Float32:
-		return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
+    def _error(
+        self,
+        codes: Sequence[Uint32],
+        numbers: Sequence[Float32],
+        candidate: Candidate,
+        level: Level,
+    ) -> Float32:
+        return error(self.decode(codes), numbers, candidate.scale, level, self.fmt)
 
-	def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
-		return decode_e4m3_pair(pair)
+    def decode_scales(self, pair: Uint32) -> tuple[Float32, Float32]:
+        return decode_e4m3_pair(pair)
 
-	def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
-		"""fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
-		return (scale * level) * Float32(self.fmt.second_level.factor)
+    def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
+        """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
+        return (scale * level) * Float32(self.fmt.second_level.factor)

@@ -20,35 +20,36 @@ _NEAR = (2.0**-50, 2.0**100)
 
 
 class FourOverSixLevel(NamedTuple):
-	"""The second level, beside which a block's scale is chosen instead of computed.
+    """The second level, beside which a block's scale is chosen instead of computed.
 
-	``mult`` is 1: what is encoded with is the scale that was chosen. ``far`` is 1 where quotients are divisions, else 0.
-	"""
+    ``mult`` is 1: what is encoded with is the scale that was chosen. ``far`` is 1 where quotients
+    are divisions, else 0.
+    """
 
-	s_dec: Float32
-	mult: Float32
-	s_enc: Float32
-	amax: Float32
-	far: Int32
+    s_dec: Float32
+    mult: Float32
+    s_enc: Float32
+    amax: Float32
+    far: Int32
 
 
 class Candidate(NamedTuple):
-	"""A scale, and the encode factor that belongs to it."""
+    """A scale, and the encode factor that belongs to it."""
 
-	scale: Float32
-	factor: Float32
+    scale: Float32
+    factor: Float32
 
 
 def is_far(amax: Float32) -> Int32:
-	"""Whether quotients of a group are divisions."""
-	text = """{ .reg .pred low, high;
+    """Whether quotients of a group are divisions."""
+    text = """{ .reg .pred low, high;
 		setp.ge.f32 low, $1, $2; setp.le.and.f32 high, $1, $3, low; selp.s32 $0, 0, 1, high; }"""
-	return asm(text, [Int32], [amax, *map(Float32, _NEAR)])
+    return asm(text, [Int32], [amax, *map(Float32, _NEAR)])
 
 
 def candidates(a: Float32, level: FourOverSixLevel) -> tuple[Candidate, Candidate]:
-	"""That which takes the amax ``a`` of a block to 6, and that which takes it to 4."""
-	text = """{
+    """That which takes the amax ``a`` of a block to 6, and that which takes it to 4."""
+    text = """{
 		.reg .f32 p, q;
 		.reg .b32 h;
 		.reg .b16 pair, lo, hi;
@@ -67,18 +68,22 @@ def candidates(a: Float32, level: FourOverSixLevel) -> tuple[Candidate, Candidat
 		min.f32 $1, p, $9;
 		min.f32 $3, q, $9;
 	}"""
-	numbers = [Float32(6.0), Float32(1.5), bits_as_f32(Uint32(0x7F7FFFFF))]
-	out = asm(text, [Float32] * 4, [a, level.s_dec, level.s_enc, *numbers])
-	return Candidate(*out[:2]), Candidate(*out[2:])
+    numbers = [Float32(6.0), Float32(1.5), bits_as_f32(Uint32(0x7F7FFFFF))]
+    out = asm(text, [Float32] * 4, [a, level.s_dec, level.s_enc, *numbers])
+    return Candidate(*out[:2]), Candidate(*out[2:])
 
 
 def error(
-	codes: Sequence[Float32], numbers: Sequence[Float32], scale: Float32, level: FourOverSixLevel, fmt: NVFP4
+    codes: Sequence[Float32],
+    numbers: Sequence[Float32],
+    scale: Float32,
+    level: FourOverSixLevel,
+    fmt: NVFP4,
 ) -> Float32:
-	"""The error of a block's ``numbers`` that ``codes`` stand for, element after element."""
-	high, low = _reciprocal(fmt.tensor_max)
-	measure = "abs.f32 d, d;" if fmt.four_over_six_error == "mae" else "mul.rn.f32 d, d, d;"
-	text = f"""{{
+    """The error of a block's ``numbers`` that ``codes`` stand for, element after element."""
+    high, low = _reciprocal(fmt.tensor_max)
+    measure = "abs.f32 d, d;" if fmt.four_over_six_error == "mae" else "mul.rn.f32 d, d, d;"
+    text = f"""{{
 		.reg .pred far;
 		.reg .f32 d, p;
 		setp.ne.s32 far, $6, 0;
@@ -87,22 +92,22 @@ def error(
 		@far div.rn.f32 d, p, $9;
 		sub.rn.f32 d, d, $3; {measure} add.rn.f32 $0, $1, d;
 	}}"""
-	constants = [Float32(high), Float32(low), Float32(fmt.tensor_max)]
-	total = Float32(0.0)
-	for code, number in zip(codes, numbers, strict=True):
-		operands = [total, code, number, scale, level.amax, level.far, *constants]
-		total = asm(text, [Float32], operands)
-	return total
+    constants = [Float32(high), Float32(low), Float32(fmt.tensor_max)]
+    total = Float32(0.0)
+    for code, number in zip(codes, numbers, strict=True):
+        operands = [total, code, number, scale, level.amax, level.far, *constants]
+        total = asm(text, [Float32], operands)
+    return total
 
 
 def better(errors: Sequence[Float32], of: Sequence[Candidate]) -> Float32:
-	"""The scale of the second candidate where its error is smaller, else that of the first."""
-	text = "{ .reg .pred p; setp.lt.f32 p, $2, $1; selp.f32 $0, $4, $3, p; }"
-	return asm(text, [Float32], [*errors, of[0].scale, of[1].scale])
+    """The scale of the second candidate where its error is smaller, else that of the first."""
+    text = "{ .reg .pred p; setp.lt.f32 p, $2, $1; selp.f32 $0, $4, $3, p; }"
+    return asm(text, [Float32], [*errors, of[0].scale, of[1].scale])
 
 
 def _reciprocal(number: float) -> tuple[float, float]:
-	"""1 / number as the sum of two fp32 numbers: an integer of few bits, so fp64 is enough."""
-	(high,) = struct.unpack("f", struct.pack("f", 1 / number))
-	low = -math.fsum((high * number, -1.0)) / number
-	return high, low
+    """1 / number as the sum of two fp32 numbers: an integer of few bits, so fp64 is enough."""
+    (high,) = struct.unpack("f", struct.pack("f", 1 / number))
+    low = -math.fsum((high * number, -1.0)) / number
+    return high, low

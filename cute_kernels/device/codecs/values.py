@@ -29,14 +29,14 @@ _SCALE = """{{
 	{store}
 }}"""
 _STORE = {
-	"float16": "mov.b32 $0, {{{0}, {0}}};",
-	"bfloat16": "cvt.f32.f16 x, {0}; mul.rn.f32 x, x, 0f77800000; cvt.rn.bf16x2.f32 $0, x, x;",
+    "float16": "mov.b32 $0, {{{0}, {0}}};",
+    "bfloat16": "cvt.f32.f16 x, {0}; mul.rn.f32 x, x, 0f77800000; cvt.rn.bf16x2.f32 $0, x, x;",
 }
-#: Two codes, a byte, times a pair of scales. fp16 has the bits of a code's number in its high byte; those of its
-#: exponent and mantissa, three places lower, are the number times 2^-112 in bf16.
+#: Two codes, a byte, times a pair of scales. fp16 has the bits of a code's number in its high byte;
+#: those of its exponent and mantissa, three places lower, are the number times 2^-112 in bf16.
 _TIMES = {
-	"float16": "cvt.rn.f16x2.e2m1x2 x, b{0}; mul.rn.f16x2 ${0}, x, $5;",
-	"bfloat16": """cvt.rn.f16x2.e2m1x2 x, b{0};
+    "float16": "cvt.rn.f16x2.e2m1x2 x, b{0}; mul.rn.f16x2 ${0}, x, $5;",
+    "bfloat16": """cvt.rn.f16x2.e2m1x2 x, b{0};
 	shr.u32 y, x, 3;
 	and.b32 y, y, 0x0FC00FC0;
 	lop3.b32 y, x, 0x80008000, y, 0xEA;
@@ -45,56 +45,58 @@ _TIMES = {
 
 
 class NibbleValues:
-	"""E2M1 codes with E4M3 scales as bf16 or fp16, by instructions of sm_100a."""
+    """E2M1 codes with E4M3 scales as bf16 or fp16, by instructions of sm_100a."""
 
-	def __init__(self, dtype: str):
-		self.dtype = dtype
-		body = "".join(_TIMES[dtype].format(i) for i in range(4))
-		self.times = f"""{{
+    def __init__(self, dtype: str):
+        self.dtype = dtype
+        body = "".join(_TIMES[dtype].format(i) for i in range(4))
+        self.times = f"""{{
 			.reg .b8 b0, b1, b2, b3;
 			.reg .b32 x, y;
 			mov.b32 {{b0, b1, b2, b3}}, $4;
 			{body}
 		}}"""
 
-	def factor(self, word: Uint32, at: int) -> Uint32:
-		"""What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
-		half, which = ("low", "high")[at // 2], ("low", "high")[at % 2]
-		text = _SCALE.format(half=half, store=_STORE[self.dtype].format(which))
-		return asm(text, [Uint32], [word])
+    def factor(self, word: Uint32, at: int) -> Uint32:
+        """What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
+        half, which = ("low", "high")[at // 2], ("low", "high")[at % 2]
+        text = _SCALE.format(half=half, store=_STORE[self.dtype].format(which))
+        return asm(text, [Uint32], [word])
 
-	def values(self, words: Sequence[Uint32], factor: Uint32) -> list[Uint32]:
-		"""Pairs of numbers of words of eight codes, in their order."""
-		return [v for word in words for v in asm(self.times, [Uint32] * 4, [word, factor])]
+    def values(self, words: Sequence[Uint32], factor: Uint32) -> list[Uint32]:
+        """Pairs of numbers of words of eight codes, in their order."""
+        return [v for word in words for v in asm(self.times, [Uint32] * 4, [word, factor])]
 
 
 class ByteValues:
-	"""Codes of a byte with or without block scales of any kind as bf16 or fp16, by way of fp32."""
+    """Codes of a byte with or without block scales of any kind as bf16 or fp16, by way of fp32."""
 
-	def __init__(self, codec: Codec, dtype: str):
-		self.codec = codec
-		self.dtype = dtype
+    def __init__(self, codec: Codec, dtype: str):
+        self.codec = codec
+        self.dtype = dtype
 
-	def factor(self, word: Uint32, at: int) -> Float32:
-		"""What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
-		return self.codec.decode_scales(word >> (16 * (at // 2)))[at % 2]
+    def factor(self, word: Uint32, at: int) -> Float32:
+        """What codes are multiplied by whose scale is the ``at``-th byte of ``word``."""
+        return self.codec.decode_scales(word >> (16 * (at // 2)))[at % 2]
 
-	def values(self, words: Sequence[Uint32], factor: Float32 | None) -> list[Uint32]:
-		"""Pairs of numbers of words of four codes, in their order."""
-		numbers = self.codec.decode(words)
-		if factor is not None:
-			numbers = [number * factor for number in numbers]
-		return pack_words(numbers, self.dtype)
+    def values(self, words: Sequence[Uint32], factor: Float32 | None) -> list[Uint32]:
+        """Pairs of numbers of words of four codes, in their order."""
+        numbers = self.codec.decode(words)
+        if factor is not None:
+            numbers = [number * factor for number in numbers]
+        return pack_words(numbers, self.dtype)
 
 
 def values_of(fmt: Format, dtype: str) -> Any:
-	"""What makes numbers of ``dtype`` of a format's codes.
+    """What makes numbers of ``dtype`` of a format's codes.
 
-	Raises:
-		UnsupportedError: no kernel decodes such codes.
-	"""
-	if fmt.decodes_by == "nibbles":
-		return NibbleValues(dtype)
-	if fmt.decodes_by == "bytes":
-		return ByteValues(CODECS[fmt.name](fmt, dtype), dtype)
-	raise UnsupportedError(f"no kernel decodes {fmt}: {fmt.element.name} codes with scales {fmt.scale}")
+    Raises:
+            UnsupportedError: no kernel decodes such codes.
+    """
+    if fmt.decodes_by == "nibbles":
+        return NibbleValues(dtype)
+    if fmt.decodes_by == "bytes":
+        return ByteValues(CODECS[fmt.name](fmt, dtype), dtype)
+    raise UnsupportedError(
+        f"no kernel decodes {fmt}: {fmt.element.name} codes with scales {fmt.scale}"
+    )

@@ -28,90 +28,121 @@ _FOUR = 0x01010101
 
 
 class ScaleTilesKernel:
-	"""The pass of one configuration, see the module."""
+    """The pass of one configuration, see the module."""
 
-	def __init__(self, config: ScaleTilesConfig):
-		self.config = config
+    def __init__(self, config: ScaleTilesConfig):
+        self.config = config
 
-	@staticmethod
-	def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
-		def of(*lead: Any) -> tuple[Any, Any]:
-			shape = (*lead, cute.sym_int(), cute.sym_int())
-			strides = tuple(cute.sym_int64() for _ in shape)
-			tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-			return (make_fake_tensor(Float32, shape, strides, assumed_align=4), compact(Uint8, *tiles, align=16))
+    @staticmethod
+    def fake_args(config: ScaleTilesConfig) -> tuple[Any, ...]:
+        def of(*lead: Any) -> tuple[Any, Any]:
+            shape = (*lead, cute.sym_int(), cute.sym_int())
+            strides = tuple(cute.sym_int64() for _ in shape)
+            tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
+            return (
+                make_fake_tensor(Float32, shape, strides, assumed_align=4),
+                compact(Uint8, *tiles, align=16),
+            )
 
-		lead = (cute.sym_int(),) if config.is_b_uniform else ()
-		if config.has_tiles:
-			tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-			return (None, None, *(compact(Uint8, *tiles, align=16) for _ in range(2)), Int32(1), Int32(1), env_stream())
-		return (*of(), *of(*lead), Int32(1), Int32(1), env_stream())
+        lead = (cute.sym_int(),) if config.is_b_uniform else ()
+        if config.has_tiles:
+            tiles = (*lead, cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
+            return (
+                None,
+                None,
+                *(compact(Uint8, *tiles, align=16) for _ in range(2)),
+                Int32(1),
+                Int32(1),
+                env_stream(),
+            )
+        return (*of(), *of(*lead), Int32(1), Int32(1), env_stream())
 
-	@cute.jit
-	def __call__(
-		self,
-		a: cute.Tensor | None,
-		a_tiles: cute.Tensor | None,
-		b: cute.Tensor,
-		b_tiles: cute.Tensor,
-		half: Int32,
-		num_sms: Int32,
-		stream: Any,
-	) -> None:
-		"""Launch the kernel.
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor | None,
+        a_tiles: cute.Tensor | None,
+        b: cute.Tensor,
+        b_tiles: cute.Tensor,
+        half: Int32,
+        num_sms: Int32,
+        stream: Any,
+    ) -> None:
+        """Launch the kernel.
 
-		``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and its tiles, which are
-		written, are (ceil(rows / 128), blocks along K, 512) uint8; None if there are tiles. Likewise ``b``, with the groups
-		first if uniform, or its tiles if there are. ``half`` are the rows of half a matrix of B, where they are paired.
-		"""
-		view = scale_words_view if self.config.has_tiles else squares_view
-		self.kernel(None if a is None else view(a), a_tiles, view(b), b_tiles, half).launch(
-			grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _WARPS, 1, 1], stream=stream
-		)
+        ``a`` is (blocks along K, rows) fp32, or of squares (blocks along rows, blocks along K), and
+        its tiles, which are written, are (ceil(rows / 128), blocks along K, 512) uint8; None if
+        there are tiles. Likewise ``b``, with the groups first if uniform, or its tiles if there
+        are. ``half`` are the rows of half a matrix of B, where they are paired.
+        """
+        view = scale_words_view if self.config.has_tiles else squares_view
+        self.kernel(None if a is None else view(a), a_tiles, view(b), b_tiles, half).launch(
+            grid=[num_sms * _CTAS_PER_SM, 1, 1], block=[WARP_SIZE * _WARPS, 1, 1], stream=stream
+        )
 
-	@cute.kernel
-	def kernel(
-		self, a: cute.Tensor | None, a_tiles: cute.Tensor | None, b: cute.Tensor, b_tiles: cute.Tensor, half: Int32
-	) -> None:
-		config = self.config
-		a_count, b_count = Int32(0), cute.size(b_tiles) // SF_TILE_BYTES
-		if const_expr(a_tiles is not None):
-			a_count = cute.size(a_tiles) // SF_TILE_BYTES
-		first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
-		step = cute.arch.grid_dim()[0] * _WARPS
-		for item in cutlass.range(first, a_count + b_count, step, unroll=1):
-			if item < a_count:
-				if const_expr(a is not None):
-					self.convert(a, config.a_squares, a_tiles, item, None)
-			else:
-				self.convert(b, config.b_squares, b_tiles, item - a_count, half if config.pairs_rows else None)
+    @cute.kernel
+    def kernel(
+        self,
+        a: cute.Tensor | None,
+        a_tiles: cute.Tensor | None,
+        b: cute.Tensor,
+        b_tiles: cute.Tensor,
+        half: Int32,
+    ) -> None:
+        config = self.config
+        a_count, b_count = Int32(0), cute.size(b_tiles) // SF_TILE_BYTES
+        if const_expr(a_tiles is not None):
+            a_count = cute.size(a_tiles) // SF_TILE_BYTES
+        first = cute.arch.block_idx()[0] * _WARPS + cute.arch.warp_idx()
+        step = cute.arch.grid_dim()[0] * _WARPS
+        for item in cutlass.range(first, a_count + b_count, step, unroll=1):
+            if item < a_count:
+                if const_expr(a is not None):
+                    self.convert(a, config.a_squares, a_tiles, item, None)
+            else:
+                self.convert(
+                    b,
+                    config.b_squares,
+                    b_tiles,
+                    item - a_count,
+                    half if config.pairs_rows else None,
+                )
 
-	@cute.jit
-	def convert(self, scales: cute.Tensor, squares: bool, tiles: cute.Tensor, item: Int32, half: Int32 | None) -> None:
-		"""Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
-		lane = cute.arch.lane_idx()
-		row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]
-		block, rest = item % blocks, item // blocks
-		row_tile, group = rest % row_tiles, rest // row_tiles
-		words = cute.make_rmem_tensor(4, Uint32)
-		for i in range_constexpr(4):
-			row, is_there = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane, True
-			if const_expr(half is not None):
-				is_there = row < 2 * half
-				row = row // 2 + row % 2 * half
-			if const_expr(self.config.has_tiles):
-				words[i] = Uint32(0)
-				if is_there:
-					words[i] = Uint32(scales[row // SF_TILE_ROWS, block, row_in_tile(row) // 4, group])
-			else:
-				value = Float32(0.0)
-				if const_expr(not squares):
-					is_there = row < scales.shape[1]
-				if is_there:
-					if const_expr(squares):
-						value = scales[row // SF_TILE_ROWS, block, group]
-					else:
-						value = scales[block, row, group]
-				words[i] = (f32_as_bits(value) >> 23 & 0xFF) * _FOUR
-		place = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
-		store_global(place, [words[i] for i in range(4)])
+    @cute.jit
+    def convert(
+        self,
+        scales: cute.Tensor,
+        squares: bool,
+        tiles: cute.Tensor,
+        item: Int32,
+        half: Int32 | None,
+    ) -> None:
+        """Make one tile of ``tiles``, a warp's: lane i has rows i, i + 32, i + 64 and i + 96."""
+        lane = cute.arch.lane_idx()
+        row_tiles, blocks = tiles.shape[-3], tiles.shape[-2]
+        block, rest = item % blocks, item // blocks
+        row_tile, group = rest % row_tiles, rest // row_tiles
+        words = cute.make_rmem_tensor(4, Uint32)
+        for i in range_constexpr(4):
+            row, is_there = row_tile * SF_TILE_ROWS + i * WARP_SIZE + lane, True
+            if const_expr(half is not None):
+                is_there = row < 2 * half
+                row = row // 2 + row % 2 * half
+            if const_expr(self.config.has_tiles):
+                words[i] = Uint32(0)
+                if is_there:
+                    words[i] = Uint32(
+                        scales[row // SF_TILE_ROWS, block, row_in_tile(row) // 4, group]
+                    )
+            else:
+                value = Float32(0.0)
+                if const_expr(not squares):
+                    is_there = row < scales.shape[1]
+                if is_there:
+                    if const_expr(squares):
+                        value = scales[row // SF_TILE_ROWS, block, group]
+                    else:
+                        value = scales[block, row, group]
+                words[i] = (f32_as_bits(value) >> 23 & 0xFF) * _FOUR
+        place = tiles.iterator.toint() + Int64(item) * SF_TILE_BYTES + lane * 16
+        store_global(place, [words[i] for i in range(4)])

@@ -19,7 +19,7 @@ from ..problem import GemmProblem, RowPart
 from .heuristics import estimated_cycles
 
 if TYPE_CHECKING:
-	from .config import Sm90GemmConfig, Sm90Tile
+    from .config import Sm90GemmConfig, Sm90Tile
 
 #: Rows of M of all tiles of parts, and columns of those that are not fitted.
 _M = 256
@@ -30,39 +30,43 @@ _LEAST_CYCLES, _LEAST_CYCLES_FITTED = 200_000, 400_000
 
 
 def _tiles(config: Sm90GemmConfig) -> dict[int, Sm90Tile]:
-	"""Tiles of parts by their rows, the widest first."""
-	if not config.is_decoded or config.grouping != "m_grouped":
-		return {}
-	shapes = (t for t in config.tile_shapes if t.swap_ab and t.m == _M and config.takes(t) and config.has_blocks(t))
-	tiles = {t.rows: t for t in shapes if t.fitted or t.n in _COLUMNS}
-	return dict(sorted(tiles.items(), reverse=True))
+    """Tiles of parts by their rows, the widest first."""
+    if not config.is_decoded or config.grouping != "m_grouped":
+        return {}
+    shapes = (
+        t
+        for t in config.tile_shapes
+        if t.swap_ab and t.m == _M and config.takes(t) and config.has_blocks(t)
+    )
+    tiles = {t.rows: t for t in shapes if t.fitted or t.n in _COLUMNS}
+    return dict(sorted(tiles.items(), reverse=True))
 
 
 def all_parts(config: Sm90GemmConfig) -> list[Sm90GemmConfig]:
-	"""Every part that a product like ``config`` may have: as the first one, and as another."""
-	tiles = _tiles(config)
-	bounds = [*tiles, 0]
-	return [
-		dataclasses.replace(config, tile=tile, part=RowPart(bounds[0], least, rows, follows))
-		for (rows, tile), least in zip(tiles.items(), bounds[1:], strict=True)
-		for follows in (False, True)
-	]
+    """Every part that a product like ``config`` may have: as the first one, and as another."""
+    tiles = _tiles(config)
+    bounds = [*tiles, 0]
+    return [
+        dataclasses.replace(config, tile=tile, part=RowPart(bounds[0], least, rows, follows))
+        for (rows, tile), least in zip(tiles.items(), bounds[1:], strict=True)
+        for follows in (False, True)
+    ]
 
 
 def parts_of(
-	config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
+    config: Sm90GemmConfig, problem: GemmProblem, num_sms: int, bandwidth: float | None = None
 ) -> tuple[Sm90GemmConfig, ...]:
-	"""See ``GemmConfig.parts``: first the one that takes groups of the mean size."""
-	tiles = _tiles(config)
-	is_one = config.tile != tiles.get(config.tile.rows) or problem.groups == 1
-	if is_one or any(tile.num_ctas > num_sms for tile in tiles.values()):
-		return (config,)
-	least = _LEAST_CYCLES_FITTED if config.tile.fitted else _LEAST_CYCLES
-	if estimated_cycles(config, problem, num_sms, bandwidth) < least:
-		return (config,)
-	chosen = []
-	for part in all_parts(config):
-		is_first = part.tile == config.tile
-		if part.rows_taken.follows != is_first:
-			chosen.append(part)
-	return tuple(sorted(chosen, key=lambda part: part.rows_taken.follows))
+    """See ``GemmConfig.parts``: first the one that takes groups of the mean size."""
+    tiles = _tiles(config)
+    is_one = config.tile != tiles.get(config.tile.rows) or problem.groups == 1
+    if is_one or any(tile.num_ctas > num_sms for tile in tiles.values()):
+        return (config,)
+    least = _LEAST_CYCLES_FITTED if config.tile.fitted else _LEAST_CYCLES
+    if estimated_cycles(config, problem, num_sms, bandwidth) < least:
+        return (config,)
+    chosen = []
+    for part in all_parts(config):
+        is_first = part.tile == config.tile
+        if part.rows_taken.follows != is_first:
+            chosen.append(part)
+    return tuple(sorted(chosen, key=lambda part: part.rows_taken.follows))

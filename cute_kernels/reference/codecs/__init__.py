@@ -12,9 +12,11 @@ from .nvfp4 import NVFP4Codec
 __all__ = ["CODECS", "Codec", "codec_of"]
 
 #: Codecs by the name of their format.
-CODECS: dict[str, type[Codec]] = {c.format.name: c for c in (NVFP4Codec, FP8Codec, FP8BlockCodec, MXFP8Codec)}
+CODECS: dict[str, type[Codec]] = {
+    c.format.name: c for c in (NVFP4Codec, FP8Codec, FP8BlockCodec, MXFP8Codec)
+}
 
 
 def codec_of(fmt: Format, dtype: torch.dtype = torch.float32) -> Codec:
-	"""The codec of a format that the capability table lists, for elements from ``dtype``."""
-	return CODECS[fmt.name](fmt, dtype)
+    """The codec of a format that the capability table lists, for elements from ``dtype``."""
+    return CODECS[fmt.name](fmt, dtype)

@@ -22,22 +22,22 @@ _FMAX = torch.finfo(torch.float32).max
 
 
 class FP8Codec(Codec):
-	format = FP8
+    format = FP8
 
-	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-		scale = self._scale(amax) if scale is None else scale
-		scale_inv = scale.reciprocal()
-		if self.fmt.nan_scales:
-			mark_nan(scale_inv, amax.isinf())
-		return scale_inv, scale, amax
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        scale = self._scale(amax) if scale is None else scale
+        scale_inv = scale.reciprocal()
+        if self.fmt.nan_scales:
+            mark_nan(scale_inv, amax.isinf())
+        return scale_inv, scale, amax
 
-	def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
-		return None, g if self.fmt.takes_scale else self._scale(g)
+    def factors(self, a: Tensor, g: Tensor) -> tuple[None, Tensor]:
+        return None, g if self.fmt.takes_scale else self._scale(g)
 
-	def scale_values(self, stored: Tensor) -> Tensor:
-		raise TypeError("FP8 has no block scales")
+    def scale_values(self, stored: Tensor) -> Tensor:
+        raise TypeError("FP8 has no block scales")
 
-	def _scale(self, g: Tensor) -> Tensor:
-		# Not ``max / g``: torch computes that as a reciprocal and a product, rounding twice.
-		scale = torch.full_like(g, self.fmt.element.max).div_(g).clamp_max_(_FMAX)
-		return scale.masked_fill_((g == 0) | ~g.isfinite(), 1.0)
+    def _scale(self, g: Tensor) -> Tensor:
+        # Not ``max / g``: torch computes that as a reciprocal and a product, rounding twice.
+        scale = torch.full_like(g, self.fmt.element.max).div_(g).clamp_max_(_FMAX)
+        return scale.masked_fill_((g == 0) | ~g.isfinite(), 1.0)

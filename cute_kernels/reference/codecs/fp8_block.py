@@ -24,26 +24,26 @@ _NO_MANTISSA = ~0x7FFFFF
 
 
 class FP8BlockCodec(Codec):
-	format = FP8Block
+    format = FP8Block
 
-	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-		super().__init__(fmt, dtype)
-		assert isinstance(fmt, FP8Block)
-		self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
+    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(fmt, dtype)
+        assert isinstance(fmt, FP8Block)
+        self._epsilon, self._is_pow2 = f32(fmt.amax_epsilon), fmt.pow2_scales
 
-	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-		a = a.clamp_min(self._epsilon)
-		# Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
-		scale = torch.full_like(a, self.fmt.element.max).div_(a)
-		scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
-		is_inf = a.isinf()
-		scale = scale.masked_fill_((a == 0) | is_inf, 1.0)
-		if self._is_pow2:
-			scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
-		scale_inv = scale.reciprocal()
-		if self.fmt.nan_scales:
-			mark_nan(scale_inv, is_inf)
-		return scale_inv, scale
+    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        a = a.clamp_min(self._epsilon)
+        # Not ``max / a``: torch computes that as a reciprocal and a product, rounding twice.
+        scale = torch.full_like(a, self.fmt.element.max).div_(a)
+        scale = scale.masked_fill_(scale.isinf(), torch.finfo(self.dtype).max)
+        is_inf = a.isinf()
+        scale = scale.masked_fill_((a == 0) | is_inf, 1.0)
+        if self._is_pow2:
+            scale.view(torch.int32).bitwise_and_(_NO_MANTISSA)
+        scale_inv = scale.reciprocal()
+        if self.fmt.nan_scales:
+            mark_nan(scale_inv, is_inf)
+        return scale_inv, scale
 
-	def scale_values(self, stored: Tensor) -> Tensor:
-		return stored
+    def scale_values(self, stored: Tensor) -> Tensor:
+        return stored

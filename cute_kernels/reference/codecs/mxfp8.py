@@ -8,7 +8,8 @@ With a the amax of a block and fl() one rounding to fp32:
 
 ``e`` is 254 for an infinite amax and 0 for one of up to FP8_MAX * 2^-127, zero included; 2^-127 is
 subnormal in fp32 and is not flushed. NaN never reaches an amax; as an element it becomes the code
-of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which is NaN.
+of NaN, 0x7F. Infinities saturate; with ``nan_scales`` their block's e is stored as 255, which is
+NaN.
 """
 
 import torch
@@ -25,19 +26,19 @@ _NAN = 255
 
 
 class MXFP8Codec(Codec):
-	format = MXFP8
+    format = MXFP8
 
-	def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
-		super().__init__(fmt, dtype)
-		self._rcp_max = f32(1.0 / fmt.element.max)
+    def __init__(self, fmt: Format, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(fmt, dtype)
+        self._rcp_max = f32(1.0 / fmt.element.max)
 
-	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-		# An amax is never NaN, so that no code is 255.
-		stored = encode_e8m0(a * self._rcp_max)
-		factors = decode(E8M0, _INVERSE - stored)
-		if self.fmt.nan_scales:
-			stored = stored.masked_fill(a.isinf(), _NAN)
-		return stored, factors
+    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        # An amax is never NaN, so that no code is 255.
+        stored = encode_e8m0(a * self._rcp_max)
+        factors = decode(E8M0, _INVERSE - stored)
+        if self.fmt.nan_scales:
+            stored = stored.masked_fill(a.isinf(), _NAN)
+        return stored, factors
 
-	def scale_values(self, stored: Tensor) -> Tensor:
-		return decode(E8M0, stored)
+    def scale_values(self, stored: Tensor) -> Tensor:
+        return decode(E8M0, stored)

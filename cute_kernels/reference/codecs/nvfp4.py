@@ -11,8 +11,8 @@ With g the amax of a group or of a row, a the amax of a block, and fl() one roun
 
 This is the order of TransformerEngine's PyTorch reference. ``a * (S_enc / 6)`` and ``(a / 6) *
 S_enc`` give different bytes, so the order is part of the format. NaN never reaches an amax; as an
-element it becomes code 7. With ``nan_scales`` it does, so that g, a and s are NaN, and S_enc and enc
-are FMAX. Where s rounds to zero, enc is FMAX and the value decodes to zero.
+element it becomes code 7. With ``nan_scales`` it does, so that g, a and s are NaN, and S_enc and
+enc are FMAX. Where s rounds to zero, enc is FMAX and the value decodes to zero.
 
 With ``four_over_six`` 2688 is 6 * e4m3_max throughout. A block is encoded by two scales, one that
 maps its amax to 6 and one that maps it to 4, and keeps the codes of the smaller error, those of s6
@@ -39,68 +39,73 @@ _RCP_ELEMENT_MAX = f32(1.0 / NVFP4.element.max)
 
 
 class NVFP4Codec(Codec):
-	format = NVFP4
-	fmt: NVFP4
+    format = NVFP4
+    fmt: NVFP4
 
-	def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-		return (amax,)
+    def level(self, amax: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
+        return (amax,)
 
-	def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-		s_enc = self._s_enc(g)
-		scales = encode(E4M3, (a * (s_enc * _RCP_ELEMENT_MAX)).clamp_max_(_FMAX))
-		return scales, _enc(scales, s_enc)
+    def factors(self, a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        s_enc = self._s_enc(g)
+        scales = encode(E4M3, (a * (s_enc * _RCP_ELEMENT_MAX)).clamp_max_(_FMAX))
+        return scales, _enc(scales, s_enc)
 
-	def encode(self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-		if not self.fmt.four_over_six:
-			return super().encode(blocks, a, g, draws)
-		# Each magnitude of a block beside that of its neighbours: errors have no sign.
-		magnitudes = blocks.movedim(-1, 0).abs().contiguous()
-		s_enc = self._s_enc(g)
-		# A tensor as divisor: by a number torch may multiply with the reciprocal instead.
-		base = a / torch.full_like(a, NVFP4.element.max) * s_enc
-		six, four = encode(E4M3, base), encode(E4M3, base * 1.5)
-		is_better = self._error(magnitudes, four, s_enc, g) < self._error(magnitudes, six, s_enc, g)
-		scales = torch.where(is_better, four, six)
-		return encode_e2m1(blocks * _enc(scales, s_enc).unsqueeze(-1)), scales
+    def encode(
+        self, blocks: Tensor, a: Tensor, g: Tensor, draws: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.fmt.four_over_six:
+            return super().encode(blocks, a, g, draws)
+        # Each magnitude of a block beside that of its neighbours: errors have no sign.
+        magnitudes = blocks.movedim(-1, 0).abs().contiguous()
+        s_enc = self._s_enc(g)
+        # A tensor as divisor: by a number torch may multiply with the reciprocal instead.
+        base = a / torch.full_like(a, NVFP4.element.max) * s_enc
+        six, four = encode(E4M3, base), encode(E4M3, base * 1.5)
+        is_better = self._error(magnitudes, four, s_enc, g) < self._error(magnitudes, six, s_enc, g)
+        scales = torch.where(is_better, four, six)
+        return encode_e2m1(blocks * _enc(scales, s_enc).unsqueeze(-1)), scales
 
-	def scale_values(self, stored: Tensor) -> Tensor:
-		return decode(E4M3, stored)
+    def scale_values(self, stored: Tensor) -> Tensor:
+        return decode(E4M3, stored)
 
-	def _s_enc(self, g: Tensor) -> Tensor:
-		# Not ``tensor_max / g``: torch computes that as a reciprocal and a product, rounding twice.
-		s_enc = torch.full_like(g, self.fmt.tensor_max).div_(g).clamp_max_(_FMAX)
-		s_enc = s_enc.nan_to_num_(nan=_FMAX)
-		return s_enc.masked_fill((g == 0) | (s_enc == 0), 1.0)
+    def _s_enc(self, g: Tensor) -> Tensor:
+        # Not ``tensor_max / g``: torch computes that as a reciprocal and a product, rounding twice.
+        s_enc = torch.full_like(g, self.fmt.tensor_max).div_(g).clamp_max_(_FMAX)
+        s_enc = s_enc.nan_to_num_(nan=_FMAX)
+        return s_enc.masked_fill((g == 0) | (s_enc == 0), 1.0)
 
-	def _error(self, magnitudes: Tensor, scales: Tensor, s_enc: Tensor, g: Tensor) -> Tensor:
-		"""Errors of blocks (16, ...) of |x| when encoded by stored scales (...)."""
-		values = round_e2m1(magnitudes * _enc(scales, s_enc)).mul_(decode(E4M3, scales)).mul_(g)
-		d = values.div_(torch.full_like(g, self.fmt.tensor_max)).sub_(magnitudes)
-		error = d.abs_() if self.fmt.four_over_six_error == "mae" else d.square_()
-		return _square_sum(error) if self.fmt.is_2d else _sum(error)
+    def _error(self, magnitudes: Tensor, scales: Tensor, s_enc: Tensor, g: Tensor) -> Tensor:
+        """Errors of blocks (16, ...) of |x| when encoded by stored scales (...)."""
+        values = round_e2m1(magnitudes * _enc(scales, s_enc)).mul_(decode(E4M3, scales)).mul_(g)
+        d = values.div_(torch.full_like(g, self.fmt.tensor_max)).sub_(magnitudes)
+        error = d.abs_() if self.fmt.four_over_six_error == "mae" else d.square_()
+        return _square_sum(error) if self.fmt.is_2d else _sum(error)
 
 
 def _enc(scales: Tensor, s_enc: Tensor) -> Tensor:
-	"""What elements are multiplied by, of stored scales."""
-	factors = (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_()
-	# As the hardware's ``min`` does; a scale is NaN where an amax is, see ``Format.amaxes_keep_nan``.
-	return factors.nan_to_num_(nan=_FMAX, posinf=_FMAX)
+    """What elements are multiplied by, of stored scales."""
+    factors = (decode(E4M3, scales) * s_enc.reciprocal()).reciprocal_()
+    # As the hardware's ``min`` does; a scale is NaN where an amax is, see
+    # ``Format.amaxes_keep_nan``.
+    return factors.nan_to_num_(nan=_FMAX, posinf=_FMAX)
 
 
 def _sum(errors: Tensor) -> Tensor:
-	"""Sums (...) of errors (16, ...), one after the other."""
-	first, *rest = errors.unbind()
-	total = first.clone()
-	for error in rest:
-		total += error
-	return total
+    """Sums (...) of errors (16, ...), one after the other."""
+    first, *rest = errors.unbind()
+    total = first.clone()
+    for error in rest:
+        total += error
+    return total
 
 
 def _square_sum(errors: Tensor) -> Tensor:
-	"""Sums of square blocks of errors (16 rows, ..., K), each for all columns of its block."""
-	rows = len(errors)
-	total = _sum(errors.unflatten(-1, (-1, rows)).movedim(-1, 0).contiguous())  # (16 rows, ..., K / 16)
-	while len(total) > 1:
-		half = len(total) // 2
-		total = total[:half] + total[half:]
-	return total[0].repeat_interleave(rows, dim=-1)
+    """Sums of square blocks of errors (16 rows, ..., K), each for all columns of its block."""
+    rows = len(errors)
+    total = _sum(
+        errors.unflatten(-1, (-1, rows)).movedim(-1, 0).contiguous()
+    )  # (16 rows, ..., K / 16)
+    while len(total) > 1:
+        half = len(total) // 2
+        total = total[:half] + total[half:]
+    return total[0].repeat_interleave(rows, dim=-1)

@@ -6,27 +6,28 @@ from typing import ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class ExpandConfig:
-	"""One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
+    """One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
 
-	Attributes:
-		is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its place among the block scales.
-	"""
+    Attributes:
+            is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its
+                place among the block scales.
+    """
 
-	is_ragged: bool
+    is_ragged: bool
 
-	kernel: ClassVar[str] = "cute_kernels.gemm.sm90.fp4.expand:ExpandKernel"
+    kernel: ClassVar[str] = "cute_kernels.gemm.sm90.fp4.expand:ExpandKernel"
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrangeConfig:
-	"""One variant of the kernel that puts plain activations into the order of ``decode``.
+    """One variant of the kernel that puts plain activations into the order of ``decode``.
 
-	Attributes:
-		dtype: ``"bfloat16"`` or ``"float16"``.
-		gathered: rows are read by an index.
-	"""
+    Attributes:
+            dtype: ``"bfloat16"`` or ``"float16"``.
+            gathered: rows are read by an index.
+    """
 
-	dtype: str
-	gathered: bool = False
+    dtype: str
+    gathered: bool = False
 
-	kernel: ClassVar[str] = "cute_kernels.gemm.sm90.fp4.arrange:ArrangeKernel"
+    kernel: ClassVar[str] = "cute_kernels.gemm.sm90.fp4.arrange:ArrangeKernel"

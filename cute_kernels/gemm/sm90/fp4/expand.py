@@ -39,98 +39,107 @@ _TWO_TO_14 = 0x74007400
 
 
 class ExpandKernel(GridKernel):
-	"""The expand pass of one configuration, see the module."""
+    """The expand pass of one configuration, see the module."""
 
-	ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
+    ctas_per_sm, num_threads = 8, WARP_SIZE * _ROWS
 
-	def __init__(self, config: ExpandConfig):
-		self.config = config
+    def __init__(self, config: ExpandConfig):
+        self.config = config
 
-	@staticmethod
-	def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
-		rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
-		wide = cute.sym_int(divisibility=PIECE_K)
-		tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
-		return (
-			make_fake_tensor(Uint8, (rows, width), (pitch, 1), assumed_align=16),
-			compact(Uint8, *tiles, align=16),
-			compact(Int32, cute.sym_int(), align=4) if config.is_ragged else None,
-			compact(cutlass.Float16, rows, wide, align=16),
-			Int32(1),
-			env_stream(),
-		)
+    @staticmethod
+    def fake_args(config: ExpandConfig) -> tuple[Any, ...]:
+        rows, width, pitch = (cute.sym_int(divisibility=d) for d in (1, 8, PITCH_ALIGNMENT))
+        wide = cute.sym_int(divisibility=PIECE_K)
+        tiles = (cute.sym_int(), cute.sym_int(), SF_TILE_BYTES)
+        return (
+            make_fake_tensor(Uint8, (rows, width), (pitch, 1), assumed_align=16),
+            compact(Uint8, *tiles, align=16),
+            compact(Int32, cute.sym_int(), align=4) if config.is_ragged else None,
+            compact(cutlass.Float16, rows, wide, align=16),
+            Int32(1),
+            env_stream(),
+        )
 
-	@cute.kernel
-	def kernel(self, codes: cute.Tensor, scales: cute.Tensor, offs: cute.Tensor | None, out: cute.Tensor) -> None:
-		"""The pass of (rows, K / 2) codes and (row tiles, K tiles, 512) scales, with (G,) int32 end rows if ragged.
+    @cute.kernel
+    def kernel(
+        self, codes: cute.Tensor, scales: cute.Tensor, offs: cute.Tensor | None, out: cute.Tensor
+    ) -> None:
+        """The pass of (rows, K / 2) codes and (row tiles, K tiles, 512) scales, with (G,) int32 end
+        rows if ragged.
 
-		K of ``out``, fp16, is filled up to a multiple of 128; rows of the tail are not written.
-		"""
-		rows, width = codes.shape
-		last = rows
-		if const_expr(self.config.is_ragged):
-			last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
-		item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
-		row_items = (last + (_ROWS - 1)) // _ROWS
-		# Few rows are cut into parts, so that all CTAs have something to do.
-		spans = (width + (_CHUNKS * _CHUNK_BYTES - 1)) // (_CHUNKS * _CHUNK_BYTES)
-		parts = cutlass.max(cutlass.min(spans, step // cutlass.max(row_items, 1)), 1)
-		for index in cutlass.range(item, row_items * parts, step, unroll=1):
-			row = index // parts * _ROWS + cute.arch.warp_idx()
-			if row < last:
-				slot = self.slot_row(offs, rows, row)
-				for span in cutlass.range(index % parts, spans, parts, unroll=1):
-					self.expand(codes, scales, out, row, slot, span)
+        K of ``out``, fp16, is filled up to a multiple of 128; rows of the tail are not written.
+        """
+        rows, width = codes.shape
+        last = rows
+        if const_expr(self.config.is_ragged):
+            last = Grouping(offs, offs.shape[0], rows, Int32(0)).last_row()
+        item, step = cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        row_items = (last + (_ROWS - 1)) // _ROWS
+        # Few rows are cut into parts, so that all CTAs have something to do.
+        spans = (width + (_CHUNKS * _CHUNK_BYTES - 1)) // (_CHUNKS * _CHUNK_BYTES)
+        parts = cutlass.max(cutlass.min(spans, step // cutlass.max(row_items, 1)), 1)
+        for index in cutlass.range(item, row_items * parts, step, unroll=1):
+            row = index // parts * _ROWS + cute.arch.warp_idx()
+            if row < last:
+                slot = self.slot_row(offs, rows, row)
+                for span in cutlass.range(index % parts, spans, parts, unroll=1):
+                    self.expand(codes, scales, out, row, slot, span)
 
-	@cute.jit
-	def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
-		slot = row
-		if const_expr(self.config.is_ragged):
-			groups = Grouping(offs, offs.shape[0], rows, Int32(0))
-			group, _ = groups.holding(row, Int32(0))
-			start = group_start(offs, group, rows)
-			slot = (start // TILE_ROWS + group) * TILE_ROWS + (row - start)
-		return slot
+    @cute.jit
+    def slot_row(self, offs: cute.Tensor | None, rows: Int32, row: Int32) -> Int32:
+        slot = row
+        if const_expr(self.config.is_ragged):
+            groups = Grouping(offs, offs.shape[0], rows, Int32(0))
+            group, _ = groups.holding(row, Int32(0))
+            start = group_start(offs, group, rows)
+            slot = (start // TILE_ROWS + group) * TILE_ROWS + (row - start)
+        return slot
 
-	@cute.jit
-	def expand(
-		self, codes: cute.Tensor, scales: cute.Tensor, out: cute.Tensor, row: Int32, slot: Int32, span: Int32
-	) -> None:
-		lane = cute.arch.lane_idx()
-		half, odd = lane // 2 % 2, lane % 2
-		chunk = span * _CHUNKS + lane // 4
-		words = self.load_codes(codes, row, chunk)
-		pairs = self.load_scales(scales, slot, chunk)
-		target = out.iterator.toint() + Int64(row) * (out.shape[1] * 2)
-		target += (chunk * PIECE_K + lane % 4 * 8) * 2
-		# This lane's code of each byte as its high nibble, and its two of four high bytes.
-		shift = ((1 - odd) * 4).to(Uint32)
-		selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
-		if chunk * PIECE_K < out.shape[1]:
-			for part in range_constexpr(4):
-				values = []
-				for j in range_constexpr(4):
-					high = high_bytes(words[j][part] << shift, True)
-					halves = asm("prmt.b32 $0, $1, 0, $2;", [Uint32], [high, selector])
-					small = times_scale(halves, pairs[j], part // 2)
-					values.append(times_scale(small, Uint32(_TWO_TO_14), 0))
-				store_global(target + part * 64, values)
+    @cute.jit
+    def expand(
+        self,
+        codes: cute.Tensor,
+        scales: cute.Tensor,
+        out: cute.Tensor,
+        row: Int32,
+        slot: Int32,
+        span: Int32,
+    ) -> None:
+        lane = cute.arch.lane_idx()
+        half, odd = lane // 2 % 2, lane % 2
+        chunk = span * _CHUNKS + lane // 4
+        words = self.load_codes(codes, row, chunk)
+        pairs = self.load_scales(scales, slot, chunk)
+        target = out.iterator.toint() + Int64(row) * (out.shape[1] * 2)
+        target += (chunk * PIECE_K + lane % 4 * 8) * 2
+        # This lane's code of each byte as its high nibble, and its two of four high bytes.
+        shift = ((1 - odd) * 4).to(Uint32)
+        selector = (0x2404 + half * (0x3414 - 0x2404)).to(Uint32)
+        if chunk * PIECE_K < out.shape[1]:
+            for part in range_constexpr(4):
+                values = []
+                for j in range_constexpr(4):
+                    high = high_bytes(words[j][part] << shift, True)
+                    halves = asm("prmt.b32 $0, $1, 0, $2;", [Uint32], [high, selector])
+                    small = times_scale(halves, pairs[j], part // 2)
+                    values.append(times_scale(small, Uint32(_TWO_TO_14), 0))
+                store_global(target + part * 64, values)
 
-	def load_codes(self, codes: cute.Tensor, row: Int32, chunk: Int32) -> list[list[Uint32]]:
-		"""Four words each of a chunk's four pairs of blocks; zeros past the end of the row."""
-		source = codes.iterator.toint() + Int64(row) * codes.stride[0]
-		first = chunk * _CHUNK_BYTES
-		words = [
-			load_global_if(source + at, _BLOCK_BYTES, at, codes.shape[1])
-			for at in (first + block * _BLOCK_BYTES for block in range(_CHUNK_BLOCKS))
-		]
-		return [words[2 * j] + words[2 * j + 1] for j in range(_CHUNK_BLOCKS // 2)]
+    def load_codes(self, codes: cute.Tensor, row: Int32, chunk: Int32) -> list[list[Uint32]]:
+        """Four words each of a chunk's four pairs of blocks; zeros past the end of the row."""
+        source = codes.iterator.toint() + Int64(row) * codes.stride[0]
+        first = chunk * _CHUNK_BYTES
+        words = [
+            load_global_if(source + at, _BLOCK_BYTES, at, codes.shape[1])
+            for at in (first + block * _BLOCK_BYTES for block in range(_CHUNK_BLOCKS))
+        ]
+        return [words[2 * j] + words[2 * j + 1] for j in range(_CHUNK_BLOCKS // 2)]
 
-	def load_scales(self, scales: cute.Tensor, slot: Int32, chunk: Int32) -> list[Uint32]:
-		"""The scales of a chunk's four pairs of blocks, two fp16 in a word."""
-		source, pairs = row_scales_at(scales, slot), []
-		for i in range(_CHUNK_TILES):
-			tile = chunk * _CHUNK_TILES + i
-			(word,) = load_global_if(source + tile * SF_TILE_BYTES, 4, tile, scales.shape[1])
-			pairs += [scales_as_fp16(word), scales_as_fp16(word >> 16)]
-		return pairs
+    def load_scales(self, scales: cute.Tensor, slot: Int32, chunk: Int32) -> list[Uint32]:
+        """The scales of a chunk's four pairs of blocks, two fp16 in a word."""
+        source, pairs = row_scales_at(scales, slot), []
+        for i in range(_CHUNK_TILES):
+            tile = chunk * _CHUNK_TILES + i
+            (word,) = load_global_if(source + tile * SF_TILE_BYTES, 4, tile, scales.shape[1])
+            pairs += [scales_as_fp16(word), scales_as_fp16(word >> 16)]
+        return pairs

@@ -8,23 +8,25 @@ from ..config import Sm90GemmConfig
 
 
 def codes_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int], cute.Layout]:
-	"""Rows and bytes of codes of a stage, and the stages, (rows, (bytes, pieces), STAGE).
+    """Rows and bytes of codes of a stage, and the stages, (rows, (bytes, pieces), STAGE).
 
-	Lanes read whole rows of a piece, without conflicts as they are.
-	"""
-	rows, width = config.tile.m, PIECE_K * config.kind.bits // 8
-	piece = rows * width
-	layout = cute.make_layout(
-		(rows, (width, config.pieces), config.num_ab_stage), stride=(width, (1, piece), piece * config.pieces)
-	)
-	return (rows, width * config.pieces), layout
+    Lanes read whole rows of a piece, without conflicts as they are.
+    """
+    rows, width = config.tile.m, PIECE_K * config.kind.bits // 8
+    piece = rows * width
+    layout = cute.make_layout(
+        (rows, (width, config.pieces), config.num_ab_stage),
+        stride=(width, (1, piece), piece * config.pieces),
+    )
+    return (rows, width * config.pieces), layout
 
 
 def scale_stages(config: Sm90GemmConfig) -> tuple[tuple[int, int, int], cute.Layout]:
-	"""Row tiles, K tiles and words of the scales of a stage, and the stages of them."""
-	tiles, k_tiles = config.tile.m // SF_TILE_ROWS, config.stage_k // config.kind.scale_tile_k
-	stage = k_tiles * SF_TILE_WORDS
-	layout = cute.make_layout(
-		(tiles, k_tiles, SF_TILE_WORDS, config.num_ab_stage), stride=(stage, SF_TILE_WORDS, 1, tiles * stage)
-	)
-	return (tiles, k_tiles, SF_TILE_WORDS), layout
+    """Row tiles, K tiles and words of the scales of a stage, and the stages of them."""
+    tiles, k_tiles = config.tile.m // SF_TILE_ROWS, config.stage_k // config.kind.scale_tile_k
+    stage = k_tiles * SF_TILE_WORDS
+    layout = cute.make_layout(
+        (tiles, k_tiles, SF_TILE_WORDS, config.num_ab_stage),
+        stride=(stage, SF_TILE_WORDS, 1, tiles * stage),
+    )
+    return (tiles, k_tiles, SF_TILE_WORDS), layout
