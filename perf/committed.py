@@ -51,7 +51,7 @@ def main(arguments: argparse.Namespace, options: Options, choice: Choice) -> int
     """``perf run counts`` with ``--renew`` or ``--check``.
 
     Raises:
-            ValueError: another suite, or a renewal of a part.
+        ValueError: another suite, or a renewal of a part.
     """
     if arguments.suites != ["counts"]:
         raise ValueError("--renew and --check are for the suite counts")

@@ -17,14 +17,14 @@ class Contender:
     """One way to do a task; what is not said here is as in ``Record``.
 
     Attributes:
-            prepare: may raise whatever its library raises: that is reported, and nobody else is
-                disturbed.
-            error: relative error of what a call returned; NaN is as wrong as anything.
-            bound: the largest error that is right.
-            capturable: whether it can be captured in a CUDA graph.
-            is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
-                beside the time.
-            versions: of the contender's packages; those of a peer ``Options.competing`` adds.
+        prepare: may raise whatever its library raises: that is reported, and nobody else is
+            disturbed.
+        error: relative error of what a call returned; NaN is as wrong as anything.
+        bound: the largest error that is right.
+        capturable: whether it can be captured in a CUDA graph.
+        is_step: whether it is a whole pass of a layer, of which eager time and memory are kept
+            beside the time.
+        versions: of the contender's packages; those of a peer ``Options.competing`` adds.
     """
 
     name: str

@@ -149,7 +149,7 @@ def replace_tables(text: str, records: Sequence[Record]) -> str:
     """The README with its tables written anew.
 
     Raises:
-            ValueError: it has a table that ``TABLES`` does not, or lacks one.
+        ValueError: it has a table that ``TABLES`` does not, or lacks one.
     """
     names = [found["name"] for found in _BLOCK.finditer(text)]
     if sorted(names) != sorted(TABLES):

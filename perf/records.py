@@ -44,30 +44,30 @@ class Record:
     """One measured number.
 
     Attributes:
-            suite: which suite measured it.
-            case: what was done: shapes, routing, pass. Contenders with equal cases compete.
-            contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
-            format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name
-                    of a recipe, or ``"bfloat16"``.
-            what: ``"time"``, ``"warp instructions"``, ``"rate"``.
-            value: the number; of repeated measurements their median.
-            unit: of value and spread; ``"1"`` for a count or a ratio.
-            protocol: how it was measured, such as ``"sustained, L2-cold"``.
-            spread: largest minus smallest of the ``repeats``; None if it was not kept.
-            error: relative error that the check before the measurement found; 0 if the bits are
-                    equal, None if only a wrong result would have been noticed.
-            bytes: least bytes that this contender moves: each input read once, in the form that the
-                    contender has it in, each output written once. What a pass of a layer makes for
-                    itself ``perf.traffic`` says.
-            flops: useful operations; padding is none.
-            ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
-                    ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
-            gpu: its name, or what is emulated.
-            machine: the host's processor.
-            clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
-            power: watts: ``"draw"`` while it was measured, ``"limit"``.
-            versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
-            time: when, UTC, ISO 8601; a date alone where no more is known.
+        suite: which suite measured it.
+        case: what was done: shapes, routing, pass. Contenders with equal cases compete.
+        contender: who did it: ``"ours"``, ``"torch"``, or a variant: ``"ours, tile 256x64"``.
+        format: the text of a format, both operands as ``"nvfp4:row_scaled x nvfp4"``, the name
+            of a recipe, or ``"bfloat16"``.
+        what: ``"time"``, ``"warp instructions"``, ``"rate"``.
+        value: the number; of repeated measurements their median.
+        unit: of value and spread; ``"1"`` for a count or a ratio.
+        protocol: how it was measured, such as ``"sustained, L2-cold"``.
+        spread: largest minus smallest of the ``repeats``; None if it was not kept.
+        error: relative error that the check before the measurement found; 0 if the bits are
+            equal, None if only a wrong result would have been noticed.
+        bytes: least bytes that this contender moves: each input read once, in the form that the
+            contender has it in, each output written once. What a pass of a layer makes for
+            itself ``perf.traffic`` says.
+        flops: useful operations; padding is none.
+        ceilings: rates of the same run that nothing exceeds: ``"copy"`` and ``"read"`` in TB/s,
+            ``"bfloat16"`` and ``"fp8"`` (dense products) in TFLOP/s.
+        gpu: its name, or what is emulated.
+        machine: the host's processor.
+        clocks: MHz: ``"sm"`` and ``"memory"`` while it was measured, ``"sm max"``.
+        power: watts: ``"draw"`` while it was measured, ``"limit"``.
+        versions: of packages: torch, cuda, the CuTe DSL, and the contender's own.
+        time: when, UTC, ISO 8601; a date alone where no more is known.
     """
 
     suite: str
@@ -134,7 +134,7 @@ class Record:
         """The value as time.
 
         Raises:
-                ValueError: it is no time.
+            ValueError: it is no time.
         """
         factors = {"us": 1.0, "ms": 1e3, "s": 1e6}
         if self.unit not in factors:
@@ -242,7 +242,7 @@ def read(path: Path) -> list[Record]:
     """The records of a file.
 
     Raises:
-            ValueError: a line is no record; it says which.
+        ValueError: a line is no record; it says which.
     """
     records: list[Record] = []
     number = 0
@@ -262,8 +262,8 @@ def load(*paths: Path) -> list[Record]:
     """The records of files, and of the ``*.jsonl`` and ``*.jsonl.xz`` files in folders.
 
     Raises:
-            FileNotFoundError: there is no such path.
-            ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
+        FileNotFoundError: there is no such path.
+        ValueError: a record is faster than its GPU can be, see ``perf.roofs``; it says which.
     """
     records = []
     for path in paths:

@@ -273,7 +273,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     """What the command line asks of suites.
 
     Raises:
-            ValueError: a path that is not PEER=FOLDER.
+        ValueError: a path that is not PEER=FOLDER.
     """
     paths = {}
     for item in arguments.path:

@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Write what was asked for.
 
     Raises:
-            ValueError: nothing was, or the records make no page.
+        ValueError: nothing was, or the records make no page.
     """
     if not (arguments.out or arguments.publish or arguments.badge):
         raise ValueError("say what to write: --out FILE, --publish DIR or --badge FILE")

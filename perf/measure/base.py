@@ -43,11 +43,11 @@ class Meter:
     """Measures contenders.
 
     Attributes:
-            kind: one of ``records.KINDS``.
-            backend: what the contenders of this package run on.
-            device: where operands lie.
-            arch: whose kernels run, as ``cute_kernels.support`` takes it.
-            quick: whether this run is to see that everything runs.
+        kind: one of ``records.KINDS``.
+        backend: what the contenders of this package run on.
+        device: where operands lie.
+        arch: whose kernels run, as ``cute_kernels.support`` takes it.
+        quick: whether this run is to see that everything runs.
     """
 
     kind: str

@@ -114,7 +114,7 @@ def fitted(records: Sequence[Record]) -> Model:
     """The model of all records.
 
     Raises:
-            ValueError: there are too few of ours.
+        ValueError: there are too few of ours.
     """
     mine = ours(records)
     if len(mine) < 2:
