@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import each, raises
-
 pytest.importorskip("safetensors")
 pytest.importorskip("transformers")
 
@@ -74,7 +72,7 @@ def expected(model, sequences):
     return amaxes
 
 
-@each("kind", [*NAMES])
+@pytest.mark.parametrize("kind", [*NAMES])
 def test_scales_are_those_of_the_inputs(kind, tmp_path):
     model, source, ids = model_of(kind), tmp_path / "source", tmp_path / "ids.json"
     model.save_pretrained(source)
@@ -154,10 +152,10 @@ def test_what_cannot_be_calibrated_is_refused_before_anything_is_left(tmp_path, 
     model, source, ids = model_of("qwen3"), tmp_path / "source", tmp_path / "ids.json"
     model.save_pretrained(source)
     ids.write_text("[1, 2]")
-    with raises(ValueError, "layout deepseek has no input scales to calibrate"):
+    with pytest.raises(ValueError, match="layout deepseek has no input scales to calibrate"):
         convert.convert(source, tmp_path / "a", layout="deepseek", calibrate=ids)
     capsys.readouterr()
-    with raises(SystemExit, "1"):
+    with pytest.raises(SystemExit, match="1"):
         convert.main(
             [str(source), str(tmp_path / "a"), "--to", "fp8_block", "--calibrate", str(ids)]
         )
@@ -171,7 +169,7 @@ def test_what_cannot_be_calibrated_is_refused_before_anything_is_left(tmp_path, 
         ("[]", "ids.json has no token ids"),
     ):
         ids.write_text(text)
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             convert.convert(source, tmp_path / "a", calibrate=ids)
     ids.write_text("[1, 2]")
     tensors = load_file(source / "model.safetensors")
@@ -181,9 +179,9 @@ def test_what_cannot_be_calibrated_is_refused_before_anything_is_left(tmp_path, 
         if "layers.1.mlp.experts" in n
     }
     save_file(tensors | more, source / "model.safetensors", {"format": "pt"})
-    with raises(
+    with pytest.raises(
         ValueError,
-        r"has 4 experts in model.layers.2.mlp.experts, which .* does not run \(no such layer\)",
+        match=r"has 4 experts in model.layers.2.mlp.experts, which .* does not run \(no such layer\)",
     ):
         convert.convert(source, tmp_path / "a", calibrate=ids)
     assert not (tmp_path / "a").exists() or not list((tmp_path / "a").iterdir())
@@ -229,23 +227,23 @@ WRONG = {
 }
 
 
-@each("ending", ["json", "jsonl", "txt"])
+@pytest.mark.parametrize("ending", ["json", "jsonl", "txt"])
 def test_bytes_that_are_no_text_are_refused(ending, tmp_path):
     (tmp_path / f"x.{ending}").write_bytes(b"\xff\xfe\x00")
-    with raises(ValueError, f"x.{ending} is no text"):
+    with pytest.raises(ValueError, match=f"x.{ending} is no text"):
         read_ids(tmp_path / f"x.{ending}")
 
 
-@each("name", [*WRONG])
+@pytest.mark.parametrize("name", [*WRONG])
 def test_files_without_ids_are_refused(name, tmp_path):
     text, message = WRONG[name]
     (tmp_path / name).write_text(text)
     if message is None:
         assert [ids.tolist() for ids in read_ids(tmp_path / name, tmp_path)] == [[1], [2]]
         return
-    with raises(ValueError, rf"{name} {message}"):
+    with pytest.raises(ValueError, match=rf"{name} {message}"):
         read_ids(tmp_path / name, tmp_path)
-    with raises(FileNotFoundError, "no file .* to calibrate with"):
+    with pytest.raises(FileNotFoundError, match="no file .* to calibrate with"):
         read_ids(tmp_path / "none.json")
 
 

@@ -6,8 +6,6 @@ import json
 
 import pytest
 
-from tests.helpers import each
-
 pytest.importorskip("safetensors")
 
 from .two_ranks import launch
@@ -19,7 +17,7 @@ def folder(tmp_path_factory):
     return launch("tests.grouped.two_ranks_checkpoint", tmp_path_factory.mktemp("ranks"))
 
 
-@each("name", list(CHECKS))
+@pytest.mark.parametrize("name", list(CHECKS))
 def test_on_two_ranks(folder, name):
     for rank in range(2):
         error = json.loads((folder / f"{rank}.json").read_text())[name]

@@ -19,8 +19,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    each,
-    raises,
     sample,
     saved,
     step,
@@ -136,8 +134,8 @@ def stacked(tensors, single):
     return held if single else (torch.stack(held[:G]), torch.stack(held[G:]))
 
 
-@each("algorithm", ["max", "most_recent"])
-@each("single", [True, False])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("single", [True, False])
 def test_training_is_the_composition_by_hand(single, algorithm):
     """Two of the steps are of several microbatches."""
     firsts = (True, False, False, True, True, False, True, True)
@@ -271,7 +269,7 @@ class Block(nn.Module):
         )
 
 
-@each("compiled", ["nothing", "inside", "outside"])
+@pytest.mark.parametrize("compiled", ["nothing", "inside", "outside"])
 def test_recomputation_changes_nothing(compiled):
     plain, again = Block(False), Block(True, compiled == "inside")
     function = again
@@ -285,7 +283,7 @@ def test_recomputation_changes_nothing(compiled):
 def test_reentrant_recomputation_raises():
     layer, x, dy = with_data()
     y = checkpoint(layer, x.clone().requires_grad_(), OFFS, use_reentrant=True)
-    with raises(RuntimeError, "use_reentrant=False"):
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
         y.backward(dy)
 
 
@@ -313,7 +311,7 @@ def test_state_dict_keys_and_shapes():
         **{f"scaling.{role}_amax_history": (4, G) for role in ROLES},
     }
     assert not any("scaling" in k for k in layer_of(recipes.BF16()).state_dict())
-    with raises(RuntimeError, r"Missing key.*scaling.input_scale"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*scaling.input_scale"):
         layer.load_state_dict(layer_of(recipes.BF16()).state_dict())
 
 
@@ -359,15 +357,15 @@ def test_the_functional_form_refuses_what_it_cannot_honour():
         (RECIPE, DelayedScaling(RECIPE, 2), "scaling was made for 2 groups"),
         (RECIPE, DelayedScaling(recipes.FP8Delayed(), G), "scaling was made for 3 groups"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             grouped.linear(x, w, None, OFFS, recipe, scaling=scaling)
-    with raises(TypeError, "must be a grouped.recipes.FP8Delayed"):
+    with pytest.raises(TypeError, match="must be a grouped.recipes.FP8Delayed"):
         DelayedScaling(recipes.BF16(), G)
-    with raises(ValueError, "num_groups must be positive"):
+    with pytest.raises(ValueError, match="num_groups must be positive"):
         DelayedScaling(RECIPE, 0)
     layer = layer_of(recipes.BF16())
     layer.recipe = RECIPE
-    with raises(RuntimeError, "make it with this recipe"):
+    with pytest.raises(RuntimeError, match="make it with this recipe"):
         layer(x, OFFS)
 
 
@@ -385,12 +383,12 @@ def test_transforms_take_an_evaluated_layer():
     assert_same_bytes(torch.func.grad(loss)(x), want)
     assert_same_buffers(state_of(layer), before)
     layer.train()
-    with raises(RuntimeError, r"call eval\(\) on the layer"):
+    with pytest.raises(RuntimeError, match=r"call eval\(\) on the layer"):
         torch.func.grad(loss)(x)
     assert_same_buffers(state_of(layer), before)
 
 
-@each("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
     layer, (x, dy) = layer_of(recipes.FP8Delayed(history_length=4)), step_data(1)[0]
     finite = x.clone()
@@ -408,7 +406,7 @@ def test_what_is_not_finite_reaches_the_output_and_no_scale(value):
     ) == (seen == 0)
 
 
-@each("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
+@pytest.mark.parametrize("other", [recipes.BF16(), recipes.FP8Current(), recipes.NVFP4()])
 def test_the_state_rests_under_another_recipe(other):
     layer = GroupedLinear(G, K, N, recipe=RECIPE)
     plain = GroupedLinear(G, K, N, recipe=other)
@@ -471,8 +469,8 @@ def microbatches(kind, count, scale=2.0**-20):
     ]
 
 
-@each("count", [1, 3])
-@each("name", [*MODULES])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_groups_begin_with_the_scales_of_their_current_amaxes(name, count):
     """In all microbatches of the first step, to the bit of FP8Current."""
     kind, options = MODULES[name]
@@ -508,7 +506,7 @@ def test_a_group_without_rows_begins_later():
     assert layer.scaling._may_be_zero == [True] * 3
 
 
-@each("initial", ["current", "one"])
+@pytest.mark.parametrize("initial", ["current", "one"])
 def test_state_of_another_beginning_loads(initial):
     """Of what has begun everything is kept; what has not begins as the recipe says."""
     recipe, (x, dy) = dataclasses.replace(RECIPE, initial_scale=initial), step_data(1)[0]
@@ -553,7 +551,7 @@ def test_what_a_new_layer_has_seen_decides_no_bit_of_a_compiled_one():
         assert_same_state(other, layer)
 
 
-@each("name", [*MODULES])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_what_the_host_knows_changes_no_bit(name):
     """Whether it has learnt that all groups have begun, or asks for their amaxes on and on."""
     kind, options = MODULES[name]
@@ -565,8 +563,8 @@ def test_what_the_host_knows_changes_no_bit(name):
     assert_same_state(got, want)
 
 
-@each("initial", ["current", "one"])
-@each("recompute", [False, True])
+@pytest.mark.parametrize("initial", ["current", "one"])
+@pytest.mark.parametrize("recompute", [False, True])
 def test_the_amax_of_weighted_activations_counts(recompute, initial):
     """The gradient of W2 multiplies p a: with all p 4 the amaxes of its input are 4 times those of
     p = 1.
@@ -592,7 +590,7 @@ def test_the_amax_of_weighted_activations_counts(recompute, initial):
     assert_same_bytes(seen[1], 4 * seen[0])
 
 
-@each("name", [*MODULES])
+@pytest.mark.parametrize("name", [*MODULES])
 def test_two_forwards_before_a_backward_have_scales_of_their_own(name):
     """The first keeps the scales of its call, though the buffers are written before its gradients
     are computed.
@@ -617,17 +615,17 @@ def test_two_forwards_before_a_backward_have_scales_of_their_own(name):
 def test_a_later_microbatch_needs_the_copy_of_the_first():
     layer, x, dy = with_data()
     leaf = x.clone().requires_grad_()
-    with raises(RuntimeError, "a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, OFFS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, OFFS, is_first_microbatch=True)
         want = layer(leaf, OFFS, is_first_microbatch=False)
     # Of rows alone no product reads the columnwise copy, which no gradient asked for.
     assert_same_bytes(layer(x, OFFS, is_first_microbatch=False).detach(), want)
-    with raises(RuntimeError, "needs the columnwise weight for the gradient of x"):
+    with pytest.raises(RuntimeError, match="needs the columnwise weight for the gradient of x"):
         layer(leaf, OFFS, is_first_microbatch=False)
     layer(leaf, OFFS, is_first_microbatch=True).backward(dy)
     layer(leaf, OFFS, is_first_microbatch=False).backward(dy)
     layer.scaling.update()
-    with raises(RuntimeError, "Pass True after each step"):
+    with pytest.raises(RuntimeError, match="Pass True after each step"):
         layer(x, OFFS, is_first_microbatch=False)

@@ -21,10 +21,8 @@ from tests.helpers import (
     Graphs,
     assert_all_same,
     assert_same_bytes,
-    each,
     needs_compiler,
     ops,
-    refusals,
     seeded,
 )
 from tests.reference.test_activations import in_fp64
@@ -50,7 +48,12 @@ MODELS = {
     "squared relu": {"activation": "srelu", "bias": True},
 }
 DELAYED = {"fp8-delayed": recipes.FP8Delayed(history_length=4)}
-every_recipe = each("recipe", ALL_RECIPES | DELAYED)
+RECIPES_AND_DELAYED = ALL_RECIPES | DELAYED
+
+
+every_recipe = pytest.mark.parametrize(
+    "recipe", RECIPES_AND_DELAYED.values(), ids=RECIPES_AND_DELAYED
+)
 #: Those in which a token shares no scale with others.
 BY_TOKEN = {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", "fp8-block")}
 
@@ -112,7 +115,7 @@ def mixture(moe, x, name):
     return torch.stack(out)
 
 
-@each("name", list(MODELS))
+@pytest.mark.parametrize("name", list(MODELS))
 def test_models(name):
     """Parameters and tokens are bf16 numbers in fp32: of the experts' results alone some round."""
     moe = moe_of(dtype=F32, **MODELS[name])
@@ -155,7 +158,7 @@ def test_it_is_a_router_experts_and_a_sum(recipe):
             assert (p.grad - gradient).float().norm() <= lost * p.grad.float().norm()
 
 
-@each("many", [2, 2048])
+@pytest.mark.parametrize("many", [2, 2048])
 def test_router_gradients_of_every_kind_of_input(many, monkeypatch):
     """Also of dtypes that are split into parts, and of halves of the tokens; logits have the
     precision of fp32.
@@ -191,8 +194,8 @@ def test_halves_of_many_tokens(monkeypatch):
 # The contract
 
 
-@each("name", ["mixtral", "deepseek-v3", "gpt-oss"])
-@each("recipe", BY_TOKEN)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "gpt-oss"])
+@pytest.mark.parametrize("recipe", BY_TOKEN.values(), ids=BY_TOKEN)
 def test_a_token_is_on_its_own(recipe, name):
     """Its bits depend on no other token, on no order, on no capacity."""
     moe, x = moe_of(recipe, **MODELS[name]), tokens(40)
@@ -210,7 +213,9 @@ def test_a_token_is_on_its_own(recipe, name):
     assert not got[11:].any()
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("nvfp4", "row-scaled")})
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("nvfp4", "row-scaled")]
+)
 def test_serving_has_the_bits_of_training(recipe):
     """Eval, kept weights, weights that were quantized before, prepacked or not, microbatches."""
     moe, x = moe_of(recipe), tokens()
@@ -235,7 +240,14 @@ def test_steps_repeat_and_recompute(recipe):
     assert_all_same(*runs[::2])
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED)
+FUSED_GRADIENT_RECIPES = {name: ALL_RECIPES[name] for name in ("mxfp8", "fp8-block")} | DELAYED
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    FUSED_GRADIENT_RECIPES.values(),
+    ids=FUSED_GRADIENT_RECIPES,
+)
 def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
     """With the bits of quantizing them after, and its amaxes in some steps, unless something else
     reads them.
@@ -268,7 +280,7 @@ def test_gradients_are_quantized_by_what_makes_them(recipe, monkeypatch):
         calls.clear()
 
 
-@each("name", ["mixtral", "gpt-oss", "squared relu"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss", "squared relu"])
 @every_recipe
 def test_activations_in_epilogues(recipe, name, monkeypatch):
     """The bits of products whose results are activated by what reads them."""
@@ -312,8 +324,8 @@ def test_recompute_of_weights_that_were_kept():
 
 
 @every_recipe
-@each("recompute", [False, True])
-@each("parts", [2, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("parts", [2, 4])
 def test_saved(recipe, recompute, parts):
     """The input, z, the routing and the router's few numbers; and quantized weights.
 
@@ -333,9 +345,11 @@ def test_saved(recipe, recompute, parts):
 # What goes with grouped layers
 
 
-@each("options", [(True, False), (False, True), (True, True)])
-@each("single", [True, False])
-@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled")})
+@pytest.mark.parametrize("options", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(ALL_RECIPES[name], id=name) for name in ("bf16", "row-scaled")]
+)
 def test_gradients_that_go_another_way(recipe, single, options):
     plain = moe_of(recipe, single_parameter=single, shared_intermediate_size=32)
     fused, delayed = options
@@ -360,7 +374,13 @@ def test_gradients_that_go_another_way(recipe, single, options):
         assert_same_bytes(got, grad, name)
 
 
-@each("recipe", {"bf16": recipes.BF16(), "fp8-block": recipes.FP8Block()})
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipes.BF16(), id="bf16"),
+        pytest.param(recipes.FP8Block(), id="fp8-block"),
+    ],
+)
 def test_gradients_of_some(recipe):
     """They are the same where other parameters are frozen, the input among them."""
     moe = moe_of(recipe, bias=True, shared_intermediate_size=32)
@@ -397,8 +417,15 @@ def test_nan_is_found_and_numbers_are_inspected():
     assert "weight" in found.report()["experts.down"]
 
 
+COMPILED_RECIPES = {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED
+
+
 @needs_compiler
-@each("recipe", {"bf16": recipes.BF16(), "row-scaled": ALL_RECIPES["row-scaled"]} | DELAYED)
+@pytest.mark.parametrize(
+    "recipe",
+    COMPILED_RECIPES.values(),
+    ids=COMPILED_RECIPES,
+)
 def test_compiled_once_for_all_numbers_of_tokens(recipe, fresh_dynamo):
     torch._dynamo.utils.counters.clear()
     eager, moe = (moe_of(recipe, **MODELS["deepseek-v3"]) for _ in range(2))
@@ -499,7 +526,10 @@ def test_selection_bias_is_moved_by_the_mean_count():
     assert moe.router.selection_bias.tolist() == [1, 1, 1, 0, -1, -1]
 
 
-@each("recipe", {name: ALL_RECIPES[name] for name in ("bf16", "fp8-block", "row-scaled")})
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(ALL_RECIPES[name], id=name) for name in ("bf16", "fp8-block", "row-scaled")],
+)
 def test_only_the_router_takes_gradients(recipe):
     """Nor do tokens: the gradients are those of a step in which all take some, also from a kept
     weight.
@@ -534,7 +564,7 @@ def test_a_kept_weight_without_the_copy_that_gradients_of_the_router_read():
             moe(tokens(), is_first_microbatch=False)
 
 
-@each("name", ["gelu", "relu", "silu"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu"])
 def test_experts_without_a_gate_are_asked_for(name):
     gated = {"gelu": "geglu", "relu": "reglu", "silu": "swiglu"}[name]
     with pytest.warns(
@@ -566,8 +596,8 @@ def test_autocast():
     assert_same_bytes(y, ops.moe_combine(h, r.row, choice.weights, F32))
 
 
-@each("way", ["eager", "inside", "compiled"])
-@each("dtype", [BF16, F16])
+@pytest.mark.parametrize("way", ["eager", "inside", "compiled"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
 def test_autocast_leaves_router_and_biases_alone(dtype, way):
     """Products of fp32 stay so: the router's, forward and backward, and those of the second bias."""
 
@@ -593,8 +623,10 @@ def test_autocast_leaves_router_and_biases_alone(dtype, way):
 
 
 SIZES = {"hidden_size": H, "intermediate_size": WIDTH, "num_experts": E, "top_k": K}
-test_what_cannot_be_made = refusals(
-    lambda change: MoE(**SIZES | change),
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
     [
         ({"top_k": 7}, ValueError, "top_k must be in .* got 7"),
         ({"top_k": 2.0}, TypeError, "top_k must be an integer, got 2.0"),
@@ -623,6 +655,9 @@ test_what_cannot_be_made = refusals(
         ({"activation": "silu", "interleaved": True}, ValueError, "interleaved is of gated"),
     ],
 )
+def test_what_cannot_be_made(change, error, message):
+    with pytest.raises(error, match=message):
+        MoE(**SIZES | change)
 
 
 def test_what_cannot_be_called():

@@ -1,6 +1,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -9,7 +10,7 @@ import grouped
 from cute_kernels import backend
 from cute_kernels.reference.adamw import adamw
 from grouped import optim
-from tests.helpers import BF16, F32, U8, each, each_arch, raises, seeded
+from tests.helpers import BF16, F32, U8, each_arch, seeded
 
 FORMATS = [
     grouped.NVFP4(),
@@ -57,8 +58,10 @@ def quantized_like(p, master):
     return q
 
 
-@each("fmt", FORMATS, str)
-@each("options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ["", "amsgrad"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}], ids=["", "amsgrad"]
+)
 def test_bytes_are_those_of_torch_then_quantize(fmt, options):
     pair = both(fmt, lr=3e-2, **options)
     p, _, master, _ = pair
@@ -69,8 +72,10 @@ def test_bytes_are_those_of_torch_then_quantize(fmt, options):
 
 
 @each_arch
-@each(
-    "fmt", [*FORMATS, grouped.FP8(scaling="delayed"), grouped.NVFP4(stochastic_rounding=True)], str
+@pytest.mark.parametrize(
+    "fmt",
+    [*FORMATS, grouped.FP8(scaling="delayed"), grouped.NVFP4(stochastic_rounding=True)],
+    ids=str,
 )
 def test_kernels_have_the_bits_of_torchs_cuda_kernel_then_quantize(fmt, arch):
     """That one's arithmetic is the reference's, not that on CPUs;
@@ -227,7 +232,7 @@ RESUMED = {
 }
 
 
-@each("resumed", RESUMED)
+@pytest.mark.parametrize("resumed", RESUMED.values(), ids=RESUMED)
 def test_parameters_unfrozen_after_a_resume(resumed):
     first, frozen = (
         nn.Parameter(grouped.quantize(draw(s), FORMATS[0], columnwise=True)) for s in (0, 1)
@@ -250,7 +255,7 @@ def test_parameters_unfrozen_after_a_resume(resumed):
         ({"lr": -1.0}, "lr must be at least 0"),
         ({"betas": (0.9, 2)}, "below 1, got 2"),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             ours.add_param_group({"params": [nn.Parameter(draw(6))], **options})
     assert len(ours.param_groups) == 2
     # What was written is read again: the state of both groups.
@@ -274,7 +279,7 @@ WRITTEN = {
 }
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_a_step_counts_a_version_of_what_it_writes(make, options, name):
     """Else a backward pass takes new values for old ones, and kept copies of a weight are stale."""
     p = make(draw(0))
@@ -285,11 +290,11 @@ def test_a_step_counts_a_version_of_what_it_writes(make, options, name):
         ours.step()
     assert p._version > version
     if not isinstance(p, grouped.GroupedTensor):
-        with raises(RuntimeError, "modified by an inplace operation"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
-@each(("make", "options", "name"), WRITTEN)
+@pytest.mark.parametrize(("make", "options", "name"), WRITTEN.values(), ids=WRITTEN)
 def test_strided_gradients(make, options, name):
     """Each of the dtypes that need no cast, which would lay them out."""
     w, grad = draw(0), draw(1, 3, 64, 80).mT
@@ -305,7 +310,7 @@ def test_strided_gradients(make, options, name):
         assert torch.equal(p, want)
 
 
-@each("fmt", FORMATS, str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_masters_and_loaded_states_are_copies(fmt):
     """The weights that a user gave, and the state that somebody saved, are not written."""
     w = draw(0)
@@ -325,7 +330,7 @@ def test_masters_and_loaded_states_are_copies(fmt):
         ), name
 
 
-@each("plain", [True, False])
+@pytest.mark.parametrize("plain", [True, False])
 def test_strides_do_not_count(plain):
     w, grad = draw(0, 3, 64, 80).mT, draw(1)
     p, want = (
@@ -387,7 +392,7 @@ def test_faults():
     ):
         ours = optim.AdamW([nn.Parameter(draw(1))])
         for make in (ours.add_param_group, lambda group: optim.AdamW([group])):
-            with raises(error, message):
+            with pytest.raises(error, match=message):
                 make({"params": [p], **options})
         assert len(ours.param_groups) == 1
     for masters, error, message in (
@@ -396,21 +401,21 @@ def test_faults():
         ({p: p}, TypeError, r"must be plain, in floating point, got GroupedTensor"),
         ({draw(0): draw(0)}, TypeError, "no parameter with a master"),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             optim.AdamW([p], masters=masters)
     ours = optim.AdamW([p])
-    with raises(ValueError, r"exp_avg .* \(3, 80, 64\), got \(1, 80, 64\)"):
+    with pytest.raises(ValueError, match=r"exp_avg .* \(3, 80, 64\), got \(1, 80, 64\)"):
         ours.load_state_dict(ours.state_dict() | {"state": {0: {"exp_avg": draw(0)[:1]}}})
     p.main_grad, p.grad_added_to_main_grad = draw(0)[:1], True
-    with raises(ValueError, r"gradient .* \(3, 80, 64\), got \(1, 80, 64\)"):
+    with pytest.raises(ValueError, match=r"gradient .* \(3, 80, 64\), got \(1, 80, 64\)"):
         ours.step()
     assert not ours.state
     transformed = grouped.quantize(
         draw(0).bfloat16(), grouped.NVFP4(hadamard=True), columnwise=True
     )
-    with raises(TypeError, "quantize weights without hadamard"):
+    with pytest.raises(TypeError, match="quantize weights without hadamard"):
         optim.AdamW([nn.Parameter(transformed)])
     q = nn.Parameter(draw(0))
     q.grad = torch.zeros(SHAPE).to_sparse()
-    with raises(RuntimeError, "sparse"):
+    with pytest.raises(RuntimeError, match="sparse"):
         optim.AdamW([q]).step()

@@ -2,13 +2,14 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import grouped
 from grouped import MXFP8, optim, quantize
-from tests.helpers import BF16, each, raises, sample, seeded
+from tests.helpers import BF16, sample, seeded
 
 SHAPE = (3, 64, 80)
 
@@ -39,7 +40,7 @@ def test_strides_of_a_parameter_do_not_count():
     assert torch.equal(p, want) and not torch.equal(want, draw(0).to(BF16).mT)
 
 
-@each("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [False, True])
 def test_strides_of_a_loaded_state_do_not_count(quantized):
     start = draw(0).mT.contiguous()
     made = [
@@ -92,8 +93,8 @@ def test_masters_of_some_make_the_states_of_all():
     assert not any(t.requires_grad for state in found.values() for t in state.values())
 
 
-@each("has_step", [False, True])
-@each("write", ["load_state_dict", "copy_"])
+@pytest.mark.parametrize("has_step", [False, True])
+@pytest.mark.parametrize("write", ["load_state_dict", "copy_"])
 def test_values_that_a_master_would_undo(write, has_step):
     """A step from the old master would put the old values back without a word."""
     w = sample(2, 32, 64)
@@ -115,12 +116,12 @@ def test_values_that_a_master_would_undo(write, has_step):
     else:
         layer.load_state_dict({"weight": other})
     assert not torch.equal(layer.weight.dequantize(), before)
-    with raises(RuntimeError, "would put the old values back"):
+    with pytest.raises(RuntimeError, match="would put the old values back"):
         step()
     assert torch.equal(layer.weight.dequantize(), other.dequantize())
 
 
-@each("first", ["optimizer", "module"])
+@pytest.mark.parametrize("first", ["optimizer", "module"])
 def test_a_resume_loads_module_and_optimizer_in_any_order(first):
     w, states = sample(2, 32, 64), []
     for _ in range(2):

@@ -47,7 +47,6 @@ from tests.helpers import (
     assert_all_same,
     assert_same_buffers,
     assert_same_bytes,
-    raises,
     seeded,
     whole_graph,
 )
@@ -126,9 +125,9 @@ def moved_by_collectives():
         dist.recv(both[0], 1)
         assert_same(both[0], second)
     for reduce in (dist.all_reduce, lambda x: dist.reduce(x, 0)):
-        with raises(TypeError, "does not work on a GroupedTensor; decode it first"):
+        with pytest.raises(TypeError, match="does not work on a GroupedTensor; decode it first"):
             reduce(mine)
-    with raises(TypeError, "needs GroupedTensors of one format"):
+    with pytest.raises(TypeError, match="needs GroupedTensors of one format"):
         dist.all_gather([plain_weight(), plain_weight()], mine)
 
 
@@ -263,7 +262,7 @@ def products_of_dtensors():
         (ValueError, "out does not go with", lambda: grouped.grouped_gemm(X, W, offs=ends, out=dy)),
         (ValueError, "goes with offs", lambda: grouped.quantize(W, fmt, out=made)),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             make()
 
 
@@ -303,7 +302,7 @@ def fully_sharded():
     module = GroupedLinear(3, K, N, bias=False)
     module.weight = nn.Parameter(quantized(groups=3), False)
     fully_shard(module, mesh=MESH)
-    with raises(ValueError, "their number, 3, must be a multiple of its 2 ranks"):
+    with pytest.raises(ValueError, match="their number, 3, must be a multiple of its 2 ranks"):
         module(rows(), [3, 7, 10])
     # What is gathered.
     whole = grouped.quantize(torch.randn(2, 128, 256), grouped.NVFP4())
@@ -329,7 +328,7 @@ def mixtures_fully_sharded():
         if train is not False:
             assert_same_bytes(*(full(m.experts.down.weight.grad) for m in (sharded, alone)))
     fully_shard(alone.experts.down, mesh=MESH)
-    with raises(RuntimeError, "not called: shard, or hook into, the experts"):
+    with pytest.raises(RuntimeError, match="not called: shard, or hook into, the experts"):
         alone(x)
 
 
@@ -364,7 +363,7 @@ def sequence_parallel():
         )
         x = tokens().detach().view(2, 8, H).requires_grad_()
         mine = distribute_tensor(x.detach(), MESH, [Shard(1)]).requires_grad_()
-        with raises(TypeError, "x is a DTensor.*PrepareModuleInputOutput"):
+        with pytest.raises(TypeError, match="x is a DTensor.*PrepareModuleInputOutput"):
             block(mine)
         around = PrepareModuleInputOutput(
             input_layouts=(Shard(1),),
@@ -728,7 +727,7 @@ def clipping_takes_plain_parameters_and_those_of_several_meshes():
             p.grad = q.grad.clone()
             if isinstance(p, DTensor):
                 p.grad = distribute_tensor(q.grad, p.device_mesh, p.placements, src_data_rank=None)
-        with raises(RuntimeError, "mesh|mixed"):
+        with pytest.raises(RuntimeError, match="mesh|mixed"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         want = norm_of(alone)
         for order in (2.0, torch.inf):
@@ -739,7 +738,7 @@ def clipping_takes_plain_parameters_and_those_of_several_meshes():
         grouped.distributed.clip_grad_norm_(model.parameters(), 1.0)
         assert (norm_of(model) - 1).abs() < 0.01
         model[1].router.weight.grad *= torch.inf
-        with raises(RuntimeError, "cannot be clipped"):
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
             grouped.distributed.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
 
@@ -900,15 +899,15 @@ def what_cannot_be_spread():
             lambda: ExpertTensorParallel(MESH)(MoE(H, 48, 4, 2, recipe=recipes.NVFP4())),
         ),
     ):
-        with raises(ValueError, message):
+        with pytest.raises(ValueError, match=message):
             make()
     for capacity in ((3, 4, 5), (3,), (3, -1), [2, 0]):
-        with raises(ValueError, "capacity must be one positive number or two"):
+        with pytest.raises(ValueError, match="capacity must be one positive number or two"):
             ExpertParallel(capacity=capacity)
     for capacity in (True, (3, True), 2.0, (3, 4.0), "34", torch.tensor([3, 4])):
-        with raises(TypeError, "capacity must be an int or a tuple"):
+        with pytest.raises(TypeError, match="capacity must be an int or a tuple"):
             ExpertParallel(capacity=capacity)
-    with raises(TypeError, "experts of torchtitan"):
+    with pytest.raises(TypeError, match="experts of torchtitan"):
         ExpertParallel(MESH)(nn.Linear(2, 2))
 
 
@@ -944,7 +943,7 @@ def delayed_scaling():
             y.backward(torch.full_like(y, 2.0 ** (i + RANK)))
         assert_same_bytes(leaves[0].grad, leaves[1].grad)
         assert_same_buffers(again.state_dict(), module.state_dict())
-    with raises(ValueError, "scale must have size 6"):
+    with pytest.raises(ValueError, match="scale must have size 6"):
         grouped.delayed_scaling_update(
             torch.ones(3, 6), torch.ones(3), E4M3, group=dist.group.WORLD
         )
@@ -980,7 +979,7 @@ def a_rank_that_does_not_come_or_dies():
         exchange = Exchange(group, 4)
         start = time.perf_counter()
         routing = compute_routing(torch.tensor([[0, 2]]), 4)
-        with raises(RuntimeError, "one of them is gone, or did not come before"):
+        with pytest.raises(RuntimeError, match="one of them is gone, or did not come before"):
             exchange.places(routing, torch.ones(1, 2))
         assert time.perf_counter() - start < 20
         if group is late:

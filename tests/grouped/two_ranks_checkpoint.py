@@ -20,7 +20,7 @@ from grouped.distributed import ExpertParallel, ExpertTensorParallel
 from grouped.nn import GroupedMLP, MoE
 from tests.grouped import two_ranks as ranks
 from tests.grouped.cases import assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, raises, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded
 
 load_module = importlib.import_module("grouped.checkpoint.load")
 H, I, EXPERTS = 128, 128, 4  # noqa: E741
@@ -238,7 +238,7 @@ def ranks_part(p):
 def refused(moe, path, message):
     before = [ranks_part(p).clone() for p in moe.parameters()]
     held = list(moe.parameters())
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=message):
         checkpoint.load(moe, path)
     for p, old, values in zip(moe.parameters(), held, before, strict=True):
         assert p is old

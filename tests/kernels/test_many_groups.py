@@ -4,21 +4,14 @@ empty groups.
 
 import contextlib
 
+import pytest
 import torch
 
 from cute_kernels import backend, emulator
 from cute_kernels.gemm.sm90.config import Sm90Tile
 from cute_kernels.gemm.sm100.config import Sm100Tile
 from cute_kernels.ops.launch.gemm import force_tile
-from tests.helpers import (
-    BF16,
-    dequantize_arguments,
-    each,
-    each_arch,
-    m_grouped_arguments,
-    ops,
-    sample,
-)
+from tests.helpers import BF16, dequantize_arguments, each_arch, m_grouped_arguments, ops, sample
 
 SIZES = (40, 1, 128, 30, 7, 200, 64, 10)
 ROWS, K, N = sum(SIZES), 512, 64
@@ -104,7 +97,7 @@ def cost(tile, arch, op, arguments):
 
 
 @each_arch
-@each("name", [*READERS])
+@pytest.mark.parametrize("name", [*READERS])
 def test_empty_groups_cost_nothing(name, arch):
     op, make, most = READERS[name]
     x = sample(ROWS, K)

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import grouped
 from cute_kernels import backend
 from cute_kernels.ops import registry, replay
-from tests.helpers import BF16, F32, assert_all_same, each, ops, raises, seeded
+from tests.helpers import BF16, F32, assert_all_same, ops, seeded
 
 EMULATED = "emulated:sm_90a"
 
@@ -55,7 +55,7 @@ def step(moe, x, dy=lambda y: y.detach() * 0.5):
     return [y, *torch.autograd.grad(y, leaves, dy(y))]
 
 
-every_recipe = each(
+every_recipe = pytest.mark.parametrize(
     "recipe", [grouped.recipes.BF16(), grouped.recipes.FP8Block()], ids=["bf16", "fp8-block"]
 )
 
@@ -112,7 +112,7 @@ WAYS = {
 
 
 @every_recipe
-@each("way", list(WAYS))
+@pytest.mark.parametrize("way", list(WAYS))
 def test_steps(recordings, recipe, way):
     """Forward and backward of router and experts; those of experts not where they are written, or
     cut, elsewhere.
@@ -141,7 +141,7 @@ def test_steps(recordings, recipe, way):
     with backend(EMULATED):
         x = tokens(0).requires_grad_()
         (dx,) = torch.autograd.grad(moe(x).float().square().sum(), x, create_graph=True)
-        with raises(RuntimeError, "differentiated twice"):
+        with pytest.raises(RuntimeError, match="differentiated twice"):
             dx.sum().backward()
 
 
@@ -174,7 +174,7 @@ def values(width=16):
     return torch.tensor([[0, 1], [2, 0], [1, 2]]), torch.randn(3, width).bfloat16()
 
 
-@each("what", ["reads", "foreign", "same", "aligned"])
+@pytest.mark.parametrize("what", ["reads", "foreign", "same", "aligned"])
 def test_what_is_not_repeated(recordings, what):
     foreign = torch.ones(())
 
