@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import grouped
-from grouped.distributed import expert_capacity
+from grouped.parallel.expert_parallel import expert_capacity
 from tests.helpers import assert_same_buffers, each, raises, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, weight

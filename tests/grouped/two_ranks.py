@@ -35,9 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import grouped
 from cute_kernels import backend
 from grouped import recipes
-from grouped.distributed import Exchange, ExpertParallel, ExpertTensorParallel
-from grouped.experts import compute_routing, experts
+from grouped.functional.experts import compute_routing, experts
 from grouped.nn import GroupedLinear, MoE
+from grouped.parallel.expert_parallel import Exchange, ExpertParallel, ExpertTensorParallel
 from tests.grouped.cases import EVERY_FORMAT
 from tests.grouped.cases import assert_same_tensor as assert_same
 from tests.helpers import (
@@ -191,7 +191,7 @@ def layers_of_dtensors():
 
 @check
 def products_of_dtensors():
-    """The placements of the table in ``grouped.sharding``; of whole groups the bits of one process."""
+    """The placements of the table in ``grouped.functional.dtensor_ops``; of whole groups the bits of one process."""
     R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
     x, dense = torch.randn(10, 64).bfloat16(), torch.randn(GROUPS, N, 64).bfloat16()
     bias, dy, fmt = (
