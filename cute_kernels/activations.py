@@ -40,12 +40,12 @@ class Curve(NamedTuple):
     """A function of one variable, as the reference and the kernels compute it.
 
     Attributes:
-            family: ``"rectified"`` is max(x, 0); ``"tanh"`` is GELU's; ``"sigmoid"`` is x times the
-                sigmoid of ``alpha`` x.
-            alpha: the factor of the sigmoid's argument; None where the activation has it as a
-                parameter.
-            is_squared: the result is squared.
-            is_clamped: the argument is clamped at the activation's ``limit``.
+        family: ``"rectified"`` is max(x, 0); ``"tanh"`` is GELU's; ``"sigmoid"`` is x times the
+            sigmoid of ``alpha`` x.
+        alpha: the factor of the sigmoid's argument; None where the activation has it as a
+            parameter.
+        is_squared: the result is squared.
+        is_clamped: the argument is clamped at the activation's ``limit``.
     """
 
     family: Literal["rectified", "tanh", "sigmoid"]
@@ -91,13 +91,13 @@ class Activation(Record):
     the last dimension, and gives ``act(A) * B``; a clamped one ``act(A) * (clamp(B) + 1)``.
 
     Args:
-            name: one of ``ACTIVATIONS``.
-            alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
-            limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
+        name: one of ``ACTIVATIONS``.
+        alpha: what ``clamped_swiglu`` multiplies the argument of its sigmoid by.
+        limit: where ``clamped_swiglu`` clamps: A from above, B from both sides.
 
     Raises:
-            ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an
-                activation that has no parameters.
+        ValueError: a name that is none, a parameter out of [2^-64, 2^64], or one of an
+            activation that has no parameters.
     """
 
     name: str  # type: ignore[misc]
@@ -144,7 +144,7 @@ def curve_of(act: Activation) -> Curve:
     """The curve of an activation.
 
     Raises:
-            UnsupportedError: ``CURVES`` has none of its name.
+        UnsupportedError: ``CURVES`` has none of its name.
     """
     if act.curve not in CURVES:
         raise UnsupportedError(
@@ -158,7 +158,7 @@ def formula_of(act: Activation, formulas: Mapping[str, F]) -> F:
     activation.
 
     Raises:
-            UnsupportedError: there is none.
+        UnsupportedError: there is none.
     """
     family = curve_of(act).family
     if family not in formulas:
@@ -188,7 +188,7 @@ def parse_activation(text: str) -> Activation:
     """The record that ``Activation.text`` stands for, such as ``"clamped_swiglu:limit=5.0"``.
 
     Raises:
-            ValueError: there is no such activation, it has no such parameter or value, or its
-                    record has another text: parameters at their defaults are left out.
+        ValueError: there is no such activation, it has no such parameter or value, or its
+            record has another text: parameters at their defaults are left out.
     """
     return read("activation", dict.fromkeys(ACTIVATIONS, Activation), text)

@@ -123,27 +123,27 @@ def support(
     and prepacked weights needs a yes to both.
 
     Args:
-            op: one of ``OPS``.
-            fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its
-                    defaults, or None for plain bf16, fp16 or fp32 operands.
-            arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``,
-                    the reference backend that adds like the tensor core of that architecture, which
-                    takes what its kernels do, and some that are to come.
-            dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None
-                    for one that the op takes everywhere, such as bf16.
-            columnwise: the columnwise copy is asked for, alone or with the rowwise one.
-            prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
-            shapes: the groups have shapes of their own: the last dimension varies.
-            activation: the input goes through an activation first, or the result of a GEMM last.
-            gathered: rows of tokens come by an index.
-            result: the format that the result is quantized to, after an activation.
+        op: one of ``OPS``.
+        fmt: a format record such as ``NVFP4(row_scaled=True)``, a format class for its
+            defaults, or None for plain bf16, fp16 or fp32 operands.
+        arch: one of ``ARCHITECTURES``; or ``"reference:sm_90a"`` or ``"reference:sm_100a"``,
+            the reference backend that adds like the tensor core of that architecture, which
+            takes what its kernels do, and some that are to come.
+        dtype: dtype of the plain operands, of what is quantized, or of the decoded result; None
+            for one that the op takes everywhere, such as bf16.
+        columnwise: the columnwise copy is asked for, alone or with the rowwise one.
+        prepacked: the weights have the order of bits of ``cute_kernels.prepack``.
+        shapes: the groups have shapes of their own: the last dimension varies.
+        activation: the input goes through an activation first, or the result of a GEMM last.
+        gathered: rows of tokens come by an index.
+        result: the format that the result is quantized to, after an activation.
 
     Returns:
-            A ``Support``, true if it runs, otherwise with the reason.
+        A ``Support``, true if it runs, otherwise with the reason.
 
     Raises:
-            ValueError: ``op`` or ``arch`` is not a known name.
-            TypeError: ``fmt`` is no format.
+        ValueError: ``op`` or ``arch`` is not a known name.
+        TypeError: ``fmt`` is no format.
     """
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")

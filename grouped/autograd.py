@@ -40,30 +40,30 @@ def linear(
     derivatives and no forward-mode ones.
 
     Args:
-            x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by
-                    group; under autocast, cast to its dtype.
-            weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one
-                    that is stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor,
-                    used as it is, whose gradient is that of the values that it stands for.
-            bias: (G, N), or None.
-            offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
-            recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
-                    fp16 if that is what ``x`` is.
-            scaling: the scales under a recipe with delayed scaling, which needs them and has none
-                    of its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call.
-                    In ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the
-                    next scales of them, once a step.
+        x: (..., K) bf16, fp16 or fp32, whose leading dimensions flatten to T rows sorted by
+            group; under autocast, cast to its dtype.
+        weight: (G, N, K), which takes a gradient of its dtype and may have any strides: one
+            that is stored (G, K, N) is given as ``weight.mT``. Or a uniform GroupedTensor,
+            used as it is, whose gradient is that of the values that it stands for.
+        bias: (G, N), or None.
+        offs: (G,) end rows: an integer tensor on the device of ``x``, or a host list.
+        recipe: the format of each operand, forward and backward. BF16 multiplies in bf16, or in
+            fp16 if that is what ``x`` is.
+        scaling: the scales under a recipe with delayed scaling, which needs them and has none
+            of its own: a ``grouped.nn.DelayedScaling(recipe, G)`` that outlives the call.
+            In ``train()`` mode the call records its amaxes; ``scaling.update()`` makes the
+            next scales of them, once a step.
 
     Returns:
-            (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity
-            buffer, are zeros, and so they are in the gradient of ``x``.
+        (..., N) of the dtype of ``x``. Rows from ``offs[-1]`` on, the tail of a capacity
+        buffer, are zeros, and so they are in the gradient of ``x``.
 
     Raises:
-            TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
-            ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or
-                is not for this recipe.
-            RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a
-                    second or forward-mode derivative.
+        TypeError: ``recipe`` is no Recipe, or a dtype is not taken.
+        ValueError: a shape, a device or offs that break a rule; or ``scaling`` is missing, or
+            is not for this recipe.
+        RuntimeError: a GroupedTensor lacks a copy that the product or a gradient reads, or a
+            second or forward-mode derivative.
     """
     check_recipe(recipe)
     check_is_tensor("x", x)

@@ -30,21 +30,21 @@ def input_amaxes(
     """The largest absolute value of each expert's inputs while the model runs over a file.
 
     Args:
-            source: the folder of the model.
-            data: the file of token ids or text, see ``grouped.token_ids.read_ids``.
-            layers: the layers of experts in the folder's files: name and number of experts.
-            device: where to run the model.
+        source: the folder of the model.
+        data: the file of token ids or text, see ``grouped.token_ids.read_ids``.
+        layers: the layers of experts in the folder's files: name and number of experts.
+        device: where to run the model.
 
     Returns:
-            By the name of the layer, two fp32 tensors (E,) on the CPU: of the tokens, which gate
-            and up take, and of the activations between, which down takes. An expert that saw no
-            token, or zeros alone, has the largest value of the layer's other experts.
+        By the name of the layer, two fp32 tensors (E,) on the CPU: of the tokens, which gate
+        and up take, and of the activations between, which down takes. An expert that saw no
+        token, or zeros alone, has the largest value of the layer's other experts.
 
     Raises:
-            ValueError: the file has no ids that the model knows, the model has other experts than
-                    ``layers``, no expert of a layer saw a token, or an input is not finite.
-            FileNotFoundError: there is no such file.
-            ImportError: transformers is not installed.
+        ValueError: the file has no ids that the model knows, the model has other experts than
+            ``layers``, no expert of a layer saw a token, or an input is not finite.
+        FileNotFoundError: there is no such file.
+        ImportError: transformers is not installed.
     """
     try:
         from transformers import AutoModelForCausalLM

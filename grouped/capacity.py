@@ -33,22 +33,22 @@ def expert_capacity(
     ``slack``.
 
     Args:
-            num_tokens: T, tokens of a rank in a call.
-            top_k: k, experts of each token.
-            num_experts: E, of the whole mixture.
-            num_ranks: R, ranks of the mesh.
-            slack: how much more than an even share is taken, at least 1.
+        num_tokens: T, tokens of a rank in a call.
+        top_k: k, experts of each token.
+        num_experts: E, of the whole mixture.
+        num_ranks: R, ranks of the mesh.
+        slack: how much more than an even share is taken, at least 1.
 
     Returns:
-            (pairs, tokens): T k / R pairs of a token and an expert; and the tokens that have at
-            least one of their k different experts among the E / R of a rank, T (1 - C(E - E / R, k)
-            / C(E, k)). Both are times ``slack``, rounded up, and at most what drops nothing, (T
-            min(k, E / R), T).
+        (pairs, tokens): T k / R pairs of a token and an expert; and the tokens that have at
+        least one of their k different experts among the E / R of a rank, T (1 - C(E - E / R, k)
+        / C(E, k)). Both are times ``slack``, rounded up, and at most what drops nothing, (T
+        min(k, E / R), T).
 
     Raises:
-            TypeError: a number of another kind.
-            ValueError: sizes that are not positive, that the ranks do not divide, or a slack below
-                1.
+        TypeError: a number of another kind.
+        ValueError: sizes that are not positive, that the ranks do not divide, or a slack below
+            1.
     """
     for name, size in (("num_tokens", num_tokens), ("top_k", top_k), ("num_ranks", num_ranks)):
         check_size(name, size)

@@ -25,17 +25,17 @@ def clip_grad_norm_(
     data parallelism has summed it.
 
     Args:
-            parameters: parameters whose ``grad`` is scaled in place.
-            max_norm: largest norm that is left alone.
-            norm_type: p of the norm; ``math.inf`` for the largest magnitude.
-            error_if_nonfinite: raise if the norm is NaN or infinite, which reads it on the host.
-            foreach: as of PyTorch's function.
+        parameters: parameters whose ``grad`` is scaled in place.
+        max_norm: largest norm that is left alone.
+        norm_type: p of the norm; ``math.inf`` for the largest magnitude.
+        error_if_nonfinite: raise if the norm is NaN or infinite, which reads it on the host.
+        foreach: as of PyTorch's function.
 
     Returns:
-            () the norm before, a plain tensor, the same on all ranks.
+        () the norm before, a plain tensor, the same on all ranks.
 
     Raises:
-            RuntimeError: the norm is not finite, with ``error_if_nonfinite``; nothing is scaled.
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``; nothing is scaled.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     groups: dict[Any, list[Tensor]] = {}

@@ -55,36 +55,36 @@ def convert(
     """Quantize the experts of a checkpoint.
 
     Args:
-            source: a folder of safetensors files; its other files are copied, its ``config.json``
-                with the quantization added.
-            target: a folder without safetensors files, their index or a ``hf_quant_config.json``.
-            layout: as of ``grouped.checkpoint.save``.
-            transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
-            shard_bytes: the most bytes of a file.
-            device: where to quantize, and to run the model for ``calibrate``.
-            calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as
-                    ``grouped.token_ids.read_ids`` takes it. The model in ``source``, made by
-                    transformers, runs over it, and each quantized weight gets the static scale of
-                    its input: ``input_scale`` (modelopt) or ``input_global_scale``
-                    (compressed-tensors). An expert that sees no token gets the largest scale of its
-                    layer's others.
+        source: a folder of safetensors files; its other files are copied, its ``config.json``
+            with the quantization added.
+        target: a folder without safetensors files, their index or a ``hf_quant_config.json``.
+        layout: as of ``grouped.checkpoint.save``.
+        transposed: weights of all experts in one tensor are (E, K, N), not (E, N, K).
+        shard_bytes: the most bytes of a file.
+        device: where to quantize, and to run the model for ``calibrate``.
+        calibrate: a file of token ids, or of text if ``source`` has a tokenizer, as
+            ``grouped.token_ids.read_ids`` takes it. The model in ``source``, made by
+            transformers, runs over it, and each quantized weight gets the static scale of
+            its input: ``input_scale`` (modelopt) or ``input_global_scale``
+            (compressed-tensors). An expert that sees no token gets the largest scale of its
+            layer's others.
 
     Returns:
-            Layer, projection, expert and SNR in dB of each weight.
+        Layer, projection, expert and SNR in dB of each weight.
 
     Raises:
-            FileNotFoundError: ``source`` or ``calibrate`` lacks files.
-            FileExistsError: ``target`` has files of a checkpoint, or another process writes to it.
-            ValueError: no experts, a layout that cannot be written, weights that are quantized
-                    already, K no multiple of 16, ``transposed`` that the shapes of ``gate_up_proj``
-                    and ``down_proj`` contradict, ``shard_bytes`` no positive integer; ``calibrate``
-                    with a layout without input scales, with ids that the model does not have, or
-                    for a model whose experts transformers does not run.
-            OSError: a file cannot be written, as on a full disk.
+        FileNotFoundError: ``source`` or ``calibrate`` lacks files.
+        FileExistsError: ``target`` has files of a checkpoint, or another process writes to it.
+        ValueError: no experts, a layout that cannot be written, weights that are quantized
+            already, K no multiple of 16, ``transposed`` that the shapes of ``gate_up_proj``
+            and ``down_proj`` contradict, ``shard_bytes`` no positive integer; ``calibrate``
+            with a layout without input scales, with ids that the model does not have, or
+            for a model whose experts transformers does not run.
+        OSError: a file cannot be written, as on a full disk.
 
     Warns:
-            UserWarning: transformers' ``from_pretrained`` would read the new folder wrongly or not
-                at all.
+        UserWarning: transformers' ``from_pretrained`` would read the new folder wrongly or not
+            at all.
     """
     files, record = Reader(source), writable(layout)
     if calibrate is not None and record.input_scale is None:
@@ -308,7 +308,7 @@ def _device(name: str) -> torch.device:
     """The device of a name.
 
     Raises:
-            ValueError: there is none.
+        ValueError: there is none.
     """
     try:
         device = torch.device(name)

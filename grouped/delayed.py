@@ -36,23 +36,23 @@ def delayed_scaling_update(
     ``torch.distributed``. A slot that is 0 or NaN in every process saw nothing.
 
     Args:
-            amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present
-                    step, row 1 is the oldest, row L - 1 the newest.
-            scale: (n,) fp32, contiguous: what ``quantize(scale=)`` takes.
-            fmt: what is quantized to: ``FP8(dtype, scaling="delayed")``, or its dtype.
-            amax: (n,) fp32 of this step, instead of row 0; its sign is dropped.
-            margin: an integer; FP8_MAX is divided by two to this power.
-            algorithm: ``"max"`` or ``"most_recent"``.
-            group: processes that share the scales, or the name of such a ``torch.distributed``
-                group.
-            skip_nonfinite: an amax of this step that is infinite or NaN counts as 0, with ``group``
-                    in all processes: such a step is one that ``torch.amp.GradScaler`` skips.
+        amax_history: (L, n) fp32, contiguous. Row 0 takes the largest amaxes of the present
+            step, row 1 is the oldest, row L - 1 the newest.
+        scale: (n,) fp32, contiguous: what ``quantize(scale=)`` takes.
+        fmt: what is quantized to: ``FP8(dtype, scaling="delayed")``, or its dtype.
+        amax: (n,) fp32 of this step, instead of row 0; its sign is dropped.
+        margin: an integer; FP8_MAX is divided by two to this power.
+        algorithm: ``"max"`` or ``"most_recent"``.
+        group: processes that share the scales, or the name of such a ``torch.distributed``
+            group.
+        skip_nonfinite: an amax of this step that is infinite or NaN counts as 0, with ``group``
+            in all processes: such a step is one that ``torch.amp.GradScaler`` skips.
 
     Raises:
-            TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
-            ValueError: a shape, a device, the margin or the algorithm breaks a rule.
-            RuntimeError: an argument requires a gradient and gradients are enabled.
-            cute_kernels.UnsupportedError: the backend does not run it.
+        TypeError: ``fmt`` is no format record and no dtype of one, or a dtype is not fp32.
+        ValueError: a shape, a device, the margin or the algorithm breaks a rule.
+        RuntimeError: an argument requires a gradient and gradients are enabled.
+        cute_kernels.UnsupportedError: the backend does not run it.
     """
     if isinstance(fmt, torch.dtype):
         fmt = FP8(fmt, "delayed")
@@ -77,8 +77,8 @@ def reduced(amaxes: Tensor, group: ProcessGroup | str) -> Tensor:
     """The largest of each amax among the processes of ``group``; NaN counts as 0.
 
     Args:
-            amaxes: (n,) fp32.
-            group: a process group, or its name.
+        amaxes: (n,) fp32.
+        group: a process group, or its name.
     """
     finite_or_inf = amaxes.nan_to_num(nan=0.0, posinf=torch.inf)
     name = group if isinstance(group, str) else group.group_name

@@ -69,14 +69,14 @@ class Places(NamedTuple):
     A token travels once to each rank that has an expert of its; a pair is a token and an expert.
 
     Attributes:
-            row: (T, k) int32 where each pair's row is among those that come back, -1 of those that
-                are not sent.
-            pairs: pairs to and from each rank.
-            token: (U,) int32 tokens in the order in which they are sent, -1 in a free row.
-            tokens: tokens to and from each rank.
-            said: (T, 2 k) int32 told with a token: E minus each expert, 0 of a pair not sent, and
-                its weight.
-            source: (V, 1) int32 of each token that comes the rank that it is of, times E / R.
+        row: (T, k) int32 where each pair's row is among those that come back, -1 of those that
+            are not sent.
+        pairs: pairs to and from each rank.
+        token: (U,) int32 tokens in the order in which they are sent, -1 in a free row.
+        tokens: tokens to and from each rank.
+        said: (T, 2 k) int32 told with a token: E minus each expert, 0 of a pair not sent, and
+            its weight.
+        source: (V, 1) int32 of each token that comes the rank that it is of, times E / R.
     """
 
     row: Tensor
@@ -91,20 +91,20 @@ class Exchange:
     """Sends rows to the ranks of their experts and brings results back.
 
     Args:
-            group: the processes; rank r has experts [r E / R, (r + 1) E / R).
-            num_experts: E.
-            wire: the format in which tokens travel, or None for their own.
-            gradient_wire: that of the gradients of outputs.
-            capacity: pairs and tokens from each rank to each other, or None for as many as there
-                are.
-            overlap: what needs no exchange is computed while results travel.
+        group: the processes; rank r has experts [r E / R, (r + 1) E / R).
+        num_experts: E.
+        wire: the format in which tokens travel, or None for their own.
+        gradient_wire: that of the gradients of outputs.
+        capacity: pairs and tokens from each rank to each other, or None for as many as there
+            are.
+        overlap: what needs no exchange is computed while results travel.
 
     Attributes:
-            sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same
-                    of backward passes, ``"dispatch_gradient"``, ``"combine_gradient"``; routing
-                    under ``"routing"``. Not counted in compiled code.
-            dropped: () int64 on the device: pairs that ``capacity`` had no row for, of all calls;
-                or None.
+        sent: bytes that this rank sent to others, by ``"dispatch"``, ``"combine"`` and the same
+            of backward passes, ``"dispatch_gradient"``, ``"combine_gradient"``; routing
+            under ``"routing"``. Not counted in compiled code.
+        dropped: () int64 on the device: pairs that ``capacity`` had no row for, of all calls;
+            or None.
     """
 
     def __init__(
@@ -420,35 +420,35 @@ class ExpertParallel(_Style):
     ``dequantize(quantize(x, wire))``.
 
     Args:
-            mesh: of one dimension; or that of ``parallelize_module``.
-            wire: the format in which tokens travel: FP8Block, MXFP8, or row-scaled NVFP4, whose
-                    codes and scales are sent instead of the tokens' dtype; None for that.
-            gradient_wire: likewise, of the gradients of outputs. Outputs and gradients of tokens
-                    travel in the dtype of the computation.
-            capacity: (pairs, tokens), the most that one rank sends to each single rank in a call,
-                    itself included: pairs of a token and an expert, and tokens. Neither is per
-                    expert nor a sum over the ranks; one number stands for both. ``expert_capacity``
-                    computes them: 4096 tokens of a rank, top 8 of 256 experts on 2 ranks are 4096 *
-                    8 / 2 = 16384 pairs if routing is even, 20480 with a quarter to spare, and 4096
-                    tokens. Buffers and work grow with it: a rank computes R * pairs rows. Shapes
-                    are static then and nothing is read on the host, for CUDA graphs and
-                    ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted in
-                    ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as
-                    there are, whose numbers the host reads once a call.
-            overlap: the shared expert of a ``MoE`` computes while outputs of the others travel,
-                with the same bits.
-            replicate: router and shared expert become DTensors, too. With False they stay plain,
-                    for ``fully_shard`` along a mesh that has these ranks in it; their gradients are
-                    then to be summed as those of any module of data parallelism.
+        mesh: of one dimension; or that of ``parallelize_module``.
+        wire: the format in which tokens travel: FP8Block, MXFP8, or row-scaled NVFP4, whose
+            codes and scales are sent instead of the tokens' dtype; None for that.
+        gradient_wire: likewise, of the gradients of outputs. Outputs and gradients of tokens
+            travel in the dtype of the computation.
+        capacity: (pairs, tokens), the most that one rank sends to each single rank in a call,
+            itself included: pairs of a token and an expert, and tokens. Neither is per
+            expert nor a sum over the ranks; one number stands for both. ``expert_capacity``
+            computes them: 4096 tokens of a rank, top 8 of 256 experts on 2 ranks are 4096 *
+            8 / 2 = 16384 pairs if routing is even, 20480 with a quarter to spare, and 4096
+            tokens. Buffers and work grow with it: a rank computes R * pairs rows. Shapes
+            are static then and nothing is read on the host, for CUDA graphs and
+            ``torch.compile(fullgraph=True)``; pairs beyond it are left out and counted in
+            ``moe.exchange.dropped``. (T * min(k, E / R), T) drops none. None: as many as
+            there are, whose numbers the host reads once a call.
+        overlap: the shared expert of a ``MoE`` computes while outputs of the others travel,
+            with the same bits.
+        replicate: router and shared expert become DTensors, too. With False they stay plain,
+            for ``fully_shard`` along a mesh that has these ranks in it; their gradients are
+            then to be summed as those of any module of data parallelism.
 
     ``moe.exchange`` is an ``Exchange``: ``sent`` counts the bytes on the wire.
 
     Raises:
-            TypeError: no such module, a wire that is no format, or a capacity of other kinds than
-                ints.
-            ValueError: ranks that do not divide E, a recipe of delayed scaling, a mesh of several
-                    dimensions, a wire whose rows share scales, or a capacity that is not one
-                    positive number or two.
+        TypeError: no such module, a wire that is no format, or a capacity of other kinds than
+            ints.
+        ValueError: ranks that do not divide E, a recipe of delayed scaling, a mesh of several
+            dimensions, a wire whose rows share scales, or a capacity that is not one
+            positive number or two.
     """
 
     def __init__(
@@ -499,9 +499,9 @@ class ExpertTensorParallel(_Style):
     tokens are rounded on each rank, added in fp32 and rounded.
 
     Raises:
-            TypeError: no such module.
-            ValueError: ranks that do not divide I into multiples of what the recipe asks for,
-                    biases, quantized weights, or what ``ExpertParallel`` refuses.
+        TypeError: no such module.
+        ValueError: ranks that do not divide I into multiples of what the recipe asks for,
+            biases, quantized weights, or what ``ExpertParallel`` refuses.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -34,18 +34,18 @@ def compute_offsets(
     """End offset of each group from its size: the inclusive sum of ``splits`` times ``multiplier``.
 
     Args:
-            splits: (G,) int32 or int64 sizes, on the device.
-            multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
-                ``dtype`` holds.
-            dtype: int32 or int64.
+        splits: (G,) int32 or int64 sizes, on the device.
+        multiplier: elements counted for each unit of ``splits``; an integer of at least 1 that
+            ``dtype`` holds.
+        dtype: int32 or int64.
 
     Returns:
-            (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate:
-            they are its largest number, and never wrap around.
+        (G,) offsets on the device of ``splits``. Those that ``dtype`` cannot hold saturate:
+        they are its largest number, and never wrap around.
 
     Raises:
-            TypeError: a dtype that is not taken, or a multiplier that is no integer.
-            ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
+        TypeError: a dtype that is not taken, or a multiplier that is no integer.
+        ValueError: ``splits`` is not one-dimensional, or the multiplier is out of range.
     """
     # Here, too: 2.0 equals 2 and True 1, so an op that has checked the one takes the other.
     if isinstance(multiplier, bool) or not isinstance(multiplier, (int, torch.SymInt)):
@@ -105,59 +105,59 @@ def quantize(
     NaN or an infinity over its 16 rows of the columnwise copy.
 
     Args:
-            x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without;
-                    bf16, fp16 or fp32; K a multiple of what the format asks for
-                    (``Format.k_multiple``), 16 for NVFP4. (..., 2K) of a gated activation without
-                    ``grad``.
-            fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
-            offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device
-                    of ``x``, never read on the host, or a host list. Rows from the last on are the
-                    tail of a capacity buffer: neither read nor written.
-            shapes: (m, n) of each group where the last dimension varies, or both do: a host list,
-                    or an integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in
-                    ``x``, from element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on; each n is a multiple
-                    of what the format asks for, m may be 0. What no group has is a tail that is
-                    never read. Each group has the codes and scales that it would have alone. No
-                    product takes such tensors.
-            rowwise: make the copy with blocks along K, which fprop and dgrad read.
-            columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged)
-                and dgrad (weights) read.
-            activation: what is done to ``x`` before it is quantized, a name such as ``"silu"`` or a
-                    ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the
-                    halves [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first
-                    where the format truncates: all formats but FP8.
-                    ``cute_kernels.reference.activations`` states the bits.
-            grad: the gradient of the activation's result, of its shape and of the dtype of ``x``.
-                    The gradient with respect to ``x``, of the shape of ``x``, is quantized instead;
-                    it is made by a kernel before; not with ``shapes``.
-            dbias: also return the column sums of each group of what is quantized, before it is
-                rounded; not with ``shapes``.
-            amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so
-                    that its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2,
-                    G), rowwise and columnwise, since the columnwise copy is of transformed values.
-            scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of
-                    an amax and other formats refuse: elements are multiplied by it and saturate.
-                    The result has it, its reciprocal ``scale_inv``, and the amax of this ``x``,
-                    which ``delayed_scaling_update`` makes the next scale from.
-            seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
-                    device of ``x``. Codes depend on it, on the element and on the direction alone.
-                    None draws one from torch's default generator of that device, so that
-                    ``torch.manual_seed`` governs it.
-            out: a tensor of the same shape, format, groups and directions to quantize into. One
-                    that requires a gradient only under ``torch.no_grad()``.
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or uniform (G, N, K) without;
+            bf16, fp16 or fp32; K a multiple of what the format asks for
+            (``Format.k_multiple``), 16 for NVFP4. (..., 2K) of a gated activation without
+            ``grad``.
+        fmt: the format, such as ``grouped.NVFP4(row_scaled=True)``.
+        offs: (G,) end row of each group, non-decreasing: an int32 or int64 tensor on the device
+            of ``x``, never read on the host, or a host list. Rows from the last on are the
+            tail of a capacity buffer: neither read nor written.
+        shapes: (m, n) of each group where the last dimension varies, or both do: a host list,
+            or an integer tensor (G, 2) on the CPU. Group i is contiguous and row-major in
+            ``x``, from element m_0 * n_0 + ... + m_(i-1) * n_(i-1) on; each n is a multiple
+            of what the format asks for, m may be 0. What no group has is a tail that is
+            never read. Each group has the codes and scales that it would have alone. No
+            product takes such tensors.
+        rowwise: make the copy with blocks along K, which fprop and dgrad read.
+        columnwise: make the copy with blocks along the rows of each group, which wgrad (ragged)
+            and dgrad (weights) read.
+        activation: what is done to ``x`` before it is quantized, a name such as ``"silu"`` or a
+            ``grouped.Activation``. A gated one such as ``"swiglu"`` makes K columns of the
+            halves [A | B] of 2K. Its fp32 result is rounded to the dtype of ``x`` first
+            where the format truncates: all formats but FP8.
+            ``cute_kernels.reference.activations`` states the bits.
+        grad: the gradient of the activation's result, of its shape and of the dtype of ``x``.
+            The gradient with respect to ``x``, of the shape of ``x``, is quantized instead;
+            it is made by a kernel before; not with ``shapes``.
+        dbias: also return the column sums of each group of what is quantized, before it is
+            rounded; not with ``shapes``.
+        amax: (G,) fp32 second level of each group, instead of computing it; a magnitude, so
+            that its sign is dropped. With ``NVFP4(hadamard=True)`` and both directions (2,
+            G), rowwise and columnwise, since the columnwise copy is of transformed values.
+        scale: (G,) fp32 factor of each group, which ``FP8(scaling="delayed")`` needs instead of
+            an amax and other formats refuse: elements are multiplied by it and saturate.
+            The result has it, its reciprocal ``scale_inv``, and the amax of this ``x``,
+            which ``delayed_scaling_update`` makes the next scale from.
+        seed: of ``NVFP4(stochastic_rounding=True)`` only: an int, or a (2,) int64 tensor on the
+            device of ``x``. Codes depend on it, on the element and on the direction alone.
+            None draws one from torch's default generator of that device, so that
+            ``torch.manual_seed`` governs it.
+        out: a tensor of the same shape, format, groups and directions to quantize into. One
+            that requires a gradient only under ``torch.no_grad()``.
 
     Returns:
-            A GroupedTensor of the shape of what is quantized, not differentiable; with ``dbias``
-            also the (G, K) sums: those are the gradient of a bias, so of the dtype of ``x``.
-            ``torch.ops.cute_kernels.grouped_dbias`` gives them in the fp32 in which they are
-            summed.
+        A GroupedTensor of the shape of what is quantized, not differentiable; with ``dbias``
+        also the (G, K) sums: those are the gradient of a bias, so of the dtype of ``x``.
+        ``torch.ops.cute_kernels.grouped_dbias`` gives them in the fp32 in which they are
+        summed.
 
     Raises:
-            TypeError: ``fmt`` is no format record, or a dtype is not taken.
-            ValueError: a shape, a device, offs, an activation or a combination of arguments that
-                breaks a rule.
-            RuntimeError: ``out`` requires a gradient and gradients are enabled.
-            cute_kernels.UnsupportedError: a format that the backend does not run.
+        TypeError: ``fmt`` is no format record, or a dtype is not taken.
+        ValueError: a shape, a device, offs, an activation or a combination of arguments that
+            breaks a rule.
+        RuntimeError: ``out`` requires a gradient and gradients are enabled.
+        cute_kernels.UnsupportedError: a format that the backend does not run.
     """
     check_format("fmt", fmt)
     check_is_tensor("x", x)

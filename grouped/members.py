@@ -22,8 +22,8 @@ class QuantizedCopy:
     are.
 
     Args:
-            fmt: the format.
-            tensors: all buffers, in the order of their names.
+        fmt: the format.
+        tensors: all buffers, in the order of their names.
     """
 
     __slots__ = ("_buffers", "_format")
@@ -67,19 +67,19 @@ class GroupedMember:
     An attribute of a direction that is not held is None; scales lie as the codes do.
 
     Attributes:
-            codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in
-                the low nibble.
-            scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K
-                    / 128)) fp32 of FP8Block, or (ceil(m / 128), ceil(K / 128)) of its square
-                    blocks.
-            amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
-            scale: fp32 scalar of FP8, what elements were multiplied by.
-            scale_inv: fp32 scalar of FP8, what codes are multiplied by.
-            codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8. Of a
-                    transformed copy whole blocks, which the m rows are spread over.
-            scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8,
-                    (K, ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
-            amax_t: fp32 scalar of NVFP4.
+        codes: (m, K) FP8; of NVFP4 (m, K / 2) uint8, two E2M1 codes a byte, the even column in
+            the low nibble.
+        scales: (m, K / 16) float8_e4m3fn of NVFP4, (m, K / 32) uint8 E8M0 of MXFP8, (m, ceil(K
+            / 128)) fp32 of FP8Block, or (ceil(m / 128), ceil(K / 128)) of its square
+            blocks.
+        amax: fp32 scalar of NVFP4 and FP8, or (m,) when row-scaled.
+        scale: fp32 scalar of FP8, what elements were multiplied by.
+        scale_inv: fp32 scalar of FP8, what codes are multiplied by.
+        codes_t: (K, m) FP8, of NVFP4 (K, ceil(m / 2)) uint8; (m, K) FP8 of MXFP8. Of a
+            transformed copy whole blocks, which the m rows are spread over.
+        scales_t: (K, ceil(m / 16)) float8_e4m3fn of NVFP4, (ceil(m / 32), K) uint8 of MXFP8,
+            (K, ceil(m / 128)) fp32 of FP8Block, or (ceil(K / 128), ceil(m / 128)).
+        amax_t: fp32 scalar of NVFP4.
     """
 
     def __init__(self, fmt: Format, tensors: Mapping[str, Tensor]) -> None:
@@ -108,7 +108,7 @@ def group_spans(offs: Tensor | None, shape: Sequence[int]) -> list[GroupSpan]:
     """All groups of a (T, K) tensor with ``offs``, read on the host, or of a (G, N, K) one.
 
     Raises:
-            RuntimeError: the stream is being captured into a CUDA graph.
+        RuntimeError: the stream is being captured into a CUDA graph.
     """
     if offs is None:
         groups, rows = shape[:2]

@@ -23,9 +23,9 @@ def as_offs(offs: Offsets, rows: int, device: torch.device) -> Tensor:
     cannot hold saturate.
 
     Raises:
-            TypeError: not integers.
-            ValueError: not one-dimensional, empty, on another device, or host or CPU values that
-                decrease or leave the tensor.
+        TypeError: not integers.
+        ValueError: not one-dimensional, empty, on another device, or host or CPU values that
+            decrease or leave the tensor.
     """
     if isinstance(offs, Tensor):
         if offs.dtype not in (torch.int32, torch.int64):

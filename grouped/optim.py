@@ -57,21 +57,21 @@ class AdamW(Optimizer):
     ``torch.amp.GradScaler``.
 
     Args:
-            params: parameters, or groups of them.
-            lr: learning rate; a number or a tensor of one element.
-            betas: decay of the two moments.
-            eps: added to the denominator.
-            weight_decay: decoupled, as in ``torch.optim.AdamW``.
-            amsgrad: as there.
-            maximize: as there.
-            masters: what GroupedTensors were quantized from, by parameter; of others the master
-                starts as what they decode to.
-            master_weights: plain parameters in bf16 and fp16 have a master, too.
+        params: parameters, or groups of them.
+        lr: learning rate; a number or a tensor of one element.
+        betas: decay of the two moments.
+        eps: added to the denominator.
+        weight_decay: decoupled, as in ``torch.optim.AdamW``.
+        amsgrad: as there.
+        maximize: as there.
+        masters: what GroupedTensors were quantized from, by parameter; of others the master
+            starts as what they decode to.
+        master_weights: plain parameters in bf16 and fp16 have a master, too.
 
     Raises:
-            ValueError: a number out of range, or a master of another shape.
-            TypeError: no number or bool where one belongs, a master that is none or of a parameter
-                    that has none, or a parameter of a format that no master quantizes to.
+        ValueError: a number out of range, or a master of another shape.
+        TypeError: no number or bool where one belongs, a master that is none or of a parameter
+            that has none, or a parameter of a format that no master quantizes to.
     """
 
     #: GradScaler then leaves the division to the step.
@@ -149,15 +149,15 @@ class AdamW(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-                closure: makes the loss again, with gradients.
+            closure: makes the loss again, with gradients.
 
         Returns:
-                What ``closure`` returns.
+            What ``closure`` returns.
 
         Raises:
-                RuntimeError: a gradient is sparse; or a parameter was written since the last step,
-                        as by the module's ``load_state_dict``, and its master has other values.
-                ValueError: a gradient has another shape than its parameter.
+            RuntimeError: a gradient is sparse; or a parameter was written since the last step,
+                as by the module's ``load_state_dict``, and its master has other values.
+            ValueError: a gradient has another shape than its parameter.
         """
         loss = None
         if closure is not None:
@@ -265,7 +265,7 @@ class AdamW(Optimizer):
         that it has. The parameters' bytes are the module's to load.
 
         Raises:
-                ValueError: a state has another shape than its parameter.
+            ValueError: a state has another shape than its parameter.
         """
         masters = {p: state["master"] for p, state in self.state.items() if "master" in state}
         pairs = [

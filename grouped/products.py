@@ -49,39 +49,39 @@ def grouped_gemm(
     and the product is that of the rows that ``a.offs`` gives.
 
     Args:
-            a: a GroupedTensor, or a plain tensor with ``offs``.
-            b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
-                    bf16 or fp16 activations (W4A16) are taken, and NVFP4 weights beside FP8,
-                    FP8Block or MXFP8 activations (W4A8); quantized activations beside plain weights
-                    are not.
-            offs: (G,) end rows, for a plain ``a``.
-            bias: (G, N) for the first two, added in fp32.
-            alpha: (G,) fp32 factors.
-            out_dtype: dtype of a fresh result; bf16 by default, whatever the operands are:
-                    quantized ones are products of bf16 layers, even when they were made from fp32
-                    master copies. (The flat ops of plain ``a`` take its dtype, as ``torch.mm``
-                    does.)
-            out: where to write; rows of empty groups and of the tail are left alone.
-            accumulate: add to what ``out`` holds, in fp32 before the one cast.
-            transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
-            accumulation: "fast" or "split", of products of FP8 with one scale a group: all sums in
-                    the accumulator of the tensor core, or moved to fp32 every 128 of the
-                    contraction. By default "fast" for fprop and "split" for dgrad and wgrad. The
-                    bits differ on sm_90a, whose accumulator is short.
+        a: a GroupedTensor, or a plain tensor with ``offs``.
+        b: likewise, and of the dtype of ``a`` if both are plain. Quantized weights beside plain
+            bf16 or fp16 activations (W4A16) are taken, and NVFP4 weights beside FP8,
+            FP8Block or MXFP8 activations (W4A8); quantized activations beside plain weights
+            are not.
+        offs: (G,) end rows, for a plain ``a``.
+        bias: (G, N) for the first two, added in fp32.
+        alpha: (G,) fp32 factors.
+        out_dtype: dtype of a fresh result; bf16 by default, whatever the operands are:
+            quantized ones are products of bf16 layers, even when they were made from fp32
+            master copies. (The flat ops of plain ``a`` take its dtype, as ``torch.mm``
+            does.)
+        out: where to write; rows of empty groups and of the tail are left alone.
+        accumulate: add to what ``out`` holds, in fp32 before the one cast.
+        transpose_b: contract over the second dimension of ``b``, read from its columnwise copy.
+        accumulation: "fast" or "split", of products of FP8 with one scale a group: all sums in
+            the accumulator of the tensor core, or moved to fp32 every 128 of the
+            contraction. By default "fast" for fprop and "split" for dgrad and wgrad. The
+            bits differ on sm_90a, whose accumulator is short.
 
     Returns:
-            The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of
-            the tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable in plain
-            operands, and in the bias beside a plain ``a``; the gradient of ``a`` beside quantized
-            weights reads their other copy, and theirs is that of the values that they stand for.
+        The product, accumulated and scaled in fp32 and cast once. In a fresh result the rows of
+        the tail (T, N) and the empty groups (G, N, K) are zeros. Differentiable in plain
+        operands, and in the bias beside a plain ``a``; the gradient of ``a`` beside quantized
+        weights reads their other copy, and theirs is that of the values that they stand for.
 
     Raises:
-            TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
-            ValueError: a shape, a device or a combination of arguments that breaks a rule.
-            RuntimeError: an operand lacks the direction that this product reads; or ``out`` is
-                    given and it or an operand requires a gradient, which would be lost.
-            NotImplementedError: an operand has a tangent of forward-mode AD.
-            cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
+        TypeError: ``a`` is quantized and ``b`` is not, or a dtype is not taken.
+        ValueError: a shape, a device or a combination of arguments that breaks a rule.
+        RuntimeError: an operand lacks the direction that this product reads; or ``out`` is
+            given and it or an operand requires a gradient, which would be lost.
+        NotImplementedError: an operand has a tangent of forward-mode AD.
+        cute_kernels.UnsupportedError: a product that this backend, or no backend, runs.
     """
     if not (type(accumulate) is type(transpose_b) is bool):
         check_kind(bool, accumulate=accumulate, transpose_b=transpose_b)

@@ -18,8 +18,8 @@ def as_seed(seed: int | Tensor | None, fmt: Format, device: torch.device) -> Ten
     """A seed as ops take it: (2,) int64; of an int, itself and 0; of None, ``draw_seed``.
 
     Raises:
-            TypeError: ``seed`` is none of these.
-            ValueError: an int that 64 bits with a sign do not hold.
+        TypeError: ``seed`` is none of these.
+        ValueError: an int that 64 bits with a sign do not hold.
     """
     if seed is None:
         return draw_seed(fmt, device)

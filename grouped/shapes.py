@@ -23,8 +23,8 @@ def as_shapes(shapes: Shapes) -> MemberShapes:
     """``shapes`` as host integers; what they may be, the ops check.
 
     Raises:
-            TypeError: not integers.
-            ValueError: not one pair a member, or on a device, whose values the host does not have.
+        TypeError: not integers.
+        ValueError: not one pair a member, or on a device, whose values the host does not have.
     """
     if isinstance(shapes, Tensor):
         check_tensor("shapes", shapes, dtypes=(torch.int32, torch.int64), shape=(None, 2))

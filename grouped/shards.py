@@ -51,7 +51,7 @@ def gathered_inputs(x: "GroupedTensor", ranks: int, groups: int) -> tuple[Tensor
     padding.
 
     Raises:
-            ValueError: ``ranks`` do not divide the ``groups`` of the whole.
+        ValueError: ``ranks`` do not divide the ``groups`` of the whole.
     """
     if x.grouping != "uniform":
         raise ValueError(f"only uniform GroupedTensors can be sharded, got {x!r}")

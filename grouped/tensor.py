@@ -77,8 +77,8 @@ class GroupedTensor(Tensor):
     are, but ``empty_like`` and ``new_zeros`` of whole groups of a uniform tensor are what it is.
 
     Attributes:
-            format: the format record; every fact that a reader of the bytes needs.
-            prepacked: the codes have the order of bits of ``prepack``.
+        format: the format record; every fact that a reader of the bytes needs.
+        prepacked: the codes have the order of bits of ``prepack``.
     """
 
     format: Format
@@ -110,21 +110,21 @@ class GroupedTensor(Tensor):
         the class of the old one.
 
         Args:
-                shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
-                dtype: bf16, fp16 or fp32, what it decodes to.
-                fmt: the format.
-                offs: (G,) int32 end rows of a ragged tensor, or None.
-                rowwise: the buffers of the copy with blocks along K, or None.
-                columnwise: those of the copy with blocks along rows, or None. Vectors that both
-                        directions share, those of FP8, are the same tensors in both.
-                requires_grad: as of ``torch.tensor``.
-                prepacked: whether the codes have the order of bits of ``prepack``.
-                shapes: (m, n) of each group, as of ``grouped.quantize``.
+            shape: (T, K) with ``offs``, (capacity,) with ``shapes``, else (G, N, K).
+            dtype: bf16, fp16 or fp32, what it decodes to.
+            fmt: the format.
+            offs: (G,) int32 end rows of a ragged tensor, or None.
+            rowwise: the buffers of the copy with blocks along K, or None.
+            columnwise: those of the copy with blocks along rows, or None. Vectors that both
+                directions share, those of FP8, are the same tensors in both.
+            requires_grad: as of ``torch.tensor``.
+            prepacked: whether the codes have the order of bits of ``prepack``.
+            shapes: (m, n) of each group, as of ``grouped.quantize``.
 
         Raises:
-                TypeError: a dtype that is not what the format has.
-                ValueError: shapes or devices that do not fit each other, or there is no direction.
-                cute_kernels.UnsupportedError: a format that is not built yet.
+            TypeError: a dtype that is not what the format has.
+            ValueError: shapes or devices that do not fit each other, or there is no direction.
+            cute_kernels.UnsupportedError: a format that is not built yet.
         """
         if isinstance(shape, Tensor):
             return _as_parameter(shape, requires_grad)
@@ -194,32 +194,32 @@ class GroupedTensor(Tensor):
         """The rowwise copy of a tensor from codes and scales, as checkpoints have them.
 
         Args:
-                fmt: the format.
-                codes: (G, N, K) FP8 or (G, N, K / 2) of two E2M1 codes a byte, the even column in
-                        the low nibble; with ``offs`` (T, K) or (T, K / 2). Held as they are if
-                        their rows lie as ``quantize`` lays them, else copied.
-                scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T,
-                        ceil(K / block)), with one scale for every row, those of 16x16 and 32x32
-                        blocks repeated; of ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K /
-                        128)). Scales of one byte may be uint8. In ``"tiles"`` the buffer that
-                        ``rowwise.scales`` is.
-                amax: second level of NVFP4: (G,) fp32, of a row-scaled format (T,) or (G, N); one
-                        number for all is taken, too. Of FP8 what the tensor records, by default
-                        made from the codes.
-                global_scale: what codes times scales are multiplied by, in place of ``amax``:
-                        ModelOpt's ``weight_scale_2``, the reciprocal of compressed-tensors'
-                        ``weight_global_scale``. Of NVFP4 it is held as the nearest amax, for values
-                        that are the same but for the last bits of fp32. FP8 needs it: its
-                        ``scale_inv``.
-                scale: what elements of FP8 were multiplied by, by default 1 / ``global_scale``.
-                offs: (G,) end rows of a ragged tensor, as of ``grouped.quantize``.
-                layout: ``"linear"`` or ``"tiles"``.
-                dtype: bf16, fp16 or fp32, what it decodes to.
+            fmt: the format.
+            codes: (G, N, K) FP8 or (G, N, K / 2) of two E2M1 codes a byte, the even column in
+                the low nibble; with ``offs`` (T, K) or (T, K / 2). Held as they are if
+                their rows lie as ``quantize`` lays them, else copied.
+            scales: block scales. In the layout ``"linear"`` (G, N, ceil(K / block)), or (T,
+                ceil(K / block)), with one scale for every row, those of 16x16 and 32x32
+                blocks repeated; of ``FP8Block((128, 128))`` (G, ceil(N / 128), ceil(K /
+                128)). Scales of one byte may be uint8. In ``"tiles"`` the buffer that
+                ``rowwise.scales`` is.
+            amax: second level of NVFP4: (G,) fp32, of a row-scaled format (T,) or (G, N); one
+                number for all is taken, too. Of FP8 what the tensor records, by default
+                made from the codes.
+            global_scale: what codes times scales are multiplied by, in place of ``amax``:
+                ModelOpt's ``weight_scale_2``, the reciprocal of compressed-tensors'
+                ``weight_global_scale``. Of NVFP4 it is held as the nearest amax, for values
+                that are the same but for the last bits of fp32. FP8 needs it: its
+                ``scale_inv``.
+            scale: what elements of FP8 were multiplied by, by default 1 / ``global_scale``.
+            offs: (G,) end rows of a ragged tensor, as of ``grouped.quantize``.
+            layout: ``"linear"`` or ``"tiles"``.
+            dtype: bf16, fp16 or fp32, what it decodes to.
 
         Raises:
-                TypeError: a dtype that is not what the format has.
-                ValueError: shapes, devices or parts that do not fit the format or each other.
-                cute_kernels.UnsupportedError: a format that is not built yet.
+            TypeError: a dtype that is not what the format has.
+            ValueError: shapes, devices or parts that do not fit the format or each other.
+            cute_kernels.UnsupportedError: a format that is not built yet.
         """
         check_is_tensor("codes", codes)
         if offs is not None:
@@ -239,13 +239,13 @@ class GroupedTensor(Tensor):
         in another order than asked for are fresh, the others are those that this one holds.
 
         Args:
-                layout: of the scales. Those of the tail of a capacity buffer are zeros in
-                    ``"linear"``.
-                global_scale: the second level of NVFP4 as ``global_scale`` instead of ``amax``.
+            layout: of the scales. Those of the tail of a capacity buffer are zeros in
+                ``"linear"``.
+            global_scale: the second level of NVFP4 as ``global_scale`` instead of ``amax``.
 
         Raises:
-                ValueError: groups that have ``shapes``, no rowwise copy, or scales that have no
-                    such layout.
+            ValueError: groups that have ``shapes``, no rowwise copy, or scales that have no
+                such layout.
         """
         held = self.unpack().rowwise
         if held is None or self._shapes is not None:
@@ -363,8 +363,8 @@ class GroupedTensor(Tensor):
         its format, directions, dtype and device, as ``weight.data = weight.data.prepack()``.
 
         Raises:
-                TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
-                ValueError: a tensor of another shape is assigned.
+            TypeError: a plain tensor is assigned: ``copy_`` quantizes one.
+            ValueError: a tensor of another shape is assigned.
         """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -392,8 +392,8 @@ class GroupedTensor(Tensor):
         undone in fp32.
 
         Args:
-                dtype: bf16, fp16 or fp32; this tensor's dtype by default. One rounding.
-                direction: which copy to decode; the rowwise one by default if there is one.
+            dtype: bf16, fp16 or fp32; this tensor's dtype by default. One rounding.
+            direction: which copy to decode; the rowwise one by default if there is one.
         """
         if direction not in (None, "rowwise", "columnwise"):
             raise ValueError(f"direction must be 'rowwise' or 'columnwise', got {direction!r}")
@@ -409,8 +409,8 @@ class GroupedTensor(Tensor):
         undo it first.
 
         Raises:
-                ValueError: this tensor is not uniform or row-scaled, and so no weight; or its codes
-                    do not share bytes.
+            ValueError: this tensor is not uniform or row-scaled, and so no weight; or its codes
+                do not share bytes.
         """
         if self.grouping != "uniform":
             raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
@@ -439,8 +439,8 @@ class GroupedTensor(Tensor):
         Reads ``offs`` on the host, so on a GPU it synchronizes.
 
         Raises:
-                IndexError: ``group`` is not in [-G, G).
-                RuntimeError: the stream is being captured into a CUDA graph.
+            IndexError: ``group`` is not in [-G, G).
+            RuntimeError: the stream is being captured into a CUDA graph.
         """
         if not -self.num_groups <= group < self.num_groups:
             raise IndexError(f"group must be in [0, {self.num_groups}), got {group}")
@@ -473,7 +473,7 @@ class GroupedTensor(Tensor):
         """What FSDP2 gathers of this shard: codes, scales and amaxes as they are.
 
         Raises:
-                ValueError: the mesh does not divide the number of groups.
+            ValueError: the mesh does not divide the number of groups.
         """
         return gathered_inputs(self, mesh.size(), outer_size[0]), None
 

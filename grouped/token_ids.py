@@ -19,16 +19,16 @@ def read_ids(path: str | Path, model: str | Path | None = None) -> list[Tensor]:
     Text becomes ids by the tokenizer of ``model``.
 
     Args:
-            path: ``.json`` (a list of ids, or of rows), ``.jsonl`` (a row a line), ``.npy``,
-                    ``.safetensors`` or ``.pt`` (one tensor, or ``input_ids``: a sequence, or a
-                    sequence a row); other files are text, or ids if they have only numbers, a
-                    sequence a line. A row is a list of ids, a text, or an object with ``input_ids``
-                    or ``text``.
-            model: the folder with the tokenizer.
+        path: ``.json`` (a list of ids, or of rows), ``.jsonl`` (a row a line), ``.npy``,
+            ``.safetensors`` or ``.pt`` (one tensor, or ``input_ids``: a sequence, or a
+            sequence a row); other files are text, or ids if they have only numbers, a
+            sequence a line. A row is a list of ids, a text, or an object with ``input_ids``
+            or ``text``.
+        model: the folder with the tokenizer.
 
     Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a file that is damaged, without ids, or with text and no tokenizer.
+        FileNotFoundError: there is no such file.
+        ValueError: a file that is damaged, without ids, or with text and no tokenizer.
     """
     path = Path(path)
     if not path.is_file():

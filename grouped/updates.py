@@ -52,12 +52,12 @@ def warn_if_lost(
     """Warn if an update that is not zero left every byte of ``x`` as it was.
 
     Args:
-            x: what was updated.
-            before: its ``snapshot``; where it is None, say once what may happen.
-            name: the op.
-            arguments: its arguments, decoded, by name.
-            position: where ``x`` is in the op's list of tensors, if it takes one.
-            dense: the decoded values after the update.
+        x: what was updated.
+        before: its ``snapshot``; where it is None, say once what may happen.
+        name: the op.
+        arguments: its arguments, decoded, by name.
+        position: where ``x`` is in the op's list of tensors, if it takes one.
+        dense: the decoded values after the update.
     """
     held = x.rowwise or x.columnwise
     if before is None or held is None:

@@ -72,9 +72,9 @@ def check_parts(
     """Check that the plain tensors are those of a quantized tensor of this shape and format.
 
     Raises:
-            TypeError: a dtype that does not fit, or ``fmt`` is no format record.
-            ValueError: a shape or a device that does not fit.
-            cute_kernels.UnsupportedError: a format that is not built yet.
+        TypeError: a dtype that does not fit, or ``fmt`` is no format record.
+        ValueError: a shape or a device that does not fit.
+        cute_kernels.UnsupportedError: a format that is not built yet.
     """
     check_format("fmt", fmt)
     require("grouped_quantize", fmt, "reference")
@@ -146,7 +146,7 @@ def saved_format(name: str, fields: dict[str, Any], written_by: str) -> Format:
     """The format record of a file, of its name and fields, written by a version of this package.
 
     Raises:
-            ValueError: this version knows no such format or field.
+        ValueError: this version knows no such format or field.
     """
     both = f"the file was written by grouped-kernels {written_by}, this is {version()}"
     if name not in RECORDS:

@@ -21,7 +21,7 @@ def read_resources(cubin: bytes) -> dict[str, Resources]:
     """The resources of every function of a 64-bit cubin, by name.
 
     Raises:
-            ValueError: not an ELF file.
+        ValueError: not an ELF file.
     """
     if cubin[:4] != b"\x7fELF":
         raise ValueError("a cubin is an ELF file; this is not one")

@@ -43,15 +43,15 @@ class Plan:
     """What is predicted of a recipe.
 
     Attributes:
-            times: of ``serving``, a forward pass in ``eval()``; of training ``forward``,
-                    ``backward``, both as ``step``, and ``weight kept``: a step that does not
-                    quantize the weights.
-            bounds: share of a step's time by what bounds its kernels, largest first.
-            kernels: of a step: name, milliseconds, what bounds it.
-            memory: bytes, see ``planner.layer``.
-            basis: ``"fitted"`` if all of its kernels were measured on this GPU, or
-                ``"prediction"``.
-            missing: why the package does not run it there yet; empty if it does.
+        times: of ``serving``, a forward pass in ``eval()``; of training ``forward``,
+            ``backward``, both as ``step``, and ``weight kept``: a step that does not
+            quantize the weights.
+        bounds: share of a step's time by what bounds its kernels, largest first.
+        kernels: of a step: name, milliseconds, what bounds it.
+        memory: bytes, see ``planner.layer``.
+        basis: ``"fitted"`` if all of its kernels were measured on this GPU, or
+            ``"prediction"``.
+        missing: why the package does not run it there yet; empty if it does.
     """
 
     times: Mapping[str, Time]

@@ -301,8 +301,8 @@ def activated(
     ``by_factor`` the sigmoids are given last.
 
     Returns:
-            As many elements; of the gradient of a gated activation those of A, and those of B.
-            Values last.
+        As many elements; of the gradient of a gated activation those of A, and those of B.
+        Values last.
     """
     width = 2 if arch == "sm_100a" else 1
     with_value = with_value or not is_gradient

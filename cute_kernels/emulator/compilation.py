@@ -34,7 +34,7 @@ def compiler() -> str:
     """Path of the C++ compiler: ``CXX``, or g++.
 
     Raises:
-            BuildError: There is none.
+        BuildError: There is none.
     """
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
@@ -154,7 +154,7 @@ def build() -> Path:
     """Path of the compiled engine, which is built if the cache has none.
 
     Raises:
-            BuildError: There is no compiler, or it failed.
+        BuildError: There is no compiler, or it failed.
     """
     cxx = compiler()
     cache = cache_directory()

@@ -55,13 +55,13 @@ def install(arch: str = "sm_100a", num_sms: int = 4) -> None:
     ``EmulatorError``; one that never calls this is not touched.
 
     Args:
-            arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
-            num_sms: Multiprocessors of the emulated device.
+        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``.
+        num_sms: Multiprocessors of the emulated device.
 
     Raises:
-            BuildError: The engine could not be compiled.
-            ImportError: CuTe DSL is not installed.
-            ValueError: No such architecture.
+        BuildError: The engine could not be compiled.
+        ImportError: CuTe DSL is not installed.
+        ValueError: No such architecture.
     """
     engine.set_device(arch, num_sms)
     _restore_settings()
@@ -350,7 +350,7 @@ def call(function: Any, *args: Any) -> Any:
     have got its PTX and cubin.
 
     Raises:
-            EmulatorError: The kernel failed, or a tensor is not on the CPU.
+        EmulatorError: The kernel failed, or a tensor is not on the CPU.
     """
     return _run(lambda: function(*map(_device_view, args)))
 

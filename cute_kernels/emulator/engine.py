@@ -135,13 +135,13 @@ def load_ptx(text: str, cubin: bytes | None = None) -> list[str]:
     """Hand PTX to the engine.
 
     Args:
-            text: A PTX module.
-            cubin: What the host code will load for it. Kernels of different modules may have the
-                    same name; the cubin tells them apart. Without it the kernels are known by name
-                    alone, for ``launch``.
+        text: A PTX module.
+        cubin: What the host code will load for it. Kernels of different modules may have the
+            same name; the cubin tells them apart. Without it the kernels are known by name
+            alone, for ``launch``.
 
     Returns:
-            The names of the kernels.
+        The names of the kernels.
     """
     with exclusive() as lib:
         module = Module(text, lib.emu_opcodes().decode().split(), lib.emu_types().decode().split())
@@ -207,18 +207,18 @@ def launch(
     """Run a kernel that was loaded by ``load_ptx`` without a cubin.
 
     Args:
-            kernel: Its name.
-            grid: CTAs in x, y, z; missing ones are 1.
-            block: Threads in x, y, z; missing ones are 1.
-            args: One for each parameter: an int or float, a NumPy array or CPU tensor (its
-                    address), or the parameter's bytes (a tensor map).
-            cluster: CTAs of a cluster in x, y, z; no cluster launch where None.
-            dynamic_smem: Bytes of dynamic shared memory.
+        kernel: Its name.
+        grid: CTAs in x, y, z; missing ones are 1.
+        block: Threads in x, y, z; missing ones are 1.
+        args: One for each parameter: an int or float, a NumPy array or CPU tensor (its
+            address), or the parameter's bytes (a tensor map).
+        cluster: CTAs of a cluster in x, y, z; no cluster launch where None.
+        dynamic_smem: Bytes of dynamic shared memory.
 
     Raises:
-            EmulatorError: The kernel failed.
-            KeyError: No such kernel was loaded.
-            ValueError: The arguments do not fit the parameters.
+        EmulatorError: The kernel failed.
+        KeyError: No such kernel was loaded.
+        ValueError: The arguments do not fit the parameters.
     """
     sizes = _kernels[kernel].param_size
     if len(args) != len(sizes):
@@ -260,12 +260,12 @@ def tensor_map(array: Any, box: Sequence[int], *, swizzle: int = 0) -> bytes:
     """A tensor map over a NumPy array or CPU tensor, for a 128-byte parameter of ``launch``.
 
     Args:
-            array: Of 1 to 5 dimensions, contiguous in the last.
-            box: Elements of the box in each dimension, in the array's order.
-            swizzle: 0, 32, 64 or 128 bytes.
+        array: Of 1 to 5 dimensions, contiguous in the last.
+        box: Elements of the box in each dimension, in the array's order.
+        swizzle: 0, 32, 64 or 128 bytes.
 
     Raises:
-            ValueError: The hardware takes no such tensor map.
+        ValueError: The hardware takes no such tensor map.
     """
     rank = len(box)
     type_name = str(array.dtype).removeprefix("torch.")
@@ -306,16 +306,16 @@ def options(
     """Change how this thread's kernels run inside the block; None leaves an option as it is.
 
     Args:
-            mode: ``"eager"`` (warps in order, asynchronous work at once) or ``"chaos"`` (warps in
-                    random order and for random spans, asynchronous work late and out of order).
-            seed: Of chaos mode.
-            num_sms: Multiprocessors of the device.
-            ctas_per_sm: CTAs of a multiprocessor that run at the same time.
-            max_insns: Warp instructions after which a launch is an error.
-            max_idle_insns: Warp instructions after which a launch is an error if they changed
-                    nothing but registers: warps poll for what does not come.
-            check_fences: Whether to look for missing ``fence.proxy.async``.
-            races: Whether to look for data races on shared and tensor memory (about 2x slower).
+        mode: ``"eager"`` (warps in order, asynchronous work at once) or ``"chaos"`` (warps in
+            random order and for random spans, asynchronous work late and out of order).
+        seed: Of chaos mode.
+        num_sms: Multiprocessors of the device.
+        ctas_per_sm: CTAs of a multiprocessor that run at the same time.
+        max_insns: Warp instructions after which a launch is an error.
+        max_idle_insns: Warp instructions after which a launch is an error if they changed
+            nothing but registers: warps poll for what does not come.
+        check_fences: Whether to look for missing ``fence.proxy.async``.
+        races: Whether to look for data races on shared and tensor memory (about 2x slower).
     """
     if mode is not None and mode not in _MODES:
         raise ValueError(f"mode must be one of {sorted(_MODES)}, got {mode!r}")
@@ -369,11 +369,11 @@ def stats() -> dict[str, int]:
     """Counts of all launches that succeeded, in any thread, since ``reset_stats``.
 
     Returns:
-            ``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class
-            that ran; ``ld_global_bytes`` and ``st_global_bytes``, the same in 32-byte ``_sectors``;
-            ``tma_load_bytes`` and ``tma_store_bytes`` (bulk copies included); ``smem_accesses`` and
-            the ``smem_wavefronts`` they take (the difference is bank conflicts); ``mma_flops``,
-            ``mma_insns``, ``ctas`` and ``atomics``.
+        ``warp_insns`` and ``thread_insns``; ``op.<OPCODE>`` warp instructions of each class
+        that ran; ``ld_global_bytes`` and ``st_global_bytes``, the same in 32-byte ``_sectors``;
+        ``tma_load_bytes`` and ``tma_store_bytes`` (bulk copies included); ``smem_accesses`` and
+        the ``smem_wavefronts`` they take (the difference is bank conflicts); ``mma_flops``,
+        ``mma_insns``, ``ctas`` and ``atomics``.
     """
     with exclusive() as lib:
         counts = (ctypes.c_uint64 * lib.emu_num_stats())()

@@ -14,8 +14,8 @@ def lower(builder: KernelBuilder, opcode: str, operands: list[str]) -> None:
     """Append the engine's instructions for one PTX instruction.
 
     Raises:
-            NotModelledError: This form of the instruction is not modelled. KeyError, ValueError,
-            IndexError, StopIteration: The opcode or its operands are not known.
+        NotModelledError: This form of the instruction is not modelled. KeyError, ValueError,
+        IndexError, StopIteration: The opcode or its operands are not known.
     """
     op = Opcode(builder, opcode)
     op.refuse("f64", "b128")

@@ -59,9 +59,9 @@ class Module:
     """A parsed PTX module.
 
     Attributes:
-            kernels: One for each ``.entry``.
-            memory: (address, bytes) of the ``.global`` and ``.const`` variables; the module keeps
-                it.
+        kernels: One for each ``.entry``.
+        memory: (address, bytes) of the ``.global`` and ``.const`` variables; the module keeps
+            it.
     """
 
     def __init__(self, text: str, opcodes: list[str], types: list[str]) -> None:

@@ -32,13 +32,13 @@ class Kernel:
     """One ``.entry`` in the engine's form.
 
     Attributes:
-            instructions: array of ``isa.INSTRUCTION``.
-            operands: array of ``isa.OPERAND``.
-            text: PTX of each instruction, for reports.
-            num_regs: 64-bit registers a lane.
-            static_smem: bytes of shared memory before the dynamic part.
-            local_bytes: bytes of local memory a lane.
-            unsupported: opcodes in it that are not modelled.
+        instructions: array of ``isa.INSTRUCTION``.
+        operands: array of ``isa.OPERAND``.
+        text: PTX of each instruction, for reports.
+        num_regs: 64-bit registers a lane.
+        static_smem: bytes of shared memory before the dynamic part.
+        local_bytes: bytes of local memory a lane.
+        unsupported: opcodes in it that are not modelled.
     """
 
     name: str

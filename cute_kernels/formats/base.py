@@ -21,11 +21,11 @@ class ElementType:
     """One number as it is stored.
 
     Attributes:
-            name: its name in kernels and in the text of a record.
-            bits: its width.
-            max: its largest finite magnitude.
-            dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even
-                index in the low bits.
+        name: its name in kernels and in the text of a record.
+        bits: its width.
+        max: its largest finite magnitude.
+        dtype: the dtype of buffers that hold it; uint8 where several share a byte, the even
+            index in the low bits.
     """
 
     name: str
@@ -68,11 +68,11 @@ class BlockScale:
     """The scale that the elements of one block share.
 
     Attributes:
-            element: the number type of the scale.
-            vec_size: elements of a block along the blocked direction.
-            layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order
-                    that Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales
-                    for each block along the blocked direction.
+        element: the number type of the scale.
+        vec_size: elements of a block along the blocked direction.
+        layout: ``"tiles_128x4"``, bytes in 512-byte tiles of 128 rows by 4 scales, the order
+            that Blackwell's block-scaled MMA reads; or ``"mn_major"``, one row of scales
+            for each block along the blocked direction.
     """
 
     element: ElementType
@@ -93,10 +93,10 @@ class SecondLevel:
     """The scaling above the blocks, in fp32: a value is code * block scale * (level * factor).
 
     Attributes:
-            per: whether each group or each row has one.
-            buffers: the vectors that are kept for it, the first of which decodes.
-            factor: what the first buffer is multiplied by to decode, rounded to fp32.
-            is_shared: both directions read the same vectors; otherwise each has its own.
+        per: whether each group or each row has one.
+        buffers: the vectors that are kept for it, the first of which decodes.
+        factor: what the first buffer is multiplied by to decode, rounded to fp32.
+        is_shared: both directions read the same vectors; otherwise each has its own.
     """
 
     per: Literal["group", "row"]
@@ -114,18 +114,18 @@ class Format(Record, abc.ABC):
     Records are safe to use as dictionary keys, ``torch.compile`` guards and members of a recipe.
 
     Attributes:
-            name: the name of the format, the first word of its text.
-            scale: the scale of a block; None where there are no blocks.
-            columnwise: whether the columnwise copy is the transpose of the rows of each group, in
-                    slot columns, or keeps their orientation, in slot rows.
-            k_multiple: what the last dimension of a tensor must be a multiple of.
-            truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype
-                    before it is quantized, so that it gives the codes of an activation that is
-                    stored.
-            how_made: fields that say how codes are made, which who decodes them need not know.
-            nan_scales: what is not finite decodes to NaN, with all that shares its scale; see
-                    ``amaxes_keep_nan``. Finite numbers have the same bytes either way. Without it
-                    an infinity saturates, and E2M1, which has no NaN, makes a number of one.
+        name: the name of the format, the first word of its text.
+        scale: the scale of a block; None where there are no blocks.
+        columnwise: whether the columnwise copy is the transpose of the rows of each group, in
+            slot columns, or keeps their orientation, in slot rows.
+        k_multiple: what the last dimension of a tensor must be a multiple of.
+        truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype
+            before it is quantized, so that it gives the codes of an activation that is
+            stored.
+        how_made: fields that say how codes are made, which who decodes them need not know.
+        nan_scales: what is not finite decodes to NaN, with all that shares its scale; see
+            ``amaxes_keep_nan``. Finite numbers have the same bytes either way. Without it
+            an infinity saturates, and E2M1, which has no NaN, makes a number of one.
     """
 
     name: ClassVar[str]
@@ -270,8 +270,8 @@ def as_block(value: object, choices: tuple[tuple[int, int], ...]) -> tuple[int, 
     """``value``, rows and columns of a block, as a tuple.
 
     Raises:
-            TypeError: it is no pair.
-            ValueError: it is none of ``choices``.
+        TypeError: it is no pair.
+        ValueError: it is none of ``choices``.
     """
     if not isinstance(value, (tuple, list)):
         hint = ": a dtype is given as dtype=" if isinstance(value, torch.dtype) else ""
@@ -297,8 +297,8 @@ def parse(text: str) -> Format:
     """The record that ``Format.text`` stands for.
 
     Raises:
-            ValueError: there is no such format, it has no such field or value, or its record has
-                    another text: fields at their defaults are left out, the others in the record's
-                    order.
+        ValueError: there is no such format, it has no such field or value, or its record has
+            another text: fields at their defaults are left out, the others in the record's
+            order.
     """
     return read("format", RECORDS, text)

@@ -15,11 +15,11 @@ class FP8(Format):
     """FP8 codes with one fp32 scale per group.
 
     Args:
-            dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-            scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one
-                    that the caller made from the amaxes of earlier tensors, and gives this tensor's
-                    amax.
-            nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one
+            that the caller made from the amaxes of earlier tensors, and gives this tensor's
+            amax.
+        nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

@@ -15,11 +15,11 @@ class FP8Block(Format):
     """FP8 codes with one fp32 scale per 1x128 or 128x128 block.
 
     Args:
-            block: (1, 128) for activations and gradients, (128, 128) for weights.
-            dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-            pow2_scales: scales are rounded down to powers of two.
-            amax_epsilon: lower bound of a block's amax.
-            nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
+        block: (1, 128) for activations and gradients, (128, 128) for weights.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        pow2_scales: scales are rounded down to powers of two.
+        amax_epsilon: lower bound of a block's amax.
+        nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
     """
 
     block: tuple[int, int] = (1, 128)

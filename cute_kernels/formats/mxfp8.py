@@ -15,9 +15,9 @@ class MXFP8(Format):
     """FP8 codes with one power-of-two E8M0 scale per 32 values.
 
     Args:
-            dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-            block: (1, 32), or (32, 32) where both directions hold the same codes.
-            nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        block: (1, 32), or (32, 32) where both directions hold the same codes.
+        nan_scales: the scale of a block that holds an infinity is NaN, as in ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn

@@ -24,25 +24,25 @@ class NVFP4(Format):
     """E2M1 codes, two a byte, with one E4M3 scale a block and a second fp32 scale level.
 
     Args:
-            row_scaled: the second level is one amax per row of the rowwise copy instead of one per
-                    group. The columnwise copy always carries one per group.
-            block: (1, 16) for activations and gradients, or (16, 16) for weights, where both
-                directions hold the same values.
-            hadamard: a random 16x16 Hadamard transform is applied to the columnwise copy.
-            stochastic_rounding: codes are rounded stochastically instead of to nearest even.
-            four_over_six: each block picks the better of the scales that map its amax to 6 or to 4.
-            e4m3_max: what the second level maps the largest block scale to: 256, the default of
-                    ``four_over_six``, which leaves room for the scale that maps to 4; or 448, which
-                    is the only value without it.
-            four_over_six_error: which of its two errors decides: the sum of the magnitudes of a
-                    block's errors ("mae") or of their squares ("mse").
-            nan_scales: amaxes keep NaN, of blocks, rows and groups, and so do scales, as in
-                ``Format``.
+        row_scaled: the second level is one amax per row of the rowwise copy instead of one per
+            group. The columnwise copy always carries one per group.
+        block: (1, 16) for activations and gradients, or (16, 16) for weights, where both
+            directions hold the same values.
+        hadamard: a random 16x16 Hadamard transform is applied to the columnwise copy.
+        stochastic_rounding: codes are rounded stochastically instead of to nearest even.
+        four_over_six: each block picks the better of the scales that map its amax to 6 or to 4.
+        e4m3_max: what the second level maps the largest block scale to: 256, the default of
+            ``four_over_six``, which leaves room for the scale that maps to 4; or 448, which
+            is the only value without it.
+        four_over_six_error: which of its two errors decides: the sum of the magnitudes of a
+            block's errors ("mae") or of their squares ("mse").
+        nan_scales: amaxes keep NaN, of blocks, rows and groups, and so do scales, as in
+            ``Format``.
 
     Raises:
-            TypeError: a field of another type.
-            ValueError: a combination that has no meaning, such as ``row_scaled`` with 16x16 blocks,
-                    or a field that does not apply.
+        TypeError: a field of another type.
+        ValueError: a combination that has no meaning, such as ``row_scaled`` with 16x16 blocks,
+            or a field that does not apply.
     """
 
     row_scaled: bool = False

@@ -22,7 +22,7 @@ def choose_config(
     model is of.
 
     Raises:
-            ValueError: no tile takes the problem, or not the one asked for; says why.
+        ValueError: no tile takes the problem, or not the one asked for; says why.
     """
     candidates = []
     reason = ""

@@ -39,13 +39,13 @@ class StageLoad(NamedTuple):
     """How one tensor gets into shared memory.
 
     Attributes:
-            source: where it comes from, (rows, K, G); of block scales see ``views``.
-            shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words,
-                STAGE).
-            tiler: its extents in one stage, without the last; of rows that are paired two.
-            k_divisor: elements of K for one of its own along K.
-            first_row: where this CTA's rows begin in the cluster's tile.
-            sharers: how many CTAs share them, this one the ``cta``-th; each loads a part for all.
+        source: where it comes from, (rows, K, G); of block scales see ``views``.
+        shared: its stages, (rows, K, STAGE), or of scale tiles (row tiles, K tiles, words,
+            STAGE).
+        tiler: its extents in one stage, without the last; of rows that are paired two.
+        k_divisor: elements of K for one of its own along K.
+        first_row: where this CTA's rows begin in the cluster's tile.
+        sharers: how many CTAs share them, this one the ``cta``-th; each loads a part for all.
     """
 
     source: TmaSource

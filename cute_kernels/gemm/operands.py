@@ -216,7 +216,7 @@ def operand_of(fmt: Format) -> OperandKind:
     """The kind of a format's operands.
 
     Raises:
-            UnsupportedError: no kernel multiplies them.
+        UnsupportedError: no kernel multiplies them.
     """
     kind = _BY_FACTS.get(_facts(fmt))
     if kind is None:

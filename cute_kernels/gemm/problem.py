@@ -108,24 +108,24 @@ class GemmArguments(NamedTuple):
     Operands and block scales are those of sm_90a; what differs on sm_100a is with its kernel.
 
     Attributes:
-            a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
-                    they are quantized, or (M, 64 * tiles) codes.
-            a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
-            a_amax: (G,) fp32 second level, or (T,) when row-scaled.
-            b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
-                (N, slots).
-            offs: (G,) int32 end rows.
-            rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are
-                    multiplied where they are ``gathered``.
-            bias: (G, N).
-            alpha: (G,) fp32.
-            out: (T, N), or (G, M, N) of a k_grouped product.
-            num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
-            z: (T, N), where the output has what an activation makes of it, if it is kept.
-            out_scales: block scales of a quantized output, see ``FakeArguments``.
-            out_level: (G,) fp32, the amaxes that those are relative to, of a format with a second
-                level.
-            counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
+        a: (T, K) elements that are multiplied; in a k_grouped product (T, M), or (M, slots) if
+            they are quantized, or (M, 64 * tiles) codes.
+        a_scales: scale tiles if it is codes; fp32 scales, see ``FakeArguments``.
+        a_amax: (G,) fp32 second level, or (T,) when row-scaled.
+        b: (G, N, K) or (G, K, N), or (G, N, >= K / 2) codes; in a k_grouped product (T, N), or
+            (N, slots).
+        offs: (G,) int32 end rows.
+        rows: (T,) int32, which rows of ``a``, or of ``b`` in a k_grouped product, are
+            multiplied where they are ``gathered``.
+        bias: (G, N).
+        alpha: (G,) fp32.
+        out: (T, N), or (G, M, N) of a k_grouped product.
+        num_sms: CTAs to launch, rounded down to whole clusters; at least one cluster.
+        z: (T, N), where the output has what an activation makes of it, if it is kept.
+        out_scales: block scales of a quantized output, see ``FakeArguments``.
+        out_level: (G,) fp32, the amaxes that those are relative to, of a format with a second
+            level.
+        counter: (1,) int32, 0 before a launch and after it, of one that ``mixes_groups``.
     """
 
     a: Any
@@ -168,21 +168,21 @@ class GemmConfig(abc.ABC):
     """One variant of the grouped GEMM: what it computes, and how an architecture tiles it.
 
     Attributes:
-            operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one,
-                ``b_operand``.
-            row_scaled: the second level of A is one amax per row instead of one per group.
-            bias_dtype: dtype of a (G, N) bias, None without one.
-            has_alpha: one fp32 factor a group.
-            transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
-            pow2_scales: fp32 block scales of both operands are powers of two.
-            gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
-            activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
-            interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are
-                    halves, whose rows a tile has by turns.
-            keeps_z: what goes into the activation is stored, too, with columns as B has rows.
-            quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``,
-                    is quantized to, rowwise: then the output is codes and block scales, whose rows
-                    lie in slots.
+        operand: name of the operand kind, see ``OPERANDS``; of A's where B is of another one,
+            ``b_operand``.
+        row_scaled: the second level of A is one amax per row instead of one per group.
+        bias_dtype: dtype of a (G, N) bias, None without one.
+        has_alpha: one fp32 factor a group.
+        transpose_b: B of an m_grouped product is (G, K, N) instead of (G, N, K).
+        pow2_scales: fp32 block scales of both operands are powers of two.
+        gathered: rows of operand N, of A or in a k_grouped product of B, are read by an index.
+        activation: what rows go through, rounded to ``out_dtype``, on their way to the output.
+        interleaved: rows of B for the two inputs of a gated one alternate; otherwise they are
+            halves, whose rows a tile has by turns.
+        keeps_z: what goes into the activation is stored, too, with columns as B has rows.
+        quantizes_to: text of the format that the activation's result, rounded to ``out_dtype``,
+            is quantized to, rowwise: then the output is codes and block scales, whose rows
+            lie in slots.
     """
 
     operand: str

@@ -34,12 +34,12 @@ class WorkTile(NamedTuple):
     """One tile of the output, or the end of the work.
 
     Attributes:
-            group: its group, -1 at the end; the number of groups for the tail of the buffer.
-            m_sf_row: first row of operand M in the order of the block scales, as ``n_sf_row`` of N.
-            k_start: first element of K: a slot's, or a row's if K is ragged.
-            k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
-            rows: rows of the group: in an m_grouped product those from the tile's first on, of the
-                    tile alone if the configuration ``spreads_rows``.
+        group: its group, -1 at the end; the number of groups for the tail of the buffer.
+        m_sf_row: first row of operand M in the order of the block scales, as ``n_sf_row`` of N.
+        k_start: first element of K: a slot's, or a row's if K is ragged.
+        k_blocks: MMA instructions along K; 0 for an empty group and for the tail.
+        rows: rows of the group: in an m_grouped product those from the tile's first on, of the
+            tile alone if the configuration ``spreads_rows``.
     """
 
     group: Int32

@@ -16,8 +16,8 @@ class ForkSafeLock:
     child would wait for ever.
 
     Args:
-            on_orphaned: called in a child whose parent forked while another thread held the lock,
-                    to bring in order what the lock guards.
+        on_orphaned: called in a child whose parent forked while another thread held the lock,
+            to bring in order what the lock guards.
     """
 
     def __init__(self, on_orphaned: Callable[[], object] | None = None) -> None:

@@ -22,11 +22,11 @@ def boolean(source: str, text: str) -> bool:
     """What ``text`` means: 1, true, yes, on or 0, false, no, off, in any case.
 
     Args:
-            source: where the text comes from, for the error.
-            text: what the user wrote.
+        source: where the text comes from, for the error.
+        text: what the user wrote.
 
     Raises:
-            ValueError: ``text`` is none of these.
+        ValueError: ``text`` is none of these.
     """
     value = _BOOLEANS.get(text.strip().lower())
     if value is None:
@@ -38,7 +38,7 @@ def kernel_cache_is_on() -> bool:
     """Whether compiled kernels are kept on disk: yes, unless ``CUTE_KERNELS_CACHE`` says no.
 
     Raises:
-            ValueError: the variable is neither empty nor a boolean.
+        ValueError: the variable is neither empty nor a boolean.
     """
     text = os.environ.get("CUTE_KERNELS_CACHE")
     return not text or boolean("CUTE_KERNELS_CACHE", text)
@@ -51,8 +51,8 @@ def cache_root() -> Path | None:
     folder (``XDG_CACHE_HOME`` or ``~/.cache``).
 
     Returns:
-            The folder, which need not exist; None, with a warning, if it is in the home folder of a
-            user who has none.
+        The folder, which need not exist; None, with a warning, if it is in the home folder of a
+        user who has none.
     """
     chosen = os.environ.get("CUTE_KERNELS_CACHE_DIR")
     path = Path(chosen or os.environ.get("XDG_CACHE_HOME") or "~/.cache")

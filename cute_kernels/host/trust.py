@@ -41,8 +41,8 @@ def open_folder(path: Path) -> int:
     """Open a folder that code may be taken from; the caller closes the descriptor.
 
     Raises:
-            OSError: there is no such folder, or it may not be read.
-            PermissionError: another user owns it or can write it.
+        OSError: there is no such folder, or it may not be read.
+        PermissionError: another user owns it or can write it.
     """
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     if reason := distrust(os.fstat(folder)):
@@ -57,8 +57,8 @@ def read_file(folder: int, name: str) -> bytes:
     What is checked and what is read are one open file, which nobody can exchange in between.
 
     Raises:
-            OSError: there is no such file, it is not a regular one, or it may not be read.
-            PermissionError: another user owns it or can write it.
+        OSError: there is no such file, it is not a regular one, or it may not be read.
+        PermissionError: another user owns it or can write it.
     """
     # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)

@@ -19,7 +19,7 @@ def in_pieces(values: Tensor) -> Tensor:
     """Values (R, K) in the order in which instructions contract them.
 
     Returns:
-            (R, K up to a whole multiple of ``PIECE_K``), every 16 elements for one instruction.
+        (R, K up to a whole multiple of ``PIECE_K``), every 16 elements for one instruction.
     """
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % PIECE_K))
     # The factors of K: pieces, blocks as j and p, elements as w, e // 4, h and e % 2.

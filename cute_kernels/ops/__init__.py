@@ -4,11 +4,10 @@ The functions here are those ops, with positional arguments, called without PyTo
 where nothing observes the call (``registry.Op.invoke``). Each op is documented where it is defined.
 """
 
-# flops counts.
 from cute_kernels.ops import (
     delayed,
     dequantize,
-    flops,
+    flops,  # noqa: F401 - it registers costs
     fused_gemm,
     gemm,
     moe,
@@ -16,7 +15,7 @@ from cute_kernels.ops import (
     quantize,
     reductions,
     router,
-)  # noqa: F401
+)
 
 adamw_quantize = optimizer.AdamWQuantize.invoke
 compute_offsets = reductions.ComputeOffsets.invoke

@@ -29,16 +29,16 @@ def activates(
     """Whether to multiply by ``m_grouped_gemm_activate`` or ``m_grouped_quantize_gemm_activate``.
 
     Args:
-            choice: ``chosen_backend()``.
-            device: of the operands.
-            dtype: of the result; plain operands are fp16 if it is, and else bf16.
-            formats: texts of the formats of A and B; None if plain.
-            shape: (N, K), N as B has rows.
-            activation: as for these ops.
-            interleaved: likewise.
-            rows: of a group, to a power of two below.
-            quantizer: what comes next is a quantizer that could activate as well.
-            result: text of the format that the result is to be quantized to.
+        choice: ``chosen_backend()``.
+        device: of the operands.
+        dtype: of the result; plain operands are fp16 if it is, and else bf16.
+        formats: texts of the formats of A and B; None if plain.
+        shape: (N, K), N as B has rows.
+        activation: as for these ops.
+        interleaved: likewise.
+        rows: of a group, to a power of two below.
+        quantizer: what comes next is a quantizer that could activate as well.
+        result: text of the format that the result is to be quantized to.
     """
     if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):
         return True  # Nothing is computed.

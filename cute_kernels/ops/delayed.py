@@ -54,16 +54,16 @@ class DelayedScalingUpdate(OfFormat):
     changes. An infinite A keeps the scale, until the infinity has left the history.
 
     Args:
-            amax_history: (L, n) fp32, contiguous; row 0 takes the amaxes of the present step, row 1
-                is the oldest.
-            scale: (n,) fp32, contiguous.
-            format: the text of the format; its element decides FP8_MAX.
-            amax: (n,) fp32 to use instead of row 0, such as one that was reduced over processes;
-                its sign is dropped.
-            margin: FP8_MAX is divided by two to this power.
-            algorithm: ``"max"`` or ``"most_recent"``.
-            skip_nonfinite: a ``last`` that is infinite or NaN counts as 0, and row 0 becomes
-                ``last``.
+        amax_history: (L, n) fp32, contiguous; row 0 takes the amaxes of the present step, row 1
+            is the oldest.
+        scale: (n,) fp32, contiguous.
+        format: the text of the format; its element decides FP8_MAX.
+        amax: (n,) fp32 to use instead of row 0, such as one that was reduced over processes;
+            its sign is dropped.
+        margin: FP8_MAX is divided by two to this power.
+        algorithm: ``"max"`` or ``"most_recent"``.
+        skip_nonfinite: a ``last`` that is infinite or NaN counts as 0, and row 0 becomes
+            ``last``.
     """
 
     amax_history: Tensor

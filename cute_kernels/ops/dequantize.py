@@ -33,20 +33,20 @@ class GroupedDequantize(OfFormat):
     """Decode one direction of a quantized tensor.
 
     Args:
-            codes: as ``grouped_quantize`` returns them, rowwise or columnwise.
-            scales: what else that direction needs to be read (``Format.operand_names``): block
-                    scales, and the vector of the second level that decodes.
-            format: the text of the format.
-            rows: T, N when uniform, or the capacity with ``shapes``.
-            dtype: bf16, fp16 or fp32.
-            offs: (G,) int32 end rows, or None for uniform groups.
-            columnwise: the copy is the columnwise one.
-            shapes: [m0, n0, m1, n1, ...], rows and columns of groups that have shapes of their own;
-                    ``codes`` and ``scales`` then are flat.
+        codes: as ``grouped_quantize`` returns them, rowwise or columnwise.
+        scales: what else that direction needs to be read (``Format.operand_names``): block
+            scales, and the vector of the second level that decodes.
+        format: the text of the format.
+        rows: T, N when uniform, or the capacity with ``shapes``.
+        dtype: bf16, fp16 or fp32.
+        offs: (G,) int32 end rows, or None for uniform groups.
+        columnwise: the copy is the columnwise one.
+        shapes: [m0, n0, m1, n1, ...], rows and columns of groups that have shapes of their own;
+            ``codes`` and ``scales`` then are flat.
 
     Returns:
-            (T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
-            rounded to ``dtype`` once.
+        (T, K), zeros in the tail, (G, N, K), or (capacity,), zeros in the tail. Each value is
+        rounded to ``dtype`` once.
     """
 
     codes: Tensor

@@ -36,16 +36,16 @@ class MGroupedQuantizeGemm(MGrouped):
     Other arguments are those of ``m_grouped_gemm``, of a quantized ``b``.
 
     Args:
-            a: (T, K) bf16, fp16 or fp32.
-            a_format: the text of the format that ``a`` is quantized to.
-            out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
-            seed: as for ``grouped_quantize``.
-            activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
-            rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
-            inverse: likewise.
+        a: (T, K) bf16, fp16 or fp32.
+        a_format: the text of the format that ``a`` is quantized to.
+        out_dtype: bf16, fp16 or fp32; bf16 by default, as in the second of the two ops.
+        seed: as for ``grouped_quantize``.
+        activation: as for ``grouped_quantize``, of ``a``: (T, 2K) of a gated one.
+        rows: as for ``grouped_quantize``, of ``a``; there are R rows then.
+        inverse: likewise.
 
     Returns:
-            (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
     """
 
     a: Tensor
@@ -222,20 +222,20 @@ class MGroupedGemmActivate(_Activated, MGroupedGemm):  # type: ignore[misc]
     So z, the product with its factors and bias, is rounded to ``out_dtype`` before the activation.
 
     Args:
-            a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
-            b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
-            epilogue: its text, as ``moe_activate`` takes it.
-            interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
-                alternate, A first.
-            keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
-            quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized
-                instead, without z.
-            amax: (G,) fp32, its second level, of a format that has one: as for
-                ``grouped_quantize``.
+        a: as for ``m_grouped_gemm``, and so all up to ``accumulation``.
+        b: (G, N, K), or (G, 2 N, K) of a gated activation, whose rows are halves [A | B].
+        epilogue: its text, as ``moe_activate`` takes it.
+        interleaved: rows of ``b`` (and of ``bias``) for the two inputs of a gated activation
+            alternate, A first.
+        keeps_z: z is returned, too, with columns in the order of the rows of ``b``.
+        quantize_to: text of a format to which a, rounded to ``out_dtype``, is quantized
+            instead, without z.
+        amax: (G,) fp32, its second level, of a format that has one: as for
+            ``grouped_quantize``.
 
     Returns:
-            a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form
-            leaves them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
+        a (T, N), then z (T, N or 2 N) if kept; rows of the tail are zeros. The ``_out`` form
+        leaves them alone. Or what ``grouped_quantize`` of a with ``offs`` and ``amax`` returns.
     """
 
     name: ClassVar[str] = "m_grouped_gemm_activate"
@@ -257,11 +257,11 @@ class MGroupedQuantizeGemmActivate(_Activated, MGroupedQuantizeGemm):
     """``grouped_quantize`` of ``a`` and ``m_grouped_gemm_activate`` of that in one op.
 
     Args:
-            a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
-            epilogue: as for ``m_grouped_gemm_activate``, and so all behind it.
+        a: as for ``m_grouped_quantize_gemm``, and so all up to ``inverse``.
+        epilogue: as for ``m_grouped_gemm_activate``, and so all behind it.
 
     Returns:
-            As ``m_grouped_gemm_activate``.
+        As ``m_grouped_gemm_activate``.
     """
 
     name: ClassVar[str] = "m_grouped_quantize_gemm_activate"

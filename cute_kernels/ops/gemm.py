@@ -369,42 +369,42 @@ class MGroupedGemm(MGrouped):
     four bits (W4A8).
 
     Args:
-            a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
-            b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
-                    uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise
-                    one (dgrad), whose rows are padded to whole tiles: that ``a`` has as many
-                    columns as the groups have rows cannot be seen here.
-            offs: (G,) int32 end rows.
-            bias: (G, N), added in fp32.
-            alpha: (G,) fp32 factors.
-            transpose_b: contract over the rows of the groups of ``b`` (dgrad).
-            out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no
-                    dtype that it could follow: then it is bf16.
-            a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such
-                    as its block scales and second level; None if plain.
-            b_scales: likewise of ``b``.
-            a_format: the text of the format of ``a``; None if plain.
-            b_format: likewise of ``b``.
-            prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for
-                sm_90a and the reference take.
-            accumulation: how a tensor core adds the products of operands without block scales
-                    (FP8): "fast", all of K in one accumulator, or "split", a fresh one every 128 of
-                    K, each added to an fp32 sum. By default "fast" for fprop and "split" for dgrad.
-                    On sm_90a, whose accumulators keep 13 fraction bits of FP8 sums, the bits
-                    differ; elsewhere "split" is met by what the accumulator is anyway. Raises for
-                    other operands.
-            rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
-                    ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if
-                    it is quantized, to a format whose scales are those of single rows. The bits are
-                    those of the product of ``moe_gather(a, rows)``: an index that is none of the
-                    rows stands for zeros. Kernels of two plain operands read rows of ``a`` where
-                    they are, on sm_90a if that is faster (``launch.gathered``); others gather them
-                    into memory first.
-            inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into
-                memory.
+        a: (T, K) bf16, fp16 or fp32; or the codes of a ragged tensor's rowwise copy.
+        b: (G, N, K) of the dtype of ``a``, or (G, K, N) with ``transpose_b``; or the codes of a
+            uniform tensor's rowwise copy (fprop), or with ``transpose_b`` of its columnwise
+            one (dgrad), whose rows are padded to whole tiles: that ``a`` has as many
+            columns as the groups have rows cannot be seen here.
+        offs: (G,) int32 end rows.
+        bias: (G, N), added in fp32.
+        alpha: (G,) fp32 factors.
+        transpose_b: contract over the rows of the groups of ``b`` (dgrad).
+        out_dtype: bf16, fp16 or fp32; the dtype of a plain ``a`` by default. Codes have no
+            dtype that it could follow: then it is bf16.
+        a_scales: what else the copy of ``a`` needs to be read (``Format.operand_names``), such
+            as its block scales and second level; None if plain.
+        b_scales: likewise of ``b``.
+        a_format: the text of the format of ``a``; None if plain.
+        b_format: likewise of ``b``.
+        prepacked: ``b`` has the order of bits of ``cute_kernels.prepack``, which kernels for
+            sm_90a and the reference take.
+        accumulation: how a tensor core adds the products of operands without block scales
+            (FP8): "fast", all of K in one accumulator, or "split", a fresh one every 128 of
+            K, each added to an fp32 sum. By default "fast" for fprop and "split" for dgrad.
+            On sm_90a, whose accumulators keep 13 fraction bits of FP8 sums, the bits
+            differ; elsewhere "split" is met by what the accumulator is anyway. Raises for
+            other operands.
+        rows: (T,) int32, the row of ``a`` that is each row of the product, such as ``token`` of
+            ``compute_routing``: ``a`` (S, K) then has any number of rows, and one group if
+            it is quantized, to a format whose scales are those of single rows. The bits are
+            those of the product of ``moe_gather(a, rows)``: an index that is none of the
+            rows stands for zeros. Kernels of two plain operands read rows of ``a`` where
+            they are, on sm_90a if that is faster (``launch.gathered``); others gather them
+            into memory first.
+        inverse: (S, k) int32, as for ``grouped_quantize``, of rows that are gathered into
+            memory.
 
     Returns:
-            (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
+        (T, N); rows of the tail are zeros. The ``_out`` form leaves them alone.
     """
 
     a: Tensor
@@ -465,20 +465,20 @@ class KGroupedGemm(GroupedGemm):
     Plain operands are differentiable in a and b.
 
     Args:
-            a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
-            b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with
-                the same offs.
-            offs: (G,) int32 end rows.
-            alpha: (G,) fp32 factors.
-            out_dtype: as for ``m_grouped_gemm``, and so all up to ``b_format``.
-            accumulation: as for ``m_grouped_gemm``; "split" by default.
-            rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
-                    ``m_grouped_gemm``; of plain operands.
-            inverse: likewise.
+        a: (T, N) bf16, fp16 or fp32; or the codes of a ragged tensor's columnwise copy.
+        b: (T, K) of the dtype of ``a``; or the codes of the columnwise copy of a tensor with
+            the same offs.
+        offs: (G,) int32 end rows.
+        alpha: (G,) fp32 factors.
+        out_dtype: as for ``m_grouped_gemm``, and so all up to ``b_format``.
+        accumulation: as for ``m_grouped_gemm``; "split" by default.
+        rows: (T,) int32, the row of ``b`` (S, K) that is beside each row of ``a``, as for
+            ``m_grouped_gemm``; of plain operands.
+        inverse: likewise.
 
     Returns:
-            (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when
-            accumulating.
+        (G, N, K); zeros for an empty group. The ``_out`` form leaves those alone when
+        accumulating.
     """
 
     a: Tensor

@@ -26,13 +26,13 @@ def check_shapes(shapes: Sequence[tuple[int, int]], capacity: int, multiple: int
     """Check (m, n) of each member of a tensor of ``capacity`` elements.
 
     Args:
-            shapes: the members.
-            capacity: elements of the tensor, that which no member has included.
-            multiple: what each n must be a multiple of.
-            why: what asks for it.
+        shapes: the members.
+        capacity: elements of the tensor, that which no member has included.
+        multiple: what each n must be a multiple of.
+        why: what asks for it.
 
     Raises:
-            ValueError: there is no member, or a rule that one breaks.
+        ValueError: there is no member, or a rule that one breaks.
     """
     if not shapes:
         raise ValueError("shapes must have at least one member, got none")

@@ -40,14 +40,14 @@ class ComputeRouting(Plain):
     expert on another rank, has no row. Nothing is read on the host.
 
     Args:
-            expert_ids: (T, k) int32 or int64.
-            num_experts: E, at least 1.
+        expert_ids: (T, k) int32 or int64.
+        num_experts: E, at least 1.
 
     Returns:
-            offs (E,), the END row of each expert; token (T * k,), the token of each row; pair (T *
-            k,), t * k + j of each row, whose weight is ``weights.flatten()[pair]``; row (T, k), the
-            inverse: the row of each of a token's experts. All int32. ``row`` is -1 of an id without
-            a row, ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
+        offs (E,), the END row of each expert; token (T * k,), the token of each row; pair (T *
+        k,), t * k + j of each row, whose weight is ``weights.flatten()[pair]``; row (T, k), the
+        inverse: the row of each of a token's experts. All int32. ``row`` is -1 of an id without
+        a row, ``token`` and ``pair`` are -1 from row ``offs[-1]`` on.
     """
 
     expert_ids: Tensor
@@ -90,14 +90,14 @@ class MoeGather(Plain):
     """Rows of ``x`` by an index: ``out[r] = x[index[r]]``.
 
     Args:
-            x: (T, H) bf16, fp16 or fp32.
-            index: (R,) int32; where it is none of the rows of ``x``, ``out`` is zeros.
-            row: (T, k) int32, the inverse: the rows of ``out`` that each row of ``x`` went to, -1
-                    for none. The gradient has to have it, and with it and k > 1 kernels read ``x``
-                    once, not k times.
+        x: (T, H) bf16, fp16 or fp32.
+        index: (R,) int32; where it is none of the rows of ``x``, ``out`` is zeros.
+        row: (T, k) int32, the inverse: the rows of ``out`` that each row of ``x`` went to, -1
+            for none. The gradient has to have it, and with it and k > 1 kernels read ``x``
+            once, not k times.
 
     Returns:
-            (R, H) of the dtype of ``x``.
+        (R, H) of the dtype of ``x``.
     """
 
     x: Tensor
@@ -154,13 +154,13 @@ class MoeCombine(Plain):
     In fp32, in ascending k from 0 on, each product and each sum rounded, and one cast at the end.
 
     Args:
-            h: (R, H) bf16, fp16 or fp32.
-            row: (T, k) int32, no row twice; what is none of the rows of ``h`` is left out.
-            weight: (T, k) fp32; None for ones.
-            out_dtype: dtype of ``y``; that of ``h`` by default.
+        h: (R, H) bf16, fp16 or fp32.
+        row: (T, k) int32, no row twice; what is none of the rows of ``h`` is left out.
+        weight: (T, k) fp32; None for ones.
+        out_dtype: dtype of ``y``; that of ``h`` by default.
 
     Returns:
-            (T, H).
+        (T, H).
     """
 
     h: Tensor
@@ -218,14 +218,14 @@ class MoeActivate(Plain):
     ``cute_kernels.reference.activations`` states its bits.
 
     Args:
-            x: (R, W) bf16, fp16 or fp32; W = 2 N of a gated activation.
-            activation: its text, as ``grouped_quantize`` takes it.
-            offs: (G,) int32 end rows: rows from the last on are neither read nor written.
-            interleaved: columns of a gated activation's two inputs alternate, A first, instead of
-                    being halves [A | B].
+        x: (R, W) bf16, fp16 or fp32; W = 2 N of a gated activation.
+        activation: its text, as ``grouped_quantize`` takes it.
+        offs: (G,) int32 end rows: rows from the last on are neither read nor written.
+        interleaved: columns of a gated activation's two inputs alternate, A first, instead of
+            being halves [A | B].
 
     Returns:
-            (R, N).
+        (R, N).
     """
 
     x: Tensor
@@ -266,14 +266,14 @@ class MoeActivateGradient(Plain):
     are those of ``moe_activate``.
 
     Args:
-            grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-            weight: (T, k) fp32, p of each pair of a token and an expert.
-            pair: (R,) int32, the pair of each row: with ``weight``.
+        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+        weight: (T, k) fp32, p of each pair of a token and an expert.
+        pair: (R,) int32, the pair of each row: with ``weight``.
 
     Returns:
-            The gradient with respect to ``x`` of its shape, given ``p * grad``. With weights also
-            ``p * a`` (R, N) of the dtype of ``x``, which the gradient of the second product's
-            weight reads, and the gradient of ``weight`` (T, k) fp32, 0 where there is no row.
+        The gradient with respect to ``x`` of its shape, given ``p * grad``. With weights also
+        ``p * a`` (R, N) of the dtype of ``x``, which the gradient of the second product's
+        weight reads, and the gradient of ``weight`` (T, k) fp32, 0 where there is no row.
     """
 
     x: Tensor
@@ -321,18 +321,18 @@ class MoeQuantizeGradient(Op):
     arguments are those of ``moe_activate_gradient``, all given.
 
     Args:
-            x: (R, W), what enters the activation; bf16, fp16 or fp32.
-            grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
-            format: the text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with
-                delayed scaling.
-            scaled_format: likewise, of ``p * a``.
-            scale: as ``grouped_quantize`` takes it, of the gradient of ``x`` if its format does.
-            scaled_scale: likewise, of ``p * a``.
+        x: (R, W), what enters the activation; bf16, fp16 or fp32.
+        grad: (R, N) of the dtype of ``x``: the gradient of its result, without the weight.
+        format: the text of the format of the gradient of ``x``: MXFP8, FP8Block, or FP8 with
+            delayed scaling.
+        scaled_format: likewise, of ``p * a``.
+        scale: as ``grouped_quantize`` takes it, of the gradient of ``x`` if its format does.
+        scaled_scale: likewise, of ``p * a``.
 
     Returns:
-            The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise as
-            ``grouped_quantize`` returns them, such as codes, scales, codes_t, scales_t, codes_t and
-            scales_t; and the gradient of ``weight``.
+        The buffers of the gradient of ``x`` in both directions and of ``p * a`` columnwise as
+        ``grouped_quantize`` returns them, such as codes, scales, codes_t, scales_t, codes_t and
+        scales_t; and the gradient of ``weight``.
     """
 
     x: Tensor

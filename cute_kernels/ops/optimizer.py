@@ -37,12 +37,12 @@ class AdamWQuantize(OfFormat):
     One kernel; where groups have amaxes two, of which the first takes them of the p that it makes.
 
     Args:
-            master: p, (G, N, K) fp32, contiguous, like ``exp_avg``, m, and ``exp_avg_sq``, v.
-            grad: (G, N, K) bf16, fp16 or fp32; it stays as it is.
-            numbers: (5,) fp32.
-            out: the buffers of the directions, as of ``grouped_quantize_out``.
-            format: the text of the format, not a row-scaled one.
-            rowwise: as of ``grouped_quantize``, like ``columnwise``, ``scale`` and ``seed``.
+        master: p, (G, N, K) fp32, contiguous, like ``exp_avg``, m, and ``exp_avg_sq``, v.
+        grad: (G, N, K) bf16, fp16 or fp32; it stays as it is.
+        numbers: (5,) fp32.
+        out: the buffers of the directions, as of ``grouped_quantize_out``.
+        format: the text of the format, not a row-scaled one.
+        rowwise: as of ``grouped_quantize``, like ``columnwise``, ``scale`` and ``seed``.
     """
 
     master: Tensor

@@ -35,8 +35,8 @@ def check_transforms(a: Format | None, b: Format | None) -> None:
     """The transforms of columnwise copies that are read must cancel each other.
 
     Args:
-            a: the format of A; None if plain, or if its rowwise copy is read, which has none.
-            b: likewise of B.
+        a: the format of A; None if plain, or if its rowwise copy is read, which has none.
+        b: likewise of B.
     """
     transformed = [fmt is not None and fmt.is_transformed for fmt in (a, b)]
     if transformed[0] == transformed[1]:

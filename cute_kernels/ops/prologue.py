@@ -35,16 +35,16 @@ def check_prologue(
     """Check the activation of ``x``, and ``grad``, the gradient of its result.
 
     Args:
-            name: the argument that is ``x``.
-            x: (T, W) or (G, N, W), or flat, of groups with shapes.
-            activation: its text, or None.
-            grad: of the shape of the result; or None.
+        name: the argument that is ``x``.
+        x: (T, W) or (G, N, W), or flat, of groups with shapes.
+        activation: its text, or None.
+        grad: of the shape of the result; or None.
 
     Raises:
-            ValueError: ``activation`` is no text of one, or a shape, width or device that does not
-                fit.
-            TypeError: ``grad`` has another dtype than ``x``.
-            UnsupportedError: nothing computes the activation's curve.
+        ValueError: ``activation`` is no text of one, or a shape, width or device that does not
+            fit.
+        TypeError: ``grad`` has another dtype than ``x``.
+        UnsupportedError: nothing computes the activation's curve.
     """
     if activation is None:
         return
@@ -65,9 +65,9 @@ def elements_of(
     """The elements that the reference backend quantizes.
 
     Args:
-            x: (T, W) or (G, N, W).
-            activation: its text, or None.
-            truncates: what the activation makes is rounded to the dtype of ``x``.
+        x: (T, W) or (G, N, W).
+        activation: its text, or None.
+        truncates: what the activation makes is rounded to the dtype of ``x``.
     """
     return reference.Elements(
         x, None if activation is None else parse_activation(activation), truncates=truncates

@@ -36,47 +36,47 @@ class GroupedQuantize(OfFormat):
     """Quantize the groups of ``x``.
 
     Args:
-            x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16
-                    or fp32; K a multiple of what the format asks for. (..., 2K) of a gated
-                    activation.
-            format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
-            offs: (G,) int32 end rows. Rows from the last on change nothing that is written.
-            amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
-                    sign is dropped. Elements beyond it saturate. Where both directions of a format
-                    are asked for whose columnwise copy is transformed (``Format.is_transformed``),
-                    (2, G): that of the rowwise and that of the columnwise copy.
-            rowwise: write the rowwise copy, blocks along K.
-            columnwise: write the columnwise copy, blocks along the rows of a group. Of a format
-                    that transforms it, ``x`` must be bf16.
-            scale: (G,) fp32, finite, what the elements of each group are multiplied by, of a format
-                    that takes its scales from the caller: FP8 with delayed scaling, which needs it
-                    and takes no ``amax``. Of one that is not finite, zeros and the padding of slots
-                    may be NaN. Products beyond the format's largest number saturate. The amax that
-                    is returned is that of ``x``, whatever the scale.
-            seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it,
-                    on the element and on the direction alone (``cute_kernels.reference.draws``).
-            activation: the text of what is done to ``x`` first (``Activation.text``), such as
-                    ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates,
-                    rounded to the dtype of ``x``. ``cute_kernels.reference.activations`` states it
-                    to the bit.
-            shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
-                    varies or both do; each n a positive multiple of what the format asks for. The
-                    groups lie in ``x`` one after the other, contiguous; what is left of it is never
-                    read. Each has the codes and scales of a uniform tensor of this one group. With
-                    an activation these are the shapes of what is quantized: a gated one reads (m,
-                    2n) of ``x`` for each.
-            rows: (R,) int32 with ``offs``: row r of what is quantized, of R rows, is
-                    row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
-            inverse: (T, k) int32, which of these R rows each row of ``x`` is, others than those for
-                    none: what ``compute_routing`` gives as ``row``. The bits do not depend on it.
-                    With it and k > 1 rows that share no scale with others are read once, not k
-                    times (``launch.rows.by_token``).
+        x: (T, K) with ``offs``, (capacity,) with ``shapes``, or (G, N, K) without; bf16, fp16
+            or fp32; K a multiple of what the format asks for. (..., 2K) of a gated
+            activation.
+        format: the text of the format, such as ``"nvfp4:row_scaled"`` (``Format.text``).
+        offs: (G,) int32 end rows. Rows from the last on change nothing that is written.
+        amax: (G,) fp32, the amax of each group, instead of computing it. It is a magnitude: its
+            sign is dropped. Elements beyond it saturate. Where both directions of a format
+            are asked for whose columnwise copy is transformed (``Format.is_transformed``),
+            (2, G): that of the rowwise and that of the columnwise copy.
+        rowwise: write the rowwise copy, blocks along K.
+        columnwise: write the columnwise copy, blocks along the rows of a group. Of a format
+            that transforms it, ``x`` must be bf16.
+        scale: (G,) fp32, finite, what the elements of each group are multiplied by, of a format
+            that takes its scales from the caller: FP8 with delayed scaling, which needs it
+            and takes no ``amax``. Of one that is not finite, zeros and the padding of slots
+            may be NaN. Products beyond the format's largest number saturate. The amax that
+            is returned is that of ``x``, whatever the scale.
+        seed: (2,) int64, which stochastic formats need and others refuse. Codes depend on it,
+            on the element and on the direction alone (``cute_kernels.reference.draws``).
+        activation: the text of what is done to ``x`` first (``Activation.text``), such as
+            ``"swiglu"``: its result is quantized, in fp32 or, where the format truncates,
+            rounded to the dtype of ``x``. ``cute_kernels.reference.activations`` states it
+            to the bit.
+        shapes: [m0, n0, m1, n1, ...], rows and columns of each group, where the last dimension
+            varies or both do; each n a positive multiple of what the format asks for. The
+            groups lie in ``x`` one after the other, contiguous; what is left of it is never
+            read. Each has the codes and scales of a uniform tensor of this one group. With
+            an activation these are the shapes of what is quantized: a gated one reads (m,
+            2n) of ``x`` for each.
+        rows: (R,) int32 with ``offs``: row r of what is quantized, of R rows, is
+            row ``rows[r]`` of ``x``, or made of it. What is none of them is unspecified.
+        inverse: (T, k) int32, which of these R rows each row of ``x`` is, others than those for
+            none: what ``compute_routing`` gives as ``row``. The bits do not depend on it.
+            With it and k > 1 rows that share no scale with others are read once, not k
+            times (``launch.rows.by_token``).
 
     Returns:
-            The buffers of the directions that are asked for, in the order of
-            ``Format.buffer_names`` and of the shapes of ``cute_kernels.layout.buffers``; of NVFP4:
-            codes, scales, amax, codes_t, scales_t, amax_t. What a slot or a padded row holds that
-            no group has is unspecified.
+        The buffers of the directions that are asked for, in the order of
+        ``Format.buffer_names`` and of the shapes of ``cute_kernels.layout.buffers``; of NVFP4:
+        codes, scales, amax, codes_t, scales_t, amax_t. What a slot or a padded row holds that
+        no group has is unspecified.
     """
 
     x: Tensor
@@ -218,9 +218,9 @@ class GroupedQuantize(OfFormat):
         """Quantize ragged or uniform groups.
 
         Args:
-                outputs: what the op returns.
-                drawn_before: how many blocks others that share the seed have rowwise and
-                    columnwise.
+            outputs: what the op returns.
+            drawn_before: how many blocks others that share the seed have rowwise and
+                columnwise.
         """
         out = dict(zip(self.specs(), outputs, strict=True))
         x = self.x

@@ -24,12 +24,12 @@ class ComputeOffsets(Op):
     """End offset of each group: the inclusive sum of ``splits`` times ``multiplier``.
 
     Args:
-            splits: (G,) int32 or int64 sizes.
-            multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
-            dtype: int32 or int64.
+        splits: (G,) int32 or int64 sizes.
+        multiplier: elements counted for each unit of ``splits``, at least 1 and in ``dtype``.
+        dtype: int32 or int64.
 
     Returns:
-            (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
+        (G,) offsets. Those that ``dtype`` cannot hold saturate: they are its largest number.
     """
 
     splits: Tensor
@@ -64,11 +64,11 @@ class GroupedAmax(Op):
     """Largest magnitude of each group; NaN is passed over.
 
     Args:
-            x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
-            offs: (G,) int32 end rows.
+        x: (T, K) with ``offs``, or (G, N, K) without; bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
 
     Returns:
-            (G,) fp32, 0 for an empty group.
+        (G,) fp32, 0 for an empty group.
     """
 
     x: Tensor
@@ -99,12 +99,12 @@ class GroupedDbias(Op):
     """Column sums of each group in fp32, in a fixed order: the gradient of a bias.
 
     Args:
-            dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
-            offs: (G,) int32 end rows.
+        dy: (T, N) with ``offs``, or (G, M, N) without; bf16, fp16 or fp32.
+        offs: (G,) int32 end rows.
 
     Returns:
-            (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the
-            dtype of a bias, once, after adding what else belongs to the gradient.
+        (G, N) fp32, in which they are summed, zeros for an empty group. Callers cast to the
+        dtype of a bias, once, after adding what else belongs to the gradient.
     """
 
     dy: Tensor

@@ -231,8 +231,8 @@ class Op(abc.ABC):
         """Compute into ``outputs`` with the reference backend.
 
         Args:
-                outputs: buffers of zeros, or what the caller gave.
-                **options: ``tensor_core`` of the backend, and ``accumulate``.
+            outputs: buffers of zeros, or what the caller gave.
+            **options: ``tensor_core`` of the backend, and ``accumulate``.
         """
 
     def capability(self) -> tuple[str, Format | None]:

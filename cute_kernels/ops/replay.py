@@ -64,13 +64,13 @@ def replayed(
     """``function(given)``, repeated where nothing observes the call.
 
     Args:
-            key: what decides what the function does, but for the metadata of ``given`` and the
-                backend.
-            given: all tensors that it reads or returns without having made them, and Nones; the
-                    first is a tensor. A repeated call empties the list, and lets tensors go as it
-                    has read them.
-            function: it writes what it makes, and changes nothing else.
-            plain: classes of tensors that need no dispatcher.
+        key: what decides what the function does, but for the metadata of ``given`` and the
+            backend.
+        given: all tensors that it reads or returns without having made them, and Nones; the
+            first is a tensor. A repeated call empties the list, and lets tensors go as it
+            has read them.
+        function: it writes what it makes, and changes nothing else.
+        plain: classes of tensors that need no dispatcher.
     """
     if registry.is_any_observed():
         return function(given)

@@ -43,22 +43,22 @@ class MoeRoute(Plain):
     ``cute_kernels.reference.router`` states the bits.
 
     Args:
-            logits: (T, E) fp32.
-            selection_bias: (E,) fp32, added to scores where experts are chosen and nowhere else, or
-                None.
-            end: (1,) int32: tokens from there on have no experts; None for all T.
-            top_k: k of E.
-            score: ``"softmax"`` or ``"sigmoid"`` of the logits.
-            renormalize: a token's weights are divided by their sum.
-            expert_groups: experts are in so many groups of equal size,
-            top_groups: of which the best are those with the largest sum of two scores: k fit into
-                them.
-            factor: what weights are multiplied by last.
+        logits: (T, E) fp32.
+        selection_bias: (E,) fp32, added to scores where experts are chosen and nowhere else, or
+            None.
+        end: (1,) int32: tokens from there on have no experts; None for all T.
+        top_k: k of E.
+        score: ``"softmax"`` or ``"sigmoid"`` of the logits.
+        renormalize: a token's weights are divided by their sum.
+        expert_groups: experts are in so many groups of equal size,
+        top_groups: of which the best are those with the largest sum of two scores: k fit into
+            them.
+        factor: what weights are multiplied by last.
 
     Returns:
-            weights (T, k) fp32, ids (T, k) int64, the best first, -1 of tokens that are not there,
-            and scores (T, E) fp32. Differentiable in the logits, given gradients of weights and
-            scores.
+        weights (T, k) fp32, ids (T, k) int64, the best first, -1 of tokens that are not there,
+        and scores (T, E) fp32. Differentiable in the logits, given gradients of weights and
+        scores.
     """
 
     logits: Tensor
@@ -120,12 +120,12 @@ class MoeRouteGradient(Plain):
     """The gradient of the logits of ``moe_route``, whose arguments and results the others are.
 
     Args:
-            dweights: (T, k) fp32.
-            dscores: (T, E) fp32, or None for zeros.
-            in_parts: as three bf16 numbers that add up to each fp32 number, for products of bf16.
+        dweights: (T, k) fp32.
+        dscores: (T, E) fp32, or None for zeros.
+        in_parts: as three bf16 numbers that add up to each fp32 number, for products of bf16.
 
     Returns:
-            (T, E) fp32; in parts (T, 3 E) bf16, the largest of all first.
+        (T, E) fp32; in parts (T, 3 E) bf16, the largest of all first.
     """
 
     dweights: Tensor

@@ -66,7 +66,7 @@ class CopyConfig:
     the plain side.
 
     Raises:
-            UnsupportedError: the kernel does not take what the record of the format says.
+        UnsupportedError: the kernel does not take what the record of the format says.
     """
 
     format: str

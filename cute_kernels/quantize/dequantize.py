@@ -47,14 +47,14 @@ class RowPlaces(NamedTuple):
     pitches.
 
     Attributes:
-            scales: that of the scale tile, or of the scale of the first row's block; None where
-                blocks have no scales.
-            scale_step: bytes from there to that of the next row, where scales are not in tiles.
-            selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
-            levels: that of the first row's second level, where rows have one.
-            level: the second level of the group, where there is one.
-            out_pitch: elements, not bytes.
-            count: rows that exist.
+        scales: that of the scale tile, or of the scale of the first row's block; None where
+            blocks have no scales.
+        scale_step: bytes from there to that of the next row, where scales are not in tiles.
+        selector: for ``prmt``: of the words of two rows, the byte of the lane's block each.
+        levels: that of the first row's second level, where rows have one.
+        level: the second level of the group, where there is one.
+        out_pitch: elements, not bytes.
+        count: rows that exist.
     """
 
     codes: Int64

@@ -18,9 +18,9 @@ class ElementMaker:
     """Makes elements of ``dtype`` as ``prologue`` says.
 
     Attributes:
-            unit: elements of a unit.
-            words: words of a unit's elements.
-            loads: 16-byte loads of a unit.
+        unit: elements of a unit.
+        words: words of a unit's elements.
+        loads: 16-byte loads of a unit.
     """
 
     def __init__(self, prologue: Prologue, dtype: str, arch: str):

@@ -11,9 +11,9 @@ class Prologue:
     """Elements are what an activation makes of rows of the input.
 
     Attributes:
-            dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
-            activation: text of the activation; None where elements are those of the input.
-            gathered: row r is made of the input's row index[r].
+        dtype: name of the input's dtype; a configuration's ``dtype`` is that of the elements.
+        activation: text of the activation; None where elements are those of the input.
+        gathered: row r is made of the input's row index[r].
     """
 
     dtype: str

@@ -80,9 +80,9 @@ class Adder(NamedTuple):
     """How products are added.
 
     Attributes:
-            tensor_core: None, or the architecture whose tensor core gives the bits.
-            decoded: the side that kernels for sm_90a decode in registers, where one is NVFP4.
-            split: FP8 without block scales moves its sums to fp32 every 128 of K.
+        tensor_core: None, or the architecture whose tensor core gives the bits.
+        decoded: the side that kernels for sm_90a decode in registers, where one is NVFP4.
+        split: FP8 without block scales moves its sums to fp32 every 128 of K.
     """
 
     tensor_core: str | None = None

@@ -16,8 +16,8 @@ class Elements:
     With ``truncates`` that is rounded to the dtype of ``x`` (``Format.truncates``).
 
     Attributes:
-            rows: T, or G * N.
-            cols: W, or half of it of a gated activation.
+        rows: T, or G * N.
+        cols: W, or half of it of a gated activation.
     """
 
     def __init__(

@@ -29,11 +29,11 @@ class Given(NamedTuple):
     """What the caller gives beside the elements.
 
     Attributes:
-            amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2,
-                    G), rowwise and columnwise, where both are asked for of a format whose
-                    columnwise copy is transformed.
-            scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
-            draws: what codes of stochastic formats are rounded by.
+        amax: (G,) fp32 amax per group to use instead of computing it; its sign is dropped. (2,
+            G), rowwise and columnwise, where both are asked for of a format whose
+            columnwise copy is transformed.
+        scale: (G,) fp32 scale per group, of formats that take it (``Format.takes_scale``).
+        draws: what codes of stochastic formats are rounded by.
     """
 
     amax: Tensor | None = None

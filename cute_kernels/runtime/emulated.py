@@ -55,8 +55,8 @@ def load_emulated(
     launches: ``"ptx"``, and ``"cubin"``, what it gives to the CUDA runtime.
 
     Raises:
-            ValueError: the object file gives another cubin to the CUDA runtime.
-            OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
+        ValueError: the object file gives another cubin to the CUDA runtime.
+        OSError, subprocess.CalledProcessError, AttributeError: the object file is damaged.
     """
     import tvm_ffi
 
@@ -88,8 +88,8 @@ class EmulatedKernel:
     first called, turns out to be damaged. Without it that is an error.
 
     Attributes:
-            ptx: the PTX of every kernel that it launches.
-            cubin: what its host code gives to the CUDA runtime: the machine code.
+        ptx: the PTX of every kernel that it launches.
+        cubin: what its host code gives to the CUDA runtime: the machine code.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class EmulatedKernel:
         """Run the kernel.
 
         Raises:
-                ValueError: a tensor is not on the CPU.
-                EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
+            ValueError: a tensor is not on the CPU.
+            EmulatorError: the kernel did what a GPU would fault on, hang on or get wrong.
         """
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.device.type != "cpu":

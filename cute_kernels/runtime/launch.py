@@ -20,9 +20,9 @@ class Launcher:
     """Launches kernels of one architecture on one device.
 
     Attributes:
-            num_sms: SMs of the device, the size of a persistent grid.
-            bandwidth: peak bytes a second of the device's memory; None of an emulated one.
-            arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
+        num_sms: SMs of the device, the size of a persistent grid.
+        bandwidth: peak bytes a second of the device's memory; None of an emulated one.
+        arch: the architecture whose kernels it runs, as in ``capability.ARCHITECTURES``.
     """
 
     def __init__(

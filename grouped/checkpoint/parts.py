@@ -17,9 +17,9 @@ class Parts(NamedTuple):
     """A weight (N, K), or those of all experts (G, N, K).
 
     Attributes:
-            codes: ([G,] N, K) FP8, or ([G,] N, K / 2) uint8 with the even column in the low nibble.
-            scales: linear scales, as ``GroupedTensor.from_parts`` takes them.
-            amax: fp32 second level, () or (G,), where the format has one.
+        codes: ([G,] N, K) FP8, or ([G,] N, K / 2) uint8 with the even column in the low nibble.
+        scales: linear scales, as ``GroupedTensor.from_parts`` takes them.
+        amax: fp32 second level, () or (G,), where the format has one.
     """
 
     codes: Tensor
@@ -98,7 +98,7 @@ def reconciled(
     under it. Where square blocks span projections, all are quantized again.
 
     Returns:
-            The weight, and the lowest SNR in dB of what was quantized again, None if nothing was.
+        The weight, and the lowest SNR in dB of what was quantized again, None if nothing was.
     """
     if len(parts) == 1:
         return parts[0], None

@@ -39,31 +39,31 @@ def save(
     gate and up of an expert with one second level. Everything else is written as it is.
 
     Args:
-            module: as in ``load``.
-            folder: where to; it must not have safetensors files, their index or a
-                ``hf_quant_config.json``.
-            layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"``
-                    (FP8Block of 128x128 with fp32 scales).
-            rename: as in ``load``.
-            stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
-                ``experts.0.gate_proj.weight``.
-            shard_bytes: the most bytes of a file; so much is held until it is written.
-            input_scales: static scales of activations by name, such as ``Report.input_scales``. If
-                    each quantized weight has one, the config says that activations are quantized,
-                    else that weights alone are. Those of weights that are not quantized here are
-                    left out, with a warning.
-            config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
-                    transformers model by default.
+        module: as in ``load``.
+        folder: where to; it must not have safetensors files, their index or a
+            ``hf_quant_config.json``.
+        layout: ``"modelopt"`` (NVFP4), ``"compressed-tensors"`` (NVFP4) or ``"deepseek"``
+            (FP8Block of 128x128 with fp32 scales).
+        rename: as in ``load``.
+        stacked: one tensor of all experts, ``experts.gate_up_proj``, instead of one each,
+            ``experts.0.gate_proj.weight``.
+        shard_bytes: the most bytes of a file; so much is held until it is written.
+        input_scales: static scales of activations by name, such as ``Report.input_scales``. If
+            each quantized weight has one, the config says that activations are quantized,
+            else that weights alone are. Those of weights that are not quantized here are
+            left out, with a warning.
+        config: what ``config.json`` holds besides ``quantization_config``; the ``config`` of a
+            transformers model by default.
 
     Raises:
-            FileExistsError: the folder has files of a checkpoint, or another process writes to it.
-            ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
-                    blocks span gate and up; a second level beyond fp32; two tensors of one name; a
-                    weight besides experts that is not plain; an input scale that the layout does
-                    not have, or that is not finite and positive; a ``config`` that is no JSON
-                    object; or ``shard_bytes`` that is no positive integer.
-            OSError: a file cannot be written, as on a full disk.
-            TypeError: a parameter is sharded: gather it first.
+        FileExistsError: the folder has files of a checkpoint, or another process writes to it.
+        ValueError: another layout, a weight whose format it does not hold, or one whose 128x128
+            blocks span gate and up; a second level beyond fp32; two tensors of one name; a
+            weight besides experts that is not plain; an input scale that the layout does
+            not have, or that is not finite and positive; a ``config`` that is no JSON
+            object; or ``shard_bytes`` that is no positive integer.
+        OSError: a file cannot be written, as on a full disk.
+        TypeError: a parameter is sharded: gather it first.
     """
     record = writable(layout)
     check_kind(bool, stacked=stacked)

@@ -65,15 +65,15 @@ class inspect:
     until ``clear``; ``rows``, ``records``, ``table`` and ``save`` read them.
 
     Args:
-            model: what holds the layers, and names them.
-            every: of so many steps one is looked at, the first of them.
-            layers: names of layers or shell patterns such as ``"*.down"``; None for all.
-            roles: those of ``input``, ``weight`` and ``grad_output`` to look at.
+        model: what holds the layers, and names them.
+        every: of so many steps one is looked at, the first of them.
+        layers: names of layers or shell patterns such as ``"*.down"``; None for all.
+        roles: those of ``input``, ``weight`` and ``grad_output`` to look at.
 
     Raises:
-            TypeError: ``every`` is no integer, or names are one string.
-            ValueError: there is no such layer or role, or ``every`` is not positive.
-            RuntimeError: on entry, where another one looks at a layer.
+        TypeError: ``every`` is no integer, or names are one string.
+        ValueError: there is no such layer or role, or ``every`` is not positive.
+        RuntimeError: on entry, where another one looks at a layer.
     """
 
     def __init__(
@@ -179,13 +179,13 @@ class inspect:
         """One step with the experts of each layer together.
 
         Args:
-                step: its number; None for the last that was looked at.
+            step: its number; None for the last that was looked at.
 
         Returns:
-                Dicts as in ``records``, with numbers in place of lists, the ratio of all signal to
-                all noise, ``worst_snr_db`` and ``worst_expert`` of the expert with the least,
-                ``load``: rows of the busiest expert over the mean, and ``idle``: experts without
-                any.
+            Dicts as in ``records``, with numbers in place of lists, the ratio of all signal to
+            all noise, ``worst_snr_db`` and ``worst_expert`` of the expert with the least,
+            ``load``: rows of the busiest expert over the mean, and ``idle``: experts without
+            any.
         """
         chosen = self._steps[-1:] if step is None else [s for s in self._steps if s.number == step]
         if not chosen:
@@ -211,9 +211,9 @@ class inspect:
         files may be joined. Floats have six digits. ``python -m perf dashboard`` draws them.
 
         Args:
-                path: the file.
-                run: what tells these steps from those of other runs, such as a recipe's name.
-                append: add to the file, instead of writing a new one.
+            path: the file.
+            run: what tells these steps from those of other runs, such as a recipe's name.
+            append: add to the file, instead of writing a new one.
         """
         records = json.loads(json.dumps(self.records(), allow_nan=False), parse_float=_short)
         lines = [json.dumps({"numerics": _SCHEMA, "run": run} | record) for record in records]

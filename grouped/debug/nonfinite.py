@@ -55,13 +55,13 @@ class detect_nonfinite:
       found.report()  # {"experts.down": ("input", "output")}
 
     Args:
-            model: what holds the layers to watch, and names them; all layers that run inside if
-                    None. Compiled calls need it, and are compiled anew inside.
+        model: what holds the layers to watch, and names them; all layers that run inside if
+            None. Compiled calls need it, and are compiled anew inside.
 
     Raises:
-            ValueError: ``model`` holds no grouped layers.
-            RuntimeError: on entry, inside another one; on a call of a compiled layer without
-                ``model``.
+        ValueError: ``model`` holds no grouped layers.
+        RuntimeError: on entry, inside another one; on a call of a compiled layer without
+            ``model``.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -125,7 +125,7 @@ def watch(flags: Tensor, x: Tensor, weights: Sequence[Tensor], y: Tensor, offs: 
     """Set the flags of one call, and those of its backward pass when that runs.
 
     Returns:
-            ``y``.
+        ``y``.
     """
     note(flags, x, weights, y, offs)
     return _WatchGradient.apply(y, flags, offs)

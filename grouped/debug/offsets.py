@@ -44,10 +44,10 @@ class check_offsets:
     about 0.2 ms of the host (H100, 2026-11-27) and adds a record of one line to its memory.
 
     Raises:
-            ValueError: at the end of the block or in ``check()``, a call broke a rule. The message
-                names the first such call.
-            RuntimeError: another block is active, or a graph is captured on a device that the block
-                did not know.
+        ValueError: at the end of the block or in ``check()``, a call broke a rule. The message
+            names the first such call.
+        RuntimeError: another block is active, or a graph is captured on a device that the block
+            did not know.
     """
 
     def __init__(self) -> None:

@@ -39,10 +39,10 @@ class Found:
     """The statistics of one operand in one direction.
 
     Attributes:
-            columns: elements of a row.
-            sums: (G, len(SUMS)) fp64.
-            maxima: (G, len(MAXIMA)) fp64.
-            known: the names that mean something, of both.
+        columns: elements of a row.
+        sums: (G, len(SUMS)) fp64.
+        maxima: (G, len(MAXIMA)) fp64.
+        known: the names that mean something, of both.
     """
 
     columns: int
@@ -107,7 +107,7 @@ class Probe:
         ``copies.rowwise``.
 
         Raises:
-                RuntimeError: the stream is being captured into a CUDA graph.
+            RuntimeError: the stream is being captured into a CUDA graph.
         """
         if role not in self.roles:
             return

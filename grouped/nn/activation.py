@@ -15,8 +15,8 @@ def as_activation(activation: object, interleaved: bool) -> Activation:
     """The record of an activation, from its name or itself.
 
     Raises:
-            TypeError: it is neither.
-            ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
+        TypeError: it is neither.
+        ValueError: there is none of this name, or ``interleaved`` is of none without a gate.
     """
     if not isinstance(activation, (str, Activation)):
         raise TypeError(

@@ -60,15 +60,15 @@ class DelayedScaling(nn.Module):
     as ``layer.recipe``, the state rests.
 
     Args:
-            recipe: formats, length of the histories (``history_length``, TransformerEngine's
-                    ``amax_history_len``) and how scales follow from them (``algorithm``, its
-                    ``amax_compute_algo``).
-            num_groups: G.
-            device: device of the buffers.
+        recipe: formats, length of the histories (``history_length``, TransformerEngine's
+            ``amax_history_len``) and how scales follow from them (``algorithm``, its
+            ``amax_compute_algo``).
+        num_groups: G.
+        device: device of the buffers.
 
     Raises:
-            TypeError: ``recipe`` is no FP8Delayed.
-            ValueError: ``num_groups`` is not positive.
+        TypeError: ``recipe`` is no FP8Delayed.
+        ValueError: ``num_groups`` is not positive.
     """
 
     #: Of each role whether a group may have no scale yet, as far as the host knows.
@@ -176,8 +176,8 @@ class DelayedScaling(nn.Module):
         """The scales of a call, and where its amaxes go if they count.
 
         Args:
-                recipe: the recipe of the call.
-                num_groups: its groups.
+            recipe: the recipe of the call.
+            num_groups: its groups.
         """
         is_same = recipe is self.recipe or recipe == self.recipe
         if not is_same or num_groups != self.num_groups:
@@ -225,7 +225,7 @@ class _Word:
     """Flags (n,) on their way from a device to the host.
 
     Args:
-            flags: bool, on any device.
+        flags: bool, on any device.
     """
 
     def __init__(self, flags: Tensor) -> None:
@@ -253,7 +253,7 @@ def _is_recomputed() -> bool:
     """Whether this forward is that of activation checkpointing, inside a backward pass.
 
     Raises:
-            RuntimeError: it is, and the one that it repeats ran under ``no_grad``.
+        RuntimeError: it is, and the one that it repeats ran under ``no_grad``.
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False

@@ -29,11 +29,11 @@ class MoELosses(NamedTuple):
     """What a mixture of experts asks a trainer to look at; none is scaled by a coefficient.
 
     Attributes:
-            balance: E * sum over experts of (share of the routed pairs) * (mean score), scores
-                    summing to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv
-                    2101.03961).
-            z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
-            tokens_per_expert: (E,) int32.
+        balance: E * sum over experts of (share of the routed pairs) * (mean score), scores
+            summing to 1: 1 where both are even. Shazeer's and Fedus's loss (arXiv
+            2101.03961).
+        z: mean over the tokens of logsumexp(logits)^2 (arXiv 2202.08906).
+        tokens_per_expert: (E,) int32.
     """
 
     balance: Tensor
@@ -45,10 +45,10 @@ class Choice(NamedTuple):
     """What a router found for each token.
 
     Attributes:
-            expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
-            weights: (T, k) fp32.
-            scores: (T, E) fp32.
-            logits: (T, E) fp32.
+        expert_ids: (T, k) int64, the best first; -1 of tokens that are not there.
+        weights: (T, k) fp32.
+        scores: (T, E) fp32.
+        logits: (T, E) fp32.
     """
 
     expert_ids: Tensor
@@ -64,10 +64,10 @@ class Router(nn.Module):
     alone: the first of equal scores wins.
 
     Attributes:
-            weight: (E, H).
-            bias: (E,) of the logits, or None.
-            selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere
-                    else (DeepSeek-V3's ``e_score_correction_bias``), or None.
+        weight: (E, H).
+        bias: (E,) of the logits, or None.
+        selection_bias: (E,) fp32 buffer, added to scores where experts are chosen and nowhere
+            else (DeepSeek-V3's ``e_score_correction_bias``), or None.
 
     The arguments are those of ``grouped.nn.MoE``.
     """
@@ -231,15 +231,15 @@ class Router(nn.Module):
         ``group``; each of its processes must call.
 
         Args:
-                tokens_per_expert: (E,) counts of the step in this process, such as
-                        ``MoELosses.tokens_per_expert``. Counts that are summed over the processes
-                        already give the same biases.
-                rate: step of a bias.
-                group: processes to sum over instead of those that the router knows.
+            tokens_per_expert: (E,) counts of the step in this process, such as
+                ``MoELosses.tokens_per_expert``. Counts that are summed over the processes
+                already give the same biases.
+            rate: step of a bias.
+            group: processes to sum over instead of those that the router knows.
 
         Raises:
-                RuntimeError: the router has no ``selection_bias``.
-                TypeError, ValueError: ``tokens_per_expert`` is no tensor of E numbers.
+            RuntimeError: the router has no ``selection_bias``.
+            TypeError, ValueError: ``tokens_per_expert`` is no tensor of E numbers.
         """
         if self.selection_bias is None:
             raise RuntimeError("the router has no selection_bias: make it with selection_bias=True")

@@ -35,7 +35,7 @@ def count(run: Run) -> dict[str, int]:
     """What the kernels that ``run`` launches on the emulator execute and move.
 
     Raises:
-            RuntimeError: it launched none.
+        RuntimeError: it launched none.
     """
     emulator.reset_stats()
     run()

@@ -28,10 +28,10 @@ class Pair:
     """Formats of the two operands of a product.
 
     Attributes:
-            a, b: texts of the formats, None for bf16.
-            prepacked: B has the order of bits of ``prepack``.
-            quantizes: A is quantized by the same call.
-            accumulates: the product is added to fp32, as gradients of weights are.
+        a, b: texts of the formats, None for bf16.
+        prepacked: B has the order of bits of ``prepack``.
+        quantizes: A is quantized by the same call.
+        accumulates: the product is added to fp32, as gradients of weights are.
     """
 
     a: str | None

@@ -68,9 +68,9 @@ class Quantization:
     """What is asked of a quantizer.
 
     Attributes:
-            directions: a key of ``DIRECTIONS``.
-            gives_amax: the amaxes of groups are given.
-            activates: SwiGLU of the input is quantized.
+        directions: a key of ``DIRECTIONS``.
+        gives_amax: the amaxes of groups are given.
+        activates: SwiGLU of the input is quantized.
     """
 
     directions: str

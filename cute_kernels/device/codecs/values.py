@@ -91,7 +91,7 @@ def values_of(fmt: Format, dtype: str) -> Any:
     """What makes numbers of ``dtype`` of a format's codes.
 
     Raises:
-            UnsupportedError: no kernel decodes such codes.
+        UnsupportedError: no kernel decodes such codes.
     """
     if fmt.decodes_by == "nibbles":
         return NibbleValues(dtype)

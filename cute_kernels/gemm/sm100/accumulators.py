@@ -17,9 +17,9 @@ class AccReader:
     the MMA warp may have the columns they share after the first few blocks.
 
     Args:
-            acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
-            load: the instruction; it decides which elements of a block a thread gets.
-            is_partial: of kernels that promote, partial sums are read, otherwise the sums.
+        acc: accumulators in tensor memory, (MMA, MMA_M, MMA_N, STAGE).
+        load: the instruction; it decides which elements of a block a thread gets.
+        is_partial: of kernels that promote, partial sums are read, otherwise the sums.
     """
 
     def __init__(

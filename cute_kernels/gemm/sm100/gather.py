@@ -45,8 +45,8 @@ class GatherLoad:
     """This CTA's part of the load of rows by an index.
 
     Args:
-            atom: copies of parts of a row of the matrix.
-            index: (T,) int32, the row of the matrix of each row of the product.
+        atom: copies of parts of a row of the matrix.
+        index: (T,) int32, the row of the matrix of each row of the product.
     """
 
     def __init__(

@@ -66,12 +66,12 @@ class Sources(NamedTuple):
     """Something of each tensor that TMA reads: the copies, their coordinates, or both.
 
     Attributes:
-            m: elements of operand M as those of N after it; None if they are decoded or gathered.
-            m_scales: block scales, as those of N; None without, as the others after them.
-            partial_m_scales: those of partial tiles with swapped operands.
-            partial_boxes: elements of A of such tiles, by boxes of rows.
-            m_codes: codes where they are decoded, then their block scales; None of squares.
-            rows: what is gathered.
+        m: elements of operand M as those of N after it; None if they are decoded or gathered.
+        m_scales: block scales, as those of N; None without, as the others after them.
+        partial_m_scales: those of partial tiles with swapped operands.
+        partial_boxes: elements of A of such tiles, by boxes of rows.
+        m_codes: codes where they are decoded, then their block scales; None of squares.
+        rows: what is gathered.
     """
 
     m: Any

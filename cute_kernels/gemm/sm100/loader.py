@@ -17,10 +17,10 @@ class OperandLoad(NamedTuple):
     """How one tensor of one operand gets into shared memory.
 
     Attributes:
-            shared: its stages, (MMA, MMA_MN, MMA_K, STAGE).
-            tiler: rows and K of a tile.
-            partition: the part of a tile that this CTA loads, a method of a ThrMma.
-            cta_coord: number of this CTA among those of ``cta_layout``, which share a multicast.
+        shared: its stages, (MMA, MMA_MN, MMA_K, STAGE).
+        tiler: rows and K of a tile.
+        partition: the part of a tile that this CTA loads, a method of a ThrMma.
+        cta_coord: number of this CTA among those of ``cta_layout``, which share a multicast.
     """
 
     source: TmaSource

@@ -59,7 +59,7 @@ class StagedRows(Rows):
     block or less.
 
     Args:
-            amaxes: shared memory of this warp for those of rows of two blocks.
+        amaxes: shared memory of this warp for those of rows of two blocks.
     """
 
     def __init__(self, config: Sm100GemmConfig, tensors: EpilogueTensors, amaxes: Int32):

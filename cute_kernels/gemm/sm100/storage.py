@@ -44,17 +44,17 @@ class Layouts:
     """Tiled MMAs and layouts of a configuration; made while tracing.
 
     Attributes:
-            tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales:
-                    they are not split between a pair of CTAs and come in whole tiles of 128 rows.
-            cluster: the CTAs of a cluster, (V, M, N, K), and ``cluster_sf`` for ``tiled_mma_sf``.
-            stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
-            boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
-            out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp
-                together.
-            halves: the same memory as twice as many of half the columns, of products whose columns
-                    are those of two halves by turns.
-            swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
-                    have them or none leave by TMA.
+        tiled_mma_sf: an MMA of one CTA whose N partition is that of operand N's block scales:
+            they are not split between a pair of CTAs and come in whole tiles of 128 rows.
+        cluster: the CTAs of a cluster, (V, M, N, K), and ``cluster_sf`` for ``tiled_mma_sf``.
+        stages: stages in shared memory, (MMA, MMA_MN, MMA_K, STAGE).
+        boxes: those of operand M as boxes of rows, (rows, K, boxes of all stages).
+        out: staged blocks of the output, (32, columns, STAGE), those of one epilogue warp
+            together.
+        halves: the same memory as twice as many of half the columns, of products whose columns
+            are those of two halves by turns.
+        swapped_out: the same memory as blocks of tiles with swapped operands; None if no tiles
+            have them or none leave by TMA.
     """
 
     def __init__(self, config: Sm100GemmConfig):

@@ -24,8 +24,8 @@ class WarpSchedule:
     number modulo 4 names.
 
     Attributes:
-            num_ctas: CTAs that share a tile's MMA.
-            decodes: whether B comes as codes, which one warp more loads and others decode.
+        num_ctas: CTAs that share a tile's MMA.
+        decodes: whether B comes as codes, which one warp more loads and others decode.
     """
 
     num_ctas: int = 1

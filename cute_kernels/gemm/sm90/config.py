@@ -80,11 +80,11 @@ class Sm90Tile(TileShape):
     """What a CTA works on at a time; ``m`` and ``n`` are those of one CTA.
 
     Attributes:
-            num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along
-                    N: each loads a part of operand N for all of them.
-            consumers: warpgroups that share the tile along M.
-            fitted: instructions are as wide as the rows of the group that the tile has, not as N.
-                    Above 128 columns the rows of a group are spread over its tiles.
+        num_ctas: CTAs of a cluster. They have neighbouring tiles along M and the same one along
+            N: each loads a part of operand N for all of them.
+        consumers: warpgroups that share the tile along M.
+        fitted: instructions are as wide as the rows of the group that the tile has, not as N.
+            Above 128 columns the rows of a group are spread over its tiles.
     """
 
     consumers: int = 2
@@ -121,11 +121,11 @@ class Sm90GemmConfig(GemmConfig):
     """One variant of the grouped GEMM for sm_90a.
 
     Attributes:
-            activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
-            prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions
-                for.
-            split: sums of operands without block scales are promoted.
-            part: the row tiles that it takes where several kernels share the product; None for all.
+        activations: dtype of A where it is plain and B is NVFP4; None if both are of one kind.
+        prepacked: B's codes have the order of bits that ``decode`` takes fewer instructions
+            for.
+        split: sums of operands without block scales are promoted.
+        part: the row tiles that it takes where several kernels share the product; None for all.
     """
 
     tile: Sm90Tile = Sm90Tile(128, 128)

@@ -228,7 +228,7 @@ class Consumer:
         while registers that a later one reads are written, if that crossed the end of a loop.
 
         Returns:
-                The states of the next stage, and of the next one to free.
+            The states of the next stage, and of the next one to free.
         """
         stage, config = state.index, self.config
         first = 0

@@ -91,11 +91,11 @@ class Epilogue:
     single buffer there are two.
 
     Args:
-            blocks: buffers of all warpgroups in shared memory, bytes.
-            factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
-                unless there is one a row.
-            group: number of the consumer warpgroup; None of the one that runs this.
-            output_store: TMA stores of a warp's part of a block, if they leave by TMA.
+        blocks: buffers of all warpgroups in shared memory, bytes.
+        factors: factors of a tile's rows in shared memory, fp32 words, for all warpgroups; None
+            unless there is one a row.
+        group: number of the consumer warpgroup; None of the one that runs this.
+        output_store: TMA stores of a warp's part of a block, if they leave by TMA.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ class WarpSchedule:
     """Warp roles of a CTA: warpgroups that multiply, then one that loads and schedules.
 
     Attributes:
-            consumers: warpgroups that multiply.
-            stores_apart: another one stores, the last.
-            gather_warps: warps that read rows of an operand by an index; four are a warpgroup of
-                their own.
+        consumers: warpgroups that multiply.
+        stores_apart: another one stores, the last.
+        gather_warps: warps that read rows of an operand by an index; four are a warpgroup of
+            their own.
     """
 
     consumers: int

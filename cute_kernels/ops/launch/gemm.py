@@ -45,7 +45,7 @@ def force_tile(tile: TileShape) -> Iterator[None]:
     Every tile gives the same bits. A product that cannot have the tile raises UnsupportedError.
 
     Args:
-            tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
+        tile: one of ``SM100_TILES`` or ``SM90_TILES`` of ``cute_kernels.gemm``.
     """
     _forced.append(tile)
     registry.forget_plans()

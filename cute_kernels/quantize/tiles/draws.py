@@ -17,13 +17,13 @@ class ColumnDraws:
     Both copies of square blocks have the same codes: theirs are drawn by row.
 
     Attributes:
-            seed: of the direction by which bytes are drawn.
-            is_2d: whether that is by row.
-            origin: the number of the lane's first block.
-            step: from there to that of the next 16 rows of the column, or to that of the next row.
-            column: the first column.
-            per_word: columns of a word.
-            twist: see ``Codec.encode_columns``.
+        seed: of the direction by which bytes are drawn.
+        is_2d: whether that is by row.
+        origin: the number of the lane's first block.
+        step: from there to that of the next 16 rows of the column, or to that of the next row.
+        column: the first column.
+        per_word: columns of a word.
+        twist: see ``Codec.encode_columns``.
     """
 
     seed: Seed

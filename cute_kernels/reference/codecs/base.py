@@ -47,8 +47,8 @@ class Codec(abc.ABC):
         scales of their groups where the format takes them from the caller.
 
         Returns:
-                The block scales as they are stored, None if there are none; and the fp32 factors
-                that elements are multiplied by.
+            The block scales as they are stored, None if there are none; and the fp32 factors
+            that elements are multiplied by.
         """
 
     def encode(

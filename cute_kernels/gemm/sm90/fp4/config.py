@@ -9,8 +9,8 @@ class ExpandConfig:
     """One variant of the kernel that turns NVFP4 codes and block scales into fp16 values.
 
     Attributes:
-            is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its
-                place among the block scales.
+        is_ragged: rows of groups, with block scales in slots; otherwise a row's number is its
+            place among the block scales.
     """
 
     is_ragged: bool
@@ -23,8 +23,8 @@ class ArrangeConfig:
     """One variant of the kernel that puts plain activations into the order of ``decode``.
 
     Attributes:
-            dtype: ``"bfloat16"`` or ``"float16"``.
-            gathered: rows are read by an index.
+        dtype: ``"bfloat16"`` or ``"float16"``.
+        gathered: rows are read by an index.
     """
 
     dtype: str

@@ -89,7 +89,7 @@ class _Fp16Codes:
     """Codes one after another, to fp16.
 
     Args:
-            words: how many words are in use at a time, numbered ``at``.
+        words: how many words are in use at a time, numbered ``at``.
     """
 
     dtype = "f16"
@@ -131,8 +131,8 @@ class FragmentDecoder:
     """Makes a consumer thread's fragments of operand M.
 
     Args:
-            codes: stages of codes, (rows, bytes, STAGE).
-            scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
+        codes: stages of codes, (rows, bytes, STAGE).
+        scales: stages of scale tiles as words, (row tiles, K tiles, words, STAGE).
     """
 
     def __init__(self, config: Sm90GemmConfig, codes: cute.Tensor, scales: cute.Tensor):
