@@ -291,6 +291,7 @@ def ranks_with_different_numbers_of_groups():
 
 @check
 def a_fault_on_one_rank_raises_on_all():
+    """A NaN scale of rank 1's expert raises on rank 0 too, and changes nothing."""
     path = world.folder / "damaged"
     if not world.rank:
         checkpoint.save(mixture(0), path, "modelopt")
@@ -356,6 +357,7 @@ def load_into_the_experts_of_a_sharded_mixture():
 
 @check
 def load_into_sharded_dense_layers():
+    """Linear layers under PyTorch's column and row styles load their parts."""
     torch.manual_seed(0)
     path = world.folder / "dense"
     source = nn.Sequential(mixture(0), nn.Linear(H, 64), nn.Linear(64, H))

@@ -100,6 +100,7 @@ def fully_sharded_under_a_mixed_precision_policy():
 
 @check
 def fully_sharded_groups_must_divide():
+    """FSDP2 shards whole groups, so the ranks must divide their number."""
     module = GroupedLinear(3, K, N, bias=False)
     module.weight = nn.Parameter(quantized(groups=3), False)
     fully_shard(module, mesh=world.mesh)

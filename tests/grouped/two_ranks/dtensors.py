@@ -206,6 +206,7 @@ def linear_of_dtensors():
 
 @check
 def grouped_gemm_of_dtensors():
+    """Forward and dgrad take these placements; shards of groups give the bits of one process."""
     t = Operands()
 
     def forward(x, w):
@@ -253,6 +254,7 @@ def wgrad_of_dtensors():
 
 @check
 def unsupported_calls_of_dtensors():
+    """Mixed operands, random numbers and ``out`` raise errors that name them."""
     t = Operands()
     x, weight = t.distribute()
     out = grouped.quantize(weight, grouped.NVFP4(), columnwise=True)

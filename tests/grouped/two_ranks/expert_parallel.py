@@ -214,6 +214,7 @@ def the_shared_expert_overlaps():
 
 @check
 def expert_parallel_compiles():
+    """One graph gives the bits of eager mode."""
     rows = local_rows()
     dy = torch.randn(sum(TOKENS), H).bfloat16()[rows]
     results = []
@@ -256,6 +257,7 @@ def invalid_capacities():
 
 @check
 def unsupported_expert_parallel_modules():
+    """Modules that cannot be distributed raise errors that say why."""
     parallel = ExpertParallel(world.mesh)
     with pytest.raises(ValueError, match="mesh is missing"):
         ExpertParallel()(mixture(recipes.BF16()))

@@ -91,6 +91,7 @@ def optimizer_states():
     """Masters and moments are DTensors, so another number of processes can load all shards."""
 
     def layer_and_optimizer(mesh):
+        """Return a layer, sharded along ``mesh`` if there is one, and its optimizer."""
         module = linear_layer(None, recipes.NVFP4(), True)
         if mesh is not None:
             fully_shard(module, mesh=mesh)

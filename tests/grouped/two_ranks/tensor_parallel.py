@@ -157,6 +157,7 @@ def pipeline_parallel():
 
 @check
 def unsupported_tensor_parallel_modules():
+    """Biases, quantized weights and odd sizes raise errors that say why."""
     parallel = ExpertTensorParallel(world.mesh)
     with pytest.raises(ValueError, match="biases have no tensor parallelism"):
         parallel(MoE(H, I, 4, 2, bias=True))
