@@ -34,7 +34,7 @@ class Contender:
     bound: float = 0.0
     bytes: float | None = None
     flops: float | None = None
-    what: str = "time"
+    quantity: str = "time"
     capturable: bool = True
     is_step: bool = False
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -49,12 +49,12 @@ class Contender:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        return self.name, self.format, self.what
+        return self.name, self.format, self.quantity
 
 
-def unchecked(name: str, text: str, run: Run, what: str = "time") -> Contender:
+def unchecked(name: str, text: str, run: Run, quantity: str = "time") -> Contender:
     """One of whose result nothing is to be checked: it is measured for something else."""
-    return Contender(name, text, lambda: run, lambda got: 0.0, what=what)
+    return Contender(name, text, lambda: run, lambda got: 0.0, quantity=quantity)
 
 
 def always(found: list[Contender]) -> Callable[[int], list[Contender]]:

@@ -16,7 +16,7 @@ _ROOFS = {"copy": "memory", "bfloat16": "bf16", "fp8": "FP8", "fp4": "FP4"}
 _TIMES = ("us", "ms", "s")
 #: Fields of a record that the page shows as they are.
 _SHOWN = (
-    "suite contender format what unit protocol kind value spread repeats error bytes flops time"
+    "suite contender format quantity unit protocol kind value spread repeats error bytes flops time"
 )
 
 

@@ -20,7 +20,7 @@ from ..environment import environment
 class Measurement:
     """The fields of ``Record`` that a meter finds."""
 
-    what: str
+    quantity: str
     value: float
     unit: str
     protocol: str
@@ -34,9 +34,9 @@ def spread_of(values: Sequence[float]) -> float:
     return max(values) - min(values)
 
 
-def of_times(times: Sequence[float], what: str, protocol: str, **more: Any) -> Measurement:
+def of_times(times: Sequence[float], quantity: str, protocol: str, **more: Any) -> Measurement:
     rounded = (round(statistics.median(times), 2), round(spread_of(times), 2))
-    return Measurement(what, rounded[0], "us", protocol, rounded[1], len(times), **more)
+    return Measurement(quantity, rounded[0], "us", protocol, rounded[1], len(times), **more)
 
 
 class Meter:

@@ -96,13 +96,14 @@ class HostMeter(Meter):
         launches = self._launches(run)
         with self.active():
             run()
-            found = [self._time(run, contender.what)]
+            found = [self._time(run, contender.quantity)]
             if contender.is_ours:
                 found.append(Measurement("launches", len(launches), "1", found[0].protocol))
             if self.kind == "gpu" and launches:
                 found.append(
                     self._time(
-                        lambda: [launch() for launch in launches], f"{contender.what} of launches"
+                        lambda: [launch() for launch in launches],
+                        f"{contender.quantity} of launches",
                     )
                 )
         return found
@@ -114,7 +115,7 @@ class HostMeter(Meter):
         self._recorder.launches = None
         return launches
 
-    def _time(self, run: Run, what: str) -> Measurement:
+    def _time(self, run: Run, quantity: str) -> Measurement:
         medians = []
         for _ in range(self._rounds):
             times = []
@@ -129,5 +130,10 @@ class HostMeter(Meter):
         if self.kind == "cpu":
             protocol += ", no launches"
         return Measurement(
-            what, round(min(medians), 2), "us", protocol, round(spread_of(medians), 2), self._rounds
+            quantity,
+            round(min(medians), 2),
+            "us",
+            protocol,
+            round(spread_of(medians), 2),
+            self._rounds,
         )

@@ -158,7 +158,7 @@ class Counts:
         found: dict[tuple[str, ...], tuple[float, float]] = {}
         for r in records:
             is_ours = r.is_count and r.contender == "ours" and r.gpu.startswith(arch)
-            if is_ours and r.what == "thread instructions" and "op" in r.case:
+            if is_ours and r.quantity == "thread instructions" and "op" in r.case:
                 elements = float(r.case["rows"] * r.case["cols"])
                 names = (str(r.case.get(name, "")) for name in ("op", "directions", "amax"))
                 key = (r.format, *names)
