@@ -1,4 +1,4 @@
-"""Checks of checkpoints in two processes, which ``test_checkpoint_sharded`` starts."""
+"""``grouped.checkpoint.load`` into sharded modules, against a load in one process."""
 
 import copy
 import importlib
@@ -18,18 +18,16 @@ from grouped import checkpoint, recipes
 from grouped.checkpoint import files as ckpt_files
 from grouped.distributed import ExpertParallel, ExpertTensorParallel
 from grouped.nn import GroupedMLP, MoE
-from tests.grouped import two_ranks as ranks
 from tests.grouped.cases import assert_same_tensor
-from tests.helpers import BF16, assert_same_bytes, raises, seeded
+from tests.helpers import BF16, assert_same_bytes, seeded
+
+from .models import full, sharded_copy
+from .runner import check, world
 
 load_module = importlib.import_module("grouped.checkpoint.load")
 H, I, EXPERTS = 128, 128, 4  # noqa: E741
-CHECKS = {}
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+#: Names of folders: the layout, or plain; and one tensor per expert, or stacked.
+FOLDERS = ("plain/apart", "plain/stacked", "modelopt/apart", "modelopt/stacked", "deepseek/apart")
 
 
 def mixture(seed, dtype=BF16):
@@ -51,10 +49,10 @@ def plain_files(moe, stacked):
 
 
 def folder(name):
-    """Written by the first rank: a layout, or plain; of one tensor an expert, or stacked."""
-    path = ranks.FOLDER / name
+    """Return the folder of that name; rank 0 writes it first."""
+    path = world.folder / name
     layout, stacked = name.split("/")[0], name.endswith("stacked")
-    if not ranks.RANK and not path.exists():
+    if not world.rank and not path.exists():
         path.mkdir(parents=True)
         if layout == "plain":
             save_file(plain_files(mixture(0), stacked), path / "model.safetensors")
@@ -64,49 +62,41 @@ def folder(name):
     return path
 
 
-FOLDERS = ("plain/apart", "plain/stacked", "modelopt/apart", "modelopt/stacked", "deepseek/apart")
-
-
-def in_groups(moe):
-    for module in (moe.experts.gate_up, moe.experts.down):
-        for name, p in list(module.named_parameters()):
-            setattr(
-                module,
-                name,
-                nn.Parameter(
-                    distribute_tensor(p.detach(), ranks.MESH, [Shard(0)]), p.requires_grad
-                ),
-            )
+def shard_groups(moe):
+    """Shard the experts' parameters between groups, as plain DTensors."""
+    for name in ("gate_up", "down"):
+        layer = sharded_copy(
+            getattr(moe.experts, name),
+            lambda p: distribute_tensor(p, world.mesh, [Shard(0)]),
+        )
+        setattr(moe.experts, name, layer)
     return moe
 
 
-def fully(moe):
-    fully_shard(moe.experts, mesh=ranks.MESH)
-    return fully_shard(moe, mesh=ranks.MESH)
+def shard_fully(moe):
+    fully_shard(moe.experts, mesh=world.mesh)
+    return fully_shard(moe, mesh=world.mesh)
 
 
-def alone(moe):
-    fully_shard(moe.experts, mesh=ranks.MESH)
+def shard_experts_fully(moe):
+    fully_shard(moe.experts, mesh=world.mesh)
     return moe
 
 
-def both(sizes):
+def shard_in_both_ways(sizes):
+    """Return a function that applies expert parallelism and FSDP2 along a mesh of ``sizes``."""
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep"))
 
-    def spread(moe):
+    def shard(moe):
         parallelize_module(moe, mesh["ep"], ExpertParallel())
         fully_shard(moe.experts, mesh=mesh["dp"])
         return moe
 
-    return spread
+    return shard
 
 
-def expert_parallel(moe):
-    return parallelize_module(moe, ranks.MESH, ExpertParallel())
-
-
-def full(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t
+def shard_experts(moe):
+    return parallelize_module(moe, world.mesh, ExpertParallel())
 
 
 def tokens(seed=11):
@@ -114,21 +104,26 @@ def tokens(seed=11):
 
 
 def step(moe):
+    """Return the output and the gradient of the tokens."""
     x = tokens()
     y = moe(x)
     y.backward(torch.ones_like(y))
     return y.detach(), x.grad
 
 
-def compare(name, wrap, is_called):
+def compare(name, shard, is_called):
+    """Load the folder ``name`` into a plain mixture and into one under ``shard``.
+
+    If ``is_called``, the sharded mixture has run a step before.
+    """
     path = folder(name)
-    want, moe = mixture(1), wrap(mixture(2))
-    alike = checkpoint.load(want, path)
+    want, moe = mixture(1), shard(mixture(2))
+    expected_report = checkpoint.load(want, path)
     if is_called:
         step(moe)
         moe.zero_grad()
     report = checkpoint.load(moe, path)
-    assert report.layouts == alike.layouts
+    assert report.layouts == expected_report.layouts
     if not report.layouts:  # Weights that are loaded quantized have no copy for gradients.
         for got, y in zip(step(moe), step(want), strict=True):
             assert_same_bytes(got, y)
@@ -143,37 +138,35 @@ def compare(name, wrap, is_called):
         assert_same_bytes(moe(tokens()), want(tokens()))
 
 
-@check
-def expert_parallelism():
-    for name in FOLDERS:
+def compare_all(shard, names=FOLDERS):
+    for name in names:
         for is_called in (False, True):
-            compare(name, expert_parallel, is_called)
+            compare(name, shard, is_called)
 
 
 @check
-def the_experts_fully_sharded():
-    for name in FOLDERS:
-        for is_called in (False, True):
-            compare(name, alone, is_called)
+def load_into_expert_parallelism():
+    compare_all(shard_experts)
 
 
 @check
-def all_fully_sharded():
-    for name in FOLDERS:
-        for is_called in (False, True):
-            compare(name, fully, is_called)
+def load_into_fully_sharded_experts():
+    compare_all(shard_experts_fully)
 
 
 @check
-def expert_parallelism_and_fully_sharded():
+def load_into_fully_sharded_mixtures():
+    compare_all(shard_fully)
+
+
+@check
+def load_into_expert_parallelism_and_full_sharding():
     for sizes in ((1, 2), (2, 1)):
-        for name in FOLDERS[:4:2]:
-            for is_called in (False, True):
-                compare(name, both(sizes), is_called)
+        compare_all(shard_in_both_ways(sizes), FOLDERS[:4:2])
 
 
 class CountingReader(ckpt_files.Reader):
-    """Records what is read."""
+    """Reader that records the names of the tensors that are read."""
 
     readers = []
 
@@ -188,72 +181,75 @@ class CountingReader(ckpt_files.Reader):
 
 
 @check
-def only_the_experts_of_a_rank_are_read():
+def a_rank_reads_only_its_experts():
     for name in FOLDERS:
         path = folder(name)
         CountingReader.readers.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(load_module, "Reader", CountingReader)
-            for wrap in (lambda moe: moe, expert_parallel, fully, in_groups):
-                checkpoint.load(wrap(mixture(2)), path)
-        whole, *parts = CountingReader.readers
-        first = 2 * ranks.RANK
-        for part in parts:
-            assert part.bytes_read <= 0.51 * whole.bytes_read + EXPERTS * H * 2, name
+            for shard in (lambda moe: moe, shard_experts, shard_fully, shard_groups):
+                checkpoint.load(shard(mixture(2)), path)
+        plain_reader, *sharded_readers = CountingReader.readers
+        experts = {str(2 * world.rank), str(2 * world.rank + 1)}
+        for reader in sharded_readers:
+            assert reader.bytes_read <= 0.51 * plain_reader.bytes_read + EXPERTS * H * 2, name
             read = {
                 n.split(".")[1]
-                for n in part.names
+                for n in reader.names
                 if n.startswith("experts.") and n.split(".")[1].isdigit()
             }
-            assert read == ({str(first), str(first + 1)} if name.endswith("apart") else set())
+            assert read == (experts if name.endswith("apart") else set())
 
 
 @check
-def weights_that_are_sharded_otherwise():
-    """Parts of the inner dimension of all experts: plain weights are loaded, quantized ones
-    refused.
-    """
+def tensor_parallelism_refuses_quantized_weights():
     for name in FOLDERS:
         path = folder(name)
-        if name.startswith("plain"):
-            continue
-        moe = parallelize_module(mixture(2), ranks.MESH, ExpertTensorParallel())
-        refused(moe, path, "cut between groups only")
+        if not name.startswith("plain"):
+            moe = parallelize_module(mixture(2), world.mesh, ExpertTensorParallel())
+            assert_refused(moe, path, "cut between groups only")
+
+
+@check
+def load_into_tensor_parallelism():
+    """Parts of the inner dimension of all experts are loaded from plain weights."""
     for name in ("plain/apart", "plain/stacked"):
         path, want = folder(name), mixture(1)
         checkpoint.load(want, path)
-        moe = parallelize_module(mixture(2), ranks.MESH, ExpertTensorParallel())
-        twin = parallelize_module(copy.deepcopy(want), ranks.MESH, ExpertTensorParallel())
+        moe = parallelize_module(mixture(2), world.mesh, ExpertTensorParallel())
+        twin = parallelize_module(copy.deepcopy(want), world.mesh, ExpertTensorParallel())
         checkpoint.load(moe, path)
         for a, b in zip(moe.parameters(), twin.parameters(), strict=True):
-            assert_same_bytes(ranks_part(a), ranks_part(b))
+            assert_same_bytes(local(a), local(b))
         for got, y in zip(step(moe), step(twin), strict=True):
             assert_same_bytes(got, y)
 
 
-def ranks_part(p):
+def local(p):
     return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
 
 
-def refused(moe, path, message):
-    before = [ranks_part(p).clone() for p in moe.parameters()]
-    held = list(moe.parameters())
-    with raises(ValueError, message):
+def assert_refused(moe, path, message):
+    """Check that ``load`` raises ValueError and leaves every parameter as it was."""
+    parameters = list(moe.parameters())
+    before = [local(p).clone() for p in parameters]
+    with pytest.raises(ValueError, match=message):
         checkpoint.load(moe, path)
-    for p, old, values in zip(moe.parameters(), held, before, strict=True):
+    for p, old, values in zip(moe.parameters(), parameters, before, strict=True):
         assert p is old
         if isinstance(values, grouped.GroupedTensor):
-            assert_same_tensor(ranks_part(p), values)
+            assert_same_tensor(local(p), values)
         else:
-            assert_same_bytes(ranks_part(p), values)
+            assert_same_bytes(local(p), values)
 
 
 @check
-def groups_that_the_ranks_do_not_divide():
+def full_sharding_of_three_groups():
+    """Two ranks do not divide three groups: plain weights load, quantized weights are refused."""
     torch.manual_seed(0)
-    source, path = GroupedMLP(3, H, I, dtype=BF16), ranks.FOLDER / "uneven"
-    if not ranks.RANK:
-        checkpoint.save(source, path / "low", "modelopt")
+    source, path = GroupedMLP(3, H, I, dtype=BF16), world.folder / "uneven"
+    if not world.rank:
+        checkpoint.save(source, path / "quantized", "modelopt")
         path.joinpath("plain").mkdir()
         tensors = {
             "experts.gate_up_proj": source.gate_up.weight.detach(),
@@ -262,60 +258,64 @@ def groups_that_the_ranks_do_not_divide():
         save_file(tensors, path / "plain/model.safetensors")
     dist.barrier()
     for is_called in (False, True):
-        mlp = fully_shard(GroupedMLP(3, H, I, dtype=BF16), mesh=ranks.MESH)
+        mlp = fully_shard(GroupedMLP(3, H, I, dtype=BF16), mesh=world.mesh)
         if is_called:
             mlp(tokens(), [4, 8, 12]).sum().backward()
-        refused(mlp, path / "low", "a multiple of the ranks")
+        assert_refused(mlp, path / "quantized", "a multiple of the ranks")
         checkpoint.load(mlp, path / "plain", rename={"^$": "experts"})
         for a, b in zip(mlp.parameters(), source.parameters(), strict=True):
             assert_same_bytes(a.full_tensor().detach(), b.detach())
-    # Without FSDP, ranks may have other numbers of groups, or none.
+
+
+@check
+def ranks_with_different_numbers_of_groups():
+    """Without FSDP, ranks may have different numbers of groups, or none."""
+    torch.manual_seed(0)
     for groups in (3, 1):
-        low, whole = path / f"low-{groups}", GroupedMLP(groups, H, I, dtype=BF16)
-        if not ranks.RANK:
-            checkpoint.save(whole, low, "modelopt")
+        path = world.folder / f"groups-{groups}"
+        want = GroupedMLP(groups, H, I, dtype=BF16)
+        if not world.rank:
+            checkpoint.save(want, path, "modelopt")
         dist.barrier()
-        checkpoint.load(whole, low)
+        checkpoint.load(want, path)
         mlp = GroupedMLP(groups, H, I, dtype=BF16)
         for module in (mlp.gate_up, mlp.down):
             module.weight = nn.Parameter(
-                distribute_tensor(module.weight.detach(), ranks.MESH, [Shard(0)])
+                distribute_tensor(module.weight.detach(), world.mesh, [Shard(0)])
             )
-        checkpoint.load(mlp, low)
-        for a, b in zip(mlp.parameters(), whole.parameters(), strict=True):
-            assert a.to_local().num_groups == (2 - ranks.RANK if groups == 3 else 1 - ranks.RANK)
+        checkpoint.load(mlp, path)
+        for a, b in zip(mlp.parameters(), want.parameters(), strict=True):
+            assert a.to_local().num_groups == (2 - world.rank if groups == 3 else 1 - world.rank)
             assert_same_tensor(a.full_tensor(), b.data)
 
 
 @check
-def a_fault_that_one_rank_sees():
-    """All raise, and nothing is changed."""
-    path = ranks.FOLDER / "damaged"
-    if not ranks.RANK:
+def a_fault_on_one_rank_raises_on_all():
+    """A NaN scale of rank 1's expert raises on rank 0 too, and changes nothing."""
+    path = world.folder / "damaged"
+    if not world.rank:
         checkpoint.save(mixture(0), path, "modelopt")
         tensors = load_file(path / "model.safetensors")
         tensors["experts.3.down_proj.weight_scale"].view(torch.uint8)[3, 2] = 0x7F
         save_file(tensors, path / "model.safetensors")
     dist.barrier()
-    for wrap in (expert_parallel, fully, in_groups):
-        message = (
-            r"3.down_proj.weight_scale in .* has nan"
-            if ranks.RANK
-            else "another rank cannot load its part"
-        )
-        refused(wrap(mixture(2)), path, message)
+    message = "another rank cannot load its part"
+    if world.rank:
+        message = r"3.down_proj.weight_scale in .* has nan"
+    for shard in (shard_experts, shard_fully, shard_groups):
+        assert_refused(shard(mixture(2)), path, message)
 
 
 @check
-def weights_that_are_quantized_and_sharded_already():
-    low = folder("modelopt/apart")
-    for wrap in (expert_parallel, alone, fully):
+def load_over_weights_that_are_quantized_and_sharded():
+    quantized = folder("modelopt/apart")
+    for shard in (shard_experts, shard_experts_fully, shard_fully):
         for name in FOLDERS:
             for is_called in (False, True):
                 moe, want = mixture(2), mixture(1)
                 for m in (moe, want):
-                    checkpoint.load(m, low)
-                moe = wrap(moe)
+                    checkpoint.load(m, quantized)
+                moe = shard(moe)
                 with torch.no_grad():
                     if is_called:
                         moe(tokens())
@@ -325,17 +325,15 @@ def weights_that_are_quantized_and_sharded_already():
 
 
 @check
-def policies_and_states_of_fully_shard():
-    """fp32 parameters and a policy; parameters that are gathered when load is called; experts
-    alone.
-    """
+def load_under_a_mixed_precision_policy():
+    """Parameters are fp32 and gathered when ``load`` is called."""
     for name in FOLDERS[1:4]:
         path, want = folder(name), mixture(1, torch.float32)
         checkpoint.load(want, path)
         moe = mixture(2, torch.float32)
         policy = MixedPrecisionPolicy(param_dtype=BF16)
-        fully_shard(moe.experts, mesh=ranks.MESH, mp_policy=policy, reshard_after_forward=False)
-        fully_shard(moe, mesh=ranks.MESH, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(moe.experts, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(moe, mesh=world.mesh, mp_policy=policy, reshard_after_forward=False)
         with torch.no_grad():
             y = moe(tokens().detach())
             assert not isinstance(moe.router.weight, DTensor)
@@ -346,33 +344,31 @@ def policies_and_states_of_fully_shard():
             a, b = (getattr(m.experts, layer).weight for m in (moe, want))
             if isinstance(b.data, grouped.GroupedTensor):
                 assert_same_tensor(a.data._apply_inner(lambda t: t, torch.float32), b.data)
-        moe = fully(mixture(2))
+
+
+@check
+def load_into_the_experts_of_a_sharded_mixture():
+    for name in FOLDERS[1:4]:
+        moe = shard_fully(mixture(2))
         step(moe)
-        report = checkpoint.load(moe.experts, path, rename={"^": "experts"}, strict=False)
+        report = checkpoint.load(moe.experts, folder(name), rename={"^": "experts"}, strict=False)
         assert report.unexpected == ["router.weight"]
 
 
 @check
-def other_parameters_that_are_sharded():
+def load_into_sharded_dense_layers():
+    """Linear layers under PyTorch's column and row styles load their parts."""
     torch.manual_seed(0)
-    source, path = (
-        nn.Sequential(mixture(0), nn.Linear(H, 64), nn.Linear(64, H)),
-        ranks.FOLDER / "dense",
-    )
-    if not ranks.RANK:
+    path = world.folder / "dense"
+    source = nn.Sequential(mixture(0), nn.Linear(H, 64), nn.Linear(64, H))
+    if not world.rank:
         checkpoint.save(source, path, "modelopt")
     dist.barrier()
     model = nn.Sequential(mixture(1), nn.Linear(H, 64), nn.Linear(64, H))
     parallelize_module(
-        model, ranks.MESH, {"0": ExpertParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()}
+        model, world.mesh, {"0": ExpertParallel(), "1": ColwiseParallel(), "2": RowwiseParallel()}
     )
     checkpoint.load(model, path)
     for a, b in zip(model[1:].parameters(), source[1:].parameters(), strict=True):
         assert isinstance(a, DTensor)
         assert_same_bytes(a.full_tensor().detach(), b.detach())
-
-
-if __name__ == "__main__":
-    ranks.CHECKS.clear()
-    ranks.CHECKS.update(CHECKS)
-    ranks.main()
