@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from grouped.parallel.expert_parallel import (Exchange)
-from grouped.functional.experts import (compute_routing)
+from grouped.functional.experts import compute_routing
+from grouped.parallel.expert_parallel import Exchange
 
 from .runner import check, leave, world
 
