@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
-from cute_kernels.emulator import compilation
-from cute_kernels.host import settings
+import ptx_emulator as emulator
+from ptx_emulator import compilation
+from ptx_emulator.host import settings
 from tests.helpers import DAMAGE, run_python
 
 from .ptx import fails, outcome, run
@@ -289,11 +289,7 @@ LIBRARY_DAMAGE = DAMAGE | {
 }
 
 
-@pytest.mark.parametrize(
-    "damage",
-    LIBRARY_DAMAGE.values(),
-    ids=LIBRARY_DAMAGE,
-)
+@pytest.mark.parametrize("damage", LIBRARY_DAMAGE.values(), ids=LIBRARY_DAMAGE)
 def test_a_damaged_library_is_built_anew(built, damage):
     build = compilation.build.__wrapped__
     library = build()

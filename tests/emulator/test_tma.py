@@ -3,7 +3,7 @@ import types
 import numpy as np
 import pytest
 
-from cute_kernels import emulator
+import ptx_emulator as emulator
 
 from .ptx import aligned, fails, run, wait
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from grouped import NVFP4, optim, quantize, recipes
-from grouped.nn import GroupedLinear, GroupedMLP, kept
+from grouped.nn import GroupedLinear, GroupedMLP
+from grouped.nn import cached_weight as kept
 from tests.helpers import assert_same_bytes, each_copy, ends, sample, whole_graph
 
 from .cases import RECIPES, OpCounter, weights_quantized

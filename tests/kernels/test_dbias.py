@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from cute_kernels import backend
+from cute_kernels.kernels.quantize.config import DbiasConfig
 from cute_kernels.ops.checks import unchecked_end_rows
-from cute_kernels.quantize.config import DbiasConfig
 from tests.helpers import DTYPES, I32, assert_same_bytes, each_arch, ends, many_groups, ops, seeded
 
 from .op_support import array_of, check, check_code, check_touched, each_mode, watching

@@ -6,9 +6,9 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from cute_kernels.gemm.choice import choose_config
-from cute_kernels.gemm.problem import GemmProblem
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
+from cute_kernels.kernels.gemm.choose import choose_config
+from cute_kernels.kernels.gemm.common.problem import GemmProblem
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90GemmConfig
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, check_modes, k_grouped, m_grouped, product_of, wild
 from .op_support import MODES
@@ -123,11 +123,7 @@ def test_every_tile(config, tile, device):
 ALL_CONFIGS = FPROPS | {f"wgrad {name}": config for name, config in WGRADS.items()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    ALL_CONFIGS.values(),
-    ids=ALL_CONFIGS,
-)
+@pytest.mark.parametrize("config", ALL_CONFIGS.values(), ids=ALL_CONFIGS)
 def test_every_code_and_scale(config, device):
     for spread in (20, 127):
         wild(product_of(config, [130, 0, 40], 72, 272), spread).check(2, device, any_nan=True)

@@ -2,8 +2,8 @@ import functools
 
 import pytest
 
-from cute_kernels import emulator
-from cute_kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
+import ptx_emulator as emulator
+from cute_kernels.kernels.gemm.sm100.config import Sm100GemmConfig, Sm100Tile
 
 from .gemm_support import SHAPES, WGRAD_SHAPES, k_grouped, m_grouped, product_of, wild
 from .op_support import each_mode
@@ -94,11 +94,7 @@ def test_wgrad(config, shape):
 ALL_CONFIGS = M_GROUPED | {f"wgrad {name}": config for name, config in K_GROUPED.items()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    ALL_CONFIGS.values(),
-    ids=ALL_CONFIGS,
-)
+@pytest.mark.parametrize("config", ALL_CONFIGS.values(), ids=ALL_CONFIGS)
 def test_every_code_and_scale(config):
     wild(product_of(config, [20, 0, 5, 129], 136, 160, 11)).check(2, any_nan=True)
 

@@ -1,7 +1,7 @@
 import pytest
 
 import cute_kernels
-from cute_kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
 from perf import sanitize
 
 #: Which argument of an op of a part is a format.

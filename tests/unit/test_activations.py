@@ -1,7 +1,7 @@
 import pytest
 
 import grouped
-from cute_kernels.activations import ACTIVATIONS, Activation, is_gated, parse_activation
+from cute_kernels.formats.activations import ACTIVATIONS, Activation, is_gated, parse_activation
 from tests.helpers import assert_is_value, contains_all
 
 GATED = {"geglu", "swiglu", "reglu", "qgeglu", "sreglu", "clamped_swiglu"}
