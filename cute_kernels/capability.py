@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .formats import E2M1, E4M3, E5M2, FP8, MXFP8, NVFP4, RECORDS, Format, FP8Block
-from .records import UnsupportedError as UnsupportedError
+from .records import UnsupportedError
 
 ARCHITECTURES = ("reference", "sm_90a", "sm_100a")
 #: Ops by name; ``None`` as the format means plain bf16, fp16 or fp32 operands.

@@ -30,10 +30,10 @@ from cute_kernels import active_backend
 from cute_kernels.records import check_kind
 
 from .ownership import check_master
-from .shards import local_part, part_of, sharded_as
-from .tensor import GroupedTensor
+from .tensor.dtensor_parts import local_part, part_of, sharded_as
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.validation import check_is_tensor
 from .tracing import eager_only
-from .validation import check_is_tensor
 
 __all__ = ["AdamW"]
 

@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from cute_kernels import active_backend, support
 from cute_kernels.capability import require
 from cute_kernels.formats import Format
-from cute_kernels.ops.pairs import is_w4a8
+from cute_kernels.ops.format_pairs import is_w4a8
 from cute_kernels.records import check_kind
 
-from .autograd import linear
-from .functional import quantize
-from .nn.delayed import DelayedScaling
+from .functional.linear_autograd import linear
+from .functional.quantization import quantize
+from .nn.delayed_scaling import DelayedScaling
 from .nn.linear import GroupedLinear
 from .nn.mlp import GroupedMLP
 from .ownership import Ownership, retire
 from .recipes import FP8Delayed, Recipe
-from .tensor import GroupedTensor
-from .validation import check_format
+from .tensor.grouped_tensor import GroupedTensor
+from .tensor.validation import check_format
 
 
 class Weight(NamedTuple):

@@ -21,11 +21,11 @@ from torch.distributed import ProcessGroup
 from cute_kernels import formats
 from cute_kernels.capability import UnsupportedError, support
 from cute_kernels.formats import E5M2, Format
-from cute_kernels.ops.delayed import ALGORITHMS, check_margin
-from cute_kernels.ops.pairs import check_pair, check_transforms
+from cute_kernels.ops.delayed_scaling.op import ALGORITHMS, check_margin
+from cute_kernels.ops.format_pairs import check_pair, check_transforms
 from cute_kernels.records import check_choice
 
-from .validation import check_format, check_size
+from .tensor.validation import check_format, check_size
 
 __all__ = [
     "BF16",

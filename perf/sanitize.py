@@ -24,10 +24,10 @@ import cute_kernels
 import grouped
 from cute_kernels import ops
 from cute_kernels.formats import NVFP4, Format, parse
-from cute_kernels.gemm.operands import operand_of
-from cute_kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
+from cute_kernels.kernels.gemm.common.operand_kinds import operand_of
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES, Sm90Tile
 from cute_kernels.layout.shapes import round_up
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.ops.gemm.launcher import force_tile
 
 from .cases import OWN
 from .suites.gemm import PAIRS

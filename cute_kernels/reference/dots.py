@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 
 from ..formats import E4M3, E8M0, F32, ElementType
-from ..layout.pieces import DECODED_SCALE, in_pieces
+from ..layout.lane_chunks import DECODED_SCALE, in_pieces
 from ..layout.shapes import ceil_div
 from .fma import fma, rounded_sum, two_sum
 from .operands import Rows

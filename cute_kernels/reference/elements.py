@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..activations import Activation
+from ..formats.activations import Activation
 from .activations import activate
 from .copies import slices
 from .reductions import absmax

@@ -18,9 +18,9 @@ from ..layout.slots import TILE_ROWS
 from .codecs import Codec, codec_of
 from .conversions import pack
 from .copies import by_name, code_tiles, rows_first, slices, tile_index, tile_parts
-from .draws import Draws
 from .elements import Elements
 from .groups import Groups
+from .random_numbers import Draws
 from .reductions import absmax, group_amax
 from .scales import lay_scales, tile_view
 

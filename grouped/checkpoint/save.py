@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from cute_kernels.formats import Format
 from cute_kernels.records import check_kind
 
-from ..tensor import GroupedTensor
+from ..tensor.grouped_tensor import GroupedTensor
 from .config import Quantized, check_model_config, check_plain, checked_scales, config_files
 from .files import SHARD_BYTES, Writer, progress
 from .layouts import Layout, stacked_suffix, writable
-from .parts import Parts, check_finite, parts_of, quantized, split_rows
+from .plain_tensors import Parts, check_finite, parts_of, quantized, split_rows
 from .weights import ExpertWeight, expert_weights, renamed, state_of
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import grouped
-from cute_kernels.activations import Activation
+from cute_kernels.formats.activations import Activation
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import BF16, assert_all_same, assert_same_bytes, each, ends, ops, sample
 

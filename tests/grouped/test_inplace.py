@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import grouped
-from grouped import GroupedTensor, updates
+from grouped import GroupedTensor
+from grouped.tensor import lost_updates as updates
 from tests.helpers import BF16, U8, assert_same_buffers, assert_same_bytes, each, raises, sample
 
 from .cases import EVERY_FORMAT, FORMATS, WEIGHT_FORMAT, bytes_of, parameter, pointers, weight

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import grouped
 from grouped import recipes
-from grouped.debug import inspect
-from grouped.debug.statistics import Probe, Step
+from grouped.functional.linear_passes import Copies
+from grouped.inspect import inspect
+from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from grouped.passes import Copies
 from tests.helpers import (
     BF16,
     E5M2,

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from cute_kernels import emulator, reference
+import ptx_emulator as emulator
+from cute_kernels import reference
 from cute_kernels.formats import parse
+from cute_kernels.kernels.quantize.config import TileConfig
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.quantize.config import TileConfig
 from cute_kernels.reference.groups import Groups
 from cute_kernels.runtime.arch import device_architecture
 from cute_kernels.runtime.compile import compile_kernel
-from perf.compiled import compile_for_emulator
+from cute_kernels.testing.compiled import compile_for_emulator
 from tests.helpers import DTYPES, assert_same_buffers, ends, poisoned, seeded
 from tests.kernels.op_support import watching
 

@@ -5,9 +5,9 @@ import itertools
 import torch
 
 from cute_kernels import backend
-from cute_kernels.activations import parse_activation
 from cute_kernels.formats import parse
-from cute_kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.formats.activations import parse_activation
+from cute_kernels.kernels.quantize.config import Prologue, QuantizeProblem, RowsConfig, TileConfig
 from cute_kernels.reference.activations import activate, activate_gradient
 from tests.helpers import (
     BF16,

@@ -24,8 +24,13 @@ from cute_kernels.formats import (
     BlockScale,
     FP8Block,
 )
-from cute_kernels.gemm.operands import OperandKind, operand_of
-from cute_kernels.quantize.config import DequantizeConfig, QuantizeProblem, RowsConfig, TileConfig
+from cute_kernels.kernels.gemm.common.operand_kinds import OperandKind, operand_of
+from cute_kernels.kernels.quantize.config import (
+    DequantizeConfig,
+    QuantizeProblem,
+    RowsConfig,
+    TileConfig,
+)
 from cute_kernels.reference import codecs as reference
 from tests.helpers import BF16, each, ends, ops, raises
 

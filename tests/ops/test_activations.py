@@ -9,9 +9,9 @@ import torch
 
 import cute_kernels
 from cute_kernels import support
-from cute_kernels.activations import ACTIVATIONS, Activation
 from cute_kernels.capability import ARCHITECTURES
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block
+from cute_kernels.formats.activations import ACTIVATIONS, Activation
 from cute_kernels.layout.buffers import buffers
 from cute_kernels.reference.activations import activate
 from tests.helpers import (
@@ -199,7 +199,7 @@ REFUSED = {
 def test_refused(message):
     arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):
-        order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.GroupedQuantize)]
+        order = [f.name for f in dataclasses.fields(cute_kernels.ops.quantize.op.GroupedQuantize)]
         given = dict.fromkeys(order) | {"rowwise": True, "columnwise": False} | arguments
         with pytest.raises(ValueError, match=re.escape(message)):
             call(*(given[name] for name in order))

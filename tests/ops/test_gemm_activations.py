@@ -5,13 +5,13 @@ import torch
 
 import cute_kernels
 from cute_kernels import backend
-from cute_kernels.activations import ACTIVATIONS, is_gated
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.formats import parse
-from cute_kernels.gemm.sm90.config import SM90_TILES
-from cute_kernels.gemm.sm100.config import SM100_TILES
-from cute_kernels.ops.activated import activates
-from cute_kernels.ops.launch.gemm import force_tile
+from cute_kernels.formats.activations import ACTIVATIONS, is_gated
+from cute_kernels.kernels.gemm.sm90.config import SM90_TILES
+from cute_kernels.kernels.gemm.sm100.config import SM100_TILES
+from cute_kernels.ops.gemm.fused_activation import activates
+from cute_kernels.ops.gemm.launcher import force_tile
 from cute_kernels.runtime.backend import chosen_backend
 from tests.helpers import (
     BF16,

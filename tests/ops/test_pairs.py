@@ -6,7 +6,7 @@ import torch
 from cute_kernels.formats import FP8, MXFP8, NVFP4, FP8Block, parse
 from cute_kernels.formats.base import SecondLevel
 from cute_kernels.layout.buffers import buffers
-from cute_kernels.ops.pairs import check_pair
+from cute_kernels.ops.format_pairs import check_pair
 from cute_kernels.reference import Operand
 from tests.helpers import E5M2, each, k_grouped_arguments, m_grouped_arguments, offsets, ops, raises
 

@@ -6,15 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from cute_kernels import activations, capability, ops
-from cute_kernels.activations import (
-    Activation,
-    Curve,
-    alpha_of,
-    curve_of,
-    formula_of,
-    parse_activation,
-)
+from cute_kernels import capability, ops
 from cute_kernels.capability import UnsupportedError
 from cute_kernels.device import activations as device_activations
 from cute_kernels.device.codecs.values import ByteValues, NibbleValues, values_of
@@ -27,10 +19,19 @@ from cute_kernels.formats import (
     ElementType,
     Format,
     SecondLevel,
+    activations,
 )
-from cute_kernels.gemm.operands import OPERANDS
-from cute_kernels.moe.config import RouterConfig
-from cute_kernels.moe.router import RouterKernel
+from cute_kernels.formats.activations import (
+    Activation,
+    Curve,
+    alpha_of,
+    curve_of,
+    formula_of,
+    parse_activation,
+)
+from cute_kernels.kernels.gemm.common.operand_kinds import OPERANDS
+from cute_kernels.kernels.moe.config import RouterConfig
+from cute_kernels.kernels.moe.router import RouterKernel
 from cute_kernels.reference import activations as reference_activations
 from cute_kernels.reference import router as reference_router
 from cute_kernels.reference.conversions import decode, encode, pack
