@@ -14,7 +14,7 @@ from .base import (
     BlockScale,
     ElementType,
     Format,
-    SecondLevel,
+    GlobalScale,
     parse,
 )
 from .fp8 import FP8
@@ -36,7 +36,7 @@ __all__ = [
     "ElementType",
     "FP8Block",
     "Format",
-    "SecondLevel",
+    "GlobalScale",
     "UnsupportedError",
     "parse",
 ]

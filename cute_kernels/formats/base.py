@@ -89,7 +89,7 @@ class BlockScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class SecondLevel:
+class GlobalScale:
     """The scaling above the blocks, in fp32: a value is code * block scale * (level * factor).
 
     Attributes:
@@ -119,10 +119,10 @@ class Format(Record, abc.ABC):
         columnwise: whether the columnwise copy is the transpose of the rows of each group, in
             slot columns, or keeps their orientation, in slot rows.
         k_multiple: what the last dimension of a tensor must be a multiple of.
-        truncates: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype
+        rounds_activation: what an activation makes of a bf16 or fp16 tensor is rounded to that dtype
             before it is quantized, so that it gives the codes of an activation that is
             stored.
-        how_made: fields that say how codes are made, which who decodes them need not know.
+        encode_only_fields: fields that say how codes are made, which who decodes them need not know.
         nan_scales: what is not finite decodes to NaN, with all that shares its scale; see
             ``amaxes_keep_nan``. Finite numbers have the same bytes either way. Without it
             an infinity saturates, and E2M1, which has no NaN, makes a number of one.
@@ -133,8 +133,8 @@ class Format(Record, abc.ABC):
     scale: ClassVar[BlockScale | None]
     columnwise: ClassVar[Literal["transposed", "untransposed"]]
     k_multiple: ClassVar[int]
-    truncates: ClassVar[bool] = True
-    how_made: ClassVar[tuple[str, ...]] = ()
+    rounds_activation: ClassVar[bool] = True
+    encode_only_fields: ClassVar[tuple[str, ...]] = ()
     #: A field of records that have it.
     nan_scales: bool = False
 
@@ -145,18 +145,18 @@ class Format(Record, abc.ABC):
 
     @property
     @abc.abstractmethod
-    def second_level(self) -> SecondLevel | None:
+    def global_scale(self) -> GlobalScale | None:
         """The scaling above the blocks of the rowwise copy; None where there is none."""
 
     @property
-    def columnwise_level(self) -> SecondLevel | None:
+    def columnwise_global_scale(self) -> GlobalScale | None:
         """The scaling above the blocks of the columnwise copy, which no row has for itself."""
-        level = self.second_level
+        level = self.global_scale
         return level and dataclasses.replace(level, per="group")
 
-    def level(self, columnwise: bool) -> SecondLevel | None:
+    def level(self, columnwise: bool) -> GlobalScale | None:
         """The scaling above the blocks of one direction."""
-        return self.columnwise_level if columnwise else self.second_level
+        return self.columnwise_global_scale if columnwise else self.global_scale
 
     @property
     def has_scale_tiles(self) -> bool:
@@ -189,7 +189,7 @@ class Format(Record, abc.ABC):
         return "bytes" if self.element.bits == 8 else None
 
     @property
-    def takes_scale(self) -> bool:
+    def has_given_scale(self) -> bool:
         """Whether the caller gives the scale of each group, which else follows from its amax."""
         return False
 
@@ -208,15 +208,15 @@ class Format(Record, abc.ABC):
         return dataclasses.replace(self, nan_scales=False) if self.nan_scales else self  # type: ignore[type-var]
 
     @property
-    def as_decoded(self) -> "Format":
-        """What is said to who decodes: the fields of ``how_made`` are at their defaults."""
-        if not self.how_made:
+    def for_decoding(self) -> "Format":
+        """What is said to who decodes: the fields of ``encode_only_fields`` are at their defaults."""
+        if not self.encode_only_fields:
             return self
         fields = {f.name: f.default for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-        made = {name: fields[name] for name in self.how_made}
+        made = {name: fields[name] for name in self.encode_only_fields}
         return dataclasses.replace(self, **made)  # type: ignore[type-var]
 
-    def of_copy(self, columnwise: bool) -> "Format":
+    def for_direction(self, columnwise: bool) -> "Format":
         """The record that says the same of one direction, and no more: copies of equal bytes share
         their kernels.
         """
@@ -234,7 +234,7 @@ class Format(Record, abc.ABC):
         return False
 
     @property
-    def chooses_scales(self) -> bool:
+    def searches_scale(self) -> bool:
         """Whether all elements of a block decide its scale, not its amax alone."""
         return False
 
@@ -253,7 +253,7 @@ class Format(Record, abc.ABC):
         Those of the columnwise copy end in ``_t``, unless both directions share them.
         """
         own = ["codes"] if self.scale is None else ["codes", "scales"]
-        level = self.second_level
+        level = self.global_scale
         shared = list(level.buffers) if level is not None else []
         if level is not None and not level.is_shared:
             own, shared = own + shared, []
@@ -262,7 +262,7 @@ class Format(Record, abc.ABC):
     def operand_names(self, columnwise: bool) -> tuple[str, ...]:
         """The buffers of one direction that a reader needs: of the second level the one it has."""
         names = self.buffer_names(columnwise)
-        level = self.second_level
+        level = self.global_scale
         return names if level is None else names[: len(names) - len(level.buffers) + 1]
 
 

@@ -30,10 +30,10 @@ class FP8Block(Format):
 
     name: ClassVar[str] = "fp8_block"
     scale: ClassVar[BlockScale] = BlockScale(F32, 128, "mn_major")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
-    how_made: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon", "nan_scales")
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("pow2_scales", "amax_epsilon", "nan_scales")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 128), (128, 128))
 
     def __post_init__(self) -> None:

@@ -26,11 +26,11 @@ class MXFP8(Format):
 
     name: ClassVar[str] = "mxfp8"
     scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[Literal["untransposed"]] = "untransposed"
     k_multiple: ClassVar[int] = 32
     #: The scale of a square block is stored once a row.
-    how_made: ClassVar[tuple[str, ...]] = ("block", "nan_scales")
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("block", "nan_scales")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 32), (32, 32))
 
     def __post_init__(self) -> None:

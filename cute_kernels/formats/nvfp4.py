@@ -4,13 +4,13 @@ import dataclasses
 from typing import ClassVar, Literal
 
 from ..records import check_choice, check_kind
-from .base import E2M1, E4M3, BlockScale, ElementType, Format, SecondLevel, as_block, record
+from .base import E2M1, E4M3, BlockScale, ElementType, Format, GlobalScale, as_block, record
 
 #: The bound of block scales without ``four_over_six``, and its default with it.
 _E4M3_MAX = {False: int(E4M3.max), True: 256}
 #: By ``row_scaled`` and ``e4m3_max``; made once, for every call of an op asks for it.
 _LEVELS = {
-    (row_scaled, bound): SecondLevel(
+    (row_scaled, bound): GlobalScale(
         "row" if row_scaled else "group", ("amax",), 1 / (E2M1.max * bound)
     )
     for row_scaled in (False, True)
@@ -60,7 +60,7 @@ class NVFP4(Format):
     columnwise: ClassVar[Literal["transposed"]] = "transposed"
     k_multiple: ClassVar[int] = 16
     #: The scale of a square block is stored once a row.
-    how_made: ClassVar[tuple[str, ...]] = ("block", "four_over_six_error", "nan_scales")
+    encode_only_fields: ClassVar[tuple[str, ...]] = ("block", "four_over_six_error", "nan_scales")
     blocks: ClassVar[tuple[tuple[int, int], ...]] = ((1, 16), (16, 16))
 
     def __post_init__(self) -> None:
@@ -112,15 +112,15 @@ class NVFP4(Format):
         return {"e4m3_max": _E4M3_MAX[self.four_over_six]}
 
     @property
-    def as_decoded(self) -> Format:
+    def for_decoding(self) -> Format:
         """See ``Format``: how codes are chosen is not asked for, but the bound of the scales is."""
-        made = super().as_decoded
+        made = super().for_decoding
         if self.e4m3_max != _E4M3_MAX[False]:
             return made
         fields = {"four_over_six": False, "stochastic_rounding": False, "e4m3_max": None}
         return dataclasses.replace(made, **fields)  # type: ignore
 
-    def of_copy(self, columnwise: bool) -> "NVFP4":
+    def for_direction(self, columnwise: bool) -> "NVFP4":
         """See ``Format``: only rows have levels of their own, only columns are transformed."""
         name = "row_scaled" if columnwise else "hadamard"
         return dataclasses.replace(self, **{name: False}) if getattr(self, name) else self  # type: ignore[arg-type]
@@ -131,7 +131,7 @@ class NVFP4(Format):
         return self.stochastic_rounding
 
     @property
-    def chooses_scales(self) -> bool:
+    def searches_scale(self) -> bool:
         """See ``Format``."""
         return self.four_over_six
 
@@ -147,7 +147,7 @@ class NVFP4(Format):
         return E2M1.max * self.e4m3_max
 
     @property
-    def second_level(self) -> SecondLevel:
+    def global_scale(self) -> GlobalScale:
         """The amax of each group or row; a value is code * scale * (amax / tensor_max)."""
         assert self.e4m3_max is not None
         return _LEVELS[self.row_scaled, self.e4m3_max]

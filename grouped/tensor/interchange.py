@@ -78,8 +78,8 @@ def split_parts(
         found["scales"] = _linear(fmt, fmt.scale, found["scales"], shape, offs)
     if "scale_inv" in found:
         found["global_scale"] = found.pop("scale_inv")
-    elif fmt.second_level is not None and global_scale:
-        found["global_scale"] = found.pop("amax") * fmt.second_level.factor
+    elif fmt.global_scale is not None and global_scale:
+        found["global_scale"] = found.pop("amax") * fmt.global_scale.factor
     return found if offs is None else {**found, "offs": offs}
 
 
@@ -162,7 +162,7 @@ def _linear(
 def _second_level(
     fmt: Format, codes: Tensor, given: Mapping[str, Tensor | None], offs: Tensor | None, groups: int
 ) -> list[Tensor]:
-    level, vectors = fmt.second_level, {name: t for name, t in given.items() if t is not None}
+    level, vectors = fmt.global_scale, {name: t for name, t in given.items() if t is not None}
     if level is None:
         if vectors:
             raise ValueError(

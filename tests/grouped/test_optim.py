@@ -77,7 +77,7 @@ def test_kernels_have_the_bits_of_torchs_cuda_kernel_then_quantize(fmt, arch):
 
     GradScaler skips the second step.
     """
-    w, options = draw(0), {"scale": torch.ones(3)} if fmt.takes_scale else {}
+    w, options = draw(0), {"scale": torch.ones(3)} if fmt.has_given_scale else {}
     p = nn.Parameter(grouped.quantize(w.bfloat16(), fmt, columnwise=True, **options))
     p = nn.Parameter(p.detach().prepack()) if fmt == FORMATS[0] else p
     constants = {"betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.3}
