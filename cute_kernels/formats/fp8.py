@@ -16,10 +16,10 @@ class FP8(Format):
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        scaling: ``"current"`` takes the scale from this tensor's amax; ``"delayed"`` takes one
-            that the caller made from the amaxes of earlier tensors, and gives this tensor's
-            amax.
-        nan_scales: the scale of a group that holds an infinity is NaN, as in ``Format``.
+        scaling: ``"current"`` computes the scale from this tensor's amax. ``"delayed"`` takes a
+            scale that the caller computed from the amaxes of earlier tensors, and returns
+            this tensor's amax.
+        nan_scales: make the scale of a group that contains infinity NaN; see ``Format``.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -45,5 +45,5 @@ class FP8(Format):
 
     @property
     def has_given_scale(self) -> bool:
-        """Whether the scale comes from the caller."""
+        """True if the caller gives the scales."""
         return self.scaling == "delayed"

@@ -41,7 +41,7 @@ def joined_parts(
     check_tensor("codes", codes, ndim=(3,) if offs is None else (2,))
     element = fmt.element.dtype
     codes = _stored(
-        "codes", codes, element, element if fmt.element.holds_nan else torch.float4_e2m1fn_x2
+        "codes", codes, element, element if fmt.element.has_nan else torch.float4_e2m1fn_x2
     )
     shape = (*codes.shape[:-1], fmt.element.count(codes.shape[-1]))
     check_multiple("K", shape[-1], fmt.k_multiple, f"the last dimension of {fmt.text}")

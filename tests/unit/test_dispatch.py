@@ -148,9 +148,9 @@ def test_codes_are_decoded_by_what_their_record_says():
     """Not by how many bits they have."""
     kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
     for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
-        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
+        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decoder_kind])
     for fmt in (Nibbles(), SixBits()):
-        assert fmt.decodes_by is None
+        assert fmt.decoder_kind is None
         with raises(
             UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"
         ):

@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 
 import torch
 
@@ -139,3 +141,12 @@ def test_records_say_what_consumers_ask(fmt):
     assert {name.removesuffix("_t") for name in fmt.buffer_names(True)} == set(
         fmt.buffer_names(False)
     )
+
+
+@each("fmt", EVERY, ids=str)
+def test_pickles_and_copies_of_records_hold_no_computed_names(fmt):
+    state = pickle.dumps(fmt)
+    assert b"operand_names" not in state and b"global_scale" not in state
+    for made in (pickle.loads(state), copy.copy(fmt), copy.deepcopy(fmt)):
+        assert made == fmt and made.operand_names(True) == fmt.operand_names(True)
+        assert made.global_scale_for(True) == fmt.columnwise_global_scale

@@ -132,7 +132,7 @@ class GroupedQuantize(FormatOp):
             raise ValueError("rowwise and columnwise are both False: nothing to quantize")
         if self.columnwise and fmt.is_transformed and self.x.dtype != torch.bfloat16:
             raise TypeError(
-                f"x must be bfloat16, of which {fmt.without_marks} transforms the columnwise copy, got "
+                f"x must be bfloat16, of which {fmt.without_nan_scales} transforms the columnwise copy, got "
                 f"{str(self.x.dtype).removeprefix('torch.')}: cast it, as x.bfloat16() and "
                 "autocast do, or use a format without that transform"
             )

@@ -162,8 +162,8 @@ class OperandKind:
 
     @property
     def is_decodable(self) -> bool:
-        """Whether kernels decode codes, if there are any: ``Format.decodes_by``."""
-        return self.fmt is None or self.fmt.decodes_by is not None
+        """Whether kernels decode codes, if there are any: ``Format.decoder_kind``."""
+        return self.fmt is None or self.fmt.decoder_kind is not None
 
     @property
     def is_wgmma(self) -> bool:
