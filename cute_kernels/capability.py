@@ -248,7 +248,10 @@ def refuses(fmt: Format) -> str:
             is_byte or fmt.columnwise == "transposed",
             f"columnwise {fmt.columnwise}: {element.name} is transposed",
         ),
-        (is_byte or not fmt.has_given_scale, f"has_given_scale: {element.name} has scales of blocks"),
+        (
+            is_byte or not fmt.has_given_scale,
+            f"has_given_scale: {element.name} has scales of blocks",
+        ),
         (
             is_piece or not per_piece,
             f"{blocks}: only e2m1 by {_PIECE} is drawn, transformed or chosen for",

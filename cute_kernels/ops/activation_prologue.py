@@ -70,5 +70,7 @@ def elements_of(
         rounds_activation: what the activation makes is rounded to the dtype of ``x``.
     """
     return reference.Elements(
-        x, None if activation is None else parse_activation(activation), rounds_activation=rounds_activation
+        x,
+        None if activation is None else parse_activation(activation),
+        rounds_activation=rounds_activation,
     )

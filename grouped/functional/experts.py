@@ -146,7 +146,9 @@ class Layer(NamedTuple):
         if isinstance(weight, GroupedTensor):
             of_weight = weight.format.text
         is_seen, fmt = after.probe is not None, after.recipe.formats[0]
-        by_quantizer = fmt is not None and not is_seen and fmt.rounds_activation and not style.interleaved
+        by_quantizer = (
+            fmt is not None and not is_seen and fmt.rounds_activation and not style.interleaved
+        )
         if by_quantizer and keeps_z:
             # As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
             return None

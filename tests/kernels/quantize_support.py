@@ -109,7 +109,9 @@ class Problem:
     def scales(self, fmt):
         """Of groups, if the format takes them."""
         return (
-            torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3 if fmt.has_given_scale else None
+            torch.exp2(torch.arange(len(self.groups)) % 17 - 8.0) * 1.3
+            if fmt.has_given_scale
+            else None
         )
 
 

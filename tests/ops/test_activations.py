@@ -125,7 +125,9 @@ def test_many_groups_and_strided_inputs(fmt):
         check(fmt, act, strided, offsets((30, 15)))
 
 
-@pytest.mark.parametrize("fmt", **texts([f for f in FORMATS if f.global_scale_for(columnwise=True)]))
+@pytest.mark.parametrize(
+    "fmt", **texts([f for f in FORMATS if f.global_scale_for(columnwise=True)])
+)
 def test_given_amax(fmt):
     check(
         fmt,

@@ -121,7 +121,8 @@ def test_dtypes_and_strange_values(fmt, dtype):
 @each_format
 def test_given_amaxes(fmt):
     directions = tuple(
-        level is not None and level.per == "group" for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
+        level is not None and level.per == "group"
+        for level in (fmt.global_scale_for(False), fmt.global_scale_for(True))
     )
     if not any(directions):
         with raises(ValueError, "amax is the second level"):

@@ -23,7 +23,9 @@ OLD_PROPERTIES = {
 
 
 @pytest.mark.parametrize(("old", "new"), OLD_PROPERTIES.items())
-@pytest.mark.parametrize("fmt", [NVFP4(four_over_six=True), FP8(scaling="delayed"), MXFP8()], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [NVFP4(four_over_six=True), FP8(scaling="delayed"), MXFP8()], ids=str
+)
 def test_old_properties_of_formats_warn_and_forward(fmt, old, new):
     with pytest.warns(DeprecationWarning, match=rf"{old} is deprecated .* use \w+\.{new}"):
         assert getattr(fmt, old) == getattr(fmt, new)

@@ -117,7 +117,9 @@ def kernel_specs(arch: str) -> Iterator[Config]:
             yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
     for fmt in _marking(FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
         if support("moe_quantize_gradient", fmt, arch):
-            scaled = FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.has_given_scale else fmt
+            scaled = (
+                FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.has_given_scale else fmt
+            )
             yield GradientConfig(fmt.text, scaled.text, "bfloat16", "swiglu", arch)
     yield from _gathered(arch)
 

@@ -180,7 +180,9 @@ class GradientQuantizer(AmaxKernels):
         self.has_given_scale = any(copy.fmt.has_given_scale for copy in config.copies)
         self.levels = LevelWriter(self.tiles[0].columns.codec)
         #: Levels of scales that are given become NaN when amaxes are known.
-        self.marks_levels = self.has_given_scale and any(copy.fmt.nan_scales for copy in config.copies)
+        self.marks_levels = self.has_given_scale and any(
+            copy.fmt.nan_scales for copy in config.copies
+        )
         #: Columnwise scale tiles of each kind of tile, and the most bytes of them.
         self.scale_tiles = [
             t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles
