@@ -39,6 +39,22 @@ def deprecated_attributes(module: str, names: Mapping[str, str]) -> Callable[[st
     return forward
 
 
+class DeprecatedAttribute:
+    """Descriptor that forwards an old attribute of a class and its instances to the new name.
+
+    Args:
+        old: the deprecated name.
+        new: the name to use instead.
+    """
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        warn_deprecated(f"{owner.__name__}.{self.old}", f"{owner.__name__}.{self.new}")
+        return getattr(owner if instance is None else instance, self.new)
+
+
 def deprecated_module(old: str, new: str) -> Callable[[str], Any]:
     """Return a ``__getattr__`` for a module that moved as a whole from ``old`` to ``new``."""
 

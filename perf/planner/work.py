@@ -192,7 +192,7 @@ def quantization(
 ) -> Kernel:
     """The kernels that quantize bf16; ``to_values`` to fp16, where a product would expand codes."""
     asked = Quantization(directions, gives_amax)
-    reads_twice = asked.has_group_level(fmt) and not gives_amax and not fmt.takes_scale
+    reads_twice = asked.has_group_level(fmt) and not gives_amax and not fmt.has_given_scale
     computed = counts.of(fmt, "quantize", directions, "computed")
     given = counts.of(fmt, "quantize", directions, "given")
     if reads_twice and computed is None and given is not None:

@@ -20,7 +20,7 @@ def fmt(request):
 
 def stored(fmt, elements):
     """Return the elements in the dtype that quantizes to the same codes without an activation."""
-    return elements.to(BF16) if fmt.truncates else elements
+    return elements.to(BF16) if fmt.rounds_activation else elements
 
 
 @each("rows", [(40,), (3, 20)], ids=["ragged", "uniform"])

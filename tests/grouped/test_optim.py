@@ -88,7 +88,7 @@ class KernelSteps:
     def __init__(self, fmt, arch, *, is_prepacked=False):
         w = draw(0)
         self.arch = arch
-        self.options = {"scale": torch.ones(3)} if fmt.takes_scale else {}
+        self.options = {"scale": torch.ones(3)} if fmt.has_given_scale else {}
         q = grouped.quantize(w.bfloat16(), fmt, columnwise=True, **self.options)
         self.p = nn.Parameter(q.prepack() if is_prepacked else q)
         self.optimizer = optim.AdamW(

@@ -55,7 +55,7 @@ def quantize(text, act, x, offs, way, amax=None):
     fmt, groups = parse(text), len(x) if offs is None else len(offs)
     given = {"activation": act, "amax": amax, "rowwise": way != "columnwise"}
     given["columnwise"] = way != "rowwise"
-    if fmt.takes_scale:
+    if fmt.has_given_scale:
         given["scale"] = torch.exp2(torch.arange(groups) % 17 - 8.0) * 1.3
     if fmt.is_stochastic:
         given["seed"] = torch.tensor([3, 4])

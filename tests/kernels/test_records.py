@@ -60,7 +60,7 @@ CASES = (
     (FP8, {"k_multiple": 8}, "k_multiple 8"),
     (
         FP8,
-        {"second_level": dataclasses.replace(FP8.second_level, is_shared=False)},
+        {"global_scale": dataclasses.replace(FP8.global_scale, is_shared=False)},
         "is_shared=False",
     ),
 )

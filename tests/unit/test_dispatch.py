@@ -18,7 +18,7 @@ from cute_kernels.formats import (
     BlockScale,
     ElementType,
     Format,
-    SecondLevel,
+    GlobalScale,
     activations,
 )
 from cute_kernels.formats.activations import (
@@ -48,7 +48,7 @@ class Nibbles(Format):
     name: ClassVar[str] = "nibbles"
     element: ClassVar[ElementType] = E2M1
     scale: ClassVar[BlockScale] = BlockScale(E8M0, 32, "tiles_128x4")
-    second_level: ClassVar[None] = None
+    global_scale: ClassVar[None] = None
     columnwise: ClassVar[str] = "transposed"
     k_multiple: ClassVar[int] = 32
 
@@ -148,9 +148,9 @@ def test_codes_are_decoded_by_what_their_record_says():
     """Not by how many bits they have."""
     kinds = {"nibbles": NibbleValues, "bytes": ByteValues}
     for fmt in (kind.fmt for kind in OPERANDS.values() if kind.fmt is not None):
-        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decodes_by])
+        assert isinstance(values_of(fmt, "bfloat16"), kinds[fmt.decoder_kind])
     for fmt in (Nibbles(), SixBits()):
-        assert fmt.decodes_by is None
+        assert fmt.decoder_kind is None
         with raises(
             UnsupportedError, f"no kernel decodes .*: {fmt.element.name} codes with scales"
         ):
@@ -181,7 +181,7 @@ def test_words_of_records_are_checked():
     with raises(ValueError, "layout must be tiles_128x4 or mn_major, got 'rows'"):
         BlockScale(E4M3, 16, "rows")
     with raises(ValueError, "per must be group or row, got 'column'"):
-        SecondLevel("column", ("amax",))
+        GlobalScale("column", ("amax",))
 
 
 def test_an_unknown_score_is_refused():

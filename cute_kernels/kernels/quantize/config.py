@@ -41,7 +41,7 @@ class QuantizeProblem:
 
 
 def _is_per_row(format: str, columnwise: bool = False) -> bool:
-    level = parse(format).level(columnwise)
+    level = parse(format).global_scale_for(columnwise)
     return level is not None and level.per == "row"
 
 
@@ -136,7 +136,7 @@ class RowsConfig(CopyConfig):
 
     @property
     def takes_amax(self) -> bool:
-        return self.fmt.second_level is not None and not self.computes_amax
+        return self.fmt.global_scale is not None and not self.computes_amax
 
     @property
     def is_preferred(self) -> bool:
@@ -162,7 +162,7 @@ class RowsConfig(CopyConfig):
     @classmethod
     def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
         """The configuration with the fewest lanes a row that holds the row."""
-        fmt = fmt.of_copy(columnwise=False)
+        fmt = fmt.for_direction(columnwise=False)
         for warps, rows in cls.teams:
             what: dict[str, Any] = {
                 "rows_per_warp": rows,
@@ -192,9 +192,9 @@ class RowsConfig(CopyConfig):
             return _no(f"blocks of {self.format} take more lanes than a row has")
         if fmt.is_stochastic:
             return _no(f"random bytes of {self.format} are drawn tile by tile")
-        if fmt.chooses_scales:
+        if fmt.searches_scale:
             return _no(f"scales of {self.format} are chosen tile by tile")
-        if fmt.takes_scale:
+        if fmt.has_given_scale:
             return _no(f"{self.format} takes scales of groups and gives their amaxes")
         if (
             fmt.scale is not None
@@ -302,11 +302,11 @@ class TileConfig(CopyConfig):
     ) -> TileConfig:
         facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
         config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
-        if fmt.second_level is None or fmt.takes_scale:
+        if fmt.global_scale is None or fmt.has_given_scale:
             config = dataclasses.replace(config, compute_amax=False)
         if config.rowwise and config.columnwise:
             return config
-        return dataclasses.replace(config, format=fmt.of_copy(config.columnwise).text)
+        return dataclasses.replace(config, format=fmt.for_direction(config.columnwise).text)
 
     @property
     def has_own_columns(self) -> bool:
@@ -357,7 +357,7 @@ class TileConfig(CopyConfig):
     @property
     def uses_group_amax(self) -> bool:
         """Whether there are amaxes, or given scales, of groups; those of columns always are."""
-        if self.fmt.second_level is None:
+        if self.fmt.global_scale is None:
             return False
         return self.columnwise or not self.uses_row_amax
 
@@ -406,7 +406,7 @@ class GradientConfig:
     @property
     def has_own_columns(self) -> bool:
         """Whether p times the result has scales that are given."""
-        return parse(self.scaled_format).takes_scale
+        return parse(self.scaled_format).has_given_scale
 
     @property
     def copies(self) -> tuple[TileConfig, TileConfig]:
@@ -435,7 +435,7 @@ class GradientConfig:
             if (
                 fmt.is_2d
                 or fmt.element.per_byte > 1
-                or (fmt.second_level is not None and not fmt.takes_scale)
+                or (fmt.global_scale is not None and not fmt.has_given_scale)
             ):
                 return _no(
                     f"codes are bytes with scales that are given or of parts of a row, not {fmt.text}"
@@ -551,7 +551,7 @@ class DequantizeConfig(CopyConfig):
         cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
     ) -> DequantizeConfig:
         """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-        return cls(fmt.as_decoded.of_copy(columnwise).text, dtype, grouping, columnwise)
+        return cls(fmt.for_decoding.for_direction(columnwise).text, dtype, grouping, columnwise)
 
     @property
     def row_level(self) -> bool:

@@ -403,7 +403,7 @@ class RowsQuantizer:
         config = self.config
         level = self.codec.zero_level()
         if const_expr(config.takes_amax):
-            level = self.codec.second_level(out.amax[packet.group])
+            level = self.codec.global_scale(out.amax[packet.group])
         for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
             row = self.row_of(packet.item, r + lane.part)
             scales_at = lane.staged + (r + lane.part) * self.scale_pitch
@@ -419,7 +419,7 @@ class RowsQuantizer:
                 of_row = level
                 if const_expr(config.computes_amax):
                     g = self.row_amax(a, lane, parity, shared)
-                    of_row = self.codec.second_level(g)
+                    of_row = self.codec.global_scale(g)
                     parity ^= 1
                     if live and lane.of_row == 0:
                         out.amax[packet.first + row] = g

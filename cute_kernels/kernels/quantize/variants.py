@@ -110,14 +110,16 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     for fmt in _ACTIVATED:
         if support("grouped_quantize", fmt, arch, activation=True):
             made = QuantizeProblem(
-                dtype="bfloat16" if fmt.truncates else "float32",
+                dtype="bfloat16" if fmt.rounds_activation else "float32",
                 cols=fmt.k_multiple,
                 prologue=Prologue("bfloat16", "swiglu"),
             )
             yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
     for fmt in _marking(FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
         if support("moe_quantize_gradient", fmt, arch):
-            scaled = FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.takes_scale else fmt
+            scaled = (
+                FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.has_given_scale else fmt
+            )
             yield GradientConfig(fmt.text, scaled.text, "bfloat16", "swiglu", arch)
     yield from _gathered(arch)
 
@@ -134,7 +136,7 @@ def _gathered(arch: str) -> Iterator[Config]:
             kinds.append(TokenValuesConfig)
         for kind, warps in itertools.product(kinds, (1, 2, 4)):
             yield kind(fmt.text, "bfloat16", warps_per_row=warps, arch=arch, prologue=prologue)
-        if fmt.second_level is None:
+        if fmt.global_scale is None:
             problem = QuantizeProblem("bfloat16", fmt.k_multiple, prologue=prologue)
             for rowwise in (False, True):
                 yield TileConfig.choose(fmt, problem, arch, rowwise=rowwise, columnwise=True)
@@ -167,7 +169,7 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
 
 
 def _tiles(fmt: Format, dtype: str, grouping: Grouping, arch: str) -> Iterator[TileConfig]:
-    computes = (False,) if fmt.second_level is None else (False, True)
+    computes = (False,) if fmt.global_scale is None else (False, True)
     for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, computes):
         problem = QuantizeProblem(dtype, fmt.k_multiple, grouping)
         what = {"rowwise": rowwise, "columnwise": columnwise, "compute_amax": compute_amax}

@@ -117,7 +117,7 @@ class OperandKind:
     @property
     def level_factor(self) -> float | None:
         """What the second level of scales is multiplied by to decode; None without one."""
-        level = None if self.fmt is None else self.fmt.second_level
+        level = None if self.fmt is None else self.fmt.global_scale
         return None if level is None else level.factor
 
     @property
@@ -162,8 +162,8 @@ class OperandKind:
 
     @property
     def is_decodable(self) -> bool:
-        """Whether kernels decode codes, if there are any: ``Format.decodes_by``."""
-        return self.fmt is None or self.fmt.decodes_by is not None
+        """Whether kernels decode codes, if there are any: ``Format.decoder_kind``."""
+        return self.fmt is None or self.fmt.decoder_kind is not None
 
     @property
     def is_wgmma(self) -> bool:
@@ -204,7 +204,7 @@ OPERANDS = {
 
 def _facts(fmt: Format) -> tuple[object, ...]:
     """What a kernel sees of a format. Scales of squares in tiles are repeated for each row."""
-    level = fmt.second_level
+    level = fmt.global_scale
     copies = fmt.columnwise, fmt.k_multiple
     return fmt.element, fmt.scale, fmt.has_squares, None if level is None else level.factor, copies
 

@@ -151,7 +151,7 @@ class ByteRowConverter:
             at = lane.source ^ (after * 16)
             words = self.load(at, rows_on * BOX_BYTES)
             packed = absmax_packed(words, self.dtype, self.arch)
-            if const_expr(self.config.fmt.takes_scale):
+            if const_expr(self.config.fmt.has_given_scale):
                 shown = select(rows_on < lane.live, packed, Uint32(0))
                 seen = absmax_packed([seen, shown], self.dtype, self.arch)
             stored, factor = self.scale(packed, level, q, lane.mate, places)

@@ -66,7 +66,7 @@ class ColumnConverter:
         self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
         self.is_transformed = codec.fmt.is_transformed
         #: Whether words are used in the order of their rows.
-        self.in_order = self.is_transformed or codec.chooses_scales
+        self.in_order = self.is_transformed or codec.searches_scale
 
     def place(self, part: Int32) -> LanePlace:
         lane = cute.arch.lane_idx()
@@ -139,13 +139,13 @@ class ColumnConverter:
             at_once = min(2, self.num_blocks)
             blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(at_once)]
             row_block = first_row // self.codec.block + first
-            if const_expr(self.config.fmt.is_2d and self.codec.chooses_scales):
+            if const_expr(self.config.fmt.is_2d and self.codec.searches_scale):
                 amaxes = self.load_squares(row_block, col, places)
             else:
                 amaxes = [self.amaxes(words) for words in blocks]
-            if const_expr(self.config.fmt.is_2d and not self.codec.chooses_scales):
+            if const_expr(self.config.fmt.is_2d and not self.codec.searches_scale):
                 self.store_squares(amaxes, mine, row_block, col, places)
-            elif const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
+            elif const_expr(self.codec.searches_scale and not self.config.fmt.is_2d):
                 amaxes = [
                     self.codec.choose_columns(words, a, by.level)
                     for words, a in zip(blocks, amaxes, strict=True)

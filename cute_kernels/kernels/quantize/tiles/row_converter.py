@@ -54,7 +54,7 @@ class RowConverter:
         g = Float32(0.0)
         if row < what.count:
             g = row_amax[what.first + row]
-        return self.codec.second_level(g)
+        return self.codec.global_scale(g)
 
     @cute.jit
     def convert(
@@ -84,7 +84,7 @@ class RowConverter:
             elif col < cols:
                 blocks = self.load_blocks(row_at, u)
                 a = self.amaxes(blocks, places.squares, row, u, own)
-                if const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
+                if const_expr(self.codec.searches_scale and not self.config.fmt.is_2d):
                     a = [
                         self.codec.choose_row(words, x, by.level)
                         for words, x in zip(blocks, a, strict=True)
