@@ -1,4 +1,3 @@
-import contextlib
 import copy
 import warnings
 
