@@ -52,7 +52,9 @@ MODELS = {
 DELAYED = {"fp8-delayed": recipes.FP8Delayed(history_length=4)}
 every_recipe = each("recipe", ALL_RECIPES | DELAYED)
 #: Recipes in which a token shares no scale with other tokens.
-PER_TOKEN_RECIPES = {name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", "fp8-block")}
+PER_TOKEN_RECIPES = {
+    name: ALL_RECIPES[name] for name in ("bf16", "row-scaled", "mxfp8", "fp8-block")
+}
 
 
 def make_moe(recipe=None, dtype=BF16, seed=3, **options):
@@ -78,6 +80,7 @@ def step(moe, x, **options):
 
 def exact_expert(mlp, e, x):
     """Return the output of expert e for one token, in fp64."""
+
     def linear(layer, x):
         y = layer.weight[e].double() @ x
         return y if layer.bias is None else y + layer.bias[e].double()
@@ -626,7 +629,10 @@ def test_autocast_keeps_the_router_and_biases_in_fp32(dtype, mode):
 
     def gradients(mode):
         """Return gradients of x and parameters; "inside" calls backward under autocast."""
-        moe, x = make_moe(dtype=F32, bias=True, router_bias=True), tokens(dtype=F32).requires_grad_()
+        moe, x = (
+            make_moe(dtype=F32, bias=True, router_bias=True),
+            tokens(dtype=F32).requires_grad_(),
+        )
         run = torch.compile(moe, backend="aot_eager", fullgraph=True) if mode == "compiled" else moe
         with torch.autocast("cpu", dtype):
             y = run(x)
