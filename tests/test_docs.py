@@ -72,7 +72,9 @@ def groups(q, shapes, **names):
 def distributed(dist, quantized, local, y, moe, **_):
     dist.destroy_process_group()
     assert (
-        type(local) is grouped.GroupedTensor and torch.equal(local, quantized) and y.shape == (20, 32)
+        type(local) is grouped.GroupedTensor
+        and torch.equal(local, quantized)
+        and y.shape == (20, 32)
     )
     assert moe.experts.down.weight.grad is not None and moe.exchange.sent["dispatch"] == 0
 
