@@ -146,7 +146,7 @@ def test_records_say_what_consumers_ask(fmt):
     )
 
 
-@each("fmt", EVERY, ids=str)
+@pytest.mark.parametrize("fmt", EVERY, ids=str)
 def test_pickles_and_copies_of_records_hold_no_computed_names(fmt):
     state = pickle.dumps(fmt)
     assert b"operand_names" not in state and b"global_scale" not in state
