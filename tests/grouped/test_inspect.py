@@ -17,7 +17,17 @@ from grouped.functional.linear_passes import Copies
 from grouped.inspect import inspect
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, sample, step, whole_graph
+from tests.helpers import (
+    BF16,
+    E5M2,
+    F16,
+    F32,
+    U8,
+    assert_all_same,
+    compile_full_graph,
+    forward_backward,
+    sample,
+)
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -54,7 +64,7 @@ def operands(n=N, seed=5):
 
 
 def train(layer, x, dy, function=None, **options):
-    return step(layer, x, dy, torch.tensor(ENDS), function=function, **options)
+    return forward_backward(layer, x, dy, torch.tensor(ENDS), function=function, **options)
 
 
 def by_copy(lens):
@@ -287,7 +297,7 @@ def test_plain_copies(dtype):
 def test_compiled(fresh_dynamo):
     layer, (x, dy) = layer_of(recipes.NVFP4()), operands()
     function = torch.compile(layer, backend="aot_eager")
-    whole = whole_graph(layer)
+    whole = compile_full_graph(layer)
     plain = train(layer, x, dy, whole)
     with inspect(layer) as lens:
         with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):

@@ -13,9 +13,9 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
+    compile_full_graph,
     each_copy,
     sample,
-    whole_graph,
 )
 
 from .cases import ALL_RECIPES, RECIPES, WEIGHT_FORMAT, OpCounter
@@ -355,7 +355,7 @@ def test_compiled_and_transformed(options, x, dy, fresh_dynamo):
 
     message = "trains in eager mode only"
     torch._dynamo.reset()
-    whole = whole_graph(layer)
+    whole = compile_full_graph(layer)
     with pytest.raises(Exception, match=message):
         whole(x, offs)
     for strict in (True, False):
