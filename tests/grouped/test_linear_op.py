@@ -111,7 +111,7 @@ test_errors = refusals(
         (
             {"weight": grouped.quantize(torch.ones(3, N, K), grouped.NVFP4(row_scaled=True))},
             ValueError,
-            "one second-level scale a group",
+            "one global scale per group",
         ),
     ],
 )

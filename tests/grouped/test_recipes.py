@@ -41,7 +41,7 @@ def test_a_flag_is_refused_or_honoured(flag, roles):
             Recipe(**changed)
         assert status.reason
     elif flag == "row_scaled" and "weight" in roles:
-        with raises(ValueError, "one second-level scale a group"):
+        with raises(ValueError, "one global scale per group"):
             Recipe(**changed)
     elif flag == "hadamard" and len(roles) == 1:
         with raises(ValueError, "must be transformed alike"):

@@ -33,7 +33,7 @@ def test_fp32_operands_are_refused(core):
         ):
             with raises(UnsupportedError, f"on reference:{core}: a tensor core cuts"):
                 getattr(ops, name)(*operands)
-        with raises(UnsupportedError, "cuts float32"):
+        with raises(UnsupportedError, "truncates float32"):
             ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
     assert_same_bytes(out, before)
 

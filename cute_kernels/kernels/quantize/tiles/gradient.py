@@ -3,6 +3,7 @@
 The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
 and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
 of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
+from cute_kernels.arch import get_arch
 from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each
 row goes to memory, for a second kernel.
 
@@ -189,7 +190,11 @@ class GradientQuantizer(AmaxKernels):
         ]
         self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
         self.table = None
-        if config.arch == "sm_90a" and config.has_room and quick_to(self.act) is not None:
+        if (
+            get_arch(config.arch).tuned_by == "time"
+            and config.has_room
+            and quick_to(self.act) is not None
+        ):
             self.table = FactorTable.of(self.act, config.dtype)
 
     def converter(self, copy: TileConfig) -> ByteTiles:
