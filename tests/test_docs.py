@@ -69,10 +69,12 @@ def groups(q, shapes, **names):
     assert not q.dequantize()[29_696:].any()
 
 
-def distributed(dist, quantized, mine, y, moe, **_):
+def distributed(dist, quantized, local, y, moe, **_):
     dist.destroy_process_group()
     assert (
-        type(mine) is grouped.GroupedTensor and torch.equal(mine, quantized) and y.shape == (20, 32)
+        type(local) is grouped.GroupedTensor
+        and torch.equal(local, quantized)
+        and y.shape == (20, 32)
     )
     assert moe.experts.down.weight.grad is not None and moe.exchange.sent["dispatch"] == 0
 
