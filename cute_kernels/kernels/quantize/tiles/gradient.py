@@ -4,6 +4,7 @@ The loader brings tiles of the inputs; all warps turn them where they lie into t
 and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
 of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
 from cute_kernels.arch import get_arch
+from cute_kernels.arch import get_arch
 from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each
 row goes to memory, for a second kernel.
 
