@@ -3,8 +3,6 @@
 The loader brings tiles of the inputs; all warps turn them where they lie into tiles of the gradient
 and of p a, as ``moe_activate_gradient`` has them; then four warps quantize the columns of each tile
 of the stage, and four the rows of all. Who is done begins with the next stage, so warps take rows
-from cute_kernels.arch import get_arch
-from cute_kernels.arch import get_arch
 from a counter. So do CTAs tiles, many of which have few rows. Of <grad, a> a tile's part of each
 row goes to memory, for a second kernel.
 
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import unpack_absmax
 from cute_kernels.device.activations import TABLE_BYTES, FactorTable, quick_to, weighted_gradient
 from cute_kernels.device.codecs import codec_of
