@@ -22,7 +22,9 @@ def test_fp32_operands_are_refused(core):
             ("m_grouped_gemm", (a, b, offsets((4,)), None, None, False, F32)),
             ("k_grouped_gemm", (a, a, offsets((4,)), None, F32)),
         ):
-            with pytest.raises(UnsupportedError, match=f"on reference:{core}: a tensor core truncates"):
+            with pytest.raises(
+                UnsupportedError, match=f"on reference:{core}: a tensor core truncates"
+            ):
                 getattr(ops, name)(*operands)
         with pytest.raises(UnsupportedError, match="truncates float32"):
             ops.m_grouped_gemm_out(a, b, offsets((4,)), out=out)
