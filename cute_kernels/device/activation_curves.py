@@ -23,6 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from cute_kernels.formats.activations import Activation, Numbers, alpha_of, curve_of, formula_of
 
+from ..arch import get_arch
 from .convert import pack_words, unpack_words
 from .memory import load_shared, store_shared
 from .ptx import add_rn, asm, bits_as_f32, f32_as_bits, mul_rn
@@ -244,7 +245,7 @@ def activated(
     Returns:
         Lists as long as the inputs: the gradients (of A, then of B, if gated), then the values.
     """
-    width = 2 if arch == "sm_100a" else 1
+    width = 2 if get_arch(arch).has_f32x2 else 1
     with_value = with_value or not is_gradient
     num_results = is_gradient * (1 + act.is_gated) + with_value
     out: list[list[Float32]] = [[] for _ in range(num_results)]

@@ -146,7 +146,9 @@ class Layer(NamedTuple):
         if isinstance(weight, GroupedTensor):
             of_weight = weight.format.text
         is_seen, fmt = after.probe is not None, after.recipe.formats[0]
-        by_quantizer = fmt is not None and not is_seen and fmt.truncates and not style.interleaved
+        by_quantizer = (
+            fmt is not None and not is_seen and fmt.rounds_activation and not style.interleaved
+        )
         if by_quantizer and keeps_z:
             # As many bytes go to memory and back: steps in FP8Block took 2% less to 4% more (H200).
             return None
@@ -171,7 +173,7 @@ class Layer(NamedTuple):
             or after.flags is not None
         )
         is_seen |= (
-            fmt is not None and fmt.second_level is not None
+            fmt is not None and fmt.global_scale is not None
         )  # What it follows from is not known before.
         if fmt is not None and not is_seen and activates(choice, *facts, fmt.text):
             return Epilogue(*own, False, fmt.text)

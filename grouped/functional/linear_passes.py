@@ -105,7 +105,7 @@ class Rows(NamedTuple):
 
         Activations that a quantizer does not round to their dtype, or not at all, are made.
         """
-        if self.activation is not None and (self.interleaved or not fmt.truncates):
+        if self.activation is not None and (self.interleaved or not fmt.rounds_activation):
             return Rows(self.made(), self.offs)
         return self
 
@@ -293,7 +293,7 @@ def _copies_of_buffers(fmt: Format, named: dict[str, Tensor]) -> Copies:
             else None
         )
 
-    return Copies(copy(False), copy(True), named["amax"] if fmt.takes_scale else None)
+    return Copies(copy(False), copy(True), named["amax"] if fmt.has_given_scale else None)
 
 
 def quantized_gradient(
@@ -481,10 +481,10 @@ def _check_grouped(weight: GroupedTensor, need_dx: bool) -> None:
     """Whether a weight that is quantized already has what is read of it."""
     if weight.grouping != "uniform":
         raise ValueError(f"weight must be uniform, got {weight!r}")
-    level = weight.format.second_level
+    level = weight.format.global_scale
     if level is not None and level.per == "row":
         raise ValueError(
-            f"weight must have one second-level scale a group, got {weight.format}: row_scaled is for activations"
+            f"weight must have one global scale per group, got {weight.format}: row_scaled is for activations"
         )
     if need_dx and weight.format.is_transformed:
         raise ValueError(

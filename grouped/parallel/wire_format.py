@@ -35,11 +35,11 @@ def check_wire(name: str, fmt: Format | None) -> None:
 
 
 def _is_by_rows(fmt: Format) -> bool:
-    level = fmt.second_level
+    level = fmt.global_scale
     return not (
         fmt.is_2d
         or fmt.is_stochastic
-        or fmt.takes_scale
+        or fmt.has_given_scale
         or (level is not None and level.per != "row")
     )
 

@@ -414,7 +414,7 @@ class GroupedTensor(Tensor):
         """
         if self.grouping != "uniform":
             raise ValueError(f"only uniform weights can be prepacked, got {self!r}")
-        level = self.format.second_level
+        level = self.format.global_scale
         if self.format.element.per_byte == 1 or (level is not None and level.per == "row"):
             raise ValueError(f"{self.format} cannot be combined with prepacked")
         return self if self.prepacked else self._reordered(prepack)
@@ -582,7 +582,7 @@ class GroupedTensor(Tensor):
         held = zip((False, True), directions, strict=True)
         names = [n for way, is_held in held if is_held for n in self.format.buffer_names(way)]
         inner = [getattr(self, f"_{name}") for name in dict.fromkeys(names)]
-        if scale is None and self.format.takes_scale:
+        if scale is None and self.format.has_given_scale:
             held_scale: Tensor = self._scale  # type: ignore[attr-defined]
             scale = held_scale.clone()
         if seed is None:

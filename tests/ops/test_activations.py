@@ -22,7 +22,6 @@ from tests.helpers import (
     U8,
     assert_all_same,
     assert_same_bytes,
-    each,
     many_groups,
     offsets,
     ops,
@@ -59,7 +58,7 @@ def made(act, x):
 
 def stored(fmt, elements, dtype):
     """The elements as a tensor of its own, which quantizes to the same codes."""
-    return elements.to(dtype) if fmt.truncates else elements
+    return elements.to(dtype) if fmt.rounds_activation else elements
 
 
 def names(fmt, x, num_groups, directions):
@@ -86,7 +85,7 @@ def test_codes_of_every_activation(fmt, act):
     check(fmt, act, x, offsets((131, 0, 16)))
 
 
-@each(
+@pytest.mark.parametrize(
     ("dtype", "directions"),
     [
         *(("bfloat16", (True, False)), ("bfloat16", (False, True))),
@@ -111,7 +110,7 @@ def test_truncation_makes_a_difference():
     exact = made(SOME[0], x)
     for fmt in FORMATS:
         got = check(fmt, SOME[0], x, offs, (True, False))
-        other = exact if fmt.truncates else exact.to(BF16)
+        other = exact if fmt.rounds_activation else exact.to(BF16)
         assert not got[0].view(U8).equal(ops.grouped_quantize(other, fmt.text, offs)[0].view(U8))
 
 
@@ -125,7 +124,9 @@ def test_many_groups_and_strided_inputs(fmt):
         check(fmt, act, strided, offsets((30, 15)))
 
 
-@pytest.mark.parametrize("fmt", **texts([f for f in FORMATS if f.level(columnwise=True)]))
+@pytest.mark.parametrize(
+    "fmt", **texts([f for f in FORMATS if f.global_scale_for(columnwise=True)])
+)
 def test_given_amax(fmt):
     check(
         fmt,
@@ -195,7 +196,7 @@ REFUSED = {
 }
 
 
-@each("message", [*REFUSED])
+@pytest.mark.parametrize("message", [*REFUSED])
 def test_refused(message):
     arguments = {"x": X, "format": "nvfp4", "offs": OFFS} | REFUSED[message]
     for call in (ops.grouped_quantize, cute_kernels.ops.grouped_quantize):

@@ -10,6 +10,7 @@ from typing import Any
 
 from cutlass import Float32, Int32, Uint16, Uint32
 
+from ...arch import get_arch
 from ...formats import Format
 from ..ptx import asm
 
@@ -45,7 +46,7 @@ class Codec(abc.ABC):
             on the second level alone.
         table_size: encode factors that ``encode_factor`` tells apart; 0 if looking them up in
             shared memory does not pay.
-        chooses_scales: what ``block_scales`` takes is not the amax of a block, but the number
+        searches_scale: what ``block_scales`` takes is not the amax of a block, but the number
             that ``choose_row``, ``choose_columns`` or ``choose_square`` gives.
         level_names: what ``level_results`` gives: the buffers of the second level but the amax.
     """
@@ -56,11 +57,13 @@ class Codec(abc.ABC):
         self.fmt = fmt
         self.dtype = dtype
         self.arch = arch
+        self.has_f32x2 = arch is not None and get_arch(arch).has_f32x2
+        self.has_fp4_convert = arch is not None and get_arch(arch).has_fp4_convert
         self.has_scales = fmt.scale is not None
-        self.chooses_scales = fmt.chooses_scales
+        self.searches_scale = fmt.searches_scale
         self.block = fmt.k_multiple if fmt.scale is None else fmt.scale.vec_size
         self.code_words = self.block * fmt.element.bits // 32
-        level = fmt.second_level
+        level = fmt.global_scale
         kept = () if level is None else level.buffers
         self.level_names = tuple(name for name in kept if name != "amax")
 
@@ -71,7 +74,7 @@ class Codec(abc.ABC):
 
     # ---- encoding
 
-    def second_level(self, amax: Float32) -> Level:
+    def global_scale(self, amax: Float32) -> Level:
         """What the codes of a group or row are relative to, from its amax, or the scale given;
         nothing by default.
         """

@@ -37,10 +37,11 @@ class NVFP4Codec(NibbleCodec):
 
     def __init__(self, fmt: NVFP4, dtype: str, arch: str | None = None):
         super().__init__(fmt, dtype, arch)
-        #: A reciprocal that rounds is about ten instructions, and sm_90a is short of those.
-        self.table_size = _SCALE_CODES if arch == "sm_90a" else 0
+        #: A rounded reciprocal takes about ten instructions. Kernels without packed fp32
+        #: instructions look the encode factors up instead.
+        self.table_size = 0 if arch is None or self.has_f32x2 else _SCALE_CODES
 
-    def second_level(self, amax: Float32) -> Level | FourOverSixLevel:
+    def global_scale(self, amax: Float32) -> Level | FourOverSixLevel:
         """S_dec and S_enc / 6. S_enc = 2688 / amax, at most FMAX, and 1 where that is 0 or amax is.
 
         (It is 0 where the amax is infinite.)
@@ -59,14 +60,14 @@ class NVFP4Codec(NibbleCodec):
 		}"""
         tensor_max = Float32(self.fmt.tensor_max)
         fmax, sixth = bits_as_f32(Uint32(_FMAX_BITS)), bits_as_f32(Uint32(_RCP_ELEMENT_MAX_BITS))
-        factor = Float32(1.0) if self.chooses_scales else sixth
+        factor = Float32(1.0) if self.searches_scale else sixth
         s_dec, mult = asm(text, [Float32, Float32], [amax, tensor_max, fmax, factor])
-        if self.chooses_scales:
+        if self.searches_scale:
             return FourOverSixLevel(s_dec, Float32(1.0), mult, amax, is_far(amax))
         return Level(s_dec, mult)
 
     def zero_level(self) -> Level | FourOverSixLevel:
-        if self.chooses_scales:
+        if self.searches_scale:
             return FourOverSixLevel(*[Float32(0.0)] * 4, Int32(0))
         return Level(Float32(0.0), Float32(0.0))
 
@@ -163,4 +164,4 @@ class NVFP4Codec(NibbleCodec):
 
     def decode_factor(self, scale: Float32 | None, level: Float32 | None) -> Float32:
         """fl(fl(scale * amax) * fl(1/2688)), see ``Codec``."""
-        return (scale * level) * Float32(self.fmt.second_level.factor)
+        return (scale * level) * Float32(self.fmt.global_scale.factor)

@@ -57,7 +57,7 @@ def kernel_specs(arch: str) -> Iterator[KernelSpec]:
             ScaleTilesConfig(False, not tiles, True, True, tiles) for tiles in (False, True)
         )
     for operand, kind in OPERANDS.items():
-        is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.chooses_scales)
+        is_rare = kind.has_short_sums or (kind.fmt is not None and kind.fmt.searches_scale)
         if support("grouped_gemm", kind.fmt, arch) and not is_rare:
             dtype = "bfloat16" if kind.fmt else operand
             cls = CONFIGS[arch]

@@ -10,7 +10,8 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cute_kernels.capability import Support, UnsupportedError, refuses
+from cute_kernels.arch import get_arch
+from cute_kernels.capability import Support, UnsupportedError, why_unsupported
 from cute_kernels.formats import E4M3, Format, parse
 from cute_kernels.formats.activations import parse_activation
 
@@ -24,6 +25,9 @@ Grouping = Literal["ragged", "uniform"]
 _no = functools.partial(Support, False)
 #: K is a multiple of this whatever the format: 32 bytes of 16-bit input, which lanes load at once.
 K_MULTIPLE = 16
+
+#: Shared memory of a CTA, in bytes, that tiles in flight leave to scales, factors and barriers.
+_RESERVED_BYTES = 35 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class QuantizeProblem:
 
 
 def _is_per_row(format: str, columnwise: bool = False) -> bool:
-    level = parse(format).level(columnwise)
+    level = parse(format).global_scale_for(columnwise)
     return level is not None and level.per == "row"
 
 
@@ -74,7 +78,7 @@ class CopyConfig:
     grouping: Grouping = "ragged"
 
     def __post_init__(self) -> None:
-        if reason := refuses(self.fmt):
+        if reason := why_unsupported(self.fmt):
             raise UnsupportedError(f"no kernel of {self.format}: {reason}")
 
     @property
@@ -120,7 +124,8 @@ class RowsConfig(CopyConfig):
     @property
     def is_light(self) -> bool:
         """Whether elements are only multiplied and rounded: then few warps have much of a row each."""
-        return self.arch == "sm_100a" and self.fmt.scale is None and self.prologue is None
+        has_f32x2 = get_arch(self.arch).has_f32x2
+        return has_f32x2 and self.fmt.scale is None and self.prologue is None
 
     @property
     def num_compute_warps(self) -> int:
@@ -136,7 +141,7 @@ class RowsConfig(CopyConfig):
 
     @property
     def takes_amax(self) -> bool:
-        return self.fmt.second_level is not None and not self.computes_amax
+        return self.fmt.global_scale is not None and not self.computes_amax
 
     @property
     def is_preferred(self) -> bool:
@@ -146,7 +151,8 @@ class RowsConfig(CopyConfig):
         H200, of SwiGLU twice as fast (perf/results/quantize_h200.md). sm_100a was not measured;
         tile by tile it executes fewer instructions where blocks have scales.
         """
-        return self.computes_amax or self.arch == "sm_90a" or self.fmt.scale is None
+        is_measured = get_arch(self.arch).tuned_by == "time"
+        return self.computes_amax or is_measured or self.fmt.scale is None
 
     @property
     def num_teams(self) -> int:
@@ -162,7 +168,7 @@ class RowsConfig(CopyConfig):
     @classmethod
     def choose(cls, fmt: Format, problem: QuantizeProblem, arch: str = "sm_100a") -> Self:
         """The configuration with the fewest lanes a row that holds the row."""
-        fmt = fmt.of_copy(columnwise=False)
+        fmt = fmt.for_direction(columnwise=False)
         for warps, rows in cls.teams:
             what: dict[str, Any] = {
                 "rows_per_warp": rows,
@@ -170,7 +176,7 @@ class RowsConfig(CopyConfig):
                 "prologue": problem.prologue,
             }
             if (
-                arch == "sm_90a"
+                get_arch(arch).tuned_by == "time"
                 and problem.prologue is not None
                 and problem.prologue.activation is not None
             ):
@@ -192,9 +198,9 @@ class RowsConfig(CopyConfig):
             return _no(f"blocks of {self.format} take more lanes than a row has")
         if fmt.is_stochastic:
             return _no(f"random bytes of {self.format} are drawn tile by tile")
-        if fmt.chooses_scales:
+        if fmt.searches_scale:
             return _no(f"scales of {self.format} are chosen tile by tile")
-        if fmt.takes_scale:
+        if fmt.has_given_scale:
             return _no(f"{self.format} takes scales of groups and gives their amaxes")
         if (
             fmt.scale is not None
@@ -221,7 +227,7 @@ class ValuesConfig(RowsConfig):
     teams: ClassVar[tuple[tuple[int, int], ...]] = RowsConfig.teams[1:]
 
     def can_implement(self, problem: QuantizeProblem) -> Support:
-        if (self.arch, self.grouping) != ("sm_90a", "ragged"):
+        if self.grouping != "ragged" or get_arch(self.arch).has_block_scaled_mma:
             return _no("values are for ragged operands on sm_90a")
         if (scale := self.fmt.scale) is None or (scale.element, scale.vec_size) != (E4M3, 16):
             return _no(f"values are of codes with e4m3 scales of 16, not of {self.format}")
@@ -302,11 +308,11 @@ class TileConfig(CopyConfig):
     ) -> TileConfig:
         facts: dict[str, Any] = {**what, "arch": arch, "prologue": problem.prologue}
         config = cls(fmt.text, problem.dtype, problem.grouping, **facts)
-        if fmt.second_level is None or fmt.takes_scale:
+        if fmt.global_scale is None or fmt.has_given_scale:
             config = dataclasses.replace(config, compute_amax=False)
         if config.rowwise and config.columnwise:
             return config
-        return dataclasses.replace(config, format=fmt.of_copy(config.columnwise).text)
+        return dataclasses.replace(config, format=fmt.for_direction(config.columnwise).text)
 
     @property
     def has_own_columns(self) -> bool:
@@ -335,7 +341,9 @@ class TileConfig(CopyConfig):
     @property
     def num_tiles(self) -> int:
         """Tiles in shared memory: those in flight, 192 KiB of them, or one a team that makes it."""
-        return self.num_teams if self.makes_tiles else 6 * 32768 // self.tile_bytes
+        if self.makes_tiles:
+            return self.num_teams
+        return (get_arch(self.arch).smem_bytes - _RESERVED_BYTES) // self.tile_bytes
 
     @property
     def num_stages(self) -> int:
@@ -357,7 +365,7 @@ class TileConfig(CopyConfig):
     @property
     def uses_group_amax(self) -> bool:
         """Whether there are amaxes, or given scales, of groups; those of columns always are."""
-        if self.fmt.second_level is None:
+        if self.fmt.global_scale is None:
             return False
         return self.columnwise or not self.uses_row_amax
 
@@ -406,7 +414,7 @@ class GradientConfig:
     @property
     def has_own_columns(self) -> bool:
         """Whether p times the result has scales that are given."""
-        return parse(self.scaled_format).takes_scale
+        return parse(self.scaled_format).has_given_scale
 
     @property
     def copies(self) -> tuple[TileConfig, TileConfig]:
@@ -435,7 +443,7 @@ class GradientConfig:
             if (
                 fmt.is_2d
                 or fmt.element.per_byte > 1
-                or (fmt.second_level is not None and not fmt.takes_scale)
+                or (fmt.global_scale is not None and not fmt.has_given_scale)
             ):
                 return _no(
                     f"codes are bytes with scales that are given or of parts of a row, not {fmt.text}"
@@ -551,7 +559,7 @@ class DequantizeConfig(CopyConfig):
         cls, fmt: Format, dtype: str, grouping: Grouping, columnwise: bool
     ) -> DequantizeConfig:
         """The configuration that reads a copy of ``fmt``; formats with equal bytes share one."""
-        return cls(fmt.as_decoded.of_copy(columnwise).text, dtype, grouping, columnwise)
+        return cls(fmt.for_decoding.for_direction(columnwise).text, dtype, grouping, columnwise)
 
     @property
     def row_level(self) -> bool:

@@ -39,6 +39,6 @@ class LevelWriter:
         group: Int32,
     ) -> None:
         results = dict(zip(LEVEL_RESULTS, (scale_inv, scale), strict=True))
-        numbers = self.codec.level_results(self.codec.second_level(amax[group]))
+        numbers = self.codec.level_results(self.codec.global_scale(amax[group]))
         for name, number in zip(self.codec.level_names, numbers, strict=True):
             results[name][group] = number

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words, fmax, warp_max
 from cute_kernels.device.activation_curves import TABLE_BYTES
 from cute_kernels.device.codecs import Level, codec_of
@@ -130,7 +131,11 @@ class RowsQuantizer:
         self.piece = min(self.codec.block, K_MULTIPLE)
         #: Pieces that are looked at together, whether the row has all of them.
         self.at_once = 2
-        if config.arch == "sm_100a" and not self.codec.has_scales and config.rows_per_warp <= 4:
+        if (
+            get_arch(config.arch).has_f32x2
+            and not self.codec.has_scales
+            and config.rows_per_warp <= 4
+        ):
             # Of 16-bit types a 16-byte chunk, which eight lanes of a row read without conflicts in
             # the order of their codes.
             self.piece, self.at_once = 8, 8 if config.is_light else 4
@@ -403,7 +408,7 @@ class RowsQuantizer:
         config = self.config
         level = self.codec.zero_level()
         if const_expr(config.takes_amax):
-            level = self.codec.second_level(out.amax[packet.group])
+            level = self.codec.global_scale(out.amax[packet.group])
         for r in cutlass.range(0, _PACKET_ROWS, config.rows_per_warp, unroll=1):
             row = self.row_of(packet.item, r + lane.part)
             scales_at = lane.staged + (r + lane.part) * self.scale_pitch
@@ -419,7 +424,7 @@ class RowsQuantizer:
                 of_row = level
                 if const_expr(config.computes_amax):
                     g = self.row_amax(a, lane, parity, shared)
-                    of_row = self.codec.second_level(g)
+                    of_row = self.codec.global_scale(g)
                     parity ^= 1
                     if live and lane.of_row == 0:
                         out.amax[packet.first + row] = g

@@ -102,7 +102,7 @@ class TokensQuantizer(RowsQuantizer):
             level, g = self.codec.zero_level(), Float32(0.0)
             if const_expr(config.computes_amax):
                 g = self.row_amax(a, lane, parity, shared)
-                level = self.codec.second_level(g)
+                level = self.codec.global_scale(g)
                 parity ^= 1
             for first in cutlass.range(0, top_k, WARP_SIZE, unroll=1):
                 some = lane._replace(

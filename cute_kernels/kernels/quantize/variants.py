@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cute_kernels.arch import get_arch
 from cute_kernels.capability import support
 from cute_kernels.formats import FP8, MXFP8, NVFP4, Format, FP8Block
 from cute_kernels.formats.base import FP8_ELEMENTS
@@ -91,7 +92,7 @@ def kernel_specs(arch: str) -> Iterator[Config]:
         if support("grouped_amax", None, arch):
             for keeps_nan in (False, True):
                 # Before rows with amaxes of groups, which sm_100a converts tile by tile.
-                if not keeps_nan or arch == "sm_90a":
+                if not keeps_nan or get_arch(arch).tuned_by == "time":
                     yield AmaxConfig(dtype, grouping, arch=arch, keeps_nan=keeps_nan)
                 # For tiles with amaxes of rows where those of groups are given.
                 yield AmaxConfig(
@@ -110,14 +111,16 @@ def kernel_specs(arch: str) -> Iterator[Config]:
     for fmt in _ACTIVATED:
         if support("grouped_quantize", fmt, arch, activation=True):
             made = QuantizeProblem(
-                dtype="bfloat16" if fmt.truncates else "float32",
+                dtype="bfloat16" if fmt.rounds_activation else "float32",
                 cols=fmt.k_multiple,
                 prologue=Prologue("bfloat16", "swiglu"),
             )
             yield TileConfig.choose(fmt, made, arch, columnwise=True, compute_amax=True)
     for fmt in _marking(FP8Block(), MXFP8(), FP8(torch.float8_e5m2, "delayed")):
         if support("moe_quantize_gradient", fmt, arch):
-            scaled = FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.takes_scale else fmt
+            scaled = (
+                FP8(scaling="delayed", nan_scales=fmt.nan_scales) if fmt.has_given_scale else fmt
+            )
             yield GradientConfig(fmt.text, scaled.text, "bfloat16", "swiglu", arch)
     yield from _gathered(arch)
 
@@ -128,13 +131,13 @@ def _gathered(arch: str) -> Iterator[Config]:
     for fmt in _marking(FP8Block(), NVFP4(row_scaled=True)):
         if not support("grouped_quantize", fmt, arch):
             continue
-        is_expanded = arch == "sm_90a" and fmt.element.per_byte > 1
+        is_expanded = not get_arch(arch).has_block_scaled_mma and fmt.element.per_byte > 1
         kinds = [TokensConfig]
         if is_expanded and support("grouped_gemm", fmt, arch):
             kinds.append(TokenValuesConfig)
         for kind, warps in itertools.product(kinds, (1, 2, 4)):
             yield kind(fmt.text, "bfloat16", warps_per_row=warps, arch=arch, prologue=prologue)
-        if fmt.second_level is None:
+        if fmt.global_scale is None:
             problem = QuantizeProblem("bfloat16", fmt.k_multiple, prologue=prologue)
             for rowwise in (False, True):
                 yield TileConfig.choose(fmt, problem, arch, rowwise=rowwise, columnwise=True)
@@ -157,7 +160,11 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
         if config.is_preferred and config.can_implement(shortest):
             yield config
         # Codes that share bytes are no operands there.
-        is_expanded = (arch, grouping) == ("sm_90a", "ragged") and fmt.element.per_byte > 1
+        is_expanded = (
+            grouping == "ragged"
+            and fmt.element.per_byte > 1
+            and not get_arch(arch).has_block_scaled_mma
+        )
         if (
             is_expanded
             and support("grouped_gemm", fmt, arch)
@@ -167,7 +174,7 @@ def _rows(fmt: Format, dtype: str, grouping: str, arch: str) -> Iterator[RowsCon
 
 
 def _tiles(fmt: Format, dtype: str, grouping: Grouping, arch: str) -> Iterator[TileConfig]:
-    computes = (False,) if fmt.second_level is None else (False, True)
+    computes = (False,) if fmt.global_scale is None else (False, True)
     for (rowwise, columnwise), compute_amax in itertools.product(_DIRECTIONS, computes):
         problem = QuantizeProblem(dtype, fmt.k_multiple, grouping)
         what = {"rowwise": rowwise, "columnwise": columnwise, "compute_amax": compute_amax}

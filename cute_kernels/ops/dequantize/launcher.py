@@ -43,7 +43,7 @@ def dequantize(op: GroupedDequantize, launch: Launcher) -> Runner:
     kernel = launch.kernel(
         DequantizeConfig.choose(fmt, dtype_name(op.dtype), grouping, op.columnwise)
     )
-    has_scales, has_level = fmt.scale is not None, fmt.second_level is not None
+    has_scales, has_level = fmt.scale is not None, fmt.global_scale is not None
 
     def run(op: GroupedDequantize, outputs: Sequence[Tensor], fresh: bool = False) -> None:
         codes = readable(op.codes) if op.columnwise else _readable_rows(op.codes)

@@ -34,7 +34,7 @@ def multiply_decoded(
     """How it runs, with ``multiply`` for plain operands."""
     fmt, groups = op.b_record, op.offs.shape[0]
     assert fmt is not None
-    level = fmt.second_level
+    level = fmt.global_scale
     ones = torch.ones(groups, device=op.device)
     rows, cols = (op.depth, op.cols) if op.transpose_b else (op.cols, op.depth)
     values = Allocator([BufferSpec((groups, rows, cols), op.a.dtype)], op.device)

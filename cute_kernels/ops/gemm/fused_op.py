@@ -180,7 +180,7 @@ class _Activated(MGrouped):
                 fmt.k_multiple,
                 f"quantize_to={fmt.text!r}",
             )
-        takes = fmt is not None and fmt.second_level is not None
+        takes = fmt is not None and fmt.global_scale is not None
         if takes != (self.amax is not None):
             raise ValueError(
                 "amax is of results that are quantized to a format with a second level, and needed there"

@@ -65,7 +65,7 @@ def _places(scales: list[Tensor] | None, fmt: Format | None) -> tuple[int | None
     if fmt is None or scales is None:
         return None, None
     names = fmt.operand_names(columnwise=False)[1:]
-    return 0 if fmt.scale is not None else None, len(names) - 1 if fmt.second_level else None
+    return 0 if fmt.scale is not None else None, len(names) - 1 if fmt.global_scale else None
 
 
 def _read(
@@ -101,7 +101,7 @@ def _reference_operand(
 
 def _check_own_scales(fmt: Format | None) -> None:
     """Rows of a tensor of this format must have scales of their own, or none."""
-    level = None if fmt is None else fmt.level(columnwise=False)
+    level = None if fmt is None else fmt.global_scale_for(columnwise=False)
     if fmt is not None and (fmt.is_2d or level is not None and level.per != "row"):
         raise ValueError(
             f"rows needs an a_format whose scales are those of single rows, got {fmt.text!r}"
@@ -261,7 +261,7 @@ class MGrouped(GroupedGemm):
     @property
     def row_scaled(self) -> bool:
         """Whether the second level of A is one number a row."""
-        level = None if self.a_record is None else self.a_record.second_level
+        level = None if self.a_record is None else self.a_record.global_scale
         return level is not None and level.per == "row"
 
     @property
@@ -298,7 +298,7 @@ class MGrouped(GroupedGemm):
             check_dtype("a", self.a.dtype, self.plain_dtypes)
             if a is not None:
                 check_seed(getattr(self, "seed", None), a, "a", self.device)
-            if a is not None and a.takes_scale:
+            if a is not None and a.has_given_scale:
                 raise ValueError(
                     f"a_format {a.text!r} takes a scale of each group, which {self.name} has no argument for: quantize a first"
                 )
@@ -310,10 +310,10 @@ class MGrouped(GroupedGemm):
             check_tensor("b", self.b, dtypes=(self.a.dtype,), shape=plain)
         else:
             check_multiple("K", depth, b.k_multiple, f"the columns of a, beside {b.text}")
-            level = b.level(columnwise=self.transpose_b)
+            level = b.global_scale_for(columnwise=self.transpose_b)
             if level is not None and level.per == "row":
                 raise ValueError(
-                    f"b_format must have one second-level scale a group, got {self.b_format!r}"
+                    f"b_format must have one global scale per group, got {self.b_format!r}"
                 )
             shape = (depth, self.cols) if self.transpose_b else (self.cols, depth)
             copy = (self.b, self.b_scales or [])

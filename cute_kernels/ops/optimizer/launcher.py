@@ -30,7 +30,7 @@ def adamw_quantize(op: AdamWQuantize, launch: Launcher) -> Runner:
         empty = no_elements(like)
         return lambda op, outputs: empty(op.quantize(op.master), outputs[3:])
     names, after = tuple(like.specs()), None
-    if fmt.second_level is None or fmt.takes_scale:
+    if fmt.global_scale is None or fmt.has_given_scale:
         facts = {"rowwise": op.rowwise, "columnwise": op.columnwise, "gradient": gradient}
         kernel = launch.kernel(AdamWTileConfig.choose(fmt, quantized(like), launch.arch, **facts))
     else:

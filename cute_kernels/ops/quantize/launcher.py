@@ -53,7 +53,7 @@ def quantized(op: GroupedQuantize) -> QuantizeProblem:
         return problem
     return replace(
         problem,
-        dtype=problem.dtype if op.activation is None or op.record.truncates else "float32",
+        dtype=problem.dtype if op.activation is None or op.record.rounds_activation else "float32",
         cols=result_columns(op.x.shape[-1], op.activation),
         prologue=Prologue(dtype_name(op.x.dtype), op.activation, op.rows is not None),
     )
@@ -81,7 +81,7 @@ def no_elements(op: GroupedQuantize) -> Runner:
         out = dict(zip(names, outputs, strict=True))
         amax = op.x.new_zeros(count, dtype=torch.float32) if op.amax is None else op.amax.abs()
         for columnwise in asked:
-            level = fmt.level(columnwise)
+            level = fmt.global_scale_for(columnwise)
             if level is not None and level.per == "group":
                 vectors = fmt.buffer_names(columnwise)[-len(level.buffers) :]
                 # One for both directions, or one each.

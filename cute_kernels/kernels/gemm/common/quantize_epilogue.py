@@ -57,7 +57,7 @@ class QuantizedRows:
     def level(self, group: Int32) -> Level:
         """The second level of a group."""
         amax = self.tensors.level
-        return () if amax is None else self.codec.second_level(amax[group])
+        return () if amax is None else self.codec.global_scale(amax[group])
 
     def encode(
         self, words: list[Uint32], amax: Float32, level: Level = ()
@@ -65,7 +65,7 @@ class QuantizedRows:
         """Words of codes of a block with that amax, or of a part of it, and its scale as it is
         stored.
         """
-        if self.codec.chooses_scales:
+        if self.codec.searches_scale:
             amax = self.codec.choose_row(words, amax, level)
         stored, factor = self.codec.block_scale(amax, level)
         return self.codec.encode_row(words, factor), stored

@@ -104,7 +104,7 @@ class StagedBlocks(QuantizedRows):
 
         Or than a block, where all of it is looked at for its scale.
         """
-        own, least = len(words), self.block if self.codec.chooses_scales else self.per_word
+        own, least = len(words), self.block if self.codec.searches_scale else self.per_word
         while len(words) < least // 2:
             words = words + [
                 Uint32(cute.arch.shuffle_sync_bfly(word, offset=len(words) // own))

@@ -76,7 +76,7 @@ class ByteColumnConverter:
             packed = [
                 absmax_packed([row[w] for row in rows], self.dtype, self.arch) for w in range(4)
             ]
-            if const_expr(self.config.fmt.takes_scale):
+            if const_expr(self.config.fmt.has_given_scale):
                 seen = absmax_packed([seen, *packed], self.dtype, self.arch)
             stored, factors = self.scale(packed, level, chunk, mate, places)
             col = chunk * self.num_cols

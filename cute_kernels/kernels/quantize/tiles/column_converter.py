@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_pairs, absmax_words, fmax, split_absmax
 from cute_kernels.device.codecs.nibbles import NibbleCodec
 from cute_kernels.device.groups import Grouping
@@ -56,7 +57,7 @@ class ColumnConverter:
         self.arch = config.arch
         self.tile = tile
         #: Lanes that share their columns, so that a warp has 16 columns of a box, or all.
-        self.sharing = 2 * self.tile.cols_per_word if config.arch == "sm_90a" else 1
+        self.sharing = 1 if get_arch(config.arch).has_fp4_convert else 2 * self.tile.cols_per_word
         #: Whether a warp has half of the tile's rows and nothing to convert if they do not exist.
         self.skips_rows = self.sharing == 1
         #: Rows that a lane has at a time, and how often; boxes with columns that it has.
@@ -66,7 +67,7 @@ class ColumnConverter:
         self.num_boxes = self.tile.num_boxes * max(2, self.sharing) // 4
         self.is_transformed = codec.fmt.is_transformed
         #: Whether words are used in the order of their rows.
-        self.in_order = self.is_transformed or codec.chooses_scales
+        self.in_order = self.is_transformed or codec.searches_scale
 
     def place(self, part: Int32) -> LanePlace:
         lane = cute.arch.lane_idx()
@@ -139,13 +140,13 @@ class ColumnConverter:
             at_once = min(2, self.num_blocks)
             blocks = [self.load_block(lanes_at, first + i, mine.twist) for i in range(at_once)]
             row_block = first_row // self.codec.block + first
-            if const_expr(self.config.fmt.is_2d and self.codec.chooses_scales):
+            if const_expr(self.config.fmt.is_2d and self.codec.searches_scale):
                 amaxes = self.load_squares(row_block, col, places)
             else:
                 amaxes = [self.amaxes(words) for words in blocks]
-            if const_expr(self.config.fmt.is_2d and not self.codec.chooses_scales):
+            if const_expr(self.config.fmt.is_2d and not self.codec.searches_scale):
                 self.store_squares(amaxes, mine, row_block, col, places)
-            elif const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
+            elif const_expr(self.codec.searches_scale and not self.config.fmt.is_2d):
                 amaxes = [
                     self.codec.choose_columns(words, a, by.level)
                     for words, a in zip(blocks, amaxes, strict=True)

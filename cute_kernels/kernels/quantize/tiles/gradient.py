@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import unpack_absmax
-from cute_kernels.device.activation_curves import (
-    TABLE_BYTES,
-    FactorTable,
-    quick_bound,
-    weighted_gradient,
-)
+from cute_kernels.device.activation_curves import TABLE_BYTES, FactorTable, quick_bound, weighted_gradient
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
@@ -182,17 +178,23 @@ class GradientQuantizer(AmaxKernels):
         self.tiles = [self.converter(copy) for copy in config.copies]
         self.loader = GradientLoader(config, self.tiles[0].columns.tile)  # type: ignore[arg-type]
         self.threads = self.crews * config.copies[0].warps_per_team * WARP_SIZE
-        self.takes_scale = any(copy.fmt.takes_scale for copy in config.copies)
+        self.has_given_scale = any(copy.fmt.has_given_scale for copy in config.copies)
         self.levels = LevelWriter(self.tiles[0].columns.codec)
         #: Levels of scales that are given become NaN when amaxes are known.
-        self.marks_levels = self.takes_scale and any(copy.fmt.nan_scales for copy in config.copies)
+        self.marks_levels = self.has_given_scale and any(
+            copy.fmt.nan_scales for copy in config.copies
+        )
         #: Columnwise scale tiles of each kind of tile, and the most bytes of them.
         self.scale_tiles = [
             t.columns.is_tiled * scale_tiles(TILE_ROWS, t.columns.codec.block) for t in self.tiles
         ]
         self.scales_bytes = SF_TILE_BYTES * max(self.scale_tiles)
         self.table = None
-        if config.arch == "sm_90a" and config.has_room and quick_bound(self.act) is not None:
+        if (
+            get_arch(config.arch).tuned_by == "time"
+            and config.has_room
+            and quick_bound(self.act) is not None
+        ):
             self.table = FactorTable.create(self.act, config.dtype)
 
     def converter(self, copy: TileConfig) -> ByteTiles:
@@ -228,7 +230,7 @@ class GradientQuantizer(AmaxKernels):
             both = out[: len(out) // 2], out[len(out) // 2 :]
             scale_invs, scales, amaxes = zip(*(one[4:] for one in both), strict=True)
             self.launch_levels(amaxes, given, scale_invs, scales, num_sms, stream)
-        elif const_expr(self.takes_scale):
+        elif const_expr(self.has_given_scale):
             first, *other = [t for t in (out[len(out) // 2 - 1], out[-1]) if t is not None]
             self.launch_clear(first, num_sms, stream, *other)
         copies = [self.loader.copy_of(t, t.shape[0]) for t in (x, grad)]
@@ -351,7 +353,7 @@ class GradientQuantizer(AmaxKernels):
             cute.arch.mbarrier_wait(shared.full + stage, phase)
             what = self.loader.read_descriptor(shared, stage)
             count = what.count
-            if const_expr(self.takes_scale):
+            if const_expr(self.has_given_scale):
                 if count == 0 or what.group != seen_of:
                     self.report(amaxes, marked, crew, seen_of, seen)
                     seen, seen_of = Uint32(0), what.group
@@ -474,7 +476,7 @@ class GradientQuantizer(AmaxKernels):
 
     def level(self, kind: int, what: Descriptor) -> Level:
         """What codes of a group are relative to."""
-        return self.tiles[kind].columns.codec.second_level(
+        return self.tiles[kind].columns.codec.global_scale(
             bits_as_f32(Uint32((what.amax, what.column_amax)[kind]))
         )
 

@@ -75,7 +75,7 @@ class TileQuantizer(ChunkAmaxKernels):
         self.levels = LevelWriter(self.codec)
         self.keeps_nan = config.fmt.amaxes_keep_nan
         #: Levels of scales that are given become NaN when amaxes are known.
-        self.marks_levels = config.fmt.takes_scale and config.fmt.nan_scales
+        self.marks_levels = config.fmt.has_given_scale and config.fmt.nan_scales
         self.tile = TileGeometry(config.dtype, self.codec.block)
         gathered = config.prologue is not None and config.prologue.gathered
         loader = RowsLoader if config.copies_rows else TileLoader
@@ -136,7 +136,7 @@ class TileQuantizer(ChunkAmaxKernels):
             self.launch_amax(x, offs, row_amax, group_amax, num_sms, stream)
         if const_expr(self.marks_levels):
             self.launch_levels((amax,), (group_amax,), (scale_inv,), (scale,), num_sms, stream)
-        elif const_expr(self.config.fmt.takes_scale):
+        elif const_expr(self.config.fmt.has_given_scale):
             self.launch_clear(amax, num_sms, stream)
         copies: tuple[Any, ...] = (None,) * 3
         if const_expr(self.filler is None and not self.config.copies_rows):
@@ -264,7 +264,7 @@ class TileQuantizer(ChunkAmaxKernels):
                         self.tabulate(levels, tables, team)
                 elif const_expr(config.uses_group_amax):
                     levels = self.levels_of(what)
-                if const_expr(config.fmt.takes_scale):
+                if const_expr(config.fmt.has_given_scale):
                     if what.group != seen_of:
                         self.report(amax, marked, seen_of, seen)
                         seen, seen_of = Uint32(0), what.group
@@ -290,7 +290,7 @@ class TileQuantizer(ChunkAmaxKernels):
             stage, _ = self.loader.next_stage(stage, phase, config.num_teams)
             phase ^= copy
             copy ^= 1
-        if const_expr(config.fmt.takes_scale):
+        if const_expr(config.fmt.has_given_scale):
             self.report(amax, marked, seen_of, seen)
 
     @cute.jit
@@ -302,7 +302,7 @@ class TileQuantizer(ChunkAmaxKernels):
 
     def levels_of(self, what: Descriptor) -> tuple[Level, ...]:
         amaxes = (what.amax, what.column_amax)[: self.num_levels]
-        return tuple(self.codec.second_level(bits_as_f32(Uint32(amax))) for amax in amaxes)
+        return tuple(self.codec.global_scale(bits_as_f32(Uint32(amax))) for amax in amaxes)
 
     @cute.jit
     def tabulate(self, levels: tuple[Level, ...], tables: list[Int32], team: Int32) -> None:

@@ -23,7 +23,7 @@ class NibbleTiles:
         self.columns = ColumnConverter(config, codec, tile)
         self.rows = RowConverter(config, codec, tile)
         self.chooser = None
-        if config.fmt.is_2d and codec.chooses_scales:
+        if config.fmt.is_2d and codec.searches_scale:
             self.chooser = Chooser(config, codec, tile)
 
     @cute.jit

@@ -2,6 +2,7 @@
 
 from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
+from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import absmax_words
 from cute_kernels.device.codecs import Level
 from cute_kernels.device.codecs.nibbles import NibbleCodec
@@ -33,7 +34,7 @@ class RowConverter:
         self.arch = config.arch
         self.tile = tile
         #: Lanes that share as many rows.
-        self.sharing = 2 if config.arch == "sm_90a" else 1
+        self.sharing = 1 if get_arch(config.arch).has_fp4_convert else 2
         #: What a lane has of a unit's columns.
         self.width = tile.unit // self.sharing
         self.blocks = self.width // codec.block
@@ -54,7 +55,7 @@ class RowConverter:
         g = Float32(0.0)
         if row < what.count:
             g = row_amax[what.first + row]
-        return self.codec.second_level(g)
+        return self.codec.global_scale(g)
 
     @cute.jit
     def convert(
@@ -84,7 +85,7 @@ class RowConverter:
             elif col < cols:
                 blocks = self.load_blocks(row_at, u)
                 a = self.amaxes(blocks, places.squares, row, u, own)
-                if const_expr(self.codec.chooses_scales and not self.config.fmt.is_2d):
+                if const_expr(self.codec.searches_scale and not self.config.fmt.is_2d):
                     a = [
                         self.codec.choose_row(words, x, by.level)
                         for words, x in zip(blocks, a, strict=True)
