@@ -72,7 +72,9 @@ class ElementMaker:
             return pack_words(self.table.activated(inputs, table_at), self.dtype)
         numbers = [unpack_words(words, self.prologue.dtype) for words in inputs]
         make: Any = (
-            activated_by_magnitude if by_size and get_arch(self.arch).tuned_by == "time" else activated
+            activated_by_magnitude
+            if by_size and get_arch(self.arch).tuned_by == "time"
+            else activated
         )
         return pack_words(make(self.prologue.record, False, self.arch, numbers)[0], self.dtype)
 

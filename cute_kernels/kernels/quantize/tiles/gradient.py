@@ -19,7 +19,12 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32, const_expr, cute, rang
 
 from cute_kernels.arch import get_arch
 from cute_kernels.device.absmax import unpack_absmax
-from cute_kernels.device.activation_curves import TABLE_BYTES, FactorTable, quick_bound, weighted_gradient
+from cute_kernels.device.activation_curves import (
+    TABLE_BYTES,
+    FactorTable,
+    quick_bound,
+    weighted_gradient,
+)
 from cute_kernels.device.codecs import codec_of
 from cute_kernels.device.constants import WARP_SIZE
 from cute_kernels.device.convert import pack_words, unpack_words
