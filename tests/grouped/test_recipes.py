@@ -43,7 +43,7 @@ def test_a_flag_is_refused_or_honoured(flag, roles):
             Recipe(**changed)
         assert status.reason
     elif flag == "row_scaled" and "weight" in roles:
-        with pytest.raises(ValueError, match="one second-level scale a group"):
+        with pytest.raises(ValueError, match="one global scale per group"):
             Recipe(**changed)
     elif flag == "hadamard" and len(roles) == 1:
         with pytest.raises(ValueError, match="must be transformed alike"):

@@ -58,7 +58,7 @@ CASES = (
     (MXFP8, MXFP4 | {"block": (32, 32)}, "block (32, 32)"),
     (MXFP8, {"scale": BlockScale(F32, 32, TILES)}, "scales of 32 bits, tiles"),
     (NVFP4, UNTRANSPOSED, "columnwise untransposed"),
-    (NVFP4, WIDE | {"hadamard": True}, "drawn, transformed"),
+    (NVFP4, WIDE | {"hadamard": True}, "stochastic rounding, transforms"),
     (FP8, {"k_multiple": 8}, "k_multiple 8"),
     (
         FP8,

@@ -269,7 +269,7 @@ WRONG_VALUES = {
         (m_grouped(Q[:3], W), "b must be quantized if a is, got a_format='nvfp4' alone"),
         (
             m_grouped(Q[:3], b_format=ROWS),
-            "b_format must have one second-level scale a group, got 'nvfp4:row_scaled'",
+            "b_format must have one global scale per group, got 'nvfp4:row_scaled'",
         ),
         (rows_of(X, W, ROW), "rows must have 1 dimensions, got shape (3, 2)"),
         (rows_of(X, W, OFFS, ROW), "inverse must have size 8 in dimension 0, got shape (3, 2)"),

@@ -30,9 +30,11 @@ def test_fp32_operands_are_refused(core):
             ("m_grouped_gemm", (a, b, offs_from_splits((4,)), None, None, False, F32)),
             ("k_grouped_gemm", (a, a, offs_from_splits((4,)), None, F32)),
         ):
-            with pytest.raises(UnsupportedError, match=f"on reference:{core}: a tensor core cuts"):
+            with pytest.raises(
+                UnsupportedError, match=f"on reference:{core}: a tensor core truncates"
+            ):
                 getattr(ops, name)(*operands)
-        with pytest.raises(UnsupportedError, match="cuts float32"):
+        with pytest.raises(UnsupportedError, match="truncates float32"):
             ops.m_grouped_gemm_out(a, b, offs_from_splits((4,)), out=out)
     assert_same_bytes(out, before)
 
