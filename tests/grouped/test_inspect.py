@@ -19,19 +19,7 @@ from grouped.functional.linear_passes import Copies
 from grouped.inspect import inspect
 from grouped.inspect.statistics import Probe, Step
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import (
-    BF16,
-    E5M2,
-    F16,
-    F32,
-    U8,
-    assert_all_same,
-    each,
-    raises,
-    sample,
-    step,
-    whole_graph,
-)
+from tests.helpers import BF16, E5M2, F16, F32, U8, assert_all_same, sample, step, whole_graph
 
 from .cases import ALL_RECIPES, WEIGHT_FORMAT
 
@@ -110,7 +98,7 @@ def expected(x, q, columnwise):
     return {name: [entry[name] for entry in entries] for name in entries[0]}
 
 
-@each("name", [n for n in RECIPES_OF_EVERY_KIND if n != "stochastic"])
+@pytest.mark.parametrize("name", [n for n in RECIPES_OF_EVERY_KIND if n != "stochastic"])
 def test_records_agree_with_numpy(name):
     recipe = RECIPES_OF_EVERY_KIND[name]
     layer, (x, dy) = make_layer(recipe), operands()
@@ -158,8 +146,8 @@ def test_records_agree_with_numpy(name):
         assert records["input", "rowwise"]["underflow"][2] > 0.1
 
 
-@each("frozen", [False, True])
-@each("name", [*RECIPES_OF_EVERY_KIND])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("name", [*RECIPES_OF_EVERY_KIND])
 def test_inspection_changes_no_bit(name, frozen):
     def results(is_inspected):
         """Return the inspector, and the results of a step with the states it leaves."""
@@ -225,7 +213,7 @@ ACTIVATION_ROWS = {
 WEIGHT_ROWS = {("weight", "rowwise"): 3 * N, ("weight", "columnwise"): 3 * N}
 
 
-@each("reentrant", [None, False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
 def test_microbatches_and_checkpointing(reentrant):
     layer = make_layer(recipes.NVFP4())
     batches = [operands(seed=seed) for seed in (5, 6)]
@@ -267,7 +255,7 @@ def test_microbatches_and_checkpointing(reentrant):
 QUANTIZED_KINDS = ("quantized", "prepacked", "w4a16")
 
 
-@each("kind", ["cached", "discrete", "delayed wgrad", "eval", *QUANTIZED_KINDS])
+@pytest.mark.parametrize("kind", ["cached", "discrete", "delayed wgrad", "eval", *QUANTIZED_KINDS])
 def test_kinds_of_weights(kind):
     kinds = {"single_parameter": kind != "discrete", "delay_wgrad": kind == "delayed wgrad"}
     layer, (x, dy) = make_layer(recipes.NVFP4(), **kinds), operands()
@@ -304,7 +292,7 @@ def test_kinds_of_weights(kind):
             assert r == plain | {"layer": r["layer"]}
 
 
-@each("dtype", [F16, F32])
+@pytest.mark.parametrize("dtype", [F16, F32])
 def test_plain_operands(dtype):
     layer = GroupedLinear(2, 4, 2, bias=False, dtype=F32)
     with torch.no_grad():
@@ -326,17 +314,17 @@ def test_compiled_layers(fresh_dynamo):
     graph = whole_graph(layer)
     plain = train(layer, x, dy, graph)
     with inspect(layer) as inspector:
-        with raises(Exception, r"grouped\.debug\.inspect looks at the operands"):
+        with pytest.raises(Exception, match=r"grouped\.debug\.inspect looks at the operands"):
             train(layer, x, dy, graph)
         inspected = train(layer, x, dy, function)
-        with raises(RuntimeError, r"grouped\.debug\.inspect looks at the operands"):
+        with pytest.raises(RuntimeError, match=r"grouped\.debug\.inspect looks at the operands"):
             torch.func.grad(lambda x: layer(x, torch.tensor(ENDS)).sum())(x)
     assert rows_by_operand(inspector) == ACTIVATION_ROWS | WEIGHT_ROWS
     assert_all_same(inspected, plain)
     train(layer, x, dy, graph)
 
 
-@each("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
+@pytest.mark.parametrize("name", ["nvfp4", "row-scaled", "mxfp8", "fp8-block", "fp8", "bf16"])
 def test_nothing_is_read_on_the_host(name):
     """Fake tensors have no values."""
     fmt = RECIPES_OF_EVERY_KIND[name].input
@@ -436,13 +424,13 @@ def test_inspect_checks_its_arguments():
         ({"roles": "input"}, TypeError, "roles must be a sequence of names, got the string"),
         ({"layers": ["up"]}, ValueError, "layers: 'up' is none of GroupedLinear"),
     ):
-        with raises(error, message):
+        with pytest.raises(error, match=message):
             inspect(layer, **options)
 
 
 def test_tables_need_a_recorded_step():
     layer = make_layer(recipes.BF16())
-    with raises(ValueError, "no step was looked at"):
+    with pytest.raises(ValueError, match="no step was looked at"):
         inspect(layer).table()
-    with raises(ValueError, "step 3 was not looked at"):
+    with pytest.raises(ValueError, match="step 3 was not looked at"):
         inspect(layer).summary(3)

@@ -14,9 +14,7 @@ from tests.helpers import (
     SPLITS,
     assert_all_same,
     assert_same_bytes,
-    each,
     end_rows,
-    raises,
     sample,
     step,
 )
@@ -69,8 +67,8 @@ def expected(layer, x, ends, dy):
     return y, dx, dw, db
 
 
-@each("recipe", EVERY_RECIPE)
-@each("splits", SPLITS)
+@pytest.mark.parametrize("recipe", EVERY_RECIPE.values(), ids=EVERY_RECIPE)
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_against_one_linear_per_expert(splits, recipe):
     """Inputs are fp32, so only the accumulation differs; the tails of x and dy are NaN."""
     ends = end_rows(splits)
@@ -101,9 +99,11 @@ MORE_RECIPES = {
 }
 
 
-@each("dtype", [BF16, F16, F32])
-@each("parameters", [BF16, F32])
-@each("recipe", EVERY_RECIPE | MORE_RECIPES)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32])
+@pytest.mark.parametrize("parameters", [BF16, F32])
+@pytest.mark.parametrize(
+    "recipe", (EVERY_RECIPE | MORE_RECIPES).values(), ids=EVERY_RECIPE | MORE_RECIPES
+)
 def test_dtypes(recipe, dtype, parameters):
     compare_dtypes(recipe, dtype, parameters)
 
@@ -126,8 +126,8 @@ def compare_dtypes(recipe, dtype, parameters):
             close(t, want, tolerance[output_dtype])
 
 
-@each("single", [True, False])
-@each("bias", [True, False])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 def test_names_and_initialization_are_those_of_linear(bias, single):
     layer = make_layer(RECIPES["bf16"], single_parameter=single, bias=bias)
     names = ["weight"] + ["bias"] * bias
@@ -140,7 +140,7 @@ def test_names_and_initialization_are_those_of_linear(bias, single):
             assert_same_bytes(layer._stacked(name)[g].detach(), getattr(expert, name).detach())
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_two_backward_passes_and_accumulation(recipe):
     layer = make_layer(recipe)
     x = sample(40, K).requires_grad_()
@@ -151,11 +151,11 @@ def test_two_backward_passes_and_accumulation(recipe):
     y.backward(dy)
     for t, gradient in zip((x, *layer.parameters()), gradients, strict=True):
         assert_same_bytes(t.grad, 2 * gradient)
-    with raises(RuntimeError, "second time"):
+    with pytest.raises(RuntimeError, match="second time"):
         y.backward(dy)
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_autocast(recipe):
     layer = make_layer(recipe)
     x = torch.randn(40, K, requires_grad=True)
@@ -219,8 +219,8 @@ def test_a_gradient_of_the_bias_alone_quantizes_rowwise_only():
     assert got == [(True, True, False), (False, True, False)]
 
 
-@each("single", [True, False])
-@each("recipe", QUANTIZED)
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", QUANTIZED.values(), ids=QUANTIZED)
 def test_microbatches_share_one_quantized_weight(recipe, single):
     layer = make_layer(recipe, single_parameter=single)
     batches = [sample(40, K) for _ in range(3)]
@@ -244,12 +244,12 @@ def test_microbatches_share_one_quantized_weight(recipe, single):
 def test_a_later_microbatch_needs_a_cached_weight():
     layer = make_layer(RECIPES["row-scaled"])
     x = sample(40, K)
-    with raises(RuntimeError, "a call with True kept; none was"):
+    with pytest.raises(RuntimeError, match="a call with True kept; none was"):
         layer(x, ENDS, is_first_microbatch=False)
     with torch.no_grad():
         layer(x, ENDS, is_first_microbatch=True)
     layer(x, ENDS, is_first_microbatch=False)
-    with raises(RuntimeError, "columnwise weight.*under no_grad"):
+    with pytest.raises(RuntimeError, match="columnwise weight.*under no_grad"):
         layer(x.requires_grad_(), ENDS, is_first_microbatch=False)
 
 
@@ -269,7 +269,7 @@ def test_a_frozen_quantized_weight():
     with OpCounter() as counter:
         layer(x, OFFS)
     assert directions(counter) == [(False, True, False)]
-    with raises(RuntimeError, "weight has no columnwise copy"):
+    with pytest.raises(RuntimeError, match="weight has no columnwise copy"):
         layer(x.requires_grad_(), ENDS)
     with torch.no_grad():
         layer(x, ENDS)
@@ -279,7 +279,7 @@ def ragged_weight():
     return grouped.quantize(sample(3 * N, K), WEIGHT_FORMAT, offs=[N, 2 * N, 3 * N])
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (
@@ -304,7 +304,7 @@ def test_unsuitable_quantized_weights_are_refused(make, error, match):
     alone = make_layer(mlp.gate_up.recipe)
     alone.weight = mlp.gate_up.weight = nn.Parameter(make())
     for module in (alone, mlp):
-        with raises(error, match):
+        with pytest.raises(error, match=match):
             module(sample(40, K), ENDS)
 
 
@@ -321,10 +321,10 @@ def test_bf16_activations_with_a_quantized_weight():
     assert_same_bytes(dw, grouped.grouped_gemm(dy, x, **options))
 
 
-@each(
+@pytest.mark.parametrize(
     ("arguments", "name"),
     [((0, K, N), "num_groups"), ((3, 0, N), "in_features"), ((3, K, -1), "out_features")],
 )
 def test_sizes_must_be_positive(arguments, name):
-    with raises(ValueError, f"{name} must be positive"):
+    with pytest.raises(ValueError, match=f"{name} must be positive"):
         GroupedLinear(*arguments)

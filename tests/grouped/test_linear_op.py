@@ -12,17 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import grouped
 from grouped import recipes
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import (
-    BF16,
-    assert_all_same,
-    assert_same_bytes,
-    each,
-    ends,
-    raises,
-    refusals,
-    sample,
-    step,
-)
+from tests.helpers import BF16, assert_all_same, assert_same_bytes, ends, sample, step
 
 from .cases import ALL_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT, OpCounter, weights_quantized
 
@@ -51,7 +41,7 @@ def data():
     return sample(40, K), sample(40, N)
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_linear_has_the_bits_of_the_module(recipe, data):
     layer = make_layer(recipe)
     x, dy = data
@@ -139,8 +129,10 @@ def test_functional_gradients_of_a_quantized_weight(quantized_layer, data):
 
 
 ARGUMENTS = {"x": torch.zeros(40, K), "weight": torch.zeros(3, N, K), "bias": None, "offs": OFFS}
-test_linear_checks_its_arguments = refusals(
-    lambda change: grouped.linear(**ARGUMENTS | {"recipe": RECIPES["nvfp4"]} | change),
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
     [
         ({"weight": torch.zeros(N, K)}, ValueError, "weight must have 3 dimensions"),
         ({"weight": torch.zeros(3, N, 32)}, ValueError, "must share K"),
@@ -153,9 +145,12 @@ test_linear_checks_its_arguments = refusals(
         ),
     ],
 )
+def test_linear_checks_its_arguments(change, error, message):
+    with pytest.raises(error, match=message):
+        grouped.linear(**ARGUMENTS | {"recipe": RECIPES["nvfp4"]} | change)
 
 
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_functional_gradients(recipe, data):
     layer = make_layer(recipe)
     x, dy = data
@@ -181,31 +176,31 @@ def test_functional_gradients(recipe, data):
         assert weights_quantized(counter) == recipe.is_quantized
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_forward_mode_and_vmap_raise(recipe, data):
     layer = make_layer(recipe)
     x = data[0]
-    with raises(RuntimeError, "no forward-mode derivative"):
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: layer(x, OFFS), (x,), (x,))
     for grad_mode in (torch.enable_grad, torch.no_grad):
         with forward_ad.dual_level(), grad_mode():
             for requires_grad in (True, False):
                 layer.requires_grad_(requires_grad)
-                with raises(RuntimeError, "no forward-mode derivative"):
+                with pytest.raises(RuntimeError, match="no forward-mode derivative"):
                     layer(forward_ad.make_dual(x, x), OFFS)
             layer(x, OFFS)
-    with raises(RuntimeError, "grouped.linear has no vmap"):
+    with pytest.raises(RuntimeError, match="grouped.linear has no vmap"):
         torch.vmap(lambda x: layer(x, OFFS))(x.expand(2, 40, K))
 
 
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_no_second_derivative(recipe, data):
     """Neither dx can be differentiated by dy, nor dw by x with a constant dy."""
     layer = make_layer(recipe, bias=False)
     x, dy = data
     leaf = x.clone().requires_grad_()
     (dw,) = torch.autograd.grad(layer(leaf, OFFS), layer.weight, dy, create_graph=True)
-    with raises(RuntimeError, "cannot be differentiated twice"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
         (dw.sum() + leaf.sum()).backward()
     weight = layer.weight.detach()
 
@@ -220,13 +215,13 @@ def test_no_second_derivative(recipe, data):
 
     for function, argument in ((dx_by_dy, dy), (dw_by_x, x)):
         function(argument)
-        with raises(RuntimeError, "cannot be differentiated twice"):
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
             torch.func.grad(function)(argument)
 
 
-@each("strict", [False, True])
-@each("single", [True, False])
-@each("recipe", RECIPES)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_backward_through_an_exported_module(recipe, single, strict):
     """The module is traced without gradients of x, saved and loaded; parameters may be frozen."""
     mlp = GroupedMLP(3, K, 32, bias=True, recipe=recipe, single_parameter=single)

@@ -9,7 +9,7 @@ from torch import nn
 import cute_kernels
 import grouped
 from grouped.nn import GroupedLinear, GroupedMLP
-from tests.helpers import BF16, assert_all_same, each, raises, sample, step, whole_graph
+from tests.helpers import BF16, assert_all_same, sample, step, whole_graph
 
 from .cases import FP8_RECIPES, QUANTIZED, RECIPES, WEIGHT_FORMAT
 
@@ -65,28 +65,30 @@ def assert_reached(got, operand, row_scaled, is_bad=torch.isnan):
         assert_all_or_none(values, wanted, is_bad)
 
 
-@each("single", [True, False])
-@each("operand", [*NAN_REACHES])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("operand", [*NAN_REACHES])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_a_nan_reaches_its_scale_group(name, operand, single):
     got = run(PROPAGATING[name], operand, single=single)
     assert_reached(got, operand, name == "row-scaled")
 
 
-@each(("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("row-scaled", "emulated:sm_90a"), ("nvfp4", "emulated:sm_100a")]
+)
 def test_a_nan_on_kernels(name, backend):
     with cute_kernels.backend(backend):
         for operand in ("x", "weight", "dy"):
             assert_reached(run(PROPAGATING[name], operand), operand, name == "row-scaled")
 
 
-@each("operand", ["x", "weight"])
+@pytest.mark.parametrize("operand", ["x", "weight"])
 def test_a_nan_in_a_compiled_layer(operand):
     got = run(PROPAGATING["row-scaled"], operand, compiled=True)
     assert_reached(got, operand, row_scaled=True)
 
 
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_a_nan_in_operands_quantized_inside_the_gemm(name):
     """Without gradients of the weight no GEMM reads a columnwise copy."""
     layer = GroupedLinear(3, K, N, recipe=PROPAGATING[name]).requires_grad_(False)
@@ -99,7 +101,7 @@ def test_a_nan_in_operands_quantized_inside_the_gemm(name):
     assert_all_or_none(leaf.grad, GROUP_0)
 
 
-@each("name", [*PROPAGATING])
+@pytest.mark.parametrize("name", [*PROPAGATING])
 def test_finite_operands_keep_their_bits(name):
     assert_all_same(run(PROPAGATING[name], None), run(NOT_PROPAGATING[name], None))
 
@@ -123,8 +125,8 @@ def assert_fp8_reached(got, index, widen=lambda want: want):
     assert not got.isinf().any()
 
 
-@each("operand", [*FP8_NAN_REACHES])
-@each("name", [*FP8_RECIPES])
+@pytest.mark.parametrize("operand", [*FP8_NAN_REACHES])
+@pytest.mark.parametrize("name", [*FP8_RECIPES])
 def test_fp8_codes_keep_a_nan_in_its_row_or_column(name, operand):
     for recipe in (PROPAGATING, NOT_PROPAGATING):
         for got, index in zip(run(recipe[name], operand), FP8_NAN_REACHES[operand], strict=True):
@@ -141,9 +143,9 @@ def widen_to_groups(want):
     return groups
 
 
-@each("value", [torch.inf, -torch.inf])
-@each("operand", [*FP8_NAN_REACHES])
-@each("name", [*FP8_RECIPES])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("operand", [*FP8_NAN_REACHES])
+@pytest.mark.parametrize("name", [*FP8_RECIPES])
 def test_an_fp8_infinity_reaches_its_scale_group(name, operand, value):
     is_local = name in (
         "mxfp8",
@@ -158,15 +160,15 @@ def test_an_fp8_infinity_reaches_its_scale_group(name, operand, value):
         assert not got.isnan().any() if name.startswith("mxfp8") else got.isfinite().all()
 
 
-@each("operand", ["x", "weight", "dy"])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("operand", ["x", "weight", "dy"])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_a_nan_disappears_without_the_option(name, operand):
     assert all(t.isfinite().all() for t in run(NOT_PROPAGATING[name], operand))
 
 
-@each("operand", ["x", "weight", "dy"])
-@each("value", [torch.inf, -torch.inf])
-@each("name", [*QUANTIZED])
+@pytest.mark.parametrize("operand", ["x", "weight", "dy"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", [*QUANTIZED])
 def test_infinities_propagate_without_the_option(name, value, operand):
     assert_reached(
         run(NOT_PROPAGATING[name], operand, value),
@@ -222,7 +224,7 @@ REPORTS = {
 }
 
 
-@each(
+@pytest.mark.parametrize(
     ("name", "operand", "compiled"),
     [(*case, False) for case in REPORTS] + [("row-scaled", "x", True), ("bf16", "dy", True)],
 )
@@ -259,7 +261,10 @@ def test_detection_of_all_layers():
         for layer, x in zip(reversed(layers), (sample(40, K), with_nan(K), None), strict=True):
             if x is not None:
                 train(layer, x=x)
-        with raises(RuntimeError, "active already"), grouped.inspect.detect_nonfinite():
+        with (
+            pytest.raises(RuntimeError, match="active already"),
+            grouped.inspect.detect_nonfinite(),
+        ):
             pass
     ((name, roles),) = detector.report().items()
     assert roles == ("input",)
@@ -283,12 +288,12 @@ def test_a_compiled_layer_needs_the_model():
     function = torch.compile(layer, fullgraph=True, backend="eager")
     with (
         grouped.inspect.detect_nonfinite(),
-        raises(Exception, "needs the model to watch a compiled layer"),
+        pytest.raises(Exception, match="needs the model to watch a compiled layer"),
     ):
         train(layer, function=function)
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_detection_without_gradients(single):
     layer = GroupedLinear(3, K, N, recipe=RECIPES["nvfp4"], single_parameter=single).eval()
     weight = sample(3, N, K)

@@ -15,9 +15,7 @@ from tests.helpers import (
     I32,
     assert_same_buffers,
     assert_same_bytes,
-    each,
     each_copy,
-    raises,
     sample,
     whole_graph,
 )
@@ -78,8 +76,8 @@ def dy():
     return sample(40, N)
 
 
-@each("dtype", [F32, BF16])
-@each(("name", "form"), RECIPES_AND_FORMS)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("name", "form"), RECIPES_AND_FORMS)
 def test_main_grad_accumulates_in_fp32(name, form, dtype, x, dy):
     """Each step rounds once; gradients of x and of the bias are unchanged."""
     recipe = ALL_RECIPES[name]
@@ -103,8 +101,8 @@ def test_main_grad_accumulates_in_fp32(name, form, dtype, x, dy):
     assert all(t._version > v for t, v in zip(buffers, versions, strict=True))
 
 
-@each("form", FORMS)
-@each("option", ["is_first_microbatch", "overwrite_main_grad"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("option", ["is_first_microbatch", "overwrite_main_grad"])
 def test_main_grad_is_overwritten(option, form, x, dy):
     recipe = RECIPES["row-scaled"]
     layer = make_layer(recipe, form, fuse_wgrad_accumulation=True)
@@ -135,7 +133,7 @@ def test_one_expert_overwrites_and_one_is_frozen(x, dy):
     assert layer.weight2.grad is None and not hasattr(layer.weight2, "grad_added_to_main_grad")
 
 
-@each("form", FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_hooks_find_a_gradient_of_zeros(form, x, dy):
     """The weight's gradient is already in main_grad, so ``grad`` is zero."""
     layer = make_layer(NVFP4, form, fuse_wgrad_accumulation=True)
@@ -164,7 +162,7 @@ def test_hooks_find_a_gradient_of_zeros(form, x, dy):
     assert len(calls) == 2 * len(hooked) and not torch.equal(main_grads(layer), before)
 
 
-@each(
+@pytest.mark.parametrize(
     ("make", "error", "match"),
     [
         (lambda p: None, RuntimeError, r" is missing: fuse_wgrad_accumulation.*shape \(S"),
@@ -191,8 +189,8 @@ def test_hooks_find_a_gradient_of_zeros(form, x, dy):
         ),
     ],
 )
-@each("delay", [False, True])
-@each("single", [True, False])
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("single", [True, False])
 def test_an_invalid_main_grad_raises(single, delay, make, error, match, x, dy):
     layer = make_layer(
         NVFP4, "single" if single else "discrete", fuse_wgrad_accumulation=True, delay_wgrad=delay
@@ -206,7 +204,7 @@ def test_an_invalid_main_grad_raises(single, delay, make, error, match, x, dy):
     counter = OpCounter()
     if delay:
         y.backward(dy)
-    with counter, raises(error, match):
+    with counter, pytest.raises(error, match=match):
         layer.backward_dw() if delay else y.backward(dy)
     assert not {name for name in counter.counts if "group" in name}
     if delay:  # The delayed gradients are still there.
@@ -230,8 +228,8 @@ def gradients(layer):
     }
 
 
-@each("fuse", [False, True])
-@each(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(("name", "form"), [*RECIPES_AND_FORMS, ("delayed scaling", "single")])
 def test_delayed_gradients_are_the_same(name, form, fuse):
     """``backward_dw`` computes the gradients of several batches in order."""
     recipe = ALL_RECIPES.get(name, FP8Delayed(history_length=4))
@@ -254,11 +252,11 @@ def test_delayed_gradients_are_the_same(name, form, fuse):
         if fuse:
             assert_same_bytes(main_grads(delayed), main_grads(plain))
     assert_same_buffers(delayed.state_dict(), plain.state_dict())
-    with raises(RuntimeError, "backward_dw has nothing to compute"):
+    with pytest.raises(RuntimeError, match="backward_dw has nothing to compute"):
         delayed.backward_dw()
 
 
-@each("recipe", ALL_RECIPES)
+@pytest.mark.parametrize("recipe", ALL_RECIPES.values(), ids=ALL_RECIPES)
 def test_backward_computes_dx_only(recipe, x, dy):
     layer = make_layer(recipe, delay_wgrad=True)
     y = layer(x.clone().requires_grad_(), torch.tensor(ENDS, dtype=I32))
@@ -271,8 +269,8 @@ def test_backward_computes_dx_only(recipe, x, dy):
     assert not {"m_grouped_gemm", "grouped_quantize"} & set(counter.counts)
 
 
-@each("frozen", ["weight", "bias", "x", "weight bias"])
-@each("form", FORMS[:2])
+@pytest.mark.parametrize("frozen", ["weight", "bias", "x", "weight bias"])
+@pytest.mark.parametrize("form", FORMS[:2])
 def test_delayed_gradients_with_frozen_parameters(form, frozen, x, dy):
     results = []
     for delay in (True, False):
@@ -329,7 +327,7 @@ def test_delayed_gradients_under_activation_checkpointing(x, dy):
 
 
 def test_backward_dw_needs_the_option():
-    with raises(RuntimeError, "made with delay_wgrad=True"):
+    with pytest.raises(RuntimeError, match="made with delay_wgrad=True"):
         make_layer(RECIPES["bf16"]).backward_dw()
 
 
@@ -343,7 +341,7 @@ def test_backward_dw_of_a_frozen_layer_does_nothing(x, dy):
 def test_copies_have_no_delayed_gradients(copied, x, dy):
     layer = make_layer(NVFP4, delay_wgrad=True)
     layer(x, ENDS).backward(dy)
-    with raises(RuntimeError, "nothing to compute"):
+    with pytest.raises(RuntimeError, match="nothing to compute"):
         copied(layer).backward_dw()
     layer.backward_dw()
 
@@ -393,7 +391,7 @@ def test_one_graph_without_gradients_of_parameters(options, x, dy, fresh_dynamo)
     assert leaf.grad.any()
 
 
-@each("single", [True, False])
+@pytest.mark.parametrize("single", [True, False])
 def test_a_step_without_delayed_gradients_warns(single, x, dy, recwarn):
     """Only an optimizer with these parameters warns, and only while gradients are delayed."""
     layer = make_layer(RECIPES["bf16"], "single" if single else "discrete", delay_wgrad=True)
